@@ -67,6 +67,7 @@ check-imports: .venv/ready
 check-docs: .venv/ready
 	@$(VENV)/python -m docs.lengths
 	@$(MAKE) --no-print-directory docs
+	@JPIPE_SITE=build/docs $(VENV)/python -m pytest -q -k test_the_site_is_complete tests/test_site.py
 
 check-wheel: .venv/ready
 	@.ci/check-wheel

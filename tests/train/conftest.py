@@ -1,6 +1,7 @@
 """Fixtures of training tests: a training text, and a config whose run takes a second or two."""
 
 import signal
+from pathlib import Path
 
 import pytest
 
@@ -20,8 +21,13 @@ def text(tmp_path):
 @pytest.fixture
 def tiny(text, tmp_path) -> dict:
     """Return a valid config as plain data: three layers, two stages."""
+    return tiny_of(text, tmp_path / "run")
+
+
+def tiny_of(text: Path, run: Path) -> dict:
+    """Return that config for a text and the folder of a run."""
     return {
-        "run": {"dir": str(tmp_path / "run")},
+        "run": {"dir": str(run)},
         "data": {"path": str(text), "validation_fraction": 0.2},
         "train": {"steps": 5, "batch_size": 4, "eval_every": 2, "eval_batches": 2},
         "model": {"depth": 1, "width": 8, "heads": 2, "seq_len": 8},

@@ -72,6 +72,7 @@ def dry():
     return begin, train, evaluate
 
 
+@pytest.mark.slow
 def test_rows_begin_with_zeros_where_nothing_is_carried(dry):
     begin, train, _ = dry
     first, second = (piece(text(), start, start + 5, int(start > 0))[0] for start in (0, 5))

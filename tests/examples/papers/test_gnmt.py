@@ -108,6 +108,7 @@ def plain_gnmt(params, inputs):
     return y @ np.asarray(params["head"]["logits"]["kernel"]) + np.asarray(params["head"]["logits"]["bias"])
 
 
+@pytest.mark.slow
 def test_it_computes_what_the_paper_says(small):
     params, forward = small
     np.testing.assert_allclose(forward(batch()), plain_gnmt(params, batch()), atol=2e-4)

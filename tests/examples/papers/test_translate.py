@@ -16,6 +16,7 @@ from jpipe_train.console.terminal import printable
 from tests.train.models.running import params_of
 
 
+@pytest.mark.slow
 def test_greedy_is_the_likeliest_token_after_token():
     rng = np.random.default_rng(0)
     inputs = {"source": rng.integers(0, 9, (3, 5)).astype(np.int32), "source_length": np.array([5, 2, 3], np.int32)}

@@ -240,6 +240,7 @@ def test_the_temporaries_of_several_layers_are_about_those_of_the_compiled_stage
         assert max(layer.at[0].temporary for layer in wide_profile.layers) < 0.3 * true  # gradients of four layers, not only scratch of one
 
 
+@pytest.mark.slow
 def test_scratch_memory_with_full_recomputation_is_that_of_one_two_and_three_compiled_layers():
     blocks = {
         f"block_{n}": lambda rngs: nnx.Sequential(nnx.Linear(8, 64, rngs=rngs), nn.gelu, nnx.Linear(64, 8, rngs=rngs)) for n in range(6)

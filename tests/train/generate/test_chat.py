@@ -1,60 +1,30 @@
 """Conversations on standard input, and texts that end before a string."""
 
-import io
 import json
 import re
-import shutil
 import signal
-import sys
 from pathlib import Path
 
-import jax
 import pytest
-import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jpipe_train import cli
 from jpipe_train.data import tokenizer
 from jpipe_train.data.chat import template
 from jpipe_train.data.chat.renderer import Renderer
 from jpipe_train.data.chat.tokens import end_of_turn
 from jpipe_train.generate import command
 from jpipe_train.generate.token_text import Stops
+from tests.train.generate.conftest import TEMPLATE, make_chat
 
-GOLDEN = Path(__file__).parents[1] / "checkpoint" / "golden"
 RUN = Path(__file__).parents[2] / "written_by_0_1" / "run"
-WORDS = ["<unk>", "<s>", "</s>", *(f"w{i}" for i in range(3, 64))]
-TEMPLATE = "{% for m in messages %}<s>{{ m.content }}{% if m.role == 'assistant' %}w31{% endif %}{% endfor %}"
 
 
 @pytest.fixture
-def run(capsys, monkeypatch):
-    """Run the command line with these lines on standard input; gives exit code, standard output and standard error."""
-    jax.devices()  # as many as the tests have, before a command asks for more
-
-    def run(*arguments: str, said: str = "", is_terminal: bool = False) -> tuple[int, str, str]:
-        stdin = io.TextIOWrapper(io.BytesIO(said.encode("utf-8", "surrogateescape")))
-        stdin.isatty = lambda: is_terminal
-        monkeypatch.setattr(sys, "stdin", stdin)
-        code = cli.main(["generate", *arguments])
-        return code, *capsys.readouterr()
-
-    return run
-
-
-@pytest.fixture
-def folder(tmp_path) -> Path:
-    """Return a Hugging Face folder with a tokenizer of whole words; w31 ends an answer: the model comes to it after others."""
-    place = tmp_path / "llama"
-    shutil.copytree(GOLDEN / "llama", place)
-    rules = tokenizers.Tokenizer(tokenizers.models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
-    rules.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    rules.add_special_tokens(["<s>", "w31"])
-    rules.save(str(place / "tokenizer.json"))
-    (place / "chat_template.jinja").write_text(TEMPLATE)
-    (place / "config.json").write_text(json.dumps(json.loads((place / "config.json").read_text()) | {"eos_token_id": None}))
-    return place
+def folder(folder) -> Path:
+    """Return a Hugging Face folder of a model for chat."""
+    make_chat(folder)
+    return folder
 
 
 def test_a_conversation_has_all_that_was_said_before(run, folder):

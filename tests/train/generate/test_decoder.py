@@ -92,10 +92,25 @@ def test_logits_are_those_of_the_whole_model(keys):
         check(all_logits(model, tokens), expected, tolerance)
 
 
-@pytest.mark.thinned(most=1, most_slow=8)
-@pytest.mark.parametrize("name", MODELS)
-def test_a_greedy_continuation_is_that_of_the_whole_model_at_each_length(name):
-    """Rows become longer than windows, and than the original positions of LongRoPE, each at another step."""
+def test_the_bytes_of_a_cache_follow_the_window():
+    keys = {"heads": 4, "kv_heads": 2, "depth": 3, "seq_len": 4096, "width": 64, "positions": "rope"}
+    sizes = {}
+    for window in (None, 100):
+        config = ModelConfig(**keys, window=window, window_layers=None if window is None else [True, False, True])
+        sizes[window] = [[bytes_of(config, 5, positions)[f"block_{i}"] for i in range(3)] for positions in (64, 4096)]
+    a_position = 2 * 4 * 5 * 2 * 16
+    assert np.subtract(*sizes[None][::-1]).tolist() == 3 * [(4096 - 64) * a_position]
+    assert np.subtract(*sizes[100][::-1]).tolist() == [(100 - 64) * a_position, (4096 - 64) * a_position, (100 - 64) * a_position]
+    everywhere = ModelConfig(**keys, window=100)
+    assert scratch_of(everywhere, 5, 4096) == 2 * 4 * 5 * 4 * 1024 * (1024 + 100)
+    assert scratch_of(config, 5, 4096) == 2 * 4 * 5 * 4 * 512 * 4096
+
+
+@pytest.mark.thinned(most=2, most_slow=9)
+@pytest.mark.parametrize(("name", "piece"), [("gemma3", 2), *((name, 16) for name in MODELS)])
+def test_a_greedy_continuation_is_that_of_the_whole_model_at_each_length(name, piece, monkeypatch):
+    """Rows exceed windows and the original positions of LongRoPE, each at another step; some prompts are read in pieces."""
+    monkeypatch.setattr(decoder, "_PIECE", piece)
     architecture, keys = MODELS[name]
     described = huggingface.parse({"architectures": [architecture], **keys})
     config = ModelConfig(**described.keys, seq_len=12)
@@ -106,6 +121,8 @@ def test_a_greedy_continuation_is_that_of_the_whole_model_at_each_length(name):
     prompts = [[3, 1, 4, 1, 5, 9], [2], [6, 5, 3]]
     model = Decoder(config, whole, dict.fromkeys(stack.ids, jax.devices()[0]))
     logits = model.begin(prompts, 12)
+    places = {layer_id: cache[0].shape[1] for layer_id, cache in model._caches.items()}
+    assert places == {f"block_{i}": min(block.window or 16, 16) for i, block in enumerate(config.blocks)}
     forward = jax.jit(lambda params, inputs: applied(stack, params, inputs))
     for step in range(7):
         lengths = [len(prompt) for prompt in prompts]

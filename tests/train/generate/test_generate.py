@@ -11,42 +11,17 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-import tokenizers
 from safetensors.numpy import load_file, save_file
 
-from jpipe_train import cli
 from jpipe_train.generate import command, model_source
 from jpipe_train.models.layers import layers
 from tests.train.conftest import changed
+from tests.train.generate.conftest import WORDS, save_tokenizer
 from tests.train.models.running import applied
 
 GOLDEN = Path(__file__).parents[1] / "checkpoint" / "golden"
 RUN = Path(__file__).parents[2] / "written_by_0_1" / "run"
 LAST = 31  # a token that the model comes to, after some others
-WORDS = ["<unk>", "<s>", "</s>", *(f"w{i}" for i in range(3, 64))]
-
-
-@pytest.fixture
-def run(capsys):
-    """Run the command line; gives exit code, standard output and standard error."""
-    jax.devices()  # as many as the tests have, before a command asks for more
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        code = cli.main(["generate", *arguments])
-        return code, *capsys.readouterr()
-
-    return run
-
-
-@pytest.fixture
-def folder(tmp_path) -> Path:
-    """Return a Hugging Face folder with a tokenizer of whole words."""
-    place = tmp_path / "llama"
-    shutil.copytree(GOLDEN / "llama", place)
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    tokenizer.save(str(place / "tokenizer.json"))
-    return place
 
 
 def likeliest(folder: Path, rows: list[list[int]]) -> np.ndarray:
@@ -84,11 +59,7 @@ def test_tokens_that_the_tokenizer_does_not_have_are_never_chosen(run, folder):
     arrays = load_file(folder / "model.safetensors")
     arrays["lm_head.weight"][1::2] *= 100
     save_file(arrays, folder / "model.safetensors", {"format": "pt"})
-    tokenizer = tokenizers.Tokenizer(
-        tokenizers.models.WordLevel({word: i for i, word in enumerate(WORDS) if i % 2 == 0}, unk_token="<unk>")
-    )
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    tokenizer.save(str(folder / "tokenizer.json"))
+    save_tokenizer(folder, [word if i % 2 == 0 else None for i, word in enumerate(WORDS)])
     for options in ((), ("--top-p", "0.9"), ("--top-k", "40")):
         _, out, _ = run(str(folder), "--prompt", "w4", "--tokens", "12", "--json", *options)
         answer = json.loads(out)
@@ -96,9 +67,8 @@ def test_tokens_that_the_tokenizer_does_not_have_are_never_chosen(run, folder):
         assert len(answer["text"].split()) == 12
 
 
-def test_a_run_of_bytes_from_standard_input_and_a_pipe(run, monkeypatch):
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"the\n")))
-    code, out, err = run(str(RUN))
+def test_a_run_of_bytes_from_standard_input_and_a_pipe(run):
+    code, out, err = run(str(RUN), said="the\n")
     assert code == 0
     assert len(out.encode()) >= 6  # what the model has not learned may be no UTF-8
     assert out.endswith("\n")

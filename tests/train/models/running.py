@@ -1,5 +1,6 @@
 """Built-in models run as one function, or trained through a pipeline."""
 
+from functools import lru_cache
 from typing import Any
 
 import jax
@@ -23,6 +24,12 @@ def outputs_of(config: ModelConfig, inputs: Any, params: Any = None, chunk: int 
 
 def applied(stack: jpipe.LayerStack, params: Any, inputs: Any) -> Any:
     """Return the output of a model with these parameters in evaluation."""
+    return forward_of(stack)(params, inputs)
+
+
+@lru_cache(maxsize=2)
+def forward_of(stack: jpipe.LayerStack) -> Any:
+    """Return the function `(parameters, inputs) -> outputs` of a model in evaluation, which is compiled once for inputs of a shape."""
 
     @jax.jit
     def forward(params: Any, inputs: Any) -> Any:
@@ -30,7 +37,7 @@ def applied(stack: jpipe.LayerStack, params: Any, inputs: Any) -> Any:
         state: dict[str, Any] = {layer_id: {} for layer_id in stack.ids}
         return stack.apply(stack.ids, whole, state, inputs, key=None, microbatch=None, train=False)[0]
 
-    return forward(params, inputs)
+    return forward
 
 
 def params_of(stack: jpipe.LayerStack, inputs: Any, seed: int = 0) -> Any:

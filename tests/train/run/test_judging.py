@@ -67,9 +67,20 @@ def test_a_run_learns_the_task(task, schedule, home, tmp_path):
 
 
 def test_evaluate_prints_the_metrics_and_generate_refuses_the_model(home, tmp_path, capsys):
-    one = config(home, tmp_path / "run", "pairs", "2bw", steps=3)
-    loop.main(one.model_copy(update={"checkpoint": one.checkpoint.model_copy(update={"every": 3})}))
+    """Fewer examples than a batch are held out: two microbatches, of which one has each of its examples eight times."""
+    few = tmp_path / "few.jsonl"
+    few.write_text("".join((home / "pairs.jsonl").read_text().splitlines(keepends=True)[:13]))
+    fields = config(home, tmp_path / "run", "pairs", "2bw", steps=3).model_dump(exclude_unset=True)
+    keys = {name: value for name, value in fields["data"].items() if name != "validation_fraction"}
+    one = changed(fields | {"data": keys | {"validation_path": str(few)}}, checkpoint={"every": 3})
+    folder = loop.main(one).folder
+    last = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
     capsys.readouterr()
+    assert cli.main(["evaluate", str(folder)]) == 0
+    printed = "".join(capsys.readouterr())
+    assert "13 rows" in printed
+    for name, key in (("loss, nats per label", "val_loss"), ("accuracy", "val_accuracy"), ("f1", "val_f1")):
+        assert float(re.search(rf"{name} +([\d.e-]+)", printed)[1]) == pytest.approx(last[key], rel=1e-5)
     assert cli.main(["evaluate", str(tmp_path / "run"), "--data", str(home / "pairs.jsonl")]) == 0
     printed = capsys.readouterr()
     assert re.search(

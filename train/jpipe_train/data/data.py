@@ -17,7 +17,7 @@ from jpipe_train.config.config import Config
 from jpipe_train.console.terminal import count
 from jpipe_train.data import labelled, masked, splits, target_data, windows
 from jpipe_train.data.position import Ordered, Position
-from jpipe_train.data.rows import Batch, BatchesOfRows, Elements
+from jpipe_train.data.rows import Batch, BatchesOfRows, Divisible, Elements
 from jpipe_train.data.splits import Split
 
 Rows = windows.Windows | windows.Examples | masked.Masked
@@ -49,6 +49,7 @@ class Data:
         vocab_size: the number of tokens or classes, if the loader knows it; otherwise each batch is checked when it is read.
         shapes: where batches have several shapes, these, as shapes and dtypes; the largest first.
         first: the first batch to learn from that can be read; those before it are of an earlier part of a resumed run.
+        copies: how many copies of each of its rows a batch of `validation` has, where that is not one.
     """
 
     train: Batches
@@ -60,11 +61,23 @@ class Data:
     vocab_size: int | None = None
     shapes: tuple[Batch, ...] = ()
     first: int = 0
+    copies: tuple[int, ...] = ()
 
     @property
     def like(self) -> Batch:
         """A batch of which only shapes and dtypes are used, the largest one if they differ."""
         return self.shapes[0] if self.shapes else self.train[self.first]
+
+    def with_some_validation(self, microbatch: int) -> "Data":
+        """Return these data; if they are held out for no batch, all rows of that part in smaller batches.
+
+        Args:
+            microbatch: rows of a microbatch.
+        """
+        if len(self.validation) or not isinstance(self.validation, Divisible):
+            return self
+        every = self.validation.with_remainder(microbatch)
+        return replace(self, validation=every, copies=tuple(map(every.copies_of, range(len(every)))))
 
 
 @contextmanager
@@ -216,12 +229,12 @@ def _of_labels(config: Config) -> Data:
     read = labelled.read(config)
     _check_vocabulary(config, read.vocab_size)
     have, need = (len(read.train), len(read.validation)), config.train.batch_size
-    if min(have) < need:
-        more = "" if config.data.validation_path is not None else ", raise data.validation_fraction"
-        raise InputError(
-            f"data.path: expected at least {need} examples for training and {need} for validation (train.batch_size), found {have[0]:,} "
-            f"and {have[1]:,} in {read.source}; give more{more}, or lower train.batch_size"
-        )
+    expected = f"expected at least {need} examples for training (train.batch_size) and 1 for validation"
+    if have[0] < need:
+        raise InputError(f"data.path: {expected}, found {have[0]:,} and {have[1]:,} in {read.source}; give more, or lower train.batch_size")
+    if not have[1]:
+        more = "" if config.data.validation_path is not None else ", or raise data.validation_fraction"
+        raise InputError(f"data.path: {expected}, found {have[0]:,} and none in {read.source}; give more{more}")
     batches = [_batches_of_labels(config, part, number) for number, part in enumerate((read.train, read.validation))]
     amount = f"{have[0]:,} examples for training, {have[1]:,} for validation"
     return Data(batches[0], batches[1], read.source, amount, read.digest, read.remarks)

@@ -1,8 +1,11 @@
 """Hold a conversation with a model: `jpipe generate --chat`."""
 
+import contextlib
+import itertools
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Self
 
 from jpipe import InputError
 from jpipe_train.console import interrupt
@@ -10,67 +13,58 @@ from jpipe_train.console.terminal import count
 from jpipe_train.data.chat import template
 from jpipe_train.data.chat.renderer import Failure, Renderer
 from jpipe_train.data.chat.tokens import end_of_turn
+from jpipe_train.data.tokenizer import Tokenizer
 from jpipe_train.generate import model_source
-from jpipe_train.generate.generate import Model, Request, check_options, check_text, check_tokens, start
-from jpipe_train.generate.texts import Texts, start_texts
+from jpipe_train.generate.generate import Request, agree_on, check_options, check_text, check_tokens, ignore, start
+from jpipe_train.generate.texts import Text, Texts, start_texts
 from jpipe_train.generate.token_text import Conversion
 from jpipe_train.launch.together import Together
 
 MOST_BY_DEFAULT = 1000  # tokens of an answer
 _MEMORY_FOR = 8192  # positions at the start; a model that has more is not placed for all of them
 _SEEDS = 2**32
+_LONGEST_PAUSE = 7 * 24 * 3600.0  # seconds that other processes wait for what the user says
 
 
 @dataclass
 class Chat:
-    """A conversation so far.
+    """A conversation so far, in process 0.
 
     Attributes:
         request: the options.
         source: the model, on disk.
-        model: the model, on its devices.
         words: the conversion of its tokens.
         renderer: renders the conversation as text.
-        stops: strings before which an answer ends.
         messages: what was said.
     """
 
     request: Request
     source: model_source.Origin
-    model: Model
     words: Conversion
     renderer: Renderer
-    stops: tuple[str, ...]
     messages: list[dict[str, Any]] = field(default_factory=list)
 
-    def answer(self, said: str, write: Callable[[str], None], say: Callable[[str], None]) -> bool:
-        """Answer what a user says.
+    @classmethod
+    def begin(cls, request: Request, source: model_source.Origin, words: Conversion, renderer: Renderer) -> Self:
+        """Return a conversation in which only the system has said something, if it has.
 
-        Args:
-            said: the text.
-            write: writes the answer, piece by piece.
-            say: prints a line about it.
+        Raises:
+            InputError: that is not in UTF-8.
+        """
+        chat = cls(request, source, words, renderer)
+        if request.system is not None:
+            check_text(request.system, "--system")
+            chat.messages.append({"role": "system", "content": request.system})
+        return chat
 
-        Returns:
-            Whether the answer is complete; False if Ctrl-C was pressed.
+    def prompt(self, said: str) -> list[int]:
+        """Add what a user says, and return the tokens of the whole conversation.
 
         Raises:
             InputError: the template does not render the conversation, or the model has too few positions.
         """
         check_text(said, "standard input")
         self.messages.append({"role": "user", "content": said})
-        tokens = self._tokens()
-        most = MOST_BY_DEFAULT if self.request.tokens is None else self.request.tokens
-        started = start_texts([said], [tokens], most, self.source.config.max_positions_used, self.words, self.stops)
-        texts = Texts(started, self.words, self.request.as_json, write, say, with_speed=False)
-        is_complete = self.model.answer([tokens], texts, (self.request.seed + len(self.messages) // 2) % _SEEDS)
-        (text,) = texts.each
-        if text.end == "tokens":
-            say(f"stopped after {count(text.tokens, 'token')}; --tokens N allows more")
-        self.messages.append({"role": "assistant", "content": text.whole})
-        return is_complete
-
-    def _tokens(self) -> list[int]:
         try:
             tokens = self.words.encode(self.renderer.text(self.messages, generation_prompt=True))
         except Failure as error:
@@ -82,15 +76,22 @@ class Chat:
 
 
 def main(
-    request: Request, said: Callable[[], Iterator[str]], write: Callable[[str], None], say: Callable[[str], None], *, goes_on: bool
+    request: Request,
+    said: Callable[[], Iterator[str]],
+    write: Callable[[str], None],
+    say: Callable[[str], None],
+    together: Together,
+    *,
+    goes_on: bool,
 ) -> bool:
     """Hold a conversation.
 
     Args:
         request: the options.
-        said: yields what the user says, one text after the other.
-        write: writes answers, piece by piece.
-        say: prints a line about them.
+        said: yields what the user says, one text after the other; process 0 calls it.
+        write: writes answers, piece by piece; process 0 calls it.
+        say: prints a line about them; process 0 calls it.
+        together: the processes that have the model.
         goes_on: whether the conversation goes on after Ctrl-C has stopped an answer.
 
     Returns:
@@ -98,23 +99,70 @@ def main(
 
     Raises:
         InputError: as `jpipe_train.generate.generate.main`; there is no chat template, or it does not render the conversation.
+        PeerLost: another process died, hung or stopped.
     """
-    check_options(request)
-    source = model_source.find(request.source, request.step, request.weights, request.tokenizer, request.dtype, say)
-    words = source.words()
-    if words.tokenizer is None:
-        raise InputError("--chat: expected a model with a tokenizer and a chat template, found one of bytes; leave --chat out")
-    with Renderer(template.find(words.tokenizer, words.chat_template)) as renderer:
-        ends, stops = end_of_turn(renderer, words.tokenizer)
-        words = replace(words, ends={*words.ends, *ends})
-        model = start(request, source, words, 1, min(source.config.max_positions_used, _MEMORY_FOR), say, Together(None))
-        chat = Chat(request, source, model, words, renderer, (*request.stops, *stops))
-        if request.system is not None:
-            check_text(request.system, "--system")
-            chat.messages.append({"role": "system", "content": request.system})
-        for text in said():
-            if not chat.answer(text, write, say):
-                if not goes_on:
-                    return False
+    if not together.is_first:
+        write = say = ignore
+
+    def prepare() -> tuple[model_source.Origin, Conversion, Tokenizer]:
+        check_options(request)
+        source = model_source.find(request.source, request.step, request.weights, request.tokenizer, request.dtype, say, request.adapters)
+        words = source.words()
+        if words.tokenizer is None:
+            raise InputError("--chat: expected a model with a tokenizer and a chat template, found one of bytes; leave --chat out")
+        return source, words, words.tokenizer
+
+    source, words, tokenizer = together.run_on_all(prepare)
+    agree_on(request, source, together)
+    with contextlib.ExitStack() as stack:
+        chats: list[Chat] = []  # one, in process 0
+
+        def begin() -> str:
+            renderer = stack.enter_context(Renderer(template.find(tokenizer, words.chat_template)))
+            chats.append(Chat.begin(request, source, words, renderer))
+            return json.dumps(end_of_turn(renderer, tokenizer))
+
+        ends, stops = json.loads(together.from_first("what ends an answer", begin))
+        words_with_ends = replace(words, ends={*words.ends, *ends})
+        model = start(request, source, words_with_ends, 1, min(source.config.max_positions_used, _MEMORY_FOR), say, together)
+        for turn, (text, tokens) in enumerate(_turns(said, chats, together)):
+            started = start_texts([text], [tokens], _most(request), source.config.max_positions_used, words, (*request.stops, *stops))
+            texts = Texts(started, words_with_ends, request.as_json, write, say, with_speed=False)
+            is_complete = model.answer([tokens], texts, (request.seed + turn) % _SEEDS)
+            _report(started[0], chats, say)
+            if not is_complete and not goes_on:
+                return False
+            if not is_complete:
                 interrupt.forget()
     return True
+
+
+def _most(request: Request) -> int:
+    """Return the largest number of tokens of an answer."""
+    return MOST_BY_DEFAULT if request.tokens is None else request.tokens
+
+
+def _report(answer: Text, chats: list[Chat], say: Callable[[str], None]) -> None:
+    """Add an answer to the conversation, and say if it is longer than it may be."""
+    if answer.end == "tokens":
+        say(f"stopped after {count(answer.tokens, 'token')}; --tokens N allows more")
+    for chat in chats:
+        chat.messages.append({"role": "assistant", "content": answer.whole})
+
+
+def _turns(said: Callable[[], Iterator[str]], chats: list[Chat], together: Together) -> Iterator[tuple[str, list[int]]]:
+    """Yield in all processes what the user says to process 0, with the tokens of the conversation up to there."""
+    spoken = said()
+
+    def following() -> str:
+        text = next(spoken, None)
+        return json.dumps(None if text is None else (text, chats[0].prompt(text)))
+
+    for turn in itertools.count(1):
+        found = json.loads(together.from_first(f"turn {turn} of the user", following, limit=_LONGEST_PAUSE))
+        if found is None:
+            if turn == 1 and together.processes is not None:  # jpipe launch passes no terminal on
+                nothing = "--chat: expected lines on standard input, found none; with jpipe launch pipe them in: cat | jpipe launch …"
+                raise together.shared(InputError(nothing))
+            return
+        yield found[0], found[1]

@@ -36,12 +36,10 @@ def run(request: Request, connect: Callable[[], int], connect_limit: float, wait
     """
     try:
         processes = connect()
-        if request.is_chat:
-            if processes > 1:
-                raise InputError(f"--chat: expected one process, found {processes}; start one, with as many --devices as the model needs")
-            is_complete = chat.main(request, _said, _write, _say, goes_on=_is_terminal())
-        else:
-            with joined(processes, connect_limit, wait_limit) as together:
+        with joined(processes, connect_limit, wait_limit) as together:
+            if request.is_chat:  # Ctrl-C ends several processes, which would not stop after the same token
+                is_complete = chat.main(request, _said, _write, _say, together, goes_on=processes == 1 and _is_terminal())
+            else:
                 if not request.prompts:  # as JSON, which has all bytes that are not UTF-8, too
                     request = replace(request, prompts=(json.loads(together.from_first("the prompt", lambda: json.dumps(_read()))),))
                 is_complete = main(request, _write, _say, together)

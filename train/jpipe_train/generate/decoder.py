@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from jpipe.context import without_mesh
 from jpipe_train.config.model_config import ModelConfig
-from jpipe_train.models import transformer
+from jpipe_train.models import attention, transformer
 
 Tree = Any  # nested dicts of arrays
 Share = Callable[[Any, jax.ShapeDtypeStruct, str, int], np.ndarray]
@@ -57,35 +57,44 @@ def layers_of(config: ModelConfig) -> dict[str, Layer]:
 
 def bytes_of(config: ModelConfig, rows: int, positions: int) -> dict[str, int]:
     """Return the bytes of each layer, by id, for a number of rows and positions: its parameters, keys and values."""
-    computes = np.dtype(transformer.dtype_of(config)).itemsize
-    cache = 2 * computes * math.prod(_cache_shape(config, rows, room_for(config, positions)))
+    computes, room = np.dtype(transformer.dtype_of(config)).itemsize, room_for(config, positions)
+    caches = {f"block_{i}": 2 * computes * math.prod(_cache_shape(block, rows, room)) for i, block in enumerate(config.blocks)}
     sizes = {}
     for layer_id, layer in layers_of(config).items():
         params = sum(spec.size * (computes if spec.ndim > 1 else 4) for spec in jax.tree.leaves(layer.specs))
-        sizes[layer_id] = params + (cache if layer_id.startswith("block_") else 0)
+        sizes[layer_id] = params + caches.get(layer_id, 0)
     return sizes
 
 
 def scratch_of(config: ModelConfig, rows: int, positions: int) -> int:
     """Return the bytes of the scores of attention, and of their weights, that the device of any block needs while it reads prompts."""
     room = room_for(config, positions)
-    return 2 * 4 * rows * config.heads * min(room, _piece(config, rows, room)) * room
+    piece = min(room, _piece(config, rows, room))
+    return 2 * 4 * rows * config.heads * piece * _keys(config, room, piece)
 
 
 def _piece(config: ModelConfig, rows: int, room: int) -> int:
-    """Return how many positions of prompts are read at a time, a power of two: each has scores for all positions of the cache."""
-    most = max(_SHORTEST, _SCORES // (rows * config.heads * room))
-    return min(_PIECE, 1 << (most.bit_length() - 1))
+    """Return how many positions of prompts are read at a time, a power of two, so that their scores need moderate memory."""
+    piece = _PIECE
+    while piece > _SHORTEST and rows * config.heads * piece * _keys(config, room, piece) > _SCORES:
+        piece //= 2
+    return piece
+
+
+def _keys(config: ModelConfig, room: int, piece: int) -> int:
+    """Return the largest number of keys for which a position of a piece has scores: those of the cache, and with a window of the piece."""
+    cached = [(block, attention.cached_positions(block.window, room)) for block in config.blocks]
+    return max(places + (piece if places == block.window else 0) for block, places in cached)
 
 
 def room_for(config: ModelConfig, positions: int) -> int:
-    """Return the number of positions that a cache for `positions` has."""
+    """Return the number of positions that a row has at most, with `positions` of them in use."""
     return min(config.max_positions_used, max(_SHORTEST, 1 << (positions - 1).bit_length()))
 
 
-def _cache_shape(config: ModelConfig, rows: int, room: int) -> tuple[int, int, int, int]:
+def _cache_shape(block: ModelConfig, rows: int, room: int) -> tuple[int, int, int, int]:
     """Return the shape of the keys of a block, which is also that of its values."""
-    return rows, room, config.kv_heads_used, config.head_size_used
+    return rows, attention.cached_positions(block.window, room), block.kv_heads_used, block.head_size_used
 
 
 class Decoder:
@@ -112,6 +121,7 @@ class Decoder:
         programs = {id(layer): _program(layer) for layer_id, layer in layers.items() if layer_id.startswith("block_")}
         self._blocks = {layer_id: programs[id(layer)] for layer_id, layer in layers.items() if id(layer) in programs}
         self._head = jax.jit(apply_head)
+        self._configs = {f"block_{i}": block for i, block in enumerate(config.blocks)}
         self._caches: dict[str, tuple[Any, Any]] = {}
         self._lengths = np.zeros(0, np.int32)
         self._room = 0
@@ -137,12 +147,12 @@ class Decoder:
         """Read rows from their first token on."""
         self._lengths = np.asarray([len(prompt) for prompt in prompts], np.int32)
         length = room_for(self._config, int(np.max(self._lengths)))
-        tokens = np.zeros((len(prompts), length), np.int32)  # positions after a shorter prompt are overwritten before they are read
+        tokens = np.zeros((len(prompts), length), np.int32)  # positions after a shorter prompt are not kept
         for row, prompt in zip(tokens, prompts, strict=True):
             row[: len(prompt)] = prompt
-        shape = _cache_shape(self._config, len(prompts), self._room)
         self._caches = {}
         for layer_id in self._params.keys() & self._blocks.keys():
+            shape = _cache_shape(self._configs[layer_id], len(prompts), self._room)
             zeros = (jnp.zeros(shape, transformer.dtype_of(self._config), device=self._devices[layer_id]) for _ in range(2))
             self._caches[layer_id] = next(zeros), next(zeros)
         last_logits = None
@@ -190,8 +200,7 @@ class Decoder:
             x = self._moved(x, at.shape, device, target)
             if target.process_index == here:
                 positions = positions if device == target else jax.device_put(at, target)
-                x, *cache = block(self._params[layer_id], x, *self._caches[layer_id], positions, self._lengths)
-                self._caches[layer_id] = cache[0], cache[1]
+                x, self._caches[layer_id] = block(self._params[layer_id], x, self._caches[layer_id], positions, self._lengths)
             device = target
         target = self._devices["head"]
         x = self._moved(x, at.shape, device, target)
@@ -207,7 +216,7 @@ class Decoder:
 
 def _program(layer: Layer) -> Callable[..., Any]:
     """Return the compiled function that applies a block to further positions; it reuses the memory of keys and values."""
-    return jax.jit(lambda params, *inputs: layer.bound(params).following(*inputs), donate_argnums=(2, 3))
+    return jax.jit(lambda params, *inputs: layer.bound(params).following(*inputs), donate_argnums=2)
 
 
 def _original_positions(config: ModelConfig) -> int | None:

@@ -58,6 +58,7 @@ class Request:
         stops: strings before which a text ends.
         is_chat: whether to hold a conversation.
         system: what the model is told at its beginning; None for nothing.
+        adapters: as in `model_source.find`.
     """
 
     source: str
@@ -76,6 +77,7 @@ class Request:
     stops: Sequence[str] = ()
     is_chat: bool = False
     system: str | None = None
+    adapters: str | None = None
 
 
 def main(request: Request, write: Callable[[str], None], say: Callable[[str], None], together: Together) -> bool:
@@ -95,11 +97,11 @@ def main(request: Request, write: Callable[[str], None], say: Callable[[str], No
         PeerLost: another process died, hung or stopped.
     """
     if not together.is_first:
-        write = say = _ignore
+        write = say = ignore
 
     def prepare() -> tuple[model_source.Origin, Conversion, list[list[int]], Texts]:
         check_options(request)
-        source = model_source.find(request.source, request.step, request.weights, request.tokenizer, request.dtype, say)
+        source = model_source.find(request.source, request.step, request.weights, request.tokenizer, request.dtype, say, request.adapters)
         words, most = source.words(), source.config.max_positions_used
         prompts = [_tokens_of(text, number, words, source) for number, text in enumerate(request.prompts, 1)]
         tokens = MOST_BY_DEFAULT if request.tokens is None else request.tokens
@@ -107,12 +109,21 @@ def main(request: Request, write: Callable[[str], None], say: Callable[[str], No
         return source, words, prompts, Texts(begun, words, request.as_json, write, say)
 
     source, words, prompts, texts = together.run_on_all(prepare)
-    together.agree(lambda: {**code_facts(), "what is generated": repr(request), "the model": f"{source.description} {source.config}"})
+    agree_on(request, source, together)
     model = start(request, source, words, len(prompts), max(text.length + text.most for text in texts.each), say, together)
     return model.answer(prompts, texts, request.seed)
 
 
-def _ignore(_: str) -> None:
+def agree_on(request: Request, source: model_source.Origin, together: Together) -> None:
+    """Continue only if all processes generate the same with the same model.
+
+    Raises:
+        InputError: they do not.
+    """
+    together.agree(lambda: {**code_facts(), "what is generated": repr(request), "the model": f"{source.description} {source.config}"})
+
+
+def ignore(_: str) -> None:
     """Print nothing: process 0 does."""
 
 

@@ -30,6 +30,7 @@ T = TypeVar("T")
 _LEAVE = 5.5, 4.0
 _MAY_PASS = "whether another try may succeed"
 _LONG_WORK = 600.0  # seconds that the other processes wait for work of process 0
+_PIECE = 2**17  # characters of a text in one message, whose length is limited
 _joined: jpipe.processes.Processes | None = None  # one run per process, as in JAX's runtime
 
 
@@ -132,29 +133,37 @@ class Together:
                     return None, bytes(map(int, self.processes.receive(name, k))).decode()
         return (None, message) if message else (cast(T, done), "")
 
-    def from_first(self, what: str, work: Callable[[], str]) -> str:
+    def from_first(self, what: str, work: Callable[[], str], limit: float = _LONG_WORK) -> str:
         """Return the text of `work`, which runs in process 0 only, in all processes; the other processes wait for it.
 
         Args:
             what: what the text is, for messages; unique in a run.
-            work: called in process 0 only, for ten minutes at most.
+            work: called in process 0 only.
+            limit: seconds that it may take, by default ten minutes.
 
         Raises:
             jpipe.InputError: `work` raises it; process 0 reports it.
         """
-        text = self.run_on_all(lambda: self._alone(what, work) if self.is_first else "")
+        text = self.run_on_all(lambda: self._alone(what, work, limit) if self.is_first else "")
         if self.processes is None:
             return text
         if self.is_first:
-            self.processes.broadcast(what, list(map(float, text.encode())))
-        return bytes(map(int, self.processes.receive(what, 0))).decode()
+            pieces = [text[start : start + _PIECE] for start in range(0, max(len(text), 1), _PIECE)]
+            for number, piece in enumerate(pieces, 1):
+                self.processes.broadcast(f"{what} ({number})", [len(pieces), *map(float, piece.encode())])
+        received, count, number = b"", 1, 0
+        while number < count:
+            number += 1
+            first, *others = self.processes.receive(f"{what} ({number})", 0, what)
+            received, count = received + bytes(map(int, others)), int(first)
+        return received.decode()
 
-    def working(self, what: str) -> contextlib.AbstractContextManager[object]:
-        """Return a context for long work, described by `what`: other processes may wait for it, for ten minutes at most."""
-        return contextlib.nullcontext() if self.processes is None else self.processes.waiting(what, limit=_LONG_WORK)
+    def working(self, what: str, limit: float = _LONG_WORK) -> contextlib.AbstractContextManager[object]:
+        """Return a context for long work, described by `what`: other processes may wait for it, for `limit` seconds at most."""
+        return contextlib.nullcontext() if self.processes is None else self.processes.waiting(what, limit=limit)
 
-    def _alone(self, what: str, work: Callable[[], str]) -> str:
-        with self.working(what):
+    def _alone(self, what: str, work: Callable[[], str], limit: float) -> str:
+        with self.working(what, limit):
             return work()
 
     def start_devices(self, limit: float) -> None:

@@ -30,13 +30,13 @@ def attend(
         InputError: the config asks for cuDNN's attention, which is not available or does not support these shapes.
     """
     is_causal, window = config.kind == "decoder", config.window
+    masked = Masked(is_causal, window)
     if config.attention == "blockwise" or (config.attention == "xla" and q.shape[1] >= LONG):
-        masked = Masked(is_causal, window)
         return attend_in_blocks(partial(_masked, config), q, k, v, segments, masked)
     mask = None if segments is None else same_segment(segments, segments)
     if config.attention_soft_cap is not None:
-        at = jnp.arange(q.shape[1])[None]
-        seen = _visible(at, q.shape[1], window)
+        at = jnp.arange(q.shape[1])
+        seen = masked.pairs(at, at)[None, None]
         return _capped(q, k, v, seen if mask is None else seen & mask, config)
     options: dict[str, Any] = {"mask": mask, "is_causal": is_causal, "scale": config.attention_scale}
     options["local_window_size"] = None if window is None else (window - 1, 0)
@@ -52,15 +52,55 @@ def attend(
         raise InputError(f"{where} that computes this attention; JAX says: {reason}; set it to xla") from error
 
 
+def cached_positions(window: int | None, room: int) -> int:
+    """Return how many positions of a row of `room` positions a cache keeps: all, or the last ones that a window has."""
+    return room if window is None else min(window, room)
+
+
 def attend_cached(
     q: Float[Array, "b s h d"],
-    keys: Float[Array, "b t k d"],
-    values: Float[Array, "b t k d"],
+    k: Float[Array, "b s k d"],
+    v: Float[Array, "b s k d"],
+    cache: tuple[Float[Array, "b t k d"], Float[Array, "b t k d"]],
     at: Int[Array, "b s"],
+    lengths: Int[Array, " b"],
     config: ModelConfig,
-) -> Float[Array, "b s h d"]:
-    """Compute causal attention for the positions `at`, given the keys and values of all t positions so far."""
-    return _masked(config, q, keys, values, _visible(at, keys.shape[1], config.window))
+) -> tuple[Float[Array, "b s h d"], tuple[Float[Array, "b t k d"], Float[Array, "b t k d"]]]:
+    """Compute causal attention for further positions, given the keys and values of earlier ones.
+
+    The cache is a ring: position p is in place p % t, where it replaces position p - t, which no window reaches any more.
+
+    Args:
+        q: the queries of these positions.
+        k: their keys.
+        v: their values.
+        cache: keys and values of earlier positions, `cached_positions` of them.
+        at: the positions, one after the other in each row.
+        lengths: how many positions each row has; those behind are not kept.
+        config: of the block.
+
+    Returns:
+        The outputs, and the cache with these positions.
+    """
+    places, count = cache[0].shape[1], at.shape[1]
+    end = jnp.minimum(at[:, -1] + 1, lengths)
+    is_kept = (at < lengths[:, None]) & (at >= end[:, None] - places)
+    rows, into = jnp.arange(at.shape[0])[:, None], jnp.where(is_kept, at % places, places)
+    following = cache[0].at[rows, into].set(k, mode="drop"), cache[1].at[rows, into].set(v, mode="drop")
+    if count == 1 or places != config.window:
+        keys, values, positions = *following, _positions_in(places, end)
+    else:  # further positions may replace what the first ones attend to
+        before = _positions_in(places, jnp.minimum(at[:, 0], lengths))
+        keys, values = (jnp.concatenate(parts, axis=1) for parts in zip(cache, (k, v), strict=True))
+        positions = jnp.concatenate([before, at], axis=1)
+    mask = Masked(True, config.window).pairs(at, positions) & (positions >= 0)[:, None]
+    return _masked(config, q, keys, values, mask[:, None]), following
+
+
+def _positions_in(places: int, end: Int[Array, " b"]) -> Int[Array, "b t"]:
+    """Return the position that is in each place of the ring when it has all before `end`; negative ones are empty."""
+    last = end[:, None] - 1
+    return last - (last - jnp.arange(places)[None]) % places
 
 
 def _masked(config: ModelConfig, q: Any, k: Any, v: Any, mask: Bool[Array, "#b 1 s t"]) -> Any:
@@ -68,12 +108,6 @@ def _masked(config: ModelConfig, q: Any, k: Any, v: Any, mask: Bool[Array, "#b 1
     if config.attention_soft_cap is not None:
         return _capped(q, k, v, mask, config)
     return _of_xla(q, k, v, mask=mask, scale=config.attention_scale)
-
-
-def _visible(at: Int[Array, "b s"], count: int, window: int | None) -> Bool[Array, "b 1 s t"]:
-    """Return which of the first `count` positions each position sees: itself, and all earlier ones or the last `window` - 1 of them."""
-    own, others = at[:, None, :, None], jnp.arange(count)[None, None, None]
-    return others <= own if window is None else (others <= own) & (others > own - window)
 
 
 def _of_xla(q: Float[Array, "b s h d"], k: Float[Array, "b t k d"], v: Float[Array, "b t k d"], **options: Any) -> Float[Array, "b s h d"]:

@@ -34,9 +34,9 @@ class Masked:
     is_causal: bool
     window: int | None = None
 
-    def pairs(self, queries: Int[Array, " q"], keys: Int[Array, " t"]) -> Bool[Array, "q t"]:
+    def pairs(self, queries: Int[Array, "*b q"], keys: Int[Array, "*b t"]) -> Bool[Array, "*b q t"]:
         """Return for the positions of queries and keys which pairs attend."""
-        distance = queries[:, None] - keys[None, :]
+        distance = queries[..., :, None] - keys[..., None, :]
         mask = distance >= 0 if self.is_causal else jnp.ones(distance.shape, bool)
         return mask if self.window is None else mask & (distance < self.window)
 

@@ -106,31 +106,24 @@ class Block(nnx.Module):
         return joined(x, segments, routing)
 
     def following(
-        self,
-        x: Float[Array, "b s w"],
-        keys: Float[Array, "b t k d"],
-        values: Float[Array, "b t k d"],
-        at: Int[Array, "b s"],
-        lengths: Int[Array, " b"],
-    ) -> tuple[Float[Array, "b s w"], Float[Array, "b t k d"], Float[Array, "b t k d"]]:
+        self, x: Float[Array, "b s w"], cache: tuple[Any, Any], at: Int[Array, "b s"], lengths: Int[Array, " b"]
+    ) -> tuple[Float[Array, "b s w"], tuple[Any, Any]]:
         """Apply a decoder's block to further positions, given the keys and values of earlier ones.
 
         Args:
             x: what flows into the block.
-            keys: of all t positions that a row may have; those behind `at` are not used.
-            values: of the same positions.
-            at: the positions of x, which rise in each row.
+            cache: keys and values as `attend_cached` has them.
+            at: the positions of x, one after the other in each row.
             lengths: how many positions each row has, with all that are known.
 
         Returns:
-            x, and keys and values including those of these positions.
+            x, and the cache with these positions.
         """
         b, s, _ = x.shape
-        rows = jnp.arange(b)[:, None]
         q, k, v = self._heads(self.attention_norm(x), at, lengths[:, None])
-        keys, values = keys.at[rows, at].set(k, mode="drop"), values.at[rows, at].set(v, mode="drop")
-        x = self._plus_attention(x, self.project(attend_cached(q, keys, values, at, self.config).reshape(b, s, -1)))
-        return self._plus_mlp(x)[0], keys, values
+        attention, cache = attend_cached(q, k, v, cache, at, lengths, self.config)
+        x = self._plus_attention(x, self.project(attention.reshape(b, s, -1)))
+        return self._plus_mlp(x)[0], cache
 
     def _plus_attention(self, x: Float[Array, "b s w"], attention: Float[Array, "b s w"]) -> Float[Array, "b s w"]:
         """Add the output of attention to the residual stream."""

@@ -17,8 +17,8 @@ from jpipe_train.report.logs import Logs
 from jpipe_train.report.measure import Measure
 from jpipe_train.report.mfu import Utilization
 
-Validation = Mapping[str, float] | Sequence[jpipe.Evaluation]
-"""Results of one step: `{"val_loss": 2.3, "val_accuracy": 0.4}`, or numbers from which these are computed."""
+Validation = Mapping[str, float] | Sequence[tuple[jpipe.Evaluation, int]]
+"""Results of one step: `{"val_loss": 2.3, "val_accuracy": 0.4}`, or what `means_of` computes them from."""
 
 
 TIMES = frozenset({"seconds", "tokens_per_second", "samples_per_second", "mfu"})
@@ -243,14 +243,20 @@ def means(results: Validation) -> dict[str, float]:
     """Return the loss and the metrics of a validation in the form of a row, as means weighted by the batches' weights."""
     if isinstance(results, Mapping):
         return dict(results)
-    return mean_of([means_of(evaluation) for evaluation in results])
+    return mean_of([means_of(evaluation, copies) for evaluation, copies in results])
 
 
-def means_of(evaluation: jpipe.Evaluation) -> dict[str, tuple[float, float]]:
-    """Wait for the loss and the metrics of an evaluation, and return (mean, weight) of each by its name in a row."""
+def means_of(evaluation: jpipe.Evaluation, copies: int = 1) -> dict[str, tuple[float, float]]:
+    """Wait for the loss and the metrics of an evaluation, and return (mean, weight) of each by its name in a row.
+
+    Args:
+        evaluation: of a batch.
+        copies: how many copies of each of its rows the batch has; they count once.
+    """
     means = {"loss": jpipe.Mean(evaluation.loss, evaluation.weight), **evaluation.metrics}
     numbers = {name: (float(mean.mean), float(mean.weight)) for name, mean in means.items()}
-    return {f"val_{name}": pair for name, pair in centred(numbers, evaluation.microbatches).items()}
+    centred_numbers = centred(numbers, evaluation.microbatches)
+    return {f"val_{name}": (mean, weight / copies) for name, (mean, weight) in centred_numbers.items()}
 
 
 def mean_of(batches: Sequence[Mapping[str, tuple[float, float]]]) -> dict[str, float]:

@@ -214,8 +214,7 @@ def _evaluate(
     total, done = sum(selection.rows), 0
 
     def finish() -> None:
-        copies = selection.copies[len(results)]
-        results.append({name: (mean, weight / copies) for name, (mean, weight) in means_of(pending.pop(0)).items()})
+        results.append(means_of(pending.pop(0), selection.copies[len(results)]))
 
     with reporter.counting(f"evaluating {count(total, 'row')}") as progress:
         for index, rows in enumerate(selection.rows):

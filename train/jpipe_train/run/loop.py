@@ -152,6 +152,7 @@ def build_and_check(
     """Build the pipeline and its data, and check everything that can be checked before a device works."""
     position = None if resumed is None else resumed.position(config.train.batch_size)
     pipe, batches = build(config, reporter, plan, lambda config: data.load(config, position))
+    batches = batches.with_some_validation(config.train.batch_size // pipe.plan.microbatches)
     params = pipe.stack.ties.without_seconds(param_specs(pipe.stack, pipe.plan, batches.like))
     if (line := frozen.words(config.tune, params, random=resumed is None and config.warm_start.file is None)) is not None:
         reporter.say(line)
@@ -205,7 +206,8 @@ def run(
         facts = facts_of_run(config, pipe)
         checkpoints = Checkpoints(config.checkpoint, pipe, path, config.train.steps, together, facts, rows, reporter.say)
         preemption = Preemption(together.processes, saves=config.checkpoint.every is not None)
-        held_out = [batches.validation[i] for i in range(min(config.train.eval_batches, len(batches.validation)))]
+        number = min(config.train.eval_batches, len(batches.validation))
+        held_out = [(batches.validation[i], batches.copies[i] if batches.copies else 1) for i in range(number)]
         chosen = metrics(config.eval, config.model)
         training = Training(config.train, pipe, batches.train, held_out, chosen, log, measure, checkpoints, preemption, history)
         is_complete = False

@@ -39,7 +39,7 @@ class Training:
         config: the number of steps, and when to evaluate.
         pipe: the compiled pipeline.
         batches: the training batches by step.
-        held_out: the batches of each evaluation.
+        held_out: the batches of each evaluation, with the number of copies of each of their rows.
         metrics: the metrics of an evaluation in addition to the loss.
         log: records losses.
         measure: traces some batches.
@@ -51,7 +51,7 @@ class Training:
     config: TrainConfig
     pipe: jpipe.Pipeline
     batches: Batches
-    held_out: Sequence[Any]
+    held_out: Sequence[tuple[Any, int]]
     metrics: Mapping[str, Any]
     log: MetricsLog
     measure: Measure
@@ -108,12 +108,12 @@ class Training:
         every = self.config.log_every * math.ceil(self.config.steps / self.config.log_every / _MOST_NORMS)
         return step % every == 0 and any(self.pipe.plan.delays)
 
-    def _evaluate(self, state: jpipe.State) -> list[jpipe.Evaluation]:
-        evaluations = [self.pipe.evaluate(state, batch, self.metrics) for batch in self.held_out]
-        if self.pipe.ema_decay is None:
-            return evaluations
-        averaged = [self.pipe.evaluate(state, batch, self.metrics, weights="ema") for batch in self.held_out]
-        return [_with_averaged(newest, ema) for newest, ema in zip(evaluations, averaged, strict=True)]
+    def _evaluate(self, state: jpipe.State) -> list[tuple[jpipe.Evaluation, int]]:
+        evaluations = [self.pipe.evaluate(state, batch, self.metrics) for batch, _ in self.held_out]
+        if self.pipe.ema_decay is not None:
+            averaged = [self.pipe.evaluate(state, batch, self.metrics, weights="ema") for batch, _ in self.held_out]
+            evaluations = [_with_averaged(newest, ema) for newest, ema in zip(evaluations, averaged, strict=True)]
+        return [(evaluation, copies) for evaluation, (_, copies) in zip(evaluations, self.held_out, strict=True)]
 
     def _validation_before(self, state: jpipe.State, resumed: Resumed | None) -> Validation:
         """Log the validation before training and return it; a resumed run reads it from its checkpoint."""
