@@ -61,8 +61,8 @@ def as_one_function(pipe, words, inner, batches, clip):
 
 
 CASES = {
+    "first layers, one partly": (["track", "noise", "mix/w"], {"schedule": "pipedream_2bw", "num_stages": 2}),
     "first layer": (["track"], {}),
-    "first layers, one partly": (["track", "noise", "mix/w"], {"schedule": "pipedream_2bw"}),
     "first stage of two, recomputed": (["track", "noise"], {"schedule": "gpipe", "num_stages": 2, "recompute": "full"}),
     "a layer between": (["mix"], {"schedule": "pipedream"}),
     "the last layer": (["out"], {"schedule": "pipedream_2bw", "num_stages": 2}),
@@ -76,7 +76,7 @@ CASES = {
 
 
 @pytest.mark.oldest
-@pytest.mark.thinned(most=3, most_slow=1)
+@pytest.mark.thinned(most=1, most_slow=3)
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("case", CASES)
 def test_equals_optax_on_the_whole_tree(case):
@@ -112,9 +112,9 @@ def test_equals_optax_on_the_whole_tree_with_replicas(case, words):
 
 
 BIT_FOR_BIT = {
+    "masters": (["track", "mix/w"], RICH, {"schedule": "pipedream_2bw"}, {"precision": Precision(params="bfloat16")}),
     "2BW": (["track", "noise/w"], RICH, {"schedule": "pipedream_2bw"}, {}),
     "stash, split": (["mix"], RICH, {"schedule": "pipedream", "split_backward": "early"}, {}),
-    "masters": (["track", "mix/w"], RICH, {"schedule": "pipedream_2bw"}, {"precision": Precision(params="bfloat16")}),
     "dynamic scale": (["track"], RICH, {}, {"precision": Precision(params="float16", loss_scale="dynamic")}),
     "average": (["track", "mix/b"], RICH, {}, {"ema_decay": 0.9}),
     "a tied parameter": (["noise/w"], TIED, {"schedule": "pipedream_2bw"}, {"clip_global_norm": 0.5}),
@@ -122,7 +122,7 @@ BIT_FOR_BIT = {
 }
 
 
-@pytest.mark.thinned(most=3)
+@pytest.mark.thinned(most=1, most_slow=3)
 @pytest.mark.parametrize("case", BIT_FOR_BIT)
 def test_equals_the_sequential_reference_bit_for_bit(case):
     words, stack, fields, options = BIT_FOR_BIT[case]
@@ -130,13 +130,13 @@ def test_equals_the_sequential_reference_bit_for_bit(case):
 
 
 INTEGERS = {
+    "masters, average": ({"schedule": "pipedream"}, {"precision": Precision(params="bfloat16"), "ema_decay": 0.9}),
     "2BW": ({"schedule": "pipedream_2bw"}, {"clip_global_norm": 0.5}),
     "halves, average": ({"schedule": "zb_h1"}, {"ema_decay": 0.9}),
-    "masters, average": ({"schedule": "pipedream"}, {"precision": Precision(params="bfloat16"), "ema_decay": 0.9}),
 }
 
 
-@pytest.mark.thinned(most=2)
+@pytest.mark.thinned(most=1)
 @pytest.mark.parametrize("case", INTEGERS)
 def test_frozen_parameters_may_be_integers(case):
     """They give the numbers of the same parameters as floats, and stay integers in what is returned."""
@@ -173,9 +173,9 @@ TABLES = {dtype: LayerStack({f"layer{i}": table_layer(dtype) for i in range(3)})
 @pytest.mark.usefixtures("float64")
 def test_a_mesh_changes_no_number():
     words, stack = ["track", "mix/w"], models.wide_stack()
-    plain = even(stack, num_stages=2, schedule="pipedream_2bw", microbatches=2)
+    plain = even(stack, num_stages=1, schedule="pipedream_2bw", microbatches=2)
     batches = models.masked_batches(3, 2, rows=4, width=4, dtype=np.float64)
-    sharded = even(stack, num_stages=2, schedule="pipedream_2bw", microbatches=2, mesh={"data": 2, "model": 2}, fsdp=True)
+    sharded = even(stack, num_stages=1, schedule="pipedream_2bw", microbatches=2, mesh={"data": 2, "model": 2}, fsdp=True)
     actual, expected = (running.train(pipeline(words, plan, stack, adamw, clip_global_norm=0.5), batches) for plan in (sharded, plain))
     running.check_close(actual.params, models.on_first_device(expected.params))
 
@@ -184,7 +184,7 @@ def leaves_of(tree):
     return len(jax.tree.leaves(tree))
 
 
-@pytest.mark.parametrize("schedule", ["pipedream_2bw", "pipedream"])
+@pytest.mark.parametrize("schedule", ["pipedream_2bw", pytest.param("pipedream", marks=pytest.mark.slow)])
 def test_nothing_is_stored_or_sent_for_frozen_parameters(schedule):
     plan = even(schedule=schedule)
     pipe = pipeline(["track", "noise", "mix/w"], plan)
@@ -240,7 +240,7 @@ def test_a_frozen_layer_may_have_no_backward():
     first = Layer(lambda key, x: ({"w": jnp.ones((1, models.WIDTH), x.dtype)}, {}), doubled)
     stack = LayerStack({"first": first, "second": models.dense(), "third": models.dense()})
     batches = models.masked_batches(2, 2)
-    plan = even(stack, num_stages=3, microbatches=2)
+    plan = even(stack, num_stages=2, microbatches=2)
     running.train(pipeline(["first"], plan, stack), batches)
     with pytest.raises(InputError, match="layer 'first': its backward fails"):
         pipeline(["first/x"], plan, stack).check(batches[0])
@@ -250,7 +250,8 @@ def test_a_frozen_layer_may_have_no_backward():
         behind.check(batches[0])
 
 
-@pytest.mark.parametrize("precision", [Precision(), Precision(params="bfloat16")], ids=["float32", "masters"])
+@pytest.mark.thinned(most=1)
+@pytest.mark.parametrize("precision", [Precision(params="bfloat16"), Precision()], ids=["masters", "float32"])
 def test_the_average_of_a_frozen_parameter_is_the_parameter(precision):
     pipe = pipeline(["track", "mix/w"], even(num_stages=2), ema_decay=0.9, precision=precision)
     batches = models.masked_batches(3, 4)
@@ -270,7 +271,9 @@ def tied_everywhere():
     return LayerStack({"a": models.dense(), "b": models.dense(), "c": models.dense()}, ties=[Tie(("a", "w"), ("c", "w"))])
 
 
-@pytest.mark.parametrize(("words", "groups"), [(["a/w"], 0), (["a/b", "b", "c"], 1)], ids=["frozen", "trained"])
+@pytest.mark.parametrize(
+    ("words", "groups"), [(["a/w"], 0), pytest.param(["a/b", "b", "c"], 1, marks=pytest.mark.slow)], ids=["frozen", "trained"]
+)
 def test_stages_sum_no_gradients_of_a_frozen_tied_parameter(words, groups):
     stack, batches = tied_everywhere(), models.masked_batches(3, 4)
     pipe, alone = (pipeline(words, even(stack, num_stages=stages), stack, clip_global_norm=0.5) for stages in (3, 1))
@@ -322,7 +325,7 @@ def test_a_restored_run_has_equal_results(schedule, precision):
     assert len(versions) >= 2
     assert len({id(leaf) for leaf in versions}) == 1
     # Under another plan, too, and with what an older jpipe wrote: all parameters of all versions, and state of frozen ones.
-    other = pipeline(WORDS, even(schedule="gpipe", num_stages=4), precision=precision, inner=adamw)
+    other = pipeline(WORDS, even(schedule="gpipe", num_stages=1), precision=precision, inner=adamw)
     assert sorted(restored(other, batches, layers, 3)) == sorted(expected)
     older = {layer_id: {**parts} for layer_id, parts in layers.items()}
     for parts in older.values():
@@ -338,7 +341,7 @@ def test_frozen_layers_are_trained_later_by_another_optimizer(precision):
     pipe = pipeline(WORDS, even(num_stages=2), precision=precision, inner=adamw)
     batches = models.masked_batches(STEPS, 4)
     layers, _ = cut(pipe, batches, 3)
-    later = Pipeline(RICH, even(num_stages=4, schedule="gpipe"), models.masked_squares, adamw(), precision=precision)
+    later = Pipeline(RICH, even(num_stages=1, schedule="gpipe"), models.masked_squares, adamw(), precision=precision)
     with pytest.raises(InputError, match=r"layer 'track', optimizer state: .* is it of another optimizer"):
         restored(later, batches, layers, 3)
     begin = later.restore(jax.random.key(running.KEY), batches[0], layers, 3, fresh_optimizer=True)

@@ -53,13 +53,18 @@ def model(width=8):
 OPTIONS = {
     "2BW": ({"train_only": ["head", "block_0/qkv/kernel"]}, {"clip_global_norm": 0.5, "ema_decay": 0.9}, {}),
     "adapters and a tied embedding": ({"lora": {}, "train_only": ["embed"], "base_dtype": "bfloat16"}, {}, {"model": {"tied": True}}),
-    "adapters and a layer": ({"lora": {}, "train_only": ["head"], "base_dtype": "bfloat16"}, {}, {}),
+    "adapters, a layer, experts": (
+        {"lora": {}, "train_only": ["head"], "base_dtype": "bfloat16", "quantize": "int8"},
+        {},
+        {"model": {"experts": {"count": 2, "per_token": 1, "mlp_width": 8, "shared_mlp_width": 4}}, "plan": {"num_stages": 1}},
+    ),
     "accumulated": ({"freeze": ["embed", "*/bias"]}, {"accumulate_batches": 2, "arguments": {"weight_decay": 0.1}}, {}),
-    "a model of the user's": ({"freeze": ["layers.0"]}, {}, {"model": {"target": f"{__name__}:model"}}),
+    "a model of the user's": ({"freeze": ["layers.0"]}, {}, {"model": {"target": f"{__name__}:model"}, "plan": {"num_stages": 1}}),
 }
+SELDOM = ("adapters and a tied embedding", "accumulated")
 
 
-@pytest.mark.parametrize("case", OPTIONS)
+@pytest.mark.parametrize("case", [pytest.param(case, marks=pytest.mark.slow if case in SELDOM else ()) for case in OPTIONS])
 def test_frozen_parameters_stay_as_they_are_to_the_bit(case, tiny):
     tune, optimizer, sections = OPTIONS[case]
     if "target" in sections.get("model", {}):
@@ -70,6 +75,10 @@ def test_frozen_parameters_stay_as_they_are_to_the_bit(case, tiny):
     for t in range(3):
         state, _ = pipe.step(state, batches.train[t])
     state = pipe.drain(state)
+    if "quantize" in tune:
+        block = start["block_0"]
+        assert block["qkv"]["kernel"]["codes"].dtype == block["experts"]["shared"]["contract"]["kernel"]["codes"].dtype == np.int8
+        assert block["experts"]["router"]["kernel"].dtype == block["experts"]["expand"]["kernel"].dtype == "bfloat16"
     leaves = jax.tree_util.tree_leaves_with_path(pipe.params(state))
     for (path, after), before in zip(leaves, jax.tree.leaves(start), strict=True):
         name = jax.tree_util.keystr(path, simple=True, separator="/")
@@ -91,6 +100,10 @@ def test_frozen_parameters_stay_as_they_are_to_the_bit(case, tiny):
             "found gate_proj, which it lacks; it has q_proj, k_proj, v_proj, o_proj, up_proj, down_proj",
         ),
         (
+            {"lora": {"targets": ["up_proj"]}},
+            "found up_proj, which it lacks; it has q_proj, k_proj, v_proj, o_proj; routed experts have no adapters",
+        ),
+        (
             {"lora": {}, "quantize": "int8", "train_only": ["block_0"]},
             "tune.train_only: 'block_0' names quantized kernels; name other parameters, or leave out tune.quantize",
         ),
@@ -98,8 +111,9 @@ def test_frozen_parameters_stay_as_they_are_to_the_bit(case, tiny):
     ],
 )
 def test_patterns_that_match_nothing_are_refused_with_the_nearest_name(tune, message, tiny):
+    experts = {"count": 2, "per_token": 1, "mlp_width": 8} if "routed" in message else None
     with pytest.raises(InputError, match=message):
-        built(tiny, tune=tune)
+        built(tiny, tune=tune, model={"experts": experts})
 
 
 @pytest.mark.parametrize(

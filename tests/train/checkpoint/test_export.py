@@ -229,9 +229,7 @@ def test_invalid_files_are_refused(home, tmp_path):
     ):
         loaded(home, tmp_path)
     (tmp_path / "adapter_config.json").write_text("{}")
-    with pytest.raises(
-        InputError, match=r"warm_start\.file: '.*' has an adapter_config\.json, and jpipe does not read the folders of PEFT"
-    ):
+    with pytest.raises(InputError, match=r"warm_start\.file: '.*' has an adapter_config\.json: .* and this one as warm_start\.adapters"):
         loaded(home, tmp_path)
 
 

@@ -3,7 +3,6 @@
     .venv-torch/bin/python -m tests.train.checkpoint.transformers_program write FOLDER
     .venv-torch/bin/python -m tests.train.checkpoint.transformers_program families FOLDER
     .venv-torch/bin/python -m tests.train.checkpoint.transformers_program load FOLDER ...
-    .venv-torch/bin/python -m tests.train.checkpoint.transformers_program peft FOLDER ADAPTERS
 
 `load` puts a results.safetensors into each folder, of the same content as a golden.safetensors.
 """
@@ -81,23 +80,10 @@ def load(folder: Path) -> None:
         print([int(number) % SYMBOLS for number in words("the quick fox")["input_ids"]], words.decode(words("the quick fox")["input_ids"]))
 
 
-def load_adapters(base: Path, folder: Path) -> None:
-    """Load the model of a folder with the adapters of another one, and save its logits."""
-    import peft
-
-    whole = transformers.AutoModelForCausalLM.from_pretrained(base)
-    model = peft.PeftModel.from_pretrained(whole, folder).eval()
-    with torch.no_grad():
-        tokens = load_file(folder / "batch.safetensors")["tokens"].long()
-        save_file({"logits": model(tokens).logits.contiguous()}, folder / "results.safetensors")
-
-
 if __name__ == "__main__":
     torch.set_num_threads(1)
     if sys.argv[1] == "write":
         write_all(Path(sys.argv[2]))
-    elif sys.argv[1] == "peft":
-        load_adapters(Path(sys.argv[2]), Path(sys.argv[3]))
     elif sys.argv[1] == "families":
         write_families(Path(sys.argv[2]))
     else:

@@ -10,6 +10,7 @@ import pytest
 
 import jpipe
 from jpipe_train.assemble.frozen import trains_part
+from jpipe_train.config.model.experts import ExpertsConfig
 from jpipe_train.config.model_config import ModelConfig
 from jpipe_train.config.tune_config import LoraConfig, TuneConfig
 from jpipe_train.models.cross_entropy import loss
@@ -20,9 +21,10 @@ from tests.jpipe.runtime.test_memory import peaks_of
 from tests.train.models.running import LLAMA, SMALL, applied, params_of
 
 CONFIG = ModelConfig(**SMALL, **LLAMA)
+EXPERTS = ExpertsConfig(count=4, per_token=2, mlp_width=12, shared_mlp_width=6, shared_gate=True, balance_loss=0.5)
+WITH_EXPERTS = CONFIG.model_copy(update={"experts": EXPERTS})
 TOKENS = np.arange(5 * 4 * 9, dtype=np.int32).reshape(5, 4, 9) ** 2 % 251
 BATCHES = [(tokens[:, :-1], tokens[:, 1:]) for tokens in TOKENS]
-STACK = functools.cache(lambda tune=None: layers(CONFIG, None, tune))
 
 
 def lora(**keys) -> TuneConfig:
@@ -30,7 +32,7 @@ def lora(**keys) -> TuneConfig:
 
 
 def pipeline(stack, tune, schedule, devices=None, **fields) -> jpipe.Pipeline:
-    plan = jpipe.Plan.even(stack.ids, num_stages=2, schedule=schedule, microbatches=2, **fields)
+    plan = jpipe.Plan.even(stack.ids, **{"num_stages": 2, "schedule": schedule, "microbatches": 2} | fields)
     rule = optax.chain(optax.clip(0.5), optax.adam(0.05))
     params = {layer_id: spec.params for layer_id, spec in stack.specs(BATCHES[0][0][:2]).items()}
     return jpipe.Pipeline(stack, plan, loss, trains_part(rule, tune, params), devices)
@@ -42,14 +44,24 @@ def by_name(params) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.numbers
-@pytest.mark.parametrize("schedule", ["pipedream_flush", "pipedream_2bw", "pipedream"])
-def test_steps_equal_those_of_the_model_without_stages(schedule):
+@pytest.mark.parametrize(
+    ("schedule", "config"),
+    [
+        pytest.param("pipedream_2bw", CONFIG, id="2bw"),
+        pytest.param("pipedream_flush", WITH_EXPERTS, marks=pytest.mark.slow, id="experts"),
+        pytest.param("pipedream", CONFIG, marks=pytest.mark.slow, id="pipedream"),
+    ],
+)
+def test_steps_equal_those_of_the_model_without_stages(schedule, config):
+    """In the model with experts `down_proj` is in the shared expert; routed ones and routers are frozen."""
     tune = lora(targets=["q_proj", "v_proj", "down_proj"])
-    pipe = pipeline(layers(CONFIG, None, tune), tune, schedule)
-    start = by_name(pipe.params(running.fresh(pipe, BATCHES)))
-    actual, expected = running.train(pipe, BATCHES), running.train_as_one_function(pipe, BATCHES)
+    pipe = pipeline(layers(config, None, tune), tune, schedule)
+    batches = BATCHES[:4]
+    start = by_name(pipe.params(running.fresh(pipe, batches)))
+    actual, expected = running.train(pipe, batches), running.train_as_one_function(pipe, batches)
     running.check_close(actual.losses, expected.losses, 1e-5)
     running.check_close(actual.params, expected.params, 2e-4)
+    assert sum(map(is_of_adapter, start)) == 2 * 3 * 2
     for name, array in by_name(actual.params).items():
         assert np.array_equal(array, start[name]) != is_of_adapter(name), name
 
@@ -75,9 +87,10 @@ def test_adapters_begin_as_those_of_peft_and_change_nothing():
 def test_dropout_is_in_front_of_a_alone():
     """With B of zeros it changes nothing; with others it does, in training only."""
     stack = layers(CONFIG, None, lora(dropout=0.5))
-    params = params_of(stack, BATCHES[0][0])["block_0"]
     x = jnp.linspace(-1, 1, 2 * 8 * 16).reshape(2, 8, 16)
+    params = jax.jit(lambda key: stack.init_layer("block_0", key, x)[0])(jax.random.key(0))
 
+    @functools.partial(jax.jit, static_argnums=1)
     def outputs(params, train, seed=0):
         return stack.layers["block_0"].apply(params, {}, x, jax.random.key(seed) if train else None, train)[0]
 
@@ -87,11 +100,12 @@ def test_dropout_is_in_front_of_a_alone():
     assert not np.array_equal(outputs(moved, True), outputs(moved, False))
 
 
+@pytest.mark.slow
 def test_a_mesh_changes_no_number():
     tune = TuneConfig(lora=LoraConfig(), quantize="int8", base_dtype="bfloat16")
     stack = layers(CONFIG, None, tune)
-    plain = running.train(pipeline(stack, tune, "pipedream_2bw"), BATCHES)
-    sharded = running.train(pipeline(stack, tune, "pipedream_2bw", mesh={"data": 2, "model": 2}), BATCHES)
+    plain = running.train(pipeline(stack, tune, "pipedream_2bw", num_stages=1), BATCHES[:3])
+    sharded = running.train(pipeline(stack, tune, "pipedream_2bw", num_stages=1, mesh={"data": 2, "model": 2}), BATCHES[:3])
     running.check_close(sharded.losses, plain.losses, 1e-4)
 
 

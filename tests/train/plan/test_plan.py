@@ -189,6 +189,7 @@ def test_the_written_plan_trains_and_is_compared_with_its_prediction(files, caps
     assert recorded["measured"]["batch_seconds"] > 0
 
 
+@pytest.mark.usefixtures("no_report")
 def test_auto_profiles_plans_and_trains(files, capsys, monkeypatch):
     seen = []
     monkeypatch.setattr(

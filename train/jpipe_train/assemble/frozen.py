@@ -39,6 +39,7 @@ def trains_part(rule: optax.GradientTransformation, config: TuneConfig, params: 
             parts = {part for name in names for part in parts_of(name)}
             has = [name for name in TARGETS if name in parts]
             others = f"it has {', '.join(has)}" if has else "it has none of these layers"
+            others += "; routed experts have no adapters" if any("/experts/" in name for name in names) else ""
             raise InputError(f"tune.lora.targets: expected layers that the model has, found {target}, which it lacks; {others}")
     if not any(map(is_trained, names)):
         key = "freeze" if config.freeze else "lora.targets"

@@ -24,6 +24,7 @@ from jpipe_train.checkpoint.name_map import of_whole_model, renamed
 from jpipe_train.checkpoint.safetensors_file import TensorsFile, tensors_file
 from jpipe_train.checkpoint.source import Names, Source, Spec
 from jpipe_train.config.config import TuneConfig, WarmStartConfig
+from jpipe_train.config.huggingface import read as read_description
 from jpipe_train.console.terminal import count
 from jpipe_train.launch.together import Together
 from jpipe_train.models.lora import is_of_adapter
@@ -73,7 +74,11 @@ def load(
 
     def find() -> tuple[Source, set[str]]:
         source = _source(path, strict, head, lambda line: say(f"warm start: {line}"))
-        source = _by_name(source, config, pipe, {name: spec for specs in model.values() for name, spec in specs.items()}, tune)
+        by_name = {name: spec for specs in model.values() for name, spec in specs.items()}
+        if config.adapters is not None:
+            base = read_description(path)
+            source = huggingface.with_adapters(source, resolved(config.adapters, "warm_start.adapters"), base, head, by_name)
+        source = _by_name(source, config, pipe, by_name, tune)
         return source, fitting(source, model, strict=strict)
 
     def read() -> dict[str, dict[str, np.ndarray]]:
@@ -150,7 +155,7 @@ def _source(path: Path, strict: bool, head: str, report: Callable[[str], None]) 
     if not os.path.isdir(path):
         huggingface.reject_file(path)
         return _of_file(path)
-    huggingface.reject_adapters(path, "warm_start.file")
+    huggingface.reject_adapters(path, "warm_start.file", "warm_start.adapters")
     if huggingface.is_meant(path):
         return huggingface.source(path, head=head, strict=strict)
     if orbax_checkpoint.is_meant(path):

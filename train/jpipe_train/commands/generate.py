@@ -21,6 +21,7 @@ def generate(
     seed: Count = 0,
     step: OptionalCount = None,
     weights: Weights = "newest",
+    adapters: Annotated[str | None, tyro.conf.arg(metavar="FOLDER")] = None,
     tokenizer: Annotated[str | None, tyro.conf.arg(metavar="FILE|bytes")] = None,
     devices: OptionalCount = None,
     dtype: Literal["float32", "bfloat16", "float16"] | None = None,
@@ -47,6 +48,7 @@ def generate(
         seed: The seed of sampling.
         step: The checkpoint after N steps; by default the newest complete one.
         weights: The newest parameters, or their moving average (ema), of a run with optimizer.ema_decay.
+        adapters: A folder in PEFT's layout, with adapters for the model of a folder in Hugging Face's.
         tokenizer: A tokenizer.json in place of the model's own; bytes: each byte is a token.
         devices: Place the layers on N devices, in order; by default on as few as have the memory, in several processes on all.
         dtype: The dtype of computation; by default that of training, or of a folder's weights.
@@ -62,6 +64,6 @@ def generate(
         from jpipe_train.generate import generate as generating
         from jpipe_train.run import job
 
-    options = tokens, temperature, top_k, top_p, seed, step, weights, tokenizer, dtype, devices, as_json, stop, chat, system
+    options = tokens, temperature, top_k, top_p, seed, step, weights, tokenizer, dtype, devices, as_json, stop, chat, system, adapters
     address = job.Address(coordinator, num_processes, process_id, secret_file)
     return job.generate(generating.Request(source, prompt, *options), address, connect_limit, wait_limit)

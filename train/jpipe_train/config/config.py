@@ -91,12 +91,20 @@ class WarmStartConfig(Section):
     """The initial parameters: those in `file`, a safetensors file, an export, the folder of a run or an Orbax checkpoint; null for random.
 
     `mode: strict` requires exactly the parameters of the model; `partial` uses those that match by name and shape. `names` maps the starts
-    of names in the model to those in the file; `{n}` is any number.
+    of names in the model to those in the file; `{n}` is any number. `adapters` is a folder in PEFT's layout, beside a `file` in Hugging
+    Face's.
     """
 
     file: FilePath | None = None
+    adapters: FilePath | None = None
     mode: Literal["strict", "partial"] = "strict"
     names: dict[str, str] = {}
+
+    @model_validator(mode="after")
+    def _adapters_have_a_model(self) -> "WarmStartConfig":
+        if self.adapters is not None and self.file is None:
+            raise ValueError("adapters: would mean nothing without file, the folder of the model that they are for; set it")
+        return self
 
     @model_validator(mode="after")
     def _numbers_are_known(self) -> "WarmStartConfig":
@@ -309,10 +317,6 @@ class Config(Section):
         if self.tune.lora is not None and self.model.target is not None:
             raise ValueError(
                 "tune.lora is for built-in models, found model.target; leave it out, or name what is trained in tune.train_only"
-            )
-        if self.tune.quantize is not None and self.model.target is None and self.model.experts is not None:
-            raise ValueError(
-                "tune.quantize would leave the kernels of model.experts as they are; leave it out, or set tune.base_dtype: bfloat16"
             )
         return self
 

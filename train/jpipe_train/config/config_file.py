@@ -23,7 +23,7 @@ def load(
     """Read the YAML file at `path`, apply the overrides and validate the result.
 
     An override of `model.preset` replaces the shape of the model that the file gives. If `warm_start.file` is a folder in Hugging Face's
-    layout, the keys of `model` that its `config.json` decides are added.
+    layout, the keys of `model` that its `config.json` decides are added, and those of `tune.lora` that `warm_start.adapters` decides.
 
     Args:
         path: the YAML file.
@@ -45,6 +45,7 @@ def load(
     _let_preset_decide(data, overridden)
     where = " ".join([str(path), *(f"--set {override}" for override in overrides)])
     _fill_model(data, where)
+    _fill_lora(data, where)
     try:
         config = Config.model_validate(data)
     except pydantic.ValidationError as error:
@@ -122,6 +123,23 @@ def _fill_model(data: dict[Any, Any], where: str) -> None:
     file = warm_start.get("file")
     if isinstance(file, str) and huggingface.is_folder(file) and isinstance(model, dict | None):
         data["model"] = huggingface.fill_section(model or {}, resolved(file, "warm_start.file"), where, warm_start.get("mode") == "partial")
+
+
+def _fill_lora(data: dict[Any, Any], where: str) -> None:
+    """Add the keys of `tune.lora` that the folder of adapters decides to `data`, if the run starts from one."""
+    warm_start, tune = data.get("warm_start"), data.get("tune")
+    file, adapters = (warm_start.get(key) for key in ("file", "adapters")) if isinstance(warm_start, dict) else (None, None)
+    if not isinstance(file, str) or not isinstance(adapters, str) or not huggingface.has_adapters(adapters):
+        return  # reported when a run begins with them
+    if not huggingface.is_folder(file):
+        raise InputError(
+            f"{where}: warm_start.adapters: expected warm_start.file to be a folder in Hugging Face's layout, found '{file}'; give the "
+            "folder of the model that the adapters are for"
+        )
+    lora = tune.get("lora") if isinstance(tune, dict) else None
+    if isinstance(tune, dict | None) and isinstance(lora, dict | None):
+        base, folder = huggingface.read(resolved(file, "warm_start.file")), resolved(adapters, "warm_start.adapters")
+        data["tune"] = {**(tune or {}), "lora": huggingface.fill_lora(lora or {}, folder, base, where)}
 
 
 def _override(data: dict[Any, Any], override: str, overridden: list[str]) -> None:

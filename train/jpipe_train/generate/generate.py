@@ -58,6 +58,7 @@ class Request:
         stops: strings before which a text ends.
         is_chat: whether to hold a conversation.
         system: what the model is told at its beginning; None for nothing.
+        adapters: as in `model_source.find`.
     """
 
     source: str
@@ -76,6 +77,7 @@ class Request:
     stops: Sequence[str] = ()
     is_chat: bool = False
     system: str | None = None
+    adapters: str | None = None
 
 
 def main(request: Request, write: Callable[[str], None], say: Callable[[str], None], together: Together) -> bool:
@@ -99,7 +101,7 @@ def main(request: Request, write: Callable[[str], None], say: Callable[[str], No
 
     def prepare() -> tuple[model_source.Origin, Conversion, list[list[int]], Texts]:
         check_options(request)
-        source = model_source.find(request.source, request.step, request.weights, request.tokenizer, request.dtype, say)
+        source = model_source.find(request.source, request.step, request.weights, request.tokenizer, request.dtype, say, request.adapters)
         words, most = source.words(), source.config.max_positions_used
         prompts = [_tokens_of(text, number, words, source) for number, text in enumerate(request.prompts, 1)]
         tokens = MOST_BY_DEFAULT if request.tokens is None else request.tokens

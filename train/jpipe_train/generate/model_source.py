@@ -23,6 +23,7 @@ from jpipe_train.config import config_file
 from jpipe_train.config import huggingface as config_json
 from jpipe_train.config.config import AUTO, Config
 from jpipe_train.config.model_config import ModelConfig
+from jpipe_train.config.tune_config import LoraConfig, TuneConfig
 from jpipe_train.data import tokenizer
 from jpipe_train.data.files import token_files
 from jpipe_train.generate import token_text
@@ -79,7 +80,13 @@ class Origin:
 
 
 def find(
-    source: str, step: int | None, weights: Weights, tokens_of: str | None, dtype: str | None, report: Callable[[str], None]
+    source: str,
+    step: int | None,
+    weights: Weights,
+    tokens_of: str | None,
+    dtype: str | None,
+    report: Callable[[str], None],
+    adapters: str | None = None,
 ) -> Origin:
     """Find the model in a folder, without reading arrays.
 
@@ -90,6 +97,7 @@ def find(
         tokens_of: a tokenizer.json instead of the model's own, or "bytes".
         dtype: the dtype in which the model computes; None for that of training, or of the weights in the folder.
         report: prints a line for each newer checkpoint that is damaged.
+        adapters: a folder in PEFT's layout, for a model in Hugging Face's.
 
     Raises:
         InputError: there is no such folder or checkpoint; the model cannot generate; its tokenizer is unknown.
@@ -100,13 +108,15 @@ def find(
         raise InputError(f"generate: expected the folder of a run or of Hugging Face's layout, found the file '{source}'; give a folder")
     if not folder.exists():
         raise InputError(f"generate: there is no folder '{source}'; give that of a run, such as runs/0001, or one in Hugging Face's layout")
-    huggingface.reject_adapters(folder, "generate")
+    huggingface.reject_adapters(folder, "generate", "--adapters")
     if not huggingface.is_meant(folder):
+        if adapters is not None:
+            raise InputError(f"--adapters: expected a model in Hugging Face's layout, found the run '{source}'; leave it out")
         return _find_in_run(folder, source, step, weights, tokens_of, dtype, report)
     for option, is_set in (("--step", step is not None), ("--weights", weights != "newest")):
         if is_set:
             raise InputError(f"{option}: expected the folder of a run, found one of Hugging Face's layout, '{source}'; leave it out")
-    return _find_in_folder(folder, source, tokens_of, dtype)
+    return _find_in_folder(folder, source, tokens_of, dtype, adapters)
 
 
 def _find_in_run(
@@ -150,8 +160,9 @@ def _find_in_run(
     return Origin(f"{source}, step {chosen}{averaged}", _with_compute_dtype(config.model, computes), read, find_words, config.compile_cache)
 
 
-def _find_in_folder(folder: Path, source: str, tokens_of: str | None, dtype: str | None) -> Origin:
-    keys = config_json.read(folder).keys
+def _find_in_folder(folder: Path, source: str, tokens_of: str | None, dtype: str | None, adapters: str | None) -> Origin:
+    base, tune = config_json.read(folder), TuneConfig()
+    keys = base.keys
     config = ModelConfig.model_validate(config_json.whole_section(keys))
     _check_decodes(config, source)
     try:
@@ -160,13 +171,17 @@ def _find_in_folder(folder: Path, source: str, tokens_of: str | None, dtype: str
     except InputError as error:  # the message is for warm_start
         lines = (line.replace("warm_start.file: ", "generate: ") for line in error.args)
         raise InputError(*(_PARTIAL.sub("; download it again", line) for line in lines)) from None
+    if adapters is not None:
+        beside = resolved(adapters, "--adapters")
+        tune = TuneConfig(lora=LoraConfig(**config_json.read_adapters(beside, base).lora))
+        arrays = huggingface.with_adapters(arrays, beside, base, "language")
     names_of_layer: dict[str, list[str]] = {}
     for name in arrays.specs:
         names_of_layer.setdefault(name.partition("/")[0], []).append(name)
 
     def read(layer_id: str) -> dict[str, np.ndarray]:
         (layer,) = arrays.read({layer_id: names_of_layer[layer_id]})
-        return _strip_layer_id(layer_id, layer)
+        return _strip_layer_id(layer_id, merged(layer, config, tune))
 
     def find_words() -> Conversion:
         begins, ends = _special_tokens(folder, config.vocab_size)
@@ -178,7 +193,8 @@ def _find_in_folder(folder: Path, source: str, tokens_of: str | None, dtype: str
 
     stored = arrays.specs["embed/token/embedding"].dtype
     computes = dtype or (stored if stored in ("bfloat16", "float16") else "float32")
-    return Origin(source, _with_compute_dtype(config, computes), read, find_words, compile_cache.AUTO)
+    described = source if adapters is None else f"{source} with the adapters in {adapters}"
+    return Origin(described, _with_compute_dtype(config, computes), read, find_words, compile_cache.AUTO)
 
 
 def _check_decodes(model: ModelConfig, source: str) -> None:

@@ -3,6 +3,7 @@
 The letters in the shapes: i inputs, o outputs, r rank.
 """
 
+import itertools
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
@@ -105,10 +106,11 @@ def _tuned(layer_id: str, make: Callable[..., nnx.Module], config: ModelConfig, 
     def tuned(rngs: nnx.Rngs) -> nnx.Module:
         module = make(rngs=rngs)
         base = {"/".join(map(str, (layer_id, *path))): node for path, node in nnx.iter_graph(module) if isinstance(node, nnx.Param)}
-        for name in PARTS:
-            linear = getattr(module, name, None)
+        shared = getattr(getattr(module, "experts", None), "shared", None)
+        for owner, name in itertools.product((module, shared), PARTS):
+            linear = getattr(owner, name, None)
             if isinstance(linear, nnx.Linear):
-                setattr(module, name, Adapted(linear, widths_of(name, linear.out_features, config), tune, rngs=rngs))
+                setattr(owner, name, Adapted(linear, widths_of(name, linear.out_features, config), tune, rngs=rngs))
         for name, param in base.items():
             first_place = _EMBEDDING if config.tied and name == _TIED else name
             if not matches_any(first_place, tune.train_only):
@@ -121,7 +123,7 @@ def _tuned(layer_id: str, make: Callable[..., nnx.Module], config: ModelConfig, 
 def is_of_adapter(name: str) -> bool:
     """Return whether a name such as "block_0/qkv/lora/q_proj/a" is that of a parameter of an adapter."""
     parts = name.split("/")
-    return len(parts) == 5 and parts[2] == "lora" and parts[3] in TARGETS
+    return len(parts) >= 5 and parts[-3] == "lora" and parts[-2] in TARGETS
 
 
 def is_quantized(name: str) -> bool:
@@ -131,8 +133,9 @@ def is_quantized(name: str) -> bool:
 
 def parts_of(name: str) -> tuple[str, ...]:
     """Return the names of the parts of the linear layer whose kernel has a name such as "block_0/qkv/kernel"; none of other names."""
-    parts = name.split("/")
-    return PARTS.get(parts[1], ()) if parts[2:3] == ["kernel"] else ()
+    _, _, inner = name.replace("/experts/shared/", "/").partition("/")
+    linear, _, kernel = inner.partition("/")
+    return PARTS.get(linear, ()) if kernel.partition("/")[0] == "kernel" else ()
 
 
 def axes_of(kernel: nnx.Param[Any]) -> tuple[Any, Any]:

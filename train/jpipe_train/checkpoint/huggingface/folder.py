@@ -18,9 +18,10 @@ from jpipe.errors import explain, short
 from jpipe.files import expanded, open_to_read, read_bytes, shown
 from jpipe_train.checkpoint.safetensors_file import TensorsFile, tensors_file
 from jpipe_train.checkpoint.source import Spec
-from jpipe_train.config.huggingface import CONFIG, MOST_BYTES, load_json
+from jpipe_train.config.huggingface import ADAPTER_CONFIG, CONFIG, MOST_BYTES, inside, load_json
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _MOST_INDEX = 2**26  # bytes; 100 for each tensor
 _MOST_HEADER = 10**8  # bytes, as in the safetensors library
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
@@ -28,6 +29,10 @@ _WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
 _PICKLE_HINT = (
     "jpipe reads no pickle files: reading one runs whatever code is in it. Convert it where you trust it, with transformers: "
     "AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder), which writes safetensors"
+)
+_ADAPTER_HINT = (
+    "jpipe reads no pickle files: reading one runs whatever code is in it. Convert it where you trust it, with PEFT: "
+    "PeftModel.from_pretrained(model, folder).save_pretrained(new_folder), which writes safetensors"
 )
 _SAMPLES, _SAMPLE = 1024, 2**12  # number of pieces of a file that its digest includes, and bytes of each
 
@@ -40,11 +45,13 @@ class Folder:
         path: of the folder.
         files: the safetensors files, by name.
         tensors: the file and the spec of each tensor, by name.
+        described: the name of the file that says what the tensors are.
     """
 
     path: Path
     files: dict[str, Path]
     tensors: dict[str, tuple[str, Spec]]
+    described: str = CONFIG
 
     def read(self, names: list[str]) -> dict[str, Any]:
         """Read tensors as NumPy arrays, by name."""
@@ -55,8 +62,8 @@ class Folder:
         return arrays
 
     def digest(self) -> str:
-        """Return a hash of `config.json` and of the sizes, headers and samples of the files, which may be very large."""
-        total = hashlib.sha256(read_bytes(self.path / CONFIG, MOST_BYTES))
+        """Return a hash of that description and of the sizes, headers and samples of the files, which may be very large."""
+        total = hashlib.sha256(read_bytes(self.path / self.described, MOST_BYTES))
         for name, path in sorted(self.files.items()):
             size = path.stat().st_size
             total.update(f"{name} {size}".encode())
@@ -68,10 +75,6 @@ class Folder:
         for name, (file, spec) in sorted(self.tensors.items()):
             total.update(f"{name} {file} {spec}".encode())
         return total.hexdigest()
-
-
-ADAPTERS = "adapter_config.json"
-"""What a folder of PEFT has in place of `config.json`."""
 
 
 def is_meant(path: Path) -> bool:
@@ -96,16 +99,21 @@ def reject_file(path: Path) -> None:
         raise InputError(f"'{shown(path)}': expected the folder, because {CONFIG} beside it belongs to it; give '{shown(path.parent)}'")
 
 
-def reject_adapters(path: Path, where: str) -> None:
-    """Check that a folder is not one of PEFT.
+def reject_adapters(path: Path, where: str, instead: str) -> None:
+    """Check that a folder is not one of adapters alone.
+
+    Args:
+        path: of the folder.
+        where: the key or command that names it.
+        instead: the key or option that is for such folders.
 
     Raises:
         InputError: it is one.
     """
-    if (path / ADAPTERS).is_file():
+    if (path / ADAPTER_CONFIG).is_file():
         raise InputError(
-            f"{where}: '{shown(path)}' has an {ADAPTERS}, and jpipe does not read the folders of PEFT; give the run, its export without "
-            "--layout, or a folder with the merged model"
+            f"{where}: '{shown(path)}' has an {ADAPTER_CONFIG}: it holds adapters, and not the model; give the folder of the model, and "
+            f"this one as {instead}"
         )
 
 
@@ -115,8 +123,24 @@ def look_into(path: Path) -> Folder:
     Raises:
         InputError: no safetensors files, or one that is missing, cut off, or outside the folder.
     """
-    names = [WHOLE] if os.path.lexists(path / WHOLE) else _in_index(path)
-    files = {name: _inside(path, name) for name in names}
+    return _of_files(path, [WHOLE] if os.path.lexists(path / WHOLE) else _in_index(path))
+
+
+def look_into_adapters(path: Path) -> Folder:
+    """Return the tensors of a folder in PEFT's layout; no array is read.
+
+    Raises:
+        InputError: no safetensors file, or one that is cut off or outside the folder.
+    """
+    if not os.path.lexists(path / ADAPTER_WEIGHTS):
+        pickles = sorted(name for name in os.listdir(path) if name.endswith(_PICKLES))
+        found = f"found {pickles[0]}; {_ADAPTER_HINT}" if pickles else "found none; give a folder such as PEFT's save_pretrained writes"
+        raise InputError(f"{shown(path)}: expected {ADAPTER_WEIGHTS}, {found}")
+    return _of_files(path, [ADAPTER_WEIGHTS], ADAPTER_CONFIG)
+
+
+def _of_files(path: Path, names: list[str], described: str = CONFIG) -> Folder:
+    files = {name: inside(path, name) for name in names}
     tensors: dict[str, tuple[str, Spec]] = {}
     for name, file in files.items():
         with _opened(file) as opened:
@@ -126,7 +150,7 @@ def look_into(path: Path) -> Folder:
                         f"{shown(path)}: the tensor {short(tensor)} is in {tensors[tensor][0]} and in {name}; remove one of them"
                     )
                 tensors[tensor] = name, spec
-    return Folder(path, files, tensors)
+    return Folder(path, files, tensors, described)
 
 
 class _Index(pydantic.BaseModel):
@@ -147,7 +171,7 @@ def _in_index(path: Path) -> list[str]:
         )
         raise InputError(f"{shown(path)}: expected {WHOLE} or {INDEX}, {instead}")
     try:
-        names = sorted(set(_Index.model_validate(load_json(_inside(path, INDEX), _MOST_INDEX)).weight_map.values()))
+        names = sorted(set(_Index.model_validate(load_json(inside(path, INDEX), _MOST_INDEX)).weight_map.values()))
     except pydantic.ValidationError as error:
         raise explain(error, _Index, shown(file)) from None
     for name in names:
@@ -157,27 +181,6 @@ def _in_index(path: Path) -> list[str]:
         if Path(name).name != name or not name.endswith(".safetensors"):
             raise InputError(f"{shown(file)}: expected names of safetensors files in this folder, found {short(name)}; correct the index")
     return names
-
-
-def _inside(folder: Path, name: str) -> Path:
-    """Resolve the links of a file, which may lead to the blobs beside the snapshot of a download, but not elsewhere out of the folder."""
-    path = folder / name
-    try:
-        target = path.resolve(strict=True)
-    except FileNotFoundError:
-        raise InputError(f"{shown(path)}: expected a file, found none; download it again, all of it") from None
-    except (OSError, RuntimeError) as error:
-        raise InputError(f"{shown(path)}: cannot find it: {getattr(error, 'strerror', None) or error}") from None
-    allowed = [folder.resolve()]
-    if allowed[0].parent.name == "snapshots":  # models--owner--name/snapshots/REVISION links to models--owner--name/blobs
-        allowed.append(allowed[0].parent.parent / "blobs")
-    if not any(target.is_relative_to(parent) for parent in allowed):
-        raise InputError(
-            f"{shown(path)}: expected a file inside the folder, found a link out of it, to {target}; put the file there instead"
-        )
-    if not target.is_file():
-        raise InputError(f"{shown(path)}: expected a regular file, found none; download it again")
-    return target
 
 
 @contextlib.contextmanager

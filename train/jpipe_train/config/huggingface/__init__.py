@@ -1,11 +1,21 @@
 """Read and write the `config.json` of a folder in Hugging Face's layout as keys of the section `model`, without JAX."""
 
 from jpipe_train.config.huggingface.families import ARCHITECTURES, FAMILIES
+from jpipe_train.config.huggingface.peft import (
+    ADAPTER_CONFIG,
+    Adapters,
+    fill_lora,
+    has_adapters,
+    is_or_ends,
+    module_parts,
+    read_adapters,
+)
 from jpipe_train.config.huggingface.reading import (
     CONFIG,
     MOST_BYTES,
     Description,
     fill_section,
+    inside,
     is_folder,
     load_json,
     parse,
@@ -15,16 +25,24 @@ from jpipe_train.config.huggingface.reading import (
 from jpipe_train.config.huggingface.writing import to_json_keys
 
 __all__ = [
+    "ADAPTER_CONFIG",
     "ARCHITECTURES",
     "CONFIG",
     "FAMILIES",
     "MOST_BYTES",
+    "Adapters",
     "Description",
+    "fill_lora",
     "fill_section",
+    "has_adapters",
+    "inside",
     "is_folder",
+    "is_or_ends",
     "load_json",
+    "module_parts",
     "parse",
     "read",
+    "read_adapters",
     "to_json_keys",
     "whole_section",
 ]

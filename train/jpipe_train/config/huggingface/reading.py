@@ -56,17 +56,17 @@ def read(folder: Path) -> Description:
 
 def parse(data: Any, where: str = "config.json") -> Description:
     """Return the model that the content of `config.json` describes, as `read` does."""
-    architecture = _validated(_Architectures, data, where).architectures[0]
+    architecture = validated(_Architectures, data, where).architectures[0]
     if architecture not in ARCHITECTURES:
         raise InputError(f"{where}: architectures: expected one of {', '.join(ARCHITECTURES)}, found {short(architecture)}; {HINT}")
     family = ARCHITECTURES[architecture]
-    json_keys = _validated(schema(family), {key: value for key, value in data.items() if key not in IGNORED | family.ignored}, where)
+    json_keys = validated(schema(family), {key: value for key, value in data.items() if key not in IGNORED | family.ignored}, where)
     about_labels = {} if architecture in family.architectures else data
     try:
-        keys = keys_of(family, json_keys) | labels.keys_of(family, architecture, _validated(labels.SCHEMA, about_labels, where))
+        keys = keys_of(family, json_keys) | labels.keys_of(family, architecture, validated(labels.SCHEMA, about_labels, where))
     except ValueError as error:
         raise InputError(f"{where}: {_in_their_words(str(error), {})}") from None
-    _validated(ModelConfig, whole_section(keys), where, names_of(family))
+    validated(ModelConfig, whole_section(keys), where, names_of(family))
     return Description(architecture, keys)
 
 
@@ -161,6 +161,35 @@ def load_json(path: Path, most: int) -> dict[str, Any]:
     return content
 
 
+def inside(folder: Path, name: str) -> Path:
+    """Resolve the links of a file, which may lead to the blobs beside the snapshot of a download, but not elsewhere out of the folder.
+
+    Args:
+        folder: which may be a stranger's.
+        name: of the file in it.
+
+    Raises:
+        InputError: no such regular file, or a link that leads out of the folder.
+    """
+    path = folder / name
+    try:
+        target = path.resolve(strict=True)
+    except FileNotFoundError:
+        raise InputError(f"{shown(path)}: expected a file, found none; download it again, all of it") from None
+    except (OSError, RuntimeError) as error:
+        raise InputError(f"{shown(path)}: cannot find it: {getattr(error, 'strerror', None) or error}") from None
+    allowed = [folder.resolve()]
+    if allowed[0].parent.name == "snapshots":  # models--owner--name/snapshots/REVISION links to models--owner--name/blobs
+        allowed.append(allowed[0].parent.parent / "blobs")
+    if not any(target.is_relative_to(parent) for parent in allowed):
+        raise InputError(
+            f"{shown(path)}: expected a file inside the folder, found a link out of it, to {target}; put the file there instead"
+        )
+    if not target.is_file():
+        raise InputError(f"{shown(path)}: expected a regular file, found none; download it again")
+    return target
+
+
 def _reject_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is no number of JSON's")
 
@@ -168,8 +197,18 @@ def _reject_constant(name: str) -> NoReturn:
 _Model = TypeVar("_Model", bound=BaseModel)
 
 
-def _validated(model: type[_Model], data: Any, where: str, theirs: Mapping[str, str] | None = None) -> _Model:
-    """Validate `data` with `model`; errors use Hugging Face's names in `theirs` in place of jpipe's."""
+def validated(model: type[_Model], data: Any, where: str, theirs: Mapping[str, str] | None = None) -> _Model:
+    """Validate untrusted JSON.
+
+    Args:
+        model: of the content.
+        data: the content.
+        where: the file, for messages.
+        theirs: Hugging Face's names of keys, by jpipe's.
+
+    Raises:
+        InputError: it is invalid; the message has the terms of JSON.
+    """
     try:
         return model.model_validate(data)
     except pydantic.ValidationError as error:
