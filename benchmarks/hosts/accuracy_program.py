@@ -43,7 +43,7 @@ class Trainer:
             self._state, _ = self._pipe.step(self._state, self._batches[self._state.batch])
         jax.block_until_ready(self._state)
         facts = {"seconds": now() - begin, "sent_bytes": sent_bytes() - before}
-        return {**facts, "loss": mean_loss([self._pipe.evaluate(self._state, batch) for batch in self._held_out])}
+        return {**facts, "loss": mean_loss([(self._pipe.evaluate(self._state, batch), 1) for batch in self._held_out])}
 
 
 def main() -> None:

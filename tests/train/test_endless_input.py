@@ -154,7 +154,7 @@ def evaluation(weight: float) -> jpipe.Evaluation:
 
 def test_a_validation_without_counted_labels_is_reported():
     with pytest.raises(jpipe.InputError, match=r"^validation: the weights that the loss returns for the 2 validation batches sum to 0, so"):
-        mean_loss([evaluation(0), evaluation(0)])
-    result = means([evaluation(0), evaluation(2)])
+        mean_loss([(evaluation(0), 1), (evaluation(0), 1)])
+    result = means([(evaluation(0), 1), (evaluation(2), 1)])
     assert result["val_loss"] == 0
     assert math.isnan(result["val_hits"])

@@ -251,8 +251,9 @@ def test_a_run_resumed_with_another_batch_size_reads_each_row_once(saved, monkey
         return read(self, start, stop)
 
     monkeypatch.setattr(documents.Documents, "read", noted)
-    for steps, size in ((2, 8), (6, 4)):
-        loop.main(changed(saved, train={"steps": steps, "batch_size": size, "eval_batches": 1}))
+    for steps, size in ((2, 8), (6, 4)):  # in microbatches of one size
+        train = {"steps": steps, "batch_size": size, "eval_batches": 1}
+        loop.main(changed(saved, train=train, plan={"microbatches": size // 2}))
     starts = windows.copy()
     windows.clear()
     inputs, _ = data.load(changed(saved, train={"batch_size": 32}, plan={"microbatches": 1})).train[0]

@@ -68,6 +68,11 @@ class Data:
         """A batch of which only shapes and dtypes are used, the largest one if they differ."""
         return self.shapes[0] if self.shapes else self.train[self.first]
 
+    def held_out(self, most: int) -> list[tuple[Batch, int]]:
+        """Return the first batches of `validation`, up to `most`, each with the number of copies of its rows."""
+        number = min(most, len(self.validation))
+        return [(self.validation[i], self.copies[i] if self.copies else 1) for i in range(number)]
+
     def with_some_validation(self, microbatch: int) -> "Data":
         """Return these data; if they are held out for no batch, all rows of that part in smaller batches.
 

@@ -206,8 +206,7 @@ def run(
         facts = facts_of_run(config, pipe)
         checkpoints = Checkpoints(config.checkpoint, pipe, path, config.train.steps, together, facts, rows, reporter.say)
         preemption = Preemption(together.processes, saves=config.checkpoint.every is not None)
-        number = min(config.train.eval_batches, len(batches.validation))
-        held_out = [(batches.validation[i], batches.copies[i] if batches.copies else 1) for i in range(number)]
+        held_out = batches.held_out(config.train.eval_batches)
         chosen = metrics(config.eval, config.model)
         training = Training(config.train, pipe, batches.train, held_out, chosen, log, measure, checkpoints, preemption, history)
         is_complete = False
