@@ -185,8 +185,8 @@ def links_of(profile: Profile, topology: Topology, degrees: Degrees) -> MeshLink
     On CPUs tokens are gathered: the devices of a topology without a target, which are those of this machine, are of the kind that the
     profile was compiled for.
     """
-    links = (topology.mesh_link(size) for size in (degrees.model, degrees.model * degrees.expert, degrees.size))
-    return MeshLinks(*links, gather=topology.device.target is None and profile.compiled_for in ("", "cpu"))
+    model, expert, whole = (topology.mesh_link(size) for size in (degrees.model, degrees.model * degrees.expert, degrees.size))
+    return MeshLinks(model, expert, whole, gather=topology.device.target is None and profile.compiled_for in ("", "cpu"))
 
 
 def collective_seconds(layer: LayerProfile, rows: int, degrees: Degrees, links: MeshLinks) -> tuple[float, float]:

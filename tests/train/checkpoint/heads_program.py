@@ -16,7 +16,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from tests.train.checkpoint.families import LENGTH, MODELS, SYMBOLS
-from tests.train.checkpoint.golden.write_golden import BERT, GPT2, RATE, spread
+from tests.train.checkpoint.golden.write_golden import BERT, GPT2, RATE, named, spread
 
 ROWS, CHOICES = 4, 2
 FAMILIES = ("llama3", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3-short", "smollm3", "mixtral", "qwen2-moe", "qwen3-moe")
@@ -68,7 +68,7 @@ def results(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> dict[str,
     with torch.no_grad():
         for parameter in model.parameters():
             parameter -= RATE * parameter.grad
-    after = {f"after/{key}": parameter.detach() for key, parameter in model.named_parameters()}
+    after = {f"after/{key}": parameter.detach() for key, parameter in named(model).items()}
     return {
         **{key: value if value.is_floating_point() else value.to(torch.int32) for key, value in batch.items()},
         **{"logits": outputs.logits.detach().squeeze(-1), "loss": outputs.loss.detach(), **after},

@@ -22,7 +22,7 @@ from tests.train.checkpoint.golden.write_golden import GPT2, LLAMA, RATE, comput
 WRITTEN = {
     "llama": {"r": 2, "lora_alpha": 6, "target_modules": "all-linear"},
     "qwen2": {"r": 3, "lora_alpha": 5, "target_modules": ["q_proj", "v_proj", "mlp.down_proj"], "use_rslora": True},
-    "qwen2-moe": {"r": 2, "lora_alpha": 6, "target_modules": ["q_proj", "o_proj", "shared_expert.up_proj"]},
+    "qwen2-moe": {"r": 2, "lora_alpha": 6, "target_modules": ["q_proj", "o_proj", "up_proj"]},
     "gpt2": {"r": 2, "lora_alpha": 6, "target_modules": ["c_attn", "mlp.c_proj"], "fan_in_fan_out": True},
 }
 
@@ -46,7 +46,7 @@ def write_all(folder: Path) -> None:
         chosen = {key: parameter for key, parameter in model.named_parameters() if parameter.requires_grad}
         with torch.no_grad():
             for parameter in chosen.values():
-                parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
+                parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
         to = folder / name / "adapters"
         model.save_pretrained(to)
         batch = decoder_batch(30 + seed)

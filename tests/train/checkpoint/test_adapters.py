@@ -25,12 +25,13 @@ from jpipe_train.generate import model_source
 from jpipe_train.models.lora import is_of_adapter
 from jpipe_train.models.quantized import quantize
 from jpipe_train.run import loop
-from tests.train.checkpoint import families, folders
+from tests.train.checkpoint import beginnings, families, folders
 from tests.train.models.running import applied
 
 TUNE = "tune={lora: {rank: 2, alpha: 8, targets: [q_proj, v_proj, up_proj, down_proj]}}"
+SOME = ["q_proj", "v_proj", "gate_proj", "down_proj"]
 RATE = ("optimizer.name=adam", "optimizer.learning_rate=0.05")
-QUANTIZED = ("tune.base_dtype=bfloat16", "tune.quantize=nf4", "plan.num_stages=1")
+QUANTIZED = ("tune.base_dtype=bfloat16", "tune.quantize=nf4")
 
 
 def run(folder: Path, name: str, *overrides: str, tune: str = TUNE) -> types.SimpleNamespace:
@@ -46,9 +47,11 @@ def run(folder: Path, name: str, *overrides: str, tune: str = TUNE) -> types.Sim
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> dict[str, types.SimpleNamespace]:
-    """Return runs of two steps with adapters, with a base in float32 and with a quantized one."""
+    """Return runs with adapters: one of two steps with a base in float32, and one as it begins with a quantized base."""
     folder = tmp_path_factory.mktemp("adapters")
-    return {"float32": run(folder / "float32", "llama", "checkpoint.every=1"), "nf4": run(folder / "nf4", "llama", *QUANTIZED)}
+    trained = run(folder / "float32", "llama", "checkpoint.every=1", "plan.num_stages=1")
+    config, _, arrays = beginnings.written(folder / "nf4", "llama", TUNE, *QUANTIZED)
+    return {"float32": trained, "nf4": types.SimpleNamespace(config=config, folder=Path(config.run.dir), arrays=arrays)}
 
 
 def logits(config: Config, arrays: dict[str, np.ndarray], tokens: np.ndarray, tune: object = None) -> np.ndarray:
@@ -59,7 +62,7 @@ def logits(config: Config, arrays: dict[str, np.ndarray], tokens: np.ndarray, tu
 
 
 @pytest.mark.parametrize("kind", ["float32", "nf4"])
-def test_training_leaves_the_base_as_it_was_in_the_folder(kind, runs):
+def test_the_base_is_as_it_was_in_the_folder(kind, runs):
     actual, (_, original) = runs[kind].arrays, folders.read(folders.GOLDEN / "llama")
     kernels = {name for name in original if name.startswith("block") and name.endswith("kernel")}
     for name, array in original.items():
@@ -73,7 +76,7 @@ def test_training_leaves_the_base_as_it_was_in_the_folder(kind, runs):
     assert all(array.any() for array in trained.values())
 
 
-@pytest.mark.parametrize("kind", ["float32", "nf4"])
+@pytest.mark.parametrize("kind", [pytest.param("float32", marks=pytest.mark.slow), "nf4"])
 def test_merged_weights_compute_what_adapters_compute(kind, runs, tmp_path):
     result, tokens = runs[kind], folders.computed("llama")["tokens"]
     expected = logits(result.config, result.arrays, tokens, result.config.tune)
@@ -87,13 +90,8 @@ def test_merged_weights_compute_what_adapters_compute(kind, runs, tmp_path):
         np.testing.assert_allclose(origin.layer(layer_id, specs)["qkv"]["kernel"], arrays[f"{layer_id}/qkv/kernel"], rtol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        ("plan.num_stages=1", "plan.schedule=naive"),
-        pytest.param(("plan.num_stages=3", "plan.schedule=gpipe"), marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("overrides", [("plan.num_stages=2", "plan.schedule=naive"), ("plan.num_stages=3", "plan.schedule=gpipe")])
 def test_a_run_that_is_resumed_under_another_plan_gives_the_same_weights(overrides, runs, tmp_path):
     begun = shutil.copytree(runs["float32"].folder, tmp_path / "run")
     shutil.rmtree(begun / "checkpoints" / "2")
@@ -129,7 +127,12 @@ def test_a_run_without_adapters_has_no_folder_for_peft(runs, tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "targets"),
-    [("phi3", None), *((name, ["q_proj", "v_proj", "gate_proj", "down_proj"]) for name in ("llama3", "phi3", "gpt2"))],
+    [
+        ("phi3", None),
+        ("gpt2", SOME),
+        pytest.param("phi3", SOME, marks=pytest.mark.slow),
+        pytest.param("llama3", SOME, marks=pytest.mark.slow),
+    ],
 )
 def test_modules_for_peft_add_what_merged_weights_have_more(name, targets):
     """Phi-3 has queries, keys and values in one module, and both projections into the MLP in another one."""

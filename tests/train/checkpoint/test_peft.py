@@ -8,24 +8,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from rich.console import Console
 from safetensors.numpy import load_file, save_file
 
 from jpipe import InputError
 from jpipe_train.assemble import model
-from jpipe_train.assemble.build import build
-from jpipe_train.checkpoint import warm_start
 from jpipe_train.checkpoint.export import by_path
 from jpipe_train.checkpoint.huggingface import adapters, peft, writing
 from jpipe_train.checkpoint.huggingface.names import layout
 from jpipe_train.config import huggingface
 from jpipe_train.config.config import Config, LossConfig
-from jpipe_train.console.progress import Reporter
 from jpipe_train.generate import model_source
-from jpipe_train.launch.together import Together
-from jpipe_train.models.lora import is_of_adapter
 from tests import torch
 from tests.train.checkpoint import folders, test_transformers
+from tests.train.checkpoint.beginnings import begun, written
 from tests.train.models.running import applied
 
 PROGRAM = "tests.train.checkpoint.peft_program"
@@ -33,41 +28,12 @@ LABELS = "data={target: 'tests.train.checkpoint.test_fresh_heads:labels'}"
 TO_CLASSES = ("model.head=classification", "model.labels=3", LABELS)
 
 
-def begun(config: Config) -> tuple[object, dict[str, np.ndarray]]:
-    """Return the model of a run, and the parameters that it begins with by name."""
-    pipe, batches = build(config, Reporter(1, 1, "", Console(quiet=True)))
-    found = warm_start.load(config.warm_start, pipe, batches.train[0], Together(None), lambda _: None, config.tune, config.model.head)
-    return pipe.stack, {f"{layer_id}/{name}": array for layer_id, arrays in found.items() for name, array in arrays.items()}
-
-
-def drawn(stack, base: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return arrays of a whole model: those of a base, and random ones for the others."""
-    generator = np.random.default_rng(0)
-    arrays = dict(base)
-    for layer_id, spec in stack.specs(np.zeros((1, folders.LENGTH), np.int32)).items():
-        for path, leaf in by_path(spec.params).items():
-            name = f"{layer_id}/{path}"
-            if name not in arrays or is_of_adapter(name):
-                arrays[name] = (0.3 * generator.normal(size=leaf.shape)).astype(leaf.dtype)
-    return arrays
-
-
-def written(folder: Path, name: str, *overrides: str) -> tuple[Config, object, dict[str, np.ndarray]]:
-    """Write a run with random adapters beside a golden model into `folder`/run and the folder for PEFT into `folder`/peft."""
-    folder.mkdir(exist_ok=True)
-    config = folders.config(folder, name, *overrides)
-    stack = model.layers(config.model, folders.ROWS, None, None, None, config.tune)
-    arrays = drawn(stack, folders.read(folders.GOLDEN / name, head=config.model.head, strict=config.model.head == "language")[1])
-    folders.written(config, arrays, stack)
-    peft.main(str(folder / "run"), str(folder / "peft"), None, print)
-    return config, stack, arrays
-
-
 @pytest.fixture(scope="module")
 def ours(tmp_path_factory) -> tuple[Path, Config, dict[str, np.ndarray]]:
     """Return the folder of a run and its folder for PEFT, its config, and its arrays by name."""
     folder = tmp_path_factory.mktemp("ours")
     config, _, arrays = written(folder, "llama", "tune.lora={rank: 2, alpha: 6, targets: [q_proj, v_proj, down_proj], dropout: 0.25}")
+    peft.main(str(folder / "run"), str(folder / "peft"), None, print)
     return folder, config, arrays
 
 
@@ -84,6 +50,7 @@ def test_a_run_begins_with_the_adapters_that_another_one_exported(name, override
     folder, config, arrays = ours if overrides is None else (tmp_path / "other", None, None)
     if overrides is not None:
         config, _, arrays = written(folder, name, *overrides)
+        peft.main(str(folder / "run"), str(folder / "peft"), None, print)
     again = [f"warm_start.adapters={folder / 'peft'}"]
     if config.tune.train_only:
         again += [*TO_CLASSES, f"tune.train_only={json.dumps(config.tune.train_only)}"]
@@ -274,6 +241,7 @@ def test_peft_computes_the_same_logits(name, kind, overrides, tmp_path):
     if name == "bert":
         overrides = (overrides[0].replace("rank: 2", "rank: 2, targets: [q_proj, up_proj]"), *TO_CLASSES)
     _, stack, arrays = written(tmp_path, name, *overrides)
+    peft.main(str(tmp_path / "run"), str(tmp_path / "peft"), None, print)
     tokens = np.arange(1, 1 + folders.ROWS * folders.LENGTH, dtype=np.int32).reshape(folders.ROWS, -1)
     save_file({"tokens": tokens}, tmp_path / "peft" / "batch.safetensors")
     torch.run("-m", PROGRAM, "load", kind, folders.GOLDEN / name, tmp_path / "peft", needs="peft")

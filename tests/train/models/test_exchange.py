@@ -11,8 +11,8 @@ from jax.sharding import PartitionSpec as P
 
 from jpipe.context import StageMesh, tracing_for, tracing_on
 from jpipe_train.config.model.experts import ExpertsConfig
-from jpipe_train.models.exchange import sent
 from jpipe_train.models.experts import on_stage
+from jpipe_train.models.experts.exchange import sent
 
 RNG = np.random.default_rng(0)
 CONFIG = ExpertsConfig(count=8, per_token=2, mlp_width=12, balance_loss=0.5, z_loss=0.25)

@@ -232,7 +232,7 @@ def _matrices(folder: Folder, module: Module, described: Adapters, where: str) -
     for name, shape in zip(module.tensors, module.shapes(its_rank), strict=True):
         found = folder.tensors[name][1].shape if name in folder.tensors else None
         if found != shape:
-            actual = "no such tensor" if found is None else f"shape {list(found)}"
+            actual = "no such tensor: jpipe has such adapters in all blocks" if found is None else f"shape {list(found)}"
             raise InputError(f"{where}: expected '{name}' of shape {list(shape)}, found {actual}; are the adapters for another model?")
     tensors = folder.read(list(module.tensors))
     a, b = (tensors[name].astype(np.float32) for name in module.tensors)
