@@ -448,7 +448,13 @@ class Pair(Processes):
         return name in self._shared["messages"]
 
     def receive(self, name, on=None, what=None):
+        end = time.monotonic() + LIMIT
+        while name not in self._shared["messages"] and time.monotonic() < end:
+            time.sleep(0.01)
         return self._shared["messages"][name]
+
+    def waiting(self, what, on=None, limit=None):
+        return contextlib.nullcontext()
 
 
 def in_both(work):
@@ -485,6 +491,12 @@ def test_all_processes_report_what_one_of_them_cannot_read():
 
     lost = None, "process-1/d: is missing"
     assert in_both(work) == ((lost, (0, "")), (lost, (1, "")))
+
+
+def test_a_text_of_process_0_comes_to_all_in_pieces(monkeypatch):
+    monkeypatch.setattr(together, "_PIECE", 3)
+    text = "four © and 5 €"
+    assert in_both(lambda one: (one.from_first("a text", lambda: text), one.from_first("another", str))) == ((text, ""), (text, ""))
 
 
 @pytest.mark.parametrize(("number", "code"), [(errno.EIO, 1), (errno.ENOENT, 2)])
