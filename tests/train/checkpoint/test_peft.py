@@ -127,6 +127,18 @@ REFUSED = {
         changed({}, lambda tensors: tensors | {"base_model.model.model.norm.weight": np.ones(16, np.float32)}),
         "modules_to_save names",
     ),
+    "a container": (
+        changed({"modules_to_save": ["orm"]}, lambda tensors: tensors | {"base_model.model.model.other.weight": np.ones(16, np.float32)}),
+        "jpipe has no adapter there, or trains no such module",
+    ),
+    "resized": (
+        changed({}, lambda tensors: tensors | {"base_model.model.lm_head.weight": np.ones((70, 16), np.float32)}),
+        r"expected 'lm_head.weight' of \d+ tokens as in the model, found 70; the vocabulary was resized",
+    ),
+    "the scale of rslora": (
+        changed({"use_rslora": True, "lora_alpha": 10**6}),
+        r"lora_alpha: expected lora_alpha · √r up to 1,000,000 with use_rslora, found 1,414,214",
+    ),
     "integers": (changed({}, lambda tensors: tensors | {Q.format("A"): np.ones((2, 16), np.int32)}), "floating-point numbers, found"),
     "a pickle": (into_pickle, "expected adapter_model.safetensors, found adapter_model.bin; jpipe reads no pickle files"),
     "a link": (out_of("adapter_model.safetensors"), "adapter_model.safetensors: expected a file inside the folder, found a link out of it"),
@@ -150,6 +162,36 @@ def test_folders_that_jpipe_cannot_follow_are_refused(case, ours, tmp_path):
 
     with pytest.raises(InputError, match=message):
         read()
+
+
+def test_modules_are_saved_whole_as_peft_matches_them(ours, tmp_path):
+    """By the end of the name of the module or of one around it; null is what is left out."""
+    folder = shutil.copytree(ours[0] / "peft", tmp_path / "peft")
+    names = "model.norm", "model.layers.0.input_layernorm"
+    norms = {f"base_model.model.{name}.weight": np.full(16, number, np.float32) for number, name in enumerate(names)}
+    changed({"modules_to_save": ["norm", "layers.0"], "bias": None, "init_lora_weights": None}, lambda tensors: tensors | norms)(folder)
+    base, source = huggingface.read(folders.GOLDEN / "llama"), folders.folder_of.source(folders.GOLDEN / "llama")
+    found = adapters.with_adapters(source, folder, base, "language")
+    read = {
+        name: array
+        for part in found.read({"head": ["head/norm/scale"], "block_0": ["block_0/attention_norm/scale"]})
+        for name, array in part.items()
+    }
+    assert {float(array.mean()) for array in read.values()} == {0.0, 1.0}
+
+
+def test_the_a_of_a_part_whose_b_is_zero_is_read(tmp_path):
+    """Two of three parts of `c_attn` have learned nothing yet."""
+    _, _, arrays = written(tmp_path, "gpt2", "tune.lora={rank: 2, targets: [q_proj, k_proj, v_proj]}")
+    names = [f"block_0/qkv/lora/{part}_proj" for part in "qkv"]
+    parts = tuple(adapters.Part(name, arrays[f"{name}/b"].shape[1], True) for name in names)
+    module = adapters.Module("attn.c_attn", parts, arrays[f"{names[0]}/a"].shape[0], True)
+    expected = {f"{name}/{key}": np.asarray(arrays[f"{name}/{key}"]) for name in names for key in "ab"}
+    expected |= {f"{name}/b": np.zeros_like(expected[f"{name}/b"]) for name in (names[0], names[2])}
+    found = module.divided(*module.joined(expected), 2, "adapters")
+    assert found.keys() == expected.keys()
+    for key, array in found.items():
+        np.testing.assert_array_equal(array, expected[key], err_msg=key)
 
 
 @pytest.mark.parametrize(

@@ -123,7 +123,10 @@ FOX, RUN_FOLDER = ("--prompt", "fox"), str(RUN)
 REFUSED = {
     "no such folder": (["runs/0099", *FOX], r"there is no folder 'runs/0099'; give that of a run"),
     "a folder of nothing": ([str(GOLDEN), *FOX], r"expected checkpoints in .*, found none"),
-    "adapters": (["peft", *FOX], r"generate: 'peft' has an adapter_config\.json, .* give the folder of the model, and this one as --adapters"),
+    "adapters": (
+        ["peft", *FOX],
+        r"generate: 'peft' has an adapter_config\.json: .* give the folder of the model, and .* --adapters",
+    ),
     "a file": ([str(RUN / "config.yaml"), *FOX], r"expected the folder of a run or of Hugging Face's layout, found the file"),
     "bert": ([str(GOLDEN / "bert"), *FOX], r"expected a decoder \(model\.kind\), found bert in .* what comes next"),
     "no tokenizer": ([str(GOLDEN / "gpt2"), *FOX], r"expected a tokenizer\.json in '.*gpt2', found none; give --tokenizer FILE"),

@@ -69,9 +69,10 @@ class Data:
         return self.shapes[0] if self.shapes else self.train[self.first]
 
     def held_out(self, most: int) -> list[tuple[Batch, int]]:
-        """Return the first batches of `validation`, up to `most`, each with the number of copies of its rows."""
-        number = min(most, len(self.validation))
-        return [(self.validation[i], self.copies[i] if self.copies else 1) for i in range(number)]
+        """Return the first batches of `validation`, up to `most`, or all if they are less than one; each with the copies of its rows."""
+        if self.copies:
+            return [(self.validation[i], self.copies[i]) for i in range(len(self.validation))]
+        return [(self.validation[i], 1) for i in range(min(most, len(self.validation)))]
 
     def with_some_validation(self, microbatch: int) -> "Data":
         """Return these data; if they are held out for no batch, all rows of that part in smaller batches.

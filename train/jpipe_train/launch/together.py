@@ -30,7 +30,7 @@ T = TypeVar("T")
 _LEAVE = 5.5, 4.0
 _MAY_PASS = "whether another try may succeed"
 _LONG_WORK = 600.0  # seconds that the other processes wait for work of process 0
-_PIECE = 2**17  # characters of a text in one message, whose length is limited
+_PIECE = 2**17  # bytes of a text in one message, whose length is limited
 _joined: jpipe.processes.Processes | None = None  # one run per process, as in JAX's runtime
 
 
@@ -148,9 +148,10 @@ class Together:
         if self.processes is None:
             return text
         if self.is_first:
-            pieces = [text[start : start + _PIECE] for start in range(0, max(len(text), 1), _PIECE)]
+            whole = text.encode()
+            pieces = [whole[start : start + _PIECE] for start in range(0, max(len(whole), 1), _PIECE)]
             for number, piece in enumerate(pieces, 1):
-                self.processes.broadcast(f"{what} ({number})", [len(pieces), *map(float, piece.encode())])
+                self.processes.broadcast(f"{what} ({number})", [len(pieces), *map(float, piece)])
         received, count, number = b"", 1, 0
         while number < count:
             number += 1

@@ -106,6 +106,7 @@ class Module(NamedTuple):
             pairs = zip(self.parts, columns, strict=True)
             return {f"{part.adapter}/{name}": array for part, column in pairs for name, array in (("a", a.T), ("b", column))}
         arrays: dict[str, np.ndarray] = {}
+        blank: list[slice] = []  # blocks of B that are zero
         for start in range(0, len(a), rank):
             rows = slice(start, start + rank)
             used = [i for i, column in enumerate(columns) if column[rows].any()]
@@ -114,6 +115,11 @@ class Module(NamedTuple):
                 raise InputError(f"{where}: expected lora_B of {self.name} with a block for each part, found other numbers; {_OTHER_RANK}")
             for i, name in zip(used, names, strict=True):
                 arrays |= {f"{name}a": a.T[:, rows], f"{name}b": columns[i][rows]}
+            blank += [] if used else [rows]
+        free = [i for i, part in enumerate(self.parts) if f"{part.adapter}/a" not in arrays]
+        if len(free) == len(blank):  # else it is unknown whose A these are, which changes no output
+            for i, rows in zip(free, blank, strict=True):
+                arrays |= {f"{self.parts[i].adapter}/a": a.T[:, rows], f"{self.parts[i].adapter}/b": columns[i][rows]}
         return arrays
 
 
@@ -207,7 +213,7 @@ def _read(folder: Folder, names: Layout, model: ModelConfig, described: Adapters
                 del left[name]
         whole = [f"{BEFORE}{name}" for name in row.theirs]
         if all(name in left for name in whole) and not modules and not row.stacked:
-            arrays |= row.joined(_saved(folder, row, names, described, where))
+            arrays |= row.joined(_saved(folder, row, names, described, model.vocab_size, where))
             for name in whole:
                 del left[name]
     if left:
@@ -239,15 +245,20 @@ def _matrices(folder: Folder, module: Module, described: Adapters, where: str) -
     return a, b
 
 
-def _saved(folder: Folder, row: Row, names: Layout, described: Adapters, where: str) -> dict[str, np.ndarray]:
+def _saved(folder: Folder, row: Row, names: Layout, described: Adapters, vocab_size: int, where: str) -> dict[str, np.ndarray]:
     """Read the tensors of a module that is stored whole."""
     for name in row.theirs:
-        module = name.rpartition(".")[0]
-        if not any(huggingface.is_or_ends(module, saved) for saved in described.saved):
+        expected, found = row.theirs[name], folder.tensors[f"{BEFORE}{name}"][1].shape
+        if expected[0] == vocab_size != found[0] and len(expected) == len(found):
+            raise InputError(
+                f"{where}: expected '{name}' of {vocab_size} tokens as in the model, found {found[0]}; the vocabulary was resized: merge "
+                "the adapters with PEFT"
+            )
+        if not huggingface.is_saved(name.rpartition(".")[0], described.saved):
             raise InputError(f"{where}: expected modules that modules_to_save names, found '{name}'; add it there, or remove the tensor")
         if name in names.copies.values():
             raise InputError(f"{where}: expected embeddings as in the model, which are tied, found '{name}'; merge the adapters with PEFT")
-        if len(folder.tensors[f"{BEFORE}{name}"][1].shape) != len(row.theirs[name]):
-            raise InputError(f"{where}: expected '{name}' with {len(row.theirs[name])} axes, found {folder.tensors[BEFORE + name][1]}")
+        if len(found) != len(expected):
+            raise InputError(f"{where}: expected '{name}' with {len(expected)} axes, found {folder.tensors[BEFORE + name][1]}")
     tensors = folder.read([f"{BEFORE}{name}" for name in row.theirs])
     return {name: tensors[f"{BEFORE}{name}"] for name in row.theirs}

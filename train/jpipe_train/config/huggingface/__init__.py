@@ -7,6 +7,7 @@ from jpipe_train.config.huggingface.peft import (
     fill_lora,
     has_adapters,
     is_or_ends,
+    is_saved,
     module_parts,
     read_adapters,
 )
@@ -38,6 +39,7 @@ __all__ = [
     "inside",
     "is_folder",
     "is_or_ends",
+    "is_saved",
     "load_json",
     "module_parts",
     "parse",

@@ -1,7 +1,7 @@
 """Read the `adapter_config.json` of a folder in PEFT's layout as keys of `tune.lora`, without JAX."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -34,7 +34,9 @@ _OFF: dict[str, tuple[Any, ...]] = {
 
 _Name = Annotated[str, Field(min_length=1, max_length=256)]
 _Rank = Annotated[int, Field(ge=1, le=10**5)]
-_Alpha = Annotated[float, Field(gt=0, le=10**6, strict=False)]
+_MOST_ALPHA = 1e6
+_Alpha = Annotated[float, Field(gt=0, le=_MOST_ALPHA, strict=False)]
+_MOST_NAMES = 4096
 
 
 class _Json(BaseModel):
@@ -47,11 +49,11 @@ class _Json(BaseModel):
     r: _Rank = 8
     lora_alpha: _Alpha = 8.0
     lora_dropout: Annotated[float, Field(ge=0, lt=1, strict=False)] = 0.0
-    target_modules: Annotated[list[_Name], Field(min_length=1, max_length=10_000)]
+    target_modules: Annotated[list[_Name], Field(min_length=1, max_length=_MOST_NAMES)]
     use_rslora: bool = False
-    rank_pattern: dict[_Name, _Rank] | None = None
-    alpha_pattern: dict[_Name, _Alpha] | None = None
-    modules_to_save: Annotated[list[_Name], Field(max_length=10_000)] | None = None
+    rank_pattern: Annotated[dict[_Name, _Rank], Field(max_length=_MOST_NAMES)] | None = None
+    alpha_pattern: Annotated[dict[_Name, _Alpha], Field(max_length=_MOST_NAMES)] | None = None
+    modules_to_save: Annotated[list[_Name], Field(max_length=_MOST_NAMES)] | None = None
 
 
 class Adapters(NamedTuple):
@@ -94,7 +96,7 @@ def read_adapters(folder: Path, base: Description) -> Adapters:
     if (kind := known.get("peft_type")) != "LORA":
         raise InputError(f'{where}: peft_type: expected "LORA", found {short(kind)}; {_HINT}')
     for key, value in known.items():
-        if key in _OFF and not any(value == off and type(value) is type(off) for off in _OFF[key]):
+        if key in _OFF and value is not None and not any(value == off and type(value) is type(off) for off in _OFF[key]):
             raise InputError(f"{where}: {key}: expected {_in_json(_OFF[key][0])}, found {short(value)}; {_HINT}")
         if key not in _OFF and key not in _Json.model_fields and value is not None:
             raise InputError(f"{where}: unknown key {short(key)}; {_UNKNOWN}")
@@ -104,12 +106,16 @@ def read_adapters(folder: Path, base: Description) -> Adapters:
     ranks, alphas = json.rank_pattern or {}, json.alpha_pattern or {}
     if json.use_rslora and (ranks or alphas):
         raise InputError(f"{where}: use_rslora: expected false with rank_pattern or alpha_pattern, found true; {_HINT}")
+    alpha = json.lora_alpha * math.sqrt(json.r) if json.use_rslora else json.lora_alpha
+    if alpha > _MOST_ALPHA:
+        most = f"lora_alpha · √r up to {_MOST_ALPHA:,.0f}"
+        raise InputError(f"{where}: lora_alpha: expected {most} with use_rslora, found {alpha:,.0f}; {_HINT}")
     for name in (*ranks, *alphas):
         if not name.replace(".", "").replace("_", "").isalnum():
             raise InputError(f"{where}: rank_pattern, alpha_pattern: expected names of modules, found {short(name)}; write names")
     lora = {
         "rank": json.r,
-        "alpha": json.lora_alpha * math.sqrt(json.r) if json.use_rslora else json.lora_alpha,
+        "alpha": alpha,
         "targets": _targets(json.target_modules, base, where),
         "dropout": json.lora_dropout,
     }
@@ -172,6 +178,13 @@ def _targets(wanted: list[str], base: Description, where: str) -> list[str]:
 def is_or_ends(module: str, name: str) -> bool:
     """Return whether a module has a name, or one that ends with it after a dot."""
     return module == name or module.endswith(f".{name}")
+
+
+def is_saved(module: str, saved: Collection[str]) -> bool:
+    """Return whether PEFT stores a module whole: its name, or that of a module around it, ends with one of `saved`."""
+    parts = module.split(".")
+    around = [".".join(parts[: i + 1]) for i in range(len(parts))]
+    return any(name.endswith(end) for name in around for end in saved)
 
 
 def _modules(base: Description) -> Iterator[tuple[str, tuple[str, ...]]]:
