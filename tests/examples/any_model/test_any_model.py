@@ -19,17 +19,16 @@ FLUSH, STALE = ("pipedream_flush", 4), ("pipedream_2bw", 2)
 WHOLE = dict.fromkeys(wholes.DEPTH, STALE) | {"linen_resnet": FLUSH, "unet": FLUSH}
 """The schedule and the stages under which each model is compared with the whole model: two stages compile in five to ten seconds, four in
 ten to twenty. The skip connections of the U-Net pass through all stages."""
-QUICK = {("pretrained", *STALE)}
 IN_SEQUENCE = {"linen_resnet": FLUSH, "nnx_transformer": STALE}
 """Models with layer state, and with random draws and a shared parameter: what a pipeline could change of their bits."""
 
 
-def cases(slow: dict[str, Any], quick: set[Any]) -> list[Any]:
-    """Return model, schedule and stages of each case; only `make test-all` has those that are neither quick nor slow."""
+def cases(chosen: dict[str, Any]) -> list[Any]:
+    """Return model, schedule and stages of each case; only `make test-all` has those that are not chosen."""
     listed = []
     for name, plan in itertools.product(wholes.DEPTH, (FLUSH, STALE, ("pipedream_flush", 2), ("pipedream_2bw", 4))):
         case = name, *plan
-        marks = [] if case in quick else [pytest.mark.slow] if slow.get(name) == plan else [pytest.mark.slow, pytest.mark.exhaustive]
+        marks = [pytest.mark.slow] if chosen.get(name) == plan else [pytest.mark.slow, pytest.mark.exhaustive]
         listed.append(pytest.param(*case, marks=marks))
     return listed
 
@@ -64,7 +63,7 @@ def trained(name: str, dtype: Any, schedule: str, stages: int) -> tuple[Pipeline
     return pipe, state, [float(loss) for loss in (*losses, *metrics.losses.values())]
 
 
-@pytest.mark.parametrize(("name", "schedule", "stages"), cases(WHOLE, QUICK))
+@pytest.mark.parametrize(("name", "schedule", "stages"), cases(WHOLE))
 def test_training_equals_that_of_the_whole_model(name, schedule, stages):
     """The losses of ten updates, the weights after them, and an evaluation."""
     with jax.enable_x64(True):
@@ -78,7 +77,7 @@ def test_training_equals_that_of_the_whole_model(name, schedule, stages):
         np.testing.assert_allclose(float(pipe.evaluate(state, batch).loss), evaluated, rtol=1e-10)
 
 
-@pytest.mark.parametrize(("name", "schedule", "stages"), cases(IN_SEQUENCE, set()))
+@pytest.mark.parametrize(("name", "schedule", "stages"), cases(IN_SEQUENCE))
 def test_float32_equals_the_layers_in_sequence_bit_for_bit(name, schedule, stages):
     """One microbatch after another, by the rule of the schedule; with and without a drain in the middle."""
     stack, batches = model(name, np.float32).stack, wholes.batches(name, running.REFERENCE_BATCHES, np.float32)

@@ -96,7 +96,7 @@ def labels(params):
     )
 
 
-@pytest.mark.thinned(most=1, most_slow=2)
+@pytest.mark.thinned(most=0, most_slow=2)
 @pytest.mark.parametrize("options", [{}, {"precision": MASTERS}, {"ema_decay": 0.9}], ids=["", "masters", "average"])
 @pytest.mark.parametrize("fields", [*VARIANTS.values(), {"schedule": "zb_h1", "recompute": "full"}], ids=lambda fields: fields["schedule"])
 def test_measured_peak_with_frozen_parameters_is_predicted(fields, options):

@@ -256,6 +256,7 @@ class ScannedModule(nnx.Module):
 
 
 @pytest.mark.oldest
+@pytest.mark.thinned(most=1)
 @pytest.mark.parametrize("axis", [0, 1])
 def test_scanned_nnx_modules(axis, float64, lenient):
     graph, state = nnx.split(ScannedModule(axis, nnx.Rngs(0)))
@@ -281,6 +282,7 @@ class ScannedLayer(linen.Module):
 
 
 @pytest.mark.oldest
+@pytest.mark.thinned(most=1)
 @pytest.mark.parametrize(("axis", "remat"), [(0, True), (1, False)])
 def test_scanned_linen_modules(axis, remat, float64, lenient):
     axes, keys = {"params": axis, "batch_stats": axis}, {"params": True, "dropout": True}
