@@ -131,6 +131,7 @@ def main(
             is_complete = model.answer([tokens], texts, (request.seed + turn) % _SEEDS)
             _report(started[0], chats, say)
             if not is_complete and not goes_on:
+                say("interrupted")
                 return False
             if not is_complete:
                 interrupt.forget()
