@@ -107,8 +107,7 @@ def main(
     def prepare() -> tuple[model_source.Origin, Conversion, Tokenizer]:
         check_options(request)
         source = model_source.find(request.source, request.step, request.weights, request.tokenizer, request.dtype, say, request.adapters)
-        words = source.words()
-        if words.tokenizer is None:
+        if (words := source.words()).tokenizer is None:
             raise InputError("--chat: expected a model with a tokenizer and a chat template, found one of bytes; leave --chat out")
         return source, words, words.tokenizer
 
