@@ -97,7 +97,7 @@ def test_generation(devices):
             cache = spec((2, 64, 1, 64), jnp.bfloat16)
             x = spec((2, positions, 128), jnp.bfloat16)
             embed = decoder._embed.lower(params["embed"], tokens, at).compile()
-            block = decoder._blocks["block_0"].lower(params["block_0"], x, cache, cache, at, spec((2,), jnp.int32)).compile()
+            block = decoder._blocks["block_0"].lower(params["block_0"], x, (cache, cache), at, spec((2,), jnp.int32)).compile()
             head = decoder._head.lower(params["head"], x, spec((2,), jnp.int32)).compile()
             for program in (embed, block, head):
                 check_donations("generation", program)
