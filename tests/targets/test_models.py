@@ -84,9 +84,10 @@ def test_a_whole_model_with_convolutions_and_batch_statistics(devices):
     assert {"forward", "backward", "evaluate"} <= programs.keys()
 
 
-def test_generation(devices):
+@pytest.mark.parametrize("window", [None, 32])
+def test_generation(window, devices):
     """The programs of a decoder with a cache of keys and values, which are updated in place, and the choice of a token."""
-    config = ModelConfig(**{**GPT, **LLAMA, "heads": 2, "kv_heads": 1}, compute_dtype="bfloat16")
+    config = ModelConfig(**{**GPT, **LLAMA, "heads": 2, "kv_heads": 1, "window": window}, compute_dtype="bfloat16")
     one = jax.sharding.SingleDeviceSharding(devices[0])
     spec = lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=one)  # noqa: E731
     params = {i: jax.tree.map(lambda leaf: spec(leaf.shape, jnp.bfloat16), layer.specs) for i, layer in layers_of(config).items()}
@@ -94,7 +95,7 @@ def test_generation(devices):
     with tracing_for(devices[0].platform):
         for positions in (16, 1):  # a prompt, and one token more
             at = tokens = spec((2, positions), jnp.int32)
-            cache = spec((2, 64, 1, 64), jnp.bfloat16)
+            cache = spec((2, window or 64, 1, 64), jnp.bfloat16)
             x = spec((2, positions, 128), jnp.bfloat16)
             embed = decoder._embed.lower(params["embed"], tokens, at).compile()
             block = decoder._blocks["block_0"].lower(params["block_0"], x, (cache, cache), at, spec((2,), jnp.int32)).compile()
