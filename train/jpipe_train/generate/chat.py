@@ -129,10 +129,10 @@ def main(
             texts = Texts(started, words_with_ends, request.as_json, write, say, with_speed=False)
             is_complete = model.answer([tokens], texts, (request.seed + turn) % _SEEDS)
             _report(started[0], chats, say)
-            if not is_complete and not goes_on:
-                say("interrupted")
-                return False
             if not is_complete:
+                if not goes_on:
+                    say("interrupted")
+                    return False
                 interrupt.forget()
     return True
 

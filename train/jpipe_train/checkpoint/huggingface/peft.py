@@ -96,14 +96,11 @@ def _described(model: Model, lora: LoraConfig, modules: Mapping[str, Module], sa
     """Return the content of `adapter_config.json`."""
     every = list(dict.fromkeys(_module(name) for row in model.names for name in row.theirs))
     several = {name: module.number for name, module in modules.items() if module.number > 1}
-    is_decoder = model.config.model.kind == "decoder"
+    kind, head = model.config.model.kind, model.config.model.head
+    task = "SEQ_CLS" if head in _JUDGED else "CAUSAL_LM" if kind == "decoder" and head == "language" else None
     return {
         "peft_type": "LORA",
-        "task_type": "SEQ_CLS"
-        if (head := model.config.model.head) in _JUDGED
-        else "CAUSAL_LM"
-        if is_decoder and head == "language"
-        else None,
+        "task_type": task,
         "base_model_name_or_path": model.config.warm_start.file,
         "r": lora.rank,
         "lora_alpha": lora.alpha,
