@@ -66,7 +66,8 @@ def test_ctrl_c_ends_a_conversation_in_all_processes(folder):
         launched.stdin.flush()
         answer = launched.stdout.readline()
         launched.send_signal(signal.SIGINT)
-        _, err = launched.communicate(timeout=120)
+        launched.wait(timeout=120)  # standard input stays open: its end would end the conversation, too
+        err = launched.stderr.read()
     assert len(answer.split()) == 3
     assert launched.returncode == 130, err
     assert "interrupted" in err
