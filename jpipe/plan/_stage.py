@@ -1,5 +1,6 @@
 """The stages of a plan and the numbers that a planner predicts for it."""
 
+import itertools
 import math
 from typing import Annotated, Any
 
@@ -40,6 +41,9 @@ class Stage(pydantic.BaseModel):
         mesh: axes and sizes of the devices of each replica, such as `{"data": 2, "model": 4}`; empty, the default: one device. The axes
             that the rules of the plan name shard the rows of a microbatch and the weights.
         fsdp: shard the weights over the axis of the rows, too; they are gathered where they are used. False by default.
+        sum_parts: for a stage with replicas: how many layers each part of the sum of gradients has, in the order of the layers, such
+            as `(4, 4, 4)`. The last backward of an update is computed part by part, from the last layers to the first, and the sum of
+            a part over the replicas begins while the next part is computed. Empty, the default: one sum after the whole backward.
     """
 
     model_config = pydantic.ConfigDict(frozen=True, extra="forbid", strict=True, arbitrary_types_allowed=True)
@@ -49,6 +53,7 @@ class Stage(pydantic.BaseModel):
     recompute: str = "none"
     mesh: Mesh = NOTHING
     fsdp: bool = False
+    sum_parts: Annotated[tuple[Annotated[Int, Field(ge=1)], ...], Field(strict=False)] = ()
 
     @property
     def shape(self) -> FrozenMapping[int]:
@@ -59,6 +64,12 @@ class Stage(pydantic.BaseModel):
     def devices_each(self) -> int:
         """The number of devices of each replica: the size of its mesh."""
         return math.prod(self.mesh.values())
+
+    @property
+    def layers_by_part(self) -> tuple[tuple[str, ...], ...]:
+        """The layers of each part, in the order in which their gradients are computed: the last layers first."""
+        ends = itertools.accumulate(self.sum_parts)
+        return tuple(self.layers[end - count : end] for count, end in zip(self.sum_parts, ends, strict=True))[::-1]
 
     @pydantic.field_validator("recompute")
     @classmethod

@@ -53,6 +53,9 @@ class StageCost:
         squares: the sums of squares of its gradients, where updates use the norm of all of them.
         shared: for each group of shared parameters, as in `Program`, the size of its gradients; 0 where the stage holds none.
         passed: the arrays of the stage input that the previous stage keeps, too. If both are on one rank, they count once.
+        part_times: with `Stage.sum_parts`, the share of each part in the time of a backward, the part of the last layers first; empty:
+            in proportion to the layers.
+        part_accumulators: likewise the accumulated gradients of each part; empty: in proportion to the layers.
         updated: with `Plan.shard_optimizer`, the bytes of one version that each replica updates and sends to the other replicas.
     """
 
@@ -79,6 +82,8 @@ class StageCost:
     shared: tuple[int, ...] = ()
     passed: tuple[Passed, ...] = ()
     updated: tuple[int, ...] = ()
+    part_times: tuple[float, ...] = ()
+    part_accumulators: tuple[int, ...] = ()
 
     @property
     def trained(self) -> int:
@@ -89,6 +94,21 @@ class StageCost:
         """Return the time of an op."""
         times: tuple[float, ...] = tuple(getattr(self, OPS[piece].function) for piece in OPS[op].pieces)
         return sum(times)
+
+    def seconds_of_part(self, op: str, part: int, stage: Stage) -> float:
+        """Return the time of an op for one of the parts of its stage, `Stage.sum_parts`: the first one includes a forward."""
+        *before, backward = (self.seconds(piece) for piece in OPS[op].pieces)
+        share = (self.part_times or _by_layers(stage))[part]
+        return backward * share + (0.0 if part else sum(before))
+
+    def accumulators_of_part(self, part: int, stage: Stage) -> float:
+        """Return the accumulated gradients of one of the parts of a stage."""
+        return self.part_accumulators[part] if self.part_accumulators else self.accumulators * _by_layers(stage)[part]
+
+
+def _by_layers(stage: Stage) -> list[float]:
+    """Return the share of each part of a stage in its layers."""
+    return [len(layers) / len(stage.layers) for layers in stage.layers_by_part]
 
 
 @dataclass(frozen=True)
@@ -296,12 +316,20 @@ def sum_layer_costs(
                 optimizer=sum(layer.optimizer + (layer.ahead if plan.delays[s] else 0) for layer in layer_costs),
                 state=sum(layer.state for layer in layer_costs),
                 accumulators=sum(layer.summed for layer in layer_costs),
+                part_times=tuple(share / backward if backward else 0.0 for share in _part_times(stage, layers, again)),
+                part_accumulators=tuple(sum(layers[layer_id].summed for layer_id in part) for part in stage.layers_by_part),
                 temporary=_scratch(layer_costs, inside, max(inside - (0 if fused else residuals), 0), before),
             )
         )
     if plan.shard_optimizer:
         costs = [_with_shares(stage, cost, layers) for stage, cost in zip(plan.stages, costs, strict=True)]
     return _with_shared(plan, costs, shared)
+
+
+def _part_times(stage: Stage, layers: Mapping[str, LayerCost], again: float) -> list[float]:
+    """Return the time of each part of a backward; the first one recomputes the forward of the stage, in the time `again`."""
+    times = (sum(layers[layer_id].backward for layer_id in part) for part in stage.layers_by_part)
+    return [seconds + (0.0 if part else again) for part, seconds in enumerate(times)]
 
 
 def _scratch(layers: Sequence[LayerCost], unchanged: int, remade: int, inputs: int) -> int:

@@ -2,7 +2,7 @@
 
 One row a rank, one column a tick. `F3.1` is the forward of microbatch 3 at weight version 1, `B3.1` its backward, `FB3.1` both in one
 program; `I3.1` and `W3.1` are the halves of a backward, for inputs and for weights, `FI3.1` a forward and the first half in one program.
-`F3.1/2` is a forward of the rank's chunk 2, the third of its stages. `*` marks the update that follows; `-` continues what began to the
+`F3.1/2` is a forward of the rank's chunk 2, the third of its stages; `B3.1:2` is part 2 of a backward, see `Stage.sum_parts`. `*` marks the update that follows; `-` continues what began to the
 left, `.` is idle.
 """
 
@@ -28,6 +28,7 @@ class Span(NamedTuple):
         update_time: how long that update takes.
         update_wait: from `end` to its beginning: it may wait for the norm of all gradients.
         chunk: which of the rank's stages, counted from 0.
+        part: for which part of the stage it is, counted from that of the last layers (`Stage.sum_parts`); None: for all of it.
     """
 
     op: str
@@ -39,6 +40,7 @@ class Span(NamedTuple):
     update_time: float = 0.0
     update_wait: float = 0.0
     chunk: int = 0
+    part: int | None = None
 
     @property
     def update_start(self) -> float:
@@ -81,7 +83,7 @@ class MemorySample(NamedTuple):
 MemoryTimeline = tuple[tuple[MemorySample, ...], ...]
 """The samples of each rank, in order of time: one after each of its computations."""
 
-_CELL = re.compile(r"([A-Z]+)(\d+)\.(\d+)(?:/(\d+))?(\*?)")
+_CELL = re.compile(r"([A-Z]+)(\d+)\.(\d+)(?:/(\d+))?(?::(\d+))?(\*?)")
 
 
 def to_ticks(timeline: Sequence[Sequence[Span]], tick: float = 1.0) -> Timeline:
@@ -156,7 +158,8 @@ def _tokens(spans: Sequence[Span], ticks: int) -> list[str]:
         first, end = int(span.start), int(span.end)
         row[first:end] = ["-"] * (end - first)
         chunk, star = f"/{span.chunk}" if span.chunk else "", "*" if span.updates else ""
-        row[first] = f"{span.op}{span.microbatch}.{span.version}{chunk}{star}"
+        part = "" if span.part is None else f":{span.part}"
+        row[first] = f"{span.op}{span.microbatch}.{span.version}{chunk}{part}{star}"
     return row
 
 
@@ -175,6 +178,7 @@ def _parse_row(tokens: list[str], number: int) -> tuple[Span, ...]:
             raise InputError(
                 f"grid, line {number}, tick {tick}: expected a cell like F3.1, B3.1*, FB3.1, W3.1/1, '-' or '.', found '{token}'"
             )
-        op, microbatch, version, chunk, star = match.groups()
-        spans.append(Span(op, int(microbatch), int(version), tick, tick + 1, bool(star), chunk=int(chunk or 0)))
+        op, microbatch, version, chunk, part, star = match.groups()
+        number = None if part is None else int(part)
+        spans.append(Span(op, int(microbatch), int(version), tick, tick + 1, bool(star), chunk=int(chunk or 0), part=number))
     return tuple(spans)
