@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from jpipe.errors import InputError, short
+from jpipe.plan._stage import even_numbers
 from jpipe.schedules import SCHEDULES, Ranks, arranged
 
 
@@ -28,18 +29,12 @@ def even_stages(
             raise InputError(f"plan: expected one {what} for all or one for each of {num_stages} stages, found a list of {len(values)}")
     if not isinstance(sum_parts, (int, np.integer)) or isinstance(sum_parts, bool) or sum_parts < 1:
         raise InputError(f"plan: sum_parts: expected an integer of 1 or more, found {short(sum_parts)}")
-    starts = list(itertools.accumulate(_even(len(layers), num_stages), initial=0))
+    starts = list(itertools.accumulate(even_numbers(len(layers), num_stages), initial=0))
     return [
         {"layers": tuple(layers[a:b]), "replicas": count, "recompute": policy, "mesh": sizes, "fsdp": fsdp}
-        | ({"sum_parts": _even(b - a, min(int(sum_parts), b - a))} if sum_parts > 1 and count > 1 else {})
+        | ({"sum_parts": even_numbers(b - a, min(int(sum_parts), b - a))} if sum_parts > 1 and count > 1 else {})
         for (a, b), count, policy, sizes in zip(itertools.pairwise(starts), counts, policies, meshes, strict=True)
     ]
-
-
-def _even(total: int, parts: int) -> tuple[int, ...]:
-    """Return even parts of a number; the first parts take the remainder."""
-    size, remainder = divmod(total, parts)
-    return tuple(size + (part < remainder) for part in range(parts))
 
 
 def _layer_ids(layers: Any) -> Sequence[str]:

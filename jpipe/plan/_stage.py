@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import numpy as np
@@ -71,12 +72,27 @@ class Stage(pydantic.BaseModel):
         ends = itertools.accumulate(self.sum_parts)
         return tuple(self.layers[end - count : end] for count, end in zip(self.sum_parts, ends, strict=True))[::-1]
 
+    def with_layers(self, layers: Sequence[str]) -> "Stage":
+        """Return the stage with other layers, and as many parts of equally many layers if it sums its gradients in parts.
+
+        Args:
+            layers: their ids, in order.
+        """
+        parts = even_numbers(len(layers), min(len(self.sum_parts), len(layers))) if self.sum_parts else ()
+        return self.model_copy(update={"layers": tuple(layers), "sum_parts": parts})
+
     @pydantic.field_validator("recompute")
     @classmethod
     def _known_policy(cls, name: str) -> str:
         if name not in RECOMPUTE:
             raise ValueError(f"unknown recomputation policy {name!r}; {nearest(name, RECOMPUTE)}")
         return name
+
+
+def even_numbers(total: int, parts: int) -> tuple[int, ...]:
+    """Return as many even numbers as there are parts, with this sum; the first ones take the remainder."""
+    size, remainder = divmod(total, parts)
+    return tuple(size + (part < remainder) for part in range(parts))
 
 
 class Predicted(pydantic.BaseModel):

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, NoReturn
 
-from jpipe.ops import OPS, Reads
+from jpipe.ops import Reads
 from jpipe.plan import Plan
 from jpipe.programs._execution_order import Violation
 from jpipe.programs._global_norm import last_microbatch
@@ -139,6 +139,8 @@ class Verifier:
             self._put(_RECEIVED[i.message], i.microbatch)
 
     def _all_reduce(self, i: AllReduce) -> None:
+        if i.part and (_of_part("summed", i.part - 1), i.batch) not in self._buffers:
+            self._fail(f"{i} before the sum of part {i.part - 1}: all replicas sum the parts in order")
         self._take(_of_part("sums", i.part), i.batch)
         self._put(_of_part("summed", i.part), i.batch)
 

@@ -12,7 +12,6 @@ import jax
 from jpipe.errors import callers_code, cause
 from jpipe.meshes._place import Place
 from jpipe.model._losses import Loss
-from jpipe.ops import OPS
 from jpipe.plan import Plan
 from jpipe.programs._instructions import AddShared, AllReduce, Compute, Instruction, Program, SumSquares, TakeShared, Update, op_of
 from jpipe.stages._arrays import Share

@@ -9,7 +9,18 @@ from jpipe.ops import OPS
 from jpipe.plan import Plan
 from jpipe.programs._execution_order import ProgramError
 from jpipe.programs._global_norm import distribute, last_microbatch, norm_alone, route_of, transfer
-from jpipe.programs._instructions import AddShared, Compute, Instruction, Load, Release, SumSquares, TakeShared, Update, ends_update, parts_of
+from jpipe.programs._instructions import (
+    AddShared,
+    Compute,
+    Instruction,
+    Load,
+    Release,
+    SumSquares,
+    TakeShared,
+    Update,
+    ends_update,
+    parts_of,
+)
 from jpipe.programs._timeline import Span, format_grid
 from jpipe.programs.lowering._progress import Availability, Listing, PendingUpdates, Rank, Worker
 from jpipe.schedules import SCHEDULES, Action

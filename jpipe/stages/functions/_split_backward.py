@@ -51,7 +51,11 @@ class BackwardInParts:
         """
         outputs, stash = self._cut[number].run(jax.tree.leaves((params, rng, scale)), jax.tree.leaves(held))
         early, gradients, late = self._specs
-        wanted = early if number == 0 else None, [g for g in gradients if self.part_of[g[0]] == number], late if self._is_last(number) else None
+        wanted = (
+            early if number == 0 else None,
+            [g for g in gradients if self.part_of[g[0]] == number],
+            late if self._is_last(number) else None,
+        )
         leaves = iter(outputs)
         first, of_entries, last = jax.tree.map(lambda _: next(leaves), (wanted[0], [tree for _, tree in wanted[1]], wanted[2]))
         return first, [(entry, tree) for (entry, _), tree in zip(wanted[1], of_entries, strict=True)], last, stash
@@ -96,7 +100,9 @@ class BackwardInParts:
         part_of += [self.parts - 1] * len(jax.tree.leaves(late))
         parts, error = cut(function, free, reads, part_of, self.parts)
         if error is not None:
-            warnings.warn(f"{self.describe()}: its backward cannot be cut in parts: {error}; the first part computes all of it", stacklevel=2)
+            warnings.warn(
+                f"{self.describe()}: its backward cannot be cut in parts: {error}; the first part computes all of it", stacklevel=2
+            )
         return parts
 
 

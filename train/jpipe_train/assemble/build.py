@@ -130,7 +130,7 @@ def make_plan(config: PlanConfig, layer_ids: Sequence[str]) -> jpipe.Plan:
             )
     starts = balance([config.layer_costs.get(layer_id, 1.0) for layer_id in plan.layers], plan.depth)
     layers = (plan.layers[first:end] for first, end in itertools.pairwise((*starts, None)))
-    stages = tuple(stage.model_copy(update={"layers": ids}) for stage, ids in zip(plan.stages, layers, strict=True))
+    stages = tuple(stage.with_layers(ids) for stage, ids in zip(plan.stages, layers, strict=True))
     return plan.model_copy(update={"stages": stages})
 
 
