@@ -29,6 +29,8 @@ def even_stages(
             raise InputError(f"plan: expected one {what} for all or one for each of {num_stages} stages, found a list of {len(values)}")
     if not isinstance(sum_parts, (int, np.integer)) or isinstance(sum_parts, bool) or sum_parts < 1:
         raise InputError(f"plan: sum_parts: expected an integer of 1 or more, found {short(sum_parts)}")
+    if sum_parts > 1 and all(count == 1 for count in counts):
+        raise InputError(f"plan: sum_parts: expected a stage with replicas, found none; remove sum_parts {sum_parts}, or give replicas")
     starts = list(itertools.accumulate(even_numbers(len(layers), num_stages), initial=0))
     return [
         {"layers": tuple(layers[a:b]), "replicas": count, "recompute": policy, "mesh": sizes, "fsdp": fsdp}
