@@ -316,20 +316,23 @@ def sum_layer_costs(
                 optimizer=sum(layer.optimizer + (layer.ahead if plan.delays[s] else 0) for layer in layer_costs),
                 state=sum(layer.state for layer in layer_costs),
                 accumulators=sum(layer.summed for layer in layer_costs),
-                part_times=tuple(share / backward if backward else 0.0 for share in _part_times(stage, layers, again)),
-                part_accumulators=tuple(sum(layers[layer_id].summed for layer_id in part) for part in stage.layers_by_part),
                 temporary=_scratch(layer_costs, inside, max(inside - (0 if fused else residuals), 0), before),
             )
         )
     if plan.shard_optimizer:
         costs = [_with_shares(stage, cost, layers) for stage, cost in zip(plan.stages, costs, strict=True)]
-    return _with_shared(plan, costs, shared)
+    return _with_shared(plan, [_with_parts(stage, cost, layers) for stage, cost in zip(plan.stages, costs, strict=True)], shared)
 
 
-def _part_times(stage: Stage, layers: Mapping[str, LayerCost], again: float) -> list[float]:
-    """Return the time of each part of a backward; the first one recomputes the forward of the stage, in the time `again`."""
-    times = (sum(layers[layer_id].backward for layer_id in part) for part in stage.layers_by_part)
-    return [seconds + (0.0 if part else again) for part, seconds in enumerate(times)]
+def _with_parts(stage: Stage, cost: StageCost, layers: Mapping[str, LayerCost]) -> StageCost:
+    """Return the cost with those of each part of the stage; the first part recomputes the forward of all layers."""
+    if not stage.sum_parts or not cost.backward:
+        return cost
+    parts = [[layers[layer_id] for layer_id in part] for part in stage.layers_by_part]
+    _, *later = (sum(layer.backward for layer in part) / cost.backward for part in parts)
+    return replace(
+        cost, part_times=(1 - sum(later), *later), part_accumulators=tuple(sum(layer.summed for layer in part) for part in parts)
+    )
 
 
 def _scratch(layers: Sequence[LayerCost], unchanged: int, remade: int, inputs: int) -> int:

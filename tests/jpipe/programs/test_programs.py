@@ -462,6 +462,17 @@ def test_layer_costs_add_up_to_stage_costs():
         sum_layer_costs(Plan(schedule="gpipe", microbatches=2, stages=stages), {"a": layers["a"]})
 
 
+def test_layer_costs_add_up_to_those_of_parts():
+    layers = {
+        i: LayerCost(1.0, time, weights=size, residuals={"none": 50})
+        for i, time, size in zip("abc", (2.0, 4.0, 6.0), (7, 8, 9), strict=True)
+    }
+    stages = [{"layers": ("a", "b", "c"), "replicas": 2, "sum_parts": (2, 1), "recompute": "full"}]
+    (cost,) = sum_layer_costs(Plan(schedule="gpipe", microbatches=2, stages=stages), layers)
+    assert cost.part_times == pytest.approx(((6 + 3) / 15, 6 / 15))  # the first part recomputes all three forwards
+    assert cost.part_accumulators == (9, 15)
+
+
 def test_a_part_of_a_program_is_not_simulated():
     plan = Plan.even("ab", 2, "pipedream", 1)
     for part in (lower(plan, 2, drain=False), lower(plan, 2, begin=1)):
