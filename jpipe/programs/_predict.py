@@ -261,10 +261,15 @@ class Predictor:
         worker.compute(i, op, cost.seconds(i.op) if i.part is None else cost.seconds_of_part(i.op, i.part, stage))
         if i.part is not None:
             worker.ready[f"part {i.part}", i.microbatch // self._plan.microbatches_per_update(worker.stage)] = worker.rank.clock
-            if i.part < len(stage.sum_parts) - 1:  # what the whole op reads counts until the last part is over
-                memory.compute(0, 0)
+            kept = OPS[i.op].begins and len(stage.sum_parts) > 1  # by the first part, which includes the forward, for the later ones
+            if i.part < len(stage.sum_parts) - 1:  # until the last part is over, what the whole op reads counts, and all residuals
+                memory.accumulate()
+                memory.waiting["residuals"] += kept and not i.part
+                memory.compute(cost.residuals if kept and not i.part else 0, 0)
                 return
             op = OPS[i.op]
+            memory.waiting["residuals"] -= kept
+            memory.add(-cost.residuals if kept else 0)
         allocated = cost.gradient if op.gives_gradient else 0
         if "output" in op.leaves:
             allocated += cost.message if is_last else cost.outputs - cost.kept_outputs

@@ -179,7 +179,9 @@ class _Watcher:
     def look(self, worker: int, state: WorkerState) -> None:
         """Note what a worker holds; looks only at new buffers, because there may be hundreds of microbatches."""
         sizes = self._sizes.setdefault(worker, {})
-        named = ("optimizer", state.optimizer), ("accumulators", state.accumulators), ("state", state.layer_state)
+        count = 0 if state.accumulators is None else len(state.accumulators["gradients"])  # fewer while parts of them are set aside
+        summed = f"accumulators of {count} entries"
+        named = ("optimizer", state.optimizer), (summed, state.accumulators), ("state", state.layer_state)
         for name, tree in named:
             if sizes.get(name, 0) == 0:  # accumulators may be missing at first
                 sizes[name] = sum(map(_on_each_device, jax.tree.leaves(tree)))
@@ -189,8 +191,7 @@ class _Watcher:
         if versions != known:
             weights = _bytes_by_version(state.weights)
             self._weights[worker] = versions, weights
-        accumulators = sizes["accumulators"] if state.accumulators is not None else 0
-        self._parts[worker] = _Parts(weights, sizes["optimizer"], accumulators, sizes["state"])
+        self._parts[worker] = _Parts(weights, sizes["optimizer"], sizes[summed], sizes["state"])
         self._first_parts.setdefault(worker, self._parts[worker])
         self._buffers.look(worker, state)
 
