@@ -179,7 +179,7 @@ class _Watcher:
     def look(self, worker: int, state: WorkerState) -> None:
         """Note what a worker holds; looks only at new buffers, because there may be hundreds of microbatches."""
         sizes = self._sizes.setdefault(worker, {})
-        count = 0 if state.accumulators is None else len(state.accumulators["gradients"])  # fewer while parts of them are set aside
+        count = 0 if state.accumulators is None else len(state.accumulators.get("gradients", ()))  # fewer while parts of them are set aside
         summed = f"accumulators of {count} entries"
         named = ("optimizer", state.optimizer), (summed, state.accumulators), ("state", state.layer_state)
         for name, tree in named:
