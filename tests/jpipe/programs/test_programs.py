@@ -439,6 +439,16 @@ def test_sums_in_parts_overlap_with_the_backward(bandwidth, whole, in_parts):
     assert [(span.op, span.part, span.end) for span in whole_spans(spans)] == [("FB", None, 4.0)]
 
 
+def test_a_sum_of_a_part_begins_when_the_last_replica_has_it():
+    """The replicas of stage 1 have their parts after 3, 4 and 7 s and after 4, 5 and 8 s; each sum takes one second."""
+    last = {"layers": ("b", "c", "d"), "replicas": 2, "sum_parts": (1, 1, 1)}
+    plan = Plan(schedule="gpipe", microbatches=2, stages=[{"layers": ("a",)}, last])
+    costs = StageCost(), StageCost(backward=5.0, accumulators=30, update=1.0, part_times=(0.2, 0.2, 0.6), part_accumulators=(10, 10, 10))
+    timeline = simulate(lower(plan, 1), costs, Link(bandwidth=10.0)).timeline
+    assert [[span.end for span in spans] for spans in timeline[1:]] == [[3, 4, 7], [4, 5, 8]]
+    assert [spans[-1].update_start for spans in timeline[1:]] == [9, 9]
+
+
 def test_memory_counts_versions_residuals_and_waiting_inputs():
     plan = Plan.even("ab", 2, "pipedream", 1)
     costs = (StageCost(weights=1000, residuals=100, inputs=10, outputs=1), StageCost(weights=2000, inputs=1, labels=3, gradient=1))
