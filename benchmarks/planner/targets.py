@@ -18,7 +18,6 @@ import jpipe
 from benchmarks.planner.markdown import print_table
 from jpipe.context import tracing_for
 from jpipe_planner import Device, Profile, Topology, analyze, compiling_for, simulate_plan
-from jpipe_planner.machine.compiling import bytes_beyond_memory
 from jpipe_train.config import config_file
 from jpipe_train.config.config import AUTO
 from jpipe_train.console.progress import Reporter
@@ -109,12 +108,9 @@ def _stages(parts: Parts, profile: Profile, device: Device, rows: int, policy: s
         with tracing_for(compiling.devices[0].platform):
             costs = parts.pipeline(plan).costs(batch, compiled_for=compiling.devices)
     except jax.errors.JaxRuntimeError as error:
-        if (sizes := bytes_beyond_memory(error)) is None:
+        if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        return {
-            "device": compiling.kind,
-            "too_large": f"not compiled: a program needs {decimal(int(sizes[0]))} of {decimal(int(sizes[1]))}",
-        }
+        return {"device": compiling.kind, "too_large": f"not compiled: {str(error).splitlines()[0]}"}
     seconds = time.perf_counter() - begin
     estimates = profile.stage_costs(plan, rows)
     exact, estimated = (simulate_plan(plan, each, topology) for each in (costs, estimates))
