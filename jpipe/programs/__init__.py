@@ -1,6 +1,6 @@
 """Programs of a plan: instructions, their lowering, simulation and timeline. Nothing here imports JAX."""
 
-from jpipe.programs._costs import LayerCost, Network, SharedCost, StageCost, shared_stages, sum_layer_costs, unit_costs
+from jpipe.programs._costs import LayerCost, Network, Overlap, SharedCost, StageCost, shared_stages, sum_layer_costs, unit_costs
 from jpipe.programs._execution_order import ProgramError
 from jpipe.programs._instructions import Program
 from jpipe.programs._predict import Prediction
@@ -13,6 +13,7 @@ __all__ = [
     "MemorySample",
     "MemoryTimeline",
     "Network",
+    "Overlap",
     "Prediction",
     "Program",
     "ProgramError",

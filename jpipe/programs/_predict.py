@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jpipe.ops import OPS, Op
-from jpipe.programs._costs import Network, Passed, StageCost
+from jpipe.programs._costs import Network, Overlap, Passed, StageCost
 from jpipe.programs._global_norm import last_microbatch
 from jpipe.programs._instructions import (
     AddShared,
@@ -205,9 +205,11 @@ class Predictor:
         program: what runs.
         costs: one for each stage.
         network: the link between any two ranks.
+        overlap: what goes on beside the computations of a rank. If sums do not, the instructions are to be added in the total order.
     """
 
-    def __init__(self, program: Program, costs: Sequence[StageCost], network: Network) -> None:
+    def __init__(self, program: Program, costs: Sequence[StageCost], network: Network, overlap: Overlap = "transfers and sums") -> None:
+        self._transfers_block, self._sums_block = overlap == "none", overlap != "transfers and sums"
         self._plan, self._program = program.plan, program
         self._averages_state = program.plan.sync_state and SCHEDULES[program.plan.schedule].flushes
         self._traffic = Traffic(network)
@@ -345,7 +347,12 @@ class Predictor:
                 peer.passed[i.microbatch] = list(peer.cost.passed)
             return
         worker.rank.moved += size
+        if self._transfers_block:
+            ready = max(worker.rank.clock, peer.rank.clock)
         arrival = self._traffic.send(worker.rank.number, peer.rank.number, ready, size)
+        if self._transfers_block:
+            worker.wait(arrival)
+            peer.wait(arrival)
         if i.message == "weights":
             peer.whole = max(peer.whole, arrival)
         else:
@@ -355,7 +362,8 @@ class Predictor:
         if self._averages_state and not i.part:
             worker.memory.add(worker.cost.state)  # the mean, until the update replaces the worker's own by it
         begun = self._sums_begun.setdefault((worker.stage, i.batch, i.part), [])
-        begun.append(worker.rank.clock if i.part is None else worker.ready.pop((f"part {i.part}", i.batch)))
+        computed = worker.rank.clock if i.part is None else worker.ready.pop((f"part {i.part}", i.batch))
+        begun.append(worker.rank.clock if self._sums_block else computed)
         replicas = self._plan.stage_workers[worker.stage]
         if len(begun) == len(replicas):
             stage, cost = self._plan.stages[worker.stage], worker.cost
@@ -365,6 +373,8 @@ class Predictor:
             for w in replicas:
                 self._workers[w].rank.moved += round(size)
                 self._workers[w].ready["sum", i.batch] = max(summed, self._workers[w].ready.get(("sum", i.batch), 0.0))
+                if self._sums_block:
+                    self._workers[w].wait(summed)
 
     def _take_shared(self, worker: _Worker, i: TakeShared) -> None:
         worker.wait(worker.ready.get(("sum", i.batch), 0.0))
