@@ -25,6 +25,7 @@ from jpipe.programs._instructions import (
 )
 from jpipe.programs._timeline import MemorySample, MemoryTimeline, Span, Timeline, format_grid, to_ticks
 from jpipe.programs._traffic import Traffic
+from jpipe.programs._transfers import Transfer, transfer_rows
 from jpipe.programs._verify import versions_before
 from jpipe.schedules import SCHEDULES
 
@@ -35,6 +36,7 @@ class Prediction:
 
     Attributes:
         timeline: the spans of each rank, in seconds.
+        transfers: the messages between ranks and the sums over replicas.
         memory: the bytes of each rank, at the beginning and after each of its computations.
         seconds: from the first start to the last end.
         bubble: share of the ranks' time, up to the last end, in which they do not compute.
@@ -46,6 +48,7 @@ class Prediction:
     """
 
     timeline: Timeline
+    transfers: tuple[Transfer, ...]
     memory: MemoryTimeline
     seconds: float
     bubble: float
@@ -62,15 +65,24 @@ class Prediction:
         """
         return tuple(peak - persistent for peak, persistent in zip(self.peak_bytes, self.held_bytes, strict=True))
 
-    def grid(self, tick: float | None = None) -> str:
-        """Return the timeline as text; `tick` in seconds, by default the shortest computation."""
-        return draw_grid(self.timeline, tick)
+    def grid(self, tick: float | None = None, transfers: bool = False) -> str:
+        """Return the timeline as text.
+
+        Args:
+            tick: in seconds, by default the shortest computation.
+            transfers: whether rows for the directions between ranks, and for the replicas that sum, follow those of the ranks: `a3` is the
+                activation of microbatch 3, `g3` its gradient, and `s0` the sum of batch 0. What takes no time is left out.
+        """
+        return draw_grid(self.timeline, tick, transfers=self.transfers if transfers else ())
 
 
-def draw_grid(timeline: Timeline, tick: float | None = None, notes: Sequence[tuple[int, str]] = ()) -> str:
+def draw_grid(
+    timeline: Timeline, tick: float | None = None, notes: Sequence[tuple[int, str]] = (), transfers: Sequence[Transfer] = ()
+) -> str:
     """Return a timeline in seconds as text, with (rank, note) pairs behind the rows; a tick is by default the shortest computation."""
     shortest = min((span.end - span.start for spans in timeline for span in spans), default=1.0)
-    return format_grid(to_ticks(timeline, tick or shortest or 1.0), notes)
+    tick = tick or shortest or 1.0
+    return format_grid(to_ticks(timeline, tick), notes, transfer_rows(transfers, tick))
 
 
 class _Rank:
@@ -213,6 +225,7 @@ class Predictor:
         self._plan, self._program = program.plan, program
         self._averages_state = program.plan.sync_state and SCHEDULES[program.plan.schedule].flushes
         self._traffic = Traffic(network)
+        self._transfers: list[Transfer] = []
         self._sums_begun: dict[tuple[int, int, int | None], list[float]] = {}  # by stage, batch and part, when each replica began the sum
         plan = program.plan
         self._ranks = [_Rank(rank) for rank in range(len(plan.rank_workers))]
@@ -245,6 +258,7 @@ class Predictor:
         busy = sum(rank.busy for rank in ranks)
         return Prediction(
             timeline=self.timeline(),
+            transfers=tuple(self._transfers),
             memory=tuple(tuple(rank.samples) for rank in ranks),
             seconds=seconds,
             bubble=1 - busy / (seconds * len(ranks)) if seconds else 0.0,
@@ -349,7 +363,9 @@ class Predictor:
         worker.rank.moved += size
         if self._transfers_block:
             ready = max(worker.rank.clock, peer.rank.clock)
-        arrival = self._traffic.send(worker.rank.number, peer.rank.number, ready, size)
+        ranks = worker.rank.number, peer.rank.number
+        times = _, _, arrival = self._traffic.send(*ranks, ready, size)
+        self._transfers.append(Transfer(i.message, ranks, i.microbatch, *times, size))
         if self._transfers_block:
             worker.wait(arrival)
             peer.wait(arrival)
@@ -369,7 +385,9 @@ class Predictor:
             stage, cost = self._plan.stages[worker.stage], worker.cost
             summed_bytes = cost.accumulators if i.part is None else cost.accumulators_of_part(i.part, stage)
             size = 2 * (len(replicas) - 1) / len(replicas) * summed_bytes
-            summed = self._traffic.all_reduce([self._plan.rank_of[w] for w in replicas], max(begun), size)
+            ranks = tuple(self._plan.rank_of[w] for w in replicas)
+            times = _, _, summed = self._traffic.all_reduce(ranks, max(begun), size)
+            self._transfers.append(Transfer("sum", ranks, i.batch, *times, size))
             for w in replicas:
                 self._workers[w].rank.moved += round(size)
                 self._workers[w].ready["sum", i.batch] = max(summed, self._workers[w].ready.get(("sum", i.batch), 0.0))

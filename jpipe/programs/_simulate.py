@@ -1,6 +1,7 @@
 """Run programs without devices: verify them instruction by instruction and predict time, bubble, memory and bytes moved."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from jpipe.errors import InputError, short
 from jpipe.programs._costs import OVERLAPS, Link, Network, Overlap, StageCost, check_costs, unit_costs
@@ -44,20 +45,8 @@ def simulate(
         ProgramError: the verification fails; the message says where, with the grid so far.
         InputError: a program of a part of a run, not one cost for each stage, or a cost that is negative or not finite.
     """
-    if not isinstance(program, Program):
-        raise InputError(f"simulate: expected a program, found {type(program).__name__}; give jpipe.lower(plan, batches)")
-    if not program.drained or program.begin != program.start:
-        raise InputError("simulate: expected the program of a whole run, found a part of one; lower it with begin = start and drain=True")
+    _check(program, costs, link, overlap)
     costs = unit_costs(program.plan) if costs is None else costs
-    if not isinstance(costs, Sequence) or not all(isinstance(cost, StageCost) for cost in costs):
-        raise InputError(f"simulate: expected a list of jpipe.programs.StageCost as costs, found {short(costs)}")
-    if not (link is None or isinstance(link, Link) or callable(link)):
-        raise InputError(f"simulate: expected a jpipe.Link, or a function of two ranks that gives one, found {short(link)}")
-    if overlap not in OVERLAPS:
-        raise InputError(f"simulate: overlap: expected one of {', '.join(map(repr, OVERLAPS))}, found {short(overlap)}")
-    if len(costs) != program.plan.depth:
-        raise InputError(f"simulate: expected {program.plan.depth} costs, one for each stage, found {len(costs)}")
-    check_costs(costs)
     link = link or Link()
     orders = rank_computations(program)
     verifiers = [Verifier(program, w, orders[rank]) for w, rank in enumerate(program.plan.rank_of)]
@@ -76,3 +65,22 @@ def simulate(
         for instruction in program.instructions:  # in the total order, where the all-reduces of all replicas stand side by side
             predictor.add(instruction)
     return predictor.prediction()
+
+
+def _check(program: Any, costs: Any, link: Any, overlap: Any) -> None:
+    """Check the arguments of `simulate`."""
+    if not isinstance(program, Program):
+        raise InputError(f"simulate: expected a program, found {type(program).__name__}; give jpipe.lower(plan, batches)")
+    if not program.drained or program.begin != program.start:
+        raise InputError("simulate: expected the program of a whole run, found a part of one; lower it with begin = start and drain=True")
+    if not (link is None or isinstance(link, Link) or callable(link)):
+        raise InputError(f"simulate: expected a jpipe.Link, or a function of two ranks that gives one, found {short(link)}")
+    if overlap not in OVERLAPS:
+        raise InputError(f"simulate: overlap: expected one of {', '.join(map(repr, OVERLAPS))}, found {short(overlap)}")
+    if costs is None:
+        return
+    if not isinstance(costs, Sequence) or not all(isinstance(cost, StageCost) for cost in costs):
+        raise InputError(f"simulate: expected a list of jpipe.programs.StageCost as costs, found {short(costs)}")
+    if len(costs) != program.plan.depth:
+        raise InputError(f"simulate: expected {program.plan.depth} costs, one for each stage, found {len(costs)}")
+    check_costs(costs)

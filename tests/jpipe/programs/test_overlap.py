@@ -1,9 +1,11 @@
 """Transfers and sums that do not overlap computations, by hand and against clocks that are moved instruction by instruction."""
 
+import json
+
 import pytest
 
-from jpipe import Link, Plan, lower, simulate
-from jpipe.programs import StageCost
+from jpipe import Link, Plan, lower, simulate, to_perfetto
+from jpipe.programs import StageCost, parse_grid
 from jpipe.programs._instructions import AllReduce, Compute, Send, Update
 from jpipe.programs._predict import Prediction
 
@@ -83,3 +85,32 @@ def test_only_sums_of_data_parallelism_by_hand():
     each = 3 + 0.5  # a forward, a backward and an update
     summed = 4 / 2.0 + 2 * 0.25
     assert seconds == {"transfers": 3 * (each + summed), "transfers and sums": 3 * each + summed}
+
+
+@pytest.mark.parametrize("overlap", ["none", "transfers and sums"])
+def test_transfers_have_rows_of_their_own(overlap):
+    """Messages take two ticks and a quarter, sums one and a half."""
+    plan = PLANS["2BW, replicas"]
+    prediction = predict(plan, overlap)
+    grid = prediction.grid(transfers=True)
+    assert parse_grid(grid) == parse_grid(prediction.grid())
+    assert [line.partition("|")[0].strip() for line in grid.splitlines()[5:]] == [
+        "0 to 2",
+        "1 to 3",
+        "2 to 0",
+        "3 to 1",
+        "sum 0,1",
+        "sum 2,3",
+    ]
+    sums = [transfer for transfer in prediction.transfers if transfer.what == "sum"]
+    assert sorted((transfer.ranks, transfer.number) for transfer in sums) == [((r, r + 1), batch) for r in (0, 2) for batch in range(3)]
+    assert all(transfer.end - transfer.start == 4 / 2.0 and transfer.arrival - transfer.end == 2 * 0.25 for transfer in sums)
+    sent = [
+        sum(transfer.size for transfer in prediction.transfers if rank in transfer.ranks[: 1 + (transfer.what == "sum")])
+        for rank in range(4)
+    ]
+    assert sent == list(prediction.moved_bytes)
+    events = json.loads(to_perfetto({"predicted": prediction.timeline}, {"predicted": prediction.transfers}))["traceEvents"]
+    names = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    shown = sorted((names[event["tid"]], event["name"], event["ts"] / 1e6) for event in events if event["ph"] == "X" and event["tid"] > 4)
+    assert shown == sorted((transfer.row, transfer.label, transfer.start) for transfer in prediction.transfers)
