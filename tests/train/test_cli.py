@@ -253,6 +253,7 @@ def test_a_folder_with_another_run_is_refused_and_left_alone(write_config, tiny,
     assert {file: file.read_bytes() for file in Path(tiny["run"]["dir"]).rglob("*") if file.is_file()} == before
 
 
+@pytest.mark.thinned(most=1, most_slow=0)
 @pytest.mark.parametrize("learning_rate", [1e30, 1e300])
 def test_a_loss_that_is_not_finite_exits_with_1(write_config, tiny, capsys, learning_rate):
     config = write_config(optimizer={"name": "sgd", "learning_rate": learning_rate}, train={"steps": 50})

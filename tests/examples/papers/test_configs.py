@@ -92,7 +92,7 @@ def test_a_full_config_is_planned_and_simulated_without_its_weights(name, sample
     [
         *(pytest.param(f"{name}-small", id=name, marks=pytest.mark.slow) for name in QUICK),
         *(
-            pytest.param(f"{name}-small", id=name, marks=[pytest.mark.slow, pytest.mark.exhaustive])
+            pytest.param(f"{name}-small", id=name, marks=pytest.mark.exhaustive)
             for name in ("gnmt-8", "gnmt-16", "awd-lm", "bert")
         ),
     ],

@@ -328,6 +328,7 @@ def free_port():
         return bound.getsockname()[1]
 
 
+@pytest.mark.slow
 def test_with_jax_the_message_comes_before_its_abort_when_the_coordinator_dies():
     with started("jax_collective", free_port()) as processes:
         ready(processes)

@@ -114,7 +114,7 @@ def test_each_batch_reports_once(norm):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("norm", [False, True], ids=["", "norm"])
+@pytest.mark.parametrize("norm", [pytest.param(False, marks=pytest.mark.exhaustive), True], ids=["", "norm"])
 def test_each_batch_reports_once_with_every_option(norm):
     check_each_reports_once(norm, plans([1, 2, 3], REPLICAS, OPTIONS))
 

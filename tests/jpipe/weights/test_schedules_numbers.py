@@ -59,7 +59,7 @@ def test_uneven_cuts_equal_the_sequential_reference_bit_for_bit(data):
     check_against_reference(STACK, models.cut(STACK.ids, sizes, microbatches=m, **fields), drain_after)
 
 
-@pytest.mark.thinned(most=2)
+@pytest.mark.thinned(most=1, most_slow=0)
 @pytest.mark.oldest
 @pytest.mark.parametrize("variant", models.VARIANTS)
 def test_three_stages_equal_the_sequential_reference_bit_for_bit(variant):

@@ -138,6 +138,7 @@ def test_a_run_of_one_step_prints_both_validation_losses(tiny):
     assert row["val_loss"] == summary.val_loss_after < summary.val_loss_before
 
 
+@pytest.mark.slow
 def test_the_norms_of_the_delay_are_in_some_rows_and_in_the_report(tiny, monkeypatch):
     monkeypatch.setattr(training, "_MOST_NORMS", 3)
     with_correction = changed(tiny, train={"steps": 8}, optimizer={"delay_correction": "predict"})
