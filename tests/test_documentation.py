@@ -38,6 +38,7 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
 
 
+@pytest.mark.slow
 @pytest.mark.oldest
 def test_the_readmes_snippets_run_and_the_model_learns(tmp_path):
     script = tmp_path / "readme.py"

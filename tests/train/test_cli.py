@@ -364,6 +364,7 @@ def press_where_it_is_replaced():
         raise RuntimeError("something else") from None
 
 
+@pytest.mark.thinned(most=4, most_slow=3)
 @pytest.mark.parametrize("way", [press, press_where_python_drops_it, press_where_it_is_replaced])
 @pytest.mark.parametrize("moment", ["jpipe_train.data.data.load", "jpipe.Pipeline.check", "jpipe.Pipeline.init", "jpipe.Pipeline.evaluate"])
 def test_ctrl_c_is_handled_at_every_moment(write_config, tiny, capsys, monkeypatch, interruptible, moment, way):

@@ -16,7 +16,7 @@ from tests.jpipe import models, running
 
 UPDATES = 10
 FLUSH, STALE = ("pipedream_flush", 4), ("pipedream_2bw", 2)
-WHOLE = {"nnx_transformer": STALE, "unet": FLUSH}
+WHOLE = {"nnx_transformer": STALE}
 """The schedule and the stages under which each model is compared with the whole model: two stages compile in five to ten seconds, four in
 ten to twenty. The skip connections of the U-Net pass through all stages."""
 IN_SEQUENCE = {"linen_resnet": FLUSH}

@@ -112,7 +112,7 @@ def test_it_is_the_rule_with_the_delay_of_each_stage(plan, optimizer):
 
 
 @pytest.mark.slow
-@pytest.mark.thinned(most_slow=0)
+@pytest.mark.thinned(most=1, most_slow=0)
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("optimizer", ["muon", "adan", "soap"])
 @pytest.mark.parametrize("schedule", [name if name in DELAYED else pytest.param(name, marks=pytest.mark.exhaustive) for name in SCHEDULES])
@@ -168,7 +168,7 @@ def test_a_list_of_another_length_than_the_stages_is_refused():
         pipeline(plan, rule).check(models.masked_batches(1, 3)[0])
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_run_with_soap_goes_on_from_a_checkpoint(tmp_path):
     plan, batches = Plan.even(STACK.ids, **PLANS["2BW"]), models.masked_batches(8, 3)
     pipe = pipeline(plan, optimizer_of("soap"))

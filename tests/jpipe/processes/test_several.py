@@ -18,7 +18,9 @@ LIMIT = 240  # seconds for all of them together; only a deadlock comes near
 IN_CI = "2", "2, others", "2, meshes"
 
 
-@pytest.mark.parametrize("group", [pytest.param(group, marks=pytest.mark.slow if group in IN_CI else pytest.mark.exhaustive) for group in CASES])
+@pytest.mark.parametrize(
+    "group", [pytest.param(group, marks=pytest.mark.slow if group in IN_CI else pytest.mark.exhaustive) for group in CASES]
+)
 def test_several_processes_find_the_bits_of_one(group, tmp_path, subtests):
     one, each = trained(group, int(group[0]), tmp_path)
     for case, as_case in [(case, case) for case in CASES[group]] + [(case, f"inline {case}") for case in INLINE if case in CASES[group]]:

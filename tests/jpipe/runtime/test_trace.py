@@ -104,6 +104,7 @@ def test_tracing_changes_no_numbers():
     check_equal(pipe.params(pipe.drain(traced_state)), pipe.params(state))
 
 
+@pytest.mark.slow
 def test_nothing_is_counted_twice():
     """The memory that a trace reports for the workers is at most that of all live arrays."""
     plan, alive = Plan.even(STACK.ids, 3, "gpipe", M), []

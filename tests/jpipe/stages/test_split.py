@@ -275,7 +275,7 @@ def test_halves_equal_the_whole_backward(kind, recompute):
     check_halves(middle(kind, recompute))
 
 
-@pytest.mark.thinned(most=0, most_slow=2)
+@pytest.mark.thinned(most=0, most_slow=1)
 @pytest.mark.parametrize("kind", ["lstm", "scanned", "nested"])
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.usefixtures("float64")

@@ -100,7 +100,7 @@ REPLICATED = {
 }
 
 
-@pytest.mark.thinned(most=1, most_slow=1)
+@pytest.mark.thinned(most=0, most_slow=1)
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("words", [["layer0", "layer1/w"], ["layer1", "layer2/b"]], ids=" ".join)
 @pytest.mark.parametrize("case", REPLICATED)
@@ -136,7 +136,7 @@ INTEGERS = {
 }
 
 
-@pytest.mark.thinned(most=1)
+@pytest.mark.thinned(most=0, most_slow=1)
 @pytest.mark.parametrize("case", INTEGERS)
 def test_frozen_parameters_may_be_integers(case):
     """They give the numbers of the same parameters as floats, and stay integers in what is returned."""

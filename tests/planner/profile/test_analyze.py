@@ -78,7 +78,9 @@ def test_the_bytes_of_any_stage_are_the_sum_over_its_layers(name, policy):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("fields", "halved"), [({"params": "bfloat16"}, 2), pytest.param({"compute": "bfloat16"}, 1, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    ("fields", "halved"), [({"params": "bfloat16"}, 2), pytest.param({"compute": "bfloat16"}, 1, marks=pytest.mark.exhaustive)]
+)
 def test_the_bytes_of_a_precision_are_those_of_its_pipeline(fields, halved):
     layers, batch, loss = MODELS["dense"]
     stack, optimizer, precision = jpipe.LayerStack(layers), optax.sgd(0.1, momentum=0.9), jpipe.Precision(**fields)
@@ -243,7 +245,7 @@ def test_the_temporaries_of_several_layers_are_about_those_of_the_compiled_stage
         assert max(layer.at[0].temporary for layer in wide_profile.layers) < 0.3 * true  # gradients of four layers, not only scratch of one
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_scratch_memory_with_full_recomputation_is_that_of_one_two_and_three_compiled_layers():
     blocks = {
         f"block_{n}": lambda rngs: nnx.Sequential(nnx.Linear(8, 64, rngs=rngs), nn.gelu, nnx.Linear(64, 8, rngs=rngs)) for n in range(6)

@@ -61,8 +61,8 @@ OPTIONS = {
     "accumulated": ({"freeze": ["embed", "*/bias"]}, {"accumulate_batches": 2, "arguments": {"weight_decay": 0.1}}, {}),
     "a model of the user's": ({"freeze": ["layers.0"]}, {}, {"model": {"target": f"{__name__}:model"}, "plan": {"num_stages": 1}}),
 }
-SELDOM = {"accumulated": pytest.mark.exhaustive} | dict.fromkeys(
-    ("adapters and a tied embedding", "adapters, a layer, experts"), pytest.mark.slow
+SELDOM = {"adapters, a layer, experts": pytest.mark.slow} | dict.fromkeys(
+    ("adapters and a tied embedding", "accumulated"), pytest.mark.exhaustive
 )
 
 

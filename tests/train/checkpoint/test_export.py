@@ -123,6 +123,7 @@ def test_an_export_has_the_newest_parameters_by_name(home, tmp_path, capsys):
     assert [path.name for path in tmp_path.iterdir()] == ["earlier.safetensors"]
 
 
+@pytest.mark.slow
 def test_a_warm_start_from_an_export_has_the_weights_of_the_exported_run(home, tmp_path, capsys):
     run = {"dir": str(tmp_path / "run")}
     summary = loop.main(changed(home.data, warm_start={"file": str(home.file)}, run=run, train={"steps": 1}, checkpoint={"every": None}))

@@ -274,9 +274,16 @@ def test_adapters_of_peft_compute_and_learn_the_same(name, theirs, tmp_path):
     ("name", "kind", "overrides"),
     [
         pytest.param("llama", "LlamaForCausalLM", ("tune.lora={rank: 2, alpha: 6}",), marks=pytest.mark.exhaustive),
-        pytest.param("gpt2", "GPT2LMHeadModel", ("tune.lora={rank: 2, targets: [q_proj, v_proj, down_proj]}",), marks=pytest.mark.exhaustive),
+        pytest.param(
+            "gpt2", "GPT2LMHeadModel", ("tune.lora={rank: 2, targets: [q_proj, v_proj, down_proj]}",), marks=pytest.mark.exhaustive
+        ),
         ("llama", "LlamaForSequenceClassification", ("tune={lora: {rank: 2}, train_only: [head, 'block_*/mlp_norm']}", *TO_CLASSES)),
-        pytest.param("bert", "BertForSequenceClassification", ("tune={lora: {rank: 2}, train_only: [head, block_1/project]}", *TO_CLASSES), marks=pytest.mark.exhaustive),
+        pytest.param(
+            "bert",
+            "BertForSequenceClassification",
+            ("tune={lora: {rank: 2}, train_only: [head, block_1/project]}", *TO_CLASSES),
+            marks=pytest.mark.exhaustive,
+        ),
     ],
     ids=["llama", "gpt2", "llama-classes", "bert-classes"],
 )

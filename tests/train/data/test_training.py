@@ -90,7 +90,7 @@ def test_only_answers_are_learned(of_format):
         assert not (counted & (inputs["segments"][:] == 0)).any()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_run_on_prompts_resumes_at_its_position(of_format, tmp_path):
     config = of_format("prompts", train={"steps": 6, "eval_every": 6, "trace_batches": 0}, checkpoint={"every": 3})
     whole = losses(config)

@@ -38,7 +38,7 @@ def test_a_prompt_of_standard_input_is_that_of_all_processes():
     assert (both.returncode, both.stdout) == (0, alone.stdout), both.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_conversation_is_that_of_one_process(folder):
     """The third line cannot be answered: all processes end, and one says why."""
     make_chat(folder)

@@ -109,7 +109,10 @@ def in_float64(stack):
     [
         ("pipedream_2bw", 2, 1),
         ("zb_h1", 2, 0),
-        *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in (("pipedream_flush", 2, 0), ("pipedream_flush", 4, 0), ("pipedream_2bw", 4, 1))),
+        *(
+            pytest.param(*case, marks=pytest.mark.exhaustive)
+            for case in (("pipedream_flush", 2, 0), ("pipedream_flush", 4, 0), ("pipedream_2bw", 4, 1))
+        ),
     ],
 )
 def test_a_pipeline_has_the_gradients_of_the_whole_model(schedule, stages, delay):

@@ -39,7 +39,10 @@ def rows():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("keys", "schedule"),
-    [(LLAMA, "zb_h1"), *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in (({}, "pipedream_flush"), ({**LLAMA, **LONG}, "gpipe")))],
+    [
+        (LLAMA, "zb_h1"),
+        *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in (({}, "pipedream_flush"), ({**LLAMA, **LONG}, "gpipe"))),
+    ],
     ids=["llama", "gpt", "longrope"],
 )
 def test_packed_documents_teach_what_they_teach_alone(keys, schedule):

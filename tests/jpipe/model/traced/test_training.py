@@ -119,7 +119,7 @@ CASES = {
 }
 
 
-FAST = ("zb_h1", "tensor", "buckets", "frozen")
+FAST = ("tensor", "frozen")
 ALIKE = ("recompute", "recompute_dots", "zb_v", "replicas", "zero", "float16", "clip", "ema")
 """Cases that are much like others: only `make test-all` has them."""
 
