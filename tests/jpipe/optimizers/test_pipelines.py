@@ -112,7 +112,7 @@ def test_it_is_the_rule_with_the_delay_of_each_stage(plan, optimizer):
 
 
 @pytest.mark.slow
-@pytest.mark.thinned(most=1, most_slow=0)
+@pytest.mark.thinned(most_slow=0)
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("optimizer", ["muon", "adan", "soap"])
 @pytest.mark.parametrize("schedule", [name if name in DELAYED else pytest.param(name, marks=pytest.mark.exhaustive) for name in SCHEDULES])
