@@ -394,6 +394,7 @@ for call in json.loads(sys.argv[1]):
 """
 
 
+@pytest.mark.slow
 def test_wrong_types_are_reported_without_type_checks_too():
     """The tests check types at run time but a user's program does not, so jpipe must report wrong types itself."""
     command = [sys.executable, "-c", CALLS, json.dumps(list(UNTYPED))]
