@@ -69,7 +69,7 @@ def test_each_format_trains_with_two_stages(kind, of_format):
     assert rows[-1]["val_loss"] < rows[0]["val_loss"] - 0.7
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_two_stages_learn_of_prompts_what_one_learns(of_format, tmp_path):
     """The microbatches have different numbers of counted labels."""
     run = {"steps": 3, "eval_every": 2, "trace_batches": 0}
@@ -90,7 +90,7 @@ def test_only_answers_are_learned(of_format):
         assert not (counted & (inputs["segments"][:] == 0)).any()
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_a_run_on_prompts_resumes_at_its_position(of_format, tmp_path):
     config = of_format("prompts", train={"steps": 6, "eval_every": 6, "trace_batches": 0}, checkpoint={"every": 3})
     whole = losses(config)
