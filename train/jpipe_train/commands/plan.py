@@ -21,6 +21,7 @@ def plan(
     devices: OptionalCount = None,
     mesh: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="MESH|none")] = (),
     pipedream: Literal["batch", "replicas", "text", "code"] | None = None,
+    measure: Annotated[int | None, tyro.conf.arg(metavar="PLANS")] = None,
     out: OptionalFile = None,
     profile_out: OptionalFile = None,
     png: OptionalFile = None,
@@ -46,6 +47,7 @@ def plan(
             several times. By default meshes inside a server are tried for a topology from a file, if the model's logical axes allow them.
         pipedream: How PipeDream's stages update and are found: by default once a batch; or (replicas) after a microbatch of each replica,
             as in the original; or that by the recurrence of its paper, with the costs of the text or of the released code, for comparison.
+        measure: With a config and local, run the best plans of so many kinds here for some seconds each, and choose the fastest of them.
         out: Write the plan into this file, a JSON for plan.file.
         profile_out: Write the profile into this file.
         png: Draw throughput against memory of all candidates, and the balance of the stages, into this file.
@@ -60,6 +62,6 @@ def plan(
     keep_freed_memory()
     files = Files(config, profile, out, profile_out, png)
     names = tuple(name for name in schedules.split(",") if name)
-    request = Request(topology, batch, up_to, names, devices, pipedream, meshes=mesh, max_delay=max_delay)
+    request = Request(topology, batch, up_to, names, devices, pipedream, meshes=mesh, max_delay=max_delay, measure=measure)
     main(files, request, overrides, rows=rows, explain=explain, allow_code=allow_code)
     return 0

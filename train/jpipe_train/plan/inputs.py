@@ -47,6 +47,7 @@ class Request:
     replicas: bool = True
     meshes: tuple[str, ...] = ()
     max_delay: float | None = None
+    measure: int | None = None
 
     @property
     def allowed(self) -> tuple[str, ...]:
