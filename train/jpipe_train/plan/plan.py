@@ -32,7 +32,7 @@ from jpipe_train.config.section import MOST_ROWS
 from jpipe_train.console.progress import Reporter
 from jpipe_train.console.terminal import count
 from jpipe_train.models.blockwise import LONG
-from jpipe_train.plan import trial
+from jpipe_train.plan import trial, trial_words
 from jpipe_train.plan.compiling import compiled_words, compiler_errors, of_this_machine
 from jpipe_train.plan.confirm import confirm, nothing_fits
 from jpipe_train.plan.inputs import ALL, LOCAL, Request, prepare_devices, read_profile, read_topology
@@ -109,7 +109,7 @@ def main(
         if request.measure is not None:
             measured = trial.measure(result, compiled, parts, request.measure, reporter)
             result = measured.result
-        confirmed = compiled[0] if measured is None else measured.trials[0].compiled
+        confirmed = compiled[0] if measured is None else measured.chosen
         known_by = compiled_words(parts.config, compiling)
     elif not result.choice.ranked:
         raise nothing_fits(result.choice)
@@ -117,7 +117,7 @@ def main(
     if parts is not None and request.topology != LOCAL and (words := attention_words(parts.config, result.choice)):
         reporter.say(words)
     if explain:
-        _explain_choice(reporter, result)
+        _explain_choice(reporter, result, measured)
         for line in table.why_rejected(result.choice, EXPLAINED) or ["all kinds of plans fit"]:
             reporter.say(line)
     _write(reporter, files, result, result.choice.profile if measured is None else measured.profile)
@@ -211,11 +211,9 @@ def _report(
     first_rows = "row" if result.compiled < 2 else count(result.compiled, "row")
     rows, head = table.rows(choice, SHOWN), table.head(choice)
     if measured is not None:
-        head = (*head, *trial.HEAD)
-        rows = [(*row, *trial.cells(measured.trials, ranked)) for row, ranked in zip(rows, choice.ranked, strict=False)]
+        head = (*head, *trial_words.HEAD)
+        rows = [(*row, *trial_words.cells(measured, ranked)) for row, ranked in zip(rows, choice.ranked, strict=False)]
     reporter.table(head, rows, table.WORDS)
-    for line in () if measured is None else trial.words(measured):
-        reporter.say(line)
     reporter.say(
         "samples/s in closed form and as simulated; where they differ by more than 10%, the cause follows"
         + table.how_known(choice, SHOWN)
@@ -234,7 +232,7 @@ def _report(
             f"only schedules that flush were considered; {table.name(result.delayed)}, whose weights are delayed, would be about "
             f"{faster:.0%} faster by its estimate: --schedules all compares these, too, and --max-delay bounds the delay"
         )
-    if cost := price_of_flush(choice, result.delayed):
+    if cost := price_of_flush(choice if measured is None else measured.searched.choice, result.delayed):
         for line in table.price(cost):
             reporter.say(line)
     if any(ranked.candidate.extra_in_flight for ranked in choice.ranked[:SHOWN]):
@@ -242,6 +240,8 @@ def _report(
     candidate = chosen.candidate
     if candidate.devices < topology.num_devices:
         reporter.say(f"it uses {candidate.devices} of {count(topology.num_devices, 'device')}; the remaining devices stay idle")
+    if measured is not None and measured.trials:
+        _report_measured(reporter, measured)
     reporter.say(f"chosen: {table.name(candidate)}" + (f", mean delay {table.delay(candidate)}" if candidate.delay else ""))
     plan = choice.plan(chosen)
     for s, stage in enumerate(plan.stages):
@@ -257,6 +257,14 @@ def _report(
         reporter.say("memory is estimated from the profile; with a CONFIG the stages are compiled to know it")
     if candidate.batch != batch:
         reporter.say(f"the plan has {table.rows_of(candidate.batch)} between two updates, in place of {batch}")
+
+
+def _report_measured(reporter: Reporter, measured: trial.Measured) -> None:
+    """Print by how much predictions were off."""
+    reporter.say("how far the predictions are off, for each kind of plan that ran, in time per step:")
+    reporter.table(trial_words.ERRORS, trial_words.errors(measured), table.WORDS)
+    for line in trial_words.words(measured):
+        reporter.say(line)
 
 
 def _compiled_for(profile: Profile, topology: Topology) -> str:
@@ -296,10 +304,14 @@ def _memory(chosen: Ranked, confirmed: Compiled | None, p: int) -> str:
     return f"peak memory {table.size(peak)}{parts}, estimated {table.size(confirmed.estimated[p])} ({confirmed.errors[p]:+.1%})"
 
 
-def _explain_choice(reporter: Reporter, result: SearchResult) -> None:
+def _explain_choice(reporter: Reporter, result: SearchResult, measured: trial.Measured | None) -> None:
     """Compare the chosen plan with the best of other kinds."""
     reporter.say("why it was chosen, against the best plans of other kinds:")
-    reporter.table(table.WHY_HEAD, table.why_chosen(result.choice, SHOWN), table.WORDS)
+    rows = table.why_chosen(result.choice, SHOWN)
+    if measured is not None:
+        pairs = zip(rows, result.choice.ranked, strict=False)
+        rows = [(*row[:-1], trial_words.why(measured, ranked) or row[-1]) for row, ranked in pairs]
+    reporter.table(table.WHY_HEAD, rows, table.WORDS)
     if result.left_out:
         many = f"{count(result.left_out, 'plan')} with chunks or split backwards left out"
         reporter.say(f"{many}: simulating them all would take too long; fewer --schedules or a smaller --batch leave less to simulate")

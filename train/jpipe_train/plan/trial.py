@@ -1,18 +1,21 @@
 """`jpipe plan --measure`: run the best plans of a search for some steps on this machine, and put the fastest first."""
 
 import dataclasses
+import gc
 import itertools
+import math
 import statistics
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import numpy as np
 
 import jpipe
-from jpipe_planner import Choice, Compiled, Profile, Ranked, Simulated, compile_stages, simulate_plan
+from jpipe_planner import Attempt, Choice, Compiled, Profile, Ranked, compile_stages, simulate_plan
 from jpipe_planner.ranking import table
 from jpipe_train.console import interrupt
 from jpipe_train.console.progress import Reporter
@@ -21,28 +24,41 @@ from jpipe_train.data import data
 from jpipe_train.plan.profiling import Parts
 from jpipe_train.plan.search import SearchResult
 
-SECONDS = 2.0  # that each part of a measurement takes
-PARTS = 3  # of which the median counts
-TRACED = 2  # batches of which the computations are timed
+ROUNDS = 5  # of which the median counts; each plan runs once in each, so that a change of the machine's speed concerns all
+SECONDS = 1.0  # that the measured steps of a round take
+LEAST = 3  # of these steps
 NEARLY = 0.01  # relative difference up to which measured plans count as equally fast
-HEAD = "measured", "off by"  # columns of the table of plans
+_READ = 16  # batches of which the largest is used, where they have several shapes
+
+Round = Callable[[], float]
+"""Trains a plan from fresh weights until the pipeline is full, and returns the seconds of a step from there."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Trial:
-    """What a step of a plan took.
+    """A plan that ran here, or could not.
 
     Attributes:
-        ranked: the plan, with its prediction.
-        compiled: the memory of its stages.
-        seconds: seconds per step.
-        computing: seconds per step that all ranks together compute.
+        ranked: the plan with its prediction.
+        compiled: the memory of its stages; None if they are not compiled.
+        rounds: seconds per step in each round.
+        failure: why it could not run; "": it could.
     """
 
     ranked: Ranked
-    compiled: Compiled
-    seconds: float
-    computing: float
+    compiled: Compiled | None = None
+    rounds: list[float] = field(default_factory=list)
+    failure: str = ""
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether it has a measurement."""
+        return bool(self.rounds) and not self.failure
+
+    @property
+    def seconds(self) -> float:
+        """Seconds per step: the median of the rounds."""
+        return statistics.median(self.rounds)
 
     @property
     def samples_per_second(self) -> float:
@@ -51,14 +67,8 @@ class Trial:
 
     @property
     def error(self) -> float:
-        """The relative error of the predicted speed; above 0 if it was too high."""
+        """How much longer a step took than predicted, relative to the prediction."""
         return self.seconds / self.ranked.seconds - 1
-
-    @property
-    def slower(self) -> float:
-        """How many times as long as predicted its computations took, in the mean."""
-        bubble = self.ranked.candidate.bubble if self.ranked.simulated is None else self.ranked.simulated.bubble
-        return self.computing / ((1 - bubble) * self.ranked.candidate.num_ranks * self.ranked.seconds)
 
 
 @dataclass(frozen=True)
@@ -66,21 +76,32 @@ class Measured:
     """The plans that ran.
 
     Attributes:
-        result: the result of the search, with these plans first.
-        trials: what they took, the fastest first.
-        profile: the profile, with computations as long as they were in these plans.
+        result: the result of the search, with the fastest of these plans first.
+        searched: the result before, in the order of predictions.
+        trials: the plans that ran, the fastest first.
+        failed: the plans that could not run.
+        factor: by what the times of computations are multiplied in the corrected profile.
+        chosen: the memory of the first plan of the result; None if its stages are not compiled.
     """
 
     result: SearchResult
+    searched: SearchResult
     trials: tuple[Trial, ...]
-    profile: Profile
+    failed: tuple[Trial, ...]
+    factor: float
+    chosen: Compiled | None
+
+    @property
+    def profile(self) -> Profile:
+        """The corrected profile."""
+        return self.result.choice.profile.scaled(self.factor)
 
 
 def measure(searched: SearchResult, compiled: Sequence[Compiled], parts: Parts, most: int, reporter: Reporter) -> Measured:
-    """Run the best plan of each of the first `most` kinds, and put those that ran first, by their measured speed.
+    """Run the best plan of each kind until `most` have run, and put these first, by their measured speed.
 
-    Each plan trains random weights with the first batch of the config's data, so that the speed of reading data does not count. Plans
-    whose compiled stages do not fit are left out. Plans that are within `NEARLY` of the fastest one keep the order of their predictions.
+    Each plan trains fresh weights with one batch of the config's data, so that the speed of reading data does not count. Ctrl-C ends the
+    measuring: what was measured until then decides, or else the predictions.
 
     Args:
         searched: the result of the search, confirmed.
@@ -92,30 +113,115 @@ def measure(searched: SearchResult, compiled: Sequence[Compiled], parts: Parts, 
     Raises:
         InputError: no plan could run.
     """
-    choice, batches = searched.choice, data.load(parts.config)
-    known, programs = {one.ranked.candidate: one for one in compiled}, dict[Any, Any]()
-    trials, left_out = list[Trial](), list[Ranked]()
+    known, trials = {one.ranked.candidate: one for one in compiled}, list[Trial]()
+    try:
+        rounds = _prepare(searched.choice, known, parts, most, reporter, trials)
+        _run(rounds, reporter)
+    except BaseException as error:
+        if interrupt.words(error) is None:
+            raise
+        interrupt.forget()
+        decide = "the plans that were measured until now are compared" if any(one.rounds for one in trials) else "predictions decide"
+        reporter.say(f"interrupted: {decide}")
+    failed = [one for one in trials if one.failure]
+    if failed and len(failed) == len(trials):
+        raise jpipe.InputError(*(f"--measure: {table.name(one.ranked.candidate)}: {one.failure}" for one in failed))
+    return _compared(searched, in_order([one for one in trials if one.is_measured]), failed, known)
+
+
+def _prepare(
+    choice: Choice, known: dict[Any, Compiled], parts: Parts, most: int, reporter: Reporter, trials: list[Trial]
+) -> list[tuple[Trial, Round]]:
+    """Compile plans until `most` are ready; add each to `trials`, and the memory of its stages to `known`."""
+    with reporter.phase("reading the first batch"):
+        batch = _first_batch(data.load(parts.config))
+    ready, programs = list[tuple[Trial, Round]](), dict[Any, Any]()
     for ranked in choice.ranked:
-        if len(trials) == most:
+        if len(ready) == most:
             break
         interrupt.check()
         candidate = ranked.candidate
-        pipe = parts.pipeline(choice.plan(ranked))
-        if candidate not in known:
-            known[candidate] = compile_stages(choice, ranked, pipe, parts.rows(candidate.batch), jax.local_devices(), programs)
-        if not known[candidate].fits:
-            left_out.append(ranked)
-            reporter.say(f"not measured, because its compiled stages do not fit: {table.name(candidate)}")
-            continue
-        with reporter.phase(f"measuring {table.name(candidate)}"):
-            trials.append(_try(known[candidate], ranked, pipe, _rows(batches, candidate.batch)))
-    if not trials:
-        raise jpipe.InputError("--measure: the compiled stages of no plan fit; use a smaller batch, or more devices")
-    ordered = in_order(trials)
-    first = [trial.ranked for trial in ordered]
-    plans = (*first, *(ranked for ranked in choice.ranked if ranked not in (*first, *left_out)))
-    result = dataclasses.replace(searched, choice=dataclasses.replace(choice, ranked=plans), compiled=max(searched.compiled, len(ordered)))
-    return Measured(result, tuple(ordered), choice.profile.scaled(_slower(choice, ordered)))
+        trials.append(trial := Trial(ranked, known.get(candidate)))
+        with _failing(trial, reporter), reporter.phase(f"compiling {table.name(candidate)}"):
+            pipe = parts.pipeline(choice.plan(ranked))
+            if trial.compiled is None:
+                trial.compiled = compile_stages(choice, ranked, pipe, parts.rows(candidate.batch), jax.local_devices(), programs)
+            trial.ranked = trial.compiled.ranked
+            known[candidate] = trial.compiled
+            if not trial.compiled.fits:
+                raise jpipe.InputError(table.attempt(Attempt(trial.ranked, trial.compiled, None)))
+            ready.append((trial, start(pipe, _resized(batch, candidate.batch))))
+    return ready
+
+
+def _run(rounds: Sequence[tuple[Trial, Round]], reporter: Reporter) -> None:
+    """Run all plans in turn, `ROUNDS` times."""
+    with reporter.counting(f"measuring {count(len(rounds), 'plan')} in turn, {ROUNDS} times") as progress:
+        for n, (trial, run) in enumerate(itertools.chain.from_iterable(itertools.repeat(rounds, ROUNDS)), start=1):
+            interrupt.check()
+            if not trial.failure:
+                with _failing(trial, reporter):
+                    trial.rounds.append(run())
+            progress(n, len(rounds) * ROUNDS)
+
+
+@contextmanager
+def _failing(trial: Trial, reporter: Reporter) -> Iterator[None]:
+    """Record why a plan cannot run, and go on."""
+    try:
+        yield
+    except (jax.errors.JaxRuntimeError, jpipe.InputError, MemoryError) as error:
+        interrupt.check()  # a Ctrl-C can surface as any error
+        trial.failure = first_line(error)
+        reporter.say(f"left out: {table.name(trial.ranked.candidate)} cannot run here: {trial.failure}")
+
+
+def start(pipe: jpipe.Pipeline, batch: Any) -> Round:
+    """Compile a plan by running it for a few steps.
+
+    Args:
+        pipe: the pipeline of the plan.
+        batch: (inputs, labels), the same for each step.
+    """
+
+    def run(steps: int) -> float:
+        state = pipe.init(jax.random.key(0), batch)
+        state, _ = _steps(pipe, state, batch, jpipe.programs.batches_until_full(pipe.plan))
+        return _steps(pipe, state, batch, steps)[1]
+
+    steps = max(LEAST, math.ceil(SECONDS / run(LEAST)))
+    return lambda: run(steps)
+
+
+def _steps(pipe: jpipe.Pipeline, state: jpipe.State, batch: Any, steps: int) -> tuple[jpipe.State, float]:
+    """Run steps without collecting garbage, and return the state and the seconds of one."""
+    gc.collect()
+    gc.disable()
+    try:
+        begin = time.perf_counter()
+        for _ in range(steps):
+            interrupt.check()
+            state, _ = pipe.step(state, batch)
+        jax.block_until_ready(state)
+        return state, (time.perf_counter() - begin) / steps
+    finally:
+        gc.enable()
+
+
+def _first_batch(batches: data.Data) -> Any:
+    """Return the first batch, or the largest of the first ones where they have several shapes."""
+    first = (batches.train[batches.first + n] for n in range(_READ if batches.shapes else 1))
+    return max(first, key=lambda batch: sum(array.size for array in jax.tree.leaves(jax.tree.map(_rows, batch))))
+
+
+def _rows(array: Any) -> Any:
+    """Return all rows of an array of which only the rows that are sliced are read."""
+    return np.asarray(array[: array.shape[0]])
+
+
+def _resized(batch: Any, rows: int) -> Any:
+    """Return a batch of some rows: those of `batch`, again and again."""
+    return jax.tree.map(lambda array: np.resize(_rows(array), (rows, *array.shape[1:])), batch)
 
 
 def in_order(trials: Sequence[Trial]) -> list[Trial]:
@@ -128,93 +234,36 @@ def in_order(trials: Sequence[Trial]) -> list[Trial]:
     return ordered
 
 
-def cells(trials: Sequence[Trial], ranked: Ranked) -> tuple[str, str]:
-    """Return the cells of a plan below `HEAD`."""
-    trial = next((trial for trial in trials if trial.ranked == ranked), None)
-    return ("", "") if trial is None else (table.rate(trial.samples_per_second), f"{trial.error:+.0%}")
+def _compared(searched: SearchResult, trials: Sequence[Trial], failed: Sequence[Trial], known: dict[Any, Compiled]) -> Measured:
+    """Put the plans that ran first, and those that failed after them; after all, if none ran."""
+    first, last = [one.ranked for one in trials], [one.ranked for one in failed]
+    tried = {ranked.candidate for ranked in (*first, *last)}
+    rest = [ranked for ranked in searched.choice.ranked if ranked.candidate not in tried]
+    choice = dataclasses.replace(searched.choice, ranked=(*first, *last, *rest) if first else (*rest, *last))
+    compiled = sum(1 for _ in itertools.takewhile(lambda ranked: ranked.candidate in known, choice.ranked))
+    result = dataclasses.replace(searched, choice=choice, compiled=compiled)
+    return Measured(result, searched, tuple(trials), tuple(failed), correction(choice, trials), known.get(choice.ranked[0].candidate))
 
 
-def words(measured: Measured) -> list[str]:
-    """Describe how far off the predictions were, before and after the profile was corrected."""
-    trials, choice = measured.trials, measured.result.choice
-    order = _correlation([trial.ranked.seconds for trial in trials], [trial.seconds for trial in trials])
-    lines = [
-        f"measured: samples/s of {count(len(trials), 'plan')} that ran here, each with one batch again and again; off by: the relative "
-        f"error of the prediction, above 0 if it was too fast{order}"
-    ]
-    corrected = [simulated.batch_seconds for trial in trials if (simulated := _simulate(choice, measured.profile, trial)) is not None]
-    if len(corrected) == len(trials):
-        errors = [trial.seconds / seconds - 1 for trial, seconds in zip(trials, corrected, strict=True)]
-        lines.append(
-            f"computations took {_slower(choice, trials):.2f} times as long as in the profile; with the profile corrected by that, as "
-            f"--profile-out writes it, predictions are off by {min(errors):+.0%} to {max(errors):+.0%}"
-        )
-    return lines
+def correction(choice: Choice, trials: Sequence[Trial]) -> float:
+    """Return by what to multiply the times of a profile's computations so that the median step takes as long as measured.
 
-
-def _slower(choice: Choice, trials: Sequence[Trial]) -> float:
-    """Return how many times as long as in the profile computations took; 1 where no plan says it, because ranks share cores."""
-    cores = choice.topology.cores
-    alone = [trial.slower for trial in trials if cores is None or trial.ranked.candidate.num_ranks <= cores]
-    return statistics.median(alone) if alone else 1.0
-
-
-def _simulate(choice: Choice, profile: Profile, trial: Trial) -> Simulated | None:
-    """Simulate a plan with a corrected profile; None if that takes too long."""
-    candidate, corrected = trial.ranked.candidate, dataclasses.replace(choice, profile=profile)
-    shares, topology = corrected.meshes.of(candidate.degrees)
-    plan = candidate.plan(profile.ids)
-    return simulate_plan(plan, shares.stage_costs(plan, candidate.rows), topology, choice.global_norm)
-
-
-def _correlation(predicted: Sequence[float], measured: Sequence[float]) -> str:
-    """Describe how well the order of the predictions agrees with that of the measurements, as the end of a sentence."""
-    pairs = list(itertools.combinations(zip(predicted, measured, strict=True), 2))
-    if len(pairs) < 3:
-        return ""
-    agree = sum((a[0] - b[0]) * (a[1] - b[1]) > 0 for a, b in pairs)
-    return f"; of {count(len(pairs), 'pair')} of plans the prediction orders {agree} as they were measured"
-
-
-def _rows(batches: data.Data, rows: int) -> Any:
-    """Return a batch of some rows: those of the first batch of the data, again and again."""
-    return jax.tree.map(lambda array: np.resize(array[: len(array)], (rows, *array.shape[1:])), batches.train[batches.first])
-
-
-def _try(compiled: Compiled, ranked: Ranked, pipe: jpipe.Pipeline, batch: Any) -> Trial:
-    """Run some steps of a plan in steady state.
-
-    Raises:
-        InputError: a computation failed.
+    It is 1 where that makes the predictions no better, for example because transfers and not computations took longer.
     """
-    full = jpipe.programs.batches_until_full(pipe.plan)
-    try:
-        state, seconds = _run(pipe, pipe.init(jax.random.key(0), batch), batch, full + 1)
-        times = []
-        for _ in range(PARTS):
-            state, seconds = _run(pipe, state, batch, max(1, round(SECONDS / seconds)))
-            times.append(seconds)
-        return Trial(ranked, compiled, statistics.median(times), _computing_seconds(pipe, state, batch))
-    except jax.errors.JaxRuntimeError as error:
-        raise jpipe.InputError(f"--measure: {table.name(ranked.candidate)} failed: {first_line(error)}; use a smaller batch") from None
+    if not trials:
+        return 1.0
+    factor = statistics.median(trial.seconds / trial.ranked.seconds for trial in trials)
+    before, after = (
+        statistics.median(abs(math.log(trial.seconds / seconds)) for trial, seconds in zip(trials, times, strict=True))
+        for times in ([trial.ranked.seconds for trial in trials], [corrected_seconds(choice, factor, trial) for trial in trials])
+    )
+    return factor if after < before else 1.0
 
 
-def _run(pipe: jpipe.Pipeline, state: jpipe.State, batch: Any, steps: int) -> tuple[jpipe.State, float]:
-    """Run steps, and return the state and the seconds of one."""
-    begin = time.perf_counter()
-    for _ in range(steps):
-        state, _ = pipe.step(state, batch)
-    jax.block_until_ready(state)
-    interrupt.check()
-    return state, (time.perf_counter() - begin) / steps
-
-
-def _computing_seconds(pipe: jpipe.Pipeline, state: jpipe.State, batch: Any) -> float:
-    """Return the seconds per batch that all ranks together compute."""
-    first = state.batch + 1
-    with jpipe.Tracer(pipe.plan) as tracer:
-        for _ in range(TRACED + 2):
-            state, _ = pipe.step(state, batch, observe=tracer)
-        trace = tracer.finish()
-    window = jpipe.programs.extract_window(trace.timeline, trace.memory, pipe.plan.microbatches, first, TRACED)
-    return (1 - window.bubble) * len(window.timeline) * window.step_seconds
+def corrected_seconds(choice: Choice, factor: float, trial: Trial) -> float:
+    """Return the predicted seconds of a step if computations take `factor` times as long as in the profile."""
+    candidate, corrected = trial.ranked.candidate, dataclasses.replace(choice, profile=choice.profile.scaled(factor))
+    shares, topology = corrected.meshes.of(candidate.degrees)
+    plan = candidate.plan(choice.profile.ids)
+    simulated = simulate_plan(plan, shares.stage_costs(plan, candidate.rows), topology, choice.global_norm)
+    return factor * trial.ranked.seconds if simulated is None else simulated.batch_seconds
