@@ -26,12 +26,12 @@ from jpipe_train.plan.search import SearchResult
 
 ROUNDS = 5  # of which the median counts; each plan runs once in each, so that a change of the machine's speed concerns all
 SECONDS = 1.0  # that the measured steps of a round take
-LEAST = 3  # of these steps
+LEAST = 2  # of these steps
 NEARLY = 0.01  # relative difference up to which measured plans count as equally fast
 _READ = 16  # batches of which the largest is used, where they have several shapes
 
 Round = Callable[[], float]
-"""Trains a plan from fresh weights until the pipeline is full, and returns the seconds of a step from there."""
+"""Runs some steps of a plan whose pipeline is full, and returns the seconds of one."""
 
 
 @dataclass
@@ -115,8 +115,9 @@ def measure(searched: SearchResult, compiled: Sequence[Compiled], parts: Parts, 
     """
     known, trials = {one.ranked.candidate: one for one in compiled}, list[Trial]()
     try:
-        rounds = _prepare(searched.choice, known, parts, most, reporter, trials)
-        _run(rounds, reporter)
+        pipes = _compile(searched.choice, known, parts, most, reporter, trials)
+        for group in _groups(pipes, searched.choice.topology.device.limit):
+            _run(group, parts, reporter)
     except BaseException as error:
         if interrupt.words(error) is None:
             raise
@@ -129,40 +130,52 @@ def measure(searched: SearchResult, compiled: Sequence[Compiled], parts: Parts, 
     return _compared(searched, in_order([one for one in trials if one.is_measured]), failed, known)
 
 
-def _prepare(
+def _compile(
     choice: Choice, known: dict[Any, Compiled], parts: Parts, most: int, reporter: Reporter, trials: list[Trial]
-) -> list[tuple[Trial, Round]]:
-    """Compile plans until `most` are ready; add each to `trials`, and the memory of its stages to `known`."""
-    with reporter.phase("reading the first batch"):
-        batch = _first_batch(data.load(parts.config))
-    ready, programs = list[tuple[Trial, Round]](), dict[Any, Any]()
+) -> list[tuple[Trial, jpipe.Pipeline]]:
+    """Return the pipelines of `most` plans that fit; add each to `trials`, and the memory of its stages to `known`."""
+    pipes, programs = list[tuple[Trial, jpipe.Pipeline]](), dict[Any, Any]()
     for ranked in choice.ranked:
-        if len(ready) == most:
+        if len(pipes) == most:
             break
         interrupt.check()
         candidate = ranked.candidate
         trials.append(trial := Trial(ranked, known.get(candidate)))
-        with _failing(trial, reporter), reporter.phase(f"compiling {table.name(candidate)}"):
+        with _failing(trial, reporter):
             pipe = parts.pipeline(choice.plan(ranked))
             if trial.compiled is None:
-                trial.compiled = compile_stages(choice, ranked, pipe, parts.rows(candidate.batch), jax.local_devices(), programs)
+                with reporter.phase(f"compiling the stages of {table.name(candidate)}"):
+                    trial.compiled = compile_stages(choice, ranked, pipe, parts.rows(candidate.batch), jax.local_devices(), programs)
             trial.ranked = trial.compiled.ranked
             known[candidate] = trial.compiled
             if not trial.compiled.fits:
                 raise jpipe.InputError(table.attempt(Attempt(trial.ranked, trial.compiled, None)))
+            pipes.append((trial, pipe))
+    return pipes
+
+
+def _groups(pipes: Sequence[tuple[Trial, jpipe.Pipeline]], limit: float | None) -> list[list[tuple[Trial, jpipe.Pipeline]]]:
+    """Return all plans as one group, which runs in turn, or each alone where their states do not fit into memory together."""
+    together = limit is None or sum(max(trial.ranked.memory) for trial, _ in pipes) <= limit
+    return [list(pipes)] if together else [[one] for one in pipes]
+
+
+def _run(group: Sequence[tuple[Trial, jpipe.Pipeline]], parts: Parts, reporter: Reporter) -> None:
+    """Run the plans of a group in turn, `ROUNDS` times."""
+    batch, ready = _first_batch(data.load(parts.config)), list[tuple[Trial, Round]]()
+    for trial, pipe in group:
+        candidate = trial.ranked.candidate
+        with _failing(trial, reporter), reporter.phase(f"starting {table.name(candidate)}"):
             ready.append((trial, start(pipe, _resized(batch, candidate.batch))))
-    return ready
-
-
-def _run(rounds: Sequence[tuple[Trial, Round]], reporter: Reporter) -> None:
-    """Run all plans in turn, `ROUNDS` times."""
-    with reporter.counting(f"measuring {count(len(rounds), 'plan')} in turn, {ROUNDS} times") as progress:
-        for n, (trial, run) in enumerate(itertools.chain.from_iterable(itertools.repeat(rounds, ROUNDS)), start=1):
+    if not ready:
+        return
+    with reporter.counting(f"measuring {count(len(ready), 'plan')}, {ROUNDS} rounds") as progress:
+        for n, (trial, run) in enumerate(itertools.chain.from_iterable(itertools.repeat(ready, ROUNDS)), start=1):
             interrupt.check()
             if not trial.failure:
                 with _failing(trial, reporter):
                     trial.rounds.append(run())
-            progress(n, len(rounds) * ROUNDS)
+            progress(n, len(ready) * ROUNDS)
 
 
 @contextmanager
@@ -177,20 +190,23 @@ def _failing(trial: Trial, reporter: Reporter) -> Iterator[None]:
 
 
 def start(pipe: jpipe.Pipeline, batch: Any) -> Round:
-    """Compile a plan by running it for a few steps.
+    """Compile a plan, and train fresh weights until its pipeline is full.
 
     Args:
         pipe: the pipeline of the plan.
         batch: (inputs, labels), the same for each step.
     """
+    state, _ = _steps(pipe, pipe.init(jax.random.key(0), batch), batch, jpipe.programs.batches_until_full(pipe.plan))
+    state, seconds = _steps(pipe, state, batch, 1)
+    steps = max(LEAST, math.ceil(SECONDS / seconds))
 
-    def run(steps: int) -> float:
-        state = pipe.init(jax.random.key(0), batch)
-        state, _ = _steps(pipe, state, batch, jpipe.programs.batches_until_full(pipe.plan))
-        return _steps(pipe, state, batch, steps)[1]
+    def run() -> float:
+        nonlocal state
+        state, _ = _steps(pipe, state, batch, 1)  # caches have what another plan needs
+        state, seconds = _steps(pipe, state, batch, steps)
+        return seconds
 
-    steps = max(LEAST, math.ceil(SECONDS / run(LEAST)))
-    return lambda: run(steps)
+    return run
 
 
 def _steps(pipe: jpipe.Pipeline, state: jpipe.State, batch: Any, steps: int) -> tuple[jpipe.State, float]:
