@@ -1,7 +1,8 @@
-"""`python -m benchmarks.planner [speed] [choice] [here] [targets] [--profiles FOLDER] [--json FILE]`: print tables, write JSON.
+"""`python -m benchmarks.planner [speed] [choice] [here] [measured] [targets] [--profiles FOLDER] [--json FILE]`: print tables, write JSON.
 
 `speed` times the searches, `choice` compares the chosen plan with simulating every candidate, `here` trains on this machine and compares
-measurements with predictions, `targets` compiles stages for devices that are not here. `benchmarks.papers` has the papers' experiments.
+measurements with predictions, `measured` runs plans of different kinds in one process, `targets` compiles stages for devices that are not
+here. `benchmarks.papers` has the papers' experiments.
 """
 
 import argparse
@@ -11,13 +12,14 @@ from typing import Any
 import jax
 
 from benchmarks import parts
-from benchmarks.planner import choice, here, speed, targets
+from benchmarks.planner import choice, here, measured, speed, targets
 from jpipe_planner import known_targets
 
 PARTS: dict[str, Callable[[argparse.Namespace], Any]] = {
     "speed": lambda _: speed.main(),
     "choice": choice.main,
     "here": lambda _: here.main(),
+    "measured": lambda _: measured.main(),
     "targets": targets.main,
 }
 

@@ -49,6 +49,9 @@ def words(measured: Measured) -> list[str]:
         f"measured: the median of {count(ROUNDS, 'round')} of each plan with one batch again and again; off by: how much longer a step "
         f"took than predicted{_agreement(trials)}",
     ]
+    if len(trials) > 1 and (faster := sum(b < a for a, b in zip(trials[0].rounds, trials[1].rounds, strict=False))):
+        second = table.name(trials[1].ranked.candidate)
+        lines.append(f"in {faster} of {count(len(trials[1].rounds), 'round')} {second} was faster than the first plan")
     if factor == 1:
         lines.append("corrected: nothing; other times of computations would not predict these plans better")
     else:
