@@ -13,7 +13,8 @@ import jax
 
 from benchmarks import parts
 from benchmarks.planner import choice, here, measured, speed, targets
-from jpipe_planner import known_targets
+from jpipe_planner import known_targets, usable_cores
+from jpipe_train.assemble.build import force_cpu_devices
 
 PARTS: dict[str, Callable[[argparse.Namespace], Any]] = {
     "speed": lambda _: speed.main(),
@@ -42,4 +43,5 @@ def main(arguments: list[str] | None = None) -> None:
 
 if __name__ == "__main__":
     jax.config.update("jax_platforms", "cpu")
+    force_cpu_devices(usable_cores())  # before `parts.run` describes the machine, for `measured`
     main()
