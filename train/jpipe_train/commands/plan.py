@@ -47,7 +47,7 @@ def plan(
             several times. By default meshes inside a server are tried for a topology from a file, if the model's logical axes allow them.
         pipedream: How PipeDream's stages update and are found: by default once a batch; or (replicas) after a microbatch of each replica,
             as in the original; or that by the recurrence of its paper, with the costs of the text or of the released code, for comparison.
-        measure: With a config and local, run the best plans of so many kinds here for some seconds each, and choose the fastest; the weights
+        measure: With a config and local, run the best plans of so many kinds here for some seconds each, and choose the fastest; weights
             are not kept.
         out: Write the plan into this file, a JSON for plan.file.
         profile_out: Write the profile into this file.
