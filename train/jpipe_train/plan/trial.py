@@ -124,9 +124,10 @@ def measure(searched: SearchResult, compiled: Sequence[Compiled], parts: Parts, 
         interrupt.forget()
         decide = "the plans that were measured until now are compared" if any(one.rounds for one in trials) else "predictions decide"
         reporter.say(f"interrupted: {decide}")
+    else:
+        if all(one.failure for one in trials):
+            raise jpipe.InputError(*(f"--measure: {table.name(one.ranked.candidate)}: {one.failure}" for one in trials))
     failed = [one for one in trials if one.failure]
-    if failed and len(failed) == len(trials):
-        raise jpipe.InputError(*(f"--measure: {table.name(one.ranked.candidate)}: {one.failure}" for one in failed))
     return _compared(searched, in_order([one for one in trials if one.is_measured]), failed, known)
 
 
