@@ -103,13 +103,7 @@ def main(
     confirmed, measured, known_by = None, None, "estimated"
     if parts is not None:
         compiling = compiling_of(request, topology)
-        phase = reporter.phase(f"compiling the stages of the best plan for {compiling.kind}")
-        with phase, tracing_for(compiling.devices[0].platform), compiler_errors(compiling.kind):
-            result, compiled = confirm(result, parts, compiling, lambda attempt: reporter.say(table.attempt(attempt)))
-        if request.measure is not None:
-            measured = trial.measure(result, compiled, parts, request.measure, reporter)
-            result = measured.result
-        confirmed = compiled[0] if measured is None else measured.chosen
+        result, confirmed, measured = _confirmed(result, parts, compiling, request.measure, reporter)
         known_by = compiled_words(parts.config, compiling)
     elif not result.choice.ranked:
         raise nothing_fits(result.choice)
@@ -196,6 +190,19 @@ def _profile_and_topology(
     return profile, topology
 
 
+def _confirmed(
+    result: SearchResult, parts: Parts, compiling: Compiling, measure: int | None, reporter: Reporter
+) -> tuple[SearchResult, Compiled | None, trial.Measured | None]:
+    """Compile the stages of the best plans, and run `measure` of them; return the plans with the best first, and what is known of it."""
+    phase = reporter.phase(f"compiling the stages of the best plan for {compiling.kind}")
+    with phase, tracing_for(compiling.devices[0].platform), compiler_errors(compiling.kind):
+        result, compiled = confirm(result, parts, compiling, lambda attempt: reporter.say(table.attempt(attempt)))
+    if measure is None:
+        return result, compiled[0], None
+    measured = trial.measure(result, compiled, parts, measure, reporter)
+    return measured.result, measured.chosen, measured
+
+
 def _report(
     reporter: Reporter, result: SearchResult, confirmed: Compiled | None, batch: int, known_by: str, measured: trial.Measured | None
 ) -> None:
@@ -240,8 +247,7 @@ def _report(
     candidate = chosen.candidate
     if candidate.devices < topology.num_devices:
         reporter.say(f"it uses {candidate.devices} of {count(topology.num_devices, 'device')}; the remaining devices stay idle")
-    if measured is not None and measured.trials:
-        _report_measured(reporter, measured)
+    _report_measured(reporter, measured)
     reporter.say(f"chosen: {table.name(candidate)}" + (f", mean delay {table.delay(candidate)}" if candidate.delay else ""))
     plan = choice.plan(chosen)
     for s, stage in enumerate(plan.stages):
@@ -259,8 +265,10 @@ def _report(
         reporter.say(f"the plan has {table.rows_of(candidate.batch)} between two updates, in place of {batch}")
 
 
-def _report_measured(reporter: Reporter, measured: trial.Measured) -> None:
-    """Print by how much predictions were off."""
+def _report_measured(reporter: Reporter, measured: trial.Measured | None) -> None:
+    """Print by how much predictions were off, if plans ran."""
+    if measured is None or not measured.trials:
+        return
     reporter.say("how far the predictions are off, for each kind of plan that ran, in time per step:")
     reporter.table(trial_words.ERRORS, trial_words.errors(measured), table.WORDS)
     for line in trial_words.words(measured):
