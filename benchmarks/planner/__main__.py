@@ -1,7 +1,8 @@
-"""`python -m benchmarks.planner [speed] [choice] [here] [targets] [--profiles FOLDER] [--json FILE]`: print tables, write JSON.
+"""`python -m benchmarks.planner [speed] [choice] [here] [measured] [targets] [--profiles FOLDER] [--json FILE]`: print tables, write JSON.
 
 `speed` times the searches, `choice` compares the chosen plan with simulating every candidate, `here` trains on this machine and compares
-measurements with predictions, `targets` compiles stages for devices that are not here. `benchmarks.papers` has the papers' experiments.
+measurements with predictions, `measured` runs plans of different kinds in one process, `targets` compiles stages for devices that are not
+here. `benchmarks.papers` has the papers' experiments.
 """
 
 import argparse
@@ -11,13 +12,15 @@ from typing import Any
 import jax
 
 from benchmarks import parts
-from benchmarks.planner import choice, here, speed, targets
-from jpipe_planner import known_targets
+from benchmarks.planner import choice, here, measured, speed, targets
+from jpipe_planner import known_targets, usable_cores
+from jpipe_train.assemble.build import force_cpu_devices
 
 PARTS: dict[str, Callable[[argparse.Namespace], Any]] = {
     "speed": lambda _: speed.main(),
     "choice": choice.main,
     "here": lambda _: here.main(),
+    "measured": lambda _: measured.main(),
     "targets": targets.main,
 }
 
@@ -40,4 +43,5 @@ def main(arguments: list[str] | None = None) -> None:
 
 if __name__ == "__main__":
     jax.config.update("jax_platforms", "cpu")
+    force_cpu_devices(usable_cores())  # before `parts.run` describes the machine, for `measured`
     main()

@@ -135,7 +135,7 @@ def test_a_plan_that_does_not_fit_when_compiled_gives_way_to_a_smaller_one_of_it
     assert best.rows == 2
     candidates = tuple(candidate for candidate in result.candidates if candidate.rows == 2 or candidate.kind == best.kind)
     compiled = fits(lambda candidate: candidate.rows == 1)
-    after, confirmed = confirm(
+    after, (confirmed, *_) = confirm(
         dataclasses.replace(result, candidates=candidates),
         parts(),
         of_this_machine(),
@@ -167,7 +167,7 @@ def test_near_misses_are_compiled_if_they_would_be_faster(fits, memory, near, do
     assert all(candidate.over is not None for candidate in parallel)
     assert all(ranked.candidate.depth == 2 for ranked in result.choice.ranked)
     compiled = fits(lambda candidate: candidate.depth == 2 or does)
-    after, confirmed = confirm(result, parts(), of_this_machine(), lambda *_: None)
+    after, (confirmed, *_) = confirm(result, parts(), of_this_machine(), lambda *_: None)
     assert (compiled[0].depth == 1) == near
     first = after.choice.ranked[0].candidate
     assert first.depth == (1 if near and does else 2)

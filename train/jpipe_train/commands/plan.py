@@ -21,13 +21,14 @@ def plan(
     devices: OptionalCount = None,
     mesh: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="MESH|none")] = (),
     pipedream: Literal["batch", "replicas", "text", "code"] | None = None,
+    measure: Annotated[int | None, tyro.conf.arg(metavar="PLANS")] = None,
     out: OptionalFile = None,
     profile_out: OptionalFile = None,
     png: OptionalFile = None,
     explain: Flag = False,
     allow_code: Flag = False,
 ) -> int:
-    """Find the plan that trains a model fastest on these machines and fits into their memory. Nothing is trained.
+    """Find the plan that trains a model fastest on these machines and fits into their memory. No run is started.
 
     Args:
         config: The YAML file of a run, such as configs/gpt-bytes.yaml; its plan is ignored.
@@ -46,6 +47,8 @@ def plan(
             several times. By default meshes inside a server are tried for a topology from a file, if the model's logical axes allow them.
         pipedream: How PipeDream's stages update and are found: by default once a batch; or (replicas) after a microbatch of each replica,
             as in the original; or that by the recurrence of its paper, with the costs of the text or of the released code, for comparison.
+        measure: With a config and local, run the best plans of so many kinds here for some seconds each, and choose the fastest; weights
+            are not kept.
         out: Write the plan into this file, a JSON for plan.file.
         profile_out: Write the profile into this file.
         png: Draw throughput against memory of all candidates, and the balance of the stages, into this file.
@@ -60,6 +63,6 @@ def plan(
     keep_freed_memory()
     files = Files(config, profile, out, profile_out, png)
     names = tuple(name for name in schedules.split(",") if name)
-    request = Request(topology, batch, up_to, names, devices, pipedream, meshes=mesh, max_delay=max_delay)
+    request = Request(topology, batch, up_to, names, devices, pipedream, meshes=mesh, max_delay=max_delay, measure=measure)
     main(files, request, overrides, rows=rows, explain=explain, allow_code=allow_code)
     return 0

@@ -47,7 +47,7 @@ def find_plan(config: Config, reporter: Reporter, together: Together) -> jpipe.P
 
     def search_and_confirm() -> str:
         result = search(profile, topology, batch, request, parts.config.uses_global_norm, reporter)
-        result, confirmed = confirm(result, parts, of_this_machine(), lambda attempt: reporter.say(table.attempt(attempt)))
+        result, (confirmed, *_) = confirm(result, parts, of_this_machine(), lambda attempt: reporter.say(table.attempt(attempt)))
         candidate = confirmed.ranked.candidate
         reporter.say(
             f"plan: {table.name(candidate)}, {count(candidate.microbatches, 'microbatch', 'es')} of {table.rows_of(candidate.rows)}, "

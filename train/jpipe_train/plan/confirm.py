@@ -19,7 +19,9 @@ def nothing_fits(choice: Choice) -> InputError:
     return InputError(*(f"plan: {line}" for line in table.what_would_fit(choice)))
 
 
-def confirm(searched: SearchResult, parts: Parts, compiling: Compiling, report: Callable[[Attempt], None]) -> tuple[SearchResult, Compiled]:
+def confirm(
+    searched: SearchResult, parts: Parts, compiling: Compiling, report: Callable[[Attempt], None]
+) -> tuple[SearchResult, list[Compiled]]:
     """Compile the fastest plans until one fits, and those that may be as fast, and put the best first.
 
     Args:
@@ -29,7 +31,7 @@ def confirm(searched: SearchResult, parts: Parts, compiling: Compiling, report: 
         report: called with each plan that does not fit.
 
     Returns:
-        The result with compiled plans first, and the compiled stages of the best one.
+        The result with compiled plans first, and the compiled stages of these, in the same order.
 
     Raises:
         InputError: no plan fits; the message lists what was tried.
@@ -58,7 +60,7 @@ def confirm(searched: SearchResult, parts: Parts, compiling: Compiling, report: 
         compiled=len(result.fitting),
         attempts=tuple(result.attempts),
     )
-    return confirmed, result.fitting[0]
+    return confirmed, result.fitting
 
 
 def _nothing_fitted(attempts: Sequence[Attempt], scratch: str) -> InputError:

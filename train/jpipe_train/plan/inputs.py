@@ -35,6 +35,7 @@ class Request:
         replicas: whether stages may have replicas; they must not if layers carry state for each row from batch to batch.
         max_delay: the largest mean delay of a plan in updates, which allows all schedules up to it unless `schedules` names some; None:
             no limit.
+        measure: the number of plans to run on this machine, of which the fastest is chosen; None to choose by predictions.
     """
 
     topology: str = LOCAL
@@ -47,6 +48,7 @@ class Request:
     replicas: bool = True
     meshes: tuple[str, ...] = ()
     max_delay: float | None = None
+    measure: int | None = None
 
     @property
     def allowed(self) -> tuple[str, ...]:

@@ -32,6 +32,7 @@ from jpipe_train.config.section import MOST_ROWS
 from jpipe_train.console.progress import Reporter
 from jpipe_train.console.terminal import count
 from jpipe_train.models.blockwise import LONG
+from jpipe_train.plan import trial, trial_words
 from jpipe_train.plan.compiling import compiled_words, compiler_errors, of_this_machine
 from jpipe_train.plan.confirm import confirm, nothing_fits
 from jpipe_train.plan.inputs import ALL, LOCAL, Request, prepare_devices, read_profile, read_topology
@@ -99,23 +100,21 @@ def main(
     profile, topology = _profile_and_topology(files, request, parts, batch, devices, rows, reporter)
     with reporter.phase(f"searching plans for {count(topology.num_devices, 'device')} and a batch of {table.rows_of(batch)}"):
         result = search(profile, topology, batch, request, parts is not None and parts.config.uses_global_norm, reporter)
-    confirmed, known_by = None, "estimated"
+    confirmed, measured, known_by = None, None, "estimated"
     if parts is not None:
         compiling = compiling_of(request, topology)
-        phase = reporter.phase(f"compiling the stages of the best plan for {compiling.kind}")
-        with phase, tracing_for(compiling.devices[0].platform), compiler_errors(compiling.kind):
-            result, confirmed = confirm(result, parts, compiling, lambda attempt: reporter.say(table.attempt(attempt)))
+        result, confirmed, measured = _confirmed(result, parts, compiling, request.measure, reporter)
         known_by = compiled_words(parts.config, compiling)
     elif not result.choice.ranked:
         raise nothing_fits(result.choice)
-    _report(reporter, result, confirmed, batch, known_by)
+    _report(reporter, result, confirmed, batch, known_by, measured)
     if parts is not None and request.topology != LOCAL and (words := attention_words(parts.config, result.choice)):
         reporter.say(words)
     if explain:
-        _explain_choice(reporter, result)
+        _explain_choice(reporter, result, measured)
         for line in table.why_rejected(result.choice, EXPLAINED) or ["all kinds of plans fit"]:
             reporter.say(line)
-    _write(reporter, files, result)
+    _write(reporter, files, result, result.choice.profile if measured is None else measured.profile)
     if files.out is not None and files.config is not None:
         planned = result.choice.ranked[0].candidate.batch
         changes = [*overrides, *([] if planned == config_batch else [f"train.batch_size={planned}"])]
@@ -130,11 +129,14 @@ def _check(files: Files, request: Request, rows: int | None) -> None:
         raise InputError(f"--devices: '{request.topology}' says how many there are; leave it out, or change the file")
     if request.pipedream is not None and "pipedream" not in request.allowed:
         raise InputError("--pipedream: expected pipedream among --schedules, found " + ", ".join(request.schedules))
+    if request.measure is not None and (files.config is None or request.topology != LOCAL):
+        found = "--profile alone" if files.config is None else f"--topology {request.topology}"
+        raise InputError(f"--measure: expected a CONFIG and --topology local, whose plans can run here, found {found}; leave it out")
     if files.config is None and request.topology == LOCAL:
         raise InputError(
             "--topology: a profile is planned for machines that a file describes; name one, such as configs/topologies/cluster-a.yaml"
         )
-    for option, value in (("--batch", request.batch), ("--devices", request.devices), ("--rows", rows)):
+    for option, value in (("--batch", request.batch), ("--devices", request.devices), ("--rows", rows), ("--measure", request.measure)):
         if value is not None and value < 1:
             raise InputError(f"{option}: expected 1 or more, found {value}")
         if value is not None and value > MOST_ROWS:
@@ -188,7 +190,22 @@ def _profile_and_topology(
     return profile, topology
 
 
-def _report(reporter: Reporter, result: SearchResult, confirmed: Compiled | None, batch: int, known_by: str) -> None:
+def _confirmed(
+    result: SearchResult, parts: Parts, compiling: Compiling, measure: int | None, reporter: Reporter
+) -> tuple[SearchResult, Compiled | None, trial.Measured | None]:
+    """Compile the stages of the best plans, and run `measure` of them; return the plans with the best first, and what is known of it."""
+    phase = reporter.phase(f"compiling the stages of the best plan for {compiling.kind}")
+    with phase, tracing_for(compiling.devices[0].platform), compiler_errors(compiling.kind):
+        result, compiled = confirm(result, parts, compiling, lambda attempt: reporter.say(table.attempt(attempt)))
+    if measure is None:
+        return result, compiled[0], None
+    measured = trial.measure(result, compiled, parts, measure, reporter)
+    return measured.result, measured.chosen, measured
+
+
+def _report(
+    reporter: Reporter, result: SearchResult, confirmed: Compiled | None, batch: int, known_by: str, measured: trial.Measured | None
+) -> None:
     choice = result.choice
     profile, topology, chosen = choice.profile, choice.topology, choice.ranked[0]
     limit = topology.device.limit
@@ -199,7 +216,11 @@ def _report(reporter: Reporter, result: SearchResult, confirmed: Compiled | None
         + f"; {choice.considered:,} candidates"
     )
     first_rows = "row" if result.compiled < 2 else count(result.compiled, "row")
-    reporter.table(table.head(choice), table.rows(choice, SHOWN), table.WORDS)
+    rows, head = table.rows(choice, SHOWN), table.head(choice)
+    if measured is not None:
+        head = (*head, *trial_words.HEAD)
+        rows = [(*row, *trial_words.cells(measured, ranked)) for row, ranked in zip(rows, choice.ranked, strict=False)]
+    reporter.table(head, rows, table.WORDS)
     reporter.say(
         "samples/s in closed form and as simulated; where they differ by more than 10%, the cause follows"
         + table.how_known(choice, SHOWN)
@@ -218,7 +239,7 @@ def _report(reporter: Reporter, result: SearchResult, confirmed: Compiled | None
             f"only schedules that flush were considered; {table.name(result.delayed)}, whose weights are delayed, would be about "
             f"{faster:.0%} faster by its estimate: --schedules all compares these, too, and --max-delay bounds the delay"
         )
-    if cost := price_of_flush(choice, result.delayed):
+    if cost := price_of_flush(choice if measured is None else measured.searched.choice, result.delayed):
         for line in table.price(cost):
             reporter.say(line)
     if any(ranked.candidate.extra_in_flight for ranked in choice.ranked[:SHOWN]):
@@ -226,6 +247,7 @@ def _report(reporter: Reporter, result: SearchResult, confirmed: Compiled | None
     candidate = chosen.candidate
     if candidate.devices < topology.num_devices:
         reporter.say(f"it uses {candidate.devices} of {count(topology.num_devices, 'device')}; the remaining devices stay idle")
+    _report_measured(reporter, measured)
     reporter.say(f"chosen: {table.name(candidate)}" + (f", mean delay {table.delay(candidate)}" if candidate.delay else ""))
     plan = choice.plan(chosen)
     for s, stage in enumerate(plan.stages):
@@ -241,6 +263,16 @@ def _report(reporter: Reporter, result: SearchResult, confirmed: Compiled | None
         reporter.say("memory is estimated from the profile; with a CONFIG the stages are compiled to know it")
     if candidate.batch != batch:
         reporter.say(f"the plan has {table.rows_of(candidate.batch)} between two updates, in place of {batch}")
+
+
+def _report_measured(reporter: Reporter, measured: trial.Measured | None) -> None:
+    """Print by how much predictions were off, if plans ran."""
+    if measured is None or not measured.trials:
+        return
+    reporter.say("how far the predictions are off, for each kind of plan that ran, in time per step:")
+    reporter.table(trial_words.ERRORS, trial_words.errors(measured), table.WORDS)
+    for line in trial_words.words(measured):
+        reporter.say(line)
 
 
 def _compiled_for(profile: Profile, topology: Topology) -> str:
@@ -280,16 +312,20 @@ def _memory(chosen: Ranked, confirmed: Compiled | None, p: int) -> str:
     return f"peak memory {table.size(peak)}{parts}, estimated {table.size(confirmed.estimated[p])} ({confirmed.errors[p]:+.1%})"
 
 
-def _explain_choice(reporter: Reporter, result: SearchResult) -> None:
+def _explain_choice(reporter: Reporter, result: SearchResult, measured: trial.Measured | None) -> None:
     """Compare the chosen plan with the best of other kinds."""
     reporter.say("why it was chosen, against the best plans of other kinds:")
-    reporter.table(table.WHY_HEAD, table.why_chosen(result.choice, SHOWN), table.WORDS)
+    rows = table.why_chosen(result.choice, SHOWN)
+    if measured is not None:
+        pairs = zip(rows, result.choice.ranked, strict=False)
+        rows = [(*row[:-1], trial_words.why(measured, ranked) or row[-1]) for row, ranked in pairs]
+    reporter.table(table.WHY_HEAD, rows, table.WORDS)
     if result.left_out:
         many = f"{count(result.left_out, 'plan')} with chunks or split backwards left out"
         reporter.say(f"{many}: simulating them all would take too long; fewer --schedules or a smaller --batch leave less to simulate")
 
 
-def _write(reporter: Reporter, files: Files, result: SearchResult) -> None:
+def _write(reporter: Reporter, files: Files, result: SearchResult, profile: Profile) -> None:
     choice, chosen = result.choice, result.choice.ranked[0]
     written: list[tuple[str, str, str | bytes]] = []
     if files.png is not None:
@@ -297,7 +333,7 @@ def _write(reporter: Reporter, files: Files, result: SearchResult) -> None:
         draw_choice(choice, result.candidates, chosen, result.known).savefig(image, format="png")
         written.append(("--png", files.png, image.getvalue()))
     if files.profile_out is not None:
-        written.append(("--profile-out", files.profile_out, choice.profile.to_json()))
+        written.append(("--profile-out", files.profile_out, profile.to_json()))
     if files.out is not None:
         written.append(("--out", files.out, choice.plan(chosen).to_json()))
     for option, path, content in written:

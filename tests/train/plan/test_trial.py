@@ -1,0 +1,170 @@
+"""`jpipe plan --measure`: the choice by measurement, the table beside the predictions, and the corrected profile."""
+
+import dataclasses
+import io
+import itertools
+import re
+from pathlib import Path
+
+import jax
+import pytest
+import yaml
+from rich.console import Console
+
+import jpipe
+from jpipe_planner import Compiled, Profile, simulate_plan
+from jpipe_train import cli
+from jpipe_train.console import interrupt
+from jpipe_train.console.progress import Reporter
+from jpipe_train.plan import trial, trial_words
+from jpipe_train.plan.search import SearchResult
+from tests.train.plan import test_planning as planning
+
+
+def measured_as(monkeypatch, seconds, most: int = 3, fits=lambda candidate: True) -> tuple[SearchResult, trial.Measured, str]:
+    """Measure plans of a profile, where the plan n that starts takes `seconds(n, ranked)` each step; return what is printed, too."""
+    searched, numbers, output = planning.searched(planning.TWO), itertools.count(), io.StringIO()
+    by_plan = {searched.choice.plan(ranked): ranked for ranked in searched.choice.ranked}
+
+    def start(pipe, batch):
+        n, ranked = next(numbers), by_plan[pipe.plan]
+        assert {len(array) for array in jax.tree.leaves(batch)} == {ranked.candidate.batch}
+        return lambda: seconds(n, ranked)
+
+    def compiled(choice, ranked, *_):
+        return Compiled(ranked, ranked.candidate.memory, 0.0 if fits(ranked.candidate) else 2000.0, ())
+
+    monkeypatch.setattr(trial, "start", start)
+    monkeypatch.setattr(trial, "compile_stages", compiled)
+    monkeypatch.setattr(trial.data, "load", lambda _: trial.data.Data([(jax.numpy.zeros((1, 2)),) * 2], [], "", "", str))
+    reporter = Reporter(1, 1, "samples", Console(file=output, width=200))
+    return searched, trial.measure(searched, [], planning.parts(), most, reporter), output.getvalue()
+
+
+def test_the_fastest_measured_plan_is_chosen(monkeypatch):
+    searched, measured, _ = measured_as(monkeypatch, lambda n, ranked: (4.0, 3.0, 2.0)[n])
+    before, after = searched.choice.ranked, measured.result.choice.ranked
+    assert [one.candidate for one in after[:3]] == [before[n].candidate for n in (2, 1, 0)]
+    assert after[3:] == before[3:]
+    assert measured.chosen is not None
+    assert measured.chosen.ranked.candidate == after[0].candidate
+    assert [one.error for one in measured.trials] == pytest.approx([(2.0, 3.0, 4.0)[n] / before[2 - n].seconds - 1 for n in range(3)])
+
+
+def test_equal_measurements_keep_the_order_of_predictions_and_rounds_their_median(monkeypatch):
+    rounds = itertools.cycle((1.0, 1.0, 9.0, 1.0, 1.005))
+    searched, measured, _ = measured_as(monkeypatch, lambda n, ranked: next(rounds), most=2)
+    assert [one.ranked.candidate for one in measured.trials] == [one.candidate for one in searched.choice.ranked[:2]]
+    assert all(len(one.rounds) == trial.ROUNDS and one.seconds == 1.0 for one in measured.trials)
+
+
+def fails_second(n, ranked):
+    if n == 1:
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory\nwith details")
+    return 2 * ranked.seconds
+
+
+def test_a_plan_that_fails_or_does_not_fit_has_its_reason_in_a_line_and_a_row(monkeypatch):
+    searched, measured, printed = measured_as(monkeypatch, fails_second)
+    failed = searched.choice.ranked[1]
+    assert "cannot run here: RESOURCE_EXHAUSTED: out of memory\n" in printed
+    assert [one.ranked.candidate for one in measured.failed] == [failed.candidate]
+    assert trial_words.cells(measured, measured.failed[0].ranked) == ("failed", "")
+    assert trial_words.why(measured, measured.failed[0].ranked) == "failed"
+    best = searched.choice.ranked[0].candidate
+    _, measured, printed = measured_as(monkeypatch, lambda n, ranked: ranked.seconds, fits=lambda candidate: candidate != best)
+    assert re.search(r"cannot run here: .*lacks 2 kB when compiled", printed)
+    assert len(measured.trials) == 3
+    assert best not in {one.ranked.candidate for one in measured.trials}
+
+
+def test_where_every_plan_fails_the_reasons_are_the_error(monkeypatch):
+    def fails(n, ranked):
+        raise jax.errors.JaxRuntimeError("INTERNAL: broken")
+
+    with pytest.raises(jpipe.InputError, match=r"--measure: .*: INTERNAL: broken\n--measure: "):
+        measured_as(monkeypatch, fails, most=2)
+
+
+@pytest.mark.parametrize("after", [0, 5])
+def test_ctrl_c_keeps_what_was_measured(monkeypatch, after):
+    runs = itertools.count()
+
+    def pressed(n, ranked):
+        if next(runs) == after:
+            raise KeyboardInterrupt
+        return (4.0, 3.0, 2.0)[n]
+
+    with interrupt.watched():
+        searched, measured, printed = measured_as(monkeypatch, pressed)
+    if after:
+        assert "interrupted: the plans that were measured until now are compared" in printed
+        assert measured.result.choice.ranked[0].candidate == searched.choice.ranked[2].candidate
+    else:
+        assert "interrupted: predictions decide" in printed
+        assert measured.result.choice.ranked[0].candidate == searched.choice.ranked[0].candidate
+        assert measured.factor == 1
+
+
+def test_plans_run_one_by_one_where_memory_is_short():
+    parts, choice = planning.parts(), planning.searched(planning.TWO).choice
+    pipes = [(trial.Trial(ranked), parts.pipeline(choice.plan(ranked))) for ranked in choice.ranked[:2]]
+    needed = sum(max(one.ranked.memory) for one, _ in pipes)
+    assert [len(group) for group in trial._groups(pipes, needed)] == [2]
+    assert [len(group) for group in trial._groups(pipes, None)] == [2]
+    assert [len(group) for group in trial._groups(pipes, needed - 1)] == [1, 1]
+
+
+def test_the_profile_is_corrected_by_the_median_and_read_back(monkeypatch):
+    _, measured, _ = measured_as(monkeypatch, lambda n, ranked: ranked.seconds * (1.9, 2.0, 2.6)[n])
+    assert measured.factor == pytest.approx(2.0)
+    profile, corrected = measured.result.choice.profile, Profile.from_json(measured.profile.to_json())
+    for before, after in zip(profile.layers, corrected.layers, strict=True):
+        for n in range(len(profile.sizes)):
+            assert after.at[n].forward == pytest.approx(2 * before.at[n].forward)
+            assert after.at[n].backward == pytest.approx(2 * before.at[n].backward)
+            assert after.at[n].residuals == before.at[n].residuals
+    for row, one in zip(trial_words.errors(measured), measured.trials, strict=True):
+        assert len(row) == len(trial_words.ERRORS)
+        assert float(row[5].rstrip("%")) == pytest.approx(100 * one.error, abs=1)
+        assert float(row[7].rstrip("%")) == pytest.approx(100 * (one.seconds / (2 * one.ranked.seconds) - 1), abs=1.5)
+    assert "multiplied by 2.00" in trial_words.words(measured)[1]
+
+
+def test_a_factor_that_explains_nothing_is_not_applied(monkeypatch):
+    _, measured, _ = measured_as(monkeypatch, lambda n, ranked: 2 * ranked.seconds)
+    choice, trials = measured.result.choice, list(measured.trials)
+    monkeypatch.setattr(trial, "corrected_seconds", lambda choice, factor, one: one.ranked.seconds)  # as if links took all the time
+    assert trial.correction(choice, trials) == 1
+    assert trial.correction(choice, []) == 1
+
+
+def test_corrected_seconds_are_those_of_a_simulation_with_slower_computations():
+    choice = planning.searched(planning.TWO).choice
+    ranked = choice.ranked[0]
+    plan = choice.plan(ranked)
+    costs = [
+        dataclasses.replace(
+            cost, **{name: 3 * getattr(cost, name) for name in ("forward", "backward", "backward_input", "backward_weight", "update")}
+        )
+        for cost in choice.profile.stage_costs(plan, ranked.candidate.rows)
+    ]
+    assert trial.corrected_seconds(choice, 3.0, trial.Trial(ranked)) == pytest.approx(
+        simulate_plan(plan, costs, choice.topology).batch_seconds
+    )
+
+
+@pytest.mark.slow
+def test_plans_run_and_the_corrected_profile_plans_again(tmp_path, tiny, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(trial, "SECONDS", 0.0)
+    Path("tiny.yaml").write_text(yaml.safe_dump(tiny))
+    assert cli.main(["plan", "tiny.yaml", "--measure=2", "--out=plan.json", "--profile-out=profile.json", "--explain"]) == 0
+    printed = capsys.readouterr()
+    assert printed.err == ""
+    assert re.search(r"^rank .* measured +off by$", printed.out, re.MULTILINE)
+    assert re.search(r"^1 .* [+-]\d+%$", printed.out, re.MULTILINE)
+    assert re.search(r"^schedule +stages +predicted +measured +least to most +off by +corrected +off by$", printed.out, re.MULTILINE)
+    assert "slower as measured" in printed.out
+    assert jpipe.Plan.from_json(Path("plan.json").read_text()).predicted is not None
+    assert cli.main(["plan", "tiny.yaml", "--profile=profile.json", "--schedules=gpipe"]) == 0
