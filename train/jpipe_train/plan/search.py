@@ -133,7 +133,7 @@ def search(profile: Profile, topology: Topology, batch: int, request: Request, g
 def _faster_with_delay(
     profile: Profile, topology: Topology, batch: int, request: Request, global_norm: bool, best: Ranked
 ) -> Candidate | None:
-    """Return the fastest even pipeline of the schedules that do not flush, by closed form; None if `best` is as fast."""
+    """Return the fastest even pipeline of the schedules that do not flush by closed form, if its weights are delayed and it is faster."""
     is_restricted, degrees = global_norm or bool(profile.shared), best.candidate.degrees
     names = [
         name
@@ -149,7 +149,7 @@ def _faster_with_delay(
         global_norm=global_norm,
     )
     on_all_devices = [c for c in considered if c.num_ranks * degrees.size == topology.num_devices or not request.all_devices]
-    fitting = [c for c in on_all_devices if c.over is None and c.depth > 1 and c.microbatches <= MOST_MICROBATCHES]
+    fitting = [c for c in on_all_devices if c.over is None and c.delay and c.microbatches <= MOST_MICROBATCHES]
     fastest = next(iter(fitting), None)
     if fastest is None or fastest.samples_per_second <= (1 + _FASTER) * best.samples_per_second:
         return None
