@@ -139,7 +139,7 @@ class _Variants:
             costs = self.profile.stage_costs(plan, candidate.rows)
             simulation = simulate_plan(plan, costs, self.topology, self.global_norm)
             if simulation is not None:
-                self.simulations[_priced(candidate, plan, costs, simulation, self.topology)] = simulation
+                self.simulations[priced(candidate, plan, costs, simulation, self.topology)] = simulation
 
     def affords(self, plan: jpipe.Plan) -> bool:
         """Return whether a plan is among those to simulate; where there are too many, smaller ones still are."""
@@ -223,7 +223,7 @@ def _chunked(profile: Profile, base: Candidate, schedule: str, chunks: int, vert
     yield candidate
 
 
-def _priced(
+def priced(
     candidate: Candidate, plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost], simulation: Simulated, topology: Topology
 ) -> Candidate:
     """Return the candidate with its simulation's numbers."""

@@ -17,6 +17,7 @@ from jpipe_planner import (
     choose,
     find_candidates,
     find_variants,
+    improve,
     is_planned,
     links_of,
     mesh_refusal,
@@ -123,7 +124,9 @@ def search(profile: Profile, topology: Topology, batch: int, request: Request, g
         number = count(len(on_all_devices) - len(candidates), "candidate")
         reporter.say(f"{number} left out, with more than {MOST_MICROBATCHES:,} microbatches")
     known = {candidate: Ranked(candidate, variants.simulated[candidate]) for candidate in candidates if candidate in variants.simulated}
-    choice = choose(profile, topology, candidates, global_norm=global_norm, tried=known)
+    choice = improve(choose(profile, topology, candidates, global_norm=global_norm, tried=known), known, request.max_delay)
+    searched = set(candidates)
+    candidates += [one.candidate for one in choice.ranked if one.candidate not in searched]
     delayed = None
     if not request.schedules and request.max_delay is None and choice.ranked:
         delayed = _faster_with_delay(profile, topology, batch, request, global_norm, choice.ranked[0])
