@@ -122,7 +122,7 @@ class _Improvement:
         return ranked
 
     def _step(self, ranked: Ranked) -> Ranked | None:
-        """Return a neighbour that is faster than a plan, the one with the best bound first; None: there is none, or it would take too long."""
+        """Return the first faster neighbour in the order of their bounds; None: there is none, or it would take too long."""
         profile, topology = self._choice.meshes.of(ranked.candidate.degrees)
         enough, queue = ranked.seconds * (1 - GAIN), list[tuple[float, int, Candidate]]()
         for candidate in _faster_by_work(neighbours(ranked.candidate, profile), profile, enough):
