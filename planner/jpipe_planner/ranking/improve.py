@@ -1,8 +1,8 @@
 """Improve the best plans of a ranking step by step, judged by simulation.
 
 The searches find cuts and replicas that are best by closed forms, which ignore how messages and sums wait. Of plans that are nearly equal
-by them, a simulation may prefer another one. So the neighbours of the best plans are tried: plans with a cut moved, with a replica moved from
-one stage to another, or with another number of microbatches in flight.
+by them, a simulation may prefer another one. So the neighbours of the best plans are tried: plans with a cut moved, with a replica moved
+from one stage to another, or with another number of microbatches in flight.
 """
 
 import dataclasses
