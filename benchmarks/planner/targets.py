@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import tokenizers
 from rich.console import Console
 from rich.filesize import decimal
@@ -42,19 +43,11 @@ def main(options: argparse.Namespace) -> list[dict[str, Any]]:
     models, targets, sizes = options.models or MODELS, options.targets or TARGETS, options.rows or ROWS
     rows = [row for model in models for target in targets for row in _measured(model, target, sizes)]
     head = ("model", "rows", "recompute", "device", "temporaries of each stage", "peak of each rank", "estimated", "seconds")
-    shown = [
-        (
-            *(row[name] for name in ("model", "rows", "recompute", "device")),
-            *(", ".join(map(decimal, row[name])) for name in ("temporary", "peak")),
-            ", ".join(f"{estimate / peak - 1:+.0%}" for estimate, peak in zip(row["estimated_peak"], row["peak"], strict=True)),
-            f"{row['seconds']:.0f}",
-        )
-        for row in rows
-    ]
-    print_table(head, shown)
+    print_table(head, map(_cells, rows))
     errors = [
         (row["device"], row["recompute"], kind, abs(estimate / peak - 1), estimate / peak - 1)
         for row in rows
+        if "too_large" not in row
         for kind, estimate, peak in zip(KINDS, row["estimated_peak"], row["peak"], strict=True)
     ]
     by_kind = sorted({error[:3] for error in errors})
@@ -71,6 +64,16 @@ def main(options: argparse.Namespace) -> list[dict[str, Any]]:
         ],
     )
     return rows
+
+
+def _cells(row: dict[str, Any]) -> tuple[str, ...]:
+    """Return the cells of a plan in the table."""
+    named = tuple(str(row[name]) for name in ("model", "rows", "recompute", "device"))
+    if "too_large" in row:
+        return (*named, row["too_large"], "–", "–", "–")
+    temporary, peak = (", ".join(map(decimal, row[name])) for name in ("temporary", "peak"))
+    errors = ", ".join(f"{estimate / peak - 1:+.0%}" for estimate, peak in zip(row["estimated_peak"], row["peak"], strict=True))
+    return (*named, temporary, peak, errors, f"{row['seconds']:.0f}")
 
 
 def _measured(model: str, target: str, sizes: Sequence[int]) -> Iterator[dict[str, Any]]:
@@ -94,15 +97,20 @@ def _measured(model: str, target: str, sizes: Sequence[int]) -> Iterator[dict[st
 
 
 def _stages(parts: Parts, profile: Profile, device: Device, rows: int, policy: str) -> dict[str, Any]:
-    """Return the compiled and the estimated bytes of one plan."""
+    """Return the compiled and the estimated bytes of one plan, or which program the compiler rejects because of its memory."""
     ids, batch = parts.stack.ids, parts.rows(rows * MICROBATCHES)
     ends = [len(ids) * s // STAGES for s in range(STAGES + 1)]
     stages = [{"layers": ids[a:b], "recompute": policy} for a, b in itertools.pairwise(ends)]
     plan = jpipe.Plan(schedule="pipedream_flush", microbatches=MICROBATCHES, stages=stages)
     compiling, topology = compiling_for(device, 1), Topology(levels=({"count": STAGES, "bandwidth": 1e11},), device=device)
     begin = time.perf_counter()
-    with tracing_for(compiling.devices[0].platform):
-        costs = parts.pipeline(plan).costs(batch, compiled_for=compiling.devices)
+    try:
+        with tracing_for(compiling.devices[0].platform):
+            costs = parts.pipeline(plan).costs(batch, compiled_for=compiling.devices)
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        return {"device": compiling.kind, "too_large": f"not compiled: {str(error).splitlines()[0]}"}
     seconds = time.perf_counter() - begin
     estimates = profile.stage_costs(plan, rows)
     exact, estimated = (simulate_plan(plan, each, topology) for each in (costs, estimates))

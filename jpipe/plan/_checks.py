@@ -25,6 +25,7 @@ def check(plan: "jpipe.Plan") -> None:
     _check_ranks(plan)
     _check_per_rank(plan)
     _check_meshes(plan)
+    _check_sum_parts(plan.stages)
     _check_options(plan)
     _check_microbatches(plan)
     if reason := SCHEDULES[plan.schedule].refuses(plan):
@@ -104,6 +105,18 @@ def _check_meshes(plan: "jpipe.Plan") -> None:
             f"shard_optimizer: expected a schedule that flushes, {names}, found '{plan.schedule}', whose replicas update at different "
             "times, while forwards continue; remove it, or use one of these"
         )
+
+
+def _check_sum_parts(stages: Sequence[Stage]) -> None:
+    """Check that the parts of sums hold all layers of a stage, and that the stage can sum its gradients by part."""
+    for s, stage in enumerate(stages):
+        where, actual = f"stages.{s}.sum_parts", list(stage.sum_parts)
+        if actual and sum(actual) != len(stage.layers):
+            raise ValueError(f"{where}: expected numbers of layers whose sum is {len(stage.layers)}, found {actual}; change one of them")
+        if actual and stage.replicas == 1:
+            raise ValueError(f"{where}: expected a stage with replicas, found one without, which sums nothing; remove sum_parts")
+        if actual and stage.devices_each > 1:
+            raise ValueError(f"{where}: expected replicas of one device each, found the mesh {dict(stage.mesh)}; remove sum_parts or mesh")
 
 
 def _check_per_rank(plan: "jpipe.Plan") -> None:

@@ -1,15 +1,19 @@
 """Even stages and their ranks, for `Plan.even`."""
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from jpipe.errors import InputError, short
+from jpipe.plan._stage import even_numbers
 from jpipe.schedules import SCHEDULES, Ranks, arranged
 
 
-def even_stages(layers: Sequence[str], num_stages: Any, recompute: Any, replicas: Any, mesh: Any, fsdp: bool) -> list[dict[str, Any]]:
+def even_stages(
+    layers: Sequence[str], num_stages: Any, recompute: Any, replicas: Any, mesh: Any, fsdp: bool, sum_parts: Any
+) -> list[dict[str, Any]]:
     """Return the fields of stages that hold equally many layers, with the arguments of `Plan.even`."""
     layers = _layer_ids(layers)
     if not isinstance(num_stages, (int, np.integer)) or isinstance(num_stages, bool):
@@ -23,12 +27,15 @@ def even_stages(layers: Sequence[str], num_stages: Any, recompute: Any, replicas
     for what, values in (("recomputation policy", policies), ("number of replicas", counts), ("mesh", meshes)):
         if len(values) != num_stages:
             raise InputError(f"plan: expected one {what} for all or one for each of {num_stages} stages, found a list of {len(values)}")
-    size, remainder = divmod(len(layers), num_stages)
-    starts = [s * size + min(s, remainder) for s in range(num_stages + 1)]
+    if not isinstance(sum_parts, (int, np.integer)) or isinstance(sum_parts, bool) or sum_parts < 1:
+        raise InputError(f"plan: sum_parts: expected an integer of 1 or more, found {short(sum_parts)}")
+    if sum_parts > 1 and all(count == 1 for count in counts):
+        raise InputError(f"plan: sum_parts: expected a stage with replicas, found none; remove sum_parts {sum_parts}, or give replicas")
+    starts = list(itertools.accumulate(even_numbers(len(layers), num_stages), initial=0))
     return [
         {"layers": tuple(layers[a:b]), "replicas": count, "recompute": policy, "mesh": sizes, "fsdp": fsdp}
-        # The last start is only an end.
-        for a, b, count, policy, sizes in zip(starts, starts[1:], counts, policies, meshes, strict=False)
+        | ({"sum_parts": even_numbers(b - a, min(int(sum_parts), b - a))} if sum_parts > 1 and count > 1 else {})
+        for (a, b), count, policy, sizes in zip(itertools.pairwise(starts), counts, policies, meshes, strict=True)
     ]
 
 

@@ -220,6 +220,7 @@ class Plan(pydantic.BaseModel):
         recompute: str | Sequence[str] = "none",
         mesh: Mapping[str, SupportsIndex] | Sequence[Mapping[str, SupportsIndex]] | None = None,
         fsdp: bool = False,
+        sum_parts: SupportsIndex = 1,
         **fields: Any,
     ) -> "Plan":
         """Return a plan whose stages hold equally many layers; the first stages take the remainder.
@@ -235,6 +236,7 @@ class Plan(pydantic.BaseModel):
             recompute: a policy for all stages, or one for each.
             mesh: axes and sizes of the devices of every stage, or of each; None: one device.
             fsdp: for all stages, as in `Stage`.
+            sum_parts: how many even parts the layers of each stage with replicas have (see `Stage`), at most one for each layer.
             fields: the other fields of `Plan`.
 
         Raises:
@@ -244,7 +246,7 @@ class Plan(pydantic.BaseModel):
             >>> Plan.even(["a", "b", "c"], num_stages=2, schedule="gpipe", microbatches=4).stages[0].layers
             ('a', 'b')
         """
-        stages = even_stages(layers, num_stages, recompute, replicas, mesh, fsdp)
+        stages = even_stages(layers, num_stages, recompute, replicas, mesh, fsdp, sum_parts)
         if chunks_per_rank is not None and "ranks" not in fields:
             fields["ranks"] = even_ranks(schedule, len(stages), len(layers), chunks_per_rank)
         return cls(schedule=schedule, microbatches=microbatches, stages=stages, **fields)

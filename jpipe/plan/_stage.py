@@ -1,6 +1,8 @@
 """The stages of a plan and the numbers that a planner predicts for it."""
 
+import itertools
 import math
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import numpy as np
@@ -40,6 +42,9 @@ class Stage(pydantic.BaseModel):
         mesh: axes and sizes of the devices of each replica, such as `{"data": 2, "model": 4}`; empty, the default: one device. The axes
             that the rules of the plan name shard the rows of a microbatch and the weights.
         fsdp: shard the weights over the axis of the rows, too; they are gathered where they are used. False by default.
+        sum_parts: for a stage with replicas: how many layers each part of the sum of gradients has, in the order of the layers, such
+            as `(4, 4, 4)`. The last backward of an update is computed part by part, from the last layers to the first, and the sum of
+            a part over the replicas begins while the next part is computed. Empty, the default: one sum after the whole backward.
     """
 
     model_config = pydantic.ConfigDict(frozen=True, extra="forbid", strict=True, arbitrary_types_allowed=True)
@@ -49,6 +54,7 @@ class Stage(pydantic.BaseModel):
     recompute: str = "none"
     mesh: Mesh = NOTHING
     fsdp: bool = False
+    sum_parts: Annotated[tuple[Annotated[Int, Field(ge=1)], ...], Field(strict=False)] = ()
 
     @property
     def shape(self) -> FrozenMapping[int]:
@@ -60,12 +66,33 @@ class Stage(pydantic.BaseModel):
         """The number of devices of each replica: the size of its mesh."""
         return math.prod(self.mesh.values())
 
+    @property
+    def layers_by_part(self) -> tuple[tuple[str, ...], ...]:
+        """The layers of each part, in the order in which their gradients are computed: the last layers first."""
+        ends = itertools.accumulate(self.sum_parts)
+        return tuple(self.layers[end - count : end] for count, end in zip(self.sum_parts, ends, strict=True))[::-1]
+
+    def with_layers(self, layers: Sequence[str]) -> "Stage":
+        """Return the stage with other layers, and as many parts of equally many layers if it sums its gradients in parts.
+
+        Args:
+            layers: their ids, in order.
+        """
+        parts = even_numbers(len(layers), min(len(self.sum_parts), len(layers))) if self.sum_parts else ()
+        return self.model_copy(update={"layers": tuple(layers), "sum_parts": parts})
+
     @pydantic.field_validator("recompute")
     @classmethod
     def _known_policy(cls, name: str) -> str:
         if name not in RECOMPUTE:
             raise ValueError(f"unknown recomputation policy {name!r}; {nearest(name, RECOMPUTE)}")
         return name
+
+
+def even_numbers(total: int, parts: int) -> tuple[int, ...]:
+    """Return as many even numbers as there are parts, with this sum; the first ones take the remainder."""
+    size, remainder = divmod(total, parts)
+    return tuple(size + (part < remainder) for part in range(parts))
 
 
 class Predicted(pydantic.BaseModel):

@@ -17,7 +17,7 @@ FORMAT = "jpipe-plan/1"
 
 def text_of_plan(plan: "jpipe.Plan") -> str:
     """Return the plan in one line, as it prints."""
-    stages = shortened([f"[{shortened(s.layers)}]{_mesh_text(s)}" + (f" × {s.replicas}" if s.replicas > 1 else "") for s in plan.stages])
+    stages = shortened([f"[{shortened(s.layers)}]{_mesh_text(s)}{_replicas_text(s)}" for s in plan.stages])
     return f"Plan({plan.schedule}, {plan.microbatches} microbatches, {plan.depth} stages: {stages}{_options_text(plan)})"
 
 
@@ -25,6 +25,12 @@ def _options_text(plan: "jpipe.Plan") -> str:
     shown = type(plan).model_fields.keys() - {"placement", "predicted", "order", "rules", "param_axes"}
     special = ((name, field) for name, field in type(plan).model_fields.items() if name in shown and not field.is_required())
     return "".join(f", {name}={getattr(plan, name)!r}" for name, field in special if getattr(plan, name) != field.default)
+
+
+def _replicas_text(stage: Stage) -> str:
+    """Return a short text of the replicas and parts of a stage; empty for one replica."""
+    parts = f" in {len(stage.sum_parts)} parts" if len(stage.sum_parts) > 1 else ""
+    return f" × {stage.replicas}{parts}" if stage.replicas > 1 else ""
 
 
 def _mesh_text(stage: Stage) -> str:

@@ -4,7 +4,7 @@ from jpipe.programs._costs import LayerCost, Network, SharedCost, StageCost, sha
 from jpipe.programs._execution_order import ProgramError
 from jpipe.programs._instructions import Program
 from jpipe.programs._predict import Prediction
-from jpipe.programs._timeline import MemorySample, MemoryTimeline, Span, Timeline, format_grid, parse_grid, to_ticks
+from jpipe.programs._timeline import MemorySample, MemoryTimeline, Span, Timeline, format_grid, parse_grid, to_ticks, whole_spans
 from jpipe.programs._window import Window, extract_window, predict_window
 from jpipe.programs.lowering import batches_until_full
 
@@ -30,4 +30,5 @@ __all__ = [
     "sum_layer_costs",
     "to_ticks",
     "unit_costs",
+    "whole_spans",
 ]

@@ -53,6 +53,9 @@ class StageCost:
         squares: the sums of squares of its gradients, where updates use the norm of all of them.
         shared: for each group of shared parameters, as in `Program`, the size of its gradients; 0 where the stage holds none.
         passed: the arrays of the stage input that the previous stage keeps, too. If both are on one rank, they count once.
+        part_times: with `Stage.sum_parts`, the share of each part in the time of a backward, the part of the last layers first; empty:
+            in proportion to the layers.
+        part_accumulators: likewise the accumulated gradients of each part; empty: in proportion to the layers.
         updated: with `Plan.shard_optimizer`, the bytes of one version that each replica updates and sends to the other replicas.
     """
 
@@ -79,6 +82,8 @@ class StageCost:
     shared: tuple[int, ...] = ()
     passed: tuple[Passed, ...] = ()
     updated: tuple[int, ...] = ()
+    part_times: tuple[float, ...] = ()
+    part_accumulators: tuple[int, ...] = ()
 
     @property
     def trained(self) -> int:
@@ -89,6 +94,21 @@ class StageCost:
         """Return the time of an op."""
         times: tuple[float, ...] = tuple(getattr(self, OPS[piece].function) for piece in OPS[op].pieces)
         return sum(times)
+
+    def seconds_of_part(self, op: str, part: int, stage: Stage) -> float:
+        """Return the time of an op for one of the parts of its stage, `Stage.sum_parts`: the first one includes a forward."""
+        *before, backward = (self.seconds(piece) for piece in OPS[op].pieces)
+        share = (self.part_times or _by_layers(stage))[part]
+        return backward * share + (0.0 if part else sum(before))
+
+    def accumulators_of_part(self, part: int, stage: Stage) -> float:
+        """Return the accumulated gradients of one of the parts of a stage."""
+        return self.part_accumulators[part] if self.part_accumulators else self.accumulators * _by_layers(stage)[part]
+
+
+def _by_layers(stage: Stage) -> list[float]:
+    """Return the share of each part of a stage in its layers."""
+    return [len(layers) / len(stage.layers) for layers in stage.layers_by_part]
 
 
 @dataclass(frozen=True)
@@ -301,7 +321,18 @@ def sum_layer_costs(
         )
     if plan.shard_optimizer:
         costs = [_with_shares(stage, cost, layers) for stage, cost in zip(plan.stages, costs, strict=True)]
-    return _with_shared(plan, costs, shared)
+    return _with_shared(plan, [_with_parts(stage, cost, layers) for stage, cost in zip(plan.stages, costs, strict=True)], shared)
+
+
+def _with_parts(stage: Stage, cost: StageCost, layers: Mapping[str, LayerCost]) -> StageCost:
+    """Return the cost with those of each part of the stage; the first part recomputes the forward of all layers."""
+    if not stage.sum_parts or not cost.backward:
+        return cost
+    parts = [[layers[layer_id] for layer_id in part] for part in stage.layers_by_part]
+    _, *later = (sum(layer.backward for layer in part) / cost.backward for part in parts)
+    return replace(
+        cost, part_times=(1 - sum(later), *later), part_accumulators=tuple(sum(layer.summed for layer in part) for part in parts)
+    )
 
 
 def _scratch(layers: Sequence[LayerCost], unchanged: int, remade: int, inputs: int) -> int:

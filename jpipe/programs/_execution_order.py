@@ -102,10 +102,15 @@ _Parts = dict[tuple[int, int], list[int]]
 """By stage and batch the indices of the all-reduces so far."""
 
 
+def _sums_of(plan: Plan, s: int) -> int:
+    """Return the number of all-reduces of a batch at a stage: one for each replica, and each part."""
+    return plan.replicas[s] * max(len(plan.stages[s].sum_parts), 1)
+
+
 def _woken_by(i: AllReduce, parts: _Parts, plan: Plan) -> list[int]:
-    """Return the ranks that can continue once all replicas have begun a sum."""
+    """Return the ranks that can continue once all replicas have begun the sums of a batch."""
     s, _ = plan.workers[i.worker]
-    complete = len(parts[s, i.batch]) >= plan.replicas[s]
+    complete = len(parts[s, i.batch]) >= _sums_of(plan, s)
     return [plan.rank_of[w] for w in plan.stage_workers[s]] if complete else []
 
 
@@ -120,7 +125,7 @@ def _sums_allow(i: Instruction, index: int, parts: _Parts, plan: Plan) -> bool:
         parts.setdefault((s, i.batch), []).append(index)
     elif isinstance(i, _NEED_SUM) and plan.replicas[s] > 1:
         part = parts.get((s, i.batch), [])
-        if 0 < len(part) < plan.replicas[s]:
+        if 0 < len(part) < _sums_of(plan, s):
             return False
         if max(part, default=index) > index:
             raise Violation.at(plan, i.worker, f"{i} stands before the sum of {i.batch} in the total order")

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from jpipe.ops import OPS, Op
 from jpipe.plan import Plan
 
 Data = Literal["inputs", "labels"]
@@ -24,12 +25,16 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """Run the program of an op (a name of `jpipe.ops.OPS`) on a microbatch, with weights `version`."""
+    """Run the program of an op (a name of `jpipe.ops.OPS`) on a microbatch, with weights `version`.
+
+    With `Stage.sum_parts` the last backward of an update is several such instructions, one after the other, each for one part.
+    """
 
     op: str
     worker: int
     microbatch: int
     version: int
+    part: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +67,12 @@ class Receive:
 class AllReduce:
     """Begin to sum the gradients of `batch` over the replicas of the worker's stage; its update waits for the sum.
 
-    The instructions of all replicas stand side by side in the total order.
+    The instructions of all replicas stand side by side in the total order. With `Stage.sum_parts` there is one for each part.
     """
 
     worker: int
     batch: int
+    part: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +121,24 @@ class Release:
 
 
 Instruction = Load | Compute | Send | Receive | AllReduce | TakeShared | AddShared | SumSquares | Update | Release
+
+
+def op_of(i: Compute, plan: Plan) -> Op:
+    """Return the op of a computation, or what it does of it for one part of its stage."""
+    op = OPS[i.op]
+    return op if i.part is None else op.of_part(i.part, len(plan.stages[plan.workers[i.worker][0]].sum_parts))
+
+
+def ends_update(plan: Plan, s: int, k: int) -> bool:
+    """Return whether microbatch k is the last that its replica of stage s has in an update."""
+    replicas = plan.replicas[s]
+    return (k // replicas + 1) % (plan.microbatches_per_update(s) // replicas) == 0
+
+
+def parts_of(op: str, plan: Plan, s: int, k: int) -> list[int | None]:
+    """Return the parts in which an op of microbatch k is computed at stage s, in order; [None] if it is computed as a whole."""
+    stage = plan.stages[s]
+    return [*range(len(stage.sum_parts))] if stage.sum_parts and OPS[op].finishes and ends_update(plan, s, k) else [None]
 
 
 def shifted(instruction: Instruction, plan: Plan, batches: int) -> Instruction:

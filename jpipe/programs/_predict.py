@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jpipe.ops import OPS
+from jpipe.ops import OPS, Op
 from jpipe.programs._costs import Network, Passed, StageCost
 from jpipe.programs._global_norm import last_microbatch
 from jpipe.programs._instructions import (
@@ -20,6 +20,8 @@ from jpipe.programs._instructions import (
     SumSquares,
     TakeShared,
     Update,
+    ends_update,
+    op_of,
 )
 from jpipe.programs._timeline import MemorySample, MemoryTimeline, Span, Timeline, format_grid, to_ticks
 from jpipe.programs._traffic import Traffic
@@ -188,12 +190,12 @@ class _Worker:
     def wait(self, until: float) -> None:
         self.rank.wait(until)
 
-    def compute(self, i: Compute, needs: str, seconds: float) -> None:
-        rank = self.rank
+    def compute(self, i: Compute, op: Op, seconds: float) -> None:
+        rank, needs = self.rank, _MESSAGES[op.reads]
         starts = max(rank.clock, self.whole, self.ready.pop((needs, i.microbatch), 0.0))
         rank.clock = starts + seconds
         rank.busy += seconds
-        rank.spans.append(Span(i.op, i.microbatch, i.version, starts, rank.clock, chunk=self.chunk))
+        rank.spans.append(Span(op.name, i.microbatch, i.version, starts, rank.clock, chunk=self.chunk, part=i.part))
 
 
 class Predictor:
@@ -209,7 +211,7 @@ class Predictor:
         self._plan, self._program = program.plan, program
         self._averages_state = program.plan.sync_state and SCHEDULES[program.plan.schedule].flushes
         self._traffic = Traffic(network)
-        self._sums_begun: dict[tuple[int, int], list[float]] = {}  # by stage and batch, when each replica began the sum
+        self._sums_begun: dict[tuple[int, int, int | None], list[float]] = {}  # by stage, batch and part, when each replica began the sum
         plan = program.plan
         self._ranks = [_Rank(rank) for rank in range(len(plan.rank_workers))]
         self._workers = [
@@ -254,9 +256,20 @@ class Predictor:
         worker.memory.add(worker.cost.inputs if i.data == "inputs" else worker.cost.labels)
 
     def _compute(self, worker: _Worker, i: Compute) -> None:
-        op, cost, memory, k = OPS[i.op], worker.cost, worker.memory, i.microbatch
+        op, cost, memory, k, stage = op_of(i, self._plan), worker.cost, worker.memory, i.microbatch, self._plan.stages[worker.stage]
         is_last = worker.stage == self._plan.depth - 1
-        worker.compute(i, _MESSAGES[op.reads], cost.seconds(i.op))
+        worker.compute(i, op, cost.seconds(i.op) if i.part is None else cost.seconds_of_part(i.op, i.part, stage))
+        if i.part is not None:
+            worker.ready[f"part {i.part}", i.microbatch // self._plan.microbatches_per_update(worker.stage)] = worker.rank.clock
+            kept = OPS[i.op].begins and len(stage.sum_parts) > 1  # by the first part, which includes the forward, for the later ones
+            if i.part < len(stage.sum_parts) - 1:  # until the last part is over, what the whole op reads counts, and all residuals
+                memory.accumulate()
+                memory.waiting["residuals"] += kept and not i.part
+                memory.compute(cost.residuals if kept and not i.part else 0, 0)
+                return
+            op = OPS[i.op]
+            memory.waiting["residuals"] -= kept
+            memory.add(-cost.residuals if kept else 0)
         allocated = cost.gradient if op.gives_gradient else 0
         if "output" in op.leaves:
             allocated += cost.message if is_last else cost.outputs - cost.kept_outputs
@@ -296,11 +309,7 @@ class Predictor:
     def _accumulate(self, worker: _Worker, k: int) -> None:
         """Add the gradients of a microbatch to those of its batch, which may be set aside at its end."""
         worker.memory.accumulate()
-        replicas = self._plan.replicas[worker.stage]
-        if (
-            self._program.sets_aside[worker.stage]
-            and (k // replicas + 1) % (self._plan.microbatches_per_update(worker.stage) // replicas) == 0
-        ):
+        if self._program.sets_aside[worker.stage] and ends_update(self._plan, worker.stage, k):
             worker.memory.accumulates = False
 
     def _send(self, worker: _Worker, i: Send) -> None:
@@ -343,17 +352,19 @@ class Predictor:
             peer.ready[key] = arrival
 
     def _all_reduce(self, worker: _Worker, i: AllReduce) -> None:
-        if self._averages_state:
+        if self._averages_state and not i.part:
             worker.memory.add(worker.cost.state)  # the mean, until the update replaces the worker's own by it
-        begun = self._sums_begun.setdefault((worker.stage, i.batch), [])
-        begun.append(worker.rank.clock)
+        begun = self._sums_begun.setdefault((worker.stage, i.batch, i.part), [])
+        begun.append(worker.rank.clock if i.part is None else worker.ready.pop((f"part {i.part}", i.batch)))
         replicas = self._plan.stage_workers[worker.stage]
         if len(begun) == len(replicas):
-            size = 2 * (len(replicas) - 1) / len(replicas) * worker.cost.accumulators
+            stage, cost = self._plan.stages[worker.stage], worker.cost
+            summed_bytes = cost.accumulators if i.part is None else cost.accumulators_of_part(i.part, stage)
+            size = 2 * (len(replicas) - 1) / len(replicas) * summed_bytes
             summed = self._traffic.all_reduce([self._plan.rank_of[w] for w in replicas], max(begun), size)
             for w in replicas:
                 self._workers[w].rank.moved += round(size)
-                self._workers[w].ready["sum", i.batch] = summed
+                self._workers[w].ready["sum", i.batch] = max(summed, self._workers[w].ready.get(("sum", i.batch), 0.0))
 
     def _take_shared(self, worker: _Worker, i: TakeShared) -> None:
         worker.wait(worker.ready.get(("sum", i.batch), 0.0))

@@ -2,8 +2,8 @@
 
 One row a rank, one column a tick. `F3.1` is the forward of microbatch 3 at weight version 1, `B3.1` its backward, `FB3.1` both in one
 program; `I3.1` and `W3.1` are the halves of a backward, for inputs and for weights, `FI3.1` a forward and the first half in one program.
-`F3.1/2` is a forward of the rank's chunk 2, the third of its stages. `*` marks the update that follows; `-` continues what began to the
-left, `.` is idle.
+`F3.1/2` is a forward of the rank's chunk 2, the third of its stages; `B3.1:2` is part 2 of a backward (`Stage.sum_parts`). `*` marks the
+update that follows; `-` continues what began to the left, `.` is idle.
 """
 
 import re
@@ -28,6 +28,7 @@ class Span(NamedTuple):
         update_time: how long that update takes.
         update_wait: from `end` to its beginning: it may wait for the norm of all gradients.
         chunk: which of the rank's stages, counted from 0.
+        part: for which part of the stage it is, counted from that of the last layers (`Stage.sum_parts`); None: for all of it.
     """
 
     op: str
@@ -39,6 +40,7 @@ class Span(NamedTuple):
     update_time: float = 0.0
     update_wait: float = 0.0
     chunk: int = 0
+    part: int | None = None
 
     @property
     def update_start(self) -> float:
@@ -81,7 +83,25 @@ class MemorySample(NamedTuple):
 MemoryTimeline = tuple[tuple[MemorySample, ...], ...]
 """The samples of each rank, in order of time: one after each of its computations."""
 
-_CELL = re.compile(r"([A-Z]+)(\d+)\.(\d+)(?:/(\d+))?(\*?)")
+_CELL = re.compile(r"([A-Z]+)(\d+)\.(\d+)(?:/(\d+))?(?::(\d+))?(\*?)")
+
+
+def whole_spans(spans: Sequence[Span]) -> list[Span]:
+    """Return the spans of one stage with the parts of each backward (`Stage.sum_parts`) added up to one span, as long as all of them.
+
+    Args:
+        spans: in the order of a rank.
+    """
+    whole, places = list[Span](), dict[int, int]()
+    for span in spans:
+        if span.part and span.microbatch in places:
+            first = whole[places[span.microbatch]]
+            end = first.end + span.end - span.start
+            whole[places[span.microbatch]] = span._replace(op=first.op, start=first.start, end=end, part=None)
+        else:
+            places |= {} if span.part is None else {span.microbatch: len(whole)}
+            whole.append(span._replace(part=None))
+    return whole
 
 
 def to_ticks(timeline: Sequence[Sequence[Span]], tick: float = 1.0) -> Timeline:
@@ -155,9 +175,14 @@ def _tokens(spans: Sequence[Span], ticks: int) -> list[str]:
     for span in spans:
         first, end = int(span.start), int(span.end)
         row[first:end] = ["-"] * (end - first)
-        chunk, star = f"/{span.chunk}" if span.chunk else "", "*" if span.updates else ""
-        row[first] = f"{span.op}{span.microbatch}.{span.version}{chunk}{star}"
+        row[first] = cell_of(span) + ("*" if span.updates else "")
     return row
+
+
+def cell_of(span: Span) -> str:
+    """Return the name of a span in a grid, without the mark of an update."""
+    chunk, part = f"/{span.chunk}" if span.chunk else "", "" if span.part is None else f":{span.part}"
+    return f"{span.op}{span.microbatch}.{span.version}{chunk}{part}"
 
 
 def _parse_row(tokens: list[str], number: int) -> tuple[Span, ...]:
@@ -173,8 +198,9 @@ def _parse_row(tokens: list[str], number: int) -> tuple[Span, ...]:
         match = _CELL.fullmatch(token)
         if match is None or match[1] not in OPS:
             raise InputError(
-                f"grid, line {number}, tick {tick}: expected a cell like F3.1, B3.1*, FB3.1, W3.1/1, '-' or '.', found '{token}'"
+                f"grid, line {number}, tick {tick}: expected a cell like F3.1, B3.1*, FB3.1, W3.1/1, B3.1:0, '-' or '.', found '{token}'"
             )
-        op, microbatch, version, chunk, star = match.groups()
-        spans.append(Span(op, int(microbatch), int(version), tick, tick + 1, bool(star), chunk=int(chunk or 0)))
+        op, microbatch, version, chunk, place, star = match.groups()
+        part = None if place is None else int(place)
+        spans.append(Span(op, int(microbatch), int(version), tick, tick + 1, bool(star), chunk=int(chunk or 0), part=part))
     return tuple(spans)

@@ -30,10 +30,10 @@ class Traffic:
 
     def all_reduce(self, ranks: Sequence[int], ready: float, size: float) -> float:
         """Return when a sum that can begin at `ready` ends; each rank sends `size` bytes to its neighbour in a ring."""
-        ring: list[Link] = [self._network(rank, ranks[n - 1]) for n, rank in enumerate(ranks)]
-        ports = list(dict.fromkeys(port for link in ring for port in link.ports))
-        sent = self._occupy(ports, ready, size / min(link.bandwidth for link in ring))
-        return sent + 2 * (len(ranks) - 1) * max(link.latency for link in ring)
+        ring: dict[tuple[int, int], Link] = {(rank, ranks[n - 1]): self._network(rank, ranks[n - 1]) for n, rank in enumerate(ranks)}
+        ports = list(dict.fromkeys(port for pair, link in ring.items() for port in link.ports or (pair,)))
+        sent = self._occupy(ports, ready, size / min(link.bandwidth for link in ring.values()))
+        return sent + 2 * (len(ranks) - 1) * max(link.latency for link in ring.values())
 
     def _occupy(self, names: Sequence[Hashable], ready: float, seconds: float) -> float:
         """Occupy the ports from the first time after `ready` at which all are free for `seconds`, and return the end."""

@@ -1,9 +1,10 @@
 """Verify the instructions of each worker: their order, the versions they read, buffers, and the batch of each update."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, NoReturn
 
-from jpipe.ops import OPS, Reads
+from jpipe.ops import Reads
 from jpipe.plan import Plan
 from jpipe.programs._execution_order import Violation
 from jpipe.programs._global_norm import last_microbatch
@@ -20,6 +21,9 @@ from jpipe.programs._instructions import (
     SumSquares,
     TakeShared,
     Update,
+    ends_update,
+    op_of,
+    parts_of,
 )
 from jpipe.schedules import SCHEDULES, Action
 
@@ -58,6 +62,7 @@ class Verifier:
         self._versions = versions_before(self._plan, number, program.start)
         self._buffers: set[tuple[str, int]] = set()  # (kind, microbatch or batch)
         self._accumulated = 0  # backwards of the batch that is being accumulated
+        self._unfinished: list[Compute] = []  # the remaining parts of the last computation, in order
         self._sets_aside = program.sets_aside[self._stage]
         shares = self._plan.shard_optimizer and self._replicas > 1
         self._other_replicas = (
@@ -82,6 +87,8 @@ class Verifier:
         """
         for computation in self._computations:
             self._fail(f"the program ends before {computation}")
+        if self._unfinished:
+            self._fail(f"the program ends before {self._unfinished[0]}")
         if self._buffers:
             self._fail(f"left behind: {sorted(self._buffers)}")
         needed = versions_before(self._plan, self._number, self._program.end)
@@ -96,7 +103,7 @@ class Verifier:
         self._put(i.data, i.microbatch)
 
     def _compute(self, i: Compute) -> None:
-        op, k = OPS[i.op], i.microbatch
+        op, k = op_of(i, self._plan), i.microbatch
         for kind in self._kinds_read(op.reads):
             self._take(kind, k)
         self._check_order_and_version(i)
@@ -132,8 +139,10 @@ class Verifier:
             self._put(_RECEIVED[i.message], i.microbatch)
 
     def _all_reduce(self, i: AllReduce) -> None:
-        self._take("sums", i.batch)
-        self._put("summed", i.batch)
+        if i.part and (_of_part("summed", i.part - 1), i.batch) not in self._buffers:
+            self._fail(f"{i} before the sum of part {i.part - 1}: all replicas sum the parts in order")
+        self._take(_of_part("sums", i.part), i.batch)
+        self._put(_of_part("summed", i.part), i.batch)
 
     def _take_shared(self, i: TakeShared) -> None:
         self._look_at_sum(i.batch)
@@ -194,9 +203,13 @@ class Verifier:
 
     def _check_order_and_version(self, i: Compute) -> None:
         k = i.microbatch
-        expected = next(self._computations, None)
-        if expected != (i.op, self._stage, k):
-            self._fail(f"{i}: the schedule's next computation is {expected}")
+        if not self._unfinished:
+            expected = next(self._computations, None)
+            if expected != (i.op, self._stage, k):
+                self._fail(f"{i}: the schedule's next computation is {expected}")
+            self._unfinished = [replace(i, part=part) for part in parts_of(i.op, self._plan, self._stage, k)]
+        if i != (following := self._unfinished.pop(0)):
+            self._fail(f"{i}: the next part is {following}")
         version = self._schedule.version(self._plan, self._stage, k)
         if i.version != version:
             self._fail(f"{i} reads version {i.version}, the formula says {version}")
@@ -218,25 +231,30 @@ class Verifier:
 
     def _accumulate(self, i: Compute) -> None:
         """Count the gradients of a microbatch; those of a whole batch may be set aside until its update."""
-        self._accumulated += 1
+        if not self._unfinished:
+            self._accumulated += 1
+        if not self._sets_aside or not ends_update(self._plan, self._stage, i.microbatch):
+            return
         expected = self._every // self._replicas
-        if self._sets_aside and (i.microbatch // self._replicas + 1) % expected == 0:
+        if not self._unfinished:
             if self._accumulated != expected:
                 self._fail(f"{i} ends a batch after {self._accumulated} backwards, expected {expected}")
             self._accumulated = 0
-            self._put("sums", i.microbatch // self._every)
+        self._put(_of_part("sums", i.part), i.microbatch // self._every)
 
     def _take_sum(self, batch: int) -> None:
         """Take the gradients of a whole batch, summed over all replicas."""
         if self._sets_aside:
-            self._take(self._aside_as, batch)
+            for kind in self._aside_as:
+                self._take(kind, batch)
         elif self._accumulated != self._every:
             self._fail(f"update {batch} after {self._accumulated} backwards, expected {self._every}")
 
     def _look_at_sum(self, batch: int) -> None:
         """Check that the gradients of a whole batch are there, and leave them to the update."""
         if self._sets_aside:
-            self._put(self._aside_as, self._take(self._aside_as, batch))
+            for kind in self._aside_as:
+                self._put(kind, self._take(kind, batch))
         else:
             self._take_sum(batch)
 
@@ -251,9 +269,10 @@ class Verifier:
             self._take(f"group {group} added", k)
 
     @property
-    def _aside_as(self) -> str:
-        """The kind of buffer in which the gradients of a whole batch wait for its update."""
-        return "summed" if self._replicas > 1 else "sums"
+    def _aside_as(self) -> list[str]:
+        """The kinds of buffers in which the gradients of a whole batch wait for its update."""
+        parts = [*range(len(self._plan.stages[self._stage].sum_parts))] or [None]
+        return [_of_part("summed" if self._replicas > 1 else "sums", part) for part in parts]
 
     def _need_norm(self, k: int) -> None:
         if k not in self._norms:
@@ -278,6 +297,11 @@ class Verifier:
 
     def _fail(self, what: str) -> NoReturn:
         raise Violation.at(self._plan, self._number, what)
+
+
+def _of_part(kind: str, part: int | None) -> str:
+    """Return the kind of buffer that holds one part of sums, or all of them."""
+    return kind if part is None else f"{kind} of part {part}"
 
 
 _SENT = {"activation": "output", "gradient": "gradient", "squares": "squares"}

@@ -399,7 +399,10 @@ def _sends(plan: Plan, buckets: Sequence[Sequence[Arrays]], runs: Iterable[Progr
 def _replica_sums(plan: Plan, arrays: Sequence[Arrays]) -> list[tuple[int, Tree]]:
     """Return the first replica of each stage and the specs of what its replicas sum."""
     replicated = [(workers[0], arrays[workers[0]]) for workers in plan.stage_workers if len(workers) > 1]
-    sums: list[tuple[int, Tree]] = [(first, a.reduced) for first, a in replicated]
+    sums: list[tuple[int, Tree]] = []
+    for first, a in replicated:
+        parts = range(len(a.functions.stage.sum_parts))
+        sums += [(first, part) for part in ([a.reduced_part(part) for part in parts] or [a.reduced])]
     return sums + [(first, a.averaged) for first, a in replicated if a.functions.averages_when_read]
 
 

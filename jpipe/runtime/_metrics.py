@@ -263,7 +263,7 @@ class MetricsExchange:
             instructions = [i for i in program.instructions if i.worker == worker]
             updated = [_updated(program, stage) for stage in range(program.plan.depth)]
             if program.plan.replicas[s] > 1:
-                ended = [i.batch // rate for i in instructions if type(i) is AllReduce and (i.batch + 1) % rate == 0]
+                ended = [i.batch // rate for i in instructions if type(i) is AllReduce and not i.part and (i.batch + 1) % rate == 0]
             elif program.sets_aside[s]:
                 last = (i.microbatch for i in instructions if type(i) is Compute and OPS[i.op].finishes)
                 ended = [k // every for k in last if (k + 1) % every == 0]

@@ -11,6 +11,7 @@ import numpy as np
 from jpipe.errors import shortened
 from jpipe.ops import OPS, Op
 from jpipe.plan import Plan
+from jpipe.stages._calls import op_of_call
 from jpipe.stages._compiled_stage import CompiledStage
 
 Tree = Any
@@ -64,7 +65,9 @@ class _Checked:
     @property
     def _op(self) -> Op | None:
         """The op that this call computes; None if it computes no op."""
-        return next((op for op in OPS.values() if op.function == self.name), None)
+        if self.name == OPS["E"].function:
+            return OPS["E"]
+        return op_of_call(self.name, self.stage.functions.stage)
 
     def _begins(self, arguments: tuple[Any, ...], results: Any, wanted: "Wanted") -> str:
         """Describe where the value first occurs in this call, with the layer if it is known."""

@@ -19,8 +19,8 @@ from jpipe.ops import OPS, Leaves
 from jpipe.plan import Plan
 from jpipe.programs._costs import StageCost
 from jpipe.programs._global_norm import route_of
-from jpipe.programs._instructions import Compute, SumSquares, Update
-from jpipe.programs._timeline import MemorySample, MemoryTimeline, Span, Timeline
+from jpipe.programs._instructions import Compute, SumSquares, Update, op_of, parts_of
+from jpipe.programs._timeline import MemorySample, MemoryTimeline, Span, Timeline, whole_spans
 from jpipe.runtime._interpreter import Event
 from jpipe.runtime.state import Microbatch, PendingUpdate, Weights, WorkerState
 from jpipe.schedules import SCHEDULES
@@ -121,7 +121,7 @@ def _switch_often(begin: bool) -> None:
 
 
 _Instruction = Compute | Update
-_Key = tuple[int, str, int]  # worker, op or U, microbatch (of an update: batch)
+_Key = tuple[int, str, int, int]  # worker, op or U, microbatch (of an update: batch), part of the stage
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,9 @@ class _Watcher:
     def look(self, worker: int, state: WorkerState) -> None:
         """Note what a worker holds; looks only at new buffers, because there may be hundreds of microbatches."""
         sizes = self._sizes.setdefault(worker, {})
-        named = ("optimizer", state.optimizer), ("accumulators", state.accumulators), ("state", state.layer_state)
+        count = 0 if state.accumulators is None else len(state.accumulators.get("gradients", ()))  # fewer while parts of them are set aside
+        summed = f"accumulators of {count} entries"
+        named = ("optimizer", state.optimizer), (summed, state.accumulators), ("state", state.layer_state)
         for name, tree in named:
             if sizes.get(name, 0) == 0:  # accumulators may be missing at first
                 sizes[name] = sum(map(_on_each_device, jax.tree.leaves(tree)))
@@ -189,8 +191,7 @@ class _Watcher:
         if versions != known:
             weights = _bytes_by_version(state.weights)
             self._weights[worker] = versions, weights
-        accumulators = sizes["accumulators"] if state.accumulators is not None else 0
-        self._parts[worker] = _Parts(weights, sizes["optimizer"], accumulators, sizes["state"])
+        self._parts[worker] = _Parts(weights, sizes["optimizer"], sizes[summed], sizes["state"])
         self._first_parts.setdefault(worker, self._parts[worker])
         self._buffers.look(worker, state)
 
@@ -312,7 +313,8 @@ def _timeline(
         start = min(max([c.dispatched, free.get(c.device, 0.0), *(ends[k] for k in waits_for[key])]), end)
         free[c.device] = end
         if not isinstance(c.instruction, Update):
-            row.append(Span(c.instruction.op, c.instruction.microbatch, c.instruction.version, start, end, chunk=chunk))
+            i = c.instruction
+            row.append(Span(op_of(i, plan).name, i.microbatch, i.version, start, end, chunk=chunk, part=i.part))
         elif (place := max((n for n, span in enumerate(row) if span.chunk == chunk), default=None)) is not None:
             row[place] = row[place]._replace(updates=True, update_time=end - start, update_wait=start - row[place].end)
     return tuple(tuple(row) for row in rows)
@@ -320,19 +322,21 @@ def _timeline(
 
 def _key(instruction: _Instruction) -> _Key:
     if isinstance(instruction, Update):
-        return instruction.worker, "U", instruction.batch
-    return instruction.worker, instruction.op, instruction.microbatch
+        return instruction.worker, "U", instruction.batch, 0
+    return instruction.worker, instruction.op, instruction.microbatch, instruction.part or 0
 
 
 def _inputs(key: _Key, plan: Plan, global_norm: bool) -> list[_Key]:
     """Return the computations that may produce a computation's input: a neighbour's; for an update those of all replicas."""
-    worker, op, k = key
+    worker, op, k, part = key
     s = plan.workers[worker][0]
     match OPS[op].reads if op in OPS else "":  # an update is no op
+        case _ if part:
+            return []
         case "inputs":
-            return [(plan.worker(s - 1, k), before, k) for before in _ops_leaving("output")] if s > 0 else []
+            return _that_leave("output", plan, s - 1, k) if s > 0 else []
         case "residuals":
-            return [(plan.worker(s + 1, k), after, k) for after in _ops_leaving("gradient")] if s + 1 < plan.depth else []
+            return _that_leave("gradient", plan, s + 1, k) if s + 1 < plan.depth else []
         case "stash":
             return []
         case _:
@@ -341,11 +345,13 @@ def _inputs(key: _Key, plan: Plan, global_norm: bool) -> list[_Key]:
             is_alone = not global_norm or SCHEDULES[plan.schedule].flushes_after(plan, k)
             last = [] if is_alone else [end - 1 + route_of(plan).delay]
             microbatches = [*range(end - plan.replicas[summed], end), *last]
-            return [(plan.worker(summed, j), op, j) for j in microbatches for op in _ops_leaving("accumulators")]
+            return [key for j in microbatches for key in _that_leave("accumulators", plan, summed, j)]
 
 
-def _ops_leaving(what: Leaves) -> list[str]:
-    return [name for name, op in OPS.items() if what in op.leaves]
+def _that_leave(what: Leaves, plan: Plan, s: int, k: int) -> list[_Key]:
+    """Return the computations that may leave something of a microbatch at a stage; of those in parts the last part."""
+    names = [name for name, op in OPS.items() if what in op.leaves]
+    return [(plan.worker(s, k), name, k, parts_of(name, plan, s, k)[-1] or 0) for name in names]
 
 
 def _consistent(ends: dict[_Key, float], waits_for: dict[_Key, list[_Key]]) -> dict[_Key, float]:
@@ -391,6 +397,16 @@ def fit_costs(costs: Sequence[StageCost], timeline: Timeline, plan: Plan | None 
 
 
 def _fit(cost: StageCost, spans: Sequence[Span]) -> StageCost:
+    fitted = _fit_whole(cost, whole_spans(spans))
+    numbers = sorted({span.part for span in spans if span.part})
+    if not numbers:
+        return fitted
+    whole = fitted.backward_weight if any(span.op == "W" for span in spans) else fitted.backward
+    later = [_median([span.end - span.start for span in spans if span.part == number]) / whole for number in numbers]
+    return replace(fitted, part_times=(max(1 - sum(later), 0.0), *later))
+
+
+def _fit_whole(cost: StageCost, spans: Sequence[Span]) -> StageCost:
     pieces = {op.pieces for op in OPS.values()}
     times = {"".join(parts): _median([span.end - span.start for span in spans if OPS[span.op].pieces == parts]) for parts in pieces}
     update = _median([span.update_time for span in spans if span.updates])

@@ -84,7 +84,7 @@ class Transport:
         self._loads: dict[tuple[int, str], Any] = {}  # likewise of host arrays, by worker and name
         self.way: Literal["collectives", "device_put"] = "collectives"
         self._mailbox: dict[tuple[int, str, int], Tree] = {}  # messages in this process that are not yet received
-        self._parts: dict[tuple[int, int], dict[int, Tree]] = {}  # of a sum, by first replica and batch
+        self._parts: dict[tuple[int, int, int | None], dict[int, Tree]] = {}  # of a sum, by first replica, batch and part of the stage
 
     def compile(self, sends: Iterable[Sent], sums: Iterable[tuple[int, Tree]], loads: Mapping[tuple[int, str], Tree]) -> None:
         """Compile the transfers; all processes call it with the same kinds of messages, before any of them moves anything.
@@ -208,11 +208,12 @@ class Transport:
         """
         replicas = self._replicas[i.worker]
         local = [w for w in replicas if w in self._local]
-        parts = self._parts.setdefault((replicas[0], batch), {})
+        key = replicas[0], batch, i.part
+        parts = self._parts.setdefault(key, {})
         parts[i.worker] = part, add, finish
         if len(parts) < len(local):
             return {}
-        del self._parts[replicas[0], batch]
+        del self._parts[key]
         _, add, finish = parts[local[0]]
         return self.sum_replicas(replicas, {w: parts.pop(w)[0] for w in local}, add, finish, _Words(i, batch))
 

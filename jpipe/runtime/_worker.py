@@ -21,12 +21,13 @@ from jpipe.programs._instructions import (
     SumSquares,
     TakeShared,
     Update,
+    op_of,
 )
 from jpipe.runtime._lanes import PendingTransfer, arrived
 from jpipe.runtime._transport import Transport
 from jpipe.runtime.state import Consumed, Fields, Microbatch, PendingUpdate, Weights, WorkerState, pack, unpack
 from jpipe.stages._compiled_stage import CompiledStage, UpdateNumber, update_kind
-from jpipe.stages.functions._sums import shared_with
+from jpipe.stages.functions._sums import joined_sums, shared_with
 
 Tree = Any
 
@@ -223,7 +224,7 @@ class Worker:
 
     def compute(self, i: Compute) -> None:
         """Run an op on what it reads, and keep what it leaves."""
-        op, state = OPS[i.op], self.state
+        op, state = op_of(i, self.plan), self.state
         if not op.trains:
             self.evaluate(i)
             return
@@ -231,7 +232,7 @@ class Worker:
         microbatch, params, before = state.microbatches[k], state.weights.read(version), state.layer_state
         stage, reads = self.stage_for(k) if self.has_buckets else self.compiled, self.take(op, microbatch)
         functions, rng = stage.functions, (np.uint32(k), state.key) if self.has_rng else (None, None)
-        sums = (self.donated_accumulators(params),) if op.finishes else ()
+        sums = (self.donated_accumulators(params, i.part),) if op.finishes else ()
         scale = (state.scale(version),) if op.parts != "F" else ()
         results, self.done = stage.calls[op.function](params, *reads, *sums, rng, *scale)
         left = dict(zip(op.leaves, results if len(op.leaves) > 1 else (results,), strict=True))
@@ -241,14 +242,18 @@ class Worker:
             microbatch["message" if self.functions.last else "output"] = left["output"]
         if "residuals" in left:
             microbatch["residuals"] = functions.residuals.keep(reads, (left["output"], state.layer_state)), left["residuals"]
-        if "stash" in left and op.begins:
+        if "stash" in left and op.begins and i.part is None:
             microbatch["stash"] = functions.halves.stash_of(reads, state.layer_state, left["stash"])
+        elif "stash" in left and i.part is not None:
+            microbatch["stash"] = functions.in_parts(op.function).held(i.part, reads[0] if i.part else reads, left["stash"])
         elif "stash" in left:
             microbatch["stash"] = functions.halves.late_inputs(*reads), left["stash"]
         if op.gives_gradient and not self.functions.first:
             microbatch["gradient"] = left["gradient"]
         self.used_microbatch(k)
-        if op.finishes:
+        if op.finishes and i.part is not None:
+            self.set_part_aside(k, i.part, left["accumulators"])
+        elif op.finishes:
             state.accumulators = left["accumulators"]
             if self.sets_aside:
                 self.after_backward(k)
@@ -259,11 +264,26 @@ class Worker:
             return self.state.layer_state, arrived(microbatch.pop("inputs")), microbatch.pop("labels", None)
         if op.reads == "residuals":
             return *microbatch.pop("residuals"), arrived(microbatch.pop("message"))
-        return tuple(microbatch.pop("stash"))
+        stash = microbatch.pop("stash")
+        return (stash,) if isinstance(stash, list) else stash  # a list for a later part of the stage
 
-    def donated_accumulators(self, params: Tree) -> Tree:
-        """Return the gradient accumulators to donate, new ones if the last were set aside."""
-        return self.state.accumulators if self.state.accumulators is not None else self.calls["zero_accumulators"](params)
+    def donated_accumulators(self, params: Tree, part: int | None) -> Tree:
+        """Return the gradient accumulators to donate, all or those of one part of the stage; new ones if the last were set aside."""
+        accumulators = self.state.accumulators if self.state.accumulators is not None else self.calls["zero_accumulators"](params)
+        if part is None:
+            return accumulators
+        self.state.accumulators = {**accumulators, "gradients": dict(accumulators["gradients"])}
+        donated = self.functions.accumulators_of_part(accumulators, part)
+        for entry in donated["gradients"]:
+            del self.state.accumulators["gradients"][entry]
+        return donated
+
+    def set_part_aside(self, k: int, part: int, accumulators: Tree) -> None:
+        """Set the complete accumulators of one part of the stage aside."""
+        update = k // self.plan.microbatches_per_update(self.stage)
+        if part == len(self.plan.stages[self.stage].sum_parts) - 1:
+            self.state.accumulators = None
+        self.change_update(update, sums={**self.state.updates.get(update, {}).get("sums", {}), part: accumulators})
 
     def after_backward(self, k: int) -> None:
         """Set the accumulators aside if they are complete."""
@@ -277,24 +297,36 @@ class Worker:
     def all_reduce(self, i: AllReduce) -> None:
         """Give this replica's part of a sum; with the last one of this process all its replicas get the sum."""
         state, update = self.state, i.batch + self.version_shift
-        part = state.updates[update]["sums"], self.functions.averaged_state(state.layer_state) if self.averages else []
-        for w, total in self.transport.all_reduce(i, update, part, self.calls["add"], self.calls["finish"]).items():
+        sums, name = state.updates[update]["sums"], "" if i.part is None else f" {i.part}"
+        means = self.functions.averaged_state(state.layer_state) if self.averages and not i.part else []
+        part = sums if i.part is None else sums[i.part], means
+        for w, total in self.transport.all_reduce(i, update, part, self.calls[f"add{name}"], self.calls[f"finish{name}"]).items():
             self.workers[w].take_sum(i, total)
             self.workers[w].delete_unused()
 
     def take_sum(self, i: AllReduce, total: Tree) -> None:
         """Keep (sums, means of the layer state, (mean loss, weight) at the last stage) of all replicas for the update."""
         update = i.batch + self.version_shift
+        pending = self.state.updates[update]
         if isinstance(total, PendingTransfer):
-            self.consumed.keep(self.state.updates[update]["sums"])  # the transfer may read them later
-        self.change_update(update, sums=None, summed=total)
-        if self.functions.last and self.replica == 0:
+            self.consumed.keep(pending["sums"])  # the transfer may read them later
+        if i.part is None:
+            self.change_update(update, sums=None, summed=total)
+        else:
+            sums = {part: tree for part, tree in pending["sums"].items() if part != i.part}
+            self.change_update(update, sums=sums or None, summed={**pending.get("summed", {}), i.part: total})
+        if self.functions.last and self.replica == 0 and not i.part:
             self.finish(update, total[2])
+
+    def arrived_sum(self, update: int) -> Tree:
+        """Return the sum over all replicas, as `finish` returns it, waiting for each part of it."""
+        summed = self.state.updates[update]["summed"]
+        return joined_sums([arrived(summed[part]) for part in sorted(summed)]) if isinstance(summed, dict) else arrived(summed)
 
     def complete(self, update: int) -> Tree:
         """Return the accumulators of a whole batch, which stay where they are."""
         if self.replicas > 1:
-            self.change_update(update, summed=arrived(self.state.updates[update]["summed"]))
+            self.change_update(update, summed=self.arrived_sum(update))
             return self.state.updates[update]["summed"][0]
         return self.state.updates[update]["sums"] if self.sets_aside else self.state.accumulators
 
@@ -417,11 +449,12 @@ class Worker:
             self.change_update(update, shared=None, received=None)
         if not self.sets_aside:
             return self.state.accumulators
-        pending = self.state.updates[update]
-        self.change_update(update, sums=None, summed=None)
         if self.replicas == 1:
-            return pending["sums"]
-        accumulators, means, _ = arrived(pending["summed"])
+            sums = self.state.updates[update]["sums"]
+            self.change_update(update, sums=None)
+            return sums
+        accumulators, means, _ = self.arrived_sum(update)
+        self.change_update(update, summed=None)
         if self.averages:
             self.change_layer_state(self.functions.with_averages(self.state.layer_state, means))
         return accumulators

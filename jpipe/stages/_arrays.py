@@ -188,6 +188,11 @@ class Arrays:
         """The arrays that replicas sum for an update: accumulators, and layer state if they average it with each update."""
         return self.accumulators, self.averaged if self.functions.average_state == "update" else []
 
+    def reduced_part(self, number: int) -> tuple[Tree, list[Spec]]:
+        """Return the arrays that replicas sum for one part of the stage (`Stage.sum_parts`); the layer state is with the first part."""
+        accumulators, averaged = self.reduced
+        return self.functions.accumulators_of_part(accumulators, number), [] if number else averaged
+
     @property
     def averaged(self) -> list[Spec]:
         """The layer state that replicas average."""

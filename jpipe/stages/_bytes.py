@@ -82,6 +82,7 @@ def measure_bytes(
         optimizer=nbytes(a.optimizer),
         state=nbytes(a.state),
         accumulators=nbytes(a.accumulators),
+        part_accumulators=tuple(nbytes(f.accumulators_of_part(a.accumulators, part)) for part in range(len(f.stage.sum_parts))),
         squares=nbytes(squares_spec([len(f.counted)])),
         shared=tuple(
             nbytes([a.accumulators["gradients"][name] for name in names]) if f.number in stages else 0 for stages, names in f.sharing.groups

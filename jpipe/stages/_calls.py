@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jpipe.meshes._place import Place
 from jpipe.model.jaxprs._wanted import without_effects
 from jpipe.ops import OPS, Leaves, Op
+from jpipe.plan import Stage
 from jpipe.stages._arrays import Arrays, Share, shardings_of
 from jpipe.stages.functions._accumulators import mean_loss
 from jpipe.stages.functions._evaluation import evaluate, predict
@@ -27,6 +28,13 @@ _DONE = jax.ShapeDtypeStruct((), jnp.bool_)
 def ops_by_call() -> dict[str, Op]:
     """Return the ops of training by the name of their call, such as `forward`."""
     return {op.function: op for op in OPS.values() if op.trains}
+
+
+def op_of_call(name: str, stage: Stage) -> Op | None:
+    """Return the op that a call of a stage computes, or computes for one part; None for a call that is not of an op."""
+    function, _, part = name.partition(" ")
+    op = ops_by_call().get(function)
+    return op if op is None or not part else op.of_part(int(part), len(stage.sum_parts))
 
 
 class Call(NamedTuple):
@@ -67,7 +75,7 @@ def trace_call(
     """
     call = _call(Arrays(functions, place, {} if chosen is None else chosen, share), name, counts)
     function, outputs = call.function, call.outputs
-    if name in (*ops_by_call(), *get_args(UpdateKind)):
+    if op_of_call(name, functions.stage) is not None or name in get_args(UpdateKind):
         function, outputs = _with_done(function), (outputs, place.specs(_DONE))
     function = _named(function, name)
     options: dict[str, Any] = {"donate_argnums": call.donated, "keep_unused": name.startswith(("in_place", "into_retired"))}
@@ -82,8 +90,8 @@ def trace_call(
 def _call(a: Arrays, name: str, counts: Sequence[int]) -> Call:
     """Return a call by name."""
     f = a.functions
-    if name in (ops := ops_by_call()):
-        return _call_of_op(a, ops[name])
+    if (op := op_of_call(name, f.stage)) is not None:
+        return _call_of_op(a, op)
     params, optimizer, gradients = (unshared(f, tree) for tree in (a.updated(a.trained), a.optimizer, a.accumulators["gradients"]))
     updated = params, optimizer, {**a.accumulators, "gradients": gradients}
     number = a.whole(jax.ShapeDtypeStruct((), loss_dtype()))
@@ -110,18 +118,30 @@ def _call(a: Arrays, name: str, counts: Sequence[int]) -> Call:
         "evaluate": lambda: Call(partial(evaluate, f), (), (a.params, *a.arguments, a.evaluation_rng), number if f.last else a.outputs),
         "predict": lambda: Call(partial(predict, f), (), (a.params, a.state, a.x, None, a.evaluation_rng), None),
     }
-    shared = _calls_for_shared(a)
-    return shared[name] if name in shared else calls[name]()
+    if name in calls:
+        return calls[name]()
+    return {**_calls_for_shared(a), **_calls_for_parts(a)}[name]
 
 
 def _call_of_op(a: Arrays, op: Op) -> Call:
     """Return the call of an op, with the arguments and results that its row of the table says."""
     scale = None if a.scale is None else a.scale.value
-    reads = {"inputs": lambda: a.arguments, "residuals": lambda: a.between, "stash": lambda: a.stash}[op.reads]()
+    reads = {"inputs": lambda: a.arguments, "residuals": lambda: a.between, "stash": lambda: a.stash}
+    function, _, part = op.function.partition(" ")
+    if part:
+        return _call_of_part(a, op, int(part), reads[ops_by_call()[function].reads]())
     results = tuple(_result_of_op(a, op, kind) for kind in op.leaves)
-    sums, donated = ((a.accumulators,), (1 + len(reads),)) if op.finishes else ((), ())
-    inputs = a.params, *reads, *sums, a.rng, *(() if op.parts == "F" else (scale,))
+    arguments = reads[op.reads]()
+    sums, donated = ((a.accumulators,), (1 + len(arguments),)) if op.finishes else ((), ())
+    inputs = a.params, *arguments, *sums, a.rng, *(() if op.parts == "F" else (scale,))
     return Call(getattr(a.functions, op.function), donated, inputs, results if len(results) > 1 else results[0])
+
+
+def _call_of_part(a: Arrays, op: Op, part: int, reads: tuple[Any, ...]) -> Call:
+    """Return the call of an op for one part of the stage, which is on one device; `reads` is what the whole op reads."""
+    held = reads if part == 0 else (a.whole(a.functions.in_parts(op.function).held_spec(part)),)
+    sums, scale = a.functions.accumulators_of_part(a.accumulators, part), None if a.scale is None else a.scale.value
+    return Call(partial(a.functions.run_part, op, part), (1 + len(held),), (a.params, *held, sums, a.rng, scale), None)
 
 
 def _result_of_op(a: Arrays, op: Op, kind: Leaves) -> Any:
@@ -136,6 +156,16 @@ def _result_of_op(a: Arrays, op: Op, kind: Leaves) -> Any:
         return a.outputs, *(([a.saved[i] for i in a.functions.halves.late_saved], stash) if is_chosen else (None, None))
     results = {"output": a.outputs, "state": a.changed, "gradient": a.gradient, "accumulators": a.accumulators}
     return results[kind]
+
+
+def _calls_for_parts(a: Arrays) -> dict[str, Call]:
+    """Return the calls for the sums of each part of the stage."""
+    calls: dict[str, Call] = {}
+    for part in range(len(a.functions.stage.sum_parts)):
+        reduced = a.reduced_part(part)
+        calls[f"add {part}"] = Call(add, (), (reduced, reduced), reduced)
+        calls[f"finish {part}"] = Call(partial(finish, a.functions), (0,), (reduced,), None)
+    return calls
 
 
 def _calls_for_shared(a: Arrays) -> dict[str, Call]:

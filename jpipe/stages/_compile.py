@@ -12,11 +12,10 @@ import jax
 from jpipe.errors import callers_code, cause
 from jpipe.meshes._place import Place
 from jpipe.model._losses import Loss
-from jpipe.ops import OPS
 from jpipe.plan import Plan
-from jpipe.programs._instructions import AddShared, AllReduce, Compute, Instruction, Program, SumSquares, TakeShared, Update
+from jpipe.programs._instructions import AddShared, AllReduce, Compute, Instruction, Program, SumSquares, TakeShared, Update, op_of
 from jpipe.stages._arrays import Share
-from jpipe.stages._calls import UpdateKind, ops_by_call, trace_call
+from jpipe.stages._calls import UpdateKind, op_of_call, trace_call
 from jpipe.stages._compiled_stage import CompiledStage, choices, sharded_by_xla, update_kind
 from jpipe.stages.functions._stage import StageFunctions
 
@@ -50,7 +49,7 @@ def compile_workers(
         for instruction in program.instructions:
             if instruction.worker in workers:
                 for name in _calls(instruction, program):
-                    if like is not None and name not in ops_by_call():
+                    if like is not None and op_of_call(name, workers[instruction.worker][0].stage) is None:
                         continue
                     key = keys[instruction.worker]
                     used[key if name in get_args(UpdateKind) else _for_all(key)].add(name)
@@ -161,10 +160,10 @@ def _calls(instruction: Instruction, program: Program) -> tuple[str, ...]:
     """Return the calls that an instruction needs."""
     stage = program.plan.workers[instruction.worker][0]
     match instruction:
-        case Compute(op=op):
-            return (OPS[op].function,)
-        case AllReduce():
-            return "add", "finish"
+        case Compute():
+            return (op_of(instruction, program.plan).function,)
+        case AllReduce(part=part):
+            return ("add", "finish") if part is None else (f"add {part}", f"finish {part}")
         case TakeShared():
             return ("take_shared",)
         case AddShared(group=group):

@@ -7,7 +7,7 @@ from itertools import count
 from typing import Any
 
 from jpipe.ops import OPS
-from jpipe.programs._timeline import Span, Timeline
+from jpipe.programs._timeline import Span, Timeline, cell_of
 
 _Event = dict[str, Any]
 
@@ -40,7 +40,7 @@ def _names(pid: int, name: str, ranks: int) -> Iterator[_Event]:
 def _slices(pid: int, timeline: Timeline) -> Iterator[_Event]:
     for tid, spans in enumerate(timeline, start=1):
         for span in spans:
-            name = f"{span.op}{span.microbatch}.{span.version}" + (f"/{span.chunk}" if span.chunk else "")
+            name = cell_of(span)
             facts = {"microbatch": span.microbatch, "version": span.version, "chunk": span.chunk}
             yield _slice(pid, tid, name, span.start, span.end) | {"args": facts}
             if span.updates:
@@ -58,7 +58,7 @@ def _flows(pid: int, timeline: Timeline, ids: Iterator[int]) -> Iterator[_Event]
     stops_of: dict[int, list[tuple[int, Span]]] = defaultdict(list)
     for tid, spans in enumerate(timeline, start=1):
         for span in spans:
-            if OPS[span.op].reads != "stash":  # no other stage waits for it
+            if OPS[span.op].reads != "stash" and not span.part:  # otherwise no other stage waits for it
                 stops_of[span.microbatch].append((tid, span))
     for microbatch, stops in stops_of.items():
         stops.sort(key=lambda stop: stop[1].start)

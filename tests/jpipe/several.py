@@ -42,6 +42,15 @@ CASES: dict[str, dict[str, dict]] = {
         "masters": {"num_stages": 2, "schedule": "pipedream", "microbatches": 1, "params": "bfloat16", "stage_clip": 1.0},
         "lengths": {"num_stages": 2, "schedule": "pipedream", "microbatches": 2, "lengths": True},
         "in a V": {"num_stages": 4, "schedule": "zb_v", "microbatches": 3, "clip": 3.0},
+        "sums in parts": {
+            "num_stages": 2,
+            "schedule": "pipedream_2bw",
+            "microbatches": 4,
+            "replicas": 2,
+            "placement": [[0, 1], [0, 1]],
+            "sum_parts": 2,
+            "clip": 3.0,
+        },
         "shared optimizer": {
             "num_stages": 2,
             "schedule": "pipedream_flush",
@@ -78,6 +87,16 @@ CASES: dict[str, dict[str, dict]] = {
     "2, more": {
         "gpipe": {"num_stages": 2, "schedule": "gpipe", "microbatches": 3, "clip": 3.0},
         "data_parallel": {"num_stages": 1, "schedule": "pipedream_flush", "microbatches": 4, "replicas": 2, "clip": 3.0},
+        "data_parallel, in parts": {"num_stages": 1, "schedule": "gpipe", "microbatches": 4, "replicas": 2, "sum_parts": 4},
+        "3-1, in parts": {
+            "num_stages": 2,
+            "schedule": "pipedream_flush",
+            "microbatches": 6,
+            "replicas": (3, 1),
+            "placement": [[0, 0, 1], [1]],
+            "sum_parts": 2,
+            "tied": True,
+        },
         "2bw with chunks": {"num_stages": 4, "schedule": "pipedream_2bw", "microbatches": 3, "chunks_per_rank": 2, "clip": 3.0},
         "four_workers, clipped": {"num_stages": 2, "schedule": "pipedream_2bw", "microbatches": 6, "replicas": 2, "clip": 3.0},
         "naive": {"num_stages": 2, "schedule": "naive", "microbatches": 2},
@@ -151,7 +170,7 @@ CASES: dict[str, dict[str, dict]] = {
     },
 }
 """Cases by group; a group's name begins with the number of its processes. Without a placement each worker has its own device."""
-INLINE = ("2bw", "round_robin", "unlike", "shared optimizer", "lengths")
+INLINE = ("2bw", "round_robin", "unlike", "sums in parts", "shared optimizer", "lengths")
 """Cases of two processes that run again as on GPUs: without threads, transfers called in the order of the program."""
 BATCHES = 5
 ROOT = Path(__file__).parents[2]

@@ -130,7 +130,7 @@ class PendingUpdates:
     def __init__(self, plan: Plan, available: Availability, listing: Listing, route: Route | None, waits: Sequence[bool]) -> None:
         self.plan, self.available, self.listing = plan, available, listing
         self.routed = [route is not None and wait for wait in waits]
-        self.arrived: dict[tuple[int, int], list[int]] = {}  # when each replica had its gradients, by stage and batch
+        self.arrived: dict[tuple[int, int, int | None], list[int]] = {}  # when each replica had gradients, by stage, batch and part
 
     def add(self, worker: Worker, batch: int | None, dead: int | None) -> None:
         """Note the end of a backward.
@@ -149,8 +149,8 @@ class PendingUpdates:
             pending[0] = Pending(pending[0].batch, dead)  # the update that is due, or that starts from this version, takes its memory
         elif dead is not None:
             self.listing.write(worker.clock, Release(worker.number, dead))
-        if batch is not None and (len(pending) == 1 or routed):
-            self._begin_sum(worker, batch)
+        if batch is not None and (len(pending) == 1 or routed) and not self._sums_parts(worker):
+            self.begin_sum(worker, batch)
 
     def settle(self, worker: Worker) -> bool:
         """Make the first of two pending updates.
@@ -164,7 +164,8 @@ class PendingUpdates:
                 return False
             worker.clock = max(worker.clock, summed)
             self.make(worker, worker.clock)
-            self._begin_sum(worker, worker.pending[0].batch)
+            if not self._sums_parts(worker):
+                self.begin_sum(worker, worker.pending[0].batch)
         return True
 
     def make(self, worker: Worker, time: int) -> None:
@@ -173,13 +174,18 @@ class PendingUpdates:
         self.listing.write(time, Update(worker.number, pending.batch, pending.retires))
         worker.updates += 1
 
-    def _begin_sum(self, worker: Worker, batch: int) -> None:
-        """Note that a replica has all gradients of a batch; the sum begins with the last replica."""
+    def _sums_parts(self, worker: Worker) -> bool:
+        """Return whether a stage sums its gradients in parts, each as soon as it is computed, whatever updates are pending."""
+        return bool(self.plan.stages[worker.stage].sum_parts)
+
+    def begin_sum(self, worker: Worker, batch: int, part: int | None = None) -> None:
+        """Note that a replica has all gradients of a batch, or of a part of the stage; the sum begins with the last replica."""
         s = worker.stage
-        arrived = self.arrived.setdefault((s, batch), [])
+        arrived = self.arrived.setdefault((s, batch, part), [])
         arrived.append(worker.clock)
         if len(arrived) == self.plan.replicas[s]:
-            begins = max(self.arrived.pop((s, batch)))
+            begins = max(self.arrived.pop((s, batch, part)))
             if self.plan.replicas[s] > 1:
-                self.listing.write(begins, *(AllReduce(w, batch) for w in self.plan.stage_workers[s]))
-            self.available.announce("sum", s, batch, begins)
+                self.listing.write(begins, *(AllReduce(w, batch, part) for w in self.plan.stage_workers[s]))
+            if part is None or part == len(self.plan.stages[s].sum_parts) - 1:
+                self.available.announce("sum", s, batch, begins)

@@ -9,7 +9,18 @@ from jpipe.ops import OPS
 from jpipe.plan import Plan
 from jpipe.programs._execution_order import ProgramError
 from jpipe.programs._global_norm import distribute, last_microbatch, norm_alone, route_of, transfer
-from jpipe.programs._instructions import AddShared, Compute, Instruction, Load, Release, SumSquares, TakeShared, Update
+from jpipe.programs._instructions import (
+    AddShared,
+    Compute,
+    Instruction,
+    Load,
+    Release,
+    SumSquares,
+    TakeShared,
+    Update,
+    ends_update,
+    parts_of,
+)
 from jpipe.programs._timeline import Span, format_grid
 from jpipe.programs.lowering._progress import Availability, Listing, PendingUpdates, Rank, Worker
 from jpipe.schedules import SCHEDULES, Action
@@ -21,6 +32,7 @@ class Run:
     def __init__(self, plan: Plan, start: int, batches: int, drain: bool, global_norm: bool, shared: tuple[tuple[int, ...], ...]) -> None:
         self.plan, self.start, self.global_norm, self.shared = plan, start, global_norm, shared
         self.schedule = SCHEDULES[plan.schedule]
+        self.unit = max(len(stage.sum_parts) or 1 for stage in plan.stages)  # ticks of a forward, so that each part takes some
         self.again = [int(stage.recompute != "none") for stage in plan.stages]  # ticks of a forward that is computed again
         self.ranks = [Rank(rank) for rank in range(len(plan.rank_workers))]
         self.workers = [Worker(plan, w, start, self.ranks[plan.rank_of[w]]) for w in range(len(plan.workers))]
@@ -69,7 +81,7 @@ class Run:
     def _deadlock(self, waiting: dict[int, Action]) -> InputError | ProgramError:
         """Return the error that shows which computations of which ranks wait for each other."""
         plan, rows = self.plan, [list[Span]() for _ in self.ranks]
-        for i, time in self.listing.computations():
+        for i, time in ((i, time) for i, time in self.listing.computations() if not i.part):
             rank, (s, _) = plan.rank_of[i.worker], plan.workers[i.worker]
             chunk = plan.rank_workers[rank].index(i.worker)
             rows[rank].append(Span(i.op, i.microbatch, i.version, time, time + self._ticks(i.op, s), chunk=chunk))
@@ -82,8 +94,8 @@ class Run:
         return InputError(f"plan: order: {expected}; {what}; {change}", *grid.splitlines())
 
     def _ticks(self, op: str, s: int) -> int:
-        """Return the ticks of a computation: one for each part, and one more where it recomputes the forward."""
-        return len(OPS[op].parts) + (self.again[s] if OPS[op].gives_gradient else 0)
+        """Return the ticks of a computation: a unit for each of its halves, and one more where it recomputes the forward."""
+        return self.unit * (len(OPS[op].parts) + (self.again[s] if OPS[op].gives_gradient else 0))
 
     def _order(self, rank: int, start: int, batches: int, drain: bool) -> list[Action]:
         """Return the schedule's order up to the first forward that needs batch `batches`."""
@@ -104,8 +116,8 @@ class Run:
         if entry.is_forward:
             self._update_before(worker, k, version, begins)
             self.listing.write(begins, *loads(plan, s, k, self.labels_with))
-        self.listing.write(begins, Compute(op, worker.number, k, version))
-        worker.clock = begins + self._ticks(op, s)
+        worker.clock = begins
+        self._write(worker, op, k, version)
         if "output" in OPS[op].leaves:
             self._after_forward(worker, k)
         if entry.gives_gradient:
@@ -113,6 +125,16 @@ class Run:
         if entry.finishes:
             self._after_backward(worker, k, version)
         return True
+
+    def _write(self, worker: Worker, op: str, k: int, version: int) -> None:
+        """Write a computation that begins now; a part of it is followed by the sum of this part."""
+        s, parts = worker.stage, parts_of(op, self.plan, worker.stage, k)
+        later = self.unit * len(OPS[op].parts.strip("F")) // len(parts)  # ticks of each part but the first
+        for part in parts:
+            self.listing.write(worker.clock, Compute(op, worker.number, k, version, part))
+            worker.clock += later if part else self._ticks(op, s) - later * (len(parts) - 1)
+            if part is not None:
+                self.updates.begin_sum(worker, k // self.plan.microbatches_per_update(s), part)
 
     def _after_forward(self, worker: Worker, k: int) -> None:
         plan, w, s = self.plan, worker.number, worker.stage
@@ -228,7 +250,7 @@ class Run:
         next_version = self.schedule.version(plan, s, k + replicas)
         assert next_version - version in (0, 1), "versions advance one by one"
         dead = version if next_version > version else None  # microbatches in flight and to come all read later versions
-        batch = k // every if (k // replicas + 1) % (every // replicas) == 0 else None  # that it ends
+        batch = k // every if ends_update(plan, s, k) else None  # that it ends
         if replicas > 1 or self.waits[s]:
             self.updates.add(worker, batch, dead)
             self._note_due(worker, k)

@@ -27,7 +27,7 @@ def accumulate(
     Args:
         accumulators: the sums so far.
         gradients: (entry, gradient), times the loss scale; a parameter that two layers share comes twice.
-        numbers: (weight,), at the last stage (loss, weight).
+        numbers: (weight,), at the last stage (loss, weight); none where the accumulators have none.
         scale: the loss scale, or None.
 
     Returns:
@@ -36,9 +36,8 @@ def accumulate(
     sums = dict(accumulators["gradients"])
     for entry, part in gradients:
         sums[entry] = jax.tree.map(lambda total, g: total + _unscaled(g, total.dtype, scale), sums[entry], part)
-    *loss, weight = numbers
-    added = {"gradients": sums, "weight": accumulators["weight"] + weight}
-    return added | {"loss": accumulators["loss"] + loss[0]} if loss else added
+    added = {name: accumulators[name] + number for name, number in zip(("weight", "loss"), reversed(numbers), strict=False)}
+    return {"gradients": sums, **added}
 
 
 def mean_loss(accumulators: Tree) -> tuple[jax.Array, jax.Array]:

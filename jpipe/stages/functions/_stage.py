@@ -1,9 +1,9 @@
 """One stage of a model: its forward and backward as pure functions, and the shapes of what they take and return."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, Literal
 
 import jax
@@ -19,6 +19,7 @@ from jpipe.model._subset import EVERYTHING, Subset
 from jpipe.model._ties import NOTHING_SHARED, Sharing
 from jpipe.model.jaxprs._dependence import passed_on
 from jpipe.model.layerwise._optimizer import LayerwiseOptimizer
+from jpipe.ops import Op
 from jpipe.plan import Stage
 from jpipe.stages.functions._accumulators import accumulate, zero_accumulators
 from jpipe.stages.functions._effects import describe_effects
@@ -26,7 +27,7 @@ from jpipe.stages.functions._floats import floats_of, is_float, with_floats
 from jpipe.stages.functions._loss import call_loss, loss_dtype
 from jpipe.stages.functions._residuals import Residuals, find_residuals
 from jpipe.stages.functions._specs import Specs, rng_spec
-from jpipe.stages.functions._split_backward import LateInputs, SplitBackward
+from jpipe.stages.functions._split_backward import BackwardInParts, LateInputs, SplitBackward
 
 Tree = Any
 
@@ -139,6 +140,27 @@ class StageFunctions:
         gradient, stash = self.backward_input(params, forward_arrays, saved, y, rng, scale)
         return gradient, changed, (y, [saved[i] for i in self.halves.late_saved], stash)
 
+    def run_part(self, op: Op, number: int, params: Tree, *arguments: Any) -> Any:
+        """Run an op for one part of the stage.
+
+        Args:
+            op: from `Op.of_part`.
+            number: of the part, counted from that of the last layers.
+            params: as for the whole op.
+            arguments: what the part reads, the accumulators of the part, rng and scale.
+
+        Returns:
+            What the op leaves.
+        """
+        *reads, accumulators, rng, scale = arguments
+        held = reads[0] if number else tuple(reads)
+        early, gradients, message, stash = self.in_parts(op.function).run(number, params, held, rng, scale)
+        numbers, changed = early or ((), None)
+        added = accumulate(accumulators, gradients, numbers, self._scale(scale))
+        results = {"state": changed, "gradient": message, "accumulators": added, "stash": stash}
+        left = tuple(results[kind] for kind in op.leaves)
+        return left if len(left) > 1 else left[0]
+
     def init_optimizer(self, params: Tree) -> Tree:
         """Return the optimizer state of new parameters, keyed by layer id."""
         return {layer_id: self.optimizer.init(layer_id, p) for layer_id, p in self.trained.part(params).items()}
@@ -215,6 +237,56 @@ class StageFunctions:
         """Return the parameters of whole layers, by layer id, as they are used."""
         params = self.partition.gather(params)
         return {layer_id: self.stack.ties.whole(layer_id, params) for layer_id in self.stage.layers}
+
+    # Parts of the stage ------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def part_of(self) -> dict[str, int]:
+        """The part of each entry: the last to be computed of those whose layers use it."""
+        by_part = enumerate(self.stage.layers_by_part)
+        return {entry: number for number, layers in by_part for entry in self.stack.ties.entries(layers)}
+
+    def accumulators_of_part(self, accumulators: Tree, number: int) -> Tree:
+        """Select the accumulators (or specs) of one part of the stage. The first part has the numbers, too."""
+        gradients = {entry: tree for entry, tree in accumulators["gradients"].items() if self.part_of[entry] == number}
+        return {**accumulators, "gradients": gradients} if number == 0 else {"gradients": gradients}
+
+    def in_parts(self, function: str) -> BackwardInParts:
+        """Return an op that computes the gradients of the weights, cut in parts; `function` is the name of the whole or of one part."""
+        return self._in_parts(function.partition(" ")[0])
+
+    @cached_property
+    def _in_parts(self) -> Callable[[str], BackwardInParts]:
+        return cache(self._find_parts)
+
+    def _find_parts(self, function: str) -> BackwardInParts:
+        ops: dict[str, tuple[Any, Callable[[], Tree]]] = {
+            "backward": (self._results_of_backward, lambda: self.between_specs),
+            "forward_backward": (self._results_of_forward_backward, lambda: self.specs.arguments),
+            "backward_weight": (self._results_of_weights, lambda: self.halves.stash_spec),
+        }
+        results, reads = ops[function]
+        scale = None if self.scale_spec is None else self.scale_spec.value
+        arguments = results, self.specs.params, reads(), self.specs.rng, scale
+        return BackwardInParts(*arguments, self.part_of, len(self.stage.sum_parts), lambda: self.description)
+
+    def _results_of_backward(self, params: Tree, reads: Tree, rng: Tree, scale: Any) -> Any:
+        forward_arrays, saved, message = reads
+        return self._results(self._restored_vjp(params, forward_arrays, saved, rng), message, None, scale)
+
+    def _results_of_forward_backward(self, params: Tree, reads: Tree, rng: Tree, scale: Any) -> Any:
+        (y, new_state), vjp = self._linearize(params, reads, rng)
+        return self._results(vjp, y, self.changed.part(new_state), scale)
+
+    def _results_of_weights(self, params: Tree, reads: Tree, rng: Tree, scale: Any) -> Any:
+        (arrays, numbers), stash = reads
+        gradients = self.halves.gradients_of_weights(params, arrays, stash, rng, scale)
+        return (numbers, None), list(self.stack.ties.by_place(gradients)), None
+
+    def _results(self, vjp: Any, message: Tree, changed: Tree, scale: Any) -> Any:
+        gradients, x_gradient = self._cotangents(vjp, message, scale)
+        numbers = tuple(message) if self.last else (message[1],)
+        return (numbers, changed), list(self.stack.ties.by_place(gradients)), (x_gradient, message[1])
 
     # Residuals and halves ------------------------------------------------------------------------------------------------
 

@@ -26,6 +26,7 @@ from jpipe.programs import (
     predict_window,
     sum_layer_costs,
     to_ticks,
+    whole_spans,
 )
 from jpipe.programs._instructions import AllReduce, Compute, Load, Receive, Release, Send, Update, shifted
 from jpipe.programs._steps import Steps
@@ -280,6 +281,42 @@ def test_the_message_of_each_violation():
     }
 
 
+SUM_PARTS = lower(Plan.even("abc", 1, "pipedream_2bw", 2, replicas=2, sum_parts=3), 3)
+
+
+def place(kind, **fields) -> int:
+    """Return the place of the first instruction of worker 0 in `SUM_PARTS` with these fields."""
+    items = enumerate(SUM_PARTS.instructions)
+    return next(n for n, i in items if isinstance(i, kind) and i.worker == 0 and all(getattr(i, name) == x for name, x in fields.items()))
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "message"),
+    [
+        (place(Compute, part=0), place(Compute, part=1), "stash of microbatch 0 used before it was there"),
+        (place(Compute, part=1), place(Compute, part=2), r"Compute\(.*part=2\): the next part is Compute\(.*part=1\)"),
+        (place(Compute, part=1), place(AllReduce, part=1), "sums of part 1 of microbatch 0 used before it was there"),
+        (place(AllReduce, part=0), place(AllReduce, part=1), "before the sum of part 0: all replicas sum the parts in order"),
+        (place(AllReduce, part=2), place(Update), "(?s)deadlock, .*waits at Update"),
+    ],
+)
+def test_the_order_of_sums_in_parts_is_verified(first, second, message):
+    simulate(SUM_PARTS)
+    items = list(SUM_PARTS.instructions)
+    items[first], items[second] = items[second], items[first]
+    with pytest.raises(ProgramError, match=message):
+        simulate(dataclasses.replace(SUM_PARTS, instructions=tuple(items)))
+
+
+def test_a_damaged_program_with_sums_in_parts_is_refused():
+    items = list(SUM_PARTS.instructions)
+    whole = [dataclasses.replace(i, part=None) if isinstance(i, Compute) else i for i in items if not getattr(i, "part", None)]
+    changed = [damaged(items, kind, at) for kind in ("lost", "twice", "other version", "other microbatch") for at in range(len(items))]
+    for instructions in (tuple(whole), *filter(None, changed)):
+        with pytest.raises(ProgramError):
+            simulate(dataclasses.replace(SUM_PARTS, instructions=instructions))
+
+
 def test_a_deadlock_is_shown():
     # 1F1B with "receive before use, send after compute": worker 0 wants the gradient of 0 before it has sent microbatch 1.
     program = lower(Plan.even("ab", 2, "pipedream", 1), 3)
@@ -385,6 +422,33 @@ def test_links_take_time_for_their_bytes_and_bytes_are_counted():
     assert slow.seconds == pytest.approx(2 * (1 + 4 * 5 + 1 + 2 + 4 * 5 + 2))
 
 
+@pytest.mark.parametrize(("bandwidth", "whole", "in_parts"), [(10.0, 4 + 3, 4 + 1), (5.0, 4 + 6, 2 + 3 * 2), (1000.0, 4.03, 4.01)])
+def test_sums_in_parts_overlap_with_the_backward(bandwidth, whole, in_parts):
+    """Forward and backward take 4 s, of which the parts end after 2, 3 and 4 s; each sends 10 of 30 bytes to the other replica."""
+    cost, ends = StageCost(backward=3.0, accumulators=30, update=0.5), []
+    for sum_parts in (1, 3):
+        program = lower(Plan.even("abc", 1, "pipedream_2bw", 2, replicas=2, sum_parts=sum_parts), 1)
+        prediction = simulate(program, [cost], Link(bandwidth=bandwidth))
+        assert prediction.moved_bytes == (30, 30)
+        ends.append(prediction.seconds)
+    assert ends == pytest.approx([whole + 0.5, in_parts + 0.5])
+    uneven = dataclasses.replace(cost, part_times=(0.5, 0.25, 0.25), part_accumulators=(5, 5, 20))
+    spans = simulate(program, [uneven], Link(bandwidth=10.0)).timeline[0]
+    assert [(span.op, span.part, span.end) for span in spans] == [("FB", 0, 2.5), ("B", 1, 3.25), ("B", 2, 4.0)]
+    assert spans[-1].update_start == 4 + 2
+    assert [(span.op, span.part, span.end) for span in whole_spans(spans)] == [("FB", None, 4.0)]
+
+
+def test_a_sum_of_a_part_begins_when_the_last_replica_has_it():
+    """The replicas of stage 1 have their parts after 3, 4 and 7 s and after 4, 5 and 8 s; each sum takes one second."""
+    last = {"layers": ("b", "c", "d"), "replicas": 2, "sum_parts": (1, 1, 1)}
+    plan = Plan(schedule="gpipe", microbatches=2, stages=[{"layers": ("a",)}, last])
+    costs = StageCost(), StageCost(backward=5.0, accumulators=30, update=1.0, part_times=(0.2, 0.2, 0.6), part_accumulators=(10, 10, 10))
+    timeline = simulate(lower(plan, 1), costs, Link(bandwidth=10.0)).timeline
+    assert [[span.end for span in spans] for spans in timeline[1:]] == [[3, 4, 7], [4, 5, 8]]
+    assert [spans[-1].update_start for spans in timeline[1:]] == [9, 9]
+
+
 def test_memory_counts_versions_residuals_and_waiting_inputs():
     plan = Plan.even("ab", 2, "pipedream", 1)
     costs = (StageCost(weights=1000, residuals=100, inputs=10, outputs=1), StageCost(weights=2000, inputs=1, labels=3, gradient=1))
@@ -406,6 +470,17 @@ def test_layer_costs_add_up_to_stage_costs():
     assert second == StageCost(2.0, 6.0, 4.0, 2.0, stash=2 * (50 + 8), temporary=92, **sizes)
     with pytest.raises(InputError, match="layer 'b' of the plan has none"):
         sum_layer_costs(Plan(schedule="gpipe", microbatches=2, stages=stages), {"a": layers["a"]})
+
+
+def test_layer_costs_add_up_to_those_of_parts():
+    layers = {
+        i: LayerCost(1.0, time, weights=size, residuals={"none": 50})
+        for i, time, size in zip("abc", (2.0, 4.0, 6.0), (7, 8, 9), strict=True)
+    }
+    stages = [{"layers": ("a", "b", "c"), "replicas": 2, "sum_parts": (2, 1), "recompute": "full"}]
+    (cost,) = sum_layer_costs(Plan(schedule="gpipe", microbatches=2, stages=stages), layers)
+    assert cost.part_times == pytest.approx(((6 + 3) / 15, 6 / 15))  # the first part recomputes all three forwards
+    assert cost.part_accumulators == (9, 15)
 
 
 def test_a_part_of_a_program_is_not_simulated():

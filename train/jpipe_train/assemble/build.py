@@ -130,7 +130,7 @@ def make_plan(config: PlanConfig, layer_ids: Sequence[str]) -> jpipe.Plan:
             )
     starts = balance([config.layer_costs.get(layer_id, 1.0) for layer_id in plan.layers], plan.depth)
     layers = (plan.layers[first:end] for first, end in itertools.pairwise((*starts, None)))
-    stages = tuple(stage.model_copy(update={"layers": ids}) for stage, ids in zip(plan.stages, layers, strict=True))
+    stages = tuple(stage.with_layers(ids) for stage, ids in zip(plan.stages, layers, strict=True))
     return plan.model_copy(update={"stages": stages})
 
 
@@ -157,7 +157,11 @@ def errors_name_config_keys(plan_file: str | None) -> Iterator[None]:
         yield
     except jpipe.InputError as error:
         options = {f"plan: {key} ": f"plan.{key} " for key in PlanConfig.model_fields}
-        options |= {"plan: rules.": "plan.rules.", "plan: shard_optimizer: ": "plan.shard_optimizer: "}
+        options |= {
+            "plan: rules.": "plan.rules.",
+            "plan: shard_optimizer: ": "plan.shard_optimizer: ",
+            "plan: sum_parts: ": "plan.sum_parts: ",
+        }
         options |= {"rules: ": "plan.rules: ", "param_axes: ": "plan.param_axes: "}
         where = options if plan_file in (None, AUTO) else {"plan: ": f"{plan_file}: "}
         of_optimizer = ("clip_global_norm", "clip_stage_norm", "skip_nonfinite", "ema_decay", "delay_correction")

@@ -46,6 +46,7 @@ class PlanConfig(Section):
     rules: dict[str, str | None] = {}
     param_axes: dict[str, list[str | None]] = {}
     shard_optimizer: bool = False
+    sum_parts: Count = 1
     file: FilePath | None = None
     max_delay: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
 

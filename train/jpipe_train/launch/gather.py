@@ -56,7 +56,7 @@ def numbers(spans: Sequence[jpipe.programs.Span], samples: Sequence[jpipe.progra
     """Return the spans and samples of one rank as numbers, for `from_numbers`."""
     values: list[float] = [len(spans)]
     for span in spans:
-        values += [_OPS.index(span.op), *span[1:]]
+        values += [_OPS.index(span.op), *span[1:-1], -1 if span.part is None else span.part]
     for sample in samples:
         versions = [number for version in sample.weights.items() for number in version]
         values += [sample.time, *sample[2:], len(sample.weights), *versions]
@@ -81,6 +81,7 @@ def from_numbers(values: Sequence[float]) -> tuple[tuple[jpipe.programs.Span, ..
             next(remaining),
             next(remaining),
             whole(),
+            part if (part := whole()) >= 0 else None,
         )
         for _ in range(whole())
     )

@@ -1,7 +1,7 @@
 """A table of the stages of a run: layers, parameters, and the times of their computations."""
 
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jpipe
@@ -24,21 +24,25 @@ class Stage:
 
 def table(stages: Sequence[Stage], window: jpipe.programs.Window | None) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """Return the head and the rows of the table; the times are medians over the computations of a window, or `–`."""
-    kinds = [op for op in jpipe.ops.OPS if window is not None and any(span.op == op for spans in window.timeline for span in spans)]
+    used = {span.op for stage in stages for span in _spans(window, stage)} if window is not None else set[str]()
+    kinds = [op for op in jpipe.ops.OPS if op in used]
     head = "stage", "layers", "parameters", *(f"{jpipe.ops.OPS[op].label}, ms" for op in kinds), *(() if window is None else ("busy",))
     rows = []
     for s, stage in enumerate(stages):
         cells = [str(s), _layers(stage.layers), f"{stage.parameters:,}"]
         if window is not None:
-            cells += [_median([span.end - span.start for span in _spans(window, stage) if span.op == op]) for op in kinds]
-            busy = sum(span.end - span.start + span.update_time for span in _spans(window, stage))
+            spans = _spans(window, stage)
+            cells += [_median([span.end - span.start for span in spans if span.op == op]) for op in kinds]
+            busy = sum(span.end - span.start + span.update_time for span in spans)
             cells.append(f"{busy / (window.seconds * len(stage.positions)):.0%}")
         rows.append(tuple(cells))
     return head, rows
 
 
-def _spans(window: jpipe.programs.Window, stage: Stage) -> Iterator[jpipe.programs.Span]:
-    return (span for rank, chunk in stage.positions for span in window.timeline[rank] if span.chunk == chunk)
+def _spans(window: jpipe.programs.Window, stage: Stage) -> list[jpipe.programs.Span]:
+    """Return the spans of all replicas of a stage, with the parts of a backward as one span."""
+    rows = ([span for span in window.timeline[rank] if span.chunk == chunk] for rank, chunk in stage.positions)
+    return [span for row in rows for span in jpipe.programs.whole_spans(row)]
 
 
 def _median(seconds: Sequence[float]) -> str:
