@@ -2,7 +2,8 @@
 
 Every port has to carry all messages and sums that go through it, one after the other. And every computation waits for what it needs: its
 worker, the messages with their latencies, the sum for the weight version that it reads. The bounds ignore that messages wait for each
-other, and with clipping the wait for the norm of the gradients. There is one stage on each rank, so a worker has the number of its rank.
+other, and with clipping the wait for the norm of the gradients. Other bounds than `busy_seconds` are for one stage on each rank, where a
+worker has the number of its rank.
 """
 
 from collections import defaultdict, deque
@@ -20,16 +21,19 @@ def has_bounds(plan: jpipe.Plan) -> bool:
 
 
 def busy_seconds(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost], cores: float | None) -> float:
-    """Return the seconds per batch for which the busiest worker computes, or all workers on their shared cores if that is longer.
+    """Return the seconds per batch for which the busiest rank computes, or all ranks on their shared cores if that is longer.
 
-    With a flush the stages before a worker's stage have to be filled and drained as well.
+    With a flush and whole backwards the stages before the first stage of a rank have to be filled and drained as well. It holds for plans
+    with several stages on a rank and with split backwards, too.
     """
-    before = busiest = 0.0
-    for s, (cost, replicas) in enumerate(zip(costs, plan.replicas, strict=True)):
-        updates, compute = plan.updates_per_batch(s), cost.forward + cost.backward
-        busiest = max(busiest, before + plan.microbatches / replicas * compute + (0.0 if before else updates * cost.update))
-        before += compute if jpipe.schedules.SCHEDULES[plan.schedule].flushes else 0.0
-    return max(busiest, computing_seconds(plan, costs) / (cores or len(plan.workers)))
+    rules, busiest = jpipe.schedules.SCHEDULES[plan.schedule], 0.0
+    is_whole = plan.split_backward == "joint" and (is_planned(plan.schedule) or not any(rules.splits(plan, s) for s in range(plan.depth)))
+    fills = rules.flushes and is_whole
+    for stages in plan.pipeline_ranks:
+        compute = sum(plan.microbatches / plan.replicas[s] * (costs[s].forward + costs[s].backward) for s in stages)
+        before = sum(costs[s].forward + costs[s].backward for s in range(min(stages))) if fills else 0.0
+        busiest = max(busiest, compute + (before or sum(plan.updates_per_batch(s) * costs[s].update for s in stages)))
+    return max(busiest, computing_seconds(plan, costs) / (cores or len(plan.rank_workers)))
 
 
 def computing_seconds(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost]) -> float:

@@ -15,13 +15,14 @@ from jpipe import InputError
 from jpipe_planner.cost.bound import busy_seconds, has_bounds, port_seconds, unhindered_seconds
 from jpipe_planner.cost.simulated import MOST_FORWARDS, forwards, network, simulate_plan, window
 from jpipe_planner.profile.profile import Profile
-from jpipe_planner.ranking.choose import Choice, Ranked, in_order
+from jpipe_planner.ranking.choose import Choice, Ranked
 from jpipe_planner.ranking.variants import priced
 from jpipe_planner.search.candidate import Candidate
-from jpipe_planner.search.parallel import EXTRA
 
 GAIN = 0.002  # relative gain of a step: smaller ones are not worth a simulation
+EQUAL = 1e-6  # relative difference of plans that are equally fast
 STARTS = 3  # plans of different kinds that are improved
+MOST_EXTRA = 4  # additional microbatches in flight
 NEAR = 0.05  # relative amount by which such a plan may be slower than the fastest one
 MOST_IN_ALL = 20_000  # forwards of all simulations, with the bounds in forwards: some seconds
 _FREE_FORWARDS = 12  # forwards in `unhindered_seconds` that cost as much as one
@@ -41,12 +42,7 @@ def improve(choice: Choice, tried: dict[Candidate, Ranked], max_delay: float | N
     run = _Improvement(choice, tried, max_delay)
     near = [one for one in choice.ranked if one.samples_per_second * (1 + NEAR) >= choice.ranked[0].samples_per_second]
     found = [run.climb(one) for one in near[:STARTS] if one.simulated is not None]
-    best: dict[tuple[object, ...], Ranked] = {}
-    simulated = [one for one in (*found, *choice.ranked) if one.simulated is not None]
-    for one in in_order(simulated):
-        best.setdefault(one.candidate.kind, one)
-    remaining = [one for one in choice.ranked if one.candidate.kind not in best]
-    return dataclasses.replace(choice, ranked=(*best.values(), *remaining), considered=choice.considered + run.count)
+    return choice.with_more(found, run.count)
 
 
 def neighbours(candidate: Candidate, profile: Profile) -> Iterator[Candidate]:
@@ -66,8 +62,9 @@ def neighbours(candidate: Candidate, profile: Profile) -> Iterator[Candidate]:
             if candidate.starts[s - 1] < start + step < ends[s]:
                 yield _with_cut(candidate, s, start + step)
     if not rules.flushes and "extra_in_flight" in rules.options:
-        for extra in {candidate.extra_in_flight - 1, candidate.extra_in_flight + 1} & {*EXTRA}:
-            yield dataclasses.replace(candidate, extra_in_flight=extra)
+        for extra in (candidate.extra_in_flight + more for more in (-2, -1, 1, 2)):
+            if 0 <= extra <= MOST_EXTRA:
+                yield dataclasses.replace(candidate, extra_in_flight=extra)
     if not rules.flushes and candidate.update_every == "batch" and candidate.keep_together == "replicas":
         work = [0.0, *accumulate(cost.forward + cost.backward for cost in profile.costs(candidate.rows).values())]
         for source, target in permutations(range(candidate.depth), 2):
@@ -124,10 +121,11 @@ class _Improvement:
     def _step(self, ranked: Ranked) -> Ranked | None:
         """Return the first faster neighbour in the order of their bounds; None: there is none, or it would take too long."""
         profile, topology = self._choice.meshes.of(ranked.candidate.degrees)
-        enough, queue = ranked.seconds * (1 - GAIN), list[tuple[float, int, Candidate]]()
-        for candidate in _faster_by_work(neighbours(ranked.candidate, profile), profile, enough):
+        queue = list[tuple[float, int, Candidate]]()
+        for candidate in _faster_by_work(neighbours(ranked.candidate, profile), profile, ranked.seconds):
             if candidate.without_costs in self._seen or not candidate.is_within(self._max_delay):
                 continue
+            enough = _enough(candidate, ranked)
             bound = self._bound(candidate, enough)
             if bound < enough:
                 heapq.heappush(queue, (bound, len(queue), candidate))
@@ -142,7 +140,7 @@ class _Improvement:
                 continue
             found = Ranked(priced(candidate, plan, costs, simulation, topology), simulation)
             self._tried[found.candidate] = found
-            if found.seconds < enough and max(found.memory) <= self._limit:
+            if found.seconds < _enough(candidate, ranked) and max(found.memory) <= self._limit:
                 return found
         return None
 
@@ -162,6 +160,11 @@ class _Improvement:
         return bound
 
 
+def _enough(candidate: Candidate, ranked: Ranked) -> float:
+    """Return the seconds below which a neighbour is better: with fewer microbatches in flight it only has to be as fast."""
+    return ranked.seconds * (1 + EQUAL if candidate.extra_in_flight < ranked.candidate.extra_in_flight else 1 - GAIN)
+
+
 def _faster_by_work(candidates: Iterator[Candidate], profile: Profile, enough: float) -> Iterator[Candidate]:
     """Yield the candidates of which no worker computes for longer than that in a batch. It takes much less time than a plan's bounds."""
     works: dict[int, tuple[list[float], list[float]]] = {}
@@ -174,7 +177,7 @@ def _faster_by_work(candidates: Iterator[Candidate], profile: Profile, enough: f
         ends = (*candidate.starts[1:], len(profile.ids))
         for start, end, replicas, policy in zip(candidate.starts, ends, candidate.replicas, candidate.policies, strict=True):
             recomputation = 0.0 if policy == "none" else forward[end] - forward[start]
-            if candidate.microbatches / replicas * (both[end] - both[start] + recomputation + 2 * profile.dispatch) > enough:
+            if candidate.microbatches / replicas * (both[end] - both[start] + recomputation + 2 * profile.dispatch) > enough * (1 + EQUAL):
                 break
         else:
             yield candidate
