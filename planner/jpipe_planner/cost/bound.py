@@ -2,13 +2,13 @@
 
 Every port has to carry all messages and sums that go through it, one after the other. And every computation waits for what it needs: its
 worker, the messages with their latencies, the sum for the weight version that it reads. The bounds ignore that messages wait for each
-other, and with clipping the wait for the norm of the gradients. Other bounds than `busy_seconds` are for one stage on each rank, where a
-worker has the number of its rank.
+other, and with clipping the wait for the norm of the gradients. `busy_seconds` and `flush_seconds` hold for all plans, the other bounds for
+plans with one stage on each rank, where a worker has the number of its rank.
 """
 
 from collections import defaultdict, deque
 from collections.abc import Hashable, Iterator, Sequence
-from itertools import permutations
+from itertools import accumulate, permutations
 from math import lcm
 
 import jpipe
@@ -34,6 +34,23 @@ def busy_seconds(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost], co
         before = sum(costs[s].forward + costs[s].backward for s in range(min(stages))) if fills else 0.0
         busiest = max(busiest, compute + (before or sum(plan.updates_per_batch(s) * costs[s].update for s in stages)))
     return max(busiest, computing_seconds(plan, costs) / (cores or len(plan.rank_workers)))
+
+
+def flush_seconds(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost], link: jpipe.programs.Network) -> float:
+    """Return the longest time between the first forwards of a stage in two batches of a plan that flushes; 0 without a flush.
+
+    In between its rank does all computations up to the last one of the stage, then the gradients of the stage are summed and it updates.
+    """
+    rules, longest = jpipe.schedules.SCHEDULES[plan.schedule], 0.0
+    for p, stages in enumerate(plan.pipeline_ranks if rules.flushes else ()):
+        order = list(rules.computations(plan, p, 0, 0, 1))
+        ends = list(accumulate(costs[stage].seconds(op) for op, stage, _ in order))
+        for s in stages:
+            places = [n for n, (_, stage, _) in enumerate(order) if stage == s]
+            computes = ends[places[-1]] - (ends[places[0] - 1] if places[0] else 0.0)
+            summed = _summing_seconds(costs[s].accumulators, _ring(plan, s, link))
+            longest = max(longest, computes + summed + plan.updates_per_batch(s) * costs[s].update)
+    return longest
 
 
 def computing_seconds(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost]) -> float:
@@ -81,8 +98,13 @@ def _exchange(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost]) -> It
 
 def _ring(plan: jpipe.Plan, s: int, link: jpipe.programs.Network) -> list[jpipe.Link]:
     """Return the links between neighbouring replicas of a stage; none for one replica."""
-    workers = plan.stage_workers[s]
+    workers = [plan.rank_of[worker] for worker in plan.stage_workers[s]]
     return [link(worker, workers[n - 1]) for n, worker in enumerate(workers)] if len(workers) > 1 else []
+
+
+def _summing_seconds(size: int, ring: Sequence[jpipe.Link]) -> float:
+    """Return the seconds of a sum around a ring, with its latencies."""
+    return _sending_seconds(size, ring) + 2 * (len(ring) - 1) * max(one.latency for one in ring) if ring else 0.0
 
 
 def _sending_seconds(size: int, ring: Sequence[jpipe.Link]) -> float:
@@ -123,9 +145,7 @@ class _Stage:
         self.summed = [0.0] * (count // every)
         self.missing = [self.replicas] * (count // every)
         ring = _ring(plan, s, link)
-        self.sum_seconds = (
-            _sending_seconds(cost.accumulators, ring) + 2 * (len(ring) - 1) * max(one.latency for one in ring) if ring else 0.0
-        )
+        self.sum_seconds = _summing_seconds(cost.accumulators, ring)
         self.forward_delays = self._delays(plan, s, s + 1, cost.outputs, link)
         self.backward_delays = self._delays(plan, s, s - 1, cost.gradient, link)
 

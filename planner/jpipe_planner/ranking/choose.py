@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import jpipe
-from jpipe_planner.cost.bound import busy_seconds, has_bounds, port_seconds, unhindered_seconds
+from jpipe_planner.cost.bound import has_bounds, unhindered_seconds
 from jpipe_planner.cost.simulated import Simulated, network, simulate_plan, window
 from jpipe_planner.machine.topology import Topology
 from jpipe_planner.profile.profile import Profile
@@ -18,6 +18,7 @@ from jpipe_planner.search.candidates import closed_form
 
 SIMULATED = 10  # the least number of kinds
 _EQUAL = 0.005  # relative difference up to which plans count as equally fast
+_NO_LINKS = 1e30  # bandwidth of links that cost no time
 _DIFFERENT = 0.1  # relative difference of closed form and simulation above which it is explained
 
 
@@ -229,14 +230,13 @@ def _why(profile: Profile, topology: Topology, candidate: Candidate, global_norm
 def _agree(profile: Profile, topology: Topology, candidate: Candidate, global_norm: bool) -> bool:
     """Return whether closed form and simulation agree, with other costs of layers or links.
 
-    Where the bounds of a plan count all that the simulation does but messages that wait, they stand for it: they take much less time.
+    Without links no message waits, so that a bound, which takes much less time, is as long as the simulation.
     """
     plan = candidate.plan(profile.ids)
     costs = profile.stage_costs(plan, candidate.rows)
-    if has_bounds(plan) and not plan.vertical_sync and not global_norm:
-        link = network(plan, topology)
-        seconds = max(unhindered_seconds(plan, costs, link, *window(plan)), port_seconds(plan, costs, link))
-        seconds = max(seconds, busy_seconds(plan, costs, topology.cores))
+    waits = plan.vertical_sync or global_norm or topology.cores is not None or topology.levels[0].bandwidth < _NO_LINKS
+    if has_bounds(plan) and not waits:
+        seconds = unhindered_seconds(plan, costs, network(plan, topology), *window(plan))
     elif (simulation := simulate_plan(plan, costs, topology, global_norm)) is not None:
         seconds = simulation.batch_seconds
     else:
@@ -257,5 +257,5 @@ def _evened(profile: Profile, candidate: Candidate) -> Profile:
 
 
 def _without_links(topology: Topology) -> Topology:
-    levels = [level.model_copy(update={"bandwidth": 1e30, "latency": 0.0}) for level in topology.levels]
+    levels = [level.model_copy(update={"bandwidth": _NO_LINKS, "latency": 0.0}) for level in topology.levels]
     return topology.model_copy(update={"levels": tuple(levels)})

@@ -7,13 +7,14 @@ simulated, because they have no closed form.
 """
 
 import dataclasses
+import heapq
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import jpipe
 from jpipe import InputError
-from jpipe_planner.cost.bound import busy_seconds
+from jpipe_planner.cost.bound import busy_seconds, flush_seconds
 from jpipe_planner.cost.shape import is_planned, needs_vertical_sync
 from jpipe_planner.cost.simulated import Simulated, forwards, network, simulate_plan
 from jpipe_planner.machine.topology import Topology
@@ -143,21 +144,23 @@ class _Variants:
     def simulate(self, variants: Sequence["_Variant"], best: Ranked | None) -> None:
         """Simulate variants in the order of their bounds; see `find_variants`."""
         fastest, delay = (math.inf, 0.0) if best is None else (best.seconds / best.candidate.batch, best.candidate.delay)
-        shown = set[str]()
-        for variant in sorted(variants, key=lambda variant: variant.least):
-            could_be_best = variant.least * (1 + SLACK) < fastest or (
-                delay > variant.candidate.delay and variant.least * (1 - SLACK) <= fastest
-            )
+        shown, queue = set[str](), [(variant.least, n, variant) for n, variant in enumerate(variants)]
+        heapq.heapify(queue)
+        while queue:
+            least, n, variant = heapq.heappop(queue)
+            could_be_best = least * (1 + SLACK) < fastest or (delay > variant.candidate.delay and least * (1 - SLACK) <= fastest)
             if not could_be_best and (variant.name in shown or self._spent > FOR_SHOW):
+                continue
+            if variant.order_limit is not None and variant.candidate.order is None:
+                variant = self._with_order(variant, variant.order_limit)
+                heapq.heappush(queue, (variant.least, n, variant))
                 continue
             if not self._affords(variant.plan):
                 continue
-            candidate = variant.candidate if variant.order_limit is None else self._with_order(variant)
-            plan = candidate.plan(self.profile.ids)
-            simulation = simulate_plan(plan, variant.costs, self.topology, self.global_norm)
+            simulation = simulate_plan(variant.plan, variant.costs, self.topology, self.global_norm)
             if simulation is None:
                 continue
-            found = priced(candidate, plan, variant.costs, simulation, self.topology)
+            found = priced(variant.candidate, variant.plan, variant.costs, simulation, self.topology)
             self.simulations[found] = simulation
             if best is None or found.over is not None:
                 continue
@@ -174,17 +177,21 @@ class _Variants:
         self._spent += forwards(plan)
         return True
 
-    def _with_order(self, variant: "_Variant") -> Candidate:
-        """Return the candidate with an order for the times of its stages."""
-        latency, limit = _message_seconds(variant.plan, variant.costs, self.topology), variant.order_limit
+    def _with_order(self, variant: "_Variant", limit: int) -> "_Variant":
+        """Return the variant with an order for the times of its stages, and with a bound for it."""
+        latency = _message_seconds(variant.plan, variant.costs, self.topology)
         order = jpipe.schedules.greedy_order(variant.plan, variant.costs, limits=limit, latency=latency)
-        return dataclasses.replace(variant.candidate, schedule=variant.name, order=order, order_limit=limit)
+        return self._variant(
+            dataclasses.replace(variant.candidate, schedule=variant.name, order=order, order_limit=limit), order_limit=limit
+        )
 
     def _variant(self, candidate: Candidate, schedule: str = "", order_limit: int | None = None) -> "_Variant":
         plan = candidate.plan(self.profile.ids)
         costs = self.profile.stage_costs(plan, candidate.rows)
-        least = busy_seconds(plan, costs, self.topology.cores) / candidate.batch
-        return _Variant(schedule or candidate.schedule, candidate, plan, costs, least, order_limit)
+        least = busy_seconds(plan, costs, self.topology.cores)
+        if order_limit is None or candidate.order is not None:
+            least = max(least, flush_seconds(plan, costs, network(plan, self.topology)))
+        return _Variant(schedule or candidate.schedule, candidate, plan, costs, least / candidate.batch, order_limit)
 
     def _lacks_norm(self, plan: jpipe.Plan) -> bool:
         """Return whether the schedule of a plan cannot do what the model or its optimizer needs."""
@@ -228,7 +235,7 @@ class _Variant:
 
     Attributes:
         name: its schedule, as one of the kinds to show.
-        candidate: the plan, without its costs; for `auto_zero_bubble` one of the schedule whose layout it has.
+        candidate: the plan, without its costs; before it has its order, one of the schedule with the same layout.
         plan: the same.
         costs: the costs of its stages.
         least: a lower bound on its seconds per row.
