@@ -31,7 +31,7 @@ BASES = 4  # plans of one stage on each rank that are varied
 EARLY = 2  # plans of each schedule that are tried with `split_backward` "early"
 MOST_CHUNKS = 3
 MOST_MICROBATCHES = 1024  # most of a plan that is varied
-MOST_IN_ALL = 60_000  # most forwards of all simulations, which then take some seconds
+MOST_IN_ALL = 24_000  # most forwards of all simulations, which then take some seconds
 FOR_SHOW = MOST_IN_ALL // 4  # of them, after which plans that are slower than a known one are not simulated
 BASE = "pipedream_flush"
 _SLOW = 0.01  # time of a message, relative to a forward, above which a link slows a plan down
@@ -142,18 +142,19 @@ class _Variants:
         self._spent = 0
 
     def simulate(self, variants: Sequence["_Variant"], best: Ranked | None) -> None:
-        """Simulate variants in the order of their bounds; see `find_variants`."""
+        """Simulate variants in the order of their places; see `find_variants`."""
         fastest, delay = (math.inf, 0.0) if best is None else (best.seconds / best.candidate.batch, best.candidate.delay)
-        shown, queue = set[str](), [(variant.least, n, variant) for n, variant in enumerate(variants)]
+        shown, queue = set[str](), [(variant.place, n, variant) for n, variant in enumerate(variants)]
         heapq.heapify(queue)
         while queue:
-            least, n, variant = heapq.heappop(queue)
+            _, n, variant = heapq.heappop(queue)
+            least = variant.least
             could_be_best = least * (1 + SLACK) < fastest or (delay > variant.candidate.delay and least * (1 - SLACK) <= fastest)
             if not could_be_best and (variant.name in shown or self._spent > FOR_SHOW):
                 continue
             if variant.order_limit is not None and variant.candidate.order is None:
                 variant = self._with_order(variant, variant.order_limit)
-                heapq.heappush(queue, (variant.least, n, variant))
+                heapq.heappush(queue, (variant.place, n, variant))
                 continue
             if not self._affords(variant.plan):
                 continue
@@ -248,6 +249,11 @@ class _Variant:
     costs: Sequence[jpipe.programs.StageCost]
     least: float
     order_limit: int | None
+
+    @property
+    def place(self) -> float:
+        """Where it stands in the order: plans with the best bounds come first, but later the longer their simulations take."""
+        return self.least * (1 + forwards(self.plan) / MOST_IN_ALL)
 
 
 def _message_seconds(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost], topology: Topology) -> float:
