@@ -33,6 +33,7 @@ MOST_CHUNKS = 3
 MOST_MICROBATCHES = 1024  # most of a plan that is varied
 MOST_IN_ALL = 24_000  # most forwards of all simulations, which then take some seconds
 FOR_SHOW = MOST_IN_ALL // 4  # of them, after which plans that are slower than a known one are not simulated
+_LONG = MOST_IN_ALL  # forwards of a plan that is simulated where one with twice its bound is
 BASE = "pipedream_flush"
 _SLOW = 0.01  # time of a message, relative to a forward, above which a link slows a plan down
 
@@ -253,7 +254,7 @@ class _Variant:
     @property
     def place(self) -> float:
         """Where it stands in the order: plans with the best bounds come first, but later the longer their simulations take."""
-        return self.least * (1 + forwards(self.plan) / MOST_IN_ALL)
+        return self.least * (1 + forwards(self.plan) / _LONG)
 
 
 def _message_seconds(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost], topology: Topology) -> float:
