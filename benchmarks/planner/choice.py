@@ -16,13 +16,12 @@ import numpy as np
 from benchmarks.planner.markdown import print_table
 from jpipe import InputError
 from jpipe_planner import Candidate, Profile, Ranked, Topology, choose, find_candidates, improve, read_graph_txt, simulate_plan
-from jpipe_planner.cost.bound import busy_seconds
 
 TOPOLOGIES = ("cluster-a", "cluster-b")  # of 16 devices
 MICROBATCHES = (16, 64)  # of a batch
 RANDOM = 6
 MOVES = (-8, -4, -3, -2, -1, 1, 2, 3, 4, 8)  # of a cut, in layers
-IN_FLIGHT = (0, 1, 2, 3)  # additional microbatches in flight
+IN_FLIGHT = (0, 1, 2, 3, 4)  # additional microbatches in flight
 BY_CLOSED_FORM = 10  # kinds that earlier versions simulated, chosen by closed form; up to four times as many if it was too optimistic
 
 
@@ -117,7 +116,10 @@ def _best_neighbour(profile: Profile, topology: Topology, best: Ranked) -> float
         except InputError:  # the schedule does not allow it
             continue
         costs = profile.stage_costs(plan, candidate.rows)
-        if busy_seconds(plan, costs, topology.cores) < fastest:
+        computing = max(
+            plan.microbatches / count * (cost.forward + cost.backward) for count, cost in zip(plan.replicas, costs, strict=True)
+        )
+        if computing < fastest:  # otherwise it cannot be faster
             simulated = _simulated(profile, topology, candidate)
             if simulated.simulated is not None and max(simulated.memory) <= limit:
                 fastest = min(fastest, simulated.seconds)
