@@ -121,6 +121,9 @@ def pytest_collection_modifyitems(items):
     for name, cases in matrices.items():
         if cases[0].get_closest_marker("thinned") and hasattr(cases[0], "callspec"):
             _thin(cases)
+        for item in cases:
+            if item.get_closest_marker("exhaustive"):
+                item.add_marker("slow")
         is_numbers = name.removeprefix("tests/").startswith(NUMBERS) and OPTIMIZATION_MATTERS.search(name)
         if is_numbers and not SAME_KINDS_OF_STAGES.search(name):
             min(cases, key=lambda item: [*map(bool, map(item.get_closest_marker, ("exhaustive", "slow")))]).add_marker("numbers")

@@ -236,6 +236,7 @@ def test_at_its_rate_data_parallelism_communicates_for_that_share(share):
     assert seconds / (seconds + 0.3) == pytest.approx(share)
 
 
+@pytest.mark.thinned(most=2, most_slow=0)
 @pytest.mark.parametrize("name", WORKLOADS)
 @pytest.mark.parametrize("count", [2, 4])
 def test_plans_have_a_worker_on_each_host(name, count):
@@ -403,7 +404,7 @@ def test_recipes_cost_no_wait_and_half_the_stash(quickly_compiled):
 # Papers -------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("real", [False, pytest.param(True, marks=[pytest.mark.slow, pytest.mark.exhaustive])])
+@pytest.mark.parametrize("real", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 def test_a_row_of_table_1_is_planned_and_put_into_the_documents(real, monkeypatch, quickly_compiled, tmp_path, capsys):
     if not real:  # which takes some seconds
         layers = [layer_profile(n, forward, size) for n, (forward, size) in enumerate(((8e-3, 10**6), (2e-3, 10**8), (2e-3, 10**9)))]

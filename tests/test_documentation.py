@@ -38,6 +38,7 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
 
 
+@pytest.mark.slow
 @pytest.mark.oldest
 def test_the_readmes_snippets_run_and_the_model_learns(tmp_path):
     script = tmp_path / "readme.py"
@@ -64,12 +65,13 @@ def registry() -> Iterator[None]:
         del jpipe.schedules._BY_NAME[name]
 
 
+LONG = "any-model.md", "does-not-fit.md", "which-schedule.md"  # those with whole trainings
 SNIPPET = re.compile(r"^```python\n(.*?)^```\n(?:\n```text\n(.*?)^```\n)?", re.MULTILINE | re.DOTALL)
 
 
 @pytest.mark.parametrize(
     "page",
-    [pytest.param(page, marks=() if page.name == "write-a-schedule.md" else pytest.mark.slow, id=page.name) for page in PAGES],
+    [pytest.param(page, marks=pytest.mark.exhaustive if page.name in LONG else pytest.mark.slow, id=page.name) for page in PAGES],
 )
 def test_snippets_of_a_page_print_what_it_shows(page, tmp_path, monkeypatch, registry):
     """All snippets of a page form one script; a text block right below a snippet is its output."""

@@ -72,7 +72,7 @@ def run(page: Path, folder: Path) -> Iterator[Done]:
         yield Done(command, shown, printed, code, time.monotonic() - began)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_commands_of_a_tutorial_print_what_it_shows(page, tmp_path):
     total = 0.0

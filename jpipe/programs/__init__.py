@@ -1,10 +1,11 @@
 """Programs of a plan: instructions, their lowering, simulation and timeline. Nothing here imports JAX."""
 
-from jpipe.programs._costs import LayerCost, Network, SharedCost, StageCost, shared_stages, sum_layer_costs, unit_costs
+from jpipe.programs._costs import LayerCost, Network, Overlap, SharedCost, StageCost, shared_stages, sum_layer_costs, unit_costs
 from jpipe.programs._execution_order import ProgramError
 from jpipe.programs._instructions import Program
 from jpipe.programs._predict import Prediction
 from jpipe.programs._timeline import MemorySample, MemoryTimeline, Span, Timeline, format_grid, parse_grid, to_ticks, whole_spans
+from jpipe.programs._transfers import Transfer
 from jpipe.programs._window import Window, extract_window, predict_window
 from jpipe.programs.lowering import batches_until_full
 
@@ -13,6 +14,7 @@ __all__ = [
     "MemorySample",
     "MemoryTimeline",
     "Network",
+    "Overlap",
     "Prediction",
     "Program",
     "ProgramError",
@@ -20,6 +22,7 @@ __all__ = [
     "Span",
     "StageCost",
     "Timeline",
+    "Transfer",
     "Window",
     "batches_until_full",
     "extract_window",

@@ -4,7 +4,7 @@ import math
 import numbers
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 from jpipe.errors import InputError, nearest, short
 from jpipe.ops import OPS
@@ -239,6 +239,11 @@ def check_costs(costs: Sequence[StageCost]) -> None:
 
 Network = Callable[[int, int], Link]
 """The link from one rank to another, by their numbers."""
+
+Overlap = Literal["none", "transfers", "transfers and sums"]
+"""What goes on beside the computations of a rank: sums of gradients over replicas, transfers between ranks, or neither."""
+
+OVERLAPS: tuple[Overlap, ...] = get_args(Overlap)
 
 
 def unit_costs(plan: Plan) -> tuple[StageCost, ...]:

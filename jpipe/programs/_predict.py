@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jpipe.ops import OPS, Op
-from jpipe.programs._costs import Network, Passed, StageCost
+from jpipe.programs._costs import Network, Overlap, Passed, StageCost
 from jpipe.programs._global_norm import last_microbatch
 from jpipe.programs._instructions import (
     AddShared,
@@ -25,6 +25,7 @@ from jpipe.programs._instructions import (
 )
 from jpipe.programs._timeline import MemorySample, MemoryTimeline, Span, Timeline, format_grid, to_ticks
 from jpipe.programs._traffic import Traffic
+from jpipe.programs._transfers import Transfer, transfer_rows
 from jpipe.programs._verify import versions_before
 from jpipe.schedules import SCHEDULES
 
@@ -35,6 +36,7 @@ class Prediction:
 
     Attributes:
         timeline: the spans of each rank, in seconds.
+        transfers: the messages between ranks and the sums over replicas.
         memory: the bytes of each rank, at the beginning and after each of its computations.
         seconds: from the first start to the last end.
         bubble: share of the ranks' time, up to the last end, in which they do not compute.
@@ -46,6 +48,7 @@ class Prediction:
     """
 
     timeline: Timeline
+    transfers: tuple[Transfer, ...]
     memory: MemoryTimeline
     seconds: float
     bubble: float
@@ -62,15 +65,24 @@ class Prediction:
         """
         return tuple(peak - persistent for peak, persistent in zip(self.peak_bytes, self.held_bytes, strict=True))
 
-    def grid(self, tick: float | None = None) -> str:
-        """Return the timeline as text; `tick` in seconds, by default the shortest computation."""
-        return draw_grid(self.timeline, tick)
+    def grid(self, tick: float | None = None, transfers: bool = False) -> str:
+        """Return the timeline as text.
+
+        Args:
+            tick: in seconds, by default the shortest computation.
+            transfers: whether rows for the directions between ranks, and for the replicas that sum, follow those of the ranks: `a3` is the
+                activation of microbatch 3, `g3` its gradient, and `s0` the sum of batch 0. What takes no time is left out.
+        """
+        return draw_grid(self.timeline, tick, transfers=self.transfers if transfers else ())
 
 
-def draw_grid(timeline: Timeline, tick: float | None = None, notes: Sequence[tuple[int, str]] = ()) -> str:
+def draw_grid(
+    timeline: Timeline, tick: float | None = None, notes: Sequence[tuple[int, str]] = (), transfers: Sequence[Transfer] = ()
+) -> str:
     """Return a timeline in seconds as text, with (rank, note) pairs behind the rows; a tick is by default the shortest computation."""
     shortest = min((span.end - span.start for spans in timeline for span in spans), default=1.0)
-    return format_grid(to_ticks(timeline, tick or shortest or 1.0), notes)
+    tick = tick or shortest or 1.0
+    return format_grid(to_ticks(timeline, tick), notes, transfer_rows(transfers, tick))
 
 
 class _Rank:
@@ -206,12 +218,15 @@ class Predictor:
         program: what runs.
         costs: one for each stage.
         network: the link between any two ranks.
+        overlap: what goes on beside the computations of a rank. If sums do not, the instructions are to be added in the total order.
     """
 
-    def __init__(self, program: Program, costs: Sequence[StageCost], network: Network) -> None:
+    def __init__(self, program: Program, costs: Sequence[StageCost], network: Network, overlap: Overlap = "transfers and sums") -> None:
+        self._transfers_block, self._sums_block = overlap == "none", overlap != "transfers and sums"
         self._plan, self._program = program.plan, program
         self._averages_state = program.plan.sync_state and SCHEDULES[program.plan.schedule].flushes
         self._traffic = Traffic(network)
+        self._transfers: list[Transfer] = []
         self._sums_begun: dict[tuple[int, int, int | None], list[float]] = {}  # by stage, batch and part, when each replica began the sum
         plan = program.plan
         self._ranks = [_Rank(rank) for rank in range(len(plan.rank_workers))]
@@ -244,6 +259,7 @@ class Predictor:
         busy = sum(rank.busy for rank in ranks)
         return Prediction(
             timeline=self.timeline(),
+            transfers=tuple(self._transfers),
             memory=tuple(tuple(rank.samples) for rank in ranks),
             seconds=seconds,
             bubble=1 - busy / (seconds * len(ranks)) if seconds else 0.0,
@@ -346,7 +362,14 @@ class Predictor:
                 peer.passed[i.microbatch] = list(peer.cost.passed)
             return
         worker.rank.moved += size
-        arrival = self._traffic.send(worker.rank.number, peer.rank.number, ready, size)
+        if self._transfers_block:
+            ready = max(worker.rank.clock, peer.rank.clock)
+        ranks = worker.rank.number, peer.rank.number
+        times = _, _, arrival = self._traffic.send(*ranks, ready, size)
+        self._transfers.append(Transfer(i.message, ranks, i.microbatch, *times, size))
+        if self._transfers_block:
+            worker.wait(arrival)
+            peer.wait(arrival)
         if i.message == "weights":
             peer.whole = max(peer.whole, arrival)
         else:
@@ -356,16 +379,21 @@ class Predictor:
         if self._averages_state and not i.part:
             worker.memory.add(worker.cost.state)  # the mean, until the update replaces the worker's own by it
         begun = self._sums_begun.setdefault((worker.stage, i.batch, i.part), [])
-        begun.append(worker.rank.clock if i.part is None else worker.ready.pop((f"part {i.part}", i.batch)))
+        computed = worker.rank.clock if i.part is None else worker.ready.pop((f"part {i.part}", i.batch))
+        begun.append(worker.rank.clock if self._sums_block else computed)
         replicas = self._plan.stage_workers[worker.stage]
         if len(begun) == len(replicas):
             stage, cost = self._plan.stages[worker.stage], worker.cost
             summed_bytes = cost.accumulators if i.part is None else cost.accumulators_of_part(i.part, stage)
             size = 2 * (len(replicas) - 1) / len(replicas) * summed_bytes
-            summed = self._traffic.all_reduce([self._plan.rank_of[w] for w in replicas], max(begun), size)
+            ranks = tuple(self._plan.rank_of[w] for w in replicas)
+            times = _, _, summed = self._traffic.all_reduce(ranks, max(begun), size)
+            self._transfers.append(Transfer("sum", ranks, i.batch, *times, size))
             for w in replicas:
                 self._workers[w].rank.moved += round(size)
                 self._workers[w].ready["sum", i.batch] = max(summed, self._workers[w].ready.get(("sum", i.batch), 0.0))
+                if self._sums_block:
+                    self._workers[w].wait(summed)
 
     def _take_shared(self, worker: _Worker, i: TakeShared) -> None:
         worker.wait(worker.ready.get(("sum", i.batch), 0.0))

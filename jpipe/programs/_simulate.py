@@ -1,16 +1,22 @@
 """Run programs without devices: verify them instruction by instruction and predict time, bubble, memory and bytes moved."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from jpipe.errors import InputError, short
-from jpipe.programs._costs import Link, Network, StageCost, check_costs, unit_costs
+from jpipe.programs._costs import OVERLAPS, Link, Network, Overlap, StageCost, check_costs, unit_costs
 from jpipe.programs._execution_order import ProgramError, Violation, walk
 from jpipe.programs._instructions import Program
 from jpipe.programs._predict import Prediction, Predictor, draw_grid
 from jpipe.programs._verify import Verifier, rank_computations
 
 
-def simulate(program: Program, costs: Sequence[StageCost] | None = None, link: Link | Network | None = None) -> Prediction:
+def simulate(
+    program: Program,
+    costs: Sequence[StageCost] | None = None,
+    link: Link | Network | None = None,
+    overlap: Overlap = "transfers and sums",
+) -> Prediction:
     """Verify a program of whole batches (from an empty to an empty pipeline) and predict its time, memory and bytes moved.
 
     Each rank runs its own instructions in order. A transfer waits until both ranks have come to it; inside a rank it takes no time. An
@@ -29,6 +35,8 @@ def simulate(program: Program, costs: Sequence[StageCost] | None = None, link: L
         costs: one for each stage; by default a forward takes 1, a backward 2 (3 where it recomputes) and nothing has a size.
         link: between any two ranks, or a function that returns that of two ranks; by default transfers and sums are free. A sum
             has the speed of the slowest link between neighbouring replicas, and occupies the ports of all of these links.
+        overlap: what goes on beside the computations of a rank. What does not overlap begins when all ranks concerned have come to it in
+            their programs, and none of them computes until it has ended, as where transfers and sums are entries of the queue of a device.
 
     Returns:
         Timeline, memory and what follows from them, in the units of the costs.
@@ -37,22 +45,13 @@ def simulate(program: Program, costs: Sequence[StageCost] | None = None, link: L
         ProgramError: the verification fails; the message says where, with the grid so far.
         InputError: a program of a part of a run, not one cost for each stage, or a cost that is negative or not finite.
     """
-    if not isinstance(program, Program):
-        raise InputError(f"simulate: expected a program, found {type(program).__name__}; give jpipe.lower(plan, batches)")
-    if not program.drained or program.begin != program.start:
-        raise InputError("simulate: expected the program of a whole run, found a part of one; lower it with begin = start and drain=True")
+    _check(program, costs, link, overlap)
     costs = unit_costs(program.plan) if costs is None else costs
-    if not isinstance(costs, Sequence) or not all(isinstance(cost, StageCost) for cost in costs):
-        raise InputError(f"simulate: expected a list of jpipe.programs.StageCost as costs, found {short(costs)}")
-    if not (link is None or isinstance(link, Link) or callable(link)):
-        raise InputError(f"simulate: expected a jpipe.Link, or a function of two ranks that gives one, found {short(link)}")
-    if len(costs) != program.plan.depth:
-        raise InputError(f"simulate: expected {program.plan.depth} costs, one for each stage, found {len(costs)}")
-    check_costs(costs)
     link = link or Link()
     orders = rank_computations(program)
     verifiers = [Verifier(program, w, orders[rank]) for w, rank in enumerate(program.plan.rank_of)]
-    predictor = Predictor(program, costs, (lambda source, target: link) if isinstance(link, Link) else link)
+    network = (lambda source, target: link) if isinstance(link, Link) else link
+    predictor = Predictor(program, costs, network)
     try:
         for instruction in walk(program):
             verifiers[instruction.worker].check(instruction)
@@ -61,4 +60,27 @@ def simulate(program: Program, costs: Sequence[StageCost] | None = None, link: L
             verifier.check_end()
     except Violation as violation:
         raise ProgramError(f"{violation}\n{draw_grid(predictor.timeline(), notes=violation.notes)}") from None
+    if overlap != "transfers and sums":
+        predictor = Predictor(program, costs, network, overlap)
+        for instruction in program.instructions:  # in the total order, where the all-reduces of all replicas stand side by side
+            predictor.add(instruction)
     return predictor.prediction()
+
+
+def _check(program: Any, costs: Any, link: Any, overlap: Any) -> None:
+    """Check the arguments of `simulate`."""
+    if not isinstance(program, Program):
+        raise InputError(f"simulate: expected a program, found {type(program).__name__}; give jpipe.lower(plan, batches)")
+    if not program.drained or program.begin != program.start:
+        raise InputError("simulate: expected the program of a whole run, found a part of one; lower it with begin = start and drain=True")
+    if not (link is None or isinstance(link, Link) or callable(link)):
+        raise InputError(f"simulate: expected a jpipe.Link, or a function of two ranks that gives one, found {short(link)}")
+    if overlap not in OVERLAPS:
+        raise InputError(f"simulate: overlap: expected one of {', '.join(map(repr, OVERLAPS))}, found {short(overlap)}")
+    if costs is None:
+        return
+    if not isinstance(costs, Sequence) or not all(isinstance(cost, StageCost) for cost in costs):
+        raise InputError(f"simulate: expected a list of jpipe.programs.StageCost as costs, found {short(costs)}")
+    if len(costs) != program.plan.depth:
+        raise InputError(f"simulate: expected {program.plan.depth} costs, one for each stage, found {len(costs)}")
+    check_costs(costs)

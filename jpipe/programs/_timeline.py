@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from jpipe.errors import InputError
 from jpipe.ops import OPS
+from jpipe.programs._transfers import Cell
 
 
 class Span(NamedTuple):
@@ -83,6 +84,7 @@ class MemorySample(NamedTuple):
 MemoryTimeline = tuple[tuple[MemorySample, ...], ...]
 """The samples of each rank, in order of time: one after each of its computations."""
 
+_OF_TRANSFERS = re.compile(r"\d+ to \d+|sum \d+(,\d+)*")  # the name of a row
 _CELL = re.compile(r"([A-Z]+)(\d+)\.(\d+)(?:/(\d+))?(?::(\d+))?(\*?)")
 
 
@@ -126,27 +128,31 @@ def to_ticks(timeline: Sequence[Sequence[Span]], tick: float = 1.0) -> Timeline:
     return tuple(rows)
 
 
-def format_grid(timeline: Sequence[Sequence[Span]], marked: Iterable[tuple[int, str]] = ()) -> str:
+def format_grid(
+    timeline: Sequence[Sequence[Span]], marked: Iterable[tuple[int, str]] = (), below: Mapping[str, Sequence[Cell]] | None = None
+) -> str:
     """Return a timeline in whole ticks (see `to_ticks`) as text.
 
     Args:
         timeline: the spans of each rank.
         marked: (rank, note) pairs that are written behind that rank's row, to show where something is wrong.
+        below: further rows by name, such as those of transfers.
 
     Returns:
-        A row of ticks and a row for each rank; `parse_grid` reads it back.
+        A row of ticks and a row for each rank; `parse_grid` reads them back, and ignores rows of transfers.
     """
-    ticks = int(max((span.end for spans in timeline for span in spans), default=0))
-    rows = [[str(tick) for tick in range(ticks)], *(_tokens(spans, ticks) for spans in timeline)]
+    cells_of = {f"rank {rank}": [_cell(span) for span in spans] for rank, spans in enumerate(timeline)} | dict(below or {})
+    ticks = max((end for cells in cells_of.values() for _, end, _ in cells), default=0)
+    rows = [[str(tick) for tick in range(ticks)], *(_tokens(cells, ticks) for cells in cells_of.values())]
     widths = [max(len(token) for token in column) for column in zip(*rows, strict=True)]
-    names = ["tick", *(f"rank {rank}" for rank in range(len(timeline)))]
+    names, longest = ["tick", *cells_of], max(map(len, ("tick", *cells_of)))
     notes: dict[int, str] = {}
     for rank, note in marked:
         notes[rank] = f"{notes[rank]}; {note}" if rank in notes else note
     lines = []
     for rank, (name, row) in enumerate(zip(names, rows, strict=True), start=-1):
         cells = "".join(f" {token:>{width}}" for token, width in zip(row, widths, strict=True))
-        lines.append(f"{name:<{len(names[-1])}} |{cells}" + (f"  <<< {notes[rank]}" if rank in notes else ""))
+        lines.append(f"{name:<{longest}} |{cells}" + (f"  <<< {notes[rank]}" if rank in notes else ""))
     return "\n".join(lines)
 
 
@@ -162,7 +168,7 @@ def parse_grid(text: str) -> Timeline:
     rows: list[tuple[Span, ...]] = []
     for number, line in enumerate(text.splitlines(), start=1):
         head, bar, cells = line.split("<<<")[0].partition("|")
-        if not line.strip() or (bar and head.split() == ["tick"]):
+        if not line.strip() or (bar and (head.split() == ["tick"] or _OF_TRANSFERS.fullmatch(head.strip()))):
             continue
         if not bar or head.split() != ["rank", str(len(rows))]:
             raise InputError(f"grid, line {number}: expected 'rank {len(rows)} | …', found '{line.strip()[:40]}'")
@@ -170,12 +176,15 @@ def parse_grid(text: str) -> Timeline:
     return tuple(rows)
 
 
-def _tokens(spans: Sequence[Span], ticks: int) -> list[str]:
+def _cell(span: Span) -> Cell:
+    return int(span.start), int(span.end), cell_of(span) + ("*" if span.updates else "")
+
+
+def _tokens(cells: Iterable[Cell], ticks: int) -> list[str]:
     row = ["."] * ticks
-    for span in spans:
-        first, end = int(span.start), int(span.end)
+    for first, end, text in cells:
         row[first:end] = ["-"] * (end - first)
-        row[first] = cell_of(span) + ("*" if span.updates else "")
+        row[first] = text
     return row
 
 

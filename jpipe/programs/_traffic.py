@@ -23,17 +23,20 @@ class Traffic:
         self._network = cache(network)
         self._ports: defaultdict[Hashable, _Port] = defaultdict(_Port)
 
-    def send(self, source: int, to: int, ready: float, size: int) -> float:
-        """Return when a message of `size` bytes arrives that can be sent from `ready` on."""
+    def send(self, source: int, to: int, ready: float, size: int) -> tuple[float, float, float]:
+        """Return when a message of `size` bytes that can be sent from `ready` on begins, ends and arrives."""
         link = self._network(source, to)
-        return self._occupy(link.ports or ((source, to),), ready, size / link.bandwidth) + link.latency
+        seconds = size / link.bandwidth
+        end = self._occupy(link.ports or ((source, to),), ready, seconds)
+        return end - seconds, end, end + link.latency
 
-    def all_reduce(self, ranks: Sequence[int], ready: float, size: float) -> float:
-        """Return when a sum that can begin at `ready` ends; each rank sends `size` bytes to its neighbour in a ring."""
+    def all_reduce(self, ranks: Sequence[int], ready: float, size: float) -> tuple[float, float, float]:
+        """Return the same of a sum that can begin at `ready`; each rank sends `size` bytes to its neighbour in a ring."""
         ring: dict[tuple[int, int], Link] = {(rank, ranks[n - 1]): self._network(rank, ranks[n - 1]) for n, rank in enumerate(ranks)}
         ports = list(dict.fromkeys(port for pair, link in ring.items() for port in link.ports or (pair,)))
-        sent = self._occupy(ports, ready, size / min(link.bandwidth for link in ring.values()))
-        return sent + 2 * (len(ranks) - 1) * max(link.latency for link in ring.values())
+        seconds = size / min(link.bandwidth for link in ring.values())
+        end = self._occupy(ports, ready, seconds)
+        return end - seconds, end, end + 2 * (len(ranks) - 1) * max(link.latency for link in ring.values())
 
     def _occupy(self, names: Sequence[Hashable], ready: float, seconds: float) -> float:
         """Occupy the ports from the first time after `ready` at which all are free for `seconds`, and return the end."""

@@ -2,17 +2,18 @@
 
 import json
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
 from typing import Any
 
 from jpipe.ops import OPS
 from jpipe.programs._timeline import Span, Timeline, cell_of
+from jpipe.programs._transfers import Transfer
 
 _Event = dict[str, Any]
 
 
-def to_perfetto(timelines: Mapping[str, Timeline]) -> str:
+def to_perfetto(timelines: Mapping[str, Timeline], transfers: Mapping[str, Sequence[Transfer]] | None = None) -> str:
     """Return timelines as trace-event JSON, which ui.perfetto.dev opens.
 
     Each timeline is a process, each rank a thread, each span a slice with its name in the text grid (`F3.1`), and each update a slice
@@ -20,21 +21,26 @@ def to_perfetto(timelines: Mapping[str, Timeline]) -> str:
 
     Args:
         timelines: by name (`predicted`, `measured`), in seconds; the spans of a rank do not overlap.
+        transfers: by the same names, those that are to be shown, such as `Prediction.transfers`: each direction between two ranks, and the
+            replicas of a sum, are a thread below the ranks, where a slice lasts as long as its links are occupied.
     """
     events: list[_Event] = []
     flows = count(1)
     for pid, (name, timeline) in enumerate(timelines.items(), start=1):
-        events += _names(pid, name, len(timeline))
-        events += sorted([*_slices(pid, timeline), *_flows(pid, timeline, flows)], key=lambda event: event["ts"])
+        moved = sorted((transfers or {}).get(name, ()), key=lambda transfer: (transfer.what == "sum", transfer.ranks))
+        rows = list(dict.fromkeys(transfer.row for transfer in moved))
+        events += _names(pid, name, [*(f"rank {rank}" for rank in range(len(timeline))), *rows])
+        slices = [*_slices(pid, timeline), *_flows(pid, timeline, flows), *_of_transfers(pid, len(timeline) + 1, rows, moved)]
+        events += sorted(slices, key=lambda event: event["ts"])
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, separators=(",", ":"), allow_nan=False)
 
 
-def _names(pid: int, name: str, ranks: int) -> Iterator[_Event]:
+def _names(pid: int, name: str, rows: Sequence[str]) -> Iterator[_Event]:
     yield {"ph": "M", "pid": pid, "name": "process_name", "args": {"name": name}}
     yield {"ph": "M", "pid": pid, "name": "process_sort_index", "args": {"sort_index": pid}}
-    for rank in range(ranks):
-        yield {"ph": "M", "pid": pid, "tid": rank + 1, "name": "thread_name", "args": {"name": f"rank {rank}"}}
-        yield {"ph": "M", "pid": pid, "tid": rank + 1, "name": "thread_sort_index", "args": {"sort_index": rank}}
+    for tid, row in enumerate(rows, start=1):
+        yield {"ph": "M", "pid": pid, "tid": tid, "name": "thread_name", "args": {"name": row}}
+        yield {"ph": "M", "pid": pid, "tid": tid, "name": "thread_sort_index", "args": {"sort_index": tid - 1}}
 
 
 def _slices(pid: int, timeline: Timeline) -> Iterator[_Event]:
@@ -46,6 +52,12 @@ def _slices(pid: int, timeline: Timeline) -> Iterator[_Event]:
             if span.updates:
                 facts = {"after_microbatch": span.microbatch, "chunk": span.chunk}
                 yield _slice(pid, tid, "update", span.update_start, span.update_end) | {"args": facts}
+
+
+def _of_transfers(pid: int, first: int, rows: Sequence[str], transfers: Sequence[Transfer]) -> Iterator[_Event]:
+    for transfer in transfers:
+        facts = {"number": transfer.number, "bytes": transfer.size, "latency": transfer.arrival - transfer.end}
+        yield _slice(pid, first + rows.index(transfer.row), transfer.label, transfer.start, transfer.end) | {"args": facts}
 
 
 def _slice(pid: int, tid: int, name: str, start: float, end: float) -> _Event:

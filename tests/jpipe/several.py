@@ -39,9 +39,6 @@ CASES: dict[str, dict[str, dict]] = {
             "placement": [[0, 0, 1], [1, 0]],  # the sum is added up process by process: neighbours in one, for the same bits
             "stage_clip": 1.0,
         },
-        "masters": {"num_stages": 2, "schedule": "pipedream", "microbatches": 1, "params": "bfloat16", "stage_clip": 1.0},
-        "lengths": {"num_stages": 2, "schedule": "pipedream", "microbatches": 2, "lengths": True},
-        "in a V": {"num_stages": 4, "schedule": "zb_v", "microbatches": 3, "clip": 3.0},
         "sums in parts": {
             "num_stages": 2,
             "schedule": "pipedream_2bw",
@@ -51,6 +48,11 @@ CASES: dict[str, dict[str, dict]] = {
             "sum_parts": 2,
             "clip": 3.0,
         },
+    },
+    "2, options": {
+        "masters": {"num_stages": 2, "schedule": "pipedream", "microbatches": 1, "params": "bfloat16", "stage_clip": 1.0},
+        "lengths": {"num_stages": 2, "schedule": "pipedream", "microbatches": 2, "lengths": True},
+        "in a V": {"num_stages": 4, "schedule": "zb_v", "microbatches": 3, "clip": 3.0},
         "shared optimizer": {
             "num_stages": 2,
             "schedule": "pipedream_flush",
@@ -122,6 +124,8 @@ CASES: dict[str, dict[str, dict]] = {
             "mesh": [{"model": 2, "data": 2}, {"data": 4}],
             "stage_clip": 1.0,
         },
+    },
+    "2, more meshes": {
         "shared optimizer on meshes": {
             "num_stages": 2,
             "schedule": "gpipe",
@@ -131,8 +135,6 @@ CASES: dict[str, dict[str, dict]] = {
             "placement": [[0, 4], [2, 6]],
             "shard_optimizer": True,
         },
-    },
-    "2, more meshes": {
         "tied on meshes": {
             "num_stages": 2,
             "schedule": "pipedream_flush",

@@ -363,6 +363,9 @@ UNTYPED = {
     "jpipe.simulate(jpipe.lower(plan, 1), None, 3)": (
         "simulate: expected a jpipe.Link, or a function of two ranks that gives one, found 3"
     ),
+    "jpipe.simulate(jpipe.lower(plan, 1), overlap='sums')": (
+        "simulate: overlap: expected one of 'none', 'transfers', 'transfers and sums', found 'sums'"
+    ),
     "jpipe.lower(stack, 1)": "lower: expected a jpipe.Plan, found LayerStack; make one with Plan.even(…)",
     **{
         f"jpipe.schedules.greedy_order(plan, [jpipe.programs.StageCost()], limits={limits})": (
@@ -391,6 +394,7 @@ for call in json.loads(sys.argv[1]):
 """
 
 
+@pytest.mark.slow
 def test_wrong_types_are_reported_without_type_checks_too():
     """The tests check types at run time but a user's program does not, so jpipe must report wrong types itself."""
     command = [sys.executable, "-c", CALLS, json.dumps(list(UNTYPED))]

@@ -69,6 +69,7 @@ def test_disable_jit_is_refused():
         pipe.init(jax.random.key(0), BATCH)
 
 
+@pytest.mark.slow
 def test_a_model_leaks_nothing_of_its_traces():
     with jax.checking_leaks():
         stack = jpipe.LayerStack({"a": lambda rngs: nnx.Linear(models.WIDTH, models.WIDTH, rngs=rngs), "b": lambda x: x * 2})

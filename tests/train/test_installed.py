@@ -39,7 +39,14 @@ def test_configs_are_copied_and_nothing_is_overwritten_unasked(tmp_path, monkeyp
     assert all((tmp_path / name).read_bytes() == file.read_bytes() for name, file in shipped_configs.shipped().items())
 
 
-@pytest.mark.parametrize(("name", "code"), [("gnmt-8-small", "examples/papers"), ("bert-small", "examples/papers"), ("gpt-small", None)])
+@pytest.mark.parametrize(
+    ("name", "code"),
+    [
+        pytest.param("gnmt-8-small", "examples/papers", marks=pytest.mark.slow),
+        pytest.param("bert-small", "examples/papers", marks=pytest.mark.exhaustive),
+        ("gpt-small", None),
+    ],
+)
 def test_with_a_config_comes_the_code_that_it_names(name, code, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(["configs", "copy", name]) == 0

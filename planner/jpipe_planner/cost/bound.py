@@ -2,7 +2,7 @@
 
 Every port has to carry all messages and sums that go through it, one after the other. And every computation waits for what it needs: its
 worker, the messages with their latencies, the sum for the weight version that it reads. The bounds ignore that messages wait for each
-other, and with clipping the wait for the norm of the gradients. `busy_seconds` and `flush_seconds` hold for all plans, the other bounds for
+other, and with clipping the wait for the norm of the gradients. `rank_seconds` and `flush_seconds` hold for all plans, the other bounds for
 plans with one stage on each rank, where a worker has the number of its rank.
 """
 
@@ -20,11 +20,35 @@ def has_bounds(plan: jpipe.Plan) -> bool:
     return is_planned(plan.schedule) and plan.depth == len(plan.pipeline_ranks) and plan.split_backward == "joint"
 
 
-def busy_seconds(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost], cores: float | None) -> float:
+def busy_seconds(
+    plan: jpipe.Plan,
+    costs: Sequence[jpipe.programs.StageCost],
+    cores: float | None,
+    link: jpipe.programs.Network,
+    overlap: jpipe.programs.Overlap,
+) -> float:
+    """Return the seconds per batch for which the busiest worker is busy, or all workers compute on their shared cores if that is longer.
+
+    A worker is busy with its computations, and with transfers and sums that do not overlap them. With a flush the stages before a worker's
+    stage have to be filled and drained as well.
+    """
+    before = busiest = 0.0
+    moves = [_transfer_seconds(plan, costs, s, link) if overlap == "none" else 0.0 for s in range(plan.depth - 1)]
+    for s, (cost, replicas) in enumerate(zip(costs, plan.replicas, strict=True)):
+        ring = () if overlap == "transfers and sums" else _ring(plan, s, link)
+        updating = plan.updates_per_batch(s) * (cost.update + _sum_seconds(cost.accumulators, ring))
+        each = cost.forward + cost.backward + sum(moves[max(s - 1, 0) : s + 1])
+        busiest = max(busiest, before + plan.microbatches / replicas * each + (0.0 if before else updating))
+        if jpipe.schedules.SCHEDULES[plan.schedule].flushes:
+            before += cost.forward + cost.backward
+    return max(busiest, computing_seconds(plan, costs) / (cores or len(plan.workers)))
+
+
+def rank_seconds(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost], cores: float | None) -> float:
     """Return the seconds per batch for which the busiest rank computes, or all ranks on their shared cores if that is longer.
 
     With a flush and whole backwards the stages before the first stage of a rank have to be filled and drained as well. It holds for plans
-    with several stages on a rank and with split backwards, too.
+    with several stages on a rank and with split backwards, too, and counts no transfers.
     """
     rules, busiest = jpipe.schedules.SCHEDULES[plan.schedule], 0.0
     is_whole = plan.split_backward == "joint" and (is_planned(plan.schedule) or not any(rules.splits(plan, s) for s in range(plan.depth)))
@@ -48,9 +72,25 @@ def flush_seconds(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost], l
         for s in stages:
             places = [n for n, (_, stage, _) in enumerate(order) if stage == s]
             computes = ends[places[-1]] - (ends[places[0] - 1] if places[0] else 0.0)
-            summed = _summing_seconds(costs[s].accumulators, _ring(plan, s, link))
+            summed = _sum_seconds(costs[s].accumulators, _ring(plan, s, link))
             longest = max(longest, computes + summed + plan.updates_per_batch(s) * costs[s].update)
     return longest
+
+
+def _transfer_seconds(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost], s: int, link: jpipe.programs.Network) -> float:
+    """Return the least seconds in which an output of a stage and its gradient move to the next stage and back."""
+    pairs = [(plan.worker(s, k), plan.worker(s + 1, k)) for k in range(lcm(*plan.replicas[s : s + 2]))]
+    there = min(_message_seconds(costs[s].outputs, link(source, target)) for source, target in pairs)
+    return there + min(_message_seconds(costs[s + 1].gradient, link(target, source)) for source, target in pairs)
+
+
+def _message_seconds(size: int, link: jpipe.Link) -> float:
+    return size / link.bandwidth + link.latency
+
+
+def _sum_seconds(size: int, ring: Sequence[jpipe.Link]) -> float:
+    """Return the seconds of a sum over a ring, from its beginning to its end; 0 without a ring."""
+    return _sending_seconds(size, ring) + 2 * (len(ring) - 1) * max(link.latency for link in ring) if ring else 0.0
 
 
 def computing_seconds(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost]) -> float:
@@ -102,11 +142,6 @@ def _ring(plan: jpipe.Plan, s: int, link: jpipe.programs.Network) -> list[jpipe.
     return [link(worker, workers[n - 1]) for n, worker in enumerate(workers)] if len(workers) > 1 else []
 
 
-def _summing_seconds(size: int, ring: Sequence[jpipe.Link]) -> float:
-    """Return the seconds of a sum around a ring, with its latencies."""
-    return _sending_seconds(size, ring) + 2 * (len(ring) - 1) * max(one.latency for one in ring) if ring else 0.0
-
-
 def _sending_seconds(size: int, ring: Sequence[jpipe.Link]) -> float:
     """Return the seconds to send a sum around a ring."""
     return 2 * (len(ring) - 1) / len(ring) * size / min(link.bandwidth for link in ring)
@@ -145,7 +180,7 @@ class _Stage:
         self.summed = [0.0] * (count // every)
         self.missing = [self.replicas] * (count // every)
         ring = _ring(plan, s, link)
-        self.sum_seconds = _summing_seconds(cost.accumulators, ring)
+        self.sum_seconds = _sum_seconds(cost.accumulators, ring)
         self.forward_delays = self._delays(plan, s, s + 1, cost.outputs, link)
         self.backward_delays = self._delays(plan, s, s - 1, cost.gradient, link)
 
@@ -155,7 +190,7 @@ class _Stage:
         if not 0 <= target < plan.depth:
             return []
         links = [link(plan.worker(source, k), plan.worker(target, k)) for k in range(lcm(plan.replicas[source], plan.replicas[target]))]
-        return [size / crossed.bandwidth + crossed.latency for crossed in links]
+        return [_message_seconds(size, crossed) for crossed in links]
 
 
 class _Worker:

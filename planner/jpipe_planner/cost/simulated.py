@@ -41,7 +41,8 @@ def simulate_plan(
     Args:
         plan: the plan.
         costs: the costs of its stages, from `Profile.stage_costs` or, in exact bytes, from `jpipe.Pipeline.costs`.
-        topology: the links; if ranks share cores, time is stretched while more ranks compute than there are cores.
+        topology: the links, and what overlaps computations; if ranks share cores, time is stretched while more ranks compute than there
+            are cores.
         global_norm: whether updates wait for the norm of all stages' gradients.
 
     Returns:
@@ -51,7 +52,8 @@ def simulate_plan(
         return None
     first, batches = window(plan)
     link, shown = network(plan, topology), first + batches + 1
-    prediction = jpipe.simulate(jpipe.lower(plan, shown, global_norm=global_norm, shared=jpipe.programs.shared_stages(costs)), costs, link)
+    program = jpipe.lower(plan, shown, global_norm=global_norm, shared=jpipe.programs.shared_stages(costs))
+    prediction = jpipe.simulate(program, costs, link, topology.device.overlap)
     seconds = _measured(plan, prediction.timeline)
     if has_bounds(plan):
         seconds = max(seconds, unhindered_seconds(plan, costs, link, first, batches), port_seconds(plan, costs, link))

@@ -28,7 +28,8 @@ def local_topology(count: int | None = None, *, dispatch: float = 0.0) -> Topolo
 
     Returns:
         One level of equal links, which take no time if there is only one device. On CPUs the devices share the memory, and the cores if
-        programs on several devices slow each other down.
+        programs on several devices slow each other down, and transfers and sums overlap computations. On other devices nothing is taken to
+        overlap, which is not measured.
     """
     devices = jax.devices()
     device, count = devices[0], count or len(devices)
@@ -39,7 +40,11 @@ def local_topology(count: int | None = None, *, dispatch: float = 0.0) -> Topolo
     return Topology(
         name="local",
         levels=({"count": count, "bandwidth": bandwidth, "latency": small},),
-        device={"name": device.device_kind, "memory": memory if memory and math.isfinite(memory) else None},
+        device={
+            "name": device.device_kind,
+            "memory": memory if memory and math.isfinite(memory) else None,
+            "overlap": "transfers and sums" if is_cpu else "none",  # on CPUs they have threads of their own
+        },
         cores=_at_once(devices) if is_cpu else None,
     )
 

@@ -46,6 +46,9 @@ class Device(Data):
         flops: peak operations per second, by dtype; for analytic profiles.
         efficiency: share of `flops` that large matrix products reach in training.
         memory_bandwidth: bytes per second; for analytic profiles.
+        overlap: what goes on while the device computes: `none`, `transfers`, or `transfers and sums`. By default `none` for a target,
+            because the queue of a GPU may hold transfers and sums between computations, and nobody has measured it yet; otherwise
+            `transfers and sums`, which have threads of their own on CPUs.
     """
 
     name: str = "device"
@@ -55,6 +58,7 @@ class Device(Data):
     flops: Rates = Field(default_factory=dict)
     efficiency: Annotated[float, Field(gt=0, le=1), Share] = 0.5
     memory_bandwidth: Annotated[float, in_unit("bytes per second"), Positive, Possible] | None = None
+    overlap: jpipe.programs.Overlap = "transfers and sums"
 
     @property
     def limit(self) -> float | None:
@@ -79,7 +83,7 @@ class Device(Data):
             target = find_target(fields["target"])
         except InputError as error:
             raise ValueError(str(error)) from None
-        return {**{name: getattr(target, name) for name in ("name", *_FIGURES)}, **fields}
+        return {**{name: getattr(target, name) for name in ("name", *_FIGURES)}, "overlap": "none", **fields}
 
     @pydantic.model_validator(mode="after")
     def _leaves_memory(self) -> "Device":

@@ -258,4 +258,5 @@ def _evened(profile: Profile, candidate: Candidate) -> Profile:
 
 def _without_links(topology: Topology) -> Topology:
     levels = [level.model_copy(update={"bandwidth": _NO_LINKS, "latency": 0.0}) for level in topology.levels]
-    return topology.model_copy(update={"levels": tuple(levels)})
+    device = topology.device.model_copy(update={"overlap": "transfers and sums"})
+    return topology.model_copy(update={"levels": tuple(levels), "device": device})

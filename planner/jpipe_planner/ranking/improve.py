@@ -153,7 +153,7 @@ class _Improvement:
             return float("inf")
         self.count += 1
         costs, link = profile.stage_costs(plan, candidate.rows), network(plan, topology)
-        bound = max(busy_seconds(plan, costs, topology.cores), port_seconds(plan, costs, link))
+        bound = max(busy_seconds(plan, costs, topology.cores, link, topology.device.overlap), port_seconds(plan, costs, link))
         if bound < enough and self._spent < MOST_IN_ALL and forwards(plan) <= MOST_FORWARDS:
             self._spent += forwards(plan) // _FREE_FORWARDS
             bound = max(bound, unhindered_seconds(plan, costs, link, *window(plan)))

@@ -148,7 +148,7 @@ def _unhindered(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost], top
 
 
 def _busy(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost], topology: Topology) -> float:
-    return busy_seconds(plan, costs, topology.cores)
+    return busy_seconds(plan, costs, topology.cores, network(plan, topology), topology.device.overlap)
 
 
 def _port(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost], topology: Topology) -> float:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import jpipe
 from jpipe import InputError
-from jpipe_planner.cost.bound import busy_seconds, flush_seconds
+from jpipe_planner.cost.bound import flush_seconds, rank_seconds
 from jpipe_planner.cost.shape import is_planned, needs_vertical_sync
 from jpipe_planner.cost.simulated import Simulated, forwards, network, simulate_plan
 from jpipe_planner.machine.topology import Topology
@@ -190,7 +190,7 @@ class _Variants:
     def _variant(self, candidate: Candidate, schedule: str = "", order_limit: int | None = None) -> "_Variant":
         plan = candidate.plan(self.profile.ids)
         costs = self.profile.stage_costs(plan, candidate.rows)
-        least = busy_seconds(plan, costs, self.topology.cores)
+        least = rank_seconds(plan, costs, self.topology.cores)
         if order_limit is None or candidate.order is not None:
             least = max(least, flush_seconds(plan, costs, network(plan, self.topology)))
         return _Variant(schedule or candidate.schedule, candidate, plan, costs, least / candidate.batch, order_limit)

@@ -115,7 +115,7 @@ class Layers:
         shared = self._shared[:, n]
         residuals = np.add.reduceat(self._residuals[:, n] - shared, first, axis=-1) + shared[:, np.append(first[1:], 0) - 1]
         residuals[-1] = np.where(np.logical_and.reduceat(self._full_known, first), residuals[-1], inputs)
-        last = np.append(first[1:], 0) - 1
+        last = np.append(first[1:], len(profile.layers)) - 1
         everything = None
         if self._remaking is not None:
             everything = self._remaking[n, last] + _before_last(self._remaking_next[n], self._remaking_more[n], first, last)

@@ -91,10 +91,7 @@ def test_a_full_config_is_planned_and_simulated_without_its_weights(name, sample
     "name",
     [
         *(pytest.param(f"{name}-small", id=name, marks=pytest.mark.slow) for name in QUICK),
-        *(
-            pytest.param(f"{name}-small", id=name, marks=[pytest.mark.slow, pytest.mark.exhaustive])
-            for name in ("gnmt-8", "gnmt-16", "awd-lm", "bert")
-        ),
+        *(pytest.param(f"{name}-small", id=name, marks=pytest.mark.exhaustive) for name in ("gnmt-8", "gnmt-16", "awd-lm", "bert")),
     ],
 )
 def test_a_small_config_trains_some_steps_as_planned(name, samples_folder, tmp_path, capsys):

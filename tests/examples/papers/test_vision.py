@@ -39,6 +39,7 @@ def test_models_have_as_many_parameters_as_published(target, count):
     assert specs[next(reversed(specs))].output.shape == (1, 1000)
 
 
+@pytest.mark.slow
 def test_layers_have_the_names_of_the_papers():
     assert stack_of("alexnet").ids == ("conv1", "conv2", "conv3", "conv4", "conv5", "fc6", "fc7", "fc8")
     assert stack_of("vgg16").ids[2:8] == ("conv2_1", "conv2_2", "conv3_1", "conv3_2", "conv3_3", "conv4_1")

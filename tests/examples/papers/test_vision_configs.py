@@ -73,7 +73,7 @@ def test_a_full_config_is_planned_for_the_papers_cluster(name, refuses_weights):
     "name",
     [
         pytest.param("alexnet", marks=pytest.mark.slow),
-        *(pytest.param(name, marks=[pytest.mark.slow, pytest.mark.exhaustive]) for name in FULL if name != "alexnet"),
+        *(pytest.param(name, marks=pytest.mark.exhaustive) for name in FULL if name != "alexnet"),
     ],
 )
 def test_a_small_config_trains_some_steps_as_planned(name, samples, tmp_path, monkeypatch):

@@ -52,7 +52,7 @@ def mixed_stack() -> LayerStack:
     )
 
 
-@pytest.mark.thinned(most=1)
+@pytest.mark.thinned(most=1, most_slow=0)
 @pytest.mark.oldest
 @pytest.mark.parametrize("variant", ["pipedream_flush", "pipedream_2bw"])
 @pytest.mark.slow
@@ -99,7 +99,7 @@ class LinenNorm(linen.Module):
 NORMS = {"nnx": lambda rngs: nnx.BatchNorm(3, momentum=0.8, rngs=rngs), "linen": LinenNorm()}
 
 
-@pytest.mark.thinned(most=6)
+@pytest.mark.thinned(most=2, most_slow=0)
 @pytest.mark.parametrize("recompute", ["none", pytest.param("full", marks=pytest.mark.oldest)])
 @pytest.mark.parametrize("variant", ["gpipe", "pipedream", "pipedream_2bw"])
 @pytest.mark.parametrize("kind", NORMS)
@@ -118,7 +118,7 @@ def test_batch_statistics_advance_once_for_each_microbatch_in_order(kind, varian
     np.testing.assert_allclose(actual["var"], var, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.thinned(most=0, most_slow=2)
+@pytest.mark.thinned(most=0, most_slow=1)
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("variant", ["gpipe", "pipedream", "pipedream_2bw"])
 def test_batch_norm_equals_the_sequential_reference_bit_for_bit(variant, recompute):

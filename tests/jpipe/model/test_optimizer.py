@@ -101,7 +101,7 @@ def marks_of(row) -> list[pytest.MarkDecorator]:
     """Return the marks of a row: `make test` runs some of the rows, `make test-slow` a twentieth of the others, `make test-all` all."""
     if row.name in OFTEN:
         return []
-    return [pytest.mark.slow] if optimizers.ROWS.index(row) % 20 == 0 else [pytest.mark.slow, pytest.mark.exhaustive]
+    return [pytest.mark.slow] if optimizers.ROWS.index(row) % 20 == 0 else pytest.mark.exhaustive
 
 
 @pytest.mark.filterwarnings('ignore:"seed" is deprecated')

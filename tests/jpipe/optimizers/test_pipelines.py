@@ -102,7 +102,7 @@ def check(pipe, batches):
     running.check_close(models.on_first_device(trained.params), expected[1], 1e-11)
 
 
-@pytest.mark.thinned(most=4)
+@pytest.mark.thinned(most=2, most_slow=1)
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("plan", PLANS)
@@ -123,7 +123,7 @@ def test_optimizers_that_bear_delay_in_every_schedule(schedule, optimizer):
     check(pipeline(plan, optimizer_of(optimizer), stack), models.masked_batches(6, 4, dtype=np.float64))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("float64")
 def test_a_mesh_changes_no_number_of_soap():
     stack, batches, results = models.wide_stack(), models.masked_batches(5, 3, rows=4, width=4, dtype=np.float64), []
@@ -143,12 +143,14 @@ def test_replicas_share_the_state_of_soap():
     running.check_close(models.on_first_device(results[1].params), models.on_first_device(results[0].params))
 
 
+@pytest.mark.slow
 def test_where_a_schedule_flushes_compensation_changes_no_bit():
     plan, batches = Plan.even(STACK.ids, **PLANS["flush"]), models.masked_batches(4, 3)
     plain, compensated = (running.train(pipeline(plan, rule), batches) for rule in (optax.adamw(0.05), compensated_adamw(0.05)))
     running.check_equal(compensated.params, plain.params)
 
 
+@pytest.mark.slow
 def test_a_shared_parameter_has_the_arguments_of_its_first_stage():
     stack = models.tied_stack()
     plan = Plan.even(stack.ids, **PLANS["2BW"])
@@ -166,7 +168,7 @@ def test_a_list_of_another_length_than_the_stages_is_refused():
         pipeline(plan, rule).check(models.masked_batches(1, 3)[0])
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_run_with_soap_goes_on_from_a_checkpoint(tmp_path):
     plan, batches = Plan.even(STACK.ids, **PLANS["2BW"]), models.masked_batches(8, 3)
     pipe = pipeline(plan, optimizer_of("soap"))

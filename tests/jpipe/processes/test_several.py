@@ -15,17 +15,11 @@ from tests.jpipe.several import BATCHES, CASES, INLINE, started
 LIMIT = 240  # seconds for all of them together; only a deadlock comes near
 
 
-SLOW = "2, others", "2, corrected", "4", "2, meshes"
-ONLY_IN_TEST_ALL = "2, more", "2, more meshes", "4, more", "4, meshes"
+IN_CI = "2", "2, others", "2, meshes"
 
 
 @pytest.mark.parametrize(
-    "group",
-    [
-        "2",
-        *(pytest.param(group, marks=pytest.mark.slow) for group in SLOW),
-        *(pytest.param(group, marks=[pytest.mark.slow, pytest.mark.exhaustive]) for group in ONLY_IN_TEST_ALL),
-    ],
+    "group", [pytest.param(group, marks=pytest.mark.slow if group in IN_CI else pytest.mark.exhaustive) for group in CASES]
 )
 def test_several_processes_find_the_bits_of_one(group, tmp_path, subtests):
     one, each = trained(group, int(group[0]), tmp_path)
@@ -48,7 +42,7 @@ def test_several_processes_find_the_bits_of_one(group, tmp_path, subtests):
         check_refusal([str(numbers["refused"]) for numbers in each], 8 if "meshes" in group else len(each))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_layers_of_a_whole_model_in_two_processes_have_the_bits_of_one(tmp_path):
     ends, files = time.monotonic() + LIMIT, []
     for count in (1, 2):
@@ -156,6 +150,7 @@ def test_when_a_process_is_killed_the_other_names_it_and_what_it_waited_for(tmp_
     )
 
 
+@pytest.mark.slow
 def test_a_process_that_passes_other_arguments_is_named(tmp_path):
     with started("differ", "2", 2, tmp_path) as processes:
         codes = [process.wait(LIMIT) for process in processes]

@@ -113,8 +113,8 @@ def test_each_batch_reports_once(norm):
     check_each_reports_once(norm, plans([2], ([1, 1], [1, 2]), [{}]))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("norm", [False, True], ids=["", "norm"])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("norm", [pytest.param(False, marks=pytest.mark.exhaustive), True], ids=["", "norm"])
 def test_each_batch_reports_once_with_every_option(norm):
     check_each_reports_once(norm, plans([1, 2, 3], REPLICAS, OPTIONS))
 

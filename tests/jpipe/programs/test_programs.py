@@ -102,7 +102,7 @@ def test_stages_of_vertical_sync_hold_the_documented_number_of_versions_for_any_
             assert max(alive[w] for w in workers) == -(-first // m) + 1 == rule.versions_alive(plan, s)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @settings(deadline=None, max_examples=100)
 @given(fields=plans() | replicated_plans(), batches=st.integers(1, 5), start=st.integers(0, 3), global_norm=st.booleans())
 def test_the_programs_of_the_steps_one_after_the_other_are_the_whole_run(fields, batches, start, global_norm):

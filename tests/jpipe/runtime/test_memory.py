@@ -77,7 +77,7 @@ def peaks_of(pipe, batch, devices) -> tuple[list[int], list[int]]:
     return [after - base for after, base in zip(peak, before, strict=True)], list(predicted)
 
 
-@pytest.mark.thinned(most=0, most_slow=2)
+@pytest.mark.thinned(most=0, most_slow=1)
 @pytest.mark.parametrize("recompute", ["none", "full", "dots_saveable"])
 @pytest.mark.parametrize("variant", sorted(VARIANTS))
 def test_measured_peak_is_predicted(variant, recompute):
@@ -96,7 +96,7 @@ def labels(params):
     )
 
 
-@pytest.mark.thinned(most=0, most_slow=2)
+@pytest.mark.thinned(most=0, most_slow=1)
 @pytest.mark.parametrize("options", [{}, {"precision": MASTERS}, {"ema_decay": 0.9}], ids=["", "masters", "average"])
 @pytest.mark.parametrize("fields", [*VARIANTS.values(), {"schedule": "zb_h1", "recompute": "full"}], ids=lambda fields: fields["schedule"])
 def test_measured_peak_with_frozen_parameters_is_predicted(fields, options):
@@ -115,7 +115,7 @@ RANKS = [
 ]
 
 
-@pytest.mark.thinned(most=0, most_slow=2)
+@pytest.mark.thinned(most=0, most_slow=1)
 @pytest.mark.parametrize("fields", RANKS)
 def test_measured_peak_of_ranks_and_split_backwards_is_predicted(fields):
     recompute = "full" if fields["schedule"] == "interleaved_zero_bubble" else "none"
@@ -133,7 +133,7 @@ def test_measured_peak_of_chunks_without_a_flush_is_predicted_but_for_a_message(
         assert expected - 64 <= peak <= expected + message + 64
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_measured_peak_of_replicas_that_flush_is_predicted():
     measured, predicted = measured_and_predicted(Plan.even(STACK.ids, 3, "pipedream_flush", MICROBATCHES, replicas=(2, 2, 1)))
     np.testing.assert_allclose(measured, predicted, atol=64)
@@ -210,7 +210,7 @@ def test_measured_peak_of_clipping_many_layers_is_predicted(schedule, fields):
     np.testing.assert_allclose(measured, predicted, atol=64)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_measured_peak_of_clipping_with_masters_is_predicted():
     """The last stage's second accumulators, in float32, are larger than its older version, in bfloat16, and cause its peak."""
     plan, options = Plan.even(LINEAR.ids, 3, "pipedream_2bw", MICROBATCHES), {"precision": MASTERS}

@@ -40,7 +40,7 @@ def traced(variant, steps, devices=None, clip=None):
     return plan, pipe, batches[0], tracer.finish(), state
 
 
-@pytest.mark.thinned(most=3)
+@pytest.mark.thinned(most=2, most_slow=1)
 @pytest.mark.oldest
 @pytest.mark.parametrize("variant", models.VARIANTS)
 def test_a_trace_has_the_order_of_the_schedule(variant):
@@ -60,7 +60,7 @@ def test_a_trace_has_the_order_of_the_schedule(variant):
         assert start >= before
 
 
-@pytest.mark.thinned(most=2)
+@pytest.mark.thinned(most=1, most_slow=1)
 @pytest.mark.parametrize("variant", models.VARIANTS)
 def test_measured_memory_is_the_predicted_one(variant):
     """Each kind of memory is compared after each computation of each worker; the order between workers does not matter."""
@@ -104,6 +104,7 @@ def test_tracing_changes_no_numbers():
     check_equal(pipe.params(pipe.drain(traced_state)), pipe.params(state))
 
 
+@pytest.mark.slow
 def test_nothing_is_counted_twice():
     """The memory that a trace reports for the workers is at most that of all live arrays."""
     plan, alive = Plan.even(STACK.ids, 3, "gpipe", M), []
@@ -144,6 +145,7 @@ def test_many_microbatches_cost_no_more_each(monkeypatch):
     assert counts[1] <= counts[0]
 
 
+@pytest.mark.slow
 def test_a_tracer_leaves_nothing_behind():
     before, threads = sys.getswitchinterval(), threading.active_count()
     plan = Plan.even("ab", 2, "gpipe", 1)
@@ -156,6 +158,7 @@ def test_a_tracer_leaves_nothing_behind():
     assert (sys.getswitchinterval(), threading.active_count()) == (before, threads)
 
 
+@pytest.mark.slow
 def test_stages_that_share_a_device_take_turns():
     device = jax.devices()[0]
     _, _, _, trace, _ = traced("gpipe", 3, [device, device, jax.devices()[1]])

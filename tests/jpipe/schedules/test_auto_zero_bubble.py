@@ -170,7 +170,7 @@ def test_greedy_orders_take_no_longer_than_static_ones():
     assert sum(shorter) >= 3, "and often shorter"
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_greedy_orders_take_no_longer_than_static_ones_for_many_times():
     draw = random.Random(2)
     for _ in range(15):

@@ -63,7 +63,7 @@ def test_bubbles_are_those_of_the_formulas():
     assert check_formulas((2, 4), lambda d: (d, 2 * d, 2 * d + 1), [(1, 1, 1), (5, 3, 2)]) > 60
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_bubbles_are_those_of_the_formulas_for_many_microbatches_and_random_times():
     """For d = 2, 4 and 8, m is the least possible, 2d - 1, 2d, 3d and 32; the times are equal or drawn, with forwards the longest."""
     draw = random.Random(0)
@@ -163,6 +163,6 @@ def test_orders_run_for_any_number_of_microbatches():
     assert check_that_orders_run((1, 2, 3, 4), (1, 2, 3, 5, 8)) == 248
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_orders_run_for_any_number_of_ranks_and_microbatches():
     assert check_that_orders_run((1, 2, 3, 5, 8), (1, 3, 4, 9, 16)) > 200

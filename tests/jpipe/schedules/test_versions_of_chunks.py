@@ -74,7 +74,9 @@ def test_2bw_in_chunks_is_legal_where_two_versions_are_enough(ranks, least, chun
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "least"), [(5, 9), (6, 10), (7, 13), (8, 14)])
+@pytest.mark.parametrize(
+    ("ranks", "least"), [(5, 9), (6, 10), *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in ((7, 13), (8, 14)))]
+)
 def test_2bw_in_chunks_is_legal_where_two_versions_are_enough_for_more_ranks(ranks, least):
     test_2bw_in_chunks_is_legal_where_two_versions_are_enough(ranks, least, 2)
 

@@ -22,7 +22,7 @@ def started(pipe, batches):
 
 
 @pytest.mark.usefixtures("float64")
-@pytest.mark.thinned(most=1, most_slow=1)
+@pytest.mark.thinned(most=0, most_slow=1)
 @pytest.mark.parametrize(
     ("variant", "d", "m", "fields"),
     [

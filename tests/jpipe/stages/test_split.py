@@ -275,7 +275,7 @@ def test_halves_equal_the_whole_backward(kind, recompute):
     check_halves(middle(kind, recompute))
 
 
-@pytest.mark.thinned(most=0, most_slow=3)
+@pytest.mark.thinned(most=0, most_slow=1)
 @pytest.mark.parametrize("kind", ["lstm", "scanned", "nested"])
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.usefixtures("float64")
@@ -320,6 +320,7 @@ def test_a_product_of_weights_is_not_computed_twice():
     assert sum(parts) == products(run.f.backward, run.whole())
 
 
+@pytest.mark.thinned(most=2, most_slow=1)
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize(("kind", "of_inputs", "of_weights"), [("gpt", 16, 8), ("convolution", 2, 2)])
 def test_no_product_is_computed_twice(kind, of_inputs, of_weights, recompute):

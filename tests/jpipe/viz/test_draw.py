@@ -307,6 +307,7 @@ def fits_into_the_figure(figure) -> bool:
     return box.x0 >= 0 and box.y0 >= 0 and box.x1 <= figure.get_figwidth() and box.y1 <= figure.get_figheight()
 
 
+@pytest.mark.slow
 def test_a_narrow_picture_has_large_text_and_nothing_outside():
     prediction = predict("zb_h1", microbatches=8, chunks=None)
     timelines, seconds = {"predicted": prediction.timeline, "measured": prediction.timeline}, prediction.seconds

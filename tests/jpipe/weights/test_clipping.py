@@ -85,7 +85,7 @@ def test_equals_the_sequential_reference_bit_for_bit(sizes, fields, drain_after)
     check_against_reference(STACK, plan, drain_after, clip_global_norm=NORM)
 
 
-@pytest.mark.thinned(most=2)
+@pytest.mark.thinned(most=1, most_slow=0)
 @pytest.mark.parametrize("schedule", CLIPPING)
 @pytest.mark.parametrize("sizes", [(1, 3), (2, 2), (1, 2, 1)])
 def test_the_cut_changes_no_bit_of_the_norm(sizes, schedule):
@@ -220,6 +220,7 @@ def plans_with_replicas(draw) -> dict:
     return fields | {"microbatches": math.lcm(*replicas) * draw(st.integers(least, least + 3))}
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=5)
 @given(fields=plans_with_replicas(), seed=st.integers(0, 9))
 def test_replicas_start_as_without_the_norm_under_any_costs(fields, seed):

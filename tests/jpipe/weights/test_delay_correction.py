@@ -123,7 +123,7 @@ def check(pipe, batches, drained=()):
 
 
 @pytest.mark.usefixtures("float64")
-@pytest.mark.thinned(most=2)
+@pytest.mark.thinned(most=1, most_slow=1)
 @pytest.mark.parametrize("name", [name for name in PLANS if name not in ("2-1, paper", "2-1")])
 def test_it_is_the_rule_applied_to_the_whole_model(name):
     plan = plan_of(name)
@@ -131,6 +131,7 @@ def test_it_is_the_rule_applied_to_the_whole_model(name):
     check(pipeline(plan), batches, DRAINED)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("float64")
 def test_replicas_make_the_same_correction():
     plan = plan_of("2-1", models.plain_stack())
@@ -140,7 +141,7 @@ def test_replicas_make_the_same_correction():
 
 
 @pytest.mark.usefixtures("float64")
-@pytest.mark.parametrize("stack", [STACK, pytest.param(models.tied_stack(), marks=pytest.mark.slow)], ids=["untied", "tied"])
+@pytest.mark.parametrize("stack", [STACK, pytest.param(models.tied_stack(), marks=pytest.mark.exhaustive)], ids=["untied", "tied"])
 def test_gradients_are_clipped_before_the_correction(stack):
     plan = plan_of("2BW", stack)
     batches = models.masked_batches(6, 3, dtype=np.float64)
@@ -156,6 +157,7 @@ def on_host(tree):
     return jax.tree.map(np.asarray, tree)
 
 
+@pytest.mark.slow
 def test_copies_of_a_shared_parameter_stay_equal_bit_for_bit():
     stack = models.tied_stack()
     pipe = pipeline(plan_of("2BW", stack), stack, clip_global_norm=0.5)
@@ -172,7 +174,7 @@ def test_copies_of_a_shared_parameter_stay_equal_bit_for_bit():
 BITS = [name for name in PLANS if name not in ("flush", "chunks")]
 
 
-@pytest.mark.thinned(most=1, most_slow=1)
+@pytest.mark.thinned(most=0, most_slow=1)
 @pytest.mark.parametrize("name", BITS)
 @pytest.mark.parametrize("optimizer", [models.momentum(), optax.adamw(0.05)], ids=["momentum", "adamw"])
 def test_a_factor_of_zero_changes_no_bit(name, optimizer):
@@ -283,7 +285,7 @@ def plan_cut(name, sizes=None):
 
 
 @pytest.mark.usefixtures("float64")
-@pytest.mark.thinned(most=2)
+@pytest.mark.thinned(most=1, most_slow=1)
 @pytest.mark.parametrize("ema", [None, 0.75])
 @pytest.mark.parametrize("switch", SWITCHES)
 def test_a_run_goes_on_under_another_plan_or_with_another_correction(switch, ema):
@@ -319,6 +321,7 @@ def test_a_run_from_a_snapshot_is_the_run_that_went_on_bit_for_bit(name, precisi
     running.check_equal([worker.optimizer for worker in again.workers], [worker.optimizer for worker in state.workers])
 
 
+@pytest.mark.slow
 def test_masters_and_versions_lose_the_prediction_where_it_is_turned_off_or_begun_anew():
     plan = plan_of("2BW")
     precision = Precision(params="bfloat16")
@@ -343,7 +346,7 @@ def test_masters_and_versions_lose_the_prediction_where_it_is_turned_off_or_begu
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(ahead))
 
 
-@pytest.mark.thinned(most=1)
+@pytest.mark.thinned(most=0, most_slow=1)
 @pytest.mark.parametrize("mesh", [{"mesh": {"data": 2, "model": 2}, "fsdp": True}, {"mesh": {"data": 2}}], ids=["fsdp", "rows"])
 def test_a_mesh_changes_no_number(mesh):
     stack, results = models.wide_stack(), []
@@ -358,6 +361,7 @@ def test_a_mesh_changes_no_number(mesh):
             np.testing.assert_allclose(one, other, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_frozen_layers_have_no_buffer():
     labels = {layer_id: "frozen" if layer_id == "mix" else "trained" for layer_id in STACK.ids}
     optimizer = optax.partition({"trained": models.momentum(), "frozen": optax.set_to_zero()}, labels)
@@ -470,6 +474,7 @@ def test_a_correction_that_is_none_is_refused(value):
         checked_delay_factor(value)
 
 
+@pytest.mark.slow
 def test_a_correction_that_goes_too_far_or_does_nothing_is_logged(caplog):
     stack, batch = models.plain_stack(2), models.masked_batches(1, 2)[0]
     late, flushed = (Plan.even(stack.ids, 2, schedule, 2) for schedule in ("pipedream_2bw", "pipedream_flush"))

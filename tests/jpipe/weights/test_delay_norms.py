@@ -50,6 +50,7 @@ def test_the_norms_are_those_of_the_weights(name):
     assert float(plain.delay_norms(running.fresh(plain, batches)).correction) == 0
 
 
+@pytest.mark.slow
 def test_the_norms_need_a_state_that_is_not_consumed_and_leave_it_as_it_is():
     pipe = pipeline(plan_of("2BW"))
     batches = models.masked_batches(1, pipe.plan.microbatches)

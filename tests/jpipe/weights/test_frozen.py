@@ -76,7 +76,7 @@ CASES = {
 
 
 @pytest.mark.oldest
-@pytest.mark.thinned(most=1, most_slow=3)
+@pytest.mark.thinned(most=1, most_slow=1)
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("case", CASES)
 def test_equals_optax_on_the_whole_tree(case):
@@ -100,7 +100,7 @@ REPLICATED = {
 }
 
 
-@pytest.mark.thinned(most=1, most_slow=1)
+@pytest.mark.thinned(most=0, most_slow=1)
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("words", [["layer0", "layer1/w"], ["layer1", "layer2/b"]], ids=" ".join)
 @pytest.mark.parametrize("case", REPLICATED)
@@ -122,7 +122,7 @@ BIT_FOR_BIT = {
 }
 
 
-@pytest.mark.thinned(most=1, most_slow=3)
+@pytest.mark.thinned(most=1, most_slow=1)
 @pytest.mark.parametrize("case", BIT_FOR_BIT)
 def test_equals_the_sequential_reference_bit_for_bit(case):
     words, stack, fields, options = BIT_FOR_BIT[case]
@@ -136,7 +136,7 @@ INTEGERS = {
 }
 
 
-@pytest.mark.thinned(most=1)
+@pytest.mark.thinned(most=0, most_slow=1)
 @pytest.mark.parametrize("case", INTEGERS)
 def test_frozen_parameters_may_be_integers(case):
     """They give the numbers of the same parameters as floats, and stay integers in what is returned."""
@@ -170,6 +170,7 @@ def table_layer(dtype):
 TABLES = {dtype: LayerStack({f"layer{i}": table_layer(dtype) for i in range(3)}) for dtype in (np.int8, np.float32)}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("float64")
 def test_a_mesh_changes_no_number():
     words, stack = ["track", "mix/w"], models.wide_stack()

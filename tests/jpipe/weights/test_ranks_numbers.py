@@ -74,6 +74,7 @@ def test_numbers_of_plans_of_all_kinds_are_those_of_the_reference(schedule, numb
 MANY = [("interleaved_1f1b", 4, 2, 5), ("interleaved_zero_bubble", 4, 3, 6), ("pipedream_2bw", 4, 2, 6), ("pipedream_2bw", 5, 2, 9)]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.thinned(most=0, most_slow=1)
 @pytest.mark.parametrize(("schedule", "ranks", "chunks", "m"), MANY)
 def test_numbers_of_eight_to_twelve_stages_are_those_of_the_reference(schedule, ranks, chunks, m):

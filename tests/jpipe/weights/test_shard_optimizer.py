@@ -62,7 +62,7 @@ CASES = {
 OPTIONS = ("clip_global_norm", "skip_nonfinite", "precision")
 
 
-@pytest.mark.thinned(most=2, most_slow=1)
+@pytest.mark.thinned(most=1, most_slow=1)
 @pytest.mark.parametrize("case", CASES)
 def test_the_numbers_equal_those_without_sharding(case):
     fields = dict(CASES[case])
@@ -141,6 +141,7 @@ def test_a_run_resumes_with_a_sharded_optimizer_and_without():
         check_bits(pipe.params(fresh), pipe.params(pipe.restore(key, batches[0], layers, 2)))
 
 
+@pytest.mark.slow
 def test_a_checkpoint_on_disk_has_each_layers_optimizer_state(tmp_path):
     pipe = pipeline(plan_of(), precision=Precision(params="bfloat16"))
     batches = batches_for(pipe.plan, count=2)

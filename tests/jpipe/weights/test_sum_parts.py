@@ -18,7 +18,7 @@ def plan_of(stack, replicas, **fields) -> Plan:
     return Plan.even(stack.ids, num_stages=stages, replicas=replicas, **{"sum_parts": 3, **fields})
 
 
-@pytest.mark.thinned(most=4)
+@pytest.mark.thinned(most=1, most_slow=1)
 @pytest.mark.parametrize(
     ("replicas", "fields", "options"),
     [
@@ -41,6 +41,7 @@ def test_the_numbers_equal_the_sequential_reference_bit_for_bit(replicas, fields
     check_against_reference(STACK, plan, {2, 6}, **options)
 
 
+@pytest.mark.thinned(most=0, most_slow=2)
 @pytest.mark.parametrize(
     ("stack", "replicas", "fields"),
     [
@@ -59,7 +60,9 @@ def test_shared_parameters_and_a_shared_optimizer_equal_one_sum_bit_for_bit(stac
 
 
 @pytest.mark.usefixtures("float64")
-@pytest.mark.parametrize("schedule", ["gpipe", pytest.param("pipedream_2bw", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "schedule", [pytest.param("gpipe", marks=pytest.mark.slow), pytest.param("pipedream_2bw", marks=pytest.mark.exhaustive)]
+)
 def test_in_float64_the_numbers_equal_one_gradient_of_the_whole_model(schedule):
     stack = LayerStack({"first": models.dense(), "noise": models.noisy(), "mix": models.dense(4), "out": models.dense()})
     plan = plan_of(stack, (3,), schedule=schedule, microbatches=6)

@@ -64,9 +64,9 @@ def trained(num_stages, schedule, optimizer, batches, **options):
 @pytest.mark.parametrize(
     ("stages", "schedule", "options"),
     [
-        (4, "pipedream_2bw", {"clip_global_norm": 0.3}),
-        pytest.param(4, "pipedream_flush", {}, marks=[pytest.mark.slow, pytest.mark.exhaustive]),
-        pytest.param(2, "pipedream_2bw", {}, marks=pytest.mark.slow),
+        pytest.param(4, "pipedream_2bw", {"clip_global_norm": 0.3}, marks=pytest.mark.slow),
+        pytest.param(4, "pipedream_flush", {}, marks=pytest.mark.exhaustive),
+        pytest.param(2, "pipedream_2bw", {}, marks=pytest.mark.exhaustive),
     ],
 )
 def test_equals_the_reference_bit_for_bit(stages, schedule, options):
@@ -80,7 +80,7 @@ def test_equals_the_reference_bit_for_bit(stages, schedule, options):
     ("schedule", "optimizer", "options"),
     [
         ("pipedream_2bw", optax.adamw(0.1), {"clip_global_norm": 0.3}),
-        pytest.param("gpipe", optax.sgd(0.3, 0.9), {}, marks=[pytest.mark.slow, pytest.mark.exhaustive]),
+        pytest.param("gpipe", optax.sgd(0.3, 0.9), {}, marks=pytest.mark.exhaustive),
         pytest.param("pipedream_2bw", optax.lamb(0.05), {"skip_nonfinite": True, "ema_decay": 0.9}, marks=pytest.mark.slow),
         pytest.param("pipedream_2bw", optax.adam(0.05), {"precision": Precision(params="bfloat16")}, marks=pytest.mark.slow),
     ],

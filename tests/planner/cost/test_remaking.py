@@ -1,5 +1,7 @@
 """The scratch memory of stages whose backward makes residuals itself, by hand, alike in all places that estimate it."""
 
+import itertools
+
 import pytest
 
 import jpipe
@@ -31,13 +33,15 @@ def expected(count, share):
 @pytest.mark.parametrize("policy", OF_ALL)
 def test_a_stage_of_equal_layers(policy, count):
     costs = profile(**REMAKING)
-    cut = [costs.ids[:count], costs.ids[count:-1], costs.ids[-1:]]
+    ends = (0, count, len(costs.ids) - count, len(costs.ids))
+    cut = [costs.ids[begin:end] for begin, end in itertools.pairwise(dict.fromkeys(ends))]
     plan = jpipe.Plan(schedule="gpipe", microbatches=2, stages=[{"layers": ids, "recompute": policy} for ids in cut])
     layers = Layers(costs)
-    in_search = layers.cut((0, count, len(costs.ids) - 1), 0)
-    assert costs.stage_costs(plan, 1)[0].temporary == expected(count, OF_ALL[policy])
-    assert in_search.temporary[layers.policies.index(policy), 0] == expected(count, OF_ALL[policy])
-    assert in_search.fused[0] == EVERYTHING[count]
+    in_search = layers.cut([costs.ids.index(ids[0]) for ids in cut], 0)
+    for s in (0, -1):
+        assert costs.stage_costs(plan, 1)[s].temporary == expected(count, OF_ALL[policy])
+        assert in_search.temporary[layers.policies.index(policy), s] == expected(count, OF_ALL[policy])
+        assert in_search.fused[s] == EVERYTHING[count]
 
 
 @pytest.mark.parametrize("count", SCRATCH)

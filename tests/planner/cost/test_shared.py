@@ -50,7 +50,7 @@ def shared_profile(seed=0, *layers: str) -> Profile:
     return Profile(**dict(profile.model_copy(update={"layers": changed})) | {"shared": shared})
 
 
-@pytest.mark.parametrize("precision", [jpipe.Precision(), pytest.param(jpipe.Precision(params="bfloat16"), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("precision", [jpipe.Precision(), pytest.param(jpipe.Precision(params="bfloat16"), marks=pytest.mark.exhaustive)])
 @pytest.mark.slow
 def test_the_bytes_of_a_profile_are_those_of_the_pipeline(precision):
     stack = jpipe.LayerStack(LAYERS, ties=TIES)

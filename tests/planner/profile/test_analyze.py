@@ -78,7 +78,9 @@ def test_the_bytes_of_any_stage_are_the_sum_over_its_layers(name, policy):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("fields", "halved"), [({"params": "bfloat16"}, 2), ({"compute": "bfloat16"}, 1)])
+@pytest.mark.parametrize(
+    ("fields", "halved"), [({"params": "bfloat16"}, 2), pytest.param({"compute": "bfloat16"}, 1, marks=pytest.mark.exhaustive)]
+)
 def test_the_bytes_of_a_precision_are_those_of_its_pipeline(fields, halved):
     layers, batch, loss = MODELS["dense"]
     stack, optimizer, precision = jpipe.LayerStack(layers), optax.sgd(0.1, momentum=0.9), jpipe.Precision(**fields)
@@ -98,6 +100,7 @@ def test_the_bytes_of_a_precision_are_those_of_its_pipeline(fields, halved):
         assert actual.at[0].forward < 1e-4
 
 
+@pytest.mark.slow
 def test_the_bytes_of_frozen_layers_are_those_of_their_pipeline():
     layers = {name: linear(6, 6) for name in ("in", "a", "b")} | {"tanh": jnp.tanh, "c": linear(6, 6), "out": linear(6, 6)}
     stack, batch = jpipe.LayerStack(layers, ties=[jpipe.Tie(("in", "kernel"), ("c", "kernel"))]), floats(6)
@@ -171,6 +174,7 @@ def test_every_turn_of_a_loop_counts():
     assert (often.backward - once.backward) * 5e8 == pytest.approx(49 * 2 * product, rel=0.3)
 
 
+@pytest.mark.slow
 def test_equal_layers_are_profiled_once_and_nothing_is_allocated():
     width = 100_000  # 40 GB of weights a layer
     stack = jpipe.LayerStack(
@@ -222,6 +226,7 @@ def test_a_loss_that_does_not_fit():
         analyze(stack, floats(4), squares, optax.sgd(0.1), [2], DEVICE)
 
 
+@pytest.mark.slow
 def test_the_temporaries_of_several_layers_are_about_those_of_the_compiled_stage():
     wide = jpipe.LayerStack({f"dense_{n}": lambda rngs: nnx.Linear(64, 64, rngs=rngs) for n in range(8)})
 
@@ -240,7 +245,7 @@ def test_the_temporaries_of_several_layers_are_about_those_of_the_compiled_stage
         assert max(layer.at[0].temporary for layer in wide_profile.layers) < 0.3 * true  # gradients of four layers, not only scratch of one
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_scratch_memory_with_full_recomputation_is_that_of_one_two_and_three_compiled_layers():
     blocks = {
         f"block_{n}": lambda rngs: nnx.Sequential(nnx.Linear(8, 64, rngs=rngs), nn.gelu, nnx.Linear(64, 8, rngs=rngs)) for n in range(6)

@@ -133,7 +133,7 @@ class Residual(linen.Module):
         return x
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_layers_cut_from_a_model_are_equal_whatever_their_names_and_random_keys():
     stack = jpipe.LayerStack.from_model(Residual(), jnp.ones((2, 4)))
     assert stack.ids == ("Dense_0", "Dense_1", "Block_0", "Block_1", "Block_2", "Block_3", "Dense_2", "Dense_3", "Dense_4")
@@ -173,6 +173,7 @@ def test_the_average_of_the_weights_counts_as_optimizer_state():
     assert averaged.optimizer == plain.optimizer + plain.weights
 
 
+@pytest.mark.slow
 def test_the_prediction_of_late_gradients_counts_where_they_are_late():
     ids = ("in", "a", "b", "out")
     stack = jpipe.LayerStack({name: linear(4, 4) for name in ids})

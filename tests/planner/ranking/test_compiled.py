@@ -51,6 +51,7 @@ def test_where_simulating_takes_too_long_the_closed_form_has_the_exact_bytes(sch
         assert estimate >= costs[s].temporary + costs[s].weights + costs[s].optimizer  # XLA's numbers, not the estimate's
 
 
+@pytest.mark.thinned(most=1, most_slow=0)
 @pytest.mark.parametrize(
     "message",
     [
@@ -72,6 +73,7 @@ def test_a_plan_whose_program_exceeds_the_memory_of_the_compiler_does_not_fit(me
     assert compiled.ranks == (0, 1)
 
 
+@pytest.mark.slow
 def test_other_errors_of_the_compiler_are_not_caught(monkeypatch):
     def fail(*args, **options):
         raise jax.errors.JaxRuntimeError("INTERNAL: libdevice is missing")

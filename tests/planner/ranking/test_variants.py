@@ -6,7 +6,7 @@ import itertools
 import pytest
 
 import jpipe
-from jpipe_planner.cost.bound import busy_seconds, flush_seconds
+from jpipe_planner.cost.bound import flush_seconds, rank_seconds
 from jpipe_planner.cost.shape import planned_schedules
 from jpipe_planner.cost.simulated import forwards, network, simulate_plan
 from jpipe_planner.ranking import table, variants
@@ -101,7 +101,7 @@ def test_with_a_known_plan_only_those_that_could_be_better_are_simulated():
     for candidate, simulated in every.items():
         plan = candidate.plan(profile.ids)
         costs, link = profile.stage_costs(plan, candidate.rows), network(plan, topology)
-        bounds = busy_seconds(plan, costs, None), flush_seconds(plan, costs, link)
+        bounds = rank_seconds(plan, costs, None), flush_seconds(plan, costs, link)
         assert 0 < max(bounds) <= simulated.batch_seconds * (1 + 1e-9)
         assert bounds[1] > 0.5 * bounds[0]
     assert set(some) < set(every)

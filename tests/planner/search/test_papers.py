@@ -97,6 +97,7 @@ def test_speed_ups_are_near_those_of_figure_6(bert):
     assert rates["pipedream_flush"] > rates["gpipe"] > rates["naive"]
 
 
+@pytest.mark.slow
 def test_models_that_fit_in_16_gb(bert):
     none, full = (two_bw.peaks(bert, topology("v100-16gb-8"), 8, 4, 64, policy) for policy in two_bw.POLICIES)
     assert none["gpipe"] > none["pipedream_flush"] > 16e9

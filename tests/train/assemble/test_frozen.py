@@ -61,10 +61,12 @@ OPTIONS = {
     "accumulated": ({"freeze": ["embed", "*/bias"]}, {"accumulate_batches": 2, "arguments": {"weight_decay": 0.1}}, {}),
     "a model of the user's": ({"freeze": ["layers.0"]}, {}, {"model": {"target": f"{__name__}:model"}, "plan": {"num_stages": 1}}),
 }
-SELDOM = ("adapters and a tied embedding", "accumulated")
+SELDOM = {"adapters, a layer, experts": pytest.mark.slow} | dict.fromkeys(
+    ("adapters and a tied embedding", "accumulated"), pytest.mark.exhaustive
+)
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, marks=pytest.mark.slow if case in SELDOM else ()) for case in OPTIONS])
+@pytest.mark.parametrize("case", [pytest.param(case, marks=SELDOM.get(case, ())) for case in OPTIONS])
 def test_frozen_parameters_stay_as_they_are_to_the_bit(case, tiny):
     tune, optimizer, sections = OPTIONS[case]
     if "target" in sections.get("model", {}):

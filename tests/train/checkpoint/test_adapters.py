@@ -76,7 +76,7 @@ def test_the_base_is_as_it_was_in_the_folder(kind, runs):
     assert all(array.any() for array in trained.values())
 
 
-@pytest.mark.parametrize("kind", [pytest.param("float32", marks=pytest.mark.slow), "nf4"])
+@pytest.mark.parametrize("kind", [pytest.param("float32", marks=pytest.mark.exhaustive), "nf4"])
 def test_merged_weights_compute_what_adapters_compute(kind, runs, tmp_path):
     result, tokens = runs[kind], folders.computed("llama")["tokens"]
     expected = logits(result.config, result.arrays, tokens, result.config.tune)
@@ -169,7 +169,7 @@ def test_modules_for_peft_add_what_merged_weights_have_more(name, targets):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["pipedream_flush", "pipedream_2bw"])
+@pytest.mark.parametrize("schedule", [pytest.param("pipedream_flush", marks=pytest.mark.exhaustive), "pipedream_2bw"])
 def test_fifty_steps_lower_the_loss(schedule, tmp_path):
     folder = tmp_path / "run"
     folder.mkdir()

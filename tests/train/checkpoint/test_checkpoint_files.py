@@ -150,6 +150,7 @@ def test_a_checkpoint_manager_lists_the_steps_and_restores_one(run):
     assert newest_good(run, [].append) == 20
 
 
+@pytest.mark.slow
 @pytest.mark.oldest
 def test_two_processes_write_different_trees_without_waiting_for_each_other(tmp_path):
     with socket.socket() as free:

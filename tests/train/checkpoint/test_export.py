@@ -123,6 +123,7 @@ def test_an_export_has_the_newest_parameters_by_name(home, tmp_path, capsys):
     assert [path.name for path in tmp_path.iterdir()] == ["earlier.safetensors"]
 
 
+@pytest.mark.slow
 def test_a_warm_start_from_an_export_has_the_weights_of_the_exported_run(home, tmp_path, capsys):
     run = {"dir": str(tmp_path / "run")}
     summary = loop.main(changed(home.data, warm_start={"file": str(home.file)}, run=run, train={"steps": 1}, checkpoint={"every": None}))
@@ -130,6 +131,7 @@ def test_a_warm_start_from_an_export_has_the_weights_of_the_exported_run(home, t
     assert "warm start: 3 of 3 layers from" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_resumed_run_ignores_a_warm_start(home, tmp_path, capsys):
     run = {"dir": str(shutil.copytree(home.run, tmp_path / "run"))}
     loop.main(changed(home.data, run=run, train={"steps": STEPS + 1}, warm_start={"file": "nowhere.safetensors"}))

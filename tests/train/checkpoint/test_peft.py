@@ -37,6 +37,7 @@ def ours(tmp_path_factory) -> tuple[Path, Config, dict[str, np.ndarray]]:
     return folder, config, arrays
 
 
+@pytest.mark.thinned(most=1, most_slow=1)
 @pytest.mark.parametrize(
     ("name", "overrides"),
     [
@@ -231,7 +232,8 @@ def near(actual, expected, what: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen2-moe", "gpt2"])
+@pytest.mark.thinned(most=2, most_slow=0)
+@pytest.mark.parametrize("name", ["gpt2", "qwen2-moe", "llama", "qwen2"])
 def test_adapters_of_peft_compute_and_learn_the_same(name, theirs, tmp_path):
     """In GPT-2 queries, keys and values share A in PEFT's adapters but not in jpipe's, so that a step differs."""
     folder, golden = theirs / name / "adapters", load_file(theirs / name / "adapters" / "golden.safetensors")
@@ -271,10 +273,17 @@ def test_adapters_of_peft_compute_and_learn_the_same(name, theirs, tmp_path):
 @pytest.mark.parametrize(
     ("name", "kind", "overrides"),
     [
-        ("llama", "LlamaForCausalLM", ("tune.lora={rank: 2, alpha: 6}",)),
-        ("gpt2", "GPT2LMHeadModel", ("tune.lora={rank: 2, targets: [q_proj, v_proj, down_proj]}",)),
+        pytest.param("llama", "LlamaForCausalLM", ("tune.lora={rank: 2, alpha: 6}",), marks=pytest.mark.exhaustive),
+        pytest.param(
+            "gpt2", "GPT2LMHeadModel", ("tune.lora={rank: 2, targets: [q_proj, v_proj, down_proj]}",), marks=pytest.mark.exhaustive
+        ),
         ("llama", "LlamaForSequenceClassification", ("tune={lora: {rank: 2}, train_only: [head, 'block_*/mlp_norm']}", *TO_CLASSES)),
-        ("bert", "BertForSequenceClassification", ("tune={lora: {rank: 2}, train_only: [head, block_1/project]}", *TO_CLASSES)),
+        pytest.param(
+            "bert",
+            "BertForSequenceClassification",
+            ("tune={lora: {rank: 2}, train_only: [head, block_1/project]}", *TO_CLASSES),
+            marks=pytest.mark.exhaustive,
+        ),
     ],
     ids=["llama", "gpt2", "llama-classes", "bert-classes"],
 )

@@ -207,7 +207,7 @@ def test_numbers_that_are_no_floats_are_refused(run, folder, name):
     assert re.search(r"^jpipe: generate: '.*llama': expected '.*' as in the model, float32\[.*\], found I32\[.*\]; download it again", err)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_tied_run_with_an_average_of_its_weights(run, tiny, monkeypatch, capsys):
     from jpipe_train.run import loop
 

@@ -20,7 +20,7 @@ def jpipe(*arguments, **options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.parametrize("name", ["gpt2", pytest.param("llama", marks=pytest.mark.exhaustive)])
 def test_two_processes_write_what_one_does(name):
     """Three devices, of which the first process has two; the embedding is tied in gpt2, whose first and last layer are far apart."""
     alone = jpipe("generate", str(GOLDEN / name), *(f"--prompt={prompt}" for prompt in PROMPTS), *OPTIONS)
@@ -31,14 +31,14 @@ def test_two_processes_write_what_one_does(name):
     assert "3 devices (cpu) of 2 processes" in both.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_prompt_of_standard_input_is_that_of_all_processes():
     both = jpipe("launch", "-n", "2", "--", "generate", str(GOLDEN / "llama"), *OPTIONS, input="0 1 +")
     alone = jpipe("generate", str(GOLDEN / "llama"), *OPTIONS, input="0 1 +")
     assert (both.returncode, both.stdout) == (0, alone.stdout), both.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_conversation_is_that_of_one_process(folder):
     """The third line cannot be answered: all processes end, and one says why."""
     make_chat(folder)

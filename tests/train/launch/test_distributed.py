@@ -312,6 +312,7 @@ print("left", flush=True)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.oldest
 def test_jax_runs_across_processes_and_survives_one(address):
     """SIGTERM ends one process at once, as without JAX; the others continue and exit in any order without a message of JAX."""

@@ -193,7 +193,7 @@ def endings(processes: list[subprocess.Popen]) -> list[tuple[int, str]]:
     return [(process.returncode, err) for process, err in [(p, p.communicate(timeout=LIMIT)[1]) for p in processes]]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_four_stages_in_four_processes_log_what_one_process_logs_and_read_only_what_they_need():
     arguments = command(LETTERS, plan={"num_stages": 4}, train={"trace_batches": 2})
     code, out, err = done("launch", "-n", "4", "--", *arguments)

@@ -106,7 +106,14 @@ def in_float64(stack):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("schedule", "stages", "delay"),
-    [("pipedream_flush", 2, 0), ("pipedream_2bw", 2, 1), ("pipedream_flush", 4, 0), ("pipedream_2bw", 4, 1), ("zb_h1", 2, 0)],
+    [
+        ("pipedream_2bw", 2, 1),
+        ("zb_h1", 2, 0),
+        *(
+            pytest.param(*case, marks=pytest.mark.exhaustive)
+            for case in (("pipedream_flush", 2, 0), ("pipedream_flush", 4, 0), ("pipedream_2bw", 4, 1))
+        ),
+    ],
 )
 def test_a_pipeline_has_the_gradients_of_the_whole_model(schedule, stages, delay):
     """Router losses are of all blocks together, across all stages; blocks without experts between them pass them on."""
@@ -132,6 +139,7 @@ def test_a_pipeline_has_the_gradients_of_the_whole_model(schedule, stages, delay
         assert moved.max() > 1e-3
 
 
+@pytest.mark.slow
 def test_experts_compute_in_bfloat16_with_a_router_in_float32():
     keys, tokens = {**GATED, "experts": MIXTURE}, BATCHES[0][0]
     params = params_of(layers(ModelConfig(**keys)), tokens)
@@ -142,6 +150,7 @@ def test_experts_compute_in_bfloat16_with_a_router_in_float32():
     np.testing.assert_allclose(outputs["tokens"].astype("float32"), exact["tokens"], atol=0.1)
 
 
+@pytest.mark.thinned(most=2, most_slow=0)
 @pytest.mark.parametrize(("sizes", "axes", "rows"), [
     ({"expert": 2}, {"expert": "expert"}, ("expert",)),
     ({"data": 2, "expert": 2, "model": 2}, {"expert": "expert", "mlp": "model"}, ("data", "expert")),

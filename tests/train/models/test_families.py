@@ -11,8 +11,8 @@ from tests.train.checkpoint.families import MODELS
 from tests.train.conftest import SENTENCE
 
 
-@pytest.mark.thinned(size=1, most=0, most_slow=4)
-@pytest.mark.parametrize("schedule", ["pipedream_flush", "pipedream_2bw"])
+@pytest.mark.thinned(size=1, most=0, most_slow=1)
+@pytest.mark.parametrize("schedule", ["pipedream_2bw", "pipedream_flush"])
 @pytest.mark.parametrize("name", MODELS)
 def test_the_loss_of_a_run_falls(name, schedule, tmp_path, monkeypatch):
     monkeypatch.setattr(loop, "write_report", lambda *_: None)

@@ -43,6 +43,7 @@ def by_name(params) -> dict[str, np.ndarray]:
     return {jax.tree_util.keystr(path, simple=True, separator="/"): np.asarray(leaf) for path, leaf in leaves}
 
 
+@pytest.mark.thinned(most=0, most_slow=1)
 @pytest.mark.numbers
 @pytest.mark.parametrize(
     ("schedule", "config"),
@@ -87,6 +88,7 @@ def blocks():
     return {"adapted": made(lora(dropout=0.5)), "base": made(None)}
 
 
+@pytest.mark.slow
 def test_adapters_begin_as_those_of_peft_and_change_nothing(blocks):
     (params, outputs), (expected, base) = blocks["adapted"], blocks["base"]
     arrays, weights = by_name(params), by_name(expected)
@@ -121,7 +123,7 @@ def test_a_mesh_changes_no_number():
     running.check_close(sharded.losses, plain.losses, 1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("schedule", ["pipedream_flush", "pipedream_2bw"])
 def test_measured_memory_is_predicted_and_less_than_two_fifths_of_that_of_full_tuning(schedule):
     wide, totals = CONFIG.model_copy(update={"width": 96, "heads": 4, "kv_heads": 4}), {}

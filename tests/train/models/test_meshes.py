@@ -67,7 +67,7 @@ def test_all_parameters_but_those_of_norms_name_logical_axes(keys, axes):
 
 
 @pytest.mark.parametrize(
-    "keys", [{"heads": 4}, pytest.param({**LLAMA, "heads": 4, "kv_heads": 2}, marks=pytest.mark.slow)], ids=["gpt", "llama"]
+    "keys", [{"heads": 4}, pytest.param({**LLAMA, "heads": 4, "kv_heads": 2}, marks=pytest.mark.exhaustive)], ids=["gpt", "llama"]
 )
 def test_on_a_mesh_nothing_is_gathered(keys):
     """Forward and backward gather neither weights nor logits nor activations; the numbers equal those of one device."""

@@ -38,7 +38,12 @@ def rows():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("keys", "schedule"), [({}, "pipedream_flush"), (LLAMA, "zb_h1"), ({**LLAMA, **LONG}, "gpipe")], ids=["gpt", "llama", "longrope"]
+    ("keys", "schedule"),
+    [
+        (LLAMA, "zb_h1"),
+        *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in (({}, "pipedream_flush"), ({**LLAMA, **LONG}, "gpipe"))),
+    ],
+    ids=["llama", "gpt", "longrope"],
 )
 def test_packed_documents_teach_what_they_teach_alone(keys, schedule):
     packed, (tokens, labels) = rows()

@@ -104,6 +104,7 @@ def sharded_profile(heads: int = 2) -> Profile:
     return Profile(**profile().model_dump(exclude={"layers"}), layers=[{**one.model_dump(), "tensor": tensor} for one in profile().layers])
 
 
+@pytest.mark.slow
 def test_a_plan_on_a_mesh_is_printed_compiled_and_written(files, capsys):
     Path("profile.json").write_text(sharded_profile().to_json())
     out = planned(capsys, "tiny.yaml", *BOTH, "--mesh=model=2", "--schedules=pipedream_flush", "--out=plan.json", "--explain")
@@ -195,6 +196,7 @@ def test_the_written_plan_trains_and_is_compared_with_its_prediction(files, caps
     assert recorded["measured"]["batch_seconds"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_report")
 def test_auto_profiles_plans_and_trains(files, capsys, monkeypatch):
     seen = []

@@ -131,6 +131,7 @@ def test_the_page_has_the_table_of_targets():
     assert shown == expected
 
 
+@pytest.mark.slow
 def test_a_simulation_says_what_it_compiled_for_and_whether_the_ranks_fit(printed, config, of_this_machine):
     out, err, code = printed("simulate", config, "--target", of_this_machine)
     assert (err, code) == ("", 0)

@@ -77,6 +77,7 @@ def test_a_prediction_that_would_take_minutes_is_left_out(tiny, monkeypatch):
     assert summary.predicted is None
 
 
+@pytest.mark.slow
 def test_a_run_that_stops_leaves_no_tracer_open(tiny, monkeypatch):
     threads, interval = threading.active_count(), sys.getswitchinterval()
 

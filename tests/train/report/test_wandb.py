@@ -80,6 +80,7 @@ def test_a_run_leaves_its_rows_and_its_config(tiny, capsys):
     assert "wandb: offline; the rows are kept on disk, and wandb sync " in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_resumed_run_continues_the_same_wandb_run(tmp_path, messages, monkeypatch):
     monkeypatch.setenv("WANDB_PROJECT", "mine")
     monkeypatch.delenv("WANDB_MODE")  # nobody is logged in

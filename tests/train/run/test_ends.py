@@ -115,7 +115,7 @@ def test_a_run_without_its_last_checkpoint_fails(cause, saved, monkeypatch):
         pytest.param("folder copied", r"metrics\.jsonl' was replaced by another file while", marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.parametrize("policy", ["stop", pytest.param("train", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("policy", ["stop", pytest.param("train", marks=pytest.mark.exhaustive)])
 def test_lost_rows_end_the_run(damage, message, policy, saved, tmp_path, monkeypatch):
     folder, elsewhere = Path(saved["run"]["dir"]), tmp_path / "elsewhere"
     rows = folder / "metrics.jsonl"
@@ -242,6 +242,7 @@ def test_a_run_resumes_from_the_named_checkpoint(resumed, capsys):
     assert {path.name for path in (folder / "checkpoints").iterdir()} == {"2", "4", "6", "6.old"}
 
 
+@pytest.mark.slow
 def test_a_run_resumed_with_another_batch_size_reads_each_row_once(saved, monkeypatch, capsys):
     read, windows = documents.Documents.read, set()
 

@@ -105,7 +105,7 @@ def listed(folder: Path):
     return {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in sorted(folder.rglob("*"))}
 
 
-@pytest.mark.thinned(most=1, most_slow=1)
+@pytest.mark.thinned(most=0, most_slow=1)
 @pytest.mark.parametrize(
     ("plan", "step", "weights"),
     [
@@ -151,7 +151,7 @@ def test_ctrl_c_ends_the_command_with_a_message(home, capsys, monkeypatch, inter
     assert capsys.readouterr().out.splitlines()[-1] == "interrupted"
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_two_processes_find_the_same_plan(home):
     """The processes start from the command line, and each reads only the rows and layers of its stages."""
     command = [sys.executable, "-m", "jpipe_train.cli", "launch", "-n", "2", "--", "evaluate", str(home.run), "--wait-limit", "60"]

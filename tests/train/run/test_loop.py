@@ -107,7 +107,7 @@ def test_every_schedule_logs_every_step(tiny, schedule):
 
 
 @pytest.mark.usefixtures("no_report")
-@pytest.mark.thinned(most=1)
+@pytest.mark.thinned(most=0, most_slow=2)
 @pytest.mark.parametrize(("schedule", "behind"), [("gpipe", 0), ("pipedream", 0), ("pipedream_2bw", 1)])
 def test_a_validation_loss_is_of_the_newest_weights_that_all_stages_hold(tiny, schedule, behind):
     rows = rows_of(loop.main(changed(tiny, train={"steps": 4, "eval_every": 1}, plan={"schedule": schedule})).folder)
@@ -138,6 +138,7 @@ def test_a_run_of_one_step_prints_both_validation_losses(tiny):
     assert row["val_loss"] == summary.val_loss_after < summary.val_loss_before
 
 
+@pytest.mark.slow
 def test_the_norms_of_the_delay_are_in_some_rows_and_in_the_report(tiny, monkeypatch):
     monkeypatch.setattr(training, "_MOST_NORMS", 3)
     with_correction = changed(tiny, train={"steps": 8}, optimizer={"delay_correction": "predict"})

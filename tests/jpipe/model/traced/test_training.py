@@ -119,13 +119,13 @@ CASES = {
 }
 
 
-FAST = ("zb_h1", "tensor", "buckets", "frozen")
-ALIKE = ("recompute_dots", "zb_v", "replicas", "float16")
+FAST = ("tensor", "frozen")
+ALIKE = ("recompute", "recompute_dots", "zb_v", "replicas", "zero", "float16", "clip", "ema")
 """Cases that are much like others: only `make test-all` has them."""
 
 
 def marks_of(case):
-    return [] if case in FAST else [pytest.mark.slow, pytest.mark.exhaustive] if case in ALIKE else [pytest.mark.slow]
+    return [] if case in FAST else [pytest.mark.exhaustive] if case in ALIKE else [pytest.mark.slow]
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, marks=marks_of(case)) for case in CASES])

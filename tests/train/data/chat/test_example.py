@@ -49,7 +49,7 @@ def test_the_template_and_the_end_of_a_turn_are_exported(tmp_path, monkeypatch):
     assert writing._end_of_text(own) == 0  # <|endoftext|>: bos_token is unknown, and eos_token the end of a text
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_model_learns_the_conversations_and_answers(tmp_path, monkeypatch, capsys, no_report):
     jax.devices()
     monkeypatch.chdir(tmp_path)
