@@ -193,6 +193,7 @@ class _Worker:
     def __init__(self, stage: int, chunk: int, cost: StageCost, rank: _Rank, versions: set[int]) -> None:
         self.stage, self.chunk, self.cost, self.rank = stage, chunk, cost, rank
         self.memory = _Memory(cost, versions, rank)
+        self.seconds = {name: cost.seconds(name) for name in OPS if name != "E"}  # of each op that trains
         self.ready: dict[tuple[str, int], float] = {}  # when messages were made or arrived, by (message, microbatch), and sums
         self.updated = 0.0  # when its last update was over
         self.whole = 0.0  # when the newest version has what other replicas have updated
@@ -274,7 +275,7 @@ class Predictor:
     def _compute(self, worker: _Worker, i: Compute) -> None:
         op, cost, memory, k, stage = op_of(i, self._plan), worker.cost, worker.memory, i.microbatch, self._plan.stages[worker.stage]
         is_last = worker.stage == self._plan.depth - 1
-        worker.compute(i, op, cost.seconds(i.op) if i.part is None else cost.seconds_of_part(i.op, i.part, stage))
+        worker.compute(i, op, worker.seconds[i.op] if i.part is None else cost.seconds_of_part(i.op, i.part, stage))
         if i.part is not None:
             worker.ready[f"part {i.part}", i.microbatch // self._plan.microbatches_per_update(worker.stage)] = worker.rank.clock
             kept = OPS[i.op].begins and len(stage.sum_parts) > 1  # by the first part, which includes the forward, for the later ones

@@ -207,7 +207,7 @@ class Verifier:
             expected = next(self._computations, None)
             if expected != (i.op, self._stage, k):
                 self._fail(f"{i}: the schedule's next computation is {expected}")
-            self._unfinished = [replace(i, part=part) for part in parts_of(i.op, self._plan, self._stage, k)]
+            self._unfinished = [i if part == i.part else replace(i, part=part) for part in parts_of(i.op, self._plan, self._stage, k)]
         if i != (following := self._unfinished.pop(0)):
             self._fail(f"{i}: the next part is {following}")
         version = self._schedule.version(self._plan, self._stage, k)

@@ -16,6 +16,7 @@ from .ranking.choose import Choice, Ranked, choose
 from .ranking.compiled import Compiled, compile_stages
 from .ranking.confirm import Attempt, Confirmation, confirm
 from .ranking.draw import draw_choice
+from .ranking.improve import improve
 from .ranking.price_of_flush import PriceOfFlush, price_of_flush
 from .ranking.variants import Variants, find_variants, variant_schedules
 from .search.balance import balance
@@ -72,6 +73,7 @@ __all__ = [
     "find_target",
     "find_variants",
     "host_memory",
+    "improve",
     "is_planned",
     "known_targets",
     "links_of",

@@ -2,12 +2,13 @@
 
 Every port has to carry all messages and sums that go through it, one after the other. And every computation waits for what it needs: its
 worker, the messages with their latencies, the sum for the weight version that it reads. The bounds ignore that messages wait for each
-other, and with clipping the wait for the norm of the gradients. There is one stage on each rank, so a worker has the number of its rank.
+other, and with clipping the wait for the norm of the gradients. `rank_seconds` and `flush_seconds` hold for all plans, the other bounds for
+plans with one stage on each rank, where a worker has the number of its rank.
 """
 
 from collections import defaultdict, deque
 from collections.abc import Hashable, Iterator, Sequence
-from itertools import permutations
+from itertools import accumulate, permutations
 from math import lcm
 
 import jpipe
@@ -41,6 +42,39 @@ def busy_seconds(
         if jpipe.schedules.SCHEDULES[plan.schedule].flushes:
             before += cost.forward + cost.backward
     return max(busiest, computing_seconds(plan, costs) / (cores or len(plan.workers)))
+
+
+def rank_seconds(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost], cores: float | None) -> float:
+    """Return the seconds per batch for which the busiest rank computes, or all ranks on their shared cores if that is longer.
+
+    With a flush and whole backwards the stages before the first stage of a rank have to be filled and drained as well. It holds for plans
+    with several stages on a rank and with split backwards, too, and counts no transfers.
+    """
+    rules, busiest = jpipe.schedules.SCHEDULES[plan.schedule], 0.0
+    is_whole = plan.split_backward == "joint" and (is_planned(plan.schedule) or not any(rules.splits(plan, s) for s in range(plan.depth)))
+    fills = rules.flushes and is_whole
+    for stages in plan.pipeline_ranks:
+        compute = sum(plan.microbatches / plan.replicas[s] * (costs[s].forward + costs[s].backward) for s in stages)
+        before = sum(costs[s].forward + costs[s].backward for s in range(min(stages))) if fills else 0.0
+        busiest = max(busiest, compute + (before or sum(plan.updates_per_batch(s) * costs[s].update for s in stages)))
+    return max(busiest, computing_seconds(plan, costs) / (cores or len(plan.rank_workers)))
+
+
+def flush_seconds(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost], link: jpipe.programs.Network) -> float:
+    """Return the longest time between the first forwards of a stage in two batches of a plan that flushes; 0 without a flush.
+
+    In between its rank does all computations up to the last one of the stage, then the gradients of the stage are summed and it updates.
+    """
+    rules, longest = jpipe.schedules.SCHEDULES[plan.schedule], 0.0
+    for p, stages in enumerate(plan.pipeline_ranks if rules.flushes else ()):
+        order = list(rules.computations(plan, p, 0, 0, 1))
+        ends = list(accumulate(costs[stage].seconds(op) for op, stage, _ in order))
+        for s in stages:
+            places = [n for n, (_, stage, _) in enumerate(order) if stage == s]
+            computes = ends[places[-1]] - (ends[places[0] - 1] if places[0] else 0.0)
+            summed = _sum_seconds(costs[s].accumulators, _ring(plan, s, link))
+            longest = max(longest, computes + summed + plan.updates_per_batch(s) * costs[s].update)
+    return longest
 
 
 def _transfer_seconds(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost], s: int, link: jpipe.programs.Network) -> float:
@@ -104,7 +138,7 @@ def _exchange(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost]) -> It
 
 def _ring(plan: jpipe.Plan, s: int, link: jpipe.programs.Network) -> list[jpipe.Link]:
     """Return the links between neighbouring replicas of a stage; none for one replica."""
-    workers = plan.stage_workers[s]
+    workers = [plan.rank_of[worker] for worker in plan.stage_workers[s]]
     return [link(worker, workers[n - 1]) for n, worker in enumerate(workers)] if len(workers) > 1 else []
 
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import jpipe
-from jpipe_planner.cost.simulated import Simulated, simulate_plan
+from jpipe_planner.cost.bound import has_bounds, unhindered_seconds
+from jpipe_planner.cost.simulated import Simulated, network, simulate_plan, window
 from jpipe_planner.machine.topology import Topology
 from jpipe_planner.profile.profile import Profile
 from jpipe_planner.profile.sharded import Meshes
@@ -17,6 +18,7 @@ from jpipe_planner.search.candidates import closed_form
 
 SIMULATED = 10  # the least number of kinds
 _EQUAL = 0.005  # relative difference up to which plans count as equally fast
+_NO_LINKS = 1e30  # bandwidth of links that cost no time
 _DIFFERENT = 0.1  # relative difference of closed form and simulation above which it is explained
 
 
@@ -105,6 +107,22 @@ class Choice:
         )
         return ranked.candidate.plan(self.profile.ids).model_copy(update={"predicted": predicted})
 
+    def with_more(self, found: Iterable[Ranked], considered: int) -> "Choice":
+        """Return the ranking with further plans, which were simulated; of each kind the best plan is kept.
+
+        Args:
+            found: the plans; those that do not fit have `Candidate.over`.
+            considered: how many candidates were considered in addition.
+        """
+        best, found = dict[tuple[object, ...], Ranked](), list(found)
+        fitting = [one for one in found if one.candidate.over is None]
+        for one in in_order([one for one in (*fitting, *self.ranked) if one.simulated is not None]):
+            best.setdefault(one.candidate.kind, one)
+        ranked = (*best.values(), *(one for one in self.ranked if one.candidate.kind not in best))
+        lacking = [*self.rejected, *(one.candidate for one in found if one.candidate.over is not None)]
+        rejected = _of_other_kinds(sorted(lacking, key=lambda candidate: candidate.rank), ranked)
+        return dataclasses.replace(self, ranked=ranked, rejected=rejected, considered=self.considered + considered)
+
 
 def choose(
     profile: Profile,
@@ -147,10 +165,9 @@ def choose(
     tried.update((one.candidate, one) for one in ranked)
     by_bound = _best_by_bound([Ranked(candidate, least=least) for candidate, least in race.remaining if candidate.kind not in best])
     too_large = [_over(candidate, tried[candidate].memory, limit) for candidate in race.too_large]
-    kinds = {one.candidate.kind for one in (*ranked, *by_bound)}
     lacking = [candidate for candidate in by_rank if candidate.over is not None]
-    rejected = [candidate for candidate in _best_of_each_kind([*too_large, *lacking]) if candidate.kind not in kinds]
-    return Choice(profile, topology, (*ranked, *by_bound), tuple(rejected), len(by_rank), global_norm, race.open)
+    rejected = _of_other_kinds([*too_large, *lacking], [*ranked, *by_bound])
+    return Choice(profile, topology, (*ranked, *by_bound), rejected, len(by_rank), global_norm, race.open)
 
 
 def _best_by_bound(ranked: Sequence[Ranked]) -> list[Ranked]:
@@ -174,11 +191,13 @@ def in_order(ranked: Sequence[Ranked]) -> list[Ranked]:
     return ordered
 
 
-def _best_of_each_kind(candidates: Iterable[Candidate]) -> list[Candidate]:
-    best: dict[tuple[object, ...], Candidate] = {}
+def _of_other_kinds(candidates: Iterable[Candidate], ranked: Iterable[Ranked]) -> tuple[Candidate, ...]:
+    """Return the first candidate of each kind that is not ranked."""
+    kinds, first = {one.candidate.kind for one in ranked}, dict[tuple[object, ...], Candidate]()
     for candidate in candidates:
-        best.setdefault(candidate.kind, candidate)
-    return list(best.values())
+        if candidate.kind not in kinds:
+            first.setdefault(candidate.kind, candidate)
+    return tuple(first.values())
 
 
 def _over(candidate: Candidate, memory: Sequence[int], limit: float) -> Candidate:
@@ -209,9 +228,20 @@ def _why(profile: Profile, topology: Topology, candidate: Candidate, global_norm
 
 
 def _agree(profile: Profile, topology: Topology, candidate: Candidate, global_norm: bool) -> bool:
-    """Return whether closed form and simulation agree, with other costs of layers or links."""
-    simulation = _simulated(profile, topology, candidate, global_norm)
-    return simulation is not None and abs(simulation.batch_seconds / closed_form(profile, topology, candidate) - 1) <= _DIFFERENT
+    """Return whether closed form and simulation agree, with other costs of layers or links.
+
+    Without links no message waits, so that a bound, which takes much less time, is as long as the simulation.
+    """
+    plan = candidate.plan(profile.ids)
+    costs = profile.stage_costs(plan, candidate.rows)
+    waits = plan.vertical_sync or global_norm or topology.cores is not None or topology.levels[0].bandwidth < _NO_LINKS
+    if has_bounds(plan) and not waits:
+        seconds = unhindered_seconds(plan, costs, network(plan, topology), *window(plan))
+    elif (simulation := simulate_plan(plan, costs, topology, global_norm)) is not None:
+        seconds = simulation.batch_seconds
+    else:
+        return False
+    return abs(seconds / closed_form(profile, topology, candidate) - 1) <= _DIFFERENT
 
 
 def _evened(profile: Profile, candidate: Candidate) -> Profile:
@@ -227,6 +257,6 @@ def _evened(profile: Profile, candidate: Candidate) -> Profile:
 
 
 def _without_links(topology: Topology) -> Topology:
-    levels = [level.model_copy(update={"bandwidth": 1e30, "latency": 0.0}) for level in topology.levels]
+    levels = [level.model_copy(update={"bandwidth": _NO_LINKS, "latency": 0.0}) for level in topology.levels]
     device = topology.device.model_copy(update={"overlap": "transfers and sums"})
     return topology.model_copy(update={"levels": tuple(levels), "device": device})

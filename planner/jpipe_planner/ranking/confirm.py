@@ -141,7 +141,7 @@ class _Confirm:
             best = lean.get(candidate.kind)
             if max(full.memory) <= self._limit and (best is None or max(full.memory) < max(best.memory)):
                 lean[candidate.kind] = full
-        untried = [full for full in lean.values() if _identity(full) not in self._tried]
+        untried = [full for full in lean.values() if full.without_costs not in self._tried]
         fastest = sorted(untried, key=lambda full: full.seconds / full.batch)[: MOST_LEAN - 1]
         smallest = [full for full in sorted(untried, key=lambda full: max(full.memory)) if full not in fastest][:1]
         for full in (*fastest, *smallest):
@@ -177,7 +177,7 @@ class _Confirm:
         """Compile a plan; if it does not fit, queue the same with more recomputation and smaller plans of its kind."""
         candidate = ranked.candidate
         compiled = self._compile(self._choice, ranked)
-        self._tried.add(_identity(candidate))
+        self._tried.add(candidate.without_costs)
         self.result.known[self._originals[candidate]] = compiled.ranked
         if compiled.fits:
             self.result.fitting.append(compiled)
@@ -211,7 +211,7 @@ class _Confirm:
             if more is None:
                 break
             raised = more
-        return None if _identity(raised.candidate) in self._tried else raised
+        return None if raised.candidate.without_costs in self._tried else raised
 
 
 def _with_policies(choice: Choice, candidate: Candidate, policies: tuple[str, ...]) -> Ranked | None:
@@ -242,11 +242,6 @@ def _bytes_without_temporaries(profile: Profile, candidate: Candidate) -> tuple[
 def _may_be_smaller(other: Candidate, candidate: Candidate) -> bool:
     """Return whether a plan may fit where another one of its kind does not: by its estimate, or with fewer rows and smaller temporaries."""
     return max(other.memory) < max(candidate.memory) or other.rows < candidate.rows
-
-
-def _identity(candidate: Candidate) -> Candidate:
-    """Return the candidate without the results of simulating it."""
-    return dataclasses.replace(candidate, seconds=0.0, bubble=0.0, memory=(), sent=0.0, bound="", over=None)
 
 
 def _assumed_to_fit(candidate: Candidate, lacking: float) -> Candidate:

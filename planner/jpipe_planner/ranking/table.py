@@ -93,6 +93,9 @@ def schedule(candidate: Candidate) -> str:
     """Return the schedule with its options in the plan."""
     if candidate.depth == 1 and candidate.num_ranks > 1 and jpipe.schedules.SCHEDULES[candidate.schedule].data_parallel:
         return "data parallel"
+    if candidate.is_late_data_parallel:
+        late = "one update" if candidate.delay == 1 else f"{delay(candidate)} updates"
+        return f"data parallel, {late} late ({candidate.schedule})"
     options = ["vertical sync"] if candidate.vertical_sync else []
     options += ["early"] if candidate.split_backward == "early" else []
     options += [f"+{candidate.extra_in_flight}"] if candidate.extra_in_flight else []

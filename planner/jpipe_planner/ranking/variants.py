@@ -7,16 +7,21 @@ simulated, because they have no closed form.
 """
 
 import dataclasses
+import heapq
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import jpipe
 from jpipe import InputError
+from jpipe_planner.cost.bound import flush_seconds, rank_seconds
 from jpipe_planner.cost.shape import is_planned, needs_vertical_sync
 from jpipe_planner.cost.simulated import Simulated, forwards, network, simulate_plan
 from jpipe_planner.machine.topology import Topology
 from jpipe_planner.profile.profile import Profile
 from jpipe_planner.profile.sharded import NO_MESH, Degrees, Meshes
+from jpipe_planner.ranking.choose import Ranked
+from jpipe_planner.ranking.race import SLACK
 from jpipe_planner.search.balance import balance
 from jpipe_planner.search.candidate import Candidate
 from jpipe_planner.search.candidates import on_meshes
@@ -26,7 +31,9 @@ BASES = 4  # plans of one stage on each rank that are varied
 EARLY = 2  # plans of each schedule that are tried with `split_backward` "early"
 MOST_CHUNKS = 3
 MOST_MICROBATCHES = 1024  # most of a plan that is varied
-MOST_IN_ALL = 60_000  # most forwards of all simulations, which then take some seconds
+MOST_IN_ALL = 24_000  # most forwards of all simulations, which then take some seconds
+FOR_SHOW = MOST_IN_ALL // 4  # of them, after which plans that are slower than a known one are not simulated
+_LONG = MOST_IN_ALL  # forwards of a plan that is simulated where one with twice its bound is
 BASE = "pipedream_flush"
 _SLOW = 0.01  # time of a message, relative to a forward, above which a link slows a plan down
 
@@ -61,8 +68,11 @@ def find_variants(
     global_norm: bool = False,
     degrees: Degrees = NO_MESH,
     max_delay: float | None = None,
+    best: Ranked | None = None,
 ) -> Variants:
     """Return plans of these schedules with their simulations.
+
+    With `best` not all of them are simulated: only those that could be better than it, and one for each schedule, for comparison.
 
     Args:
         profile: the model's costs.
@@ -75,16 +85,16 @@ def find_variants(
         global_norm: whether gradients are clipped by their norm over all stages, for which updates wait.
         degrees: the degrees of the meshes of all plans; candidates of `planned` with other degrees are ignored.
         max_delay: the largest mean delay of a plan in updates, see `Candidate.delay`; 0 allows only plans without a delay; None: any.
+        best: the best known plan that fits, simulated; None: all plans are simulated, up to a limit.
     """
     profile, topology = Meshes(profile, topology).of(degrees)
     planned = [dataclasses.replace(candidate, degrees=NO_MESH) for candidate in planned if candidate.degrees == degrees]
     schedules = variant_schedules() if schedules is None else [name for name in schedules if name in variant_schedules()]
     straight = search_parallel(profile, topology, batch, exact=exact, schedules=[BASE]) if schedules else []
     run = _Variants(profile, topology, schedules, global_norm, max_delay)
-    for candidate in _early_bases(_usable(planned, topology, all_devices)):
-        run.add(run.early(candidate))
-    for base in _bases(_usable(straight, topology, all_devices)):
-        run.add(run.of_ranks(base))
+    early = [one for base in _early_bases(_usable(planned, topology, all_devices)) for one in run.early(base)]
+    of_ranks = [one for base in _bases(_usable(straight, topology, all_devices)) for one in run.of_ranks(base)]
+    run.simulate([*early, *of_ranks], best)
     simulated = (
         run.simulations
         if degrees.size == 1
@@ -132,16 +142,36 @@ class _Variants:
         self.left_out = 0
         self._spent = 0
 
-    def add(self, candidates: Iterator[Candidate]) -> None:
-        """Simulate plans for which `affords` returned True."""
-        for candidate in candidates:
-            plan = candidate.plan(self.profile.ids)
-            costs = self.profile.stage_costs(plan, candidate.rows)
-            simulation = simulate_plan(plan, costs, self.topology, self.global_norm)
-            if simulation is not None:
-                self.simulations[_priced(candidate, plan, costs, simulation, self.topology)] = simulation
+    def simulate(self, variants: Sequence["_Variant"], best: Ranked | None) -> None:
+        """Simulate variants in the order of their places; see `find_variants`."""
+        fastest, delay = (math.inf, 0.0) if best is None else (best.seconds / best.candidate.batch, best.candidate.delay)
+        shown, queue = set[str](), [(variant.place, n, variant) for n, variant in enumerate(variants)]
+        heapq.heapify(queue)
+        while queue:
+            _, n, variant = heapq.heappop(queue)
+            least = variant.least
+            could_be_best = least * (1 + SLACK) < fastest or (delay > variant.candidate.delay and least * (1 - SLACK) <= fastest)
+            if not could_be_best and (variant.name in shown or self._spent > FOR_SHOW):
+                continue
+            if variant.order_limit is not None and variant.candidate.order is None:
+                variant = self._with_order(variant, variant.order_limit)
+                heapq.heappush(queue, (variant.place, n, variant))
+                continue
+            if not self._affords(variant.plan):
+                continue
+            simulation = simulate_plan(variant.plan, variant.costs, self.topology, self.global_norm)
+            if simulation is None:
+                continue
+            found = priced(variant.candidate, variant.plan, variant.costs, simulation, self.topology)
+            self.simulations[found] = simulation
+            if best is None or found.over is not None:
+                continue
+            shown.add(variant.name)
+            seconds, slack = found.seconds / found.batch, SLACK if found.delay < delay else 0.0
+            if seconds * (1 - slack) < fastest:
+                fastest, delay = seconds, found.delay
 
-    def affords(self, plan: jpipe.Plan) -> bool:
+    def _affords(self, plan: jpipe.Plan) -> bool:
         """Return whether a plan is among those to simulate; where there are too many, smaller ones still are."""
         if self._spent + forwards(plan) > MOST_IN_ALL:
             self.left_out += 1
@@ -149,11 +179,27 @@ class _Variants:
         self._spent += forwards(plan)
         return True
 
+    def _with_order(self, variant: "_Variant", limit: int) -> "_Variant":
+        """Return the variant with an order for the times of its stages, and with a bound for it."""
+        latency = _message_seconds(variant.plan, variant.costs, self.topology)
+        order = jpipe.schedules.greedy_order(variant.plan, variant.costs, limits=limit, latency=latency)
+        return self._variant(
+            dataclasses.replace(variant.candidate, schedule=variant.name, order=order, order_limit=limit), order_limit=limit
+        )
+
+    def _variant(self, candidate: Candidate, schedule: str = "", order_limit: int | None = None) -> "_Variant":
+        plan = candidate.plan(self.profile.ids)
+        costs = self.profile.stage_costs(plan, candidate.rows)
+        least = rank_seconds(plan, costs, self.topology.cores)
+        if order_limit is None or candidate.order is not None:
+            least = max(least, flush_seconds(plan, costs, network(plan, self.topology)))
+        return _Variant(schedule or candidate.schedule, candidate, plan, costs, least / candidate.batch, order_limit)
+
     def _lacks_norm(self, plan: jpipe.Plan) -> bool:
         """Return whether the schedule of a plan cannot do what the model or its optimizer needs."""
         return self._is_restricted and bool(jpipe.schedules.SCHEDULES[plan.schedule].norm_refusal(plan))
 
-    def early(self, base: Candidate) -> Iterator[Candidate]:
+    def early(self, base: Candidate) -> Iterator["_Variant"]:
         """Yield a plan with split backwards, with and without additional microbatches in flight, if a link costs time."""
         plan = base.plan(self.profile.ids)
         if self._lacks_norm(plan):
@@ -163,10 +209,10 @@ class _Variants:
             return
         for extra in sorted({0, base.extra_in_flight}):
             candidate = dataclasses.replace(base, split_backward="early", extra_in_flight=extra)
-            if candidate.is_within(self.max_delay) and self.affords(candidate.plan(self.profile.ids)):
-                yield candidate
+            if candidate.is_within(self.max_delay):
+                yield self._variant(candidate, f"{candidate.schedule} early")
 
-    def of_ranks(self, base: Candidate) -> Iterator[Candidate]:
+    def of_ranks(self, base: Candidate) -> Iterator["_Variant"]:
         """Yield legal plans of the schedules on the ranks of a plan."""
         for name in self.schedules:
             rules = jpipe.schedules.SCHEDULES[name]
@@ -175,21 +221,40 @@ class _Variants:
                 continue
             for chunks in {"straight": (1,), "v": (2,)}.get(rules.layout, range(1 if rules.flushes else 2, MOST_CHUNKS + 1)):
                 for candidate in _chunked(self.profile, base, name, chunks, self._is_restricted and needs_vertical_sync(name)):
-                    plan = candidate.plan(self.profile.ids)
-                    if not self._lacks_norm(plan) and candidate.is_within(self.max_delay) and self.affords(plan):
-                        yield candidate
+                    if not self._lacks_norm(candidate.plan(self.profile.ids)) and candidate.is_within(self.max_delay):
+                        yield self._variant(candidate)
 
-    def _ordered(self, base: Candidate, schedule: str) -> Iterator[Candidate]:
+    def _ordered(self, base: Candidate, schedule: str) -> Iterator["_Variant"]:
         """Yield plans with an order for the times of their stages, with the activations of 1F1B's first rank, and with twice as many."""
         for layout, chunks in (("zb_h1", 1), ("zb_v", 2)):
             for candidate in _chunked(self.profile, base, layout, chunks):
-                plan = candidate.plan(self.profile.ids)
-                costs = self.profile.stage_costs(plan, candidate.rows)
-                latency = _message_seconds(plan, costs, self.topology)
-                for limit in (base.depth * chunks, 2 * base.depth * chunks):
-                    if self.affords(plan):
-                        order = jpipe.schedules.greedy_order(plan, costs, limits=limit, latency=latency)
-                        yield dataclasses.replace(candidate, schedule=schedule, order=order, order_limit=limit)
+                yield from (self._variant(candidate, schedule, limit) for limit in (base.depth * chunks, 2 * base.depth * chunks))
+
+
+@dataclass(frozen=True)
+class _Variant:
+    """A plan to simulate.
+
+    Attributes:
+        name: its schedule, as one of the kinds to show.
+        candidate: the plan, without its costs; before it has its order, one of the schedule with the same layout.
+        plan: the same.
+        costs: the costs of its stages.
+        least: a lower bound on its seconds per row.
+        order_limit: for which an order is made; None: it has no order of its own.
+    """
+
+    name: str
+    candidate: Candidate
+    plan: jpipe.Plan
+    costs: Sequence[jpipe.programs.StageCost]
+    least: float
+    order_limit: int | None
+
+    @property
+    def place(self) -> float:
+        """Where it stands in the order: plans with the best bounds come first, but later the longer their simulations take."""
+        return self.least * (1 + forwards(self.plan) / _LONG)
 
 
 def _message_seconds(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost], topology: Topology) -> float:
@@ -223,7 +288,7 @@ def _chunked(profile: Profile, base: Candidate, schedule: str, chunks: int, vert
     yield candidate
 
 
-def _priced(
+def priced(
     candidate: Candidate, plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost], simulation: Simulated, topology: Topology
 ) -> Candidate:
     """Return the candidate with its simulation's numbers."""

@@ -113,6 +113,16 @@ class Candidate:
         return max_delay is None or self.delay <= max_delay + 1e-9
 
     @property
+    def without_costs(self) -> "Candidate":
+        """The same plan without its costs, by which plans can be told apart."""
+        return replace(self, seconds=0.0, bubble=0.0, memory=(), sent=0.0, bound="", over=None)
+
+    @property
+    def is_late_data_parallel(self) -> bool:
+        """Whether it is data parallelism that applies the sum of the gradients one update late."""
+        return self.depth == 1 and self.num_ranks > 1 and not jpipe.schedules.SCHEDULES[self.schedule].flushes
+
+    @property
     def kind(self) -> tuple[object, ...]:
         """The properties that plans of one kind have in common; they differ only in sizes."""
         options = self.vertical_sync, self.split_backward, self.update_every

@@ -38,7 +38,8 @@ def find_candidates(
 
     Schedules that do not flush are tried with 0 to 2 additional microbatches in flight. If layers share a parameter, or gradients are
     clipped by their norm over all stages, schedules with a `sharing_refusal` are left out, and `pipedream` is tried with `vertical_sync`
-    and equal pipelines only.
+    and equal pipelines only. Data parallelism is tried with each schedule that does not flush, too: the sum of an update then overlaps with
+    the next computations, and is applied one update late.
 
     Args:
         profile: the model's costs.
@@ -64,12 +65,35 @@ def find_candidates(
         options: dict[str, Any] = {"exact": exact, "replicas": replicas, "max_delay": max_delay, "global_norm": global_norm}
         searched = search_parallel(*views.of(degrees), batch, schedules=schedules, **options)
         if SCHEDULE.name in schedules and not is_restricted:
-            searched += [one for one in _pipedream(*views.of(degrees), batch, exact, pipedream) if one.is_within(max_delay)]
+            stages = [one for one in _pipedream(*views.of(degrees), batch, exact, pipedream) if one.is_within(max_delay)]
+            searched += [one for one in stages if one.depth > 1 or one.update_every == "replicas"]  # else among the equal pipelines
         candidates += searched if degrees.size == 1 else [on_meshes(candidate, degrees) for candidate in searched]
-    # In one stage there is nothing to pipeline: data parallelism is the schedule that updates with the newest weights.
-    one_stage_schedules = {name for name in schedules if jpipe.schedules.SCHEDULES[name].data_parallel or len(schedules) == 1}
-    useful = [candidate for candidate in candidates if candidate.depth > 1 or candidate.schedule in one_stage_schedules]
+    useful = [candidate for candidate in candidates if candidate.depth > 1 or _is_data_parallelism(candidate, schedules)]
+    useful = _without_equal_ones(useful)
     return useful if replicas else [candidate for candidate in useful if max(candidate.replicas) == 1]
+
+
+def _is_data_parallelism(candidate: Candidate, schedules: Sequence[str]) -> bool:
+    """Return whether a plan of one stage differs from the remaining ones.
+
+    In one stage there is nothing to pipeline. All schedules that flush are equal there; a schedule that does not applies the sum of the
+    gradients of several replicas one update late, so that it overlaps with the next computations.
+    """
+    rules = jpipe.schedules.SCHEDULES[candidate.schedule]
+    return rules.data_parallel or len(schedules) == 1 or candidate.is_late_data_parallel
+
+
+def _without_equal_ones(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Leave out data parallelism of a schedule that does the same as with an earlier one: late by as much, with as many microbatches."""
+    seen, different = set[tuple[object, ...]](), []
+    for candidate in candidates:
+        if candidate.is_late_data_parallel:
+            same = candidate.rows, candidate.microbatches, candidate.replicas, candidate.degrees, candidate.delay
+            if same in seen:
+                continue
+            seen.add(same)
+        different.append(candidate)
+    return different
 
 
 def on_meshes(candidate: Candidate, degrees: Degrees) -> Candidate:

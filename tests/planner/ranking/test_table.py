@@ -46,6 +46,14 @@ def test_one_stage_is_named_in_the_singular():
     assert table.name(dataclasses.replace(one, starts=(0, 2), replicas=(1, 1), policies=("none",) * 2)) == "gpipe with 2 stages"
 
 
+def test_data_parallelism_says_how_late_its_gradients_are():
+    candidate = chosen(10**5, 10**3, memory=1e9).ranked[0].candidate
+    one = dataclasses.replace(candidate, starts=(0,), replicas=(2,), policies=("none",), extra_in_flight=0, microbatches=8)
+    names = [table.schedule(dataclasses.replace(one, schedule=name)) for name in ("pipedream_flush", "pipedream_2bw", "pipedream")]
+    late = ["data parallel, one update late (pipedream_2bw)", "data parallel, 0.25 updates late (pipedream)"]
+    assert names == ["data parallel", *late]
+
+
 def test_links_are_printed_with_their_units():
     level = {"count": 4, "bandwidth": 2.5e9, "latency": 3e-5}
     assert table.links(Topology(levels=(level,))) == "links of 2.5 GB/s, 30 us per message"

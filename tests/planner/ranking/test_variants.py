@@ -6,10 +6,12 @@ import itertools
 import pytest
 
 import jpipe
+from jpipe_planner.cost.bound import flush_seconds, rank_seconds
 from jpipe_planner.cost.shape import planned_schedules
-from jpipe_planner.cost.simulated import forwards, simulate_plan
+from jpipe_planner.cost.simulated import forwards, network, simulate_plan
 from jpipe_planner.ranking import table, variants
 from jpipe_planner.ranking.choose import Ranked, choose
+from jpipe_planner.ranking.race import SLACK
 from jpipe_planner.ranking.variants import MOST_CHUNKS, find_variants, variant_schedules
 from jpipe_planner.search.candidates import find_candidates
 from tests.jpipe.schedules.pricing import most_in_flight, order_of
@@ -86,6 +88,26 @@ def test_plans_of_chunks_without_a_simulation_are_simulated():
     fastest = min(variants, key=lambda candidate: candidate.seconds / candidate.batch)
     assert ranked[0].seconds == pytest.approx(variants[fastest].batch_seconds)
     assert all(one.simulated is not None for one in ranked)
+
+
+@pytest.mark.slow
+def test_with_a_known_plan_only_those_that_could_be_better_are_simulated():
+    """The bounds hold for every variant, so the best one is among those that are simulated; each schedule is shown."""
+    profile, topology = gpt(6, sizes=(1,), head=0.9), levels((4, 2_000.0, 0.02))
+    planned = find_candidates(profile, topology, 8, schedules=["pipedream_flush"])
+    best = choose(profile, topology, planned).ranked[0]
+    every = find_variants(profile, topology, 8, planned=planned, max_delay=0).simulated
+    some = find_variants(profile, topology, 8, planned=planned, max_delay=0, best=best).simulated
+    for candidate, simulated in every.items():
+        plan = candidate.plan(profile.ids)
+        costs, link = profile.stage_costs(plan, candidate.rows), network(plan, topology)
+        bounds = rank_seconds(plan, costs, None), flush_seconds(plan, costs, link)
+        assert 0 < max(bounds) <= simulated.batch_seconds * (1 + 1e-9)
+        assert bounds[1] > 0.5 * bounds[0]
+    assert set(some) < set(every)
+    assert {candidate.schedule for candidate in some} == {candidate.schedule for candidate in every}
+    fastest, known = (min([best.seconds, *(one.batch_seconds for one in variants.values())]) for variants in (every, some))
+    assert known <= fastest * (1 + SLACK)
 
 
 def test_plans_that_do_not_fit_are_rejected_by_rank():

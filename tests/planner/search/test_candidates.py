@@ -83,6 +83,30 @@ def test_without_replicas_there_is_one_pipeline_of_any_depth():
     assert any(max(candidate.replicas) > 1 for candidate in find_candidates(blocks(), machines(7), 8, exact=False))
 
 
+@pytest.mark.parametrize(
+    ("microbatches", "first", "delay", "computing"),
+    [(2, "pipedream", 1.0, 12.0), (8, "pipedream_2bw", 1.0, 48.0), (8, "pipedream", 0.25, 48.0)],
+)
+def test_data_parallelism_hides_its_sum_one_update_late(microbatches, first, delay, computing):
+    """Each of two replicas computes 12 s a microbatch. The sum takes 10 s, and messages between stages take so long that none pay."""
+    at = [{"forward": 1.0, "backward": 2.0, "outputs": 10**12, "residuals": {"none": 300}}]
+    layers = [{"id": f"block_{n}", "weights": 2_500, "at": at} for n in range(4)]
+    profile, topology = Profile(source="analytic", sizes=[1], inputs=[10], labels=[4], layers=layers), Topology.flat(2, 1e3)
+    flushing, late = (find_candidates(profile, topology, microbatches, schedules=names) for names in (["pipedream_flush"], [first]))
+    (late,) = [candidate for candidate in late if candidate.depth == 1]
+    assert late.is_late_data_parallel
+    assert late.delay == delay
+    assert choose(profile, topology, flushing).ranked[0].seconds == pytest.approx(computing + 10.0)
+    assert late.seconds == simulate(profile, topology, late).batch_seconds == pytest.approx(computing)
+    every = find_candidates(profile, topology, microbatches)
+    ranked = choose(profile, topology, every).ranked
+    assert ranked[0].candidate.is_late_data_parallel
+    assert ranked[0].candidate.delay == (1.0 if microbatches == 2 else 0.25)  # of equally fast ones that with newer weights
+    assert sum(candidate.is_late_data_parallel for candidate in every) == (1 if microbatches == 2 else 2)
+    assert not any(candidate.is_late_data_parallel for candidate in find_candidates(profile, topology, microbatches, max_delay=0.2))
+    assert not any(candidate.is_late_data_parallel for candidate in find_candidates(profile, Topology.flat(1, 1e3), microbatches))
+
+
 def meshes_of(weights: int, memory: float | None = None):
     """Return four equal blocks that can be sharded, and two servers of four devices with slow links between them."""
     tensor = {"weights": 1.0, "compute": 1.0, "residuals": {"none": 1.0}, "reduced": 100.0, "reductions": 2, "divides": 4}

@@ -435,11 +435,11 @@ def test_the_delay_is_bounded_by_the_option_or_by_the_config(files, capsys):
         return plan, {name for name, _ in rows}, max(float(delay) for _, delay in rows)
 
     plan, schedules, most = delays("--batch=4", "--max-delay=1")
-    assert (plan.schedule, most) == ("pipedream", 1)
-    assert plan.mean_delay == pytest.approx(0.5 / plan.microbatches)  # one of two stages has a delay, of one microbatch
-    assert "pipedream_2bw" in schedules
+    assert (plan.depth, plan.mean_delay, most) == (1, 1, 1)  # data parallelism, whose sum is hidden behind the next update's computations
+    assert {"data", "pipedream", "pipedream_2bw"} <= schedules
     plan, schedules, most = delays("--batch=4", "--max-delay=0.5")
     assert plan.schedule == "pipedream"
+    assert plan.mean_delay == pytest.approx(0.5 / plan.microbatches)  # one of two stages has a delay, of one microbatch
     assert most <= 0.5
     assert "pipedream_2bw" not in schedules
     assert delays("--batch=4", "--max-delay=0")[2] == 0

@@ -17,6 +17,7 @@ from jpipe_planner import (
     choose,
     find_candidates,
     find_variants,
+    improve,
     is_planned,
     links_of,
     mesh_refusal,
@@ -27,6 +28,7 @@ from jpipe_planner import (
     possible_degrees,
     search_parallel,
     sharing_refusal,
+    variant_schedules,
 )
 from jpipe_planner.ranking import table
 from jpipe_train.config.config import MOST_MICROBATCHES
@@ -35,6 +37,9 @@ from jpipe_train.console.terminal import count
 from jpipe_train.plan.inputs import Request
 
 MANY_DEVICES = 4096  # from this number on, a search is announced as long
+
+MOST_SHOWN = 10  # kinds of plans that are simulated, if only for comparison, of which each schedule of `variant_schedules` is one
+LEAST_SHOWN = 3  # of them, those of the other schedules
 
 _FASTER = 0.01  # relative gain above which a faster plan with delayed weights is mentioned
 _NEEDS_NORM = "optimizer.clip_global_norm, skip_nonfinite or a dynamic loss scale"
@@ -108,32 +113,45 @@ def search(profile: Profile, topology: Topology, batch: int, request: Request, g
     replicas = request.replicas
     limits: dict[str, Any] = {"exact": exact, "max_delay": request.max_delay, "global_norm": global_norm}
     considered = find_candidates(profile, topology, batch, schedules=planned, pipedream=updates, meshes=meshes, replicas=replicas, **limits)
-    best = min(considered, key=lambda candidate: candidate.rank).degrees if considered else meshes[0]
-    options: dict[str, Any] = {"all_devices": request.all_devices, "degrees": best}
-    variants = find_variants(profile, topology, batch, schedules=schedules, planned=considered, **limits, **options)
-    considered += list(variants.simulated)
     if not replicas:
         considered = [candidate for candidate in considered if max(candidate.replicas) == 1]
         reporter.say("left out: replicas, because layers carry their state from batch to batch")
-    on_all_devices = [candidate for candidate in considered if candidate.devices == topology.num_devices or not request.all_devices]
-    candidates = [candidate for candidate in on_all_devices if candidate.microbatches <= MOST_MICROBATCHES]
+    known: dict[Candidate, Ranked] = {}
+    on_all_devices, candidates = _allowed(considered, topology, request)
+    most = max(MOST_SHOWN - sum(name in schedules for name in variant_schedules()), LEAST_SHOWN)
+    choice = choose(profile, topology, candidates, most=most, global_norm=global_norm, tried=known)
+    best = next((one for one in choice.ranked[:1] if one.simulated is not None), None)
+    fastest = min(considered, key=lambda candidate: candidate.rank).degrees if considered else meshes[0]
+    options: dict[str, Any] = {"all_devices": request.all_devices, "degrees": fastest, "best": best}
+    variants = find_variants(profile, topology, batch, schedules=schedules, planned=considered, **limits, **options)
+    found = {one: Ranked(one, simulated) for one, simulated in variants.simulated.items() if replicas or max(one.replicas) == 1}
+    varied_on_all_devices, varied = _allowed(list(found), topology, request)
+    considered, on_all_devices, candidates = [*considered, *found], [*on_all_devices, *varied_on_all_devices], [*candidates, *varied]
     if not candidates:
         raise _no_candidate(profile, topology, batch, request, considered, on_all_devices)
     if len(candidates) < len(on_all_devices):
         number = count(len(on_all_devices) - len(candidates), "candidate")
         reporter.say(f"{number} left out, with more than {MOST_MICROBATCHES:,} microbatches")
-    known = {candidate: Ranked(candidate, variants.simulated[candidate]) for candidate in candidates if candidate in variants.simulated}
-    choice = choose(profile, topology, candidates, global_norm=global_norm, tried=known)
+    known |= {one: found[one] for one in varied}
+    choice = improve(choice.with_more([found[one] for one in varied], len(varied)), known, request.max_delay)
+    searched = set(candidates)
+    candidates += [one.candidate for one in choice.ranked if one.candidate not in searched]
     delayed = None
     if not request.schedules and request.max_delay is None and choice.ranked:
         delayed = _faster_with_delay(profile, topology, batch, request, global_norm, choice.ranked[0])
     return SearchResult(choice, tuple(candidates), known, variants.left_out, delayed)
 
 
+def _allowed(considered: list[Candidate], topology: Topology, request: Request) -> tuple[list[Candidate], list[Candidate]]:
+    """Return the candidates that use all devices, if they must, and those of them that `jpipe train` can run."""
+    on_all_devices = [candidate for candidate in considered if candidate.devices == topology.num_devices or not request.all_devices]
+    return on_all_devices, [candidate for candidate in on_all_devices if candidate.microbatches <= MOST_MICROBATCHES]
+
+
 def _faster_with_delay(
     profile: Profile, topology: Topology, batch: int, request: Request, global_norm: bool, best: Ranked
 ) -> Candidate | None:
-    """Return the fastest even pipeline of the schedules that do not flush, by closed form; None if `best` is as fast."""
+    """Return the fastest even pipeline of the schedules that do not flush by closed form, if its weights are delayed and it is faster."""
     is_restricted, degrees = global_norm or bool(profile.shared), best.candidate.degrees
     names = [
         name
@@ -149,7 +167,7 @@ def _faster_with_delay(
         global_norm=global_norm,
     )
     on_all_devices = [c for c in considered if c.num_ranks * degrees.size == topology.num_devices or not request.all_devices]
-    fitting = [c for c in on_all_devices if c.over is None and c.depth > 1 and c.microbatches <= MOST_MICROBATCHES]
+    fitting = [c for c in on_all_devices if c.over is None and c.delay and c.microbatches <= MOST_MICROBATCHES]
     fastest = next(iter(fitting), None)
     if fastest is None or fastest.samples_per_second <= (1 + _FASTER) * best.samples_per_second:
         return None
