@@ -241,7 +241,7 @@ Network = Callable[[int, int], Link]
 """The link from one rank to another, by their numbers."""
 
 Overlap = Literal["none", "transfers", "transfers and sums"]
-"""What goes on beside the computations of a rank: sums of gradients over replicas, transfers between ranks, or neither."""
+"""What goes on beside the computations of a rank: nothing, transfers between ranks, or these and sums of gradients over replicas."""
 
 OVERLAPS: tuple[Overlap, ...] = get_args(Overlap)
 

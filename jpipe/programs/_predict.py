@@ -71,7 +71,8 @@ class Prediction:
         Args:
             tick: in seconds, by default the shortest computation.
             transfers: whether rows for the directions between ranks, and for the replicas that sum, follow those of the ranks: `a3` is the
-                activation of microbatch 3, `g3` its gradient, and `s0` the sum of batch 0. What takes no time is left out.
+                activation of microbatch 3, `g3` its gradient, and `s0` the sum of batch 0 (all letters: `Transfer.label`).
+                What takes no time is left out, and so is latency. Each row is rounded to ticks for itself.
         """
         return draw_grid(self.timeline, tick, transfers=self.transfers if transfers else ())
 

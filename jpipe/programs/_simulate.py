@@ -43,7 +43,7 @@ def simulate(
 
     Raises:
         ProgramError: the verification fails; the message says where, with the grid so far.
-        InputError: a program of a part of a run, not one cost for each stage, or a cost that is negative or not finite.
+        InputError: a program of a part of a run, not one cost for each stage, a cost that is negative or not finite, or another `overlap`.
     """
     _check(program, costs, link, overlap)
     costs = unit_costs(program.plan) if costs is None else costs
@@ -62,7 +62,9 @@ def simulate(
         raise ProgramError(f"{violation}\n{draw_grid(predictor.timeline(), notes=violation.notes)}") from None
     if overlap != "transfers and sums":
         predictor = Predictor(program, costs, network, overlap)
-        for instruction in program.instructions:  # in the total order, where the all-reduces of all replicas stand side by side
+        for (
+            instruction
+        ) in program.instructions:  # in the total order, where receives follow sends, and all replicas' all-reduces are together
             predictor.add(instruction)
     return predictor.prediction()
 

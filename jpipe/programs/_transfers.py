@@ -7,13 +7,16 @@ Cell = tuple[int, int, str]
 """The first tick, the tick after the last one, and the text of a cell of a grid."""
 
 
+_LETTERS = {"activation": "a", "gradient": "g", "sum": "s", "shared": "p", "squares": "q", "norm": "n", "weights": "w"}
+
+
 class Transfer(NamedTuple):
     """A message from one rank to another, or a sum over the replicas of a stage.
 
     Attributes:
         what: `activation`, `gradient` or another message of `Send`, or `sum`.
         ranks: the sender and the receiver; of a sum those of all replicas.
-        number: the microbatch; of a sum the batch.
+        number: the microbatch; of a sum the batch. What belongs to a batch, but is sent, has the number of its last microbatch.
         start: when it begins to occupy its links, in seconds.
         end: when the links are free again.
         arrival: when the receiver has it, after the latency; of a sum, when it is complete.
@@ -35,21 +38,35 @@ class Transfer(NamedTuple):
 
     @property
     def label(self) -> str:
-        """What its row shows, such as `a3` for the activation of microbatch 3, `g3` for its gradient and `s0` for the sum of batch 0."""
-        return f"{self.what[0]}{self.number}"
+        """What its row shows: the number behind `a` for an activation, `g` for a gradient and `s` for a sum.
+
+        Gradients of shared parameters have `p`, sums of squares `q`, norms `n`, and weights that another replica has updated `w`.
+        """
+        return f"{_LETTERS[self.what]}{self.number}"
+
+
+def in_rows(transfers: Iterable[Transfer]) -> dict[str, list[Transfer]]:
+    """Return the transfers that take time, by row, in order of time; rows of sums come last."""
+    rows: dict[str, list[Transfer]] = {}
+    for transfer in sorted(transfers, key=lambda transfer: (transfer.what == "sum", transfer.ranks, transfer.start)):
+        if transfer.arrival > transfer.start:
+            rows.setdefault(transfer.row, []).append(transfer)
+    return rows
 
 
 def transfer_rows(transfers: Iterable[Transfer], tick: float) -> dict[str, list[Cell]]:
-    """Return the cells of transfers that take time, by row. Each takes one tick at least, as computations do.
+    """Return the cells of transfers that take time, by row, without their latency.
+
+    Each takes one tick at least, as computations do, and each row is rounded for itself.
 
     Args:
         transfers: in any order.
         tick: length of a tick in seconds.
     """
     rows: dict[str, list[Cell]] = {}
-    for transfer in sorted(transfers, key=lambda transfer: (transfer.what == "sum", transfer.ranks, transfer.start)):
-        if transfer.arrival > transfer.start:
-            row = rows.setdefault(transfer.row, [])
+    for name, moved in in_rows(transfers).items():
+        row = rows.setdefault(name, [])
+        for transfer in moved:
             begin = max(round(transfer.start / tick), row[-1][1] if row else 0)
             row.append((begin, max(round(transfer.end / tick), begin + 1), transfer.label))
     return rows

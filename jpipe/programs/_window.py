@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from jpipe.errors import InputError
 from jpipe.ops import OPS
 from jpipe.plan import Plan
-from jpipe.programs._costs import Link, Network, StageCost, shared_stages
+from jpipe.programs._costs import Link, Network, Overlap, StageCost, shared_stages
 from jpipe.programs._simulate import simulate
 from jpipe.programs._timeline import MemorySample, MemoryTimeline, Span, Timeline
 from jpipe.programs.lowering import batches_until_full, lower
@@ -73,7 +73,14 @@ def extract_window(timeline: Timeline, memory: MemoryTimeline, microbatches: int
 
 
 def predict_window(
-    plan: Plan, costs: Sequence[StageCost], first: int, batches: int, *, global_norm: bool = False, link: Link | Network | None = None
+    plan: Plan,
+    costs: Sequence[StageCost],
+    first: int,
+    batches: int,
+    *,
+    global_norm: bool = False,
+    link: Link | Network | None = None,
+    overlap: Overlap = "transfers and sums",
 ) -> Window:
     """Predict the window that `extract_window` extracts from a run, to compare it with the measured one.
 
@@ -84,10 +91,11 @@ def predict_window(
         batches: how many batches later the window ends.
         global_norm: whether updates use the norm of the gradients of all stages.
         link: between the ranks, as in `simulate`.
+        overlap: what goes on beside the computations of a rank, as in `simulate`.
     """
     start = max(first - 2 * batches_until_full(plan), 0)  # from there the pipeline is in steady state when the window begins
     program = lower(plan, first + batches + 1, begin=start, start=start, global_norm=global_norm, shared=shared_stages(costs))
-    prediction = simulate(program, costs, link)
+    prediction = simulate(program, costs, link, overlap)
     return extract_window(prediction.timeline, prediction.memory, plan.microbatches, first, batches)
 
 

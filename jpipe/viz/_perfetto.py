@@ -6,9 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
 from typing import Any
 
+from jpipe.errors import InputError, short
 from jpipe.ops import OPS
 from jpipe.programs._timeline import Span, Timeline, cell_of
-from jpipe.programs._transfers import Transfer
+from jpipe.programs._transfers import Transfer, in_rows
 
 _Event = dict[str, Any]
 
@@ -23,14 +24,20 @@ def to_perfetto(timelines: Mapping[str, Timeline], transfers: Mapping[str, Seque
         timelines: by name (`predicted`, `measured`), in seconds; the spans of a rank do not overlap.
         transfers: by the same names, those that are to be shown, such as `Prediction.transfers`: each direction between two ranks, and the
             replicas of a sum, are a thread below the ranks, where a slice lasts as long as its links are occupied.
+
+    Raises:
+        InputError: `transfers` is not a mapping, or names a timeline that there is not.
     """
+    transfers = {} if transfers is None else transfers
+    if not isinstance(transfers, Mapping) or not set(transfers) <= set(timelines):
+        names = ", ".join(map(repr, timelines))
+        raise InputError(f"to_perfetto: transfers: expected a mapping of names of timelines ({names}), found {short(transfers)}")
     events: list[_Event] = []
     flows = count(1)
     for pid, (name, timeline) in enumerate(timelines.items(), start=1):
-        moved = sorted((transfers or {}).get(name, ()), key=lambda transfer: (transfer.what == "sum", transfer.ranks))
-        rows = list(dict.fromkeys(transfer.row for transfer in moved))
+        rows = in_rows(transfers.get(name, ()))
         events += _names(pid, name, [*(f"rank {rank}" for rank in range(len(timeline))), *rows])
-        slices = [*_slices(pid, timeline), *_flows(pid, timeline, flows), *_of_transfers(pid, len(timeline) + 1, rows, moved)]
+        slices = [*_slices(pid, timeline), *_flows(pid, timeline, flows), *_of_transfers(pid, len(timeline) + 1, rows)]
         events += sorted(slices, key=lambda event: event["ts"])
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, separators=(",", ":"), allow_nan=False)
 
@@ -54,10 +61,12 @@ def _slices(pid: int, timeline: Timeline) -> Iterator[_Event]:
                 yield _slice(pid, tid, "update", span.update_start, span.update_end) | {"args": facts}
 
 
-def _of_transfers(pid: int, first: int, rows: Sequence[str], transfers: Sequence[Transfer]) -> Iterator[_Event]:
-    for transfer in transfers:
-        facts = {"number": transfer.number, "bytes": transfer.size, "latency": transfer.arrival - transfer.end}
-        yield _slice(pid, first + rows.index(transfer.row), transfer.label, transfer.start, transfer.end) | {"args": facts}
+def _of_transfers(pid: int, first: int, rows: Mapping[str, Sequence[Transfer]]) -> Iterator[_Event]:
+    for tid, transfers in enumerate(rows.values(), start=first):
+        for transfer in transfers:
+            latency = transfer.arrival - transfer.end
+            facts = {"what": transfer.what, "number": transfer.number, "bytes": transfer.size, "latency": latency}
+            yield _slice(pid, tid, transfer.label, transfer.start, transfer.end) | {"args": facts}
 
 
 def _slice(pid: int, tid: int, name: str, start: float, end: float) -> _Event:

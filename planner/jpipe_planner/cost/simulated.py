@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 import jpipe
-from jpipe_planner.cost.bound import computing_seconds, has_bounds, port_seconds, unhindered_seconds
+from jpipe_planner.cost.bound import busy_seconds, computing_seconds, has_bounds, port_seconds, unhindered_seconds
 from jpipe_planner.machine.topology import Topology
 
 MOST_FORWARDS = 100_000  # most in a simulation, which then takes some seconds
@@ -51,12 +51,15 @@ def simulate_plan(
     if forwards(plan) > MOST_FORWARDS:
         return None
     first, batches = window(plan)
-    link, shown = network(plan, topology), first + batches + 1
+    link, overlap = network(plan, topology), topology.device.overlap
+    # Where ranks wait for each other's transfers or sums, the last batches are faster: earlier ranks have nothing left to send.
+    shown = first + batches + (1 if overlap == "transfers and sums" else 1 + jpipe.programs.batches_until_full(plan))
     program = jpipe.lower(plan, shown, global_norm=global_norm, shared=jpipe.programs.shared_stages(costs))
-    prediction = jpipe.simulate(program, costs, link, topology.device.overlap)
+    prediction = jpipe.simulate(program, costs, link, overlap)
     seconds = _measured(plan, prediction.timeline)
     if has_bounds(plan):
-        seconds = max(seconds, unhindered_seconds(plan, costs, link, first, batches), port_seconds(plan, costs, link))
+        bounds = unhindered_seconds(plan, costs, link, first, batches), port_seconds(plan, costs, link)
+        seconds = max(seconds, *bounds, busy_seconds(plan, costs, None, link, overlap))
     if topology.cores is not None:
         cut = jpipe.programs.extract_window(prediction.timeline, prediction.memory, plan.microbatches, first, batches)
         seconds *= _stretched(cut.timeline, cut.seconds, topology.cores) / cut.seconds

@@ -23,6 +23,8 @@ __all__ = [
     "rate",
     "rows",
     "rows_of",
+    "schedule",
+    "shape",
     "size",
     "what_would_fit",
     "why_chosen",

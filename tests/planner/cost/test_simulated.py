@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 import jpipe
-from jpipe_planner.cost.simulated import device_numbers, simulate_plan
+from jpipe_planner.cost.simulated import device_numbers, network, simulate_plan
 from jpipe_planner.machine.topology import Topology
 
 
@@ -80,3 +80,13 @@ def test_sums_that_leave_a_server_by_one_port_go_one_after_the_other():
     free = simulate_plan(plan, costs, Topology.flat(4, 1e9))
     assert apart.batch_seconds == pytest.approx(free.batch_seconds, rel=1e-3)
     assert together.batch_seconds > free.batch_seconds + 17  # two sums of 10 s, the first of them begun while stage 0 still computes
+
+
+@pytest.mark.parametrize("overlap", ["none", "transfers", "transfers and sums"])
+def test_the_window_ends_before_the_pipeline_drains(overlap):
+    """Without overlap ranks wait for each other's transfers, and near the end earlier ranks have nothing to send any more."""
+    plan, outputs = jpipe.Plan.even("abcdef", 6, "pipedream", 4, extra_in_flight=2), (10, 1, 1, 1, 0, 0)
+    costs = [jpipe.programs.StageCost(outputs=outputs[s], gradient=outputs[s - 1] if s else 0) for s in range(6)]
+    topology = Topology(levels=({"count": 6, "bandwidth": 1.0, "latency": 0.5},), device={"overlap": overlap})
+    ends = [jpipe.simulate(jpipe.lower(plan, batches), costs, network(plan, topology), overlap).seconds for batches in (20, 40)]
+    assert simulate_plan(plan, costs, topology).batch_seconds == pytest.approx((ends[1] - ends[0]) / 20, rel=5e-3)

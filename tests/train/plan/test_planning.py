@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 import jpipe
-from jpipe_planner import Compiled, Profile, Topology, find_candidates, find_variants
+from jpipe_planner import Compiled, Profile, Topology
 from jpipe_train.config.config import Config
 from jpipe_train.console.progress import Reporter
 from jpipe_train.launch.together import Together
@@ -74,11 +74,10 @@ def fits(monkeypatch):
 
 
 def test_plans_of_too_many_microbatches_are_counted(monkeypatch):
-    monkeypatch.setattr(searching, "MOST_MICROBATCHES", 4)
     reporter = Reporter(1, 1, "samples", Console(file=(output := io.StringIO()), width=200))
+    everything = search(profile(), TWO, 8, Request(schedules=("all",)), False, reporter).candidates
+    monkeypatch.setattr(searching, "MOST_MICROBATCHES", 4)
     result = search(profile(), TWO, 8, Request(schedules=("all",)), False, reporter)
-    planned = find_candidates(profile(), TWO, 8)
-    everything = [*planned, *find_variants(profile(), TWO, 8, planned=planned).simulated]
     assert {candidate.rows for candidate in everything} == {1, 2}
     left_out = sum(candidate.rows == 1 for candidate in everything)
     assert output.getvalue() == f"{left_out} candidates left out, with more than 4 microbatches\n"
