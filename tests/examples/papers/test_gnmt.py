@@ -157,7 +157,7 @@ def test_dropout_is_between_layers_in_training_only():
     np.testing.assert_array_equal(run(0, False), run(1, False))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_run_with_buckets_resumes_with_equal_results(tmp_path, capsys):
     """Batches of three lengths are in flight at the same time; the evaluation includes rows that do not fill a batch."""
     make.SAMPLES["translation"](tmp_path, 0)
