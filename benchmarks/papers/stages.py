@@ -195,7 +195,7 @@ def bytes_per_sample(problem: Problem, partition: Partition, rows: int) -> float
     return as_candidate(problem, partition, rows).sent
 
 
-def simulate(profile: Profile, problem: Problem, partition: Partition, schedule: str = "pipedream", extra: int = 0) -> Simulated:
+def simulate(profile: Profile, problem: Problem, partition: Partition, schedule: str = "pipedream", **options: int) -> Simulated:
     """Simulate a partition under a schedule.
 
     Args:
@@ -203,13 +203,13 @@ def simulate(profile: Profile, problem: Problem, partition: Partition, schedule:
         problem: which the partition solves.
         partition: the stages.
         schedule: another than `pipedream` takes as many microbatches a batch as the replicas can share evenly.
-        extra: additional microbatches in flight a link.
+        **options: fields of the plan, such as `extra_in_flight`.
     """
     plan = partition.plan(profile.ids, problem)
     if schedule != plan.schedule:
         plan = jpipe.Plan(schedule=schedule, microbatches=plan.microbatches, stages=[stage.model_dump() for stage in plan.stages])
-    if extra:
-        plan = jpipe.Plan(**{**plan.model_dump(), "extra_in_flight": extra})
+    if options:
+        plan = jpipe.Plan(**{**plan.model_dump(), **options})
     result = simulate_plan(plan, profile.stage_costs(plan, profile.sizes[0]), problem.topology)
     assert result is not None, "too long to simulate"
     return result

@@ -143,6 +143,10 @@ def _check_options(plan: "jpipe.Plan") -> None:
         supporting = [f"'{name}'" for name, schedule in SCHEDULES.items() if option in schedule.options]
         of = f"schedule{'s' if len(supporting) > 1 else ''} {', '.join(supporting)}"
         raise ValueError(f"{option} is an option of the {of}, found schedule '{plan.schedule}'; remove it")
+    if plan.max_in_flight is not None and plan.extra_in_flight:
+        raise ValueError(
+            f"max_in_flight limits what extra_in_flight raises: expected one of them, found {plan.max_in_flight} and {plan.extra_in_flight}"
+        )
     if plan.noam and plan.extra_in_flight:
         raise ValueError(f"noam fixes the number in flight: expected extra_in_flight 0, found {plan.extra_in_flight}")
     if plan.flush_first and plan.update_every != "batch":

@@ -34,6 +34,8 @@ class Plan(pydantic.BaseModel):
             replicas. Microbatch k runs on replica k mod r of a stage with r replicas.
         stages: a `Stage` for each, or a dict of its fields; every layer exactly once, in order, cut anywhere.
         extra_in_flight: additional microbatches in flight a link, 0 (n_s = d - s) to 64, to hide the latency of slow links.
+        max_in_flight: the most microbatches that a replica of any stage has in flight, 1 or more: below n_s, stages wait, and hold fewer
+            activations and weight versions (PipeDream, figure 18). For `pipedream_flush`, `pipedream` and `pipedream_2bw`. None: no limit.
         vertical_sync: for `pipedream`: every stage reads the version that the first stage read. False by default.
         noam: for `pipedream` with replicas: the paper's number in flight (NOAM, section 3.2), sums over replicas waited for at
             once. False, the default: as many as keep every worker busy, sums hidden behind one more microbatch.
@@ -75,6 +77,7 @@ class Plan(pydantic.BaseModel):
     microbatches: Annotated[Int, Field(ge=1, le=10**9)]
     stages: Annotated[tuple[Stage, ...], Field(min_length=1, strict=False)]
     extra_in_flight: Annotated[Int, Field(ge=0, le=64)] = 0
+    max_in_flight: Annotated[Int, Field(ge=1, le=10**9)] | None = None
     vertical_sync: bool = False
     noam: bool = False
     update_every: Literal["batch", "replicas"] = "batch"

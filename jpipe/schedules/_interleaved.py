@@ -102,8 +102,9 @@ def several_chunks_refusal(plan: Shape) -> str:
     """Return why ranks of several chunks cannot run this plan, or ""."""
     if plan.depth == len(plan.pipeline_ranks):
         return ""
-    if plan.extra_in_flight:
-        return f"extra_in_flight is for one stage for each rank, found {plan.extra_in_flight} and several stages on a rank; remove it"
+    for name, value in (("extra_in_flight", plan.extra_in_flight), ("max_in_flight", plan.max_in_flight)):
+        if value:
+            return f"{name} is for one stage for each rank, found {value} and several stages on a rank; remove it"
     return unequal_replicas(plan)
 
 

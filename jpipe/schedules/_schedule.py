@@ -28,6 +28,8 @@ class Shape(Protocol):
     @property
     def extra_in_flight(self) -> int: ...
     @property
+    def max_in_flight(self) -> int | None: ...
+    @property
     def noam(self) -> bool: ...
     @property
     def vertical_sync(self) -> bool: ...
@@ -363,16 +365,28 @@ def pipeline_in_flight(plan: Shape, s: int) -> int:
     """Return the n_s that keeps every worker busy: 1 at the last stage, else 1 + ceil(n_{s+1} r_{s+1} / r_s) + extra_in_flight.
 
     Without replicas and `extra_in_flight` that is d - s. With `plan.noam` it is the NOAM of PipeDream, section 3.2: the workers of
-    stage s and of all later stages, divided by r_s and rounded up.
+    stage s and of all later stages, divided by r_s and rounded up. With `plan.max_in_flight` all are smaller in proportion, so that no
+    stage has more than this, and (n_s - 1) r_s does not grow from stage to stage: otherwise a stage would wait for microbatches that
+    the stage before it may not begin.
     """
-    return _all_in_flight(plan.replicas, plan.extra_in_flight, plan.noam)[s]
+    return _all_in_flight(plan.replicas, plan.extra_in_flight, plan.noam, plan.max_in_flight)[s]
 
 
 @lru_cache(maxsize=64)
-def _all_in_flight(replicas: tuple[int, ...], extra: int, noam: bool) -> tuple[int, ...]:
-    if noam:
-        return tuple(-(-sum(replicas[s:]) // r) for s, r in enumerate(replicas))
+def _all_in_flight(replicas: tuple[int, ...], extra: int, noam: bool, most: int | None) -> tuple[int, ...]:
     ahead = [1]
     for after, count in zip(reversed(replicas[1:]), reversed(replicas[:-1]), strict=True):
         ahead.append(1 + -(-ahead[-1] * after // count) + extra)
-    return tuple(reversed(ahead))
+    ahead.reverse()
+    if noam:
+        ahead = [-(-sum(replicas[s:]) // r) for s, r in enumerate(replicas)]
+    return tuple(ahead) if most is None else _limited(replicas, ahead, most)
+
+
+def _limited(replicas: tuple[int, ...], ahead: Sequence[int], most: int) -> tuple[int, ...]:
+    """Return n_s, in proportion to those of busy stages, but at most `most` and few enough for the stage before."""
+    limited: list[int] = []
+    for s, n in enumerate(ahead):
+        n = min(n, -(-n * most // max(ahead)))
+        limited.append(n if s == 0 else min(n, (limited[-1] - 1) * replicas[s - 1] // replicas[s] + 1))
+    return tuple(limited)

@@ -135,6 +135,6 @@ PIPEDREAM = Schedule(
     versions_alive=_versions_alive,
     refusal=_refusal,
     norm_refusal=_norm_refusal,
-    options=("extra_in_flight", "vertical_sync", "noam", "update_every", "flush_first", "split_backward"),
+    options=("extra_in_flight", "max_in_flight", "vertical_sync", "noam", "update_every", "flush_first", "split_backward"),
     closed_form="1F1B",
 )

@@ -63,6 +63,6 @@ PIPEDREAM_2BW = Schedule(
     formula=lambda plan, s, k: max(k // plan.microbatches - 1, 0),
     versions_alive=lambda plan, s: 2,
     refusal=_refusal,
-    options=("extra_in_flight", "flush_first", "split_backward"),
+    options=("extra_in_flight", "max_in_flight", "flush_first", "split_backward"),
     closed_form="1F1B",
 )

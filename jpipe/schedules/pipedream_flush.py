@@ -18,7 +18,7 @@ PIPEDREAM_FLUSH = Schedule(
     flushes=True,
     order=pipeline_order,
     in_flight=lambda plan, s: min(pipeline_in_flight(plan, s), plan.microbatches // plan.replicas[s]),
-    options=("extra_in_flight", "split_backward"),
+    options=("extra_in_flight", "max_in_flight", "split_backward"),
     closed_form="1F1B",
     data_parallel=True,
 )

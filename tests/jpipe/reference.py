@@ -1,5 +1,6 @@
 """The rule of every schedule applied directly: one microbatch after another, all versions stored, nothing overlapped or donated."""
 
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -32,6 +33,11 @@ class Outcome(NamedTuple):
 def in_flight(plan, s: int) -> int:
     """Return the number of forwards that a replica of an asynchronous stage computes before its first backward."""
     after = plan.replicas[s + 1 :]
+    if plan.max_in_flight is not None:
+        free = plan.model_copy(update={"max_in_flight": None})
+        busy = [in_flight(free, stage) for stage in range(plan.depth)]
+        before = math.inf if s == 0 else (in_flight(plan, s - 1) - 1) * plan.replicas[s - 1] // plan.replicas[s] + 1
+        return min(busy[s], -(-busy[s] * plan.max_in_flight // max(busy)), before)
     if plan.noam:
         return -(-(plan.replicas[s] + sum(after)) // plan.replicas[s])
     return 1 + -(-in_flight(plan, s + 1) * after[0] // plan.replicas[s]) + plan.extra_in_flight if after else 1

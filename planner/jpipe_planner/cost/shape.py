@@ -24,6 +24,7 @@ class Shape:
     microbatches: int
     replicas: tuple[int, ...]
     extra_in_flight: int = 0
+    max_in_flight: int | None = None
     noam: bool = False
     vertical_sync: bool = False
     update_every: Literal["batch", "replicas"] = "batch"

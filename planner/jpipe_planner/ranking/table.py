@@ -101,6 +101,7 @@ def schedule(candidate: Candidate) -> str:
     options = ["vertical sync"] if candidate.vertical_sync else []
     options += ["early"] if candidate.split_backward == "early" else []
     options += [f"+{candidate.extra_in_flight}"] if candidate.extra_in_flight else []
+    options += [f"≤{candidate.max_in_flight}"] if candidate.max_in_flight else []
     options += ["M_s = r_s"] if candidate.update_every == "replicas" else []
     options += ["stages together"] if candidate.keep_together == "stages" else []
     return " ".join([candidate.schedule, *options])

@@ -35,6 +35,7 @@ class Candidate:
         split_backward: as in `jpipe.Plan`.
         degrees: the mesh of each replica.
         vertical_sync: as in `jpipe.Plan`.
+        max_in_flight: as in `jpipe.Plan`.
     """
 
     schedule: str
@@ -58,6 +59,7 @@ class Candidate:
     split_backward: Literal["joint", "early"] = "joint"
     degrees: Degrees = NO_MESH
     vertical_sync: bool = False
+    max_in_flight: int | None = None
 
     @property
     def depth(self) -> int:
@@ -101,6 +103,7 @@ class Candidate:
                 self.microbatches,
                 self.replicas,
                 self.extra_in_flight,
+                self.max_in_flight,
                 vertical_sync=self.vertical_sync,
                 update_every=self.update_every,
                 split_backward=self.split_backward,
@@ -125,7 +128,7 @@ class Candidate:
     @property
     def kind(self) -> tuple[object, ...]:
         """The properties that plans of one kind have in common; they differ only in sizes."""
-        options = self.vertical_sync, self.split_backward, self.update_every
+        options = self.vertical_sync, self.split_backward, self.update_every, self.max_in_flight is None
         return self.schedule, *options, self.replicas, self.degrees, self.keep_together, self.chunks
 
     @property
@@ -178,6 +181,7 @@ class Candidate:
             microbatches=self.microbatches,
             stages=stages,
             extra_in_flight=self.extra_in_flight,
+            max_in_flight=self.max_in_flight,
             vertical_sync=self.vertical_sync,
             keep_together=self.keep_together,
             update_every=self.update_every,

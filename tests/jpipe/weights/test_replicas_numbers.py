@@ -35,6 +35,8 @@ def test_round_robin_equals_the_sequential_reference_bit_for_bit(replicas):
         ((3, 2), 1, {"update_every": "replicas", "scale_learning_rate": True}),
         ((2, 2), 3, {"update_every": "replicas", "vertical_sync": True}),
         ((2, 1, 2), 2, {"extra_in_flight": 1}),
+        ((3, 1, 2), 1, {"max_in_flight": 2}),
+        ((1, 1, 1, 1), 1, {"max_in_flight": 2, "vertical_sync": True}),
         ((2, 3), 1, {"sync_state": False}),
     ],
 )

@@ -20,6 +20,7 @@ CHUNKS = [((1, 1), 2), ((1,) * 4, 2), ((1,) * 6, 2), ((1,) * 6, 3), ((2,) * 4, 2
 """Replicas of all stages, and how many stages a rank runs."""
 CHANGES = {
     "extra_in_flight": 2,
+    "max_in_flight": 2,
     "vertical_sync": True,
     "noam": True,
     "update_every": "replicas",

@@ -110,6 +110,25 @@ def test_with_a_known_plan_only_those_that_could_be_better_are_simulated():
     assert known <= fastest * (1 + SLACK)
 
 
+def test_where_memory_is_short_fewer_microbatches_in_flight_save_it():
+    """Without recomputation, which the profile lacks, and with two versions of 2BW nothing else has so little memory."""
+    profile, limited = gpt(6, sizes=(1,), outputs=10), levels((4, 1e9, 0.0), memory=None)
+    straight = [one for one in find_candidates(profile, limited, 8, schedules=["pipedream_2bw"]) if one.depth == 4]
+    whole = min(straight, key=lambda one: one.rank)
+    found = {}
+    for memory in (None, max(whole.memory) - 1):
+        limited = levels((4, 1e9, 0.0), memory=memory)
+        planned = [dataclasses.replace(one, over=(0, 1) if memory else None) for one in straight]
+        found[memory] = [one for one in find_variants(profile, limited, 8, schedules=[], planned=planned).simulated if one.max_in_flight]
+    assert not found[None]
+    fitting = [one for one in found[max(whole.memory) - 1] if one.over is None]
+    assert {one.max_in_flight for one in fitting} >= {1, 2}
+    for one in fitting:
+        assert one.seconds > whole.seconds
+        assert one.plan(profile.ids).max_in_flight == one.max_in_flight
+        assert f"≤{one.max_in_flight}" in table.schedule(one)
+
+
 def test_plans_that_do_not_fit_are_rejected_by_rank():
     limited = levels((4, 1e9, 0.0), memory=100_000)
     variants = find_variants(gpt(6), limited, 8, schedules=["zb_h2", "interleaved_1f1b"]).simulated

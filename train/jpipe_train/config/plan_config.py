@@ -35,6 +35,7 @@ class PlanConfig(Section):
     mesh: dict[str, int] | list[dict[str, int]] = {}
     fsdp: bool = False
     extra_in_flight: Annotated[int, Field(ge=0, le=64)] = 0
+    max_in_flight: Annotated[int, Field(ge=1, le=MOST_ROWS)] | None = None
     vertical_sync: bool = False
     noam: bool = False
     update_every: Literal["batch", "replicas"] = "batch"

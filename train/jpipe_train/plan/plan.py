@@ -244,6 +244,8 @@ def _report(
             reporter.say(line)
     if any(ranked.candidate.extra_in_flight for ranked in choice.ranked[:SHOWN]):
         reporter.say("+1, +2: that many more microbatches in flight at each stage (extra_in_flight)")
+    if any(ranked.candidate.max_in_flight for ranked in choice.ranked[:SHOWN]):
+        reporter.say("≤1, ≤2: at most that many microbatches in flight at each stage (max_in_flight)")
     candidate = chosen.candidate
     if candidate.devices < topology.num_devices:
         reporter.say(f"it uses {candidate.devices} of {count(topology.num_devices, 'device')}; the remaining devices stay idle")
