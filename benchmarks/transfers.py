@@ -1,8 +1,10 @@
-"""`python -m benchmarks.transfers`: measure transfers and sums of arrays between two processes, each pinned to a core."""
+"""`python -m benchmarks.transfers`: measure transfers and sums of arrays between two processes, each pinned to a core.
+
+Transfers are measured as jpipe's collectives and as JAX's own `device_put` between processes.
+"""
 
 import json
 import os
-import socket
 import statistics
 import subprocess
 import sys
@@ -15,7 +17,8 @@ import jax.numpy as jnp
 
 import jpipe
 from benchmarks.machine import describe
-from jpipe.processes import Connection, Group, Reduction
+from benchmarks.programs import free_port
+from jpipe.processes import Connection, Group, Handover, Reduction
 
 SIZES = {"4 B": (1, 1000), "64 KB": (1 << 14, 500), "1 MB": (1 << 18, 200), "16 MB": (1 << 22, 40)}  # floats, and how often
 LEAVES, LEAF = 50, 131072
@@ -24,14 +27,12 @@ LIMIT = 240  # seconds
 
 def measure() -> list[dict[str, Any]]:
     """Start two processes and return the figures that they measure."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+    port, *addresses = (str(free_port()) for _ in range(3))
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false"}
     processes: list[subprocess.Popen[str]] = []
     try:
         for process in ("0", "1"):
-            command = [sys.executable, "-m", "benchmarks.transfers", process, port]
+            command = [sys.executable, "-m", "benchmarks.transfers", process, port, addresses[int(process)]]
             processes.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))  # noqa: S603 - this very module
         output, _ = processes[0].communicate(timeout=LIMIT)
         processes[1].wait(timeout=LIMIT)
@@ -42,35 +43,41 @@ def measure() -> list[dict[str, Any]]:
     return json.loads(output.splitlines()[-1])
 
 
-def _process(process: int, port: str) -> None:
+def _process(process: int, port: str, own_port: str) -> None:
     """Run one of the two processes: process 0 prints the figures as a line of JSON, after all other output."""
     if hasattr(os, "sched_setaffinity"):
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {cores[process % len(cores)]})
     jpipe.keep_freed_memory()  # as `jpipe train` does
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.config.update("jax_cross_host_transfer_socket_address", f"127.0.0.1:{own_port}")  # for `device_put` on CPUs
+    jax.config.update("jax_cross_host_transport_addresses", "127.0.0.1:0,127.0.0.1:0")
     jax.distributed.initialize(f"127.0.0.1:{port}", 2, process)
-    rows = _dispatch() + [row for name, (size, count) in SIZES.items() for row in _transfers(name, size, count)] + _reductions()
+    rows = _dispatch()
+    for name, (size, count) in SIZES.items():
+        rows += _transfers(name, size, count, Connection) + _transfers(f"{name} by device_put", size, count, Handover)
+    rows += _reductions()
     if process == 0:
         print(json.dumps(rows), flush=True)
 
 
-def _transfers(name: str, size: int, count: int) -> list[dict[str, Any]]:
+def _transfers(name: str, size: int, count: int, way: type[Connection] | type[Handover]) -> list[dict[str, Any]]:
     """Measure round trips: half the time is one transfer; the processor time of one process is that of both ends of a transfer."""
     local, remote = jax.local_devices()[0], next(d for d in jax.devices() if d.process_index != jax.process_index())
     first, second = (local, remote) if jax.process_index() == 0 else (remote, local)
-    links = Connection(first, second), Connection(second, first)
+    links = way(first, second), way(second, first)
     spec = jax.ShapeDtypeStruct((size,), jnp.float32)
     for link in links:
-        link.compile(spec)
+        if isinstance(link, Connection):
+            link.compile(spec)
     x = jnp.zeros(size, jnp.float32, device=local)
 
     def round_trip() -> None:
         if jax.process_index() == 0:
             links[0].send(x)
-            links[1].receive(spec)
+            jax.block_until_ready(links[1].receive(spec))
         else:
-            links[0].receive(spec)
+            jax.block_until_ready(links[0].receive(spec))
             links[1].send(x)
 
     seconds, processor = _timed(round_trip, count)
@@ -123,7 +130,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) == 3:
-        _process(int(sys.argv[1]), sys.argv[2])
+    if len(sys.argv) == 4:
+        _process(int(sys.argv[1]), *sys.argv[2:])
     else:
         main()
