@@ -97,14 +97,10 @@ def _check_meshes(plan: "jpipe.Plan") -> None:
             rank_meshes = [dict(plan.stages[s].mesh) for s in stages]
             expected = f"the same mesh and fsdp for all stages of a rank, {list(stages)}"
             raise ValueError(f"ranks.{p}: expected {expected}, found {rank_meshes}; they take turns on its devices")
+    if plan.shard_optimizer and plan.update_every != "batch":
+        raise ValueError("shard_optimizer: expected update_every 'batch', found 'replicas'; change one of them")
     if plan.shard_optimizer and max(plan.replicas) == 1:
         raise ValueError("shard_optimizer: expected a stage with replicas, found none; remove it, or give a stage replicas")
-    if plan.shard_optimizer and not SCHEDULES[plan.schedule].flushes:
-        names = ", ".join(f"'{name}'" for name, schedule in SCHEDULES.items() if schedule.flushes)
-        raise ValueError(
-            f"shard_optimizer: expected a schedule that flushes, {names}, found '{plan.schedule}', whose replicas update at different "
-            "times, while forwards continue; remove it, or use one of these"
-        )
 
 
 def _check_sum_parts(stages: Sequence[Stage]) -> None:

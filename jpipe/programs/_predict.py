@@ -197,7 +197,7 @@ class _Worker:
         self.seconds = {name: cost.seconds(name) for name in OPS if name != "E"}  # of each op that trains
         self.ready: dict[tuple[str, int], float] = {}  # when messages were made or arrived, by (message, microbatch), and sums
         self.updated = 0.0  # when its last update was over
-        self.whole = 0.0  # when the newest version has what other replicas have updated
+        self.whole: dict[int, float] = {}  # when a version has what other replicas have updated
         self.passed: dict[int, list[Passed]] = {}  # by microbatch, what the stage before on the same rank keeps, too
         rank.workers.append(self)
 
@@ -206,7 +206,7 @@ class _Worker:
 
     def compute(self, i: Compute, op: Op, seconds: float) -> None:
         rank, needs = self.rank, _MESSAGES[op.reads]
-        starts = max(rank.clock, self.whole, self.ready.pop((needs, i.microbatch), 0.0))
+        starts = max(rank.clock, self.whole.get(i.version, 0.0), self.ready.pop((needs, i.microbatch), 0.0))
         rank.clock = starts + seconds
         rank.busy += seconds
         rank.spans.append(Span(op.name, i.microbatch, i.version, starts, rank.clock, chunk=self.chunk, part=i.part))
@@ -345,7 +345,7 @@ class Predictor:
             size = arrives = self._shared_bytes(worker.stage, peer.stage)
         elif i.message == "weights":
             size, arrives = self._updated_bytes(worker, i.worker), 0
-            peer.memory.complete(i.microbatch // self._plan.microbatches + 1, size)
+            peer.memory.complete(i.microbatch // self._plan.microbatches_per_update(peer.stage) + 1, size)
         else:
             size, arrives = 0, 0
         if worker.rank is peer.rank and i.message == "activation":
@@ -372,7 +372,8 @@ class Predictor:
             worker.wait(arrival)
             peer.wait(arrival)
         if i.message == "weights":
-            peer.whole = max(peer.whole, arrival)
+            version = i.microbatch // self._plan.microbatches_per_update(peer.stage) + 1
+            peer.whole[version] = max(peer.whole.get(version, 0.0), arrival)
         else:
             peer.ready[key] = arrival
 
@@ -447,6 +448,7 @@ class Predictor:
         if self._program.global_norm:
             worker.wait(worker.ready["norm", last_microbatch(self._plan, i.batch)])
         memory.update(i.batch + 1, i.retires)
+        worker.whole.pop(i.retires, None)
         if cost.updated:
             memory.complete(i.batch + 1, self._updated_bytes(worker, i.worker) - sum(cost.updated))
         worker.rank.update(worker.chunk, cost.update)
@@ -454,6 +456,7 @@ class Predictor:
 
     def _release(self, worker: _Worker, i: Release) -> None:
         worker.memory.release(i.version)
+        worker.whole.pop(i.version, None)
 
 
 _MESSAGES = {"inputs": "activation", "residuals": "gradient", "stash": ""}

@@ -2,10 +2,11 @@
 
 from collections import deque
 from collections.abc import Iterable, Sequence
+from itertools import permutations
 from typing import NamedTuple
 
 from jpipe.plan import Plan
-from jpipe.programs._global_norm import Route
+from jpipe.programs._global_norm import Route, last_microbatch, transfer
 from jpipe.programs._instructions import AllReduce, Compute, Instruction, Load, Release, Update
 
 
@@ -124,13 +125,15 @@ class PendingUpdates:
     """Updates that wait for the sum over all replicas, or for other stages.
 
     Those that wait only for a sum are at most two per worker: once there is a second one, the first is made before anything else, so that
-    a worker never holds the gradients of three batches. Those that wait for other stages are made at the times given by the route.
+    a worker never holds the gradients of three batches. Those that wait for other stages are made at the times given by the route. Replicas
+    that share an optimizer send each other what they have updated as soon as all of them have made an update.
     """
 
     def __init__(self, plan: Plan, available: Availability, listing: Listing, route: Route | None, waits: Sequence[bool]) -> None:
         self.plan, self.available, self.listing = plan, available, listing
         self.routed = [route is not None and wait for wait in waits]
         self.arrived: dict[tuple[int, int, int | None], list[int]] = {}  # when each replica had gradients, by stage, batch and part
+        self.made: dict[tuple[int, int], list[int]] = {}  # when each replica has made an update, by stage and update
 
     def add(self, worker: Worker, batch: int | None, dead: int | None) -> None:
         """Note the end of a backward.
@@ -173,6 +176,38 @@ class PendingUpdates:
         pending = worker.pending.pop(0)
         self.listing.write(time, Update(worker.number, pending.batch, pending.retires))
         worker.updates += 1
+        if self.plan.shard_optimizer:
+            self._exchange_weights(worker.stage, pending.batch, time)
+
+    def make_early(self, worker: Worker) -> bool:
+        """Make a pending update half a batch after its gradients, where replicas share an optimizer: the other half is for the weights.
+
+        Returns:
+            Whether the worker can continue; False if that update waits for its sum.
+        """
+        s, each = worker.stage, self.plan.microbatches_per_update(worker.stage) // self.plan.replicas[worker.stage]
+        if not self.plan.shard_optimizer or len(worker.pending) != 1 or self.routed[s] or each == 1:
+            return True
+        batch = worker.pending[0].batch
+        if worker.backwards < (batch + 1) * each + each // 2:
+            return True
+        summed = self.available.time("sum", s, batch, worker)
+        if summed is None:
+            return False
+        worker.clock = max(worker.clock, summed)
+        self.make(worker, worker.clock)
+        return True
+
+    def _exchange_weights(self, s: int, batch: int, time: int) -> None:
+        """Write the messages with which replicas send each other what they have updated, once all have."""
+        workers = self.plan.stage_workers[s]
+        made = self.made.setdefault((s, batch), [])
+        made.append(time)
+        if len(made) == len(workers):
+            last, k = max(self.made.pop((s, batch))), last_microbatch(self.plan, batch)
+            for worker, other in permutations(workers, 2):
+                self.listing.write(last, *transfer(worker, other, k, "weights"))
+            self.available.announce("weights", s, batch, last)
 
     def _sums_parts(self, worker: Worker) -> bool:
         """Return whether a stage sums its gradients in parts, each as soon as it is computed, whatever updates are pending."""

@@ -1,6 +1,5 @@
 """The computations of all workers, run in the order of their schedule; each instruction is written with its time."""
 
-import itertools
 from collections.abc import Sequence
 from itertools import takewhile
 
@@ -115,6 +114,10 @@ class Run:
         begins = max(worker.clock, ready)
         if entry.is_forward:
             self._update_before(worker, k, version, begins)
+            whole = self._weights_ready(worker, version)
+            if whole is None:
+                return False
+            begins = max(begins, whole)
             self.listing.write(begins, *loads(plan, s, k, self.labels_with))
         worker.clock = begins
         self._write(worker, op, k, version)
@@ -160,7 +163,7 @@ class Run:
         if self.route is None or not self.waits[worker.stage]:
             if worker.pending and version > worker.pending[0].batch:
                 self.updates.make(worker, begins)
-        elif (batch := self._due_with(worker.stage, k)) is not None:
+        elif (batch := self._due_with(worker.stage, k)) is not None and worker.updates <= batch:
             self._add_shared(worker, batch, begins)
             root = self.route.root(batch)
             if self.global_norm and worker.stage == 0 and worker.number != root:
@@ -184,13 +187,20 @@ class Run:
             wanted.append(("sum", s, version - 1))
         return of.latest(wanted, worker)
 
+    def _weights_ready(self, worker: Worker, version: int) -> int | None:
+        """Return the time from which a version has the weights that other replicas update, or None."""
+        s = worker.stage
+        if not self.plan.shard_optimizer or self.plan.replicas[s] == 1 or version <= self.start * self.plan.updates_per_batch(s):
+            return 0
+        return self.available.time("weights", s, version - 1, worker)
+
     def _settle(self, worker: Worker) -> bool:
         """Send shared gradients, sum squares and update, where they are due before the next computation of a worker.
 
         Returns:
             Whether the worker can continue; False if something that these need is not available yet.
         """
-        return self._give_shared(worker) and self._sum_squares(worker) and self.updates.settle(worker)
+        return self._give_shared(worker) and self._sum_squares(worker) and self.updates.make_early(worker) and self.updates.settle(worker)
 
     def _give_shared(self, worker: Worker) -> bool:
         while worker.shared_due:
@@ -284,8 +294,6 @@ class Run:
                 self._finish_norm(batch, {worker.number for worker in late}, time)
             for worker in late:
                 self.updates.make(worker, time)
-        if self.plan.shard_optimizer:
-            self.listing.write(time, *_weights_to_replicas(self.plan, end - 1))
         for worker in self.workers:
             worker.clock = time
 
@@ -296,12 +304,6 @@ class Run:
             self.listing.write(time, *distribute(self.plan, batch, holders))
         else:
             self.listing.write(time, *norm_alone(self.plan, batch))
-
-
-def _weights_to_replicas(plan: Plan, batch: int) -> list[Instruction]:
-    """Return the messages that bring what each replica has updated to the other replicas of its stage."""
-    pairs = (pair for workers in plan.stage_workers for pair in itertools.permutations(workers, 2))
-    return [i for w, other in pairs for i in transfer(w, other, last_microbatch(plan, batch), "weights")]
 
 
 def loads(plan: Plan, s: int, k: int, labels_with: int | None) -> list[Instruction]:
