@@ -61,7 +61,7 @@ class Plan(pydantic.BaseModel):
         param_axes: for models that name no logical axes: for parameters whose "layer id/path" matches a pattern (`fnmatch`), a logical
             axis or None for each dim. A parameter that matches several has the first.
         shard_optimizer: replicas of a stage share its optimizer state (ZeRO stage 1): each updates some of the layers, and they send each
-            other what they have updated. The numbers are the same. For schedules that flush. False by default.
+            other what they have updated. The numbers are the same. With update_every "batch". False by default.
         placement: for each pipeline rank the numbers of its replicas' devices, counted from 0 over the devices of all processes, process by
             process; with a mesh the first device of each, followed by its other devices. None: in order, as `keep_together` says.
         predicted: the prediction of a planner; None: there is none.

@@ -372,11 +372,15 @@ def _with_shares(stage: Stage, cost: StageCost, layers: Mapping[str, LayerCost])
     """Return the cost of a stage whose replicas share its optimizer state; shared parameters count with each of their layers."""
     if stage.replicas == 1:
         return cost
-    sizes = [(layers[layer_id].optimizer, layers[layer_id].trained) for layer_id in stage.layers]
-    shares = [[0, 0] for _ in range(stage.replicas)]
-    for owner, (optimizer, weights) in zip(deal(sizes, stage.replicas), sizes, strict=True):
-        shares[owner] = [shares[owner][0] + optimizer, shares[owner][1] + weights]
-    return replace(cost, optimizer=max(optimizer for optimizer, _ in shares), updated=tuple(weights for _, weights in shares))
+    layers_of_stage = [layers[layer_id] for layer_id in stage.layers]
+    owners = deal([(layer.optimizer, layer.trained) for layer in layers_of_stage], stage.replicas)
+    shares = [[layer for layer, owner in zip(layers_of_stage, owners, strict=True) if owner == replica] for replica in range(stage.replicas)]
+    return replace(
+        cost,
+        optimizer=max(sum(layer.optimizer for layer in share) for share in shares),
+        updated=tuple(sum(layer.trained for layer in share) for share in shares),
+        update=max(sum(layer.update for layer in share) for share in shares),
+    )
 
 
 def deal(sizes: Sequence[tuple[int, int]], replicas: int) -> list[int]:

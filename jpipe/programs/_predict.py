@@ -448,7 +448,8 @@ class Predictor:
         if self._program.global_norm:
             worker.wait(worker.ready["norm", last_microbatch(self._plan, i.batch)])
         memory.update(i.batch + 1, i.retires)
-        worker.whole.pop(i.retires, None)
+        if i.retires is not None:
+            worker.whole.pop(i.retires, None)
         if cost.updated:
             memory.complete(i.batch + 1, self._updated_bytes(worker, i.worker) - sum(cost.updated))
         worker.rank.update(worker.chunk, cost.update)

@@ -102,6 +102,7 @@ def schedule(candidate: Candidate) -> str:
     options += ["early"] if candidate.split_backward == "early" else []
     options += [f"+{candidate.extra_in_flight}"] if candidate.extra_in_flight else []
     options += [f"≤{candidate.max_in_flight}"] if candidate.max_in_flight else []
+    options += ["shard_optimizer"] if candidate.shard_optimizer else []
     options += ["M_s = r_s"] if candidate.update_every == "replicas" else []
     options += ["stages together"] if candidate.keep_together == "stages" else []
     return " ".join([candidate.schedule, *options])

@@ -1,10 +1,10 @@
-"""Plans with several stages on a rank, split backwards or fewer microbatches in flight, derived from the best plans that have neither.
+"""Plans with several stages on a rank, split backwards or options that save memory, derived from the best plans without them.
 
 The search over all cuts is for one stage on each rank, with whole backwards. What interleaving and split backwards gain depends little on
 the cut, so the best cuts of `pipedream_flush`, for a few microbatch sizes, widths and recomputations, are cut further into equal chunks.
 The best plans of the schedules that can send gradients early are tried with split backwards, where links cost time. Those that need more
-memory than a device has, or recompute because of that, are tried with fewer microbatches in flight. All these plans are simulated, because
-they have no closed form.
+memory than a device has, or recompute because of that, are tried with fewer microbatches in flight, and with replicas that share an
+optimizer. All these plans are simulated, because they have no closed form.
 """
 
 import dataclasses
@@ -12,6 +12,7 @@ import heapq
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jpipe
 from jpipe import InputError
@@ -30,7 +31,7 @@ from jpipe_planner.search.parallel import search_parallel
 
 BASES = 4  # plans of one stage on each rank that are varied
 EARLY = 2  # plans of each schedule that are tried with `split_backward` "early"
-LIMITED = 2  # plans of each schedule that are tried with fewer microbatches in flight
+SAVING = 2  # plans of each schedule that are tried with fewer microbatches in flight, or with replicas that share an optimizer
 MOST_CHUNKS = 3
 MOST_MICROBATCHES = 1024  # most of a plan that is varied
 MOST_IN_ALL = 24_000  # most forwards of all simulations, which then take some seconds
@@ -82,7 +83,7 @@ def find_variants(
         batch: the largest number of rows per update.
         exact: whether the batch must have exactly that many rows.
         schedules: the schedules to try, of `variant_schedules`; None: all of them.
-        planned: candidates with whole backwards; the best are also tried with early gradients, or with fewer microbatches in flight.
+        planned: candidates with whole backwards; the best are also tried with early gradients, or with options that save memory.
         all_devices: whether plans must use all devices.
         global_norm: whether gradients are clipped by their norm over all stages, for which updates wait.
         degrees: the degrees of the meshes of all plans; candidates of `planned` with other degrees are ignored.
@@ -96,9 +97,10 @@ def find_variants(
     run = _Variants(profile, topology, schedules, global_norm, max_delay)
     usable = _usable(planned, topology, all_devices)
     early = [one for base in _bases_with("split_backward", usable, EARLY) for one in run.early(base)]
-    limited = [one for base in _bases_with("max_in_flight", filter(_lacks_memory, usable), LIMITED) for one in run.limited(base)]
+    short = [one for one in planned if _lacks_memory(one) and (one.devices == topology.num_devices or not all_devices)]
+    saving = [one for base in _bases_with(None, sorted(short, key=lambda one: one.rank), SAVING) for one in run.saving(base)]
     of_ranks = [one for base in _bases(_usable(straight, topology, all_devices)) for one in run.of_ranks(base)]
-    run.simulate([*early, *limited, *of_ranks], best)
+    run.simulate([*early, *saving, *of_ranks], best)
     simulated = (
         run.simulations
         if degrees.size == 1
@@ -126,11 +128,12 @@ def _lacks_memory(candidate: Candidate) -> bool:
     return candidate.over is not None or any(policy != "none" for policy in candidate.policies)
 
 
-def _bases_with(option: str, planned: Iterable[Candidate], most: int) -> list[Candidate]:
-    """Return the best plans of each schedule that has an option, which differ in more than their cut."""
+def _bases_with(option: str | None, planned: Iterable[Candidate], most: int) -> list[Candidate]:
+    """Return the best plans of each schedule that has an option, if one is given, which differ in more than their cut."""
     best: dict[str, dict[tuple[object, ...], Candidate]] = {}
     for candidate in planned:
-        if option in jpipe.schedules.SCHEDULES[candidate.schedule].options and candidate.update_every == "batch":
+        has_option = option is None or option in jpipe.schedules.SCHEDULES[candidate.schedule].options
+        if has_option and candidate.update_every == "batch" and candidate.microbatches <= MOST_MICROBATCHES:
             plans = best.setdefault(candidate.schedule, {})
             plans.setdefault((candidate.rows, candidate.replicas, candidate.policies[0]), candidate)
     return [candidate for plans in best.values() for candidate in list(plans.values())[:most]]
@@ -221,17 +224,24 @@ class _Variants:
             if candidate.is_within(self.max_delay):
                 yield self._variant(candidate, f"{candidate.schedule} early")
 
-    def limited(self, base: Candidate) -> Iterator["_Variant"]:
-        """Yield the plan with fewer and fewer microbatches in flight, without recomputation and, if it does not fit, with that as it is."""
-        if self._lacks_norm(base.plan(self.profile.ids)):
-            return
-        most = jpipe.schedules.SCHEDULES[base.schedule].in_flight(base.plan(self.profile.ids), 0)
+    def saving(self, base: Candidate) -> Iterator["_Variant"]:
+        """Yield the plan with fewer and fewer microbatches in flight, and with replicas that share an optimizer.
+
+        Both without recomputation, and if the plan does not fit with it, with both.
+        """
+        plan = base.plan(self.profile.ids)
+        rules, changes = jpipe.schedules.SCHEDULES[base.schedule], list[dict[str, Any]]()
+        if "max_in_flight" in rules.options and (most := rules.in_flight(plan, 0)) > 1:
+            limits = sorted({max(most * part // 4, 1) for part in (1, 2, 3)} - {most})
+            changes += [{"max_in_flight": limit, "extra_in_flight": 0} for limit in limits]
+        if max(base.replicas) > 1:
+            changes.append({"shard_optimizer": True})
         without = ("none",) * base.depth
         for policies in dict.fromkeys((without, base.policies) if base.over else (without,)):
-            for limit in sorted({max(most * part // 4, 1) for part in (1, 2, 3)} - {most}):
-                candidate = dataclasses.replace(base, policies=policies, max_in_flight=limit, extra_in_flight=0)
-                if candidate.is_within(self.max_delay):
-                    yield self._variant(candidate, f"{candidate.schedule} limited")
+            for change in changes:
+                candidate = dataclasses.replace(base, policies=policies, **change)
+                if not self._lacks_norm(plan) and candidate.is_within(self.max_delay):
+                    yield self._variant(candidate, f"{candidate.schedule}, {next(iter(change))}")
 
     def of_ranks(self, base: Candidate) -> Iterator["_Variant"]:
         """Yield legal plans of the schedules on the ranks of a plan."""

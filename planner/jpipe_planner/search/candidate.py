@@ -36,6 +36,7 @@ class Candidate:
         degrees: the mesh of each replica.
         vertical_sync: as in `jpipe.Plan`.
         max_in_flight: as in `jpipe.Plan`.
+        shard_optimizer: as in `jpipe.Plan`.
     """
 
     schedule: str
@@ -60,6 +61,7 @@ class Candidate:
     degrees: Degrees = NO_MESH
     vertical_sync: bool = False
     max_in_flight: int | None = None
+    shard_optimizer: bool = False
 
     @property
     def depth(self) -> int:
@@ -128,7 +130,7 @@ class Candidate:
     @property
     def kind(self) -> tuple[object, ...]:
         """The properties that plans of one kind have in common; they differ only in sizes."""
-        options = self.vertical_sync, self.split_backward, self.update_every, self.max_in_flight is None
+        options = self.vertical_sync, self.split_backward, self.update_every, self.max_in_flight is None, self.shard_optimizer
         return self.schedule, *options, self.replicas, self.degrees, self.keep_together, self.chunks
 
     @property
@@ -182,6 +184,7 @@ class Candidate:
             stages=stages,
             extra_in_flight=self.extra_in_flight,
             max_in_flight=self.max_in_flight,
+            shard_optimizer=self.shard_optimizer,
             vertical_sync=self.vertical_sync,
             keep_together=self.keep_together,
             update_every=self.update_every,

@@ -129,6 +129,23 @@ def test_where_memory_is_short_fewer_microbatches_in_flight_save_it():
         assert f"≤{one.max_in_flight}" in table.schedule(one)
 
 
+def test_where_memory_is_short_replicas_share_their_optimizer():
+    profile, topology = gpt(6, sizes=(1,), outputs=10), levels((4, 1e9, 0.0))
+    planned = [one for one in find_candidates(profile, topology, 8, schedules=["pipedream_2bw", "gpipe"]) if one.replicas == (2, 2)]
+    lacking = [dataclasses.replace(one, over=(0, 1)) for one in planned]
+    found = find_variants(profile, topology, 8, schedules=[], planned=lacking).simulated
+    sharing = {one.schedule: one for one in found if one.shard_optimizer}
+    assert sharing.keys() == {"pipedream_2bw", "gpipe"}
+    for schedule, one in sharing.items():
+        plan = one.plan(profile.ids)
+        without = plan.model_copy(update={"shard_optimizer": False})
+        whole = simulate_plan(without, profile.stage_costs(without, one.rows), topology)
+        assert plan.shard_optimizer
+        assert max(whole.peak_bytes) - max(one.memory) == 80_000, "two of five equal parts of the optimizer state"
+        assert one.seconds < whole.batch_seconds, "each makes a part of the update, and links are fast"
+        assert "shard_optimizer" in table.schedule(one), schedule
+
+
 def test_plans_that_do_not_fit_are_rejected_by_rank():
     limited = levels((4, 1e9, 0.0), memory=100_000)
     variants = find_variants(gpt(6), limited, 8, schedules=["zb_h2", "interleaved_1f1b"]).simulated
