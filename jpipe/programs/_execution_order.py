@@ -68,12 +68,7 @@ def walk(program: Program) -> Iterator[Instruction]:
                     raise Violation.at(plan, i.worker, f"{i} has no receiver")
                 received = queues[to][place]
                 receive = instructions[received]
-                if type(receive) is not Receive or (receive.worker, receive.microbatch, receive.message, receive.source) != (
-                    i.to,
-                    i.microbatch,
-                    i.message,
-                    i.worker,
-                ):
+                if receive != Receive(i.to, i.microbatch, i.message, i.worker):
                     break
                 if received < index:
                     raise Violation.at(plan, i.worker, f"{receive} stands before its {i} in the total order")

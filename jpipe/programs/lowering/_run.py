@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Collection, Iterator, Sequence
+from itertools import pairwise
 
 from jpipe.errors import InputError
 from jpipe.ops import OPS, Reads
@@ -52,7 +53,7 @@ class Run:
         alike: bool = True,
     ) -> None:
         self.plan, self.start, self.last, self.global_norm, self.shared = plan, start, last, global_norm, shared
-        self.schedule = SCHEDULES[plan.schedule]
+        self.schedule, self.depth, self.replicas = SCHEDULES[plan.schedule], plan.depth, plan.replicas
         self.unit = max(len(stage.sum_parts) or 1 for stage in plan.stages)  # ticks of a forward, so that each part takes some
         again = [int(stage.recompute != "none") for stage in plan.stages]  # a forward that is computed again
         self.ticks: dict[tuple[str, int], int] = {}  # of an op at a stage: a unit for each of its halves, and one more if it recomputes
@@ -74,6 +75,8 @@ class Run:
             if not (self.alike and j):
                 self.rank_workers[rank] = [self.worker_at[s, rank] for s in plan.pipeline_ranks[p]]
         self.available, self.listing = Availability(), Listing(plan, workers, self.alike)
+        of_stages = [workers is None or not set(plan.stage_workers[s]).isdisjoint(workers) for s in range(plan.depth)]
+        self.linked = [before or after for before, after in pairwise(of_stages)] + [False]  # which transfers to the next stage are written
         self.is_whole = workers is None and not self.alike  # whether the listing has all instructions since the start
         self.updates = PendingUpdates(plan, self.available, self.listing, self.route, self.waits, start, self.alike)
         self.added: set[tuple[int, int, int]] = set()  # shared gradients, by worker, batch and group
@@ -160,7 +163,7 @@ class Run:
         """Extend the order of a rank up to its first forward of microbatch `end` or a later one."""
         order = self.orders[rank]
         for entry in self.following[rank]:
-            if entry.is_forward and entry.microbatch >= end:
+            if entry.microbatch >= end and entry.is_forward:
                 self.following[rank] = itertools.chain([entry], self.following[rank])
                 break
             order.append(entry)
@@ -211,20 +214,21 @@ class Run:
             return False
         version = self.schedule.version(self.plan, s, k)
         if op.begins:
-            if self.waits[s] or self.plan.replicas[s] > 1:
+            if self.waits[s] or self.replicas[s] > 1:
                 weights = self._weights_ready(worker, k, version)
                 if weights is None:
                     return False
                 begins = max(begins, weights)
-            begins = max(begins, worker.clock)
-            self._update_before(worker, k, version, begins)
+            begins = max(begins, worker.rank.clock)
+            if worker.pending:
+                self._update_before(worker, k, version, begins)
             self._load(begins, worker, k)
-        worker.clock = max(begins, worker.clock)
-        self._write(worker, name, k, version)
+        worker.rank.clock = max(begins, worker.rank.clock)
+        ends = worker.rank.clock = self._write(worker, name, k, version)
         if "output" in op.leaves:
-            self._after_forward(worker, k)
+            self._after_forward(worker, k, ends)
         if op.gives_gradient:
-            self._after_gradient(worker, k)
+            self._after_gradient(worker, k, ends)
         if op.finishes:
             self._after_backward(worker, k, version)
         return True
@@ -236,13 +240,12 @@ class Run:
         if worker.stage == self.labels_with:
             self.listing.load(time, self.plan.worker(self.plan.depth - 1, k), k, "labels")
 
-    def _write(self, worker: Worker, op: str, k: int, version: int) -> None:
-        """Write a computation that begins now; a part of it is followed by the sum of this part."""
-        s = worker.stage
+    def _write(self, worker: Worker, op: str, k: int, version: int) -> int:
+        """Write a computation that begins now, and return when it ends; a part of it is followed by the sum of this part."""
+        s, time = worker.stage, worker.rank.clock
         if not self.plan.stages[s].sum_parts:
-            self.listing.compute(worker.clock, op, worker.number, k, version, None)
-            worker.clock += self.ticks[op, s]
-            return
+            self.listing.compute(time, op, worker.number, k, version, None)
+            return time + self.ticks[op, s]
         parts = parts_of(op, self.plan, s, k)
         later = self.unit * len(OPS[op].parts.strip("F")) // len(parts)  # ticks of each part but the first
         for part in parts:
@@ -250,20 +253,21 @@ class Run:
             worker.clock += later if part else self.ticks[op, s] - later * (len(parts) - 1)
             if part is not None:
                 self.updates.begin_sum(worker, k // self.plan.microbatches_per_update(s), part)
+        return worker.clock
 
-    def _after_forward(self, worker: Worker, k: int) -> None:
-        plan, w, s = self.plan, worker.number, worker.stage
-        if s < plan.depth - 1:
-            self.listing.transfer(worker.clock, w, plan.worker(s + 1, k), k, "activation")
-            if self.global_norm and (batch := self._due_with(s + 1, k)) is not None:
-                self.listing.transfer(worker.clock, w, plan.worker(s + 1, k), last_microbatch(plan, batch), "norm")
-        self.available.announce("output", s, k, worker.clock)
-
-    def _after_gradient(self, worker: Worker, k: int) -> None:
+    def _after_forward(self, worker: Worker, k: int, time: int) -> None:
         s = worker.stage
-        if s > 0:
-            self.listing.transfer(worker.clock, worker.number, self.plan.worker(s - 1, k), k, "gradient")
-        self.available.announce("gradient", s, k, worker.clock)
+        if self.linked[s]:
+            self.listing.transfer(time, worker.number, self.plan.worker(s + 1, k), k, "activation")
+            if self.global_norm and (batch := self._due_with(s + 1, k)) is not None:
+                self.listing.transfer(time, worker.number, self.plan.worker(s + 1, k), last_microbatch(self.plan, batch), "norm")
+        self.available.announce("output", s, k, time)
+
+    def _after_gradient(self, worker: Worker, k: int, time: int) -> None:
+        s = worker.stage
+        if s > 0 and self.linked[s - 1]:
+            self.listing.transfer(time, worker.number, self.plan.worker(s - 1, k), k, "gradient")
+        self.available.announce("gradient", s, k, time)
 
     def _due_with(self, s: int, k: int) -> int | None:
         """Return the batch whose update is due at stage s before the forward of k, if any; the norm arrives with its activation."""
@@ -273,7 +277,7 @@ class Run:
     def _update_before(self, worker: Worker, k: int, version: int, begins: int) -> None:
         """Make the pending update that is due before the forward of microbatch k."""
         if self.route is None or not self.waits[worker.stage]:
-            if worker.pending and version > worker.pending[0].batch:
+            if version > worker.pending[0].batch:
                 self.updates.make(worker, begins)
         elif (batch := self._due_with(worker.stage, k)) is not None:
             self._add_shared(worker, batch, begins)
@@ -288,17 +292,19 @@ class Run:
         s = worker.stage
         if reads == "inputs":
             return self.available.time("output", s - 1, k, worker) if s > 0 else 0
-        return self.available.time("gradient", s + 1, k, worker) if reads == "residuals" and s + 1 < self.plan.depth else 0
+        return self.available.time("gradient", s + 1, k, worker) if reads == "residuals" and s + 1 < self.depth else 0
 
     def _weights_ready(self, worker: Worker, k: int, version: int) -> int | None:
         """Return the time from which the sums for the weights of a forward are available, or None."""
-        plan, s, wanted = self.plan, worker.stage, list[tuple[str, int, int]]()
-        if self.route is not None and self.waits[s]:
-            if (batch := self._due_with(s, k)) is not None:
-                wanted += [("norm", 0, batch)] if self.global_norm and s == 0 else []
-                wanted += [("shared", source, batch) for group in self.shares[s] for source in self._sources(worker, group)]
-        elif plan.replicas[s] > 1 and version > self.start * plan.updates_per_batch(s):
-            wanted.append(("sum", s, version - 1))
+        s = worker.stage
+        if self.route is None or not self.waits[s]:
+            summed = self.replicas[s] > 1 and version > self.start * self.plan.updates_per_batch(s)
+            return self.available.time("sum", s, version - 1, worker) if summed else 0
+        batch = self._due_with(s, k)
+        if batch is None:
+            return 0
+        wanted = [("norm", 0, batch)] if self.global_norm and s == 0 else []
+        wanted += [("shared", source, batch) for group in self.shares[s] for source in self._sources(worker, group)]
         return self.available.latest(wanted, worker)
 
     def _settled(self, workers: Sequence[Worker]) -> bool:
@@ -368,21 +374,21 @@ class Run:
         return True
 
     def _after_backward(self, worker: Worker, k: int, version: int) -> None:
-        plan, w, s, ends = self.plan, worker.number, worker.stage, worker.clock
+        plan, w, s = self.plan, worker.number, worker.stage
         worker.backwards += 1
-        replicas, every = plan.replicas[s], plan.microbatches_per_update(s)
+        replicas = self.replicas[s]
         next_version = self.schedule.version(plan, s, k + replicas)
         assert next_version - version in (0, 1), "versions advance one by one"
         dead = version if next_version > version else None  # microbatches in flight and to come all read later versions
-        batch = k // every if ends_update(plan, s, k) else None  # that it ends
+        batch = k // plan.microbatches_per_update(s) if ends_update(plan, s, k) else None  # that it ends
         if replicas > 1 or self.waits[s]:
             self.updates.add(worker, batch, dead)
             self._note_due(worker, k)
         elif batch is not None:
-            self.listing.write(ends, Update, w, batch, dead)
+            self.listing.write(worker.clock, Update, w, batch, dead)
             worker.updates += 1
         elif dead is not None:
-            self.listing.write(ends, Release, w, dead)
+            self.listing.write(worker.clock, Release, w, dead)
 
     def _note_due(self, worker: Worker, k: int) -> None:
         """Note the batches whose shared gradients a worker sends, and whose squares it sums, after its backward of microbatch k."""
