@@ -41,8 +41,8 @@ def lower(
         The program; the programs of successive steps, one after the other, are one run.
 
     Raises:
-        InputError: batches out of order, the global norm with a schedule that cannot use it, or an order of the plan that deadlocks; then
-            the message ends with the grid up to the deadlock.
+        InputError: batches out of order, other workers, the global norm with a schedule that cannot use it, or an order of the plan that
+            deadlocks; then the message ends with the grid up to the deadlock.
         ProgramError: the order of a schedule deadlocks; the message ends with the same grid.
     """
     if not isinstance(plan, Plan):
@@ -53,6 +53,10 @@ def lower(
         raise InputError(f"lower: expected 0 ≤ start ≤ begin ≤ batches, found start {start}, begin {begin}, batches {batches}")
     if global_norm and (reason := SCHEDULES[plan.schedule].norm_refusal(plan)):
         raise InputError(f"lower: global_norm: {reason}")
+    if workers is not None and not {*workers} <= {*range(len(plan.workers))}:
+        raise InputError(
+            f"lower: workers: expected numbers of workers of the plan, below {len(plan.workers)}, found {short(list(workers))}"
+        )
     groups = _checked_groups(shared, plan)
     run = Run(plan, start, batches, global_norm, groups, workers)
     if begin > start:

@@ -7,7 +7,7 @@ import pytest
 
 from jpipe import InputError, Plan, lower, simulate
 from jpipe.programs import ProgramError, _steps
-from jpipe.programs._instructions import Receive, Send
+from jpipe.programs._instructions import Compute, Receive, Send
 from jpipe.programs._simulate import verify
 from jpipe.programs._steps import Steps
 from jpipe.programs.lowering import Run
@@ -47,10 +47,13 @@ def uses(plan):
 
 
 def by_rank(program):
+    """Return the instructions of each rank; between two computations, where several may begin at the same time, in alphabetical order."""
     rows = {}
     for i in program.instructions:
-        rows.setdefault(program.plan.rank_of[i.worker], []).append(i)
-    return rows
+        row = rows.setdefault(program.plan.rank_of[i.worker], [[]])
+        row += [i, []] if isinstance(i, Compute) else []
+        row[-1] += [] if isinstance(i, Compute) else [repr(i)]
+    return {rank: [sorted(each) if isinstance(each, list) else each for each in row] for rank, row in rows.items()}
 
 
 @pytest.mark.parametrize("name", [*VARIANTS, *WITHOUT_VARIANTS])
