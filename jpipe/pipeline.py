@@ -142,7 +142,7 @@ class Pipeline:
         check_norm_options(clip_global_norm, clip_stage_norm, skip_nonfinite, precision, plan)
         check_ema_decay(ema_decay, plan)
         if plan.order is not None:
-            lower(plan, 1)  # raises an error for one that deadlocks, before anything is compiled
+            lower(plan, 1, workers=())  # raises an error for one that deadlocks, before anything is compiled
         self.stack, self.plan, self.loss, self.optimizer = cast_layers(stack, precision), plan, loss, optimizer
         self.clip_global_norm, self.clip_stage_norm = clip_global_norm, clip_stage_norm
         self.skip_nonfinite, self.precision = skip_nonfinite, precision

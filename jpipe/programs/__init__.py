@@ -4,6 +4,7 @@ from jpipe.programs._costs import LayerCost, Network, Overlap, SharedCost, Stage
 from jpipe.programs._execution_order import ProgramError
 from jpipe.programs._instructions import Program
 from jpipe.programs._predict import Prediction
+from jpipe.programs._steps import Steps
 from jpipe.programs._timeline import MemorySample, MemoryTimeline, Span, Timeline, format_grid, parse_grid, to_ticks, whole_spans
 from jpipe.programs._transfers import Transfer
 from jpipe.programs._window import Window, extract_window, predict_window
@@ -21,6 +22,7 @@ __all__ = [
     "SharedCost",
     "Span",
     "StageCost",
+    "Steps",
     "Timeline",
     "Transfer",
     "Window",

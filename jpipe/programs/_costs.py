@@ -374,7 +374,9 @@ def _with_shares(stage: Stage, cost: StageCost, layers: Mapping[str, LayerCost])
         return cost
     layers_of_stage = [layers[layer_id] for layer_id in stage.layers]
     owners = deal([(layer.optimizer, layer.trained) for layer in layers_of_stage], stage.replicas)
-    shares = [[layer for layer, owner in zip(layers_of_stage, owners, strict=True) if owner == replica] for replica in range(stage.replicas)]
+    shares = [
+        [layer for layer, owner in zip(layers_of_stage, owners, strict=True) if owner == replica] for replica in range(stage.replicas)
+    ]
     return replace(
         cost,
         optimizer=max(sum(layer.optimizer for layer in share) for share in shares),

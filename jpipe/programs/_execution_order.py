@@ -40,12 +40,15 @@ def walk(program: Program) -> Iterator[Instruction]:
     """Yield all instructions in an executable order: each rank runs its instructions in order, and waits for other ranks.
 
     A transfer waits until both ranks have come to it; its receive follows its send at once. An update, or what comes between the sum of
-    the gradients and it, waits until all replicas have begun to sum the gradients of its batch.
+    the gradients and it, waits until all replicas have begun to sum the gradients of its batch. If the program has the instructions of some
+    workers, nothing waits for other workers.
 
     Raises:
         Violation: a send has no receiver, the total order has an instruction before one that it waits for, or the ranks deadlock.
     """
     plan, instructions, rank_of = program.plan, program.instructions, program.plan.rank_of
+    workers = range(len(plan.workers)) if program.workers is None else program.workers
+    sums = [max(len(stage.sum_parts), 1) * sum(w in workers for w in plan.stage_workers[s]) for s, stage in enumerate(plan.stages)]
     queues: list[list[int]] = [[] for _ in plan.rank_workers]  # indices of instructions
     for index, instruction in enumerate(instructions):
         queues[rank_of[instruction.worker]].append(index)
@@ -58,19 +61,14 @@ def walk(program: Program) -> Iterator[Instruction]:
         while heads[rank] < len(queue):
             index = queue[heads[rank]]
             i = instructions[index]
-            if type(i) is Send:
+            if type(i) is Send and i.to in workers:
                 to = rank_of[i.to]
                 place = heads[to] + (to == rank)  # on the same rank the receive comes next
                 if place >= len(queues[to]):
                     raise Violation.at(plan, i.worker, f"{i} has no receiver")
                 received = queues[to][place]
                 receive = instructions[received]
-                if type(receive) is not Receive or (receive.worker, receive.microbatch, receive.message, receive.source) != (
-                    i.to,
-                    i.microbatch,
-                    i.message,
-                    i.worker,
-                ):
+                if receive != Receive(i.to, i.microbatch, i.message, i.worker):
                     break
                 if received < index:
                     raise Violation.at(plan, i.worker, f"{receive} stands before its {i} in the total order")
@@ -78,7 +76,7 @@ def walk(program: Program) -> Iterator[Instruction]:
                 ready.append(to)
                 yield i
                 yield receive
-            elif type(i) is Receive:
+            elif type(i) is Receive and i.source in workers:
                 source = rank_of[i.source]
                 if source != rank and heads[source] < len(queues[source]):
                     send = instructions[queues[source][heads[source]]]
@@ -86,10 +84,10 @@ def walk(program: Program) -> Iterator[Instruction]:
                         ready.append(source)  # the transfer happens there and makes this rank ready again
                 break
             else:
-                if not _sums_allow(i, index, parts, plan):
+                if not _sums_allow(i, index, parts, plan, sums):
                     break
                 if type(i) is AllReduce:
-                    ready.extend(_woken_by(i, parts, plan))
+                    ready.extend(_woken_by(i, parts, plan, sums))
                 yield i
             heads[rank] += 1
     stuck = [rank for rank, queue in enumerate(queues) if heads[rank] < len(queue)]
@@ -102,30 +100,24 @@ _Parts = dict[tuple[int, int], list[int]]
 """By stage and batch the indices of the all-reduces so far."""
 
 
-def _sums_of(plan: Plan, s: int) -> int:
-    """Return the number of all-reduces of a batch at a stage: one for each replica, and each part."""
-    return plan.replicas[s] * max(len(plan.stages[s].sum_parts), 1)
-
-
-def _woken_by(i: AllReduce, parts: _Parts, plan: Plan) -> list[int]:
-    """Return the ranks that can continue once all replicas have begun the sums of a batch."""
+def _woken_by(i: AllReduce, parts: _Parts, plan: Plan, sums: Sequence[int]) -> list[int]:
+    """Return the ranks that can continue once all replicas have begun the sums of a batch; `sums` are the all-reduces of each stage."""
     s, _ = plan.workers[i.worker]
-    complete = len(parts[s, i.batch]) >= _sums_of(plan, s)
+    complete = len(parts[s, i.batch]) >= sums[s]
     return [plan.rank_of[w] for w in plan.stage_workers[s]] if complete else []
 
 
-def _sums_allow(i: Instruction, index: int, parts: _Parts, plan: Plan) -> bool:
+def _sums_allow(i: Instruction, index: int, parts: _Parts, plan: Plan, sums: Sequence[int]) -> bool:
     """Note an all-reduce, and return whether all replicas have begun the sum that an instruction needs.
 
     Raises:
         Violation: the total order has the instruction before the sum.
     """
-    s, _ = plan.workers[i.worker]
     if type(i) is AllReduce:
-        parts.setdefault((s, i.batch), []).append(index)
-    elif isinstance(i, _NEED_SUM) and plan.replicas[s] > 1:
+        parts.setdefault((plan.workers[i.worker][0], i.batch), []).append(index)
+    elif isinstance(i, _NEED_SUM) and plan.replicas[s := plan.workers[i.worker][0]] > 1:
         part = parts.get((s, i.batch), [])
-        if 0 < len(part) < _sums_of(plan, s):
+        if 0 < len(part) < sums[s]:
             return False
         if max(part, default=index) > index:
             raise Violation.at(plan, i.worker, f"{i} stands before the sum of {i.batch} in the total order")

@@ -3,7 +3,7 @@
 Each instruction names its worker, one replica of one stage, and so its stage and its rank (`Plan.workers`, `Plan.rank_of`).
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -153,7 +153,7 @@ def shifted(instruction: Instruction, plan: Plan, batches: int) -> Instruction:
 
 @dataclass(frozen=True)
 class Program:
-    """The instructions of all workers in one total order that extends data order and the order of each rank.
+    """The instructions of all workers, or of some, in one total order that extends data order and the order of each rank.
 
     Attributes:
         plan: what was lowered.
@@ -166,8 +166,11 @@ class Program:
         sets_aside: for each stage, whether it sets the gradients of a batch aside until their update, to accumulate those of the next
             batch meanwhile.
         versions: for each worker, afterwards, the oldest version that a microbatch will still read and the newest there is.
+        ended: the batches of which it completes the gradients of the last stage, over all replicas.
+        updated: for each stage, the batches whose updates it completes.
         instructions: the total order of loads, forwards, backwards, sends, receives, sums, updates and releases; the program of a rank
             is the instructions of its workers, in the same order.
+        workers: those whose instructions it has; None: all.
     """
 
     plan: Plan
@@ -179,7 +182,15 @@ class Program:
     shared: tuple[tuple[int, ...], ...]
     sets_aside: tuple[bool, ...]
     versions: tuple[tuple[int, int], ...]
+    ended: range
+    updated: tuple[range, ...]
     instructions: tuple[Instruction, ...]
+    workers: frozenset[int] | None = None
+
+    def of(self, workers: Collection[int]) -> "Program":
+        """Return the program with the instructions of these workers alone."""
+        chosen = frozenset(workers)
+        return replace(self, instructions=tuple(i for i in self.instructions if i.worker in chosen), workers=chosen)
 
     def worker(self, worker: int) -> Iterator[Instruction]:
         """Yield the instructions of one worker, counted from 0, in order."""

@@ -1,12 +1,12 @@
 """Run programs without devices: verify them instruction by instruction and predict time, bubble, memory and bytes moved."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jpipe.errors import InputError, short
 from jpipe.programs._costs import OVERLAPS, Link, Network, Overlap, StageCost, check_costs, unit_costs
 from jpipe.programs._execution_order import ProgramError, Violation, walk
-from jpipe.programs._instructions import Program
+from jpipe.programs._instructions import Instruction, Program
 from jpipe.programs._predict import Prediction, Predictor, draw_grid
 from jpipe.programs._verify import Verifier, rank_computations
 
@@ -27,6 +27,7 @@ def simulate(
     - no more versions are alive than the schedule allows;
     - each update sees exactly its batch;
     - every buffer is made before it is used, and used once; nothing is left behind;
+    - outputs and gradients go to the worker that needs them;
     - the ranks do not deadlock;
     - the total order extends data and program order.
 
@@ -48,16 +49,11 @@ def simulate(
     _check(program, costs, link, overlap)
     costs = unit_costs(program.plan) if costs is None else costs
     link = link or Link()
-    orders = rank_computations(program)
-    verifiers = [Verifier(program, w, orders[rank]) for w, rank in enumerate(program.plan.rank_of)]
     network = (lambda source, target: link) if isinstance(link, Link) else link
     predictor = Predictor(program, costs, network)
     try:
-        for instruction in walk(program):
-            verifiers[instruction.worker].check(instruction)
+        for instruction in _verified(program):
             predictor.add(instruction)
-        for verifier in verifiers:
-            verifier.check_end()
     except Violation as violation:
         raise ProgramError(f"{violation}\n{draw_grid(predictor.timeline(), notes=violation.notes)}") from None
     if overlap != "transfers and sums":
@@ -69,10 +65,46 @@ def simulate(
     return predictor.prediction()
 
 
+def verify(program: Program) -> None:
+    """Verify a program as `simulate` does, or the part of it that the instructions of some workers are.
+
+    Of a part, what each of its workers does is verified, and that they do not wait for each other. Its outputs and gradients must come from
+    and go to the right workers; that these have the other halves of the transfers, in the same total order, is not verified.
+
+    Raises:
+        ProgramError: the verification fails.
+    """
+    try:
+        for _ in _verified(program):
+            pass
+    except Violation as violation:
+        if program.workers is None:
+            simulate(program)  # fails, too, and shows the grid
+        raise ProgramError(str(violation)) from None
+
+
+def _verified(program: Program) -> Iterator[Instruction]:
+    """Yield the instructions in an executable order, each once it is verified.
+
+    Raises:
+        Violation: the verification fails.
+    """
+    orders, rank_of = rank_computations(program), program.plan.rank_of
+    workers = range(len(rank_of)) if program.workers is None else sorted(program.workers)
+    verifiers = {w: Verifier(program, w, orders[rank_of[w]]) for w in workers}
+    for instruction in walk(program):
+        verifiers[instruction.worker].check(instruction)
+        yield instruction
+    for verifier in verifiers.values():
+        verifier.check_end()
+
+
 def _check(program: Any, costs: Any, link: Any, overlap: Any) -> None:
     """Check the arguments of `simulate`."""
     if not isinstance(program, Program):
         raise InputError(f"simulate: expected a program, found {type(program).__name__}; give jpipe.lower(plan, batches)")
+    if program.workers is not None:
+        raise InputError("simulate: expected the program of all workers, found that of some; lower it without workers")
     if not program.drained or program.begin != program.start:
         raise InputError("simulate: expected the program of a whole run, found a part of one; lower it with begin = start and drain=True")
     if not (link is None or isinstance(link, Link) or callable(link)):

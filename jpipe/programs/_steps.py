@@ -1,18 +1,25 @@
 """The few programs that a pipeline repeats, however long it runs, and the versions that its workers hold between them."""
 
+from collections.abc import Collection
+from dataclasses import replace
 from functools import cached_property
+from itertools import chain
 
 from jpipe.plan import Plan
 from jpipe.programs._instructions import Program
-from jpipe.programs._simulate import simulate
-from jpipe.programs.lowering import batches_until_full, lower
+from jpipe.programs._simulate import verify
+from jpipe.programs.lowering import Run, batches_until_full
 from jpipe.schedules import SCHEDULES
+
+MOST_VERIFIED = 200_000
+"""The most instructions that each process lowers and verifies for all workers, in about 2 seconds. Of more it does so for its own only."""
 
 
 class Steps:
     """The programs of single steps: once the pipeline is full, all steps are one program, run some batches later than it was lowered for.
 
-    They are several programs in turn if the order of the schedule takes several batches to repeat.
+    They are several programs in turn if the order of the schedule takes several batches to repeat. Under a schedule that flushes all steps
+    are one program.
 
     The batches that are flushed first also share one program: that of the first batch of a plan that flushes only this one.
 
@@ -20,47 +27,71 @@ class Steps:
         plan: what runs.
         global_norm: whether updates use the norm of the gradients of all stages.
         shared: for each group of shared parameters, the stages that hold them.
+        workers: those whose instructions the programs have; None: all.
     """
 
-    def __init__(self, plan: Plan, global_norm: bool, shared: tuple[tuple[int, ...], ...] = ()) -> None:
+    def __init__(
+        self, plan: Plan, global_norm: bool, shared: tuple[tuple[int, ...], ...] = (), workers: Collection[int] | None = None
+    ) -> None:
         self.shared = shared
-        self._flushed, self._global_norm = plan.flush_first, global_norm
+        self._given, self._flushed, self._global_norm = plan, plan.flush_first, global_norm
         self._plan = plan.model_copy(update={"flush_first": min(plan.flush_first, 1)})
-        self._programs: dict[tuple[int, int, bool], Program] = {}
+        everyone = frozenset(range(len(plan.workers)))
+        self._workers = None if workers is None or everyone <= set(workers) else frozenset(workers)
+        self._chosen = {everyone: self} if self._workers is None else {}
+        self._flushes = SCHEDULES[plan.schedule].flushes
+        self._runs: dict[int, Run] = {}  # by the batch before which the pipeline is empty, as are the following
+        self._parts: dict[tuple[int, int, bool], Program] = {}  # by batches since then, and whether it is a drain
+        self._programs: dict[tuple[int, int, bool], Program] = {}  # the same of the workers alone
+
+    def of(self, workers: Collection[int]) -> "Steps":
+        """Return the programs of some workers, such as those of a process."""
+        chosen = frozenset(workers)
+        if chosen not in self._chosen:
+            self._chosen[chosen] = Steps(self._given, self._global_norm, self.shared, chosen)
+        return self._chosen[chosen]
 
     @cached_property
     def verified_runs(self) -> tuple[Program, ...]:
         """Return verified runs from the first batch and from steady state, which contain every step that the pipeline repeats.
 
+        A process verifies the instructions of all workers, or where these are many (`MOST_VERIFIED`) those of its own workers, so that all
+        processes together verify all of them.
+
         Raises:
             ProgramError: the verification fails.
         """
-        steady = self._plan.flush_first + 2 * self._full
-        runs = tuple(self._lower(start + steady + self._period, start, start, True) for start in (0, steady))
-        for program in runs:
-            simulate(program)
-        return runs
+        first = self._plan.flush_first
+        runs = []
+        for start in (0,) if self._flushes else (first, first + self._steady):
+            parts = [self._part(start, since, False) for since in range(self._distinct(start))]
+            if not self._flushes:
+                parts.append(self._part(start, self._distinct(start), True))
+            if start == first == 1:
+                parts = [self._part(0, 0, False), *parts]
+            verify(run := _joined(parts))
+            runs.append(self._of_workers(run))
+        return tuple(runs)
 
     def program(self, since: int, batch: int, drain: bool) -> tuple[Program, int]:
         """Return the program of a step or drain at `batch`, `since` batches after the pipeline was empty, and the shift to run it with."""
-        since, model_batch = self._modelled(since, batch)
-        name = since, model_batch, drain
+        start, model_since = self._modelled(since, batch, drain)
+        name = start, model_since, drain
         if name not in self._programs:
-            stop = model_batch if drain else model_batch + 1
-            self._programs[name] = self._lower(stop, model_batch, model_batch - since, drain)
-        return self._programs[name], batch - model_batch
+            self._programs[name] = self._of_workers(self._part(*name))
+        return self._programs[name], batch - start - model_since
 
     def common_version(self, since: int, batch: int) -> int | None:
         """Return the newest weights, by their number of batches, that all workers hold before `batch`, or None."""
         if since == 0:
             return batch
-        since, model_batch = self._modelled(since, batch)
-        versions = self._lower(model_batch, model_batch, model_batch - since, False).versions
+        start, model_since = self._modelled(since, batch, True)
+        versions = self._part(start, model_since - 1, False).versions
         rates = [self._plan.updates_per_batch(s) for s, _ in self._plan.workers]
         version = min(newest // rate for (_, newest), rate in zip(versions, rates, strict=True))
         if any(version * rate < oldest for (oldest, _), rate in zip(versions, rates, strict=True)):
             return None
-        return version + batch - model_batch
+        return version + batch - start - model_since
 
     @property
     def in_flight(self) -> int:
@@ -72,15 +103,65 @@ class Steps:
         return batches_until_full(self._plan) - self._plan.flush_first
 
     @property
+    def _steady(self) -> int:
+        """From which batch after those that are flushed first all runs from an empty pipeline are the same."""
+        return 2 * self._full
+
+    @property
     def _period(self) -> int:
         return SCHEDULES[self._plan.schedule].period(self._plan)
 
-    def _modelled(self, since: int, batch: int) -> tuple[int, int]:
-        """Return the earliest batch of a run where the pipeline does the same."""
-        if batch < self._flushed:
-            return 0, 0
-        batch, steady = batch - self._flushed, 2 * self._full
-        return min(since, self._full), self._plan.flush_first + (batch if batch < steady else steady + (batch - steady) % self._period)
+    def _distinct(self, start: int) -> int:
+        """Return how many steps of a run from batch `start` are different; the last `_period` of them repeat."""
+        if self._flushes or start < self._plan.flush_first:
+            return 1
+        return max(self._full, self._steady - (start - self._plan.flush_first)) + self._period
 
-    def _lower(self, stop: int, begin: int, start: int, drain: bool) -> Program:
-        return lower(self._plan, stop, begin=begin, start=start, drain=drain, global_norm=self._global_norm, shared=self.shared)
+    def _modelled(self, since: int, batch: int, drain: bool) -> tuple[int, int]:
+        """Return an early batch, and a number of batches since it, where a pipeline that was empty there does the same."""
+        if self._flushes or batch < self._flushed:
+            return 0, 0
+        period, start = self._period, batch - since - self._flushed
+        start = self._plan.flush_first + (start if start < self._steady else self._steady + (start - self._steady) % period)
+        repeated = self._distinct(start) - period + drain
+        return start, since if since < repeated else repeated + (since - repeated) % period
+
+    def _part(self, start: int, since: int, drain: bool) -> Program:
+        """Return the program of a step or a drain, of all workers if there are few instructions."""
+        name = start, since, drain
+        if name not in self._parts:
+            if not drain:
+                if start not in self._runs:
+                    self._runs[start] = self._run(start)
+                run = self._runs[start]
+                for step in range(run.end - start, since + 1):
+                    self._parts[start, step, False] = run.program(start + step + 1, False)
+            elif since == self._distinct(start) and (start, since - 1, False) in self._parts and start in self._runs:
+                self._parts[name] = self._runs.pop(start).program(start + since, True)  # no other step follows
+            else:
+                run = self._run(start)
+                run.go_on(start + since, False)
+                self._parts[name] = run.program(start + since, True)
+        return self._parts[name]
+
+    def _run(self, start: int) -> Run:
+        plan, batches = self._plan, 1 if self._flushes else self._plan.flush_first + self._steady + self._full + 2 * self._period
+        few = 6 * batches * plan.microbatches * plan.depth <= MOST_VERIFIED  # loads, computations and transfers of a microbatch at a stage
+        return Run(plan, start, start + self._distinct(start), self._global_norm, self.shared, None if few else self._workers)
+
+    def _of_workers(self, program: Program) -> Program:
+        return program if self._workers == program.workers else program.of(self._workers or ())
+
+
+def _joined(parts: list[Program]) -> Program:
+    """Return the program of several, one after the other."""
+    first, last = parts[0], parts[-1]
+    return replace(
+        last,
+        start=first.start,
+        begin=first.begin,
+        drained=True,
+        ended=range(first.ended.start, last.ended.stop),
+        updated=tuple(range(before.start, after.stop) for before, after in zip(first.updated, last.updated, strict=True)),
+        instructions=tuple(chain.from_iterable(part.instructions for part in parts)),
+    )

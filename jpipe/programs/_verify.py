@@ -123,6 +123,7 @@ class Verifier:
         elif i.message == "weights":
             self._updated_with(i)
         else:
+            self._check_other(i, i.to, -1 if i.message == "gradient" else 1)
             self._take(_SENT[i.message], i.microbatch)
 
     def _receive(self, i: Receive) -> None:
@@ -136,6 +137,7 @@ class Verifier:
                 self._fail(f"{i}: version {version} does not lack what that worker updates")
             missing.remove(i.source)
         else:
+            self._check_other(i, i.source, 1 if i.message == "gradient" else -1)
             self._put(_RECEIVED[i.message], i.microbatch)
 
     def _all_reduce(self, i: AllReduce) -> None:
@@ -216,6 +218,12 @@ class Verifier:
         if version not in self._versions:
             self._fail(f"{i} reads version {version}, alive are {sorted(self._versions)}")
         self._check_whole(version, i)
+
+    def _check_other(self, i: Send | Receive, other: int, step: int) -> None:
+        """Check that an output or a gradient goes from or to the worker that runs its microbatch `step` stages on."""
+        s = self._stage + step
+        if i.message != "squares" and (not 0 <= s < self._plan.depth or other != self._plan.worker(s, i.microbatch)):
+            self._fail(f"{i}: worker {other} does not run microbatch {i.microbatch} at stage {s}")
 
     def _check_whole(self, version: int, where: object) -> None:
         """Check that a version has the weights of all replicas that update some of them."""

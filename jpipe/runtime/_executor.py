@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -13,7 +13,7 @@ from jpipe.meshes._place import Place
 from jpipe.model._losses import Loss
 from jpipe.plan import Plan
 from jpipe.processes._membership import Processes
-from jpipe.programs._instructions import Program, Send
+from jpipe.programs._instructions import Program, Receive, Send
 from jpipe.programs._steps import Steps
 from jpipe.programs.lowering import lower_evaluation
 from jpipe.runtime._interpreter import Observer, read_data, run
@@ -77,8 +77,10 @@ class Executor:
                 {"plan": plan.to_json(), "shape of a microbatch": describe_shapes(self.specs), "model": model_of(functions), **facts}
             )
         self.functions, self._buckets = functions, buckets
+        process = jax.process_index()
+        steps = steps.of([w for w, place in enumerate(places) if place.process_index == process])
         self._plan, self._steps, self._places, self._processes = plan, steps, places, processes
-        shares, process = [shares_of(plan, f) for f in functions], jax.process_index()
+        shares = [shares_of(plan, f) for f in functions]
         arrays = [
             [Arrays(bucket.functions[s], places[w], share=shares[s][replica]) for w, (s, replica) in enumerate(plan.workers)]
             for bucket in buckets
@@ -91,7 +93,7 @@ class Executor:
         self.stages = self._compiled[0]
         self._by_bucket = {w: [stages[w] for stages in self._compiled] for w in self.stages}
         self._transport = Transport(places, plan.stage_workers, processes)
-        sends = _sends(plan, arrays, steps.verified_runs)
+        sends = _sends(plan, arrays, steps.verified_runs, self.stages)
         self._transport.compile(sends, _replica_sums(plan, arrays[0]), _loads(self.stages, arrays[0]))
         self._exchange = MetricsExchange(
             plan,
@@ -149,7 +151,7 @@ class Executor:
         """
         program, _ = self._steps.program(state.batch - state.start, state.batch, False)
         host = _on_host(batch)
-        return host, read_data(program, self.stages, host, rows_of(self.specs[0]))
+        return host, read_data(program, host, rows_of(self.specs[0]))
 
     def step(self, state: State, batch: tuple[Mapping[str, Tree], Data], bucket: int, observe: Observer | None) -> tuple[State, Metrics]:
         """Feed one batch, which is of a bucket and was read by `read`; see `Pipeline.step`."""
@@ -263,13 +265,13 @@ class Executor:
         weights: Weights,
     ) -> RunResults:
         """Forward these microbatches of a bucket through these stages, with the weights of one version, in batches."""
-        program = lower_evaluation(self._plan, len(numbers), version, first=numbers.start, labels="labels" in data)
+        program = lower_evaluation(self._plan, len(numbers), version, first=numbers.start, labels="labels" in data, workers=self.stages)
         read_weights = self._weights(state, version, weights)
         workers = {
             w: dataclasses.replace(worker, weights=read_weights[w], microbatches={}, updates={}, loss_scales={})
             for w, worker in zip(self.stages, state.workers, strict=True)
         }
-        loads = read_data(program, workers, data, rows_of(self.specs[0]))
+        loads = read_data(program, data, rows_of(self.specs[0]))
         by_bucket = {w: [*compiled[:bucket], stages[w], *compiled[bucket + 1 :]] for w, compiled in self._by_bucket.items()}
         _, results = run(program, 0, by_bucket, lambda _: bucket, workers, self._transport, loads, consume=False)
         return results
@@ -365,11 +367,18 @@ def _by_batch(buckets: Sequence[int], end: int) -> Callable[[int], int]:
     return (lambda batch: buckets[batch - end]) if buckets else (lambda _: 0)
 
 
-def _sends(plan: Plan, buckets: Sequence[Sequence[Arrays]], runs: Iterable[Program]) -> list[Sent]:
-    """Return one send of each kind between each pair of workers, with what it moves; `buckets` has each worker's arrays by bucket."""
-    evaluation = lower_evaluation(plan, math.lcm(*plan.replicas), 0)
-    sends = (i for program in (*runs, evaluation) for i in program.instructions if type(i) is Send)
-    kinds = {(i.worker, i.to, i.message): i for i in sends}
+def _sends(plan: Plan, buckets: Sequence[Sequence[Arrays]], runs: Iterable[Program], workers: Collection[int]) -> list[Sent]:
+    """Return one send of each kind between each pair of workers of which one is of this process, with what it moves.
+
+    `buckets` has each worker's arrays by bucket; `workers` are those of this process, whose instructions the runs have.
+    """
+    evaluation = lower_evaluation(plan, math.lcm(*plan.replicas), 0, workers=workers)
+    kinds: dict[tuple[int, int, str], Send] = {}
+    for i in (i for program in (*runs, evaluation) for i in program.instructions):
+        if type(i) is Send:
+            kinds[i.worker, i.to, i.message] = i
+        elif type(i) is Receive:
+            kinds[i.source, i.worker, i.message] = Send(i.source, i.microbatch, i.message, i.worker)
 
     def sent(i: Send, bucket: int) -> Sent:
         arrays = buckets[bucket]

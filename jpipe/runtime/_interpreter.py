@@ -1,6 +1,6 @@
 """The interpreter, which runs a program instruction by instruction. It knows no schedule and reads no configuration."""
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -59,10 +59,10 @@ def run(
     *,
     consume: bool = True,
 ) -> tuple[dict[int, WorkerState], RunResults]:
-    """Dispatch all instructions of `program` that are for workers of this process, `shift` batches later than it was lowered for.
+    """Dispatch all instructions of `program`, `shift` batches later than it was lowered for.
 
     Args:
-        program: what to run.
+        program: what to run, with the instructions of the workers of this process alone.
         shift: batches to add to every batch and version of the program, and m times as many microbatches.
         stages: by worker of this process, for each bucket.
         buckets: gives the bucket of a batch, as counted in the run.
@@ -87,9 +87,7 @@ def run(
             each.count_arrays()
     try:
         for instruction in program.instructions:
-            worker = workers.get(instruction.worker)
-            if worker is None:
-                continue
+            worker = workers[instruction.worker]
             _METHODS[type(instruction)](worker, instruction)
             if worker.changed_parts:
                 worker.delete_unused()
@@ -109,12 +107,11 @@ def run(
         workers.clear()  # they refer to each other, and would keep arrays until the garbage collector comes
 
 
-def read_data(program: Program, workers: Container[int], batches: Mapping[str, Tree], rows_each: int) -> Data:
-    """Read all rows that these workers load in the program. Reading may fail, so it comes before the run, which consumes its states.
+def read_data(program: Program, batches: Mapping[str, Tree], rows_each: int) -> Data:
+    """Read all rows that the program loads. Reading may fail, so it comes before the run, which consumes its states.
 
     Args:
         program: what will run.
-        workers: those of this process.
         batches: host arrays `{"inputs": …, "labels": …}` of the program's batches, concatenated.
         rows_each: rows per microbatch.
 
@@ -123,7 +120,7 @@ def read_data(program: Program, workers: Container[int], batches: Mapping[str, T
     """
     data: Data = {}
     for i in program.instructions:
-        if type(i) is Load and i.worker in workers:
+        if type(i) is Load:
             row = (i.microbatch - program.begin * program.plan.microbatches) * rows_each
             data[i.data, i.microbatch] = rows(batches[i.data], row, row + rows_each)
     return data

@@ -13,10 +13,9 @@ import numpy as np
 
 from jpipe.context import without_mesh
 from jpipe.errors import PeerLost
-from jpipe.ops import OPS
 from jpipe.plan import Plan
 from jpipe.processes._membership import Processes
-from jpipe.programs._instructions import AllReduce, Compute, Program, Update
+from jpipe.programs._instructions import Program
 from jpipe.runtime._lanes import arrived
 from jpipe.runtime._worker import RunResults
 
@@ -138,8 +137,6 @@ class MetricsExchange:
         self._with_updates = 2 * global_norm + loss_scale  # how many fields of `Metrics` are known with the updates of the last stage
         self._with_stage_norms = stage_norms
         self._evaluations = self._delay_norms = 0
-        # What a program finishes, by its id; the program is kept, so the id stays valid.
-        self._batches: dict[int, tuple[Program, tuple[list[int], list[list[int]]]]] = {}
 
     def check(self, run: Program) -> None:
         """Check that a run from an empty pipeline to an empty one reports every batch once.
@@ -147,8 +144,7 @@ class MetricsExchange:
         Raises:
             RuntimeError: it does not. That is an error of jpipe, which would lose results.
         """
-        ended, updated = self._finished(run)
-        for what, batches in (("loss", ended), *(("gradient norm", of_stage) for of_stage in updated)):
+        for what, batches in (("loss", run.ended), *(("gradient norm", of_stage) for of_stage in run.updated)):
             _check_complete(what, range(run.start, run.end), batches)
 
     @property
@@ -162,8 +158,7 @@ class MetricsExchange:
         metrics = Metrics.empty()
         losses = {batch: functools.partial(_mean_loss, updates) for batch, updates in results.losses.items()}
         norms = {batch: functools.partial(tuple, norm) for batch, norm in results.norms.items()}
-        finished, updates = self._finished(program)
-        ended, *updated = ([batch + shift for batch in batches] for batches in (finished, *updates))
+        ended, *updated = ([batch + shift for batch in batches] for batches in (program.ended, *program.updated))
         if self._computes_losses:
             _check_complete("loss", ended, results.losses)
             _check_complete("gradient norm", updated[-1] if self._with_updates else [], results.norms)
@@ -254,29 +249,6 @@ class MetricsExchange:
             return [float(norm) for norm in _norms([np.array(squares, jax.dtypes.canonicalize_dtype(np.float64)) for squares in received])]
 
         return DelayNorms(RemoteScalar(lambda: read()[0]), RemoteScalar(lambda: read()[1]))
-
-    def _finished(self, program: Program) -> tuple[list[int], list[list[int]]]:
-        """Return the batches whose gradients the last stage completes, and those whose updates each stage does; searched once a program."""
-        if id(program) not in self._batches:
-            s, worker = program.plan.depth - 1, program.plan.stage_workers[-1][0]
-            rate, every = program.plan.updates_per_batch(s), program.plan.microbatches
-            instructions = [i for i in program.instructions if i.worker == worker]
-            updated = [_updated(program, stage) for stage in range(program.plan.depth)]
-            if program.plan.replicas[s] > 1:
-                ended = [i.batch // rate for i in instructions if type(i) is AllReduce and not i.part and (i.batch + 1) % rate == 0]
-            elif program.sets_aside[s]:
-                last = (i.microbatch for i in instructions if type(i) is Compute and OPS[i.op].finishes)
-                ended = [k // every for k in last if (k + 1) % every == 0]
-            else:
-                ended = updated[s]
-            self._batches[id(program)] = program, (ended, updated)
-        return self._batches[id(program)][1]
-
-
-def _updated(program: Program, s: int) -> list[int]:
-    """Return the batches whose updates stage s completes."""
-    worker, rate = program.plan.stage_workers[s][0], program.plan.updates_per_batch(s)
-    return [i.batch // rate for i in program.instructions if type(i) is Update and i.worker == worker and (i.batch + 1) % rate == 0]
 
 
 _pipelines = itertools.count()

@@ -1,13 +1,13 @@
 """Lower a plan: insert loads, transfers, sums, updates and releases into the schedule's order of computations."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from numbers import Integral
 
 from jpipe.errors import InputError, short
 from jpipe.plan import Plan
 from jpipe.programs._global_norm import transfer
-from jpipe.programs._instructions import Compute, Instruction, Program
-from jpipe.programs.lowering._run import Run, loads
+from jpipe.programs._instructions import Compute, Instruction, Load, Program
+from jpipe.programs.lowering._run import Run
 from jpipe.schedules import SCHEDULES
 
 
@@ -20,8 +20,9 @@ def lower(
     drain: bool = True,
     global_norm: bool = False,
     shared: Sequence[Sequence[int]] = (),
+    workers: Collection[int] | None = None,
 ) -> Program:
-    """Write the programs of all workers for the batches `begin` .. `batches` - 1.
+    """Write the programs of all workers, or of some, for the batches `begin` .. `batches` - 1.
 
     Computations are in the order of their simulated start (a forward takes 1, a backward 2, half of a backward 1, one more where
     they recompute), transfers and sums where their producers end. All processes derive the same order from the same plan.
@@ -34,13 +35,14 @@ def lower(
         drain: whether to finish all microbatches; otherwise stop before the first computation that needs batch `batches`.
         global_norm: whether updates use the norm of the gradients of all stages.
         shared: for each group of shared parameters, the stages that hold them, in order.
+        workers: those whose instructions are written; all by default.
 
     Returns:
         The program; the programs of successive steps, one after the other, are one run.
 
     Raises:
-        InputError: batches out of order, the global norm with a schedule that cannot use it, or an order of the plan that deadlocks; then
-            the message ends with the grid up to the deadlock.
+        InputError: batches out of order, other workers, the global norm with a schedule that cannot use it, or an order of the plan that
+            deadlocks; then the message ends with the grid up to the deadlock.
         ProgramError: the order of a schedule deadlocks; the message ends with the same grid.
     """
     if not isinstance(plan, Plan):
@@ -51,13 +53,15 @@ def lower(
         raise InputError(f"lower: expected 0 ≤ start ≤ begin ≤ batches, found start {start}, begin {begin}, batches {batches}")
     if global_norm and (reason := SCHEDULES[plan.schedule].norm_refusal(plan)):
         raise InputError(f"lower: global_norm: {reason}")
+    if workers is not None and not {*workers} <= {*range(len(plan.workers))}:
+        raise InputError(
+            f"lower: workers: expected numbers of workers of the plan, below {len(plan.workers)}, found {short(list(workers))}"
+        )
     groups = _checked_groups(shared, plan)
-    run = Run(plan, start, batches, drain, global_norm, groups)
-    instructions = run.listing.in_order()
+    run = Run(plan, start, batches, global_norm, groups, workers)
     if begin > start:
-        before = set(Run(plan, start, begin, False, global_norm, groups).listing.in_order())
-        instructions = [instruction for instruction in instructions if instruction not in before]
-    return Program(plan, start, begin, batches, drain, global_norm, groups, run.sets_aside(), run.versions(), tuple(instructions))
+        run.go_on(begin, False)
+    return run.program(batches, drain)
 
 
 def _checked_groups(shared: Sequence[Sequence[int]], plan: Plan) -> tuple[tuple[int, ...], ...]:
@@ -79,7 +83,9 @@ def batches_until_full(plan: Plan) -> int:
     return plan.flush_first + -(-(in_flight - 1) // plan.microbatches) + 1
 
 
-def lower_evaluation(plan: Plan, microbatches: int, batch: int, *, first: int = 0, labels: bool = True) -> Program:
+def lower_evaluation(
+    plan: Plan, microbatches: int, batch: int, *, first: int = 0, labels: bool = True, workers: Collection[int] | None = None
+) -> Program:
     """Write the programs that run `microbatches` forward only through all stages, with the weights after `batch` batches.
 
     Args:
@@ -88,15 +94,20 @@ def lower_evaluation(plan: Plan, microbatches: int, batch: int, *, first: int = 
         batch: number of batches.
         first: the number of the first microbatch.
         labels: whether the last stage loads labels.
+        workers: those whose instructions are written; None: all.
     """
     instructions: list[Instruction] = []
+    written = range(len(plan.workers)) if workers is None else frozenset(workers)
     versions = [batch * plan.updates_per_batch(s) for s in range(plan.depth)]
     for diagonal in range(microbatches + plan.depth - 1):
-        for s in range(plan.depth):
+        for s in range(max(diagonal - microbatches + 1, 0), min(diagonal + 1, plan.depth)):
             k = first + diagonal - s
-            if first <= k < first + microbatches:
-                instructions += loads(plan, s, k, plan.depth - 1 if labels else None)
-                instructions.append(Compute("E", plan.worker(s, k), k, versions[s]))
-                if s < plan.depth - 1:
-                    instructions += transfer(plan.worker(s, k), plan.worker(s + 1, k), k, "activation")
-    return Program(plan, 0, 0, 1, True, False, (), (False,) * plan.depth, (), tuple(instructions))
+            w, after = plan.worker(s, k), plan.worker(s + 1, k) if s < plan.depth - 1 else None
+            if w in written:
+                instructions += [Load(w, k, "inputs")] if s == 0 else []
+                instructions += [Load(w, k, "labels")] if labels and s == plan.depth - 1 else []
+                instructions.append(Compute("E", w, k, versions[s]))
+            if after is not None and (w in written or after in written):
+                instructions += (i for i in transfer(w, after, k, "activation") if i.worker in written)
+    chosen, no_batches = None if workers is None else frozenset(workers), (range(0),) * plan.depth
+    return Program(plan, 0, 0, 1, True, False, (), (False,) * plan.depth, (), range(0), no_batches, tuple(instructions), chosen)

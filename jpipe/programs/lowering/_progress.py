@@ -1,4 +1,4 @@
-"""The progress of a lowering: clocks of ranks, times of results, pending updates, and the instructions so far."""
+"""The progress of a lowering: clocks of ranks, times of results, and pending updates."""
 
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 from jpipe.plan import Plan
 from jpipe.programs._global_norm import Route, last_microbatch, transfer
-from jpipe.programs._instructions import AllReduce, Compute, Instruction, Load, Release, Update
+from jpipe.programs._instructions import AllReduce, Release, Update
+from jpipe.programs.lowering._listing import Listing
 
 
 class Pending(NamedTuple):
@@ -97,30 +98,6 @@ class Availability:
         return latest
 
 
-class Listing:
-    """The instructions so far, with their times."""
-
-    def __init__(self) -> None:
-        self._instructions: list[Instruction] = []
-        self._keys: list[int] = []
-
-    def write(self, time: int, *instructions: Instruction) -> None:
-        self._instructions += instructions
-        self._keys += [2 * time + (type(instruction) in (Load, Compute)) for instruction in instructions]
-
-    def computations(self) -> list[tuple[Compute, int]]:
-        """Return the computations and their starts, in order for each rank."""
-        pairs = zip(self._instructions, self._keys, strict=True)
-        return [(instruction, key // 2) for instruction, key in pairs if isinstance(instruction, Compute)]
-
-    def in_order(self) -> list[Instruction]:
-        """Return the instructions in order of time; of equal times, transfers and sums come before computations, to overlap with them.
-
-        A stable sort keeps the topological order in which they were written.
-        """
-        return [self._instructions[i] for i in sorted(range(len(self._keys)), key=self._keys.__getitem__)]
-
-
 class PendingUpdates:
     """Updates that wait for the sum over all replicas, or for other stages.
 
@@ -129,8 +106,12 @@ class PendingUpdates:
     that share an optimizer send each other what they have updated as soon as all of them have made an update.
     """
 
-    def __init__(self, plan: Plan, available: Availability, listing: Listing, route: Route | None, waits: Sequence[bool]) -> None:
+    def __init__(
+        self, plan: Plan, available: Availability, listing: Listing, route: Route | None, waits: Sequence[bool], start: int, alike: bool
+    ) -> None:
         self.plan, self.available, self.listing = plan, available, listing
+        self.summing = [workers[:1] if alike else workers for workers in plan.stage_workers]  # by stage, those that are run
+        self.begun = [start * plan.updates_per_batch(s) for s in range(plan.depth)]  # sums of whole updates, by stage
         self.routed = [route is not None and wait for wait in waits]
         self.arrived: dict[tuple[int, int, int | None], list[int]] = {}  # when each replica had gradients, by stage, batch and part
         self.made: dict[tuple[int, int], list[int]] = {}  # when each replica has made an update, by stage and update
@@ -151,7 +132,7 @@ class PendingUpdates:
         if dead is not None and pending and pending[0].retires is None and (is_due or pending[0].batch == dead):
             pending[0] = Pending(pending[0].batch, dead)  # the update that is due, or that starts from this version, takes its memory
         elif dead is not None:
-            self.listing.write(worker.clock, Release(worker.number, dead))
+            self.listing.write(worker.clock, Release, worker.number, dead)
         if batch is not None and (len(pending) == 1 or routed) and not self._sums_parts(worker):
             self.begin_sum(worker, batch)
 
@@ -174,7 +155,7 @@ class PendingUpdates:
     def make(self, worker: Worker, time: int) -> None:
         """Make the first pending update of a worker."""
         pending = worker.pending.pop(0)
-        self.listing.write(time, Update(worker.number, pending.batch, pending.retires))
+        self.listing.write(time, Update, worker.number, pending.batch, pending.retires)
         worker.updates += 1
         if self.plan.shard_optimizer:
             self._exchange_weights(worker.stage, pending.batch, time)
@@ -186,10 +167,8 @@ class PendingUpdates:
             Whether the worker can continue; False if that update waits for its sum.
         """
         s, each = worker.stage, self.plan.microbatches_per_update(worker.stage) // self.plan.replicas[worker.stage]
-        if not self.plan.shard_optimizer or len(worker.pending) != 1 or self.routed[s] or each == 1:
-            return True
         batch = worker.pending[0].batch
-        if worker.backwards < (batch + 1) * each + each // 2:
+        if self.routed[s] or each == 1 or worker.backwards < (batch + 1) * each + each // 2:
             return True
         summed = self.available.time("sum", s, batch, worker)
         if summed is None:
@@ -200,13 +179,12 @@ class PendingUpdates:
 
     def _exchange_weights(self, s: int, batch: int, time: int) -> None:
         """Write the messages with which replicas send each other what they have updated, once all have."""
-        workers = self.plan.stage_workers[s]
         made = self.made.setdefault((s, batch), [])
         made.append(time)
-        if len(made) == len(workers):
+        if len(made) == len(self.summing[s]):
             last, k = max(self.made.pop((s, batch))), last_microbatch(self.plan, batch)
-            for worker, other in permutations(workers, 2):
-                self.listing.write(last, *transfer(worker, other, k, "weights"))
+            for worker, other in permutations(self.plan.stage_workers[s], 2):
+                self.listing.once(last, transfer(worker, other, k, "weights"))
             self.available.announce("weights", s, batch, last)
 
     def _sums_parts(self, worker: Worker) -> bool:
@@ -218,9 +196,11 @@ class PendingUpdates:
         s = worker.stage
         arrived = self.arrived.setdefault((s, batch, part), [])
         arrived.append(worker.clock)
-        if len(arrived) == self.plan.replicas[s]:
+        if len(arrived) == len(self.summing[s]):
             begins = max(self.arrived.pop((s, batch, part)))
             if self.plan.replicas[s] > 1:
-                self.listing.write(begins, *(AllReduce(w, batch, part) for w in self.plan.stage_workers[s]))
+                for w in self.summing[s]:
+                    self.listing.write(begins, AllReduce, w, batch, part)
+            self.begun[s] += not part
             if part is None or part == len(self.plan.stages[s].sum_parts) - 1:
                 self.available.announce("sum", s, batch, begins)

@@ -1,18 +1,18 @@
 """The computations of all workers, run in the order of their schedule; each instruction is written with its time."""
 
-from collections.abc import Sequence
-from itertools import takewhile
+import itertools
+from collections.abc import Collection, Iterator, Sequence
+from itertools import pairwise
 
 from jpipe.errors import InputError
-from jpipe.ops import OPS
+from jpipe.ops import OPS, Reads
 from jpipe.plan import Plan
 from jpipe.programs._execution_order import ProgramError
-from jpipe.programs._global_norm import distribute, last_microbatch, norm_alone, route_of, transfer
+from jpipe.programs._global_norm import distribute, last_microbatch, norm_alone, route_of
 from jpipe.programs._instructions import (
     AddShared,
-    Compute,
     Instruction,
-    Load,
+    Program,
     Release,
     SumSquares,
     TakeShared,
@@ -21,34 +21,114 @@ from jpipe.programs._instructions import (
     parts_of,
 )
 from jpipe.programs._timeline import Span, format_grid
-from jpipe.programs.lowering._progress import Availability, Listing, PendingUpdates, Rank, Worker
+from jpipe.programs.lowering._listing import Listing
+from jpipe.programs.lowering._progress import Availability, PendingUpdates, Rank, Worker
 from jpipe.schedules import SCHEDULES, Action
 
 
 class Run:
-    """A run of the computations of all workers in their order, with free transfers, that writes each instruction with its time."""
+    """A run of the computations of all workers in their order, with free transfers, that writes instructions with their times.
 
-    def __init__(self, plan: Plan, start: int, batches: int, drain: bool, global_norm: bool, shared: tuple[tuple[int, ...], ...]) -> None:
-        self.plan, self.start, self.global_norm, self.shared = plan, start, global_norm, shared
-        self.schedule = SCHEDULES[plan.schedule]
+    It can go on from batch to batch. What it does does not depend on which instructions are written.
+
+    Args:
+        plan: what to run.
+        start: the batch before which the pipeline is empty.
+        last: the most batches that it will be run to.
+        global_norm: whether updates use the norm of the gradients of all stages.
+        shared: for each group of shared parameters, the stages that hold them.
+        workers: those whose instructions are written; None: all.
+        alike: whether to run only the first replica of each stage where all replicas do the same; see `Listing`.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        start: int,
+        last: int,
+        global_norm: bool,
+        shared: tuple[tuple[int, ...], ...],
+        workers: Collection[int] | None = None,
+        *,
+        alike: bool = True,
+    ) -> None:
+        self.plan, self.start, self.last, self.global_norm, self.shared = plan, start, last, global_norm, shared
+        self.schedule, self.depth, self.replicas = SCHEDULES[plan.schedule], plan.depth, plan.replicas
         self.unit = max(len(stage.sum_parts) or 1 for stage in plan.stages)  # ticks of a forward, so that each part takes some
-        self.again = [int(stage.recompute != "none") for stage in plan.stages]  # ticks of a forward that is computed again
-        self.ranks = [Rank(rank) for rank in range(len(plan.rank_workers))]
-        self.workers = [Worker(plan, w, start, self.ranks[plan.rank_of[w]]) for w in range(len(plan.workers))]
-        self.available, self.listing = Availability(), Listing()
+        again = [int(stage.recompute != "none") for stage in plan.stages]  # a forward that is computed again
+        self.ticks: dict[tuple[str, int], int] = {}  # of an op at a stage: a unit for each of its halves, and one more if it recomputes
+        for (name, op), s in itertools.product(OPS.items(), range(plan.depth)):
+            self.ticks[name, s] = self.unit * (len(op.parts) + (again[s] if op.gives_gradient else 0))
         # Without a flush the last of a rank's chunks may come to a microbatch only after the step of its batch.
         several = not self.schedule.flushes and plan.depth > len(plan.pipeline_ranks)
         self.labels_with = 0 if several else plan.depth - 1
         self.shares = [[group for group, stages in enumerate(shared) if s in stages] for s in range(plan.depth)]
         self.waits = [global_norm or bool(groups) for groups in self.shares]  # whether updates wait for other stages
         self.route = route_of(plan) if any(self.waits) and not self.schedule.flushes else None
-        self.updates = PendingUpdates(plan, self.available, self.listing, self.route, self.waits)
+        # With a route, one replica of each stage sums squares for all.
+        self.alike = alike and plan.replicas[0] > 1 and len(set(plan.replicas)) == 1 and self.route is None
+        ranks = [Rank(rank) for rank in range(len(plan.rank_workers))]
+        self.workers = [Worker(plan, w, start, ranks[plan.rank_of[w]]) for w, (_, j) in enumerate(plan.workers) if not (self.alike and j)]
+        self.worker_at = {(worker.stage, worker.rank.number): worker for worker in self.workers}
+        self.rank_workers: dict[int, list[Worker]] = {}
+        for rank, (p, j) in enumerate(plan.rank_positions):
+            if not (self.alike and j):
+                self.rank_workers[rank] = [self.worker_at[s, rank] for s in plan.pipeline_ranks[p]]
+        self.available, self.listing = Availability(), Listing(plan, workers, self.alike)
+        of_stages = [workers is None or not set(plan.stage_workers[s]).isdisjoint(workers) for s in range(plan.depth)]
+        self.linked = [before or after for before, after in pairwise(of_stages)] + [False]  # which transfers to the next stage are written
+        self.is_whole = workers is None and not self.alike  # whether the listing has all instructions since the start
+        self.updates = PendingUpdates(plan, self.available, self.listing, self.route, self.waits, start, self.alike)
         self.added: set[tuple[int, int, int]] = set()  # shared gradients, by worker, batch and group
-        self.first_free = max(start, batches if self.schedule.flushes else plan.flush_first)
-        for batch in range(start, min(self.first_free, batches)):
-            self._empty_to_empty(batch, batch + 1, drain=True)
-        if self.first_free < batches:
-            self._empty_to_empty(self.first_free, batches, drain)
+        self.end = start  # one past the last batch whose data is loaded
+        self.first_free = max(start, plan.flush_first)  # the first batch of the part without a flush
+        after = last + self.schedule.period(plan)
+        # By rank: what follows in the part without a flush, the order so far, and the position in it.
+        self.following: dict[int, Iterator[Action]] = {rank: self._actions(rank, self.first_free, after) for rank in self.rank_workers}
+        self.orders: dict[int, list[Action]] = {rank: [] for rank in self.rank_workers}
+        self.position = dict.fromkeys(self.rank_workers, 0)
+
+    def program(self, batches: int, drain: bool) -> Program:
+        """Go on as `go_on`, and return the program of that."""
+        begin, ended, updated = self.end, self.ended(), self.updated()
+        instructions = self.go_on(batches, drain)
+        return Program(
+            self.plan,
+            self.start,
+            begin,
+            batches,
+            drain,
+            self.global_norm,
+            self.shared,
+            self.sets_aside(),
+            self.versions(),
+            range(ended, self.ended()),
+            tuple(map(range, updated, self.updated())),
+            tuple(instructions),
+            self.listing.workers,
+        )
+
+    def go_on(self, batches: int, drain: bool) -> list[Instruction]:
+        """Compute all up to the first forward that needs batch `batches`, and drain the pipeline if wanted; return what is written."""
+        while self.end < batches and self.schedule.flushes_after(self.plan, self.end):
+            self.orders = {rank: [*self._actions(rank, self.end, self.end + 1)] for rank in self.rank_workers}
+            self._compute_all()
+            self._check_done(self.end + 1)
+            self._drain(self.end + 1)
+            self.orders, self.position = {rank: [] for rank in self.rank_workers}, dict.fromkeys(self.rank_workers, 0)
+            self.end += 1
+        if self.first_free < batches and not self.schedule.flushes:
+            for rank in self.rank_workers:
+                if drain:
+                    self.orders[rank] = [*self._actions(rank, self.first_free, batches)]
+                else:
+                    self._extend_order(rank, batches * self.plan.microbatches)
+            self._compute_all()
+            if drain:
+                self._check_done(batches)
+                self._drain(batches)
+        self.end, self.is_whole = batches, False
+        return self.listing.take()
 
     def sets_aside(self) -> tuple[bool, ...]:
         """Return `Program.sets_aside`: where updates wait for a sum over replicas or, without a flush, for other stages."""
@@ -57,33 +137,66 @@ class Run:
     def versions(self) -> tuple[tuple[int, int], ...]:
         """Return for each worker the oldest version that a microbatch will still read, and the newest one."""
         following = [worker.backwards * self.plan.replicas[worker.stage] + worker.replica for worker in self.workers]
-        return tuple(
+        versions = [
             (self.schedule.version(self.plan, worker.stage, k), worker.updates) for worker, k in zip(self.workers, following, strict=True)
-        )
+        ]
+        return tuple(version for version in versions for _ in range(self.plan.replicas[0] if self.alike else 1))
 
-    def _empty_to_empty(self, first: int, end: int, drain: bool) -> None:
-        orders = [self._order(rank, first, end, drain) for rank in range(len(self.ranks))]
-        position = [0 for _ in orders]
+    def updated(self) -> list[int]:
+        """Return for each stage how many batches have updated it."""
+        plan = self.plan
+        first = [self.worker_at[s, plan.rank_of[workers[0]]] for s, workers in enumerate(plan.stage_workers)]
+        return [worker.updates // plan.updates_per_batch(s) for s, worker in enumerate(first)]
+
+    def ended(self) -> int:
+        """Return of how many batches the last stage has completed the gradients, over all replicas."""
+        plan, s = self.plan, self.plan.depth - 1
+        if plan.replicas[s] > 1:
+            return self.updates.begun[s] // plan.updates_per_batch(s)
+        worker = self.worker_at[s, plan.rank_of[plan.stage_workers[s][0]]]
+        return worker.backwards // plan.microbatches if self.sets_aside()[s] else self.updated()[s]
+
+    def _actions(self, rank: int, first: int, end: int) -> Iterator[Action]:
+        return self.schedule.computations(self.plan, *self.plan.rank_positions[rank], first, end)
+
+    def _extend_order(self, rank: int, end: int) -> None:
+        """Extend the order of a rank up to its first forward of microbatch `end` or a later one."""
+        order = self.orders[rank]
+        for entry in self.following[rank]:
+            if entry.microbatch >= end and entry.is_forward:
+                self.following[rank] = itertools.chain([entry], self.following[rank])
+                break
+            order.append(entry)
+
+    def _compute_all(self) -> None:
+        """Compute what the orders have, as far as possible."""
         ready = self.available.woken
-        ready.extend(range(len(orders)))
+        ready.extend(self.rank_workers)
         while ready:
             rank = ready.popleft()
-            workers, order = [self.workers[w] for w in self.plan.rank_workers[rank]], orders[rank]
-            while all(map(self._settle, workers)) and position[rank] < len(order) and self._compute(order[position[rank]], workers):
-                position[rank] += 1
-        stuck = [rank for rank, order in enumerate(orders) if position[rank] < len(order)]
-        if stuck and drain:  # otherwise they may wait for what others do once they have the next batch
-            raise self._deadlock({rank: orders[rank][position[rank]] for rank in stuck})
-        if drain:
-            self._drain(end)
+            workers, order, n = self.rank_workers[rank], self.orders[rank], self.position[rank]
+            while self._settled(workers) and n < len(order) and self._compute(order[n], rank):
+                n += 1
+            self.position[rank] = n
 
-    def _deadlock(self, waiting: dict[int, Action]) -> InputError | ProgramError:
-        """Return the error that shows which computations of which ranks wait for each other."""
-        plan, rows = self.plan, [list[Span]() for _ in self.ranks]
+    def _check_done(self, end: int) -> None:
+        """Check that all ranks have come to the end of their orders; before batch `end` is loaded they may wait for what others do then."""
+        waiting = {rank: order[self.position[rank]] for rank, order in self.orders.items() if self.position[rank] < len(order)}
+        if waiting:
+            raise self._deadlock(waiting, end)
+
+    def _deadlock(self, waiting: dict[int, Action], end: int) -> InputError | ProgramError:
+        """Return the error that shows which computations of which ranks wait for each other before the pipeline is empty after `end`."""
+        plan, rows = self.plan, [list[Span]() for _ in self.plan.rank_workers]
+        if not self.is_whole:
+            try:
+                Run(plan, self.start, end, self.global_norm, self.shared, alike=False).go_on(end, True)
+            except (InputError, ProgramError) as error:
+                return error
         for i, time in ((i, time) for i, time in self.listing.computations() if not i.part):
             rank, (s, _) = plan.rank_of[i.worker], plan.workers[i.worker]
             chunk = plan.rank_workers[rank].index(i.worker)
-            rows[rank].append(Span(i.op, i.microbatch, i.version, time, time + self._ticks(i.op, s), chunk=chunk))
+            rows[rank].append(Span(i.op, i.microbatch, i.version, time, time + self.ticks[i.op, s], chunk=chunk))
         notes = [(rank, f"waits for what {op} of microbatch {k} at stage {s} needs") for rank, (op, s, k) in waiting.items()]
         what, grid = f"the order deadlocks, ranks {list(waiting)} wait for each other", format_grid(rows, notes)
         if plan.order is None:
@@ -92,66 +205,73 @@ class Run:
         change = "move forwards or backwards for inputs that another rank waits for to the front, or use jpipe.schedules.greedy_order"
         return InputError(f"plan: order: {expected}; {what}; {change}", *grid.splitlines())
 
-    def _ticks(self, op: str, s: int) -> int:
-        """Return the ticks of a computation: a unit for each of its halves, and one more where it recomputes the forward."""
-        return self.unit * (len(OPS[op].parts) + (self.again[s] if OPS[op].gives_gradient else 0))
-
-    def _order(self, rank: int, start: int, batches: int, drain: bool) -> list[Action]:
-        """Return the schedule's order up to the first forward that needs batch `batches`."""
-        plan, end = self.plan, batches * self.plan.microbatches
-        stop = batches if drain else batches + self.schedule.period(plan)
-        order = self.schedule.computations(plan, *plan.rank_positions[rank], start, stop)
-        return list(takewhile(lambda entry: not entry.is_forward or entry.microbatch < end, order))
-
-    def _compute(self, entry: Action, workers: Sequence[Worker]) -> bool:
+    def _compute(self, entry: Action, rank: int) -> bool:
         """Write a computation of a rank and what follows from it; return False if something that it needs is not available yet."""
-        plan, (op, s, k) = self.plan, entry
-        worker = next(worker for worker in workers if worker.stage == s)
-        version = self.schedule.version(plan, s, k)
-        ready = self._inputs_ready(worker, entry, version)
-        if ready is None:
+        name, s, k = entry
+        op, worker = OPS[name], self.worker_at[s, rank]
+        begins = self._message_ready(worker, op.reads, k)
+        if begins is None:
             return False
-        begins = max(worker.clock, ready)
-        if entry.is_forward:
-            self._update_before(worker, k, version, begins)
-            whole = self._weights_ready(worker, version)
+        version = self.schedule.version(self.plan, s, k)
+        if op.begins:
+            if self.waits[s] or self.replicas[s] > 1:
+                weights = self._weights_ready(worker, k, version)
+                if weights is None:
+                    return False
+                begins = max(begins, weights)
+            begins = max(begins, worker.rank.clock)
+            if worker.pending:
+                self._update_before(worker, k, version, begins)
+            whole = self._whole(worker, version)
             if whole is None:
                 return False
             begins = max(begins, whole)
-            self.listing.write(begins, *loads(plan, s, k, self.labels_with))
-        worker.clock = begins
-        self._write(worker, op, k, version)
-        if "output" in OPS[op].leaves:
-            self._after_forward(worker, k)
-        if entry.gives_gradient:
-            self._after_gradient(worker, k)
-        if entry.finishes:
+            self._load(begins, worker, k)
+        worker.rank.clock = max(begins, worker.rank.clock)
+        ends = worker.rank.clock = self._write(worker, name, k, version)
+        if "output" in op.leaves:
+            self._after_forward(worker, k, ends)
+        if op.gives_gradient:
+            self._after_gradient(worker, k, ends)
+        if op.finishes:
             self._after_backward(worker, k, version)
         return True
 
-    def _write(self, worker: Worker, op: str, k: int, version: int) -> None:
-        """Write a computation that begins now; a part of it is followed by the sum of this part."""
-        s, parts = worker.stage, parts_of(op, self.plan, worker.stage, k)
+    def _load(self, time: int, worker: Worker, k: int) -> None:
+        """Write the loads before the forward of a microbatch; labels are loaded at stage `labels_with`, for the last stage."""
+        if worker.stage == 0:
+            self.listing.load(time, worker.number, k, "inputs")
+        if worker.stage == self.labels_with:
+            self.listing.load(time, self.plan.worker(self.plan.depth - 1, k), k, "labels")
+
+    def _write(self, worker: Worker, op: str, k: int, version: int) -> int:
+        """Write a computation that begins now, and return when it ends; a part of it is followed by the sum of this part."""
+        s, time = worker.stage, worker.rank.clock
+        if not self.plan.stages[s].sum_parts:
+            self.listing.compute(time, op, worker.number, k, version, None)
+            return time + self.ticks[op, s]
+        parts = parts_of(op, self.plan, s, k)
         later = self.unit * len(OPS[op].parts.strip("F")) // len(parts)  # ticks of each part but the first
         for part in parts:
-            self.listing.write(worker.clock, Compute(op, worker.number, k, version, part))
-            worker.clock += later if part else self._ticks(op, s) - later * (len(parts) - 1)
+            self.listing.compute(worker.clock, op, worker.number, k, version, part)
+            worker.clock += later if part else self.ticks[op, s] - later * (len(parts) - 1)
             if part is not None:
                 self.updates.begin_sum(worker, k // self.plan.microbatches_per_update(s), part)
+        return worker.clock
 
-    def _after_forward(self, worker: Worker, k: int) -> None:
-        plan, w, s = self.plan, worker.number, worker.stage
-        if s < plan.depth - 1:
-            self.listing.write(worker.clock, *transfer(w, plan.worker(s + 1, k), k, "activation"))
-            if self.global_norm and (batch := self._due_with(s + 1, k)) is not None:
-                self.listing.write(worker.clock, *transfer(w, plan.worker(s + 1, k), last_microbatch(plan, batch), "norm"))
-        self.available.announce("output", s, k, worker.clock)
-
-    def _after_gradient(self, worker: Worker, k: int) -> None:
+    def _after_forward(self, worker: Worker, k: int, time: int) -> None:
         s = worker.stage
-        if s > 0:
-            self.listing.write(worker.clock, *transfer(worker.number, self.plan.worker(s - 1, k), k, "gradient"))
-        self.available.announce("gradient", s, k, worker.clock)
+        if self.linked[s]:
+            self.listing.transfer(time, worker.number, self.plan.worker(s + 1, k), k, "activation")
+            if self.global_norm and (batch := self._due_with(s + 1, k)) is not None:
+                self.listing.transfer(time, worker.number, self.plan.worker(s + 1, k), last_microbatch(self.plan, batch), "norm")
+        self.available.announce("output", s, k, time)
+
+    def _after_gradient(self, worker: Worker, k: int, time: int) -> None:
+        s = worker.stage
+        if s > 0 and self.linked[s - 1]:
+            self.listing.transfer(time, worker.number, self.plan.worker(s - 1, k), k, "gradient")
+        self.available.announce("gradient", s, k, time)
 
     def _due_with(self, s: int, k: int) -> int | None:
         """Return the batch whose update is due at stage s before the forward of k, if any; the norm arrives with its activation."""
@@ -161,46 +281,59 @@ class Run:
     def _update_before(self, worker: Worker, k: int, version: int, begins: int) -> None:
         """Make the pending update that is due before the forward of microbatch k."""
         if self.route is None or not self.waits[worker.stage]:
-            if worker.pending and version > worker.pending[0].batch:
+            if version > worker.pending[0].batch:
                 self.updates.make(worker, begins)
         elif (batch := self._due_with(worker.stage, k)) is not None and worker.updates <= batch:
             self._add_shared(worker, batch, begins)
             root = self.route.root(batch)
             if self.global_norm and worker.stage == 0 and worker.number != root:
-                self.listing.write(begins, *transfer(root, worker.number, last_microbatch(self.plan, batch), "norm"))
+                self.listing.transfer(begins, root, worker.number, last_microbatch(self.plan, batch), "norm")
             assert worker.pending[0].batch == batch, "updates are made in order, each with its norm"
             self.updates.make(worker, begins)
 
-    def _inputs_ready(self, worker: Worker, entry: Action, version: int) -> int | None:
-        """Return the time from which the message of a computation and the sums for its weights are available, or None."""
-        plan, (op, s, k), of = self.plan, entry, self.available
-        if OPS[op].reads == "stash":
-            return 0
-        if OPS[op].reads == "residuals":
-            return of.time("gradient", s + 1, k, worker) if s + 1 < plan.depth else 0
-        wanted = [("output", s - 1, k)] if s > 0 else []
-        if self.route is not None and self.waits[s]:
-            if (batch := self._due_with(s, k)) is not None:
-                wanted += [("norm", 0, batch)] if self.global_norm and s == 0 else []
-                wanted += [("shared", source, batch) for group in self.shares[s] for source in self._sources(worker, group)]
-        elif plan.replicas[s] > 1 and version > self.start * plan.updates_per_batch(s):
-            wanted.append(("sum", s, version - 1))
-        return of.latest(wanted, worker)
+    def _message_ready(self, worker: Worker, reads: Reads, k: int) -> int | None:
+        """Return the time from which the message that a computation reads is available, or None."""
+        s = worker.stage
+        if reads == "inputs":
+            return self.available.time("output", s - 1, k, worker) if s > 0 else 0
+        return self.available.time("gradient", s + 1, k, worker) if reads == "residuals" and s + 1 < self.depth else 0
 
-    def _weights_ready(self, worker: Worker, version: int) -> int | None:
+    def _weights_ready(self, worker: Worker, k: int, version: int) -> int | None:
+        """Return the time from which the sums for the weights of a forward are available, or None."""
+        s = worker.stage
+        if self.route is None or not self.waits[s]:
+            summed = self.replicas[s] > 1 and version > self.start * self.plan.updates_per_batch(s)
+            return self.available.time("sum", s, version - 1, worker) if summed else 0
+        batch = self._due_with(s, k)
+        if batch is None:
+            return 0
+        wanted = [("norm", 0, batch)] if self.global_norm and s == 0 else []
+        wanted += [("shared", source, batch) for group in self.shares[s] for source in self._sources(worker, group)]
+        return self.available.latest(wanted, worker)
+
+    def _whole(self, worker: Worker, version: int) -> int | None:
         """Return the time from which a version has the weights that other replicas update, or None."""
         s = worker.stage
-        if not self.plan.shard_optimizer or self.plan.replicas[s] == 1 or version <= self.start * self.plan.updates_per_batch(s):
+        if not self.plan.shard_optimizer or self.replicas[s] == 1 or version <= self.start * self.plan.updates_per_batch(s):
             return 0
         return self.available.time("weights", s, version - 1, worker)
 
-    def _settle(self, worker: Worker) -> bool:
-        """Send shared gradients, sum squares and update, where they are due before the next computation of a worker.
+    def _settled(self, workers: Sequence[Worker]) -> bool:
+        """Send shared gradients, sum squares and update, where they are due before the next computation of a rank.
 
         Returns:
-            Whether the worker can continue; False if something that these need is not available yet.
+            Whether the rank can continue; False if something that these need is not available yet.
         """
-        return self._give_shared(worker) and self._sum_squares(worker) and self.updates.make_early(worker) and self.updates.settle(worker)
+        for worker in workers:
+            if worker.shared_due and not self._give_shared(worker):
+                return False
+            if worker.squares_due and not self._sum_squares(worker):
+                return False
+            if self.plan.shard_optimizer and len(worker.pending) == 1 and not self.updates.make_early(worker):
+                return False
+            if len(worker.pending) > 1 and not self.updates.settle(worker):
+                return False
+        return True
 
     def _give_shared(self, worker: Worker) -> bool:
         while worker.shared_due:
@@ -214,11 +347,11 @@ class Run:
     def _send_shared(self, worker: Worker, batch: int, time: int) -> None:
         """Send the gradients of shared parameters to the workers of the other stages that hold them, each from one replica."""
         plan, w, s = self.plan, worker.number, worker.stage
-        self.listing.write(time, TakeShared(w, batch))
+        self.listing.write(time, TakeShared, w, batch)
         for other in sorted({stage for group in self.shares[s] for stage in self.shared[group]} - {s}):
             for replica, to in enumerate(plan.stage_workers[other]):
                 if replica % plan.replicas[s] == worker.replica:
-                    self.listing.write(time, *transfer(w, to, last_microbatch(plan, batch), "shared"))
+                    self.listing.transfer(time, w, to, last_microbatch(plan, batch), "shared")
         self.available.announce("shared", w, batch, time)
 
     def _sources(self, worker: Worker, group: int) -> list[int]:
@@ -231,7 +364,7 @@ class Run:
         for group in self.shares[worker.stage]:
             if (worker.number, batch, group) not in self.added and (not first or self.shared[group][0] == worker.stage):
                 self.added.add((worker.number, batch, group))
-                self.listing.write(time, AddShared(worker.number, batch, group))
+                self.listing.write(time, AddShared, worker.number, batch, group)
 
     def _sum_squares(self, worker: Worker) -> bool:
         s, w, plan, of = worker.stage, worker.number, self.plan, self.available
@@ -245,30 +378,30 @@ class Run:
                 return False
             worker.clock = max(worker.clock, ready)
             self._add_shared(worker, batch, worker.clock, first=True)
-            self.listing.write(worker.clock, SumSquares(w, batch))
+            self.listing.write(worker.clock, SumSquares, w, batch)
             k = last_microbatch(plan, batch)
             if s > 0:
-                self.listing.write(worker.clock, *transfer(w, plan.worker(s - 1, k + self.route.delay), k, "squares"))
+                self.listing.transfer(worker.clock, w, plan.worker(s - 1, k + self.route.delay), k, "squares")
             of.announce("squares" if s > 0 else "norm", s, batch, worker.clock)
             worker.squares_due.pop(0)
         return True
 
     def _after_backward(self, worker: Worker, k: int, version: int) -> None:
-        plan, w, s, ends = self.plan, worker.number, worker.stage, worker.clock
+        plan, w, s = self.plan, worker.number, worker.stage
         worker.backwards += 1
-        replicas, every = plan.replicas[s], plan.microbatches_per_update(s)
+        replicas = self.replicas[s]
         next_version = self.schedule.version(plan, s, k + replicas)
         assert next_version - version in (0, 1), "versions advance one by one"
         dead = version if next_version > version else None  # microbatches in flight and to come all read later versions
-        batch = k // every if ends_update(plan, s, k) else None  # that it ends
+        batch = k // plan.microbatches_per_update(s) if ends_update(plan, s, k) else None  # that it ends
         if replicas > 1 or self.waits[s]:
             self.updates.add(worker, batch, dead)
             self._note_due(worker, k)
         elif batch is not None:
-            self.listing.write(ends, Update(w, batch, dead))
+            self.listing.write(worker.clock, Update, w, batch, dead)
             worker.updates += 1
         elif dead is not None:
-            self.listing.write(ends, Release(w, dead))
+            self.listing.write(worker.clock, Release, w, dead)
 
     def _note_due(self, worker: Worker, k: int) -> None:
         """Note the batches whose shared gradients a worker sends, and whose squares it sums, after its backward of microbatch k."""
@@ -301,16 +434,6 @@ class Run:
         """Write separate messages that bring the norm of a batch to the workers that lack it."""
         if self.route is not None and self.available.known("norm", 0, batch):
             holders = set(range(len(self.workers))) - late | {self.route.root(batch)}
-            self.listing.write(time, *distribute(self.plan, batch, holders))
+            self.listing.once(time, distribute(self.plan, batch, holders))
         else:
-            self.listing.write(time, *norm_alone(self.plan, batch))
-
-
-def loads(plan: Plan, s: int, k: int, labels_with: int | None) -> list[Instruction]:
-    """Return the loads before the forward of a microbatch at stage s; the labels are loaded at stage `labels_with`."""
-    loads: list[Instruction] = []
-    if s == 0:
-        loads.append(Load(plan.worker(s, k), k, "inputs"))
-    if s == labels_with:
-        loads.append(Load(plan.worker(plan.depth - 1, k), k, "labels"))
-    return loads
+            self.listing.once(time, norm_alone(self.plan, batch))

@@ -16,9 +16,8 @@ from jpipe.programs import _predict as predict
 from jpipe.programs import _verify as verify
 from jpipe.programs._instructions import Instruction, Load, Receive
 from jpipe.programs._steps import Steps
+from jpipe.programs.lowering import Run
 from jpipe.runtime import _interpreter as interpreter
-from jpipe.runtime import _metrics
-from jpipe.runtime._metrics import MetricsExchange
 from jpipe.schedules import SCHEDULES
 from jpipe.stages.functions._stage import StageFunctions
 from jpipe.viz import _draw as draw
@@ -94,16 +93,15 @@ BATCHES = 5
 
 def reported(plan, norm, drains):
     """Return the batches whose losses, and those whose norms, steps and drains report, with any repetitions."""
-    steps, exchange = Steps(plan, norm), MetricsExchange(plan, jax.devices()[:1] * len(plan.workers), None, global_norm=norm)
+    steps = Steps(plan, norm)
     losses, norms, start = list[int](), list[int](), 0
     for batch in range(BATCHES + 1):
         for drain in [True, False] if batch in drains or batch == BATCHES else [False]:
             if (drain and start == batch) or (not drain and batch == BATCHES):
                 continue
             program, shift = steps.program(batch - start, batch, drain)
-            ended, updated = exchange._finished(program)
-            losses += [t + shift for t in ended]
-            norms += [t + shift for t in updated[-1]]
+            losses += [t + shift for t in program.ended]
+            norms += [t + shift for t in program.updated[-1]]
             start = batch if drain else batch + 1 if SCHEDULES[plan.schedule].flushes_after(plan, batch) else start
     return losses, norms
 
@@ -131,13 +129,14 @@ def may(plan, norm):
 
 
 def test_a_missing_loss_is_an_internal_error(monkeypatch):
-    """`init` and `step` raise an error if the list of what ends a batch lacks an op."""
+    """`init` and `step` raise an error if the lowering does not note what ends a batch."""
     plan = Plan.even(models.plain_stack().ids, 2, schedule="pipedream_2bw", microbatches=2, split_backward="early")
-    pipe = jpipe.Pipeline(models.plain_stack(), plan, models.squares, models.momentum(), clip_global_norm=1.0)
-    batch = models.batches_of(1, 4)[0]
+    pipe, fresh = (jpipe.Pipeline(models.plain_stack(), plan, models.squares, models.momentum(), clip_global_norm=1.0) for _ in range(2))
+    batch, program = models.batches_of(1, 4)[0], Steps.program
     state = pipe.init(jax.random.key(0), batch)
-    monkeypatch.setattr(_metrics, "OPS", OPS | {"W": dataclasses.replace(OPS["W"], leaves=())})
+    monkeypatch.setattr(Steps, "program", lambda *step: (dataclasses.replace(program(*step)[0], ended=range(0)), 0))
     with pytest.raises(RuntimeError, match=r"internal error: expected the loss of the batches \[\] .* found \[0\]; please report"):
         pipe.step(state, batch)
+    monkeypatch.setattr(Run, "ended", lambda run: 0)
     with pytest.raises(RuntimeError, match=r"internal error: expected the loss of the batches \[0, 1, .* found \[\]"):
-        pipe.init(jax.random.key(0), batch)
+        fresh.init(jax.random.key(0), batch)

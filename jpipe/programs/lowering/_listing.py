@@ -1,0 +1,80 @@
+"""The instructions that a lowering has written, with their times."""
+
+from collections.abc import Collection, Iterable
+from typing import Any
+
+from jpipe.plan import Plan
+from jpipe.programs._global_norm import transfer
+from jpipe.programs._instructions import Compute, Data, Instruction, Load, Message
+
+
+class Listing:
+    """The instructions so far, with their times.
+
+    Args:
+        plan: what is lowered.
+        workers: those whose instructions are written; None: all.
+        alike: whether only the first replica of each stage is run, and what it does is written for all replicas: replica j does the same
+            with microbatch k + j.
+    """
+
+    def __init__(self, plan: Plan, workers: Collection[int] | None, alike: bool) -> None:
+        self._instructions: list[Instruction] = []
+        self._keys: list[int] = []
+        self.workers = None if workers is None else frozenset(workers)
+        self._written = range(len(plan.workers)) if self.workers is None else self.workers
+        replicas = range(plan.replicas[0]) if alike else range(1)
+        # For each worker the replicas, counted from its own, for which its instructions are written.
+        self._copies = [[j for j in replicas if w + j in self._written] for w in range(len(plan.workers))]
+
+    def load(self, time: int, worker: int, k: int, data: Data) -> None:
+        """Write the load of a microbatch's inputs or labels."""
+        for j in self._copies[worker]:
+            self._add(2 * time + 1, Load(worker + j, k + j, data))
+
+    def compute(self, time: int, op: str, worker: int, k: int, version: int, part: int | None) -> None:
+        """Write a computation."""
+        for j in self._copies[worker]:
+            self._add(2 * time + 1, Compute(op, worker + j, k + j, version, part))
+
+    def write(self, time: int, kind: type[Any], worker: int, *fields: int | None) -> None:
+        """Write an instruction about a batch or a version, which have the same number in all replicas."""
+        for j in self._copies[worker]:
+            self._add(2 * time, kind(worker + j, *fields))
+
+    def transfer(self, time: int, source: int, to: int, k: int, message: Message) -> None:
+        """Write a send, and its receive behind it."""
+        copies, others = self._copies[source], self._copies[to]
+        if not copies and not others:
+            return
+        of_microbatch = message in ("activation", "gradient")  # the others are about the batch that ends with k
+        for j in copies if copies == others else sorted({*copies, *others}):
+            for i in transfer(source + j, to + j, k + j * of_microbatch, message):
+                if i.worker in self._written:
+                    self._add(2 * time, i)
+
+    def once(self, time: int, instructions: Iterable[Instruction]) -> None:
+        """Write instructions that already are those of all replicas."""
+        for i in instructions:
+            if i.worker in self._written:
+                self._add(2 * time, i)
+
+    def take(self) -> list[Instruction]:
+        """Return what was written since the last call, in order of time.
+
+        Of equal times, transfers, sums and updates come before computations, to overlap with them. A stable sort keeps the topological
+        order in which the instructions were written.
+        """
+        order = sorted(range(len(self._keys)), key=self._keys.__getitem__)
+        taken = [self._instructions[i] for i in order]
+        self._instructions, self._keys = [], []
+        return taken
+
+    def computations(self) -> list[tuple[Compute, int]]:
+        """Return the computations and their starts, in order for each rank."""
+        pairs = zip(self._instructions, self._keys, strict=True)
+        return [(instruction, key // 2) for instruction, key in pairs if isinstance(instruction, Compute)]
+
+    def _add(self, key: int, instruction: Instruction) -> None:
+        self._instructions.append(instruction)
+        self._keys.append(key)

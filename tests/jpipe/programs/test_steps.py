@@ -1,0 +1,132 @@
+"""The programs that a process repeats: of its own workers, derived from one replica where all do the same, and verified."""
+
+import dataclasses
+import itertools
+
+import pytest
+
+from jpipe import InputError, Plan, lower, simulate
+from jpipe.programs import ProgramError, _steps
+from jpipe.programs._instructions import Compute, Receive, Send
+from jpipe.programs._simulate import verify
+from jpipe.programs._steps import Steps
+from jpipe.programs.lowering import Run
+from jpipe.schedules import SCHEDULES
+from tests.jpipe.models import VARIANTS, WITHOUT_VARIANTS
+
+REPLICAS = ((2, 2), (3, 3, 3), (2, 2, 2, 2), (2, 1))
+ORDER = ["F0.0 F0.1 I0.0 W0.0 B0.1", "F1.0 F1.1 B1.0 I1.1 W1.1"]
+OPTIONS = (
+    {},
+    {"sum_parts": 2, "recompute": "full"},
+    {"shard_optimizer": True},
+    {"flush_first": 2},
+    {"split_backward": "early", "extra_in_flight": 1},
+    {"update_every": "replicas"},
+    {"noam": True},
+)
+
+
+def plans(name):
+    """Yield the legal plans of a schedule with replicas, also in chunks, and with each of its options."""
+    fields = VARIANTS.get(name, {"schedule": name}) | {"order": ORDER if name == "auto_zero_bubble" else None}
+    kinds = [*((replicas, OPTIONS[0]) for replicas in REPLICAS), *((REPLICAS[0], options) for options in OPTIONS[1:])]
+    for (replicas, options), chunks in itertools.product(kinds, (None, 2)):
+        m = replicas[0] * (2 if fields["order"] else len(replicas) + 1)
+        try:
+            yield Plan.even("abcdef", len(replicas), microbatches=m, replicas=replicas, chunks_per_rank=chunks, **fields | options)
+        except InputError:
+            continue
+
+
+def uses(plan):
+    """Yield whether there is a global norm, and the groups of shared parameters."""
+    yield False, ()
+    if not SCHEDULES[plan.schedule].norm_refusal(plan):
+        yield True, ((0, plan.depth - 1),)
+
+
+def by_rank(program):
+    """Return the instructions of each rank; between two computations, where several may begin at the same time, in alphabetical order."""
+    rows = {}
+    for i in program.instructions:
+        row = rows.setdefault(program.plan.rank_of[i.worker], [[]])
+        row += [i, []] if isinstance(i, Compute) else []
+        row[-1] += [] if isinstance(i, Compute) else [repr(i)]
+    return {rank: [sorted(each) if isinstance(each, list) else each for each in row] for rank, row in rows.items()}
+
+
+@pytest.mark.parametrize("name", [*VARIANTS, *WITHOUT_VARIANTS])
+def test_the_first_replicas_tell_what_all_do(name):
+    """Instruction for instruction on each rank, from batch to batch; a total order of all ranks that extends data order."""
+    derived = 0
+    for plan in plans(name):
+        for norm, shared in uses(plan):
+            full, alike = (Run(plan, 1, 3, norm, shared, alike=alike) for alike in (False, True))
+            assert alike.alike == (len({*plan.replicas}) == 1 and not (norm and not SCHEDULES[plan.schedule].flushes))
+            derived += alike.alike
+            for batches, drain in ((2, False), (3, False), (3, True)):
+                expected, found = (run.program(batches, drain) for run in (full, alike))
+                assert by_rank(found) == by_rank(expected)
+                assert dataclasses.replace(found, instructions=()) == dataclasses.replace(expected, instructions=())
+            simulate(lower(plan, 2, begin=1, start=1, global_norm=norm, shared=shared))
+    assert derived
+
+
+SOME = [
+    Plan.even("abcd", 4, "pipedream_2bw", 16, replicas=2),
+    Plan.even("abcd", 4, "interleaved_1f1b", 8, replicas=2, chunks_per_rank=2),
+    Plan.even("abc", 3, "pipedream", 6, replicas=(2, 1, 3), flush_first=2),
+    Plan.even("abc", 3, "pipedream_flush", 6, replicas=2, shard_optimizer=True),
+]
+
+
+@pytest.mark.parametrize("most", [0, 10**9], ids=["own", "all"])
+@pytest.mark.parametrize("plan", SOME, ids=lambda plan: plan.schedule)
+def test_a_process_has_the_instructions_of_its_workers(plan, most, monkeypatch):
+    monkeypatch.setattr(_steps, "MOST_VERIFIED", most)
+    whole, flushes = Steps(plan, plan.shard_optimizer), SCHEDULES[plan.schedule].flushes
+    for rank in range(len(plan.rank_workers)):
+        workers = {w for other in (rank, (rank + 3) % len(plan.rank_workers)) for w in plan.rank_workers[other]}
+        own = whole.of(workers)
+        assert own is whole.of(workers)
+        for of_all, of_some in zip(whole.verified_runs, own.verified_runs, strict=True):
+            assert of_some == of_all.of(workers)
+        for batch in range(9):
+            for drain in (False,) if flushes else (False, True):
+                since = 0 if flushes or batch < plan.flush_first else batch - plan.flush_first
+                (of_all, shift), (of_some, same) = (steps.program(since, batch, drain) for steps in (whole, own))
+                assert (of_some, same) == (of_all.of(workers), shift)
+                assert own.common_version(since, batch) == whole.common_version(since, batch)
+
+
+def test_a_schedule_that_flushes_repeats_one_batch():
+    steps = Steps(Plan.even("abcd", 4, "pipedream_flush", 8), True)
+    (run,) = steps.verified_runs
+    assert (run.begin, run.end) == (0, 1)
+    for batch in (0, 1, 7, 1000):
+        program, shift = steps.program(0, batch, False)
+        assert (program.instructions, shift) == (run.instructions, batch)
+
+
+@pytest.mark.parametrize("plan", SOME, ids=lambda plan: plan.schedule)
+def test_a_part_with_an_error_is_refused(plan):
+    """Without any one of its instructions, with one twice, or with a transfer to another worker."""
+    run = lower(plan, 2, begin=1, start=1)
+    workers = {0, *plan.rank_workers[-1]}
+    part = run.of({w for rank, of_rank in enumerate(plan.rank_workers) for w in of_rank if workers & {*of_rank}})
+    verify(part)
+    items, other = list(part.instructions), len(plan.workers) // 2
+    for n, i in enumerate(items):
+        if isinstance(i, (Send, Receive)) and i.message == "weights":
+            continue  # only the part of the other worker tells
+        changed = [[], [i, i]]
+        changed += [[dataclasses.replace(i, **{name: other})] for name in ("to", "source") if getattr(i, name, other) != other]
+        for those in changed:
+            with pytest.raises(ProgramError, match=plan.schedule):
+                verify(dataclasses.replace(part, instructions=(*items[:n], *those, *items[n + 1 :])))
+
+
+def test_simulation_needs_all_workers():
+    with pytest.raises(InputError, match="expected the program of all workers, found that of some"):
+        simulate(lower(SOME[0], 1, workers=[0]))
