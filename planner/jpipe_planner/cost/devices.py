@@ -1,0 +1,151 @@
+"""What the devices of a stage have in common, where the devices of a topology differ.
+
+A stage computes as fast as its slowest device, because its replicas take turns with the microbatches. It may use as many bytes as its device
+with the least memory, and its sums and messages take as long as over the slowest port that its range of devices crosses.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+import jpipe
+from jpipe_planner.machine.topology import Topology
+
+MOST = 1024  # devices of a topology with differing ones for which all ranges are listed
+_TIMES = ("forward", "backward", "backward_input", "backward_weight", "update")
+
+
+class Kind(NamedTuple):
+    """The properties of a range of devices.
+
+    Attributes:
+        link: the slowest link of all levels that the range crosses.
+        slowness: how many times as long as in the profile its slowest device computes.
+        share: the memory of its device with the least, relative to the usual device.
+    """
+
+    link: jpipe.Link = jpipe.Link()
+    slowness: float = 1.0
+    share: float = 1.0
+
+
+def level_links(topology: Topology) -> tuple[jpipe.Link, ...]:
+    """Return the slowest link of all levels up to each one."""
+    levels = topology.levels
+    used = [[level for level in levels[: k + 1] if level.count > 1] for k in range(len(levels))]
+    return tuple(
+        jpipe.Link(min((level.bandwidth for level in inside), default=math.inf), max((level.latency for level in inside), default=0.0))
+        for inside in used
+    )
+
+
+class DeviceRanges:
+    """The kinds of all ranges of the devices of a topology."""
+
+    def __init__(self, topology: Topology) -> None:
+        limits = topology.limits
+        self._slowness, self._equal = topology.slowness, not topology.differing
+        self._shares = np.ones(len(limits)) if topology.device.limit is None else limits / topology.device.limit
+        self._topology, self._links = topology, level_links(topology)
+        # The slowest link of a range is the slowest of those between its neighbouring devices.
+        self._ports = [] if self._equal else [topology.ports(k) for k in range(len(topology.levels))]
+        pairs = [] if self._equal else [self._pair(number) for number in range(len(limits) - 1)]
+        self._bandwidths = np.array([link.bandwidth for link in pairs])
+        self._latencies = np.array([link.latency for link in pairs])
+
+    def _pair(self, first: int) -> jpipe.Link:
+        """Return the slowest link of all ports between a device and the next one."""
+        k = self._topology.level(first, first + 1)
+        levels = zip(self._topology.levels[: k + 1], self._ports, (1, *self._topology.sizes), strict=False)
+        slowest = [ports[[first // inside, (first + 1) // inside]].min() for level, ports, inside in levels if level.count > 1]
+        return jpipe.Link(float(min(slowest)), self._links[k].latency)
+
+    def kind(self, first: int, last: int) -> Kind:
+        """Return the kind of the range of devices first .. last."""
+        if self._equal:
+            level = self._topology.level(first, last)
+            return Kind(self._links[level]) if level >= 0 else Kind()
+        inside = slice(first, last)
+        link = jpipe.Link(float(self._bandwidths[inside].min()), float(self._latencies[inside].max())) if last > first else jpipe.Link()
+        return Kind(link, float(self._slowness[first : last + 1].max()), float(self._shares[first : last + 1].min()))
+
+    @property
+    def fastest(self) -> float:
+        """The slowness of the fastest device."""
+        return float(self._slowness.min())
+
+    @property
+    def speed(self) -> float:
+        """The speed of all devices together, in usual devices."""
+        return float((1 / self._slowness).sum())
+
+    def kinds_from(self, first: int) -> list[Kind]:
+        """Return the kinds of the ranges from a device on, by their last device."""
+        slowness, shares = np.maximum.accumulate(self._slowness[first:]), np.minimum.accumulate(self._shares[first:])
+        bandwidths, latencies = np.minimum.accumulate(self._bandwidths[first:]), np.maximum.accumulate(self._latencies[first:])
+        links = [jpipe.Link(), *map(jpipe.Link, bandwidths.tolist(), latencies.tolist())]
+        return list(map(Kind, links, slowness.tolist(), shares.tolist()))
+
+
+def device_numbers(plan: jpipe.Plan) -> tuple[int, ...]:
+    """Return the number of each rank's device, or mesh, as `jpipe.Pipeline` places them on as many devices as there are ranks."""
+    if plan.placement is not None:
+        size = plan.stages[0].devices_each
+        return tuple(number // size for rank in plan.placement for number in rank)
+    return tuple(int(number) for number in np.argsort(plan.placing_order))
+
+
+def _of_ranks(plan: jpipe.Plan) -> list[list[int]]:
+    """Return the devices of the replicas of each pipeline rank."""
+    numbers, devices = device_numbers(plan), list[list[int]]([] for _ in plan.pipeline_ranks)
+    for (p, _), number in zip(plan.rank_positions, numbers, strict=True):
+        devices[p].append(number)
+    return devices
+
+
+def slowed(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost], topology: Topology) -> Sequence[jpipe.programs.StageCost]:
+    """Return the costs of the stages of a plan on their devices, each as slow as its slowest device.
+
+    Args:
+        plan: the plan.
+        costs: the costs of its stages on the usual device.
+        topology: the devices.
+    """
+    if not topology.differing:
+        return costs
+    slowness, on_devices = topology.slowness, list(costs)
+    for stages, devices in zip(plan.pipeline_ranks, _of_ranks(plan), strict=True):
+        factor = float(slowness[devices].max())
+        for s in stages:
+            on_devices[s] = dataclasses.replace(costs[s], **{name: factor * getattr(costs[s], name) for name in _TIMES})
+    return on_devices
+
+
+def limits_of(plan: jpipe.Plan, topology: Topology) -> tuple[float, ...]:
+    """Return the bytes that each pipeline rank may use of each of its devices; infinity: not limited."""
+    if not topology.differing:
+        return (math.inf if topology.device.limit is None else topology.device.limit,) * len(plan.pipeline_ranks)
+    limits = topology.limits
+    return tuple(float(limits[devices].min()) for devices in _of_ranks(plan))
+
+
+def lacking(memory: Sequence[float], limits: Sequence[float]) -> tuple[int, float]:
+    """Return the pipeline rank that lacks most memory, and how much; 0 or less if all fit."""
+    lacks = [size - limit for size, limit in zip(memory, limits, strict=True)]
+    worst = max(range(len(lacks)), key=lacks.__getitem__)
+    return worst, lacks[worst]
+
+
+def kinds_of(plan: jpipe.Plan, topology: Topology) -> tuple[str, ...]:
+    """Return the names of the devices of each pipeline rank, such as `2 × A100, V100`; empty if all devices are equal."""
+    if not topology.differing:
+        return ()
+    devices, size, words = topology.devices, plan.stages[0].devices_each, list[str]()
+    for numbers in _of_ranks(plan):
+        names = [devices[number].name for number in numbers]
+        counts = {name: names.count(name) * size for name in names}
+        words.append(", ".join(name if count == 1 else f"{count} × {name}" for name, count in counts.items()))
+    return tuple(words)
