@@ -1,7 +1,7 @@
 """What the devices of a stage have in common, where the devices of a topology differ.
 
-A stage computes as fast as its slowest device, because its replicas take turns with the microbatches. It may use as many bytes as its device
-with the least memory, and its sums and messages take as long as over the slowest port that its range of devices crosses.
+A stage computes as fast as its slowest device, because its replicas take turns with the microbatches. It may use as many bytes as its
+device with the least memory, and its sums and messages take as long as over the slowest port that its range of devices crosses.
 """
 
 import dataclasses
@@ -106,6 +106,15 @@ def _of_ranks(plan: jpipe.Plan) -> list[list[int]]:
     return devices
 
 
+def slowness_of(plan: jpipe.Plan, topology: Topology) -> tuple[float, ...]:
+    """Return for each stage of a plan how many times as long as in the profile its slowest device computes."""
+    slowness, of_stages = topology.slowness, [1.0] * plan.depth
+    for stages, devices in zip(plan.pipeline_ranks, _of_ranks(plan), strict=True):
+        for s in stages:
+            of_stages[s] = float(slowness[devices].max())
+    return tuple(of_stages)
+
+
 def slowed(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost], topology: Topology) -> Sequence[jpipe.programs.StageCost]:
     """Return the costs of the stages of a plan on their devices, each as slow as its slowest device.
 
@@ -116,12 +125,9 @@ def slowed(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost], topology
     """
     if not topology.differing:
         return costs
-    slowness, on_devices = topology.slowness, list(costs)
-    for stages, devices in zip(plan.pipeline_ranks, _of_ranks(plan), strict=True):
-        factor = float(slowness[devices].max())
-        for s in stages:
-            on_devices[s] = dataclasses.replace(costs[s], **{name: factor * getattr(costs[s], name) for name in _TIMES})
-    return on_devices
+    factors = slowness_of(plan, topology)
+    times = [{name: factor * getattr(cost, name) for name in _TIMES} for factor, cost in zip(factors, costs, strict=True)]
+    return [dataclasses.replace(cost, **seconds) for cost, seconds in zip(costs, times, strict=True)]
 
 
 def limits_of(plan: jpipe.Plan, topology: Topology) -> tuple[float, ...]:

@@ -95,7 +95,9 @@ class Differing(Data):
         ]
         if not ratios or max(ratios) > _EQUAL * min(ratios):
             found = f"{min(ratios):.3g} to {max(ratios):.3g} times, by dtype" if ratios else "no flops of the same dtype"
-            raise ValueError(f"speed: expected how many times as fast as {usual.name} it computes, which flops do not say, found {found}; add it")
+            raise ValueError(
+                f"speed: expected how many times as fast as {usual.name} it computes, which flops do not say, found {found}; add it"
+            )
         return min(ratios)
 
     def check(self, topology: "Topology") -> None:

@@ -245,7 +245,9 @@ class Topology(Data):
             blocks = [[number] for number in range(self.num_devices)]
             for level in self.levels:
                 groups = [blocks[start : start + level.count] for start in range(0, len(blocks), level.count)]
-                key = {id(block): tuple(sign * sum(figures[n][part] for n in block) for part in (0, 1)) for group in groups for block in group}
+                key = {
+                    id(block): tuple(sign * sum(figures[n][part] for n in block) for part in (0, 1)) for group in groups for block in group
+                }
                 blocks = [[number for block in sorted(group, key=lambda block: key[id(block)]) for number in block] for group in groups]
             found.append(tuple(blocks[0]))
         return list(dict.fromkeys(found))
@@ -285,7 +287,9 @@ class Topology(Data):
             one.model_copy(
                 update={
                     "devices": tuple(sorted({number // size for number in one.devices})),
-                    "bandwidth": {name: value / min(size, (1, *self.sizes)[self.level_number(name)]) for name, value in one.bandwidth.items()},
+                    "bandwidth": {
+                        name: value / min(size, (1, *self.sizes)[self.level_number(name)]) for name, value in one.bandwidth.items()
+                    },
                 }
             )
             for one in self.differing

@@ -2,7 +2,8 @@
 
 The search goes from the last layer and the last device to the first. The layers from i on can be placed from device a on if some stage
 [i, j) on the devices a .. a + r - 1 is fast enough and the layers from j on can be placed from device a + r on. A longer stage is never
-faster, so for each i, r and kind of devices there is a farthest end, and it suffices to test the nearest end j after i that can be continued.
+faster, so for each i, r and kind of devices there is a farthest end, and it suffices to test the nearest end j after i that can be
+continued.
 """
 
 from typing import Any
@@ -47,8 +48,8 @@ class FastRanges:
         """List the kinds of all ranges of devices that differ; from each device on, further devices only make a range slower."""
         if self.devices > MOST:
             raise jpipe.InputError(
-                f"topology: expected at most {MOST:,} devices for PipeDream's stages where devices differ, found {self.devices:,}; leave out "
-                "--schedules pipedream"
+                f"topology: expected at most {MOST:,} devices for PipeDream's stages where devices differ, found {self.devices:,}; name "
+                "--schedules without pipedream"
             )
         runs: list[list[tuple[int, int, int]]] = []  # (kind, fewest replicas, one more than the most) of the ranges from each device on
         numbers: dict[Kind, int] = {}

@@ -183,7 +183,11 @@ def placed_seconds(problem: Problem, stage: Placed) -> float:
     kind = problem.kind(stage)
     summed = all_reduce_seconds(sum(layer.summed for layer in layers), stage.replicas, kind.link)
     update = sum(layer.update for layer in layers) + problem.dispatch
-    return float(stage_seconds(kind.slowness * compute, kind.slowness * update, summed, stage.replicas, problem.microbatches_per_update(stage.replicas)))
+    return float(
+        stage_seconds(
+            kind.slowness * compute, kind.slowness * update, summed, stage.replicas, problem.microbatches_per_update(stage.replicas)
+        )
+    )
 
 
 def memory_of(problem: Problem, stages: Sequence[Placed]) -> tuple[int, ...]:
