@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 import numpy as np
@@ -117,6 +117,6 @@ class Predicted(pydantic.BaseModel):
     devices: Annotated[tuple[str, ...], Field(strict=False)] = ()
 
     @pydantic.model_serializer(mode="wrap")
-    def _known(self, fields: pydantic.SerializerFunctionWrapHandler) -> dict[str, Any]:
+    def _known(self, fields: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
         """Leave out the lists that are empty."""
         return {name: value for name, value in fields(self).items() if name not in ("stage_seconds", "devices") or value}

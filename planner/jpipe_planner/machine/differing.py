@@ -1,16 +1,15 @@
 """Devices and ports that differ from the others of a topology: slower devices, other memory, a host with a slower link."""
 
 import re
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, field_validator
 
 from jpipe import InputError
+from jpipe_planner.machine.device import Device
 from jpipe_planner.machine.targets import find_target
 from jpipe_planner.machine.units import Data, Positive, Possible, in_unit
-
-if TYPE_CHECKING:
-    from jpipe_planner.machine.topology import Device, Topology
 
 MOST = 2**20  # devices
 _EQUAL = 1.02  # ratio up to which a device counts as faster than another one by the same factor in all dtypes
@@ -66,20 +65,20 @@ class Differing(Data):
             raise ValueError(str(error)) from None
         return name
 
-    def device(self, usual: "Device") -> "Device":
+    def device(self, usual: Device) -> Device:
         """Return the figures of these devices.
 
         Args:
             usual: the figures of the other devices.
         """
-        figures = usual if self.target is None else type(usual)(target=self.target)
+        figures = usual if self.target is None else Device(target=self.target)
         name = self.name or (figures.name + ("" if self.target or self.speed in (None, 1) else f" at {self.speed:g}"))
         update: dict[str, Any] = {"name": name}
         update |= {} if self.memory is None else {"memory": self.memory}
         update |= {} if self.reserved is None else {"reserved": {"reserved": self.reserved}}
         return figures.model_copy(update=update)
 
-    def relative_speed(self, usual: "Device") -> float:
+    def relative_speed(self, usual: Device) -> float:
         """Return how many times as fast as the usual device they compute.
 
         Raises:
@@ -100,13 +99,18 @@ class Differing(Data):
             )
         return min(ratios)
 
-    def check(self, topology: "Topology") -> None:
+    def check(self, usual: Device, sizes: Sequence[int], level_number: Callable[[str], int]) -> None:
         """Check that they are in the topology, and that their figures fit together.
+
+        Args:
+            usual: the figures of the other devices.
+            sizes: the number of devices in a component of each level.
+            level_number: returns the number of the level with a name.
 
         Raises:
             ValueError: something does not fit.
         """
-        usual, count = topology.device, topology.num_devices
+        count = sizes[-1]
         if max(self.devices) >= count:
             raise ValueError(f"devices: expected numbers from 0 to {count - 1}, found {max(self.devices)}; levels have {count:,} devices")
         if (usual.memory is None) != (self.device(usual).memory is None):
@@ -117,8 +121,7 @@ class Differing(Data):
         self.relative_speed(usual)
         numbers = set(self.devices)
         for name in self.bandwidth:
-            k = topology.level_number(name)
-            size = topology.sizes[k - 1] if k else 1
+            size = (1, *sizes)[level_number(name)]
             for number in numbers:
                 first = number // size * size
                 if not numbers.issuperset(range(first, first + size)):
