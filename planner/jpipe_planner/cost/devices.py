@@ -7,7 +7,7 @@ device with the least memory, and its sums and messages take as long as over the
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -53,15 +53,15 @@ class DeviceRanges:
         # The slowest link of a range is the slowest of those between its neighbouring devices.
         self._ports = [] if self._equal else [topology.ports(k) for k in range(len(topology.levels))]
         pairs = [] if self._equal else [self._pair(number) for number in range(len(limits) - 1)]
-        self._bandwidths = np.array([link.bandwidth for link in pairs])
-        self._latencies = np.array([link.latency for link in pairs])
+        self._bandwidths: Any = np.array([link.bandwidth for link in pairs])
+        self._latencies: Any = np.array([link.latency for link in pairs])
 
     def _pair(self, first: int) -> jpipe.Link:
         """Return the slowest link of all ports between a device and the next one."""
         k = self._topology.level(first, first + 1)
         levels = zip(self._topology.levels[: k + 1], self._ports, (1, *self._topology.sizes), strict=False)
-        slowest = [ports[[first // inside, (first + 1) // inside]].min() for level, ports, inside in levels if level.count > 1]
-        return jpipe.Link(float(min(slowest)), self._links[k].latency)
+        slowest = [min(ports[[first // inside, (first + 1) // inside]].tolist()) for level, ports, inside in levels if level.count > 1]
+        return jpipe.Link(min(slowest), self._links[k].latency)
 
     def kind(self, first: int, last: int) -> Kind:
         """Return the kind of the range of devices first .. last."""

@@ -207,7 +207,7 @@ def _bound(problem: Problem, partition: Partition) -> str:
         return f"cut {s}"
     stage = partition.stages[s]
     layers = problem.layers[stage.start : stage.stop]
-    kind = problem.kind(stage)
-    summed = all_reduce_seconds(sum(layer.summed for layer in layers), stage.replicas, kind.link)
-    computes = kind.slowness * sum(layer.forward + layer.backward for layer in layers)
+    devices = problem.kind(stage)
+    summed = all_reduce_seconds(sum(layer.summed for layer in layers), stage.replicas, devices.link)
+    computes = devices.slowness * sum(layer.forward + layer.backward for layer in layers)
     return f"sum of stage {s}" if summed > computes else f"stage {s} computes"

@@ -71,23 +71,23 @@ def slow_ranks(plan: jpipe.Plan, window: jpipe.programs.Window) -> dict[int, flo
         {plan.workers[w][0]: _microbatch_seconds([span for span in row if span.chunk == chunk]) for chunk, w in enumerate(workers)}
         for workers, row in zip(plan.rank_workers, window.timeline, strict=True)
     ]
-    if any(None in row.values() for row in seconds) or max(sum(row.values()) for row in seconds) < _SHORT:  # type: ignore[arg-type]
+    if not all(all(row.values()) for row in seconds) or max(sum(row.values()) for row in seconds) < _SHORT:
         return {}
     predicted = plan.predicted.stage_seconds if plan.predicted is not None else ()
     if not predicted or not all(predicted):
-        predicted = tuple(min(row[s] for row in seconds if s in row) for s in range(plan.depth))  # type: ignore[type-var]
-    ratios = [sum(row.values()) / sum(predicted[s] for s in row) for row in seconds]  # type: ignore[arg-type]
+        predicted = tuple(min(row[s] for row in seconds if s in row) for s in range(plan.depth))
+    ratios = [sum(row.values()) / sum(predicted[s] for s in row) for row in seconds]
     usual = statistics.median_low(ratios)
     return {rank: ratio / usual for rank, ratio in enumerate(ratios) if ratio > _SLOW * usual}
 
 
-def _microbatch_seconds(spans: Sequence[jpipe.programs.Span]) -> float | None:
-    """Return the seconds that a stage computes for a microbatch, from the medians of its computations; None: not measured."""
+def _microbatch_seconds(spans: Sequence[jpipe.programs.Span]) -> float:
+    """Return the seconds that a stage computes for a microbatch, from the medians of its computations; 0: not measured."""
     by_op = defaultdict[str, list[float]](list)
     for span in jpipe.programs.whole_spans(spans):
         by_op[span.op].append(span.end - span.start)
     count = sum(len(times) for op, times in by_op.items() if jpipe.ops.OPS[op].begins)
-    return sum(len(times) * statistics.median(times) for times in by_op.values()) / count if count else None
+    return sum(len(times) * statistics.median(times) for times in by_op.values()) / count if count else 0.0
 
 
 def slow_words(slow: Mapping[int, float], devices: Sequence[int], processes: Sequence[int]) -> str:
