@@ -101,21 +101,9 @@ def write_report(
     unit = data.loss_unit(config).strip()
     try:
         with reporter.phase("drawing the report"):
-            title = f"jpipe run {folder.path.name}"
-            windows = measure.predicted, measure.measured
-            contents = report.Report(
-                title,
-                facts_of_run,
-                folder.rows(),
-                *windows,
-                unit,
-                processes,
-                plan,
-                stages,
-                parts,
-                temporary,
-                slow_of(pipe, measure.measured),
-            )
+            title, windows = f"jpipe run {folder.path.name}", (measure.predicted, measure.measured)
+            slow = slow_of(pipe, measure.measured)
+            contents = report.Report(title, facts_of_run, folder.rows(), *windows, unit, processes, plan, stages, parts, temporary, slow)
             report.write_report(folder.path, contents)
     except FolderChanged as error:
         reporter.say(f"report: not written, because {error.strerror}")
