@@ -5,6 +5,7 @@ device with the least memory, and its sums and messages take as long as over the
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -48,7 +49,7 @@ class DeviceRanges:
     def __init__(self, topology: Topology) -> None:
         limits = topology.limits
         self._slowness, self._equal = topology.slowness, not topology.differing
-        self._shares = np.ones(len(limits)) if topology.device.limit is None else limits / topology.device.limit
+        self._shares: Any = np.ones(len(limits)) if topology.device.limit is None else limits / topology.device.limit
         self._topology, self._links = topology, level_links(topology)
         # The slowest link of a range is the slowest of those between its neighbouring devices.
         self._ports = [] if self._equal else [topology.ports(k) for k in range(len(topology.levels))]
@@ -147,11 +148,23 @@ def lacking(memory: Sequence[float], limits: Sequence[float]) -> tuple[int, floa
 
 def kinds_of(plan: jpipe.Plan, topology: Topology) -> tuple[str, ...]:
     """Return the names of the devices of each pipeline rank, such as `2 × A100, V100`; empty if all devices are equal."""
+    return tuple(map(_counted, _names(plan, topology)))
+
+
+def order_of(plan: jpipe.Plan, topology: Topology) -> str:
+    """Return the names of the devices of all pipeline ranks in their order, such as `8 × A100, 4 × V100`; "" if they are equal."""
+    return _counted([name for names in _names(plan, topology) for name in names])
+
+
+def _names(plan: jpipe.Plan, topology: Topology) -> list[list[str]]:
+    """Return the names of the devices of each pipeline rank; empty if all devices are equal."""
     if not topology.differing:
-        return ()
-    devices, size, words = topology.devices, plan.stages[0].devices_each, list[str]()
-    for numbers in _of_ranks(plan):
-        names = [devices[number].name for number in numbers]
-        counts = {name: names.count(name) * size for name in names}
-        words.append(", ".join(name if count == 1 else f"{count} × {name}" for name, count in counts.items()))
-    return tuple(words)
+        return []
+    devices, size = topology.devices, plan.stages[0].devices_each
+    return [[devices[number].name for number in numbers for _ in range(size)] for numbers in _of_ranks(plan)]
+
+
+def _counted(names: Sequence[str]) -> str:
+    """Return names as text, with how often each follows itself, such as `2 × A100, V100`."""
+    counts = [(name, len(list(same))) for name, same in itertools.groupby(names)]
+    return ", ".join(name if count == 1 else f"{count} × {name}" for name, count in counts)

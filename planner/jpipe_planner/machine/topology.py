@@ -200,6 +200,10 @@ class Topology(Data):
         """The number of devices that the innermost level joins, such as those of a server: the largest mesh that is tried by default."""
         return self.levels[0].count
 
+    def can_group(self, size: int) -> bool:
+        """Return whether meshes of `size` neighbouring devices fill the machine evenly, each with equal devices."""
+        return self._joined(size) is not None
+
     def groups(self, size: int) -> "Topology":
         """Return the same machine with each `size` neighbouring devices as one, a mesh; all devices of a mesh are equal.
 
@@ -213,7 +217,7 @@ class Topology(Data):
         """
         joined = self._joined(size)
         if joined is None:
-            sizes = ", ".join(str(n) for n in range(1, self.num_devices + 1) if self._joined(n))
+            sizes = ", ".join(str(n) for n in range(1, self.num_devices + 1) if self.can_group(n))
             raise InputError(f"mesh: expected meshes that fill the machine evenly, of {sizes} devices, found one of {size}")
         levels = []
         for level, count, inside in zip(self.levels, joined, (1, *self.sizes), strict=False):

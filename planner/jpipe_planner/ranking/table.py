@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 import jpipe
+from jpipe_planner.cost.devices import order_of
 from jpipe_planner.machine.topology import Topology
 from jpipe_planner.profile.profile import Profile
 from jpipe_planner.ranking.choose import Choice, Ranked
@@ -35,7 +36,7 @@ __all__ = [
 ]
 
 _EQUAL = 0.005  # relative difference up to which plans count as equally fast, as in `choose`
-WORDS = ("schedule", "recompute", "bound by", "why not", "peak memory of each rank")  # columns of words, which begin at the left
+WORDS = ("schedule", "devices", "recompute", "bound by", "why not", "peak memory of each rank")  # columns of words, which begin at the left
 HEAD = (
     "rank",
     "schedule",
@@ -51,20 +52,30 @@ HEAD = (
     "sent/sample",
     "bound by",
 )
-"""With meshes there is `mesh` after `stages`."""
+"""With meshes there is `mesh` after `stages`, and where devices differ `devices`, in the order of the stages."""
 
 
 def rows(choice: Choice, most: int) -> list[tuple[str, ...]]:
     """Return rows for the first `most` plans that fit; see `head` for the columns."""
-    lines = [_row(n, ranked, _limits(choice, ranked.candidate)) for n, ranked in enumerate(choice.ranked[:most], start=1)]
-    if not has_meshes(choice):
-        return lines
-    return [(*row[:3], str(ranked.candidate.degrees), *row[3:]) for row, ranked in zip(lines, choice.ranked, strict=False)]
+    shown = choice.ranked[:most]
+    return [
+        (*row[:3], *_more(choice, ranked.candidate), *row[3:])
+        for row, ranked in ((_row(n, ranked, _limits(choice, ranked.candidate)), ranked) for n, ranked in enumerate(shown, start=1))
+    ]
 
 
 def head(choice: Choice) -> tuple[str, ...]:
     """Return the columns of `rows`."""
-    return (*HEAD[:3], "mesh", *HEAD[3:]) if has_meshes(choice) else HEAD
+    meshes, devices = ("mesh",) * has_meshes(choice), ("devices",) * bool(choice.topology.differing)
+    return (*HEAD[:3], *meshes, *devices, *HEAD[3:])
+
+
+def _more(choice: Choice, candidate: Candidate) -> tuple[str, ...]:
+    """Return the mesh and the devices of a plan, if other plans have others."""
+    meshes = (str(candidate.degrees),) * has_meshes(choice)
+    if not choice.topology.differing:
+        return meshes
+    return (*meshes, order_of(candidate.plan(choice.profile.ids), choice.meshes.of(candidate.degrees)[1]))
 
 
 def has_meshes(choice: Choice) -> bool:

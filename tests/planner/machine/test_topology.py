@@ -221,6 +221,7 @@ def test_devices_and_ports_may_differ():
     whole = Topology.from_yaml(DIFFERING.replace("  - {devices: 6, speed: 0.8}", ""))
     assert (whole.groups(2).slowness.tolist(), whole.groups(2).ports(1).tolist()) == ([2, 2, 1, 1], [0.5e9, 2e9])
     assert whole.mesh_link(8).bandwidth == 1e9 / 4
+    assert [size for size in range(1, 9) if whole.can_group(size)] == [1, 2, 4]
     with pytest.raises(jpipe.InputError, match=r"^mesh: .* of 1 devices, found one of 2$"):
         topology.groups(2)
     assert Topology.from_yaml(GOOD).orders() == [tuple(range(16))]

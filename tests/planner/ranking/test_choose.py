@@ -189,7 +189,11 @@ def test_where_devices_differ_the_choice_is_the_fastest_of_all_candidates(differ
         )
         assert table.devices(topology) == "2 × V100 with 1.5 GB, 2 × A100 with 2 GB"
         assert "of" in table.why_chosen(choice, 1)[0][4]
-    assert all(len(row) == len(table.HEAD) for row in table.rows(choice, 3))
+    assert all(len(row) == len(table.head(choice)) for row in table.rows(choice, 3))
+    assert table.head(choice)[3] == "devices"
+    assert (
+        sum(int(part.split(" × ")[0]) if " × " in part else 1 for part in table.rows(choice, 1)[0][3].split(", ")) == best.candidate.devices
+    )
 
 
 def test_an_entry_that_changes_nothing_changes_no_plan():
