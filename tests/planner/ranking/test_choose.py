@@ -10,6 +10,7 @@ from jpipe_planner.cost.simulated import simulate_plan
 from jpipe_planner.machine.differing import Differing
 from jpipe_planner.machine.topology import Topology
 from jpipe_planner.profile.profile import Profile
+from jpipe_planner.profile.sharded import Degrees
 from jpipe_planner.ranking import table
 from jpipe_planner.ranking.choose import choose
 from jpipe_planner.ranking.draw import draw_choice
@@ -194,6 +195,27 @@ def test_where_devices_differ_the_choice_is_the_fastest_of_all_candidates(differ
     assert (
         sum(int(part.split(" × ")[0]) if " × " in part else 1 for part in table.rows(choice, 1)[0][3].split(", ")) == best.candidate.devices
     )
+
+
+@pytest.mark.parametrize("keep", ["replicas", "stages"])
+def test_a_plan_in_another_order_is_the_plan_on_machines_counted_in_that_order(keep):
+    levels = [{"count": 2, "bandwidth": 1e10, "latency": 5e-6}, {"count": 2, "bandwidth": 2e9, "latency": 5e-5}]
+    topology = Topology(levels=levels, device={"memory": 2e9}, differing=[SLOW, {"devices": 3, "speed": 0.7}])
+    order = topology.orders()[2]
+    assert order == (1, 0, 3, 2) or order == (0, 1, 3, 2)
+    profile = invented_profile(3, 6)
+    found = find_candidates(profile, topology.ordered(order), 4, schedules=["pipedream_flush"])
+    candidate = next(c for c in found if c.replicas == (2, 2) and c.keep_together == keep and c.placed_on is None)
+    moved = dataclasses.replace(candidate, placed_on=order)
+    there, here = (
+        (one.plan(profile.ids), machine, one.limits(machine)) for one, machine in ((candidate, topology.ordered(order)), (moved, topology))
+    )
+    assert there[2] == here[2]
+    times = [simulate_plan(plan, profile.stage_costs(plan, 1), machine).batch_seconds for plan, machine, _ in (there, here)]
+    assert times[0] == times[1]
+    assert sorted(number for numbers in here[0].placement for number in numbers) == [0, 1, 2, 3]
+    on_meshes = dataclasses.replace(moved, degrees=Degrees(model=2)).plan(profile.ids)
+    assert on_meshes.placement == tuple(tuple(2 * number for number in numbers) for numbers in here[0].placement)
 
 
 def test_an_entry_that_changes_nothing_changes_no_plan():
