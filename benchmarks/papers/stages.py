@@ -66,7 +66,7 @@ def waiting(slower: float) -> Seconds:
 
     def seconds(problem: Problem, stage: Placed) -> float:
         layers = problem.layers[stage.start : stage.stop]
-        link = problem.link(stage.first, stage.first + stage.replicas - 1)
+        link = problem.kind(stage).link
         summed = slower * float(all_reduce_seconds(sum(layer.summed for layer in layers), stage.replicas, link))
         return (sum(layer.forward + layer.backward + layer.update for layer in layers) + summed) / stage.replicas
 
@@ -92,7 +92,7 @@ def best_cuts(problem: Problem, replicas: tuple[int, ...], seconds_of: Seconds =
         for start, (before, placed) in best.items():
             cut = 0.0
             if s:
-                link = problem.link(firsts[s - 1], firsts[s + 1] - 1)
+                link = problem.ranges.kind(firsts[s - 1], firsts[s + 1] - 1).link
                 cut = float(cut_seconds(problem.layers[start - 1].outputs, link))
             for stop in range(count if last else start + 1, count + 1):
                 stage = Placed(start, stop, firsts[s], copies)

@@ -117,14 +117,23 @@ def _check_sum_parts(stages: Sequence[Stage]) -> None:
 
 def _check_per_rank(plan: "jpipe.Plan") -> None:
     """Check that placement and prediction are of the ranks of the plan."""
-    of = "stages" if plan.depth == len(plan.pipeline_ranks) else "ranks"
+    of, ranks = "stages" if plan.depth == len(plan.pipeline_ranks) else "ranks", len(plan.pipeline_ranks)
     if plan.placement is not None:
         counts, expected = [len(devices) for devices in plan.placement], [plan.replicas[stages[0]] for stages in plan.pipeline_ranks]
         if counts != expected:
             raise ValueError(f"placement names {counts} devices for the {of}, expected {expected} (one for each replica)")
-    if plan.predicted is not None and len(plan.predicted.peak_bytes) != len(plan.pipeline_ranks):
-        peaks, ranks = len(plan.predicted.peak_bytes), len(plan.pipeline_ranks)
+    if (predicted := plan.predicted) is None:
+        return
+    if len(predicted.peak_bytes) != ranks:
+        peaks = len(predicted.peak_bytes)
         raise ValueError(f"predicted.peak_bytes: expected one number for each of {ranks} {of}, found {peaks}; plan again")
+    if len(predicted.stage_seconds) not in (0, plan.depth):
+        count = len(predicted.stage_seconds)
+        raise ValueError(f"predicted.stage_seconds: expected one number for each of {plan.depth} stages, found {count}; plan again")
+    # a plan may be a stranger's, and its texts are shown on a terminal
+    if len(predicted.devices) not in (0, ranks) or not all(map(str.isprintable, predicted.devices)):
+        found = short(list(predicted.devices))
+        raise ValueError(f"predicted.devices: expected a printable text for each of {ranks} {of}, found {found}; plan again")
 
 
 def _check_options(plan: "jpipe.Plan") -> None:

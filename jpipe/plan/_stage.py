@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 import numpy as np
@@ -103,6 +103,8 @@ class Predicted(pydantic.BaseModel):
         bubble: share of the workers' time in which they do not compute.
         peak_bytes: for each pipeline rank the most bytes that a device holds, scratch memory of its programs included.
         delay: mean over the stages of the age of the weights that gradients are computed with, in updates; see `Plan.mean_delay`.
+        stage_seconds: for each stage the time of a forward and backward of a microbatch; empty, the default: not known.
+        devices: for each pipeline rank the devices that it was planned for, such as "4 × A100"; empty, the default: they are all equal.
     """
 
     model_config = pydantic.ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -111,3 +113,10 @@ class Predicted(pydantic.BaseModel):
     bubble: Annotated[float, Field(ge=0, le=1)]
     peak_bytes: Annotated[tuple[Annotated[Int, Field(ge=0)], ...], Field(strict=False)]
     delay: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    stage_seconds: Annotated[tuple[Annotated[float, Field(ge=0, allow_inf_nan=False)], ...], Field(strict=False)] = ()
+    devices: Annotated[tuple[str, ...], Field(strict=False)] = ()
+
+    @pydantic.model_serializer(mode="wrap")
+    def _known(self, fields: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
+        """Leave out the lists that are empty."""
+        return {name: value for name, value in fields(self).items() if name not in ("stage_seconds", "devices") or value}

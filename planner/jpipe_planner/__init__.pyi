@@ -3,9 +3,11 @@ from .cost.shape import is_planned, needs_vertical_sync, planned_schedules, shar
 from .cost.simulated import Simulated, simulate_plan
 from .machine.attached import Attached, attached_target
 from .machine.compiling import Compiling, compiling_for
+from .machine.device import Device
+from .machine.differing import Differing
 from .machine.local import host_memory, local_topology, usable_cores
 from .machine.targets import Target, TargetUnavailable, find_target, known_targets, target_devices, target_refusal
-from .machine.topology import Device, Level, Topology
+from .machine.topology import Level, Topology
 from .profile.analyze import analyze
 from .profile.flops import count_products
 from .profile.graph_txt import read_graph_txt
@@ -39,6 +41,7 @@ __all__ = [
     "Confirmation",
     "Degrees",
     "Device",
+    "Differing",
     "LayerProfile",
     "Level",
     "Meshes",

@@ -2,11 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 
 import jpipe
 from jpipe_planner.cost.bound import busy_seconds, computing_seconds, has_bounds, port_seconds, unhindered_seconds
+from jpipe_planner.cost.devices import device_numbers, slowed
 from jpipe_planner.machine.topology import Topology
 
 MOST_FORWARDS = 100_000  # most in a simulation, which then takes some seconds
@@ -40,7 +42,7 @@ def simulate_plan(
 
     Args:
         plan: the plan.
-        costs: the costs of its stages, from `Profile.stage_costs` or, in exact bytes, from `jpipe.Pipeline.costs`.
+        costs: the costs of its stages on the usual device, from `Profile.stage_costs` or, in exact bytes, from `jpipe.Pipeline.costs`.
         topology: the links, and what overlaps computations; if ranks share cores, time is stretched while more ranks compute than there
             are cores.
         global_norm: whether updates wait for the norm of all stages' gradients.
@@ -51,6 +53,7 @@ def simulate_plan(
     if forwards(plan) > MOST_FORWARDS:
         return None
     first, batches = window(plan)
+    costs = slowed(plan, costs, topology)
     link, overlap = network(plan, topology), topology.device.overlap
     # Where ranks wait for each other's transfers or sums, the last batches are faster: earlier ranks have nothing left to send.
     shown = first + batches + (1 if overlap == "transfers and sums" else 1 + jpipe.programs.batches_until_full(plan))
@@ -80,7 +83,11 @@ def forwards(plan: jpipe.Plan) -> int:
 def network(plan: jpipe.Plan, topology: Topology) -> jpipe.programs.Network:
     """Return a function that gives the link between any two ranks of a plan, according to their placement."""
     devices = device_numbers(plan)
-    return lambda source, target: topology.link(devices[source], devices[target])
+
+    def link(source: int, target: int) -> jpipe.Link:
+        return topology.link(devices[source], devices[target])
+
+    return cache(link) if topology.differing else link
 
 
 def _measured(plan: jpipe.Plan, timeline: jpipe.programs.Timeline) -> float:
@@ -105,13 +112,6 @@ def window(plan: jpipe.Plan) -> tuple[int, int]:
     if jpipe.schedules.SCHEDULES[plan.schedule].flushes:
         return 1 + late, 2  # nearly all batches do the same
     return jpipe.programs.batches_until_full(plan) + 1 + late, max(BATCHES, -(-MICROBATCHES * most // plan.microbatches))
-
-
-def device_numbers(plan: jpipe.Plan) -> tuple[int, ...]:
-    """Return the number of each rank's device, as `jpipe.Pipeline` places them on as many devices as there are ranks."""
-    if plan.placement is not None:
-        return tuple(number for rank in plan.placement for number in rank)
-    return tuple(int(number) for number in np.argsort(plan.placing_order))
 
 
 def _stretched(timeline: jpipe.programs.Timeline, seconds: float, cores: float | None) -> float:

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import jax
 
+from jpipe_planner.machine.device import Device
 from jpipe_planner.machine.targets import TargetUnavailable, target_devices
-from jpipe_planner.machine.topology import Device
 
 _ANY_BYTES = 10**14
 _UNITS = {"K": 2.0**10, "M": 2.0**20, "G": 2.0**30}

@@ -1,18 +1,20 @@
 """Topologies: devices joined level by level, each level slower than the one inside it, and the figures of a device."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import numpy as np
 import pydantic
 from pydantic import BeforeValidator, Field
 
 import jpipe
 from jpipe import InputError, files
+from jpipe_planner.machine.device import Device
+from jpipe_planner.machine.differing import Differing
 from jpipe_planner.machine.plain_yaml import parse
-from jpipe_planner.machine.targets import Target, find_target
-from jpipe_planner.machine.units import Data, Positive, Possible, Rates, Share, in_unit, seconds
+from jpipe_planner.machine.units import Data, Positive, Possible, in_unit, seconds
 
 FORMAT = "jpipe-topology/1"
 
@@ -34,69 +36,6 @@ class Level(Data):
     name: str = ""
 
 
-class Device(Data):
-    """The figures of a device.
-
-    Attributes:
-        name: a name to show; by default that of the target.
-        target: a name of the table of `jpipe target`, or a YAML file of the same format; stages are compiled for it, and its figures are
-            those of the device, except for those that are given here. None: stages are compiled for the devices of this machine.
-        memory: bytes; None: not limited.
-        reserved: bytes that a plan leaves free, by what they are for; a single number or text for all together.
-        flops: peak operations per second, by dtype; for analytic profiles.
-        efficiency: share of `flops` that large matrix products reach in training.
-        memory_bandwidth: bytes per second; for analytic profiles.
-        overlap: what goes on while the device computes: `none`, `transfers`, or `transfers and sums`. By default `none` for a target,
-            because the queue of a GPU may hold transfers and sums between computations, and nobody has measured it yet; otherwise
-            `transfers and sums`, which have threads of their own on CPUs.
-    """
-
-    name: str = "device"
-    target: str | None = None
-    memory: Annotated[float, in_unit("bytes"), Positive, Possible] | None = None
-    reserved: dict[str, Annotated[float, in_unit("bytes"), Field(ge=0, le=1e15)]] = Field(default_factory=dict)
-    flops: Rates = Field(default_factory=dict)
-    efficiency: Annotated[float, Field(gt=0, le=1), Share] = 0.5
-    memory_bandwidth: Annotated[float, in_unit("bytes per second"), Positive, Possible] | None = None
-    overlap: jpipe.programs.Overlap = "transfers and sums"
-
-    @property
-    def limit(self) -> float | None:
-        """The bytes that a plan may use: the memory without what is reserved; None: not limited."""
-        return None if self.memory is None else self.memory - sum(self.reserved.values())
-
-    @property
-    def compiles_for(self) -> Target | None:
-        """The target that stages are compiled for; None: the devices of this machine."""
-        return None if self.target is None else find_target(self.target)
-
-    @pydantic.model_validator(mode="before")
-    @classmethod
-    def _with_figures_of_target(cls, fields: Any) -> Any:
-        if not isinstance(fields, Mapping):
-            return fields
-        if isinstance(reserved := fields.get("reserved"), str | int | float):
-            fields = {**fields, "reserved": {"reserved": reserved}}
-        if not isinstance(fields.get("target"), str):
-            return fields
-        try:
-            target = find_target(fields["target"])
-        except InputError as error:
-            raise ValueError(str(error)) from None
-        return {**{name: getattr(target, name) for name in ("name", *_FIGURES)}, "overlap": "none", **fields}
-
-    @pydantic.model_validator(mode="after")
-    def _leaves_memory(self) -> "Device":
-        if self.limit is not None and self.limit <= 0:
-            raise ValueError(
-                f"reserved: expected less than the memory of {self.memory:,.0f} bytes, found {sum(self.reserved.values()):,.0f}"
-            )
-        return self
-
-
-_FIGURES = ("memory", "reserved", "flops", "efficiency", "memory_bandwidth")  # of a target
-
-
 class Topology(Data):
     """The levels of a machine, innermost first.
 
@@ -106,7 +45,9 @@ class Topology(Data):
         format: "jpipe-topology/1".
         name: a name to show.
         levels: the levels, as in figure 7 of PipeDream (SOSP 2019); at least one.
-        device: the figures of each device.
+        device: the figures of each device; profiles are of this device.
+        differing: devices and ports that differ from the others; of several entries for the same device the last one counts. Empty, the
+            default: all devices are equal, and all links of a level.
         cores: the number of devices that can compute at the same time without slowing each other down, if they share the cores of a CPU;
             a larger number of devices shares them evenly. None: all.
 
@@ -118,6 +59,7 @@ class Topology(Data):
     name: str = ""
     levels: Annotated[tuple[Level, ...], Field(min_length=1)]
     device: Device = Device()
+    differing: tuple[Differing, ...] = ()
     cores: Annotated[float, Field(ge=1, allow_inf_nan=False)] | None = None
 
     def __init__(self, /, **fields: Any) -> None:
@@ -130,6 +72,11 @@ class Topology(Data):
     def _countable(self) -> "Topology":
         if self.num_devices > 2**20:
             raise ValueError(f"levels: expected at most {2**20:,} devices in all, found {self.num_devices:,}")
+        for n, one in enumerate(self.differing):
+            try:
+                one.check(self.device, self.sizes, self.level_number)
+            except ValueError as error:
+                raise ValueError(f"differing.{n}.{error}") from None
         return self
 
     @property
@@ -157,15 +104,108 @@ class Topology(Data):
         k = self.level(source, target)
         inside = self.sizes[k - 1] if k > 0 else 1
         ports = (("out", k, source // inside), ("in", k, target // inside))
-        return jpipe.Link(self.levels[k].bandwidth, self.levels[k].latency, ports)
+        bandwidth = self.levels[k].bandwidth
+        if self.differing:
+            bandwidth = float(self.ports(k)[[source // inside, target // inside]].min())
+        return jpipe.Link(bandwidth, self.levels[k].latency, ports)
+
+    def level_number(self, name: str) -> int:
+        """Return the number of the level with a name, or with a number as text; 0 is the innermost.
+
+        Raises:
+            ValueError: it is not the name of one level.
+        """
+        names = [level.name for level in self.levels]
+        if names.count(name) == 1:
+            return names.index(name)
+        if name in map(str, range(len(names))):
+            return int(name)
+        known = ", ".join(known for known in names if known and names.count(known) == 1)
+        numbers = f"a number from 0 to {len(names) - 1}"
+        raise ValueError(f"bandwidth: expected the name of a level, {f'{known}, or ' if known else ''}{numbers}, found '{name}'")
+
+    @property
+    def devices(self) -> list[Device]:
+        """The figures of each device."""
+        devices = [self.device] * self.num_devices
+        for one in self.differing:
+            figures = one.device(self.device)
+            for number in one.devices:
+                devices[number] = figures
+        return devices
+
+    @property
+    def slowness(self) -> Any:
+        """How many times as long as in the profile each device computes: an array."""
+        slowness = np.ones(self.num_devices)
+        for one in self.differing:
+            slowness[list(one.devices)] = 1 / one.relative_speed(self.device)
+        return slowness
+
+    @property
+    def limits(self) -> Any:
+        """The bytes that a plan may use of each device, infinity if they are not limited: an array."""
+        limits = np.full(self.num_devices, math.inf if self.device.limit is None else self.device.limit)
+        for one in self.differing:
+            limit = one.device(self.device).limit
+            limits[list(one.devices)] = math.inf if limit is None else limit
+        return limits
+
+    def ports(self, k: int) -> Any:
+        """Return the bandwidth of the port of each component that level k joins: an array."""
+        inside = self.sizes[k - 1] if k > 0 else 1
+        ports = np.full(self.num_devices // inside, self.levels[k].bandwidth)
+        for one in self.differing:
+            for name, bandwidth in one.bandwidth.items():
+                if self.level_number(name) == k:
+                    ports[[number // inside for number in one.devices]] = bandwidth
+        return ports
+
+    def with_memory(self, factor: float) -> "Topology":
+        """Return the same machine with `factor` times as many bytes that a plan may use of each device."""
+
+        def more(limit: float | None) -> float | None:
+            return None if limit is None else factor * limit
+
+        device = self.device.model_copy(update={"memory": more(self.device.limit), "reserved": {}})
+        differing = [one.model_copy(update={"memory": more(one.device(self.device).limit), "reserved": 0.0}) for one in self.differing]
+        return self.model_copy(update={"device": device, "differing": tuple(differing)})
+
+    def orders(self) -> list[tuple[int, ...]]:
+        """Return the orders of the devices in which plans are tried: as they are, and with the fastest first and last in each component.
+
+        Of equally fast ones those with more memory come first, and last.
+        """
+        figures = list(zip((-self.slowness).tolist(), self.limits.tolist(), strict=True))
+        found = [tuple(range(self.num_devices))]
+        for sign in (-1, 1) if self.differing else ():
+            blocks = [[number] for number in range(self.num_devices)]
+            for level in self.levels:
+                groups = [blocks[start : start + level.count] for start in range(0, len(blocks), level.count)]
+                key = {
+                    id(block): tuple(sign * sum(figures[n][part] for n in block) for part in (0, 1)) for group in groups for block in group
+                }
+                blocks = [[number for block in sorted(group, key=lambda block: key[id(block)]) for number in block] for group in groups]
+            found.append(tuple(blocks[0]))
+        return list(dict.fromkeys(found))
+
+    def ordered(self, order: Sequence[int]) -> "Topology":
+        """Return the same machine with its devices counted in another order, one of `orders`."""
+        places = np.argsort(order)
+        differing = [one.model_copy(update={"devices": tuple(sorted(places[list(one.devices)].tolist()))}) for one in self.differing]
+        return self.model_copy(update={"differing": tuple(differing)})
 
     @property
     def most_in_mesh(self) -> int:
         """The number of devices that the innermost level joins, such as those of a server: the largest mesh that is tried by default."""
         return self.levels[0].count
 
+    def can_group(self, size: int) -> bool:
+        """Return whether meshes of `size` neighbouring devices fill the machine evenly, each with equal devices."""
+        return self._joined(size) is not None
+
     def groups(self, size: int) -> "Topology":
-        """Return the same machine with each `size` neighbouring devices as one, a mesh.
+        """Return the same machine with each `size` neighbouring devices as one, a mesh; all devices of a mesh are equal.
 
         Bandwidths are the shares that each device of a mesh has of them.
 
@@ -177,31 +217,48 @@ class Topology(Data):
         """
         joined = self._joined(size)
         if joined is None:
-            sizes = ", ".join(str(n) for n in range(1, self.num_devices + 1) if self._joined(n))
+            sizes = ", ".join(str(n) for n in range(1, self.num_devices + 1) if self.can_group(n))
             raise InputError(f"mesh: expected meshes that fill the machine evenly, of {sizes} devices, found one of {size}")
         levels = []
         for level, count, inside in zip(self.levels, joined, (1, *self.sizes), strict=False):
             shared = {"count": level.count // count, "bandwidth": level.bandwidth / min(size, inside)}
             levels.append(level.model_copy(update=shared))
         cores = None if self.cores is None else max(self.cores / size, 1.0)
-        return self.model_copy(update={"levels": tuple(levels), "cores": cores})
+        differing = tuple(
+            one.model_copy(
+                update={
+                    "devices": tuple(sorted({number // size for number in one.devices})),
+                    "bandwidth": {
+                        name: value / min(size, (1, *self.sizes)[self.level_number(name)]) for name, value in one.bandwidth.items()
+                    },
+                }
+            )
+            for one in self.differing
+        )
+        return self.model_copy(update={"levels": tuple(levels), "cores": cores, "differing": differing})
 
     def mesh_link(self, size: int) -> jpipe.Link:
-        """Return the slowest link between the first `size` devices, as each of them has it while all send."""
+        """Return the slowest link inside a mesh of `size` devices, as each of them has it while all send."""
         crossed = range(self.level(0, size - 1) + 1)
-        bandwidths = [self.levels[k].bandwidth / (self.sizes[k - 1] if k else 1) for k in crossed if self.levels[k].count > 1]
+        slowest = [float(self.ports(k).min()) if self.differing else level.bandwidth for k, level in enumerate(self.levels)]
+        bandwidths = [slowest[k] / (self.sizes[k - 1] if k else 1) for k in crossed if self.levels[k].count > 1]
         return jpipe.Link(min(bandwidths, default=math.inf), max((self.levels[k].latency for k in crossed), default=0.0))
 
     def _joined(self, size: int) -> tuple[int, ...] | None:
-        """Return how many components of each level a mesh of `size` devices joins; None if it does not fill or divide them evenly."""
-        joined = []
+        """Return how many components of each level a mesh of `size` devices joins.
+
+        Returns:
+            The numbers; None if it does not fill or divide them evenly, or some of its devices would differ from others.
+        """
+        joined, whole = [], size
         for level in self.levels:
             count = math.gcd(level.count, size)
             if count < min(level.count, size):
                 return None
             joined.append(count)
             size //= count
-        return tuple(joined) if size == 1 else None
+        uneven = any(len({number // whole for number in one.devices}) * whole != len(set(one.devices)) for one in self.differing)
+        return tuple(joined) if size == 1 and not uneven else None
 
     @classmethod
     def flat(cls, count: int, bandwidth: float, latency: float = 0.0, memory: float | None = None) -> "Topology":
@@ -224,9 +281,10 @@ class Topology(Data):
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             actual = data.get("format") if isinstance(data, dict) else type(data).__name__
             raise InputError(f"{where}: expected YAML with 'format: {FORMAT}', found {actual!r}; is this a topology of jpipe?")
-        device = data.get("device")
-        if folder is not None and isinstance(device, dict) and str(device.get("target")).endswith((".yaml", ".yml")):
-            data["device"] = {**device, "target": str(folder / files.expanded(device["target"], f"{where}: device.target"))}
+        differing = data.get("differing")
+        for device in (data.get("device"), *(differing if isinstance(differing, list) else ())):
+            if folder is not None and isinstance(device, dict) and str(device.get("target")).endswith((".yaml", ".yml")):
+                device["target"] = str(folder / files.expanded(device["target"], f"{where}: device.target"))
         try:
             return cls(**{str(key): value for key, value in data.items()})
         except InputError as error:

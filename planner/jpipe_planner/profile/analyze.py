@@ -15,7 +15,7 @@ import jpipe
 from jpipe import InputError
 from jpipe.context import tracing_for, without_mesh
 from jpipe_planner.machine.compiling import compiling_for
-from jpipe_planner.machine.topology import Device
+from jpipe_planner.machine.device import Device
 from jpipe_planner.profile.flops import count_flops
 from jpipe_planner.profile.model import (
     POLICIES,

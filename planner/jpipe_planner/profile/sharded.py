@@ -84,7 +84,8 @@ def possible_degrees(profile: Profile, topology: Topology) -> tuple[Degrees, ...
     for expert in powers if has_experts else (1,):
         for model, data in itertools.product([size for size in powers if size <= MOST_TENSOR], powers):
             degrees = Degrees(data, model, data > 1, expert)
-            if degrees.size > 1 and topology.most_in_mesh % degrees.size == 0 and not mesh_refusal(profile, degrees):
+            fits = topology.most_in_mesh % degrees.size == 0 and topology.can_group(degrees.size)
+            if degrees.size > 1 and fits and not mesh_refusal(profile, degrees):
                 possible.append(degrees)
     return tuple(possible)
 

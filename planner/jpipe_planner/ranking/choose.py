@@ -8,6 +8,7 @@ from functools import cached_property
 
 import jpipe
 from jpipe_planner.cost.bound import has_bounds, unhindered_seconds
+from jpipe_planner.cost.devices import kinds_of, lacking, slowed
 from jpipe_planner.cost.simulated import Simulated, network, simulate_plan, window
 from jpipe_planner.machine.topology import Topology
 from jpipe_planner.profile.profile import Profile
@@ -63,6 +64,14 @@ class Ranked:
         """The part of the peak memory that a device of each pipeline rank holds between its computations; None if it was not simulated."""
         return None if self.simulated is None else self._most_of_replicas(self.simulated.held_bytes)
 
+    def lacks(self, meshes: Meshes) -> tuple[int, float]:
+        """Return the pipeline rank that lacks most memory, and how much; 0 or less if all fit.
+
+        Args:
+            meshes: the topology.
+        """
+        return lacking(self.memory, self.candidate.limits(meshes.of(self.candidate.degrees)[1]))
+
     def _most_of_replicas(self, sizes: Sequence[int]) -> tuple[int, ...]:
         largest, first = [], 0
         for count in self.candidate.replicas[: self.candidate.num_pipeline_ranks]:
@@ -101,11 +110,18 @@ class Choice:
 
     def plan(self, ranked: Ranked) -> jpipe.Plan:
         """Return the plan of a ranked candidate, with its prediction."""
+        plan, (profile, topology) = ranked.candidate.plan(self.profile.ids), self.meshes.of(ranked.candidate.degrees)
+        costs = slowed(plan, profile.stage_costs(plan, ranked.candidate.rows), topology)
         bubble = ranked.candidate.bubble if ranked.simulated is None else ranked.simulated.bubble
         predicted = jpipe.plan.Predicted(
-            batch_seconds=ranked.seconds, bubble=min(max(bubble, 0.0), 1.0), peak_bytes=ranked.memory, delay=ranked.candidate.delay
+            batch_seconds=ranked.seconds,
+            bubble=min(max(bubble, 0.0), 1.0),
+            peak_bytes=ranked.memory,
+            delay=ranked.candidate.delay,
+            stage_seconds=tuple(float(cost.forward + cost.backward) for cost in costs),
+            devices=kinds_of(plan, topology),
         )
-        return ranked.candidate.plan(self.profile.ids).model_copy(update={"predicted": predicted})
+        return plan.model_copy(update={"predicted": predicted})
 
     def with_more(self, found: Iterable[Ranked], considered: int) -> "Choice":
         """Return the ranking with further plans, which were simulated; of each kind the best plan is kept.
@@ -150,12 +166,15 @@ def choose(
     meshes = Meshes(profile, topology)
     by_rank = sorted(candidates, key=lambda candidate: candidate.rank)
     fitting = [candidate for candidate in by_rank if candidate.over is None]
-    limit = math.inf if topology.device.limit is None else topology.device.limit
-    known = {candidate: Outcome(one.seconds, max(one.memory) <= limit) for candidate, one in tried.items()}
+
+    def outcome(one: Ranked) -> Outcome:
+        return Outcome(one.seconds, one.lacks(meshes)[1] <= 0)
+
+    known = {candidate: outcome(one) for candidate, one in tried.items()}
 
     def run(candidate: Candidate) -> Outcome:
         tried[candidate] = Ranked(candidate, _simulated(*meshes.of(candidate.degrees), candidate, global_norm))
-        return Outcome(tried[candidate].seconds, max(tried[candidate].memory) <= limit)
+        return outcome(tried[candidate])
 
     race = Race(profile, topology, fitting, run, known, most)
     best: dict[tuple[object, ...], Ranked] = {}
@@ -164,7 +183,7 @@ def choose(
     ranked = [_explained(*meshes.of(one.candidate.degrees), one, global_norm) for one in best.values()]
     tried.update((one.candidate, one) for one in ranked)
     by_bound = _best_by_bound([Ranked(candidate, least=least) for candidate, least in race.remaining if candidate.kind not in best])
-    too_large = [_over(candidate, tried[candidate].memory, limit) for candidate in race.too_large]
+    too_large = [_over(tried[candidate], meshes) for candidate in race.too_large]
     lacking = [candidate for candidate in by_rank if candidate.over is not None]
     rejected = _of_other_kinds([*too_large, *lacking], [*ranked, *by_bound])
     return Choice(profile, topology, (*ranked, *by_bound), rejected, len(by_rank), global_norm, race.open)
@@ -200,10 +219,10 @@ def _of_other_kinds(candidates: Iterable[Candidate], ranked: Iterable[Ranked]) -
     return tuple(first.values())
 
 
-def _over(candidate: Candidate, memory: Sequence[int], limit: float) -> Candidate:
+def _over(one: Ranked, meshes: Meshes) -> Candidate:
     """Return the candidate marked as one that does not fit, with the memory of the simulation."""
-    worst = max(range(len(memory)), key=lambda s: memory[s])
-    return dataclasses.replace(candidate, memory=tuple(memory), over=(worst, round(memory[worst] - limit)))
+    worst, lacks = one.lacks(meshes)
+    return dataclasses.replace(one.candidate, memory=one.memory, over=(worst, round(lacks)))
 
 
 def _simulated(profile: Profile, topology: Topology, candidate: Candidate, global_norm: bool) -> Simulated | None:
@@ -236,7 +255,7 @@ def _agree(profile: Profile, topology: Topology, candidate: Candidate, global_no
     costs = profile.stage_costs(plan, candidate.rows)
     waits = plan.vertical_sync or global_norm or topology.cores is not None or topology.levels[0].bandwidth < _NO_LINKS
     if has_bounds(plan) and not waits:
-        seconds = unhindered_seconds(plan, costs, network(plan, topology), *window(plan))
+        seconds = unhindered_seconds(plan, slowed(plan, costs, topology), network(plan, topology), *window(plan))
     elif (simulation := simulate_plan(plan, costs, topology, global_norm)) is not None:
         seconds = simulation.batch_seconds
     else:
@@ -259,4 +278,5 @@ def _evened(profile: Profile, candidate: Candidate) -> Profile:
 def _without_links(topology: Topology) -> Topology:
     levels = [level.model_copy(update={"bandwidth": _NO_LINKS, "latency": 0.0}) for level in topology.levels]
     device = topology.device.model_copy(update={"overlap": "transfers and sums"})
-    return topology.model_copy(update={"levels": tuple(levels), "device": device})
+    differing = tuple(one.model_copy(update={"bandwidth": {}}) for one in topology.differing)
+    return topology.model_copy(update={"levels": tuple(levels), "device": device, "differing": differing})

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 import jpipe
+from jpipe_planner.cost.devices import lacking, limits_of
 from jpipe_planner.cost.memory import stage_bytes, waiting_inputs
 from jpipe_planner.cost.simulated import simulate_plan
 from jpipe_planner.machine.compiling import bytes_beyond_memory
@@ -92,15 +93,16 @@ def _with_compiled(
     programs: Programs,
 ) -> Compiled:
     """Do the work of `compile_stages` with only these stages compiled."""
-    plan, limit = choice.plan(ranked), choice.topology.device.limit
+    plan = choice.plan(ranked)
     profile, topology = choice.meshes.of(ranked.candidate.degrees)
+    limits = limits_of(plan, topology)
     costs, estimates = [], profile.stage_costs(plan, ranked.candidate.rows)
     try:
         sizes = pipe.costs(batch, compiled_for=devices, stages=stages, programs=programs)
     except jax.errors.JaxRuntimeError as error:
-        if limit is None or bytes_beyond_memory(error) is None:
+        if math.inf in limits or bytes_beyond_memory(error) is None:
             raise
-        return _rejected_by_compiler(ranked, limit, plan, lambda s: pipe.costs(batch, compiled_for=devices, stages=[s], programs=programs))
+        return _rejected_by_compiler(ranked, limits, plan, lambda s: pipe.costs(batch, compiled_for=devices, stages=[s], programs=programs))
     for s, (size, estimate) in enumerate(zip(sizes, estimates, strict=True)):
         names = _TIMES if s in stages else (*_TIMES, "residuals", "stash", "temporary")
         costs.append(dataclasses.replace(size, **{name: getattr(estimate, name) for name in names}))
@@ -108,10 +110,10 @@ def _with_compiled(
     if exact.simulated is None:  # too long to simulate: the closed form, with the exact bytes
         exact = Ranked(dataclasses.replace(ranked.candidate, memory=closed_form_bytes(plan, costs)))
     compiled_ranks = tuple(p for p, pipeline_ranks in enumerate(plan.pipeline_ranks) if set(pipeline_ranks) <= set(stages))
-    return Compiled(exact, ranked.candidate.memory, None if limit is None else max(exact.memory) - limit, compiled_ranks)
+    return Compiled(exact, ranked.candidate.memory, None if math.inf in limits else lacking(exact.memory, limits)[1], compiled_ranks)
 
 
-def _rejected_by_compiler(ranked: Ranked, limit: float, plan: jpipe.Plan, compile: Callable[[int], object]) -> Compiled:
+def _rejected_by_compiler(ranked: Ranked, limits: Sequence[float], plan: jpipe.Plan, compile: Callable[[int], object]) -> Compiled:
     """Return the result for a plan of which XLA does not compile a program, because it exceeds the memory, as XLA says of TPUs.
 
     The first rank of which `compile` fails for a stage lacks what the program does; the memory of the other ranks is estimated.
@@ -124,10 +126,10 @@ def _rejected_by_compiler(ranked: Ranked, limit: float, plan: jpipe.Plan, compil
         except jax.errors.JaxRuntimeError as error:
             if (sizes := bytes_beyond_memory(error)) is None:
                 raise
-            memory[p] = math.ceil(max(memory[p], limit) + sizes[0] - sizes[1])
+            memory[p] = math.ceil(max(memory[p], limits[p]) + sizes[0] - sizes[1])
             break
     exact = Ranked(dataclasses.replace(ranked.candidate, memory=tuple(memory)))
-    return Compiled(exact, ranked.candidate.memory, max(memory) - limit, tuple(range(len(memory))))
+    return Compiled(exact, ranked.candidate.memory, lacking(memory, limits)[1], tuple(range(len(memory))))
 
 
 def closed_form_bytes(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost]) -> tuple[int, ...]:

@@ -1,11 +1,11 @@
 """Compile the best plans until one fits: the estimates of a profile are not exact, so a plan that lacks memory recomputes more."""
 
 import dataclasses
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from jpipe_planner.cost.bound import computing_seconds
+from jpipe_planner.cost.devices import lacking, slowed
 from jpipe_planner.cost.simulated import simulate_plan
 from jpipe_planner.machine.topology import Topology
 from jpipe_planner.profile.profile import Profile
@@ -106,14 +106,10 @@ class _Confirm:
     ) -> None:
         self.result = Confirmation(known=dict(known))
         self._choice, self._compile, self._report = choice, compile, report
-        limit = choice.topology.device.limit
-        self._limit = math.inf if limit is None else limit
-        roomy = None if limit is None else (1 + NEAR) * limit
-        device = choice.topology.device.model_copy(update={"memory": roomy, "reserved": {}})
-        self._roomy = choice.topology.model_copy(update={"device": device})
+        self._roomy = choice.topology.with_memory(1 + NEAR)
         self._candidates = list(candidates)
         # The original of each candidate; near misses are marked as plans that fit.
-        self._originals = {_assumed_to_fit(candidate, NEAR * (limit or 0)): candidate for candidate in candidates}
+        self._originals = {_assumed_to_fit(candidate, self._limits(candidate)): candidate for candidate in candidates}
         self._remaining = list(self._originals)
         self._tried: set[Candidate] = set()
         self._estimates = self.result.known | {
@@ -121,6 +117,10 @@ class _Confirm:
             for assumed, original in self._originals.items()
             if original in known
         }
+
+    def _limits(self, candidate: Candidate) -> tuple[float, ...]:
+        """Return the bytes that each pipeline rank of a plan may use."""
+        return candidate.limits(self._choice.meshes.of(candidate.degrees)[1])
 
     def fastest(self) -> None:
         """Compile in the order of speed until a plan fits."""
@@ -139,7 +139,7 @@ class _Confirm:
             full = dataclasses.replace(candidate, policies=("full",) * candidate.depth, over=None)
             full = dataclasses.replace(full, memory=_bytes_without_temporaries(self._choice.meshes.of(candidate.degrees)[0], full))
             best = lean.get(candidate.kind)
-            if max(full.memory) <= self._limit and (best is None or max(full.memory) < max(best.memory)):
+            if lacking(full.memory, self._limits(full))[1] <= 0 and (best is None or max(full.memory) < max(best.memory)):
                 lean[candidate.kind] = full
         untried = [full for full in lean.values() if full.without_costs not in self._tried]
         fastest = sorted(untried, key=lambda full: full.seconds / full.batch)[: MOST_LEAN - 1]
@@ -202,10 +202,10 @@ class _Confirm:
         errors = [actual - estimate for actual, estimate in zip(true, ranked.memory, strict=True)]
         compiled_ranks = compiled.ranks or range(len(true))
         errors = [error if p in compiled_ranks else max(errors[q] for q in compiled_ranks) for p, error in enumerate(errors)]
-        pipeline_ranks, raised = self._choice.plan(ranked).pipeline_ranks, ranked
-        while lacking := [p for p, estimate in enumerate(raised.memory) if estimate + errors[p] > self._limit]:
+        pipeline_ranks, raised, limits = self._choice.plan(ranked).pipeline_ranks, ranked, self._limits(candidate)
+        while over := [p for p, estimate in enumerate(raised.memory) if estimate + errors[p] > limits[p]]:
             policies = list(raised.candidate.policies)
-            for s in [s for p in lacking for s in pipeline_ranks[p]]:
+            for s in [s for p in over for s in pipeline_ranks[p]]:
                 policies[s] = order[min(order.index(policies[s]) + 1, len(order) - 1)]
             more = None if tuple(policies) == raised.candidate.policies else _with_policies(self._choice, candidate, tuple(policies))
             if more is None:
@@ -227,7 +227,8 @@ def _with_policies(choice: Choice, candidate: Candidate, policies: tuple[str, ..
     if simulation is None and not has_closed_form:
         return None
     seconds = closed_form(profile, topology, candidate) if has_closed_form or simulation is None else simulation.batch_seconds
-    bubble = max(1 - computing_seconds(plan, costs) / (candidate.num_ranks * seconds), 0.0)
+    computing = computing_seconds(plan, slowed(plan, costs, topology))
+    bubble = max(1 - computing / (candidate.num_ranks * seconds), 0.0)
     memory = closed_form_bytes(plan, costs) if simulation is None else Ranked(candidate, simulation).memory
     return Ranked(dataclasses.replace(candidate, seconds=seconds, bubble=bubble, memory=memory), simulation)
 
@@ -244,7 +245,7 @@ def _may_be_smaller(other: Candidate, candidate: Candidate) -> bool:
     return max(other.memory) < max(candidate.memory) or other.rows < candidate.rows
 
 
-def _assumed_to_fit(candidate: Candidate, lacking: float) -> Candidate:
-    """Return the candidate as one that fits, if it lacks no more than that."""
-    near = candidate.over is not None and candidate.over[1] <= lacking
+def _assumed_to_fit(candidate: Candidate, limits: Sequence[float]) -> Candidate:
+    """Return the candidate as one that fits, if it is a near miss."""
+    near = candidate.over is not None and candidate.over[1] <= NEAR * limits[candidate.over[0]]
     return dataclasses.replace(candidate, over=None) if near else candidate

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
 import jpipe
+from jpipe_planner.cost.devices import slowed
 from jpipe_planner.ranking.choose import Choice, Ranked
 from jpipe_planner.ranking.table import name, rows_of, size
 from jpipe_planner.search.candidate import Candidate
@@ -54,7 +55,7 @@ def _draw_candidates(
     points: dict[tuple[str, bool], list[tuple[int, float]]] = {}
     for candidate, known in candidates:
         memory = max((known or candidate).memory)
-        fits = candidate.over is None if known is None or limit is None else memory <= limit
+        fits = candidate.over is None if known is None else known.lacks(choice.meshes)[1] <= 0
         points.setdefault((candidate.schedule, fits), []).append((memory, candidate.samples_per_second))
     for number, kind in enumerate(jpipe.schedules.SCHEDULES):
         colour, mark = look(number)
@@ -74,7 +75,8 @@ def _draw_candidates(
     memory, speed = max(chosen.memory), chosen.candidate.samples_per_second
     axes.scatter([memory], [speed], s=180, facecolors="none", edgecolors="#1A1A1A", linewidths=1.5, label="chosen", zorder=3)
     if limit is not None:
-        axes.axvline(limit, color="#1A1A1A", linewidth=1, linestyle="--", label="memory of a device")
+        of = f"a {choice.topology.device.name}" if choice.topology.differing else "a device"
+        axes.axvline(limit, color="#1A1A1A", linewidth=1, linestyle="--", label=f"memory of {of}")
     axes.set_xscale("log")
     low, high = axes.get_xlim()
     axes.xaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5) if high / low < 1e3 else (1,)))
@@ -98,7 +100,8 @@ def look(number: int) -> tuple[str, "str | tuple[int, Literal[0, 1, 2], int]"]:
 
 def _draw_stages(axes: "matplotlib.axes.Axes", choice: Choice, chosen: Ranked) -> None:
     plan = choice.plan(chosen)
-    costs = choice.meshes.of(chosen.candidate.degrees)[0].stage_costs(plan, chosen.candidate.rows)
+    profile, topology = choice.meshes.of(chosen.candidate.degrees)
+    costs = slowed(plan, profile.stage_costs(plan, chosen.candidate.rows), topology)
     names = [_stage_name(s, stage) for s, stage in enumerate(plan.stages)]
     scale, unit = (1e3, "ms") if max(cost.forward + cost.backward for cost in costs) < 1 else (1.0, "s")
     shares = [scale / stage.replicas for stage in plan.stages]

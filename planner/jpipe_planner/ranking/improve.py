@@ -13,6 +13,7 @@ from itertools import accumulate, permutations
 import jpipe
 from jpipe import InputError
 from jpipe_planner.cost.bound import busy_seconds, has_bounds, port_seconds, unhindered_seconds
+from jpipe_planner.cost.devices import slowed
 from jpipe_planner.cost.simulated import MOST_FORWARDS, forwards, network, simulate_plan, window
 from jpipe_planner.profile.profile import Profile
 from jpipe_planner.ranking.choose import Choice, Ranked
@@ -105,8 +106,6 @@ class _Improvement:
     def __init__(self, choice: Choice, tried: dict[Candidate, Ranked], max_delay: float | None) -> None:
         self.count = 0
         self._choice, self._tried, self._max_delay, self._spent = choice, tried, max_delay, 0
-        limit = choice.topology.device.limit
-        self._limit = float("inf") if limit is None else limit
         self._seen = {candidate.without_costs for candidate in tried}
 
     def climb(self, ranked: Ranked) -> Ranked:
@@ -122,7 +121,7 @@ class _Improvement:
         """Return the first faster neighbour in the order of their bounds; None: there is none, or it would take too long."""
         profile, topology = self._choice.meshes.of(ranked.candidate.degrees)
         queue = list[tuple[float, int, Candidate]]()
-        for candidate in _faster_by_work(neighbours(ranked.candidate, profile), profile, ranked.seconds):
+        for candidate in _faster_by_work(neighbours(ranked.candidate, profile), profile, ranked.seconds / topology.slowness.min()):
             if candidate.without_costs in self._seen or not candidate.is_within(self._max_delay):
                 continue
             enough = _enough(candidate, ranked)
@@ -140,7 +139,7 @@ class _Improvement:
                 continue
             found = Ranked(priced(candidate, plan, costs, simulation, topology), simulation)
             self._tried[found.candidate] = found
-            if found.seconds < _enough(candidate, ranked) and max(found.memory) <= self._limit:
+            if found.seconds < _enough(candidate, ranked) and found.candidate.over is None:
                 return found
         return None
 
@@ -152,7 +151,7 @@ class _Improvement:
         except InputError:  # too few microbatches for the schedule
             return float("inf")
         self.count += 1
-        costs, link = profile.stage_costs(plan, candidate.rows), network(plan, topology)
+        costs, link = slowed(plan, profile.stage_costs(plan, candidate.rows), topology), network(plan, topology)
         bound = max(busy_seconds(plan, costs, topology.cores, link, topology.device.overlap), port_seconds(plan, costs, link))
         if bound < enough and self._spent < MOST_IN_ALL and forwards(plan) <= MOST_FORWARDS:
             self._spent += forwards(plan) // _FREE_FORWARDS

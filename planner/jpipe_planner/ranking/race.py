@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import jpipe
 from jpipe_planner.cost.bound import busy_seconds, has_bounds, port_seconds, unhindered_seconds
+from jpipe_planner.cost.devices import slowed
 from jpipe_planner.cost.simulated import MOST_FORWARDS, forwards, network, window
 from jpipe_planner.machine.topology import Topology
 from jpipe_planner.profile.profile import Profile
@@ -72,6 +73,7 @@ class Race:
         self.finished: list[Candidate] = []
         self.too_large: list[Candidate] = []
         self._meshes, self._candidates, self._known = Meshes(profile, topology), candidates, known
+        self._has_equal_devices = not topology.differing
         self._simulate, self._count, self._spent = simulate, 0, 0
         self._fastest = math.inf  # seconds per row
         self._best_of_kind: dict[tuple[object, ...], float] = {}
@@ -113,7 +115,8 @@ class Race:
             seconds = self._bound(candidate, entry.bounds) / candidate.batch
             heapq.heappush(self._queue, _Entry(max(seconds, entry.seconds_per_row), entry.number, entry.bounds + 1))
             return
-        if any(other.kind == candidate.kind and max(other.memory) <= max(candidate.memory) for other in self.too_large):
+        is_larger = (other.kind == candidate.kind and max(other.memory) <= max(candidate.memory) for other in self.too_large)
+        if self._has_equal_devices and any(is_larger):
             return  # it would not fit either
         if outcome is None:
             self._count += 1
@@ -129,10 +132,10 @@ class Race:
         self._fastest = min(self._fastest, seconds_per_row)
         self._best_of_kind[candidate.kind] = min(self._best_of_kind.get(candidate.kind, math.inf), seconds_per_row)
 
-    def _plan(self, candidate: Candidate) -> tuple[jpipe.Plan, tuple[jpipe.programs.StageCost, ...]]:
-        profile, _ = self._meshes.of(candidate.degrees)
+    def _plan(self, candidate: Candidate) -> tuple[jpipe.Plan, Sequence[jpipe.programs.StageCost]]:
+        profile, topology = self._meshes.of(candidate.degrees)
         plan = candidate.plan(profile.ids)
-        return plan, profile.stage_costs(plan, candidate.rows)
+        return plan, slowed(plan, profile.stage_costs(plan, candidate.rows), topology)
 
     def _bound(self, candidate: Candidate, which: int) -> float:
         plan, costs = self._planned(candidate)

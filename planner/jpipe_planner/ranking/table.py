@@ -1,8 +1,11 @@
 """Write the ranking as text: one row per candidate, and why others were rejected."""
 
+import math
+from collections import Counter
 from collections.abc import Sequence
 
 import jpipe
+from jpipe_planner.cost.devices import order_of
 from jpipe_planner.machine.topology import Topology
 from jpipe_planner.profile.profile import Profile
 from jpipe_planner.ranking.choose import Choice, Ranked
@@ -15,6 +18,7 @@ __all__ = [
     "WORDS",
     "attempt",
     "delay",
+    "devices",
     "head",
     "how_known",
     "links",
@@ -32,7 +36,7 @@ __all__ = [
 ]
 
 _EQUAL = 0.005  # relative difference up to which plans count as equally fast, as in `choose`
-WORDS = ("schedule", "recompute", "bound by", "why not", "peak memory of each rank")  # columns of words, which begin at the left
+WORDS = ("schedule", "devices", "recompute", "bound by", "why not", "peak memory of each rank")  # columns of words, which begin at the left
 HEAD = (
     "rank",
     "schedule",
@@ -48,20 +52,30 @@ HEAD = (
     "sent/sample",
     "bound by",
 )
-"""With meshes there is `mesh` after `stages`."""
+"""With meshes there is `mesh` after `stages`, and where devices differ `devices`, in the order of the stages."""
 
 
 def rows(choice: Choice, most: int) -> list[tuple[str, ...]]:
     """Return rows for the first `most` plans that fit; see `head` for the columns."""
-    lines = [_row(n, ranked, choice.topology.device.limit) for n, ranked in enumerate(choice.ranked[:most], start=1)]
-    if not has_meshes(choice):
-        return lines
-    return [(*row[:3], str(ranked.candidate.degrees), *row[3:]) for row, ranked in zip(lines, choice.ranked, strict=False)]
+    shown = choice.ranked[:most]
+    return [
+        (*row[:3], *_more(choice, ranked.candidate), *row[3:])
+        for row, ranked in ((_row(n, ranked, _limits(choice, ranked.candidate)), ranked) for n, ranked in enumerate(shown, start=1))
+    ]
 
 
 def head(choice: Choice) -> tuple[str, ...]:
     """Return the columns of `rows`."""
-    return (*HEAD[:3], "mesh", *HEAD[3:]) if has_meshes(choice) else HEAD
+    meshes, devices = ("mesh",) * has_meshes(choice), ("devices",) * bool(choice.topology.differing)
+    return (*HEAD[:3], *meshes, *devices, *HEAD[3:])
+
+
+def _more(choice: Choice, candidate: Candidate) -> tuple[str, ...]:
+    """Return the mesh and the devices of a plan, if other plans have others."""
+    meshes = (str(candidate.degrees),) * has_meshes(choice)
+    if not choice.topology.differing:
+        return meshes
+    return (*meshes, order_of(candidate.plan(choice.profile.ids), choice.meshes.of(candidate.degrees)[1]))
 
 
 def has_meshes(choice: Choice) -> bool:
@@ -114,6 +128,15 @@ def name(candidate: Candidate) -> str:
     return f"{schedule(candidate)} with {shape(candidate)} stage{'' if candidate.num_ranks == 1 else 's'}{mesh}"
 
 
+def devices(topology: Topology) -> str:
+    """Return the devices with the memory that a plan may use, such as `8 × A100 with 37.9 GB, 4 × V100 with 31 GB`."""
+    kinds = [(topology.device.name, topology.device.limit)] * topology.num_devices
+    if topology.differing:
+        kinds = [(device.name, device.limit) for device in topology.devices]
+    counts = Counter(kinds)
+    return ", ".join(f"{count} × {kind}" + (f" with {size(limit)}" if limit else "") for (kind, limit), count in counts.items())
+
+
 def links(topology: Topology) -> str:
     """Return the links of equal devices, and how many of them can compute at a time, for a sentence."""
     level = topology.levels[0]
@@ -163,10 +186,10 @@ def rows_of(count: int) -> str:
 
 def why_rejected(choice: Choice, most: int) -> list[str]:
     """Return a line for each kind of plan that does not fit by its estimate, the one that lacks least memory first."""
-    limit = choice.topology.device.limit or 0.0
     lines = []
     for candidate in choice.rejected[:most]:
         stage, lacking = candidate.over or (0, 0)
+        limit = _limits(choice, candidate)[stage]
         plan = f"{name(candidate)}, {rows_of(candidate.rows)}"
         what = "rank" if candidate.chunks > 1 else "stage"
         lines.append(f"{plan}: {what} {stage} needs an estimated {size(limit + lacking)}, {size(lacking)} too much")
@@ -191,16 +214,16 @@ def attempt(one: Attempt) -> str:
 
 def why_chosen(choice: Choice, most: int) -> list[tuple[str, ...]]:
     """Return rows that compare the first plan that fits with the best of other kinds; see `WHY_HEAD` for the columns."""
-    best, limit = choice.ranked[0], choice.topology.device.limit
-    return [_why_row(best, other, limit) for other in choice.ranked[:most]]
+    return [_why_row(choice.ranked[0], other, _limits(choice, other.candidate)) for other in choice.ranked[:most]]
 
 
 WHY_HEAD = ("schedule", "stages", "time per sample", "bubble", "peak memory of each rank", "why not")
 
 
-def _why_row(best: Ranked, other: Ranked, limit: float | None) -> tuple[str, ...]:
+def _why_row(best: Ranked, other: Ranked, limits: Sequence[float]) -> tuple[str, ...]:
     candidate = other.candidate
-    memory = ", ".join(map(size, other.memory)) + (f" of {size(limit)}" if limit else "")
+    of = limits[:1] if len(set(limits)) == 1 else limits
+    memory = ", ".join(map(size, other.memory)) + (f" of {', '.join(map(size, of))}" if math.inf not in of else "")
     return (
         schedule(candidate),
         shape(candidate) + (f" ({candidate.degrees})" if candidate.degrees.size > 1 else ""),
@@ -235,13 +258,14 @@ def _bubble(ranked: Ranked) -> float:
 
 def what_would_fit(choice: Choice) -> list[str]:
     """Explain, for a model that fits nowhere, how much is lacking at which stage and what to change; recomputation was always tried."""
-    limit, best = choice.topology.device.limit or 0.0, choice.rejected[0]
-    stage, lacking = best.over or (0, 0)
+    best = choice.rejected[0]
+    limits, (stage, lacking) = _limits(choice, best), best.over or (0, 0)
+    limit = limits[stage]
     least, devices = min(choice.profile.sizes), choice.topology.num_devices
     untried = []
     if len(choice.profile.layers) > devices:
         untried.append(f"more than {devices} devices, for more stages")
-    if least > 1 and all(size <= limit for size in _without_rows(choice.meshes.of(best.degrees)[0], best)):
+    if least > 1 and all(size <= min(limits) for size in _without_rows(choice.meshes.of(best.degrees)[0], best)):
         untried.append(f"smaller microbatches than {rows_of(least)}")
     if not any(jpipe.schedules.SCHEDULES[candidate.schedule].flushes for candidate in choice.rejected):
         untried.append("a schedule with one weight version")
@@ -267,9 +291,14 @@ def _without_rows(profile: Profile, candidate: Candidate) -> list[int]:
     return sizes
 
 
-def _row(rank: int, ranked: Ranked, limit: float | None) -> tuple[str, ...]:
+def _limits(choice: Choice, candidate: Candidate) -> tuple[float, ...]:
+    """Return the bytes that each pipeline rank of a plan may use; infinity: not limited."""
+    return candidate.limits(choice.meshes.of(candidate.degrees)[1])
+
+
+def _row(rank: int, ranked: Ranked, limits: Sequence[float]) -> tuple[str, ...]:
     candidate, simulated = ranked.candidate, ranked.simulated
-    memory = max(ranked.memory)
+    limit, memory = max(zip(limits, ranked.memory, strict=True), key=lambda both: (both[1] / both[0], both[1]))
     difference = f" ({ranked.why})" if ranked.why else ""
     return (
         str(rank),
@@ -282,7 +311,7 @@ def _row(rank: int, ranked: Ranked, limit: float | None) -> tuple[str, ...]:
         rate(ranked.samples_per_second) + difference if simulated else f"≤ {rate(ranked.most)}" if ranked.least else "–",
         f"{_bubble(ranked):.0%}",
         delay(candidate),
-        size(memory) + (f" ({memory / limit:.0%})" if limit else ""),
+        size(memory) + (f" ({memory / limit:.0%})" if limit < math.inf else ""),
         size(candidate.sent),
         candidate.bound,
     )

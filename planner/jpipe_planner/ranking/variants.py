@@ -17,6 +17,7 @@ from typing import Any
 import jpipe
 from jpipe import InputError
 from jpipe_planner.cost.bound import flush_seconds, rank_seconds
+from jpipe_planner.cost.devices import lacking, limits_of, slowed, slowness_of
 from jpipe_planner.cost.shape import is_planned, needs_vertical_sync
 from jpipe_planner.cost.simulated import Simulated, forwards, network, simulate_plan
 from jpipe_planner.machine.topology import Topology
@@ -194,7 +195,8 @@ class _Variants:
     def _with_order(self, variant: "_Variant", limit: int) -> "_Variant":
         """Return the variant with an order for the times of its stages, and with a bound for it."""
         latency = _message_seconds(variant.plan, variant.costs, self.topology)
-        order = jpipe.schedules.greedy_order(variant.plan, variant.costs, limits=limit, latency=latency)
+        costs = slowed(variant.plan, variant.costs, self.topology)
+        order = jpipe.schedules.greedy_order(variant.plan, costs, limits=limit, latency=latency)
         return self._variant(
             dataclasses.replace(variant.candidate, schedule=variant.name, order=order, order_limit=limit), order_limit=limit
         )
@@ -202,9 +204,10 @@ class _Variants:
     def _variant(self, candidate: Candidate, schedule: str = "", order_limit: int | None = None) -> "_Variant":
         plan = candidate.plan(self.profile.ids)
         costs = self.profile.stage_costs(plan, candidate.rows)
-        least = rank_seconds(plan, costs, self.topology.cores)
+        on_devices = slowed(plan, costs, self.topology)
+        least = rank_seconds(plan, on_devices, self.topology.cores)
         if order_limit is None or candidate.order is not None:
-            least = max(least, flush_seconds(plan, costs, network(plan, self.topology)))
+            least = max(least, flush_seconds(plan, on_devices, network(plan, self.topology)))
         return _Variant(schedule or candidate.schedule, candidate, plan, costs, least / candidate.batch, order_limit)
 
     def _lacks_norm(self, plan: jpipe.Plan) -> bool:
@@ -251,14 +254,15 @@ class _Variants:
                 yield from self._ordered(base, name)
                 continue
             for chunks in {"straight": (1,), "v": (2,)}.get(rules.layout, range(1 if rules.flushes else 2, MOST_CHUNKS + 1)):
-                for candidate in _chunked(self.profile, base, name, chunks, self._is_restricted and needs_vertical_sync(name)):
+                sync = self._is_restricted and needs_vertical_sync(name)
+                for candidate in _chunked(self.profile, self.topology, base, name, chunks, sync):
                     if not self._lacks_norm(candidate.plan(self.profile.ids)) and candidate.is_within(self.max_delay):
                         yield self._variant(candidate)
 
     def _ordered(self, base: Candidate, schedule: str) -> Iterator["_Variant"]:
         """Yield plans with an order for the times of their stages, with the activations of 1F1B's first rank, and with twice as many."""
         for layout, chunks in (("zb_h1", 1), ("zb_v", 2)):
-            for candidate in _chunked(self.profile, base, layout, chunks):
+            for candidate in _chunked(self.profile, self.topology, base, layout, chunks):
                 yield from (self._variant(candidate, schedule, limit) for limit in (base.depth * chunks, 2 * base.depth * chunks))
 
 
@@ -295,14 +299,17 @@ def _message_seconds(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost]
     return max((one.latency + size / one.bandwidth for one, size in crossed), default=0.0)
 
 
-def _chunked(profile: Profile, base: Candidate, schedule: str, chunks: int, vertical_sync: bool = False) -> Iterator[Candidate]:
+def _chunked(
+    profile: Profile, topology: Topology, base: Candidate, schedule: str, chunks: int, vertical_sync: bool = False
+) -> Iterator[Candidate]:
     """Yield the plan with this number of chunks on each rank, if it is legal."""
     stages = base.depth * chunks
     if stages > len(profile.ids):
         return
     costs = profile.costs(base.rows).values()
     recomputes = 0 if base.policies[0] == "none" else 1
-    starts = base.starts if chunks == 1 else balance([(1 + recomputes) * cost.forward + cost.backward for cost in costs], stages)
+    seconds = [(1 + recomputes) * cost.forward + cost.backward for cost in costs]
+    starts = base.starts if chunks == 1 else balance(seconds, stages)
     candidate = dataclasses.replace(
         base,
         schedule=schedule,
@@ -313,9 +320,11 @@ def _chunked(profile: Profile, base: Candidate, schedule: str, chunks: int, vert
         vertical_sync=vertical_sync,
     )
     try:
-        candidate.plan(profile.ids)
+        plan = candidate.plan(profile.ids)
     except InputError:
         return
+    if chunks > 1 and topology.differing:
+        candidate = dataclasses.replace(candidate, starts=balance(seconds, stages, slowness_of(plan, topology)))
     yield candidate
 
 
@@ -323,9 +332,9 @@ def priced(
     candidate: Candidate, plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost], simulation: Simulated, topology: Topology
 ) -> Candidate:
     """Return the candidate with its simulation's numbers."""
-    limit, peaks = topology.device.limit, list(zip(plan.rank_positions, simulation.peak_bytes, strict=True))
+    peaks, costs = list(zip(plan.rank_positions, simulation.peak_bytes, strict=True)), slowed(plan, costs, topology)
     memory = tuple(max(peak for (pipeline_rank, _), peak in peaks if pipeline_rank == p) for p in range(len(plan.pipeline_ranks)))
-    worst = max(range(len(memory)), key=memory.__getitem__)
+    worst, lacks = lacking(memory, limits_of(plan, topology))
     busy = [sum(costs[s].forward + costs[s].backward for s in stages) for stages in plan.pipeline_ranks]
     return dataclasses.replace(
         candidate,
@@ -334,5 +343,5 @@ def priced(
         memory=memory,
         sent=sum(simulation.sent_bytes) / candidate.batch,
         bound=f"rank {max(range(len(busy)), key=busy.__getitem__)} computes",
-        over=(worst, round(memory[worst] - limit)) if limit is not None and memory[worst] > limit else None,
+        over=(worst, round(lacks)) if lacks > 0 else None,
     )

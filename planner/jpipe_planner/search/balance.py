@@ -4,19 +4,24 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
 
+import numpy as np
+
 _TICKS = 1e15  # per second, so that sums and ties are exact
 
 
-def balance(seconds: Sequence[float], stages: int) -> tuple[int, ...]:
+def balance(seconds: Sequence[float], stages: int, slowness: Sequence[float] | None = None) -> tuple[int, ...]:
     """Return the cut into contiguous stages that minimizes the longest stage; among such cuts an even one.
 
     Args:
         seconds: seconds of each layer.
         stages: number of stages, at most that of the layers.
+        slowness: the factor of all seconds in each stage, because its devices differ; None: 1 for all.
 
     Returns:
         The first layer of each stage.
     """
+    if slowness is not None and len(set(slowness)) > 1:
+        return _by_speed(seconds, slowness)
     ticks = [round(value * _TICKS) for value in seconds]
     sums = [0, *accumulate(ticks)]
     low, high = max(max(ticks), -(-sums[-1] // stages)), sums[-1]
@@ -60,3 +65,22 @@ def _spread(sums: list[int], stages: int, limit: int) -> tuple[int, ...]:
             start -= 1
         starts[s] = end = start
     return tuple(starts)
+
+
+def _by_speed(seconds: Sequence[float], slowness: Sequence[float]) -> tuple[int, ...]:
+    """Return the cut that minimizes the longest stage, by dynamic programming over the stages and their ends.
+
+    Of the cuts that are equal up to a stage, the earliest are taken.
+    """
+    sums = np.concatenate([[0.0], np.cumsum(seconds)])
+    each = np.where(np.tri(len(sums), k=-1, dtype=bool), sums[:, None] - sums, np.inf)  # by end and first layer
+    longest, froms = np.where(np.arange(len(sums)), np.inf, 0.0), []
+    for factor in slowness:
+        options = np.maximum(longest, factor * each)
+        froms.append(options.argmin(1))
+        longest = options.min(1)
+    starts, end = list[int](), len(seconds)
+    for origins in reversed(froms):
+        end = int(origins[end])
+        starts.append(end)
+    return tuple(reversed(starts))

@@ -1,11 +1,14 @@
 """Candidates: plans with their prices, small enough to keep thousands of them."""
 
 import functools
+import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
 import jpipe
+from jpipe_planner.cost.devices import limits_of
 from jpipe_planner.cost.shape import Shape, is_planned, mean_delay
+from jpipe_planner.machine.topology import Topology
 from jpipe_planner.profile.sharded import NO_MESH, Degrees
 
 
@@ -37,6 +40,7 @@ class Candidate:
         vertical_sync: as in `jpipe.Plan`.
         max_in_flight: as in `jpipe.Plan`.
         shard_optimizer: as in `jpipe.Plan`.
+        placed_on: the devices, or meshes, of the topology in the order in which ranks get them; None: in the order of their numbers.
     """
 
     schedule: str
@@ -62,6 +66,7 @@ class Candidate:
     vertical_sync: bool = False
     max_in_flight: int | None = None
     shard_optimizer: bool = False
+    placed_on: tuple[int, ...] | None = None
 
     @property
     def depth(self) -> int:
@@ -178,7 +183,7 @@ class Candidate:
             {"layers": ids[start:end], "replicas": count, "recompute": policy, "mesh": self.degrees.mesh, "fsdp": self.degrees.fsdp}
             for start, end, count, policy in zip(self.starts, ends, self.replicas, self.policies, strict=True)
         ]
-        return jpipe.Plan(
+        plan = jpipe.Plan(
             schedule=self.schedule,
             microbatches=self.microbatches,
             stages=stages,
@@ -193,6 +198,27 @@ class Candidate:
             order_limit=self.order_limit,
             split_backward=self.split_backward,
         )
+        return plan if self.placed_on is None else plan.model_copy(update={"placement": self._placement(plan, self.placed_on)})
+
+    def in_order(self, topology: Topology) -> Topology:
+        """Return the topology with its devices in the order in which the ranks get them."""
+        return topology if self.placed_on is None else topology.ordered(self.placed_on)
+
+    def limits(self, topology: Topology) -> tuple[float, ...]:
+        """Return the bytes that each pipeline rank may use of a device; infinity: not limited.
+
+        Args:
+            topology: the topology of its meshes.
+        """
+        if not topology.differing:
+            return (math.inf if topology.device.limit is None else topology.device.limit,) * self.num_pipeline_ranks
+        return limits_of(self.plan(tuple(map(str, range(self.starts[-1] + 1)))), topology)
+
+    def _placement(self, plan: jpipe.Plan, devices: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+        """Return the first device of each replica of each pipeline rank."""
+        of_ranks = {plan.rank_positions[rank]: self.degrees.size * devices[n] for n, rank in enumerate(plan.placing_order)}
+        counts = [plan.replicas[stages[0]] for stages in plan.pipeline_ranks]
+        return tuple(tuple(of_ranks[p, replica] for replica in range(count)) for p, count in enumerate(counts))
 
     @property
     def _ranks(self) -> jpipe.schedules.Ranks:

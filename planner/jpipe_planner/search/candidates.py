@@ -2,10 +2,12 @@
 
 import dataclasses
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import Any, Literal
 
 import jpipe
+from jpipe_planner.cost.devices import slowed
 from jpipe_planner.cost.price import all_reduce_seconds
 from jpipe_planner.cost.shape import planned_schedules, sharing_refusal
 from jpipe_planner.machine.topology import Topology
@@ -13,7 +15,7 @@ from jpipe_planner.profile.profile import Profile
 from jpipe_planner.profile.sharded import NO_MESH, Degrees, Meshes
 from jpipe_planner.search.candidate import Candidate
 from jpipe_planner.search.paper import search_paper
-from jpipe_planner.search.parallel import EXTRA, pipelines_seconds, search_parallel
+from jpipe_planner.search.parallel import EXTRA, in_orders, pipelines_seconds, search_parallel
 from jpipe_planner.search.partition import SCHEDULE, Partition, Placed, Problem, evaluate_partition
 from jpipe_planner.search.pipedream import search_pipedream
 
@@ -65,7 +67,9 @@ def find_candidates(
         options: dict[str, Any] = {"exact": exact, "replicas": replicas, "max_delay": max_delay, "global_norm": global_norm}
         searched = search_parallel(*views.of(degrees), batch, schedules=schedules, **options)
         if SCHEDULE.name in schedules and not is_restricted:
-            stages = [one for one in _pipedream(*views.of(degrees), batch, exact, pipedream) if one.is_within(max_delay)]
+            of_mesh, machine = views.of(degrees)
+            found = in_orders(machine, partial(_pipedream, of_mesh, batch=batch, exact=exact, how=pipedream))
+            stages = [one for one in found if one.is_within(max_delay)]
             searched += [one for one in stages if one.depth > 1 or one.update_every == "replicas"]  # else among the equal pipelines
         candidates += searched if degrees.size == 1 else [on_meshes(candidate, degrees) for candidate in searched]
     useful = [candidate for candidate in candidates if candidate.depth > 1 or _is_data_parallelism(candidate, schedules)]
@@ -102,6 +106,10 @@ def on_meshes(candidate: Candidate, degrees: Degrees) -> Candidate:
 
 
 def _pipedream(profile: Profile, topology: Topology, batch: int, exact: bool, how: Updates) -> Iterator[Candidate]:
+    if how in ("text", "code") and topology.differing:
+        raise jpipe.InputError(
+            f"--pipedream {how}: the paper's recurrence is for equal devices, found some that differ; use batch or replicas"
+        )
     for n, rows in enumerate(profile.sizes):
         costs = list(profile.costs(rows).values())
         policies = tuple(policy for policy in jpipe.plan.RECOMPUTE if policy == "full" or all(policy in cost.residuals for cost in costs))
@@ -135,18 +143,18 @@ def closed_form(profile: Profile, topology: Topology, candidate: Candidate) -> f
         topology: the links, and cores if devices share them.
         candidate: a plan for these layers and devices.
     """
-    plan = candidate.plan(profile.ids)
+    plan, in_order = candidate.plan(profile.ids), candidate.in_order(topology)
     if set(candidate.replicas) == {candidate.replicas[0]} and candidate.update_every == "batch":
         seconds = pipelines_seconds(profile, topology, candidate)
     else:
         every: int | Literal["replicas"] = "replicas" if candidate.update_every == "replicas" else candidate.microbatches
-        problem = Problem(list(profile.costs(candidate.rows).values()), topology, every, dispatch=profile.dispatch)
+        problem = Problem(list(profile.costs(candidate.rows).values()), in_order, every, dispatch=profile.dispatch)
         ends = (*candidate.starts[1:], len(profile.ids))
         firsts = (0, *accumulate(candidate.replicas))
         placed = map(Placed, candidate.starts, ends, firsts, candidate.replicas, candidate.policies)
         seconds = evaluate_partition(problem, list(placed)).seconds * candidate.microbatches
     computing = 0.0
-    for s, cost in enumerate(profile.stage_costs(plan, candidate.rows)):
+    for s, cost in enumerate(slowed(plan, profile.stage_costs(plan, candidate.rows), topology)):
         updates = plan.microbatches / plan.microbatches_per_update(s)
         computing += plan.microbatches * (cost.forward + cost.backward) + updates * plan.replicas[s] * cost.update
     bubble = 1 - computing / (candidate.num_ranks * seconds)
@@ -167,9 +175,11 @@ def as_candidate(problem: Problem, partition: Partition, rows: int) -> Candidate
     for stage in partition.stages:
         layers = problem.layers[stage.start : stage.stop]
         recomputation = 0.0 if stage.recompute == "none" else sum(layer.forward for layer in layers)
-        computing += plan.microbatches * (sum(layer.forward + layer.backward for layer in layers) + recomputation + 2 * problem.dispatch)
+        slowness = problem.kind(stage).slowness
+        each = sum(layer.forward + layer.backward for layer in layers) + recomputation + 2 * problem.dispatch
+        computing += plan.microbatches * slowness * each
         updates = plan.microbatches // problem.microbatches_per_update(stage.replicas)
-        computing += updates * stage.replicas * (sum(layer.update for layer in layers) + problem.dispatch)
+        computing += updates * stage.replicas * slowness * (sum(layer.update for layer in layers) + problem.dispatch)
         sent += updates * 2 * (stage.replicas - 1) * sum(layer.summed for layer in layers)
         sent += plan.microbatches * 2 * layers[-1].outputs if stage.stop < len(problem.layers) else 0
     return Candidate(
@@ -197,7 +207,7 @@ def _bound(problem: Problem, partition: Partition) -> str:
         return f"cut {s}"
     stage = partition.stages[s]
     layers = problem.layers[stage.start : stage.stop]
-    link = problem.link(stage.first, stage.first + stage.replicas - 1)
-    summed = all_reduce_seconds(sum(layer.summed for layer in layers), stage.replicas, link)
-    computes = sum(layer.forward + layer.backward for layer in layers)
+    devices = problem.kind(stage)
+    summed = all_reduce_seconds(sum(layer.summed for layer in layers), stage.replicas, devices.link)
+    computes = devices.slowness * sum(layer.forward + layer.backward for layer in layers)
     return f"sum of stage {s}" if summed > computes else f"stage {s} computes"

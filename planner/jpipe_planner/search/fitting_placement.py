@@ -74,15 +74,15 @@ class FittingPlacement:
     def _ranges(self, a: int) -> Any:
         """Return the indices in `FittingRanges.ranges` of the ranges from device a on."""
         ranges = []
-        for index, chosen in self._fast.levels_from(a):
-            first = int(np.searchsorted(self._fitting.level_indices, index))
+        for index, chosen in self._fast.kinds_from(a):
+            first = int(np.searchsorted(self._fitting.kind_indices, index))
             ranges.append(np.arange(first + chosen.start, first + chosen.stop))
         return np.concatenate(ranges)
 
     def _fewest_before(self) -> Any:
         """Return the fewest stages before each device and layer, with as few microbatches in flight as possible."""
         cuts = self._fast.cuts(self._bound)
-        between = [cuts[self._fast.level_between(a)] for a in range(1, self._devices)]
+        between = [cuts[self._fast.kind_between(a)] for a in range(1, self._devices)]
         allowed = np.stack([cuts[0], *between, cuts[0]])
         before = np.full(allowed.shape, _NEVER)
         before[0, 0] = 0

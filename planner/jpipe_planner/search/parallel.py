@@ -3,9 +3,9 @@
 PipeDream-2BW (ICML 2021), section 4, for all schedules; data parallelism is a pipeline of one stage.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from typing import Any, Literal
 
 import numpy as np
@@ -31,7 +31,8 @@ from jpipe_planner.search.candidate import Candidate
 from jpipe_planner.search.stages import Layers, Stages
 
 EXTRA = (0, 1, 2)  # additional microbatches in flight, tried for schedules that do not flush
-_ORIENTATIONS: tuple[Literal["replicas", "stages"], ...] = ("replicas", "stages")
+_Orientation = Literal["replicas", "stages"]
+_ORIENTATIONS: tuple[_Orientation, ...] = ("replicas", "stages")
 
 
 def search_parallel(
@@ -48,7 +49,8 @@ def search_parallel(
 ) -> list[Candidate]:
     """Price all plans of w pipelines of d stages on all w d devices of the topology; on fewer devices only if no such plan fits.
 
-    Without replicas: all plans of one pipeline, on any number of the devices.
+    Where devices differ, plans are tried with the devices in several orders (`Topology.orders`), and those that leave slow devices idle as
+    well. Without replicas: all plans of one pipeline, on any number of the devices.
 
     Each depth has the cut that balances compute best or, if that does not fit, the best balanced cut that fits. Each stage has the
     cheapest recomputation that fits.
@@ -69,6 +71,32 @@ def search_parallel(
         All candidates, best first; those that do not fit are last, sorted by how much they lack. Empty if no plan has such a batch.
     """
     schedules = planned_schedules() if schedules is None else tuple(schedules)
+    if topology.differing:
+        limits: dict[str, Any] = {"exact": exact, "schedules": schedules, "price": price, "replicas": replicas, "max_delay": max_delay}
+        search = partial(_search, profile, batch=batch, global_norm=global_norm, **limits)
+        return sorted(in_orders(topology, search), key=lambda candidate: candidate.rank)
+    return _search(profile, topology, batch, exact, schedules, price, replicas, max_delay, global_norm)
+
+
+def in_orders(topology: Topology, search: Callable[[Topology], Iterable[Candidate]]) -> Iterator[Candidate]:
+    """Yield the candidates of a search on a topology with its devices in each of its orders."""
+    for n, order in enumerate(topology.orders()):
+        for candidate in search(topology.ordered(order)):
+            yield replace(candidate, placed_on=order) if n else candidate
+
+
+def _search(
+    profile: Profile,
+    topology: Topology,
+    batch: int,
+    exact: bool,
+    schedules: tuple[str, ...],
+    price: Literal["closed form", "paper"],
+    replicas: bool,
+    max_delay: float | None,
+    global_norm: bool,
+) -> list[Candidate]:
+    """Do the work of `search_parallel` with the devices in their order."""
     run = _Sweep(profile, topology, batch, exact, schedules, price, max_delay, global_norm or bool(profile.shared))
     shapes = run.full() if replicas else run.single()
     candidates = [candidate for width, depth in shapes for candidate in run.candidates(width, depth)]
@@ -90,9 +118,11 @@ def pipelines_seconds(profile: Profile, topology: Topology, candidate: Candidate
         candidate: equal pipelines that update together.
     """
     width, depth, layers = candidate.replicas[0], candidate.depth, Layers(profile)
+    topology = candidate.in_order(topology)
     stages = layers.cut(candidate.starts, profile.sizes.index(candidate.rows))
-    backward = stages.backward[[layers.policies.index(policy) for policy in candidate.policies], range(depth)]
-    times = _times(stages, width, Crossings.find(topology, width, depth, candidate.keep_together))._replace(backward=backward)
+    crossing = Crossings.find(topology, width, depth, candidate.keep_together)
+    backward = _slowed(crossing, stages.backward[[layers.policies.index(policy) for policy in candidate.policies], range(depth)])
+    times = _times(stages, width, crossing)._replace(backward=backward)
     pipelines = Pipelines(candidate.schedule, width, depth, candidate.extra_in_flight, candidate.vertical_sync)
     return float(_price(pipelines, schedule_facts(pipelines, (candidate.microbatches // width,)), times).seconds[0])
 
@@ -109,11 +139,17 @@ def _price(pipelines: Pipelines, facts: ScheduleFacts, times: Times) -> Price:
 
 @dataclass(frozen=True)
 class _Fit:
-    """What the schedule says, the chosen recomputation, and the bytes, by stage for each legal m."""
+    """What the schedule says, the chosen recomputation, the bytes, and by how many they are too many, by stage for each legal m."""
 
     facts: ScheduleFacts
     policy: Any  # its index in Layers.policies
     memory: Any
+    over: Any
+
+
+def _slowed(crossing: Crossings, seconds: Any) -> Any:
+    """Return the seconds of the stages on their devices."""
+    return seconds if crossing.slowness is None else seconds * np.array(crossing.slowness)
 
 
 def _times(stages: Stages, width: int, crossing: Crossings) -> Times:
@@ -121,9 +157,9 @@ def _times(stages: Stages, width: int, crossing: Crossings) -> Times:
     one_way, both_ways = crossing.ports(stages.outputs[:-1])
     all_reduce = [all_reduce_seconds(size, width, ring) for size, ring in zip(stages.accumulators.tolist(), crossing.rings, strict=True)]
     return Times(
-        forward=stages.forward,
-        backward=stages.backward[0],
-        update=stages.update,
+        forward=_slowed(crossing, stages.forward),
+        backward=_slowed(crossing, stages.backward[0]),
+        update=_slowed(crossing, stages.update),
         all_reduce=np.array(all_reduce),
         sharing=crossing.sharing if width > 1 else (),
         messages=stages.outputs[:-1] / crossing.bandwidths,
@@ -153,14 +189,18 @@ class _Sweep:
         self.profile, self.topology, self.batch, self.exact, self.price = profile, topology, batch, exact, price
         self.max_delay, self.is_restricted = max_delay, is_restricted
         self.layers = Layers(profile)
-        self.limit = topology.device.limit or np.inf
         self.tried = tuple((name, extra) for name in schedules for extra in _extras(jpipe.schedules.SCHEDULES[name]))
         self.cut = cache(self._cut)
 
     def full(self) -> Iterator[tuple[int, int]]:
-        """Yield each (w, d) with all devices."""
+        """Yield each (w, d) with all devices; where they differ, the most pipelines for each depth, also on the faster devices alone."""
         count = self.topology.num_devices
-        return ((count // depth, depth) for depth in range(1, min(len(self.profile.ids), count) + 1) if count % depth == 0)
+        depths = range(1, min(len(self.profile.ids), count) + 1)
+        if not self.topology.differing:
+            return ((count // depth, depth) for depth in depths if count % depth == 0)
+        slowness = self.topology.slowness
+        leading = {count, *(np.flatnonzero(np.diff(slowness)) + 1).tolist()}  # all, and those before a change of speed
+        return iter(sorted({(some // depth, depth) for depth in depths for some in leading if some >= depth}))
 
     def single(self) -> Iterator[tuple[int, int]]:
         """Yield (1, d) for all depths."""
@@ -184,20 +224,29 @@ class _Sweep:
         """Yield all plans of w pipelines of d stages."""
         together = _ORIENTATIONS if min(width, depth, len(self.topology.levels)) > 1 else _ORIENTATIONS[:1]
         crossings = [(keep, Crossings.find(self.topology, width, depth, keep)) for keep in together]
+        if crossings[0][1].slowness is None:
+            yield from self._candidates(width, depth, crossings)
+        else:  # the stages have other devices, and so other cuts
+            for crossing in crossings:
+                yield from self._candidates(width, depth, [crossing])
+
+    def _candidates(self, width: int, depth: int, crossings: Sequence[tuple[_Orientation, Crossings]]) -> Iterator[Candidate]:
+        """Yield all plans of w pipelines of d stages that are on equal devices with each of these crossings."""
+        slowness, limits = crossings[0][1].slowness, crossings[0][1].limits
         for n, rows in enumerate(self.profile.sizes):
             numbers = self._microbatches(rows * width, depth)
-            for stages in self.cut(depth, n) if numbers else ():
-                links = [(keep, _times(stages, width, crossing)) for keep, crossing in crossings]
+            for stages in self.cut(depth, n, slowness) if numbers else ():
+                links = [(keep, crossing, _times(stages, width, crossing)) for keep, crossing in crossings]
                 for schedule, extra in self.tried:
                     rules, sync = jpipe.schedules.SCHEDULES[schedule], self.is_restricted and depth > 1 and needs_vertical_sync(schedule)
                     pipelines = Pipelines(schedule, width, depth, extra, sync)
                     if depth == 1 and (extra or (rules.flushes and not rules.data_parallel)):
                         continue  # the same as another one, because nothing is in flight
-                    fit = self._fit(stages, pipelines, numbers)
+                    fit = self._fit(stages, pipelines, numbers, limits)
                     if fit is None:
                         continue
-                    for keep, times in links:
-                        chosen = times._replace(backward=np.take_along_axis(stages.backward, fit.policy, 0))
+                    for keep, crossing, times in links:
+                        chosen = times._replace(backward=_slowed(crossing, np.take_along_axis(stages.backward, fit.policy, 0)))
                         priced = self._priced(stages, rows, pipelines, keep, fit, chosen)
                         yield from (candidate for candidate in priced if candidate.is_within(self.max_delay))
 
@@ -209,13 +258,13 @@ class _Sweep:
         numbers = {least << k for least in (1, depth) for k in range(most.bit_length()) if least << k <= most}
         return tuple(sorted(numbers | {most} - {0}))
 
-    def _cut(self, depth: int, n: int) -> tuple[Stages, ...]:
+    def _cut(self, depth: int, n: int, slowness: tuple[float, ...] | None) -> tuple[Stages, ...]:
         """Return the cuts that balance compute best, without and with recomputation; often they are the same."""
         forward, backward = self.layers.forward[n], self.layers.backward[n]
-        cuts = {balance((forward * times + backward).tolist(), depth) for times in (1, 2)}
+        cuts = {balance((forward * times + backward).tolist(), depth, slowness) for times in (1, 2)}
         return tuple(self.layers.cut(starts, n) for starts in sorted(cuts))
 
-    def _fit(self, stages: Stages, pipelines: Pipelines, numbers: tuple[int, ...]) -> _Fit | None:
+    def _fit(self, stages: Stages, pipelines: Pipelines, numbers: tuple[int, ...], limits: Any) -> _Fit | None:
         """Return for each stage the first policy that fits, or the one that needs least; None: no number of microbatches is legal."""
         facts, width = schedule_facts(pipelines, numbers), pipelines.width
         if not facts.microbatches:
@@ -239,9 +288,10 @@ class _Sweep:
             exchanged=stages.exchanged,
             ahead=stages.ahead,
         )
-        fits = memory <= self.limit
+        fits = memory <= limits
         policy = np.where(fits.any(0), fits.argmax(0), memory.argmin(0))
-        return _Fit(facts, policy, np.take_along_axis(memory, policy[None], 0)[0])
+        chosen = np.take_along_axis(memory, policy[None], 0)[0]
+        return _Fit(facts, policy, chosen, chosen - limits)
 
     def _seconds(self, pipelines: Pipelines, facts: ScheduleFacts, times: Times) -> Price:
         """Return the price of a batch."""
@@ -254,9 +304,9 @@ class _Sweep:
     def _priced(self, stages: Stages, rows: int, pipelines: Pipelines, keep: Any, fit: _Fit, times: Times) -> Iterator[Candidate]:
         price, (schedule, width, depth, extra, sync) = self._seconds(pipelines, fit.facts, times), pipelines
         numbers = np.array(fit.facts.microbatches)
-        busy = width * (numbers * times.compute.sum(1) + stages.update.sum())
+        busy = width * (numbers * times.compute.sum(1) + times.update.sum())
         sums = (2 * (width - 1) * stages.accumulators.sum() + width * stages.sent.sum()) / (width * rows * numbers)
-        over = fit.memory - self.limit
+        over = fit.over
         rows_of = zip(
             fit.facts.microbatches,
             price.seconds.tolist(),

@@ -2,7 +2,7 @@
 
 Devices are numbered innermost first. Stages take contiguous ranges of devices without gaps, from device 0 on; the last devices may stay
 idle. A sum over the replicas of a stage uses the slowest link of all levels that its range crosses; a cut uses the slowest link of all
-levels that the ranges of both its stages cross together.
+levels that the ranges of both its stages cross together. Where devices differ, a stage is as slow as its slowest device.
 """
 
 import math
@@ -13,6 +13,7 @@ from itertools import pairwise
 from typing import Literal, NamedTuple
 
 import jpipe
+from jpipe_planner.cost.devices import DeviceRanges, Kind, lacking
 from jpipe_planner.cost.memory import stage_bytes, temporary_bytes, waiting_inputs
 from jpipe_planner.cost.price import Number, all_reduce_seconds, cut_seconds, stage_seconds
 from jpipe_planner.cost.shape import Shape
@@ -34,7 +35,7 @@ class Problem:
         inputs: bytes of one microbatch's inputs.
         labels: bytes of its labels.
         dispatch: seconds for each forward, backward and update of a stage, in addition to its layers.
-        memory: bytes of a device; None: not limited.
+        memory: bytes of a device, where devices differ of the usual one; None: not limited.
         policies: recomputation policies that a stage may have. Each stage takes the cheapest that fits; ties go to the first.
         sync_state: as in `jpipe.Plan`.
         extra_in_flight: as in `jpipe.Plan`; only `evaluate_partition` uses it, the searches do not.
@@ -64,19 +65,17 @@ class Problem:
                 )
 
     @cached_property
-    def links(self) -> tuple[jpipe.Link, ...]:
-        """The slowest link of all levels up to each one."""
-        levels = self.topology.levels
-        used = [[level for level in levels[: k + 1] if level.count > 1] for k in range(len(levels))]
-        return tuple(
-            jpipe.Link(min((level.bandwidth for level in inside), default=math.inf), max((level.latency for level in inside), default=0.0))
-            for inside in used
-        )
+    def ranges(self) -> DeviceRanges:
+        """The kinds of all ranges of devices."""
+        return DeviceRanges(self.topology)
 
-    def link(self, first: int, last: int) -> jpipe.Link:
-        """Return the slowest link of all levels that the range of devices first .. last crosses."""
-        level = self.topology.level(first, last)
-        return self.links[level] if level >= 0 else jpipe.Link()
+    def kind(self, stage: "Placed") -> Kind:
+        """Return the kind of the devices of a stage."""
+        return self.ranges.kind(stage.first, stage.first + stage.replicas - 1)
+
+    def limit(self, stage: "Placed") -> float:
+        """Return the bytes of the device of a stage with the least memory; infinity: not limited."""
+        return math.inf if self.memory is None else self.memory * self.kind(stage).share
 
     def microbatches_per_update(self, replicas: Number) -> Number:
         """Return M_s of a stage."""
@@ -163,13 +162,12 @@ def evaluate_partition(problem: Problem, stages: Sequence[Placed]) -> Partition:
     times: list[tuple[float, tuple[Literal["stage", "cut"], int]]] = []
     times += [(placed_seconds(problem, stage), ("stage", s)) for s, stage in enumerate(stages)]
     for s, (before, after) in enumerate(pairwise(stages)):
-        link = problem.link(before.first, after.first + after.replicas - 1)
+        link = problem.ranges.kind(before.first, after.first + after.replicas - 1).link
         times.append((cut_seconds(problem.layers[before.stop - 1].outputs, link), ("cut", s)))
     seconds, bound = max(times, key=lambda time: time[0])
     memory = memory_of(problem, stages)
-    most = max(memory)
-    lacking = 0 if problem.memory is None else math.ceil(most - problem.memory)
-    return Partition(tuple(stages), seconds, bound, memory, (memory.index(most), lacking) if lacking > 0 else None)
+    worst, lacks = lacking(memory, [problem.limit(stage) for stage in stages])
+    return Partition(tuple(stages), seconds, bound, memory, (worst, math.ceil(lacks)) if lacks > 0 else None)
 
 
 def placed_seconds(problem: Problem, stage: Placed) -> float:
@@ -182,10 +180,14 @@ def placed_seconds(problem: Problem, stage: Placed) -> float:
     layers = problem.layers[stage.start : stage.stop]
     recomputation = 0.0 if stage.recompute == "none" else sum(layer.forward for layer in layers)
     compute = sum(layer.forward + layer.backward for layer in layers) + recomputation + 2 * problem.dispatch
-    link = problem.link(stage.first, stage.first + stage.replicas - 1)
-    summed = all_reduce_seconds(sum(layer.summed for layer in layers), stage.replicas, link)
+    kind = problem.kind(stage)
+    summed = all_reduce_seconds(sum(layer.summed for layer in layers), stage.replicas, kind.link)
     update = sum(layer.update for layer in layers) + problem.dispatch
-    return float(stage_seconds(compute, update, summed, stage.replicas, problem.microbatches_per_update(stage.replicas)))
+    return float(
+        stage_seconds(
+            kind.slowness * compute, kind.slowness * update, summed, stage.replicas, problem.microbatches_per_update(stage.replicas)
+        )
+    )
 
 
 def memory_of(problem: Problem, stages: Sequence[Placed]) -> tuple[int, ...]:

@@ -72,10 +72,14 @@ def _smallest(problem: Problem, fast: FastRanges, fastest: Partition) -> Partiti
         return _Fitting(replace(problem, memory=memory), fast).any_stages(math.inf)
 
     low, smaller = problem.memory, None
-    while not smaller and 2 * low < max(fastest.memory):
+
+    def needed(partition: Partition) -> float:
+        return max(size / problem.kind(stage).share for size, stage in zip(partition.memory, partition.stages, strict=True))
+
+    while not smaller and 2 * low < needed(fastest):
         smaller = within(2 * low)
         low = low if smaller else 2 * low
-    least = _squeeze(low, smaller or fastest, within, lambda partition: float(max(partition.memory)), _ENOUGH)
+    least = _squeeze(low, smaller or fastest, within, needed, _ENOUGH)
     return evaluate_partition(problem, least.stages)
 
 
@@ -140,6 +144,6 @@ def _recompute(problem: Problem, stages: Sequence[Placed], bound: float) -> Part
     options = [evaluate_partition(problem, [stage._replace(recompute=policy) for stage in stages]) for policy in policies]
     chosen = []
     for s in range(len(stages)):
-        fitting = (option.stages[s] for option in options if problem.memory is None or option.memory[s] <= problem.memory)
+        fitting = (option.stages[s] for option in options if option.memory[s] <= problem.limit(option.stages[s]))
         chosen.append(next((stage for stage in fitting if placed_seconds(problem, stage) <= bound), options[0].stages[s]))
     return evaluate_partition(problem, chosen)

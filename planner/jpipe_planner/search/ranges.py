@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 
+from jpipe_planner.cost.devices import Kind
 from jpipe_planner.cost.memory import stage_bytes, temporary_bytes
 from jpipe_planner.cost.price import Number, all_reduce_seconds, stage_seconds
 from jpipe_planner.search.partition import Problem
@@ -49,18 +50,18 @@ class Ranges:
         """Return the seconds of forward and backward of the layers before each one."""
         return self._compute + self._forward if recompute else self._compute
 
-    def seconds(self, i: Number, j: Number, replicas: Number, level: int, recompute: bool) -> Number:
-        """Return the seconds per microbatch of the stage [i, j), on devices that cross the levels up to `level` (-1: one device)."""
+    def seconds(self, i: Number, j: Number, replicas: Number, kind: Kind, recompute: bool) -> Number:
+        """Return the seconds per microbatch of the stage [i, j) on a range of devices of a kind."""
         problem = self._problem
         compute = self._compute[j] - self._compute[i] + 2 * problem.dispatch
         if recompute:
             compute = compute + (self._forward[j] - self._forward[i])
         update = self._update[j] - self._update[i] + problem.dispatch
-        summed = 0.0 if level < 0 else all_reduce_seconds(self._summed[j] - self._summed[i], replicas, problem.links[level])
+        summed = all_reduce_seconds(self._summed[j] - self._summed[i], replicas, kind.link)
         every = replicas if problem.microbatches == "replicas" else problem.microbatches
-        return stage_seconds(compute, update, summed, replicas, every)
+        return stage_seconds(kind.slowness * compute, kind.slowness * update, summed, replicas, every)
 
-    def ends(self, bound: float, replicas: Any, level: int, recompute: bool) -> Any:
+    def ends(self, bound: float, replicas: Any, kind: Kind, recompute: bool) -> Any:
         """Return one past the last layer of a stage of at most `bound` seconds, or slightly more, by `replicas` and first layer.
 
         A stage takes the larger of two sums over its layers: computing, and summing gradients after all microbatches except one. Each sum
@@ -68,21 +69,22 @@ class Ranges:
         """
         problem, layers = self._problem, np.arange(self.count + 1)
         every = replicas if problem.microbatches == "replicas" else np.full_like(replicas, problem.microbatches)
-        summing = (0.0, 0.0) if level < 0 else (all_reduce_seconds(size, replicas, problem.links[level]) for size in (0, 1))
+        summing = (all_reduce_seconds(size, replicas, kind.link) for size in (0, 1))
         delay, with_a_byte = (np.broadcast_to(seconds, replicas.shape) for seconds in summing)
-        compute, ends = self.compute(recompute), np.empty((len(replicas), self.count + 1), np.int64)
+        compute, update, dispatch = (kind.slowness * part for part in (self.compute(recompute), self._update, problem.dispatch))
+        ends = np.empty((len(replicas), self.count + 1), np.int64)
         for row, (m, r) in enumerate(zip(every.tolist(), replicas.tolist(), strict=True)):
-            microbatches_per_replica, fixed = m / r, problem.dispatch * (1 + 2 * m / r)
-            computing = microbatches_per_replica * compute + self._update
+            microbatches_per_replica, fixed = m / r, dispatch * (1 + 2 * m / r)
+            computing = microbatches_per_replica * compute + update
             waiting = computing - compute + (with_a_byte[row] - delay[row]) * self._summed
-            for total, constant in ((computing, fixed), (waiting, fixed - 2 * problem.dispatch + delay[row])):
+            for total, constant in ((computing, fixed), (waiting, fixed - 2 * dispatch + delay[row])):
                 most = (bound * m - constant) + 1e-9 * (total[-1] + abs(constant))
                 end = np.searchsorted(total, total + most, side="right") - 1
                 ends[row] = end if total is computing else np.minimum(ends[row], end)
         return np.maximum(ends, layers)
 
     def room(
-        self, i: Number, j: Number, replicas: Number, in_flight: Number, policy: str, memory: float, *, relaxed: bool = False
+        self, i: Number, j: Number, replicas: Number, in_flight: Number, policy: str, memory: Number, *, relaxed: bool = False
     ) -> Number:
         """Return how many inputs can wait at a device of the stage [i, j), within `memory`; negative: it does not fit.
 

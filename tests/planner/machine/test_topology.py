@@ -6,10 +6,12 @@ import re
 import pytest
 
 import jpipe
+from jpipe_planner.machine.targets import find_target
 from jpipe_planner.machine.topology import Level, Topology
 
 FILES = sorted((pathlib.Path(__file__).parents[3] / "configs" / "topologies").glob("*.yaml"))
 WORKERS = {
+    "a100-v100-12": 12,
     "cluster-a": 16,
     "cluster-b": 16,
     "cluster-c": 4,
@@ -47,7 +49,7 @@ def test_the_topologies_name_targets_and_those_of_the_papers_reserve_nothing():
     devices = {file.stem: Topology.from_yaml(file.read_text(), str(file)).device for file in FILES}
     assert all(device.compiles_for is not None for device in devices.values())
     reserving = {name for name, device in devices.items() if device.limit < device.memory}
-    assert reserving == {"dgx-h100-2", "dgx-h100-4", "dgx-h200-2"}
+    assert reserving == {"a100-v100-12", "dgx-h100-2", "dgx-h100-4", "dgx-h200-2"}
     figures = {
         name: (device.memory, device.flops["float32"], device.efficiency, device.memory_bandwidth) for name, device in devices.items()
     }
@@ -191,3 +193,85 @@ def test_a_copy_with_other_levels_counts_its_own_devices():
     copied = topology.model_copy(update={"levels": (*topology.levels, Level(count=2, bandwidth=1e8))})
     assert copied.sizes == (4, 8)
     assert copied.link(0, 7).bandwidth == 1e8
+
+
+DIFFERING = """
+format: jpipe-topology/1
+levels:
+  - {name: NVLink, count: 4, bandwidth: 8e9, latency: 5 us}
+  - {name: Ethernet, count: 2, bandwidth: 4e9}
+device: {name: A100, memory: 40 GB}
+differing:
+  - {devices: 0-3, name: V100, speed: 0.5, memory: 32 GB, bandwidth: {Ethernet: 1e9}}
+  - {devices: 6, speed: 0.8}
+"""
+
+
+def test_devices_and_ports_may_differ():
+    topology = Topology.from_yaml(DIFFERING)
+    assert topology.slowness.tolist() == [2, 2, 2, 2, 1, 1, 1.25, 1]
+    assert topology.limits.tolist() == 4 * [32e9] + 4 * [40e9]
+    assert [device.name for device in topology.devices] == 4 * ["V100"] + ["A100", "A100", "A100 at 0.8", "A100"]
+    assert [topology.link(*ends).bandwidth for ends in ((0, 4), (4, 0), (0, 1), (4, 5))] == [1e9, 1e9, 8e9, 8e9]
+    assert topology.orders() == [(0, 1, 2, 3, 4, 5, 6, 7), (4, 5, 7, 6, 0, 1, 2, 3), (0, 1, 2, 3, 6, 4, 5, 7)]
+    ordered = topology.ordered((4, 5, 7, 6, 0, 1, 2, 3))
+    assert ordered.slowness.tolist() == [1, 1, 1, 1.25, 2, 2, 2, 2]
+    assert [ordered.ports(k).tolist() for k in (0, 1)] == [8 * [8e9], [4e9, 1e9]]
+    assert topology.with_memory(2).limits.tolist() == 4 * [64e9] + 4 * [80e9]
+    whole = Topology.from_yaml(DIFFERING.replace("  - {devices: 6, speed: 0.8}", ""))
+    assert (whole.groups(2).slowness.tolist(), whole.groups(2).ports(1).tolist()) == ([2, 2, 1, 1], [0.5e9, 2e9])
+    assert whole.mesh_link(8).bandwidth == 1e9 / 4
+    assert [size for size in range(1, 9) if whole.can_group(size)] == [1, 2, 4]
+    with pytest.raises(jpipe.InputError, match=r"^mesh: .* of 1 devices, found one of 2$"):
+        topology.groups(2)
+    assert Topology.from_yaml(GOOD).orders() == [tuple(range(16))]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("0-3", "0-8", "differing.0.devices: expected numbers from 0 to 7, found 8; levels have 8 devices"),
+        ("0-3", "3-0", "differing.0.devices: expected a range from its first to its last device, below 1,048,576, found '3-0'"),
+        ("0-3", "0-9999999", "differing.0.devices: expected a range from its first to its last device, below 1,048,576, found '0-9999999'"),
+        ("0-3", "all", "differing.0.devices: expected numbers of devices, such as 3 or 8-11, found 'all'"),
+        ("0-3", "[]", "differing.0.devices: expected at least 1 of them, found 0"),
+        (
+            "0-3",
+            "0-2",
+            "differing.0.bandwidth.Ethernet: expected whole components of 4 devices, which share a port, found device 0 without all of "
+            "0-3; name them all",
+        ),
+        (
+            "Ethernet: 1e9",
+            "Infiniband: 1e9",
+            "differing.0.bandwidth: expected the name of a level, NVLink, Ethernet, or a number from 0 to 1, found 'Infiniband'",
+        ),
+        ("speed: 0.5", "speed: 0", "differing.0.speed: expected greater than or equal to 0.001, found 0"),
+        (
+            "speed: 0.5",
+            "target: h200",
+            "differing.0.speed: expected how many times as fast as A100 it computes, which flops do not say, found no flops of the same "
+            "dtype; add it",
+        ),
+        (
+            "memory: 40 GB",
+            "flops: {float32: 1e12}",
+            "differing.0.memory: expected the memory of all devices, or of none, found none for device.memory; add it",
+        ),
+        ("memory: 32 GB", "reserved: 41 GB", "differing.0.reserved: expected less than the memory, found 1,000,000,000 bytes more"),
+    ],
+)
+def test_impossible_differences_are_refused(old, new, message):
+    assert old in DIFFERING
+    with pytest.raises(jpipe.InputError) as error:
+        Topology.from_yaml(DIFFERING.replace(old, new, 1), "t.yaml")
+    assert str(error.value) == f"t.yaml: {message}"
+
+
+def test_the_speed_of_a_target_follows_from_flops_of_the_same_dtype():
+    text = DIFFERING.replace("memory: 40 GB", "memory: 40 GB, flops: {float32: 67 TFLOP/s}, efficiency: 0.45")
+    v100 = find_target("v100-32gb")
+    topology = Topology.from_yaml(text.replace("name: V100, speed: 0.5, memory: 32 GB", "target: v100-32gb"))
+    assert topology.slowness[0] == pytest.approx(67e12 * 0.45 / (v100.flops["float32"] * v100.efficiency))
+    assert topology.devices[0].name == v100.name
+    assert topology.limits[0] == v100.memory - sum(v100.reserved.values())

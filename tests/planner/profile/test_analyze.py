@@ -12,7 +12,7 @@ from flax import nnx
 
 import jpipe
 from jpipe import InputError
-from jpipe_planner.machine.topology import Device
+from jpipe_planner.machine.device import Device
 from jpipe_planner.profile.analyze import analyze
 from jpipe_planner.profile.model import Model, compile_scratch_bytes
 from jpipe_train.config.config import ModelConfig

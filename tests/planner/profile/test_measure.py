@@ -11,7 +11,7 @@ from flax import linen, nnx
 
 import jpipe
 from jpipe_planner.cost.memory import stage_bytes
-from jpipe_planner.machine.topology import Device
+from jpipe_planner.machine.device import Device
 from jpipe_planner.profile.analyze import analyze
 from jpipe_planner.profile.measure import measure, short_groups, split
 from jpipe_planner.profile.model import Model

@@ -100,6 +100,8 @@ def test_meshes_are_inside_a_server_and_divide_heads():
         Degrees(2, 4, True),
     }
     assert Degrees(model=8) in possible_degrees(profile(divides=64), SERVERS)
+    slow = Topology(levels=SERVERS.levels, differing=[{"devices": "0-1", "speed": 0.5}])  # a mesh has equal devices
+    assert {degrees.size for degrees in possible_degrees(profile(), slow)} == {1, 2}
 
 
 def test_there_are_no_meshes_where_topology_or_profile_do_not_allow_them():

@@ -8,7 +8,8 @@ import pytest
 from flax import nnx
 
 import jpipe
-from jpipe_planner.machine.topology import Device, Topology
+from jpipe_planner.machine.device import Device
+from jpipe_planner.machine.topology import Topology
 from jpipe_planner.profile.analyze import analyze
 from jpipe_planner.profile.sharded import Degrees, shard_profile
 from jpipe_planner.profile.tensor import Walk, sharded_params, tensor_profile

@@ -7,13 +7,15 @@ import pytest
 import jpipe
 import jpipe_planner.ranking.choose
 from jpipe_planner.cost.simulated import simulate_plan
+from jpipe_planner.machine.differing import Differing
 from jpipe_planner.machine.topology import Topology
 from jpipe_planner.profile.profile import Profile
+from jpipe_planner.profile.sharded import Degrees
 from jpipe_planner.ranking import table
 from jpipe_planner.ranking.choose import choose
 from jpipe_planner.ranking.draw import draw_choice
 from jpipe_planner.search.candidates import find_candidates
-from tests.planner.invented import simulate_all
+from tests.planner.invented import invented_profile, invented_topology, simulate_all
 
 
 def gpt(blocks: int = 6, outputs: int = 1_000, weights: int = 100_000) -> Profile:
@@ -111,7 +113,10 @@ def test_the_plan_knows_what_is_predicted_and_the_picture_can_be_drawn(tmp_path)
         bubble=choice.ranked[0].simulated.bubble,
         peak_bytes=choice.ranked[0].memory,
         delay=plan.mean_delay,
+        stage_seconds=plan.predicted.stage_seconds,
     )
+    costs = profile.stage_costs(plan, choice.ranked[0].candidate.rows)
+    assert plan.predicted.stage_seconds == tuple(cost.forward + cost.backward for cost in costs)
     assert plan.mean_delay
     assert jpipe.Plan.from_json(plan.to_json()) == plan
     assert len(table.rows(choice, 3)) == 3
@@ -153,3 +158,68 @@ def test_the_explanation_waits_for_the_norm_where_the_plan_does(monkeypatch):
     monkeypatch.setattr(jpipe_planner.ranking.choose, "simulate_plan", lambda *args: calls.append(args[3]) or simulate_plan(*args))
     choose(*TRULY_DIFFERENT["sum"], global_norm=True)
     assert calls == [True] * 3  # as it is, on free links, without sums
+
+
+SLOW = {"devices": [0, 1], "name": "V100", "speed": 0.4, "memory": 1.5e9, "bandwidth": {"1": 1e9}}
+
+
+@pytest.mark.parametrize(
+    ("differing", "schedules"),
+    [
+        ([SLOW], ["pipedream_flush", "pipedream"]),
+        ([{"devices": 3, "speed": 0.1}], ["gpipe"]),
+        ([{"devices": 1, "speed": 3}], ["pipedream_2bw"]),
+    ],
+)
+def test_where_devices_differ_the_choice_is_the_fastest_of_all_candidates(differing, schedules):
+    levels = [{"count": 2, "bandwidth": 1e10, "latency": 5e-6}, {"count": 2, "bandwidth": 2e9, "latency": 5e-5}]
+    profile = invented_profile(3, 6)
+    topology = Topology(levels=levels, device={"name": "A100", "memory": 2e9}, differing=differing)
+    candidates = find_candidates(profile, topology, 4, schedules=schedules)
+    choice = choose(profile, topology, candidates, most=1)
+    best = choice.ranked[0]
+    everything = simulate_all(profile, topology, candidates)
+    fitting = [one for one in everything if one.lacks(choice.meshes)[1] <= 0]
+    assert best.seconds / best.candidate.batch <= 1.006 * min(one.seconds / one.candidate.batch for one in fitting)
+    plan, kinds = choice.plan(best), choice.plan(best).predicted.devices
+    assert len(kinds) == len(plan.pipeline_ranks)
+    assert jpipe.Plan.from_json(plan.to_json()) == plan
+    if differing == [SLOW]:  # both stand for what they say
+        assert (
+            any("V100" in one for ranked in choice.ranked for one in choice.plan(ranked).predicted.devices) or best.candidate.devices == 2
+        )
+        assert table.devices(topology) == "2 × V100 with 1.5 GB, 2 × A100 with 2 GB"
+        assert "of" in table.why_chosen(choice, 1)[0][4]
+    assert all(len(row) == len(table.head(choice)) for row in table.rows(choice, 3))
+    assert table.head(choice)[3] == "devices"
+    assert (
+        sum(int(part.split(" × ")[0]) if " × " in part else 1 for part in table.rows(choice, 1)[0][3].split(", ")) == best.candidate.devices
+    )
+
+
+@pytest.mark.parametrize("keep", ["replicas", "stages"])
+def test_a_plan_in_another_order_is_the_plan_on_machines_counted_in_that_order(keep):
+    levels = [{"count": 2, "bandwidth": 1e10, "latency": 5e-6}, {"count": 2, "bandwidth": 2e9, "latency": 5e-5}]
+    topology = Topology(levels=levels, device={"memory": 2e9}, differing=[SLOW, {"devices": 3, "speed": 0.7}])
+    order = topology.orders()[2]
+    assert order == (1, 0, 3, 2) or order == (0, 1, 3, 2)
+    profile = invented_profile(3, 6)
+    found = find_candidates(profile, topology.ordered(order), 4, schedules=["pipedream_flush"])
+    candidate = next(c for c in found if c.replicas == (2, 2) and c.keep_together == keep and c.placed_on is None)
+    moved = dataclasses.replace(candidate, placed_on=order)
+    there, here = (
+        (one.plan(profile.ids), machine, one.limits(machine)) for one, machine in ((candidate, topology.ordered(order)), (moved, topology))
+    )
+    assert there[2] == here[2]
+    times = [simulate_plan(plan, profile.stage_costs(plan, 1), machine).batch_seconds for plan, machine, _ in (there, here)]
+    assert times[0] == times[1]
+    assert sorted(number for numbers in here[0].placement for number in numbers) == [0, 1, 2, 3]
+    on_meshes = dataclasses.replace(moved, degrees=Degrees(model=2)).plan(profile.ids)
+    assert on_meshes.placement == tuple(tuple(2 * number for number in numbers) for numbers in here[0].placement)
+
+
+def test_an_entry_that_changes_nothing_changes_no_plan():
+    profile, equal = invented_profile(5, 6), invented_topology(1)
+    same = equal.model_copy(update={"differing": (Differing(devices=(1,)),)})
+    plans = [find_candidates(profile, topology, 4, schedules=["pipedream_flush", "pipedream"]) for topology in (equal, same)]
+    assert [one for one in plans[1] if one.devices == 6] == [one for one in plans[0] if one.devices == 6] != []

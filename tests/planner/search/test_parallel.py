@@ -12,6 +12,7 @@ from jpipe_planner.cost.crossings import Crossings
 from jpipe_planner.cost.memory import stage_bytes, waiting_inputs
 from jpipe_planner.cost.shape import planned_schedules
 from jpipe_planner.cost.simulated import simulate_plan
+from jpipe_planner.machine.differing import Differing
 from jpipe_planner.machine.topology import Topology
 from jpipe_planner.profile.profile import Profile
 from jpipe_planner.search.balance import balance
@@ -69,6 +70,12 @@ def test_no_cut_is_better_balanced():
             cuts = [(0, *inner) for inner in itertools.combinations(range(1, len(seconds)), depth - 1)]
             longest = [max(sum(seconds[a:b]) for a, b in itertools.pairwise((*cut, len(seconds)))) for cut in cuts]
             assert longest[cuts.index(balance(seconds, depth))] == pytest.approx(min(longest), rel=1e-12, abs=1e-12)
+            slowness = [rng.choice([0.5, 1.0, 3.0]) for _ in range(depth)]
+            longest = [
+                max(slow * sum(seconds[a:b]) for slow, (a, b) in zip(slowness, itertools.pairwise((*cut, len(seconds))), strict=True))
+                for cut in cuts
+            ]
+            assert longest[cuts.index(balance(seconds, depth, slowness))] == pytest.approx(min(longest), rel=1e-12, abs=1e-12)
 
 
 def test_equal_layers_make_stages_that_differ_by_one_layer_at_most():
@@ -79,14 +86,21 @@ def test_equal_layers_make_stages_that_differ_by_one_layer_at_most():
 
 
 @pytest.mark.parametrize("keep", ["replicas", "stages"])
-def test_crossings_are_those_of_each_link(keep):
+@pytest.mark.parametrize("differ", [False, True])
+def test_crossings_are_those_of_each_link(keep, differ):
     rng = random.Random(1)
     for _ in range(40):
         topology = levels(*((rng.randint(1, 4), rng.uniform(1, 9), rng.random()) for _ in range(rng.randint(1, 3))))
+        if differ:
+            slow = Differing(devices=tuple(range(topology.levels[0].count)), speed=0.5, bandwidth={"0": rng.uniform(1, 9)})
+            topology = topology.model_copy(update={"differing": (slow,)})
         depth = rng.randint(1, topology.num_devices)
         width = rng.randint(1, topology.num_devices // depth)
         crossings = Crossings.find(topology, width, depth, keep)
         place = {(s, r): s * width + r if keep == "replicas" else r * depth + s for s in range(depth) for r in range(width)}
+        if differ:
+            devices = [[place[s, r] for r in range(width)] for s in range(depth)]
+            assert crossings.slowness == tuple(max(topology.slowness[of_stage]) for of_stage in devices)
         sizes = np.array([rng.randint(0, 5) for _ in range(depth - 1)])
         messages = [(s, topology.link(place[s, r], place[s + 1, r])) for s in range(depth - 1) for r in range(width)]
         back = [(s, topology.link(place[s + 1, r], place[s, r])) for s in range(depth - 1) for r in range(width)]

@@ -18,7 +18,25 @@ POLICIES = [("none",), ("full",), ("none", "full"), ("none", "dots_saveable", "f
 
 
 @st.composite
-def problems(draw):
+def differing(draw, counts):
+    """Devices of another speed, other memory, or slower ports."""
+    entries, sizes = [], (1, *np.cumprod(counts).tolist())
+    for _ in range(draw(st.integers(1, 2))):
+        k = draw(st.integers(0, len(counts) - 1))
+        first = draw(st.integers(0, sizes[-1] // sizes[k] - 1)) * sizes[k]
+        entries.append(
+            {
+                "devices": list(range(first, first + sizes[k])),
+                "speed": draw(st.sampled_from([0.5, 1.0, 3.0])),
+                "memory": draw(st.sampled_from([50, 100, 200])),
+                "bandwidth": {str(k): draw(st.sampled_from([0.5, 2.0, 20.0]))},
+            }
+        )
+    return entries
+
+
+@st.composite
+def problems(draw, differ=False):
     """Few layers on few devices, with prices that often are equal; outer levels may be faster than inner ones.
 
     Numbers only, for `build`: what checks our types draws at random, which Hypothesis wants to do alone.
@@ -49,7 +67,7 @@ def problems(draw):
         )
     return {
         "layers": layers,
-        "levels": levels,
+        "machine": {"levels": levels, "device": {"memory": 100}, "differing": draw(differing(shape)) if differ else ()},
         "microbatches": draw(st.sampled_from(["replicas", 1, 4, 6, 12])),
         "inputs": draw(sizes),
         "labels": draw(st.integers(0, 5)),
@@ -58,8 +76,8 @@ def problems(draw):
     }
 
 
-def build(layers, levels, **fields):
-    return Problem([jpipe.programs.LayerCost(**layer) for layer in layers], Topology(levels=levels), **fields)
+def build(layers, machine, **fields):
+    return Problem([jpipe.programs.LayerCost(**layer) for layer in layers], Topology(**machine), **fields)
 
 
 def everything(problem, i=0, a=0):
@@ -79,9 +97,10 @@ def exhaustive(problem):
     for stages in everything(problem):
         options = [evaluate_partition(problem, [stage._replace(recompute=policy) for stage in stages]) for policy in problem.policies]
         options.sort(key=lambda option: option.stages[0].recompute != "none")
-        least = min(least, max(min(option.memory[s] for option in options) for s in range(len(stages))))
-        limit = problem.memory or np.inf
-        chosen = [next((o.stages[s] for o in options if o.memory[s] <= limit), None) for s in range(len(stages))]
+        shares = [problem.kind(stage).share for stage in stages]
+        least = min(least, max(min(option.memory[s] for option in options) / share for s, share in enumerate(shares)))
+        limits = [problem.limit(stage) for stage in stages]
+        chosen = [next((o.stages[s] for o in options if o.memory[s] <= limits[s]), None) for s in range(len(stages))]
         if None not in chosen:
             fitting.append((evaluate_partition(problem, chosen).seconds, stages))
     best = min((seconds for seconds, _ in fitting), default=None)
@@ -93,12 +112,17 @@ def exhaustive(problem):
     return best, min(ties, key=rank, default=None), least
 
 
+def relative_memory(problem, partition):
+    """Return the memory of the fullest device, relative to the usual one."""
+    return max(size / problem.kind(stage).share for size, stage in zip(partition.memory, partition.stages, strict=True))
+
+
 def without_policies(partition):
     return tuple(stage._replace(recompute="none") for stage in partition.stages)
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
-@given(numbers=problems())
+@given(numbers=problems() | problems(differ=True))
 @pytest.mark.slow
 def test_search_without_a_limit_equals_exhaustive_search(numbers):
     problem = build(**numbers)
@@ -110,21 +134,22 @@ def test_search_without_a_limit_equals_exhaustive_search(numbers):
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
-@given(numbers=problems(), share=st.sampled_from([0.95, 0.85, 0.7, 0.5, 0.3]))
+@given(numbers=problems() | problems(differ=True), share=st.sampled_from([0.95, 0.85, 0.7, 0.5, 0.3]))
 @pytest.mark.slow
 def test_search_with_a_limit_equals_exhaustive_search(numbers, share):
     problem = build(**numbers)
-    problem = replace(problem, memory=max(max(search_pipedream(problem).memory) * share, 1.0))
+    problem = replace(problem, memory=max(relative_memory(problem, search_pipedream(problem)) * share, 1.0))
     seconds, stages, least = exhaustive(problem)
     result = search_pipedream(problem)
     if seconds is None:
         stage, lacking = result.over
-        assert max(result.memory) == result.memory[stage]
-        assert lacking == np.ceil(max(result.memory) - problem.memory)
-        assert least <= max(result.memory) <= least * 1.0102 + 1
+        lacks = [size - problem.limit(one) for size, one in zip(result.memory, result.stages, strict=True)]
+        assert max(lacks) == lacks[stage]
+        assert lacking == np.ceil(lacks[stage])
+        assert least <= relative_memory(problem, result) <= least * 1.0102 + 1
     else:
         assert result.over is None
-        assert max(result.memory) <= problem.memory
+        assert relative_memory(problem, result) <= problem.memory
         assert result.seconds == pytest.approx(seconds, rel=1e-12)
         assert without_policies(result) == stages
         assert result == evaluate_partition(problem, result.stages)

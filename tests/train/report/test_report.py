@@ -1,6 +1,7 @@
 """The report of a run: numbers in the pictures, a complete and safe page, and its view in a browser."""
 
 import base64
+import dataclasses
 import math
 import re
 from html.parser import HTMLParser
@@ -15,7 +16,7 @@ from jpipe_train.report import comparison, loss_curve, stage_times
 from jpipe_train.report import report as report_module
 from jpipe_train.report.comparison import Comparison, as_predicted, compare, compare_with_plan, why_slower
 from jpipe_train.report.report import Report, write_report
-from jpipe_train.report.stage_times import Stage
+from jpipe_train.report.stage_times import Stage, slow_ranks, slow_words
 from tests.train import browser
 
 HOSTILE = "<script>alert(1)</script> & \"quoted\" 'too' $title $no_such ${x} <img src=http://127.0.0.1:9/x> \udcff ✓"
@@ -428,3 +429,45 @@ def test_the_norms_of_a_delay_are_drawn_beside_the_loss(tmp_path):
     assert [len(line.get_xdata()) for line in axes.lines] == [len(rows[::3]), len(rows[::3]) - 1]
     without = [{name: value for name, value in row.items() if name != "correction_norm"} for row in rows]
     assert len(loss_curve.draw_delay(without).axes[0].lines) == 1
+
+
+def slowed_window(plan, slow, costs):
+    """Return a window in which some ranks take longer for each computation than the costs say."""
+    run = jpipe.simulate(jpipe.lower(plan, batches=6), costs)
+    window = jpipe.programs.extract_window(run.timeline, run.memory, plan.microbatches, first=2, batches=3)
+    rows = [
+        tuple(span._replace(end=span.start + slow.get(rank, 1.0) * (span.end - span.start)) for span in row)
+        for rank, row in enumerate(window.timeline)
+    ]
+    return dataclasses.replace(window, timeline=tuple(rows))
+
+
+@pytest.mark.parametrize(
+    ("replicas", "predicted", "slow", "found"),
+    [
+        (1, True, {2: 1.4}, {2: 1.4}),
+        (1, True, {2: 1.1}, {}),
+        (1, True, {}, {}),
+        (1, False, {2: 1.4}, {}),  # nothing says how long this stage should take
+        (2, False, {3: 1.4}, {3: 1.4}),
+        (2, True, {0: 1.5, 1: 1.5}, {0: 1.5, 1: 1.5}),
+    ],
+)
+def test_slow_ranks_are_those_that_take_longer_for_the_same_work(replicas, predicted, slow, found):
+    plan = jpipe.Plan.even("abcd", num_stages=3, schedule="pipedream_2bw", microbatches=6, replicas=replicas)
+    costs = [jpipe.programs.StageCost(forward=0.01 * n, backward=0.02 * n, update=0.003) for n in (4, 2, 1)]
+    if predicted:
+        stage_seconds = [5 * (cost.forward + cost.backward) for cost in costs]  # all are five times as fast as planned
+        prediction = jpipe.plan.Predicted(batch_seconds=1.0, bubble=0.0, peak_bytes=[1, 1, 1], stage_seconds=stage_seconds)
+        plan = plan.model_copy(update={"predicted": prediction})
+    result = slow_ranks(plan, slowed_window(plan, slow, costs))
+    assert result == pytest.approx(found, rel=1e-6)
+    words = slow_words(result, list(range(len(plan.rank_workers))), [0] * len(plan.rank_workers))
+    assert ("differing: [{devices: [3], speed: 0.71}]" in words) == (3 in found)
+    assert bool(words) == bool(found)
+
+
+def test_slow_ranks_of_several_processes_are_named_and_shared_devices_are_not():
+    assert slow_words({1: 1.5}, [0, 1], [0, 1]).startswith("Rank 1 (process 1) computes 1.50 times as long as the others")
+    assert slow_words({1: 1.5}, [0, 0], [0, 0]) == ""
+    assert "Slow rank." in report_module._comparison_table(report(slow="Slow rank."))

@@ -208,10 +208,8 @@ def _report(
 ) -> None:
     choice = result.choice
     profile, topology, chosen = choice.profile, choice.topology, choice.ranked[0]
-    limit = topology.device.limit
     reporter.say(
-        f"{topology.name or 'topology'}: {topology.num_devices} × {topology.device.name}"
-        + (f" with {table.size(limit)}" if limit else "")
+        f"{topology.name or 'topology'}: {table.devices(topology)}"
         + f"; {profile.source} profile of {count(len(profile.layers), 'layer')}{_compiled_for(profile, topology)}"
         + f"; {choice.considered:,} candidates"
     )
@@ -252,10 +250,13 @@ def _report(
     _report_measured(reporter, measured)
     reporter.say(f"chosen: {table.name(candidate)}" + (f", mean delay {table.delay(candidate)}" if candidate.delay else ""))
     plan = choice.plan(chosen)
+    kinds = plan.predicted.devices if plan.predicted is not None else ()
+    of_stage = {s: f" on {words}" for stages, words in zip(plan.pipeline_ranks, kinds, strict=False) for s in stages}
     for s, stage in enumerate(plan.stages):
         layers = stage.layers[0] if len(stage.layers) == 1 else f"{stage.layers[0]} … {stage.layers[-1]}"
         replicas = f" × {stage.replicas}" if stage.replicas > 1 else ""
         replicas += f" on {stage.devices_each} devices ({candidate.degrees})" if stage.mesh else ""
+        replicas += of_stage.get(s, "")
         memory = "" if candidate.chunks > 1 else f"; {_memory(chosen, confirmed, s)}"
         reporter.say(f"  stage {s}{replicas}: {layers}; recompute {stage.recompute}{memory}")
     if candidate.chunks > 1:

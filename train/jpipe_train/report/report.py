@@ -52,6 +52,7 @@ class Report:
         stages: the stages in order; may be empty.
         parts: the parts of a resumed run; may be empty.
         temporary: by rank, as from `temporary_bytes`; may be empty.
+        slow: which ranks are slower than the others, as a sentence; may be empty.
     """
 
     title: str
@@ -65,6 +66,7 @@ class Report:
     stages: Sequence[Stage] = ()
     parts: Sequence[Part] = ()
     temporary: Sequence[int | None] = ()
+    slow: str = ""
 
     @property
     def windows(self) -> dict[str, jpipe.programs.Window]:
@@ -246,6 +248,7 @@ def _comparison_table(report: Report) -> str:
         + (f"{words[0].upper()}{words[1:]}. " if words else "")
         + " ".join(f"{name.capitalize()}: {count(window.batches, 'batch', 'es')}." for name, window in report.windows.items())
         + (f" {why}" if (why := why_slower(report.predicted, report.measured, report.processes)) else "")
+        + (f" {report.slow}" if report.slow else "")
     )
 
 

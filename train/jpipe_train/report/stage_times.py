@@ -1,7 +1,8 @@
-"""A table of the stages of a run: layers, parameters, and the times of their computations."""
+"""A table of the stages of a run: layers, parameters, and the times of their computations; and which ranks are slow."""
 
 import statistics
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import jpipe
@@ -51,3 +52,60 @@ def _median(seconds: Sequence[float]) -> str:
 
 def _layers(ids: Sequence[str]) -> str:
     return " ".join(ids) if len(ids) <= 3 else f"{ids[0]} … {ids[-1]} ({len(ids)})"
+
+
+_SLOW = 1.15  # ratio to the other ranks
+_SHORT = 2e-3  # seconds of a microbatch, below which starting its computations takes a large part
+
+
+def slow_ranks(plan: jpipe.Plan, window: jpipe.programs.Window) -> dict[int, float]:
+    """Return the ranks that compute longer than the others for the same work, and how many times as long.
+
+    The work of a stage is what its plan predicts. Where the plan has no prediction, only replicas of a stage are compared.
+
+    Args:
+        plan: the plan of the run.
+        window: the measured batches.
+    """
+    seconds = [
+        {plan.workers[w][0]: _microbatch_seconds([span for span in row if span.chunk == chunk]) for chunk, w in enumerate(workers)}
+        for workers, row in zip(plan.rank_workers, window.timeline, strict=True)
+    ]
+    if not all(all(row.values()) for row in seconds) or max(sum(row.values()) for row in seconds) < _SHORT:
+        return {}
+    predicted = plan.predicted.stage_seconds if plan.predicted is not None else ()
+    if not predicted or not all(predicted):
+        predicted = tuple(min(row[s] for row in seconds if s in row) for s in range(plan.depth))
+    ratios = [sum(row.values()) / sum(predicted[s] for s in row) for row in seconds]
+    usual = statistics.median_low(ratios)
+    return {rank: ratio / usual for rank, ratio in enumerate(ratios) if ratio > _SLOW * usual}
+
+
+def _microbatch_seconds(spans: Sequence[jpipe.programs.Span]) -> float:
+    """Return the seconds that a stage computes for a microbatch, from the medians of its computations; 0: not measured."""
+    by_op = defaultdict[str, list[float]](list)
+    for span in jpipe.programs.whole_spans(spans):
+        by_op[span.op].append(span.end - span.start)
+    count = sum(len(times) for op, times in by_op.items() if jpipe.ops.OPS[op].begins)
+    return sum(len(times) * statistics.median(times) for times in by_op.values()) / count if count else 0.0
+
+
+def slow_words(slow: Mapping[int, float], devices: Sequence[int], processes: Sequence[int]) -> str:
+    """Say in a sentence which ranks are slow and how to plan with them; "" if none are.
+
+    Args:
+        slow: the result of `slow_ranks`.
+        devices: the number of the device of each rank.
+        processes: the process of each rank.
+    """
+    if not slow or len(set(devices)) < len(devices):  # ranks that share a device wait for each other
+        return ""
+    factor = statistics.median(slow.values())
+    several = len(set(processes)) > 1
+    ranks = ", ".join(f"{rank} (process {processes[rank]})" if several else str(rank) for rank in slow)
+    numbers = ", ".join(str(devices[rank]) for rank in slow)
+    what, verb = ("Rank", "computes") if len(slow) == 1 else ("Ranks", "compute")
+    return (
+        f"{what} {ranks} {verb} {factor:.2f} times as long as the others for the same work: jpipe plan CONFIG --topology FILE plans for "
+        f"that, with differing: [{{devices: [{numbers}], speed: {1 / factor:.2f}}}] in FILE."
+    )

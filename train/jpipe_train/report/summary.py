@@ -23,7 +23,7 @@ from jpipe_train.console.terminal import count, duration, first_line
 from jpipe_train.data import data
 from jpipe_train.report import comparison, report
 from jpipe_train.report.measure import Measure
-from jpipe_train.report.stage_times import Stage
+from jpipe_train.report.stage_times import Stage, slow_ranks, slow_words
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,17 @@ class Summary:
     planned: tuple[comparison.Comparison, ...] = ()  # with the planner's prediction
     stopped_by: int | None = None
     temporary: tuple[int | None, ...] = ()
+    slow: str = ""  # which ranks are slow, as from `slow_of`
+
+
+def slow_of(pipe: jpipe.Pipeline, measured: jpipe.programs.Window | None) -> str:
+    """Say which ranks of a run are slower than the others for the same work; "" if none are, or if it is not measured."""
+    if measured is None:
+        return ""
+    numbers = {device: n for n, device in enumerate(sorted(jax.devices(), key=lambda device: (device.process_index, device.id)))}
+    first = [pipe.places[workers[0]].devices[0] for workers in pipe.plan.rank_workers]
+    devices = [numbers.get(device, 0) for device in first]
+    return slow_words(slow_ranks(pipe.plan, measured), devices, [device.process_index for device in first])
 
 
 def name_of(number: int) -> str:
@@ -90,9 +101,9 @@ def write_report(
     unit = data.loss_unit(config).strip()
     try:
         with reporter.phase("drawing the report"):
-            title = f"jpipe run {folder.path.name}"
-            windows = measure.predicted, measure.measured
-            contents = report.Report(title, facts_of_run, folder.rows(), *windows, unit, processes, plan, stages, parts, temporary)
+            title, windows = f"jpipe run {folder.path.name}", (measure.predicted, measure.measured)
+            slow = slow_of(pipe, measure.measured)
+            contents = report.Report(title, facts_of_run, folder.rows(), *windows, unit, processes, plan, stages, parts, temporary, slow)
             report.write_report(folder.path, contents)
     except FolderChanged as error:
         reporter.say(f"report: not written, because {error.strerror}")
@@ -136,6 +147,8 @@ def print_summary(summary: Summary, unit: str, reporter: Reporter) -> None:
             reporter.say(words)
         if why := comparison.why_slower(summary.predicted, summary.measured, jax.process_count()):
             reporter.say(why)
+        if summary.slow:
+            reporter.say(summary.slow)
     if summary.planned:
         reporter.table(("", "planned", "measured", "ratio"), summary.planned)
     if summary.folder is None:

@@ -35,7 +35,7 @@ from jpipe_train.plan.auto import find_plan
 from jpipe_train.report import comparison, logs, mfu
 from jpipe_train.report.measure import Measure
 from jpipe_train.report.metrics_log import MetricsLog, NonFiniteLoss, RunStopped
-from jpipe_train.report.summary import Summary, print_summary, stages_of, write_report
+from jpipe_train.report.summary import Summary, print_summary, slow_of, stages_of, write_report
 from jpipe_train.run.starting import begin, check_shared, continue_folder, initial_params, make_folder, read_checkpoint, report_resumed
 from jpipe_train.run.training import Training
 
@@ -226,7 +226,7 @@ def run(
                 measure.close()
                 if folder is not None and (is_complete or preemption.signal is None):  # after a signal time is short
                     write_report(config, pipe, folder, measure, reporter, batches, stages, history.parts(log.last_step + 1), temporary)
-    summary = dataclasses.replace(summary, temporary=temporary)
+    summary = dataclasses.replace(summary, temporary=temporary, slow=slow_of(pipe, summary.measured))
     summary = summary if folder is None else compare_with_prediction(summary, pipe.plan, sizes, folder)
     print_summary(summary, data.loss_unit(config), reporter)
     return summary

@@ -1,0 +1,170 @@
+"""What the devices of a stage have in common, where the devices of a topology differ.
+
+A stage computes as fast as its slowest device, because its replicas take turns with the microbatches. It may use as many bytes as its
+device with the least memory, and its sums and messages take as long as over the slowest port that its range of devices crosses.
+"""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+import jpipe
+from jpipe_planner.machine.topology import Topology
+
+MOST = 1024  # devices of a topology with differing ones for which all ranges are listed
+_TIMES = ("forward", "backward", "backward_input", "backward_weight", "update")
+
+
+class Kind(NamedTuple):
+    """The properties of a range of devices.
+
+    Attributes:
+        link: the slowest link of all levels that the range crosses.
+        slowness: how many times as long as in the profile its slowest device computes.
+        share: the memory of its device with the least, relative to the usual device.
+    """
+
+    link: jpipe.Link = jpipe.Link()
+    slowness: float = 1.0
+    share: float = 1.0
+
+
+def level_links(topology: Topology) -> tuple[jpipe.Link, ...]:
+    """Return the slowest link of all levels up to each one."""
+    levels = topology.levels
+    used = [[level for level in levels[: k + 1] if level.count > 1] for k in range(len(levels))]
+    return tuple(
+        jpipe.Link(min((level.bandwidth for level in inside), default=math.inf), max((level.latency for level in inside), default=0.0))
+        for inside in used
+    )
+
+
+class DeviceRanges:
+    """The kinds of all ranges of the devices of a topology."""
+
+    def __init__(self, topology: Topology) -> None:
+        limits = topology.limits
+        self._slowness, self._equal = topology.slowness, not topology.differing
+        self._shares: Any = np.ones(len(limits)) if topology.device.limit is None else limits / topology.device.limit
+        self._topology, self._links = topology, level_links(topology)
+        # The slowest link of a range is the slowest of those between its neighbouring devices.
+        self._ports = [] if self._equal else [topology.ports(k) for k in range(len(topology.levels))]
+        pairs = [] if self._equal else [self._pair(number) for number in range(len(limits) - 1)]
+        self._bandwidths: Any = np.array([link.bandwidth for link in pairs])
+        self._latencies: Any = np.array([link.latency for link in pairs])
+
+    def _pair(self, first: int) -> jpipe.Link:
+        """Return the slowest link of all ports between a device and the next one."""
+        k = self._topology.level(first, first + 1)
+        levels = zip(self._topology.levels[: k + 1], self._ports, (1, *self._topology.sizes), strict=False)
+        slowest = [min(ports[[first // inside, (first + 1) // inside]].tolist()) for level, ports, inside in levels if level.count > 1]
+        return jpipe.Link(min(slowest), self._links[k].latency)
+
+    def kind(self, first: int, last: int) -> Kind:
+        """Return the kind of the range of devices first .. last."""
+        if self._equal:
+            level = self._topology.level(first, last)
+            return Kind(self._links[level]) if level >= 0 else Kind()
+        inside = slice(first, last)
+        link = jpipe.Link(float(self._bandwidths[inside].min()), float(self._latencies[inside].max())) if last > first else jpipe.Link()
+        return Kind(link, float(self._slowness[first : last + 1].max()), float(self._shares[first : last + 1].min()))
+
+    @property
+    def fastest(self) -> float:
+        """The slowness of the fastest device."""
+        return float(self._slowness.min())
+
+    @property
+    def speed(self) -> float:
+        """The speed of all devices together, in usual devices."""
+        return float((1 / self._slowness).sum())
+
+    def kinds_from(self, first: int) -> list[Kind]:
+        """Return the kinds of the ranges from a device on, by their last device."""
+        slowness, shares = np.maximum.accumulate(self._slowness[first:]), np.minimum.accumulate(self._shares[first:])
+        bandwidths, latencies = np.minimum.accumulate(self._bandwidths[first:]), np.maximum.accumulate(self._latencies[first:])
+        links = [jpipe.Link(), *map(jpipe.Link, bandwidths.tolist(), latencies.tolist())]
+        return list(map(Kind, links, slowness.tolist(), shares.tolist()))
+
+
+def device_numbers(plan: jpipe.Plan) -> tuple[int, ...]:
+    """Return the number of each rank's device, or mesh, as `jpipe.Pipeline` places them on as many devices as there are ranks."""
+    if plan.placement is not None:
+        size = plan.stages[0].devices_each
+        return tuple(number // size for rank in plan.placement for number in rank)
+    return tuple(int(number) for number in np.argsort(plan.placing_order))
+
+
+def _of_ranks(plan: jpipe.Plan) -> list[list[int]]:
+    """Return the devices of the replicas of each pipeline rank."""
+    numbers, devices = device_numbers(plan), list[list[int]]([] for _ in plan.pipeline_ranks)
+    for (p, _), number in zip(plan.rank_positions, numbers, strict=True):
+        devices[p].append(number)
+    return devices
+
+
+def slowness_of(plan: jpipe.Plan, topology: Topology) -> tuple[float, ...]:
+    """Return for each stage of a plan how many times as long as in the profile its slowest device computes."""
+    slowness, of_stages = topology.slowness, [1.0] * plan.depth
+    for stages, devices in zip(plan.pipeline_ranks, _of_ranks(plan), strict=True):
+        for s in stages:
+            of_stages[s] = float(slowness[devices].max())
+    return tuple(of_stages)
+
+
+def slowed(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost], topology: Topology) -> Sequence[jpipe.programs.StageCost]:
+    """Return the costs of the stages of a plan on their devices, each as slow as its slowest device.
+
+    Args:
+        plan: the plan.
+        costs: the costs of its stages on the usual device.
+        topology: the devices.
+    """
+    if not topology.differing:
+        return costs
+    factors = slowness_of(plan, topology)
+    times = [{name: factor * getattr(cost, name) for name in _TIMES} for factor, cost in zip(factors, costs, strict=True)]
+    return [dataclasses.replace(cost, **seconds) for cost, seconds in zip(costs, times, strict=True)]
+
+
+def limits_of(plan: jpipe.Plan, topology: Topology) -> tuple[float, ...]:
+    """Return the bytes that each pipeline rank may use of each of its devices; infinity: not limited."""
+    if not topology.differing:
+        return (math.inf if topology.device.limit is None else topology.device.limit,) * len(plan.pipeline_ranks)
+    limits = topology.limits
+    return tuple(float(limits[devices].min()) for devices in _of_ranks(plan))
+
+
+def lacking(memory: Sequence[float], limits: Sequence[float]) -> tuple[int, float]:
+    """Return the pipeline rank that lacks most memory, and how much; 0 or less if all fit."""
+    lacks = [size - limit for size, limit in zip(memory, limits, strict=True)]
+    worst = max(range(len(lacks)), key=lacks.__getitem__)
+    return worst, lacks[worst]
+
+
+def kinds_of(plan: jpipe.Plan, topology: Topology) -> tuple[str, ...]:
+    """Return the names of the devices of each pipeline rank, such as `2 × A100, V100`; empty if all devices are equal."""
+    return tuple(map(_counted, _names(plan, topology)))
+
+
+def order_of(plan: jpipe.Plan, topology: Topology) -> str:
+    """Return the names of the devices of all pipeline ranks in their order, such as `8 × A100, 4 × V100`; "" if they are equal."""
+    return _counted([name for names in _names(plan, topology) for name in names])
+
+
+def _names(plan: jpipe.Plan, topology: Topology) -> list[list[str]]:
+    """Return the names of the devices of each pipeline rank; empty if all devices are equal."""
+    if not topology.differing:
+        return []
+    devices, size = topology.devices, plan.stages[0].devices_each
+    return [[devices[number].name for number in numbers for _ in range(size)] for numbers in _of_ranks(plan)]
+
+
+def _counted(names: Sequence[str]) -> str:
+    """Return names as text, with how often each follows itself, such as `2 × A100, V100`."""
+    counts = [(name, len(list(same))) for name, same in itertools.groupby(names)]
+    return ", ".join(name if count == 1 else f"{count} × {name}" for name, count in counts)

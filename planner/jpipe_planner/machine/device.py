@@ -1,0 +1,75 @@
+"""The figures of a device, its own or those of a target."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import pydantic
+from pydantic import Field
+
+import jpipe
+from jpipe import InputError
+from jpipe_planner.machine.targets import Target, find_target
+from jpipe_planner.machine.units import Data, Positive, Possible, Rates, Share, in_unit
+
+
+class Device(Data):
+    """The figures of a device.
+
+    Attributes:
+        name: a name to show; by default that of the target.
+        target: a name of the table of `jpipe target`, or a YAML file of the same format; stages are compiled for it, and its figures are
+            those of the device, except for those that are given here. None: stages are compiled for the devices of this machine.
+        memory: bytes; None: not limited.
+        reserved: bytes that a plan leaves free, by what they are for; a single number or text for all together.
+        flops: peak operations per second, by dtype; for analytic profiles.
+        efficiency: share of `flops` that large matrix products reach in training.
+        memory_bandwidth: bytes per second; for analytic profiles.
+        overlap: what goes on while the device computes: `none`, `transfers`, or `transfers and sums`. By default `none` for a target,
+            because the queue of a GPU may hold transfers and sums between computations, and nobody has measured it yet; otherwise
+            `transfers and sums`, which have threads of their own on CPUs.
+    """
+
+    name: str = "device"
+    target: str | None = None
+    memory: Annotated[float, in_unit("bytes"), Positive, Possible] | None = None
+    reserved: dict[str, Annotated[float, in_unit("bytes"), Field(ge=0, le=1e15)]] = Field(default_factory=dict)
+    flops: Rates = Field(default_factory=dict)
+    efficiency: Annotated[float, Field(gt=0, le=1), Share] = 0.5
+    memory_bandwidth: Annotated[float, in_unit("bytes per second"), Positive, Possible] | None = None
+    overlap: jpipe.programs.Overlap = "transfers and sums"
+
+    @property
+    def limit(self) -> float | None:
+        """The bytes that a plan may use: the memory without what is reserved; None: not limited."""
+        return None if self.memory is None else self.memory - sum(self.reserved.values())
+
+    @property
+    def compiles_for(self) -> Target | None:
+        """The target that stages are compiled for; None: the devices of this machine."""
+        return None if self.target is None else find_target(self.target)
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _with_figures_of_target(cls, fields: Any) -> Any:
+        if not isinstance(fields, Mapping):
+            return fields
+        if isinstance(reserved := fields.get("reserved"), str | int | float):
+            fields = {**fields, "reserved": {"reserved": reserved}}
+        if not isinstance(fields.get("target"), str):
+            return fields
+        try:
+            target = find_target(fields["target"])
+        except InputError as error:
+            raise ValueError(str(error)) from None
+        return {**{name: getattr(target, name) for name in ("name", *_FIGURES)}, "overlap": "none", **fields}
+
+    @pydantic.model_validator(mode="after")
+    def _leaves_memory(self) -> "Device":
+        if self.limit is not None and self.limit <= 0:
+            raise ValueError(
+                f"reserved: expected less than the memory of {self.memory:,.0f} bytes, found {sum(self.reserved.values()):,.0f}"
+            )
+        return self
+
+
+_FIGURES = ("memory", "reserved", "flops", "efficiency", "memory_bandwidth")  # of a target

@@ -1,0 +1,131 @@
+"""Devices and ports that differ from the others of a topology: slower devices, other memory, a host with a slower link."""
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field, field_validator
+
+from jpipe import InputError
+from jpipe_planner.machine.device import Device
+from jpipe_planner.machine.targets import find_target
+from jpipe_planner.machine.units import Data, Positive, Possible, in_unit
+
+MOST = 2**20  # devices
+_EQUAL = 1.02  # ratio up to which a device counts as faster than another one by the same factor in all dtypes
+
+
+def _numbers(value: Any) -> Any:
+    """Read a number, a list of numbers, or text with ranges, such as `0, 8-11`."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return (value,)
+    if not isinstance(value, str):
+        return value
+    numbers = list[int]()
+    for part in value.split(","):
+        match = re.fullmatch(r"\s*([0-9]{1,7})\s*(?:-\s*([0-9]{1,7})\s*)?", part)
+        if match is None:
+            raise ValueError(f"expected numbers of devices, such as 3 or 8-11, found {value!r}")
+        first, last = int(match[1]), int(match[2] or match[1])
+        if not first <= last < MOST or len(numbers) > MOST:
+            raise ValueError(f"expected a range from its first to its last device, below {MOST:,}, found {part.strip()!r}")
+        numbers += range(first, last + 1)
+    return tuple(numbers)
+
+
+class Differing(Data):
+    """Devices that differ from `Topology.device`; whatever is not given is as there.
+
+    Attributes:
+        devices: their numbers, counted from 0: a number, text such as `8-11`, or a list.
+        name: a name to show; by default that of the target.
+        target: a name of the table of `jpipe target`, or a YAML file of the same format, for memory, reserved bytes and speed.
+        speed: how many times as fast as the other devices they compute, as 0.5 for half as fast; by default 1, or with a target the ratio
+            of both devices' `flops`, times `efficiency`.
+        memory: bytes.
+        reserved: bytes that a plan leaves free.
+        bandwidth: bytes per second of their ports, by the name of the level or its number, 0 for the innermost. A component has one port
+            for all its devices.
+    """
+
+    devices: Annotated[tuple[Annotated[int, Field(ge=0, lt=MOST, strict=True)], ...], BeforeValidator(_numbers), Field(min_length=1)]
+    name: str = ""
+    target: str | None = None
+    speed: Annotated[float, Field(ge=1e-3, le=1e3, allow_inf_nan=False)] | None = None
+    memory: Annotated[float, in_unit("bytes"), Positive, Possible] | None = None
+    reserved: Annotated[float, in_unit("bytes"), Field(ge=0, le=1e15)] | None = None
+    bandwidth: dict[str, Annotated[float, in_unit("bytes per second"), Positive, Possible]] = Field(default_factory=dict)
+
+    @field_validator("target")
+    @classmethod
+    def _known(cls, name: str | None) -> str | None:
+        try:
+            _ = name is None or find_target(name)
+        except InputError as error:
+            raise ValueError(str(error)) from None
+        return name
+
+    def device(self, usual: Device) -> Device:
+        """Return the figures of these devices.
+
+        Args:
+            usual: the figures of the other devices.
+        """
+        figures = usual if self.target is None else Device(target=self.target)
+        name = self.name or (figures.name + ("" if self.target or self.speed in (None, 1) else f" at {self.speed:g}"))
+        update: dict[str, Any] = {"name": name}
+        update |= {} if self.memory is None else {"memory": self.memory}
+        update |= {} if self.reserved is None else {"reserved": {"reserved": self.reserved}}
+        return figures.model_copy(update=update)
+
+    def relative_speed(self, usual: Device) -> float:
+        """Return how many times as fast as the usual device they compute.
+
+        Raises:
+            ValueError: it is not given, and does not follow from the figures of both devices.
+        """
+        if self.speed is not None or self.target is None:
+            return self.speed or 1.0
+        target = find_target(self.target)
+        ratios = [
+            target.flops[dtype] * target.efficiency / (rate * usual.efficiency)
+            for dtype, rate in usual.flops.items()
+            if dtype in target.flops
+        ]
+        if not ratios or max(ratios) > _EQUAL * min(ratios):
+            found = f"{min(ratios):.3g} to {max(ratios):.3g} times, by dtype" if ratios else "no flops of the same dtype"
+            raise ValueError(
+                f"speed: expected how many times as fast as {usual.name} it computes, which flops do not say, found {found}; add it"
+            )
+        return min(ratios)
+
+    def check(self, usual: Device, sizes: Sequence[int], level_number: Callable[[str], int]) -> None:
+        """Check that they are in the topology, and that their figures fit together.
+
+        Args:
+            usual: the figures of the other devices.
+            sizes: the number of devices in a component of each level.
+            level_number: returns the number of the level with a name.
+
+        Raises:
+            ValueError: something does not fit.
+        """
+        count = sizes[-1]
+        if max(self.devices) >= count:
+            raise ValueError(f"devices: expected numbers from 0 to {count - 1}, found {max(self.devices)}; levels have {count:,} devices")
+        if (usual.memory is None) != (self.device(usual).memory is None):
+            missing = "device.memory" if usual.memory is None else "memory"
+            raise ValueError(f"memory: expected the memory of all devices, or of none, found none for {missing}; add it")
+        if (limit := self.device(usual).limit) is not None and limit <= 0:
+            raise ValueError(f"reserved: expected less than the memory, found {-limit:,.0f} bytes more")
+        self.relative_speed(usual)
+        numbers = set(self.devices)
+        for name in self.bandwidth:
+            size = (1, *sizes)[level_number(name)]
+            for number in numbers:
+                first = number // size * size
+                if not numbers.issuperset(range(first, first + size)):
+                    raise ValueError(
+                        f"bandwidth.{name}: expected whole components of {size} devices, which share a port, found device {number} without "
+                        f"all of {first}-{first + size - 1}; name them all"
+                    )
