@@ -2,7 +2,7 @@
 
 The searches find cuts and replicas that are best by closed forms, which ignore how messages and sums wait. Of plans that are nearly equal
 by them, a simulation may prefer another one. So the neighbours of the best plans are tried: plans with a cut moved, with a replica moved
-from one stage to another, or with another number of microbatches in flight.
+from one stage to another, with another number of microbatches in flight, or with sums in parts.
 """
 
 import dataclasses
@@ -14,8 +14,10 @@ import jpipe
 from jpipe import InputError
 from jpipe_planner.cost.bound import busy_seconds, has_bounds, port_seconds, unhindered_seconds
 from jpipe_planner.cost.simulated import MOST_FORWARDS, forwards, network, simulate_plan, window
+from jpipe_planner.machine.topology import Topology
 from jpipe_planner.profile.profile import Profile
 from jpipe_planner.ranking.choose import Choice, Ranked
+from jpipe_planner.ranking.sum_parts import with_sum_parts
 from jpipe_planner.ranking.variants import priced
 from jpipe_planner.search.candidate import Candidate
 
@@ -61,7 +63,7 @@ def neighbours(candidate: Candidate, profile: Profile) -> Iterator[Candidate]:
         for step in (sign << power for power in range(reach.bit_length()) for sign in (1, -1)):
             if candidate.starts[s - 1] < start + step < ends[s]:
                 yield _with_cut(candidate, s, start + step)
-    if not rules.flushes and "extra_in_flight" in rules.options:
+    if "extra_in_flight" in rules.options and candidate.depth > 1:
         for extra in (candidate.extra_in_flight + more for more in (-2, -1, 1, 2)):
             if 0 <= extra <= MOST_EXTRA:
                 yield dataclasses.replace(candidate, extra_in_flight=extra)
@@ -112,7 +114,7 @@ class _Improvement:
     def climb(self, ranked: Ranked) -> Ranked:
         """Return the plan that is reached by steps to faster neighbours."""
         plan = self._choice.plan(ranked)
-        if not has_bounds(plan) or plan.depth == 1 or forwards(plan) > MOST_IN_ALL:
+        if not has_bounds(plan) or forwards(plan) > MOST_IN_ALL:
             return ranked
         while (better := self._step(ranked)) is not None:
             ranked = better
@@ -122,7 +124,8 @@ class _Improvement:
         """Return the first faster neighbour in the order of their bounds; None: there is none, or it would take too long."""
         profile, topology = self._choice.meshes.of(ranked.candidate.degrees)
         queue = list[tuple[float, int, Candidate]]()
-        for candidate in _faster_by_work(neighbours(ranked.candidate, profile), profile, ranked.seconds):
+        near = self._near(ranked.candidate, profile, topology)
+        for candidate in _faster_by_work(near, profile, ranked.seconds):
             if candidate.without_costs in self._seen or not candidate.is_within(self._max_delay):
                 continue
             enough = _enough(candidate, ranked)
@@ -143,6 +146,14 @@ class _Improvement:
             if found.seconds < _enough(candidate, ranked) and max(found.memory) <= self._limit:
                 return found
         return None
+
+    @staticmethod
+    def _near(candidate: Candidate, profile: Profile, topology: Topology) -> Iterator[Candidate]:
+        """Yield the neighbours of a plan; sums in parts are cut anew, and a plan without them is also tried with them."""
+        for near in neighbours(dataclasses.replace(candidate, sum_parts=()), profile):
+            yield (with_sum_parts(near, profile, topology) or near) if candidate.sum_parts else near
+        if not candidate.sum_parts and (in_parts := with_sum_parts(candidate, profile, topology)) is not None:
+            yield in_parts
 
     def _bound(self, candidate: Candidate, enough: float) -> float:
         """Return the largest of the bounds on the seconds of a batch, cheapest first, up to the first one that is too large."""

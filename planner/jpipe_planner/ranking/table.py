@@ -93,16 +93,19 @@ def recomputation(policies: Sequence[str]) -> str:
 
 def schedule(candidate: Candidate) -> str:
     """Return the schedule with its options in the plan."""
+    parts = max((len(parts) for parts in candidate.sum_parts), default=1)
+    in_parts = f"sum in {parts} parts" if parts > 1 else ""
     if candidate.depth == 1 and candidate.num_ranks > 1 and jpipe.schedules.SCHEDULES[candidate.schedule].data_parallel:
-        return "data parallel"
+        return "data parallel" + (f", {in_parts}" if in_parts else "")
     if candidate.is_late_data_parallel:
         late = "one update" if candidate.delay == 1 else f"{delay(candidate)} updates"
-        return f"data parallel, {late} late ({candidate.schedule})"
+        return f"data parallel, {late} late ({candidate.schedule}{', ' if in_parts else ''}{in_parts})"
     options = ["vertical sync"] if candidate.vertical_sync else []
     options += ["early"] if candidate.split_backward == "early" else []
     options += [f"+{candidate.extra_in_flight}"] if candidate.extra_in_flight else []
     options += ["M_s = r_s"] if candidate.update_every == "replicas" else []
     options += ["stages together"] if candidate.keep_together == "stages" else []
+    options += [in_parts] if in_parts else []
     return " ".join([candidate.schedule, *options])
 
 

@@ -1,9 +1,9 @@
-"""Plans with several stages on a rank, or with split backwards, derived from the best plans that have neither.
+"""Plans with several stages on a rank, with split backwards, or with sums in parts, derived from the best plans that have none of these.
 
 The search over all cuts is for one stage on each rank, with whole backwards. What interleaving and split backwards gain depends little on
 the cut, so the best cuts of `pipedream_flush`, for a few microbatch sizes, widths and recomputations, are cut further into equal chunks.
-The best plans of the schedules that can send gradients early are tried with split backwards, where links cost time. All these plans are
-simulated, because they have no closed form.
+The best plans of the schedules that can send gradients early are tried with split backwards, where links cost time, and those with replicas
+with sums in parts. All these plans are simulated, because they have no closed form.
 """
 
 import dataclasses
@@ -22,6 +22,7 @@ from jpipe_planner.profile.profile import Profile
 from jpipe_planner.profile.sharded import NO_MESH, Degrees, Meshes
 from jpipe_planner.ranking.choose import Ranked
 from jpipe_planner.ranking.race import SLACK
+from jpipe_planner.ranking.sum_parts import with_sum_parts
 from jpipe_planner.search.balance import balance
 from jpipe_planner.search.candidate import Candidate
 from jpipe_planner.search.candidates import on_meshes
@@ -29,6 +30,7 @@ from jpipe_planner.search.parallel import search_parallel
 
 BASES = 4  # plans of one stage on each rank that are varied
 EARLY = 2  # plans of each schedule that are tried with `split_backward` "early"
+IN_PARTS = 4  # plans of each schedule, and as many of one stage, that are tried with sums in parts
 MOST_CHUNKS = 3
 MOST_MICROBATCHES = 1024  # most of a plan that is varied
 MOST_IN_ALL = 24_000  # most forwards of all simulations, which then take some seconds
@@ -92,9 +94,11 @@ def find_variants(
     schedules = variant_schedules() if schedules is None else [name for name in schedules if name in variant_schedules()]
     straight = search_parallel(profile, topology, batch, exact=exact, schedules=[BASE]) if schedules else []
     run = _Variants(profile, topology, schedules, global_norm, max_delay)
-    early = [one for base in _early_bases(_usable(planned, topology, all_devices)) for one in run.early(base)]
-    of_ranks = [one for base in _bases(_usable(straight, topology, all_devices)) for one in run.of_ranks(base)]
-    run.simulate([*early, *of_ranks], best)
+    usable = _usable(planned, topology, all_devices)
+    early = [one for base in _early_bases([one for one in usable if one.depth > 1]) for one in run.early(base)]
+    in_parts = [] if degrees.size > 1 else list(run.in_parts(usable))
+    of_ranks = [one for base in _bases([one for one in _usable(straight, topology, all_devices) if one.depth > 1]) for one in run.of_ranks(base)]
+    run.simulate([*early, *in_parts, *of_ranks], best)
     simulated = (
         run.simulations
         if degrees.size == 1
@@ -104,9 +108,9 @@ def find_variants(
 
 
 def _usable(candidates: Sequence[Candidate], topology: Topology, all_devices: bool) -> list[Candidate]:
-    """Return the candidates of several stages that may be varied, best first."""
-    several = [c for c in candidates if c.depth > 1 and c.microbatches <= MOST_MICROBATCHES]
-    return sorted((c for c in several if not all_devices or c.devices == topology.num_devices), key=lambda candidate: candidate.rank)
+    """Return the candidates that may be varied, best first."""
+    usable = [c for c in candidates if c.microbatches <= MOST_MICROBATCHES and (not all_devices or c.devices == topology.num_devices)]
+    return sorted(usable, key=lambda candidate: candidate.rank)
 
 
 def _bases(straight: Sequence[Candidate]) -> list[Candidate]:
@@ -211,6 +215,15 @@ class _Variants:
             candidate = dataclasses.replace(base, split_backward="early", extra_in_flight=extra)
             if candidate.is_within(self.max_delay):
                 yield self._variant(candidate, f"{candidate.schedule} early")
+
+    def in_parts(self, planned: Sequence[Candidate]) -> Iterator["_Variant"]:
+        """Yield the best plans of each schedule, and data parallelism, with sums in parts, where something waits for the sums."""
+        counts: dict[tuple[str, bool], int] = {}
+        for base in planned:
+            key = base.schedule, base.depth == 1
+            if counts.get(key, 0) < IN_PARTS and (candidate := with_sum_parts(base, self.profile, self.topology)) is not None:
+                counts[key] = counts.get(key, 0) + 1
+                yield self._variant(candidate, f"{candidate.schedule} in parts")
 
     def of_ranks(self, base: Candidate) -> Iterator["_Variant"]:
         """Yield legal plans of the schedules on the ranks of a plan."""

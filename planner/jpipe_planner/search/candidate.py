@@ -35,6 +35,8 @@ class Candidate:
         split_backward: as in `jpipe.Plan`.
         degrees: the mesh of each replica.
         vertical_sync: as in `jpipe.Plan`.
+        sum_parts: for each stage how many layers each part of the sum of its gradients has, as in `jpipe.plan.Stage`; empty: no stage
+            sums in parts.
     """
 
     schedule: str
@@ -58,6 +60,7 @@ class Candidate:
     split_backward: Literal["joint", "early"] = "joint"
     degrees: Degrees = NO_MESH
     vertical_sync: bool = False
+    sum_parts: tuple[tuple[int, ...], ...] = ()
 
     @property
     def depth(self) -> int:
@@ -125,13 +128,13 @@ class Candidate:
     @property
     def kind(self) -> tuple[object, ...]:
         """The properties that plans of one kind have in common; they differ only in sizes."""
-        options = self.vertical_sync, self.split_backward, self.update_every
+        options = self.vertical_sync, self.split_backward, self.update_every, bool(self.sum_parts)
         return self.schedule, *options, self.replicas, self.degrees, self.keep_together, self.chunks
 
     @property
     def has_whole_backwards(self) -> bool:
-        """Whether all cuts are searched for the schedule, and its backwards are not split."""
-        return is_planned(self.schedule) and self.split_backward == "joint"
+        """Whether all cuts are searched for the schedule, and its backwards are computed as a whole."""
+        return is_planned(self.schedule) and self.split_backward == "joint" and not self.sum_parts
 
     @property
     def rank(self) -> tuple[object, ...]:
@@ -169,9 +172,10 @@ class Candidate:
             ids: the layers of the profile, in order.
         """
         ends = (*self.starts[1:], len(ids))
+        mesh, parts = {"mesh": self.degrees.mesh, "fsdp": self.degrees.fsdp}, self.sum_parts or ((),) * self.depth
         stages = [
-            {"layers": ids[start:end], "replicas": count, "recompute": policy, "mesh": self.degrees.mesh, "fsdp": self.degrees.fsdp}
-            for start, end, count, policy in zip(self.starts, ends, self.replicas, self.policies, strict=True)
+            {"layers": ids[start:end], "replicas": count, "recompute": policy, "sum_parts": sum_parts, **mesh}
+            for start, end, count, policy, sum_parts in zip(self.starts, ends, self.replicas, self.policies, parts, strict=True)
         ]
         return jpipe.Plan(
             schedule=self.schedule,
