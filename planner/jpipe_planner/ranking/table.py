@@ -25,6 +25,7 @@ __all__ = [
     "rows_of",
     "schedule",
     "shape",
+    "signs",
     "size",
     "what_would_fit",
     "why_chosen",
@@ -131,6 +132,16 @@ def size(count: int | float) -> str:
             shown = count / factor
             return f"{shown:,.0f} {unit}" if shown >= 100 else f"{shown:.3g} {unit}"
     return f"{count:.0f} B"
+
+
+def signs(choice: Choice, most: int) -> list[str]:
+    """Return the meaning of options of schedules in the first rows."""
+    shown, meanings = [ranked.candidate for ranked in choice.ranked[:most]], []
+    if any(candidate.extra_in_flight for candidate in shown):
+        meanings.append("+1, +2: that many more microbatches in flight at each stage (extra_in_flight)")
+    if any(candidate.sum_parts for candidate in shown):
+        meanings.append("sum in parts: gradients of the last layers are summed beside the backward of the layers before (sum_parts)")
+    return meanings
 
 
 def delay(candidate: Candidate) -> str:

@@ -97,7 +97,9 @@ def find_variants(
     usable = _usable(planned, topology, all_devices)
     early = [one for base in _early_bases([one for one in usable if one.depth > 1]) for one in run.early(base)]
     in_parts = [] if degrees.size > 1 else list(run.in_parts(usable))
-    of_ranks = [one for base in _bases([one for one in _usable(straight, topology, all_devices) if one.depth > 1]) for one in run.of_ranks(base)]
+    of_ranks = [
+        one for base in _bases([one for one in _usable(straight, topology, all_devices) if one.depth > 1]) for one in run.of_ranks(base)
+    ]
     run.simulate([*early, *in_parts, *of_ranks], best)
     simulated = (
         run.simulations

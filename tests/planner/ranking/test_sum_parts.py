@@ -19,7 +19,7 @@ from jpipe_planner.search.candidates import find_candidates
 
 
 def profile(weights=(1000,) * 4) -> Profile:
-    """Return layers that compute for 1 and 2 seconds; their sum over two replicas takes a second for 1000 bytes at 1000 bytes per second."""
+    """Return layers that compute for 1 and 2 seconds; the sum of 1000 bytes over two replicas takes a second over a `slow` link."""
     at = [{"forward": 1.0, "backward": 2.0, "outputs": 10**6, "residuals": {"none": 10}}]
     layers = [{"id": f"layer_{n}", "weights": size, "at": at} for n, size in enumerate(weights)]
     return Profile(source="analytic", sizes=[1], inputs=[1], labels=[1], layers=layers)
