@@ -1,13 +1,17 @@
 """Steps from the best plan to faster neighbours."""
 
 import dataclasses
+import itertools
 
 import pytest
 
+from jpipe import InputError
+from jpipe_planner.cost.simulated import simulate_plan
 from jpipe_planner.machine.topology import Topology
 from jpipe_planner.profile.profile import Profile
 from jpipe_planner.ranking.choose import choose
-from jpipe_planner.ranking.improve import GAIN, improve, neighbours
+from jpipe_planner.ranking.improve import GAIN, improve
+from jpipe_planner.ranking.neighbours import QuickBound, neighbours, pairs
 from jpipe_planner.search.candidates import find_candidates
 
 SECONDS = (2.0, 1.0, 1.0, 1.0, 1.0, 2.0)  # the first three layers compute as long as the last three
@@ -90,3 +94,32 @@ def test_schedules_that_flush_keep_equal_replicas():
     assert {c.replicas for c in moved} == {(2, 2)}
     assert {c.extra_in_flight for c in moved} == {0, 1, 2}
     assert {c.starts for c in moved} == {(0, cut) for cut in (1, 2, 3, 4, 5)}
+
+
+@pytest.mark.parametrize(("topology", "frozen"), [(Topology.flat(4, 50.0, latency=0.3), 0), (Topology.flat(4, 1e6), 10**6)])
+def test_the_quick_bound_is_at_most_the_simulation_for_plans_near_others(topology, frozen):
+    one = profile()
+    layers = tuple(layer.model_copy(update={"frozen": frozen} if n == 0 else {}) for n, layer in enumerate(one.layers))
+    one = one.model_copy(update={"layers": layers})
+    quick = QuickBound(one, topology, 1)
+    schedules = ["pipedream", "pipedream_2bw", "pipedream_flush"]
+    bases = [c for c in find_candidates(one, topology, 12, schedules=schedules) if c.depth > 1 and not c.extra_in_flight]
+    near = [*bases, *(c for base in bases[:6] for c in [*neighbours(base, one), *itertools.islice(pairs(base, one), 0, None, 40)])]
+    tightest = 0.0
+    for candidate in near:
+        try:
+            plan = candidate.plan(one.ids)
+        except InputError:
+            continue
+        seconds = simulate_plan(plan, one.stage_costs(plan, 1), topology).batch_seconds
+        assert quick.seconds(candidate) <= seconds * (1 + 1e-9)
+        tightest = max(tightest, quick.seconds(candidate) / seconds)
+    assert tightest > 0.95
+
+
+def test_pairs_are_two_changes_away():
+    one, topology = profile(), Topology.flat(2, 1e9)
+    base = best_of(one, topology, schedules=["pipedream_2bw"]).ranked[0].candidate
+    found = {(c.starts, c.extra_in_flight) for c in pairs(base, one)}
+    assert {((0, 2), 2), ((0, 4), 1)} <= found
+    assert not found & {(c.starts, c.extra_in_flight) for c in [base, *neighbours(base, one)]}
