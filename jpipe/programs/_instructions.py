@@ -4,7 +4,7 @@ Each instruction names its worker, one replica of one stage, and so its stage an
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from jpipe.ops import OPS, Op
@@ -168,6 +168,7 @@ class Program:
         versions: for each worker, afterwards, the oldest version that a microbatch will still read and the newest there is.
         instructions: the total order of loads, forwards, backwards, sends, receives, sums, updates and releases; the program of a rank
             is the instructions of its workers, in the same order.
+        verified: after a simulation all instructions in an order in which they can be executed, which the next one takes; before, empty.
     """
 
     plan: Plan
@@ -180,6 +181,7 @@ class Program:
     sets_aside: tuple[bool, ...]
     versions: tuple[tuple[int, int], ...]
     instructions: tuple[Instruction, ...]
+    verified: list[Instruction] = field(default_factory=list, init=False, compare=False, repr=False)
 
     def worker(self, worker: int) -> Iterator[Instruction]:
         """Yield the instructions of one worker, counted from 0, in order."""

@@ -1,12 +1,12 @@
 """Run programs without devices: verify them instruction by instruction and predict time, bubble, memory and bytes moved."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jpipe.errors import InputError, short
 from jpipe.programs._costs import OVERLAPS, Link, Network, Overlap, StageCost, check_costs, unit_costs
 from jpipe.programs._execution_order import ProgramError, Violation, walk
-from jpipe.programs._instructions import Program
+from jpipe.programs._instructions import Instruction, Program
 from jpipe.programs._predict import Prediction, Predictor, draw_grid
 from jpipe.programs._verify import Verifier, rank_computations
 
@@ -20,8 +20,8 @@ def simulate(
     """Verify a program of whole batches (from an empty to an empty pipeline) and predict its time, memory and bytes moved.
 
     Each rank runs its own instructions in order. A transfer waits until both ranks have come to it; inside a rank it takes no time. An
-    update waits until all replicas have summed their gradients, for which each sends 2 (r - 1) / r of them. Verified, independently of
-    `lower`:
+    update waits until all replicas have summed their gradients, for which each sends 2 (r - 1) / r of them. Verified once for a program,
+    independently of `lower`:
 
     - each rank computes in the order of the schedule, and reads the versions of its formula, which are alive;
     - no more versions are alive than the schedule allows;
@@ -48,16 +48,11 @@ def simulate(
     _check(program, costs, link, overlap)
     costs = unit_costs(program.plan) if costs is None else costs
     link = link or Link()
-    orders = rank_computations(program)
-    verifiers = [Verifier(program, w, orders[rank]) for w, rank in enumerate(program.plan.rank_of)]
     network = (lambda source, target: link) if isinstance(link, Link) else link
     predictor = Predictor(program, costs, network)
     try:
-        for instruction in walk(program):
-            verifiers[instruction.worker].check(instruction)
+        for instruction in program.verified or _verified(program):
             predictor.add(instruction)
-        for verifier in verifiers:
-            verifier.check_end()
     except Violation as violation:
         raise ProgramError(f"{violation}\n{draw_grid(predictor.timeline(), notes=violation.notes)}") from None
     if overlap != "transfers and sums":
@@ -67,6 +62,23 @@ def simulate(
         ) in program.instructions:  # in the total order, where receives follow sends, and all replicas' all-reduces are together
             predictor.add(instruction)
     return predictor.prediction()
+
+
+def _verified(program: Program) -> Iterator[Instruction]:
+    """Yield all instructions in an executable order, each after it is verified, and at last note this order.
+
+    Raises:
+        Violation: an instruction breaks a rule.
+    """
+    orders, executable = rank_computations(program), list[Instruction]()
+    verifiers = [Verifier(program, w, orders[rank]) for w, rank in enumerate(program.plan.rank_of)]
+    for instruction in walk(program):
+        verifiers[instruction.worker].check(instruction)
+        executable.append(instruction)
+        yield instruction
+    for verifier in verifiers:
+        verifier.check_end()
+    program.verified.extend(executable)
 
 
 def _check(program: Any, costs: Any, link: Any, overlap: Any) -> None:
