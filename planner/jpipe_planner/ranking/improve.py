@@ -23,7 +23,7 @@ EQUAL = 1e-6  # relative difference of plans that are equally fast
 MOST_NEAR = 200  # plans with two changes whose bounds are computed
 STARTS = 3  # plans of different kinds that are improved
 NEAR = 0.05  # relative amount by which such a plan may be slower than the fastest one
-MOST_IN_ALL = 20_000  # forwards of all simulations, with the bounds in forwards: some seconds
+MOST_IN_ALL = 40_000  # forwards of all simulations, with the bounds in forwards: some seconds
 _FREE_FORWARDS = 12  # forwards in `unhindered_seconds` that cost as much as one
 
 
