@@ -7,20 +7,24 @@ from one stage to another, with another number of microbatches in flight, or wit
 
 import dataclasses
 import heapq
+import itertools
 from collections.abc import Iterable
 
 from jpipe import InputError
 from jpipe_planner.cost.bound import busy_seconds, has_bounds, port_seconds, unhindered_seconds
 from jpipe_planner.cost.simulated import MOST_FORWARDS, forwards, network, simulate_plan, window
 from jpipe_planner.ranking.choose import Choice, Ranked
+from jpipe_planner.ranking.loads import least_loaded
 from jpipe_planner.ranking.neighbours import QuickBound, neighbours, pairs
 from jpipe_planner.ranking.sum_parts import with_sum_parts
 from jpipe_planner.ranking.variants import priced
 from jpipe_planner.search.candidate import Candidate
+from jpipe_planner.search.parallel import EXTRA
 
 GAIN = 0.002  # relative gain of a step: smaller ones are not worth a simulation
 EQUAL = 1e-6  # relative difference of plans that are equally fast
 MOST_NEAR = 200  # plans with two changes whose bounds are computed
+MOST_DEPTHS = 6  # numbers of stages that are tried with stages by load
 STARTS = 3  # plans of different kinds that are improved
 NEAR = 0.05  # relative amount by which such a plan may be slower than the fastest one
 MOST_IN_ALL = 40_000  # forwards of all simulations, with the bounds in forwards: some seconds
@@ -64,9 +68,17 @@ class _Improvement:
         plan = self._choice.plan(ranked)
         if not has_bounds(plan) or forwards(plan) > MOST_IN_ALL:
             return ranked
+        ranked = self._from_loads(ranked) or ranked
         while (better := self._step(ranked)) is not None:
             ranked = better
         return ranked
+
+    def _from_loads(self, ranked: Ranked) -> Ranked | None:
+        """Return a faster plan with other stages, whose busiest device has less to do; None: there is none."""
+        profile, topology = self._choice.meshes.of(ranked.candidate.degrees)
+        stages = list(itertools.islice(least_loaded(ranked.candidate, profile, topology), MOST_DEPTHS))
+        near = [dataclasses.replace(one, extra_in_flight=extra) for one in stages for extra in (EXTRA if one.depth > 1 else (0,))]
+        return self._fastest(((one, False) for one in near), ranked)
 
     def _step(self, ranked: Ranked) -> Ranked | None:
         """Return a faster plan near another one, with one change or else with two; None: there is none, or it would take too long."""
