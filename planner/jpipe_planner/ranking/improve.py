@@ -8,6 +8,7 @@ from one stage to another, with another number of microbatches in flight, or wit
 import dataclasses
 import heapq
 import itertools
+import math
 from collections.abc import Iterable
 
 from jpipe import InputError
@@ -28,6 +29,7 @@ MOST_DEPTHS = 6  # numbers of stages that are tried with stages by load
 STARTS = 3  # plans of different kinds that are improved
 NEAR = 0.05  # relative amount by which such a plan may be slower than the fastest one
 MOST_IN_ALL = 40_000  # forwards of all simulations, with the bounds in forwards: some seconds
+MOST_BY_BOUNDS = MOST_IN_ALL // 4  # of them, up to which steps by bounds are made
 _FREE_FORWARDS = 12  # forwards in `unhindered_seconds` that cost as much as one
 
 
@@ -59,7 +61,7 @@ class _Improvement:
         self.count = 0
         self._choice, self._tried, self._max_delay, self._spent = choice, tried, max_delay, 0
         limit = choice.topology.device.limit
-        self._limit = float("inf") if limit is None else limit
+        self._limit = math.inf if limit is None else limit
         self._seen = {candidate.without_costs for candidate in tried}
         self._bounds: dict[Candidate, float] = {}
 
@@ -68,10 +70,27 @@ class _Improvement:
         plan = self._choice.plan(ranked)
         if not has_bounds(plan) or forwards(plan) > MOST_IN_ALL:
             return ranked
-        ranked = self._from_loads(ranked) or ranked
+        ranked = self._by_bounds(self._from_loads(ranked) or ranked)
         while (better := self._step(ranked)) is not None:
             ranked = better
         return ranked
+
+    def _by_bounds(self, ranked: Ranked) -> Ranked:
+        """Return the plan that is reached by steps to neighbours with a better bound, if it is faster, or the one given.
+
+        A bound takes much less time than a simulation, and most of its steps are right.
+        """
+        candidate = ranked.candidate
+        best = first = Ranked(dataclasses.replace(candidate, seconds=self._bound(candidate, math.inf)))
+        profile, _ = self._choice.meshes.of(candidate.degrees)
+        while self._spent < MOST_BY_BOUNDS:
+            in_parts, whole = bool(best.candidate.sum_parts), dataclasses.replace(best.candidate, sum_parts=())
+            better = self._fastest(((one, in_parts) for one in neighbours(whole, profile)), best, by_bounds=True)
+            if better is None:
+                break
+            best = better
+        found = None if best is first else self._simulated(best.candidate)
+        return found if found is not None and self._is_better(found, ranked) else ranked
 
     def _from_loads(self, ranked: Ranked) -> Ranked | None:
         """Return a faster plan with other stages, whose busiest device has less to do; None: there is none."""
@@ -87,12 +106,16 @@ class _Improvement:
         near = [(one, in_parts) for one in neighbours(candidate, profile)] + [(candidate, not in_parts)]
         return self._fastest(near, ranked) or self._fastest(((one, in_parts) for one in pairs(candidate, profile)), ranked)
 
-    def _fastest(self, near: Iterable[tuple[Candidate, bool]], ranked: Ranked) -> Ranked | None:
+    def _is_better(self, found: Ranked, ranked: Ranked) -> bool:
+        return found.seconds < _enough(found.candidate, ranked) and max(found.memory) <= self._limit
+
+    def _fastest(self, near: Iterable[tuple[Candidate, bool]], ranked: Ranked, by_bounds: bool = False) -> Ranked | None:
         """Return the first faster one of some plans, in the order of their bounds.
 
         Args:
             near: plans with whole sums, and whether they are to have sums in parts, which are cut anew.
             ranked: the plan that they have to beat.
+            by_bounds: whether they are compared by their bounds and not simulated.
         """
         profile, topology = self._choice.meshes.of(ranked.candidate.degrees)
         quick = QuickBound(profile, topology, ranked.candidate.rows)
@@ -100,9 +123,11 @@ class _Improvement:
         queue = [(least, n, candidate, in_parts, False) for least, n, candidate, in_parts in heapq.nsmallest(MOST_NEAR, fast)]
         while queue and self._spent < MOST_IN_ALL:
             least, n, candidate, in_parts, is_bounded = heapq.heappop(queue)
+            if is_bounded and by_bounds:
+                return Ranked(dataclasses.replace(candidate, seconds=least))
             if is_bounded:
                 found = self._simulated(candidate)
-                if found is not None and found.seconds < _enough(candidate, ranked) and max(found.memory) <= self._limit:
+                if found is not None and self._is_better(found, ranked):
                     return found
                 continue
             if in_parts:
@@ -137,7 +162,7 @@ class _Improvement:
         try:
             plan = candidate.plan(profile.ids)
         except InputError:  # too few microbatches for the schedule
-            return float("inf")
+            return math.inf
         self.count += 1
         costs, link = profile.stage_costs(plan, candidate.rows), network(plan, topology)
         bound = max(busy_seconds(plan, costs, topology.cores, link, topology.device.overlap), port_seconds(plan, costs, link))
