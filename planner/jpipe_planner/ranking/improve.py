@@ -96,7 +96,7 @@ class _Improvement:
         """Return a faster plan with other stages, whose busiest device has less to do; None: there is none."""
         profile, topology = self._choice.meshes.of(ranked.candidate.degrees)
         stages = list(itertools.islice(least_loaded(ranked.candidate, profile, topology), MOST_DEPTHS))
-        near = [dataclasses.replace(one, extra_in_flight=extra) for one in stages for extra in (EXTRA if one.depth > 1 else (0,))]
+        near = [dataclasses.replace(one, extra_in_flight=extra) for one in stages for extra in EXTRA]
         return self._fastest(((one, False) for one in near), ranked)
 
     def _step(self, ranked: Ranked) -> Ranked | None:

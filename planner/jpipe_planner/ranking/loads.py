@@ -22,7 +22,7 @@ _INFINITE = float("inf")
 
 
 def least_loaded(candidate: Candidate, profile: Profile, topology: Topology) -> Iterator[Candidate]:
-    """Yield for each number of stages the plan whose busiest device has least to do, the best one first.
+    """Yield for each number of stages, 2 or more, the plan whose busiest device has least to do, the best one first.
 
     They have the schedule and the microbatches of the candidate, and as many devices. There are none for schedules that flush, for links of
     several kinds, and for too many layers and devices.
@@ -66,7 +66,7 @@ def _loads(candidate: Candidate, profile: Profile, replicas: int, bandwidth: flo
 
 
 def _best_stages(loads: dict[int, Any], layers: int, devices: int, depth: int) -> Iterator[tuple[float, tuple[int, ...], tuple[int, ...]]]:
-    """Yield for each number of stages the smallest load of the busiest device, the first layers of the stages and their replicas."""
+    """Yield for each number of stages from 2 on the smallest load of the busiest device, the first layers of the stages, and replicas."""
     best = np.full((devices + 1, layers + 1), _INFINITE)  # by the devices and the layers that the stages so far have
     best[0, 0] = 0.0
     choices = list[tuple[Any, Any]]()
@@ -81,7 +81,7 @@ def _best_stages(loads: dict[int, Any], layers: int, devices: int, depth: int) -
                 longer[used][better], begin[used][better], count[used][better] = least[better], first[better], replicas
         best = longer
         choices.append((begin, count))
-        if best[devices, layers] < _INFINITE:
+        if len(choices) > 1 and best[devices, layers] < _INFINITE:
             starts, replicas_of, used, end = list[int](), list[int](), devices, layers
             for begins, counts in reversed(choices):
                 replicas_of.append(int(counts[used, end]))

@@ -94,9 +94,9 @@ def test_the_window_ends_before_the_pipeline_drains(overlap):
 
 @pytest.mark.parametrize("schedule", ["pipedream_2bw", "pipedream_flush", "zb_h1"])
 def test_a_program_of_another_cut_and_other_policies_gives_the_numbers_of_ones_own(schedule):
-    topology, results = Topology.flat(4, 30.0, latency=0.2), []
+    topology, results = Topology.flat(4, 300.0, latency=0.2), []
     stages = [[{"layers": "abc", "replicas": 2}, {"layers": "d", "replicas": 2, "recompute": policy}] for policy in ("full", "none")]
-    stages.append([{"layers": "a", "replicas": 2}, {"layers": "bcd", "replicas": 2}])
+    stages.append([{"layers": "ab", "replicas": 2}, {"layers": "cd", "replicas": 2}])
     for is_kept in (True, False):
         for each in stages:
             if not is_kept:
