@@ -28,8 +28,8 @@ MOST_NEAR = 200  # plans with two changes whose bounds are computed
 MOST_DEPTHS = 6  # numbers of stages that are tried with stages by load
 STARTS = 3  # plans of different kinds that are improved
 NEAR = 0.05  # relative amount by which such a plan may be slower than the fastest one
-MOST_IN_ALL = 40_000  # forwards of all simulations, with the bounds in forwards: some seconds
-MOST_BY_BOUNDS = MOST_IN_ALL // 4  # of them, up to which steps by bounds are made
+MOST_IN_ALL = 60_000  # forwards of all simulations, with the bounds in forwards: some seconds
+MOST_BY_BOUNDS = MOST_IN_ALL // 6  # of them, up to which steps by bounds are made
 _FREE_FORWARDS = 12  # forwards in `unhindered_seconds` that cost as much as one
 
 
@@ -103,7 +103,7 @@ class _Improvement:
         """Return a faster plan near another one, with one change or else with two; None: there is none, or it would take too long."""
         profile, _ = self._choice.meshes.of(ranked.candidate.degrees)
         candidate, in_parts = dataclasses.replace(ranked.candidate, sum_parts=()), bool(ranked.candidate.sum_parts)
-        near = [(one, in_parts) for one in neighbours(candidate, profile)] + [(candidate, not in_parts)]
+        near = [(one, kept) for one in neighbours(candidate, profile) for kept in {False, in_parts}] + [(candidate, not in_parts)]
         return self._fastest(near, ranked) or self._fastest(((one, in_parts) for one in pairs(candidate, profile)), ranked)
 
     def _is_better(self, found: Ranked, ranked: Ranked) -> bool:
