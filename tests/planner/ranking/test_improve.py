@@ -153,3 +153,17 @@ def test_the_least_loaded_stages_are_those_of_all_cuts_and_replicas():
         assert load(found.starts, found.replicas) == pytest.approx(best)
     assert {found.depth for found in least_loaded(base, one, topology)} == {2, 3, 4}
     assert not list(least_loaded(dataclasses.replace(base, schedule="pipedream_flush"), one, topology))
+
+
+@pytest.mark.parametrize(("latency", "extras"), [(0.0, {0}), (0.5, {0, 1, 2}), (2.0, {0, 1, 2})])
+def test_more_are_in_flight_with_a_flush_only_where_links_make_that_faster(latency, extras):
+    """Stages compute for 12 seconds; without more in flight the latency of both directions counts once for every second microbatch."""
+    one, topology = profile(), Topology.flat(2, 1e9, latency=latency)
+    candidates = [c for c in find_candidates(one, topology, 12, schedules=["pipedream_flush"]) if c.depth == 2]
+    assert {c.extra_in_flight for c in candidates} == extras
+    for c in candidates:
+        plan = c.plan(one.ids)
+        assert c.seconds == pytest.approx(simulate_plan(plan, one.stage_costs(plan, 1), topology).batch_seconds)
+        assert c.seconds == pytest.approx(13 * 12.0 + latency * (2 if c.extra_in_flight else 12), rel=1e-6)
+    best = choose(one, topology, candidates).ranked[0].candidate
+    assert best.extra_in_flight == (1 if latency else 0)
