@@ -34,7 +34,7 @@ def with_sum_parts(candidate: Candidate, profile: Profile, topology: Topology) -
         return None
     plan = dataclasses.replace(candidate, sum_parts=()).plan(profile.ids)
     layers, link, hidden = profile.costs(candidate.rows), network(plan, topology), _hidden_seconds(candidate, plan, profile)
-    parts = [()] * plan.depth
+    parts: list[tuple[int, ...]] = [()] * plan.depth
     for s, stage in enumerate(plan.stages):
         if stage.replicas > 1:
             costs = [layers[layer_id] for layer_id in stage.layers]
