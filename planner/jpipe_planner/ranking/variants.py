@@ -97,9 +97,7 @@ def find_variants(
     usable = _usable(planned, topology, all_devices)
     early = [one for base in _early_bases([one for one in usable if one.depth > 1]) for one in run.early(base)]
     in_parts = [] if degrees.size > 1 else list(run.in_parts(usable))
-    of_ranks = [
-        one for base in _bases([one for one in _usable(straight, topology, all_devices) if one.depth > 1]) for one in run.of_ranks(base)
-    ]
+    of_ranks = [one for base in _bases(_usable(straight, topology, all_devices)) for one in run.of_ranks(base)]
     run.simulate([*early, *in_parts, *of_ranks], best)
     simulated = (
         run.simulations
@@ -116,9 +114,11 @@ def _usable(candidates: Sequence[Candidate], topology: Topology, all_devices: bo
 
 
 def _bases(straight: Sequence[Candidate]) -> list[Candidate]:
-    """Return the best plans that differ in more than their cut; those that fit come first."""
+    """Return the best plans of several stages that differ in more than their cut; those that fit come first."""
     best: dict[tuple[object, ...], Candidate] = {}
     for candidate in straight:
+        if candidate.depth == 1 or candidate.extra_in_flight:  # schedules with chunks have no such option
+            continue
         best.setdefault((candidate.rows, candidate.replicas, candidate.policies[0]), candidate)
     return list(best.values())[:BASES]
 
