@@ -1,8 +1,8 @@
-"""`python -m benchmarks.planner [speed] [choice] [here] [measured] [targets] [--profiles FOLDER] [--json FILE]`: print tables, write JSON.
+"""`python -m benchmarks.planner [speed] [choice] [here] [measured] [targets]` with options: print tables, write JSON.
 
-`speed` times the searches, `choice` compares the chosen plan with simulating every candidate, `here` trains on this machine and compares
-measurements with predictions, `measured` runs plans of different kinds in one process, `targets` compiles stages for devices that are not
-here. `benchmarks.papers` has the papers' experiments.
+`speed` times the searches, `choice` compares the chosen plan with other candidates and with plans near it, `here` trains on this machine
+and compares measurements with predictions, `measured` runs plans of different kinds in one process, `targets` compiles stages for devices
+that are not here. `benchmarks.papers` has the papers' experiments.
 """
 
 import argparse
@@ -33,6 +33,7 @@ def main(arguments: list[str] | None = None) -> None:
     """
     parser = argparse.ArgumentParser(prog="python -m benchmarks.planner", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--profiles", metavar="FOLDER", help="of `choice`: a folder with a graph.txt in each of its folders")
+    parser.add_argument("--seconds", type=float, help=f"of `choice`: CPU seconds of each comparison, by default {choice.SECONDS:g}")
     parser.add_argument("--models", nargs="+", choices=list(targets.MODELS), help="of `targets`; by default all")
     parser.add_argument(
         "--targets", nargs="+", choices=[targets.CPU, *known_targets()], help="of `targets`; by default a CPU, an H100 and a v5e"

@@ -4,7 +4,7 @@ Each instruction names its worker, one replica of one stage, and so its stage an
 """
 
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from jpipe.ops import OPS, Op
@@ -171,6 +171,7 @@ class Program:
         instructions: the total order of loads, forwards, backwards, sends, receives, sums, updates and releases; the program of a rank
             is the instructions of its workers, in the same order.
         workers: those whose instructions it has; None: all.
+        verified: after a simulation all instructions in an order in which they can be executed, which the next one takes; before, empty.
     """
 
     plan: Plan
@@ -186,6 +187,7 @@ class Program:
     updated: tuple[range, ...]
     instructions: tuple[Instruction, ...]
     workers: frozenset[int] | None = None
+    verified: list[Instruction] = field(default_factory=list, init=False, compare=False, repr=False)
 
     def of(self, workers: Collection[int]) -> "Program":
         """Return the program with the instructions of these workers alone."""

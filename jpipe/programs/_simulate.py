@@ -20,8 +20,8 @@ def simulate(
     """Verify a program of whole batches (from an empty to an empty pipeline) and predict its time, memory and bytes moved.
 
     Each rank runs its own instructions in order. A transfer waits until both ranks have come to it; inside a rank it takes no time. An
-    update waits until all replicas have summed their gradients, for which each sends 2 (r - 1) / r of them. Verified, independently of
-    `lower`:
+    update waits until all replicas have summed their gradients, for which each sends 2 (r - 1) / r of them. Verified once for a program,
+    independently of `lower`:
 
     - each rank computes in the order of the schedule, and reads the versions of its formula, which are alive;
     - no more versions are alive than the schedule allows;
@@ -52,7 +52,7 @@ def simulate(
     network = (lambda source, target: link) if isinstance(link, Link) else link
     predictor = Predictor(program, costs, network)
     try:
-        for instruction in _verified(program):
+        for instruction in program.verified or _verified(program):
             predictor.add(instruction)
     except Violation as violation:
         raise ProgramError(f"{violation}\n{draw_grid(predictor.timeline(), notes=violation.notes)}") from None
@@ -84,19 +84,21 @@ def verify(program: Program) -> None:
 
 
 def _verified(program: Program) -> Iterator[Instruction]:
-    """Yield the instructions in an executable order, each once it is verified.
+    """Yield the instructions in an executable order, each once it is verified, and at last note this order.
 
     Raises:
         Violation: the verification fails.
     """
-    orders, rank_of = rank_computations(program), program.plan.rank_of
+    orders, rank_of, executable = rank_computations(program), program.plan.rank_of, list[Instruction]()
     workers = range(len(rank_of)) if program.workers is None else sorted(program.workers)
     verifiers = {w: Verifier(program, w, orders[rank_of[w]]) for w in workers}
     for instruction in walk(program):
         verifiers[instruction.worker].check(instruction)
+        executable.append(instruction)
         yield instruction
     for verifier in verifiers.values():
         verifier.check_end()
+    program.verified.extend(executable)
 
 
 def _check(program: Any, costs: Any, link: Any, overlap: Any) -> None:

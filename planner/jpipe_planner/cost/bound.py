@@ -72,7 +72,7 @@ def flush_seconds(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost], l
         for s in stages:
             places = [n for n, (_, stage, _) in enumerate(order) if stage == s]
             computes = ends[places[-1]] - (ends[places[0] - 1] if places[0] else 0.0)
-            summed = _sum_seconds(costs[s].accumulators, _ring(plan, s, link))
+            summed = _summed_after(costs[s], plan.stages[s], order[places[-1]][0], _ring(plan, s, link))
             longest = max(longest, computes + summed + plan.updates_per_batch(s) * costs[s].update)
     return longest
 
@@ -88,9 +88,28 @@ def _message_seconds(size: int, link: jpipe.Link) -> float:
     return size / link.bandwidth + link.latency
 
 
-def _sum_seconds(size: int, ring: Sequence[jpipe.Link]) -> float:
+def _sum_seconds(size: float, ring: Sequence[jpipe.Link]) -> float:
     """Return the seconds of a sum over a ring, from its beginning to its end; 0 without a ring."""
     return _sending_seconds(size, ring) + 2 * (len(ring) - 1) * max(link.latency for link in ring) if ring else 0.0
+
+
+def _summed_after(cost: jpipe.programs.StageCost, stage: jpipe.plan.Stage, op: str, ring: Sequence[jpipe.Link]) -> float:
+    """Return the least seconds from the end of the last backward of an update, which `op` ends, to the end of the sum of its gradients."""
+    if not stage.sum_parts or not ring:
+        return _sum_seconds(cost.accumulators, ring)
+    later, summed, longest = 0.0, 0.0, 0.0  # the backwards of the later parts, and the gradients of a part and of the later ones
+    for part in reversed(range(len(stage.sum_parts))):
+        summed += cost.accumulators_of_part(part, stage)
+        longest = max(longest, _sum_seconds(summed, ring) - later)
+        later += cost.seconds_of_part(op, part, stage)
+    return longest
+
+
+def sum_speed(plan: jpipe.Plan, s: int, link: jpipe.programs.Network) -> tuple[float, float]:
+    """Return the seconds for each byte of a sum over the replicas of a stage, and the seconds that it takes in addition."""
+    ring = _ring(plan, s, link)
+    fixed = _sum_seconds(0, ring)
+    return _sum_seconds(1, ring) - fixed, fixed
 
 
 def computing_seconds(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost]) -> float:
@@ -142,7 +161,7 @@ def _ring(plan: jpipe.Plan, s: int, link: jpipe.programs.Network) -> list[jpipe.
     return [link(worker, workers[n - 1]) for n, worker in enumerate(workers)] if len(workers) > 1 else []
 
 
-def _sending_seconds(size: int, ring: Sequence[jpipe.Link]) -> float:
+def _sending_seconds(size: float, ring: Sequence[jpipe.Link]) -> float:
     """Return the seconds to send a sum around a ring."""
     return 2 * (len(ring) - 1) / len(ring) * size / min(link.bandwidth for link in ring)
 
@@ -179,8 +198,7 @@ class _Stage:
         self.returned: list[float | None] = [None if s < plan.depth - 1 else 0.0] * count  # its output gradients
         self.summed = [0.0] * (count // every)
         self.missing = [self.replicas] * (count // every)
-        ring = _ring(plan, s, link)
-        self.sum_seconds = _sum_seconds(cost.accumulators, ring)
+        self.summed_after = _summed_after(cost, plan.stages[s], "B", _ring(plan, s, link))
         self.forward_delays = self._delays(plan, s, s + 1, cost.outputs, link)
         self.backward_delays = self._delays(plan, s, s - 1, cost.gradient, link)
 
@@ -263,5 +281,5 @@ class _Pipeline:
         stage.summed[batch] = max(stage.summed[batch], worker.clock)
         stage.missing[batch] -= 1
         if not stage.missing[batch]:
-            stage.summed[batch] += stage.sum_seconds
+            stage.summed[batch] += stage.summed_after
             self.ready.extend(stage.workers)

@@ -132,28 +132,34 @@ def steady_price(times: Times, microbatches: Number, hidden: Number, extra: int)
     return _price(np.maximum(np.maximum(terms[0], terms[1]), terms[2]), terms, slots, _slowest_cut(times), summed)
 
 
-def flush_price(times: Times, microbatches: Number) -> Price:
+def flush_price(times: Times, microbatches: Number, extra: int = 0) -> Price:
     """Price 1F1B with a flush, then the sums. See `steady_price`.
 
     A stage computes m microbatches between the arrival of the first one and the return of the last one. In between it waits for later
     stages twice: for the first gradient, if its forwards until then take less time, and for the last gradient, if its remaining
     backwards take less time. With slow links it waits in a repeating cycle.
+
+    Args:
+        times: the times of the stages and cuts.
+        microbatches: m of each pipeline; its last axis has length 1.
+        extra: extra_in_flight.
     """
-    return _flushed(times, microbatches[..., 0], lambda times: _flush_repeated(times, microbatches))
+    return _flushed(times, microbatches[..., 0], lambda times: _flush_repeated(times, microbatches, extra))
 
 
-def _flush_repeated(times: Times, microbatches: Number) -> Number:
+def _flush_repeated(times: Times, microbatches: Number, extra: int) -> Number:
     """Return the seconds of 1F1B with a flush, without one microbatch through all stages and back."""
     m, compute = microbatches[..., 0], times.compute
     depth = compute.shape[-1]
     before = np.concatenate([np.zeros_like(compute[..., :1]), np.cumsum(compute[..., :-1] + 2 * times.cuts, -1)], -1)
     after = times.round_trip[..., None] - before - compute
-    in_flight = np.minimum(np.arange(depth)[::-1], microbatches - 1)  # the other microbatches in flight
+    others = (1 + extra) * np.arange(depth)[::-1]
+    in_flight = np.minimum(others, microbatches - 1)  # the other microbatches in flight
     first = np.maximum(after - in_flight * times.forward, 0.0)
     last = np.maximum(after - in_flight * times.backward, 0.0)
-    waits = np.where(microbatches > depth - np.arange(depth), first + last, np.maximum(first, last))
+    waits = np.where(microbatches > others + 1, first + last, np.maximum(first, last))
     seconds = (before + microbatches * compute + waits).max(-1)
-    round_trips, under_way = _cycles(compute, times.cuts, 0)
+    round_trips, under_way = _cycles(compute, times.cuts, extra)
     slowest = compute.max(-1, keepdims=True)
     rounds = (microbatches - 1) // under_way
     remaining = microbatches - 1 - rounds * under_way

@@ -143,11 +143,11 @@ def schedule_facts(pipelines: Pipelines, microbatches: tuple[int, ...]) -> Sched
             versions.append([rules.versions_alive(shape, s) for s in stages])
             few = pipelines.shape(min(m, 4 * pipelines.depth))  # more of them begin with the same op, and take long to list
             fused.append([rules.begins_fused(few, s) for s in stages])
-            hidden.append([_hidden(shape, s, ahead) for s, ahead in enumerate(in_flight[-1])])
+            hidden.append([hidden_passes(shape, s, ahead) for s, ahead in enumerate(in_flight[-1])])
     return ScheduleFacts(tuple(legal), np.array(in_flight), np.array(versions), np.array(fused), np.array(hidden))
 
 
-def _hidden(shape: Shape, s: int, in_flight: int) -> int:
+def hidden_passes(shape: Shape, s: int, in_flight: int) -> int:
     """Return how many forwards a replica can do after the first batch, beyond those that it may do earlier, before one reads the update."""
     rules, replicas = jpipe.schedules.SCHEDULES[shape.schedule], shape.replicas[s]
     if rules.flushes or replicas == 1:  # no sum overlaps, or there is none

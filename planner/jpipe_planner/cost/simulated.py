@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 
 import numpy as np
 
@@ -12,6 +12,7 @@ from jpipe_planner.cost.devices import device_numbers, slowed
 from jpipe_planner.machine.topology import Topology
 
 MOST_FORWARDS = 100_000  # most in a simulation, which then takes some seconds
+_MOST_KEPT = 10_000  # most forwards of a simulation whose program is kept for others
 BATCHES = 4  # least number in a window, if the schedule does not flush
 MICROBATCHES = 24  # least number for each worker in a window: with shared links the pattern repeats only after several batches
 
@@ -57,7 +58,8 @@ def simulate_plan(
     link, overlap = network(plan, topology), topology.device.overlap
     # Where ranks wait for each other's transfers or sums, the last batches are faster: earlier ranks have nothing left to send.
     shown = first + batches + (1 if overlap == "transfers and sums" else 1 + jpipe.programs.batches_until_full(plan))
-    program = jpipe.lower(plan, shown, global_norm=global_norm, shared=jpipe.programs.shared_stages(costs))
+    lowered = _lowered if forwards(plan) <= _MOST_KEPT else _lowered.__wrapped__
+    program = lowered(_without_layers(plan), shown, global_norm, jpipe.programs.shared_stages(costs))
     prediction = jpipe.simulate(program, costs, link, overlap)
     seconds = _measured(plan, prediction.timeline)
     if has_bounds(plan):
@@ -73,6 +75,18 @@ def simulate_plan(
         peak_bytes=prediction.peak_bytes,
         sent_bytes=tuple(moved / shown for moved in prediction.moved_bytes),
     )
+
+
+@lru_cache(maxsize=8)
+def _lowered(plan: jpipe.Plan, batches: int, global_norm: bool, shared: tuple[tuple[int, ...], ...]) -> jpipe.programs.Program:
+    """Return the program of a plan; that of plans that differ in their cuts is the same, and verified only once."""
+    return jpipe.lower(plan, batches, global_norm=global_norm, shared=shared)
+
+
+def _without_layers(plan: jpipe.Plan) -> jpipe.Plan:
+    """Return the plan with one layer in each stage that does not sum its gradients in parts: a program does not depend on the layers."""
+    stages = [stage if stage.sum_parts else stage.model_copy(update={"layers": (f"stage {s}",)}) for s, stage in enumerate(plan.stages)]
+    return plan.model_copy(update={"stages": tuple(stages), "predicted": None})
 
 
 def forwards(plan: jpipe.Plan) -> int:

@@ -2,30 +2,35 @@
 
 The searches find cuts and replicas that are best by closed forms, which ignore how messages and sums wait. Of plans that are nearly equal
 by them, a simulation may prefer another one. So the neighbours of the best plans are tried: plans with a cut moved, with a replica moved
-from one stage to another, or with another number of microbatches in flight.
+from one stage to another, with another number of microbatches in flight, or with sums in parts.
 """
 
 import dataclasses
 import heapq
-from collections.abc import Iterator, Sequence
-from itertools import accumulate, permutations
+import itertools
+import math
+from collections.abc import Iterable
 
-import jpipe
 from jpipe import InputError
 from jpipe_planner.cost.bound import busy_seconds, has_bounds, port_seconds, unhindered_seconds
 from jpipe_planner.cost.devices import slowed
 from jpipe_planner.cost.simulated import MOST_FORWARDS, forwards, network, simulate_plan, window
-from jpipe_planner.profile.profile import Profile
 from jpipe_planner.ranking.choose import Choice, Ranked
+from jpipe_planner.ranking.loads import least_loaded
+from jpipe_planner.ranking.neighbours import QuickBound, neighbours, pairs
+from jpipe_planner.ranking.sum_parts import with_sum_parts
 from jpipe_planner.ranking.variants import priced
 from jpipe_planner.search.candidate import Candidate
+from jpipe_planner.search.parallel import EXTRA
 
 GAIN = 0.002  # relative gain of a step: smaller ones are not worth a simulation
 EQUAL = 1e-6  # relative difference of plans that are equally fast
+MOST_NEAR = 200  # plans with two changes whose bounds are computed
+MOST_DEPTHS = 6  # numbers of stages that are tried with stages by load
 STARTS = 3  # plans of different kinds that are improved
-MOST_EXTRA = 4  # additional microbatches in flight
 NEAR = 0.05  # relative amount by which such a plan may be slower than the fastest one
-MOST_IN_ALL = 20_000  # forwards of all simulations, with the bounds in forwards: some seconds
+MOST_IN_ALL = 60_000  # forwards of all simulations, with the bounds in forwards: some seconds
+MOST_BY_BOUNDS = MOST_IN_ALL // 6  # of them, up to which steps by bounds are made
 _FREE_FORWARDS = 12  # forwards in `unhindered_seconds` that cost as much as one
 
 
@@ -46,56 +51,6 @@ def improve(choice: Choice, tried: dict[Candidate, Ranked], max_delay: float | N
     return choice.with_more(found, run.count)
 
 
-def neighbours(candidate: Candidate, profile: Profile) -> Iterator[Candidate]:
-    """Yield the plans that differ from a plan in one cut, in the stage of one replica, or in the number of microbatches in flight.
-
-    Cuts move by 1, 2, 4, ... layers. Where a replica moves to the next stage, the cut between both moves, too, so that they compute for
-    about as long. Only schedules without a flush get different numbers of replicas.
-
-    Args:
-        candidate: a plan of one stage on each rank, with whole backwards.
-        profile: the profile of its layers.
-    """
-    rules, ends = jpipe.schedules.SCHEDULES[candidate.schedule], (*candidate.starts[1:], len(profile.ids))
-    for s in range(1, candidate.depth):
-        start, reach = candidate.starts[s], max(candidate.starts[s] - candidate.starts[s - 1], ends[s] - candidate.starts[s])
-        for step in (sign << power for power in range(reach.bit_length()) for sign in (1, -1)):
-            if candidate.starts[s - 1] < start + step < ends[s]:
-                yield _with_cut(candidate, s, start + step)
-    if not rules.flushes and "extra_in_flight" in rules.options:
-        for extra in (candidate.extra_in_flight + more for more in (-2, -1, 1, 2)):
-            if 0 <= extra <= MOST_EXTRA:
-                yield dataclasses.replace(candidate, extra_in_flight=extra)
-    if not rules.flushes and candidate.update_every == "batch" and candidate.keep_together == "replicas":
-        work = [0.0, *accumulate(cost.forward + cost.backward for cost in profile.costs(candidate.rows).values())]
-        for source, target in permutations(range(candidate.depth), 2):
-            replicas = [count - (s == source) + (s == target) for s, count in enumerate(candidate.replicas)]
-            if replicas[source] and not any(candidate.microbatches % count for count in replicas):
-                moved = dataclasses.replace(candidate, replicas=tuple(replicas))
-                yield moved
-                if abs(source - target) == 1:
-                    yield _balanced(moved, max(source, target), work)
-
-
-def _with_cut(candidate: Candidate, s: int, start: int) -> Candidate:
-    """Return the candidate whose stage s begins with another layer."""
-    return dataclasses.replace(candidate, starts=(*candidate.starts[:s], start, *candidate.starts[s + 1 :]))
-
-
-def _balanced(candidate: Candidate, s: int, work: Sequence[float]) -> Candidate:
-    """Return the candidate with the cut before stage s that balances the work for each replica of both stages.
-
-    Args:
-        candidate: the plan.
-        s: the stage.
-        work: the work of all layers before each layer.
-    """
-    first, end = candidate.starts[s - 1], (*candidate.starts, len(work) - 1)[s + 1]
-    before, after = candidate.replicas[s - 1 : s + 1]
-    cuts = range(first + 1, end)
-    return _with_cut(candidate, s, min(cuts, key=lambda cut: max((work[cut] - work[first]) / before, (work[end] - work[cut]) / after)))
-
-
 class _Improvement:
     """The search for faster neighbours, which simulates them while all simulations together take some seconds.
 
@@ -107,76 +62,116 @@ class _Improvement:
         self.count = 0
         self._choice, self._tried, self._max_delay, self._spent = choice, tried, max_delay, 0
         self._seen = {candidate.without_costs for candidate in tried}
+        self._bounds: dict[Candidate, float] = {}
 
     def climb(self, ranked: Ranked) -> Ranked:
         """Return the plan that is reached by steps to faster neighbours."""
         plan = self._choice.plan(ranked)
-        if not has_bounds(plan) or plan.depth == 1 or forwards(plan) > MOST_IN_ALL:
+        if not has_bounds(plan) or forwards(plan) > MOST_IN_ALL:
             return ranked
+        ranked = self._by_bounds(self._from_loads(ranked) or ranked)
         while (better := self._step(ranked)) is not None:
             ranked = better
         return ranked
 
-    def _step(self, ranked: Ranked) -> Ranked | None:
-        """Return the first faster neighbour in the order of their bounds; None: there is none, or it would take too long."""
+    def _by_bounds(self, ranked: Ranked) -> Ranked:
+        """Return the plan that is reached by steps to neighbours with a better bound, if it is faster, or the one given.
+
+        A bound takes much less time than a simulation, and most of its steps are right.
+        """
+        candidate = ranked.candidate
+        best = first = Ranked(dataclasses.replace(candidate, seconds=self._bound(candidate, math.inf)))
+        profile, _ = self._choice.meshes.of(candidate.degrees)
+        while self._spent < MOST_BY_BOUNDS:
+            in_parts, whole = bool(best.candidate.sum_parts), dataclasses.replace(best.candidate, sum_parts=())
+            better = self._fastest(((one, in_parts) for one in neighbours(whole, profile)), best, by_bounds=True)
+            if better is None:
+                break
+            best = better
+        found = None if best is first else self._simulated(best.candidate)
+        return found if found is not None and self._is_better(found, ranked) else ranked
+
+    def _from_loads(self, ranked: Ranked) -> Ranked | None:
+        """Return a faster plan with other stages, whose busiest device has less to do; None: there is none."""
         profile, topology = self._choice.meshes.of(ranked.candidate.degrees)
-        queue = list[tuple[float, int, Candidate]]()
-        for candidate in _faster_by_work(neighbours(ranked.candidate, profile), profile, ranked.seconds / topology.slowness.min()):
+        stages = list(itertools.islice(least_loaded(ranked.candidate, profile, topology), MOST_DEPTHS))
+        near = [dataclasses.replace(one, extra_in_flight=extra) for one in stages for extra in EXTRA]
+        return self._fastest(((one, False) for one in near), ranked)
+
+    def _step(self, ranked: Ranked) -> Ranked | None:
+        """Return a faster plan near another one, with one change or else with two; None: there is none, or it would take too long."""
+        profile, _ = self._choice.meshes.of(ranked.candidate.degrees)
+        candidate, in_parts = dataclasses.replace(ranked.candidate, sum_parts=()), bool(ranked.candidate.sum_parts)
+        near = [(one, kept) for one in neighbours(candidate, profile) for kept in {False, in_parts}] + [(candidate, not in_parts)]
+        return self._fastest(near, ranked) or self._fastest(((one, in_parts) for one in pairs(candidate, profile)), ranked)
+
+    def _is_better(self, found: Ranked, ranked: Ranked) -> bool:
+        return found.seconds < _enough(found.candidate, ranked) and found.candidate.over is None
+
+    def _fastest(self, near: Iterable[tuple[Candidate, bool]], ranked: Ranked, by_bounds: bool = False) -> Ranked | None:
+        """Return the first faster one of some plans, in the order of their bounds.
+
+        Args:
+            near: plans with whole sums, and whether they are to have sums in parts, which are cut anew.
+            ranked: the plan that they have to beat.
+            by_bounds: whether they are compared by their bounds and not simulated.
+        """
+        profile, topology = self._choice.meshes.of(ranked.candidate.degrees)
+        quick = QuickBound(profile, topology, ranked.candidate.rows)
+        fast = [(least, n, *one) for n, one in enumerate(near) if (least := quick.seconds(one[0])) < _enough(one[0], ranked)]
+        queue = [(least, n, candidate, in_parts, False) for least, n, candidate, in_parts in heapq.nsmallest(MOST_NEAR, fast)]
+        while queue and self._spent < MOST_IN_ALL:
+            least, n, candidate, in_parts, is_bounded = heapq.heappop(queue)
+            if is_bounded and by_bounds:
+                return Ranked(dataclasses.replace(candidate, seconds=least))
+            if is_bounded:
+                found = self._simulated(candidate)
+                if found is not None and self._is_better(found, ranked):
+                    return found
+                continue
+            if in_parts:
+                candidate = with_sum_parts(candidate, profile, topology) or candidate
             if candidate.without_costs in self._seen or not candidate.is_within(self._max_delay):
                 continue
             enough = _enough(candidate, ranked)
-            bound = self._bound(candidate, enough)
+            bound = max(least, self._bound(candidate, enough))
             if bound < enough:
-                heapq.heappush(queue, (bound, len(queue), candidate))
-        while queue and self._spent < MOST_IN_ALL:
-            candidate = heapq.heappop(queue)[2]
-            plan = candidate.plan(profile.ids)
-            costs = profile.stage_costs(plan, candidate.rows)
-            self._spent += forwards(plan)
-            self._seen.add(candidate.without_costs)
-            simulation = simulate_plan(plan, costs, topology, self._choice.global_norm)
-            if simulation is None:
-                continue
-            found = Ranked(priced(candidate, plan, costs, simulation, topology), simulation)
-            self._tried[found.candidate] = found
-            if found.seconds < _enough(candidate, ranked) and found.candidate.over is None:
-                return found
+                heapq.heappush(queue, (bound, n, candidate, in_parts, True))
         return None
+
+    def _simulated(self, candidate: Candidate) -> Ranked | None:
+        """Return a plan with its simulation; None if that would take too long."""
+        profile, topology = self._choice.meshes.of(candidate.degrees)
+        plan = candidate.plan(profile.ids)
+        costs = profile.stage_costs(plan, candidate.rows)
+        self._spent += forwards(plan)
+        self._seen.add(candidate.without_costs)
+        simulation = simulate_plan(plan, costs, topology, self._choice.global_norm)
+        if simulation is None:
+            return None
+        found = Ranked(priced(candidate, plan, costs, simulation, topology), simulation)
+        self._tried[found.candidate] = found
+        return found
 
     def _bound(self, candidate: Candidate, enough: float) -> float:
         """Return the largest of the bounds on the seconds of a batch, cheapest first, up to the first one that is too large."""
+        if (known := self._bounds.get(candidate.without_costs)) is not None:
+            return known
         profile, topology = self._choice.meshes.of(candidate.degrees)
         try:
             plan = candidate.plan(profile.ids)
         except InputError:  # too few microbatches for the schedule
-            return float("inf")
+            return math.inf
         self.count += 1
         costs, link = slowed(plan, profile.stage_costs(plan, candidate.rows), topology), network(plan, topology)
         bound = max(busy_seconds(plan, costs, topology.cores, link, topology.device.overlap), port_seconds(plan, costs, link))
         if bound < enough and self._spent < MOST_IN_ALL and forwards(plan) <= MOST_FORWARDS:
             self._spent += forwards(plan) // _FREE_FORWARDS
             bound = max(bound, unhindered_seconds(plan, costs, link, *window(plan)))
+        self._bounds[candidate.without_costs] = bound
         return bound
 
 
 def _enough(candidate: Candidate, ranked: Ranked) -> float:
     """Return the seconds below which a neighbour is better: with fewer microbatches in flight it only has to be as fast."""
     return ranked.seconds * (1 + EQUAL if candidate.extra_in_flight < ranked.candidate.extra_in_flight else 1 - GAIN)
-
-
-def _faster_by_work(candidates: Iterator[Candidate], profile: Profile, enough: float) -> Iterator[Candidate]:
-    """Yield the candidates of which no worker computes for longer than that in a batch. It takes much less time than a plan's bounds."""
-    works: dict[int, tuple[list[float], list[float]]] = {}
-    for candidate in candidates:
-        if candidate.rows not in works:
-            costs = profile.costs(candidate.rows).values()
-            forward = [0.0, *accumulate(cost.forward for cost in costs)]
-            works[candidate.rows] = forward, [0.0, *accumulate(cost.forward + cost.backward for cost in costs)]
-        forward, both = works[candidate.rows]
-        ends = (*candidate.starts[1:], len(profile.ids))
-        for start, end, replicas, policy in zip(candidate.starts, ends, candidate.replicas, candidate.policies, strict=True):
-            recomputation = 0.0 if policy == "none" else forward[end] - forward[start]
-            if candidate.microbatches / replicas * (both[end] - both[start] + recomputation + 2 * profile.dispatch) > enough * (1 + EQUAL):
-                break
-        else:
-            yield candidate

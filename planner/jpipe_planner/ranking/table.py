@@ -29,6 +29,7 @@ __all__ = [
     "rows_of",
     "schedule",
     "shape",
+    "signs",
     "size",
     "what_would_fit",
     "why_chosen",
@@ -107,11 +108,13 @@ def recomputation(policies: Sequence[str]) -> str:
 
 def schedule(candidate: Candidate) -> str:
     """Return the schedule with its options in the plan."""
+    parts = max((len(parts) for parts in candidate.sum_parts), default=1)
+    in_parts = f"sum in {parts} parts" if parts > 1 else ""
     if candidate.depth == 1 and candidate.num_ranks > 1 and jpipe.schedules.SCHEDULES[candidate.schedule].data_parallel:
-        return "data parallel"
+        return "data parallel" + (f", {in_parts}" if in_parts else "")
     if candidate.is_late_data_parallel:
         late = "one update" if candidate.delay == 1 else f"{delay(candidate)} updates"
-        return f"data parallel, {late} late ({candidate.schedule})"
+        return f"data parallel, {late} late ({candidate.schedule}{', ' if in_parts else ''}{in_parts})"
     options = ["vertical sync"] if candidate.vertical_sync else []
     options += ["early"] if candidate.split_backward == "early" else []
     options += [f"+{candidate.extra_in_flight}"] if candidate.extra_in_flight else []
@@ -119,6 +122,7 @@ def schedule(candidate: Candidate) -> str:
     options += ["shard_optimizer"] if candidate.shard_optimizer else []
     options += ["M_s = r_s"] if candidate.update_every == "replicas" else []
     options += ["stages together"] if candidate.keep_together == "stages" else []
+    options += [in_parts] if in_parts else []
     return " ".join([candidate.schedule, *options])
 
 
@@ -153,6 +157,20 @@ def size(count: int | float) -> str:
             shown = count / factor
             return f"{shown:,.0f} {unit}" if shown >= 100 else f"{shown:.3g} {unit}"
     return f"{count:.0f} B"
+
+
+def signs(choice: Choice, most: int) -> list[str]:
+    """Return the meaning of options of schedules in the first rows."""
+    shown, meanings = [ranked.candidate for ranked in choice.ranked[:most]], []
+    if any(candidate.extra_in_flight for candidate in shown):
+        meanings.append("+1, +2: that many more microbatches in flight at each stage (extra_in_flight)")
+    if any(candidate.max_in_flight for candidate in shown):
+        meanings.append("≤1, ≤2: at most that many microbatches in flight at each stage (max_in_flight)")
+    if any(candidate.shard_optimizer for candidate in shown):
+        meanings.append("shard_optimizer: each replica of a stage has a part of its optimizer state, and updates that part of the weights")
+    if any(candidate.sum_parts for candidate in shown):
+        meanings.append("sum in parts: gradients of the last layers are summed beside the backward of the layers before (sum_parts)")
+    return meanings
 
 
 def delay(candidate: Candidate) -> str:

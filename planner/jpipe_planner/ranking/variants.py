@@ -1,10 +1,10 @@
-"""Plans with several stages on a rank, split backwards or options that save memory, derived from the best plans without them.
+"""Plans with several stages on a rank, split backwards, sums in parts, or options that save memory, derived from plans without them.
 
 The search over all cuts is for one stage on each rank, with whole backwards. What interleaving and split backwards gain depends little on
 the cut, so the best cuts of `pipedream_flush`, for a few microbatch sizes, widths and recomputations, are cut further into equal chunks.
-The best plans of the schedules that can send gradients early are tried with split backwards, where links cost time. Those that need more
-memory than a device has, or recompute because of that, are tried with fewer microbatches in flight, and with replicas that share an
-optimizer. All these plans are simulated, because they have no closed form.
+The best plans of the schedules that can send gradients early are tried with split backwards, where links cost time, and those with replicas
+with sums in parts. Those that need more memory than a device has, or recompute because of that, are tried with fewer microbatches in
+flight, and with replicas that share an optimizer. All these plans are simulated, because they have no closed form.
 """
 
 import dataclasses
@@ -25,6 +25,7 @@ from jpipe_planner.profile.profile import Profile
 from jpipe_planner.profile.sharded import NO_MESH, Degrees, Meshes
 from jpipe_planner.ranking.choose import Ranked
 from jpipe_planner.ranking.race import SLACK
+from jpipe_planner.ranking.sum_parts import with_sum_parts
 from jpipe_planner.search.balance import balance
 from jpipe_planner.search.candidate import Candidate
 from jpipe_planner.search.candidates import on_meshes
@@ -33,6 +34,7 @@ from jpipe_planner.search.parallel import search_parallel
 BASES = 4  # plans of one stage on each rank that are varied
 EARLY = 2  # plans of each schedule that are tried with `split_backward` "early"
 SAVING = 2  # plans of each schedule that are tried with fewer microbatches in flight, or with replicas that share an optimizer
+IN_PARTS = 4  # plans of each schedule, and as many of one stage, that are tried with sums in parts
 MOST_CHUNKS = 3
 MOST_MICROBATCHES = 1024  # most of a plan that is varied
 MOST_IN_ALL = 24_000  # most forwards of all simulations, which then take some seconds
@@ -97,11 +99,11 @@ def find_variants(
     straight = search_parallel(profile, topology, batch, exact=exact, schedules=[BASE]) if schedules else []
     run = _Variants(profile, topology, schedules, global_norm, max_delay)
     usable = _usable(planned, topology, all_devices)
-    early = [one for base in _bases_with("split_backward", usable, EARLY) for one in run.early(base)]
-    short = [one for one in planned if _lacks_memory(one) and (one.devices == topology.num_devices or not all_devices)]
-    saving = [one for base in _bases_with(None, sorted(short, key=lambda one: one.rank), SAVING) for one in run.saving(base)]
+    early = [one for base in _bases_with("split_backward", (one for one in usable if one.depth > 1), EARLY) for one in run.early(base)]
+    in_parts = [] if degrees.size > 1 else list(run.in_parts(usable))
+    saving = [one for base in _bases_with(None, filter(_lacks_memory, usable), SAVING) for one in run.saving(base)]
     of_ranks = [one for base in _bases(_usable(straight, topology, all_devices)) for one in run.of_ranks(base)]
-    run.simulate([*early, *saving, *of_ranks], best)
+    run.simulate([*early, *in_parts, *saving, *of_ranks], best)
     simulated = (
         run.simulations
         if degrees.size == 1
@@ -111,15 +113,17 @@ def find_variants(
 
 
 def _usable(candidates: Sequence[Candidate], topology: Topology, all_devices: bool) -> list[Candidate]:
-    """Return the candidates of several stages that may be varied, best first."""
-    several = [c for c in candidates if c.depth > 1 and c.microbatches <= MOST_MICROBATCHES]
-    return sorted((c for c in several if not all_devices or c.devices == topology.num_devices), key=lambda candidate: candidate.rank)
+    """Return the candidates that may be varied, best first."""
+    usable = [c for c in candidates if c.microbatches <= MOST_MICROBATCHES and (not all_devices or c.devices == topology.num_devices)]
+    return sorted(usable, key=lambda candidate: candidate.rank)
 
 
 def _bases(straight: Sequence[Candidate]) -> list[Candidate]:
-    """Return the best plans that differ in more than their cut; those that fit come first."""
+    """Return the best plans of several stages that differ in more than their cut; those that fit come first."""
     best: dict[tuple[object, ...], Candidate] = {}
     for candidate in straight:
+        if candidate.depth == 1 or candidate.extra_in_flight:  # schedules with chunks have no such option
+            continue
         best.setdefault((candidate.rows, candidate.replicas, candidate.policies[0]), candidate)
     return list(best.values())[:BASES]
 
@@ -134,7 +138,7 @@ def _bases_with(option: str | None, planned: Iterable[Candidate], most: int) -> 
     best: dict[str, dict[tuple[object, ...], Candidate]] = {}
     for candidate in planned:
         has_option = option is None or option in jpipe.schedules.SCHEDULES[candidate.schedule].options
-        if has_option and candidate.update_every == "batch" and candidate.microbatches <= MOST_MICROBATCHES:
+        if has_option and candidate.update_every == "batch":
             plans = best.setdefault(candidate.schedule, {})
             plans.setdefault((candidate.rows, candidate.replicas, candidate.policies[0]), candidate)
     return [candidate for plans in best.values() for candidate in list(plans.values())[:most]]
@@ -245,6 +249,15 @@ class _Variants:
                 candidate = dataclasses.replace(base, policies=policies, **change)
                 if not self._lacks_norm(plan) and candidate.is_within(self.max_delay):
                     yield self._variant(candidate, f"{candidate.schedule}, {next(iter(change))}")
+
+    def in_parts(self, planned: Sequence[Candidate]) -> Iterator["_Variant"]:
+        """Yield the best plans of each schedule, and data parallelism, with sums in parts, where something waits for the sums."""
+        counts: dict[tuple[str, bool], int] = {}
+        for base in planned:
+            key = base.schedule, base.depth == 1
+            if counts.get(key, 0) < IN_PARTS and (candidate := with_sum_parts(base, self.profile, self.topology)) is not None:
+                counts[key] = counts.get(key, 0) + 1
+                yield self._variant(candidate, f"{candidate.schedule} in parts")
 
     def of_ranks(self, base: Candidate) -> Iterator["_Variant"]:
         """Yield legal plans of the schedules on the ranks of a plan."""

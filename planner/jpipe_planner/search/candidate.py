@@ -41,6 +41,8 @@ class Candidate:
         max_in_flight: as in `jpipe.Plan`.
         shard_optimizer: as in `jpipe.Plan`.
         placed_on: the devices, or meshes, of the topology in the order in which ranks get them; None: in the order of their numbers.
+        sum_parts: for each stage how many layers each part of the sum of its gradients has, as in `jpipe.plan.Stage`; empty: no stage
+            sums in parts.
     """
 
     schedule: str
@@ -67,6 +69,7 @@ class Candidate:
     max_in_flight: int | None = None
     shard_optimizer: bool = False
     placed_on: tuple[int, ...] | None = None
+    sum_parts: tuple[tuple[int, ...], ...] = ()
 
     @property
     def depth(self) -> int:
@@ -135,13 +138,14 @@ class Candidate:
     @property
     def kind(self) -> tuple[object, ...]:
         """The properties that plans of one kind have in common; they differ only in sizes."""
-        options = self.vertical_sync, self.split_backward, self.update_every, self.max_in_flight is None, self.shard_optimizer
+        saving = self.max_in_flight is None, self.shard_optimizer
+        options = self.vertical_sync, self.split_backward, self.update_every, bool(self.sum_parts), *saving
         return self.schedule, *options, self.replicas, self.degrees, self.keep_together, self.chunks
 
     @property
     def has_whole_backwards(self) -> bool:
-        """Whether all cuts are searched for the schedule, and its backwards are not split."""
-        return is_planned(self.schedule) and self.split_backward == "joint"
+        """Whether all cuts are searched for the schedule, and its backwards are computed as a whole."""
+        return is_planned(self.schedule) and self.split_backward == "joint" and not self.sum_parts
 
     @property
     def rank(self) -> tuple[object, ...]:
@@ -179,9 +183,10 @@ class Candidate:
             ids: the layers of the profile, in order.
         """
         ends = (*self.starts[1:], len(ids))
+        mesh, parts = {"mesh": self.degrees.mesh, "fsdp": self.degrees.fsdp}, self.sum_parts or ((),) * self.depth
         stages = [
-            {"layers": ids[start:end], "replicas": count, "recompute": policy, "mesh": self.degrees.mesh, "fsdp": self.degrees.fsdp}
-            for start, end, count, policy in zip(self.starts, ends, self.replicas, self.policies, strict=True)
+            {"layers": ids[start:end], "replicas": count, "recompute": policy, "sum_parts": sum_parts, **mesh}
+            for start, end, count, policy, sum_parts in zip(self.starts, ends, self.replicas, self.policies, parts, strict=True)
         ]
         plan = jpipe.Plan(
             schedule=self.schedule,

@@ -3,6 +3,7 @@
 PipeDream-2BW (ICML 2021), section 4, for all schedules; data parallelism is a pipeline of one stage.
 """
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -30,7 +31,8 @@ from jpipe_planner.search.balance import balance
 from jpipe_planner.search.candidate import Candidate
 from jpipe_planner.search.stages import Layers, Stages
 
-EXTRA = (0, 1, 2)  # additional microbatches in flight, tried for schedules that do not flush
+EXTRA = (0, 1, 2)  # additional microbatches in flight, tried for schedules with that option
+_GAIN = 0.002  # relative gain of additional microbatches in flight below which plans that flush are left out
 _Orientation = Literal["replicas", "stages"]
 _ORIENTATIONS: tuple[_Orientation, ...] = ("replicas", "stages")
 
@@ -106,7 +108,23 @@ def _search(
             candidates += fewer
             if fewer and all(candidate.over for candidate in fewer):
                 break  # less depth needs even more memory
-    return sorted(candidates, key=lambda candidate: candidate.rank)
+    return sorted(_without_useless_extra(candidates), key=lambda candidate: candidate.rank)
+
+
+def _without_useless_extra(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Leave out plans that flush with additional microbatches in flight that are no faster than without, where links cost little."""
+    without = {_but_extra(candidate): candidate.seconds for candidate in candidates if not candidate.extra_in_flight}
+
+    def is_useless(candidate: Candidate) -> bool:
+        flushes = candidate.extra_in_flight and jpipe.schedules.SCHEDULES[candidate.schedule].flushes
+        return bool(flushes) and candidate.seconds >= without.get(_but_extra(candidate), math.inf) * (1 - _GAIN)
+
+    return [candidate for candidate in candidates if not is_useless(candidate)]
+
+
+def _but_extra(candidate: Candidate) -> tuple[object, ...]:
+    """Return what plans have in common that differ in the number of microbatches in flight, and so in memory."""
+    return candidate.schedule, candidate.rows, candidate.microbatches, candidate.starts, candidate.replicas, candidate.keep_together
 
 
 def pipelines_seconds(profile: Profile, topology: Topology, candidate: Candidate) -> float:
@@ -134,7 +152,7 @@ def _price(pipelines: Pipelines, facts: ScheduleFacts, times: Times) -> Price:
         return steady_price(times, m, facts.hidden, pipelines.extra)
     if rules.closed_form is None:
         return walked_price(times, m, lambda count: batch_orders(pipelines, count))
-    return CLOSED_FORMS[rules.closed_form](times, m)
+    return CLOSED_FORMS[rules.closed_form](times, m, **({"extra": pipelines.extra} if pipelines.extra else {}))
 
 
 @dataclass(frozen=True)
@@ -171,7 +189,7 @@ def _times(stages: Stages, width: int, crossing: Crossings) -> Times:
 
 def _extras(schedule: jpipe.schedules.Schedule) -> tuple[int, ...]:
     """Return the numbers of additional microbatches in flight to try."""
-    return (0,) if schedule.flushes or "extra_in_flight" not in schedule.options else EXTRA
+    return EXTRA if "extra_in_flight" in schedule.options else (0,)
 
 
 class _Sweep:

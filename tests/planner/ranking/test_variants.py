@@ -76,7 +76,7 @@ def test_with_a_global_norm_chunks_and_early_gradients_of_pipedream_have_vertica
     planned = find_candidates(profile, topology, 8, schedules=["pipedream"], global_norm=True)
     variants = find_variants(profile, topology, 8, schedules=["pipedream"], planned=planned, global_norm=True).simulated
     assert {(one.chunks > 1, one.split_backward, one.vertical_sync) for one in variants} >= {(True, "joint", True), (False, "early", True)}
-    assert all(one.vertical_sync for one in variants)
+    assert all(one.vertical_sync for one in variants if one.depth > 1)
 
 
 def test_plans_of_chunks_without_a_simulation_are_simulated():

@@ -240,10 +240,8 @@ def _report(
     if cost := price_of_flush(choice if measured is None else measured.searched.choice, result.delayed):
         for line in table.price(cost):
             reporter.say(line)
-    if any(ranked.candidate.extra_in_flight for ranked in choice.ranked[:SHOWN]):
-        reporter.say("+1, +2: that many more microbatches in flight at each stage (extra_in_flight)")
-    if any(ranked.candidate.max_in_flight for ranked in choice.ranked[:SHOWN]):
-        reporter.say("≤1, ≤2: at most that many microbatches in flight at each stage (max_in_flight)")
+    for line in table.signs(choice, SHOWN):
+        reporter.say(line)
     candidate = chosen.candidate
     if candidate.devices < topology.num_devices:
         reporter.say(f"it uses {candidate.devices} of {count(topology.num_devices, 'device')}; the remaining devices stay idle")

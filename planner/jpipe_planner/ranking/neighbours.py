@@ -1,0 +1,126 @@
+"""The neighbours of a plan, which differ from it in one or two changes, and a quick bound on their speed."""
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, permutations
+
+import jpipe
+from jpipe_planner.cost.shape import Shape
+from jpipe_planner.machine.topology import Topology
+from jpipe_planner.profile.profile import Profile
+from jpipe_planner.search.candidate import Candidate
+
+MOST_EXTRA = 4  # additional microbatches in flight
+
+
+def neighbours(candidate: Candidate, profile: Profile) -> Iterator[Candidate]:
+    """Yield the plans that differ from a plan in one cut, in the stage of one replica, or in the number of microbatches in flight.
+
+    Cuts move by 1, 2, 4, ... layers. Where a replica moves to the next stage, the cut between both moves, too, so that they compute for
+    about as long. Only schedules without a flush get different numbers of replicas.
+
+    Args:
+        candidate: a plan of one stage on each rank, with whole backwards.
+        profile: the profile of its layers.
+    """
+    rules, ends = jpipe.schedules.SCHEDULES[candidate.schedule], (*candidate.starts[1:], len(profile.ids))
+    for s in range(1, candidate.depth):
+        start, reach = candidate.starts[s], max(candidate.starts[s] - candidate.starts[s - 1], ends[s] - candidate.starts[s])
+        for step in (sign << power for power in range(reach.bit_length()) for sign in (1, -1)):
+            if candidate.starts[s - 1] < start + step < ends[s]:
+                yield _with_cut(candidate, s, start + step)
+    if "extra_in_flight" in rules.options and candidate.depth > 1:
+        for extra in (candidate.extra_in_flight + more for more in (-2, -1, 1, 2)):
+            if 0 <= extra <= MOST_EXTRA:
+                yield dataclasses.replace(candidate, extra_in_flight=extra)
+    if not rules.flushes and candidate.update_every == "batch" and candidate.keep_together == "replicas":
+        work = [0.0, *accumulate(cost.forward + cost.backward for cost in profile.costs(candidate.rows).values())]
+        for source, target in permutations(range(candidate.depth), 2):
+            replicas = [count - (s == source) + (s == target) for s, count in enumerate(candidate.replicas)]
+            if replicas[source] and not any(candidate.microbatches % count for count in replicas):
+                moved = dataclasses.replace(candidate, replicas=tuple(replicas))
+                yield moved
+                if abs(source - target) == 1:
+                    yield _balanced(moved, max(source, target), work)
+
+
+def pairs(candidate: Candidate, profile: Profile) -> Iterator[Candidate]:
+    """Yield the neighbours of neighbours that are none themselves."""
+    near = dict.fromkeys(neighbours(candidate, profile))
+    seen = {candidate, *near}
+    for further in itertools.chain.from_iterable(neighbours(one, profile) for one in near):
+        if further not in seen:
+            seen.add(further)
+            yield further
+
+
+def _with_cut(candidate: Candidate, s: int, start: int) -> Candidate:
+    """Return the candidate whose stage s begins with another layer."""
+    return dataclasses.replace(candidate, starts=(*candidate.starts[:s], start, *candidate.starts[s + 1 :]))
+
+
+def _balanced(candidate: Candidate, s: int, work: Sequence[float]) -> Candidate:
+    """Return the candidate with the cut before stage s that balances the work for each replica of both stages.
+
+    Args:
+        candidate: the plan.
+        s: the stage.
+        work: the work of all layers before each layer.
+    """
+    first, end = candidate.starts[s - 1], (*candidate.starts, len(work) - 1)[s + 1]
+    before, after = candidate.replicas[s - 1 : s + 1]
+    cuts = range(first + 1, end)
+    return _with_cut(candidate, s, min(cuts, key=lambda cut: max((work[cut] - work[first]) / before, (work[end] - work[cut]) / after)))
+
+
+class QuickBound:
+    """A lower bound on the seconds of a batch, for plans of one microbatch size. It takes much less time than the bounds of a plan.
+
+    It counts for each device its computations and what it sends over the fastest links, and without a flush how many microbatches are in
+    flight.
+    """
+
+    def __init__(self, profile: Profile, topology: Topology, rows: int) -> None:
+        costs, slowness = list(profile.costs(rows).values()), float(topology.slowness.min())  # that of the fastest device
+        self._dispatch, self._count = 2 * profile.dispatch * slowness, len(costs)
+        self._forward = [0.0, *accumulate(slowness * cost.forward for cost in costs)]
+        self._both = [0.0, *accumulate(slowness * (cost.forward + cost.backward) for cost in costs)]
+        self._summed = [0, *accumulate(cost.summed for cost in costs)]
+        self._outputs = [cost.outputs for cost in costs]
+        self._ways = 1 if any(cost.frozen for cost in costs) else 2  # before frozen layers there may be no gradients
+        self._bandwidth = max(level.bandwidth for level in topology.levels)
+        self._latency = min(level.latency for level in topology.levels)
+
+    def seconds(self, candidate: Candidate) -> float:
+        """Return the bound for a candidate."""
+        rules, m = jpipe.schedules.SCHEDULES[candidate.schedule], candidate.microbatches
+        ends, works, longest, before = (*candidate.starts[1:], self._count), list[float](), 0.0, 0.0
+        for s, (start, end, replicas) in enumerate(zip(candidate.starts, ends, candidate.replicas, strict=True)):
+            again = 0.0 if candidate.policies[s] == "none" else self._forward[end] - self._forward[start]
+            work = self._both[end] - self._both[start] + again + self._dispatch
+            works.append(work)
+            sent = (self._outputs[end - 1] if end < self._count else 0) + (self._ways - 1) * (self._outputs[start - 1] if start else 0)
+            summed = 2 * (replicas - 1) / replicas * (self._summed[end] - self._summed[start])
+            longest = max(longest, before + m / replicas * work, (m / replicas * sent + summed) / self._bandwidth)
+            before += work if rules.flushes else 0.0
+        return longest if rules.flushes else max(longest, self._in_flight(candidate, works))
+
+    def _in_flight(self, candidate: Candidate, works: Sequence[float]) -> float:
+        """Return the bound of how many microbatches are in flight: each goes from a stage to the last one and back."""
+        shape = Shape(
+            candidate.schedule,
+            candidate.microbatches,
+            candidate.replicas,
+            candidate.extra_in_flight,
+            candidate.max_in_flight,
+            vertical_sync=candidate.vertical_sync,
+        )
+        rules, longest, trip = jpipe.schedules.SCHEDULES[candidate.schedule], 0.0, 0.0
+        for s in reversed(range(candidate.depth)):
+            if s < candidate.depth - 1:
+                trip += 2 * self._latency + self._ways * self._outputs[candidate.starts[s + 1] - 1] / self._bandwidth
+            trip += works[s]
+            under_way = rules.in_flight(shape, s) * candidate.replicas[s]
+            longest = max(longest, candidate.microbatches / under_way * trip)
+        return longest

@@ -1,0 +1,96 @@
+"""Sums of gradients in parts along the layers, each of which begins while the backwards of earlier layers are computed.
+
+The parts of a stage are cut where the sum ends earliest after the backward. Of two numbers of parts that end about as early the smaller one
+is taken, because each part is compiled, and has the latency of a sum.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+import jpipe
+from jpipe_planner.cost.bound import sum_speed
+from jpipe_planner.cost.shape import Shape, hidden_passes
+from jpipe_planner.cost.simulated import network
+from jpipe_planner.machine.topology import Topology
+from jpipe_planner.profile.profile import Profile
+from jpipe_planner.search.candidate import Candidate
+
+GAIN = 0.002  # relative gain of a batch below which a sum stays whole, or has fewer parts
+MOST_PARTS = 8
+
+
+def with_sum_parts(candidate: Candidate, profile: Profile, topology: Topology) -> Candidate | None:
+    """Return a plan whose stages sum their gradients in parts, where something waits for the sums; None if it gains nothing.
+
+    Args:
+        candidate: a plan of one stage on each rank.
+        profile: the profile of its layers.
+        topology: the devices; only where sums overlap with computations do parts gain anything.
+    """
+    if topology.device.overlap != "transfers and sums" or candidate.degrees.size > 1 or max(candidate.replicas) == 1:
+        return None
+    plan = dataclasses.replace(candidate, sum_parts=()).plan(profile.ids)
+    layers, link, hidden = profile.costs(candidate.rows), network(plan, topology), _hidden_seconds(candidate, plan, profile)
+    parts: list[tuple[int, ...]] = [()] * plan.depth
+    for s, stage in enumerate(plan.stages):
+        if stage.replicas > 1:
+            costs = [layers[layer_id] for layer_id in stage.layers]
+            per_byte, fixed = sum_speed(plan, s, link)
+            least = GAIN * candidate.seconds / plan.updates_per_batch(s)
+            parts[s] = cut_sum([cost.backward for cost in costs], [per_byte * cost.summed for cost in costs], fixed, hidden[s], least)
+    return dataclasses.replace(candidate, sum_parts=tuple(parts)) if any(parts) else None
+
+
+def _hidden_seconds(candidate: Candidate, plan: jpipe.Plan, profile: Profile) -> list[float]:
+    """Return how long the sum of each stage may take after its last backward before anything waits for it.
+
+    With a flush those are the last backwards of the stages before, and their next forwards; otherwise what the schedule computes with older
+    weights.
+    """
+    passes = [cost.forward + cost.backward for cost in profile.stage_costs(plan, candidate.rows)]
+    rules = jpipe.schedules.SCHEDULES[plan.schedule]
+    if rules.flushes:
+        return [sum(passes[:s]) for s in range(plan.depth)]
+    shape = Shape(
+        plan.schedule,
+        plan.microbatches,
+        plan.replicas,
+        plan.extra_in_flight,
+        vertical_sync=plan.vertical_sync,
+        update_every=plan.update_every,
+        split_backward=plan.split_backward,
+    )
+    return [seconds * hidden_passes(shape, s, rules.in_flight(shape, s)) for s, seconds in enumerate(passes)]
+
+
+def cut_sum(backward: Sequence[float], sending: Sequence[float], fixed: float, hidden: float, least: float) -> tuple[int, ...]:
+    """Return how many layers each part of a sum has, in the order of the layers; () if parts do not gain enough.
+
+    Args:
+        backward: seconds of the backward of each layer.
+        sending: seconds that the gradients of each layer are sent.
+        fixed: seconds that each part takes in addition.
+        hidden: seconds after the backward up to which nothing waits for the sum.
+        least: the gain in seconds for which a sum has parts, or more parts.
+    """
+    count = len(backward)
+    ends = np.concatenate([[0.0], np.cumsum(backward[::-1])])  # of the backwards, from the last layer to the first
+    sent = np.concatenate([[0.0], np.cumsum(sending[::-1])])
+    before = np.tri(count + 1, k=-1, dtype=bool)  # whether a part can begin at a layer and end at another one
+    enough = ends[-1] + hidden
+    summed, begins = [ends + sent + fixed], list[Any]()  # when a sum of 1, 2, ... parts is over, by the layers that it has
+    while len(summed) < min(MOST_PARTS, count) and summed[-1][-1] > enough:
+        # a part begins when its backward is over and the links are free
+        times = np.maximum(summed[-1][None, :], ends[:, None]) + sent[:, None] - sent[None, :] + fixed
+        times = np.where(before & (sent[None, :] > 0), times, np.inf)
+        begins.append(times.argmin(1))
+        summed.append(times.min(1))
+    best = max(min(times[-1] for times in summed), enough)
+    number = next(n for n, times in enumerate(summed) if times[-1] <= best + least)
+    cuts = [count]
+    for begin in begins[:number][::-1]:
+        cuts.append(int(begin[cuts[-1]]))
+    return tuple(b - a for a, b in zip([*cuts[1:], 0], cuts, strict=True)) if number else ()

@@ -1,0 +1,114 @@
+"""Sums in parts: cut where they end earliest, and proposed where the simulation says that a batch takes less time."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+import jpipe
+from jpipe_planner.cost.bound import flush_seconds, port_seconds, unhindered_seconds
+from jpipe_planner.cost.simulated import network, simulate_plan, window
+from jpipe_planner.machine.topology import Topology
+from jpipe_planner.profile.profile import Profile
+from jpipe_planner.ranking import table
+from jpipe_planner.ranking.choose import Ranked, choose
+from jpipe_planner.ranking.improve import improve
+from jpipe_planner.ranking.sum_parts import MOST_PARTS, cut_sum, with_sum_parts
+from jpipe_planner.ranking.variants import find_variants
+from jpipe_planner.search.candidates import find_candidates
+
+
+def profile(weights=(1000,) * 4) -> Profile:
+    """Return layers that compute for 1 and 2 seconds; the sum of 1000 bytes over two replicas takes a second over a `slow` link."""
+    at = [{"forward": 1.0, "backward": 2.0, "outputs": 10**6, "residuals": {"none": 10}}]
+    layers = [{"id": f"layer_{n}", "weights": size, "at": at} for n, size in enumerate(weights)]
+    return Profile(source="analytic", sizes=[1], inputs=[1], labels=[1], layers=layers)
+
+
+def slow(bandwidth=1000.0, latency=0.0, overlap="transfers and sums"):
+    topology = Topology.flat(2, bandwidth, latency)
+    return topology.model_copy(update={"device": topology.device.model_copy(update={"overlap": overlap})})
+
+
+def end_of_sum(backward, sending, fixed, parts):
+    """Return when the sums of these parts are over, one after the other, by their definition."""
+    clock, summed, layer = 0.0, 0.0, len(backward)
+    for count in reversed(parts):
+        clock += sum(backward[layer - count : layer])
+        summed = max(summed, clock) + sum(sending[layer - count : layer]) + fixed
+        layer -= count
+    return summed
+
+
+@pytest.mark.parametrize("hidden", [0.0, 3.0])
+@pytest.mark.parametrize(("fixed", "least"), [(0.0, 1e-9), (0.3, 1e-9), (0.05, 0.4)])
+def test_a_sum_has_the_fewest_parts_that_end_as_early_as_the_best_of_all_cuts(fixed, least, hidden):
+    within = [[cut for cut in range(1, 7) if mask >> (cut - 1) & 1] for mask in range(2**6)]
+    cuts = [tuple(b - a for a, b in itertools.pairwise([0, *inner, 7])) for inner in within]
+    for seed in range(5):
+        random = np.random.default_rng(seed)
+        backward, sending = random.exponential(1.0, 7).tolist(), (random.exponential(1.0, 7) * (random.random(7) < 0.8)).tolist()
+        ends = {parts: max(end_of_sum(backward, sending, fixed, parts), sum(backward) + hidden) for parts in cuts}
+        enough = min(ends.values()) + least
+        found = cut_sum(backward, sending, fixed, hidden, least)
+        assert ends[found or (7,)] <= enough + 1e-9
+        assert max(len(found), 1) == min(len(parts) for parts, end in ends.items() if end <= enough)
+
+
+def test_a_large_stage_has_a_limited_number_of_parts():
+    assert len(cut_sum([1.0] * 40, [1.0] * 40, 0.0, 0.0, 1e-9)) == MOST_PARTS
+
+
+def test_data_parallelism_over_a_slow_link_sums_in_parts():
+    """Whole, a batch takes 2 × 12 seconds and then the sum 4. The last three layers are summed before the backward is over; 1 remains."""
+    one, topology = profile(), slow()
+    planned = find_candidates(one, topology, 4, schedules=["pipedream_flush"])
+    whole = choose(one, topology, planned)
+    variants = find_variants(one, topology, 4, schedules=[], planned=planned).simulated
+    choice = whole.with_more([Ranked(*found) for found in variants.items()], len(variants))
+    best, other = choice.ranked[:2]
+    assert (best.seconds, other.seconds) == (pytest.approx(25.0), pytest.approx(28.0))
+    assert table.schedule(best.candidate) == "data parallel, sum in 3 parts"
+    plan = jpipe.Plan.from_json(choice.plan(best).to_json())
+    assert [stage.sum_parts for stage in plan.stages] == [(1, 1, 2)]
+    assert improve(whole, {}).ranked[0].candidate.sum_parts == ((1, 1, 2),), "a step from the whole sum"
+
+
+@pytest.mark.parametrize(
+    ("schedule", "topology"),
+    [
+        ("pipedream_flush", slow(overlap="none")),
+        ("pipedream_flush", slow(overlap="transfers")),
+        ("pipedream_flush", slow(1e6)),
+        ("pipedream_flush", slow(1e6, latency=2.0)),
+        ("pipedream_2bw", slow()),
+    ],
+)
+def test_sums_are_whole_where_parts_gain_nothing(schedule, topology):
+    """Where sums do not overlap, where they are short but for their latency, and where they overlap with the next batch anyway."""
+    one = profile()
+    planned = [candidate for candidate in find_candidates(one, topology, 4, schedules=[schedule]) if candidate.depth == 1]
+    assert planned
+    assert not find_variants(one, topology, 4, schedules=[], planned=planned).simulated
+    assert not improve(choose(one, topology, planned), {}).ranked[0].candidate.sum_parts
+
+
+@pytest.mark.parametrize("schedule", ["pipedream_flush", "gpipe", "pipedream"])
+def test_bounds_hold_for_sums_in_parts(schedule):
+    one = profile([10**6 * size for size in (3, 1, 4, 2, 3, 6)])
+    topology = Topology(levels=({"count": 4, "bandwidth": 1.5e6, "latency": 0.1},))
+    found = 0
+    for candidate in find_candidates(one, topology, 8, schedules=[schedule]):
+        if (in_parts := with_sum_parts(candidate, one, topology)) is not None:
+            found += 1
+            plan = in_parts.plan(one.ids)
+            costs, link = one.stage_costs(plan, 1), network(plan, topology)
+            program = jpipe.lower(plan, sum(window(plan)) + 1)
+            starts = [span.start for span in jpipe.simulate(program, costs, link).timeline[0] if jpipe.ops.OPS[span.op].begins]
+            first, batches = window(plan)
+            each = 8 // plan.replicas[0]
+            simulated = (starts[(first + batches) * each] - starts[first * each]) / batches
+            bounds = unhindered_seconds(plan, costs, link, *window(plan)), port_seconds(plan, costs, link), flush_seconds(plan, costs, link)
+            assert max(bounds) <= simulated * (1 + 1e-9)
+            assert simulated <= simulate_plan(plan, costs, topology).batch_seconds * (1 + 1e-9)
+    assert found
