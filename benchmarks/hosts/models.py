@@ -13,6 +13,7 @@ from flax import nnx
 import jpipe
 
 ON_MESHES = "2BW, two devices each"
+IN_PARTS = "data parallel, sum in parts"
 MICROBATCHES = 12  # per batch, for all plans: divisible by 1, 2, 3 and 4 replicas
 CLASSES, VOCABULARY, WORDS = 100, 4096, 8
 
@@ -72,8 +73,8 @@ def make_plan(workload: Workload, kind: str, hosts: int) -> jpipe.Plan:
         hosts: a worker on each.
     """
     ids = workload.stack().ids
-    if kind == "data parallel":
-        return jpipe.Plan.even(ids, 1, "pipedream_flush", MICROBATCHES, replicas=hosts)
+    if kind in ("data parallel", IN_PARTS):
+        return jpipe.Plan.even(ids, 1, "pipedream_flush", MICROBATCHES, replicas=hosts, sum_parts=4 if kind == IN_PARTS else 1)
     cuts, replicas = workload.replicated[hosts] if kind == "PipeDream, replicated" else (workload.cuts[hosts], (1,) * hosts)
     ends = zip((0, *cuts), (*cuts, len(ids)), replicas, strict=True)
     mesh = {"data": 2} if kind == ON_MESHES else {}
@@ -101,7 +102,7 @@ def kinds(workload: Workload, hosts: int) -> list[str]:
         hosts: how many.
     """
     replicated = ["PipeDream, replicated"] if hosts in workload.replicated else []
-    return ["data parallel", "PipeDream, straight", *replicated, "PipeDream-2BW", *([ON_MESHES] if hosts == 2 else [])]
+    return ["data parallel", IN_PARTS, "PipeDream, straight", *replicated, "PipeDream-2BW", *([ON_MESHES] if hosts == 2 else [])]
 
 
 class _Convolution(nnx.Module):
