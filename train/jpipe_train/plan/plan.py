@@ -209,8 +209,8 @@ def _report(
     choice = result.choice
     profile, topology, chosen = choice.profile, choice.topology, choice.ranked[0]
     reporter.say(
-        f"{topology.name or 'topology'}: {table.devices(topology)}; {profile.source} profile of {count(len(profile.layers), 'layer')}{_compiled_for(profile, topology)}"
-        + f"; {choice.considered:,} candidates"
+        f"{topology.name or 'topology'}: {table.devices(topology)}; {profile.source} profile of "
+        f"{count(len(profile.layers), 'layer')}{_compiled_for(profile, topology)}; {choice.considered:,} candidates"
     )
     first_rows = "row" if result.compiled < 2 else count(result.compiled, "row")
     rows, head = table.rows(choice, SHOWN), table.head(choice)
