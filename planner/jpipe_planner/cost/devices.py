@@ -160,8 +160,9 @@ def _names(plan: jpipe.Plan, topology: Topology) -> list[list[str]]:
     """Return the names of the devices of each pipeline rank; empty if all devices are equal."""
     if not topology.differing:
         return []
-    devices, size = topology.devices, plan.stages[0].devices_each
-    return [[devices[number].name for number in numbers for _ in range(size)] for numbers in _of_ranks(plan)]
+    size = plan.stages[0].devices_each
+    names = ["".join(c if c.isprintable() else "?" for c in device.name) for device in topology.devices]
+    return [[names[number] for number in numbers for _ in range(size)] for numbers in _of_ranks(plan)]
 
 
 def _counted(names: Sequence[str]) -> str:

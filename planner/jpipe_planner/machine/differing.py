@@ -11,7 +11,8 @@ from jpipe_planner.machine.device import Device
 from jpipe_planner.machine.targets import find_target
 from jpipe_planner.machine.units import Data, Positive, Possible, in_unit
 
-MOST = 2**20  # devices
+MOST = 2**14  # devices in an entry
+MOST_ENTRIES = 256
 _EQUAL = 1.02  # ratio up to which a device counts as faster than another one by the same factor in all dtypes
 
 
@@ -122,10 +123,10 @@ class Differing(Data):
         numbers = set(self.devices)
         for name in self.bandwidth:
             size = (1, *sizes)[level_number(name)]
-            for number in numbers:
-                first = number // size * size
+            for first in sorted({number // size * size for number in numbers}):
                 if not numbers.issuperset(range(first, first + size)):
+                    found = next(number for number in self.devices if number // size * size == first)
                     raise ValueError(
-                        f"bandwidth.{name}: expected whole components of {size} devices, which share a port, found device {number} without "
+                        f"bandwidth.{name}: expected whole components of {size} devices, which share a port, found device {found} without "
                         f"all of {first}-{first + size - 1}; name them all"
                     )

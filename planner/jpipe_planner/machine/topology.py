@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, Field
 import jpipe
 from jpipe import InputError, files
 from jpipe_planner.machine.device import Device
-from jpipe_planner.machine.differing import Differing
+from jpipe_planner.machine.differing import MOST_ENTRIES, Differing
 from jpipe_planner.machine.plain_yaml import parse
 from jpipe_planner.machine.units import Data, Positive, Possible, in_unit, seconds
 
@@ -59,7 +59,7 @@ class Topology(Data):
     name: str = ""
     levels: Annotated[tuple[Level, ...], Field(min_length=1)]
     device: Device = Device()
-    differing: tuple[Differing, ...] = ()
+    differing: Annotated[tuple[Differing, ...], Field(max_length=MOST_ENTRIES)] = ()
     cores: Annotated[float, Field(ge=1, allow_inf_nan=False)] | None = None
 
     def __init__(self, /, **fields: Any) -> None:

@@ -231,8 +231,8 @@ def test_devices_and_ports_may_differ():
     ("old", "new", "message"),
     [
         ("0-3", "0-8", "differing.0.devices: expected numbers from 0 to 7, found 8; levels have 8 devices"),
-        ("0-3", "3-0", "differing.0.devices: expected a range from its first to its last device, below 1,048,576, found '3-0'"),
-        ("0-3", "0-9999999", "differing.0.devices: expected a range from its first to its last device, below 1,048,576, found '0-9999999'"),
+        ("0-3", "3-0", "differing.0.devices: expected a range from its first to its last device, below 16,384, found '3-0'"),
+        ("0-3", "0-9999999", "differing.0.devices: expected a range from its first to its last device, below 16,384, found '0-9999999'"),
         ("0-3", "all", "differing.0.devices: expected numbers of devices, such as 3 or 8-11, found 'all'"),
         ("0-3", "[]", "differing.0.devices: expected at least 1 of them, found 0"),
         (

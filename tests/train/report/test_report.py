@@ -6,8 +6,10 @@ import math
 import re
 from html.parser import HTMLParser
 
+import jax.numpy as jnp
 import matplotlib.image
 import numpy as np
+import optax
 import pytest
 
 import jpipe
@@ -17,6 +19,7 @@ from jpipe_train.report import report as report_module
 from jpipe_train.report.comparison import Comparison, as_predicted, compare, compare_with_plan, why_slower
 from jpipe_train.report.report import Report, write_report
 from jpipe_train.report.stage_times import Stage, slow_ranks, slow_words
+from jpipe_train.report.summary import slow_of
 from tests.train import browser
 
 HOSTILE = "<script>alert(1)</script> & \"quoted\" 'too' $title $no_such ${x} <img src=http://127.0.0.1:9/x> \udcff ✓"
@@ -465,6 +468,15 @@ def test_slow_ranks_are_those_that_take_longer_for_the_same_work(replicas, predi
     words = slow_words(result, list(range(len(plan.rank_workers))), [0] * len(plan.rank_workers))
     assert ("differing: [{devices: [3], speed: 0.71}]" in words) == (3 in found)
     assert bool(words) == bool(found)
+
+
+def test_a_slow_rank_is_named_with_the_number_of_its_device():
+    stack = jpipe.LayerStack({"a": jnp.negative})
+    plan = jpipe.Plan.even(stack.ids, 1, microbatches=6, replicas=2).model_copy(update={"placement": ((3, 1),)})
+    pipe = jpipe.Pipeline(stack, plan, lambda y, labels: (y.sum(), y.sum()), optax.identity())
+    measured = slowed_window(plan, {1: 2.0}, [jpipe.programs.StageCost(forward=0.01, backward=0.02, update=0.003)])
+    assert "differing: [{devices: [1], speed: 0.50}]" in slow_of(pipe, measured)
+    assert slow_of(pipe, None) == ""
 
 
 def test_slow_ranks_of_several_processes_are_named_and_shared_devices_are_not():

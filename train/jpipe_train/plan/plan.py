@@ -209,9 +209,8 @@ def _report(
     choice = result.choice
     profile, topology, chosen = choice.profile, choice.topology, choice.ranked[0]
     reporter.say(
-        f"{topology.name or 'topology'}: {table.devices(topology)}"
-        + f"; {profile.source} profile of {count(len(profile.layers), 'layer')}{_compiled_for(profile, topology)}"
-        + f"; {choice.considered:,} candidates"
+        f"{topology.name or 'topology'}: {table.devices(topology)}; {profile.source} profile of "
+        f"{count(len(profile.layers), 'layer')}{_compiled_for(profile, topology)}; {choice.considered:,} candidates"
     )
     first_rows = "row" if result.compiled < 2 else count(result.compiled, "row")
     rows, head = table.rows(choice, SHOWN), table.head(choice)
@@ -253,8 +252,7 @@ def _report(
     for s, stage in enumerate(plan.stages):
         layers = stage.layers[0] if len(stage.layers) == 1 else f"{stage.layers[0]} … {stage.layers[-1]}"
         replicas = f" × {stage.replicas}" if stage.replicas > 1 else ""
-        replicas += f" on {stage.devices_each} devices ({candidate.degrees})" if stage.mesh else ""
-        replicas += of_stage.get(s, "")
+        replicas += (f" on {stage.devices_each} devices ({candidate.degrees})" if stage.mesh else "") + of_stage.get(s, "")
         memory = "" if candidate.chunks > 1 else f"; {_memory(chosen, confirmed, s)}"
         reporter.say(f"  stage {s}{replicas}: {layers}; recompute {stage.recompute}{memory}")
     if candidate.chunks > 1:
