@@ -1,6 +1,7 @@
 """Lower a plan: insert loads, transfers, sums, updates and releases into the schedule's order of computations."""
 
 from collections.abc import Collection, Sequence
+from itertools import chain
 from numbers import Integral
 
 from jpipe.errors import InputError, short
@@ -97,11 +98,16 @@ def lower_evaluation(
         workers: those whose instructions are written; None: all.
     """
     instructions: list[Instruction] = []
-    written = range(len(plan.workers)) if workers is None else frozenset(workers)
+    written = frozenset(range(len(plan.workers)) if workers is None else workers)
+    stages = [
+        s for s in range(plan.depth) if not written.isdisjoint(chain(*plan.stage_workers[s : s + 2]))
+    ]  # or the next one, which receives
     versions = [batch * plan.updates_per_batch(s) for s in range(plan.depth)]
     for diagonal in range(microbatches + plan.depth - 1):
-        for s in range(max(diagonal - microbatches + 1, 0), min(diagonal + 1, plan.depth)):
+        for s in stages:
             k = first + diagonal - s
+            if not first <= k < first + microbatches:
+                continue
             w, after = plan.worker(s, k), plan.worker(s + 1, k) if s < plan.depth - 1 else None
             if w in written:
                 instructions += [Load(w, k, "inputs")] if s == 0 else []

@@ -10,7 +10,7 @@ from jpipe.programs import ProgramError, _steps
 from jpipe.programs._instructions import Compute, Receive, Send
 from jpipe.programs._simulate import verify
 from jpipe.programs._steps import Steps
-from jpipe.programs.lowering import Run
+from jpipe.programs.lowering import Run, lower_evaluation
 from jpipe.schedules import SCHEDULES
 from tests.jpipe.models import VARIANTS, WITHOUT_VARIANTS
 
@@ -100,6 +100,13 @@ def test_a_process_has_the_instructions_of_its_workers(plan, most, monkeypatch):
                 assert own.common_version(since, batch) == whole.common_version(since, batch)
 
 
+@pytest.mark.parametrize("plan", SOME, ids=lambda plan: plan.schedule)
+def test_a_process_has_its_part_of_an_evaluation(plan):
+    whole = lower_evaluation(plan, 7, 2, first=3)
+    for w in range(len(plan.workers)):
+        assert lower_evaluation(plan, 7, 2, first=3, workers=[w]) == whole.of([w])
+
+
 def test_a_schedule_that_flushes_repeats_one_batch():
     steps = Steps(Plan.even("abcd", 4, "pipedream_flush", 8), True)
     (run,) = steps.verified_runs
@@ -127,6 +134,8 @@ def test_a_part_with_an_error_is_refused(plan):
                 verify(dataclasses.replace(part, instructions=(*items[:n], *those, *items[n + 1 :])))
 
 
-def test_simulation_needs_all_workers():
+def test_simulation_needs_all_workers_and_lowering_those_of_the_plan():
     with pytest.raises(InputError, match="expected the program of all workers, found that of some"):
         simulate(lower(SOME[0], 1, workers=[0]))
+    with pytest.raises(InputError, match="workers: expected numbers of workers of the plan, below 8, found"):
+        lower(SOME[0], 1, workers=[8])
