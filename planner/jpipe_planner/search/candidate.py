@@ -35,7 +35,7 @@ class Candidate:
         split_backward: as in `jpipe.Plan`.
         degrees: the mesh of each replica.
         vertical_sync: as in `jpipe.Plan`.
-        sum_parts: for each stage how many layers each part of the sum of its gradients has, as in `jpipe.plan.Stage`; empty: no stage
+        sum_parts: for each stage how many layers each part of the sum of its gradients has, as in `jpipe.Stage`; empty: no stage
             sums in parts.
     """
 
