@@ -93,7 +93,7 @@ def _sum_seconds(size: float, ring: Sequence[jpipe.Link]) -> float:
     return _sending_seconds(size, ring) + 2 * (len(ring) - 1) * max(link.latency for link in ring) if ring else 0.0
 
 
-def _summed_after(cost: jpipe.programs.StageCost, stage: jpipe.plan.Stage, op: str, ring: Sequence[jpipe.Link]) -> float:
+def _summed_after(cost: jpipe.programs.StageCost, stage: jpipe.Stage, op: str, ring: Sequence[jpipe.Link]) -> float:
     """Return the least seconds from the end of the last backward of an update, which `op` ends, to the end of the sum of its gradients."""
     if not stage.sum_parts or not ring:
         return _sum_seconds(cost.accumulators, ring)

@@ -89,7 +89,8 @@ class QuickBound:
         self._summed = [0, *accumulate(cost.summed for cost in costs)]
         self._outputs = [cost.outputs for cost in costs]
         self._ways = 1 if any(cost.frozen for cost in costs) else 2  # before frozen layers there may be no gradients
-        self._bandwidth = max(level.bandwidth for level in topology.levels)
+        others = [bandwidth for one in topology.differing for bandwidth in one.bandwidth.values()]
+        self._bandwidth = max([level.bandwidth for level in topology.levels] + others)
         self._latency = min(level.latency for level in topology.levels)
 
     def seconds(self, candidate: Candidate) -> float:

@@ -41,7 +41,7 @@ class Candidate:
         max_in_flight: as in `jpipe.Plan`.
         shard_optimizer: as in `jpipe.Plan`.
         placed_on: the devices, or meshes, of the topology in the order in which ranks get them; None: in the order of their numbers.
-        sum_parts: for each stage how many layers each part of the sum of its gradients has, as in `jpipe.plan.Stage`; empty: no stage
+        sum_parts: for each stage how many layers each part of the sum of its gradients has, as in `jpipe.Stage`; empty: no stage
             sums in parts.
     """
 
