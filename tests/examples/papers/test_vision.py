@@ -56,7 +56,7 @@ def test_batch_norm_follows_each_convolution_of_vgg16():
     assert not any("norm" in spec.params for spec in plain.values())
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_fewer_blocks_are_the_first_of_each_group():
     assert stack_of("resnet50", blocks=[1, 2, 1, 1]).ids == ("conv1", "block1_1", "block2_1", "block2_2", "block3_1", "block4_1", "fc")
     mixed = [f"mixed_{name}" for name in ("5b", "6a", "6b", "6c", "7a", "7b")]

@@ -133,7 +133,7 @@ def test_a_mesh_changes_no_number_of_soap():
     running.check_close(models.on_first_device(results[1].params), models.on_first_device(results[0].params), 1e-10)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("float64")
 def test_replicas_share_the_state_of_soap():
     batches, results = models.masked_batches(4, 2, dtype=np.float64), []

@@ -123,7 +123,7 @@ def test_measured_peak_of_ranks_and_split_backwards_is_predicted(fields):
     np.testing.assert_allclose(measured, predicted, atol=64)
 
 
-@pytest.mark.thinned(most=0, most_slow=1)
+@pytest.mark.thinned(most=0, most_slow=0)
 @pytest.mark.parametrize("schedule", ["pipedream_2bw", "pipedream"])
 def test_measured_peak_of_chunks_without_a_flush_is_predicted_but_for_a_message(schedule):
     """As with replicas, a message may wait at the end of a step."""
@@ -139,7 +139,7 @@ def test_measured_peak_of_replicas_that_flush_is_predicted():
     np.testing.assert_allclose(measured, predicted, atol=64)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_measured_peak_of_replicas_that_share_the_optimizer_state_is_predicted():
     """The prediction is for the replica with the largest share; the other replicas hold less."""
     plan = Plan.even(STACK.ids, 2, "pipedream_flush", MICROBATCHES, replicas=(2, 1), shard_optimizer=True)
@@ -159,7 +159,7 @@ def test_measured_peak_of_round_robin_is_predicted_but_for_a_message():
     np.testing.assert_allclose(measured[1:], predicted[1:], atol=64)
 
 
-@pytest.mark.thinned(most=0, most_slow=1)
+@pytest.mark.thinned(most=0, most_slow=0)
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("variant", ["gpipe", "pipedream", "pipedream_2bw"])
 def test_measured_peak_with_masters_is_predicted(variant, replicas):
@@ -196,7 +196,7 @@ def test_measured_peak_of_skipping_batches_is_predicted():
     np.testing.assert_allclose(measured, predicted, atol=64)
 
 
-@pytest.mark.thinned(most=0, most_slow=1)
+@pytest.mark.thinned(most=0, most_slow=0)
 @pytest.mark.parametrize(
     ("schedule", "fields"),
     [("pipedream_2bw", {}), ("pipedream_2bw", {"replicas": 2}), ("interleaved_1f1b", {"chunks_per_rank": 2}), ("zb_h1", {})],

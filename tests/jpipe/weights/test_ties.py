@@ -126,7 +126,7 @@ def pipeline(replicas, fields, stack=None, **options) -> Pipeline:
     return Pipeline(stack, plan, loss, optax.adam(0.05), devices, **options)
 
 
-@pytest.mark.thinned(most=1, most_slow=1)
+@pytest.mark.thinned(most=1, most_slow=0)
 @pytest.mark.parametrize("clip", [None, 0.3])
 @pytest.mark.parametrize(
     ("replicas", "fields"), CASES, ids=lambda value: "-".join(map(str, value.values() if isinstance(value, dict) else value))
@@ -154,7 +154,7 @@ def check_copies(state, name="embed shared token/embedding") -> None:
         check_equal(jax.tree.map(np.asarray, copy), jax.tree.map(np.asarray, copies[0]))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_run_resumes_where_the_tied_layers_share_a_stage():
     """Restore in both directions; a checkpoint has the parameter once."""
     first, second, data = pipeline((1, 1, 1), {"schedule": "pipedream_2bw"}), pipeline((1,), {"schedule": "pipedream_2bw"}), batches()

@@ -100,7 +100,7 @@ def test_the_bytes_of_a_precision_are_those_of_its_pipeline(fields, halved):
         assert actual.at[0].forward < 1e-4
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_bytes_of_frozen_layers_are_those_of_their_pipeline():
     layers = {name: linear(6, 6) for name in ("in", "a", "b")} | {"tanh": jnp.tanh, "c": linear(6, 6), "out": linear(6, 6)}
     stack, batch = jpipe.LayerStack(layers, ties=[jpipe.Tie(("in", "kernel"), ("c", "kernel"))]), floats(6)
@@ -226,7 +226,7 @@ def test_a_loss_that_does_not_fit():
         analyze(stack, floats(4), squares, optax.sgd(0.1), [2], DEVICE)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_temporaries_of_several_layers_are_about_those_of_the_compiled_stage():
     wide = jpipe.LayerStack({f"dense_{n}": lambda rngs: nnx.Linear(64, 64, rngs=rngs) for n in range(8)})
 

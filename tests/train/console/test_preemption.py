@@ -185,7 +185,7 @@ def losses_of(folder) -> list[dict]:
     return [{name: value for name, value in row.items() if name != "version_distance"} for row in rows_of(folder)]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_preempted_run_resumes_with_equal_results(saved, tmp_path, monkeypatch, capsys):
     whole = loop.main(changed(saved, run={"dir": str(tmp_path / "whole")}))
     with monkeypatch.context() as patched:

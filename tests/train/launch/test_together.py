@@ -234,7 +234,7 @@ def test_files_of_tokens_in_two_processes_log_what_one_process_logs():
     assert several == rows("run")
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_replicas_in_two_processes_log_what_one_process_logs():
     arguments = command(CURVES, plan={"schedule": "pipedream", "replicas": [2, 2], "keep_together": "replicas"})
     code, out, err = done("launch", "-n", "2", "--", *arguments)
@@ -249,7 +249,7 @@ def test_replicas_in_two_processes_log_what_one_process_logs():
     assert several == rows("run")
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_killed_process_is_named_by_the_others_and_no_file_is_incomplete():
     arguments = command(CURVES | FOREVER, plan={"num_stages": 3})
     with by_hand(arguments, arguments, arguments) as processes:
@@ -310,7 +310,7 @@ def test_a_folder_that_holds_a_run_ends_all_with_one_message():
     assert results == [(2, f"jpipe: run.dir: {refusal}\n"), (2, "jpipe: process 1 ends; another process says why\n")]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_nan_loss_ends_all_processes_with_one_message():
     code, _, err = done("launch", "-n", "2", "--", *command(CURVES, data={"arguments": {"poisoned": 3}}))
     assert code == 1

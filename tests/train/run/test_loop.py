@@ -400,7 +400,7 @@ def test_a_bar_is_shown_on_a_terminal(tiny, capsys, monkeypatch):
 
 
 @pytest.mark.usefixtures("no_report")
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_dropout_and_bfloat16_run(tiny):
     with jax.numpy_dtype_promotion("standard"):  # JAX's own attention promotes bfloat16 to float32 inside
         rows = rows_of(loop.main(changed(tiny, model={"dropout": 0.5, "compute_dtype": "bfloat16"})).folder)
