@@ -109,6 +109,24 @@ OPTIMIZATION_MATTERS = re.compile(
 SAME_KINDS_OF_STAGES = re.compile(r"uneven_cuts|eight_to_twelve_stages|measured_peak_(of|with)")
 
 
+# Where only tests with one of these marks are asked for, files without one of these words have none: importing them takes a minute.
+WORDS = {"slow": ("slow", "thinned", "exhaustive"), "oldest": ("oldest",)}
+
+
+def pytest_ignore_collect(collection_path, config):
+    """Leave out the files that have no test with the first mark of `-m`, where all chosen tests have it."""
+    first, *more = config.option.markexpr.split() or [""]
+    if "or" in more or not collection_path.name.startswith("test_"):
+        return None
+    if first == "numbers":
+        name = collection_path.relative_to(pathlib.Path(__file__).parent).as_posix()
+        return not name.startswith(tuple(start.partition("::")[0] for start in NUMBERS)) or None
+    if first in WORDS:
+        text = collection_path.read_text("utf-8")
+        return not any(word in text for word in WORDS[first]) or None
+    return None
+
+
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
 def pytest_collection_modifyitems(items):
     """Mark all but a few combinations of each `thinned` test `slow`, and most of these `exhaustive`; see pyproject.toml.

@@ -16,8 +16,13 @@ from tests.train.models.running import applied, params_of
 
 LATE = pytest.mark.slow  # tracing so many layers takes seconds
 PUBLISHED = [("alexnet", 61_100_840), ("vgg16", 138_357_544), pytest.param("resnet50", 25_557_032, marks=LATE),
-             pytest.param("inception_v3", 23_834_568, marks=LATE)]  # fmt: skip
-SMALLEST = [("alexnet", 63), ("vgg16", 32), pytest.param("resnet50", 32, marks=LATE), pytest.param("inception_v3", 75, marks=LATE)]
+             pytest.param("inception_v3", 23_834_568, marks=pytest.mark.exhaustive)]  # fmt: skip
+SMALLEST = [
+    ("alexnet", 63),
+    ("vgg16", 32),
+    pytest.param("resnet50", 32, marks=LATE),
+    pytest.param("inception_v3", 75, marks=pytest.mark.exhaustive),
+]
 
 
 MODELS = {"alexnet": vgg.alexnet, "vgg16": vgg.vgg16, "resnet50": resnet.resnet50, "inception_v3": inception.inception_v3}

@@ -15,7 +15,7 @@ from tests.jpipe.several import BATCHES, CASES, INLINE, started
 LIMIT = 240  # seconds for all of them together; only a deadlock comes near
 
 
-IN_CI = "2", "2, others", "2, meshes"
+IN_CI = "2", "2, meshes"
 
 
 @pytest.mark.parametrize(

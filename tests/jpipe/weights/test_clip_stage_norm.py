@@ -89,7 +89,7 @@ def test_equals_the_sequential_reference_bit_for_bit(case):
     "more",
     [
         {"replicas": 2, "shard_optimizer": True},
-        pytest.param({"mesh": {"data": 2, "model": 2}, "fsdp": True}, marks=pytest.mark.slow),
+        pytest.param({"mesh": {"data": 2, "model": 2}, "fsdp": True}, marks=pytest.mark.exhaustive),
     ],
     ids=["shared optimizer state", "mesh"],
 )

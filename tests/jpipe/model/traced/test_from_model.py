@@ -106,7 +106,7 @@ def by_path(tree):
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}
 
 
-@pytest.mark.thinned(most=5, most_slow=2)
+@pytest.mark.thinned(most=5, most_slow=0)
 @pytest.mark.parametrize("granularity", ["block", "finest"])
 @pytest.mark.parametrize("train", [True, False])
 @pytest.mark.parametrize("name", MODELS)
