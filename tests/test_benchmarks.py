@@ -236,7 +236,7 @@ def test_at_its_rate_data_parallelism_communicates_for_that_share(share):
     assert seconds / (seconds + 0.3) == pytest.approx(share)
 
 
-@pytest.mark.thinned(most=2, most_slow=0)
+@pytest.mark.thinned(most=2)
 @pytest.mark.parametrize("name", WORKLOADS)
 @pytest.mark.parametrize("count", [2, 4])
 def test_plans_have_a_worker_on_each_host(name, count):

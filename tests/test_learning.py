@@ -59,7 +59,7 @@ def initial(batch):
     return {layer_id: STACK.init_layer(layer_id, jax.random.key(0), batch[0])[0] for layer_id in STACK.ids}
 
 
-@pytest.mark.thinned(most=1, most_slow=0)
+@pytest.mark.thinned(most=1)
 @pytest.mark.parametrize(
     ("schedule", "prediction", "slow"),
     [*((schedule, 1.0, False) for schedule in PLANS), ("2BW", 0.0, False), ("PipeDream m = 1", 0.5, True)],

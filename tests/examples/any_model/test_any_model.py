@@ -75,6 +75,7 @@ def test_training_equals_that_of_the_whole_model(name, schedule, stages):
         np.testing.assert_allclose(float(pipe.evaluate(state, batch).loss), evaluated, rtol=1e-10)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("name", "schedule", "stages"), cases({}))
 def test_float32_equals_the_layers_in_sequence_bit_for_bit(name, schedule, stages):
     """One microbatch after another, by the rule of the schedule; with and without a drain in the middle."""

@@ -151,7 +151,7 @@ def test_measured_peak_of_replicas_that_share_the_optimizer_state_is_predicted()
     assert max(measured[:2]) < whole[0]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_measured_peak_of_round_robin_is_predicted_but_for_a_message():
     """A step receives what has arrived before it ends, and the next batch's input comes after that, so a message may wait longer."""
     measured, predicted = measured_and_predicted(Plan.even(STACK.ids, 3, "pipedream", MICROBATCHES, replicas=(2, 1, 1)))

@@ -17,7 +17,7 @@ def pipeline(recompute: str, variant: str = "pipedream", stack=STACK) -> Pipelin
     return Pipeline(stack, plan, models.masked_squares, models.momentum())
 
 
-@pytest.mark.thinned(most_slow=0, most=1)
+@pytest.mark.thinned(most=1)
 @pytest.mark.parametrize("recompute", POLICIES)
 @pytest.mark.parametrize("variant", ["gpipe", "pipedream", "pipedream_2bw"])
 def test_equals_no_recomputation_to_rounding(recompute, variant, float64):

@@ -123,7 +123,7 @@ def check(pipe, batches, drained=()):
 
 
 @pytest.mark.usefixtures("float64")
-@pytest.mark.thinned(most=1, most_slow=0)
+@pytest.mark.thinned(most=1)
 @pytest.mark.parametrize("name", [name for name in PLANS if name not in ("2-1, paper", "2-1")])
 def test_it_is_the_rule_applied_to_the_whole_model(name):
     plan = plan_of(name)
@@ -285,7 +285,7 @@ def plan_cut(name, sizes=None):
 
 
 @pytest.mark.usefixtures("float64")
-@pytest.mark.thinned(most=1, most_slow=0)
+@pytest.mark.thinned(most=1)
 @pytest.mark.parametrize("ema", [None, 0.75])
 @pytest.mark.parametrize("switch", SWITCHES)
 def test_a_run_goes_on_under_another_plan_or_with_another_correction(switch, ema):
@@ -309,7 +309,7 @@ def test_a_run_goes_on_under_another_plan_or_with_another_correction(switch, ema
         running.check_close(on_host(later.params(state, weights="ema")), on_host(average))
 
 
-@pytest.mark.thinned(most=1, most_slow=1)
+@pytest.mark.thinned(most=1)
 @pytest.mark.parametrize("precision", [Precision(params="bfloat16"), Precision()], ids=["masters", "float32"])
 @pytest.mark.parametrize("name", ["2BW", "pipedream"])
 def test_a_run_from_a_snapshot_is_the_run_that_went_on_bit_for_bit(name, precision):

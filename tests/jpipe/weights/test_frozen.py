@@ -76,7 +76,7 @@ CASES = {
 
 
 @pytest.mark.oldest
-@pytest.mark.thinned(most=1, most_slow=1)
+@pytest.mark.thinned(most=1)
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("case", CASES)
 def test_equals_optax_on_the_whole_tree(case):
@@ -122,7 +122,7 @@ BIT_FOR_BIT = {
 }
 
 
-@pytest.mark.thinned(most=1, most_slow=1)
+@pytest.mark.thinned(most=1)
 @pytest.mark.parametrize("case", BIT_FOR_BIT)
 def test_equals_the_sequential_reference_bit_for_bit(case):
     words, stack, fields, options = BIT_FOR_BIT[case]

@@ -24,7 +24,7 @@ def test_the_rule_by_hand():
     assert float(DynamicLossScale(2.0**100, 1).after(DynamicLossScale(2.0**100, 1).first(), True).value) == 2.0**100
 
 
-@pytest.mark.thinned(most_slow=0, most=1)
+@pytest.mark.thinned(most=1)
 @pytest.mark.parametrize(
     ("replicas", "fields"),
     [

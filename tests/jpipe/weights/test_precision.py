@@ -32,7 +32,7 @@ def dtypes(tree) -> set[str]:
     return {str(leaf.dtype) for leaf in jax.tree.leaves(tree)}
 
 
-@pytest.mark.thinned(most_slow=0, most=1)
+@pytest.mark.thinned(most=1)
 @pytest.mark.parametrize(("variant", "d", "m", "replicas"), CASES)
 def test_masters_are_the_float32_parameters_of_a_run_that_casts_them(variant, d, m, replicas):
     """A weight version is the masters cast to bfloat16, of half the bytes, and so is the whole stash."""

@@ -126,7 +126,7 @@ def pipeline(replicas, fields, stack=None, **options) -> Pipeline:
     return Pipeline(stack, plan, loss, optax.adam(0.05), devices, **options)
 
 
-@pytest.mark.thinned(most=1, most_slow=0)
+@pytest.mark.thinned(most=1)
 @pytest.mark.parametrize("clip", [None, 0.3])
 @pytest.mark.parametrize(
     ("replicas", "fields"), CASES, ids=lambda value: "-".join(map(str, value.values() if isinstance(value, dict) else value))

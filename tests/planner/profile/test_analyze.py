@@ -77,10 +77,8 @@ def test_the_bytes_of_any_stage_are_the_sum_over_its_layers(name, policy):
                 assert getattr(actual, part) == getattr(exact, part), (stages, part)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("fields", "halved"), [({"params": "bfloat16"}, 2), pytest.param({"compute": "bfloat16"}, 1, marks=pytest.mark.exhaustive)]
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("fields", "halved"), [({"params": "bfloat16"}, 2), ({"compute": "bfloat16"}, 1)])
 def test_the_bytes_of_a_precision_are_those_of_its_pipeline(fields, halved):
     layers, batch, loss = MODELS["dense"]
     stack, optimizer, precision = jpipe.LayerStack(layers), optax.sgd(0.1, momentum=0.9), jpipe.Precision(**fields)

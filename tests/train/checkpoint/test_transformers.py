@@ -90,6 +90,7 @@ def test_a_folder_of_each_family_computes_and_learns_the_same(name, of_families)
     folders.check_learned(of_families / name, load_file(of_families / name / "golden.safetensors"))
 
 
+@pytest.mark.exhaustive
 def test_folders_of_each_family_are_written_back(of_families, tmp_path):
     for name, (architecture, _) in MODELS.items():
         (tmp_path / name).mkdir()

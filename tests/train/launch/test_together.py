@@ -300,7 +300,7 @@ def line_of(key: str) -> int:
     return next(number for number, line in enumerate(lines, 1) if line.startswith(f"  {key}:"))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_folder_that_holds_a_run_ends_all_with_one_message():
     Path("run").mkdir()
     Path("run/metrics.jsonl").touch()

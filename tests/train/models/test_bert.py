@@ -71,7 +71,7 @@ def test_it_reads_what_comes_before_and_after_which_sentence_it_is_and_no_paddin
     np.testing.assert_array_equal(logits(tokens=padding), before)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_pipeline_trains_the_module():
     one = batch()
     stack = layers(CONFIG, chunk=7)
