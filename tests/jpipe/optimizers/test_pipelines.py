@@ -111,7 +111,7 @@ def test_it_is_the_rule_with_the_delay_of_each_stage(plan, optimizer):
     check(pipeline(plan, optimizer_of(optimizer)), models.masked_batches(8, plan.microbatches, dtype=np.float64))
 
 
-@pytest.mark.thinned(most=0, most_slow=1)
+@pytest.mark.thinned(most=0, most_slow=0)
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("optimizer", ["muon", "adan", "soap"])
 @pytest.mark.parametrize("schedule", sorted(SCHEDULES, key=lambda name: name not in DELAYED))

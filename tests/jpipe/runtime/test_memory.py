@@ -97,7 +97,7 @@ def labels(params):
     )
 
 
-@pytest.mark.thinned(most=0, most_slow=1)
+@pytest.mark.thinned(most=0, most_slow=0)
 @pytest.mark.parametrize("options", [{}, {"precision": MASTERS}, {"ema_decay": 0.9}], ids=["", "masters", "average"])
 @pytest.mark.parametrize("fields", [*VARIANTS.values(), {"schedule": "zb_h1", "recompute": "full"}], ids=lambda fields: fields["schedule"])
 def test_measured_peak_with_frozen_parameters_is_predicted(fields, options):
@@ -170,7 +170,7 @@ def test_measured_peak_with_masters_is_predicted(variant, replicas):
     np.testing.assert_allclose(measured, predicted, atol=64)
 
 
-@pytest.mark.thinned(most=0, most_slow=2)
+@pytest.mark.thinned(most=0)
 @pytest.mark.parametrize(
     ("fields", "replicas"),
     [

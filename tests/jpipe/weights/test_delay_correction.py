@@ -346,7 +346,7 @@ def test_masters_and_versions_lose_the_prediction_where_it_is_turned_off_or_begu
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(ahead))
 
 
-@pytest.mark.thinned(most=0, most_slow=1)
+@pytest.mark.thinned(most=0, most_slow=0)
 @pytest.mark.parametrize("mesh", [{"mesh": {"data": 2, "model": 2}, "fsdp": True}, {"mesh": {"data": 2}}], ids=["fsdp", "rows"])
 def test_a_mesh_changes_no_number(mesh):
     stack, results = models.wide_stack(), []

@@ -170,7 +170,7 @@ def table_layer(dtype):
 TABLES = {dtype: LayerStack({f"layer{i}": table_layer(dtype) for i in range(3)}) for dtype in (np.int8, np.float32)}
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("float64")
 def test_a_mesh_changes_no_number():
     words, stack = ["track", "mix/w"], models.wide_stack()

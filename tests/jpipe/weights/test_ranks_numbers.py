@@ -99,7 +99,7 @@ def test_numbers_with_the_global_norm_are_those_of_the_reference(schedule, chunk
     check(plan_of(schedule, 2, chunks, m, replicas, **options), drain_after={2}, clip_global_norm=0.5)
 
 
-@pytest.mark.thinned(most=0, most_slow=3)
+@pytest.mark.thinned(most=0)
 @pytest.mark.parametrize(
     "precision",
     [

@@ -136,7 +136,7 @@ def test_a_run_learns_in_a_pipeline_what_transformers_learns(name, schedule, sta
     check_folder(out, name, after, lambda actual, expected, **_: folders.close(actual, expected))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_processes_read_their_layers_and_write_them_bit_for_bit(tmp_path):
     """Two processes have two stages each, with the embeddings in the first and last stage; the steps are too small to change weights."""
     folders.config(tmp_path, "gpt2", "plan.num_stages=4")

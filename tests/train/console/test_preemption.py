@@ -185,7 +185,7 @@ def losses_of(folder) -> list[dict]:
     return [{name: value for name, value in row.items() if name != "version_distance"} for row in rows_of(folder)]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_a_preempted_run_resumes_with_equal_results(saved, tmp_path, monkeypatch, capsys):
     whole = loop.main(changed(saved, run={"dir": str(tmp_path / "whole")}))
     with monkeypatch.context() as patched:
@@ -231,7 +231,7 @@ def test_a_launcher_that_gets_sigterm_exits_like_its_processes():
         assert (process.returncode, err) == (expected, "jpipe: SIGTERM received; not starting again\n" if expected else "")
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_where_one_process_gets_the_signal_all_save_at_one_step(saved, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config = changed(saved, train={"steps": ENDLESS, "eval_every": ENDLESS})

@@ -281,7 +281,7 @@ def test_configs_and_platforms_that_differ_are_refused_with_the_difference():
     assert not Path("run").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_process_that_cannot_start_its_devices_says_why_and_ends_the_others():
     with by_hand(*[command(CURVES)] * 2, PJRT_NAMES_AND_LIBRARY_PATHS="none:/no-such-plugin.so") as processes:
         (waiting, waiting_output), (failing, failing_output) = endings(processes)

@@ -78,7 +78,7 @@ def wide_stack(config: ModelConfig) -> jpipe.LayerStack:
     return jpipe.LayerStack({name: wide(constructor) for name, constructor in made.items()})
 
 
-@pytest.mark.thinned(most=0, most_slow=2)
+@pytest.mark.thinned(most=0)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("head", HEADS)
 def test_two_steps_of_a_pipeline_are_those_of_the_whole_model(head, kind):

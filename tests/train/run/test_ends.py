@@ -109,7 +109,7 @@ def test_a_run_without_its_last_checkpoint_fails(cause, saved, monkeypatch):
     [
         pytest.param("removed", r"metrics\.jsonl' was moved or removed while the run was training", marks=pytest.mark.slow),
         ("cut", r"metrics\.jsonl' was changed: expected [\d,]+ bytes, found 10, while the run was training"),
-        pytest.param("replaced", r"metrics\.jsonl' was replaced by another file while", marks=pytest.mark.slow),
+        pytest.param("replaced", r"metrics\.jsonl' was replaced by another file while", marks=pytest.mark.exhaustive),
         ("edited", r"the rows in '.*metrics\.jsonl' were changed while"),
         ("folder moved", r"/run' was moved or removed while"),
         pytest.param("folder copied", r"metrics\.jsonl' was replaced by another file while", marks=pytest.mark.slow),

@@ -326,7 +326,7 @@ def test_clipping_logs_the_norms(tiny, schedule):
 
 
 @pytest.mark.usefixtures("no_report")
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_clipping_of_each_stage_logs_its_norms(tiny):
     config = changed(tiny, plan={"schedule": "pipedream", "microbatches": 1}, optimizer={"clip_stage_norm": 0.1})
     rows = rows_of(loop.main(config).folder)

@@ -120,7 +120,7 @@ CASES = {
 
 
 FAST = ("tensor", "frozen")
-ALIKE = ("zb_h1", "recompute", "recompute_dots", "zb_v", "replicas", "zero", "float16", "clip", "ema")
+ALIKE = ("zb_h1", "recompute", "recompute_dots", "zb_v", "replicas", "zero", "bfloat16", "float16", "clip", "ema")
 """Cases that are much like others: only `make test-all` has them."""
 
 
