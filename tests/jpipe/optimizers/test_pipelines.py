@@ -102,7 +102,7 @@ def check(pipe, batches):
     running.check_close(models.on_first_device(trained.params), expected[1], 1e-11)
 
 
-@pytest.mark.thinned(most=2)
+@pytest.mark.thinned(most=1)
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("plan", PLANS)

@@ -132,6 +132,7 @@ def check_refusal(messages: list[str], devices: int) -> None:
         assert re.fullmatch("\n".join(message), received)
 
 
+@pytest.mark.slow
 def test_when_a_process_is_killed_the_other_names_it_and_what_it_waited_for(tmp_path):
     with started("endless", "2", 2, tmp_path) as (other, victim):
         ends = time.monotonic() + LIMIT

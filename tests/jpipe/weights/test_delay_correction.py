@@ -399,6 +399,7 @@ def reading(seen):
     return optax.GradientTransformationExtraArgs(init, update)
 
 
+@pytest.mark.thinned(most=2)
 @pytest.mark.parametrize(("name", "tied"), [("2BW", True), ("pipedream, m = d", False), ("2-1, paper", False), ("flush", False)])
 def test_an_optimizer_gets_the_delay_and_the_stage_of_each_update(name, tied):
     stack, seen = models.tied_stack() if tied else STACK, []

@@ -41,6 +41,7 @@ def loaded(config: Config) -> dict[str, Any]:
     return warm_start.load(config.warm_start, pipe, batches.train[0], Together(None), print)
 
 
+@pytest.mark.thinned(most=2)
 @pytest.mark.parametrize("name", NAMES)
 def test_logits_loss_and_a_step_of_sgd_are_those_of_transformers(name):
     folders.check_learned(GOLDEN / name, folders.computed(name))

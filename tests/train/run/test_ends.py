@@ -199,6 +199,7 @@ def sealed(place: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # TensorStore reports requests that are still running
+@pytest.mark.thinned(most=1)
 @pytest.mark.parametrize("lost", ["index", "arrays", "facts"])
 def test_a_checkpoint_that_cannot_be_restored_is_skipped_with_a_message(lost, resumed, monkeypatch, capsys):
     config, folder = resumed

@@ -119,7 +119,7 @@ CASES = {
 }
 
 
-FAST = ("tensor", "frozen")
+FAST = ("frozen",)
 ALIKE = ("zb_h1", "recompute", "recompute_dots", "zb_v", "replicas", "zero", "bfloat16", "float16", "clip", "ema")
 """Cases that are much like others: only `make test-all` has them."""
 
