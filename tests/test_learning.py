@@ -93,6 +93,7 @@ def test_the_emulation_equals_the_pipeline(schedule, prediction, slow):
             running.check_close(newest, {layer_id: result.params[layer_id] for layer_id in newest})
 
 
+@pytest.mark.exhaustive
 def test_without_a_factor_the_prediction_changes_no_bit(monkeypatch):
     batches = models.batches_of(UPDATES, 2 * D)
     predicted = emulated(Variant("2BW"), batches, initial(batches[0]))

@@ -445,7 +445,6 @@ def test_ctrl_c_during_imports_ends_cleanly(write_config, module):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.oldest
 def test_a_fresh_process_makes_its_own_devices(write_config, tiny):
     with jpipe_process("train", write_config(train={"steps": 2})) as process:
         out, err = process.communicate(timeout=120)

@@ -390,8 +390,7 @@ def scenario_outcomes(tmp_path_factory):
     return by_scenario, (folder / "output").read_text()
 
 
-@pytest.mark.exhaustive
-@pytest.mark.oldest
+@pytest.mark.slow
 def test_three_processes(scenario_outcomes, subtests):
     outcomes, output = scenario_outcomes
     for scenario in SCENARIOS:

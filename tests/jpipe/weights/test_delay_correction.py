@@ -513,7 +513,7 @@ def test_nesterovs_momentum_is_recognized(name):
     assert has_nesterov(optimizer) is expected
 
 
-@pytest.mark.parametrize("factor", [None, FACTOR])
+@pytest.mark.parametrize("factor", [pytest.param(None, marks=pytest.mark.exhaustive), FACTOR])
 def test_norms_of_the_correction_and_of_the_distance_between_versions(factor):
     pipe = pipeline(plan_of("pipedream"), correction=factor)
     batches = models.masked_batches(5, 1)

@@ -34,6 +34,7 @@ def freezing(*words, inner=None, clip=None):
     return optax.partition({"trained": rule, "frozen": optax.set_to_zero()}, frozen(*words))
 
 
+@functools.cache
 def adamw():
     return optax.adamw(0.05, weight_decay=0.1)
 

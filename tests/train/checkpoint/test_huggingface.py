@@ -62,6 +62,7 @@ def check_folder(folder: Path, name: str, expected: dict[str, np.ndarray], same:
 SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("limit", [10**9, 4000])
 @pytest.mark.parametrize("name", NAMES)
 def test_an_export_equals_the_imported_folder_bit_for_bit(name, limit, tmp_path, monkeypatch, capsys):
