@@ -44,7 +44,7 @@ def test_models_have_as_many_parameters_as_published(target, count):
     assert specs[next(reversed(specs))].output.shape == (1, 1000)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_layers_have_the_names_of_the_papers():
     assert stack_of("alexnet").ids == ("conv1", "conv2", "conv3", "conv4", "conv5", "fc6", "fc7", "fc8")
     assert stack_of("vgg16").ids[2:8] == ("conv2_1", "conv2_2", "conv3_1", "conv3_2", "conv3_3", "conv4_1")
@@ -69,7 +69,7 @@ def test_fewer_blocks_are_the_first_of_each_group():
     assert stack_of("inception_v3", blocks=[3, 4, 2]).ids == stack_of("inception_v3").ids
 
 
-@pytest.mark.parametrize("target", ["resnet50", pytest.param("inception_v3", marks=LATE)])
+@pytest.mark.parametrize("target", ["resnet50", pytest.param("inception_v3", marks=pytest.mark.exhaustive)])
 def test_fewer_blocks_fit_each_other(target):
     specs = specs_of(target, 75, width=0.03, classes=7, blocks=[1, 1, 1, 1] if target == "resnet50" else [1, 1, 1])
     assert specs["fc"].output.shape == (1, 7)

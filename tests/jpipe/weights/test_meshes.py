@@ -97,7 +97,7 @@ def test_other_features_of_a_run_are_equal_on_a_mesh(option, schedule):
     check_close(actual, expected)
 
 
-@pytest.mark.parametrize("schedule", ["pipedream_flush", pytest.param("pipedream_2bw", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("schedule", ["pipedream_flush", pytest.param("pipedream_2bw", marks=pytest.mark.exhaustive)])
 def test_workers_that_share_the_devices_of_a_mesh_compute_one_after_the_other(schedule):
     """Six workers share pairs of eight devices; their collectives must not wait for each other's threads."""
     stack = LayerStack({"a": models.dense(4), "b": models.dense(4)})

@@ -193,7 +193,7 @@ def test_averages_and_evaluation_are_those_of_one_stage():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("replicas", [(1, 1), pytest.param((2, 1), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("replicas", [(1, 1), pytest.param((2, 1), marks=pytest.mark.exhaustive)])
 def test_masters_of_a_shared_parameter(replicas):
     """Each stage has one bfloat16 version and one master; a restored run is equal bit for bit."""
     stack, data, name = models.tied_stack(), models.masked_batches(3, 4), "noise shared w"

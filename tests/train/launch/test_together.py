@@ -266,7 +266,7 @@ def test_a_killed_process_is_named_by_the_others_and_no_file_is_incomplete():
     assert not [path for path in Path("run").rglob("*") if "unfinished" in path.name]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_configs_and_platforms_that_differ_are_refused_with_the_difference():
     commands = command(CURVES), command(CURVES, name="other.yaml", optimizer={"learning_rate": 0.02})
     with by_hand(*commands, JAX_PLATFORMS="cuda") as processes:  # JAX, if it looked for its devices, would never find them
