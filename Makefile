@@ -21,7 +21,7 @@ define on_oldest
 if [ "$$($(VENV)/python -c 'import sys; print(sys.version_info[:2])')" = "(3, 11)" ]; then \
 	echo "Python 3.11 is that of .venv already: the tests on the oldest Python and JAX are skipped."; \
 elif [ -z "$$(.ci/find-python 3.11)" ]; then echo "No Python 3.11 found: the tests on the oldest Python and JAX are skipped."; \
-else $(MAKE) --no-print-directory .venv-oldest/ready && .venv-oldest/bin/$(PYTEST) -m oldest $(PYTEST_ARGS); fi
+else $(MAKE) --no-print-directory .venv-oldest/ready && .venv-oldest/bin/$(PYTEST) -m "$(1)" $(PYTEST_ARGS); fi
 endef
 
 .DEFAULT_GOAL := help
@@ -41,11 +41,11 @@ test-slow: .venv/ready ## Run the tests that `make test` leaves out, but for tho
 	@$(QUICKLY) $(VENV)/$(PYTEST) -m "slow and not exhaustive and not numbers" $(PYTEST_ARGS) $(NONE_IS_FINE)
 
 test-oldest: .venv/ready ## Run the tests marked `oldest` on Python 3.11 and the JAX for it, where .venv has a newer one
-	@$(call on_oldest)
+	@$(call on_oldest,oldest and not exhaustive)
 
 test-all: .venv/ready .venv-torch/ready ## Run all tests, and those marked `oldest` once more on Python 3.11 and the JAX for it
 	@$(VENV)/$(PYTEST) $(PYTEST_ARGS)
-	@$(call on_oldest)
+	@$(call on_oldest,oldest)
 
 test-targets: .venv-targets/ready ## Compile every kind of program for GPUs and TPUs that are not here, about three minutes; nothing is run on them
 	@[ ! -e .venv-targets/ready ] || JPIPE_REQUIRE_TARGETS=1 JAX_PLATFORMS=cpu .venv-targets/bin/$(PYTEST) -m targets tests/targets $(PYTEST_ARGS)

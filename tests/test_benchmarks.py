@@ -236,7 +236,7 @@ def test_at_its_rate_data_parallelism_communicates_for_that_share(share):
     assert seconds / (seconds + 0.3) == pytest.approx(share)
 
 
-@pytest.mark.thinned(most=2, most_slow=0)
+@pytest.mark.thinned(most=2)
 @pytest.mark.parametrize("name", WORKLOADS)
 @pytest.mark.parametrize("count", [2, 4])
 def test_plans_have_a_worker_on_each_host(name, count):
@@ -320,7 +320,7 @@ def test_data_parallelism_is_compared_with_the_best_pipeline(monkeypatch, tmp_pa
     assert f"1-1, cut before {piped.stages[1].layers[0]}; {piped.microbatches} microbatches" in accuracy.shown(piped)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_host_trains_and_validates_as_requested(quickly_compiled, monkeypatch, tmp_path):
     make.make("words", str(tmp_path / "words"), 0, lambda _: None)
     sent = itertools.count(0, 1000)
@@ -363,7 +363,7 @@ def test_time_to_accuracy_needs_root(monkeypatch, tmp_path, capsys):
 # One GPU ------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_gpu_program_runs_on_anything_when_tiny(quickly_compiled, capsys):
     start = time.monotonic()
     assert gpu.main(["--tiny", "--stages", "2", "--microbatches", "2", "--rounds", "1", "--steps", "3", "--peak", "1e12"]) == 0
@@ -391,7 +391,7 @@ def small_model():
     )
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_recipes_cost_no_wait_and_half_the_stash(quickly_compiled):
     rows = recipes.measure(small_model, stages=2, rounds=1, steps=1, schedules=("2BW",), depths=(2, 3))
     measured = {row["figure"].partition(" (of ")[0]: row["measured"] for row in rows}

@@ -60,6 +60,7 @@ def test_a_run_with_a_damaged_checkpoint_ends_with_equal_results(copied_run, tmp
     assert damage.outcome(copied_run, name, expected) is None
 
 
+@pytest.mark.exhaustive
 def test_replicas_that_save_within_a_round_write_every_checkpoint(tmp_path, monkeypatch):
     monkeypatch.setattr("jpipe_train.run.loop.write_report", lambda *_: None)
     loop.main(Config.model_validate(config_of(tmp_path, KINDS["2-1-1"], EVERY + 1)))

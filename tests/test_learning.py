@@ -59,7 +59,7 @@ def initial(batch):
     return {layer_id: STACK.init_layer(layer_id, jax.random.key(0), batch[0])[0] for layer_id in STACK.ids}
 
 
-@pytest.mark.thinned(most=1, most_slow=0)
+@pytest.mark.thinned(most=1)
 @pytest.mark.parametrize(
     ("schedule", "prediction", "slow"),
     [*((schedule, 1.0, False) for schedule in PLANS), ("2BW", 0.0, False), ("PipeDream m = 1", 0.5, True)],
@@ -93,6 +93,7 @@ def test_the_emulation_equals_the_pipeline(schedule, prediction, slow):
             running.check_close(newest, {layer_id: result.params[layer_id] for layer_id in newest})
 
 
+@pytest.mark.exhaustive
 def test_without_a_factor_the_prediction_changes_no_bit(monkeypatch):
     batches = models.batches_of(UPDATES, 2 * D)
     predicted = emulated(Variant("2BW"), batches, initial(batches[0]))

@@ -29,16 +29,6 @@ CASES: dict[str, dict[str, dict]] = {
             "placement": [[0], [1, 0]],
             "tied": True,
         },
-    },
-    "2, others": {
-        "round_robin": {
-            "num_stages": 2,
-            "schedule": "pipedream",
-            "microbatches": 6,
-            "replicas": (3, 2),
-            "placement": [[0, 0, 1], [1, 0]],  # the sum is added up process by process: neighbours in one, for the same bits
-            "stage_clip": 1.0,
-        },
         "sums in parts": {
             "num_stages": 2,
             "schedule": "pipedream_2bw",
@@ -50,6 +40,14 @@ CASES: dict[str, dict[str, dict]] = {
         },
     },
     "2, options": {
+        "round_robin": {
+            "num_stages": 2,
+            "schedule": "pipedream",
+            "microbatches": 6,
+            "replicas": (3, 2),
+            "placement": [[0, 0, 1], [1, 0]],  # the sum is added up process by process: neighbours in one, for the same bits
+            "stage_clip": 1.0,
+        },
         "masters": {"num_stages": 2, "schedule": "pipedream", "microbatches": 1, "params": "bfloat16", "stage_clip": 1.0},
         "lengths": {"num_stages": 2, "schedule": "pipedream", "microbatches": 2, "lengths": True},
         "in a V": {"num_stages": 4, "schedule": "zb_v", "microbatches": 3, "clip": 3.0},
@@ -117,6 +115,8 @@ CASES: dict[str, dict[str, dict]] = {
             "fsdp": True,
             "clip": 3.0,
         },
+    },
+    "2, more meshes": {
         "unlike": {
             "num_stages": 2,
             "schedule": "pipedream",
@@ -124,8 +124,6 @@ CASES: dict[str, dict[str, dict]] = {
             "mesh": [{"model": 2, "data": 2}, {"data": 4}],
             "stage_clip": 1.0,
         },
-    },
-    "2, more meshes": {
         "shared optimizer on meshes": {
             "num_stages": 2,
             "schedule": "gpipe",

@@ -40,7 +40,7 @@ def whole(pipe, state, x):
 
 @pytest.mark.oldest
 @pytest.mark.usefixtures("float64")
-@pytest.mark.thinned(most=1, most_slow=1)
+@pytest.mark.thinned(most=1)
 @pytest.mark.parametrize("plan", PLANS)
 def test_predictions_are_the_outputs_of_the_whole_model(plan):
     plan = Plan.even(STACK.ids, **PLANS[plan])

@@ -67,7 +67,7 @@ def train(stack, plan):
     return [float(metrics.losses[0]), float(pipe.evaluate(state, (tokens, tokens)).loss)], pipe.costs((tokens, tokens))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_whole_model_is_profiled_planned_simulated_and_trained(stack):
     topology = Topology(levels=({"count": 2, "bandwidth": 1e9},), device={"flops": {"float32": 1e9}, "memory": 1e9})
     profile = analyze(stack, batch, loss, optax.adam(1e-3), [2, 4], topology.device, policies=("none",))

@@ -253,7 +253,7 @@ def test_a_folder_with_another_run_is_refused_and_left_alone(write_config, tiny,
     assert {file: file.read_bytes() for file in Path(tiny["run"]["dir"]).rglob("*") if file.is_file()} == before
 
 
-@pytest.mark.thinned(most=1, most_slow=0)
+@pytest.mark.thinned(most=1)
 @pytest.mark.parametrize("learning_rate", [1e30, 1e300])
 def test_a_loss_that_is_not_finite_exits_with_1(write_config, tiny, capsys, learning_rate):
     config = write_config(optimizer={"name": "sgd", "learning_rate": learning_rate}, train={"steps": 50})
@@ -364,7 +364,7 @@ def press_where_it_is_replaced():
         raise RuntimeError("something else") from None
 
 
-@pytest.mark.thinned(most=4, most_slow=3)
+@pytest.mark.thinned(most=4)
 @pytest.mark.parametrize("way", [press, press_where_python_drops_it, press_where_it_is_replaced])
 @pytest.mark.parametrize("moment", ["jpipe_train.data.data.load", "jpipe.Pipeline.check", "jpipe.Pipeline.init", "jpipe.Pipeline.evaluate"])
 def test_ctrl_c_is_handled_at_every_moment(write_config, tiny, capsys, monkeypatch, interruptible, moment, way):
@@ -444,8 +444,7 @@ def test_ctrl_c_during_imports_ends_cleanly(write_config, module):
     assert (done.returncode, done.stdout, done.stderr) == (130, "interrupted before the run began\n", "")
 
 
-@pytest.mark.slow
-@pytest.mark.oldest
+@pytest.mark.exhaustive
 def test_a_fresh_process_makes_its_own_devices(write_config, tiny):
     with jpipe_process("train", write_config(train={"steps": 2})) as process:
         out, err = process.communicate(timeout=120)

@@ -63,7 +63,7 @@ def start(home: Path, way: str, where: str, *arguments: str) -> subprocess.Compl
     return subprocess.run([sys.executable, *program, *arguments], cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
 
 
-@pytest.mark.thinned(most=0, most_slow=1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("where", ["current folder", "PYTHONPATH"])
 @pytest.mark.parametrize("way", ["module", "console", "script"])
 def test_files_named_train_planner_and_data_are_the_users(home, way, where):

@@ -15,22 +15,10 @@ from tests.examples.any_model import wholes
 from tests.jpipe import models, running
 
 UPDATES = 10
-FLUSH, STALE = ("pipedream_flush", 4), ("pipedream_2bw", 2)
-WHOLE = {"nnx_transformer": STALE}
-"""The schedule and the stages under which each model is compared with the whole model: two stages compile in five to ten seconds, four in
-ten to twenty. The skip connections of the U-Net pass through all stages."""
-IN_SEQUENCE = {"linen_resnet": FLUSH}
-"""A model with layer state, which a pipeline could change."""
-
-
-def cases(chosen: dict[str, Any]) -> list[Any]:
-    """Return model, schedule and stages of each case; only `make test-all` has those that are not chosen."""
-    listed = []
-    for name, plan in itertools.product(wholes.DEPTH, (FLUSH, STALE, ("pipedream_flush", 2), ("pipedream_2bw", 4))):
-        case = name, *plan
-        marks = pytest.mark.slow if chosen.get(name) == plan else pytest.mark.exhaustive
-        listed.append(pytest.param(*case, marks=marks))
-    return listed
+PLANS = ("pipedream_flush", 4), ("pipedream_2bw", 2), ("pipedream_flush", 2), ("pipedream_2bw", 4)
+CASES = [(name, *plan) for name, plan in itertools.product(wholes.DEPTH, PLANS)]
+"""Model, schedule and stages. Only `make test-all` has them: two
+stages compile in five to ten seconds, four in ten to twenty. The skip connections of the U-Net pass through all stages."""
 
 
 @pytest.fixture(autouse=True)
@@ -63,7 +51,8 @@ def trained(name: str, dtype: Any, schedule: str, stages: int) -> tuple[Pipeline
     return pipe, state, [float(loss) for loss in (*losses, *metrics.losses.values())]
 
 
-@pytest.mark.parametrize(("name", "schedule", "stages"), cases(WHOLE))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("name", "schedule", "stages"), CASES)
 def test_training_equals_that_of_the_whole_model(name, schedule, stages):
     """The losses of ten updates, the weights after them, and an evaluation."""
     with jax.enable_x64(True):
@@ -77,7 +66,8 @@ def test_training_equals_that_of_the_whole_model(name, schedule, stages):
         np.testing.assert_allclose(float(pipe.evaluate(state, batch).loss), evaluated, rtol=1e-10)
 
 
-@pytest.mark.parametrize(("name", "schedule", "stages"), cases(IN_SEQUENCE))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("name", "schedule", "stages"), CASES)
 def test_float32_equals_the_layers_in_sequence_bit_for_bit(name, schedule, stages):
     """One microbatch after another, by the rule of the schedule; with and without a drain in the middle."""
     stack, batches = model(name, np.float32).stack, wholes.batches(name, running.REFERENCE_BATCHES, np.float32)

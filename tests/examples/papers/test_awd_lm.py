@@ -180,7 +180,7 @@ def plain(stack, batches, microbatches):
     return losses
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("schedule", "recompute"),
     [

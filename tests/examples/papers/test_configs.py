@@ -30,7 +30,6 @@ FULL = {
     **{"gnmt-8": "cluster-a", "gnmt-16": "cluster-a", "awd-lm": "v100-16gb-8", "s2vt": "cluster-c"},
     **{"bert-355m": "v100-16gb-8", "gpt-355m": "v100-16gb-8"},
 }
-QUICK = "s2vt", "gpt"
 """The small configs that train in `make test`, beside AlexNet's."""
 
 
@@ -87,12 +86,9 @@ def test_a_full_config_is_planned_and_simulated_without_its_weights(name, sample
     assert {id(array) for array in jax.live_arrays()} <= arrays
 
 
+@pytest.mark.exhaustive  # `make check` trains one of them
 @pytest.mark.parametrize(
-    "name",
-    [
-        *(pytest.param(f"{name}-small", id=name, marks=pytest.mark.slow) for name in QUICK),
-        *(pytest.param(f"{name}-small", id=name, marks=pytest.mark.exhaustive) for name in ("gnmt-8", "gnmt-16", "awd-lm", "bert")),
-    ],
+    "name", [pytest.param(f"{name}-small", id=name) for name in ("gnmt-8", "gnmt-16", "awd-lm", "bert", "gpt", "s2vt")]
 )
 def test_a_small_config_trains_some_steps_as_planned(name, samples_folder, tmp_path, capsys):
     few = ["train.steps=6", "train.eval_every=6", "train.eval_batches=1", "train.trace_batches=0", "checkpoint.every=null", "log=[]"]

@@ -137,7 +137,7 @@ def test_the_decoder_reads_the_source_but_no_padding_and_no_later_word(small):
     assert (forward(later)[:, 3:] != before[:, 3:]).any(axis=-1).all()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_dropout_is_between_layers_in_training_only():
     stack = gnmt(**SMALL | {"dropout": 0.5})
     inputs = jax.tree.map(jnp.asarray, batch())

@@ -57,7 +57,7 @@ def run(tmp_path_factory):
     return folder
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_run_translates_what_it_is_validated_on(run, tmp_path, capsys, monkeypatch):
     capsys.readouterr()
     scored = []

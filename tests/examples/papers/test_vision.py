@@ -16,8 +16,13 @@ from tests.train.models.running import applied, params_of
 
 LATE = pytest.mark.slow  # tracing so many layers takes seconds
 PUBLISHED = [("alexnet", 61_100_840), ("vgg16", 138_357_544), pytest.param("resnet50", 25_557_032, marks=LATE),
-             pytest.param("inception_v3", 23_834_568, marks=LATE)]  # fmt: skip
-SMALLEST = [("alexnet", 63), ("vgg16", 32), pytest.param("resnet50", 32, marks=LATE), pytest.param("inception_v3", 75, marks=LATE)]
+             pytest.param("inception_v3", 23_834_568, marks=pytest.mark.exhaustive)]  # fmt: skip
+SMALLEST = [
+    ("alexnet", 63),
+    ("vgg16", 32),
+    pytest.param("resnet50", 32, marks=LATE),
+    pytest.param("inception_v3", 75, marks=pytest.mark.exhaustive),
+]
 
 
 MODELS = {"alexnet": vgg.alexnet, "vgg16": vgg.vgg16, "resnet50": resnet.resnet50, "inception_v3": inception.inception_v3}
@@ -39,7 +44,7 @@ def test_models_have_as_many_parameters_as_published(target, count):
     assert specs[next(reversed(specs))].output.shape == (1, 1000)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_layers_have_the_names_of_the_papers():
     assert stack_of("alexnet").ids == ("conv1", "conv2", "conv3", "conv4", "conv5", "fc6", "fc7", "fc8")
     assert stack_of("vgg16").ids[2:8] == ("conv2_1", "conv2_2", "conv3_1", "conv3_2", "conv3_3", "conv4_1")
@@ -56,7 +61,7 @@ def test_batch_norm_follows_each_convolution_of_vgg16():
     assert not any("norm" in spec.params for spec in plain.values())
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_fewer_blocks_are_the_first_of_each_group():
     assert stack_of("resnet50", blocks=[1, 2, 1, 1]).ids == ("conv1", "block1_1", "block2_1", "block2_2", "block3_1", "block4_1", "fc")
     mixed = [f"mixed_{name}" for name in ("5b", "6a", "6b", "6c", "7a", "7b")]
@@ -64,7 +69,7 @@ def test_fewer_blocks_are_the_first_of_each_group():
     assert stack_of("inception_v3", blocks=[3, 4, 2]).ids == stack_of("inception_v3").ids
 
 
-@pytest.mark.parametrize("target", ["resnet50", pytest.param("inception_v3", marks=LATE)])
+@pytest.mark.parametrize("target", ["resnet50", pytest.param("inception_v3", marks=pytest.mark.exhaustive)])
 def test_fewer_blocks_fit_each_other(target):
     specs = specs_of(target, 75, width=0.03, classes=7, blocks=[1, 1, 1, 1] if target == "resnet50" else [1, 1, 1])
     assert specs["fc"].output.shape == (1, 7)

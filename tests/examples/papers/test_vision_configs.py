@@ -55,8 +55,8 @@ def test_a_full_config_is_simulated_under_the_papers_plan_without_its_weights_an
     assert jpipe.simulate(jpipe.lower(plan, 2), costs).versions_alive
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [name if name == "vgg16" else pytest.param(name, marks=pytest.mark.exhaustive) for name in FULL])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", [name if name == "alexnet" else pytest.param(name, marks=pytest.mark.exhaustive) for name in FULL])
 def test_a_full_config_is_planned_for_the_papers_cluster(name, refuses_weights):
     silent = Reporter(1, 1, "samples", Console(file=io.StringIO(), width=200))
     parts = Parts.of(config_file.load(CONFIGS / "papers" / f"{name}.yaml", allow_code=True), silent)

@@ -52,7 +52,7 @@ def mixed_stack() -> LayerStack:
     )
 
 
-@pytest.mark.thinned(most=1, most_slow=0)
+@pytest.mark.thinned(most=1)
 @pytest.mark.oldest
 @pytest.mark.parametrize("variant", ["pipedream_flush", "pipedream_2bw"])
 @pytest.mark.slow
@@ -99,7 +99,7 @@ class LinenNorm(linen.Module):
 NORMS = {"nnx": lambda rngs: nnx.BatchNorm(3, momentum=0.8, rngs=rngs), "linen": LinenNorm()}
 
 
-@pytest.mark.thinned(most=2, most_slow=0)
+@pytest.mark.thinned(most=2)
 @pytest.mark.parametrize("recompute", ["none", pytest.param("full", marks=pytest.mark.oldest)])
 @pytest.mark.parametrize("variant", ["gpipe", "pipedream", "pipedream_2bw"])
 @pytest.mark.parametrize("kind", NORMS)

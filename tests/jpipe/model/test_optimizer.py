@@ -97,6 +97,11 @@ OFTEN = {"`adamw`", "`lion`", "`inject_hyperparams`"}
 OFTEN |= {row.name for row in optimizers.ROWS if row.instead or "mask" in row.name}
 
 
+def few_on_oldest(names):
+    """Return the names as parameters, of which every fifth runs on the oldest Python and JAX, too."""
+    return [pytest.param(name, marks=[pytest.mark.oldest] * (number % 5 == 0)) for number, name in enumerate(names)]
+
+
 def marks_of(row) -> list[pytest.MarkDecorator]:
     """Return the marks of a row: `make test` runs some of the rows, `make test-slow` a twentieth of the others, `make test-all` all."""
     if row.name in OFTEN:
@@ -127,8 +132,7 @@ def test_trees_that_need_the_structure_of_the_model_get_it(name):
     assert bool(find_layerwise(SPLIT[name], SPECS).blank) == (name in NEED_STRUCTURE)
 
 
-@pytest.mark.oldest
-@pytest.mark.parametrize("name", WHOLE)
+@pytest.mark.parametrize("name", few_on_oldest(WHOLE))
 def test_optimizers_that_look_at_all_layers_are_refused_with_a_way_out(name):
     why = r"(the update of layer '\w+' depends on layer '\w+'|after step \d+ layer '\w+' is not updated as it is alone)"
     instead = WAYS_OUT.get(name, "clip_global_norm of the pipeline")
@@ -267,8 +271,7 @@ FROZEN = {
 }
 
 
-@pytest.mark.oldest
-@pytest.mark.parametrize("name", FROZEN)
+@pytest.mark.parametrize("name", few_on_oldest(FROZEN))
 def test_frozen_parameters_are_those_whose_update_is_always_zero(name):
     make, expected = FROZEN[name]
     assert find_layerwise(make(), SPECS).trained.chosen == expected

@@ -134,7 +134,7 @@ def sampled(kind: str, sizes, **fields):
     return (predicted - plain)[:, 0]
 
 
-@pytest.mark.thinned(most=1, most_slow=0)
+@pytest.mark.thinned(most=1)
 @pytest.mark.usefixtures("lenient")
 @pytest.mark.parametrize("kind", SAMPLED)
 def test_evaluations_draw_new_numbers_for_each_microbatch_and_layer(kind):
@@ -180,7 +180,7 @@ def loss_of_key(y, key):
     return (y * key).sum(), 1.0
 
 
-@pytest.mark.thinned(most=1, most_slow=0)
+@pytest.mark.thinned(most=1)
 @pytest.mark.parametrize("fields", [{"schedule": "gpipe"}, {"schedule": "pipedream_flush", "recompute": "full"}, {"schedule": "zb_h1"}])
 @pytest.mark.parametrize("loss", [with_rngs, with_key, functools.partial(with_key)])
 def test_a_random_loss_draws_new_numbers_for_each_microbatch(loss, fields):

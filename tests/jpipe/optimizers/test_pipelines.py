@@ -102,7 +102,7 @@ def check(pipe, batches):
     running.check_close(models.on_first_device(trained.params), expected[1], 1e-11)
 
 
-@pytest.mark.thinned(most=2, most_slow=1)
+@pytest.mark.thinned(most=1)
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("plan", PLANS)
@@ -111,11 +111,10 @@ def test_it_is_the_rule_with_the_delay_of_each_stage(plan, optimizer):
     check(pipeline(plan, optimizer_of(optimizer)), models.masked_batches(8, plan.microbatches, dtype=np.float64))
 
 
-@pytest.mark.slow
-@pytest.mark.thinned(most_slow=0)
+@pytest.mark.thinned(most=0, most_slow=0)
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("optimizer", ["muon", "adan", "soap"])
-@pytest.mark.parametrize("schedule", [name if name in DELAYED else pytest.param(name, marks=pytest.mark.exhaustive) for name in SCHEDULES])
+@pytest.mark.parametrize("schedule", sorted(SCHEDULES, key=lambda name: name not in DELAYED))
 def test_optimizers_that_bear_delay_in_every_schedule(schedule, optimizer):
     stack = models.plain_stack()
     fields = {"layers": stack.ids, "num_stages": 4, "microbatches": 4}
@@ -133,7 +132,7 @@ def test_a_mesh_changes_no_number_of_soap():
     running.check_close(models.on_first_device(results[1].params), models.on_first_device(results[0].params), 1e-10)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("float64")
 def test_replicas_share_the_state_of_soap():
     batches, results = models.masked_batches(4, 2, dtype=np.float64), []

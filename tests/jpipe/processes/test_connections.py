@@ -391,7 +391,6 @@ def scenario_outcomes(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.oldest
 def test_three_processes(scenario_outcomes, subtests):
     outcomes, output = scenario_outcomes
     for scenario in SCENARIOS:

@@ -15,7 +15,7 @@ from tests.jpipe.several import BATCHES, CASES, INLINE, started
 LIMIT = 240  # seconds for all of them together; only a deadlock comes near
 
 
-IN_CI = "2", "2, others", "2, meshes"
+IN_CI = "2", "2, meshes"
 
 
 @pytest.mark.parametrize(
@@ -132,6 +132,7 @@ def check_refusal(messages: list[str], devices: int) -> None:
         assert re.fullmatch("\n".join(message), received)
 
 
+@pytest.mark.slow
 def test_when_a_process_is_killed_the_other_names_it_and_what_it_waited_for(tmp_path):
     with started("endless", "2", 2, tmp_path) as (other, victim):
         ends = time.monotonic() + LIMIT

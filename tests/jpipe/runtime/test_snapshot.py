@@ -79,13 +79,13 @@ def trained(pipe, state, batches, cuts=()):
     return losses, pipe.params(state), running.layer_state(state), cut_layers
 
 
-@pytest.mark.thinned(most=3, most_slow=1)
+@pytest.mark.thinned(most=3)
 @pytest.mark.parametrize("name", PLANS)
 def test_a_run_from_a_snapshot_equals_the_run_that_continued(name):
     check_restored(name, plan_of(PLANS[name]))
 
 
-@pytest.mark.thinned(most=1, most_slow=0)
+@pytest.mark.thinned(most=1)
 @pytest.mark.parametrize("name", CLIPPED)
 def test_a_restored_run_is_equal_where_updates_wait_for_the_norm(name):
     check_restored(name, plan_of(CLIPPED[name]), clip_global_norm=3.0)

@@ -40,7 +40,7 @@ def traced(variant, steps, devices=None, clip=None):
     return plan, pipe, batches[0], tracer.finish(), state
 
 
-@pytest.mark.thinned(most=2, most_slow=1)
+@pytest.mark.thinned(most=2)
 @pytest.mark.oldest
 @pytest.mark.parametrize("variant", models.VARIANTS)
 def test_a_trace_has_the_order_of_the_schedule(variant):
@@ -60,7 +60,7 @@ def test_a_trace_has_the_order_of_the_schedule(variant):
         assert start >= before
 
 
-@pytest.mark.thinned(most=1, most_slow=1)
+@pytest.mark.thinned(most=1)
 @pytest.mark.parametrize("variant", models.VARIANTS)
 def test_measured_memory_is_the_predicted_one(variant):
     """Each kind of memory is compared after each computation of each worker; the order between workers does not matter."""

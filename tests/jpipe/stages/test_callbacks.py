@@ -101,7 +101,7 @@ def expected(params, batch) -> dict[str, list[float]]:
 
 
 @pytest.mark.oldest
-@pytest.mark.thinned(most=1, most_slow=0)
+@pytest.mark.thinned(most=1)
 @pytest.mark.parametrize("plan", PLANS)
 def test_callbacks_run_once_with_the_values_of_the_forward(plan):
     pipe, batch = (
@@ -175,7 +175,7 @@ def _report(_, gradient):
 reported.defvjp(_forward, _report)
 
 
-@pytest.mark.thinned(most=1, most_slow=0)
+@pytest.mark.thinned(most=1)
 @pytest.mark.parametrize("schedule", ["pipedream_flush", "zb_h1"])
 def test_callbacks_of_a_backward_run_once_with_its_gradients(schedule):
     """A backward that would be split runs as a whole, and a warning names the layer."""
@@ -200,7 +200,7 @@ def test_callbacks_of_a_backward_run_once_with_its_gradients(schedule):
     np.testing.assert_allclose(calls["gradient"], sorted(values), rtol=1e-4)
 
 
-@pytest.mark.thinned(most=1, most_slow=0)
+@pytest.mark.thinned(most=1)
 @pytest.mark.parametrize("recompute", ["full", "dots_saveable"])
 def test_recomputation_repeats_callbacks_with_one_warning(recompute, caplog):
     batch, stack = batch_of(), LayerStack({"in": models.dense(), "noted": lambda x: noted("again", jnp.exp(x)), "out": models.dense()})

@@ -86,7 +86,7 @@ def test_no_residual_has_the_shape_of_a_weight(blocks, recompute):
         assert not weights & shapes(left), f"{f.stage.layers}: {recompute}"
 
 
-@pytest.mark.thinned(most=2, most_slow=0)
+@pytest.mark.thinned(most=2)
 @pytest.mark.oldest
 @pytest.mark.parametrize("recompute", ["full", "nothing_saveable"])
 @pytest.mark.parametrize("blocks", [("nnx", "nnx"), ("linen", "linen")], ids="-".join)

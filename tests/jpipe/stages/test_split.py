@@ -261,7 +261,7 @@ def _products(jaxpr) -> int:
     return count
 
 
-@pytest.mark.thinned(most=1, most_slow=2)
+@pytest.mark.thinned(most=1)
 @pytest.mark.parametrize(
     ("kind", "recompute"),
     [
@@ -320,7 +320,7 @@ def test_a_product_of_weights_is_not_computed_twice():
     assert sum(parts) == products(run.f.backward, run.whole())
 
 
-@pytest.mark.thinned(most=2, most_slow=1)
+@pytest.mark.thinned(most=2)
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize(("kind", "of_inputs", "of_weights"), [("gpt", 16, 8), ("convolution", 2, 2)])
 def test_no_product_is_computed_twice(kind, of_inputs, of_weights, recompute):

@@ -53,7 +53,7 @@ CASES = {
 
 
 @pytest.mark.oldest
-@pytest.mark.thinned(most=1, most_slow=1)
+@pytest.mark.thinned(most=1)
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("case", CASES)
 def test_equals_optax_on_the_layers_of_each_stage(case):
@@ -74,7 +74,7 @@ BIT_FOR_BIT = {
 }
 
 
-@pytest.mark.thinned(most=2, most_slow=1)
+@pytest.mark.thinned(most=2)
 @pytest.mark.parametrize("case", BIT_FOR_BIT)
 def test_equals_the_sequential_reference_bit_for_bit(case):
     fields, options = BIT_FOR_BIT[case]
@@ -89,7 +89,7 @@ def test_equals_the_sequential_reference_bit_for_bit(case):
     "more",
     [
         {"replicas": 2, "shard_optimizer": True},
-        pytest.param({"mesh": {"data": 2, "model": 2}, "fsdp": True}, marks=pytest.mark.slow),
+        pytest.param({"mesh": {"data": 2, "model": 2}, "fsdp": True}, marks=pytest.mark.exhaustive),
     ],
     ids=["shared optimizer state", "mesh"],
 )

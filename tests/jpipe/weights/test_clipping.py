@@ -85,7 +85,7 @@ def test_equals_the_sequential_reference_bit_for_bit(sizes, fields, drain_after)
     check_against_reference(STACK, plan, drain_after, clip_global_norm=NORM)
 
 
-@pytest.mark.thinned(most=1, most_slow=0)
+@pytest.mark.thinned(most=1)
 @pytest.mark.parametrize("schedule", CLIPPING)
 @pytest.mark.parametrize("sizes", [(1, 3), (2, 2), (1, 2, 1)])
 def test_the_cut_changes_no_bit_of_the_norm(sizes, schedule):

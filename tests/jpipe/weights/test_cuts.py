@@ -26,14 +26,14 @@ def trained(sizes, variant):
     return train(Pipeline(STACK, plan, models.masked_squares, models.momentum()), BATCHES)
 
 
-@pytest.mark.thinned(most=1, most_slow=1)
+@pytest.mark.thinned(most=1)
 @pytest.mark.parametrize("sizes", [(1, 3), (3, 1), (2, 2), (1, 2, 1), (2, 1, 1), (1, 1, 1, 1)])
 @pytest.mark.parametrize("variant", ["naive", "gpipe", "pipedream_flush"])
 def test_flushing_schedules_do_not_depend_on_the_cut(sizes, variant, uncut):
     check_close(trained(sizes, variant), uncut)
 
 
-@pytest.mark.thinned(most=1, most_slow=0)
+@pytest.mark.thinned(most=1)
 @pytest.mark.parametrize("sizes", [(1, 3), (1, 2, 1)])
 def test_2bw_does_not_depend_on_the_cut(sizes):
     """All stages read one version at any depth."""

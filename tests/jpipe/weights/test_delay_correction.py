@@ -123,7 +123,7 @@ def check(pipe, batches, drained=()):
 
 
 @pytest.mark.usefixtures("float64")
-@pytest.mark.thinned(most=1, most_slow=1)
+@pytest.mark.thinned(most=1)
 @pytest.mark.parametrize("name", [name for name in PLANS if name not in ("2-1, paper", "2-1")])
 def test_it_is_the_rule_applied_to_the_whole_model(name):
     plan = plan_of(name)
@@ -285,7 +285,7 @@ def plan_cut(name, sizes=None):
 
 
 @pytest.mark.usefixtures("float64")
-@pytest.mark.thinned(most=1, most_slow=1)
+@pytest.mark.thinned(most=1)
 @pytest.mark.parametrize("ema", [None, 0.75])
 @pytest.mark.parametrize("switch", SWITCHES)
 def test_a_run_goes_on_under_another_plan_or_with_another_correction(switch, ema):
@@ -309,7 +309,7 @@ def test_a_run_goes_on_under_another_plan_or_with_another_correction(switch, ema
         running.check_close(on_host(later.params(state, weights="ema")), on_host(average))
 
 
-@pytest.mark.thinned(most=1, most_slow=1)
+@pytest.mark.thinned(most=1)
 @pytest.mark.parametrize("precision", [Precision(params="bfloat16"), Precision()], ids=["masters", "float32"])
 @pytest.mark.parametrize("name", ["2BW", "pipedream"])
 def test_a_run_from_a_snapshot_is_the_run_that_went_on_bit_for_bit(name, precision):
@@ -346,7 +346,7 @@ def test_masters_and_versions_lose_the_prediction_where_it_is_turned_off_or_begu
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(ahead))
 
 
-@pytest.mark.thinned(most=0, most_slow=1)
+@pytest.mark.thinned(most=0, most_slow=0)
 @pytest.mark.parametrize("mesh", [{"mesh": {"data": 2, "model": 2}, "fsdp": True}, {"mesh": {"data": 2}}], ids=["fsdp", "rows"])
 def test_a_mesh_changes_no_number(mesh):
     stack, results = models.wide_stack(), []
@@ -399,6 +399,7 @@ def reading(seen):
     return optax.GradientTransformationExtraArgs(init, update)
 
 
+@pytest.mark.thinned(most=2)
 @pytest.mark.parametrize(("name", "tied"), [("2BW", True), ("pipedream, m = d", False), ("2-1, paper", False), ("flush", False)])
 def test_an_optimizer_gets_the_delay_and_the_stage_of_each_update(name, tied):
     stack, seen = models.tied_stack() if tied else STACK, []
@@ -512,7 +513,7 @@ def test_nesterovs_momentum_is_recognized(name):
     assert has_nesterov(optimizer) is expected
 
 
-@pytest.mark.parametrize("factor", [None, FACTOR])
+@pytest.mark.parametrize("factor", [pytest.param(None, marks=pytest.mark.exhaustive), FACTOR])
 def test_norms_of_the_correction_and_of_the_distance_between_versions(factor):
     pipe = pipeline(plan_of("pipedream"), correction=factor)
     batches = models.masked_batches(5, 1)

@@ -47,7 +47,7 @@ def loss_of(params, batch):
 
 
 @pytest.mark.usefixtures("float64")
-@pytest.mark.thinned(most=1, most_slow=1)
+@pytest.mark.thinned(most=1)
 @pytest.mark.parametrize("name", PLANS)
 def test_the_average_equals_that_of_a_plain_run_and_survives_a_restore(name):
     pipe = pipeline(name)

@@ -25,7 +25,7 @@ def check_against_one_function(plan, *, stack=STACK, loss=models.masked_squares,
     return actual
 
 
-@pytest.mark.thinned(most=2, most_slow=1)
+@pytest.mark.thinned(most=2)
 @pytest.mark.parametrize(
     ("variant", "d", "m", "extra"),
     [(variant, 3, 4, 0) for variant in models.VARIANTS]
@@ -58,7 +58,7 @@ OPTIMIZERS = {  # each made once, so that what is traced with it is traced once
 }
 
 
-@pytest.mark.thinned(most=1, most_slow=1)
+@pytest.mark.thinned(most=1)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("variant", models.VARIANTS)
 def test_optimizers_by_layer_equal_optax_on_the_whole_tree(variant, optimizer):

@@ -61,7 +61,7 @@ def test_the_program_after_the_warm_up_equals_the_start_of_a_run(fields, batches
     assert list(alone.instructions) == [shifted(i, plan, first) for i in without.instructions]
 
 
-@pytest.mark.thinned(most=1, most_slow=1)
+@pytest.mark.thinned(most=1)
 @pytest.mark.parametrize("clip", [None, 3.0])
 @pytest.mark.parametrize("replicas", [(1, 1, 1), (2, 1)])
 @pytest.mark.parametrize("variant", FREE)

@@ -34,6 +34,7 @@ def freezing(*words, inner=None, clip=None):
     return optax.partition({"trained": rule, "frozen": optax.set_to_zero()}, frozen(*words))
 
 
+@functools.cache
 def adamw():
     return optax.adamw(0.05, weight_decay=0.1)
 
@@ -76,7 +77,7 @@ CASES = {
 
 
 @pytest.mark.oldest
-@pytest.mark.thinned(most=1, most_slow=1)
+@pytest.mark.thinned(most=1)
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("case", CASES)
 def test_equals_optax_on_the_whole_tree(case):
@@ -122,7 +123,7 @@ BIT_FOR_BIT = {
 }
 
 
-@pytest.mark.thinned(most=1, most_slow=1)
+@pytest.mark.thinned(most=1)
 @pytest.mark.parametrize("case", BIT_FOR_BIT)
 def test_equals_the_sequential_reference_bit_for_bit(case):
     words, stack, fields, options = BIT_FOR_BIT[case]
@@ -170,7 +171,7 @@ def table_layer(dtype):
 TABLES = {dtype: LayerStack({f"layer{i}": table_layer(dtype) for i in range(3)}) for dtype in (np.int8, np.float32)}
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("float64")
 def test_a_mesh_changes_no_number():
     words, stack = ["track", "mix/w"], models.wide_stack()

@@ -132,7 +132,7 @@ def test_the_least_delay_that_hides_it(depth, forward, backward):
         assert reader(plan_of(depth, m, vertical_sync=True), 0, t) - first == depth - 1
 
 
-@pytest.mark.thinned(most=3, most_slow=0)
+@pytest.mark.thinned(most=3)
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_vertical_sync_is_less_stale_than_two_buffers_from_as_many_microbatches_as_stages_on(depth):
     """Its mean delay is (d - 1)/m with two versions, at the speed of 2BW, with the norm of all stages."""

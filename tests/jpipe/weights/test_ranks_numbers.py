@@ -59,7 +59,7 @@ def legal_plans(schedule: str) -> list[Plan]:
 
 
 TRIED = 2
-"""Plans of each schedule that are run, of about 530 legal ones in all; `make test-slow` runs the first of each."""
+"""Plans of each schedule that are run, of about 530 legal ones in all; `make test-slow` runs the smaller one of each."""
 
 
 @pytest.mark.slow
@@ -68,7 +68,8 @@ TRIED = 2
 def test_numbers_of_plans_of_all_kinds_are_those_of_the_reference(schedule, number):
     plans = [plan for plan in legal_plans(schedule) if plan.depth <= 6]  # the next test has more stages
     assert len(plans) > 6
-    check(random.Random(schedule).sample(plans, TRIED)[number], drain_after={2})
+    tried = sorted(random.Random(schedule).sample(plans, TRIED), key=lambda plan: (plan.depth, plan.microbatches))
+    check(tried[number], drain_after={2})
 
 
 MANY = [("interleaved_1f1b", 4, 2, 5), ("interleaved_zero_bubble", 4, 3, 6), ("pipedream_2bw", 4, 2, 6), ("pipedream_2bw", 5, 2, 9)]
@@ -88,9 +89,8 @@ def test_numbers_of_eight_to_twelve_stages_are_those_of_the_reference(schedule, 
     ("schedule", "chunks"),
     [
         ("interleaved_zero_bubble", 2),
-        ("pipedream_2bw", 2),
         ("pipedream", 2),
-        *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in (("zb_v", 2), ("zb_h2", 1))),
+        *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in (("pipedream_2bw", 2), ("zb_v", 2), ("zb_h2", 1))),
     ],
 )
 def test_numbers_with_the_global_norm_are_those_of_the_reference(schedule, chunks):
@@ -99,7 +99,7 @@ def test_numbers_with_the_global_norm_are_those_of_the_reference(schedule, chunk
     check(plan_of(schedule, 2, chunks, m, replicas, **options), drain_after={2}, clip_global_norm=0.5)
 
 
-@pytest.mark.thinned(most=0, most_slow=3)
+@pytest.mark.thinned(most=0)
 @pytest.mark.parametrize(
     "precision",
     [

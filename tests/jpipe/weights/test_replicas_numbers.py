@@ -16,13 +16,13 @@ def plan_of(replicas, schedule, times=1, **fields) -> Plan:
     return Plan.even(STACK.ids, len(replicas), schedule, times * math.lcm(*replicas), replicas=replicas, **fields)
 
 
-@pytest.mark.thinned(most=1, most_slow=1)
+@pytest.mark.thinned(most=1)
 @pytest.mark.parametrize("replicas", ROUND_ROBIN)
 def test_round_robin_equals_the_sequential_reference_bit_for_bit(replicas):
     check_against_reference(STACK, plan_of(replicas, "pipedream"), drain_after={2, 3})
 
 
-@pytest.mark.thinned(most=1, most_slow=1)
+@pytest.mark.thinned(most=1)
 @pytest.mark.parametrize(
     ("replicas", "times", "fields"),
     [
@@ -44,7 +44,7 @@ def test_options_of_round_robin_equal_the_sequential_reference_bit_for_bit(repli
     check_against_reference(STACK, plan_of(replicas, "pipedream", times, **fields), drain_after={1, 5})
 
 
-@pytest.mark.thinned(most=1, most_slow=1)
+@pytest.mark.thinned(most=1)
 @pytest.mark.parametrize("schedule", ["naive", "gpipe", "pipedream_flush", "pipedream_2bw"])
 @pytest.mark.parametrize("replicas", [(2,), (3, 3), (2, 1, 1)])
 def test_parallel_pipelines_equal_the_sequential_reference_bit_for_bit(replicas, schedule):

@@ -51,7 +51,7 @@ CASES = {
 }
 
 
-@pytest.mark.thinned(most=1, most_slow=1)
+@pytest.mark.thinned(most=1)
 @pytest.mark.parametrize("name", CASES)
 def test_after_a_drain_all_replicas_hold_the_mean_of_what_each_has_made(name):
     depth, schedule, m, fields = CASES[name]

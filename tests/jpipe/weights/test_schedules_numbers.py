@@ -28,7 +28,7 @@ CASES = [
 ]
 
 
-@pytest.mark.thinned(size=1, most=14, most_slow=5)
+@pytest.mark.thinned(size=1, most=14)
 @pytest.mark.parametrize(("variant", "d", "m", "extra"), CASES)
 def test_equals_the_sequential_reference_bit_for_bit(variant, d, m, extra):
     plan = Plan.even(STACK.ids, d, microbatches=m, extra_in_flight=extra, **models.VARIANTS[variant])
@@ -59,7 +59,7 @@ def test_uneven_cuts_equal_the_sequential_reference_bit_for_bit(data):
     check_against_reference(STACK, models.cut(STACK.ids, sizes, microbatches=m, **fields), drain_after)
 
 
-@pytest.mark.thinned(most=1, most_slow=0)
+@pytest.mark.thinned(most=1)
 @pytest.mark.oldest
 @pytest.mark.parametrize("variant", models.VARIANTS)
 def test_three_stages_equal_the_sequential_reference_bit_for_bit(variant):

@@ -70,7 +70,7 @@ CASES = {
 OPTIONS = ("clip_global_norm", "skip_nonfinite", "precision")
 
 
-@pytest.mark.thinned(most=1, most_slow=1)
+@pytest.mark.thinned(most=1)
 @pytest.mark.parametrize("case", CASES)
 def test_the_numbers_equal_those_without_sharding(case):
     fields = dict(CASES[case])

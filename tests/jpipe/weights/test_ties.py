@@ -126,7 +126,7 @@ def pipeline(replicas, fields, stack=None, **options) -> Pipeline:
     return Pipeline(stack, plan, loss, optax.adam(0.05), devices, **options)
 
 
-@pytest.mark.thinned(most=1, most_slow=1)
+@pytest.mark.thinned(most=1)
 @pytest.mark.parametrize("clip", [None, 0.3])
 @pytest.mark.parametrize(
     ("replicas", "fields"), CASES, ids=lambda value: "-".join(map(str, value.values() if isinstance(value, dict) else value))
@@ -154,7 +154,7 @@ def check_copies(state, name="embed shared token/embedding") -> None:
         check_equal(jax.tree.map(np.asarray, copy), jax.tree.map(np.asarray, copies[0]))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_run_resumes_where_the_tied_layers_share_a_stage():
     """Restore in both directions; a checkpoint has the parameter once."""
     first, second, data = pipeline((1, 1, 1), {"schedule": "pipedream_2bw"}), pipeline((1,), {"schedule": "pipedream_2bw"}), batches()
@@ -193,7 +193,7 @@ def test_averages_and_evaluation_are_those_of_one_stage():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("replicas", [(1, 1), pytest.param((2, 1), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("replicas", [(1, 1), pytest.param((2, 1), marks=pytest.mark.exhaustive)])
 def test_masters_of_a_shared_parameter(replicas):
     """Each stage has one bfloat16 version and one master; a restored run is equal bit for bit."""
     stack, data, name = models.tied_stack(), models.masked_batches(3, 4), "noise shared w"

@@ -82,7 +82,7 @@ def test_equals_the_reference_bit_for_bit(stages, schedule, options):
         ("pipedream_2bw", optax.adamw(0.1), {"clip_global_norm": 0.3}),
         pytest.param("gpipe", optax.sgd(0.3, 0.9), {}, marks=pytest.mark.exhaustive),
         pytest.param("pipedream_2bw", optax.lamb(0.05), {"skip_nonfinite": True, "ema_decay": 0.9}, marks=pytest.mark.slow),
-        pytest.param("pipedream_2bw", optax.adam(0.05), {"precision": Precision(params="bfloat16")}, marks=pytest.mark.slow),
+        pytest.param("pipedream_2bw", optax.adam(0.05), {"precision": Precision(params="bfloat16")}, marks=pytest.mark.exhaustive),
     ],
     ids=["adamw", "sgd", "lamb", "masters"],
 )
@@ -96,7 +96,7 @@ def test_the_copies_of_three_stages_are_the_same_bits(schedule, optimizer, optio
         check_equal(copy, first)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_masters_and_averages_are_restored_where_stages_of_several_devices_are_joined():
     """New optimizer state starts with the masters, also for parameters that are one array, such as shared ones."""
     options = {"precision": Precision(params="bfloat16"), "ema_decay": 0.5}

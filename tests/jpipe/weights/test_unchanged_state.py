@@ -33,7 +33,7 @@ def state_of(state):
     return [worker.layer_state for worker in state.workers]
 
 
-@pytest.mark.thinned(most=1, most_slow=0)
+@pytest.mark.thinned(most=1)
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("fields", [{"schedule": "pipedream_2bw", "split_backward": "early"}, {"schedule": "gpipe"}, {"schedule": "zb_h1"}])
 def test_unchanged_state_is_the_same_array_after_a_step(fields, recompute):

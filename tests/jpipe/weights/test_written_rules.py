@@ -137,7 +137,7 @@ EVALUATED = [
 ]
 
 
-@pytest.mark.thinned(most=2, most_slow=1)
+@pytest.mark.thinned(most=2)
 @pytest.mark.parametrize(("replicas", "m", "fields", "late"), EVALUATED)
 def test_an_evaluation_reads_the_newest_version_that_all_replicas_hold_or_drains_a_copy(replicas, m, fields, late):
     plan = Plan.even(STACK.ids, 2, "pipedream", m, replicas=replicas, **fields)

@@ -77,10 +77,8 @@ def test_the_bytes_of_any_stage_are_the_sum_over_its_layers(name, policy):
                 assert getattr(actual, part) == getattr(exact, part), (stages, part)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("fields", "halved"), [({"params": "bfloat16"}, 2), pytest.param({"compute": "bfloat16"}, 1, marks=pytest.mark.exhaustive)]
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("fields", "halved"), [({"params": "bfloat16"}, 2), ({"compute": "bfloat16"}, 1)])
 def test_the_bytes_of_a_precision_are_those_of_its_pipeline(fields, halved):
     layers, batch, loss = MODELS["dense"]
     stack, optimizer, precision = jpipe.LayerStack(layers), optax.sgd(0.1, momentum=0.9), jpipe.Precision(**fields)
@@ -100,7 +98,7 @@ def test_the_bytes_of_a_precision_are_those_of_its_pipeline(fields, halved):
         assert actual.at[0].forward < 1e-4
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_bytes_of_frozen_layers_are_those_of_their_pipeline():
     layers = {name: linear(6, 6) for name in ("in", "a", "b")} | {"tanh": jnp.tanh, "c": linear(6, 6), "out": linear(6, 6)}
     stack, batch = jpipe.LayerStack(layers, ties=[jpipe.Tie(("in", "kernel"), ("c", "kernel"))]), floats(6)
@@ -140,7 +138,7 @@ def some_cuts(ids, policy):
 
 def test_times_of_a_dense_layer_by_hand():
     stack = jpipe.LayerStack({"in": linear(64, 128), "mid": linear(128, 128), "out": linear(128, 64)})
-    profile = analyze(stack, floats(64), squares, optax.adam(1e-3), [512, 8], DEVICE)
+    profile = analyze(stack, floats(64), squares, optax.adam(1e-3), [512, 8], DEVICE, policies=["none"])
     assert (profile.source, profile.device, profile.sizes) == ("analytic", "toy", (8, 512))
     small, large = profile.layers[1].at
     weights = 4 * (128 * 128 + 128)
@@ -167,7 +165,7 @@ class Recurrent(nn.Module):
 @pytest.mark.slow
 def test_every_turn_of_a_loop_counts():
     stack = jpipe.LayerStack({"in": linear(32, 32), "one": Recurrent(1), "fifty": Recurrent(50), "out": linear(32, 32)})
-    profile = analyze(stack, floats(50, 32), squares, optax.sgd(0.1), [4], DEVICE)
+    profile = analyze(stack, floats(50, 32), squares, optax.sgd(0.1), [4], DEVICE, policies=["none"])
     once, often = (profile.layers[n].at[0] for n in (1, 2))
     product = 2 * 4 * 2 * 32 * 4 * 32  # rows × (input and state) × (four gates)
     assert often.flops - once.flops == pytest.approx(49 * product, rel=0.05)
@@ -226,7 +224,7 @@ def test_a_loss_that_does_not_fit():
         analyze(stack, floats(4), squares, optax.sgd(0.1), [2], DEVICE)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_temporaries_of_several_layers_are_about_those_of_the_compiled_stage():
     wide = jpipe.LayerStack({f"dense_{n}": lambda rngs: nnx.Linear(64, 64, rngs=rngs) for n in range(8)})
 

@@ -121,7 +121,7 @@ def test_bytes_on_a_mesh_are_those_of_the_compiled_stage():
 EXPERTS = {"count": 4, "per_token": 2, "mlp_width": 24}
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_mixture_of_experts_counts_the_tokens_that_its_experts_compute():
     """A forward has the FLOPs of the experts of each token alone; all kernels count as bytes."""
     config = CONFIG.model_copy(update={"depth": 1, "gated_mlp": True, "bias": False, "experts": ExpertsConfig(**EXPERTS)})

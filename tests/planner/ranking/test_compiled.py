@@ -51,7 +51,7 @@ def test_where_simulating_takes_too_long_the_closed_form_has_the_exact_bytes(sch
         assert estimate >= costs[s].temporary + costs[s].weights + costs[s].optimizer  # XLA's numbers, not the estimate's
 
 
-@pytest.mark.thinned(most=1, most_slow=0)
+@pytest.mark.thinned(most=1)
 @pytest.mark.parametrize(
     "message",
     [

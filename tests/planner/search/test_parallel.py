@@ -168,7 +168,7 @@ def _is_legal(profile, key):
     return True
 
 
-@pytest.mark.thinned(most=2, most_slow=0)
+@pytest.mark.thinned(most=2)
 @pytest.mark.parametrize("limit", [150_000, 250_000, 400_000, None])
 def test_each_stage_takes_the_cheapest_recomputation_that_fits(limit):
     profile = gpt()
@@ -231,7 +231,7 @@ def test_prices_are_those_of_the_simulator(schedule):
             assert expected * 0.95 <= candidate.seconds <= expected * 1.05
 
 
-@pytest.mark.thinned(most=1, most_slow=0)
+@pytest.mark.thinned(most=1)
 @pytest.mark.parametrize("schedule", ["pipedream", "pipedream_2bw"])
 def test_prices_and_memory_with_a_global_norm_are_those_of_the_simulator(schedule):
     """Where the norm is in time, it costs nothing, and the second set of gradients takes the place of a version."""

@@ -42,7 +42,7 @@ def test_it_learns_from_its_config(name, tmp_path):
     assert rows[-1]["val_loss"] < 0.75 * rows[0]["val_loss"]
 
 
-@pytest.mark.thinned(most=0, most_slow=1)
+@pytest.mark.thinned(most=0, most_slow=0)
 @pytest.mark.parametrize("name", [*reversed(STEPS)])
 def test_it_runs_from_python(name, capsys):
     losses = []

@@ -91,7 +91,13 @@ def test_merged_weights_compute_what_adapters_compute(kind, runs, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("overrides", [("plan.num_stages=2", "plan.schedule=naive"), ("plan.num_stages=3", "plan.schedule=gpipe")])
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        pytest.param(("plan.num_stages=2", "plan.schedule=naive"), marks=pytest.mark.exhaustive),
+        ("plan.num_stages=3", "plan.schedule=gpipe"),
+    ],
+)
 def test_a_run_that_is_resumed_under_another_plan_gives_the_same_weights(overrides, runs, tmp_path):
     begun = shutil.copytree(runs["float32"].folder, tmp_path / "run")
     shutil.rmtree(begun / "checkpoints" / "2")
@@ -168,8 +174,8 @@ def test_modules_for_peft_add_what_merged_weights_have_more(name, targets):
     assert found == sum(is_of_adapter(name) for name in arrays) / 2 > 0
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("schedule", [pytest.param("pipedream_flush", marks=pytest.mark.exhaustive), "pipedream_2bw"])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("schedule", ["pipedream_flush", "pipedream_2bw"])
 def test_fifty_steps_lower_the_loss(schedule, tmp_path):
     folder = tmp_path / "run"
     folder.mkdir()

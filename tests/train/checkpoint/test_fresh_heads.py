@@ -122,7 +122,9 @@ def test_a_section_agrees_with_the_labels_of_a_folder(section, expected, tmp_pat
     ("model", "architecture"),
     [
         ("{preset: bert-tiny, head: multiple_choice, labels: 3}", "BertForMultipleChoice"),
-        ("{preset: llama-tiny, head: classification, labels: [a, b]}", "LlamaForSequenceClassification"),
+        pytest.param(
+            "{preset: llama-tiny, head: classification, labels: [a, b]}", "LlamaForSequenceClassification", marks=pytest.mark.exhaustive
+        ),
         ("{preset: gpt2-tiny, head: regression}", "GPT2ForSequenceClassification"),
         ("{preset: mixtral-tiny, head: classification, labels: 3}", "MixtralForSequenceClassification"),
     ],

@@ -41,6 +41,7 @@ def loaded(config: Config) -> dict[str, Any]:
     return warm_start.load(config.warm_start, pipe, batches.train[0], Together(None), print)
 
 
+@pytest.mark.thinned(most=2)
 @pytest.mark.parametrize("name", NAMES)
 def test_logits_loss_and_a_step_of_sgd_are_those_of_transformers(name):
     folders.check_learned(GOLDEN / name, folders.computed(name))
@@ -61,6 +62,7 @@ def check_folder(folder: Path, name: str, expected: dict[str, np.ndarray], same:
 SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("limit", [10**9, 4000])
 @pytest.mark.parametrize("name", NAMES)
 def test_an_export_equals_the_imported_folder_bit_for_bit(name, limit, tmp_path, monkeypatch, capsys):
@@ -136,7 +138,7 @@ def test_a_run_learns_in_a_pipeline_what_transformers_learns(name, schedule, sta
     check_folder(out, name, after, lambda actual, expected, **_: folders.close(actual, expected))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_processes_read_their_layers_and_write_them_bit_for_bit(tmp_path):
     """Two processes have two stages each, with the embeddings in the first and last stage; the steps are too small to change weights."""
     folders.config(tmp_path, "gpt2", "plan.num_stages=4")

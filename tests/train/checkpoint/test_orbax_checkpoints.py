@@ -98,7 +98,7 @@ def test_invalid_parameters_are_refused(tmp_path):
     assert not orbax_checkpoint.is_meant(tmp_path / "run")
 
 
-@pytest.mark.thinned(most_slow=2)
+@pytest.mark.thinned
 @pytest.mark.parametrize("zarr3", [False, True])
 @pytest.mark.parametrize("ocdbt", [False, True])
 def test_missing_headers_of_arrays_are_an_error_without_tracebacks(ocdbt, zarr3, tmp_path, capfd, caplog):

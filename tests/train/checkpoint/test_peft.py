@@ -37,7 +37,7 @@ def ours(tmp_path_factory) -> tuple[Path, Config, dict[str, np.ndarray]]:
     return folder, config, arrays
 
 
-@pytest.mark.thinned(most=1, most_slow=1)
+@pytest.mark.thinned(most=1)
 @pytest.mark.parametrize(
     ("name", "overrides"),
     [
@@ -232,7 +232,7 @@ def near(actual, expected, what: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.thinned(most=2, most_slow=0)
+@pytest.mark.thinned(most=1)
 @pytest.mark.parametrize("name", ["gpt2", "qwen2-moe", "llama", "qwen2"])
 def test_adapters_of_peft_compute_and_learn_the_same(name, theirs, tmp_path):
     """In GPT-2 queries, keys and values share A in PEFT's adapters but not in jpipe's, so that a step differs."""

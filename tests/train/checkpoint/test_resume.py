@@ -98,7 +98,7 @@ def test_another_plan_resumes_with_the_same_weights(saved, monkeypatch, capsys):
     assert "resumes at step 4, with other values for plan, train.steps" in capsys.readouterr().out
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_run_resumes_on_another_mesh(saved, tmp_path, monkeypatch, capsys):
     whole = loop.main(changed(saved, run={"dir": str(tmp_path / "whole")}))
     on_mesh = saved | {"plan": saved["plan"] | {"mesh": {"data": 2}, "fsdp": True}}

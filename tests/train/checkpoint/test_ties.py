@@ -82,7 +82,7 @@ def test_it_is_resumed_exported_and_begins_another(config, tmp_path, monkeypatch
     assert all("warm start: 3 of 3 layers" in line for line in messages)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_copies_that_differ_end_the_run(config, monkeypatch):
     numbers = itertools.count()
     stop_before(monkeypatch, 4)  # once the first checkpoint is written

@@ -354,14 +354,14 @@ def accepted(monkeypatch) -> list[Config]:
     return configs
 
 
-@pytest.mark.slow
-@number_of_examples(700)
-@given(
+any_config = given(
     content=config_files() | st.sampled_from(CONFIGS).map(str.encode),
     overrides=command_lines(),
     command=st.sampled_from(["train", "simulate"]),
 )
-def test_a_corrupted_config_is_refused_or_read_exactly(answered, accepted, tmp_path, content, overrides, command):
+
+
+def check_config(answered, accepted, tmp_path, content, overrides, command):
     file = tmp_path / "config.yaml"
     file.write_bytes(content)
     accepted.clear()
@@ -376,9 +376,20 @@ def test_a_corrupted_config_is_refused_or_read_exactly(answered, accepted, tmp_p
 
 
 @pytest.mark.slow
+@number_of_examples(150)
+@any_config
+def test_a_corrupted_config_is_refused_or_read_exactly(answered, accepted, tmp_path, content, overrides, command):
+    check_config(answered, accepted, tmp_path, content, overrides, command)
+
+
+@pytest.mark.exhaustive
 @number_of_examples(700)
-@given(content=plan_files())
-def test_a_corrupted_plan_is_refused_or_read_exactly(answered, monkeypatch, tmp_path, content):
+@any_config
+def test_many_corrupted_configs_are_refused_or_read_exactly(answered, accepted, tmp_path, content, overrides, command):
+    check_config(answered, accepted, tmp_path, content, overrides, command)
+
+
+def check_plan(answered, monkeypatch, tmp_path, content):
     plans, real = [], jpipe.lower
     with monkeypatch.context() as patch:
         patch.setattr(jpipe_train.plan.simulate, "MOST_FORWARDS", 200)
@@ -390,6 +401,20 @@ def test_a_corrupted_plan_is_refused_or_read_exactly(answered, monkeypatch, tmp_
         data = json.loads(content.decode("utf-8"), object_pairs_hook=unique, parse_constant=refuse)
         stages = [filled(stage, jpipe.Stage.model_fields) for stage in data["stages"]]
         assert same(plan.model_dump(mode="json"), filled(data | {"stages": stages}, jpipe.Plan.model_fields))
+
+
+@pytest.mark.slow
+@number_of_examples(150)
+@given(content=plan_files())
+def test_a_corrupted_plan_is_refused_or_read_exactly(answered, monkeypatch, tmp_path, content):
+    check_plan(answered, monkeypatch, tmp_path, content)
+
+
+@pytest.mark.exhaustive
+@number_of_examples(700)
+@given(content=plan_files())
+def test_many_corrupted_plans_are_refused_or_read_exactly(answered, monkeypatch, tmp_path, content):
+    check_plan(answered, monkeypatch, tmp_path, content)
 
 
 def argument(name: str, key: str, functions: dict) -> st.SearchStrategy[list[str]]:

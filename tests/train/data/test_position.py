@@ -75,7 +75,7 @@ def test_no_row_is_read_twice_or_left_out(kind, before, after):
     assert rows == list(range(10 * before + 7 * after + 3 * before))
 
 
-@pytest.mark.thinned(most=2, most_slow=0)
+@pytest.mark.thinned(most=2)
 @pytest.mark.parametrize(("before", "after"), SIZES)
 def test_no_row_of_a_bucket_is_read_twice_or_left_out(before, after):
     rows = (37, 0, 101)

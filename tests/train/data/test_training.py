@@ -69,7 +69,7 @@ def test_each_format_trains_with_two_stages(kind, of_format):
     assert rows[-1]["val_loss"] < rows[0]["val_loss"] - 0.7
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_two_stages_learn_of_prompts_what_one_learns(of_format, tmp_path):
     """The microbatches have different numbers of counted labels."""
     run = {"steps": 3, "eval_every": 2, "trace_batches": 0}

@@ -55,7 +55,7 @@ def test_a_conversation_is_that_of_one_process(folder):
     assert "--chat: expected lines on standard input, found none" in silent.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_ctrl_c_ends_a_conversation_in_all_processes(folder):
     """The second line never comes."""
     make_chat(folder)

@@ -294,7 +294,7 @@ def test_an_impossible_launch_is_refused_in_one_line(arguments, message, capsys)
     assert capsys.readouterr().err == f"jpipe: {message}\n"
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_bad_config_is_refused_by_the_processes(tmp_path):
     command = [sys.executable, "-m", "jpipe_train.cli", "launch", "-n", "2", "--", "train", "missing.yaml"]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}

@@ -234,7 +234,7 @@ def test_files_of_tokens_in_two_processes_log_what_one_process_logs():
     assert several == rows("run")
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_replicas_in_two_processes_log_what_one_process_logs():
     arguments = command(CURVES, plan={"schedule": "pipedream", "replicas": [2, 2], "keep_together": "replicas"})
     code, out, err = done("launch", "-n", "2", "--", *arguments)
@@ -249,7 +249,7 @@ def test_replicas_in_two_processes_log_what_one_process_logs():
     assert several == rows("run")
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_killed_process_is_named_by_the_others_and_no_file_is_incomplete():
     arguments = command(CURVES | FOREVER, plan={"num_stages": 3})
     with by_hand(arguments, arguments, arguments) as processes:
@@ -266,7 +266,7 @@ def test_a_killed_process_is_named_by_the_others_and_no_file_is_incomplete():
     assert not [path for path in Path("run").rglob("*") if "unfinished" in path.name]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_configs_and_platforms_that_differ_are_refused_with_the_difference():
     commands = command(CURVES), command(CURVES, name="other.yaml", optimizer={"learning_rate": 0.02})
     with by_hand(*commands, JAX_PLATFORMS="cuda") as processes:  # JAX, if it looked for its devices, would never find them
@@ -281,7 +281,7 @@ def test_configs_and_platforms_that_differ_are_refused_with_the_difference():
     assert not Path("run").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_process_that_cannot_start_its_devices_says_why_and_ends_the_others():
     with by_hand(*[command(CURVES)] * 2, PJRT_NAMES_AND_LIBRARY_PATHS="none:/no-such-plugin.so") as processes:
         (waiting, waiting_output), (failing, failing_output) = endings(processes)
@@ -300,7 +300,7 @@ def line_of(key: str) -> int:
     return next(number for number, line in enumerate(lines, 1) if line.startswith(f"  {key}:"))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_folder_that_holds_a_run_ends_all_with_one_message():
     Path("run").mkdir()
     Path("run/metrics.jsonl").touch()
@@ -310,7 +310,7 @@ def test_a_folder_that_holds_a_run_ends_all_with_one_message():
     assert results == [(2, f"jpipe: run.dir: {refusal}\n"), (2, "jpipe: process 1 ends; another process says why\n")]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_nan_loss_ends_all_processes_with_one_message():
     code, _, err = done("launch", "-n", "2", "--", *command(CURVES, data={"arguments": {"poisoned": 3}}))
     assert code == 1

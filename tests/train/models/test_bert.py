@@ -28,7 +28,7 @@ def batch(rows: int = 4, masked: int = 3):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("chunk", [None, 7])
+@pytest.mark.parametrize("chunk", [pytest.param(None, marks=pytest.mark.exhaustive), 7])
 def test_the_loss_is_the_mean_of_masked_tokens_plus_that_of_pairs(chunk):
     inputs, labels = jax.tree.map(jnp.asarray, batch())
     stack = layers(CONFIG, chunk)
@@ -71,7 +71,7 @@ def test_it_reads_what_comes_before_and_after_which_sentence_it_is_and_no_paddin
     np.testing.assert_array_equal(logits(tokens=padding), before)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_pipeline_trains_the_module():
     one = batch()
     stack = layers(CONFIG, chunk=7)

@@ -69,7 +69,7 @@ def test_it_learns_these_losses():
     np.testing.assert_allclose(losses, LOSSES, rtol=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_pipeline_learns_these_losses_with_dropout():
     stack = layers(ModelConfig(**SMALL, dropout=0.25))
     losses, _ = trained(stack, jpipe.Plan.even(stack.ids, 2, "pipedream_flush", 2), BATCHES)

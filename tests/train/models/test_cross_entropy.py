@@ -134,7 +134,7 @@ def largest_array(compiled) -> int:
 BFLOAT16 = {"compute_dtype": "bfloat16"}
 
 
-@pytest.mark.thinned(most=0, most_slow=1)
+@pytest.mark.thinned(most=0, most_slow=0)
 @pytest.mark.parametrize(
     ("schedule", "keys", "options"),
     [

@@ -11,7 +11,7 @@ from tests.train.checkpoint.families import MODELS
 from tests.train.conftest import SENTENCE
 
 
-@pytest.mark.thinned(size=1, most=0, most_slow=1)
+@pytest.mark.thinned(size=1, most=0, most_slow=0)
 @pytest.mark.parametrize("schedule", ["pipedream_2bw", "pipedream_flush"])
 @pytest.mark.parametrize("name", MODELS)
 def test_the_loss_of_a_run_falls(name, schedule, tmp_path, monkeypatch):

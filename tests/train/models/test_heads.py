@@ -78,8 +78,7 @@ def wide_stack(config: ModelConfig) -> jpipe.LayerStack:
     return jpipe.LayerStack({name: wide(constructor) for name, constructor in made.items()})
 
 
-@pytest.mark.slow
-@pytest.mark.thinned(most=3, most_slow=0)
+@pytest.mark.thinned(most=0)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("head", HEADS)
 def test_two_steps_of_a_pipeline_are_those_of_the_whole_model(head, kind):
@@ -114,7 +113,7 @@ def test_the_loss_is_the_mean_over_examples():
     np.testing.assert_allclose(model.loss(LossConfig(), "regression")(jnp.asarray([1.0, -1.0]), jnp.asarray([0.5, 1.0])), (4.25, 2))
 
 
-@pytest.mark.thinned(most=1, most_slow=0)
+@pytest.mark.thinned(most_slow=0, most=1)
 @pytest.mark.parametrize("head", HEADS)
 def test_the_router_loss_is_added_for_each_example(head):
     config = ModelConfig(**SMALL, **LLAMA, **HEADS[head], experts={"count": 4, "per_token": 2, "mlp_width": 8, "z_loss": 0.5})

@@ -114,7 +114,7 @@ def test_dropout_is_in_front_of_a_alone(blocks):
     assert not np.allclose(outputs(moved, True), outputs(moved, False))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_mesh_changes_no_number():
     tune = TuneConfig(lora=LoraConfig(), quantize="int8", base_dtype="bfloat16")
     stack = layers(CONFIG, None, tune)

@@ -36,7 +36,7 @@ def rows():
     return ({"tokens": tokens, "segments": segments}, labels), alone
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("keys", "schedule"),
     [

@@ -109,7 +109,7 @@ def test_a_run_without_its_last_checkpoint_fails(cause, saved, monkeypatch):
     [
         pytest.param("removed", r"metrics\.jsonl' was moved or removed while the run was training", marks=pytest.mark.slow),
         ("cut", r"metrics\.jsonl' was changed: expected [\d,]+ bytes, found 10, while the run was training"),
-        pytest.param("replaced", r"metrics\.jsonl' was replaced by another file while", marks=pytest.mark.slow),
+        pytest.param("replaced", r"metrics\.jsonl' was replaced by another file while", marks=pytest.mark.exhaustive),
         ("edited", r"the rows in '.*metrics\.jsonl' were changed while"),
         ("folder moved", r"/run' was moved or removed while"),
         pytest.param("folder copied", r"metrics\.jsonl' was replaced by another file while", marks=pytest.mark.slow),
@@ -199,6 +199,7 @@ def sealed(place: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # TensorStore reports requests that are still running
+@pytest.mark.thinned(most=1)
 @pytest.mark.parametrize("lost", ["index", "arrays", "facts"])
 def test_a_checkpoint_that_cannot_be_restored_is_skipped_with_a_message(lost, resumed, monkeypatch, capsys):
     config, folder = resumed

@@ -188,7 +188,7 @@ def test_an_impossible_evaluation_is_reported_in_one_line(home, monkeypatch, cap
 
 
 @pytest.mark.usefixtures("no_report")
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_masked_tokens_are_evaluated_as_in_training(tmp_path):
     """Each row has its own label as well, the embedding is tied to the head, and logits are computed in chunks."""
     text = str(tmp_path / "text.txt")

@@ -106,7 +106,7 @@ def by_path(tree):
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}
 
 
-@pytest.mark.thinned(most=5, most_slow=2)
+@pytest.mark.thinned(most=5)
 @pytest.mark.parametrize("granularity", ["block", "finest"])
 @pytest.mark.parametrize("train", [True, False])
 @pytest.mark.parametrize("name", MODELS)
@@ -133,7 +133,7 @@ def test_layers_compute_what_the_model_computes(name, train, granularity):
         np.testing.assert_allclose(actual, wanted, rtol=1e-4, atol=1e-5, err_msg=path)
 
 
-@pytest.mark.thinned(most=1, most_slow=0)
+@pytest.mark.thinned(most=1)
 @pytest.mark.parametrize("name", MODELS)
 def test_initial_weights_are_those_of_the_model_with_the_same_key(name):
     model, x = MODELS[name]

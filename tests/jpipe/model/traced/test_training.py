@@ -119,8 +119,8 @@ CASES = {
 }
 
 
-FAST = ("tensor", "frozen")
-ALIKE = ("recompute", "recompute_dots", "zb_v", "replicas", "zero", "float16", "clip", "ema")
+FAST = ("frozen",)
+ALIKE = ("zb_h1", "recompute", "recompute_dots", "zb_v", "replicas", "zero", "bfloat16", "float16", "clip", "ema")
 """Cases that are much like others: only `make test-all` has them."""
 
 
