@@ -73,7 +73,7 @@ def ones(rows):
     return np.ones((rows, 4), np.float32), np.ones((rows, 4), np.float32)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_a_model_is_measured():
     layers = {"in": Lookup, "tanh": jnp.tanh, "h0": linear(8, 8), "h1": linear(8, 8), "norm": lambda rngs: nnx.BatchNorm(8, rngs=rngs)}
     stack = jpipe.LayerStack({**layers, "out": linear(8, 4)})

@@ -249,7 +249,7 @@ def test_replicas_in_two_processes_log_what_one_process_logs():
     assert several == rows("run")
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_a_killed_process_is_named_by_the_others_and_no_file_is_incomplete():
     arguments = command(CURVES | FOREVER, plan={"num_stages": 3})
     with by_hand(arguments, arguments, arguments) as processes:

@@ -41,7 +41,7 @@ def test_presets_of_the_paper_have_about_as_many_as_it_says(name, billions):
     assert count_of(name) / 1e9 == pytest.approx(billions, rel=0.02)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_the_page_has_every_preset_with_its_parameters():
     page = Path(__file__).parents[3] / "docs" / "how-to" / "models.md"
     rows = re.findall(r"^\| `([\w.-]+)` \|[^|]*\| ([\d,]+) \|$", page.read_text(), re.MULTILINE)
