@@ -106,6 +106,7 @@ ENTRIES: Sequence[Entry] = (
     Entry("jpipe pipedream_2bw", "jpipe_pipeline", "pipedream_2bw", rival="torch 1F1B", share_of_bound=0.97),
     Entry("jpipe pipedream_2bw+1", "jpipe_pipeline", "pipedream_2bw+1", rival="torch 1F1B", share_of_bound=0.97),
     Entry("jpipe DP", "jpipe_pipeline", "dp", rival="torch DDP", share_of_bound=0.97),
+    Entry("jpipe DP, 4 sum parts", "jpipe_pipeline", "dp/4", rival="torch DDP", share_of_bound=0.97),
 )
 
 

@@ -99,6 +99,12 @@ def _check_meshes(plan: "jpipe.Plan") -> None:
             raise ValueError(f"ranks.{p}: expected {expected}, found {rank_meshes}; they take turns on its devices")
     if plan.shard_optimizer and plan.update_every != "batch":
         raise ValueError("shard_optimizer: expected update_every 'batch', found 'replicas'; change one of them")
+    if plan.shard_optimizer and not SCHEDULES[plan.schedule].flushes and (plan.noam or plan.max_in_flight is not None):
+        option = "noam" if plan.noam else "max_in_flight"
+        raise ValueError(
+            f"shard_optimizer: expected no {option} with the schedule '{plan.schedule}': with few microbatches in flight its replicas may "
+            "wait for each other's weights forever; remove one of them"
+        )
     if plan.shard_optimizer and max(plan.replicas) == 1:
         raise ValueError("shard_optimizer: expected a stage with replicas, found none; remove it, or give a stage replicas")
 

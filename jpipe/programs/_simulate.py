@@ -98,7 +98,7 @@ def _verified(program: Program) -> Iterator[Instruction]:
         yield instruction
     for verifier in verifiers.values():
         verifier.check_end()
-    program.verified.extend(executable)
+    program.verified[:] = executable
 
 
 def _check(program: Any, costs: Any, link: Any, overlap: Any) -> None:

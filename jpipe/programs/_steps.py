@@ -55,8 +55,8 @@ class Steps:
     def verified_runs(self) -> tuple[Program, ...]:
         """Return verified runs from the first batch and from steady state, which contain every step that the pipeline repeats.
 
-        A process verifies the instructions of all workers, or where these are many (`MOST_VERIFIED`) those of its own workers, so that all
-        processes together verify all of them.
+        A process verifies the instructions of all workers, or where these are many (`MOST_VERIFIED`) those of its own workers; see `verify`
+        for what is not verified then.
 
         Raises:
             ProgramError: the verification fails.

@@ -23,7 +23,7 @@ from .ranking.price_of_flush import PriceOfFlush, price_of_flush
 from .ranking.variants import Variants, find_variants, variant_schedules
 from .search.balance import balance
 from .search.candidate import Candidate
-from .search.candidates import Updates, as_candidate, find_candidates, on_meshes
+from .search.candidates import Updates, as_candidate, find_candidates, has_searchable_stages, on_meshes
 from .search.paper import search_paper
 from .search.parallel import search_parallel
 from .search.partition import Partition, Placed, Problem, evaluate_partition, placed_seconds
@@ -75,6 +75,7 @@ __all__ = [
     "find_candidates",
     "find_target",
     "find_variants",
+    "has_searchable_stages",
     "host_memory",
     "improve",
     "is_planned",

@@ -15,7 +15,7 @@ import numpy as np
 import jpipe
 from jpipe_planner.machine.topology import Topology
 
-MOST = 1024  # devices of a topology with differing ones for which all ranges are listed
+MOST_DIFFERING = 1024  # devices of a topology with differing ones for which all ranges are listed
 _TIMES = ("forward", "backward", "backward_input", "backward_weight", "update")
 
 

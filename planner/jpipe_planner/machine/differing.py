@@ -34,6 +34,11 @@ def _numbers(value: Any) -> Any:
     return tuple(numbers)
 
 
+def _text_keys(value: Any) -> Any:
+    """Read numbers as keys, which YAML has without quotes."""
+    return {str(key) if type(key) is int else key: one for key, one in value.items()} if isinstance(value, dict) else value
+
+
 class Differing(Data):
     """Devices that differ from `Topology.device`; whatever is not given is as there.
 
@@ -55,7 +60,9 @@ class Differing(Data):
     speed: Annotated[float, Field(ge=1e-3, le=1e3, allow_inf_nan=False)] | None = None
     memory: Annotated[float, in_unit("bytes"), Positive, Possible] | None = None
     reserved: Annotated[float, in_unit("bytes"), Field(ge=0, le=1e15)] | None = None
-    bandwidth: dict[str, Annotated[float, in_unit("bytes per second"), Positive, Possible]] = Field(default_factory=dict)
+    bandwidth: Annotated[dict[str, Annotated[float, in_unit("bytes per second"), Positive, Possible]], BeforeValidator(_text_keys)] = Field(
+        default_factory=dict
+    )
 
     @field_validator("target")
     @classmethod

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate, permutations
 
 import jpipe
-from jpipe_planner.cost.shape import Shape
 from jpipe_planner.machine.topology import Topology
 from jpipe_planner.profile.profile import Profile
 from jpipe_planner.search.candidate import Candidate
@@ -30,7 +29,7 @@ def neighbours(candidate: Candidate, profile: Profile) -> Iterator[Candidate]:
         for step in (sign << power for power in range(reach.bit_length()) for sign in (1, -1)):
             if candidate.starts[s - 1] < start + step < ends[s]:
                 yield _with_cut(candidate, s, start + step)
-    if "extra_in_flight" in rules.options and candidate.depth > 1:
+    if "extra_in_flight" in rules.options and candidate.depth > 1 and candidate.max_in_flight is None:
         for extra in (candidate.extra_in_flight + more for more in (-2, -1, 1, 2)):
             if 0 <= extra <= MOST_EXTRA:
                 yield dataclasses.replace(candidate, extra_in_flight=extra)
@@ -109,14 +108,7 @@ class QuickBound:
 
     def _in_flight(self, candidate: Candidate, works: Sequence[float]) -> float:
         """Return the bound of how many microbatches are in flight: each goes from a stage to the last one and back."""
-        shape = Shape(
-            candidate.schedule,
-            candidate.microbatches,
-            candidate.replicas,
-            candidate.extra_in_flight,
-            candidate.max_in_flight,
-            vertical_sync=candidate.vertical_sync,
-        )
+        shape = candidate.shape
         rules, longest, trip = jpipe.schedules.SCHEDULES[candidate.schedule], 0.0, 0.0
         for s in reversed(range(candidate.depth)):
             if s < candidate.depth - 1:

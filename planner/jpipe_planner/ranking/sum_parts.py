@@ -12,7 +12,7 @@ import numpy as np
 
 import jpipe
 from jpipe_planner.cost.bound import sum_speed
-from jpipe_planner.cost.shape import Shape, hidden_passes
+from jpipe_planner.cost.shape import hidden_passes
 from jpipe_planner.cost.simulated import network
 from jpipe_planner.machine.topology import Topology
 from jpipe_planner.profile.profile import Profile
@@ -54,16 +54,7 @@ def _hidden_seconds(candidate: Candidate, plan: jpipe.Plan, profile: Profile) ->
     rules = jpipe.schedules.SCHEDULES[plan.schedule]
     if rules.flushes:
         return [sum(passes[:s]) for s in range(plan.depth)]
-    shape = Shape(
-        plan.schedule,
-        plan.microbatches,
-        plan.replicas,
-        plan.extra_in_flight,
-        vertical_sync=plan.vertical_sync,
-        update_every=plan.update_every,
-        split_backward=plan.split_backward,
-    )
-    return [seconds * hidden_passes(shape, s, rules.in_flight(shape, s)) for s, seconds in enumerate(passes)]
+    return [seconds * hidden_passes(candidate.shape, s, rules.in_flight(candidate.shape, s)) for s, seconds in enumerate(passes)]
 
 
 def cut_sum(backward: Sequence[float], sending: Sequence[float], fixed: float, hidden: float, least: float) -> tuple[int, ...]:

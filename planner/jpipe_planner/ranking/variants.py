@@ -238,8 +238,10 @@ class _Variants:
         """
         plan = base.plan(self.profile.ids)
         rules, changes = jpipe.schedules.SCHEDULES[base.schedule], list[dict[str, Any]]()
-        if "max_in_flight" in rules.options and (most := rules.in_flight(plan, 0)) > 1:
-            limits = sorted({max(most * part // 4, 1) for part in (1, 2, 3)} - {most})
+        usual = dataclasses.replace(base, extra_in_flight=0).plan(self.profile.ids)
+        most = max(rules.in_flight(usual, s) for s in range(base.depth))
+        if "max_in_flight" in rules.options and most > 1:
+            limits = sorted({max(most * part // 4, 1) for part in (1, 2, 3)})
             changes += [{"max_in_flight": limit, "extra_in_flight": 0} for limit in limits]
         if max(base.replicas) > 1:
             changes.append({"shard_optimizer": True})

@@ -106,19 +106,21 @@ class Candidate:
         """The mean delay of its stages in steady state, in updates; 0 with schedules that flush. See `jpipe.Plan.mean_delay`."""
         if jpipe.schedules.SCHEDULES[self.schedule].flushes:
             return 0.0
-        ranks = None if self.chunks == 1 else self._ranks
-        return mean_delay(
-            Shape(
-                self.schedule,
-                self.microbatches,
-                self.replicas,
-                self.extra_in_flight,
-                self.max_in_flight,
-                vertical_sync=self.vertical_sync,
-                update_every=self.update_every,
-                split_backward=self.split_backward,
-                ranks=ranks,
-            )
+        return mean_delay(self.shape)
+
+    @property
+    def shape(self) -> Shape:
+        """The part of the plan that its schedule reads."""
+        return Shape(
+            self.schedule,
+            self.microbatches,
+            self.replicas,
+            self.extra_in_flight,
+            self.max_in_flight,
+            vertical_sync=self.vertical_sync,
+            update_every=self.update_every,
+            split_backward=self.split_backward,
+            ranks=None if self.chunks == 1 else self._ranks,
         )
 
     def is_within(self, max_delay: float | None) -> bool:

@@ -7,7 +7,7 @@ from itertools import accumulate
 from typing import Any, Literal
 
 import jpipe
-from jpipe_planner.cost.devices import slowed
+from jpipe_planner.cost.devices import MOST_DIFFERING, slowed
 from jpipe_planner.cost.price import all_reduce_seconds
 from jpipe_planner.cost.shape import planned_schedules, sharing_refusal
 from jpipe_planner.machine.topology import Topology
@@ -21,6 +21,11 @@ from jpipe_planner.search.pipedream import search_pipedream
 
 Updates = Literal["batch", "replicas", "text", "code"]
 """How PipeDream's stages update and are searched; see `find_candidates`."""
+
+
+def has_searchable_stages(topology: Topology) -> bool:
+    """Return whether PipeDream's stages, each with its own number of replicas, are searched: not for very many devices that differ."""
+    return not topology.differing or topology.num_devices <= MOST_DIFFERING
 
 
 def find_candidates(
@@ -66,8 +71,8 @@ def find_candidates(
     for degrees in meshes:
         options: dict[str, Any] = {"exact": exact, "replicas": replicas, "max_delay": max_delay, "global_norm": global_norm}
         searched = search_parallel(*views.of(degrees), batch, schedules=schedules, **options)
-        if SCHEDULE.name in schedules and not is_restricted:
-            of_mesh, machine = views.of(degrees)
+        of_mesh, machine = views.of(degrees)
+        if SCHEDULE.name in schedules and not is_restricted and has_searchable_stages(machine):
             found = in_orders(machine, partial(_pipedream, of_mesh, batch=batch, exact=exact, how=pipedream))
             stages = [one for one in found if one.is_within(max_delay)]
             searched += [one for one in stages if one.depth > 1 or one.update_every == "replicas"]  # else among the equal pipelines

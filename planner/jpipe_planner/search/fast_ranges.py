@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 import jpipe
-from jpipe_planner.cost.devices import MOST, Kind, level_links
+from jpipe_planner.cost.devices import MOST_DIFFERING, Kind, level_links
 from jpipe_planner.cost.price import cut_seconds
 from jpipe_planner.search.partition import Placed, Problem
 from jpipe_planner.search.ranges import Ranges
@@ -46,10 +46,10 @@ class FastRanges:
 
     def _list_kinds(self) -> None:
         """List the kinds of all ranges of devices that differ; from each device on, further devices only make a range slower."""
-        if self.devices > MOST:
+        if self.devices > MOST_DIFFERING:
             raise jpipe.InputError(
-                f"topology: expected at most {MOST:,} devices for PipeDream's stages where devices differ, found {self.devices:,}; name "
-                "--schedules without pipedream"
+                f"topology: expected at most {MOST_DIFFERING:,} devices for PipeDream's stages where devices differ, found "
+                f"{self.devices:,}; name --schedules without pipedream"
             )
         runs: list[list[tuple[int, int, int]]] = []  # (kind, fewest replicas, one more than the most) of the ranges from each device on
         numbers: dict[Kind, int] = {}

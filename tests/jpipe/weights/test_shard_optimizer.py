@@ -237,6 +237,8 @@ def test_parts_are_dealt_evenly_the_largest_first():
     ("fields", "message"),
     [
         ({"schedule": "pipedream", "update_every": "replicas"}, "plan: shard_optimizer: expected update_every 'batch', found 'replicas'"),
+        ({"schedule": "pipedream", "noam": True}, "plan: shard_optimizer: expected no noam with the schedule 'pipedream'"),
+        ({"schedule": "pipedream_2bw", "max_in_flight": 1}, "plan: shard_optimizer: expected no max_in_flight with the schedule"),
         ({"replicas": 1}, "plan: shard_optimizer: expected a stage with replicas, found none"),
     ],
 )

@@ -465,7 +465,7 @@ def test_slow_ranks_are_those_that_take_longer_for_the_same_work(replicas, predi
         plan = plan.model_copy(update={"predicted": prediction})
     result = slow_ranks(plan, slowed_window(plan, slow, costs))
     assert result == pytest.approx(found, rel=1e-6)
-    words = slow_words(result, list(range(len(plan.rank_workers))), [0] * len(plan.rank_workers))
+    words = slow_words(result, [(rank,) for rank in range(len(plan.rank_workers))], [0] * len(plan.rank_workers))
     assert ("differing: [{devices: [3], speed: 0.71}]" in words) == (3 in found)
     assert bool(words) == bool(found)
 
@@ -480,6 +480,9 @@ def test_a_slow_rank_is_named_with_the_number_of_its_device():
 
 
 def test_slow_ranks_of_several_processes_are_named_and_shared_devices_are_not():
-    assert slow_words({1: 1.5}, [0, 1], [0, 1]).startswith("Rank 1 (process 1) computes 1.50 times as long as the others")
-    assert slow_words({1: 1.5}, [0, 0], [0, 0]) == ""
+    assert slow_words({1: 1.5}, [(0,), (1,)], [0, 1]).startswith("Rank 1 (process 1) computes 1.50 times as long as the others")
+    assert slow_words({1: 1.5}, [(0,), (0,)], [0, 0]) == ""
+    words = slow_words({0: 1.25, 2: 2.0}, [(0, 1), (2, 3), (4, 5)], [0, 0, 0])
+    assert "Ranks 0, 2 compute 1.25, 2.00 times as long" in words
+    assert "differing: [{devices: [0, 1], speed: 0.80}, {devices: [4, 5], speed: 0.50}]" in words
     assert "Slow rank." in report_module._comparison_table(report(slow="Slow rank."))

@@ -17,6 +17,7 @@ from jpipe_planner import (
     choose,
     find_candidates,
     find_variants,
+    has_searchable_stages,
     improve,
     is_planned,
     links_of,
@@ -102,7 +103,9 @@ def search(profile: Profile, topology: Topology, batch: int, request: Request, g
         InputError: no plan has such a batch, or none of the requested schedules supports the norm or shared parameters.
     """
     schedules = _usable_schedules(profile, request, global_norm, reporter)
-    if topology.num_devices >= MANY_DEVICES and "pipedream" in schedules:
+    if "pipedream" in schedules and not has_searchable_stages(topology):
+        reporter.say("left out: different numbers of replicas per stage, for so many devices that differ")
+    elif topology.num_devices >= MANY_DEVICES and "pipedream" in schedules:
         reporter.say(
             f"PipeDream's stages are searched exactly, which can take minutes for {topology.num_devices:,} devices; "
             "--schedules without pipedream leaves that out"

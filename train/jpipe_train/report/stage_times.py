@@ -90,22 +90,22 @@ def _microbatch_seconds(spans: Sequence[jpipe.programs.Span]) -> float:
     return sum(len(times) * statistics.median(times) for times in by_op.values()) / count if count else 0.0
 
 
-def slow_words(slow: Mapping[int, float], devices: Sequence[int], processes: Sequence[int]) -> str:
+def slow_words(slow: Mapping[int, float], devices: Sequence[Sequence[int]], processes: Sequence[int]) -> str:
     """Say in a sentence which ranks are slow and how to plan with them; "" if none are.
 
     Args:
         slow: the result of `slow_ranks`.
-        devices: the number of the device of each rank.
+        devices: the numbers of the devices of each rank.
         processes: the process of each rank.
     """
     if not slow or len(set(devices)) < len(devices):  # ranks that share a device wait for each other
         return ""
-    factor = statistics.median(slow.values())
     several = len(set(processes)) > 1
     ranks = ", ".join(f"{rank} (process {processes[rank]})" if several else str(rank) for rank in slow)
-    numbers = ", ".join(str(devices[rank]) for rank in slow)
+    factors = ", ".join(f"{factor:.2f}" for factor in slow.values())
+    entries = ", ".join(f"{{devices: {list(devices[rank])}, speed: {1 / factor:.2f}}}" for rank, factor in slow.items())
     what, verb = ("Rank", "computes") if len(slow) == 1 else ("Ranks", "compute")
     return (
-        f"{what} {ranks} {verb} {factor:.2f} times as long as the others for the same work: jpipe plan CONFIG --topology FILE plans for "
-        f"that, with differing: [{{devices: [{numbers}], speed: {1 / factor:.2f}}}] in FILE."
+        f"{what} {ranks} {verb} {factors} times as long as the others for the same work: jpipe plan CONFIG --topology FILE plans for "
+        f"that, with differing: [{entries}] in FILE."
     )

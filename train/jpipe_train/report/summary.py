@@ -52,9 +52,9 @@ def slow_of(pipe: jpipe.Pipeline, measured: jpipe.programs.Window | None) -> str
     if measured is None:
         return ""
     numbers = {device: n for n, device in enumerate(sorted(jax.devices(), key=lambda device: (device.process_index, device.id)))}
-    first = [pipe.places[workers[0]].devices[0] for workers in pipe.plan.rank_workers]
-    devices = [numbers.get(device, 0) for device in first]
-    return slow_words(slow_ranks(pipe.plan, measured), devices, [device.process_index for device in first])
+    places = [pipe.places[workers[0]] for workers in pipe.plan.rank_workers]
+    devices = [tuple(numbers.get(device, 0) for device in place.devices) for place in places]
+    return slow_words(slow_ranks(pipe.plan, measured), devices, [place.process_index for place in places])
 
 
 def name_of(number: int) -> str:
