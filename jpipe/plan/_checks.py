@@ -117,8 +117,6 @@ def _check_sum_parts(stages: Sequence[Stage]) -> None:
             raise ValueError(f"{where}: expected numbers of layers whose sum is {len(stage.layers)}, found {actual}; change one of them")
         if actual and stage.replicas == 1:
             raise ValueError(f"{where}: expected a stage with replicas, found one without, which sums nothing; remove sum_parts")
-        if actual and stage.devices_each > 1:
-            raise ValueError(f"{where}: expected replicas of one device each, found the mesh {dict(stage.mesh)}; remove sum_parts or mesh")
 
 
 def _check_per_rank(plan: "jpipe.Plan") -> None:

@@ -206,6 +206,20 @@ class Arrays:
         """Return specs of arrays of which each device has all."""
         return self.place.specs(tree)
 
+    def held(self, function: str, part: int, reads: tuple[Tree, ...]) -> list[Spec]:
+        """Return what the backward of a later part of the stage reads: some of what the whole op reads, and the stash of the parts before.
+
+        Args:
+            function: of the whole op.
+            part: its number, 1 or more.
+            reads: what the whole op reads.
+        """
+        parts, held = self.functions.in_parts(function), reads
+        for number in range(part):
+            count = len(parts.held(number, held, ()))
+            held = parts.held(number, held, self._chosen(f"{function} {number}", parts.held_spec(number + 1)[count:]))
+        return held
+
     def _of_params(self, tree: Tree) -> Tree:
         return self.place.specs(tree, self.functions.partition.of_params(tree))
 

@@ -138,10 +138,13 @@ def _call_of_op(a: Arrays, op: Op) -> Call:
 
 
 def _call_of_part(a: Arrays, op: Op, part: int, reads: tuple[Any, ...]) -> Call:
-    """Return the call of an op for one part of the stage, which is on one device; `reads` is what the whole op reads."""
-    held = reads if part == 0 else (a.whole(a.functions.in_parts(op.function).held_spec(part)),)
+    """Return the call of an op for one part of the stage; `reads` is what the whole op reads."""
+    held = reads if part == 0 else (a.held(op.function.partition(" ")[0], part, reads),)
     sums, scale = a.functions.accumulators_of_part(a.accumulators, part), None if a.scale is None else a.scale.value
-    return Call(partial(a.functions.run_part, op, part), (1 + len(held),), (a.params, *held, sums, a.rng, scale), None)
+    results = {"state": a.changed, "gradient": a.gradient, "accumulators": sums, "stash": None}
+    left = tuple(results[kind] for kind in op.leaves)
+    inputs = a.params, *held, sums, a.rng, scale
+    return Call(partial(a.functions.run_part, op, part), (1 + len(held),), inputs, left if len(left) > 1 else left[0])
 
 
 def _result_of_op(a: Arrays, op: Op, kind: Leaves) -> Any:

@@ -15,7 +15,7 @@ from jpipe.model._losses import Loss
 from jpipe.plan import Plan
 from jpipe.programs._instructions import AddShared, AllReduce, Compute, Instruction, Program, SumSquares, TakeShared, Update, op_of
 from jpipe.stages._arrays import Share
-from jpipe.stages._calls import UpdateKind, op_of_call, trace_call
+from jpipe.stages._calls import UpdateKind, op_of_call, ops_by_call, trace_call
 from jpipe.stages._compiled_stage import CompiledStage, choices, sharded_by_xla, update_kind
 from jpipe.stages.functions._stage import StageFunctions
 
@@ -89,7 +89,7 @@ def _compile_in_turns(
     """
     compiled: list[dict[str, jax.stages.Compiled]] = [{} for _ in stages]
     chosen: list[dict[str, Sequence[Any]]] = [{} for _ in stages]
-    for turn in (*sharded_by_xla(), None):
+    for turn in (*sharded_by_xla(), *_parts_in_order(name for *_, names in stages for name in names), None):
         lowered = {}
         for i, (f, place, share, names) in enumerate(stages):
             for name in names:
@@ -108,6 +108,12 @@ def _compile_in_turns(
             if turn is not None:
                 chosen[i] = {**choices(stages[i][0], turn, call), **chosen[i]}
     return [{name: programs[name] for name in names} for programs, (*_, names) in zip(compiled, stages, strict=True)]
+
+
+def _parts_in_order(names: Iterable[str]) -> list[str]:
+    """Return the calls of ops for a part of a stage, the first parts first: each reads what the one before leaves."""
+    parts = {name for name in names if name.partition(" ")[0] in ops_by_call() and " " in name}
+    return sorted(parts, key=lambda name: int(name.partition(" ")[2]))
 
 
 def with_metrics(workers: Mapping[int, CompiledStage], metrics: Mapping[str, Loss]) -> dict[int, CompiledStage]:

@@ -150,7 +150,11 @@ class CompiledStage:
 def choices(f: StageFunctions, name: str, call: jax.stages.Compiled) -> dict[str, Sequence[Any]]:
     """Return how one of the calls in `sharded_by_xla` shards its results for later calls, as `Arrays.chosen`."""
     result, _ = call.output_shardings
-    op = ops_by_call()[name]
+    function, _, part = name.partition(" ")
+    op = ops_by_call()[function]
+    if part:
+        last = int(part) == len(f.stage.sum_parts) - 1
+        return {} if last else {name: result[op.of_part(int(part), len(f.stage.sum_parts)).leaves.index("stash")]}
     sharded = result[op.leaves.index("residuals" if "residuals" in op.leaves else "stash")]
     if "residuals" in op.leaves:
         return {"saved": sharded}
