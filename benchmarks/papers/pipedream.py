@@ -133,7 +133,7 @@ def _sums_row(model: str, cluster: str, paper: str, speed_up: str, rows: int) ->
     share = stages.sum_share(problem)
     overlap = stages.data_parallel(problem).seconds / fastest.seconds * max(1.0, often * share) / max(1.0, share)
     waiting = stages.waiting_speed_up(problem, replicas, often)
-    slower, link = stages.slowness(problem, replicas, float(speed_up)), problem.link(0, devices - 1).bandwidth
+    slower, link = stages.slowness(problem, replicas, float(speed_up)), problem.ranges.kind(0, devices - 1).link.bandwidth
     rates = (f"{often * link / slower / 1e9:.2f} GB/s", f"{often / slower:.0%}") if slower else ("none", "")
     name = f"{model}, {rows} rows a GPU" if rows else model
     return (name, cluster, f"{paper} ({speed_up})", f"{overlap:.2f}", f"{waiting:.2f}", f"{link / 1e9:.2f} GB/s", *rates)

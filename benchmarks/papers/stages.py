@@ -114,7 +114,7 @@ def waiting_speed_up(problem: Problem, replicas: tuple[int, ...], slower: float 
     seconds = waiting(slower)
     fastest = best_cuts(problem, replicas, seconds)
     assert fastest is not None, f"too few layers for {replicas}"
-    links = [problem.link(one.first, after.first + after.replicas - 1) for one, after in itertools.pairwise(fastest.stages)]
+    links = [problem.ranges.kind(one.first, after.first + after.replicas - 1).link for one, after in itertools.pairwise(fastest.stages)]
     cuts = [cut_seconds(problem.layers[one.stop - 1].outputs, link) for one, link in zip(fastest.stages, links, strict=False)]
     (whole,) = data_parallel(problem).stages
     return seconds(problem, whole) / max(*cuts, *(seconds(problem, stage) for stage in fastest.stages))
@@ -186,7 +186,7 @@ def name_of(partition: Partition) -> str:
 def sum_share(problem: Problem) -> float:
     """Divide the seconds of summing all gradients over all devices by those of a microbatch's forward and backward."""
     devices = problem.topology.num_devices
-    summed = all_reduce_seconds(sum(layer.summed for layer in problem.layers), devices, problem.link(0, devices - 1))
+    summed = all_reduce_seconds(sum(layer.summed for layer in problem.layers), devices, problem.ranges.kind(0, devices - 1).link)
     return float(summed) / sum(layer.forward + layer.backward for layer in problem.layers)
 
 

@@ -214,7 +214,7 @@ class Arrays:
             part: its number, 1 or more.
             reads: what the whole op reads.
         """
-        parts, held = self.functions.in_parts(function), reads
+        parts, held = self.functions.in_parts(function), list[Tree](reads)
         for number in range(part):
             count = len(parts.held(number, held, ()))
             held = parts.held(number, held, self._chosen(f"{function} {number}", parts.held_spec(number + 1)[count:]))
