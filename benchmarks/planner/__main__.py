@@ -6,6 +6,7 @@ that are not here. `benchmarks.papers` has the papers' experiments.
 """
 
 import argparse
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -44,5 +45,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 if __name__ == "__main__":
     jax.config.update("jax_platforms", "cpu")
+    # One thread for each device: otherwise the matrix products of one take the cores of all.
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_multi_thread_eigen=false".strip()
     force_cpu_devices(usable_cores())  # before `parts.run` describes the machine, for `measured`
     main()
