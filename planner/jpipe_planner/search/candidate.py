@@ -139,9 +139,8 @@ class Candidate:
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """The properties that plans of one kind have in common; they differ only in sizes."""
-        saving = self.max_in_flight is None, self.shard_optimizer
-        options = self.vertical_sync, self.split_backward, self.update_every, bool(self.sum_parts), *saving
+        """The properties that plans of one kind have in common; they differ in sizes, sums in parts and options that save memory."""
+        options = self.vertical_sync, self.split_backward, self.update_every
         return self.schedule, *options, self.replicas, self.degrees, self.keep_together, self.chunks
 
     @property

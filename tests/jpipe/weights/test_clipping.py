@@ -1,5 +1,6 @@
 """Clipping by the global norm is exact for every cut and schedule, and refused where the norm comes too late."""
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -152,9 +153,7 @@ def damaged(spoil):
     program = lower(Plan.even("abc", 3, "gpipe", 2), 2, global_norm=True)
     instructions = list(program.instructions)
     spoil(instructions)
-    return program.__class__(
-        **{**{name: getattr(program, name) for name in program.__dataclass_fields__}, "instructions": tuple(instructions)}
-    )
+    return dataclasses.replace(program, instructions=tuple(instructions))
 
 
 def first(instructions, kind, worker):
