@@ -66,8 +66,8 @@ def test_data_parallelism_over_a_slow_link_sums_in_parts():
     whole = choose(one, topology, planned)
     variants = find_variants(one, topology, 4, schedules=[], planned=planned).simulated
     choice = whole.with_more([Ranked(*found) for found in variants.items()], len(variants))
-    best, other = choice.ranked[:2]
-    assert (best.seconds, other.seconds) == (pytest.approx(25.0), pytest.approx(28.0))
+    best = choice.ranked[0]
+    assert (best.seconds, whole.ranked[0].seconds) == (pytest.approx(25.0), pytest.approx(28.0))
     assert table.schedule(best.candidate) == "data parallel, sum in 3 parts"
     plan = jpipe.Plan.from_json(choice.plan(best).to_json())
     assert [stage.sum_parts for stage in plan.stages] == [(1, 1, 2)]
