@@ -109,15 +109,7 @@ class Run:
         )
 
     def go_on(self, batches: int, drain: bool) -> list[Instruction]:
-        """Compute all up to the first forward that needs batch `batches`, and drain the pipeline if wanted; return what is written.
-
-        It goes from batch to batch, so that a run is the programs of its steps, one after the other.
-        """
-        written = [i for batch in range(self.end + 1, batches) for i in self._one_more(batch, False)]
-        return written + self._one_more(batches, drain)
-
-    def _one_more(self, batches: int, drain: bool) -> list[Instruction]:
-        """Go on by one batch at most."""
+        """Compute all up to the first forward that needs batch `batches`, and drain the pipeline if wanted; return what is written."""
         while self.end < batches and self.schedule.flushes_after(self.plan, self.end):
             self.orders = {rank: [*self._actions(rank, self.end, self.end + 1)] for rank in self.rank_workers}
             self._compute_all()
