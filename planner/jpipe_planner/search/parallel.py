@@ -306,8 +306,6 @@ class _Sweep:
             exchanged=stages.exchanged,
             ahead=stages.ahead,
         )
-        if self.is_restricted and pipelines.depth > 1:  # gradients that come while the first stage waits for the norm
-            memory[..., 0] += pipelines.extra * stages.outputs[0]
         fits = memory <= limits
         policy = np.where(fits.any(0), fits.argmax(0), memory.argmin(0))
         chosen = np.take_along_axis(memory, policy[None], 0)[0]
