@@ -75,6 +75,7 @@ def find_variants(
     degrees: Degrees = NO_MESH,
     max_delay: float | None = None,
     best: Ranked | None = None,
+    share_optimizer: bool = True,
 ) -> Variants:
     """Return plans of these schedules with their simulations.
 
@@ -92,6 +93,7 @@ def find_variants(
         degrees: the degrees of the meshes of all plans; candidates of `planned` with other degrees are ignored.
         max_delay: the largest mean delay of a plan in updates, see `Candidate.delay`; 0 allows only plans without a delay; None: any.
         best: the best known plan that fits, simulated; None: all plans are simulated, up to a limit.
+        share_optimizer: whether replicas may share an optimizer, which excludes a moving average of the weights.
     """
     profile, topology = Meshes(profile, topology).of(degrees)
     planned = [dataclasses.replace(candidate, degrees=NO_MESH) for candidate in planned if candidate.degrees == degrees]
@@ -101,7 +103,7 @@ def find_variants(
     usable = _usable(planned, topology, all_devices)
     early = [one for base in _bases_with("split_backward", (one for one in usable if one.depth > 1), EARLY) for one in run.early(base)]
     in_parts = [] if degrees.size > 1 else list(run.in_parts(usable))
-    saving = [one for base in _bases_with(None, filter(_lacks_memory, usable), SAVING) for one in run.saving(base)]
+    saving = [one for base in _bases_with(None, filter(_lacks_memory, usable), SAVING) for one in run.saving(base, share_optimizer)]
     of_ranks = [one for base in _bases(_usable(straight, topology, all_devices)) for one in run.of_ranks(base)]
     run.simulate([*early, *in_parts, *saving, *of_ranks], best)
     simulated = (
@@ -231,7 +233,7 @@ class _Variants:
             if candidate.is_within(self.max_delay):
                 yield self._variant(candidate, f"{candidate.schedule} early")
 
-    def saving(self, base: Candidate) -> Iterator["_Variant"]:
+    def saving(self, base: Candidate, share_optimizer: bool) -> Iterator["_Variant"]:
         """Yield the plan with fewer and fewer microbatches in flight, and with replicas that share an optimizer.
 
         Both without recomputation, and if the plan does not fit with it, with both.
@@ -243,7 +245,7 @@ class _Variants:
         if "max_in_flight" in rules.options and most > 1:
             limits = sorted({max(most * part // 4, 1) for part in (1, 2, 3)})
             changes += [{"max_in_flight": limit, "extra_in_flight": 0} for limit in limits]
-        if max(base.replicas) > 1:
+        if share_optimizer and max(base.replicas) > 1:
             changes.append({"shard_optimizer": True})
         without = ("none",) * base.depth
         for policies in dict.fromkeys((without, base.policies) if base.over else (without,)):

@@ -134,6 +134,7 @@ def test_where_memory_is_short_replicas_share_their_optimizer():
     planned = [one for one in find_candidates(profile, topology, 8, schedules=["pipedream_2bw", "gpipe"]) if one.replicas == (2, 2)]
     lacking = [dataclasses.replace(one, over=(0, 1)) for one in planned]
     found = find_variants(profile, topology, 8, schedules=[], planned=lacking).simulated
+    assert not any(one.shard_optimizer for one in find_variants(profile, topology, 8, planned=lacking, share_optimizer=False).simulated)
     sharing = {one.schedule: one for one in found if one.shard_optimizer}
     assert sharing.keys() == {"pipedream_2bw", "gpipe"}
     for schedule, one in sharing.items():

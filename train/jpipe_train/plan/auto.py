@@ -43,7 +43,12 @@ def find_plan(config: Config, reporter: Reporter, together: Together) -> jpipe.P
     profile = Profile.from_json(together.from_first("the profile of process 0", lambda: "" if local is None else local.to_json()))
     topology = local_topology(dispatch=profile.dispatch)
 
-    request = Request(all_devices=together.processes is not None, replicas=not parts.stack.carries_rows, max_delay=config.plan.max_delay)
+    request = Request(
+        all_devices=together.processes is not None,
+        replicas=not parts.stack.carries_rows,
+        max_delay=config.plan.max_delay,
+        share_optimizer=config.optimizer.ema_decay is None,
+    )
 
     def search_and_confirm() -> str:
         result = search(profile, topology, batch, request, parts.config.uses_global_norm, reporter)

@@ -33,6 +33,7 @@ class Request:
         meshes: the meshes of a stage to try, as `jpipe_planner.Degrees.read` takes them; empty for those inside a server that the
             profile allows if the topology is a file, and none if it is "local".
         replicas: whether stages may have replicas; they must not if layers carry state for each row from batch to batch.
+        share_optimizer: whether replicas may share an optimizer; not with a moving average of the weights.
         max_delay: the largest mean delay of a plan in updates, which allows all schedules up to it unless `schedules` names some; None:
             no limit.
         measure: the number of plans to run on this machine, of which the fastest is chosen; None to choose by predictions.
@@ -46,6 +47,7 @@ class Request:
     pipedream: Updates | None = None
     all_devices: bool = False
     replicas: bool = True
+    share_optimizer: bool = True
     meshes: tuple[str, ...] = ()
     max_delay: float | None = None
     measure: int | None = None

@@ -92,7 +92,9 @@ def main(
         config = config_file.load(files.config, (*overrides, f"plan.file={AUTO}"), allow_code=allow_code)
         parts = Parts.of(config, reporter)
         max_delay = config.plan.max_delay if request.max_delay is None else request.max_delay
-        request = replace(request, replicas=not parts.stack.carries_rows, max_delay=max_delay)
+        request = replace(
+            request, replicas=not parts.stack.carries_rows, max_delay=max_delay, share_optimizer=config.optimizer.ema_decay is None
+        )
     config_batch = config.train.batch_size if files.config is not None else None
     batch = request.batch or config_batch
     if batch is None:

@@ -125,7 +125,12 @@ def search(profile: Profile, topology: Topology, batch: int, request: Request, g
     choice = choose(profile, topology, candidates, most=most, global_norm=global_norm, tried=known)
     best = next((one for one in choice.ranked[:1] if one.simulated is not None), None)
     fastest = min(considered, key=lambda candidate: candidate.rank).degrees if considered else meshes[0]
-    options: dict[str, Any] = {"all_devices": request.all_devices, "degrees": fastest, "best": best}
+    options: dict[str, Any] = {
+        "all_devices": request.all_devices,
+        "degrees": fastest,
+        "best": best,
+        "share_optimizer": request.share_optimizer,
+    }
     variants = find_variants(profile, topology, batch, schedules=schedules, planned=considered, **limits, **options)
     found = {one: Ranked(one, simulated) for one, simulated in variants.simulated.items() if replicas or max(one.replicas) == 1}
     varied_on_all_devices, varied = _allowed(list(found), topology, request)
