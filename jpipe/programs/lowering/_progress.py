@@ -71,6 +71,12 @@ class Availability:
         self._times: dict[tuple[str, int, int], int] = {}  # by (what, stage or worker, microbatch or batch)
         self._waiting: dict[tuple[str, int, int], list[int]] = {}
 
+    def wake(self, ranks: Iterable[int]) -> deque[int]:
+        """Let these ranks continue, in this order, and none wait; return `woken`."""
+        self._waiting.clear()
+        self.woken = deque(ranks)
+        return self.woken
+
     def announce(self, what: str, s: int, number: int, time: int) -> None:
         """Store the time from which a result is available, and wake the ranks that wait for it."""
         self._times[what, s, number] = time

@@ -85,6 +85,7 @@ class Run:
         after = last + self.schedule.period(plan)
         # By rank: what follows in the part without a flush, the order so far, and the position in it.
         self.following: dict[int, Iterator[Action]] = {rank: self._actions(rank, self.first_free, after) for rank in self.rank_workers}
+        self.held_back: dict[int, list[Action]] = {}  # its next entry, where that needs the next batch
         self.orders: dict[int, list[Action]] = {rank: [] for rank in self.rank_workers}
         self.position = dict.fromkeys(self.rank_workers, 0)
 
@@ -109,26 +110,30 @@ class Run:
         )
 
     def go_on(self, batches: int, drain: bool) -> list[Instruction]:
-        """Compute all up to the first forward that needs batch `batches`, and drain the pipeline if wanted; return what is written."""
-        while self.end < batches and self.schedule.flushes_after(self.plan, self.end):
-            self.orders = {rank: [*self._actions(rank, self.end, self.end + 1)] for rank in self.rank_workers}
-            self._compute_all()
-            self._check_done(self.end + 1)
-            self._drain(self.end + 1)
-            self.orders, self.position = {rank: [] for rank in self.rank_workers}, dict.fromkeys(self.rank_workers, 0)
+        """Compute all up to the first forward that needs batch `batches`, and drain the pipeline if wanted; return what is written.
+
+        It goes from batch to batch, so that a long run has the programs of its steps, one after the other.
+        """
+        while self.end < batches:
+            if self.schedule.flushes_after(self.plan, self.end):
+                self._compute_and_drain(self.end, self.end + 1)
+                self.orders, self.position = {rank: [] for rank in self.rank_workers}, dict.fromkeys(self.rank_workers, 0)
+            else:
+                for rank in self.rank_workers:
+                    self._extend_order(rank, (self.end + 1) * self.plan.microbatches)
+                self._compute_all()
             self.end += 1
-        if self.first_free < batches and not self.schedule.flushes:
-            for rank in self.rank_workers:
-                if drain:
-                    self.orders[rank] = [*self._actions(rank, self.first_free, batches)]
-                else:
-                    self._extend_order(rank, batches * self.plan.microbatches)
-            self._compute_all()
-            if drain:
-                self._check_done(batches)
-                self._drain(batches)
-        self.end, self.is_whole = batches, False
+        if drain and self.first_free < batches and not self.schedule.flushes:
+            self._compute_and_drain(self.first_free, batches)
+        self.is_whole = False
         return self.listing.take()
+
+    def _compute_and_drain(self, first: int, end: int) -> None:
+        """Compute what remains of the batches `first` .. `end` - 1; the pipeline is empty before and after them."""
+        self.orders = {rank: [*self._actions(rank, first, end)] for rank in self.rank_workers}
+        self._compute_all()
+        self._check_done(end)
+        self._drain(end)
 
     def sets_aside(self) -> tuple[bool, ...]:
         """Return `Program.sets_aside`: where updates wait for a sum over replicas or, without a flush, for other stages."""
@@ -162,16 +167,21 @@ class Run:
     def _extend_order(self, rank: int, end: int) -> None:
         """Extend the order of a rank up to its first forward of microbatch `end` or a later one."""
         order = self.orders[rank]
-        for entry in self.following[rank]:
+        for entry in itertools.chain(self.held_back.pop(rank, ()), self.following[rank]):
             if entry.microbatch >= end and entry.is_forward:
-                self.following[rank] = itertools.chain([entry], self.following[rank])
+                self.held_back[rank] = [entry]
                 break
             order.append(entry)
 
     def _compute_all(self) -> None:
-        """Compute what the orders have, as far as possible."""
-        ready = self.available.woken
-        ready.extend(self.rank_workers)
+        """Compute what the orders have, as far as possible.
+
+        All ranks begin at the same time, so that what is written, and in which order, depends only on what the pipeline holds.
+        """
+        time = max(worker.clock for worker in self.workers)
+        for worker in self.workers:
+            worker.clock = time
+        ready = self.available.wake(self.rank_workers)
         while ready:
             rank = ready.popleft()
             workers, order, n = self.rank_workers[rank], self.orders[rank], self.position[rank]

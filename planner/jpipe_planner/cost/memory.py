@@ -22,6 +22,7 @@ def stage_bytes(
     waiting: Number,
     accumulators: Number,
     replicas: Number,
+    gradients: Number = 0,
     exchanged: Number = 0,
     ahead: Number = 0,
 ) -> Number:
@@ -31,8 +32,8 @@ def stage_bytes(
     shares a parameter with others. Both sets exist until the update, and the newest of `versions` only after it. So the second set adds
     to the peak only what it takes more than the weights do.
 
-    A gradient may arrive while the stage is still computing a forward. If stages have different numbers of replicas, more gradients can
-    wait, and `simulate` counts up to a quarter more.
+    A gradient may arrive while the stage is still computing a forward. If stages have different numbers of replicas, more messages can
+    wait than are counted, and `simulate` has up to a tenth more.
 
     Args:
         weights: bytes of one version, without frozen parameters.
@@ -48,6 +49,7 @@ def stage_bytes(
         waiting: stage inputs that have arrived and wait for their forward, 0 at the first stage (see `waiting_inputs`).
         accumulators: accumulated gradients.
         replicas: r_s.
+        gradients: gradients of outputs that have arrived and wait for their backward, beside one (see `waiting_gradients`).
         exchanged: gradients of shared parameters that wait for the update, the stage's own and those of the other stages; with a flush
             nothing is in flight then.
         ahead: the prediction of `delay_correction`, which is held where there are several versions.
@@ -56,7 +58,7 @@ def stage_bytes(
     sets_aside = asynchronous & ((np.asarray(replicas) > 1) | (np.asarray(exchanged) > 0))
     second = sets_aside * np.maximum(accumulators - weights, 0)
     static = versions * weights + accumulators + second + optimizer + asynchronous * np.asarray(ahead) + state
-    moving = in_flight * residuals + (waiting + 1) * inputs + 2 * outputs + labels + temporary
+    moving = in_flight * residuals + (waiting + 1) * inputs + (gradients + 2) * outputs + labels + temporary
     return static + np.where(asynchronous, moving + exchanged, np.maximum(moving, exchanged))
 
 
@@ -86,3 +88,13 @@ def waiting_inputs(in_flight: Number, replicas: Number, sent: Number) -> Number:
         sent: n r of the stage before: its microbatches in flight over all its replicas; 0 at the first stage.
     """
     return np.maximum(-(-sent // replicas) - in_flight, 0)
+
+
+def waiting_gradients(replicas: Number, after: Number) -> Number:
+    """Return how many gradients of outputs wait at a replica of a stage, beside the first: the replicas of the next stage send at once.
+
+    Args:
+        replicas: r_s.
+        after: the replicas of the next stage; 0 at the last stage.
+    """
+    return np.maximum(-(-after // replicas) - 1, 0)

@@ -10,7 +10,7 @@ import jax
 
 import jpipe
 from jpipe_planner.cost.devices import lacking, limits_of
-from jpipe_planner.cost.memory import stage_bytes, waiting_inputs
+from jpipe_planner.cost.memory import stage_bytes, waiting_gradients, waiting_inputs
 from jpipe_planner.cost.simulated import simulate_plan
 from jpipe_planner.machine.compiling import bytes_beyond_memory
 from jpipe_planner.ranking.choose import Choice, Ranked
@@ -154,6 +154,7 @@ def closed_form_bytes(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost
                 waiting=waiting_inputs(ahead, replicas, sent),
                 accumulators=cost.accumulators,
                 replicas=replicas,
+                gradients=waiting_gradients(replicas, plan.replicas[s + 1] if s + 1 < plan.depth else 0),
                 exchanged=sum(len(stages) * size for stages, size in zip(shared, cost.shared, strict=True) if s in stages),
             )
         )

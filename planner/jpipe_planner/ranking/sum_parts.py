@@ -27,10 +27,10 @@ def with_sum_parts(candidate: Candidate, profile: Profile, topology: Topology) -
 
     Args:
         candidate: a plan of one stage on each rank.
-        profile: the profile of its layers.
-        topology: the devices; only where sums overlap with computations do parts gain anything.
+        profile: the profile of its layers on its meshes.
+        topology: its meshes as devices; only where sums overlap with computations do parts gain anything.
     """
-    if topology.device.overlap != "transfers and sums" or candidate.degrees.size > 1 or max(candidate.replicas) == 1:
+    if topology.device.overlap != "transfers and sums" or max(candidate.replicas) == 1:
         return None
     plan = dataclasses.replace(candidate, sum_parts=()).plan(profile.ids)
     layers, link, hidden = profile.costs(candidate.rows), network(plan, topology), _hidden_seconds(candidate, plan, profile)

@@ -102,7 +102,7 @@ def find_variants(
     run = _Variants(profile, topology, schedules, global_norm, max_delay)
     usable = _usable(planned, topology, all_devices)
     early = [one for base in _bases_with("split_backward", (one for one in usable if one.depth > 1), EARLY) for one in run.early(base)]
-    in_parts = [] if degrees.size > 1 else list(run.in_parts(usable))
+    in_parts = list(run.in_parts(usable))
     saving = [one for base in _bases_with(None, filter(_lacks_memory, usable), SAVING) for one in run.saving(base, share_optimizer)]
     of_ranks = [one for base in _bases(_usable(straight, topology, all_devices)) for one in run.of_ranks(base)]
     run.simulate([*early, *in_parts, *saving, *of_ranks], best)

@@ -3,11 +3,12 @@
 The memory of a stage depends on the later stages, which determine how many of its microbatches are in flight, and on the previous stage,
 which determines how many inputs can wait. The search goes from the last layer and device to the first. It describes each way to place
 the layers from i on from device a on by a label: how many microbatches the first stage has in flight over all its replicas (`sent` of
-`waiting_inputs`), how many the previous stage may have in flight so that the waiting inputs fit, and the number of stages and devices.
+`waiting_inputs`), how many the previous stage may have in flight so that the waiting inputs fit, its replicas, from which gradients wait at
+the previous stage, and the number of stages and devices.
 
-By the relaxed rules (`Ranges.room`) fewer microbatches in flight at a stage never reduce the number allowed at the previous stage. So a
-label that is worse than another one in all its numbers can be dropped, and few remain. By the true rules this does not hold for a stage
-that keeps less than its input from a forward to its backward, so each number in flight needs its own label.
+By the relaxed rules (`Ranges.room`, and no gradients wait) fewer microbatches in flight at a stage never reduce the number allowed at the
+previous stage. So a label that is worse than another one in all its numbers can be dropped, and few remain. By the true rules this does not
+hold for a stage that keeps less than its input from a forward to its backward, so each number in flight needs its own labels.
 """
 
 from itertools import pairwise
@@ -15,6 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jpipe_planner.cost.memory import waiting_gradients
 from jpipe_planner.search.fast_ranges import FastRanges
 from jpipe_planner.search.fitting_ranges import FittingRanges
 from jpipe_planner.search.partition import Placed
@@ -29,11 +31,13 @@ class _Labels(NamedTuple):
         sent: microbatches in flight at the first stage, over all its replicas; 0: no stage remains.
         most: the largest number that may be in flight at the previous stage.
         size: stages · (devices + 1) + devices; 0 if it is not needed.
+        replicas: of the first stage; 0: no stage remains.
     """
 
     sent: Any
     most: Any
     size: Any
+    replicas: Any
 
     def take(self, *index: Any) -> "_Labels":
         return _Labels(*(column[index] for column in self))
@@ -62,8 +66,8 @@ class FittingPlacement:
         self._at_most = at_most[0] * self._one + at_most[1] if at_most else _NEVER
         self._allowed = fitting.under(bound)
         self._before = self._fewest_before()
-        self._labels = _Labels(*(np.full((self._devices + 1, self._count + 1, 1), -1) for _ in range(3)))
-        nothing = (0, self._no_limit, np.arange(1, self._devices + 1) * self._counted)  # no layer remains: the other devices are idle
+        self._labels = _Labels(*(np.full((self._devices + 1, self._count + 1, 1), -1) for _ in range(4)))
+        nothing = (0, self._no_limit, np.arange(1, self._devices + 1) * self._counted, 0)  # no layer remains: the other devices are idle
         for column, value in zip(self._labels, nothing, strict=True):
             column[1:, -1, 0] = value
         if (self._before[:, -1] < _NEVER).any():
@@ -106,14 +110,15 @@ class FittingPlacement:
         possible = (later.sent >= 0) & (ahead * r <= later.most) & (size + self._one * self._before[a, i][:, None] <= self._at_most)
         row, k = np.nonzero(possible)
         ranges, i, j, r, ahead = ranges[row], i[row], j[row], r[row, 0], ahead[row, k]
-        room = self._fitting.room(self._bound, ranges, i, j, ahead, self._relaxed)
+        gradients = 0 if self._relaxed else waiting_gradients(r, later.replicas[row, k])
+        room = self._fitting.room(self._bound, ranges, i, j, ahead, gradients, self._relaxed)
         sent, most = ahead * r, (room + ahead) * r
         most = np.where(most < sent + 2 * a - 1, most, self._no_limit)  # the previous stage has at most a replicas, so it cannot send more
-        return i[room >= 0], _Labels(sent, most, size[row, k]).take(room >= 0)
+        return i[room >= 0], _Labels(sent, most, size[row, k], r).take(room >= 0)
 
     def _keep(self, a: int, i: Any, labels: _Labels) -> None:
         """Store the new labels of device a, without those that others dominate."""
-        order = np.lexsort((-labels.most, labels.sent, labels.size, i))
+        order = np.lexsort((-labels.most, *(() if self._relaxed else (labels.replicas,)), labels.sent, labels.size, i))
         i, labels = i[order], labels.take(order)
         same = (i, labels.size) if self._relaxed else (i, labels.size, labels.sent)
         number = np.cumsum(np.any([np.diff(column, prepend=-1) != 0 for column in same], 0))
@@ -147,7 +152,7 @@ class FittingPlacement:
         """
         labels = self._labels.take(0, 0)
         size = int(labels.size[labels.sent >= 0].min())
-        before, fits = np.zeros(2 * self._devices, int), np.ones(2 * self._devices, bool)
+        before, fits = np.zeros(2 * self._devices, int), np.ones((2 * self._devices, self._devices + 1), bool)
         stages, i, a = list[Placed](), 0, 0
         while i < self._count:
             size -= self._one
@@ -167,12 +172,12 @@ class FittingPlacement:
             a: the first device.
             size: the size of the placement after this stage.
             before: for each number in flight at this stage the number at the previous stage.
-            fits: whether the earlier stages fit with it.
+            fits: whether the earlier stages fit with it, and with each number of replicas of this stage.
 
         Returns:
             The range of the stage, its end, and `before` and `fits` for the next stage; None if there is none.
         """
-        later, ranges = np.arange(len(fits)), self._ranges(a)
+        later, ranges, after = np.arange(len(fits)), self._ranges(a), np.arange(self._devices + 1)
         for j, row in np.argwhere(self._allowed[ranges, i].T).tolist():
             r = int(self._fitting.replicas[ranges[row]])
             labels = self._labels.take(a + r, j)
@@ -182,7 +187,9 @@ class FittingPlacement:
                 sent = np.minimum(ahead * r, len(fits) - 1)
                 wait = np.maximum(-(-before[sent] // r) - ahead, 0)
                 relaxed = self._relaxed and self._counted  # otherwise the first one that fits could be skipped
-                allowed = fits[sent] & (self._fitting.room(self._bound, ranges[row], i, j, ahead, relaxed) >= wait)
-                if (allowed[labels.sent] & (sent[labels.sent] <= labels.most)).any():
+                gradients = np.zeros_like(after) if self._relaxed else waiting_gradients(r, after)
+                room = self._fitting.room(self._bound, ranges[row], i, j, ahead[:, None], gradients, relaxed)
+                allowed = fits[sent, r, None] & (room >= wait[:, None])
+                if (allowed[labels.sent, labels.replicas] & (sent[labels.sent] <= labels.most)).any():
                     return j, r, sent, allowed
         return None

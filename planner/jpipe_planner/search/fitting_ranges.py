@@ -73,7 +73,7 @@ class FittingRanges:
     def _farthest(self, bound: float, recompute: bool) -> Any:
         return np.concatenate(self._fast.farthest_ends(bound, recompute)).astype(np.int64)
 
-    def room(self, bound: float, indices: Any, i: Any, j: Any, ahead: Any, relaxed: bool) -> Any:
+    def room(self, bound: float, indices: Any, i: Any, j: Any, ahead: Any, gradients: Any, relaxed: bool) -> Any:
         """Return how many inputs can wait at a stage with its best policy that is fast enough; negative: it does not fit.
 
         Args:
@@ -82,12 +82,13 @@ class FittingRanges:
             i: its first layer.
             j: one past its last layer.
             ahead: its microbatches in flight.
+            gradients: gradients of outputs that wait.
             relaxed: whether a waiting input counts at most as many bytes as its residuals.
         """
-        room, memory = np.full(np.shape(ahead), -1), self._shares[indices] * self._memory
+        room, memory = np.full(np.broadcast_shapes(np.shape(ahead), np.shape(gradients)), -1), self._shares[indices] * self._memory
         for recompute, policies in self._kinds:
             fast_enough = j <= self._farthest(bound, recompute)[indices, i]
             for policy in policies:
-                waiting = self._ranges.room(i, j, self.replicas[indices], ahead, policy, memory, relaxed=relaxed)
+                waiting = self._ranges.room(i, j, self.replicas[indices], ahead, policy, memory, gradients=gradients, relaxed=relaxed)
                 room = np.where(fast_enough, np.maximum(room, waiting), room)
         return room

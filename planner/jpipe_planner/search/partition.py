@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 
 import jpipe
 from jpipe_planner.cost.devices import DeviceRanges, Kind, lacking
-from jpipe_planner.cost.memory import stage_bytes, temporary_bytes, waiting_inputs
+from jpipe_planner.cost.memory import stage_bytes, temporary_bytes, waiting_gradients, waiting_inputs
 from jpipe_planner.cost.price import Number, all_reduce_seconds, cut_seconds, stage_seconds
 from jpipe_planner.cost.shape import Shape
 from jpipe_planner.machine.topology import Topology
@@ -225,6 +225,7 @@ def memory_of(problem: Problem, stages: Sequence[Placed]) -> tuple[int, ...]:
                 waiting=waiting_inputs(ahead, stage.replicas, sent),
                 accumulators=sum(layer.summed for layer in layers),
                 replicas=stage.replicas,
+                gradients=waiting_gradients(stage.replicas, 0 if last else stages[s + 1].replicas),
                 ahead=sum(layer.ahead for layer in layers),
             )
         )

@@ -84,7 +84,16 @@ class Ranges:
         return np.maximum(ends, layers)
 
     def room(
-        self, i: Number, j: Number, replicas: Number, in_flight: Number, policy: str, memory: Number, *, relaxed: bool = False
+        self,
+        i: Number,
+        j: Number,
+        replicas: Number,
+        in_flight: Number,
+        policy: str,
+        memory: Number,
+        *,
+        gradients: Number = 0,
+        relaxed: bool = False,
     ) -> Number:
         """Return how many inputs can wait at a device of the stage [i, j), within `memory`; negative: it does not fit.
 
@@ -95,6 +104,7 @@ class Ranges:
             in_flight: n_s.
             policy: its recomputation policy.
             memory: bytes.
+            gradients: gradients of outputs that wait.
             relaxed: whether a waiting input counts at most as many bytes as its residuals.
         """
         problem, inputs = self._problem, self._inputs[i]
@@ -121,6 +131,7 @@ class Ranges:
             waiting=0,
             accumulators=self._summed[j] - self._summed[i],
             replicas=replicas,
+            gradients=gradients,
             ahead=self._ahead[j] - self._ahead[i],
         )
         free = np.floor(np.minimum(memory - stage_size, _ENOUGH)).astype(np.int64)

@@ -2,12 +2,13 @@
 
 import dataclasses
 import itertools
+import math
 
 import pytest
 
 from jpipe import InputError, Plan, lower, simulate
 from jpipe.programs import ProgramError, _steps
-from jpipe.programs._instructions import Compute, Receive, Send
+from jpipe.programs._instructions import Compute, Receive, Send, shifted
 from jpipe.programs._simulate import verify
 from jpipe.programs._steps import Steps
 from jpipe.programs.lowering import Run, lower_evaluation
@@ -27,14 +28,14 @@ OPTIONS = (
 )
 
 
-def plans(name):
-    """Yield the legal plans of a schedule with replicas, also in chunks, and with each of its options."""
+def plans(name, all_replicas=REPLICAS, options=OPTIONS, with_options=REPLICAS[:1], times=None):
+    """Yield the legal plans of a schedule for numbers of replicas, some of them also with each option; in chunks, too."""
     fields = VARIANTS.get(name, {"schedule": name}) | {"order": ORDER if name == "auto_zero_bubble" else None}
-    kinds = [*((replicas, OPTIONS[0]) for replicas in REPLICAS), *((REPLICAS[0], options) for options in OPTIONS[1:])]
-    for (replicas, options), chunks in itertools.product(kinds, (None, 2)):
-        m = replicas[0] * (2 if fields["order"] else len(replicas) + 1)
+    kinds = [*((replicas, {}) for replicas in all_replicas), *itertools.product(with_options, options[1:])]
+    for (replicas, more), chunks in itertools.product(kinds, (None, 2)):
+        m = math.lcm(*replicas) * (2 if fields["order"] else times or len(replicas) + 1)
         try:
-            yield Plan.even("abcdef", len(replicas), microbatches=m, replicas=replicas, chunks_per_rank=chunks, **fields | options)
+            yield Plan.even("abcdef", len(replicas), microbatches=m, replicas=replicas, chunks_per_rank=chunks, **fields | more)
         except InputError:
             continue
 
@@ -71,6 +72,33 @@ def test_the_first_replicas_tell_what_all_do(name):
                 assert dataclasses.replace(found, instructions=()) == dataclasses.replace(expected, instructions=())
             simulate(lower(plan, 2, begin=1, start=1, global_norm=norm, shared=shared))
     assert derived
+
+
+def joined_steps(plan, norm, shared, batches):
+    """Return the instructions of the programs of so many steps from an empty pipeline, and of a drain, one after the other."""
+    steps, written, start = Steps(plan, norm, shared), [], 0
+    for batch in range(batches + 1):
+        drains = batch == batches
+        if not drains or start < batch:
+            program, shift = steps.program(batch - start, batch, drains)
+            written += [shifted(i, plan, shift) for i in program.instructions]
+        start = batch + 1 if SCHEDULES[plan.schedule].flushes_after(plan, batch) else start
+    return tuple(written)
+
+
+UNEQUAL = ((1, 1, 1), (1, 2), (1, 3), (3, 1, 2), (2, 3, 1))
+MORE = (*OPTIONS, {"max_in_flight": 2}, {"extra_in_flight": 1}, {"recompute": "full"})
+
+
+@pytest.mark.parametrize("name", [*VARIANTS, *WITHOUT_VARIANTS])
+def test_steps_do_what_one_long_run_does(name):
+    """Instruction for instruction in one total order, although few steps are lowered, each by itself."""
+    compared = 0
+    for plan in (*plans(name, (*REPLICAS, *UNEQUAL), MORE, ((2, 2), (1, 2))), *plans(name, UNEQUAL, times=1, with_options=[])):
+        for norm, shared in uses(plan):
+            compared += 1
+            assert joined_steps(plan, norm, shared, 9) == lower(plan, 9, global_norm=norm, shared=shared).instructions
+    assert compared
 
 
 SOME = [

@@ -1,7 +1,5 @@
 """A warm-up without staleness: the first batches are flushed, then the schedule runs as from fresh weights."""
 
-import dataclasses
-
 import jax
 import pytest
 from hypothesis import given, settings
@@ -43,8 +41,7 @@ def test_programs_are_verified_and_those_of_the_steps_are_the_same_run(fields, s
         program, shift = steps.program(batch - empty, batch, drain=batch == end)
         joined += [shifted(i, plan, shift) for i in program.instructions]
         empty = batch + 1 if batch < plan.flush_first else empty
-    assert len(joined) == len(whole.instructions)
-    simulate(dataclasses.replace(whole, instructions=tuple(joined)))
+    assert tuple(joined) == whole.instructions
     assert all(simulate(program) for program in steps.verified_runs)
 
 

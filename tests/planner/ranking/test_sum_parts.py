@@ -10,6 +10,7 @@ from jpipe_planner.cost.bound import flush_seconds, port_seconds, unhindered_sec
 from jpipe_planner.cost.simulated import network, simulate_plan, window
 from jpipe_planner.machine.topology import Topology
 from jpipe_planner.profile.profile import Profile
+from jpipe_planner.profile.sharded import Degrees
 from jpipe_planner.ranking import table
 from jpipe_planner.ranking.choose import Ranked, choose
 from jpipe_planner.ranking.improve import improve
@@ -72,6 +73,25 @@ def test_data_parallelism_over_a_slow_link_sums_in_parts():
     plan = jpipe.Plan.from_json(choice.plan(best).to_json())
     assert [stage.sum_parts for stage in plan.stages] == [(1, 1, 2)]
     assert improve(whole, {}).ranked[0].candidate.sum_parts == ((1, 1, 2),), "a step from the whole sum"
+
+
+@pytest.mark.parametrize("degrees", [Degrees(data=2, fsdp=True), Degrees(model=2)], ids=str)
+def test_replicas_on_meshes_sum_in_parts(degrees):
+    """Each device of a mesh has half of the work and of the gradients, so that a batch takes as long as above."""
+    at = [{"forward": 2.0, "backward": 4.0, "outputs": 10**6, "residuals": {"none": 10}}]
+    tensor = {"weights": 1.0, "compute": 1.0, "divides": 2}
+    layers = [{"id": f"layer_{n}", "weights": 2000, "tensor": tensor, "at": at} for n in range(4)]
+    one = Profile(source="analytic", sizes=[2], inputs=[1], labels=[1], layers=layers)
+    topology = Topology(levels=({"count": 2, "bandwidth": 1e12}, {"count": 2, "bandwidth": 2000.0}))
+    found = find_candidates(one, topology, 8, schedules=["pipedream_flush"], meshes=[degrees])
+    planned = [candidate for candidate in found if candidate.depth == 1 and candidate.replicas == (2,)]
+    whole = choose(one, topology, planned)
+    variants = find_variants(one, topology, 8, schedules=[], planned=planned, degrees=degrees).simulated
+    (best,) = [candidate for candidate in variants if candidate.sum_parts]
+    assert (best.seconds, whole.ranked[0].seconds) == (pytest.approx(25.0), pytest.approx(28.0))
+    plan = jpipe.Plan.from_json(best.plan(one.ids).to_json())
+    assert (plan.stages[0].sum_parts, plan.stages[0].devices_each) == ((1, 1, 2), 2)
+    assert improve(whole, {}).ranked[0].candidate.sum_parts == ((1, 1, 2),)
 
 
 @pytest.mark.parametrize(
