@@ -1,4 +1,4 @@
-"""One process of a training job, from its command line to its exit code."""
+"""One process of a job, from its command line to its exit code."""
 
 import signal
 import sys
@@ -77,6 +77,16 @@ def generate(request: generating.Request, address: Address, connect_limit: float
 
     def work(connect: Callable[[], int]) -> int:
         return command.run(request, connect, connect_limit, wait_limit)
+
+    return _run(work, address, connect_limit, wait_limit)
+
+
+def plan(find: Callable[[Callable[[], int]], None], address: Address, connect_limit: float, wait_limit: float) -> int:
+    """Find a plan by `find`, which gets what connects the processes; print a line if that fails, and return the exit code."""
+
+    def work(connect: Callable[[], int]) -> int:
+        find(connect)
+        return 0
 
     return _run(work, address, connect_limit, wait_limit)
 
