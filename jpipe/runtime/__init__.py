@@ -7,6 +7,7 @@ from jpipe.runtime._snapshot import CopiesDiffer, Snapshot, average_replicas, la
 from jpipe.runtime._trace import Trace, fit_costs
 from jpipe.runtime.state import DoubleBuffer, Latest, Microbatch, PendingUpdate, Stash, WorkerState
 from jpipe.runtime.state._saved_optimizer import masters_in, without_prediction
+from jpipe.runtime.timing._overlap import Moved, OverlapTimes, time_overlap
 
 __all__ = [  # noqa: RUF022 - in the order of the data flow
     "WorkerState",
@@ -28,4 +29,7 @@ __all__ = [  # noqa: RUF022 - in the order of the data flow
     "Trace",
     "fit_costs",
     "placement_grid",
+    "Moved",
+    "OverlapTimes",
+    "time_overlap",
 ]

@@ -283,9 +283,11 @@ def _profile_and_topology(
         largest = topology.most_in_mesh if request.degrees is None else max(degrees.size for degrees in degrees_to_try)
         profile = profile_of(parts, topology, batch, topology.num_devices, reporter, largest)
     if topology is None:
+        lines = list[str]()
         with reporter.phase("measuring the links of this machine"):
-            topology = local_topology(local, dispatch=profile.dispatch)
-        reporter.say(table.links(topology))
+            topology = local_topology(local, dispatch=profile.dispatch, report=lines.append)
+        for line in (table.links(topology), *lines):
+            reporter.say(line)
     return profile, topology
 
 
