@@ -69,13 +69,12 @@ def main(
     files: Files,
     request: Request,
     overrides: tuple[str, ...] = (),
-    *,
     rows: int | None = None,
     explain: bool = False,
     allow_code: bool = False,
-    connect: Callable[[], int] = lambda: 1,
     connect_limit: float = 300.0,
     wait_limit: float = 45.0,
+    connect: Callable[[], int] = lambda: 1,
 ) -> None:
     """Find the best plan, print it, and write it.
 
@@ -86,10 +85,9 @@ def main(
         rows: rows of a microbatch of a `graph.txt`; None for 1.
         explain: whether to explain the choice and list the plans that do not fit.
         allow_code: whether to import and run the functions that a config names.
-        connect: connects the processes that plan for the devices of all together, and returns their number; it is not called if the topology
-            is a file. Process 0 searches, prints and writes; all measure.
         connect_limit: as in `jpipe_train.run.loop.main`, in seconds.
         wait_limit: as there, in seconds.
+        connect: connects the processes, if it is for their devices, and returns their number; process 0 searches, prints and writes.
 
     Raises:
         InputError: something does not fit; nothing was written.
@@ -98,17 +96,20 @@ def main(
     _check(files, request, rows)
     num_processes = connect() if request.topology == LOCAL else 1
     with joined(num_processes, connect_limit, wait_limit) as together:
-        console = Console(highlight=False, quiet=not together.is_first)
-        reporter = Reporter(1, 1, "samples", console if console.is_terminal else Console(highlight=False, width=180, quiet=console.quiet))
+        reporter = _reporter(quiet=not together.is_first)
         config = together.run_on_all(lambda: _config(files, overrides, allow_code))
         if config is not None:
-            same = {"what is planned": f"{request}, --profile {files.profile}, --rows {rows}"}
-            together.agree(lambda: facts(config) | same)
+            together.agree(lambda: facts(config) | {"what is planned": f"{request}, --profile {files.profile}, --rows {rows}"})
         devices = together.run_on_all(lambda: prepare_devices(request, num_processes))
         together.start_devices(connect_limit)
         parts = together.run_on_all(lambda: None if config is None else Parts.of(config, reporter))
         found = _find(files, _completed(request, parts, together), parts, devices, rows, reporter, together)
         together.run_on_all(lambda: None if found is None else _finish(files, request, overrides, found, parts, explain, reporter))
+
+
+def _reporter(*, quiet: bool) -> Reporter:
+    console = Console(highlight=False, quiet=quiet)
+    return Reporter(1, 1, "samples", console if console.is_terminal else Console(highlight=False, width=180, quiet=quiet))
 
 
 @dataclass(frozen=True)
