@@ -36,7 +36,7 @@ class Trace:
     Attributes:
         timeline: the spans of each rank, in seconds from the start of the trace.
         memory: the bytes that each rank holds after each of its computations.
-        transfers: the messages between ranks and the sums over replicas, from their post to their arrival. In one of several processes those
+        transfers: the messages between ranks and the sums over replicas, from post to arrival. In one of several processes those
             of its own workers, and what it does not know of their times is NaN: `join_transfers` puts together what all know.
     """
 
@@ -378,7 +378,6 @@ def _inputs(key: _Key, plan: Plan, global_norm: bool) -> list[_Key]:
             last = [] if is_alone else [end - 1 + route_of(plan).delay]
             microbatches = [*range(end - plan.replicas[summed], end), *last]
             return [key for j in microbatches for key in that_leave("accumulators", plan, summed, j)]
-
 
 
 def _consistent(ends: dict[_Key, float], waits_for: dict[_Key, list[_Key]]) -> dict[_Key, float]:

@@ -70,16 +70,16 @@ def draw_timeline(
 
     Args:
         timelines: by name, in order, such as `{"predicted": …, "measured": …}`; they begin at time 0.
-        transfers: by the same names, such as `Prediction.transfers` and `Trace.transfers`: each direction between two ranks, and the replicas
-            of a sum, have a row below the ranks, and a box lasts as long as its links are occupied. They are no part of the bubble.
+        transfers: by the same names, such as `Prediction.transfers` and `Trace.transfers`: each direction between two ranks, and the
+            replicas of a sum, have a row below the ranks; a box lasts as long as its links are occupied. They are no part of the bubble.
         title: title of the picture.
         unit: unit of time: `"s"` (shown as s, ms or µs), or any other word, such as `"forwards"`, shown unchanged.
         seconds: length of each timeline (one number for all), if that is not its last end, as for a window of a longer run.
         plan: whose timelines these are. With it, the stages of each rank and its replica stand beside the rows, unless each rank is a
             stage without replicas.
         width: in inches.
-        font_size: size of the text inside the panels in points; other text is at least as large. 11 in a picture 5.4 inches wide can be read
-            on a phone.
+        font_size: size of the text inside the panels in points; other text is at least as large. 11 in a picture 5.4 inches wide can be
+            read on a phone.
 
     Returns:
         The figure; `figure.savefig(path)` works without a display.
@@ -242,7 +242,6 @@ def _row_name(transfer: Transfer) -> str:
 
 def _kind(transfer: Transfer) -> str:
     return transfer.what if transfer.what in _MESSAGES else ""
-
 
 
 def _draw_transfers(

@@ -20,9 +20,7 @@ STEPS = 30
 _WIDE = 768  # size of the matrices that are multiplied: some milliseconds
 
 
-def local_topology(
-    count: int | None = None, *, dispatch: float = 0.0, report: Callable[[str], object] = lambda words: None
-) -> Topology:
+def local_topology(count: int | None = None, *, dispatch: float = 0.0, report: Callable[[str], object] = lambda words: None) -> Topology:
     """Measure the links between the devices of this run, those of other processes included, and what overlaps; all processes call it.
 
     Args:

@@ -119,7 +119,11 @@ def test_more_than_half_of_the_shorter_one_has_to_be_hidden(computation, moved, 
 )
 def test_what_was_measured_decides_and_else_what_is_usual(monkeypatch, platform, cores, transfer, sums, expected):
     both = {True: 3.0, False: 4.0}
-    times = None if transfer is None else {name: OverlapTimes(3.0, 1.0, both[is_hidden]) for name, is_hidden in (("transfer", transfer), ("sum", sums))}
+    times = (
+        None
+        if transfer is None
+        else {name: OverlapTimes(3.0, 1.0, both[is_hidden]) for name, is_hidden in (("transfer", transfer), ("sum", sums))}
+    )
     monkeypatch.setattr(local.jpipe.runtime, "time_overlap", lambda devices: times)
     monkeypatch.setattr(local, "usable_cores", lambda: cores)
     monkeypatch.setattr(local, "_hop_seconds", lambda elements, dispatch: 0.0)

@@ -37,3 +37,6 @@ class Process:
     connect_limit: Seconds = 300.0
     wait_limit: Seconds = 45.0
     secret_file: OptionalFile = None
+
+
+ALONE = Process()

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from jpipe_train.commands.parsing import Flag, OptionalCount, OptionalFile, Overrides, Process
+from jpipe_train.commands.parsing import ALONE, Flag, OptionalCount, OptionalFile, Overrides, Process
 from jpipe_train.console import interrupt
 
 
@@ -28,7 +28,7 @@ def plan(
     png: OptionalFile = None,
     explain: Flag = False,
     allow_code: Flag = False,
-    process: Annotated[Process, tyro.conf.arg(name="")] = Process(),
+    process: Annotated[Process, tyro.conf.arg(name="")] = ALONE,
 ) -> int:
     """Find the plan that trains a model fastest on these machines and fits into their memory. No run is started.
 

@@ -117,8 +117,6 @@ def transfers_from(values: Sequence[float]) -> tuple[jpipe.programs.Transfer, ..
         return [int(next(remaining)) for _ in range(int(next(remaining)))]
 
     return tuple(
-        jpipe.programs.Transfer(
-            bytes(several()).decode(), tuple(several()), int(next(remaining)), *(next(remaining) for _ in range(4))
-        )
+        jpipe.programs.Transfer(bytes(several()).decode(), tuple(several()), int(next(remaining)), *(next(remaining) for _ in range(4)))
         for _ in range(int(next(remaining)))
     )
