@@ -249,8 +249,9 @@ def _draw_transfers(
 ) -> None:
     for n, row in enumerate(rows.values(), start=first):
         for kind, colour in _MESSAGES.items():
-            boxes = [(transfer.start, max(transfer.end - transfer.start, 0.5 / points)) for transfer in row if _kind(transfer) == kind]
-            axes.broken_barh(boxes, (n + 0.22, 0.56), facecolor=colour, edgecolor="white", linewidth=0.4)
+            boxes = [(transfer.start, max(transfer.end - transfer.start, 0.8 / points)) for transfer in row if _kind(transfer) == kind]
+            edge = 0.4 if boxes and points * statistics.median(width for _, width in boxes) > 4 else 0.0
+            axes.broken_barh(boxes, (n + 0.22, 0.56), facecolor=colour, edgecolor="white", linewidth=edge)
         for transfer in row:
             if _fits(label := str(transfer.number), (transfer.start, transfer.end), points, font_size):
                 middle, ink = (transfer.start + transfer.end) / 2, "white" if _kind(transfer) == "sum" else "black"

@@ -19,7 +19,7 @@ from jpipe.runtime._transport import Sent, Transport
 Tree = Any
 Moved = Literal["transfer", "sum"]
 
-ROUNDS = 5
+ROUNDS = 7
 _LONGER = 3  # times as long as what is moved is the computation: threads that move it may have to share a core
 _ELEMENTS = {"cpu": 2**20}  # of float32 in a message, by platform: some milliseconds in each direction
 _OTHER_ELEMENTS = 2**23

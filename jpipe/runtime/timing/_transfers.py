@@ -18,7 +18,6 @@ from jpipe.programs._transfers import Transfer, in_rows
 from jpipe.runtime._interpreter import Event
 from jpipe.runtime._lanes import PendingTransfer
 from jpipe.runtime.state import WorkerState
-from jpipe.stages._bytes import nbytes
 
 Tree = Any
 Computation = tuple[int, str, int, int]
@@ -97,7 +96,7 @@ class TransferWatcher:
         return time.perf_counter() - self._began
 
     def _watch(self, moved: _Moved, tree: Tree, times: float) -> None:
-        self._sizes[moved] = times * nbytes(tree)
+        self._sizes[moved] = times * sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
         if isinstance(tree, PendingTransfer):
             tree.when_done(lambda: self._note_arrival(moved))
         else:

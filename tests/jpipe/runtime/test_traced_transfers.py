@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 from concurrent.futures import Future
+from unittest.mock import NonCallableMock
 
 import jax
 import numpy as np
@@ -10,6 +11,7 @@ import optax
 import pytest
 
 from jpipe import Pipeline, Plan, Tracer, lower, simulate, to_perfetto
+from jpipe.processes import Processes
 from jpipe.programs import Transfer, parse_grid
 from jpipe.programs._instructions import Receive, Send
 from jpipe.runtime import Event, WorkerState, join_transfers
@@ -56,7 +58,9 @@ class Done:
 
     def __init__(self):
         self.future = Future()
-        self.pending = PendingTransfer(self.future, "words", (1,), None, lambda: jax.ShapeDtypeStruct((3,), np.float32))
+        self.pending = PendingTransfer(
+            self.future, "words", (1,), NonCallableMock(spec=Processes), lambda: jax.ShapeDtypeStruct((3,), np.float32)
+        )
 
 
 def test_a_message_of_another_process_ends_when_its_thread_says_so():
