@@ -100,7 +100,9 @@ class TransferWatcher:
         if isinstance(tree, PendingTransfer):
             tree.when_done(lambda: self._note_arrival(moved))
         else:
-            self._lanes.setdefault(moved.workers, _Lane(self)).put(moved, tree)
+            if moved.workers not in self._lanes:
+                self._lanes[moved.workers] = _Lane(self)
+            self._lanes[moved.workers].put(moved, tree)
 
     def _note_arrival(self, moved: _Moved) -> None:
         self._arrived[moved] = self._now()

@@ -135,7 +135,7 @@ class ThreadProcesses(jpipe.processes.Processes):
     """One of several processes that are threads; a message is stored until it is received."""
 
     def __init__(self, index, everyone):
-        self.index, self.everyone, self.kept, self.changed = index, everyone, {}, threading.Condition()
+        self.index, self.count, self.everyone, self.kept, self.changed = index, 3, everyone, {}, threading.Condition()
         everyone.append(self)
 
     def broadcast(self, name, values):
