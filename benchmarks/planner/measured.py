@@ -15,6 +15,7 @@ from jpipe_planner import Choice, Ranked, local_topology
 from jpipe_planner.ranking import table
 from jpipe_train.config import config_file
 from jpipe_train.console.progress import Reporter
+from jpipe_train.launch.together import Together
 from jpipe_train.plan import trial, trial_words
 from jpipe_train.plan.inputs import Request, prepare_devices
 from jpipe_train.plan.profiling import Parts, profile_of
@@ -38,7 +39,8 @@ def main() -> dict[str, Any]:
     plans = spread([Ranked(one) if one not in result.known else result.known[one] for one in result.candidates], PLANS)
     result = dataclasses.replace(result, choice=dataclasses.replace(result.choice, ranked=tuple(plans)))
     load = os.getloadavg()[0]
-    measured = trial.measure(result, [], parts, PLANS, reporter)
+    measured = trial.measure(lambda: (result, []), parts, PLANS, reporter, Together(None))
+    assert measured is not None
     rows = [(*row, one.ranked.candidate.rows) for row, one in zip(trial_words.errors(measured), measured.trials, strict=True)]
     print_table((*trial_words.ERRORS, "rows"), rows)
     figures = summary(measured.result.choice, measured) | {"candidates": len(result.candidates), "load before": load}

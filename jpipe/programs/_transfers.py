@@ -48,9 +48,9 @@ class Transfer(NamedTuple):
 def in_rows(transfers: Iterable[Transfer]) -> dict[str, list[Transfer]]:
     """Return the transfers that take time, by row, in order of time; rows of sums come last."""
     rows: dict[str, list[Transfer]] = {}
-    for transfer in sorted(transfers, key=lambda transfer: (transfer.what == "sum", transfer.ranks, transfer.start)):
-        if transfer.arrival > transfer.start:
-            rows.setdefault(transfer.row, []).append(transfer)
+    lasting = [transfer for transfer in transfers if transfer.arrival > transfer.start]
+    for transfer in sorted(lasting, key=lambda transfer: (transfer.what == "sum", transfer.ranks, transfer.start)):
+        rows.setdefault(transfer.row, []).append(transfer)
     return rows
 
 

@@ -1,6 +1,6 @@
 """Windows of a run in steady state: step time and bubble, computed the same way for predictions and measurements."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from jpipe.errors import InputError
@@ -9,6 +9,7 @@ from jpipe.plan import Plan
 from jpipe.programs._costs import Link, Network, Overlap, StageCost, shared_stages
 from jpipe.programs._simulate import simulate
 from jpipe.programs._timeline import MemorySample, MemoryTimeline, Span, Timeline
+from jpipe.programs._transfers import Transfer
 from jpipe.programs.lowering import batches_until_full, lower
 
 
@@ -22,6 +23,7 @@ class Window:
         seconds: length of the window.
         batches: the number of batches that entered the pipeline.
         bubble: share of the ranks' time in which they neither compute nor update.
+        transfers: the messages and sums inside that take time, cut off at both ends like the spans.
     """
 
     timeline: Timeline
@@ -29,6 +31,7 @@ class Window:
     seconds: float
     batches: int
     bubble: float
+    transfers: tuple[Transfer, ...] = ()
 
     @property
     def step_seconds(self) -> float:
@@ -41,7 +44,9 @@ class Window:
         return tuple(max((sample.total for sample in samples), default=0) for samples in self.memory)
 
 
-def extract_window(timeline: Timeline, memory: MemoryTimeline, microbatches: int, first: int, batches: int) -> Window:
+def extract_window(
+    timeline: Timeline, memory: MemoryTimeline, microbatches: int, first: int, batches: int, transfers: Iterable[Transfer] = ()
+) -> Window:
     """Extract `batches` batches, from batch `first` on, from a run of at least one batch more.
 
     Args:
@@ -50,6 +55,7 @@ def extract_window(timeline: Timeline, memory: MemoryTimeline, microbatches: int
         microbatches: m, of one batch.
         first: the batch whose entry is the beginning.
         batches: how many batches later the window ends.
+        transfers: of the run.
 
     Raises:
         InputError: the run does not hold the entry of batch `first` or of batch `first + batches`.
@@ -69,7 +75,8 @@ def extract_window(timeline: Timeline, memory: MemoryTimeline, microbatches: int
     rows = tuple(_cut_spans(spans, begin, end, first_index if rank == first_rank else 0) for rank, spans in enumerate(timeline))
     busy = sum(span.end - span.start + span.update_time for spans in rows for span in spans)
     samples = tuple(_cut_samples(row, begin, end) for row in memory)
-    return Window(rows, samples, end - begin, batches, 1 - busy / ((end - begin) * len(rows)))
+    bubble = 1 - busy / ((end - begin) * len(rows))
+    return Window(rows, samples, end - begin, batches, bubble, _cut_transfers(transfers, begin, end))
 
 
 def predict_window(
@@ -96,7 +103,7 @@ def predict_window(
     start = max(first - 2 * batches_until_full(plan), 0)  # from there the pipeline is in steady state when the window begins
     program = lower(plan, first + batches + 1, begin=start, start=start, global_norm=global_norm, shared=shared_stages(costs))
     prediction = simulate(program, costs, link, overlap)
-    return extract_window(prediction.timeline, prediction.memory, plan.microbatches, first, batches)
+    return extract_window(prediction.timeline, prediction.memory, plan.microbatches, first, batches, prediction.transfers)
 
 
 def _cut_spans(spans: Sequence[Span], begin: float, end: float, first: int) -> tuple[Span, ...]:
@@ -113,6 +120,15 @@ def _cut_spans(spans: Sequence[Span], begin: float, end: float, first: int) -> t
         times = span.start, span.end, span.update_start, span.update_end
         start, stop, update, updated = (min(max(time, begin), end) - begin for time in times)
         inside.append(span._replace(start=start, end=stop, update_wait=update - stop, update_time=updated - update))
+    return tuple(inside)
+
+
+def _cut_transfers(transfers: Iterable[Transfer], begin: float, end: float) -> tuple[Transfer, ...]:
+    inside = []
+    for transfer in transfers:
+        if transfer.arrival > transfer.start and transfer.arrival > begin and transfer.start < end:
+            start, stop, arrival = (min(max(time, begin), end) - begin for time in transfer[3:6])
+            inside.append(transfer._replace(start=start, end=stop, arrival=arrival))
     return tuple(inside)
 
 

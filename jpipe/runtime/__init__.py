@@ -7,6 +7,8 @@ from jpipe.runtime._snapshot import CopiesDiffer, Snapshot, average_replicas, la
 from jpipe.runtime._trace import Trace, fit_costs
 from jpipe.runtime.state import DoubleBuffer, Latest, Microbatch, PendingUpdate, Stash, WorkerState
 from jpipe.runtime.state._saved_optimizer import masters_in, without_prediction
+from jpipe.runtime.timing._overlap import Moved, OverlapTimes, time_overlap
+from jpipe.runtime.timing._transfers import join_transfers
 
 __all__ = [  # noqa: RUF022 - in the order of the data flow
     "WorkerState",
@@ -27,5 +29,9 @@ __all__ = [  # noqa: RUF022 - in the order of the data flow
     "Event",
     "Trace",
     "fit_costs",
+    "join_transfers",
     "placement_grid",
+    "Moved",
+    "OverlapTimes",
+    "time_overlap",
 ]

@@ -93,6 +93,11 @@ class PendingTransfer:
         """Drop the arrays."""
         self._future = None
 
+    def when_done(self, call: Callable[[], None]) -> None:
+        """Have a function called when the arrays have arrived, by the thread that moves them; at once if they have."""
+        assert self._future is not None
+        self._future.add_done_callback(lambda future: call() if future.exception() is None else None)
+
     def wait(self) -> Tree:
         """Return the arrays.
 

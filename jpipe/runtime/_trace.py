@@ -15,14 +15,17 @@ import jax
 
 from jpipe.errors import InputError
 from jpipe.meshes._partition import shard_bytes
-from jpipe.ops import OPS, Leaves
+from jpipe.ops import OPS
 from jpipe.plan import Plan
 from jpipe.programs._costs import StageCost
 from jpipe.programs._global_norm import route_of
-from jpipe.programs._instructions import Compute, SumSquares, Update, op_of, parts_of
+from jpipe.programs._instructions import Compute, SumSquares, Update, op_of
+from jpipe.programs._predict import draw_grid
 from jpipe.programs._timeline import MemorySample, MemoryTimeline, Span, Timeline, whole_spans
+from jpipe.programs._transfers import Transfer
 from jpipe.runtime._interpreter import Event
 from jpipe.runtime.state import Microbatch, PendingUpdate, Weights, WorkerState
+from jpipe.runtime.timing._transfers import Computation, TransferWatcher, join_transfers, that_leave
 from jpipe.schedules import SCHEDULES
 
 
@@ -33,10 +36,22 @@ class Trace:
     Attributes:
         timeline: the spans of each rank, in seconds from the start of the trace.
         memory: the bytes that each rank holds after each of its computations.
+        transfers: the messages between ranks and the sums over replicas, from post to arrival. In one of several processes those
+            of its own workers, and what it does not know of their times is NaN: `join_transfers` puts together what all know.
     """
 
     timeline: Timeline
     memory: MemoryTimeline
+    transfers: tuple[Transfer, ...] = ()
+
+    def grid(self, tick: float | None = None, transfers: bool = False) -> str:
+        """Return the timeline as text, as `Prediction.grid` does.
+
+        Args:
+            tick: in seconds, by default the shortest computation.
+            transfers: whether rows for transfers and sums follow those of the ranks.
+        """
+        return draw_grid(self.timeline, tick, transfers=self.transfers if transfers else ())
 
 
 class Tracer:
@@ -63,6 +78,7 @@ class Tracer:
         self._open = True
         _switch_often(True)
         self._watchers = [_Watcher(self._began, len(workers)) for workers in plan.rank_workers]
+        self._transfers = TransferWatcher(plan, self._began)
 
     def __call__(self, event: Event) -> None:
         """Observe one instruction."""
@@ -74,6 +90,7 @@ class Tracer:
             watcher.watch(event.instruction, event.done, w, event.state)
         elif watcher.is_shared:
             watcher.look(w, event.state)
+        self._transfers.note(event)
 
     def finish(self) -> Trace:
         """Wait until all dispatched computations have ended, and return the measurement.
@@ -88,7 +105,13 @@ class Tracer:
         ranks = [watcher.computations for watcher in self._watchers]
         waits_for = _waits_for(ranks, self._plan, self._global_norm)
         ends = _consistent({_key(c.instruction): c.end for row in ranks for c in row}, waits_for)
-        return Trace(_timeline(ranks, self._plan, waits_for, ends), tuple(watcher.memory(ends) for watcher in self._watchers))
+        starts = _starts(ranks, waits_for, ends)
+        transfers = self._transfers.transfers(starts, ends)
+        return Trace(
+            _timeline(ranks, self._plan, starts, ends),
+            tuple(watcher.memory(ends) for watcher in self._watchers),
+            join_transfers(transfers) if jax.process_count() == 1 else transfers,
+        )
 
     def close(self) -> None:
         """Stop measuring when all dispatched computations have ended."""
@@ -96,6 +119,7 @@ class Tracer:
             self._open = False
             for watcher in self._watchers:
                 watcher.stop()
+            self._transfers.close()
             _switch_often(False)
 
     def __enter__(self) -> "Tracer":
@@ -121,7 +145,7 @@ def _switch_often(begin: bool) -> None:
 
 
 _Instruction = Compute | Update
-_Key = tuple[int, str, int, int]  # worker, op or U, microbatch (of an update: batch), part of the stage
+_Key = Computation
 
 
 @dataclass(frozen=True)
@@ -300,20 +324,28 @@ def _waits_for(ranks: Sequence[Sequence[_Computation]], plan: Plan, global_norm:
     return waits_for
 
 
-def _timeline(
-    ranks: Sequence[Sequence[_Computation]], plan: Plan, waits_for: Mapping[_Key, Sequence[_Key]], ends: Mapping[_Key, float]
-) -> Timeline:
-    """Return the spans of each rank: a computation starts when what it waits for has ended."""
+def _starts(
+    ranks: Sequence[Sequence[_Computation]], waits_for: Mapping[_Key, Sequence[_Key]], ends: Mapping[_Key, float]
+) -> dict[_Key, float]:
+    """Return the start of each computation, in order of their ends: when what it waits for has ended."""
     computations = {_key(c.instruction): c for row in ranks for c in row}
-    rows: list[list[Span]] = [[] for _ in ranks]
+    starts: dict[_Key, float] = {}
     free: dict[jax.Device, float] = {}  # when the previous computation ended
     for key in sorted(computations, key=ends.__getitem__):  # stable: equal times stay in a rank's order
-        c, end, rank = computations[key], ends[key], plan.rank_of[key[0]]
+        c = computations[key]
+        starts[key] = min(max([c.dispatched, free.get(c.device, 0.0), *(ends[k] for k in waits_for[key])]), ends[key])
+        free[c.device] = ends[key]
+    return starts
+
+
+def _timeline(ranks: Sequence[Sequence[_Computation]], plan: Plan, starts: Mapping[_Key, float], ends: Mapping[_Key, float]) -> Timeline:
+    """Return the spans of each rank."""
+    computations = {_key(c.instruction): c for row in ranks for c in row}
+    rows: list[list[Span]] = [[] for _ in ranks]
+    for key, start in starts.items():
+        i, end, rank = computations[key].instruction, ends[key], plan.rank_of[key[0]]
         row, chunk = rows[rank], plan.rank_workers[rank].index(key[0])
-        start = min(max([c.dispatched, free.get(c.device, 0.0), *(ends[k] for k in waits_for[key])]), end)
-        free[c.device] = end
-        if not isinstance(c.instruction, Update):
-            i = c.instruction
+        if not isinstance(i, Update):
             row.append(Span(op_of(i, plan).name, i.microbatch, i.version, start, end, chunk=chunk, part=i.part))
         elif (place := max((n for n, span in enumerate(row) if span.chunk == chunk), default=None)) is not None:
             row[place] = row[place]._replace(updates=True, update_time=end - start, update_wait=start - row[place].end)
@@ -334,9 +366,9 @@ def _inputs(key: _Key, plan: Plan, global_norm: bool) -> list[_Key]:
         case _ if part:
             return []
         case "inputs":
-            return _that_leave("output", plan, s - 1, k) if s > 0 else []
+            return that_leave("output", plan, s - 1, k) if s > 0 else []
         case "residuals":
-            return _that_leave("gradient", plan, s + 1, k) if s + 1 < plan.depth else []
+            return that_leave("gradient", plan, s + 1, k) if s + 1 < plan.depth else []
         case "stash":
             return []
         case _:
@@ -345,13 +377,7 @@ def _inputs(key: _Key, plan: Plan, global_norm: bool) -> list[_Key]:
             is_alone = not global_norm or SCHEDULES[plan.schedule].flushes_after(plan, k)
             last = [] if is_alone else [end - 1 + route_of(plan).delay]
             microbatches = [*range(end - plan.replicas[summed], end), *last]
-            return [key for j in microbatches for key in _that_leave("accumulators", plan, summed, j)]
-
-
-def _that_leave(what: Leaves, plan: Plan, s: int, k: int) -> list[_Key]:
-    """Return the computations that may leave something of a microbatch at a stage; of those in parts the last part."""
-    names = [name for name, op in OPS.items() if what in op.leaves]
-    return [(plan.worker(s, k), name, k, parts_of(name, plan, s, k)[-1] or 0) for name in names]
+            return [key for j in microbatches for key in that_leave("accumulators", plan, summed, j)]
 
 
 def _consistent(ends: dict[_Key, float], waits_for: dict[_Key, list[_Key]]) -> dict[_Key, float]:

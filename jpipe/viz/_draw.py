@@ -9,10 +9,11 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jpipe._html import size
-from jpipe.errors import InputError, shortened
+from jpipe.errors import InputError, short, shortened
 from jpipe.ops import OPS
 from jpipe.plan import Plan
 from jpipe.programs._timeline import MemorySample, MemoryTimeline, Span, Timeline
+from jpipe.programs._transfers import Transfer, in_rows
 
 if TYPE_CHECKING:
     import matplotlib.axes
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 _FORWARD, _BACKWARD, _INPUT, _WEIGHT, _UPDATE, _IDLE = "#0072B2", "#F0A830", "#F2D06B", "#DF6722", "#1A1A1A", "#EFEFEF"
 _COLOURS = {"F": _FORWARD, "B": _BACKWARD, "I": _INPUT, "W": _WEIGHT}  # of the pieces of an op
 _NAMES = {colour: OPS[piece].label for piece, colour in _COLOURS.items()} | {_UPDATE: "update", _IDLE: "idle"}
+_MESSAGES = {"activation": "#7FC4EA", "gradient": "#D9A3C1", "sum": "#009E73", "": "#8C8C8C"}  # by what is moved
+_MESSAGE_NAMES = {"activation": "activation sent", "gradient": "gradient sent", "sum": "sum over replicas", "": "other message"}
 _VERSIONS = ("#08519C", "#6BAED6", "#2171B5", "#BDD7E7")  # one after the other: neighbours differ most
 _PARTS = {"optimizer": "#009E73", "gradients": "#F0A830", "residuals": "#CC79A7", "other": "#8C8C8C"}
 _SMALL = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
@@ -49,6 +52,7 @@ class _Page(NamedTuple):
 
 def draw_timeline(
     timelines: Mapping[str, Timeline],
+    transfers: Mapping[str, Sequence[Transfer]] | None = None,
     *,
     title: str = "",
     unit: str = "s",
@@ -66,43 +70,43 @@ def draw_timeline(
 
     Args:
         timelines: by name, in order, such as `{"predicted": …, "measured": …}`; they begin at time 0.
+        transfers: by the same names, such as `Prediction.transfers` and `Trace.transfers`: each direction between two ranks, and the
+            replicas of a sum, have a row below the ranks; a box lasts as long as its links are occupied. They are no part of the bubble.
         title: title of the picture.
         unit: unit of time: `"s"` (shown as s, ms or µs), or any other word, such as `"forwards"`, shown unchanged.
         seconds: length of each timeline (one number for all), if that is not its last end, as for a window of a longer run.
         plan: whose timelines these are. With it, the stages of each rank and its replica stand beside the rows, unless each rank is a
             stage without replicas.
-        width: width of the picture in inches.
-        font_size: size of the text inside the panels in points; other text is at least as large. A picture 5.4 inches wide with text of 11
-            points can be read on a phone.
+        width: in inches.
+        font_size: size of the text inside the panels in points; other text is at least as large. 11 in a picture 5.4 inches wide can be
+            read on a phone.
 
     Returns:
         The figure; `figure.savefig(path)` works without a display.
 
     Raises:
-        InputError: there is no timeline, one has no length, or the number of the plan's ranks differs from that of the rows.
+        InputError: there is no timeline, one has no length, the number of the plan's ranks differs from that of the rows, or `transfers`
+            names a timeline that there is not.
     """
-    last_ends = {name: _last_end(timeline) for name, timeline in timelines.items()}
-    lengths = _lengths("draw_timeline", timelines, last_ends if seconds is None else seconds)
-    counts = [len(timeline) for timeline in timelines.values()]
-    page = _Page(width, font_size)
+    rows = _rows_of_transfers(timelines, transfers)
+    seconds = {name: _last_end(timeline) for name, timeline in timelines.items()} if seconds is None else seconds
+    lengths = _lengths("draw_timeline", timelines, seconds)
+    counts, page = [len(timeline) + len(rows[name]) for name, timeline in timelines.items()], _Page(width, font_size)
     row = min(max(8.0 / sum(counts), 0.17, 1.5 * font_size / 72), 0.34)  # inches
-    names, note = _names("draw_timeline", max(counts), plan, ": ")
-    left = _LEFT + 0.065 * page.size(8) / 8 * max(0, max(map(len, names)) - len("rank 10"))
+    names, note = _names("draw_timeline", max(map(len, timelines.values())), plan, ": ")
+    left = _left(page, [*names, *(name for each in rows.values() for name in each)])
     scale, unit = _time_unit(max(lengths.values()), unit)
-    points = page.points(left) / max(lengths.values())  # of one unit of time
-    spans = [span for timeline in timelines.values() for spans in timeline for span in spans]
+    points, spans = page.points(left) / max(lengths.values()), _spans(timelines)  # of one unit of time
     versions = all(_fits(_label(span, versions=True), _room(span, points), points, font_size) for span in spans)
-    used = {colour for span in spans for colour in _colours(span)} | ({_UPDATE} if any(span.updates for span in spans) else set())
-    used |= {_IDLE} if any(_bubble(timeline, lengths[name]) > 0.0005 for name, timeline in timelines.items()) else set()
-    legend = {name: [colour] for colour, name in _NAMES.items() if colour in used}
+    legend = _names_of_colours(timelines, lengths, rows)
     under = page.wrap(f"time ({unit}){_inside(spans, points, versions, font_size)}{note}", page.points(left))
     figure, panels = _figure(page, [row * count for count in counts], 1, title, legend, under, gap=0.42, sharey=False, left=left)
     for (axes,), (name, timeline) in zip(panels, timelines.items(), strict=True):
         _draw_rows(axes, timeline, lengths[name], points, versions, font_size)
-        axes.set_yticks([rank + 0.5 for rank in range(len(timeline))], names[: len(timeline)])
+        _draw_transfers(axes, rows[name], len(timeline), points, font_size)
+        _name_rows(axes, [*names[: len(timeline)], *rows[name]], page.size(8))
         words = f"{lengths[name] / scale:.4g} {unit}, bubble {_bubble(timeline, lengths[name]):.1%}"
         axes.set_title(f"{name}: {words}", loc="left", fontsize=page.size(9), pad=4)
-        axes.tick_params(axis="y", labelsize=page.size(8))
         _time_axis(axes, lengths, scale)
     panels[-1][0].set_xlabel(under, fontsize=page.size(8))
     return figure
@@ -187,11 +191,71 @@ def _draw_rows(axes: "matplotlib.axes.Axes", timeline: Timeline, length: float, 
             axes.broken_barh(intervals, where, facecolor=colour, edgecolor="white", linewidth=0 if colour == _UPDATE else edge)
         for line, intervals in lines.items():
             axes.broken_barh(intervals, (rank + 0.82 - min(0.13, 0.5 / len(lines)) * line, 0.05), facecolor="white", linewidth=0)
-    axes.set_ylim(len(timeline), 0)
     axes.tick_params(axis="y", length=0)
     axes.tick_params(axis="x", labelsize=font_size)
     for side in ("left", "right", "top"):
         axes.spines[side].set_visible(False)
+
+
+def _spans(timelines: Mapping[str, Timeline]) -> list[Span]:
+    return [span for timeline in timelines.values() for spans in timeline for span in spans]
+
+
+def _left(page: _Page, names: Sequence[str]) -> float:
+    """Return the left margin in inches, for the names of rows."""
+    return _LEFT + 0.065 * page.size(8) / 8 * max(0, max(map(len, names)) - len("rank 10"))
+
+
+def _name_rows(axes: "matplotlib.axes.Axes", names: Sequence[str], size: float) -> None:
+    axes.set_yticks([n + 0.5 for n in range(len(names))], names)
+    axes.set_ylim(len(names), 0)
+    axes.tick_params(axis="y", labelsize=size)
+
+
+def _names_of_colours(
+    timelines: Mapping[str, Timeline], lengths: Mapping[str, float], rows: Mapping[str, Mapping[str, Sequence[Transfer]]]
+) -> dict[str, list[str]]:
+    """Return the colours of a legend, by name."""
+    spans = _spans(timelines)
+    used = {colour for span in spans for colour in _colours(span)} | ({_UPDATE} if any(span.updates for span in spans) else set())
+    used |= {_IDLE} if any(_bubble(timeline, lengths[name]) > 0.0005 for name, timeline in timelines.items()) else set()
+    moved = {_kind(transfer) for each in rows.values() for row in each.values() for transfer in row}
+    legend = {name: [colour] for colour, name in _NAMES.items() if colour in used}
+    return legend | {_MESSAGE_NAMES[kind]: [colour] for kind, colour in _MESSAGES.items() if kind in moved}
+
+
+def _rows_of_transfers(
+    timelines: Mapping[str, Timeline], transfers: Mapping[str, Sequence[Transfer]] | None
+) -> dict[str, dict[str, list[Transfer]]]:
+    """Return the rows of transfers of each timeline, with names that are not long."""
+    transfers = {} if transfers is None else transfers
+    if not isinstance(transfers, Mapping) or not set(transfers) <= set(timelines):
+        names = ", ".join(map(repr, timelines))
+        raise InputError(f"draw_timeline: transfers: expected a mapping of names of timelines ({names}), found {short(transfers)}")
+    return {name: {_row_name(row[0]): row for row in in_rows(transfers.get(name, ())).values()} for name in timelines}
+
+
+def _row_name(transfer: Transfer) -> str:
+    """Return the name of the row of a transfer, in which many ranks are abbreviated."""
+    return transfer.row if len(transfer.ranks) < 6 else f"sum {transfer.ranks[0]},{transfer.ranks[1]},…,{transfer.ranks[-1]}"
+
+
+def _kind(transfer: Transfer) -> str:
+    return transfer.what if transfer.what in _MESSAGES else ""
+
+
+def _draw_transfers(
+    axes: "matplotlib.axes.Axes", rows: Mapping[str, Sequence[Transfer]], first: int, points: float, font_size: float
+) -> None:
+    for n, row in enumerate(rows.values(), start=first):
+        for kind, colour in _MESSAGES.items():
+            boxes = [(transfer.start, max(transfer.end - transfer.start, 0.8 / points)) for transfer in row if _kind(transfer) == kind]
+            edge = 0.4 if boxes and points * statistics.median(width for _, width in boxes) > 4 else 0.0
+            axes.broken_barh(boxes, (n + 0.22, 0.56), facecolor=colour, edgecolor="white", linewidth=edge)
+        for transfer in row:
+            if _fits(label := str(transfer.number), (transfer.start, transfer.end), points, font_size):
+                middle, ink = (transfer.start + transfer.end) / 2, "white" if _kind(transfer) == "sum" else "black"
+                axes.text(middle, n + 0.5, label, size=font_size, color=ink, ha="center", va="center_baseline")
 
 
 def _bubble(timeline: Timeline, length: float) -> float:

@@ -25,8 +25,8 @@ class Device(Data):
         efficiency: share of `flops` that large matrix products reach in training.
         memory_bandwidth: bytes per second; for analytic profiles.
         overlap: what goes on while the device computes: `none`, `transfers`, or `transfers and sums`. By default `none` for a target,
-            because the queue of a GPU may hold transfers and sums between computations, and nobody has measured it yet; otherwise
-            `transfers and sums`, which have threads of their own on CPUs.
+            because the queue of a GPU may hold transfers and sums between computations, and nobody has measured it there yet; otherwise
+            `transfers and sums`, which have threads of their own on CPUs. `local_topology` measures it.
     """
 
     name: str = "device"

@@ -1,10 +1,10 @@
-"""Provide this machine as a topology: its devices, and the links between them, measured with a pipeline that computes nothing."""
+"""Provide this machine as a topology: its devices, the links between them, measured with a pipeline that computes nothing, and overlap."""
 
 import math
 import os
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,7 @@ import numpy as np
 import optax
 
 import jpipe
+from jpipe_planner.machine.overlap import overlap_of, overlap_words, usual_overlap
 from jpipe_planner.machine.topology import Topology
 
 SMALL, LARGE = 1, 2**18  # elements of float32 in a message: 4 bytes, 1 MB
@@ -19,20 +20,25 @@ STEPS = 30
 _WIDE = 768  # size of the matrices that are multiplied: some milliseconds
 
 
-def local_topology(count: int | None = None, *, dispatch: float = 0.0) -> Topology:
-    """Measure the links between the devices of this run, those of other processes included; all processes call it.
+def local_topology(count: int | None = None, *, dispatch: float = 0.0, report: Callable[[str], object] = lambda words: None) -> Topology:
+    """Measure the links between the devices of this run, those of other processes included, and what overlaps; all processes call it.
 
     Args:
         count: the number of devices of the topology; by default all.
         dispatch: seconds to start a computation, which are subtracted (`Profile.dispatch`).
+        report: called with a line that says what was measured to overlap, if that was measured.
 
     Returns:
         One level of equal links, which take no time if there is only one device. On CPUs the devices share the memory, and the cores if
-        programs on several devices slow each other down, and transfers and sums overlap computations. On other devices nothing is taken to
-        overlap, which is not measured.
+        programs on several devices slow each other down. Where nothing is measured, with one device or one core, transfers and sums are
+        taken to overlap computations on CPUs, and nothing on other devices.
     """
     devices = jax.devices()
     device, count = devices[0], count or len(devices)
+    times, overlap = jpipe.runtime.time_overlap(devices), usual_overlap(device.platform)
+    if times is not None and (device.platform != "cpu" or usable_cores() > 1):  # a single core does one thing at a time, whatever is queued
+        overlap = overlap_of(times)
+        report(overlap_words(times))
     small, large = (_hop_seconds(elements, dispatch) for elements in (SMALL, LARGE))
     bandwidth = 4 * (LARGE - SMALL) / max(large - small, 1e-6)
     is_cpu = device.platform == "cpu"
@@ -43,7 +49,7 @@ def local_topology(count: int | None = None, *, dispatch: float = 0.0) -> Topolo
         device={
             "name": device.device_kind,
             "memory": memory if memory and math.isfinite(memory) else None,
-            "overlap": "transfers and sums" if is_cpu else "none",  # on CPUs they have threads of their own
+            "overlap": overlap,
         },
         cores=_at_once(devices) if is_cpu else None,
     )

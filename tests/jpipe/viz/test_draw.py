@@ -326,3 +326,31 @@ def test_lines_that_mark_chunks_are_explained_where_numbers_do_not_fit():
     spans = (Span("F", 0, 0, 0.0, 1.0), Span("F", 0, 0, 1.0, 1.1, chunk=1), Span("B", 0, 0, 2.0, 4.0))
     figure = jpipe.draw_timeline({"measured": (spans,)}, unit="forwards", width=3.0)
     assert figure.axes[0].get_xlabel().replace("\n", " ").endswith("; the lines: its chunk")
+
+
+def test_transfers_and_sums_are_boxes_in_rows_below_the_ranks():
+    plan = jpipe.Plan.even("ab", 2, "pipedream_2bw", 4, replicas=[2, 1])
+    costs = [jpipe.programs.StageCost(outputs=1000, accumulators=500), jpipe.programs.StageCost(gradient=1000)]
+    prediction = jpipe.simulate(jpipe.lower(plan, 2), costs, jpipe.Link(bandwidth=1000, latency=0.1))
+    figure = jpipe.draw_timeline({"a": prediction.timeline, "b": prediction.timeline}, {"b": prediction.transfers}, unit="forwards")
+    without, axes = figure.axes
+    rows = [text.get_text() for text in axes.get_yticklabels()]
+    assert rows == ["rank 0", "rank 1", "rank 2", "0 to 2", "1 to 2", "2 to 0", "2 to 1", "sum 0,1"]
+    assert [text.get_text() for text in without.get_yticklabels()] == rows[:3]
+    for what, colour in (("activation", "#7fc4ea"), ("gradient", "#d9a3c1"), ("sum", "#009e73")):
+        expected: dict[int, list] = {}
+        for transfer in sorted(prediction.transfers, key=lambda transfer: transfer.start):
+            if transfer.what == what:
+                expected.setdefault(rows.index(transfer.row), []).append((transfer.start, transfer.end))
+        found = boxes_by_row(axes, colour)
+        assert sorted(found) == sorted(expected)
+        assert all(np.allclose(found[row], expected[row]) for row in expected)
+    (legend,) = figure.legends
+    assert [text.get_text() for text in legend.get_texts()][-3:] == ["activation sent", "gradient sent", "sum over replicas"]
+    drawn(figure)
+
+
+def test_transfers_of_a_timeline_that_there_is_not_are_refused():
+    timeline = ((Span("F", 0, 0, 0.0, 1.0),),)
+    with pytest.raises(jpipe.InputError, match=r"draw_timeline: transfers: expected a mapping of names of timelines \('a'\), found "):
+        jpipe.draw_timeline({"a": timeline}, {"b": ()})

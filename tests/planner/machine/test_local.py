@@ -7,19 +7,23 @@ import jax
 import numpy as np
 import pytest
 
-from jpipe_planner.machine import local
+from jpipe.runtime import OverlapTimes
+from jpipe_planner.machine import local, overlap
 
 
 def test_the_devices_here_their_links_and_what_they_share(monkeypatch):
     monkeypatch.setattr(local, "STEPS", 4)
     monkeypatch.setattr(local, "_WIDE", 64)
-    topology = local.local_topology(dispatch=0.0)
+    lines = []
+    topology = local.local_topology(dispatch=0.0, report=lines.append)
     assert topology.num_devices == len(jax.devices())
     assert topology.levels[0].bandwidth > 0
     assert topology.levels[0].latency >= 0
     assert 1 <= topology.cores <= len(jax.devices())
     assert topology.device.memory == local.host_memory() / len(jax.devices())
     assert local.local_topology(3).num_devices == 3
+    assert len(lines) == (local.usable_cores() > 1)
+    assert all(line.startswith("overlap: a computation hides ") and line.endswith(f"assume: {topology.device.overlap}") for line in lines)
 
 
 def test_the_cost_of_computations_is_not_part_of_a_link(monkeypatch):
@@ -51,6 +55,7 @@ def test_bandwidth_latency_and_cores_are_those_of_the_machine(monkeypatch):
     monkeypatch.setattr(local, "_WIDE", 4)
     monkeypatch.setattr(local, "time", SimpleNamespace(perf_counter=lambda: machine.now))
     monkeypatch.setattr(local.jpipe, "Pipeline", machine.pipeline)
+    monkeypatch.setattr(local.jpipe.runtime, "time_overlap", lambda devices: None)
     monkeypatch.setattr(local.jax, "jit", lambda function: lambda x: "a product")
     monkeypatch.setattr(local.jax, "block_until_ready", machine.finish)
     topology = local.local_topology(dispatch=machine.dispatch)
@@ -81,3 +86,57 @@ def test_a_process_uses_the_cores_it_is_pinned_to_and_several_share_all(monkeypa
     assert local._at_once(jax.devices()) == 32 / len(jax.local_devices())
     monkeypatch.delattr(os, "sched_getaffinity")
     assert local.usable_cores() == 32
+
+
+@pytest.mark.parametrize(
+    ("computation", "moved", "both", "hidden"),
+    [
+        (3.0, 1.0, 3.0, True),
+        (3.0, 1.0, 3.4, True),
+        (3.0, 1.0, 3.6, False),
+        (3.0, 1.0, 4.0, False),
+        (1.0, 3.0, 3.1, True),
+        (3.0, 1.0, 9.0, False),
+        (3.0, 1.0, 2.5, True),
+        (0.0, 1.0, 1.0, False),
+    ],
+)
+def test_more_than_half_of_the_shorter_one_has_to_be_hidden(computation, moved, both, hidden):
+    assert overlap.overlaps(computation, moved, both) is hidden
+
+
+@pytest.mark.parametrize(
+    ("platform", "cores", "transfer", "sums", "expected"),
+    [
+        ("gpu", 1, True, True, "transfers and sums"),
+        ("gpu", 8, True, False, "transfers"),
+        ("gpu", 8, False, True, "none"),
+        ("cpu", 2, False, False, "none"),
+        ("cpu", 1, False, False, "transfers and sums"),
+        ("gpu", 8, None, None, "none"),
+        ("cpu", 2, None, None, "transfers and sums"),
+    ],
+)
+def test_what_was_measured_decides_and_else_what_is_usual(monkeypatch, platform, cores, transfer, sums, expected):
+    both = {True: 3.0, False: 4.0}
+    times = (
+        None
+        if transfer is None
+        else {name: OverlapTimes(3.0, 1.0, both[is_hidden]) for name, is_hidden in (("transfer", transfer), ("sum", sums))}
+    )
+    monkeypatch.setattr(local.jpipe.runtime, "time_overlap", lambda devices: times)
+    monkeypatch.setattr(local, "usable_cores", lambda: cores)
+    monkeypatch.setattr(local, "_hop_seconds", lambda elements, dispatch: 0.0)
+    device = SimpleNamespace(platform=platform, device_kind=platform, memory_stats=lambda: None, process_index=0)
+    monkeypatch.setattr(local.jax, "devices", lambda: [device])
+    monkeypatch.setattr(local, "_at_once", lambda devices: 1.0)
+    lines = []
+    assert local.local_topology(report=lines.append).device.overlap == expected
+    assert len(lines) == (times is not None and (platform != "cpu" or cores > 1))
+
+
+def test_a_transfer_and_a_sum_are_timed_and_arrive_whole():
+    times = local.jpipe.runtime.time_overlap(jax.devices()[:2])
+    assert list(times) == ["transfer", "sum"]
+    assert all(seconds > 0 for each in times.values() for seconds in each)
+    assert local.jpipe.runtime.time_overlap(jax.devices()[:1]) is None

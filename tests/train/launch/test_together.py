@@ -23,6 +23,7 @@ import yaml
 from jpipe import InputError, PeerLost, Plan
 from jpipe.processes import Processes
 from jpipe.processes._coordinator import Coordinator, _differences
+from jpipe_planner import Profile
 from jpipe_train import cli
 from jpipe_train.config import config_file
 from jpipe_train.console.exit_codes import code_of
@@ -335,6 +336,68 @@ def test_ctrl_c_ends_the_tree():
     for number in numbers:
         with pytest.raises(ProcessLookupError):
             os.kill(number, 0)
+
+
+MEASURING = """
+from jpipe_train.plan import trial
+trial.SECONDS = 0.0
+"""
+
+FAILING = """
+def broken(self):
+    if jax.process_index() == 1:
+        raise jax.errors.JaxRuntimeError("INTERNAL: broken")
+    return whole(self)
+
+
+whole, trial.Running.round = trial.Running.round, broken
+"""
+
+
+def planning(*more: str, code: str = "", name: str = "config.yaml", **sections) -> list[str]:
+    """Return arguments of `jpipe` that plan for a model of three layers and run two plans, with quick rounds and an invented profile."""
+    Path("parts.py").write_text(PARTS + MEASURING + code)
+    at = [{"forward": 0.001, "backward": 0.002, "outputs": 64, "residuals": {"none": 64, "full": 16}}]
+    layers = [{"id": name, "weights": 80, "optimizer": 0, "at": at} for name in "abc"]
+    profile = Profile(source="measured", sizes=(4,), inputs=(64,), labels=(64,), layers=layers)
+    Path("profile.json").write_text(profile.to_json())
+    _, *arguments = command(CURVES, name=name, **sections)
+    return ["plan", *arguments, "--profile=profile.json", "--schedules=gpipe,pipedream_2bw", "--measure=2", *more]
+
+
+@pytest.mark.slow
+def test_two_processes_measure_plans_together():
+    code, out, err = done("launch", "-n", "2", "--", *planning("--out=plan.json", "--profile-out=corrected.json"))
+    assert (code, err) == (0, []), "\n".join(err)
+    assert not [line for line in out if line.startswith("[")], "only process 0 speaks"
+    (head,) = [number for number, line in enumerate(out) if line.startswith("rank ")]
+    assert out[head].endswith("measured  off by")
+    assert [bool(re.search(r"[+-]\d+%$", line)) for line in out[head + 1 : head + 3]] == [True, True]
+    plan = Plan.from_json(Path("plan.json").read_text())
+    assert len(plan.workers) == 2
+    assert Profile.from_json(Path("corrected.json").read_text()).ids == ("a", "b", "c")
+
+
+@pytest.mark.slow
+def test_a_plan_that_fails_in_one_process_ends_all_with_a_line_each():
+    arguments = planning(code=FAILING)
+    with by_hand(arguments, arguments) as processes:
+        (waiting, waiting_output), (failing, failing_output) = endings(processes)
+    assert (waiting, failing) == (1, 2), (waiting_output, failing_output)
+    assert re.fullmatch(r"jpipe: --measure: .* cannot run here: INTERNAL: broken; leave --measure out, or measure fewer\n", failing_output)
+    reason = failing_output.removeprefix("jpipe: ").rstrip()
+    assert waiting_output.startswith(f"jpipe: process 1 stopped: {reason}; process 0 stops while waiting for ")
+    assert waiting_output.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_processes_that_plan_something_else_are_refused():
+    first, second = planning(), planning(name="other.yaml", optimizer={"learning_rate": 0.02})
+    with by_hand(first, [*second, "--measure=3"]) as processes:
+        (code, output), *others = endings(processes)
+    assert code == 2
+    assert [line.partition(" differs")[0] for line in output.splitlines()] == ["jpipe: config", "what is planned"]
+    assert others == [(2, "jpipe: process 1 ends; process 0 says why\n")]
 
 
 def code_of_jpipe(patch):

@@ -198,7 +198,7 @@ def test_auto_leaves_no_process_idle(fits, monkeypatch, tiny):
     fits(lambda candidate: True)
     config = Config.model_validate(tiny)
     monkeypatch.setattr(Parts, "of", lambda *_: parts())
-    monkeypatch.setattr(auto, "profile_of", lambda *_: profile())
+    monkeypatch.setattr(auto, "profile_together", lambda *_: profile())
     monkeypatch.setattr(auto, "local_topology", lambda dispatch: Topology.flat(7, 1e9))
     alone = Alone(None)
     assert len(auto.find_plan(config, silent(), alone).workers) < 7

@@ -4,6 +4,7 @@ import dataclasses
 import io
 import itertools
 import re
+import types
 from pathlib import Path
 
 import jax
@@ -16,6 +17,7 @@ from jpipe_planner import Compiled, Profile, simulate_plan
 from jpipe_train import cli
 from jpipe_train.console import interrupt
 from jpipe_train.console.progress import Reporter
+from jpipe_train.launch.together import Together
 from jpipe_train.plan import trial, trial_words
 from jpipe_train.plan.search import SearchResult
 from tests.train.plan import test_planning as planning
@@ -26,19 +28,19 @@ def measured_as(monkeypatch, seconds, most: int = 3, fits=lambda candidate: True
     searched, numbers, output = planning.searched(planning.TWO), itertools.count(), io.StringIO()
     by_plan = {searched.choice.plan(ranked): ranked for ranked in searched.choice.ranked}
 
-    def start(pipe, batch):
+    def running(pipe, batch, together):
         n, ranked = next(numbers), by_plan[pipe.plan]
         assert {len(array) for array in jax.tree.leaves(batch)} == {ranked.candidate.batch}
-        return lambda: seconds(n, ranked)
+        return types.SimpleNamespace(round=lambda: seconds(n, ranked))
 
     def compiled(choice, ranked, *_):
         return Compiled(ranked, ranked.candidate.memory, 0.0 if fits(ranked.candidate) else 2000.0, ())
 
-    monkeypatch.setattr(trial, "start", start)
+    monkeypatch.setattr(trial, "Running", running)
     monkeypatch.setattr(trial, "compile_stages", compiled)
     monkeypatch.setattr(trial.data, "load", lambda _: trial.data.Data([(jax.numpy.zeros((1, 2)),) * 2], [], "", "", str))
     reporter = Reporter(1, 1, "samples", Console(file=output, width=200))
-    return searched, trial.measure(searched, [], planning.parts(), most, reporter), output.getvalue()
+    return searched, trial.measure(lambda: (searched, []), planning.parts(), most, reporter, Together(None)), output.getvalue()
 
 
 def test_the_fastest_measured_plan_is_chosen(monkeypatch):

@@ -1,5 +1,6 @@
 """The steps of a run that are measured."""
 
+import math
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -123,11 +124,18 @@ def test_measurements_of_a_rank_are_encoded_as_numbers():
         assert gather.from_numbers(gather.numbers(*measured)) == tuple(map(tuple, measured))
 
 
+def test_transfers_are_encoded_as_numbers():
+    sent = jpipe.programs.Transfer("activation", (0, 3), 2**40, 0.1, 0.25, 0.5, 1e9)
+    summed = jpipe.programs.Transfer("sum", (0, 1, 2), 0, -1.0, math.inf, math.inf, 0.0)
+    for transfers in (), (sent,), (sent, summed):
+        assert gather.transfers_from(gather.numbers_of_transfers(transfers)) == transfers
+
+
 class ThreadProcesses(jpipe.processes.Processes):
     """One of several processes that are threads; a message is stored until it is received."""
 
     def __init__(self, index, everyone):
-        self.index, self.everyone, self.kept, self.changed = index, everyone, {}, threading.Condition()
+        self.index, self.count, self.everyone, self.kept, self.changed = index, 3, everyone, {}, threading.Condition()
         everyone.append(self)
 
     def broadcast(self, name, values):
@@ -159,13 +167,15 @@ def test_process_0_gathers_all_traces_in_pieces_and_no_process_keeps_them(monkey
     def of_process(rows, index):
         return tuple(row if home == index else () for row, home in zip(rows, homes, strict=True))
 
+    def transfer(start, end):
+        return jpipe.programs.Transfer("activation", (0, 1), 3, start, end, end, 8.0)
+
     def gathered(process):
-        return gather.gather(
-            process, pipe, "a trace", jpipe.runtime.Trace(of_process(spans, process.index), of_process(samples, process.index))
-        )
+        i, halves = process.index, ((), (transfer(math.nan, 2.0),), (transfer(1.0, math.nan),))
+        return gather.gather(process, pipe, "a trace", jpipe.runtime.Trace(of_process(spans, i), of_process(samples, i), halves[i]))
 
     with ThreadPoolExecutor(3) as pool:
-        assert list(pool.map(gathered, processes)) == [jpipe.runtime.Trace(tuple(spans), tuple(samples)), None, None]
+        assert list(pool.map(gathered, processes)) == [jpipe.runtime.Trace(tuple(spans), tuple(samples), (transfer(1.0, 2.0),)), None, None]
     assert [process.kept for process in processes] == [{}, {}, {}]
 
 

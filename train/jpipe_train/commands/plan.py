@@ -1,10 +1,11 @@
 """`jpipe plan CONFIG`: find the fastest plan that fits."""
 
+from functools import partial
 from typing import Annotated, Literal
 
 import tyro
 
-from jpipe_train.commands.parsing import Flag, OptionalCount, OptionalFile, Overrides
+from jpipe_train.commands.parsing import ALONE, Flag, OptionalCount, OptionalFile, Overrides, Process
 from jpipe_train.console import interrupt
 
 
@@ -27,42 +28,41 @@ def plan(
     png: OptionalFile = None,
     explain: Flag = False,
     allow_code: Flag = False,
+    process: Annotated[Process, tyro.conf.arg(name="")] = ALONE,
 ) -> int:
     """Find the plan that trains a model fastest on these machines and fits into their memory. No run is started.
 
     Args:
         config: The YAML file of a run, such as configs/gpt-bytes.yaml; its plan is ignored.
         overrides: Replace one key of the config, such as model.depth=8.
-        topology: The machines: a YAML file, such as configs/topologies/cluster-a.yaml, or local: the devices of this one.
+        topology: The machines: a YAML file, such as configs/topologies/cluster-a.yaml, or local: the devices at hand.
         profile: The costs of the layers, from --profile-out, or a graph.txt of the original PipeDream; by default profiled here.
         batch: Rows between two updates; by default the config's batch size.
         up_to: Allow fewer rows than that, if they train faster.
         rows: Rows of a microbatch of a graph.txt; by default 1.
-        schedules: Only these, such as pipedream_2bw,pipedream_flush, or all. By default those that flush, which train as without a
-            pipeline; the remaining schedules delay weights.
-        max_delay: Only plans whose weights are at most this many updates old, in the mean over stages: 0 allows only schedules that flush,
-            1 also pipedream_2bw, less than 1 pipedream with many microbatches. Tries all schedules unless --schedules names some.
+        schedules: Only these, such as pipedream_2bw,gpipe, or all; by default those that flush, which train as without a pipeline.
+        max_delay: Only plans whose weights are at most so many updates old, in the mean over stages; tries all without --schedules.
         devices: With local, how many to use; by default all, and on CPUs as many as there are cores.
         mesh: Only stages on meshes like this, such as model=4, data=2,model=4,fsdp or expert=8, or none: on one device each. May be given
             several times. By default meshes inside a server are tried for a topology from a file, if the model's logical axes allow them.
         pipedream: How PipeDream's stages update and are found: by default once a batch; or (replicas) after a microbatch of each replica,
             as in the original; or that by the recurrence of its paper, with the costs of the text or of the released code, for comparison.
-        measure: With a config and local, run the best plans of so many kinds here for some seconds each, and choose the fastest; weights
-            are not kept.
+        measure: With a config and local, run the best plans of so many kinds for some seconds each, and choose the fastest.
         out: Write the plan into this file, a JSON for plan.file.
         profile_out: Write the profile into this file.
         png: Draw throughput against memory of all candidates, and the balance of the stages, into this file.
         explain: Explain the choice, and list the plans that do not fit and by how much.
         allow_code: Import and run the functions that a config names, as in train.
+        process: Several processes, with local.
     """
     with interrupt.importing():
-        from jpipe import keep_freed_memory
-        from jpipe_train.plan.inputs import Request
+        from jpipe_train.plan.inputs import LOCAL, Request
         from jpipe_train.plan.plan import Files, main
+        from jpipe_train.run import job
 
-    keep_freed_memory()
-    files = Files(config, profile, out, profile_out, png)
     names = tuple(name for name in schedules.split(",") if name)
     request = Request(topology, batch, up_to, names, devices, pipedream, meshes=mesh, max_delay=max_delay, measure=measure)
-    main(files, request, overrides, rows=rows, explain=explain, allow_code=allow_code)
-    return 0
+    files, limits = Files(config, profile, out, profile_out, png), (process.connect_limit, process.wait_limit)
+    address = job.Address(process.coordinator, process.num_processes, process.process_id, process.secret_file)
+    find = partial(main, files, request, overrides, rows, explain, allow_code, *limits)
+    return job.plan(find, address, *limits, alone=topology != LOCAL)

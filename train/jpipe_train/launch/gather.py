@@ -22,6 +22,8 @@ def gather(processes: jpipe.processes.Processes, pipe: jpipe.Pipeline, name: str
         jpipe.PeerLost: the run is lost.
     """
     rows, memory = list(trace.timeline), list(trace.memory)
+    if processes.index:
+        _broadcast(processes, f"{name}, transfers of process {processes.index}", numbers_of_transfers(trace.transfers))
     of_ranks = [pipe.devices[workers[0]].process_index for workers in pipe.plan.rank_workers]
     senders = {rank: sender for rank, sender in enumerate(of_ranks) if sender != 0}
     for rank, sender in senders.items():
@@ -31,7 +33,12 @@ def gather(processes: jpipe.processes.Processes, pipe: jpipe.Pipeline, name: str
         received = _receive(processes, f"{name}, rank {rank}", sender)
         if processes.index == 0:
             rows[rank], memory[rank] = from_numbers(received)
-    return jpipe.runtime.Trace(tuple(rows), tuple(memory)) if processes.index == 0 else None
+    transfers = [trace.transfers]
+    for sender in range(1, processes.count):
+        transfers.append(transfers_from(_receive(processes, f"{name}, transfers of process {sender}", sender)))
+    if processes.index:
+        return None
+    return jpipe.runtime.Trace(tuple(rows), tuple(memory), jpipe.runtime.join_transfers(*transfers))
 
 
 def _broadcast(processes: jpipe.processes.Processes, message: str, values: Sequence[float]) -> None:
@@ -91,3 +98,25 @@ def from_numbers(values: Sequence[float]) -> tuple[tuple[jpipe.programs.Span, ..
         weights = {whole(): whole() for _ in range(whole())}
         samples.append(jpipe.programs.MemorySample(time, weights, *sizes))
     return spans, tuple(samples)
+
+
+def numbers_of_transfers(transfers: Sequence[jpipe.programs.Transfer]) -> list[float]:
+    """Return transfers as numbers, for `transfers_from`."""
+    values: list[float] = [len(transfers)]
+    for transfer in transfers:
+        kind = transfer.what.encode()
+        values += [len(kind), *kind, len(transfer.ranks), *transfer.ranks, *transfer[2:]]
+    return list(map(float, values))
+
+
+def transfers_from(values: Sequence[float]) -> tuple[jpipe.programs.Transfer, ...]:
+    """Return the transfers from `numbers_of_transfers`."""
+    remaining = iter(values)
+
+    def several() -> list[int]:
+        return [int(next(remaining)) for _ in range(int(next(remaining)))]
+
+    return tuple(
+        jpipe.programs.Transfer(bytes(several()).decode(), tuple(several()), int(next(remaining)), *(next(remaining) for _ in range(4)))
+        for _ in range(int(next(remaining)))
+    )

@@ -24,6 +24,7 @@ JOB = "JPIPE_JOB"  # the variable that identifies a job; it is the same for all 
 _LONGEST_PAUSE = 60.0  # limits the load of a job that always fails immediately
 _JPIPE = (sys.executable, "-P", "-m", "jpipe_train.cli")  # -P: no module of the current folder replaces a library
 _TICK = 0.05  # seconds between two looks at the signals
+_SEVERAL = ("train", "plan", "evaluate", "generate")  # commands that run in several processes
 _RESERVED = ("--coordinator", "--num-processes", "--process-id")
 
 
@@ -35,10 +36,9 @@ def problem(num_processes: int, command: Sequence[str], *, pin: bool, max_restar
         return f"launch --max-restarts: expected 0 or more, found {max_restarts}; 0 starts nothing again"
     if not command:
         return "launch: expected a command after --, found none; such as jpipe launch -n 2 -- train CONFIG"
-    if command[0] not in ("train", "evaluate", "generate"):
-        return (
-            f"launch: expected `train CONFIG …` after --, found '{command[0]}'; only train, evaluate and generate run in several processes"
-        )
+    if command[0] not in _SEVERAL:
+        some = ", ".join(_SEVERAL[:-1])
+        return f"launch: expected `train CONFIG …` after --, found '{command[0]}'; only {some} and {_SEVERAL[-1]} run in several processes"
     for argument in command:
         if (name := argument.partition("=")[0].replace("_", "-")) in _RESERVED:
             return f"launch: {name} after -- is given to each process by launch; leave it out there"

@@ -5,6 +5,7 @@ import functools
 import hashlib
 import importlib.machinery
 import importlib.metadata
+import itertools
 import os
 import sys
 import threading
@@ -66,6 +67,7 @@ class Together:
         self.index = 0 if processes is None else processes.index
         self.is_first = self.index == 0
         self.all_know = False
+        self._numbers = itertools.count()  # of what `largest` exchanges
 
     def agree(self, facts: Callable[[], dict[str, str]]) -> None:
         """Continue only if these facts are the same in all processes.
@@ -166,6 +168,19 @@ class Together:
     def _alone(self, what: str, work: Callable[[], str], limit: float) -> str:
         with self.working(what, limit):
             return work()
+
+    def meet(self, place: str) -> None:
+        """Wait until all processes have come to a place, for ten minutes at most; it may be the same place again."""
+        if self.processes is not None:
+            self.processes.barrier(place)
+
+    def largest(self, what: str, number: float) -> float:
+        """Return the largest of the numbers of all processes, which all call this; `what` describes them in messages."""
+        if self.processes is None:
+            return number
+        name = f"number {next(self._numbers)} of process"
+        self.processes.broadcast(f"{name} {self.index}", [number])
+        return max(self.processes.receive(f"{name} {k}", k, what)[0] for k in range(self.processes.count))
 
     def start_devices(self, limit: float) -> None:
         """Start the devices of all processes, if there are several, and continue only if they are of one kind.

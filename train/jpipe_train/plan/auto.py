@@ -1,11 +1,9 @@
 """`jpipe train --plan auto`: process 0 searches for a plan when the run starts, for the existing devices."""
 
-import os
-
 import jax
 
 import jpipe
-from jpipe_planner import Profile, local_topology
+from jpipe_planner import local_topology
 from jpipe_planner.ranking import table
 from jpipe_train.config.config import Config
 from jpipe_train.console.progress import Reporter
@@ -14,7 +12,7 @@ from jpipe_train.launch.together import Together
 from jpipe_train.plan.compiling import of_this_machine
 from jpipe_train.plan.confirm import confirm
 from jpipe_train.plan.inputs import Request
-from jpipe_train.plan.profiling import Parts, profile_of
+from jpipe_train.plan.profiling import Parts, profile_together
 from jpipe_train.plan.search import search
 
 
@@ -31,16 +29,7 @@ def find_plan(config: Config, reporter: Reporter, together: Together) -> jpipe.P
     """
     parts = together.run_on_all(lambda: Parts.of(config, reporter))
     batch = config.train.batch_size
-
-    def measure() -> Profile | None:
-        # Measure on all cores at the same time, because busy cores slow each other down, as they will in training, but once per core.
-        if together.index >= (os.cpu_count() or 1):
-            return None
-        with together.working("the profile of the layers"):
-            return profile_of(parts, None, batch, jax.device_count(), reporter)
-
-    local = together.run_on_all(measure)
-    profile = Profile.from_json(together.from_first("the profile of process 0", lambda: "" if local is None else local.to_json()))
+    profile = profile_together(parts, batch, jax.device_count(), reporter, together)
     topology = local_topology(dispatch=profile.dispatch)
 
     request = Request(

@@ -8,7 +8,7 @@ import jax
 import jpipe
 from jpipe import InputError, files
 from jpipe.files import expanded
-from jpipe_planner import Degrees, Profile, Topology, Updates, read_graph_txt, usable_cores
+from jpipe_planner import NO_MESH, Degrees, Profile, Topology, Updates, read_graph_txt, usable_cores
 from jpipe_train.assemble.build import force_cpu_devices, start_devices
 
 LOCAL = "local"
@@ -103,15 +103,22 @@ def read_text(file: str, option: str, most: int) -> str:
     return files.read_text(expanded(file, option), most, f"{option}: cannot read '{file}'", "name a file that is there", other)
 
 
-def prepare_devices(request: Request) -> int | None:
+def prepare_devices(request: Request, num_processes: int = 1) -> int | None:
     """Configure the CPU devices that JAX needs for a plan: all devices of this machine, or the largest mesh of another.
 
+    Each of several processes has one, or as many as the largest mesh; they start together.
+
     Returns:
-        The number of devices of this machine to use, or None if the topology is a file.
+        The number of devices of this machine to use; None if the topology is a file, or there are several processes, which use all.
     """
     if request.topology != LOCAL:
         degrees = request.degrees
         force_cpu_devices(read_topology(request.topology).most_in_mesh if degrees is None else max(mesh.size for mesh in degrees))
+        return None
+    if num_processes > 1:
+        if request.devices is not None:
+            raise InputError("--devices: several processes use all their devices; leave it out, or start fewer processes")
+        force_cpu_devices(max(mesh.size for mesh in request.degrees or (NO_MESH,)))
         return None
     force_cpu_devices(request.devices or usable_cores())
     start_devices()

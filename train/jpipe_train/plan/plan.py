@@ -2,10 +2,12 @@
 
 import math
 import shlex
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from io import BytesIO
 from pathlib import Path
 
+import jax
 from rich.console import Console
 
 import jpipe
@@ -31,12 +33,13 @@ from jpipe_train.config.config import AUTO, Config
 from jpipe_train.config.section import MOST_ROWS
 from jpipe_train.console.progress import Reporter
 from jpipe_train.console.terminal import count
+from jpipe_train.launch.together import Together, facts, joined
 from jpipe_train.models.blockwise import LONG
 from jpipe_train.plan import trial, trial_words
 from jpipe_train.plan.compiling import compiled_words, compiler_errors, of_this_machine
 from jpipe_train.plan.confirm import confirm, nothing_fits
 from jpipe_train.plan.inputs import ALL, LOCAL, Request, prepare_devices, read_profile, read_topology
-from jpipe_train.plan.profiling import Parts, profile_of
+from jpipe_train.plan.profiling import Parts, profile_of, profile_together
 from jpipe_train.plan.search import SearchResult, search
 
 SHOWN = 10  # rows of the table
@@ -66,10 +69,12 @@ def main(
     files: Files,
     request: Request,
     overrides: tuple[str, ...] = (),
-    *,
     rows: int | None = None,
     explain: bool = False,
     allow_code: bool = False,
+    connect_limit: float = 300.0,
+    wait_limit: float = 45.0,
+    connect: Callable[[], int] = lambda: 1,
 ) -> None:
     """Find the best plan, print it, and write it.
 
@@ -80,36 +85,112 @@ def main(
         rows: rows of a microbatch of a `graph.txt`; None for 1.
         explain: whether to explain the choice and list the plans that do not fit.
         allow_code: whether to import and run the functions that a config names.
+        connect_limit: as in `jpipe_train.run.loop.main`, in seconds.
+        wait_limit: as there, in seconds.
+        connect: connects the processes, if it is for their devices, and returns their number; process 0 searches, prints and writes.
 
     Raises:
         InputError: something does not fit; nothing was written.
+        jpipe.PeerLost: another process died, hung or stopped.
     """
-    console = Console(highlight=False)
-    reporter = Reporter(1, 1, "samples", console if console.is_terminal else Console(highlight=False, width=180))
     _check(files, request, rows)
-    parts, devices = None, prepare_devices(request)
-    if files.config is not None:
-        config = config_file.load(files.config, (*overrides, f"plan.file={AUTO}"), allow_code=allow_code)
-        parts = Parts.of(config, reporter)
-        max_delay = config.plan.max_delay if request.max_delay is None else request.max_delay
-        request = replace(
-            request, replicas=not parts.stack.carries_rows, max_delay=max_delay, share_optimizer=config.optimizer.ema_decay is None
-        )
-    config_batch = config.train.batch_size if files.config is not None else None
-    batch = request.batch or config_batch
-    if batch is None:
+    num_processes = connect() if request.topology == LOCAL else 1
+    with joined(num_processes, connect_limit, wait_limit) as together:
+        reporter = _reporter(quiet=not together.is_first)
+        config = together.run_on_all(lambda: _config(files, overrides, allow_code))
+        if config is not None:
+            together.agree(lambda: facts(config) | {"what is planned": f"{request}, --profile {files.profile}, --rows {rows}"})
+        devices = together.run_on_all(lambda: prepare_devices(request, num_processes))
+        together.start_devices(connect_limit)
+        parts = together.run_on_all(lambda: None if config is None else Parts.of(config, reporter))
+        found = _find(files, _completed(request, parts, together), parts, devices, rows, reporter, together)
+        together.run_on_all(lambda: None if found is None else _finish(files, request, overrides, found, parts, explain, reporter))
+
+
+def _reporter(*, quiet: bool) -> Reporter:
+    console = Console(highlight=False, quiet=quiet)
+    return Reporter(1, 1, "samples", console if console.is_terminal else Console(highlight=False, width=180, quiet=quiet))
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What was found.
+
+    Attributes:
+        result: the plans, the best first.
+        confirmed: the memory of the first one; None where its stages are not compiled.
+        measured: the plans that ran; None without `--measure`.
+        batch: rows between two updates that were asked for.
+        known_by: how the memory of the first plans is known.
+    """
+
+    result: SearchResult
+    confirmed: Compiled | None
+    measured: trial.Measured | None
+    batch: int
+    known_by: str
+
+
+def _config(files: Files, overrides: tuple[str, ...], allow_code: bool) -> Config | None:
+    if files.config is None:
+        return None
+    return config_file.load(files.config, (*overrides, f"plan.file={AUTO}"), allow_code=allow_code)
+
+
+def _completed(request: Request, parts: Parts | None, together: Together) -> Request:
+    """Return the request with what follows from the config, and from the number of processes."""
+    if parts is None:
+        return request
+    return replace(
+        request,
+        batch=request.batch or parts.config.train.batch_size,
+        replicas=not parts.stack.carries_rows,
+        max_delay=parts.config.plan.max_delay if request.max_delay is None else request.max_delay,
+        share_optimizer=parts.config.optimizer.ema_decay is None,
+        all_devices=together.processes is not None,
+    )
+
+
+def _find(
+    files: Files, request: Request, parts: Parts | None, devices: int | None, rows: int | None, reporter: Reporter, together: Together
+) -> _Found | None:
+    """Search, confirm and measure; return what was found, and None in other processes than process 0."""
+    if (batch := request.batch) is None:
         raise InputError("--batch: a profile does not say how many rows a batch has; give their number")
-    profile, topology = _profile_and_topology(files, request, parts, batch, devices, rows, reporter)
+    profile, topology = _profile_and_topology(files, request, parts, batch, devices, rows, reporter, together)
+    if parts is None:
+        result = _searched(profile, topology, batch, request, False, reporter)
+        if not result.choice.ranked:
+            raise nothing_fits(result.choice)
+        return _Found(result, None, None, batch, "estimated")
+    compiling = compiling_of(request, topology)
+    known_by, confirmed = compiled_words(parts.config, compiling), list[tuple[SearchResult, list[Compiled]]]()
+
+    def find() -> tuple[SearchResult, list[Compiled]]:
+        result = _searched(profile, topology, batch, request, parts.config.uses_global_norm, reporter)
+        phase = reporter.phase(f"compiling the stages of the best plan for {compiling.kind}")
+        with phase, tracing_for(compiling.devices[0].platform), compiler_errors(compiling.kind):
+            confirmed.append(confirm(result, parts, compiling, lambda attempt: reporter.say(table.attempt(attempt))))
+        return confirmed[0]
+
+    if request.measure is not None:
+        measured = trial.measure(find, parts, request.measure, reporter, together)
+        return None if measured is None else _Found(measured.result, measured.chosen, measured, batch, known_by)
+    together.from_first("the plan", lambda: find()[0].choice.topology.name, trial.LONGEST)
+    return _Found(confirmed[0][0], confirmed[0][1][0], None, batch, known_by) if confirmed else None
+
+
+def _searched(profile: Profile, topology: Topology, batch: int, request: Request, global_norm: bool, reporter: Reporter) -> SearchResult:
     with reporter.phase(f"searching plans for {count(topology.num_devices, 'device')} and a batch of {table.rows_of(batch)}"):
-        result = search(profile, topology, batch, request, parts is not None and parts.config.uses_global_norm, reporter)
-    confirmed, measured, known_by = None, None, "estimated"
-    if parts is not None:
-        compiling = compiling_of(request, topology)
-        result, confirmed, measured = _confirmed(result, parts, compiling, request.measure, reporter)
-        known_by = compiled_words(parts.config, compiling)
-    elif not result.choice.ranked:
-        raise nothing_fits(result.choice)
-    _report(reporter, result, confirmed, batch, known_by, measured)
+        return search(profile, topology, batch, request, global_norm, reporter)
+
+
+def _finish(
+    files: Files, request: Request, overrides: tuple[str, ...], found: _Found, parts: Parts | None, explain: bool, reporter: Reporter
+) -> None:
+    """Print what was found, and write it."""
+    result, measured = found.result, found.measured
+    _report(reporter, result, found.confirmed, found.batch, found.known_by, measured)
     if parts is not None and request.topology != LOCAL and (words := attention_words(parts.config, result.choice)):
         reporter.say(words)
     if explain:
@@ -117,9 +198,9 @@ def main(
         for line in table.why_rejected(result.choice, EXPLAINED) or ["all kinds of plans fit"]:
             reporter.say(line)
     _write(reporter, files, result, result.choice.profile if measured is None else measured.profile)
-    if files.out is not None and files.config is not None:
+    if files.out is not None and files.config is not None and parts is not None:
         planned = result.choice.ranked[0].candidate.batch
-        changes = [*overrides, *([] if planned == config_batch else [f"train.batch_size={planned}"])]
+        changes = [*overrides, *([] if planned == parts.config.train.batch_size else [f"train.batch_size={planned}"])]
         command = ["jpipe", "train", files.config, "--plan", files.out, *(word for change in changes for word in ("--set", change))]
         reporter.say(f"train with it: {shlex.join(command)}")
 
@@ -171,38 +252,44 @@ def compiling_of(request: Request, topology: Topology) -> Compiling:
 
 
 def _profile_and_topology(
-    files: Files, request: Request, parts: Parts | None, batch: int, devices: int | None, rows: int | None, reporter: Reporter
+    files: Files,
+    request: Request,
+    parts: Parts | None,
+    batch: int,
+    devices: int | None,
+    rows: int | None,
+    reporter: Reporter,
+    together: Together,
 ) -> tuple[Profile, Topology]:
+    """Read or measure the profile and the topology, which are the same in all processes."""
     topology = read_topology(request.topology) if request.topology != LOCAL else None
+    local = jax.device_count() if topology is None and devices is None else devices or 1
     if files.profile is not None:
-        profile = read_profile(files.profile, rows or 1)
-        if rows is None and Path(files.profile).suffix == ".txt":
+        file = files.profile
+        if together.processes is None:
+            profile = read_profile(file, rows or 1)
+        else:
+            profile = Profile.from_json(together.from_first("the profile", lambda: read_profile(file, rows or 1).to_json()))
+        if rows is None and Path(file).suffix == ".txt":
             reporter.say("microbatches of 1 row: say how many with --rows")
         if parts is not None:
-            profile.check_layers(parts.stack.ids, [*parts.stack.ties.sharers(parts.stack.ids).values()])
+            ids, ties = parts.stack.ids, parts.stack.ties
+            together.run_on_all(lambda: profile.check_layers(ids, [*ties.sharers(ids).values()]))
+    elif topology is None:
+        assert parts is not None
+        profile = profile_together(parts, batch, local, reporter, together)
     else:
         assert parts is not None
         degrees_to_try = request.degrees or (NO_MESH,)
-        largest = topology.most_in_mesh if topology and request.degrees is None else max(degrees.size for degrees in degrees_to_try)
-        profile = profile_of(parts, topology, batch, topology.num_devices if topology else devices or 1, reporter, largest)
+        largest = topology.most_in_mesh if request.degrees is None else max(degrees.size for degrees in degrees_to_try)
+        profile = profile_of(parts, topology, batch, topology.num_devices, reporter, largest)
     if topology is None:
+        lines = list[str]()
         with reporter.phase("measuring the links of this machine"):
-            topology = local_topology(devices, dispatch=profile.dispatch)
-        reporter.say(table.links(topology))
+            topology = local_topology(local, dispatch=profile.dispatch, report=lines.append)
+        for line in (table.links(topology), *lines):
+            reporter.say(line)
     return profile, topology
-
-
-def _confirmed(
-    result: SearchResult, parts: Parts, compiling: Compiling, measure: int | None, reporter: Reporter
-) -> tuple[SearchResult, Compiled | None, trial.Measured | None]:
-    """Compile the stages of the best plans, and run `measure` of them; return the plans with the best first, and what is known of it."""
-    phase = reporter.phase(f"compiling the stages of the best plan for {compiling.kind}")
-    with phase, tracing_for(compiling.devices[0].platform), compiler_errors(compiling.kind):
-        result, compiled = confirm(result, parts, compiling, lambda attempt: reporter.say(table.attempt(attempt)))
-    if measure is None:
-        return result, compiled[0], None
-    measured = trial.measure(result, compiled, parts, measure, reporter)
-    return measured.result, measured.chosen, measured
 
 
 def _report(

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ from jpipe_train.assemble.optimizer import optimizer, same_at_all_stages
 from jpipe_train.config.config import Config
 from jpipe_train.console.progress import Reporter
 from jpipe_train.data import data
+from jpipe_train.launch.together import Together
 
 MEASURED_SIZES, PAPER_SIZES = 4, 6  # numbers of microbatch sizes to profile; each takes a compilation, and a run if it is measured
 SECONDS = 8.0  # of measuring, without compilation
@@ -101,6 +103,29 @@ def profile_of(parts: Parts, topology: Topology | None, batch: int, devices: int
     sizes = sizes_for(batch, max(devices // largest_mesh, 1), PAPER_SIZES)
     with reporter.counting(f"profiling the layers for {topology.device.name} analytically") as progress:
         return analyze(*model_parts, sizes, topology.device, progress=progress, precision=parts.precision, **of_optimizer)
+
+
+def profile_together(parts: Parts, batch: int, devices: int, reporter: Reporter, together: Together) -> Profile:
+    """Profile the layers in all processes, which call this, and return the profile of process 0.
+
+    All cores measure at the same time, because busy cores slow each other down, as they will in training, but only once per core.
+
+    Args:
+        parts: the model.
+        batch: rows between two updates.
+        devices: the number of devices.
+        reporter: shows progress.
+        together: the processes of the run.
+    """
+
+    def measured() -> Profile | None:
+        if together.index >= (os.cpu_count() or 1):
+            return None
+        with together.working("the profile of the layers"):
+            return profile_of(parts, None, batch, devices, reporter)
+
+    local = together.run_on_all(measured)
+    return Profile.from_json(together.from_first("the profile of process 0", lambda: "" if local is None else local.to_json()))
 
 
 def _spec(rows: Any) -> jax.ShapeDtypeStruct:

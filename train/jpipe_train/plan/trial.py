@@ -1,15 +1,19 @@
-"""`jpipe plan --measure`: run the best plans of a search for some steps on this machine, and put the fastest first."""
+"""`jpipe plan --measure`: run the best plans of a search for some steps on the devices of this run, and put the fastest first.
+
+Several processes run each plan together. Process 0 knows the search; the other processes get the plans from it, as text.
+"""
 
 import dataclasses
 import gc
 import itertools
+import json
 import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -21,6 +25,7 @@ from jpipe_train.console import interrupt
 from jpipe_train.console.progress import Reporter
 from jpipe_train.console.terminal import count, first_line
 from jpipe_train.data import data
+from jpipe_train.launch.together import Together
 from jpipe_train.plan.profiling import Parts
 from jpipe_train.plan.search import SearchResult
 
@@ -28,10 +33,37 @@ ROUNDS = 5  # of which the median counts; each plan runs once in each, so that a
 SECONDS = 1.0  # that the measured steps of a round take
 LEAST = 2  # of these steps
 NEARLY = 0.01  # relative difference up to which measured plans count as equally fast
+LONGEST = 6 * 3600.0  # seconds that process 0 may search and compile while the other processes wait
 _READ = 16  # batches of which the largest is used, where they have several shapes
 
-Round = Callable[[], float]
-"""Runs some steps of a plan whose pipeline is full, and returns the seconds of one."""
+
+@dataclass
+class Outcome:
+    """What running a plan gave.
+
+    Attributes:
+        name: of the plan, for messages.
+        rounds: seconds per step in each round, those of the slowest process.
+        failure: why it could not run; "": it could.
+    """
+
+    name: str
+    rounds: list[float] = field(default_factory=list)
+    failure: str = ""
+
+
+class Run(NamedTuple):
+    """A plan to run.
+
+    Attributes:
+        outcome: where its rounds are recorded.
+        pipe: its pipeline.
+        rows: of a batch.
+    """
+
+    outcome: Outcome
+    pipe: jpipe.Pipeline
+    rows: int
 
 
 @dataclass
@@ -41,14 +73,25 @@ class Trial:
     Attributes:
         ranked: the plan with its prediction.
         compiled: the memory of its stages; None if they are not compiled.
-        rounds: seconds per step in each round.
-        failure: why it could not run; "": it could.
+        outcome: what running it gave.
     """
 
     ranked: Ranked
     compiled: Compiled | None = None
-    rounds: list[float] = field(default_factory=list)
-    failure: str = ""
+    outcome: Outcome = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.outcome = Outcome(table.name(self.ranked.candidate))
+
+    @property
+    def rounds(self) -> list[float]:
+        """Seconds per step in each round."""
+        return self.outcome.rounds
+
+    @property
+    def failure(self) -> str:
+        """Why it could not run; "": it could."""
+        return self.outcome.failure
 
     @property
     def is_measured(self) -> bool:
@@ -97,55 +140,100 @@ class Measured:
         return self.result.choice.profile.scaled(self.factor)
 
 
-def measure(searched: SearchResult, compiled: Sequence[Compiled], parts: Parts, most: int, reporter: Reporter) -> Measured:
-    """Run the best plan of each kind until `most` have run, and put these first, by their measured speed.
+class _Search(NamedTuple):
+    """What process 0 knows of the plans to run.
+
+    Attributes:
+        result: the result of the search.
+        known: the memory of the stages that are compiled, by candidate.
+        trials: the plans to run, and those that cannot.
+    """
+
+    result: SearchResult
+    known: dict[Any, Compiled]
+    trials: list[Trial]
+
+
+def measure(
+    find: Callable[[], tuple[SearchResult, Sequence[Compiled]]], parts: Parts, most: int, reporter: Reporter, together: Together
+) -> Measured | None:
+    """Run the best plan of each kind until `most` have run, and put these first, by their measured speed; all processes call it.
 
     Each plan trains fresh weights with one batch of the config's data, so that the speed of reading data does not count. Ctrl-C ends the
-    measuring: what was measured until then decides, or else the predictions.
+    measuring of a single process: what was measured until then decides, or else the predictions. Several processes end.
 
     Args:
-        searched: the result of the search, confirmed.
-        compiled: the memory of the stages that are compiled.
+        find: searches for the plans and confirms them, in process 0 alone: the result, and the memory of the stages that are compiled.
         parts: the model.
         most: the number of plans to run.
         reporter: prints what is run.
+        together: the processes of the run.
+
+    Returns:
+        What was measured; None in other processes than process 0.
 
     Raises:
-        InputError: no plan could run.
+        InputError: no plan could run; or in one of several processes a plan could not.
+        jpipe.PeerLost: another process died, hung or stopped.
     """
-    known, trials = {one.ranked.candidate: one for one in compiled}, list[Trial]()
+    searches, groups = list[_Search](), list[list[Run]]()
+
+    def prepare() -> str:
+        result, compiled = find()
+        searches.append(search := _Search(result, {one.ranked.candidate: one for one in compiled}, []))
+        pipes = _compile(search, parts, most, reporter)
+        _check_some(search.trials)
+        for group in _groups(pipes, result.choice.topology.device.limit):
+            groups.append([Run(trial.outcome, pipe, trial.ranked.candidate.batch) for trial, pipe in group])
+        return _to_text(groups)
+
     try:
-        pipes = _compile(searched.choice, known, parts, most, reporter, trials)
-        for group in _groups(pipes, searched.choice.topology.device.limit):
-            _run(group, parts, reporter)
+        text = together.from_first("the plans to measure", prepare, LONGEST)
+        for group in groups if together.is_first else _from_text(text, parts):
+            _run(group, parts, reporter, together)
     except BaseException as error:
-        if interrupt.words(error) is None:
+        if interrupt.words(error) is None or not searches or together.processes is not None:
             raise
         interrupt.forget()
-        decide = "the plans that were measured until now are compared" if any(one.rounds for one in trials) else "predictions decide"
+        some = any(one.rounds for one in searches[0].trials)
+        decide = "the plans that were measured until now are compared" if some else "predictions decide"
         reporter.say(f"interrupted: {decide}")
     else:
-        if all(one.failure for one in trials):
-            raise jpipe.InputError(*(f"--measure: {table.name(one.ranked.candidate)}: {one.failure}" for one in trials))
-    failed = [one for one in trials if one.failure]
-    return _compared(searched, in_order([one for one in trials if one.is_measured]), failed, known)
+        _check_some(searches[0].trials if searches else ())
+    return _compared(searches[0]) if searches else None
 
 
-def _compile(
-    choice: Choice, known: dict[Any, Compiled], parts: Parts, most: int, reporter: Reporter, trials: list[Trial]
-) -> list[tuple[Trial, jpipe.Pipeline]]:
-    """Return the pipelines of `most` plans that fit; add each to `trials`, and the memory of its stages to `known`."""
+def _check_some(trials: Sequence[Trial]) -> None:
+    """Raise InputError if there are trials, and all have failed."""
+    if trials and all(one.failure for one in trials):
+        raise jpipe.InputError(*(f"--measure: {one.outcome.name}: {one.failure}" for one in trials))
+
+
+def _to_text(groups: Sequence[Sequence[Run]]) -> str:
+    """Return the plans to run as text, for `_from_text` in the other processes."""
+    return json.dumps([[(run.outcome.name, run.rows, run.pipe.plan.to_json()) for run in group] for group in groups])
+
+
+def _from_text(text: str, parts: Parts) -> list[list[Run]]:
+    return [
+        [Run(Outcome(name), parts.pipeline(jpipe.Plan.from_json(plan)), rows) for name, rows, plan in group] for group in json.loads(text)
+    ]
+
+
+def _compile(search: _Search, parts: Parts, most: int, reporter: Reporter) -> list[tuple[Trial, jpipe.Pipeline]]:
+    """Return the pipelines of `most` plans that fit; note each among the trials, and the memory of its stages."""
     pipes, programs = list[tuple[Trial, jpipe.Pipeline]](), dict[Any, Any]()
+    choice, known = search.result.choice, search.known
     for ranked in choice.ranked:
         if len(pipes) == most:
             break
         interrupt.check()
         candidate = ranked.candidate
-        trials.append(trial := Trial(ranked, known.get(candidate)))
-        with _failing(trial, reporter):
+        search.trials.append(trial := Trial(ranked, known.get(candidate)))
+        with _failing(trial.outcome, reporter):
             pipe = parts.pipeline(choice.plan(ranked))
             if trial.compiled is None:
-                with reporter.phase(f"compiling the stages of {table.name(candidate)}"):
+                with reporter.phase(f"compiling the stages of {trial.outcome.name}"):
                     trial.compiled = compile_stages(choice, ranked, pipe, parts.rows(candidate.batch), jax.local_devices(), programs)
             trial.ranked = trial.compiled.ranked
             known[candidate] = trial.compiled
@@ -161,68 +249,82 @@ def _groups(pipes: Sequence[tuple[Trial, jpipe.Pipeline]], limit: float | None) 
     return [list(pipes)] if together else [[one] for one in pipes]
 
 
-def _run(group: Sequence[tuple[Trial, jpipe.Pipeline]], parts: Parts, reporter: Reporter) -> None:
+def _run(group: Sequence[Run], parts: Parts, reporter: Reporter, together: Together) -> None:
     """Run the plans of a group in turn, `ROUNDS` times."""
-    batch, ready = _first_batch(data.load(parts.config)), list[tuple[Trial, Round]]()
-    for trial, pipe in group:
-        candidate = trial.ranked.candidate
-        with _failing(trial, reporter), reporter.phase(f"starting {table.name(candidate)}"):
-            ready.append((trial, start(pipe, _resized(batch, candidate.batch))))
+    batches = together.run_on_all(lambda: data.load(parts.config))
+    together.agree(lambda: {"data": batches.digest()})
+    batch, ready = together.run_on_all(lambda: _first_batch(batches)), list[tuple[Outcome, Running]]()
+    ends = together.processes is not None
+    for outcome, pipe, rows in group:
+        with _failing(outcome, reporter, ends=ends), reporter.phase(f"starting {outcome.name}"):
+            ready.append((outcome, Running(pipe, _resized(batch, rows), together)))
     if not ready:
         return
     with reporter.counting(f"measuring {count(len(ready), 'plan')}, {ROUNDS} rounds") as progress:
-        for n, (trial, run) in enumerate(itertools.chain.from_iterable(itertools.repeat(ready, ROUNDS)), start=1):
+        for n, (outcome, running) in enumerate(itertools.chain.from_iterable(itertools.repeat(ready, ROUNDS)), start=1):
             interrupt.check()
-            if not trial.failure:
-                with _failing(trial, reporter):
-                    trial.rounds.append(run())
+            if not outcome.failure:
+                with _failing(outcome, reporter, ends=ends):
+                    outcome.rounds.append(running.round())
             progress(n, len(ready) * ROUNDS)
+    if ends:
+        for _, running in ready:
+            running.drain()
 
 
 @contextmanager
-def _failing(trial: Trial, reporter: Reporter) -> Iterator[None]:
-    """Record why a plan cannot run, and go on."""
+def _failing(outcome: Outcome, reporter: Reporter, *, ends: bool = False) -> Iterator[None]:
+    """Record why a plan cannot run, and go on; or end, as several processes do, because the other ones wait for this plan."""
     try:
         yield
     except (jax.errors.JaxRuntimeError, jpipe.InputError, MemoryError) as error:
         interrupt.check()  # a Ctrl-C can surface as any error
-        trial.failure = first_line(error)
-        reporter.say(f"left out: {table.name(trial.ranked.candidate)} cannot run here: {trial.failure}")
+        failure = first_line(error)
+        if ends:
+            raise jpipe.InputError(f"--measure: {outcome.name} cannot run here: {failure}; leave --measure out, or measure fewer") from None
+        outcome.failure = failure
+        reporter.say(f"left out: {outcome.name} cannot run here: {failure}")
 
 
-def start(pipe: jpipe.Pipeline, batch: Any) -> Round:
-    """Compile a plan, and train fresh weights until its pipeline is full.
+class Running:
+    """A compiled plan that trains fresh weights, and whose pipeline is full.
 
     Args:
         pipe: the pipeline of the plan.
         batch: (inputs, labels), the same for each step.
+        together: the processes of the run, which all do the same.
     """
-    state, _ = _steps(pipe, pipe.init(jax.random.key(0), batch), batch, jpipe.programs.batches_until_full(pipe.plan))
-    state, seconds = _steps(pipe, state, batch, 1)
-    steps = max(LEAST, math.ceil(SECONDS / seconds))
 
-    def run() -> float:
-        nonlocal state
-        state, _ = _steps(pipe, state, batch, 1)  # caches have what another plan needs
-        state, seconds = _steps(pipe, state, batch, steps)
-        return seconds
+    def __init__(self, pipe: jpipe.Pipeline, batch: Any, together: Together) -> None:
+        self._pipe, self._batch, self._together = pipe, batch, together
+        self._state = pipe.init(jax.random.key(0), batch)
+        self._seconds(jpipe.programs.batches_until_full(pipe.plan))
+        self._steps = max(LEAST, math.ceil(SECONDS / self._seconds(1)))
 
-    return run
+    def round(self) -> float:
+        """Run some steps and return the seconds of one, those of the slowest process."""
+        self._seconds(1)  # caches have what another plan needs
+        return self._seconds(self._steps)
 
+    def drain(self) -> None:
+        """Let nothing be in flight between processes."""
+        jax.block_until_ready(self._pipe.drain(self._state))
 
-def _steps(pipe: jpipe.Pipeline, state: jpipe.State, batch: Any, steps: int) -> tuple[jpipe.State, float]:
-    """Run steps without collecting garbage, and return the state and the seconds of one."""
-    gc.collect()
-    gc.disable()
-    try:
-        begin = time.perf_counter()
-        for _ in range(steps):
-            interrupt.check()
-            state, _ = pipe.step(state, batch)
-        jax.block_until_ready(state)
-        return state, (time.perf_counter() - begin) / steps
-    finally:
-        gc.enable()
+    def _seconds(self, steps: int) -> float:
+        """Run steps, from the same moment on in all processes and without collecting garbage, and return the seconds of one."""
+        gc.collect()
+        self._together.meet("the next steps to measure")
+        gc.disable()
+        try:
+            begin = time.perf_counter()
+            for _ in range(steps):
+                interrupt.check()
+                self._state, _ = self._pipe.step(self._state, self._batch)
+            jax.block_until_ready(self._state)
+            seconds = (time.perf_counter() - begin) / steps
+        finally:
+            gc.enable()
+        return self._together.largest("the seconds of a step", seconds)
 
 
 def _first_batch(batches: data.Data) -> Any:
@@ -251,8 +353,10 @@ def in_order(trials: Sequence[Trial]) -> list[Trial]:
     return ordered
 
 
-def _compared(searched: SearchResult, trials: Sequence[Trial], failed: Sequence[Trial], known: dict[Any, Compiled]) -> Measured:
+def _compared(search: _Search) -> Measured:
     """Put the plans that ran first, and those that failed after them; after all, if none ran."""
+    searched, known = search.result, search.known
+    trials, failed = in_order([one for one in search.trials if one.is_measured]), [one for one in search.trials if one.failure]
     first, last = [one.ranked for one in trials], [one.ranked for one in failed]
     tried = {ranked.candidate for ranked in (*first, *last)}
     rest = [ranked for ranked in searched.choice.ranked if ranked.candidate not in tried]

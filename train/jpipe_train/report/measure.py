@@ -71,7 +71,9 @@ class Measure:
                 return
             trace = gathered
         self._costs = jpipe.runtime.fit_costs(self._costs, trace.timeline, self._pipe.plan)
-        self.measured = jpipe.programs.extract_window(trace.timeline, trace.memory, self._pipe.plan.microbatches, *self._window)
+        self.measured = jpipe.programs.extract_window(
+            trace.timeline, trace.memory, self._pipe.plan.microbatches, *self._window, trace.transfers
+        )
 
     def close(self) -> None:
         """Drop the current trace, if there is one, because the run stops."""

@@ -87,6 +87,7 @@ def write_report(folder: Path, report: Report) -> None:
     timelines = {name: window.timeline for name, window in report.windows.items()}
     memories = {name: window.memory for name, window in report.windows.items() if any(window.memory)}
     seconds = {name: window.seconds for name, window in report.windows.items()}
+    transfers = {name: window.transfers for name, window in report.windows.items()}
     pictures: dict[str, bytes] = {}
     if any(len(loss_curve.finite(report.rows, name)[0]) for name in ("loss", "val_loss")):
         pictures["loss"] = _png(loss_curve.draw_losses(report.rows, report.unit))
@@ -95,8 +96,8 @@ def write_report(folder: Path, report: Report) -> None:
     if names := _metrics_to_draw(report):
         pictures["metrics"] = _png(loss_curve.draw_metrics(report.rows, names))
     if timelines:
-        pictures["timeline"] = _png(jpipe.draw_timeline(timelines, seconds=seconds, plan=report.plan))
-        write_atomically(folder / "trace.json", jpipe.to_perfetto(timelines))
+        pictures["timeline"] = _png(jpipe.draw_timeline(timelines, transfers, seconds=seconds, plan=report.plan))
+        write_atomically(folder / "trace.json", jpipe.to_perfetto(timelines, transfers))
     if memories:
         pictures["memory"] = _png(jpipe.draw_memory(memories, seconds=seconds, plan=report.plan))
     for name, picture in pictures.items():

@@ -1,4 +1,4 @@
-"""One process of a training job, from its command line to its exit code."""
+"""One process of a job, from its command line to its exit code."""
 
 import signal
 import sys
@@ -77,6 +77,26 @@ def generate(request: generating.Request, address: Address, connect_limit: float
 
     def work(connect: Callable[[], int]) -> int:
         return command.run(request, connect, connect_limit, wait_limit)
+
+    return _run(work, address, connect_limit, wait_limit)
+
+
+def plan(find: Callable[[Callable[[], int]], None], address: Address, connect_limit: float, wait_limit: float, *, alone: bool) -> int:
+    """Find a plan by `find`, print a line if that fails, and return the exit code.
+
+    Args:
+        find: the work; it gets what connects the processes.
+        address: the place of this process.
+        connect_limit: seconds to wait for the other processes at the start.
+        wait_limit: seconds without progress after which they give up.
+        alone: whether a single process plans, for machines that are not here.
+    """
+
+    def work(connect: Callable[[], int]) -> int:
+        if alone and (address.coordinator, address.process_id) != (None, None):
+            raise InputError("--coordinator: only with --topology local several processes plan; leave it out, and start one process")
+        find(connect)
+        return 0
 
     return _run(work, address, connect_limit, wait_limit)
 

@@ -1,0 +1,1 @@
+"""Measurements of what the runtime moves: beside a computation, and in traces."""

@@ -1,0 +1,149 @@
+"""Time a transfer and a sum beside a computation, moved by the transport of a pipeline."""
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jpipe.meshes._place import Place
+from jpipe.programs._instructions import AllReduce, Receive, Send
+from jpipe.runtime._join import join_processes
+from jpipe.runtime._lanes import arrived
+from jpipe.runtime._transport import Sent, Transport
+
+Tree = Any
+Moved = Literal["transfer", "sum"]
+
+ROUNDS = 7
+_LONGER = 3  # times as long as what is moved is the computation: threads that move it may have to share a core
+_ELEMENTS = {"cpu": 2**20}  # of float32 in a message, by platform: some milliseconds in each direction
+_OTHER_ELEMENTS = 2**23
+_MOST_CALLS = 1000
+_THERE, _TAKEN = Send(0, 0, "activation", 1), Receive(1, 0, "activation", 0)
+_BACK, _RETURNED = Send(1, 0, "gradient", 0), Receive(0, 0, "gradient", 1)
+_numbers = itertools.count()
+
+
+class OverlapTimes(NamedTuple):
+    """How long a computation takes, and what is moved beside it; medians, in seconds.
+
+    Attributes:
+        computation: alone.
+        moved: a transfer and its return, or a sum over two replicas, alone.
+        both: if it is begun right before the computation, as the runtime does.
+    """
+
+    computation: float
+    moved: float
+    both: float
+
+    @property
+    def hidden(self) -> float:
+        """The share of the shorter one that the longer one hides: 1 if both take no longer than the longer one, 0 if they add up."""
+        shorter = min(self.computation, self.moved)
+        return min(max((self.computation + self.moved - self.both) / shorter, 0.0), 1.0) if shorter > 0 else 0.0
+
+
+def time_overlap(devices: Sequence[jax.Device] | None = None) -> Mapping[Moved, OverlapTimes] | None:
+    """Time a transfer and a sum between two devices, alone and beside a computation of the first one; all processes call it.
+
+    The two devices belong to different processes if there are several. Arrays move as between the stages and replicas of a pipeline. On
+    CPUs the computation runs on one core, because devices that share cores are another matter.
+
+    Args:
+        devices: of the run; by default all.
+
+    Returns:
+        The times by what is moved; None in processes without the first device, and if there is only one device.
+    """
+    devices = jax.devices() if devices is None else list(devices)
+    first = {device.process_index: device for device in reversed(devices)}
+    pair = [first[process] for process in sorted(first)][:2] if len(first) > 1 else devices[:2]
+    if len(pair) < 2:
+        return None
+    moves = _Moves(pair)
+    if not moves.local:
+        return None
+    moving: dict[Moved, Callable[[], Tree]] = {"transfer": moves.transfer, "sum": moves.sum}
+    if 0 not in moves.local:
+        for move in moving.values():
+            for _ in range(2 * ROUNDS + 2):
+                _seconds(move)
+        return None
+    return {name: _times(move, pair[0]) for name, move in moving.items()}
+
+
+def _times(move: Callable[[], Tree], device: jax.Device) -> OverlapTimes:
+    """Time what `move` begins, alone and with a computation after it; it is called 2 × `ROUNDS` + 2 times."""
+    compute, start = _computation(device)
+
+    def work(calls: int) -> jax.Array:
+        x = start
+        for _ in range(calls):
+            x = compute(x)
+        return x
+
+    _seconds(lambda: (move(), work(2)))
+    seconds = min(_seconds(lambda: work(10)) for _ in range(2)) / 10
+    calls = min(max(round(_LONGER * _seconds(move) / max(seconds, 1e-9)), 1), _MOST_CALLS)
+    rounds = [(_seconds(lambda: work(calls)), _seconds(move), _seconds(lambda: (move(), work(calls)))) for _ in range(ROUNDS)]
+    return OverlapTimes(*(statistics.median(times) for times in zip(*rounds, strict=True)))
+
+
+def _seconds(begin: Callable[[], Tree]) -> float:
+    start = time.perf_counter()
+    jax.block_until_ready(jax.tree.map(arrived, begin()))
+    return time.perf_counter() - start
+
+
+def _computation(device: jax.Device) -> tuple[Callable[[jax.Array], jax.Array], jax.Array]:
+    """Return a compiled computation of a fraction of a millisecond, and what it begins with."""
+    if device.platform == "cpu":
+        steps = jax.jit(lambda x: jax.lax.fori_loop(0, 2000, lambda _, y: y * 0.999 + 0.001, x))
+        return steps, jax.device_put(np.ones(64, np.float32), device)
+    return jax.jit(lambda x: x @ x * 1e-3), jax.device_put(np.ones((2048, 2048), np.float32), device)
+
+
+def _same(total: jax.Array) -> jax.Array:
+    return total
+
+
+class _Moves:
+    """What a pipeline of two workers moves, one on each of two devices: as neighbouring stages, and as replicas of a stage.
+
+    Attributes:
+        local: the workers of this process.
+    """
+
+    def __init__(self, devices: Sequence[jax.Device]) -> None:
+        places = [Place((device,)) for device in devices]
+        self.local = [w for w, place in enumerate(places) if place.process_index == jax.process_index()]
+        array = jax.ShapeDtypeStruct((_ELEMENTS.get(devices[0].platform, _OTHER_ELEMENTS),), np.float32)
+        specs = [place.specs(array) for place in places]
+        self._transport = Transport(places, [(0, 1)], join_processes())
+        self._transport.compile([Sent(_THERE, 0, *specs), Sent(_BACK, 0, *specs[::-1])], [(0, specs[0])], {})
+        self._transport.connect(f"overlap {next(_numbers)}")
+        self._arrays = {w: jax.device_put(np.ones(array.shape, array.dtype), devices[w]) for w in self.local}
+        self._batches = itertools.count()
+        self._add, self._finish = jax.jit(jnp.add), None if not self.local else jax.jit(_same).lower(specs[self.local[0]]).compile()
+
+    def transfer(self) -> Tree:
+        """Begin to send an array from the first device to the second one and back, and return what comes back; nothing at the second."""
+        if 0 in self.local:
+            self._transport.send(_THERE, 0, self._arrays[0])
+        if 1 in self.local:
+            self._transport.send(_BACK, 0, arrived(self._transport.receive(_TAKEN, 0)))
+        return self._transport.receive(_RETURNED, 0) if 0 in self.local else None
+
+    def sum(self) -> Tree:
+        """Begin to sum an array over both devices, and return the sums of those of this process."""
+        batch, sums = next(self._batches), dict[int, Tree]()
+        assert self._finish is not None
+        for w in self.local:
+            sums |= self._transport.all_reduce(AllReduce(w, batch), batch, self._arrays[w], self._add, self._finish)
+        return list(sums.values())

@@ -1,0 +1,231 @@
+"""Measure when messages between ranks and sums over replicas begin and end, while a run is traced."""
+
+import contextlib
+import math
+import queue
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+
+from jpipe.ops import OPS, Leaves
+from jpipe.plan import Plan
+from jpipe.programs._instructions import AllReduce, Receive, Send, parts_of
+from jpipe.programs._transfers import Transfer, in_rows
+from jpipe.runtime._interpreter import Event
+from jpipe.runtime._lanes import PendingTransfer
+from jpipe.runtime.state import WorkerState
+
+Tree = Any
+Computation = tuple[int, str, int, int]
+"""Worker, op or U, microbatch (of an update: batch), part of the stage."""
+
+
+class _Moved(NamedTuple):
+    """What is moved: its kind, the sender and the receiver or all replicas, the microbatch or update, and the part of the stage."""
+
+    what: str
+    workers: tuple[int, ...]
+    number: int
+    part: int | None = None
+
+
+class TransferWatcher:
+    """Notes the messages and sums of the workers of this process: when they are posted, and when they have arrived.
+
+    What one lane moves arrives in order, so a thread for each waits for the arrays; a transfer from another process that has a thread of
+    its own reports its end itself.
+
+    Args:
+        plan: the plan of the run.
+        began: the time that counts as 0.
+    """
+
+    def __init__(self, plan: Plan, began: float) -> None:
+        self._plan, self._began = plan, began
+        self._posted: dict[_Moved, float] = {}
+        self._arrived: dict[_Moved, float] = {}
+        self._sizes: dict[_Moved, float] = {}
+        self._lanes: dict[tuple[int, ...], _Lane] = {}
+
+    def note(self, event: Event) -> None:
+        """Note a send, a receive or a sum that was just dispatched."""
+        i, plan = event.instruction, self._plan
+        if isinstance(i, Send) and plan.rank_of[i.worker] != plan.rank_of[i.to]:
+            self._posted[_Moved(i.message, (i.worker, i.to), i.microbatch)] = self._now()
+        elif isinstance(i, Receive) and plan.rank_of[i.worker] != plan.rank_of[i.source]:
+            moved = _Moved(i.message, (i.source, i.worker), i.microbatch)
+            self._watch(moved, _received(i, event.state, plan), 1.0)
+        elif isinstance(i, AllReduce):
+            replicas = tuple(plan.stage_workers[plan.workers[i.worker][0]])
+            moved = _Moved("sum", replicas, i.batch, i.part)
+            self._posted[moved] = self._now()
+            if (total := _summed(i, event.state)) is not None:  # once the last replica of this process has given its part
+                self._watch(moved, total, 2 * (len(replicas) - 1) / len(replicas))
+
+    def close(self) -> None:
+        """Stop when all arrays that are awaited have arrived."""
+        for lane in self._lanes.values():
+            lane.stop()
+
+    def transfers(self, starts: Mapping[Computation, float], ends: Mapping[Computation, float]) -> tuple[Transfer, ...]:
+        """Return what was noted, for `join_transfers`; what this process does not know is NaN.
+
+        A transfer begins when it is posted and what it moves is computed. Where nobody can see when it has arrived, because the run has
+        consumed its arrays before, it ends when the computation that reads it begins.
+
+        Args:
+            starts: when each computation of this process began.
+            ends: when it ended.
+        """
+        readers, found = _readers(self._plan, starts), list[Transfer]()
+        for moved in dict.fromkeys([*self._posted, *self._sizes]):
+            produced = max((ends[key] for key in _producers(moved, self._plan) if key in ends), default=0.0)
+            start = max(self._posted[moved], produced) if moved in self._posted else math.nan
+            reader = readers.get(moved)
+            used, read = (math.nan, math.inf) if reader is None else (starts[reader], ends[reader])
+            end = min(self._arrived[moved], read) if moved in self._arrived else used
+            ranks = tuple(self._plan.rank_of[w] for w in moved.workers)
+            found.append(Transfer(moved.what, ranks, moved.number, start, end, end, self._sizes.get(moved, 0.0)))
+        return tuple(found)
+
+    def _now(self) -> float:
+        return time.perf_counter() - self._began
+
+    def _watch(self, moved: _Moved, tree: Tree, times: float) -> None:
+        self._sizes[moved] = times * sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
+        if isinstance(tree, PendingTransfer):
+            tree.when_done(lambda: self._note_arrival(moved))
+        else:
+            if moved.workers not in self._lanes:
+                self._lanes[moved.workers] = _Lane(self)
+            self._lanes[moved.workers].put(moved, tree)
+
+    def _note_arrival(self, moved: _Moved) -> None:
+        self._arrived[moved] = self._now()
+
+
+class _Lane:
+    """A thread that waits for the arrays that one lane moves, in order."""
+
+    def __init__(self, watcher: TransferWatcher) -> None:
+        self._watcher = watcher
+        self._queue: queue.SimpleQueue[tuple[_Moved, Tree] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._wait, daemon=True)
+        self._thread.start()
+
+    def put(self, moved: _Moved, tree: Tree) -> None:
+        self._queue.put((moved, tree))
+
+    def stop(self) -> None:
+        self._queue.put(None)
+        self._thread.join()
+
+    def _wait(self) -> None:
+        while (item := self._queue.get()) is not None:
+            moved, tree = item
+            with contextlib.suppress(RuntimeError):  # consumed before this thread came to it; or it failed, as the run reports
+                jax.block_until_ready(tree)
+                self._watcher._note_arrival(moved)
+            del item, tree  # while this thread waits, nothing that was moved is kept alive
+
+
+def join_transfers(*processes: Iterable[Transfer]) -> tuple[Transfer, ...]:
+    """Return the transfers of a run from what each process knows of them, in order of time.
+
+    A message begins where its sender says, and ends where its receiver does; a sum begins when the last process has given its part. Those
+    of a row follow each other, as its links carry them. What no process knows the beginning or end of is left out.
+
+    Args:
+        processes: `Trace.transfers` of each process. Their clocks began together.
+    """
+    known: dict[tuple[Any, ...], list[Transfer]] = defaultdict(list)
+    for process in processes:
+        seen: dict[tuple[Any, ...], int] = defaultdict(int)
+        for part in process:
+            key = part.what, part.ranks, part.number
+            known[*key, seen[key]].append(part)
+            seen[key] += 1
+    whole = []
+    for (what, ranks, number, _), pieces in known.items():
+        start, end = _latest(piece.start for piece in pieces), _latest(piece.end for piece in pieces)
+        if not math.isnan(start + end):
+            end = max(start, end)
+            whole.append(Transfer(what, ranks, number, start, end, end, max(piece.size for piece in pieces)))
+    joined = []
+    for row in in_rows(whole).values():
+        free = 0.0
+        for transfer in row:
+            start = max(transfer.start, free)
+            free = max(transfer.end, start)
+            joined.append(transfer._replace(start=start, end=free, arrival=free))
+    return tuple(sorted(joined, key=lambda transfer: transfer.start))
+
+
+def _latest(times: Iterable[float]) -> float:
+    """Return the latest of the times that are known; NaN: none is."""
+    return max((time for time in times if not math.isnan(time)), default=math.nan)
+
+
+def _received(i: Receive, state: WorkerState, plan: Plan) -> Tree:
+    """Return what a worker has just received, which may still be on its way."""
+    if i.message == "activation":
+        return state.microbatches[i.microbatch].inputs
+    if i.message == "gradient":
+        return state.microbatches[i.microbatch].message
+    update = i.microbatch // plan.microbatches
+    if i.message == "weights":
+        return state.weights.read(update + 1)
+    pending = state.updates[update]
+    if i.message == "shared":
+        assert pending.received is not None
+        return pending.received[plan.workers[i.source][0]]
+    return pending.norm if i.message == "norm" else pending.squares
+
+
+def _summed(i: AllReduce, state: WorkerState) -> Tree:
+    """Return the sum that a worker has just begun to receive; None: other replicas of this process have still to give their parts."""
+    pending = state.updates.get(i.batch)
+    if pending is None or i.part is None:
+        return None if pending is None else pending.summed
+    return (pending.summed or {}).get(i.part)
+
+
+def _producers(moved: _Moved, plan: Plan) -> list[Computation]:
+    """Return the computations of which one leaves what is moved."""
+    s = plan.workers[moved.workers[0]][0]
+    match moved.what:
+        case "activation":
+            return that_leave("output", plan, s, moved.number)
+        case "gradient":
+            return that_leave("gradient", plan, s, moved.number)
+        case "sum":
+            end = (moved.number + 1) * plan.microbatches_per_update(s)
+            keys = [key for k in range(end - plan.replicas[s], end) for key in that_leave("accumulators", plan, s, k)]
+            return keys if moved.part is None else [(*key[:3], moved.part) for key in keys]
+    return []  # of small messages the post is the beginning
+
+
+def _readers(plan: Plan, computations: Iterable[Computation]) -> dict[_Moved, Computation]:
+    """Return for messages and sums the computation that reads them."""
+    readers: dict[_Moved, Computation] = {}
+    for key in computations:
+        w, op, k, part = key
+        s = plan.workers[w][0]
+        if op == "U":
+            for number in range(len(plan.stages[s].sum_parts)) or (None,):
+                readers.setdefault(_Moved("sum", tuple(plan.stage_workers[s]), k, number), key)
+        elif OPS[op].reads == "inputs" and not part and s > 0:
+            readers[_Moved("activation", (plan.worker(s - 1, k), w), k)] = key
+        elif OPS[op].reads == "residuals" and not part and s + 1 < plan.depth:
+            readers[_Moved("gradient", (plan.worker(s + 1, k), w), k)] = key
+    return readers
+
+
+def that_leave(what: Leaves, plan: Plan, s: int, k: int) -> list[Computation]:
+    """Return the computations that may leave something of a microbatch at a stage; of those in parts the last part."""
+    names = [name for name, op in OPS.items() if what in op.leaves]
+    return [(plan.worker(s, k), name, k, parts_of(name, plan, s, k)[-1] or 0) for name in names]

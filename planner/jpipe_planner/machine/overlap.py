@@ -1,0 +1,31 @@
+"""What overlaps computations on the devices at hand, from times of transfers and sums beside a computation."""
+
+from collections.abc import Mapping
+
+import jpipe
+from jpipe.programs import Overlap
+
+ENOUGH = 0.5  # share of the shorter one of a computation and what is moved beside it that has to be hidden
+
+
+def usual_overlap(platform: str) -> Overlap:
+    """Return what is taken to overlap where nothing is measured: on CPUs transfers and sums have threads of their own."""
+    return "transfers and sums" if platform == "cpu" else "none"
+
+
+def overlaps(computation: float, moved: float, both: float) -> bool:
+    """Return whether more than half of the shorter one is hidden, if a computation and what is moved take so long alone, and together."""
+    return jpipe.runtime.OverlapTimes(computation, moved, both).hidden > ENOUGH
+
+
+def overlap_of(times: Mapping[jpipe.runtime.Moved, jpipe.runtime.OverlapTimes]) -> Overlap:
+    """Return what overlaps by these times. Sums without transfers count as nothing."""
+    if not overlaps(*times["transfer"]):
+        return "none"
+    return "transfers and sums" if overlaps(*times["sum"]) else "transfers"
+
+
+def overlap_words(times: Mapping[jpipe.runtime.Moved, jpipe.runtime.OverlapTimes]) -> str:
+    """Describe what was measured, in one line."""
+    shares = " and ".join(f"{each.hidden:.0%} of a {name}" for name, each in times.items())
+    return f"overlap: a computation hides {shares}, measured between two devices; plans assume: {overlap_of(times)}"

@@ -1,0 +1,108 @@
+"""The transfers and sums of a trace: those that a plan has, when they begin and end, and what several processes know of them."""
+
+import math
+from collections import Counter
+from concurrent.futures import Future
+from unittest.mock import NonCallableMock
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from jpipe import Pipeline, Plan, Tracer, lower, simulate, to_perfetto
+from jpipe.processes import Processes
+from jpipe.programs import Transfer, parse_grid
+from jpipe.programs._instructions import Receive, Send
+from jpipe.runtime import Event, WorkerState, join_transfers
+from jpipe.runtime._lanes import PendingTransfer
+from jpipe.runtime.state import Latest, Microbatch
+from jpipe.runtime.timing._transfers import TransferWatcher
+from tests.jpipe import models
+
+M = 4
+STACK = models.rich_stack()
+PLANS = [
+    {"num_stages": 3, "schedule": "pipedream_2bw"},
+    {"num_stages": 3, "schedule": "gpipe", "replicas": [2, 1, 2]},
+]
+
+
+@pytest.mark.parametrize("options", PLANS)
+def test_a_trace_has_the_transfers_of_the_plan_and_they_end_before_they_are_used(options):
+    plan = Plan.even(STACK.ids, microbatches=M, **options)
+    pipe = Pipeline(STACK, plan, models.masked_squares, optax.sgd(1e-2), clip_global_norm=1.0)
+    batches = models.masked_batches(3, M)
+    state, tracer = pipe.init(jax.random.key(0), batches[0]), Tracer(plan)
+    for batch in batches:
+        state, _ = pipe.step(state, batch, observe=tracer)
+    pipe.drain(state, observe=tracer)
+    trace, predicted = tracer.finish(), simulate(lower(plan, 3, global_norm=True), pipe.costs(batches[0])).transfers
+    expected, found = (Counter(transfer[:3] for transfer in transfers) for transfers in (predicted, trace.transfers))
+    assert not found - expected, "nothing that the plan has not"
+    watched = tracer._transfers
+    assert {(moved.what, tuple(plan.rank_of[w] for w in moved.workers), moved.number) for moved in watched._posted} == set(expected)
+    ends = {(span.op, rank, span.microbatch): span.end for rank, row in enumerate(trace.timeline) for span in row}
+    for transfer in trace.transfers:
+        assert 0 <= transfer.start < transfer.end == transfer.arrival
+        assert transfer.size > 0
+        if transfer.what == "activation":
+            assert transfer.start >= ends["F", transfer.ranks[0], transfer.number]
+            assert transfer.end <= max(ends.get((op, transfer.ranks[1], transfer.number), 0.0) for op in ("F", "FB"))
+    assert parse_grid(trace.grid(transfers=True)) == parse_grid(trace.grid())
+    to_perfetto({"measured": trace.timeline}, {"measured": trace.transfers})
+
+
+class Done:
+    """A message of another process, whose future the test completes."""
+
+    def __init__(self):
+        self.future = Future()
+        self.pending = PendingTransfer(
+            self.future, "words", (1,), NonCallableMock(spec=Processes), lambda: jax.ShapeDtypeStruct((3,), np.float32)
+        )
+
+
+def test_a_message_of_another_process_ends_when_its_thread_says_so():
+    plan, message, clock = Plan.even("ab", 2, "gpipe", 1), Done(), iter((2.0, 5.0))
+    watcher = TransferWatcher(plan, 0.0)
+    watcher._now = lambda: next(clock)
+    state = WorkerState(Latest({}, 0), (), {}, None, jax.random.key(0), {0: Microbatch(inputs=message.pending)}, {}, {})
+    watcher.note(Event(Send(0, 0, "activation", 1), None, state))
+    watcher.note(Event(Receive(1, 0, "activation", 0), None, state))
+    assert [transfer[:3] for transfer in watcher.transfers({}, {})] == [("activation", (0, 1), 0)]
+    assert math.isnan(watcher.transfers({}, {})[0].end)
+    message.future.set_result(())
+    watcher.close()
+    assert watcher.transfers({}, {}) == (Transfer("activation", (0, 1), 0, 2.0, 5.0, 5.0, 12.0),)
+    late, reader = {(0, "F", 0, 0): 3.0}, (1, "FB", 0, 0)
+    assert watcher.transfers({}, late)[0].start == 3.0, "what is sent has to be computed"
+    assert watcher.transfers({reader: 3.5}, {reader: 4.0})[0].end == 4.0, "what was read has arrived"
+    watcher._arrived.clear()
+    assert watcher.transfers({reader: 3.5}, {reader: 4.0})[0].end == 3.5, "else it ends at its first use"
+
+
+def test_what_several_processes_know_is_put_together():
+    def transfer(what, ranks, number, start, end, size=8.0):
+        return Transfer(what, ranks, number, start, end, end, size)
+
+    unknown = math.nan
+    first = [
+        transfer("activation", (0, 1), 0, 1.0, unknown, 0.0),
+        transfer("activation", (0, 1), 1, 2.0, unknown, 0.0),
+        transfer("sum", (0, 1), 0, 3.0, 9.0),
+        transfer("sum", (0, 1), 0, 4.0, 10.0),
+        transfer("gradient", (1, 0), 0, unknown, 7.0),
+    ]
+    second = [
+        transfer("activation", (0, 1), 1, unknown, 6.0),
+        transfer("activation", (0, 1), 0, unknown, 5.0),
+        transfer("sum", (0, 1), 0, 8.0, 9.5),
+        transfer("sum", (0, 1), 0, 8.5, 12.0),
+    ]
+    assert join_transfers(first, second) == (
+        transfer("activation", (0, 1), 0, 1.0, 5.0),
+        transfer("activation", (0, 1), 1, 5.0, 6.0),
+        transfer("sum", (0, 1), 0, 8.0, 9.5),
+        transfer("sum", (0, 1), 0, 9.5, 12.0),
+    )
