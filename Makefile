@@ -10,6 +10,7 @@ unexport PYTHONDONTWRITEBYTECODE # without bytecode each process of the tests co
 PYTEST := python -m pytest -n $(shell $(PYTHON) -c 'import os; print(min(os.cpu_count() + 1, 4))') --dist worksteal
 
 SPHINX := $(VENV)/python -m sphinx --fresh-env --fail-on-warning --keep-going --quiet -j auto
+CHECKED := build/checked-docs
 
 # So compiled, all tests take half as long. What is about numbers runs once more in `make test-slow`, compiled like the programs of users.
 QUICKLY = env $$(.ci/compile-quickly $(VENV)/python)
@@ -66,8 +67,8 @@ check-imports: .venv/ready
 
 check-docs: .venv/ready
 	@$(VENV)/python -m docs.lengths
-	@$(MAKE) --no-print-directory docs
-	@JPIPE_SITE=build/docs $(VENV)/python -m pytest -q -k test_the_site_is_complete tests/test_site.py
+	@$(SPHINX) -t fast -b html docs $(CHECKED)
+	@JPIPE_SITE=$(CHECKED) $(VENV)/python -m pytest -q -k test_the_site_is_complete tests/test_site.py
 
 check-wheel: .venv/ready
 	@.ci/check-wheel

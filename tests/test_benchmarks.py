@@ -144,7 +144,7 @@ def test_all_programs_train_as_many_parameters(sizes):
     assert gpt.count_parameters(gpt.stack(sizes), gpt.data(sizes, 1)[0]) == sizes.parameters
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_layers_compute_what_the_plain_step_does(quickly_compiled):
     batch, stack = gpt.data(TINY, 1), gpt.stack(TINY)
     plain = gpt.PlainStep(TINY, 1, batch)

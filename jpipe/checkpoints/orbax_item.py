@@ -323,7 +323,9 @@ class _ReadArrays(ocp.type_handlers.NumpyHandler):  # type: ignore[misc] # Orbax
         self, infos: Sequence[ocp.type_handlers.ParamInfo], args: Sequence[ocp.RestoreArgs] | None = None
     ) -> Sequence[np.ndarray]:
         one = super().deserialize
-        return await _all_first_items([one([info], [arg]) for info, arg in zip(infos, args or [ocp.RestoreArgs()] * len(infos), strict=True)])
+        return await _all_first_items(
+            [one([info], [arg]) for info, arg in zip(infos, args or [ocp.RestoreArgs()] * len(infos), strict=True)]
+        )
 
 
 async def _all_first_items(requests: Sequence[Coroutine[Any, Any, Sequence[Any]]]) -> list[Any]:
@@ -396,7 +398,10 @@ def _handler(numpy_handler: ocp.type_handlers.NumpyHandler | None = None) -> ocp
         kinds = [(kind, handlers.get_type_handler(kind)) for kind in handlers.supported_types()]
         kinds = [(kind, _ReadArrays() if kind is np.ndarray else handler) for kind, handler in kinds]
     else:
-        kinds = [(np.ndarray, numpy_handler), (jax.Array, handlers.ArrayHandler())]  # the second is never used; Orbax warns where there is none
+        kinds = [
+            (np.ndarray, numpy_handler),
+            (jax.Array, handlers.ArrayHandler()),
+        ]  # the second is never used; Orbax warns where there is none
     types = handlers.create_type_handler_registry(*kinds)
     return ocp.PyTreeCheckpointHandler(multiprocessing_options=_alone(), type_handler_registry=types)
 

@@ -124,6 +124,7 @@ def test_attention_reads_unmasked_positions_only():
     np.testing.assert_allclose(module.apply({"params": params}, queries, keys, mask), expected, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_decoder_reads_the_source_but_no_padding_and_no_later_word(small):
     _, forward = small
     before = forward(batch())

@@ -149,7 +149,7 @@ def test_where_a_schedule_flushes_compensation_changes_no_bit():
     running.check_equal(compensated.params, plain.params)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_shared_parameter_has_the_arguments_of_its_first_stage():
     stack = models.tied_stack()
     plan = Plan.even(stack.ids, **PLANS["2BW"])
@@ -182,6 +182,7 @@ def test_a_run_with_soap_goes_on_from_a_checkpoint(tmp_path):
     running.check_equal(pipe.params(pipe.drain(again)), pipe.params(state))
 
 
+@pytest.mark.exhaustive
 def test_covariances_and_bases_are_counted_as_optimizer_state():
     """Of a matrix n × n these are two of each, as large as the matrix."""
     plan, batch = Plan.even(STACK.ids, **PLANS["2BW"]), models.masked_batches(1, 3)[0]

@@ -131,6 +131,7 @@ RANKS = [
 ]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.thinned(most=0, most_slow=1)
 @pytest.mark.parametrize("fields", RANKS)
 def test_measured_peak_of_ranks_and_split_backwards_is_predicted(fields):
@@ -205,7 +206,7 @@ def test_measured_peak_with_shared_parameters_is_predicted(fields, replicas):
     np.testing.assert_allclose(measured, predicted, atol=64)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_measured_peak_of_skipping_batches_is_predicted():
     """The last stage works on the next batch while it waits for the norm; its second accumulators replace the older version."""
     measured, predicted = measured_and_predicted(Plan.even(LINEAR.ids, 3, "pipedream_2bw", MICROBATCHES), LINEAR, skip_nonfinite=True)

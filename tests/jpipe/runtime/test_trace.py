@@ -96,6 +96,7 @@ def test_memory_has_the_times_of_the_timeline_where_a_rank_is_recorded_late():
         assert [sample.time for sample in samples] == pytest.approx(times, abs=1e-12)
 
 
+@pytest.mark.slow
 def test_tracing_changes_no_numbers():
     _, pipe, _, _, state = traced("pipedream_2bw", 4)
     traced_state = pipe.init(jax.random.key(0), models.masked_batches(4, M)[0])

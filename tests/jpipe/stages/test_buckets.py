@@ -54,6 +54,7 @@ def test_replicas_equal_one_gradient_of_the_whole_model():
     check_close(train(pipe, batches, state), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["pipedream", "pipedream_2bw"])
 def test_an_evaluation_has_another_shape_than_batches_in_flight(schedule):
     pipe, batches = pipeline(Plan.even(STACK.ids, 3, schedule, 3)), models.sequences(COUNT, 3)

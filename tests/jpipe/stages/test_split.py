@@ -261,6 +261,7 @@ def _products(jaxpr) -> int:
     return count
 
 
+@pytest.mark.slow
 @pytest.mark.thinned(most=1)
 @pytest.mark.parametrize(
     ("kind", "recompute"),

@@ -52,6 +52,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.oldest
 @pytest.mark.thinned(most=1)
 @pytest.mark.usefixtures("float64")
@@ -74,6 +75,7 @@ BIT_FOR_BIT = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.thinned(most=2)
 @pytest.mark.parametrize("case", BIT_FOR_BIT)
 def test_equals_the_sequential_reference_bit_for_bit(case):
@@ -84,6 +86,7 @@ def test_equals_the_sequential_reference_bit_for_bit(case):
     running.check_against_reference(STACK, Plan.even(STACK.ids, 2, **fields), {2}, batches, clip_stage_norm=NORM, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize(
     "more",
@@ -111,6 +114,7 @@ def freeze(layer: str) -> optax.GradientTransformation:
     return optax.partition({"trained": models.momentum(), "frozen": optax.set_to_zero()}, labels)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("float64")
 def test_frozen_parameters_do_not_count():
     """The gradient of the trained layer of a stage is clipped as if it were alone in it."""

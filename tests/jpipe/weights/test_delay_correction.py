@@ -122,6 +122,7 @@ def check(pipe, batches, drained=()):
     return state, y
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("float64")
 @pytest.mark.thinned(most=1)
 @pytest.mark.parametrize("name", [name for name in PLANS if name not in ("2-1, paper", "2-1")])
@@ -131,7 +132,7 @@ def test_it_is_the_rule_applied_to_the_whole_model(name):
     check(pipeline(plan), batches, DRAINED)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("float64")
 def test_replicas_make_the_same_correction():
     plan = plan_of("2-1", models.plain_stack())
@@ -140,6 +141,7 @@ def test_replicas_make_the_same_correction():
     running.check_equal(*[models.on_first_device(worker.optimizer) for worker in state.workers[:2]])
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("stack", [STACK, pytest.param(models.tied_stack(), marks=pytest.mark.exhaustive)], ids=["untied", "tied"])
 def test_gradients_are_clipped_before_the_correction(stack):
@@ -217,6 +219,7 @@ def test_a_batch_that_is_skipped_changes_no_buffer():
     running.check_equal(on_host([(worker.weights.read(4), worker.optimizer) for worker in state.workers]), before)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("float64")
 def test_the_average_of_the_weights_is_of_those_without_prediction():
     plan = plan_of("pipedream")
@@ -229,6 +232,7 @@ def test_the_average_of_the_weights_is_of_those_without_prediction():
     running.check_close(models.on_first_device(pipe.params(state, weights="ema")), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("float64")
 def test_an_evaluation_in_flight_reads_the_weights_without_prediction():
     plan = plan_of("pipedream", models.plain_stack())
@@ -284,6 +288,7 @@ def plan_cut(name, sizes=None):
     return models.cut(STACK.ids, sizes, schedule=PLANS[name]["schedule"], microbatches=PLANS[name]["microbatches"])
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("float64")
 @pytest.mark.thinned(most=1)
 @pytest.mark.parametrize("ema", [None, 0.75])
@@ -309,6 +314,7 @@ def test_a_run_goes_on_under_another_plan_or_with_another_correction(switch, ema
         running.check_close(on_host(later.params(state, weights="ema")), on_host(average))
 
 
+@pytest.mark.slow
 @pytest.mark.thinned(most=1)
 @pytest.mark.parametrize("precision", [Precision(params="bfloat16"), Precision()], ids=["masters", "float32"])
 @pytest.mark.parametrize("name", ["2BW", "pipedream"])
@@ -321,7 +327,7 @@ def test_a_run_from_a_snapshot_is_the_run_that_went_on_bit_for_bit(name, precisi
     running.check_equal([worker.optimizer for worker in again.workers], [worker.optimizer for worker in state.workers])
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_masters_and_versions_lose_the_prediction_where_it_is_turned_off_or_begun_anew():
     plan = plan_of("2BW")
     precision = Precision(params="bfloat16")
@@ -475,7 +481,7 @@ def test_a_correction_that_is_none_is_refused(value):
         checked_delay_factor(value)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_correction_that_goes_too_far_or_does_nothing_is_logged(caplog):
     stack, batch = models.plain_stack(2), models.masked_batches(1, 2)[0]
     late, flushed = (Plan.even(stack.ids, 2, schedule, 2) for schedule in ("pipedream_2bw", "pipedream_flush"))

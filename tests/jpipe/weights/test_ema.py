@@ -46,6 +46,7 @@ def loss_of(params, batch):
     return total / weight
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("float64")
 @pytest.mark.thinned(most=1)
 @pytest.mark.parametrize("name", PLANS)

@@ -58,6 +58,7 @@ OPTIMIZERS = {  # each made once, so that what is traced with it is traced once
 }
 
 
+@pytest.mark.slow
 @pytest.mark.thinned(most=1)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("variant", models.VARIANTS)

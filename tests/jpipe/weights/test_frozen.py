@@ -76,6 +76,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.oldest
 @pytest.mark.thinned(most=1)
 @pytest.mark.usefixtures("float64")
@@ -123,6 +124,7 @@ BIT_FOR_BIT = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.thinned(most=1)
 @pytest.mark.parametrize("case", BIT_FOR_BIT)
 def test_equals_the_sequential_reference_bit_for_bit(case):
@@ -137,6 +139,7 @@ INTEGERS = {
 }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.thinned(most=0, most_slow=1)
 @pytest.mark.parametrize("case", INTEGERS)
 def test_frozen_parameters_may_be_integers(case):
@@ -310,6 +313,7 @@ def restored(pipe, batches, layers, at, **options):
 WORDS = ["track", "noise/w"]
 
 
+@pytest.mark.slow
 @pytest.mark.thinned(most=1)
 @pytest.mark.parametrize("precision", [Precision(), Precision(params="bfloat16")], ids=["float32", "masters"])
 @pytest.mark.parametrize("schedule", ["pipedream_2bw", "pipedream"])
@@ -337,6 +341,7 @@ def test_a_restored_run_has_equal_results(schedule, precision):
     running.check_equal(restored(pipe, batches, older, 3), expected)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.thinned(most=1)
 @pytest.mark.parametrize("precision", [Precision(params="bfloat16"), Precision()], ids=["masters", "float32"])
 def test_frozen_layers_are_trained_later_by_another_optimizer(precision):

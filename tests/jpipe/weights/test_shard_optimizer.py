@@ -70,6 +70,7 @@ CASES = {
 OPTIONS = ("clip_global_norm", "skip_nonfinite", "precision")
 
 
+@pytest.mark.slow
 @pytest.mark.thinned(most=1)
 @pytest.mark.parametrize("case", CASES)
 def test_the_numbers_equal_those_without_sharding(case):
@@ -120,7 +121,7 @@ def test_each_replica_holds_and_updates_its_share_and_copies_are_its_own():
     assert [sum(cost.updated) for cost in costs] == [cost.weights for cost in costs]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_run_resumes_with_a_sharded_optimizer_and_without():
     """Restore in all directions, with other replicas and cuts, and with the masters that some replica has."""
     options = {"precision": Precision(params="bfloat16"), "optimizer": optax.adam(1e-2)}
@@ -195,7 +196,7 @@ def test_steps_do_what_one_long_run_does(fields):
             assert of_parts == of_whole
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_checkpoint_on_disk_has_each_layers_optimizer_state(tmp_path):
     pipe = pipeline(plan_of(), precision=Precision(params="bfloat16"))
     batches = batches_for(pipe.plan, count=2)

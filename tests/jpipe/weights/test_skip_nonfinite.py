@@ -27,6 +27,7 @@ def batches_of(plan: Plan, bad=BAD):
     return batches
 
 
+@pytest.mark.slow
 @pytest.mark.thinned(most=1)
 @pytest.mark.parametrize(
     ("replicas", "fields"),

@@ -33,6 +33,7 @@ def state_of(state):
     return [worker.layer_state for worker in state.workers]
 
 
+@pytest.mark.slow
 @pytest.mark.thinned(most=1)
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("fields", [{"schedule": "pipedream_2bw", "split_backward": "early"}, {"schedule": "gpipe"}, {"schedule": "zb_h1"}])

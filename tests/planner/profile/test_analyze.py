@@ -61,6 +61,7 @@ MODELS = {
 }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.thinned(most=1)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("policy", ["none", "full", "dots_with_no_batch_dims_saveable"])
@@ -162,7 +163,7 @@ class Recurrent(nn.Module):
         return x + nn.RNN(nn.LSTMCell(x.shape[-1]))(x[:, : self.positions]).sum(1, keepdims=True)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_every_turn_of_a_loop_counts():
     stack = jpipe.LayerStack({"in": linear(32, 32), "one": Recurrent(1), "fifty": Recurrent(50), "out": linear(32, 32)})
     profile = analyze(stack, floats(50, 32), squares, optax.sgd(0.1), [4], DEVICE, policies=["none"])
@@ -172,7 +173,7 @@ def test_every_turn_of_a_loop_counts():
     assert (often.backward - once.backward) * 5e8 == pytest.approx(49 * 2 * product, rel=0.3)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_equal_layers_are_profiled_once_and_nothing_is_allocated():
     width = 100_000  # 40 GB of weights a layer
     stack = jpipe.LayerStack(

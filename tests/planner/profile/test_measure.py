@@ -173,7 +173,7 @@ def test_the_average_of_the_weights_counts_as_optimizer_state():
     assert averaged.optimizer == plain.optimizer + plain.weights
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_prediction_of_late_gradients_counts_where_they_are_late():
     ids = ("in", "a", "b", "out")
     stack = jpipe.LayerStack({name: linear(4, 4) for name in ids})

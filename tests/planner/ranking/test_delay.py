@@ -27,7 +27,7 @@ def pipelines(batch: int, **options):
     return [one for one in candidates if one.depth == DEVICES and not one.extra_in_flight]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_candidate_has_the_delay_of_its_plan():
     profile, topology = equal_layers(10**6), Topology.flat(DEVICES, 1e2)
     candidates = find_candidates(profile, topology, 8)

@@ -20,7 +20,7 @@ from tests.planner.search.test_parallel import gpt, levels
 FAST = levels((4, 1e9, 0.0))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_every_schedule_is_searched_in_one_way_or_the_other():
     assert {*planned_schedules(), *variant_schedules()} == set(jpipe.schedules.SCHEDULES)
     variants = find_variants(gpt(14), FAST, 8, all_devices=True).simulated

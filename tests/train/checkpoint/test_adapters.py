@@ -76,6 +76,7 @@ def test_the_base_is_as_it_was_in_the_folder(kind, runs):
     assert all(array.any() for array in trained.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [pytest.param("float32", marks=pytest.mark.exhaustive), "nf4"])
 def test_merged_weights_compute_what_adapters_compute(kind, runs, tmp_path):
     result, tokens = runs[kind], folders.computed("llama")["tokens"]
@@ -90,7 +91,7 @@ def test_merged_weights_compute_what_adapters_compute(kind, runs, tmp_path):
         np.testing.assert_allclose(origin.layer(layer_id, specs)["qkv"]["kernel"], arrays[f"{layer_id}/qkv/kernel"], rtol=1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "overrides",
     [

@@ -287,7 +287,7 @@ def test_layer_state_has_its_own_name_and_that_of_other_replicas_is_omitted():
 
 
 @pytest.mark.usefixtures("no_report")
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_average_of_the_weights_is_evaluated_and_exported(home, tmp_path, capsys):
     """With a decay of 0 the average equals the weights."""
     sections = {"train": {"steps": 6, "eval_every": 2, "batch_size": 4, "eval_batches": 1, "trace_batches": 0}, "checkpoint": {"every": 3}}

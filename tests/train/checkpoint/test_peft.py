@@ -269,7 +269,7 @@ def test_adapters_of_peft_compute_and_learn_the_same(name, theirs, tmp_path):
         near(load_file(tmp_path / "merged" / "results.safetensors")["logits"], golden["logits"], "logits of the merged folder")
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("name", "kind", "overrides"),
     [

@@ -149,7 +149,7 @@ def files_of(folder):
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and "tensorboard" not in path.parts}
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_another_model_is_refused_by_its_first_difference(saved):
     folder = loop.main(changed(saved, train={"steps": 4}, model={"depth": 2})).folder
     newest = folder / "checkpoints" / "4"

@@ -78,6 +78,7 @@ def wide_stack(config: ModelConfig) -> jpipe.LayerStack:
     return jpipe.LayerStack({name: wide(constructor) for name, constructor in made.items()})
 
 
+@pytest.mark.exhaustive
 @pytest.mark.thinned(most=0)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("head", HEADS)
@@ -113,6 +114,7 @@ def test_the_loss_is_the_mean_over_examples():
     np.testing.assert_allclose(model.loss(LossConfig(), "regression")(jnp.asarray([1.0, -1.0]), jnp.asarray([0.5, 1.0])), (4.25, 2))
 
 
+@pytest.mark.slow
 @pytest.mark.thinned(most_slow=0, most=1)
 @pytest.mark.parametrize("head", HEADS)
 def test_the_router_loss_is_added_for_each_example(head):

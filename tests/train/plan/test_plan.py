@@ -104,7 +104,7 @@ def sharded_profile(heads: int = 2) -> Profile:
     return Profile(**profile().model_dump(exclude={"layers"}), layers=[{**one.model_dump(), "tensor": tensor} for one in profile().layers])
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_plan_on_a_mesh_is_printed_compiled_and_written(files, capsys):
     Path("profile.json").write_text(sharded_profile().to_json())
     out = planned(capsys, "tiny.yaml", *BOTH, "--mesh=model=2", "--schedules=pipedream_flush", "--out=plan.json", "--explain")
@@ -184,7 +184,7 @@ def test_on_a_narrow_terminal_the_table_continues_below():
     assert lines == ["rank  word  number", "1     a         22", "10    b          3", "rank  last words", "1     one", "10    the others"]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_written_plan_trains_and_is_compared_with_its_prediction(files, capsys):
     planned(capsys, "tiny.yaml", "--profile=profile.json", "--topology=two.yaml", "--out=plan.json", "--schedules=pipedream_2bw")
     assert cli.main(["train", "tiny.yaml", "--plan=plan.json", *MEASURED]) == 0

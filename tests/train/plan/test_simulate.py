@@ -120,6 +120,7 @@ def test_every_stage_of_a_rank_has_its_row(simulated, plan_file):
     assert [line.split()[:2] for line in lines[first + 1 : first + 5]] == [["0", "0"], ["2", "layer_5"], ["1", "1"], ["3", "layer_7"]]
 
 
+@pytest.mark.slow
 def test_meshes_are_printed_with_their_devices_and_the_memory_of_each(simulated, config):
     keys = [word for key in ("plan.mesh={data: 2, model: 2}", "plan.replicas=[2, 1]", "plan.schedule=gpipe") for word in ("--set", key)]
     printed = simulated(config, *keys)

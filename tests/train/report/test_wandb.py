@@ -68,6 +68,7 @@ def read_runs(folder: Path) -> list[dict]:
     return runs
 
 
+@pytest.mark.slow
 def test_a_run_leaves_its_rows_and_its_config(tiny, capsys):
     config = changed(tiny | {"log": ["wandb"]}, train={"steps": 3})
     folder = loop.main(config).folder

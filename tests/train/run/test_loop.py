@@ -138,7 +138,7 @@ def test_a_run_of_one_step_prints_both_validation_losses(tiny):
     assert row["val_loss"] == summary.val_loss_after < summary.val_loss_before
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_norms_of_the_delay_are_in_some_rows_and_in_the_report(tiny, monkeypatch):
     monkeypatch.setattr(training, "_MOST_NORMS", 3)
     with_correction = changed(tiny, train={"steps": 8}, optimizer={"delay_correction": "predict"})
@@ -315,6 +315,7 @@ def test_a_device_that_fails_is_reported(tiny, monkeypatch):
         loop.main(changed(tiny))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("no_report")
 @pytest.mark.thinned(most=1)
 @pytest.mark.parametrize("schedule", ["pipedream_2bw", "gpipe"])
@@ -336,7 +337,7 @@ def test_clipping_of_each_stage_logs_its_norms(tiny):
 
 
 @pytest.mark.usefixtures("no_report")
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_skipped_batch_is_logged(tiny, monkeypatch, capsys):
     step = jpipe.Pipeline.step
 
