@@ -6,8 +6,8 @@ endif
 PYTEST_ARGS ?=
 VENV := .venv/bin
 unexport PYTHONDONTWRITEBYTECODE # without bytecode each process of the tests compiles all modules again, and rewrites all assertions
-# Some tests wait, so one process more than there are cores is faster; more than four need too much memory.
-PYTEST := python -m pytest -n $(shell $(PYTHON) -c 'import os; print(min(os.cpu_count() + 1, 4))') --dist worksteal
+# Each process imports all tests, for half a minute; more than four need too much memory.
+PYTEST := python -m pytest -n $(shell $(PYTHON) -c 'import os; print(min(os.cpu_count(), 4))') --dist worksteal
 
 SPHINX := $(VENV)/python -m sphinx --fresh-env --fail-on-warning --keep-going --quiet -j auto
 CHECKED := build/checked-docs
@@ -22,7 +22,8 @@ define on_oldest
 if [ "$$($(VENV)/python -c 'import sys; print(sys.version_info[:2])')" = "(3, 11)" ]; then \
 	echo "Python 3.11 is that of .venv already: the tests on the oldest Python and JAX are skipped."; \
 elif [ -z "$$(.ci/find-python 3.11)" ]; then echo "No Python 3.11 found: the tests on the oldest Python and JAX are skipped."; \
-else $(MAKE) --no-print-directory .venv-oldest/ready && .venv-oldest/bin/$(PYTEST) -m "$(1)" $(PYTEST_ARGS); fi
+else $(MAKE) --no-print-directory .venv-oldest/ready && \
+	env $$(.ci/compile-quickly .venv-oldest/bin/python) .venv-oldest/bin/$(PYTEST) -m "$(1)" $(PYTEST_ARGS); fi
 endef
 
 .DEFAULT_GOAL := help

@@ -165,6 +165,7 @@ def test_the_flops_of_a_sequence():
     assert TINY.sequence_flops == 8 * (6 * (12 * 2 * 16**2 + 16 * 256) + 12 * 2 * 8 * 16)
 
 
+@pytest.mark.slow
 def test_chunks_of_logits_need_less_memory():
     whole, parts = (cross_entropy.temporary((2, 64), 8, 500, "float32", chunk) for chunk in (None, 16))
     assert parts < whole / 2

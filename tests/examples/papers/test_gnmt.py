@@ -43,6 +43,7 @@ def test_its_layers_are_as_large_as_in_the_published_profile():
     assert counts == expected
 
 
+@pytest.mark.exhaustive
 def test_gnmt_16_has_eight_more_lstms():
     small, large = (specs(depth=depth) for depth in (8, 16))
     more = [name for name in large if name not in small]

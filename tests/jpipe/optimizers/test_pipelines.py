@@ -102,6 +102,7 @@ def check(pipe, batches):
     running.check_close(models.on_first_device(trained.params), expected[1], 1e-11)
 
 
+@pytest.mark.slow
 @pytest.mark.thinned(most=1)
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -142,7 +143,7 @@ def test_replicas_share_the_state_of_soap():
     running.check_close(models.on_first_device(results[1].params), models.on_first_device(results[0].params))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_where_a_schedule_flushes_compensation_changes_no_bit():
     plan, batches = Plan.even(STACK.ids, **PLANS["flush"]), models.masked_batches(4, 3)
     plain, compensated = (running.train(pipeline(plan, rule), batches) for rule in (optax.adamw(0.05), compensated_adamw(0.05)))

@@ -93,6 +93,7 @@ def peaks_of(pipe, batch, devices) -> tuple[list[int], list[int]]:
     return [after - base for after, base in zip(peak, before, strict=True)], list(predicted)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.thinned(most=0, most_slow=1)
 @pytest.mark.parametrize("recompute", ["none", "full", "dots_saveable"])
 @pytest.mark.parametrize("variant", sorted(VARIANTS))

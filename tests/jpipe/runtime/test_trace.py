@@ -167,6 +167,7 @@ def test_stages_that_share_a_device_take_turns():
     assert all(before[0] <= after[1] for before, after in itertools.pairwise(spans))
 
 
+@pytest.mark.exhaustive
 def test_an_update_that_clips_waits_for_the_first_stage():
     _, _, _, trace, _ = traced("gpipe", 3, clip=1.0)
     for batch in range(3):
@@ -174,6 +175,7 @@ def test_an_update_that_clips_waits_for_the_first_stage():
         assert all([span for span in spans if span.updates][batch].update_start >= norm for spans in trace.timeline)
 
 
+@pytest.mark.slow
 def test_finish_reports_a_computation_that_fails():
     plan, _, _, _, state = traced("gpipe", 1)
     tracer, failed = Tracer(plan), jnp.zeros(())

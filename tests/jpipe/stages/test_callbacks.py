@@ -203,6 +203,7 @@ def test_callbacks_of_a_backward_run_once_with_its_gradients(schedule):
     np.testing.assert_allclose(calls["gradient"], sorted(values), rtol=1e-4)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.thinned(most=1)
 @pytest.mark.parametrize("recompute", ["full", "dots_saveable"])
 def test_recomputation_repeats_callbacks_with_one_warning(recompute, caplog):

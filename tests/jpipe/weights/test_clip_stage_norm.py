@@ -21,6 +21,7 @@ def batches_for(plan: Plan, count: int = 5, **options) -> list:
     return models.masked_batches(count, plan.microbatches, dtype=np.float64, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("float64")
 def test_a_stage_is_scaled_down_to_the_norm_if_its_own_is_larger():
     plan = Plan.even(STACK.ids, 4, "gpipe", 3)
@@ -124,6 +125,7 @@ def test_frozen_parameters_do_not_count():
     running.check_close(actual, models.on_first_device(expected))
 
 
+@pytest.mark.exhaustive
 def test_a_state_goes_on_under_another_norm():
     """The norm is no part of a state, and nor is whether there is one."""
     plan, batches = Plan.even(STACK.ids, 2, "pipedream", 2), models.masked_batches(2, 2)

@@ -204,6 +204,7 @@ def test_a_buffer_for_each_parameter_of_each_stage_with_a_delay():
     assert more == [*(cost.trained for cost in none[:3]), 0]  # the gradients of the last stage are never late
 
 
+@pytest.mark.slow
 def test_a_batch_that_is_skipped_changes_no_buffer():
     plan = plan_of("2BW")
     pipe = pipeline(plan, skip_nonfinite=True)
@@ -383,6 +384,7 @@ def test_frozen_layers_have_no_buffer():
     assert not jax.tree.leaves(pipe.drain(state).workers[2].optimizer)
 
 
+@pytest.mark.slow
 def test_replicas_that_share_the_optimizer_state_are_of_schedules_without_a_delay():
     plan = Plan.even(STACK.ids, 2, "pipedream_flush", 2, replicas=2, shard_optimizer=True)
     batches = models.masked_batches(2, 2)
@@ -519,6 +521,7 @@ def test_nesterovs_momentum_is_recognized(name):
     assert has_nesterov(optimizer) is expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("factor", [pytest.param(None, marks=pytest.mark.exhaustive), FACTOR])
 def test_norms_of_the_correction_and_of_the_distance_between_versions(factor):
     pipe = pipeline(plan_of("pipedream"), correction=factor)

@@ -92,6 +92,7 @@ def test_microbatches_and_batches_of_weight_zero_teach_nothing(variant):
     assert np.isfinite(result.losses).all()
 
 
+@pytest.mark.slow
 def test_a_batch_divides_by_its_total_weight():
     """A microbatch of weight 6 and one of weight 2 give the gradient of their eight rows together."""
     stack = models.plain_stack()

@@ -255,6 +255,7 @@ def test_a_frozen_layer_may_have_no_backward():
         behind.check(batches[0])
 
 
+@pytest.mark.exhaustive
 @pytest.mark.thinned(most=1)
 @pytest.mark.parametrize("precision", [Precision(params="bfloat16"), Precision()], ids=["masters", "float32"])
 def test_the_average_of_a_frozen_parameter_is_the_parameter(precision):
@@ -276,6 +277,7 @@ def tied_everywhere():
     return LayerStack({"a": models.dense(), "b": models.dense(), "c": models.dense()}, ties=[Tie(("a", "w"), ("c", "w"))])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "groups"), [(["a/w"], 0), pytest.param(["a/b", "b", "c"], 1, marks=pytest.mark.slow)], ids=["frozen", "trained"]
 )

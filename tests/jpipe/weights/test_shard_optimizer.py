@@ -99,6 +99,7 @@ def test_a_skipped_batch_changes_nothing():
     check_bits([(worker.weights.read(2), worker.optimizer) for worker in state.workers], before)
 
 
+@pytest.mark.slow
 def test_each_replica_holds_and_updates_its_share_and_copies_are_its_own():
     pipe = pipeline(plan_of(), optimizer=optax.adam(1e-2), devices=[jax.devices()[0]] * 4)
     batches = batches_for(pipe.plan)
@@ -173,6 +174,7 @@ def test_a_run_without_a_flush_resumes_with_a_sharded_optimizer_and_without(savi
     check_bits(resuming.params(resuming.drain(state)), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fields", [{}, {"num_stages": 1}, {"replicas": (2, 1)}, {"schedule": "pipedream", "replicas": (4, 2), "microbatches": 8}]
 )

@@ -47,6 +47,7 @@ def test_equals_the_sequential_reference_bit_for_bit(replicas, fields, clip):
     check_against_reference(STACK, plan, {3}, batches_of(plan), clip_global_norm=clip, skip_nonfinite=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", [pytest.param("pipedream_flush", marks=pytest.mark.slow), "pipedream_2bw"])
 def test_a_bad_batch_leaves_weights_and_optimizer_as_they_are_at_all_stages(schedule):
     plan = Plan.even(STACK.ids, 3, schedule, 3)

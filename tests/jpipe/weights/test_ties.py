@@ -215,7 +215,7 @@ def test_masters_of_a_shared_parameter(replicas):
     check_equal(*(jax.tree.map(np.asarray, pipe.params(end)) for end in (pipe.drain(restored), state)))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_initial_parameters_of_a_tie_are_those_of_the_first_place():
     pipe, data = pipeline((1, 1), {"schedule": "gpipe"}), batches()
     params = jax.tree.map(lambda leaf: np.full(leaf.shape, 0.5), pipe.params(pipe.init(jax.random.key(0), data[0])))

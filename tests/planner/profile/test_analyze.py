@@ -137,6 +137,7 @@ def some_cuts(ids, policy):
         yield [{"layers": run, "recompute": policy} for run in runs]
 
 
+@pytest.mark.slow
 def test_times_of_a_dense_layer_by_hand():
     stack = jpipe.LayerStack({"in": linear(64, 128), "mid": linear(128, 128), "out": linear(128, 64)})
     profile = analyze(stack, floats(64), squares, optax.adam(1e-3), [512, 8], DEVICE, policies=["none"])

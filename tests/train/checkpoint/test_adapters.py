@@ -61,6 +61,7 @@ def logits(config: Config, arrays: dict[str, np.ndarray], tokens: np.ndarray, tu
     return np.asarray(applied(stack, stack.ties.split(params), tokens))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["float32", "nf4"])
 def test_the_base_is_as_it_was_in_the_folder(kind, runs):
     actual, (_, original) = runs[kind].arrays, folders.read(folders.GOLDEN / "llama")

@@ -111,6 +111,7 @@ def test_parameters_without_masters_are_exported_without_prediction():
     assert without_prediction(kept) is kept
 
 
+@pytest.mark.slow
 def test_an_export_has_the_newest_parameters_by_name(home, tmp_path, capsys):
     check_equal(load_file(home.file), newest(home.run, STEPS))
     assert {"embed/token/embedding", "block_0/qkv/kernel", "head/logits/kernel"} <= load_file(home.file).keys()

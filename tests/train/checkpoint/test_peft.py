@@ -37,6 +37,7 @@ def ours(tmp_path_factory) -> tuple[Path, Config, dict[str, np.ndarray]]:
     return folder, config, arrays
 
 
+@pytest.mark.exhaustive
 @pytest.mark.thinned(most=1)
 @pytest.mark.parametrize(
     ("name", "overrides"),

@@ -91,7 +91,7 @@ def test_a_run_that_was_stopped_resumes_with_equal_results(plan, saved, tmp_path
     assert checkpoint_files.steps(parts.folder) == [4, 6, 7]  # the last three
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_another_plan_resumes_with_the_same_weights(saved, monkeypatch, capsys):
     summary = run_in_two(saved, monkeypatch, 5, plan={"schedule": "gpipe", "num_stages": 3}, train={"steps": 8})
     assert [row["step"] for row in rows_of(summary.folder)] == list(range(8))
@@ -108,6 +108,7 @@ def test_a_run_resumes_on_another_mesh(saved, tmp_path, monkeypatch, capsys):
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_reported_and_the_previous_one_used(saved, monkeypatch, capsys):
     with monkeypatch.context() as patched:
         stop_before(patched, 6)

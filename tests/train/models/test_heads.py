@@ -40,6 +40,7 @@ def batch(head: str, kind: str, examples: int = 4, dtype: type = np.float32):
     return {name: array.astype(np.int32) for name, array in inputs.items()}, labels
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_scores_are_those_of_the_first_position_or_of_the_last_before_the_padding(kind):
     """Each row alone, cut to its length, has the same ones; and so has each choice of an example. Rows of padding have finite ones."""

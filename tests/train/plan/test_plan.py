@@ -62,6 +62,7 @@ def planned(capsys, *arguments: str) -> str:
     return printed.out
 
 
+@pytest.mark.slow
 def test_the_best_plan_is_printed_written_and_drawn(files, capsys):
     out = planned(capsys, "tiny.yaml", "--profile=profile.json", "--topology=two.yaml", "--out=plan.json", "--png=p.png", "--explain")
     head = next(line for line in out.splitlines() if line.startswith("rank"))
@@ -359,7 +360,7 @@ def test_the_printed_command_has_all_options_of_the_plan(files, capsys):
     assert "train with it: jpipe train tiny.yaml --plan plan.json --set optimizer.learning_rate=0.02 --set train.batch_size=8\n" in out
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_plans_of_one_stage_need_no_vertical_sync(files, capsys):
     arguments = "tiny.yaml", *BOTH, "--set", "optimizer.clip_global_norm=1.0", "--schedules=pipedream", "--out=plan.json"
     planned(capsys, *arguments)

@@ -181,12 +181,14 @@ def test_an_uncompiled_plan_shows_no_peak_memory(simulated, config):
     )
 
 
+@pytest.mark.exhaustive
 def test_a_mesh_that_no_device_here_can_be_compiled_for_leaves_the_temporaries_unknown(simulated, config):
     printed = simulated(config, "--set", "plan.mesh={data: 32}", "--set", "train.batch_size=64")
     assert table(printed)["held, each device"]
     assert "and so the peak memory, need 32 devices to compile for" in printed
 
 
+@pytest.mark.slow
 def test_overrides_reach_the_config(simulated, config):
     assert simulated(config, "--set", "plan.schedule=gpipe", "--set", "plan.microbatches=4").startswith("gpipe: 2 stages, 4 microbatches")
 

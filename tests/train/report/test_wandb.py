@@ -221,6 +221,7 @@ def test_a_missing_library_is_reported_before_the_run_starts(tiny, monkeypatch):
     logs.check(changed(tiny))
 
 
+@pytest.mark.slow
 def test_no_log_but_the_file_of_rows(tiny):
     folder = loop.main(changed(tiny | {"log": []}, train={"steps": 1})).folder
     assert not {"tensorboard", "wandb"} & {path.name for path in folder.iterdir()}
