@@ -296,6 +296,7 @@ def test_planning_allocates_nothing():
     assert len(jax.live_arrays()) == before
 
 
+@pytest.mark.slow
 def test_layers_of_one_constructor_are_traced_once():
     calls = {"built": 0, "forward": 0}
 

@@ -143,6 +143,7 @@ def test_state_is_precise_for_parameters_of_lower_precision():
         )
 
 
+@pytest.mark.slow
 def test_works_layer_by_layer():
     specs = {layer: {"kernel": jax.ShapeDtypeStruct((4, 3), np.float32), "bias": jax.ShapeDtypeStruct((3,), np.float32)} for layer in "abc"}
     find_layerwise(soap(precondition_frequency=2), {**specs, "act": {}})

@@ -87,6 +87,7 @@ def test_a_run_resumes_from_a_checkpoint_in_the_middle(tmp_path):
     check_equal(other.params(other.drain(restored)), pipe.params(state))
 
 
+@pytest.mark.slow
 def test_only_functions_that_depend_on_the_shape_are_compiled_for_each_shape():
     pipe, batches = pipeline(Plan.even(STACK.ids, 2, "pipedream_2bw", 2)), models.sequences(COUNT, 2)
     started(pipe, batches)

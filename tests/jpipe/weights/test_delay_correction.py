@@ -188,6 +188,7 @@ def test_a_factor_of_zero_changes_no_bit(name, optimizer):
         assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
 
 
+@pytest.mark.slow
 def test_a_schedule_that_flushes_has_no_correction_and_no_buffer():
     plan = plan_of("flush")
     batches = models.masked_batches(3, plan.microbatches)

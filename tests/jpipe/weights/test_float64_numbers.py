@@ -67,6 +67,7 @@ def test_optimizers_by_layer_equal_optax_on_the_whole_tree(variant, optimizer):
     check_against_one_function(plan, optimizer=OPTIMIZERS[optimizer]())
 
 
+@pytest.mark.slow
 def test_the_decay_mask_decays_what_it_names_only():
     plan = Plan.even(STACK.ids, 2, "gpipe", 2)
     batch, labels = models.masked_batches(1, 2, dtype=np.float64)[0]

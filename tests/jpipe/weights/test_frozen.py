@@ -236,6 +236,7 @@ def test_a_backward_of_frozen_layers_computes_only_the_gradient_of_its_input():
     assert products(functions[2]) == 1  # of its input: its weights are frozen
 
 
+@pytest.mark.slow
 def test_a_frozen_layer_may_have_no_backward():
     """No backward is computed before the first trained layer, so an operation without a derivative is allowed there."""
 

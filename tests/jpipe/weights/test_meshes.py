@@ -174,6 +174,7 @@ def alive(device: jax.Device) -> int:
     return sum(shard_bytes(a) for a in arrays if not jnp.issubdtype(a.dtype, jax.dtypes.prng_key) and a.dtype != bool)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["pipedream_flush", pytest.param("pipedream_2bw", marks=pytest.mark.slow)])
 def test_a_run_resumes_under_another_mesh(schedule):
     before = even(schedule=schedule, microbatches=2, mesh={"data": 2, "model": 2}, fsdp=True)

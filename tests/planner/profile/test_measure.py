@@ -160,6 +160,7 @@ class Numbered(linen.Module):
         return linen.Dense(4)(x)
 
 
+@pytest.mark.slow
 def test_layers_are_equal_however_their_names_are_sorted():
     stack = jpipe.LayerStack.from_model(Numbered(), jnp.ones((2, 4)))
     assert stack.ids == ("Dense_0", "Dense_1", "Dense_3", "Dense_5", "Dense_7", "Dense_9", "Dense_11", "Dense_13")

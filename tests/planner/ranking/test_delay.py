@@ -77,6 +77,7 @@ def test_a_plan_with_newer_weights_is_simulated_if_it_could_be_as_fast(monkeypat
     assert [one.candidate.schedule for one in choice.ranked if one.simulated] == ["pipedream_2bw"]
 
 
+@pytest.mark.slow
 @pytest.mark.thinned(most=2)
 @pytest.mark.parametrize(
     ("max_delay", "expected"),

@@ -266,6 +266,7 @@ def test_concurrent_writes_of_another_process_are_not_lost(saved, monkeypatch):
     assert loop.main(changed(saved)).steps == 7
 
 
+@pytest.mark.slow
 def test_a_checkpoint_completed_while_the_previous_one_is_read_is_not_lost(saved, monkeypatch):
     folder = loop.main(changed(saved, train={"steps": 4})).folder
     marker = folder / "checkpoints" / "4" / "checkpoint.json"

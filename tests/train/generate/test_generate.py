@@ -54,6 +54,7 @@ def test_a_hugging_face_folder_answers_several_prompts_as_json(run, folder):
     assert re.search(r"^jpipe: \d+ tokens in [\d.]+ s", err, re.MULTILINE)
 
 
+@pytest.mark.slow
 def test_tokens_that_the_tokenizer_does_not_have_are_never_chosen(run, folder):
     """Neither are unused ids between those of the tokenizer, which the model prefers."""
     arrays = load_file(folder / "model.safetensors")

@@ -39,6 +39,7 @@ def rows_of(folder) -> list[dict]:
     return [repeatable(json.loads(line)) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_report")
 @pytest.mark.oldest
 def test_a_run_learns_and_writes_its_metrics_and_checkpoints(tiny):
@@ -153,6 +154,7 @@ def test_the_norms_of_the_delay_are_in_some_rows_and_in_the_report(tiny, monkeyp
     assert "weights that are 1 update old, at every stage; correction: predict" in page
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_report")
 def test_log_every_leaves_out_what_was_not_evaluated(tiny):
     rows = rows_of(loop.main(changed(tiny, train={"steps": 8, "log_every": 3, "eval_every": 5})).folder)

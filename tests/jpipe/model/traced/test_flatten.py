@@ -293,6 +293,7 @@ class ScannedLayer(linen.Module):
         return linen.Dropout(0.5, deterministic=False)(x), None
 
 
+@pytest.mark.slow
 @pytest.mark.oldest
 @pytest.mark.thinned(most=1)
 @pytest.mark.parametrize(("axis", "remat"), [(0, True), (1, False)])
