@@ -24,7 +24,7 @@ MESHES = {
     "data 8": ({"data": 8}, False),
 }
 SELDOM = ("model 2", "data 2, model 2", "fsdp 2, model 4", "data 8")
-"""Each has what two others have: only `make test-targets PYTEST_ARGS="-m targets"` runs these."""
+"""They are much like the others: only `make test-targets PYTEST_ARGS="-m targets"` runs these."""
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.exhaustive) if name in SELDOM else name for name in MESHES])

@@ -164,7 +164,7 @@ class Recurrent(nn.Module):
         return x + nn.RNN(nn.LSTMCell(x.shape[-1]))(x[:, : self.positions]).sum(1, keepdims=True)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_every_turn_of_a_loop_counts():
     stack = jpipe.LayerStack({"in": linear(32, 32), "one": Recurrent(1), "fifty": Recurrent(50), "out": linear(32, 32)})
     profile = analyze(stack, floats(50, 32), squares, optax.sgd(0.1), [4], DEVICE, policies=["none"])

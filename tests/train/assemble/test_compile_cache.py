@@ -34,7 +34,7 @@ def forget() -> None:
     compilation_cache.reset_cache()
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_cache", "no_report")
 def test_the_second_run_reads_its_programs_from_the_cache_with_equal_numbers(tiny, tmp_path, capsys):
     rows, lines = [], []

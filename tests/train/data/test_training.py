@@ -60,7 +60,7 @@ def losses(config: Config) -> list[dict]:
     return [repeatable(json.loads(line)) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["masked", *(pytest.param(kind, marks=pytest.mark.exhaustive) for kind in ("prompts", "tokens"))])
 def test_each_format_trains_with_two_stages(kind, of_format):
     run = {"steps": 12, "eval_every": 11, "eval_batches": 1, "trace_batches": 0}

@@ -185,7 +185,7 @@ def test_on_a_narrow_terminal_the_table_continues_below():
     assert lines == ["rank  word  number", "1     a         22", "10    b          3", "rank  last words", "1     one", "10    the others"]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_the_written_plan_trains_and_is_compared_with_its_prediction(files, capsys):
     planned(capsys, "tiny.yaml", "--profile=profile.json", "--topology=two.yaml", "--out=plan.json", "--schedules=pipedream_2bw")
     assert cli.main(["train", "tiny.yaml", "--plan=plan.json", *MEASURED]) == 0
