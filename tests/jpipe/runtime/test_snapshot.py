@@ -85,7 +85,7 @@ def test_a_run_from_a_snapshot_equals_the_run_that_continued(name):
     check_restored(name, plan_of(PLANS[name]))
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.thinned(most=1)
 @pytest.mark.parametrize("name", CLIPPED)
 def test_a_restored_run_is_equal_where_updates_wait_for_the_norm(name):
