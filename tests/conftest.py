@@ -110,6 +110,7 @@ OPTIMIZATION_MATTERS = re.compile(
 SAME_KINDS_OF_STAGES = re.compile(
     r"uneven_cuts|eight_to_twelve_stages|measured_peak|processes_read_their|what_transformers_learns|learns_the_same_with_chunks|as_one_stage"
     r"|(correction|frozen)\.py::test_a_(mesh_changes|restored_run|run_from_a_snapshot)"
+    r"|steps_equal_those_of_the_model_without_stages|buckets\.py::test_every_schedule_equals"
 )
 
 
