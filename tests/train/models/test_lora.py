@@ -44,7 +44,6 @@ def by_name(params) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.thinned(most=0, most_slow=1)
-@pytest.mark.numbers
 @pytest.mark.parametrize(
     ("schedule", "config"),
     [
