@@ -6,10 +6,11 @@ endif
 PYTEST_ARGS ?=
 VENV := .venv/bin
 unexport PYTHONDONTWRITEBYTECODE # without bytecode each process of the tests compiles all modules again, and rewrites all assertions
-# Some tests wait, so one process more than there are cores is faster; more than four need too much memory.
-PYTEST := python -m pytest -n $(shell $(PYTHON) -c 'import os; print(min(os.cpu_count() + 1, 4))') --dist worksteal
+# Each process imports all tests, for half a minute; more than four need too much memory.
+PYTEST := python -m pytest -n $(shell $(PYTHON) -c 'import os; print(min(os.cpu_count(), 4))') --dist worksteal
 
 SPHINX := $(VENV)/python -m sphinx --fresh-env --fail-on-warning --keep-going --quiet -j auto
+CHECKED := build/checked-docs
 
 # So compiled, all tests take half as long. What is about numbers runs once more in `make test-slow`, compiled like the programs of users.
 QUICKLY = env $$(.ci/compile-quickly $(VENV)/python)
@@ -21,7 +22,8 @@ define on_oldest
 if [ "$$($(VENV)/python -c 'import sys; print(sys.version_info[:2])')" = "(3, 11)" ]; then \
 	echo "Python 3.11 is that of .venv already: the tests on the oldest Python and JAX are skipped."; \
 elif [ -z "$$(.ci/find-python 3.11)" ]; then echo "No Python 3.11 found: the tests on the oldest Python and JAX are skipped."; \
-else $(MAKE) --no-print-directory .venv-oldest/ready && .venv-oldest/bin/$(PYTEST) -m "$(1)" $(PYTEST_ARGS); fi
+else $(MAKE) --no-print-directory .venv-oldest/ready && \
+	env $$(.ci/compile-quickly .venv-oldest/bin/python) .venv-oldest/bin/$(PYTEST) -m "$(1)" $(PYTEST_ARGS); fi
 endef
 
 .DEFAULT_GOAL := help
@@ -33,7 +35,7 @@ help: ## List the commands
 train: .venv/ready ## Train the GPT of configs/gpt-bytes.yaml through a four-stage pipeline, about a minute and a half
 	@$(VENV)/jpipe train configs/gpt-bytes.yaml
 
-test: .venv/ready ## Run all tests except the slow ones, about fifteen minutes on two cores (PYTEST_ARGS="-k name" for some of them)
+test: .venv/ready ## Run all tests except the slow ones, about ten minutes on two cores (PYTEST_ARGS="-k name" for some of them)
 	@$(QUICKLY) $(VENV)/$(PYTEST) -m "not slow and not targets" $(PYTEST_ARGS)
 
 test-slow: .venv/ready ## Run the tests that `make test` leaves out, but for those marked `exhaustive`, which only `make test-all` runs
@@ -48,7 +50,7 @@ test-all: .venv/ready .venv-torch/ready ## Run all tests, and those marked `olde
 	@$(call on_oldest,oldest)
 
 test-targets: .venv-targets/ready ## Compile every kind of program for GPUs and TPUs that are not here, about three minutes; nothing is run on them
-	@[ ! -e .venv-targets/ready ] || JPIPE_REQUIRE_TARGETS=1 JAX_PLATFORMS=cpu .venv-targets/bin/$(PYTEST) -m targets tests/targets $(PYTEST_ARGS)
+	@[ ! -e .venv-targets/ready ] || JPIPE_REQUIRE_TARGETS=1 JAX_PLATFORMS=cpu .venv-targets/bin/$(PYTEST) -m "targets and not exhaustive" tests/targets $(PYTEST_ARGS)
 
 test-gpu: .venv/ready ## Run the tests of numbers on one NVIDIA GPU, if there is one; .venv needs JAX for it (.venv/bin/pip install 'jax[cuda13]')
 	@$(VENV)/$(PYTEST) -p tests.on_gpu -m "not slow" $(ON_GPU) $(PYTEST_ARGS)
@@ -66,8 +68,8 @@ check-imports: .venv/ready
 
 check-docs: .venv/ready
 	@$(VENV)/python -m docs.lengths
-	@$(MAKE) --no-print-directory docs
-	@JPIPE_SITE=build/docs $(VENV)/python -m pytest -q -k test_the_site_is_complete tests/test_site.py
+	@$(SPHINX) -t fast -b html docs $(CHECKED)
+	@JPIPE_SITE=$(CHECKED) $(VENV)/python -m pytest -q -k test_the_site_is_complete tests/test_site.py
 
 check-wheel: .venv/ready
 	@.ci/check-wheel

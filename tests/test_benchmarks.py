@@ -144,7 +144,7 @@ def test_all_programs_train_as_many_parameters(sizes):
     assert gpt.count_parameters(gpt.stack(sizes), gpt.data(sizes, 1)[0]) == sizes.parameters
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_layers_compute_what_the_plain_step_does(quickly_compiled):
     batch, stack = gpt.data(TINY, 1), gpt.stack(TINY)
     plain = gpt.PlainStep(TINY, 1, batch)
@@ -165,6 +165,7 @@ def test_the_flops_of_a_sequence():
     assert TINY.sequence_flops == 8 * (6 * (12 * 2 * 16**2 + 16 * 256) + 12 * 2 * 8 * 16)
 
 
+@pytest.mark.slow
 def test_chunks_of_logits_need_less_memory():
     whole, parts = (cross_entropy.temporary((2, 64), 8, 500, "float32", chunk) for chunk in (None, 16))
     assert parts < whole / 2

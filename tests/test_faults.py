@@ -52,6 +52,7 @@ def test_any_damaged_file_is_named_and_the_previous_checkpoint_used(copied_run, 
     assert find(config, "auto", Together(None), print).step == damage.STOPPED, "each time all was as before but for one file"
 
 
+@pytest.mark.exhaustive
 def test_a_run_with_a_damaged_checkpoint_ends_with_equal_results(copied_run, tmp_path_factory, monkeypatch):
     monkeypatch.setattr("jpipe_train.run.loop.write_report", lambda *_: None)
     expected = end_of(damage.trained(tmp_path_factory.mktemp("whole"), damage.END))

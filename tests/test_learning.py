@@ -59,6 +59,7 @@ def initial(batch):
     return {layer_id: STACK.init_layer(layer_id, jax.random.key(0), batch[0])[0] for layer_id in STACK.ids}
 
 
+@pytest.mark.slow
 @pytest.mark.thinned(most=1)
 @pytest.mark.parametrize(
     ("schedule", "prediction", "slow"),

@@ -4,6 +4,8 @@ import json
 import shutil
 from pathlib import Path
 
+import pytest
+
 import jpipe
 from jpipe_planner import Profile
 from jpipe_train.cli import main
@@ -12,6 +14,7 @@ from tests.train.conftest import SENTENCE
 WRITTEN = Path(__file__).parent / "written_by_0_1"
 
 
+@pytest.mark.slow
 def test_a_run_resumes_from_its_checkpoint(tmp_path, monkeypatch, capsys):
     shutil.copytree(WRITTEN / "run", tmp_path / "run")
     (tmp_path / "text.txt").write_bytes(SENTENCE * 100)

@@ -1,5 +1,6 @@
 """Writing of Orbax items in parts, one for each process, and reading of them through Orbax's handlers."""
 
+import asyncio
 import contextlib
 import errno
 import json
@@ -7,7 +8,7 @@ import logging
 import math
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Coroutine, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
@@ -100,7 +101,7 @@ def item_specs(path: Path) -> dict[str, Tree]:
     metadata = _read_metadata(path)
     if metadata["use_zarr3"] is not False or metadata["use_ocdbt"] is not True:
         raise ValueError("expected Zarr arrays, version 2, in an OCDBT store")
-    specs = tree_specs(path, _handler(ocp.type_handlers.NumpyHandler()))
+    specs = tree_specs(path, _handler(_ReadArrays()))
     for layer, parts in specs.items():
         if layer != _NO_LAYER and not isinstance(parts, dict):
             raise TypeError(f"expected nested dicts of arrays for each layer, found an array as '{layer}'")
@@ -128,7 +129,7 @@ def read_item(path: Path, ids: Collection[str]) -> dict[str, Tree]:
     """
     specs = item_specs(path)
     tree = {layer: parts if layer in ids else jax.tree.map(lambda spec: ..., parts) for layer, parts in specs.items()}
-    read = unescape_names(read_tree(path, escape_names(tree), _handler(ocp.type_handlers.NumpyHandler())))
+    read = unescape_names(read_tree(path, escape_names(tree), _handler(_ReadArrays())))
     return {layer: parts for layer, parts in read.items() if layer in ids}
 
 
@@ -163,7 +164,7 @@ def read_tree(path: Path, specs: Any, handler: ocp.PyTreeCheckpointHandler | Non
         The tree with NumPy arrays as leaves, and with `...` where `specs` has it.
 
     Raises:
-        Exception: of any kind, if an array cannot be read; TensorStore may then print tracebacks of its remaining requests.
+        Exception: of any kind, if an array cannot be read.
     """
     if all(spec is ... for spec in jax.tree.leaves(specs)):
         return specs
@@ -307,6 +308,35 @@ def _spec(leaf: Any) -> Any:
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
+class _ReadArrays(ocp.type_handlers.NumpyHandler):  # type: ignore[misc] # Orbax has no types
+    """Reads arrays, and waits for all of them before it raises the error of one.
+
+    Orbax closes its event loop at the first error. Where one of TensorStore's requests ends later, its callback fails in a thread of
+    TensorStore, and Python prints "Exception ignored in: None" and a traceback to standard error.
+    """
+
+    async def metadata(self, infos: Sequence[ocp.type_handlers.ParamInfo]) -> Sequence[Any]:
+        one = super().metadata
+        return await _all_first_items([one([info]) for info in infos])
+
+    async def deserialize(
+        self, infos: Sequence[ocp.type_handlers.ParamInfo], args: Sequence[ocp.RestoreArgs] | None = None
+    ) -> Sequence[np.ndarray]:
+        one = super().deserialize
+        return await _all_first_items(
+            [one([info], [arg]) for info, arg in zip(infos, args or [ocp.RestoreArgs()] * len(infos), strict=True)]
+        )
+
+
+async def _all_first_items(requests: Sequence[Coroutine[Any, Any, Sequence[Any]]]) -> list[Any]:
+    """Wait for all requests, raise the first error, or else return the first item of each result."""
+    results = await asyncio.gather(*requests, return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return [items[0] for items in results if not isinstance(items, BaseException)]
+
+
 class _MoveStores(ocp.type_handlers.NumpyHandler):  # type: ignore[misc] # Orbax has no types
     """Moves the stores that processes have written into the item, where Orbax merges their indices.
 
@@ -363,12 +393,16 @@ def _handler(numpy_handler: ocp.type_handlers.NumpyHandler | None = None) -> ocp
     Args:
         numpy_handler: reads or writes NumPy arrays, which are then the only leaves; None: all types of leaves can be read.
     """
+    handlers = ocp.type_handlers
     if numpy_handler is None:
-        return ocp.PyTreeCheckpointHandler(multiprocessing_options=_alone())
-    types = ocp.type_handlers.create_type_handler_registry(
-        (np.ndarray, numpy_handler),
-        (jax.Array, ocp.type_handlers.ArrayHandler()),  # never used; Orbax warns where there is none
-    )
+        kinds = [(kind, handlers.get_type_handler(kind)) for kind in handlers.supported_types()]
+        kinds = [(kind, _ReadArrays() if kind is np.ndarray else handler) for kind, handler in kinds]
+    else:
+        kinds = [
+            (np.ndarray, numpy_handler),
+            (jax.Array, handlers.ArrayHandler()),
+        ]  # the second is never used; Orbax warns where there is none
+    types = handlers.create_type_handler_registry(*kinds)
     return ocp.PyTreeCheckpointHandler(multiprocessing_options=_alone(), type_handler_registry=types)
 
 

@@ -5,6 +5,7 @@ import functools
 import importlib
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pydantic
@@ -23,10 +24,20 @@ def parsed(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
 
 
+def statements(path: Path) -> Iterator[ast.AST]:
+    """Return all statements of a file, those inside of others, too: a fifth of the nodes that `ast.walk` has."""
+    left: list[ast.AST] = [parsed(path)]
+    while left:
+        yield (node := left.pop())
+        for field in ("body", "orelse", "finalbody", "handlers", "cases"):
+            inner = getattr(node, field, None)
+            left += inner if isinstance(inner, list) else ()
+
+
 def imported(path: Path) -> set[str]:
     """Return the names of all modules that a file imports, anywhere in it."""
     names = set()
-    for node in ast.walk(parsed(path)):
+    for node in statements(path):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -133,7 +144,7 @@ def test_no_function_is_longer_than_60_lines():
     """Documentation counts: a function that needs more explanation does too much."""
     for package in ("jpipe", "planner", "train", "benchmarks", "docs", "examples", "tests"):
         for path in (ROOT.parent / package).rglob("*.py"):
-            for node in ast.walk(parsed(path)):
+            for node in statements(path):
                 if isinstance(node, ast.FunctionDef):
                     length = node.end_lineno - node.lineno + 1
                     assert length <= 60, f"{path}: {node.name} has {length} lines"

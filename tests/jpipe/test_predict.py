@@ -38,6 +38,7 @@ def whole(pipe, state, x):
     return STACK.apply(STACK.ids, params, layer_state, x, key=None, microbatch=None, train=False)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.oldest
 @pytest.mark.usefixtures("float64")
 @pytest.mark.thinned(most=1)

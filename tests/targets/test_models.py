@@ -31,7 +31,7 @@ GPT = {"depth": 1, "width": 128, "heads": 2, "seq_len": 64, "vocab_size": 256}
 TOKENS = jax.ShapeDtypeStruct((4, 64), jnp.int32)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.exhaustive)])
 def test_products_stay_in_16_bits(dtype, devices):
     """Forward, backward and evaluation of a decoder, attention included."""
     stack = layers(ModelConfig(**{**GPT, **LLAMA}).model_copy(update={"compute_dtype": dtype}))
@@ -84,7 +84,7 @@ def test_a_whole_model_with_convolutions_and_batch_statistics(devices):
     assert {"forward", "backward", "evaluate"} <= programs.keys()
 
 
-@pytest.mark.parametrize("window", [None, 32])
+@pytest.mark.parametrize("window", [pytest.param(None, marks=pytest.mark.exhaustive), 32])
 def test_generation(window, devices):
     """The programs of a decoder with a cache of keys and values, which are updated in place, and the choice of a token."""
     config = ModelConfig(**{**GPT, **LLAMA, "heads": 2, "kv_heads": 1, "window": window}, compute_dtype="bfloat16")

@@ -59,8 +59,8 @@ def load(name, *overrides):
     return config_file.load(CONFIGS / "papers" / f"{name}.yaml", [*of_sample, *overrides], allow_code=True)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [name if name == "s2vt" else pytest.param(name, marks=pytest.mark.exhaustive) for name in FULL])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", FULL)
 def test_a_full_config_is_planned_and_simulated_without_its_weights(name, samples_folder, monkeypatch):
     def refuse(*_):
         raise AssertionError("weights are made")

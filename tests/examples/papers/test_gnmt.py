@@ -43,6 +43,7 @@ def test_its_layers_are_as_large_as_in_the_published_profile():
     assert counts == expected
 
 
+@pytest.mark.exhaustive
 def test_gnmt_16_has_eight_more_lstms():
     small, large = (specs(depth=depth) for depth in (8, 16))
     more = [name for name in large if name not in small]
@@ -124,6 +125,7 @@ def test_attention_reads_unmasked_positions_only():
     np.testing.assert_allclose(module.apply({"params": params}, queries, keys, mask), expected, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_decoder_reads_the_source_but_no_padding_and_no_later_word(small):
     _, forward = small
     before = forward(batch())

@@ -2,6 +2,7 @@
 
 import jax
 import numpy as np
+import pytest
 
 from examples.papers.models.s2vt import s2vt
 from tests.examples.papers.test_recurrent import plain_lstm
@@ -25,6 +26,7 @@ def test_its_layers_are_as_large_as_derived_by_hand():
     }
 
 
+@pytest.mark.slow
 def test_it_computes_what_the_paper_says():
     stack = s2vt(vocab_size=9, width=4, hidden=6, dropout=0.0)
     params = params_of(stack, batch())

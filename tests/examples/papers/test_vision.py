@@ -54,6 +54,7 @@ def test_layers_have_the_names_of_the_papers():
     assert stack_of("inception_v3").ids == ("conv_1a", "conv_2a", "conv_2b", "conv_3b", "conv_4a", *mixed, "fc")
 
 
+@pytest.mark.exhaustive
 def test_batch_norm_follows_each_convolution_of_vgg16():
     plain, normed = (specs_of("vgg16", 32, width=0.03, classes=7, batch_norm=choice) for choice in (False, True))
     assert {layer_id: spec.output for layer_id, spec in plain.items()} == {layer_id: spec.output for layer_id, spec in normed.items()}

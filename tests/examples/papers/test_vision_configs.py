@@ -69,6 +69,7 @@ def test_a_full_config_is_planned_for_the_papers_cluster(name, refuses_weights):
     assert result.choice.ranked
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "name",
     [

@@ -86,6 +86,7 @@ def test_invalid_arguments_of_save_and_load_are_refused(tmp_path):
         checkpoints.load(pipe, tmp_path, key, batches[0])
 
 
+@pytest.mark.slow
 def test_copies_of_a_shared_parameter_that_differ_are_not_saved(tmp_path):
     """Differences in the weights or only in the optimizer state of any replica are detected."""
     ties = [Tie(("in", "kernel"), ("out", "kernel"))]

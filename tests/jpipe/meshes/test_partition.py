@@ -96,6 +96,7 @@ def collectives(pipe: Pipeline) -> dict[str, list[tuple[str, str]]]:
     return {name: [(op, shape) for shape, op in pattern.findall(call.as_text())] for name, call in pipe._executor.stages[0].calls.items()}
 
 
+@pytest.mark.slow
 def test_programs_gather_nothing_but_the_shards_of_fsdp():
     plain = collectives(pipeline(mesh={"data": 2, "model": 2}))
     for name in ("forward", "backward", "in_place", "evaluate"):

@@ -178,6 +178,7 @@ def test_bare_modules_and_functions_receive_the_mode(layer, in_training, in_eval
     np.testing.assert_allclose(outputs(layer, x, train=False), in_evaluation(x), atol=1e-5)
 
 
+@pytest.mark.slow
 def test_linens_batch_norm_in_float64_as_with_flax(float64):
     stack = LayerStack({"norm": linen.BatchNorm(momentum=0.8)})
     pipe = Pipeline(stack, Plan.even(stack.ids, 1, "gpipe", 1), squares, optax.sgd(0.1))

@@ -55,7 +55,7 @@ def mixed_stack() -> LayerStack:
 @pytest.mark.thinned(most=1)
 @pytest.mark.oldest
 @pytest.mark.parametrize("variant", ["pipedream_flush", "pipedream_2bw"])
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_all_kinds_of_layers_train_in_one_stack(variant, float64):
     stack, m = mixed_stack(), 3
     pipe = Pipeline(stack, models.cut(stack.ids, (2, 1, 2), microbatches=m, **models.VARIANTS[variant]), models.squares, optax.adam(0.01))
@@ -296,6 +296,7 @@ def test_planning_allocates_nothing():
     assert len(jax.live_arrays()) == before
 
 
+@pytest.mark.slow
 def test_layers_of_one_constructor_are_traced_once():
     calls = {"built": 0, "forward": 0}
 

@@ -134,6 +134,7 @@ def sampled(kind: str, sizes, **fields):
     return (predicted - plain)[:, 0]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.thinned(most=1)
 @pytest.mark.usefixtures("lenient")
 @pytest.mark.parametrize("kind", SAMPLED)

@@ -25,6 +25,7 @@ def pipeline(layers, **options) -> Pipeline:
     return Pipeline(stack, Plan.even(stack.ids, 2, "pipedream_flush", 1), squares, optax.sgd(0.1))
 
 
+@pytest.mark.slow
 @pytest.mark.thinned(most=2)
 @pytest.mark.parametrize("kind", [lambda m: m, lambda m: m.layers, lambda m: list(m.layers), lambda m: tuple(m.layers)])
 def test_a_sequence_of_built_modules_trains_as_with_flax(kind):

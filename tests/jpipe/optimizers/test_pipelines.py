@@ -102,6 +102,7 @@ def check(pipe, batches):
     running.check_close(models.on_first_device(trained.params), expected[1], 1e-11)
 
 
+@pytest.mark.slow
 @pytest.mark.thinned(most=1)
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -142,14 +143,14 @@ def test_replicas_share_the_state_of_soap():
     running.check_close(models.on_first_device(results[1].params), models.on_first_device(results[0].params))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_where_a_schedule_flushes_compensation_changes_no_bit():
     plan, batches = Plan.even(STACK.ids, **PLANS["flush"]), models.masked_batches(4, 3)
     plain, compensated = (running.train(pipeline(plan, rule), batches) for rule in (optax.adamw(0.05), compensated_adamw(0.05)))
     running.check_equal(compensated.params, plain.params)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_shared_parameter_has_the_arguments_of_its_first_stage():
     stack = models.tied_stack()
     plan = Plan.even(stack.ids, **PLANS["2BW"])
@@ -182,6 +183,7 @@ def test_a_run_with_soap_goes_on_from_a_checkpoint(tmp_path):
     running.check_equal(pipe.params(pipe.drain(again)), pipe.params(state))
 
 
+@pytest.mark.exhaustive
 def test_covariances_and_bases_are_counted_as_optimizer_state():
     """Of a matrix n × n these are two of each, as large as the matrix."""
     plan, batch = Plan.even(STACK.ids, **PLANS["2BW"]), models.masked_batches(1, 3)[0]

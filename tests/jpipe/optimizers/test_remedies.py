@@ -183,7 +183,7 @@ def run_plain(name, dtype):
     return run(PLAIN[name][1], [None] * 12, dtype)
 
 
-@pytest.mark.thinned
+@pytest.mark.thinned(most=4)
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
 @pytest.mark.parametrize("delay", [0.0, None])
 @pytest.mark.parametrize("name", PLAIN)

@@ -98,6 +98,7 @@ def test_equals_the_authors_code(options, float64):
             np.testing.assert_allclose(updates[name], expected, rtol=1e-10, atol=1e-10, err_msg=f"{name}, step {step}")
 
 
+@pytest.mark.slow
 def test_bases_follow_the_covariances(float64):
     *_, (_, state) = run(scale_by_soap(precondition_frequency=1, b2=0.999), 400)
     for name in ("square", "tall", "cube"):
@@ -120,6 +121,7 @@ def test_without_rotation_is_adam_one_update_later(float64):
             np.testing.assert_allclose(updates[name], expected[name] if step else 0, rtol=1e-12)
 
 
+@pytest.mark.exhaustive
 def test_weights_decay_and_the_rate_is_a_schedule(float64):
     params, rate = {"w": jnp.ones((3, 3))}, optax.linear_schedule(0.1, 0.2, 1)
     plain, whole = scale_by_soap(), soap(rate, weight_decay=0.5)
@@ -132,6 +134,7 @@ def test_weights_decay_and_the_rate_is_a_schedule(float64):
             np.testing.assert_allclose(updates["w"], -(0.1 if step == 0 else 0.2) * (direction["w"] + 0.5), rtol=1e-6)
 
 
+@pytest.mark.exhaustive
 def test_state_is_precise_for_parameters_of_lower_precision():
     for updates, state in run(soap(precondition_frequency=2), 4, jnp.bfloat16):
         assert {leaf.dtype for leaf in jax.tree.leaves(state[0])} == {np.dtype(np.int32), np.dtype(np.float32)}
@@ -140,6 +143,7 @@ def test_state_is_precise_for_parameters_of_lower_precision():
         )
 
 
+@pytest.mark.slow
 def test_works_layer_by_layer():
     specs = {layer: {"kernel": jax.ShapeDtypeStruct((4, 3), np.float32), "bias": jax.ShapeDtypeStruct((3,), np.float32)} for layer in "abc"}
     find_layerwise(soap(precondition_frequency=2), {**specs, "act": {}})

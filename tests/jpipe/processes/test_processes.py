@@ -340,7 +340,7 @@ def test_with_jax_the_message_comes_before_its_abort_when_the_coordinator_dies()
             assert f"jpipe: {ENDED.format(0)}; process {index} stops while waiting for the sum" in err.splitlines()  # JAX talks too
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_processes_with_jax_exit_normally():
     with started("jax_collective", free_port()) as processes:
         ready(processes)

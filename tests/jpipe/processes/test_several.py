@@ -151,7 +151,7 @@ def test_when_a_process_is_killed_the_other_names_it_and_what_it_waited_for(tmp_
     )
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_process_that_passes_other_arguments_is_named(tmp_path):
     with started("differ", "2", 2, tmp_path) as processes:
         codes = [process.wait(LIMIT) for process in processes]

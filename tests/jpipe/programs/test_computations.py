@@ -37,6 +37,7 @@ def test_each_op_reads_what_an_op_leaves_and_is_drawn():
     assert sorted(op.parts for op in OPS.values() if op.trains) == ["F", "FI", "FIW", "I", "IW", "W"], "no two do the same"
 
 
+@pytest.mark.slow
 def test_a_new_op_is_a_row_and_a_stage_function(monkeypatch):
     """With a backward that sends twice the gradient, the previous stage learns as with twice the learning rate."""
 

@@ -78,6 +78,7 @@ def peaks_of(pipe, batch, devices) -> tuple[list[int], list[int]]:
     return [after - base for after, base in zip(peak, before, strict=True)], list(predicted)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.thinned(most=0, most_slow=1)
 @pytest.mark.parametrize("recompute", ["none", "full", "dots_saveable"])
 @pytest.mark.parametrize("variant", sorted(VARIANTS))
@@ -116,6 +117,7 @@ RANKS = [
 ]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.thinned(most=0, most_slow=1)
 @pytest.mark.parametrize("fields", RANKS)
 def test_measured_peak_of_ranks_and_split_backwards_is_predicted(fields):
@@ -184,7 +186,7 @@ def test_measured_peak_with_shared_parameters_is_predicted(fields, replicas):
     np.testing.assert_allclose(measured, predicted, atol=64)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_measured_peak_of_skipping_batches_is_predicted():
     """The last stage works on the next batch while it waits for the norm; its second accumulators replace the older version."""
     measured, predicted = measured_and_predicted(Plan.even(LINEAR.ids, 3, "pipedream_2bw", MICROBATCHES), LINEAR, skip_nonfinite=True)

@@ -85,6 +85,7 @@ def test_a_run_from_a_snapshot_equals_the_run_that_continued(name):
     check_restored(name, plan_of(PLANS[name]))
 
 
+@pytest.mark.slow
 @pytest.mark.thinned(most=1)
 @pytest.mark.parametrize("name", CLIPPED)
 def test_a_restored_run_is_equal_where_updates_wait_for_the_norm(name):
@@ -297,6 +298,7 @@ def test_a_snapshot_of_another_model_is_refused(change, message, cut_at_batch_2)
     assert str(error.value) == message
 
 
+@pytest.mark.slow
 def test_another_optimizer_needs_fresh_state_or_is_refused(cut_at_batch_2):
     with pytest.raises(InputError, match=r"layer 'track', optimizer state: '0/count', int32\[\] in the model, is not in it"):
         restored(cut_at_batch_2, cut_at_batch_2[0], optax.adam(0.1))

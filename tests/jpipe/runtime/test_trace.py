@@ -96,6 +96,7 @@ def test_memory_has_the_times_of_the_timeline_where_a_rank_is_recorded_late():
         assert [sample.time for sample in samples] == pytest.approx(times, abs=1e-12)
 
 
+@pytest.mark.slow
 def test_tracing_changes_no_numbers():
     _, pipe, _, _, state = traced("pipedream_2bw", 4)
     traced_state = pipe.init(jax.random.key(0), models.masked_batches(4, M)[0])
@@ -166,6 +167,7 @@ def test_stages_that_share_a_device_take_turns():
     assert all(before[0] <= after[1] for before, after in itertools.pairwise(spans))
 
 
+@pytest.mark.exhaustive
 def test_an_update_that_clips_waits_for_the_first_stage():
     _, _, _, trace, _ = traced("gpipe", 3, clip=1.0)
     for batch in range(3):
@@ -173,6 +175,7 @@ def test_an_update_that_clips_waits_for_the_first_stage():
         assert all([span for span in spans if span.updates][batch].update_start >= norm for spans in trace.timeline)
 
 
+@pytest.mark.slow
 def test_finish_reports_a_computation_that_fails():
     plan, _, _, _, state = traced("gpipe", 1)
     tracer, failed = Tracer(plan), jnp.zeros(())

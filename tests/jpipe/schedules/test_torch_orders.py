@@ -56,7 +56,7 @@ def whole_at_stage_0(entries):
     return merged
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_orders_are_those_of_pytorch():
     cases = [
         (schedule, ranks, chunks, microbatches)

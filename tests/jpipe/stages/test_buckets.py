@@ -54,6 +54,7 @@ def test_replicas_equal_one_gradient_of_the_whole_model():
     check_close(train(pipe, batches, state), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["pipedream", "pipedream_2bw"])
 def test_an_evaluation_has_another_shape_than_batches_in_flight(schedule):
     pipe, batches = pipeline(Plan.even(STACK.ids, 3, schedule, 3)), models.sequences(COUNT, 3)
@@ -86,6 +87,7 @@ def test_a_run_resumes_from_a_checkpoint_in_the_middle(tmp_path):
     check_equal(other.params(other.drain(restored)), pipe.params(state))
 
 
+@pytest.mark.slow
 def test_only_functions_that_depend_on_the_shape_are_compiled_for_each_shape():
     pipe, batches = pipeline(Plan.even(STACK.ids, 2, "pipedream_2bw", 2)), models.sequences(COUNT, 2)
     started(pipe, batches)

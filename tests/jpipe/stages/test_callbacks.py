@@ -100,6 +100,7 @@ def expected(params, batch) -> dict[str, list[float]]:
     return recorded_values()
 
 
+@pytest.mark.slow
 @pytest.mark.oldest
 @pytest.mark.thinned(most=1)
 @pytest.mark.parametrize("plan", PLANS)
@@ -125,6 +126,7 @@ def check_values(actual, values) -> None:
         np.testing.assert_allclose(calls, values[name], rtol=1e-5, err_msg=name)
 
 
+@pytest.mark.slow
 def test_callbacks_on_a_mesh():
     """A callback runs once with the whole array; an ordered one cannot run on several devices, and the error names the layer."""
     batch, layers = batch_of(2), {"in": models.dense(), "noted": lambda x: noted("mesh", jnp.exp(x)), "out": models.dense()}
@@ -175,6 +177,7 @@ def _report(_, gradient):
 reported.defvjp(_forward, _report)
 
 
+@pytest.mark.slow
 @pytest.mark.thinned(most=1)
 @pytest.mark.parametrize("schedule", ["pipedream_flush", "zb_h1"])
 def test_callbacks_of_a_backward_run_once_with_its_gradients(schedule):
@@ -200,6 +203,7 @@ def test_callbacks_of_a_backward_run_once_with_its_gradients(schedule):
     np.testing.assert_allclose(calls["gradient"], sorted(values), rtol=1e-4)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.thinned(most=1)
 @pytest.mark.parametrize("recompute", ["full", "dots_saveable"])
 def test_recomputation_repeats_callbacks_with_one_warning(recompute, caplog):

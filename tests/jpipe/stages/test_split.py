@@ -261,6 +261,7 @@ def _products(jaxpr) -> int:
     return count
 
 
+@pytest.mark.slow
 @pytest.mark.thinned(most=1)
 @pytest.mark.parametrize(
     ("kind", "recompute"),
@@ -373,6 +374,7 @@ def _reported(p, x):
     return jnp.tanh(_reporting(x) @ p["w"] + p["b"])
 
 
+@pytest.mark.slow
 def test_a_layer_whose_backward_cannot_be_split():
     """A warning names the layer, its stage runs the whole backward early, and the numbers are equal."""
     layers = {

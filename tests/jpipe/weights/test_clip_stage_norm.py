@@ -21,6 +21,7 @@ def batches_for(plan: Plan, count: int = 5, **options) -> list:
     return models.masked_batches(count, plan.microbatches, dtype=np.float64, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("float64")
 def test_a_stage_is_scaled_down_to_the_norm_if_its_own_is_larger():
     plan = Plan.even(STACK.ids, 4, "gpipe", 3)
@@ -52,6 +53,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.oldest
 @pytest.mark.thinned(most=1)
 @pytest.mark.usefixtures("float64")
@@ -74,6 +76,7 @@ BIT_FOR_BIT = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.thinned(most=2)
 @pytest.mark.parametrize("case", BIT_FOR_BIT)
 def test_equals_the_sequential_reference_bit_for_bit(case):
@@ -84,6 +87,7 @@ def test_equals_the_sequential_reference_bit_for_bit(case):
     running.check_against_reference(STACK, Plan.even(STACK.ids, 2, **fields), {2}, batches, clip_stage_norm=NORM, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize(
     "more",
@@ -111,6 +115,7 @@ def freeze(layer: str) -> optax.GradientTransformation:
     return optax.partition({"trained": models.momentum(), "frozen": optax.set_to_zero()}, labels)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("float64")
 def test_frozen_parameters_do_not_count():
     """The gradient of the trained layer of a stage is clipped as if it were alone in it."""
@@ -120,6 +125,7 @@ def test_frozen_parameters_do_not_count():
     running.check_close(actual, models.on_first_device(expected))
 
 
+@pytest.mark.exhaustive
 def test_a_state_goes_on_under_another_norm():
     """The norm is no part of a state, and nor is whether there is one."""
     plan, batches = Plan.even(STACK.ids, 2, "pipedream", 2), models.masked_batches(2, 2)

@@ -40,6 +40,7 @@ def norms_of(pipe, batches):
     return norms | pipe.drain(state, with_metrics=True)[1].norms
 
 
+@pytest.mark.slow
 @pytest.mark.thinned(most=1)
 @pytest.mark.oldest
 @pytest.mark.usefixtures("float64")
@@ -56,6 +57,7 @@ def test_equals_optax_on_the_whole_tree(schedule, inner):
     check_close(train(pipe, batches), train_as_one_function(pipe, batches))
 
 
+@pytest.mark.slow
 @pytest.mark.thinned(most=1)
 @pytest.mark.parametrize("drain_after", [set(), {2, 5}], ids=["", "drained"])
 @pytest.mark.parametrize(
@@ -86,6 +88,7 @@ def test_equals_the_sequential_reference_bit_for_bit(sizes, fields, drain_after)
     check_against_reference(STACK, plan, drain_after, clip_global_norm=NORM)
 
 
+@pytest.mark.slow
 @pytest.mark.thinned(most=1)
 @pytest.mark.parametrize("schedule", CLIPPING)
 @pytest.mark.parametrize("sizes", [(1, 3), (2, 2), (1, 2, 1)])

@@ -26,6 +26,7 @@ def trained(sizes, variant):
     return train(Pipeline(STACK, plan, models.masked_squares, models.momentum()), BATCHES)
 
 
+@pytest.mark.slow
 @pytest.mark.thinned(most=1)
 @pytest.mark.parametrize("sizes", [(1, 3), (3, 1), (2, 2), (1, 2, 1), (2, 1, 1), (1, 1, 1, 1)])
 @pytest.mark.parametrize("variant", ["naive", "gpipe", "pipedream_flush"])
@@ -33,6 +34,7 @@ def test_flushing_schedules_do_not_depend_on_the_cut(sizes, variant, uncut):
     check_close(trained(sizes, variant), uncut)
 
 
+@pytest.mark.slow
 @pytest.mark.thinned(most=1)
 @pytest.mark.parametrize("sizes", [(1, 3), (1, 2, 1)])
 def test_2bw_does_not_depend_on_the_cut(sizes):

@@ -122,6 +122,7 @@ def check(pipe, batches, drained=()):
     return state, y
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("float64")
 @pytest.mark.thinned(most=1)
 @pytest.mark.parametrize("name", [name for name in PLANS if name not in ("2-1, paper", "2-1")])
@@ -131,7 +132,7 @@ def test_it_is_the_rule_applied_to_the_whole_model(name):
     check(pipeline(plan), batches, DRAINED)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("float64")
 def test_replicas_make_the_same_correction():
     plan = plan_of("2-1", models.plain_stack())
@@ -140,6 +141,7 @@ def test_replicas_make_the_same_correction():
     running.check_equal(*[models.on_first_device(worker.optimizer) for worker in state.workers[:2]])
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("stack", [STACK, pytest.param(models.tied_stack(), marks=pytest.mark.exhaustive)], ids=["untied", "tied"])
 def test_gradients_are_clipped_before_the_correction(stack):
@@ -186,6 +188,7 @@ def test_a_factor_of_zero_changes_no_bit(name, optimizer):
         assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
 
 
+@pytest.mark.slow
 def test_a_schedule_that_flushes_has_no_correction_and_no_buffer():
     plan = plan_of("flush")
     batches = models.masked_batches(3, plan.microbatches)
@@ -202,6 +205,7 @@ def test_a_buffer_for_each_parameter_of_each_stage_with_a_delay():
     assert more == [*(cost.trained for cost in none[:3]), 0]  # the gradients of the last stage are never late
 
 
+@pytest.mark.slow
 def test_a_batch_that_is_skipped_changes_no_buffer():
     plan = plan_of("2BW")
     pipe = pipeline(plan, skip_nonfinite=True)
@@ -217,6 +221,7 @@ def test_a_batch_that_is_skipped_changes_no_buffer():
     running.check_equal(on_host([(worker.weights.read(4), worker.optimizer) for worker in state.workers]), before)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("float64")
 def test_the_average_of_the_weights_is_of_those_without_prediction():
     plan = plan_of("pipedream")
@@ -229,6 +234,7 @@ def test_the_average_of_the_weights_is_of_those_without_prediction():
     running.check_close(models.on_first_device(pipe.params(state, weights="ema")), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("float64")
 def test_an_evaluation_in_flight_reads_the_weights_without_prediction():
     plan = plan_of("pipedream", models.plain_stack())
@@ -284,6 +290,7 @@ def plan_cut(name, sizes=None):
     return models.cut(STACK.ids, sizes, schedule=PLANS[name]["schedule"], microbatches=PLANS[name]["microbatches"])
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("float64")
 @pytest.mark.thinned(most=1)
 @pytest.mark.parametrize("ema", [None, 0.75])
@@ -309,6 +316,7 @@ def test_a_run_goes_on_under_another_plan_or_with_another_correction(switch, ema
         running.check_close(on_host(later.params(state, weights="ema")), on_host(average))
 
 
+@pytest.mark.slow
 @pytest.mark.thinned(most=1)
 @pytest.mark.parametrize("precision", [Precision(params="bfloat16"), Precision()], ids=["masters", "float32"])
 @pytest.mark.parametrize("name", ["2BW", "pipedream"])
@@ -321,7 +329,7 @@ def test_a_run_from_a_snapshot_is_the_run_that_went_on_bit_for_bit(name, precisi
     running.check_equal([worker.optimizer for worker in again.workers], [worker.optimizer for worker in state.workers])
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_masters_and_versions_lose_the_prediction_where_it_is_turned_off_or_begun_anew():
     plan = plan_of("2BW")
     precision = Precision(params="bfloat16")
@@ -377,6 +385,7 @@ def test_frozen_layers_have_no_buffer():
     assert not jax.tree.leaves(pipe.drain(state).workers[2].optimizer)
 
 
+@pytest.mark.slow
 def test_replicas_that_share_the_optimizer_state_are_of_schedules_without_a_delay():
     plan = Plan.even(STACK.ids, 2, "pipedream_flush", 2, replicas=2, shard_optimizer=True)
     batches = models.masked_batches(2, 2)
@@ -475,7 +484,7 @@ def test_a_correction_that_is_none_is_refused(value):
         checked_delay_factor(value)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_correction_that_goes_too_far_or_does_nothing_is_logged(caplog):
     stack, batch = models.plain_stack(2), models.masked_batches(1, 2)[0]
     late, flushed = (Plan.even(stack.ids, 2, schedule, 2) for schedule in ("pipedream_2bw", "pipedream_flush"))
@@ -513,6 +522,7 @@ def test_nesterovs_momentum_is_recognized(name):
     assert has_nesterov(optimizer) is expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("factor", [pytest.param(None, marks=pytest.mark.exhaustive), FACTOR])
 def test_norms_of_the_correction_and_of_the_distance_between_versions(factor):
     pipe = pipeline(plan_of("pipedream"), correction=factor)

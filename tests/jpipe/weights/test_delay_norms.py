@@ -28,6 +28,7 @@ def distance(pipe, state) -> float:
     return norm(differences) if differences else math.nan
 
 
+@pytest.mark.slow
 @pytest.mark.thinned(most=2)
 @pytest.mark.parametrize("name", ["2BW", "pipedream, m = d", "2-1", "flush"])
 def test_the_norms_are_those_of_the_weights(name):
@@ -51,7 +52,7 @@ def test_the_norms_are_those_of_the_weights(name):
     assert float(plain.delay_norms(running.fresh(plain, batches)).correction) == 0
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_norms_need_a_state_that_is_not_consumed_and_leave_it_as_it_is():
     pipe = pipeline(plan_of("2BW"))
     batches = models.masked_batches(1, pipe.plan.microbatches)

@@ -46,6 +46,7 @@ def loss_of(params, batch):
     return total / weight
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("float64")
 @pytest.mark.thinned(most=1)
 @pytest.mark.parametrize("name", PLANS)
@@ -73,6 +74,7 @@ def test_the_average_equals_that_of_a_plain_run_and_survives_a_restore(name):
     running.check_equal(pipe.params(restored, weights="ema"), pipe.params(state, weights="ema"))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("float64")
 def test_another_cut_restores_the_average_and_fresh_optimizer_state_resets_it():
     first, second = pipeline("2BW"), pipeline("pipedream")

@@ -58,6 +58,7 @@ OPTIMIZERS = {  # each made once, so that what is traced with it is traced once
 }
 
 
+@pytest.mark.slow
 @pytest.mark.thinned(most=1)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("variant", models.VARIANTS)
@@ -66,6 +67,7 @@ def test_optimizers_by_layer_equal_optax_on_the_whole_tree(variant, optimizer):
     check_against_one_function(plan, optimizer=OPTIMIZERS[optimizer]())
 
 
+@pytest.mark.slow
 def test_the_decay_mask_decays_what_it_names_only():
     plan = Plan.even(STACK.ids, 2, "gpipe", 2)
     batch, labels = models.masked_batches(1, 2, dtype=np.float64)[0]
@@ -91,6 +93,7 @@ def test_microbatches_and_batches_of_weight_zero_teach_nothing(variant):
     assert np.isfinite(result.losses).all()
 
 
+@pytest.mark.slow
 def test_a_batch_divides_by_its_total_weight():
     """A microbatch of weight 6 and one of weight 2 give the gradient of their eight rows together."""
     stack = models.plain_stack()

@@ -76,6 +76,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.oldest
 @pytest.mark.thinned(most=1)
 @pytest.mark.usefixtures("float64")
@@ -123,6 +124,7 @@ BIT_FOR_BIT = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.thinned(most=1)
 @pytest.mark.parametrize("case", BIT_FOR_BIT)
 def test_equals_the_sequential_reference_bit_for_bit(case):
@@ -137,6 +139,7 @@ INTEGERS = {
 }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.thinned(most=0, most_slow=1)
 @pytest.mark.parametrize("case", INTEGERS)
 def test_frozen_parameters_may_be_integers(case):
@@ -233,6 +236,7 @@ def test_a_backward_of_frozen_layers_computes_only_the_gradient_of_its_input():
     assert products(functions[2]) == 1  # of its input: its weights are frozen
 
 
+@pytest.mark.slow
 def test_a_frozen_layer_may_have_no_backward():
     """No backward is computed before the first trained layer, so an operation without a derivative is allowed there."""
 
@@ -252,6 +256,7 @@ def test_a_frozen_layer_may_have_no_backward():
         behind.check(batches[0])
 
 
+@pytest.mark.exhaustive
 @pytest.mark.thinned(most=1)
 @pytest.mark.parametrize("precision", [Precision(params="bfloat16"), Precision()], ids=["masters", "float32"])
 def test_the_average_of_a_frozen_parameter_is_the_parameter(precision):
@@ -273,6 +278,7 @@ def tied_everywhere():
     return LayerStack({"a": models.dense(), "b": models.dense(), "c": models.dense()}, ties=[Tie(("a", "w"), ("c", "w"))])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "groups"), [(["a/w"], 0), pytest.param(["a/b", "b", "c"], 1, marks=pytest.mark.slow)], ids=["frozen", "trained"]
 )
@@ -310,6 +316,7 @@ def restored(pipe, batches, layers, at, **options):
 WORDS = ["track", "noise/w"]
 
 
+@pytest.mark.slow
 @pytest.mark.thinned(most=1)
 @pytest.mark.parametrize("precision", [Precision(), Precision(params="bfloat16")], ids=["float32", "masters"])
 @pytest.mark.parametrize("schedule", ["pipedream_2bw", "pipedream"])
@@ -337,6 +344,7 @@ def test_a_restored_run_has_equal_results(schedule, precision):
     running.check_equal(restored(pipe, batches, older, 3), expected)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.thinned(most=1)
 @pytest.mark.parametrize("precision", [Precision(params="bfloat16"), Precision()], ids=["masters", "float32"])
 def test_frozen_layers_are_trained_later_by_another_optimizer(precision):

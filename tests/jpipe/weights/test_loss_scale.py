@@ -24,6 +24,7 @@ def test_the_rule_by_hand():
     assert float(DynamicLossScale(2.0**100, 1).after(DynamicLossScale(2.0**100, 1).first(), True).value) == 2.0**100
 
 
+@pytest.mark.slow
 @pytest.mark.thinned(most=1)
 @pytest.mark.parametrize(
     ("replicas", "fields"),
@@ -80,7 +81,7 @@ def test_the_scale_changes_no_other_bit():
     running.check_equal(scaled._asdict(), plain._asdict())
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_restored_run_has_the_scales_of_all_versions():
     plan, batches = Plan.even(STACK.ids, 2, "pipedream_2bw", 2), models.masked_batches(8, 2)
 

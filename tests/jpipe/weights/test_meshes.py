@@ -60,6 +60,7 @@ def check_close(actual: running.Trained, expected: running.Trained) -> None:
         np.testing.assert_allclose(np.asarray(one), np.asarray(other), rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.thinned(most=1)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("mesh", MESHES)
@@ -84,6 +85,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.thinned(most=1)
 @pytest.mark.parametrize("schedule", ["gpipe", "pipedream_2bw"])
 @pytest.mark.parametrize("option", OPTIONS)
@@ -97,6 +99,7 @@ def test_other_features_of_a_run_are_equal_on_a_mesh(option, schedule):
     check_close(actual, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["pipedream_flush", pytest.param("pipedream_2bw", marks=pytest.mark.exhaustive)])
 def test_workers_that_share_the_devices_of_a_mesh_compute_one_after_the_other(schedule):
     """Six workers share pairs of eight devices; their collectives must not wait for each other's threads."""
@@ -171,6 +174,7 @@ def alive(device: jax.Device) -> int:
     return sum(shard_bytes(a) for a in arrays if not jnp.issubdtype(a.dtype, jax.dtypes.prng_key) and a.dtype != bool)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["pipedream_flush", pytest.param("pipedream_2bw", marks=pytest.mark.slow)])
 def test_a_run_resumes_under_another_mesh(schedule):
     before = even(schedule=schedule, microbatches=2, mesh={"data": 2, "model": 2}, fsdp=True)

@@ -32,6 +32,7 @@ def dtypes(tree) -> set[str]:
     return {str(leaf.dtype) for leaf in jax.tree.leaves(tree)}
 
 
+@pytest.mark.slow
 @pytest.mark.thinned(most=1)
 @pytest.mark.parametrize(("variant", "d", "m", "replicas"), CASES)
 def test_masters_are_the_float32_parameters_of_a_run_that_casts_them(variant, d, m, replicas):
@@ -62,6 +63,7 @@ def test_masters_are_the_float32_parameters_of_a_run_that_casts_them(variant, d,
         assert (a.inputs, a.outputs, a.residuals, a.message, a.gradient) == (b.inputs, b.outputs, b.residuals, b.message, b.gradient)
 
 
+@pytest.mark.slow
 @pytest.mark.thinned(most=1)
 @pytest.mark.parametrize(("variant", "d", "m", "replicas"), [case for case in CASES if case[1] > 1 and case[3] == 1])
 def test_a_schedule_with_masters_equals_the_sequential_reference_bit_for_bit(variant, d, m, replicas):
@@ -205,7 +207,7 @@ def test_float64_is_unchanged():
 # Restored --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_restored_run_has_the_masters_under_any_cut():
     plan, batches = Plan.even(STACK.ids, 2, "pipedream", 2), models.masked_batches(6, 2)
     pipe = pipeline(plan, MASTERS)

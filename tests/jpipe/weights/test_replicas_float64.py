@@ -67,6 +67,7 @@ def test_equals_one_gradient_of_the_whole_model(variant, replicas, times):
     check_close(train(pipe, batches, state), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replicas", [pytest.param((2,), marks=pytest.mark.slow), (2, 1, 2)])
 def test_clipping_by_the_global_norm_equals_optax_on_the_whole_tree(replicas):
     plan = plan_of(replicas, "pipedream_flush", 2)

@@ -35,6 +35,7 @@ def test_equals_the_sequential_reference_bit_for_bit(variant, d, m, extra):
     check_against_reference(STACK, plan, drain_after={0, 3, 4})
 
 
+@pytest.mark.slow
 @pytest.mark.thinned(most=1)
 @pytest.mark.parametrize("recompute", ["full", "dots_saveable"])
 @pytest.mark.parametrize("variant", models.VARIANTS)

@@ -70,6 +70,7 @@ CASES = {
 OPTIONS = ("clip_global_norm", "skip_nonfinite", "precision")
 
 
+@pytest.mark.slow
 @pytest.mark.thinned(most=1)
 @pytest.mark.parametrize("case", CASES)
 def test_the_numbers_equal_those_without_sharding(case):
@@ -98,6 +99,7 @@ def test_a_skipped_batch_changes_nothing():
     check_bits([(worker.weights.read(2), worker.optimizer) for worker in state.workers], before)
 
 
+@pytest.mark.slow
 def test_each_replica_holds_and_updates_its_share_and_copies_are_its_own():
     pipe = pipeline(plan_of(), optimizer=optax.adam(1e-2), devices=[jax.devices()[0]] * 4)
     batches = batches_for(pipe.plan)
@@ -120,7 +122,7 @@ def test_each_replica_holds_and_updates_its_share_and_copies_are_its_own():
     assert [sum(cost.updated) for cost in costs] == [cost.weights for cost in costs]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_run_resumes_with_a_sharded_optimizer_and_without():
     """Restore in all directions, with other replicas and cuts, and with the masters that some replica has."""
     options = {"precision": Precision(params="bfloat16"), "optimizer": optax.adam(1e-2)}
@@ -172,6 +174,7 @@ def test_a_run_without_a_flush_resumes_with_a_sharded_optimizer_and_without(savi
     check_bits(resuming.params(resuming.drain(state)), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fields", [{}, {"num_stages": 1}, {"replicas": (2, 1)}, {"schedule": "pipedream", "replicas": (4, 2), "microbatches": 8}]
 )
@@ -185,7 +188,7 @@ def test_steps_do_what_one_long_run_does(fields):
         assert tuple(i for part in parts for i in part) == whole.instructions
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_checkpoint_on_disk_has_each_layers_optimizer_state(tmp_path):
     pipe = pipeline(plan_of(), precision=Precision(params="bfloat16"))
     batches = batches_for(pipe.plan, count=2)

@@ -27,6 +27,7 @@ def batches_of(plan: Plan, bad=BAD):
     return batches
 
 
+@pytest.mark.slow
 @pytest.mark.thinned(most=1)
 @pytest.mark.parametrize(
     ("replicas", "fields"),
@@ -46,10 +47,11 @@ def test_equals_the_sequential_reference_bit_for_bit(replicas, fields, clip):
     check_against_reference(STACK, plan, {3}, batches_of(plan), clip_global_norm=clip, skip_nonfinite=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", [pytest.param("pipedream_flush", marks=pytest.mark.slow), "pipedream_2bw"])
 def test_a_bad_batch_leaves_weights_and_optimizer_as_they_are_at_all_stages(schedule):
     plan = Plan.even(STACK.ids, 3, schedule, 3)
-    pipe = Pipeline(STACK, plan, models.masked_squares, optax.adam(0.05), skip_nonfinite=True)
+    pipe = Pipeline(STACK, plan, models.masked_squares, models.momentum(), skip_nonfinite=True)
     batches, nonfinite, states = batches_of(plan, {2: np.nan}), {}, {}
     state = fresh(pipe, batches)
     for t, batch in enumerate(batches[:5]):

@@ -18,6 +18,7 @@ def plan_of(stack, replicas, **fields) -> Plan:
     return Plan.even(stack.ids, num_stages=stages, replicas=replicas, **{"sum_parts": 3, **fields})
 
 
+@pytest.mark.slow
 @pytest.mark.thinned(most=1)
 @pytest.mark.parametrize(
     ("replicas", "fields", "options"),

@@ -126,6 +126,7 @@ def pipeline(replicas, fields, stack=None, **options) -> Pipeline:
     return Pipeline(stack, plan, loss, optax.adam(0.05), devices, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.thinned(most=1)
 @pytest.mark.parametrize("clip", [None, 0.3])
 @pytest.mark.parametrize(
@@ -173,7 +174,7 @@ def test_a_run_resumes_where_the_tied_layers_share_a_stage():
         check_close(pipe.params(pipe.drain(restored)), expected)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_averages_and_evaluation_are_those_of_one_stage():
     """Compare the moving average, and the loss of the newest weights and of the average."""
     data, results = batches(), []
@@ -192,7 +193,7 @@ def test_averages_and_evaluation_are_those_of_one_stage():
     check_close(results[1], results[0])
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("replicas", [(1, 1), pytest.param((2, 1), marks=pytest.mark.exhaustive)])
 def test_masters_of_a_shared_parameter(replicas):
     """Each stage has one bfloat16 version and one master; a restored run is equal bit for bit."""
@@ -214,7 +215,7 @@ def test_masters_of_a_shared_parameter(replicas):
     check_equal(*(jax.tree.map(np.asarray, pipe.params(end)) for end in (pipe.drain(restored), state)))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_initial_parameters_of_a_tie_are_those_of_the_first_place():
     pipe, data = pipeline((1, 1), {"schedule": "gpipe"}), batches()
     params = jax.tree.map(lambda leaf: np.full(leaf.shape, 0.5), pipe.params(pipe.init(jax.random.key(0), data[0])))

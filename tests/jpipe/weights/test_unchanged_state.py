@@ -33,6 +33,7 @@ def state_of(state):
     return [worker.layer_state for worker in state.workers]
 
 
+@pytest.mark.slow
 @pytest.mark.thinned(most=1)
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("fields", [{"schedule": "pipedream_2bw", "split_backward": "early"}, {"schedule": "gpipe"}, {"schedule": "zb_h1"}])
@@ -53,6 +54,7 @@ def test_unchanged_state_is_the_same_array_after_a_step(fields, recompute):
         assert all(flags == (True, False) for flags in f.changed.chosen.values())  # count, scale
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("float64")
 def test_replicas_do_not_copy_unchanged_state():
     """Summing three copies and dividing by three would give another number."""

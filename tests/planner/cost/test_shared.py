@@ -51,7 +51,7 @@ def shared_profile(seed=0, *layers: str) -> Profile:
 
 
 @pytest.mark.parametrize("precision", [jpipe.Precision(), pytest.param(jpipe.Precision(params="bfloat16"), marks=pytest.mark.exhaustive)])
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_bytes_of_a_profile_are_those_of_the_pipeline(precision):
     stack = jpipe.LayerStack(LAYERS, ties=TIES)
     topology = Topology(levels=({"count": 2, "bandwidth": 1e9},), device=MACHINE)

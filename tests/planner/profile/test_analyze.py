@@ -61,6 +61,7 @@ MODELS = {
 }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.thinned(most=1)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("policy", ["none", "full", "dots_with_no_batch_dims_saveable"])
@@ -136,6 +137,7 @@ def some_cuts(ids, policy):
         yield [{"layers": run, "recompute": policy} for run in runs]
 
 
+@pytest.mark.slow
 def test_times_of_a_dense_layer_by_hand():
     stack = jpipe.LayerStack({"in": linear(64, 128), "mid": linear(128, 128), "out": linear(128, 64)})
     profile = analyze(stack, floats(64), squares, optax.adam(1e-3), [512, 8], DEVICE, policies=["none"])
@@ -172,7 +174,7 @@ def test_every_turn_of_a_loop_counts():
     assert (often.backward - once.backward) * 5e8 == pytest.approx(49 * 2 * product, rel=0.3)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_equal_layers_are_profiled_once_and_nothing_is_allocated():
     width = 100_000  # 40 GB of weights a layer
     stack = jpipe.LayerStack(

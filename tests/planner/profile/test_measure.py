@@ -77,9 +77,9 @@ def ones(rows):
 def test_a_model_is_measured():
     layers = {"in": Lookup, "tanh": jnp.tanh, "h0": linear(8, 8), "h1": linear(8, 8), "norm": lambda rngs: nnx.BatchNorm(8, rngs=rngs)}
     stack = jpipe.LayerStack({**layers, "out": linear(8, 4)})
-    reports = []
+    reports, rule = [], optax.sgd(1e-3, momentum=0.9)
     profile = measure(
-        stack, batch, loss, optax.adam(1e-3), [8, 2], seconds=0.1, repetitions=3, progress=lambda done, total: reports.append((done, total))
+        stack, batch, loss, rule, [8, 2], seconds=0.1, repetitions=3, progress=lambda done, total: reports.append((done, total))
     )
     assert (profile.source, profile.device, profile.sizes) == ("measured", "cpu", (2, 8))
     assert profile.dispatch > 0
@@ -89,7 +89,7 @@ def test_a_model_is_measured():
     assert first == second
     assert profile.layers[2].model_copy(update={"id": "h1", "at": ()}) == profile.layers[3].model_copy(update={"at": ()})
     # What shapes tell is the same as without a device.
-    analytic = analyze(stack, batch, loss, optax.adam(1e-3), [2, 8], Device(flops={"float32": 1e9}))
+    analytic = analyze(stack, batch, loss, rule, [2, 8], Device(flops={"float32": 1e9}))
     for layer, expected in zip(profile.layers, analytic.layers, strict=True):
         assert (layer.weights, layer.optimizer, layer.state) == (expected.weights, expected.optimizer, expected.state)
         for at, other in zip(layer.at, expected.at, strict=True):
@@ -160,6 +160,7 @@ class Numbered(linen.Module):
         return linen.Dense(4)(x)
 
 
+@pytest.mark.slow
 def test_layers_are_equal_however_their_names_are_sorted():
     stack = jpipe.LayerStack.from_model(Numbered(), jnp.ones((2, 4)))
     assert stack.ids == ("Dense_0", "Dense_1", "Dense_3", "Dense_5", "Dense_7", "Dense_9", "Dense_11", "Dense_13")
@@ -173,7 +174,7 @@ def test_the_average_of_the_weights_counts_as_optimizer_state():
     assert averaged.optimizer == plain.optimizer + plain.weights
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_prediction_of_late_gradients_counts_where_they_are_late():
     ids = ("in", "a", "b", "out")
     stack = jpipe.LayerStack({name: linear(4, 4) for name in ids})

@@ -39,6 +39,7 @@ def compiled_choice(schedule, memory=1e9):
     return compile_stages(dataclasses.replace(choice, topology=topology), ranked, pipe, batch(8), jax.devices()[0]), pipe
 
 
+@pytest.mark.exhaustive
 @pytest.mark.thinned(most=0, most_slow=1)
 @pytest.mark.parametrize("schedule", ["gpipe", "pipedream_flush", "pipedream_2bw"])
 def test_where_simulating_takes_too_long_the_closed_form_has_the_exact_bytes(schedule, monkeypatch):
@@ -51,6 +52,7 @@ def test_where_simulating_takes_too_long_the_closed_form_has_the_exact_bytes(sch
         assert estimate >= costs[s].temporary + costs[s].weights + costs[s].optimizer  # XLA's numbers, not the estimate's
 
 
+@pytest.mark.slow
 @pytest.mark.thinned(most=1)
 @pytest.mark.parametrize(
     "message",

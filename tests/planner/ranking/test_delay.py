@@ -27,7 +27,7 @@ def pipelines(batch: int, **options):
     return [one for one in candidates if one.depth == DEVICES and not one.extra_in_flight]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_candidate_has_the_delay_of_its_plan():
     profile, topology = equal_layers(10**6), Topology.flat(DEVICES, 1e2)
     candidates = find_candidates(profile, topology, 8)
@@ -77,6 +77,7 @@ def test_a_plan_with_newer_weights_is_simulated_if_it_could_be_as_fast(monkeypat
     assert [one.candidate.schedule for one in choice.ranked if one.simulated] == ["pipedream_2bw"]
 
 
+@pytest.mark.slow
 @pytest.mark.thinned(most=2)
 @pytest.mark.parametrize(
     ("max_delay", "expected"),

@@ -20,7 +20,7 @@ from tests.planner.search.test_parallel import gpt, levels
 FAST = levels((4, 1e9, 0.0))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_every_schedule_is_searched_in_one_way_or_the_other():
     assert {*planned_schedules(), *variant_schedules()} == set(jpipe.schedules.SCHEDULES)
     variants = find_variants(gpt(14), FAST, 8, all_devices=True).simulated
@@ -90,7 +90,7 @@ def test_plans_of_chunks_without_a_simulation_are_simulated():
     assert all(one.simulated is not None for one in ranked)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_with_a_known_plan_only_those_that_could_be_better_are_simulated():
     """The bounds hold for every variant, so the best one is among those that are simulated; each schedule is shown."""
     profile, topology = gpt(6, sizes=(1,), head=0.9), levels((4, 2_000.0, 0.02))

@@ -62,6 +62,7 @@ OPTIONS = {
     "a model of the user's": ({"freeze": ["layers.0"]}, {}, {"model": {"target": f"{__name__}:model"}, "plan": {"num_stages": 1}}),
 }
 SELDOM = dict.fromkeys(("adapters, a layer, experts", "adapters and a tied embedding", "accumulated"), pytest.mark.exhaustive)
+SELDOM["2BW"] = pytest.mark.slow
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, marks=SELDOM.get(case, ())) for case in OPTIONS])

@@ -256,7 +256,7 @@ def test_model_loss_and_data_can_all_be_the_users(capsys):
 
 
 @pytest.mark.usefixtures("no_report")
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_whole_model_is_trained_planned_simulated_and_exported(capsys):
     sections = {"model": {"target": "own_parts:Net", "arguments": {"width": 8}}}
     code, _, err = run(capsys, "--allow-code", **sections)

@@ -61,6 +61,7 @@ def logits(config: Config, arrays: dict[str, np.ndarray], tokens: np.ndarray, tu
     return np.asarray(applied(stack, stack.ties.split(params), tokens))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["float32", "nf4"])
 def test_the_base_is_as_it_was_in_the_folder(kind, runs):
     actual, (_, original) = runs[kind].arrays, folders.read(folders.GOLDEN / "llama")
@@ -76,6 +77,7 @@ def test_the_base_is_as_it_was_in_the_folder(kind, runs):
     assert all(array.any() for array in trained.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [pytest.param("float32", marks=pytest.mark.exhaustive), "nf4"])
 def test_merged_weights_compute_what_adapters_compute(kind, runs, tmp_path):
     result, tokens = runs[kind], folders.computed("llama")["tokens"]
@@ -90,7 +92,7 @@ def test_merged_weights_compute_what_adapters_compute(kind, runs, tmp_path):
         np.testing.assert_allclose(origin.layer(layer_id, specs)["qkv"]["kernel"], arrays[f"{layer_id}/qkv/kernel"], rtol=1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "overrides",
     [

@@ -111,6 +111,7 @@ def test_parameters_without_masters_are_exported_without_prediction():
     assert without_prediction(kept) is kept
 
 
+@pytest.mark.slow
 def test_an_export_has_the_newest_parameters_by_name(home, tmp_path, capsys):
     check_equal(load_file(home.file), newest(home.run, STEPS))
     assert {"embed/token/embedding", "block_0/qkv/kernel", "head/logits/kernel"} <= load_file(home.file).keys()
@@ -287,7 +288,7 @@ def test_layer_state_has_its_own_name_and_that_of_other_replicas_is_omitted():
 
 
 @pytest.mark.usefixtures("no_report")
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_average_of_the_weights_is_evaluated_and_exported(home, tmp_path, capsys):
     """With a decay of 0 the average equals the weights."""
     sections = {"train": {"steps": 6, "eval_every": 2, "batch_size": 4, "eval_batches": 1, "trace_batches": 0}, "checkpoint": {"every": 3}}

@@ -126,7 +126,7 @@ def test_a_section_agrees_with_the_labels_of_a_folder(section, expected, tmp_pat
             "{preset: llama-tiny, head: classification, labels: [a, b]}", "LlamaForSequenceClassification", marks=pytest.mark.exhaustive
         ),
         ("{preset: gpt2-tiny, head: regression}", "GPT2ForSequenceClassification"),
-        ("{preset: mixtral-tiny, head: classification, labels: 3}", "MixtralForSequenceClassification"),
+        pytest.param("{preset: mixtral-tiny, head: classification, labels: 3}", "MixtralForSequenceClassification", marks=pytest.mark.slow),
     ],
 )
 def test_fresh_weights_are_written_and_read_again(model, architecture, tmp_path):

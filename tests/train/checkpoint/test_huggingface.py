@@ -119,7 +119,7 @@ def test_the_config_of_a_run_has_all_keys_and_is_read_without_the_folder(tmp_pat
     assert [keys[key] for key in names] == [64, 2, 16, 4, 2, 8, 24, 12, 32, 1e-5]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("name", "schedule", "stages"), [("llama", "pipedream_2bw", 4)])
 def test_a_run_learns_in_a_pipeline_what_transformers_learns(name, schedule, stages, tmp_path, monkeypatch, capsys):
     """Import a folder, take a step of SGD and export another folder."""
@@ -168,6 +168,7 @@ def test_each_process_reads_the_tensors_of_its_own_layers(name, expected, tmp_pa
 # Export -------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_fresh_weights_equal_the_initial_weights_of_the_run(tmp_path):
     config = tmp_path / "config.yaml"
     config.write_text("model: {preset: gpt2-tiny, depth: 1}\nseed: 5\n")

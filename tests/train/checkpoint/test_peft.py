@@ -37,6 +37,7 @@ def ours(tmp_path_factory) -> tuple[Path, Config, dict[str, np.ndarray]]:
     return folder, config, arrays
 
 
+@pytest.mark.exhaustive
 @pytest.mark.thinned(most=1)
 @pytest.mark.parametrize(
     ("name", "overrides"),
@@ -269,7 +270,7 @@ def test_adapters_of_peft_compute_and_learn_the_same(name, theirs, tmp_path):
         near(load_file(tmp_path / "merged" / "results.safetensors")["logits"], golden["logits"], "logits of the merged folder")
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("name", "kind", "overrides"),
     [

@@ -91,7 +91,7 @@ def test_a_run_that_was_stopped_resumes_with_equal_results(plan, saved, tmp_path
     assert checkpoint_files.steps(parts.folder) == [4, 6, 7]  # the last three
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_another_plan_resumes_with_the_same_weights(saved, monkeypatch, capsys):
     summary = run_in_two(saved, monkeypatch, 5, plan={"schedule": "gpipe", "num_stages": 3}, train={"steps": 8})
     assert [row["step"] for row in rows_of(summary.folder)] == list(range(8))
@@ -108,6 +108,7 @@ def test_a_run_resumes_on_another_mesh(saved, tmp_path, monkeypatch, capsys):
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_reported_and_the_previous_one_used(saved, monkeypatch, capsys):
     with monkeypatch.context() as patched:
         stop_before(patched, 6)
@@ -149,7 +150,7 @@ def files_of(folder):
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and "tensorboard" not in path.parts}
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_another_model_is_refused_by_its_first_difference(saved):
     folder = loop.main(changed(saved, train={"steps": 4}, model={"depth": 2})).folder
     newest = folder / "checkpoints" / "4"
@@ -265,6 +266,7 @@ def test_concurrent_writes_of_another_process_are_not_lost(saved, monkeypatch):
     assert loop.main(changed(saved)).steps == 7
 
 
+@pytest.mark.slow
 def test_a_checkpoint_completed_while_the_previous_one_is_read_is_not_lost(saved, monkeypatch):
     folder = loop.main(changed(saved, train={"steps": 4})).folder
     marker = folder / "checkpoints" / "4" / "checkpoint.json"

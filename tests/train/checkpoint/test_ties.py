@@ -56,7 +56,7 @@ def test_a_pattern_that_matches_only_a_tied_copy_is_refused(config, pattern):
         build(changed(config, optimizer={"name": "adamw", "decay": ["embed/*", pattern]}), Reporter(1, 1, "bytes"))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_it_is_resumed_exported_and_begins_another(config, tmp_path, monkeypatch):
     loop.main(changed(config))
     run_in_two(config | {"run": {"dir": str(tmp_path / "parts")}}, monkeypatch, 3)

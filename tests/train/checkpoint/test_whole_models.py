@@ -124,6 +124,7 @@ def test_an_nnx_module(kind, net, net_pipeline, tmp_path):
     assert message.startswith("warm start: 4 of 4 layers from ")
 
 
+@pytest.mark.exhaustive
 def test_a_scanned_linen_module(tmp_path):
     variables = Scanned(3).init(jax.random.key(3), X)
     result, _ = loaded(scanned(), saved(tmp_path / "item", variables))

@@ -375,7 +375,7 @@ def check_config(answered, accepted, tmp_path, content, overrides, command):
         assert same(config_file.load(file, allow_code=True).model_dump(), config.model_copy(update={"plan": plan}).model_dump())
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @number_of_examples(150)
 @any_config
 def test_a_corrupted_config_is_refused_or_read_exactly(answered, accepted, tmp_path, content, overrides, command):

@@ -445,6 +445,7 @@ def test_a_mistake_in_a_users_optimizer(keys, message):
         build(**keys)
 
 
+@pytest.mark.exhaustive
 def test_two_batches_accumulated_are_one_of_twice_the_size():
     keys = {"name": "sgd", "learning_rate": 0.5, "lr_schedule": "cosine", "arguments": {"momentum": 0.9}}
     rule, whole = build(8, accumulate_batches=2, **keys), build(4, **keys)

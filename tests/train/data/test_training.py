@@ -90,7 +90,7 @@ def test_only_answers_are_learned(of_format):
         assert not (counted & (inputs["segments"][:] == 0)).any()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_run_on_prompts_resumes_at_its_position(of_format, tmp_path):
     config = of_format("prompts", train={"steps": 6, "eval_every": 6, "trace_batches": 0}, checkpoint={"every": 3})
     whole = losses(config)
@@ -99,7 +99,7 @@ def test_a_run_on_prompts_resumes_at_its_position(of_format, tmp_path):
     assert [row["loss"] for row in losses(config)] == [row["loss"] for row in whole]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_commands_of_the_page_lead_from_text_to_a_model(tmp_path, monkeypatch, capsys):
     page = (ROOT / "docs" / "how-to" / "data.md").read_text()
     first = page[: page.index("\n## ")]

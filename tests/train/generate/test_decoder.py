@@ -106,6 +106,7 @@ def test_the_bytes_of_a_cache_follow_the_window():
     assert scratch_of(config, 5, 4096) == 2 * 4 * 5 * 4 * 512 * 4096
 
 
+@pytest.mark.slow
 @pytest.mark.thinned(most=1)
 @pytest.mark.parametrize(("name", "piece"), [("gemma3", 2), *((name, 16) for name in MODELS)])
 def test_a_greedy_continuation_is_that_of_the_whole_model_at_each_length(name, piece, monkeypatch):

@@ -54,6 +54,7 @@ def test_a_hugging_face_folder_answers_several_prompts_as_json(run, folder):
     assert re.search(r"^jpipe: \d+ tokens in [\d.]+ s", err, re.MULTILINE)
 
 
+@pytest.mark.slow
 def test_tokens_that_the_tokenizer_does_not_have_are_never_chosen(run, folder):
     """Neither are unused ids between those of the tokenizer, which the model prefers."""
     arrays = load_file(folder / "model.safetensors")
@@ -86,6 +87,7 @@ def test_a_prompt_that_is_no_utf_8_is_refused_with_a_tokenizer_and_taken_as_byte
     assert run(str(RUN), "--prompt", "\udcff", "--tokens", "1")[0] == 0
 
 
+@pytest.mark.slow
 def test_several_texts_come_one_after_the_other_under_their_prompts(run):
     alone = [run(str(RUN), "--prompt", prompt, "--tokens", "3")[1] for prompt in ("a", "fox")]
     code, out, err = run(str(RUN), "--prompt", "a", "--prompt", "fox", "--tokens", "3")

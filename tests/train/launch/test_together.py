@@ -320,7 +320,7 @@ def test_a_nan_loss_ends_all_processes_with_one_message():
     assert [row["step"] for row in rows("run")] == [0, 1, 2]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_ctrl_c_ends_the_tree():
     with jpipe("launch", "-n", "2", "--", *command(CURVES | FOREVER)) as process:
         wait_for_rows(3)

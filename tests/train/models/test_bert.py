@@ -27,7 +27,7 @@ def batch(rows: int = 4, masked: int = 3):
     return jax.tree.map(lambda leaf: leaf.astype(np.int32), arrays)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("chunk", [pytest.param(None, marks=pytest.mark.exhaustive), 7])
 def test_the_loss_is_the_mean_of_masked_tokens_plus_that_of_pairs(chunk):
     inputs, labels = jax.tree.map(jnp.asarray, batch())
@@ -53,6 +53,7 @@ def test_accuracy_counts_masked_tokens_only():
     assert tuple(map(int, accuracy(outputs, labels))) == (2, 3)
 
 
+@pytest.mark.slow
 def test_it_reads_what_comes_before_and_after_which_sentence_it_is_and_no_padding():
     inputs, _ = batch()
     stack = layers(CONFIG)

@@ -75,6 +75,7 @@ def test_blocks_have_a_bounded_number_of_pairs_in_all_rows_and_heads(monkeypatch
     assert sizes == [size]
 
 
+@pytest.mark.slow
 @pytest.mark.thinned(most=1)
 @pytest.mark.parametrize("keys", [{}, {"window": 3, "attention_soft_cap": 2.0}, {"kind": "bert"}])
 def test_a_model_with_attention_in_blocks(monkeypatch, keys):

@@ -38,6 +38,7 @@ def test_its_layers_have_these_parameters():
     assert sum(leaf.size for spec in specs.values() for leaf in jax.tree.leaves(spec.params)) == 875_264
 
 
+@pytest.mark.slow
 def test_it_begins_with_these_weights():
     params = params_of(layers(ModelConfig(**SMALL)), TOKENS[0, :, :-1])
     for layer_id, sums in SUMS.items():
@@ -50,6 +51,7 @@ def test_it_begins_with_these_weights():
 BATCHES = [(tokens[:, :-1], tokens[:, 1:]) for tokens in TOKENS]
 
 
+@pytest.mark.slow
 def test_it_learns_these_losses():
     stack = layers(ModelConfig(**SMALL))
     params, losses = params_of(stack, BATCHES[0][0]), []

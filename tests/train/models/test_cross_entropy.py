@@ -103,6 +103,7 @@ def test_no_buffer_holds_the_logits_of_all_positions(chunk):
     assert (temporary < positions * count * 4) == (chunk is not None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", ["none", pytest.param("full", marks=pytest.mark.slow)])
 def test_a_split_backward_stores_no_logits_between_its_halves(recompute):
     config, rows = ModelConfig(**SMALL, vocab_size=500, tied=True), 8

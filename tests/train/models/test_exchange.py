@@ -46,6 +46,7 @@ def mesh_of(sizes):
     return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes), devices=devices)
 
 
+@pytest.mark.slow
 @pytest.mark.thinned(most=1)
 @pytest.mark.parametrize("routed", ROUTED)
 @pytest.mark.parametrize("name", SIZES)

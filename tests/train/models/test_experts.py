@@ -103,7 +103,7 @@ def in_float64(stack):
     return stack.with_layers({layer_id: cast(layer) for layer_id, layer in stack.layers.items()})
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("schedule", "stages", "delay"),
     [
@@ -138,7 +138,7 @@ def test_a_pipeline_has_the_gradients_of_the_whole_model(schedule, stages, delay
         assert moved.max() > 1e-3
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_experts_compute_in_bfloat16_with_a_router_in_float32():
     keys, tokens = {**GATED, "experts": MIXTURE}, BATCHES[0][0]
     params = params_of(layers(ModelConfig(**keys)), tokens)
@@ -149,6 +149,7 @@ def test_experts_compute_in_bfloat16_with_a_router_in_float32():
     np.testing.assert_allclose(outputs["tokens"].astype("float32"), exact["tokens"], atol=0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.thinned(most=2)
 @pytest.mark.parametrize(("sizes", "axes", "rows"), [
     ({"expert": 2}, {"expert": "expert"}, ("expert",)),

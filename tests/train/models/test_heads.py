@@ -40,6 +40,7 @@ def batch(head: str, kind: str, examples: int = 4, dtype: type = np.float32):
     return {name: array.astype(np.int32) for name, array in inputs.items()}, labels
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_scores_are_those_of_the_first_position_or_of_the_last_before_the_padding(kind):
     """Each row alone, cut to its length, has the same ones; and so has each choice of an example. Rows of padding have finite ones."""
@@ -78,6 +79,7 @@ def wide_stack(config: ModelConfig) -> jpipe.LayerStack:
     return jpipe.LayerStack({name: wide(constructor) for name, constructor in made.items()})
 
 
+@pytest.mark.exhaustive
 @pytest.mark.thinned(most=0)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("head", HEADS)
@@ -113,6 +115,7 @@ def test_the_loss_is_the_mean_over_examples():
     np.testing.assert_allclose(model.loss(LossConfig(), "regression")(jnp.asarray([1.0, -1.0]), jnp.asarray([0.5, 1.0])), (4.25, 2))
 
 
+@pytest.mark.slow
 @pytest.mark.thinned(most_slow=0, most=1)
 @pytest.mark.parametrize("head", HEADS)
 def test_the_router_loss_is_added_for_each_example(head):

@@ -41,7 +41,7 @@ def test_presets_of_the_paper_have_about_as_many_as_it_says(name, billions):
     assert count_of(name) / 1e9 == pytest.approx(billions, rel=0.02)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_page_has_every_preset_with_its_parameters():
     page = Path(__file__).parents[3] / "docs" / "how-to" / "models.md"
     rows = re.findall(r"^\| `([\w.-]+)` \|[^|]*\| ([\d,]+) \|$", page.read_text(), re.MULTILINE)
@@ -63,6 +63,7 @@ def test_the_keys_given_beside_a_preset_replace_its_own():
     assert {"depth", "width", "heads"} <= set(PRESETS["llama-tiny"])  # so the 3 is not a default
 
 
+@pytest.mark.exhaustive
 @pytest.mark.thinned(most=0, most_slow=2)
 @pytest.mark.parametrize(("compute_dtype", "promotion"), [("float32", "strict"), ("bfloat16", "standard")])
 @pytest.mark.parametrize("keys", [{}, LLAMA], ids=["gpt", "llama"])

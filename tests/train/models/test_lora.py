@@ -44,7 +44,6 @@ def by_name(params) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.thinned(most=0, most_slow=1)
-@pytest.mark.numbers
 @pytest.mark.parametrize(
     ("schedule", "config"),
     [
@@ -105,6 +104,7 @@ def test_adapters_begin_as_those_of_peft_and_change_nothing(blocks):
     assert not np.array_equal(a, arrays["block_1/qkv/lora/q_proj/a"])
 
 
+@pytest.mark.slow
 def test_dropout_is_in_front_of_a_alone(blocks):
     """With B of zeros it changes nothing; with others it does, in training only."""
     params, outputs = blocks["adapted"][0]["block_0"], blocks["adapted"][1]

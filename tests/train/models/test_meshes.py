@@ -66,6 +66,7 @@ def test_all_parameters_but_those_of_norms_name_logical_axes(keys, axes):
         assert {path: len(shape) for path, shape in shapes.items()} == {path: len(names) for path, names in spec.axes.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "keys", [{"heads": 4}, pytest.param({**LLAMA, "heads": 4, "kv_heads": 2}, marks=pytest.mark.exhaustive)], ids=["gpt", "llama"]
 )

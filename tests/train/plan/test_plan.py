@@ -62,6 +62,7 @@ def planned(capsys, *arguments: str) -> str:
     return printed.out
 
 
+@pytest.mark.slow
 def test_the_best_plan_is_printed_written_and_drawn(files, capsys):
     out = planned(capsys, "tiny.yaml", "--profile=profile.json", "--topology=two.yaml", "--out=plan.json", "--png=p.png", "--explain")
     head = next(line for line in out.splitlines() if line.startswith("rank"))
@@ -104,7 +105,7 @@ def sharded_profile(heads: int = 2) -> Profile:
     return Profile(**profile().model_dump(exclude={"layers"}), layers=[{**one.model_dump(), "tensor": tensor} for one in profile().layers])
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_plan_on_a_mesh_is_printed_compiled_and_written(files, capsys):
     Path("profile.json").write_text(sharded_profile().to_json())
     out = planned(capsys, "tiny.yaml", *BOTH, "--mesh=model=2", "--schedules=pipedream_flush", "--out=plan.json", "--explain")
@@ -359,7 +360,7 @@ def test_the_printed_command_has_all_options_of_the_plan(files, capsys):
     assert "train with it: jpipe train tiny.yaml --plan plan.json --set optimizer.learning_rate=0.02 --set train.batch_size=8\n" in out
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_plans_of_one_stage_need_no_vertical_sync(files, capsys):
     arguments = "tiny.yaml", *BOTH, "--set", "optimizer.clip_global_norm=1.0", "--schedules=pipedream", "--out=plan.json"
     planned(capsys, *arguments)

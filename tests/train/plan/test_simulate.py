@@ -120,6 +120,7 @@ def test_every_stage_of_a_rank_has_its_row(simulated, plan_file):
     assert [line.split()[:2] for line in lines[first + 1 : first + 5]] == [["0", "0"], ["2", "layer_5"], ["1", "1"], ["3", "layer_7"]]
 
 
+@pytest.mark.slow
 def test_meshes_are_printed_with_their_devices_and_the_memory_of_each(simulated, config):
     keys = [word for key in ("plan.mesh={data: 2, model: 2}", "plan.replicas=[2, 1]", "plan.schedule=gpipe") for word in ("--set", key)]
     printed = simulated(config, *keys)
@@ -180,12 +181,14 @@ def test_an_uncompiled_plan_shows_no_peak_memory(simulated, config):
     )
 
 
+@pytest.mark.exhaustive
 def test_a_mesh_that_no_device_here_can_be_compiled_for_leaves_the_temporaries_unknown(simulated, config):
     printed = simulated(config, "--set", "plan.mesh={data: 32}", "--set", "train.batch_size=64")
     assert table(printed)["held, each device"]
     assert "and so the peak memory, need 32 devices to compile for" in printed
 
 
+@pytest.mark.slow
 def test_overrides_reach_the_config(simulated, config):
     assert simulated(config, "--set", "plan.schedule=gpipe", "--set", "plan.microbatches=4").startswith("gpipe: 2 stages, 4 microbatches")
 

@@ -131,7 +131,7 @@ def test_the_page_has_the_table_of_targets():
     assert shown == expected
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_simulation_says_what_it_compiled_for_and_whether_the_ranks_fit(printed, config, of_this_machine):
     out, err, code = printed("simulate", config, "--target", of_this_machine)
     assert (err, code) == ("", 0)
@@ -156,6 +156,7 @@ def test_without_a_compiler_the_cpus_memory_is_shown_with_its_error(printed, con
     assert "largest program, as compiled for this machine\n" in plain
 
 
+@pytest.mark.exhaustive
 def test_a_mesh_has_the_targets_devices(printed, config, of_this_machine, monkeypatch):
     mesh = ["--set", "plan.mesh={data: 2}", "--set", "plan.schedule=gpipe"]
     assert "compiled for" in printed("simulate", config, "--target", of_this_machine, *mesh)[0]

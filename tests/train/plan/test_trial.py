@@ -161,7 +161,20 @@ def test_plans_run_and_the_corrected_profile_plans_again(tmp_path, tiny, monkeyp
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(trial, "SECONDS", 0.0)
     Path("tiny.yaml").write_text(yaml.safe_dump(tiny))
-    assert cli.main(["plan", "tiny.yaml", "--measure=2", "--out=plan.json", "--profile-out=profile.json", "--explain"]) == 0
+    assert (
+        cli.main(
+            [
+                "plan",
+                "tiny.yaml",
+                "--measure=2",
+                "--schedules=gpipe,pipedream_flush",
+                "--out=plan.json",
+                "--profile-out=profile.json",
+                "--explain",
+            ]
+        )
+        == 0
+    )
     printed = capsys.readouterr()
     assert printed.err == ""
     assert re.search(r"^rank .* measured +off by$", printed.out, re.MULTILINE)

@@ -19,7 +19,7 @@ WARM = {"learning_rate": 0.01, "lr_schedule": "cosine", "warmup_steps": 2}
 OTHER = {"name": "sgd", "learning_rate": 0.5, "lr_schedule": "linear_schedule", "lr_arguments": {"end_value": 0.1, "transition_steps": 3}}
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_resumed_run_shows_its_whole_history(tiny, monkeypatch):
     saved = tiny | {"checkpoint": {"every": 2}, "optimizer": WARM}
     with monkeypatch.context() as patched:

@@ -97,6 +97,7 @@ def test_nothing_is_measured_where_nothing_is_wanted(monkeypatch, tiny):
     assert windows(monkeypatch, tiny, steps=30, every=10, batches=0) == []
 
 
+@pytest.mark.slow
 @pytest.mark.thinned(most=1)
 @pytest.mark.oldest
 @pytest.mark.parametrize("schedule", sorted({*jpipe.schedules.SCHEDULES} - {"auto_zero_bubble"}))

@@ -261,6 +261,7 @@ def test_the_times_of_a_stage_are_those_of_its_chunk_on_its_ranks():
     assert abs(busy / 100 - (1 - window.bubble)) < 0.02
 
 
+@pytest.mark.slow
 def test_an_explanation_of_much_slower_steps_is_shown(tmp_path):
     assert why_slower(window(), window(1.4)) is None
     assert why_slower(None, window()) is None

@@ -68,6 +68,7 @@ def read_runs(folder: Path) -> list[dict]:
     return runs
 
 
+@pytest.mark.slow
 def test_a_run_leaves_its_rows_and_its_config(tiny, capsys):
     config = changed(tiny | {"log": ["wandb"]}, train={"steps": 3})
     folder = loop.main(config).folder
@@ -220,6 +221,7 @@ def test_a_missing_library_is_reported_before_the_run_starts(tiny, monkeypatch):
     logs.check(changed(tiny))
 
 
+@pytest.mark.slow
 def test_no_log_but_the_file_of_rows(tiny):
     folder = loop.main(changed(tiny | {"log": []}, train={"steps": 1})).folder
     assert not {"tensorboard", "wandb"} & {path.name for path in folder.iterdir()}

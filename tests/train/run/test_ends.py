@@ -198,6 +198,7 @@ def sealed(place: Path) -> None:
     (place / "checkpoint.json").write_text(text)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # TensorStore reports requests that are still running
 @pytest.mark.thinned(most=1)
 @pytest.mark.parametrize("lost", ["index", "arrays", "facts"])

@@ -105,6 +105,7 @@ def listed(folder: Path):
     return {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in sorted(folder.rglob("*"))}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.thinned(most=0, most_slow=1)
 @pytest.mark.parametrize(
     ("plan", "step", "weights"),
@@ -125,6 +126,7 @@ def test_every_row_counts_once_and_the_run_is_unchanged(home, plan, step, weight
     assert listed(home.run) == before
 
 
+@pytest.mark.slow
 def test_evaluation_on_other_data_and_its_output(home, capsys):
     """The data are a single document, all of whose labels count."""
     rows = [({"tokens": tokens, "segments": np.ones(SEQ, np.int32)}, labels) for tokens, labels in windows_of(home.other.read_bytes())]

@@ -56,6 +56,7 @@ def config(home, run, task: str, schedule: str, steps: int = 120):
     )
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("schedule", ["2bw", pytest.param("flush", marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("task", ["pairs", pytest.param("questions", marks=pytest.mark.exhaustive)])
 def test_a_run_learns_the_task(task, schedule, home, tmp_path):

@@ -39,6 +39,7 @@ def rows_of(folder) -> list[dict]:
     return [repeatable(json.loads(line)) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_report")
 @pytest.mark.oldest
 def test_a_run_learns_and_writes_its_metrics_and_checkpoints(tiny):
@@ -138,7 +139,7 @@ def test_a_run_of_one_step_prints_both_validation_losses(tiny):
     assert row["val_loss"] == summary.val_loss_after < summary.val_loss_before
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_norms_of_the_delay_are_in_some_rows_and_in_the_report(tiny, monkeypatch):
     monkeypatch.setattr(training, "_MOST_NORMS", 3)
     with_correction = changed(tiny, train={"steps": 8}, optimizer={"delay_correction": "predict"})
@@ -153,6 +154,7 @@ def test_the_norms_of_the_delay_are_in_some_rows_and_in_the_report(tiny, monkeyp
     assert "weights that are 1 update old, at every stage; correction: predict" in page
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_report")
 def test_log_every_leaves_out_what_was_not_evaluated(tiny):
     rows = rows_of(loop.main(changed(tiny, train={"steps": 8, "log_every": 3, "eval_every": 5})).folder)
@@ -315,6 +317,7 @@ def test_a_device_that_fails_is_reported(tiny, monkeypatch):
         loop.main(changed(tiny))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("no_report")
 @pytest.mark.thinned(most=1)
 @pytest.mark.parametrize("schedule", ["pipedream_2bw", "gpipe"])
@@ -336,7 +339,7 @@ def test_clipping_of_each_stage_logs_its_norms(tiny):
 
 
 @pytest.mark.usefixtures("no_report")
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_skipped_batch_is_logged(tiny, monkeypatch, capsys):
     step = jpipe.Pipeline.step
 

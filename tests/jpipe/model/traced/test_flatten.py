@@ -224,13 +224,22 @@ def check_case(function, p, axes):
 
 ON_OLDEST = {"nested", "remat of groups", "cast, nested", "counted"}
 
+SLOW = {"remat of groups", "cast, nested", "reshaped", "halves"}
+SELDOM = {"counted groups", "counted backwards"}  # each half of these names is a case, too
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.oldest] * (name in ON_OLDEST)) for name in CASES])
+
+def marks_of(name):
+    marks = {"oldest": ON_OLDEST, "slow": SLOW, "exhaustive": SELDOM}
+    return [getattr(pytest.mark, mark) for mark, names in marks.items() if name in names]
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=marks_of(name)) for name in CASES])
 def test_values_and_gradients_equal_the_models(name, float64):
     function, lengths, axes = CASES[name]
     check_case(function, params(*lengths), axes)
 
 
+@pytest.mark.slow
 @pytest.mark.oldest
 def test_layers_may_be_stacked_along_any_axes(float64):
     flat = check_case(inner_axis, (draw(D, L, D), draw(D, L)), (1,))
@@ -257,6 +266,7 @@ class ScannedModule(nnx.Module):
         return nnx.scan(lambda layer, x: layer(x), in_axes=(self.axes, nnx.Carry), out_axes=nnx.Carry)(self.layers, x)
 
 
+@pytest.mark.slow
 @pytest.mark.oldest
 @pytest.mark.thinned(most=1)
 @pytest.mark.parametrize("axis", [0, 1])
@@ -283,6 +293,7 @@ class ScannedLayer(linen.Module):
         return linen.Dropout(0.5, deterministic=False)(x), None
 
 
+@pytest.mark.slow
 @pytest.mark.oldest
 @pytest.mark.thinned(most=1)
 @pytest.mark.parametrize(("axis", "remat"), [(0, True), (1, False)])

@@ -106,7 +106,7 @@ def by_path(tree):
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}
 
 
-@pytest.mark.thinned(most=5)
+@pytest.mark.thinned(most=2)
 @pytest.mark.parametrize("granularity", ["block", "finest"])
 @pytest.mark.parametrize("train", [True, False])
 @pytest.mark.parametrize("name", MODELS)
@@ -278,6 +278,7 @@ def test_inputs_of_other_shapes_are_cut_at_the_same_places():
     assert specs["blocks.1"].params == stack.specs(TOKENS)["blocks.1"].params
 
 
+@pytest.mark.slow
 def test_weights_of_a_built_model_are_the_initial_ones_and_come_back():
     model = UNet(nnx.Rngs(3))
     model.norm.mean.set_value(jnp.arange(8.0))
@@ -346,6 +347,7 @@ def counting(params, state, x):
     return {"y": x * params["scale"], "constant": jnp.float32(3.0)}, {"count": state["count"] + 1}
 
 
+@pytest.mark.exhaustive
 def test_a_counter_that_several_layers_read_counts_in_each():
     params = {"layers": [jnp.eye(8) * k for k in (0.5, 1.0, 1.5)], "scale": np.float32(1.5)}
     stack = LayerStack.from_function(counting, params, X[:2], state={"count": np.zeros((), np.float32)})

@@ -53,6 +53,7 @@ def arrays(model: Model):
 ABSTRACT = nnx.eval_shape(lambda: Model(nnx.Rngs(0)))
 
 
+@pytest.mark.slow
 def test_a_run_begins_with_the_arrays_of_the_model():
     check_equal(begun(pipeline(trained())), arrays(trained()))
     made = begun(pipeline(Model)), arrays(Model(nnx.Rngs(jax.random.key(3))))

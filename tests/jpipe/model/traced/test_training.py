@@ -119,16 +119,12 @@ CASES = {
 }
 
 
-FAST = ("frozen",)
-ALIKE = ("zb_h1", "recompute", "recompute_dots", "zb_v", "replicas", "zero", "bfloat16", "float16", "clip", "ema")
-"""Cases that are much like others: only `make test-all` has them."""
+IN_CI = ("frozen", "fsdp", "tensor")
+"""The other cases are much like these, or like those of other tests: only `make test-all` has them."""
 
 
-def marks_of(case):
-    return [] if case in FAST else [pytest.mark.exhaustive] if case in ALIKE else [pytest.mark.slow]
-
-
-@pytest.mark.parametrize("case", [pytest.param(case, marks=marks_of(case)) for case in CASES])
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [case if case in IN_CI else pytest.param(case, marks=pytest.mark.exhaustive) for case in CASES])
 def test_training_equals_that_as_one_stage(case):
     plan, options = CASES[case]()
     optimizer, tolerance = options.pop("optimizer", ADAM), options.pop("tolerance", 1e-5)
@@ -148,6 +144,7 @@ def _in_buckets(batches, buckets):
     return losses, pipe.params(state)
 
 
+@pytest.mark.slow
 def test_parameters_are_sharded_by_the_axes_that_a_model_names():
     plan = on_mesh({"data": 1, "model": 2})
     pipe = Pipeline(stack(), plan, loss, ADAM)
@@ -177,6 +174,7 @@ def _drawn(jaxpr):
             yield from _drawn(body) if hasattr(body, "eqns") else ()
 
 
+@pytest.mark.exhaustive
 def test_a_checkpoint_goes_on_with_another_cut_and_schedule(tmp_path):
     batches, key = [batch(t) for t in range(3)], jax.random.key(3)
     pipe = Pipeline(stack(), even(2), loss, ADAM)
