@@ -17,6 +17,7 @@ from typing import Any
 import jpipe
 from jpipe import InputError
 from jpipe_planner.cost.bound import flush_seconds, rank_seconds
+from jpipe_planner.cost.copies import copies_of
 from jpipe_planner.cost.devices import lacking, limits_of, slowed, slowness_of
 from jpipe_planner.cost.shape import is_planned, needs_vertical_sync
 from jpipe_planner.cost.simulated import Simulated, forwards, network, simulate_plan
@@ -37,7 +38,7 @@ SAVING = 2  # plans of each schedule that are tried with fewer microbatches in f
 IN_PARTS = 4  # plans of each schedule, and as many of one stage, that are tried with sums in parts
 MOST_CHUNKS = 3
 MOST_MICROBATCHES = 1024  # most of a plan that is varied
-MOST_IN_ALL = 24_000  # most forwards of all simulations, which then take some seconds
+MOST_IN_ALL = 6_000  # most forwards of all simulations, which then take about a second
 FOR_SHOW = MOST_IN_ALL // 4  # of them, after which plans that are slower than a known one are not simulated
 _LONG = MOST_IN_ALL  # forwards of a plan that is simulated where one with twice its bound is
 BASE = "pipedream_flush"
@@ -192,11 +193,14 @@ class _Variants:
 
     def _affords(self, plan: jpipe.Plan) -> bool:
         """Return whether a plan is among those to simulate; where there are too many, smaller ones still are."""
-        if self._spent + forwards(plan) > MOST_IN_ALL:
+        if self._spent + self._forwards(plan) > MOST_IN_ALL:
             self.left_out += 1
             return False
-        self._spent += forwards(plan)
+        self._spent += self._forwards(plan)
         return True
+
+    def _forwards(self, plan: jpipe.Plan) -> int:
+        return forwards(plan, copies_of(plan, self.topology, self._is_restricted))
 
     def _with_order(self, variant: "_Variant", limit: int) -> "_Variant":
         """Return the variant with an order for the times of its stages, and with a bound for it."""
