@@ -31,7 +31,7 @@ MOST_NEAR = 200  # plans with two changes whose bounds are computed
 MOST_DEPTHS = 6  # numbers of stages that are tried with stages by load
 STARTS = 3  # plans of different kinds that are improved
 NEAR = 0.05  # relative amount by which such a plan may be slower than the fastest one
-MOST_IN_ALL = 16_000  # forwards of all simulations, with the bounds in forwards: about two seconds
+MOST_IN_ALL = 60_000  # forwards of all simulations, with the bounds in forwards: some seconds
 MOST_BY_BOUNDS = MOST_IN_ALL // 6  # of them, up to which steps by bounds are made
 _FREE_FORWARDS = 12  # forwards in `unhindered_seconds` that cost as much as one
 

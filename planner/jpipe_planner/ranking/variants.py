@@ -41,6 +41,7 @@ MOST_MICROBATCHES = 1024  # most of a plan that is varied
 MOST_IN_ALL = 6_000  # most forwards of all simulations, which then take about a second
 FOR_SHOW = MOST_IN_ALL // 4  # of them, after which plans that are slower than a known one are not simulated
 _LONG = MOST_IN_ALL  # forwards of a plan that is simulated where one with twice its bound is
+_SHARE_OF_ORDER = 0.3  # the time to find an order for the times of the stages, relative to that of a simulation
 BASE = "pipedream_flush"
 _SLOW = 0.01  # time of a message, relative to a forward, above which a link slows a plan down
 
@@ -174,9 +175,12 @@ class _Variants:
             if not could_be_best and (variant.name in shown or self._spent > FOR_SHOW):
                 continue
             if variant.order_limit is not None and variant.candidate.order is None:
+                if not self._affords(variant.plan, _SHARE_OF_ORDER):
+                    continue
                 variant = self._with_order(variant, variant.order_limit)
-                heapq.heappush(queue, (variant.place, n, variant))
-                continue
+                if could_be_best:  # with an order it may no longer be
+                    heapq.heappush(queue, (variant.place, n, variant))
+                    continue
             if not self._affords(variant.plan):
                 continue
             simulation = simulate_plan(variant.plan, variant.costs, self.topology, self.global_norm)
@@ -191,12 +195,13 @@ class _Variants:
             if seconds * (1 - slack) < fastest:
                 fastest, delay = seconds, found.delay
 
-    def _affords(self, plan: jpipe.Plan) -> bool:
-        """Return whether a plan is among those to simulate; where there are too many, smaller ones still are."""
-        if self._spent + self._forwards(plan) > MOST_IN_ALL:
+    def _affords(self, plan: jpipe.Plan, share: float = 1.0) -> bool:
+        """Return whether a plan is among those to simulate, or do a share of that work for; where there are too many, smaller ones are."""
+        count = math.ceil(share * self._forwards(plan))
+        if self._spent + count > MOST_IN_ALL:
             self.left_out += 1
             return False
-        self._spent += self._forwards(plan)
+        self._spent += count
         return True
 
     def _forwards(self, plan: jpipe.Plan) -> int:

@@ -41,11 +41,14 @@ def in_parts(plan):
 def test_some_pipelines_are_simulated_for_all(monkeypatch, plan, topology, copies):
     profile = invented_profile(3)
     costs, link = profile.stage_costs(plan, 1), network(plan, topology)
-    assert copies_of(plan, topology, waits=False) == copies
+    assert copies_of(plan, topology, waits=False, hindered=False) == copies
+    assert copies_of(plan, topology, waits=True) == Copies(copies.pipelines, copies.pipelines)
+    is_simulated = plan.depth == 1 or jpipe.schedules.SCHEDULES[plan.schedule].flushes
+    assert (copies_of(plan, topology, waits=False) == copies) == is_simulated or copies.group == copies.pipelines
     some = simulate_plan(plan, costs, topology)
     if has_bounds(plan):
         bounds = [unhindered_seconds(plan, costs, link, *window(plan), those) for those in (copies, ALL)]
         assert bounds[0] == pytest.approx(bounds[1], rel=1e-12)
-    monkeypatch.setattr(simulated, "copies_of", lambda *_: ALL)
+    monkeypatch.setattr(simulated, "copies_of", lambda *_, **__: ALL)
     every = simulate_plan(plan, costs, topology)
     assert some == every
