@@ -121,8 +121,8 @@ def _check(program: Any, costs: Any, link: Any, overlap: Any) -> None:
         raise InputError(f"simulate: expected a program, found {type(program).__name__}; give jpipe.lower(plan, batches)")
     if program.workers is not None and not _is_closed(program, program.workers):
         raise InputError(
-            "simulate: expected the program of all workers, or of some that send messages only to each other, found one of some that send to "
-            "others or receive from them; lower it without workers"
+            "simulate: expected the program of all workers, or of some that send messages only to each other, found one of some that send "
+            "to others or receive from them; lower it without workers"
         )
     if not program.drained or program.begin != program.start:
         raise InputError("simulate: expected the program of a whole run, found a part of one; lower it with begin = start and drain=True")

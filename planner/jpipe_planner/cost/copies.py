@@ -5,6 +5,7 @@ stages whose replica leaves the same remainder modulo g. The pipelines have in c
 ones share ports, groups of them do the same.
 """
 
+import itertools
 import math
 from collections.abc import Hashable, Sequence
 from functools import lru_cache
@@ -83,9 +84,7 @@ def copies_of(plan: jpipe.Plan, topology: Topology, waits: bool, hindered: bool 
 
 
 @lru_cache(maxsize=1024)
-def _group(
-    replicas: tuple[int, ...], pipeline_ranks: tuple[tuple[int, ...], ...], keeps_replicas: bool, levels: tuple[Level, ...]
-) -> int:
+def _group(replicas: tuple[int, ...], pipeline_ranks: tuple[tuple[int, ...], ...], keeps_replicas: bool, levels: tuple[Level, ...]) -> int:
     """Return the smallest number of neighbouring pipelines of which all groups have links alike, and ports of their own for messages."""
     topology, count = Topology(levels=levels), math.gcd(*replicas)
     places = [(p, replica) for p, stages in enumerate(pipeline_ranks) for replica in range(replicas[stages[0]])]
@@ -97,7 +96,7 @@ def _group(
         for port in topology.link(devices[p, replica], devices[p, (replica - 1) % others]).ports if others > 1 else ():
             summing.setdefault(port, []).append(p)
     messages: list[list[_Message]] = [[] for _ in range(count)]
-    for s, (before, after) in enumerate(zip(replicas, replicas[1:], strict=False)):
+    for s, (before, after) in enumerate(itertools.pairwise(replicas)):
         for k in range(math.lcm(before, after)) if rank_of[s] != rank_of[s + 1] else ():
             ends = devices[rank_of[s], k % before], devices[rank_of[s + 1], k % after]
             links = topology.link(*ends), topology.link(*ends[::-1])

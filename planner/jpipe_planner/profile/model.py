@@ -139,9 +139,7 @@ class Model:
         if key not in self._stages:
             stage = jpipe.Stage(layers=key[0], recompute=recompute)
             labels, specs = self.batches[rows][1], specs or self._specs[rows]
-            self._stages[key] = jpipe.stages.StandaloneStage(
-                self.stack, stage, specs, labels, self.loss, self._layerwise, self.precision
-            )
+            self._stages[key] = jpipe.stages.StandaloneStage(self.stack, stage, specs, labels, self.loss, self._layerwise, self.precision)
         return self._stages[key]
 
     @cached_property

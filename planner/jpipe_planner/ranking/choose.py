@@ -226,9 +226,7 @@ def _over(one: Ranked, meshes: Meshes) -> Candidate:
     return dataclasses.replace(one.candidate, memory=one.memory, over=(worst, round(lacks)))
 
 
-def _simulated(
-    profile: Profile, topology: Topology, candidate: Candidate, global_norm: bool, least: float | None
-) -> Simulated | None:
+def _simulated(profile: Profile, topology: Topology, candidate: Candidate, global_norm: bool, least: float | None) -> Simulated | None:
     plan = candidate.plan(profile.ids)
     return simulate_plan(plan, profile.stage_costs(plan, candidate.rows), topology, global_norm, least)
 

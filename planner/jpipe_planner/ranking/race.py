@@ -180,4 +180,3 @@ _BOUNDS: tuple[tuple[_Bound, Callable[[_Planned], int]], ...] = (
     (_unhindered, lambda planned: min(forwards(planned.plan, planned.bounded), MOST_FORWARDS) // _FREE_FORWARDS),
 )
 """The bounds, cheapest first, with their costs."""
-

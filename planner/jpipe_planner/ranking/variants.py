@@ -36,6 +36,7 @@ BASES = 4  # plans of one stage on each rank that are varied
 EARLY = 2  # plans of each schedule that are tried with `split_backward` "early"
 SAVING = 2  # plans of each schedule that are tried with fewer microbatches in flight, or with replicas that share an optimizer
 IN_PARTS = 4  # plans of each schedule, and as many of one stage, that are tried with sums in parts
+MOST_TRIED = 16  # of these, whether parts gain anything
 MOST_CHUNKS = 3
 MOST_MICROBATCHES = 1024  # most of a plan that is varied
 MOST_IN_ALL = 6_000  # most forwards of all simulations, which then take about a second
@@ -265,12 +266,14 @@ class _Variants:
 
     def in_parts(self, planned: Sequence[Candidate]) -> Iterator["_Variant"]:
         """Yield the best plans of each schedule, and data parallelism, with sums in parts, where something waits for the sums."""
-        counts: dict[tuple[str, bool], int] = {}
+        counts: dict[tuple[str, bool], list[int]] = {}  # of those tried and found
         for base in planned:
-            key = base.schedule, base.depth == 1
-            if counts.get(key, 0) < IN_PARTS and (candidate := with_sum_parts(base, self.profile, self.topology)) is not None:
-                counts[key] = counts.get(key, 0) + 1
-                yield self._variant(candidate, f"{candidate.schedule} in parts")
+            count = counts.setdefault((base.schedule, base.depth == 1), [0, 0])
+            if count[1] < IN_PARTS and count[0] < MOST_TRIED:
+                count[0] += 1
+                if (candidate := with_sum_parts(base, self.profile, self.topology)) is not None:
+                    count[1] += 1
+                    yield self._variant(candidate, f"{candidate.schedule} in parts")
 
     def of_ranks(self, base: Candidate) -> Iterator["_Variant"]:
         """Yield legal plans of the schedules on the ranks of a plan."""

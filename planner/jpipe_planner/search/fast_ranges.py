@@ -123,7 +123,7 @@ class FastRanges:
     def windows(self, ends: list[Any], cuts: list[Any]) -> tuple[Any, Any] | None:
         """Return the first and the last device from which each layer can be placed, if each stage has the best devices.
 
-        This is an upper bound of what the topology allows, and cheap, because only the numbers of devices count. With one level it is exact.
+        This is an upper bound of what the topology allows, and cheap: only the numbers of devices count. With one level it is exact.
 
         Args:
             ends: the result of `rounded_ends`.
