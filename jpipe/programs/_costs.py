@@ -434,7 +434,7 @@ def _check_layers(plan: Plan, layers: Mapping[str, LayerCost]) -> None:
 def _check_policy(stage: Stage, layers: Sequence[LayerCost]) -> None:
     """Check that the residual bytes of a layer are known for a policy."""
     for layer_id, layer in zip(stage.layers, layers, strict=True):
-        if stage.recompute not in {"full", *layer.residuals}:
+        if stage.recompute != "full" and stage.recompute not in layer.residuals:
             policies = sorted(layer.residuals)
             raise InputError(f"layer costs: layer '{layer_id}' has no residual bytes for '{stage.recompute}', found {policies}")
 

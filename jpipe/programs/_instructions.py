@@ -172,6 +172,7 @@ class Program:
             is the instructions of its workers, in the same order.
         workers: those whose instructions it has; None: all.
         verified: after a simulation all instructions in an order in which they can be executed, which the next one takes; before, empty.
+        executable: the same after a brief simulation, which does not verify them.
     """
 
     plan: Plan
@@ -188,6 +189,7 @@ class Program:
     instructions: tuple[Instruction, ...]
     workers: frozenset[int] | None = None
     verified: list[Instruction] = field(default_factory=list, init=False, compare=False, repr=False)
+    executable: list[Instruction] = field(default_factory=list, init=False, compare=False, repr=False)
 
     def of(self, workers: Collection[int]) -> "Program":
         """Return the program with the instructions of these workers alone."""

@@ -89,8 +89,8 @@ def draw_grid(
 class _Rank:
     """The clock, the spans and the bytes of one rank."""
 
-    def __init__(self, number: int) -> None:
-        self.number = number
+    def __init__(self, number: int, has_samples: bool) -> None:
+        self.number, self.has_samples = number, has_samples
         self.clock, self.busy, self.moved = 0.0, 0.0, 0
         self.spans: list[Span] = []
         self.workers: list[_Worker] = []
@@ -120,6 +120,8 @@ class _Rank:
         self.sample()
 
     def sample(self) -> None:
+        if not self.has_samples:
+            return
         first, *further = (worker.memory for worker in self.workers)
         weights, (optimizer, accumulators, residuals) = first.by_version(), first.parts()
         for memory in further:
@@ -220,17 +222,21 @@ class Predictor:
         costs: one for each stage.
         network: the link between any two ranks.
         overlap: what goes on beside the computations of a rank. If sums do not, the instructions are to be added in the total order.
+        brief: whether to leave out memory over time and transfers.
     """
 
-    def __init__(self, program: Program, costs: Sequence[StageCost], network: Network, overlap: Overlap = "transfers and sums") -> None:
+    def __init__(
+        self, program: Program, costs: Sequence[StageCost], network: Network, overlap: Overlap = "transfers and sums", brief: bool = False
+    ) -> None:
         self._transfers_block, self._sums_block = overlap == "none", overlap != "transfers and sums"
         self._plan, self._program = program.plan, program
         self._averages_state = program.plan.sync_state and SCHEDULES[program.plan.schedule].flushes
         self._traffic = Traffic(network)
         self._transfers: list[Transfer] = []
+        self._is_brief, self._passes = brief, any(cost.passed for cost in costs)
         self._sums_begun: dict[tuple[int, int, int | None], list[float]] = {}  # by stage, batch and part, when each replica began the sum
         plan = program.plan
-        self._ranks = [_Rank(rank) for rank in range(len(plan.rank_workers))]
+        self._ranks = [_Rank(rank, not brief) for rank in range(len(plan.rank_workers))]
         self._workers = [
             _Worker(
                 s,
@@ -241,6 +247,9 @@ class Predictor:
             )
             for w, (s, _) in enumerate(plan.workers)
         ]
+        written = range(len(plan.workers)) if program.workers is None else program.workers
+        self._summing = [[w for w in workers if w in written] for workers in plan.stage_workers]  # by stage, those that begin a sum
+        self._num_active = len({plan.rank_of[w] for w in written})
         for rank in self._ranks:
             rank.begin()
 
@@ -263,7 +272,7 @@ class Predictor:
             transfers=tuple(self._transfers),
             memory=tuple(tuple(rank.samples) for rank in ranks),
             seconds=seconds,
-            bubble=1 - busy / (seconds * len(ranks)) if seconds else 0.0,
+            bubble=1 - busy / (seconds * self._num_active) if seconds else 0.0,
             held_bytes=tuple(rank.most_live for rank in ranks),
             peak_bytes=tuple(max(rank.most_live, rank.peak) for rank in ranks),
             moved_bytes=tuple(rank.moved for rank in ranks),
@@ -302,7 +311,7 @@ class Predictor:
         else:
             memory.waiting[op.reads] -= 1
             freed = cost.residuals + cost.message if op.reads == "residuals" else cost.stash
-        memory.compute(allocated, freed - self._bytes_still_used(worker, k, op.parts))
+        memory.compute(allocated, freed - (self._bytes_still_used(worker, k, op.parts) if self._passes else 0))
         if op.gives_gradient and worker.stage > 0:
             worker.ready["gradient", k] = worker.rank.clock
         if op.finishes:
@@ -367,7 +376,8 @@ class Predictor:
             ready = max(worker.rank.clock, peer.rank.clock)
         ranks = worker.rank.number, peer.rank.number
         times = _, _, arrival = self._traffic.send(*ranks, ready, size)
-        self._transfers.append(Transfer(i.message, ranks, i.microbatch, *times, size))
+        if not self._is_brief:
+            self._transfers.append(Transfer(i.message, ranks, i.microbatch, *times, size))
         if self._transfers_block:
             worker.wait(arrival)
             peer.wait(arrival)
@@ -383,15 +393,16 @@ class Predictor:
         begun = self._sums_begun.setdefault((worker.stage, i.batch, i.part), [])
         computed = worker.rank.clock if i.part is None else worker.ready.pop((f"part {i.part}", i.batch))
         begun.append(worker.rank.clock if self._sums_block else computed)
-        replicas = self._plan.stage_workers[worker.stage]
-        if len(begun) == len(replicas):
+        replicas, summing = self._plan.stage_workers[worker.stage], self._summing[worker.stage]
+        if len(begun) == len(summing):
             stage, cost = self._plan.stages[worker.stage], worker.cost
             summed_bytes = cost.accumulators if i.part is None else cost.accumulators_of_part(i.part, stage)
             size = 2 * (len(replicas) - 1) / len(replicas) * summed_bytes
             ranks = tuple(self._plan.rank_of[w] for w in replicas)
             times = _, _, summed = self._traffic.all_reduce(ranks, max(begun), size)
-            self._transfers.append(Transfer("sum", ranks, i.batch, *times, size))
-            for w in replicas:
+            if not self._is_brief:
+                self._transfers.append(Transfer("sum", ranks, i.batch, *times, size))
+            for w in summing:
                 self._workers[w].rank.moved += round(size)
                 self._workers[w].ready["sum", i.batch] = max(summed, self._workers[w].ready.get(("sum", i.batch), 0.0))
                 if self._sums_block:

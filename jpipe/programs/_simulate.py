@@ -6,7 +6,7 @@ from typing import Any
 from jpipe.errors import InputError, short
 from jpipe.programs._costs import OVERLAPS, Link, Network, Overlap, StageCost, check_costs, unit_costs
 from jpipe.programs._execution_order import ProgramError, Violation, walk
-from jpipe.programs._instructions import Instruction, Program
+from jpipe.programs._instructions import Instruction, Program, Receive, Send
 from jpipe.programs._predict import Prediction, Predictor, draw_grid
 from jpipe.programs._verify import Verifier, rank_computations
 
@@ -16,6 +16,8 @@ def simulate(
     costs: Sequence[StageCost] | None = None,
     link: Link | Network | None = None,
     overlap: Overlap = "transfers and sums",
+    *,
+    brief: bool = False,
 ) -> Prediction:
     """Verify a program of whole batches (from an empty to an empty pipeline) and predict its time, memory and bytes moved.
 
@@ -32,7 +34,8 @@ def simulate(
     - the total order extends data and program order.
 
     Args:
-        program: from `lower`, with `drain` and `begin` equal to `start`.
+        program: from `lower`, with `drain` and `begin` equal to `start`. It may be of some workers, if these send messages only to each
+            other; then a sum begins with these replicas, as where the others do the same, and the other ranks have no spans.
         costs: one for each stage; by default a forward takes 1, a backward 2 (3 where it recomputes) and nothing has a size.
         link: between any two ranks, or a function that returns that of two ranks; by default transfers and sums are free. A sum
             has the speed of the slowest link between neighbouring replicas, and occupies the ports of all of these links.
@@ -50,14 +53,15 @@ def simulate(
     costs = unit_costs(program.plan) if costs is None else costs
     link = link or Link()
     network = (lambda source, target: link) if isinstance(link, Link) else link
-    predictor = Predictor(program, costs, network)
+    predictor = Predictor(program, costs, network, brief=brief)
     try:
-        for instruction in program.verified or _verified(program):
+        known = program.verified or (program.executable if brief else ())
+        for instruction in known or (_executable(program) if brief else _verified(program)):
             predictor.add(instruction)
     except Violation as violation:
         raise ProgramError(f"{violation}\n{draw_grid(predictor.timeline(), notes=violation.notes)}") from None
     if overlap != "transfers and sums":
-        predictor = Predictor(program, costs, network, overlap)
+        predictor = Predictor(program, costs, network, overlap, brief=brief)
         for (
             instruction
         ) in program.instructions:  # in the total order, where receives follow sends, and all replicas' all-reduces are together
@@ -101,12 +105,25 @@ def _verified(program: Program) -> Iterator[Instruction]:
     program.verified[:] = executable
 
 
+def _executable(program: Program) -> list[Instruction]:
+    """Return the instructions in an executable order, not verified, and note this order.
+
+    Raises:
+        Violation: the ranks deadlock.
+    """
+    program.executable[:] = walk(program)
+    return program.executable
+
+
 def _check(program: Any, costs: Any, link: Any, overlap: Any) -> None:
     """Check the arguments of `simulate`."""
     if not isinstance(program, Program):
         raise InputError(f"simulate: expected a program, found {type(program).__name__}; give jpipe.lower(plan, batches)")
-    if program.workers is not None:
-        raise InputError("simulate: expected the program of all workers, found that of some; lower it without workers")
+    if program.workers is not None and not _is_closed(program, program.workers):
+        raise InputError(
+            "simulate: expected the program of all workers, or of some that send messages only to each other, found one of some that send "
+            "to others or receive from them; lower it without workers"
+        )
     if not program.drained or program.begin != program.start:
         raise InputError("simulate: expected the program of a whole run, found a part of one; lower it with begin = start and drain=True")
     if not (link is None or isinstance(link, Link) or callable(link)):
@@ -120,3 +137,9 @@ def _check(program: Any, costs: Any, link: Any, overlap: Any) -> None:
     if len(costs) != program.plan.depth:
         raise InputError(f"simulate: expected {program.plan.depth} costs, one for each stage, found {len(costs)}")
     check_costs(costs)
+
+
+def _is_closed(program: Program, workers: frozenset[int]) -> bool:
+    """Return whether all messages of a program are between these workers."""
+    ends = (i.to if isinstance(i, Send) else i.source for i in program.instructions if isinstance(i, Send | Receive))
+    return workers.issuperset(ends)

@@ -1,5 +1,6 @@
 """Prices from `jpipe.simulate`: a plan instruction by instruction, with transfers and sums on the links of a topology."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -8,6 +9,7 @@ import numpy as np
 
 import jpipe
 from jpipe_planner.cost.bound import busy_seconds, computing_seconds, has_bounds, port_seconds, unhindered_seconds
+from jpipe_planner.cost.copies import ALL, Copies, copies_of
 from jpipe_planner.cost.devices import device_numbers, slowed
 from jpipe_planner.machine.topology import Topology
 
@@ -37,9 +39,15 @@ class Simulated:
 
 
 def simulate_plan(
-    plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost], topology: Topology, global_norm: bool = False
+    plan: jpipe.Plan,
+    costs: Sequence[jpipe.programs.StageCost],
+    topology: Topology,
+    global_norm: bool = False,
+    least: float | None = None,
 ) -> Simulated | None:
     """Simulate a plan on a topology, with rank n on device n, or placed by the plan's `keep_together`.
+
+    Of pipelines that do the same, as `copies_of` says, a few are simulated for all.
 
     Args:
         plan: the plan.
@@ -47,40 +55,47 @@ def simulate_plan(
         topology: the links, and what overlaps computations; if ranks share cores, time is stretched while more ranks compute than there
             are cores.
         global_norm: whether updates wait for the norm of all stages' gradients.
+        least: the largest of its bounds, in seconds per batch; None: not known.
 
     Returns:
         The result; None if the simulation would take more than some seconds.
     """
-    if forwards(plan) > MOST_FORWARDS:
+    costs, shared = slowed(plan, costs, topology), jpipe.programs.shared_stages(costs)
+    copies = copies_of(plan, topology, global_norm or bool(shared))
+    if (number := forwards(plan, copies)) > MOST_FORWARDS:
         return None
     first, batches = window(plan)
-    costs = slowed(plan, costs, topology)
     link, overlap = network(plan, topology), topology.device.overlap
     # Where ranks wait for each other's transfers or sums, the last batches are faster: earlier ranks have nothing left to send.
     shown = first + batches + (1 if overlap == "transfers and sums" else 1 + jpipe.programs.batches_until_full(plan))
-    lowered = _lowered if forwards(plan) <= _MOST_KEPT else _lowered.__wrapped__
-    program = lowered(_without_layers(plan), shown, global_norm, jpipe.programs.shared_stages(costs))
-    prediction = jpipe.simulate(program, costs, link, overlap)
-    seconds = _measured(plan, prediction.timeline)
-    if has_bounds(plan):
-        bounds = unhindered_seconds(plan, costs, link, first, batches), port_seconds(plan, costs, link)
-        seconds = max(seconds, *bounds, busy_seconds(plan, costs, None, link, overlap))
+    lowered = _lowered if number <= _MOST_KEPT else _lowered.__wrapped__
+    program = lowered(_without_layers(plan), shown, global_norm, shared, copies.workers(plan))
+    prediction = jpipe.simulate(program, costs, link, overlap, brief=True)  # a plan is verified before it runs
+    ranks = copies.ranks(plan)
+    seconds = _measured(plan, prediction.timeline, ranks)
+    if least is None and has_bounds(plan):
+        bounded = copies_of(plan, topology, global_norm or bool(shared), hindered=False)
+        bounds = unhindered_seconds(plan, costs, link, first, batches, bounded), port_seconds(plan, costs, link)
+        least = max(*bounds, busy_seconds(plan, costs, None, link, overlap))
+    seconds = max(seconds, least or 0.0)
     if topology.cores is not None:
-        cut = jpipe.programs.extract_window(prediction.timeline, prediction.memory, plan.microbatches, first, batches)
+        cut = jpipe.programs.extract_window(prediction.timeline, ((),) * len(prediction.timeline), plan.microbatches, first, batches)
         seconds *= _stretched(cut.timeline, cut.seconds, topology.cores) / cut.seconds
     return Simulated(
         batch_seconds=seconds,
         bubble=1 - computing_seconds(plan, costs) / (len(plan.rank_workers) * seconds),
-        held_bytes=prediction.held_bytes,
-        peak_bytes=prediction.peak_bytes,
-        sent_bytes=tuple(moved / shown for moved in prediction.moved_bytes),
+        held_bytes=tuple(prediction.held_bytes[rank] for rank in ranks),
+        peak_bytes=tuple(prediction.peak_bytes[rank] for rank in ranks),
+        sent_bytes=tuple(prediction.moved_bytes[rank] / shown for rank in ranks),
     )
 
 
 @lru_cache(maxsize=8)
-def _lowered(plan: jpipe.Plan, batches: int, global_norm: bool, shared: tuple[tuple[int, ...], ...]) -> jpipe.programs.Program:
-    """Return the program of a plan; that of plans that differ in their cuts is the same, and verified only once."""
-    return jpipe.lower(plan, batches, global_norm=global_norm, shared=shared)
+def _lowered(
+    plan: jpipe.Plan, batches: int, global_norm: bool, shared: tuple[tuple[int, ...], ...], workers: frozenset[int] | None
+) -> jpipe.programs.Program:
+    """Return the program of a plan; that of plans that differ in their cuts is the same."""
+    return jpipe.lower(plan, batches, global_norm=global_norm, shared=shared, workers=workers)
 
 
 def _without_layers(plan: jpipe.Plan) -> jpipe.Plan:
@@ -89,9 +104,9 @@ def _without_layers(plan: jpipe.Plan) -> jpipe.Plan:
     return plan.model_copy(update={"stages": tuple(stages), "predicted": None})
 
 
-def forwards(plan: jpipe.Plan) -> int:
-    """Return the number of forwards in a simulation, which determines how long it takes."""
-    return plan.depth * plan.microbatches * (sum(window(plan)) + 1)
+def forwards(plan: jpipe.Plan, copies: Copies = ALL) -> int:
+    """Return the number of forwards in a simulation, which determines how long it takes, or of all pipelines without `copies`."""
+    return math.ceil(plan.depth * plan.microbatches * (sum(window(plan)) + 1) * copies.share)
 
 
 def network(plan: jpipe.Plan, topology: Topology) -> jpipe.programs.Network:
@@ -104,15 +119,22 @@ def network(plan: jpipe.Plan, topology: Topology) -> jpipe.programs.Network:
     return cache(link) if topology.differing else link
 
 
-def _measured(plan: jpipe.Plan, timeline: jpipe.programs.Timeline) -> float:
-    """Return the mean seconds per batch of the ranks in the window, because ranks that share links begin batches irregularly."""
+def _measured(plan: jpipe.Plan, timeline: jpipe.programs.Timeline, ranks: Sequence[int]) -> float:
+    """Return the mean seconds per batch of the ranks in the window, because ranks that share links begin batches irregularly.
+
+    Args:
+        plan: what was simulated.
+        timeline: the spans of the ranks.
+        ranks: for each rank the one that was simulated for it.
+    """
     first, batches = window(plan)
-    seconds = []
-    for workers, row in zip(plan.rank_workers, timeline, strict=True):
+    seconds = dict[int, float]()
+    for rank in set(ranks):
+        workers, row = plan.rank_workers[rank], timeline[rank]
         forwards_per_batch = len(workers) * plan.microbatches // plan.replicas[plan.workers[workers[0]][0]]
         starts = [span.start for span in row if jpipe.ops.OPS[span.op].begins]
-        seconds.append(starts[(first + batches) * forwards_per_batch] - starts[first * forwards_per_batch])
-    return sum(seconds) / len(seconds) / batches
+        seconds[rank] = starts[(first + batches) * forwards_per_batch] - starts[first * forwards_per_batch]
+    return sum(seconds[rank] for rank in ranks) / len(ranks) / batches
 
 
 def window(plan: jpipe.Plan) -> tuple[int, int]:

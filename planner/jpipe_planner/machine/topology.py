@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -103,11 +104,10 @@ class Topology(Data):
         """Return the link from one device to another; the devices of a component share its ports."""
         k = self.level(source, target)
         inside = self.sizes[k - 1] if k > 0 else 1
-        ports = (("out", k, source // inside), ("in", k, target // inside))
         bandwidth = self.levels[k].bandwidth
         if self.differing:
             bandwidth = float(self.ports(k)[[source // inside, target // inside]].min())
-        return jpipe.Link(bandwidth, self.levels[k].latency, ports)
+        return _link(bandwidth, self.levels[k].latency, k, source // inside, target // inside)
 
     def level_number(self, name: str) -> int:
         """Return the number of the level with a name, or with a number as text; 0 is the innermost.
@@ -289,3 +289,9 @@ class Topology(Data):
             return cls(**{str(key): value for key, value in data.items()})
         except InputError as error:
             raise InputError(*(where + line.removeprefix("topology") for line in error.args)) from None
+
+
+@lru_cache(maxsize=2**17)
+def _link(bandwidth: float, latency: float, level: int, source: int, target: int) -> jpipe.Link:
+    """Return the link from one component of a level to another."""
+    return jpipe.Link(bandwidth, latency, (("out", level, source), ("in", level, target)))

@@ -127,14 +127,24 @@ class Model:
         return triples
 
     def stage(self, ids: Sequence[str], rows: int, recompute: str = "none", specs: Any = None) -> jpipe.stages.StandaloneStage:
-        """Return consecutive layers as one stage; `specs` are those of all layers, where they are not known for all sizes yet."""
+        """Return consecutive layers as one stage; `specs` are those of all layers, where they are not known for all sizes yet.
+
+        It is traced once: the next call returns the same.
+        """
         if recompute not in jpipe.plan.RECOMPUTE:
             raise InputError(
                 f"policies: unknown recomputation policy '{recompute}'; {jpipe.errors.nearest(recompute, jpipe.plan.RECOMPUTE)}"
             )
-        stage = jpipe.Stage(layers=tuple(ids), recompute=recompute)
-        labels, specs = self.batches[rows][1], specs or self._specs[rows]
-        return jpipe.stages.StandaloneStage(self.stack, stage, specs, labels, self.loss, self._layerwise, self.precision)
+        key = tuple(ids), rows, recompute
+        if key not in self._stages:
+            stage = jpipe.Stage(layers=key[0], recompute=recompute)
+            labels, specs = self.batches[rows][1], specs or self._specs[rows]
+            self._stages[key] = jpipe.stages.StandaloneStage(self.stack, stage, specs, labels, self.loss, self._layerwise, self.precision)
+        return self._stages[key]
+
+    @cached_property
+    def _stages(self) -> dict[tuple[tuple[str, ...], int, str], jpipe.stages.StandaloneStage]:
+        return {}
 
     def gradient_bytes(self, layer_id: str) -> int:
         """Return the bytes of a layer's accumulated gradients."""

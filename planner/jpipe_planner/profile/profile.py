@@ -2,7 +2,8 @@
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Annotated, Any, Literal
 
 import pydantic
@@ -232,14 +233,28 @@ class Profile(_Data):
                         f"shared: layer '{layer.id}' has fewer bytes of {name} than it shares; each layer includes what it shares"
                     )
 
-    @property
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> "Profile":
+        """Return a copy with other values of some fields, without checks; cached properties are computed again."""
+        copied = super().model_copy(update=update, deep=deep)
+        for name in vars(copied).keys() - Profile.model_fields.keys():
+            del vars(copied)[name]
+        return copied
+
+    @cached_property
     def ids(self) -> tuple[str, ...]:
         """The layer ids, in order."""
         return tuple(layer.id for layer in self.layers)
 
     def costs(self, rows: int) -> dict[str, jpipe.programs.LayerCost]:
         """Return the costs of each layer at a microbatch size of the profile."""
-        n = self.sizes.index(rows)
+        return self.layer_costs[self.sizes.index(rows)]
+
+    @cached_property
+    def layer_costs(self) -> tuple[dict[str, jpipe.programs.LayerCost], ...]:
+        """The costs of each layer, for each of `sizes`."""
+        return tuple(map(self._costs_at, range(len(self.sizes))))
+
+    def _costs_at(self, n: int) -> dict[str, jpipe.programs.LayerCost]:
         return {
             layer.id: jpipe.programs.LayerCost(
                 forward=at.forward,
@@ -266,7 +281,7 @@ class Profile(_Data):
             for at in (layer.at[n],)
         }
 
-    @property
+    @cached_property
     def shared_costs(self) -> tuple[jpipe.programs.SharedCost, ...]:
         """The costs of the shared parameters."""
         return tuple(jpipe.programs.SharedCost(**dict(parameter)) for parameter in self.shared)

@@ -8,6 +8,7 @@ from functools import cached_property
 
 import jpipe
 from jpipe_planner.cost.bound import has_bounds, unhindered_seconds
+from jpipe_planner.cost.copies import copies_of
 from jpipe_planner.cost.devices import kinds_of, lacking, slowed
 from jpipe_planner.cost.simulated import Simulated, network, simulate_plan, window
 from jpipe_planner.machine.topology import Topology
@@ -172,11 +173,11 @@ def choose(
 
     known = {candidate: outcome(one) for candidate, one in tried.items()}
 
-    def run(candidate: Candidate) -> Outcome:
-        tried[candidate] = Ranked(candidate, _simulated(*meshes.of(candidate.degrees), candidate, global_norm))
+    def run(candidate: Candidate, least: float | None) -> Outcome:
+        tried[candidate] = Ranked(candidate, _simulated(*meshes.of(candidate.degrees), candidate, global_norm, least))
         return outcome(tried[candidate])
 
-    race = Race(profile, topology, fitting, run, known, most)
+    race = Race(profile, topology, fitting, run, known, most, waits=global_norm or bool(profile.shared))
     best: dict[tuple[object, ...], Ranked] = {}
     for one in in_order([tried[candidate] for candidate in race.finished]):
         best.setdefault(one.candidate.kind, one)
@@ -225,9 +226,9 @@ def _over(one: Ranked, meshes: Meshes) -> Candidate:
     return dataclasses.replace(one.candidate, memory=one.memory, over=(worst, round(lacks)))
 
 
-def _simulated(profile: Profile, topology: Topology, candidate: Candidate, global_norm: bool) -> Simulated | None:
+def _simulated(profile: Profile, topology: Topology, candidate: Candidate, global_norm: bool, least: float | None) -> Simulated | None:
     plan = candidate.plan(profile.ids)
-    return simulate_plan(plan, profile.stage_costs(plan, candidate.rows), topology, global_norm)
+    return simulate_plan(plan, profile.stage_costs(plan, candidate.rows), topology, global_norm, least)
 
 
 def _explained(profile: Profile, topology: Topology, one: Ranked, global_norm: bool) -> Ranked:
@@ -255,7 +256,8 @@ def _agree(profile: Profile, topology: Topology, candidate: Candidate, global_no
     costs = profile.stage_costs(plan, candidate.rows)
     waits = plan.vertical_sync or global_norm or topology.cores is not None or topology.levels[0].bandwidth < _NO_LINKS
     if has_bounds(plan) and not waits:
-        seconds = unhindered_seconds(plan, slowed(plan, costs, topology), network(plan, topology), *window(plan))
+        copies = copies_of(plan, topology, bool(profile.shared), hindered=False)
+        seconds = unhindered_seconds(plan, slowed(plan, costs, topology), network(plan, topology), *window(plan), copies)
     elif (simulation := simulate_plan(plan, costs, topology, global_norm)) is not None:
         seconds = simulation.batch_seconds
     else:

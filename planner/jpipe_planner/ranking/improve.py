@@ -11,10 +11,12 @@ import itertools
 import math
 from collections.abc import Iterable
 
-from jpipe import InputError
+import jpipe
 from jpipe_planner.cost.bound import busy_seconds, has_bounds, port_seconds, unhindered_seconds
+from jpipe_planner.cost.copies import Copies, copies_of
 from jpipe_planner.cost.devices import slowed
 from jpipe_planner.cost.simulated import MOST_FORWARDS, forwards, network, simulate_plan, window
+from jpipe_planner.machine.topology import Topology
 from jpipe_planner.ranking.choose import Choice, Ranked
 from jpipe_planner.ranking.loads import least_loaded
 from jpipe_planner.ranking.neighbours import QuickBound, neighbours, pairs
@@ -67,7 +69,8 @@ class _Improvement:
     def climb(self, ranked: Ranked) -> Ranked:
         """Return the plan that is reached by steps to faster neighbours."""
         plan = self._choice.plan(ranked)
-        if not has_bounds(plan) or forwards(plan) > MOST_IN_ALL:
+        _, topology = self._choice.meshes.of(ranked.candidate.degrees)
+        if not has_bounds(plan) or forwards(plan, self._copies(plan, topology)) > MOST_IN_ALL:
             return ranked
         ranked = self._by_bounds(self._from_loads(ranked) or ranked)
         while (better := self._step(ranked)) is not None:
@@ -88,7 +91,7 @@ class _Improvement:
             if better is None:
                 break
             best = better
-        found = None if best is first else self._simulated(best.candidate)
+        found = None if best is first else self._simulated(best.candidate, best.seconds)
         return found if found is not None and self._is_better(found, ranked) else ranked
 
     def _from_loads(self, ranked: Ranked) -> Ranked | None:
@@ -125,7 +128,7 @@ class _Improvement:
             if is_bounded and by_bounds:
                 return Ranked(dataclasses.replace(candidate, seconds=least))
             if is_bounded:
-                found = self._simulated(candidate)
+                found = self._simulated(candidate, least)
                 if found is not None and self._is_better(found, ranked):
                     return found
                 continue
@@ -139,14 +142,14 @@ class _Improvement:
                 heapq.heappush(queue, (bound, n, candidate, in_parts, True))
         return None
 
-    def _simulated(self, candidate: Candidate) -> Ranked | None:
-        """Return a plan with its simulation; None if that would take too long."""
+    def _simulated(self, candidate: Candidate, least: float) -> Ranked | None:
+        """Return a plan, whose bound is known, with its simulation; None if that would take too long."""
         profile, topology = self._choice.meshes.of(candidate.degrees)
         plan = candidate.plan(profile.ids)
         costs = profile.stage_costs(plan, candidate.rows)
-        self._spent += forwards(plan)
+        self._spent += forwards(plan, self._copies(plan, topology))
         self._seen.add(candidate.without_costs)
-        simulation = simulate_plan(plan, costs, topology, self._choice.global_norm)
+        simulation = simulate_plan(plan, costs, topology, self._choice.global_norm, None if topology.cores else least)
         if simulation is None:
             return None
         found = Ranked(priced(candidate, plan, costs, simulation, topology), simulation)
@@ -160,16 +163,20 @@ class _Improvement:
         profile, topology = self._choice.meshes.of(candidate.degrees)
         try:
             plan = candidate.plan(profile.ids)
-        except InputError:  # too few microbatches for the schedule
+        except jpipe.InputError:  # too few microbatches for the schedule
             return math.inf
         self.count += 1
         costs, link = slowed(plan, profile.stage_costs(plan, candidate.rows), topology), network(plan, topology)
         bound = max(busy_seconds(plan, costs, topology.cores, link, topology.device.overlap), port_seconds(plan, costs, link))
-        if bound < enough and self._spent < MOST_IN_ALL and forwards(plan) <= MOST_FORWARDS:
-            self._spent += forwards(plan) // _FREE_FORWARDS
-            bound = max(bound, unhindered_seconds(plan, costs, link, *window(plan)))
+        copies = self._copies(plan, topology, hindered=False)
+        if bound < enough and self._spent < MOST_IN_ALL and forwards(plan, copies) <= MOST_FORWARDS:
+            self._spent += forwards(plan, copies) // _FREE_FORWARDS
+            bound = max(bound, unhindered_seconds(plan, costs, link, *window(plan), copies))
         self._bounds[candidate.without_costs] = bound
         return bound
+
+    def _copies(self, plan: jpipe.Plan, topology: Topology, hindered: bool = True) -> Copies:
+        return copies_of(plan, topology, self._choice.global_norm or bool(self._choice.profile.shared), hindered)
 
 
 def _enough(candidate: Candidate, ranked: Ranked) -> float:

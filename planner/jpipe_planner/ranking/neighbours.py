@@ -3,9 +3,11 @@
 import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
+from functools import cache, lru_cache
 from itertools import accumulate, permutations
 
 import jpipe
+from jpipe_planner.cost.shape import Shape
 from jpipe_planner.machine.topology import Topology
 from jpipe_planner.profile.profile import Profile
 from jpipe_planner.search.candidate import Candidate
@@ -46,12 +48,17 @@ def neighbours(candidate: Candidate, profile: Profile) -> Iterator[Candidate]:
 
 def pairs(candidate: Candidate, profile: Profile) -> Iterator[Candidate]:
     """Yield the neighbours of neighbours that are none themselves."""
-    near = dict.fromkeys(neighbours(candidate, profile))
-    seen = {candidate, *near}
-    for further in itertools.chain.from_iterable(neighbours(one, profile) for one in near):
-        if further not in seen:
-            seen.add(further)
+    near = {_changed(one): one for one in neighbours(candidate, profile)}
+    seen = {_changed(candidate), *near}
+    for further in itertools.chain.from_iterable(neighbours(one, profile) for one in near.values()):
+        if (changed := _changed(further)) not in seen:
+            seen.add(changed)
             yield further
+
+
+def _changed(candidate: Candidate) -> tuple[object, ...]:
+    """Return what differs between neighbours."""
+    return candidate.starts, candidate.replicas, candidate.extra_in_flight
 
 
 def _with_cut(candidate: Candidate, s: int, start: int) -> Candidate:
@@ -91,29 +98,39 @@ class QuickBound:
         others = [bandwidth for one in topology.differing for bandwidth in one.bandwidth.values()]
         self._bandwidth = max([level.bandwidth for level in topology.levels] + others)
         self._latency = min(level.latency for level in topology.levels)
+        self._stage = cache(self._costs)
 
     def seconds(self, candidate: Candidate) -> float:
         """Return the bound for a candidate."""
-        rules, m = jpipe.schedules.SCHEDULES[candidate.schedule], candidate.microbatches
-        ends, works, longest, before = (*candidate.starts[1:], self._count), list[float](), 0.0, 0.0
-        for s, (start, end, replicas) in enumerate(zip(candidate.starts, ends, candidate.replicas, strict=True)):
-            again = 0.0 if candidate.policies[s] == "none" else self._forward[end] - self._forward[start]
-            work = self._both[end] - self._both[start] + again + self._dispatch
-            works.append(work)
-            sent = (self._outputs[end - 1] if end < self._count else 0) + (self._ways - 1) * (self._outputs[start - 1] if start else 0)
-            summed = 2 * (replicas - 1) / replicas * (self._summed[end] - self._summed[start])
-            longest = max(longest, before + m / replicas * work, (m / replicas * sent + summed) / self._bandwidth)
-            before += work if rules.flushes else 0.0
-        return longest if rules.flushes else max(longest, self._in_flight(candidate, works))
+        flushes, ends = jpipe.schedules.SCHEDULES[candidate.schedule].flushes, (*candidate.starts[1:], self._count)
+        stages = [self._stage(*stage) for stage in zip(candidate.starts, ends, candidate.policies, strict=True)]
+        longest = before = 0.0
+        for (work, sending, summing), replicas in zip(stages, candidate.replicas, strict=True):
+            each = candidate.microbatches / replicas
+            longest = max(longest, before + each * work, each * sending + 2 * (replicas - 1) / replicas * summing)
+            before += work if flushes else 0.0
+        return longest if flushes else max(longest, self._in_flight(candidate, [work for work, _, _ in stages]))
+
+    def _costs(self, start: int, end: int, policy: str) -> tuple[float, float, float]:
+        """Return the seconds that a stage computes and sends for a microbatch, and in which its gradients are sent once."""
+        again = 0.0 if policy == "none" else self._forward[end] - self._forward[start]
+        work = self._both[end] - self._both[start] + again + self._dispatch
+        sent = (self._outputs[end - 1] if end < self._count else 0) + (self._ways - 1) * (self._outputs[start - 1] if start else 0)
+        return work, sent / self._bandwidth, (self._summed[end] - self._summed[start]) / self._bandwidth
 
     def _in_flight(self, candidate: Candidate, works: Sequence[float]) -> float:
         """Return the bound of how many microbatches are in flight: each goes from a stage to the last one and back."""
-        shape = candidate.shape
-        rules, longest, trip = jpipe.schedules.SCHEDULES[candidate.schedule], 0.0, 0.0
+        under_way, longest, trip = _under_way(candidate.shape), 0.0, 0.0
         for s in reversed(range(candidate.depth)):
             if s < candidate.depth - 1:
                 trip += 2 * self._latency + self._ways * self._outputs[candidate.starts[s + 1] - 1] / self._bandwidth
             trip += works[s]
-            under_way = rules.in_flight(shape, s) * candidate.replicas[s]
-            longest = max(longest, candidate.microbatches / under_way * trip)
+            longest = max(longest, candidate.microbatches / under_way[s] * trip)
         return longest
+
+
+@lru_cache(maxsize=4096)
+def _under_way(shape: Shape) -> tuple[int, ...]:
+    """Return how many microbatches are in flight at each stage, over all its replicas."""
+    rules = jpipe.schedules.SCHEDULES[shape.schedule]
+    return tuple(rules.in_flight(shape, s) * replicas for s, replicas in enumerate(shape.replicas))

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import jpipe
 from jpipe_planner.cost.bound import busy_seconds, has_bounds, port_seconds, unhindered_seconds
+from jpipe_planner.cost.copies import Copies, copies_of
 from jpipe_planner.cost.devices import slowed
 from jpipe_planner.cost.simulated import MOST_FORWARDS, forwards, network, window
 from jpipe_planner.machine.topology import Topology
@@ -17,13 +18,13 @@ from jpipe_planner.search.candidate import Candidate
 
 SLACK = 0.005  # relative amount by which a plan that is not simulated might be faster; plans within it count as equally fast
 MOST_SIMULATED = 40
-MOST_IN_ALL = 80_000  # forwards of all simulations, with the cost of bounds in forwards: some ten seconds
+MOST_IN_ALL = 16_000  # forwards of all simulations, with the cost of bounds in forwards: about two seconds
 _FOR_SHOW = 0.25  # share of it after which only candidates that could win are simulated
 _FREE_FORWARDS, _FREE_WORKERS = 12, 20  # forwards in `unhindered_seconds`, and workers in `port_seconds`, that cost as much as one
 _OF_A_KIND = 0.05  # relative amount by which a bound has to beat the best of its kind, if the kind cannot win
 
 
-_Bound = Callable[[jpipe.Plan, Sequence[jpipe.programs.StageCost], Topology], float]
+_Bound = Callable[["_Planned", Topology], float]
 
 
 class Outcome(NamedTuple):
@@ -41,6 +42,15 @@ class _Entry(NamedTuple):
     bounds: int  # how many of the bounds are known
 
 
+class _Planned(NamedTuple):
+    """A candidate as a plan, with the costs of its stages on their devices, and what is simulated, and bounded, for all pipelines."""
+
+    plan: jpipe.Plan
+    costs: Sequence[jpipe.programs.StageCost]
+    simulated: Copies
+    bounded: Copies
+
+
 class Race:
     """Simulates candidates in the order of their bounds until none can be faster.
 
@@ -56,9 +66,10 @@ class Race:
         profile: Profile,
         topology: Topology,
         candidates: Sequence[Candidate],
-        simulate: Callable[[Candidate], Outcome],
+        simulate: Callable[[Candidate, float | None], Outcome],
         known: Mapping[Candidate, Outcome],
         kinds: int,
+        waits: bool = False,
     ) -> None:
         """Simulate until no other candidate can be the fastest and `kinds` kinds are simulated, or until the limit is reached.
 
@@ -66,14 +77,15 @@ class Race:
             profile: the profile of the model.
             topology: the topology.
             candidates: candidates, sorted by place in the ranking.
-            simulate: simulates one candidate.
+            simulate: simulates one candidate, with the largest of its bounds if they are known.
             known: outcomes of earlier simulations.
             kinds: the number of kinds of which one candidate is simulated, for comparison.
+            waits: whether updates wait for other stages, as in `copies_of`.
         """
         self.finished: list[Candidate] = []
         self.too_large: list[Candidate] = []
         self._meshes, self._candidates, self._known = Meshes(profile, topology), candidates, known
-        self._has_equal_devices = not topology.differing
+        self._has_equal_devices, self._cores, self._waits = not topology.differing, topology.cores, waits
         self._simulate, self._count, self._spent = simulate, 0, 0
         self._fastest = math.inf  # seconds per row
         self._best_of_kind: dict[tuple[object, ...], float] = {}
@@ -111,7 +123,7 @@ class Race:
         """Compute the next bound of a candidate, or simulate it if all its bounds are known."""
         candidate = self._candidates[entry.number]
         outcome = self._known.get(candidate)
-        if outcome is None and entry.bounds < len(_BOUNDS) and has_bounds(self._planned(candidate)[0]):
+        if outcome is None and entry.bounds < len(_BOUNDS) and has_bounds(self._planned(candidate).plan):
             seconds = self._bound(candidate, entry.bounds) / candidate.batch
             heapq.heappush(self._queue, _Entry(max(seconds, entry.seconds_per_row), entry.number, entry.bounds + 1))
             return
@@ -120,9 +132,10 @@ class Race:
             return  # it would not fit either
         if outcome is None:
             self._count += 1
-            count = forwards(self._planned(candidate)[0])
+            count = forwards(self._planned(candidate).plan, self._planned(candidate).simulated)
             self._spent += count if count <= MOST_FORWARDS else 0  # it is not simulated
-            outcome = self._simulate(candidate)
+            is_bounded = entry.bounds == len(_BOUNDS) and entry.seconds_per_row > 0 and not self._cores
+            outcome = self._simulate(candidate, entry.seconds_per_row * candidate.batch if is_bounded else None)
         if not outcome.fits:
             self.too_large.append(candidate)
             return
@@ -132,35 +145,38 @@ class Race:
         self._fastest = min(self._fastest, seconds_per_row)
         self._best_of_kind[candidate.kind] = min(self._best_of_kind.get(candidate.kind, math.inf), seconds_per_row)
 
-    def _plan(self, candidate: Candidate) -> tuple[jpipe.Plan, Sequence[jpipe.programs.StageCost]]:
+    def _plan(self, candidate: Candidate) -> _Planned:
         profile, topology = self._meshes.of(candidate.degrees)
         plan = candidate.plan(profile.ids)
-        return plan, slowed(plan, profile.stage_costs(plan, candidate.rows), topology)
+        costs = slowed(plan, profile.stage_costs(plan, candidate.rows), topology)
+        return _Planned(plan, costs, *(copies_of(plan, topology, self._waits, hindered) for hindered in (True, False)))
 
     def _bound(self, candidate: Candidate, which: int) -> float:
-        plan, costs = self._planned(candidate)
-        bound, cost = _BOUNDS[which]
-        self._spent += cost(plan)
-        return bound(plan, costs, self._meshes.of(candidate.degrees)[1])
+        planned, (bound, cost) = self._planned(candidate), _BOUNDS[which]
+        self._spent += cost(planned)
+        return bound(planned, self._meshes.of(candidate.degrees)[1])
 
 
-def _unhindered(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost], topology: Topology) -> float:
-    if forwards(plan) > MOST_FORWARDS:
+def _unhindered(planned: _Planned, topology: Topology) -> float:
+    plan, costs, _, copies = planned
+    if forwards(plan, copies) > MOST_FORWARDS:
         return 0.0
-    return unhindered_seconds(plan, costs, network(plan, topology), *window(plan))
+    return unhindered_seconds(plan, costs, network(plan, topology), *window(plan), copies)
 
 
-def _busy(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost], topology: Topology) -> float:
+def _busy(planned: _Planned, topology: Topology) -> float:
+    plan, costs, *_ = planned
     return busy_seconds(plan, costs, topology.cores, network(plan, topology), topology.device.overlap)
 
 
-def _port(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost], topology: Topology) -> float:
+def _port(planned: _Planned, topology: Topology) -> float:
+    plan, costs, *_ = planned
     return port_seconds(plan, costs, network(plan, topology))
 
 
-_BOUNDS: tuple[tuple[_Bound, Callable[[jpipe.Plan], int]], ...] = (
-    (_busy, lambda plan: 0),
-    (_port, lambda plan: len(plan.workers) // _FREE_WORKERS),
-    (_unhindered, lambda plan: min(forwards(plan), MOST_FORWARDS) // _FREE_FORWARDS),
+_BOUNDS: tuple[tuple[_Bound, Callable[[_Planned], int]], ...] = (
+    (_busy, lambda planned: 0),
+    (_port, lambda planned: len(planned.plan.workers) // _FREE_WORKERS),
+    (_unhindered, lambda planned: min(forwards(planned.plan, planned.bounded), MOST_FORWARDS) // _FREE_FORWARDS),
 )
 """The bounds, cheapest first, with their costs."""

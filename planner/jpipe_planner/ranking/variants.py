@@ -17,6 +17,7 @@ from typing import Any
 import jpipe
 from jpipe import InputError
 from jpipe_planner.cost.bound import flush_seconds, rank_seconds
+from jpipe_planner.cost.copies import copies_of
 from jpipe_planner.cost.devices import lacking, limits_of, slowed, slowness_of
 from jpipe_planner.cost.shape import is_planned, needs_vertical_sync
 from jpipe_planner.cost.simulated import Simulated, forwards, network, simulate_plan
@@ -35,11 +36,13 @@ BASES = 4  # plans of one stage on each rank that are varied
 EARLY = 2  # plans of each schedule that are tried with `split_backward` "early"
 SAVING = 2  # plans of each schedule that are tried with fewer microbatches in flight, or with replicas that share an optimizer
 IN_PARTS = 4  # plans of each schedule, and as many of one stage, that are tried with sums in parts
+MOST_TRIED = 16  # of these, whether parts gain anything
 MOST_CHUNKS = 3
 MOST_MICROBATCHES = 1024  # most of a plan that is varied
-MOST_IN_ALL = 24_000  # most forwards of all simulations, which then take some seconds
+MOST_IN_ALL = 6_000  # most forwards of all simulations, which then take about a second
 FOR_SHOW = MOST_IN_ALL // 4  # of them, after which plans that are slower than a known one are not simulated
 _LONG = MOST_IN_ALL  # forwards of a plan that is simulated where one with twice its bound is
+_SHARE_OF_ORDER = 0.3  # the time to find an order for the times of the stages, relative to that of a simulation
 BASE = "pipedream_flush"
 _SLOW = 0.01  # time of a message, relative to a forward, above which a link slows a plan down
 
@@ -173,9 +176,12 @@ class _Variants:
             if not could_be_best and (variant.name in shown or self._spent > FOR_SHOW):
                 continue
             if variant.order_limit is not None and variant.candidate.order is None:
+                if not self._affords(variant.plan, _SHARE_OF_ORDER):
+                    continue
                 variant = self._with_order(variant, variant.order_limit)
-                heapq.heappush(queue, (variant.place, n, variant))
-                continue
+                if could_be_best:  # with an order it may no longer be
+                    heapq.heappush(queue, (variant.place, n, variant))
+                    continue
             if not self._affords(variant.plan):
                 continue
             simulation = simulate_plan(variant.plan, variant.costs, self.topology, self.global_norm)
@@ -190,13 +196,17 @@ class _Variants:
             if seconds * (1 - slack) < fastest:
                 fastest, delay = seconds, found.delay
 
-    def _affords(self, plan: jpipe.Plan) -> bool:
-        """Return whether a plan is among those to simulate; where there are too many, smaller ones still are."""
-        if self._spent + forwards(plan) > MOST_IN_ALL:
+    def _affords(self, plan: jpipe.Plan, share: float = 1.0) -> bool:
+        """Return whether a plan is among those to simulate, or do a share of that work for; where there are too many, smaller ones are."""
+        count = math.ceil(share * self._forwards(plan))
+        if self._spent + count > MOST_IN_ALL:
             self.left_out += 1
             return False
-        self._spent += forwards(plan)
+        self._spent += count
         return True
+
+    def _forwards(self, plan: jpipe.Plan) -> int:
+        return forwards(plan, copies_of(plan, self.topology, self._is_restricted))
 
     def _with_order(self, variant: "_Variant", limit: int) -> "_Variant":
         """Return the variant with an order for the times of its stages, and with a bound for it."""
@@ -256,12 +266,14 @@ class _Variants:
 
     def in_parts(self, planned: Sequence[Candidate]) -> Iterator["_Variant"]:
         """Yield the best plans of each schedule, and data parallelism, with sums in parts, where something waits for the sums."""
-        counts: dict[tuple[str, bool], int] = {}
+        counts: dict[tuple[str, bool], list[int]] = {}  # of those tried and found
         for base in planned:
-            key = base.schedule, base.depth == 1
-            if counts.get(key, 0) < IN_PARTS and (candidate := with_sum_parts(base, self.profile, self.topology)) is not None:
-                counts[key] = counts.get(key, 0) + 1
-                yield self._variant(candidate, f"{candidate.schedule} in parts")
+            count = counts.setdefault((base.schedule, base.depth == 1), [0, 0])
+            if count[1] < IN_PARTS and count[0] < MOST_TRIED:
+                count[0] += 1
+                if (candidate := with_sum_parts(base, self.profile, self.topology)) is not None:
+                    count[1] += 1
+                    yield self._variant(candidate, f"{candidate.schedule} in parts")
 
     def of_ranks(self, base: Candidate) -> Iterator["_Variant"]:
         """Yield legal plans of the schedules on the ranks of a plan."""

@@ -6,6 +6,7 @@ faster, so for each i, r and kind of devices there is a farthest end, and it suf
 continued.
 """
 
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -97,6 +98,13 @@ class FastRanges:
             ]
         return self._known[bound, recompute]
 
+    def farthest(self, bound: float, recompute: bool) -> Any:
+        """Return `farthest_ends` as one array by kind, possible numbers of replicas, and first layer; the last kind is none, and all 0."""
+        dense = np.zeros((len(self.kinds) + 1, len(self.ranges.replicas), self.ranges.count + 1), self._small)
+        for index, (rows, table) in enumerate(zip(self._rows, self.farthest_ends(bound, recompute), strict=True)):
+            dense[index, rows] = table
+        return dense
+
     def rounded_ends(self, bound: float, recompute: bool) -> list[Any]:
         """Return the ends of `farthest_ends`, or slightly farther ones, because of rounding."""
         return [self.ranges.ends(bound, replicas, kind, recompute) for kind, replicas in self.kinds]
@@ -112,33 +120,39 @@ class FastRanges:
             unchecked = unchecked[first[unchecked] < ends[unchecked]]
         return ends.reshape(rounded.shape).astype(self._small)
 
-    def windows(self, ends: list[Any], cuts: list[Any]) -> tuple[Any, Any]:
-        """Return the first and the last layer that can begin a stage at each device, if each stage has the best devices.
+    def windows(self, ends: list[Any], cuts: list[Any]) -> tuple[Any, Any] | None:
+        """Return the first and the last device from which each layer can be placed, if each stage has the best devices.
 
-        This is an upper bound of what the topology allows, and cheap: if ranges are ignored, the layers that can be placed from a device
-        on have no gaps, so one number describes them. With one level it is exact.
+        This is an upper bound of what the topology allows, and cheap: only the numbers of devices count. With one level it is exact.
 
         Args:
             ends: the result of `rounded_ends`.
             cuts: the result of `cuts`.
+
+        Returns:
+            An array over the layers each; None if not all layers can be placed.
         """
-        count, devices, replicas = self.ranges.count, self.devices, self.ranges.replicas
-        farthest = np.zeros((len(replicas), count + 1), np.int64)
-        for table, (_, chosen) in zip(ends, self.kinds, strict=True):
-            rows = np.searchsorted(replicas, chosen)
-            farthest[rows] = np.maximum(farthest[rows], table)
-        order = np.arange(count + 1)
-        starts = np.stack([np.searchsorted(row, order) for row in farthest])
-        allowed = np.any(cuts[1:] or cuts, axis=0)
-        after = np.minimum.accumulate(np.where(allowed, order, count)[::-1])[::-1]
-        before = np.maximum.accumulate(np.where(allowed, order, 0))
-        first, last = np.full(devices + 1, count), np.zeros(devices + 1, int)
-        for a in range(1, devices + 1):
-            chosen = replicas[: np.searchsorted(replicas, a, side="right")]
-            which = np.arange(len(chosen))
-            first[devices - a] = starts[which, after[first[devices - a + chosen]]].min()
-            last[a] = farthest[which, before[last[a - chosen]]].max()
-        return first, last
+        count, replicas = self.ranges.count, self.ranges.replicas
+        farthest = np.repeat(np.arange(count + 1)[:, None], len(replicas), 1)
+        for table, rows in zip(ends, self._rows, strict=True):
+            farthest[:, rows] = np.maximum(farthest[:, rows], table.T)
+        never = 2 * self.devices + 1
+        closed = np.where(np.any(cuts[1:] or cuts, axis=0), 0, never)  # before these layers is no cut
+        behind = np.full(count + 1, never)  # the fewest devices for a layer and all later ones
+        behind[count] = 0
+        for i in range(count - 1, -1, -1):
+            fewest = np.minimum.accumulate(np.append(never, behind[i + 1 :] + closed[i + 1 :]))  # by the end of the stage
+            behind[i] = min(int((replicas + fewest[farthest[i] - i]).min()), never)
+        if behind[0] > self.devices:
+            return None
+        before = np.full(count + 1, never)  # the fewest devices for all earlier layers
+        before[0] = 0
+        for i in range(count):
+            if before[i] + closed[i] <= self.devices:
+                fewest = np.full(count + 1, never)
+                fewest[farthest[i, ::-1]] = before[i] + replicas[::-1]  # of several the last one counts, with the fewest replicas
+                before[i + 1 :] = np.minimum(before[i + 1 :], np.minimum.accumulate(fewest[::-1])[::-1][i + 1 :])
+        return before, self.devices - behind
 
     def lower_bound(self, recompute: bool) -> float:
         """Return a lower bound on the seconds per microbatch: the slowest layer, and all layers divided among all devices."""
@@ -159,6 +173,25 @@ class FastRanges:
         """Return which cuts are fast enough, for each of `kinds`; the first and the last one are not cuts."""
         return [cut_seconds(self.ranges.outputs, kind.link) <= bound for kind, _ in self.kinds]
 
+    @cached_property
+    def _rows(self) -> list[Any]:
+        """For each of `kinds` the places of its replicas among all possible numbers."""
+        return [np.searchsorted(self.ranges.replicas, replicas) for _, replicas in self.kinds]
+
+    @cached_property
+    def kind_of(self) -> Any:
+        """The index in `kinds` of the range from each device with each possible number of replicas; -1: there are not as many devices."""
+        kinds = np.full((self.devices, len(self.ranges.replicas)), -1, np.int16 if len(self.kinds) < 2**15 else np.int32)
+        for a in range(self.devices):
+            for index, chosen in self.kinds_from(a):
+                kinds[a, self._rows[index][chosen]] = index
+        return kinds
+
+    @cached_property
+    def between(self) -> Any:
+        """The index in `kinds` of the range of each device but the first one with the device before it."""
+        return np.array([self.kind_between(a) for a in range(1, self.devices)], int)
+
     def kind_between(self, a: int) -> int:
         """Return the index in `kinds` of the range of the devices a - 1 and a."""
         return self._between[a - 1] if self._between else self._problem.topology.level(a - 1, a) + 1
@@ -173,48 +206,41 @@ class FastPlacement:
 
     def __init__(self, fast: FastRanges, bound: float, recompute: bool) -> None:
         self._fast, self._bound, self._recompute = fast, bound, recompute
-        self._cuts = fast.cuts(bound)
-        first, last = fast.windows(fast.rounded_ends(bound, recompute), self._cuts)
-        self.feasible = not first[0]
-        if not self.feasible:
+        self._cuts = np.stack([*fast.cuts(bound), np.zeros(fast.ranges.count + 1, bool)])
+        windows = fast.windows(fast.rounded_ends(bound, recompute), fast.cuts(bound))
+        self.feasible = windows is not None
+        if windows is None:
             return
-        self._farthest = farthest = fast.farthest_ends(bound, recompute)
-        count, devices = fast.ranges.count, fast.devices
-        self._placed = np.zeros((devices + 1, count + 1), bool)
-        self._placed[1:, count] = True  # no layer remains: the other devices are idle
-        never = count + 1
-        self._next = [np.full((devices + 1, count + 1), never, farthest[0].dtype) for _ in fast.kinds]
-        order = np.arange(count + 1, dtype=farthest[0].dtype)
-        for a in range(devices, -1, -1):
-            window = slice(int(first[a]), min(int(last[a]) + 1, count))
-            for index, chosen in fast.kinds_from(a) if a < devices else ():
-                self._place(a, index, chosen, window)
-            for index in range(len(fast.kinds)):
-                ends = np.where(self._continued(a, index), order, never)
-                self._next[index][a, :-1] = np.minimum.accumulate(ends[:0:-1])[::-1]
+        count, devices, never = fast.ranges.count, fast.devices, fast.ranges.count + 1
+        self._farthest = fast.farthest(bound, recompute)
+        # By kind, first layer and device after the stage: the nearest end so that the layers behind it can be placed from there on.
+        self._next = np.full((len(fast.kinds) + 1, count + 1, devices + 1), never, self._farthest.dtype)
+        self._placed = np.zeros((count + 1, devices + 1), bool)
+        self._placed[count, 1:] = True  # no layer remains: the other devices are idle
+        for i in range(count - 1, -1, -1):
+            self._next[:, i] = np.where(self._continued(i + 1), i + 1, self._next[:, i + 1])
+            self._place(i, np.arange(max(windows[0][i], 0), min(windows[1][i], devices - 1) + 1))
         self.feasible = bool(self._placed[0, 0])
 
-    def _place(self, a: int, index: int, chosen: slice, window: slice) -> None:
-        """Mark the layers in `window` that can be the first of a stage from device a on, with the `chosen` numbers of replicas of a kind.
-
-        It tries a few numbers of replicas at a time, each time between the first and the last undecided layer; usually few remain.
-        """
-        replicas, placed = self._fast.kinds[index][1], self._placed[a]
-        for begin in range(chosen.start, chosen.stop, _AT_A_TIME):
-            undecided = np.nonzero(self._cuts[index][window] & ~placed[window])[0]
-            if not len(undecided):
+    def _place(self, i: int, undecided: Any) -> None:
+        """Mark the devices of `undecided` from which the layers from i on can be placed, trying a few numbers of replicas at a time."""
+        replicas = self._fast.ranges.replicas
+        for begin in range(0, len(replicas), _AT_A_TIME):
+            if not len(undecided) or not self._cuts[:, i].any():
                 return
-            window = slice(window.start + int(undecided[0]), window.start + int(undecided[-1]) + 1)
-            few = slice(begin, min(begin + _AT_A_TIME, chosen.stop))
-            ends = self._next[index][a + replicas[few], window]
-            placed[window] |= (ends <= self._farthest[index][few, window]).any(0) & self._cuts[index][window]
+            rows = np.arange(begin, min(begin + _AT_A_TIME, len(replicas)))
+            kinds, after = self._fast.kind_of[undecided[:, None], rows], undecided[:, None] + replicas[rows]
+            ends = self._next[kinds, i, np.minimum(after, self._fast.devices)]
+            placed = ((ends <= self._farthest[kinds, rows, i]) & self._cuts[kinds, i]).any(1)
+            self._placed[i, undecided[placed]] = True
+            undecided = undecided[~placed]
 
-    def _continued(self, a: int, index: int) -> Any:
-        """Return where a stage whose range is of a kind can end so that the layers after it can be placed from device a on."""
-        if a == 0:
-            return np.zeros_like(self._placed[a])
-        allowed = self._placed[a] & self._cuts[index]
-        return allowed & self._cuts[self._fast.kind_between(a)] if a < self._fast.devices else allowed
+    def _continued(self, i: int) -> Any:
+        """Return where a stage whose range is of a kind can end so that the layers from i on can be placed, by kind and device."""
+        allowed = self._placed[i] & self._cuts[:, i, None]
+        allowed[:, 0] = False
+        allowed[:, 1:-1] &= self._cuts[self._fast.between, i]
+        return allowed
 
     def any_stages(self) -> tuple[Placed, ...]:
         """Return stages that are fast enough, choosing the fastest that can be continued at each step."""
@@ -224,8 +250,8 @@ class FastPlacement:
             for index, chosen in self._fast.kinds_from(a):
                 kind, all_replicas = self._fast.kinds[index]
                 replicas = all_replicas[chosen]
-                ends = self._next[index][a + replicas, i]
-                good = (ends <= self._farthest[index][chosen, i]) & self._cuts[index][i]
+                ends = self._next[index, i, a + replicas]
+                good = (ends <= self._ends(index, replicas, i)) & self._cuts[index, i]
                 if good.any():
                     replicas, ends = replicas[good], ends[good].astype(np.int64)
                     seconds = ranges.seconds(i, ends, replicas, kind, self._recompute) * replicas
@@ -235,6 +261,10 @@ class FastPlacement:
             stages.append(Placed(i, j, a, r))
             i, a = j, a + r
         return tuple(stages)
+
+    def _ends(self, index: int, replicas: Any, i: int) -> Any:
+        """Return the farthest ends of stages from layer i on, with some numbers of replicas of a kind."""
+        return self._farthest[index, np.searchsorted(self._fast.ranges.replicas, replicas), i]
 
     def first(self) -> tuple[Placed, ...]:
         """Return the fast enough stages that win ties: fewest stages, fewest devices, from the front earliest cuts, fewest replicas."""
@@ -246,9 +276,9 @@ class FastPlacement:
             options = []
             for index, chosen in fast.kinds_from(a):
                 replicas = fast.kinds[index][1][chosen]
-                if self._cuts[index][i]:
-                    continued = tables[index][a + replicas, 0, i + 1 :] == least[a, i] - base
-                    reachable = np.arange(i + 1, ranges.count + 1) <= self._farthest[index][chosen, i][:, None]
+                if self._cuts[index, i]:
+                    continued = tables[index, 0, i + 1 :, a + replicas] == least[i, a] - base
+                    reachable = np.arange(i + 1, ranges.count + 1) <= self._ends(index, replicas, i)[:, None]
                     ends = np.argwhere((continued & reachable).T)
                     options += [(i + 1 + int(j), int(replicas[n])) for j, n in ends[:1]]
             j, r = min(options)
@@ -256,30 +286,26 @@ class FastPlacement:
             i, a = j, a + r
         return tuple(stages)
 
-    def _least(self, base: int) -> tuple[Any, list[Any]]:
-        """Return the fewest stages times `base` plus the devices used, by device and layer, and their minima over ranges of 2^k ends."""
-        fast, count = self._fast, self._fast.ranges.count
+    def _least(self, base: int) -> tuple[Any, Any]:
+        """Return the fewest stages times `base` plus the devices used, by layer and device, and their minima over ranges of 2^k ends."""
+        fast, count, replicas = self._fast, self._fast.ranges.count, self._fast.ranges.replicas
         power = np.array([0, *(length.bit_length() - 1 for length in range(1, count + 1))])
         never = np.iinfo(np.int32).max - base
-        least = np.full((fast.devices + 1, count + 1), never, np.int32)
-        least[1:, count] = np.arange(1, fast.devices + 1)
-        tables = [np.full((fast.devices + 1, power[-1] + 1, count + 1), never, np.int32) for _ in fast.kinds]
-        for a in range(fast.devices, -1, -1):
-            for index, chosen in fast.kinds_from(a) if a < fast.devices else ():
-                starts = np.nonzero(self._placed[a, :count] & self._cuts[index][:count])[0]
-                if not len(starts):
-                    continue
-                ends = self._farthest[index][chosen][:, starts].astype(np.int64)
-                k = power[ends - starts]
-                rows = (a + fast.kinds[index][1][chosen])[:, None]
-                fewest = np.minimum(tables[index][rows, k, starts + 1], tables[index][rows, k, ends + 1 - 2**k])
-                fewest = np.where(ends > starts, fewest, never).min(0) + base
-                least[a, starts] = np.minimum(least[a, starts], fewest)
-            for index, table in enumerate(tables):
-                row = table[a]
-                row[0] = np.where(self._continued(a, index), least[a], never)
-                for k in range(1, len(row)):
-                    half = 2 ** (k - 1)
-                    row[k] = row[k - 1]
-                    row[k, :-half] = np.minimum(row[k - 1, :-half], row[k - 1, half:])
+        least = np.full((count + 1, fast.devices + 1), never, np.int32)
+        least[count, 1:] = np.arange(1, fast.devices + 1)
+        tables = np.full((len(fast.kinds) + 1, power[-1] + 1, count + 1, fast.devices + 1), never, np.int32)
+        for i in range(count, -1, -1):
+            starts = np.nonzero(self._placed[i])[0] if i < count else np.zeros(0, int)
+            for begin in range(0, len(replicas) if len(starts) else 0, _AT_A_TIME):
+                rows = np.arange(begin, min(begin + _AT_A_TIME, len(replicas)))
+                kinds, after = fast.kind_of[starts[:, None], rows], np.minimum(starts[:, None] + replicas[rows], fast.devices)
+                ends = self._farthest[kinds, rows, i].astype(np.int64)
+                k = power[np.maximum(ends - i, 0)]
+                fewest = np.minimum(tables[kinds, k, min(i + 1, count), after], tables[kinds, k, np.maximum(ends + 1 - 2**k, i), after])
+                fewest = np.where((ends > i) & self._cuts[kinds, i], fewest, never).min(1) + base
+                least[i, starts] = np.minimum(least[i, starts], fewest)
+            tables[:, 0, i] = np.where(self._continued(i), least[i], never)
+            for k in range(1, power[-1] + 1):
+                half = i + 2 ** (k - 1)
+                tables[:, k, i] = tables[:, k - 1, i] if half > count else np.minimum(tables[:, k - 1, i], tables[:, k - 1, half])
         return least, tables
