@@ -46,7 +46,8 @@ class StageCost:
         gradient: the input gradient that leaves, with the weight.
         weights: one version.
         frozen: the part of `weights` that no update changes: all versions share it.
-        optimizer: optimizer state; where replicas share it, the largest share.
+        optimizer: optimizer state; where replicas share it, the largest share. With `Plan.agree` also the weights on which the pipelines
+            have agreed, and the momentum of the outer optimizer.
         state: layer state (batch statistics).
         accumulators: accumulated gradients.
         temporary: the largest scratch memory of a program.
@@ -288,6 +289,7 @@ def sum_layer_costs(
     """
     _check_layers(plan, layers)
     costs, flows = list[StageCost](), _gradient_flows(plan, layers)
+    agreed = 0 if plan.agree is None else 1 + bool(plan.agree.outer.momentum)  # copies of the weights that stay with the optimizer state
     for s, stage in enumerate(plan.stages):
         layer_costs = [layers[layer_id] for layer_id in stage.layers]
         last, forward = s == plan.depth - 1, sum(layer.forward for layer in layer_costs)
@@ -318,7 +320,7 @@ def sum_layer_costs(
                 gradient=before if of_input else 0,
                 weights=sum(layer.weights for layer in layer_costs),
                 frozen=sum(layer.frozen for layer in layer_costs),
-                optimizer=sum(layer.optimizer + (layer.ahead if plan.delays[s] else 0) for layer in layer_costs),
+                optimizer=sum(layer.optimizer + (layer.ahead if plan.delays[s] else 0) + agreed * layer.trained for layer in layer_costs),
                 state=sum(layer.state for layer in layer_costs),
                 accumulators=sum(layer.summed for layer in layer_costs),
                 temporary=_scratch(layer_costs, inside, max(inside - (0 if fused else residuals), 0), before),

@@ -23,6 +23,7 @@ OPTIONS = (
     {"flush_first": 2},
     {"split_backward": "early", "extra_in_flight": 1},
     {"update_every": "replicas"},
+    {"agree": {"every": 2}},
     {"noam": True},
 )
 
@@ -42,7 +43,7 @@ def plans(name):
 def uses(plan):
     """Yield whether there is a global norm, and the groups of shared parameters."""
     yield False, ()
-    if not SCHEDULES[plan.schedule].norm_refusal(plan):
+    if plan.agree is None and not SCHEDULES[plan.schedule].norm_refusal(plan):
         yield True, ((0, plan.depth - 1),)
 
 
