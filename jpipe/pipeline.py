@@ -416,7 +416,8 @@ class Pipeline:
 
         The version is the newest that all replicas of all stages hold. Where there is none, as under weight stashing without replicas
         while microbatches are in flight, a copy of the state is drained, which costs that memory for the time of the call; no schedule
-        holds a common average of the weights then. Layer state (batch statistics) is what each stage holds, ahead of that version by the
+        holds a common average of the weights then. With `Plan.agree` the weights are those on which the pipelines have
+        agreed last, after a drain likewise. Layer state (batch statistics) is what each stage holds, ahead of that version by the
         microbatches in flight; over replicas it is the mean, unless the plan has `sync_state` false.
 
         Args:

@@ -83,7 +83,8 @@ class Evaluation(NamedTuple):
     Attributes:
         loss: mean over the whole batch.
         weight: total weight of the batch.
-        version: weight version that was used, the same in all stages, in batches: how many batches had updated the weights.
+        version: weight version that was used, the same in all stages, in batches: how many batches had updated the weights. With
+            `Plan.agree` that of the last agreement; with fragments the first of their last ones.
         metrics: the mean of each requested metric, by name.
         microbatches: what each of these metrics has returned for each microbatch, (sum, weight), by name, for metrics that are no means.
     """

@@ -92,8 +92,8 @@ class Snapshot:
         loss scale `loss_scale`, by version as `params`. Replicas differ only in layer state: the layer has that of the first replica,
         entries such as "block_0 replica 1" have those of the other replicas. With `Plan.shard_optimizer` the optimizer state of a layer is
         in the entry of the replica that updates it. With `Plan.agree` the one version in `params` is that on which the pipelines last
-        agreed, `outer_momentum` is that of the outer optimizer, and each replica's entry has in `own` the trained parameters of its pipeline,
-        by version as `params` otherwise, and in `optimizer` its optimizer state. Parts without arrays are left out.
+        agreed, `outer_momentum` is that of the outer optimizer, and each replica's entry has in `own` the trained parameters of its
+        pipeline, by version as `params` otherwise, and in `optimizer` its optimizer state. Parts without arrays are left out.
         """
         assert self.complete
         return {name: plain for part in self._parts.values() for name, plain in part.layers().items()}

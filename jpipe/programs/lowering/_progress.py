@@ -160,6 +160,8 @@ class PendingUpdates:
         worker.updates += 1
         if self.plan.shard_optimizer:
             self._exchange_weights(worker.stage, pending.batch, time)
+        if self.plan.agrees(worker.stage, pending.batch):
+            self.agree(worker, pending.batch, time)
 
     def agree(self, worker: Worker, batch: int, time: int) -> None:
         """Write the agreement of all pipelines on the weights of a stage, once all have made an update after which they agree."""

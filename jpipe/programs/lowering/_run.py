@@ -8,7 +8,7 @@ from jpipe.errors import InputError
 from jpipe.ops import OPS, Reads
 from jpipe.plan import Plan
 from jpipe.programs._execution_order import ProgramError
-from jpipe.programs._global_norm import distribute, last_microbatch, norm_alone, route_of
+from jpipe.programs._global_norm import distribute, last_microbatch, norm_alone, norm_of_pipeline, route_of
 from jpipe.programs._instructions import (
     AddShared,
     Instruction,
@@ -437,7 +437,10 @@ class Run:
 
     def _finish_norm(self, batch: int, late: set[int], time: int) -> None:
         """Write separate messages that bring the norm of a batch to the workers that lack it."""
-        if self.route is not None and self.available.known("norm", 0, batch):
+        if self.plan.agree is not None:
+            for pipeline in range(self.replicas[0]):
+                self.listing.once(time, norm_of_pipeline(self.plan, batch, pipeline))
+        elif self.route is not None and self.available.known("norm", 0, batch):
             holders = set(range(len(self.workers))) - late | {self.route.root(batch)}
             self.listing.once(time, distribute(self.plan, batch, holders))
         else:

@@ -46,13 +46,13 @@ def pipeline(plan, optimizer=None, loss=models.masked_squares, **options) -> Pip
     return Pipeline(STACK, plan, loss, optimizer or models.momentum(), jax.devices()[:1] * len(plan.rank_workers), **options)
 
 
-def rule(pipe, batches, params):
+def rule(pipe, optimizer, batches, params):
     """Apply the rule: return the losses, and after each batch the agreed weights, and those of each pipeline."""
     plan, count = pipe.plan, pipe.plan.replicas[0]
-    gradient_of, updated = monolith.compiled(STACK, pipe.loss, pipe.optimizer)
+    gradient_of, updated = monolith.compiled(STACK, pipe.loss, optimizer)
     stage_of = {layer_id: s for s, stage in enumerate(plan.stages) for layer_id in stage.layers}
     agreed, momentum = params, jax.tree.map(np.zeros_like, params)
-    versions, states = [[params] for _ in range(count)], [pipe.optimizer.init(params)] * count
+    versions, states = [[params] for _ in range(count)], [optimizer.init(params)] * count
     zero, losses, history = jax.tree.map(np.zeros_like, params), [], []
     for t, batch in enumerate(batches):
         total = weight = 0.0
@@ -89,10 +89,11 @@ def agrees(plan, stage, updates) -> bool:
     return updates % every == (stage * count // plan.depth) * every // count
 
 
-def check_rule(plan, batches, **options):
+def check_rule(plan, batches, whole=None, **options):
+    """Compare a run with the rule; `whole` is the optimizer of the whole tree, if it is another than that of the layers."""
     pipe = pipeline(plan, **options)
     state, found = running.fresh(pipe, batches), {}
-    losses, history = rule(pipe, batches, jax.tree.map(np.asarray, pipe.params(state)))
+    losses, history = rule(pipe, whole or pipe.optimizer, batches, jax.tree.map(np.asarray, pipe.params(state)))
     for t, batch in enumerate(batches):
         state, metrics = pipe.step(state, batch)
         found |= metrics.losses
@@ -121,6 +122,19 @@ def test_equals_the_rule(name):
 def test_fragment_by_fragment_equals_the_rule(name):
     plan = plan_of(name, {"every": 4, "outer": OUTER, "fragments": FRAGMENTS[name]})
     check_rule(plan, models.masked_batches(BATCHES, plan.microbatches, dtype=np.float64))
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize(("name", "norm"), [("gpipe", "clip_global_norm"), ("pipedream_2bw", "clip_stage_norm")])
+def test_a_pipeline_clips_by_its_own_norm(name, norm):
+    plan = plan_of(name, {"every": 3, "outer": OUTER})
+    batches = models.masked_batches(BATCHES, plan.microbatches, dtype=np.float64)
+    clipped = (
+        optax.clip_by_global_norm(0.3)
+        if norm == "clip_global_norm"
+        else running.clip_by_stage(tuple(stage.layers for stage in plan.stages), 0.3)
+    )
+    check_rule(plan, batches, optax.chain(clipped, models.momentum()), **{norm: 0.3})
 
 
 @pytest.mark.usefixtures("float64")
@@ -228,8 +242,12 @@ REFUSED = [
     ({"agree": {"every": 2, "fragments": 3}}, {}, r"plan: agree\.fragments: expected 'stages', or .* up to that of the stages, 2, found 3"),
     ({"agree": {"every": 0}}, {}, r"plan: agree\.every: "),
     ({"agree": {"every": 2, "outer": {"momentum": 1.0}}}, {}, r"plan: agree\.outer\.momentum: "),
-    ({}, {"clip_global_norm": 1.0}, r"clip_global_norm: expected none with plan\.agree: .* use clip_stage_norm"),
-    ({}, {"skip_nonfinite": True}, r"skip_nonfinite: expected none with plan\.agree"),
+    (
+        {"schedule": "pipedream_2bw"},
+        {"clip_global_norm": 1.0},
+        r"clip_global_norm: expected a schedule that flushes with .*; use clip_stage",
+    ),
+    ({"schedule": "pipedream_2bw"}, {"skip_nonfinite": True}, r"skip_nonfinite: expected a schedule that flushes with plan\.agree"),
     ({}, {"ema_decay": 0.9}, r"ema_decay: expected none with plan\.agree"),
     ({}, {"delay_correction": "predict"}, r"delay_correction: expected none with plan\.agree"),
     ({}, {"precision": Precision(params="bfloat16")}, r"precision: params: expected 'float32' with plan\.agree"),
@@ -239,7 +257,7 @@ REFUSED = [
 @pytest.mark.parametrize(("fields", "options", "message"), REFUSED, ids=range(len(REFUSED)))
 def test_what_is_not_supported_is_refused(fields, options, message):
     with pytest.raises(InputError, match=message):
-        pipeline(plan_of("pipedream_flush", **{"agree": AGREE, **fields}), **options)
+        pipeline(plan_of(**{"name": "pipedream_flush", "agree": AGREE, **fields}), **options)
 
 
 def test_shared_parameters_of_several_stages_are_refused():
