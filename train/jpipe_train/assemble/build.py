@@ -184,7 +184,7 @@ def last_agreement(plan: jpipe.Plan, steps: int) -> str:
     every, lost = plan.agree.every, steps % plan.agree.every
     return (
         f"plan.agree: the pipelines agree after every {every} steps, and train.steps is {steps}: the last {lost} are not in the weights "
-        f"that are evaluated and exported; use {steps - lost or every} or {steps - lost + every} steps"
+        f"that are evaluated and exported; use {steps + every - lost} steps"
     )
 
 
