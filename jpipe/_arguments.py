@@ -145,9 +145,27 @@ def check_norm_options(clip_global_norm: Any, clip_stage_norm: Any, skip_nonfini
         "precision: loss_scale: dynamic": precision.dynamic_scale is not None,
     }
     for option, used in options.items():
+        if used and plan.agree is not None and not SCHEDULES[plan.schedule].flushes:
+            instead = "; use clip_stage_norm, which clips each stage by its own norm" if option == "clip_global_norm" else "; remove it"
+            raise InputError(f"{option}: expected a schedule that flushes with plan.agree, found '{plan.schedule}'{instead}")
         if used and (why := SCHEDULES[plan.schedule].norm_refusal(plan)):
             instead = ", or clip_stage_norm, which clips each stage by its own norm" if option == "clip_global_norm" else ""
             raise InputError(f"{option}: {why}{instead}")
+
+
+def check_agreement(plan: Plan, precision: Precision, ema_decay: float | None, delay_factor: float | None) -> None:
+    """Check that the options of a pipeline are supported where parallel pipelines agree rarely."""
+    if plan.agree is None:
+        return
+    if precision.has_masters:
+        raise InputError(
+            f"precision: params: expected 'float32' with plan.agree, in which the agreed weights are kept, found {precision.params!r}; "
+            "use compute 'bfloat16' with params 'float32', or remove plan.agree"
+        )
+    options = {"ema_decay": ema_decay, "delay_correction": delay_factor, "precision: loss_scale: dynamic": precision.dynamic_scale}
+    for option, value in options.items():
+        if value is not None:
+            raise InputError(f"{option}: expected none with plan.agree, found {value!r}; remove one of them")
 
 
 def check_ema_decay(ema_decay: Any, plan: Plan) -> None:

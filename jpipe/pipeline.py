@@ -12,6 +12,7 @@ import optax
 
 from jpipe._arguments import (
     as_key,
+    check_agreement,
     check_ema_decay,
     check_model,
     check_norm_options,
@@ -148,6 +149,7 @@ class Pipeline:
         self.skip_nonfinite, self.precision = skip_nonfinite, precision
         self.ema_decay = None if ema_decay is None else float(ema_decay)
         self.delay_factor = checked_delay_factor(delay_correction)
+        check_agreement(plan, precision, self.ema_decay, self.delay_factor)
         self._explicit_devices = None if devices is None else checked_devices(devices)
         options = {"clip_global_norm": clip_global_norm, "clip_stage_norm": clip_stage_norm, "skip_nonfinite": self._skips}
         self._builder = StageBuilder(self.stack, plan, loss, optimizer, precision, self.ema_decay, self.delay_factor, **options)
@@ -189,6 +191,10 @@ class Pipeline:
             InputError: the schedule cannot sum their gradients in time.
         """
         sharing = self.stack.ties.sharing([stage.layers for stage in self.plan.stages])
+        if sharing.groups and self.plan.agree is not None:
+            names = ", ".join(f"'{name}'" for _, names in sharing.groups for name in names)
+            expected = "expected no parameter that several stages share with plan.agree"
+            raise InputError(f"ties: {expected}, found {names}; put the layers that share it into one stage, or remove plan.agree")
         if sharing.groups and (why := SCHEDULES[self.plan.schedule].norm_refusal(self.plan)):
             names = ", ".join(f"'{name}'" for _, names in sharing.groups for name in names)
             raise InputError(f"ties: stages share {names}, and {why}, or put the layers that share a parameter into one stage")
@@ -410,7 +416,8 @@ class Pipeline:
 
         The version is the newest that all replicas of all stages hold. Where there is none, as under weight stashing without replicas
         while microbatches are in flight, a copy of the state is drained, which costs that memory for the time of the call; no schedule
-        holds a common average of the weights then. Layer state (batch statistics) is what each stage holds, ahead of that version by the
+        holds a common average of the weights then. With `Plan.agree` the weights are those on which the pipelines have
+        agreed last, after a drain likewise. Layer state (batch statistics) is what each stage holds, ahead of that version by the
         microbatches in flight; over replicas it is the mean, unless the plan has `sync_state` false.
 
         Args:

@@ -1,5 +1,6 @@
 """Plans: what to run, as plain JSON data. A plan is checked when it is built."""
 
+from jpipe.plan._agreement import Agreement, OuterOptimizer
 from jpipe.plan._axes import RULES, mesh_rules
 from jpipe.plan._plan import Plan as Plan
 from jpipe.plan._stage import RECOMPUTE, Predicted
@@ -7,4 +8,12 @@ from jpipe.plan._stage import Stage as Stage
 from jpipe.plan._text import html_of_plan as html_of_plan
 from jpipe.plan._text import read_json
 
-__all__ = ["RECOMPUTE", "RULES", "Predicted", "mesh_rules", "read_json"]  # Plan and Stage are in jpipe itself
+__all__ = [
+    "RECOMPUTE",
+    "RULES",
+    "Agreement",
+    "OuterOptimizer",
+    "Predicted",
+    "mesh_rules",
+    "read_json",
+]  # Plan and Stage are in jpipe itself

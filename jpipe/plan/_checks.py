@@ -26,6 +26,7 @@ def check(plan: "jpipe.Plan") -> None:
     _check_per_rank(plan)
     _check_meshes(plan)
     _check_sum_parts(plan.stages)
+    _check_agreement(plan)
     _check_options(plan)
     _check_microbatches(plan)
     if reason := SCHEDULES[plan.schedule].refuses(plan):
@@ -117,6 +118,26 @@ def _check_sum_parts(stages: Sequence[Stage]) -> None:
             raise ValueError(f"{where}: expected numbers of layers whose sum is {len(stage.layers)}, found {actual}; change one of them")
         if actual and stage.replicas == 1:
             raise ValueError(f"{where}: expected a stage with replicas, found one without, which sums nothing; remove sum_parts")
+
+
+def _check_agreement(plan: "jpipe.Plan") -> None:
+    """Check that the replicas of a plan can be parallel pipelines that agree on their weights."""
+    if plan.agree is None:
+        return
+    if len(set(plan.replicas)) > 1 or plan.replicas[0] == 1:
+        expected = "as many replicas of each stage, 2 or more, which are parallel pipelines"
+        raise ValueError(f"agree: expected {expected}, found {list(plan.replicas)}; give all stages the same number, or remove agree")
+    if plan.shard_optimizer:
+        raise ValueError("agree: expected no shard_optimizer, found true: each pipeline has optimizer state of its own; remove one of them")
+    if plan.update_every != "batch":
+        raise ValueError("agree: expected update_every 'batch', found 'replicas'; change it, or remove agree")
+    for s, stage in enumerate(plan.stages):
+        if stage.sum_parts:
+            expected = "none with agree, whose replicas sum no gradients"
+            raise ValueError(f"stages.{s}.sum_parts: expected {expected}, found {list(stage.sum_parts)}; remove one of them")
+    if isinstance(plan.agree.fragments, int) and plan.agree.fragments > plan.depth:
+        expected = f"'stages', or a number of fragments up to that of the stages, {plan.depth}"
+        raise ValueError(f"agree.fragments: expected {expected}, found {plan.agree.fragments}; a stage is in one fragment")
 
 
 def _check_per_rank(plan: "jpipe.Plan") -> None:

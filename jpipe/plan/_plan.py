@@ -11,6 +11,7 @@ from pydantic import Field
 
 from jpipe._frozen import NOTHING
 from jpipe.errors import InputError, explain, short
+from jpipe.plan._agreement import Agreement
 from jpipe.plan._axes import ParamAxes, Rules
 from jpipe.plan._checks import check, check_layers_of_model
 from jpipe.plan._even import even_ranks, even_stages
@@ -62,6 +63,9 @@ class Plan(pydantic.BaseModel):
             axis or None for each dim. A parameter that matches several has the first.
         shard_optimizer: replicas of a stage share its optimizer state (ZeRO stage 1): each updates some of the layers, and they send each
             other what they have updated. The numbers are the same. With update_every "batch". False by default.
+        agree: the replicas of all stages, equally many, are parallel pipelines: each makes its own updates, without sums of gradients, and
+            they agree on their weights every so many updates (DiLoCo), see `jpipe.plan.Agreement`. None, the default: replicas sum their
+            gradients for each update.
         placement: for each pipeline rank the numbers of its replicas' devices, counted from 0 over the devices of all processes, process by
             process; with a mesh the first device of each, followed by its other devices. None: in order, as `keep_together` says.
         predicted: the prediction of a planner; None: there is none.
@@ -92,6 +96,7 @@ class Plan(pydantic.BaseModel):
     rules: Rules = NOTHING
     param_axes: ParamAxes = NOTHING
     shard_optimizer: bool = False
+    agree: Agreement | None = None
     placement: Numbers | None = None
     predicted: Predicted | None = None
 
@@ -187,6 +192,14 @@ class Plan(pydantic.BaseModel):
     def updates_per_batch(self, s: int) -> int:
         """Return m / M_s, the updates of stage s in a batch: 1, or more with update_every "replicas"."""
         return self.microbatches // self.microbatches_per_update(s)
+
+    def sums_gradients(self, s: int) -> bool:
+        """Return whether the replicas of stage s sum their gradients for each update: not if they are parallel pipelines that agree."""
+        return self.replicas[s] > 1 and self.agree is None
+
+    def agrees(self, s: int, update: int) -> bool:
+        """Return whether the parallel pipelines agree on the weights of stage s after an update, counted from 0."""
+        return self.agree is not None and self.agree.last(s, self.depth, update + 1) == update + 1
 
     def delay(self, s: int, update: int) -> float:
         """Return the mean age, in updates, of the weights that the gradients of an update were computed with.

@@ -46,7 +46,8 @@ class StageCost:
         gradient: the input gradient that leaves, with the weight.
         weights: one version.
         frozen: the part of `weights` that no update changes: all versions share it.
-        optimizer: optimizer state; where replicas share it, the largest share.
+        optimizer: optimizer state; where replicas share it, the largest share. With `Plan.agree` also the weights on which the pipelines
+            have agreed, and the momentum of the outer optimizer.
         state: layer state (batch statistics).
         accumulators: accumulated gradients.
         temporary: the largest scratch memory of a program.
@@ -318,7 +319,7 @@ def sum_layer_costs(
                 gradient=before if of_input else 0,
                 weights=sum(layer.weights for layer in layer_costs),
                 frozen=sum(layer.frozen for layer in layer_costs),
-                optimizer=sum(layer.optimizer + (layer.ahead if plan.delays[s] else 0) for layer in layer_costs),
+                optimizer=_optimizer(plan, s, layer_costs),
                 state=sum(layer.state for layer in layer_costs),
                 accumulators=sum(layer.summed for layer in layer_costs),
                 temporary=_scratch(layer_costs, inside, max(inside - (0 if fused else residuals), 0), before),
@@ -327,6 +328,12 @@ def sum_layer_costs(
     if plan.shard_optimizer:
         costs = [_with_shares(stage, cost, layers) for stage, cost in zip(plan.stages, costs, strict=True)]
     return _with_shared(plan, [_with_parts(stage, cost, layers) for stage, cost in zip(plan.stages, costs, strict=True)], shared)
+
+
+def _optimizer(plan: Plan, s: int, layers: Sequence[LayerCost]) -> int:
+    """Return the optimizer state of a stage, with the agreed weights and their momentum where parallel pipelines agree."""
+    agreed = 0 if plan.agree is None else 1 + bool(plan.agree.outer.momentum)
+    return sum(layer.optimizer + (layer.ahead if plan.delays[s] else 0) + agreed * layer.trained for layer in layers)
 
 
 def _with_parts(stage: Stage, cost: StageCost, layers: Mapping[str, LayerCost]) -> StageCost:

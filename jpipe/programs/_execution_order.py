@@ -4,9 +4,22 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 
 from jpipe.plan import Plan
-from jpipe.programs._instructions import AddShared, AllReduce, Instruction, Program, Receive, Send, SumSquares, TakeShared, Update
+from jpipe.programs._instructions import (
+    AddShared,
+    Agree,
+    AllReduce,
+    Instruction,
+    Program,
+    Receive,
+    Send,
+    SumChanges,
+    SumSquares,
+    TakeShared,
+    Update,
+)
 
 _NEED_SUM = Update, SumSquares, TakeShared, AddShared
+_SUMS = AllReduce, SumChanges
 
 
 class ProgramError(ValueError):
@@ -40,15 +53,16 @@ def walk(program: Program) -> Iterator[Instruction]:
     """Yield all instructions in an executable order: each rank runs its instructions in order, and waits for other ranks.
 
     A transfer waits until both ranks have come to it; its receive follows its send at once. An update, or what comes between the sum of
-    the gradients and it, waits until all replicas have begun to sum the gradients of its batch. If the program has the instructions of some
-    workers, nothing waits for other workers.
+    the gradients and it, waits until all replicas have begun to sum the gradients of its batch; so does an agreement with the changes of
+    the weights. If the program has the instructions of some workers, nothing waits for other workers.
 
     Raises:
         Violation: a send has no receiver, the total order has an instruction before one that it waits for, or the ranks deadlock.
     """
     plan, instructions, rank_of = program.plan, program.instructions, program.plan.rank_of
     workers = range(len(plan.workers)) if program.workers is None else program.workers
-    sums = [max(len(stage.sum_parts), 1) * sum(w in workers for w in plan.stage_workers[s]) for s, stage in enumerate(plan.stages)]
+    local = [sum(w in workers for w in replicas) for replicas in plan.stage_workers]
+    sums = [max(len(stage.sum_parts), 1) * count for stage, count in zip(plan.stages, local, strict=True)]
     queues: list[list[int]] = [[] for _ in plan.rank_workers]  # indices of instructions
     for index, instruction in enumerate(instructions):
         queues[rank_of[instruction.worker]].append(index)
@@ -86,7 +100,7 @@ def walk(program: Program) -> Iterator[Instruction]:
             else:
                 if not _sums_allow(i, index, parts, plan, sums):
                     break
-                if type(i) is AllReduce:
+                if isinstance(i, _SUMS):
                     ready.extend(_woken_by(i, parts, plan, sums))
                 yield i
             heads[rank] += 1
@@ -96,27 +110,28 @@ def walk(program: Program) -> Iterator[Instruction]:
         raise Violation(f"{plan.schedule}: deadlock, ranks {stuck} wait for each other", notes)
 
 
-_Parts = dict[tuple[int, int], list[int]]
-"""By stage and batch the indices of the all-reduces so far."""
+_Parts = dict[tuple[int, int, bool], list[int]]
+"""By stage and batch, and whether it is of changes of the weights, the indices of what has begun a sum so far."""
 
 
-def _woken_by(i: AllReduce, parts: _Parts, plan: Plan, sums: Sequence[int]) -> list[int]:
-    """Return the ranks that can continue once all replicas have begun the sums of a batch; `sums` are the all-reduces of each stage."""
+def _woken_by(i: AllReduce | SumChanges, parts: _Parts, plan: Plan, sums: Sequence[int]) -> list[int]:
+    """Return the ranks that can continue once all replicas have begun the sums of a batch; `sums` are the sums of each stage."""
     s, _ = plan.workers[i.worker]
-    complete = len(parts[s, i.batch]) >= sums[s]
+    complete = len(parts[s, i.batch, type(i) is SumChanges]) >= sums[s]
     return [plan.rank_of[w] for w in plan.stage_workers[s]] if complete else []
 
 
 def _sums_allow(i: Instruction, index: int, parts: _Parts, plan: Plan, sums: Sequence[int]) -> bool:
-    """Note an all-reduce, and return whether all replicas have begun the sum that an instruction needs.
+    """Note the beginning of a sum, and return whether all replicas have begun the sum that an instruction needs.
 
     Raises:
         Violation: the total order has the instruction before the sum.
     """
-    if type(i) is AllReduce:
-        parts.setdefault((plan.workers[i.worker][0], i.batch), []).append(index)
-    elif isinstance(i, _NEED_SUM) and plan.replicas[s := plan.workers[i.worker][0]] > 1:
-        part = parts.get((s, i.batch), [])
+    s = plan.workers[i.worker][0]
+    if isinstance(i, _SUMS):
+        parts.setdefault((s, i.batch, type(i) is SumChanges), []).append(index)
+    elif isinstance(i, Agree) or (isinstance(i, _NEED_SUM) and plan.sums_gradients(s)):
+        part = parts.get((s, i.batch, type(i) is Agree), [])
         if 0 < len(part) < sums[s]:
             return False
         if max(part, default=index) > index:

@@ -14,6 +14,7 @@ If a stage has replicas, j is as large as K <= V allows, so that the sum over th
 """
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 from jpipe.plan import Plan
 from jpipe.programs._instructions import Instruction, Message, Receive, Send, SumSquares
@@ -107,6 +108,16 @@ def norm_alone(plan: Plan, batch: int) -> list[Instruction]:
         if s > 0:
             written += transfer(first[s], first[s - 1], k, "squares")
     return written + distribute(plan, batch, {first[0]})
+
+
+def norm_of_pipeline(plan: Plan, batch: int, pipeline: int) -> list[Instruction]:
+    """Return separate messages that bring the norm of one of several pipelines that agree rarely to its workers, as `norm_alone`."""
+    k, workers, written = last_microbatch(plan, batch), [replicas[pipeline] for replicas in plan.stage_workers], list[Instruction]()
+    for s in reversed(range(plan.depth)):
+        written += [SumSquares(workers[s], batch), *(transfer(workers[s], workers[s - 1], k, "squares") if s > 0 else ())]
+    for source, to in pairwise(workers):
+        written += transfer(source, to, k, "norm")
+    return written
 
 
 def distribute(plan: Plan, batch: int, holders: set[int]) -> list[Instruction]:

@@ -113,6 +113,25 @@ class Update:
 
 
 @dataclass(frozen=True, slots=True)
+class SumChanges:
+    """Begin to sum over the parallel pipelines how far each has moved the weights of its stage since they last agreed, with update `batch`.
+
+    The instructions of all replicas stand side by side in the total order.
+    """
+
+    worker: int
+    batch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Agree:
+    """Move the agreed weights with the mean of the changes, and go on from them: version `batch + 1` becomes the agreed weights."""
+
+    worker: int
+    batch: int
+
+
+@dataclass(frozen=True, slots=True)
 class Release:
     """Free the weights `version`, which no microbatch will read again."""
 
@@ -120,7 +139,7 @@ class Release:
     version: int
 
 
-Instruction = Load | Compute | Send | Receive | AllReduce | TakeShared | AddShared | SumSquares | Update | Release
+Instruction = Load | Compute | Send | Receive | AllReduce | TakeShared | AddShared | SumSquares | Update | SumChanges | Agree | Release
 
 
 def op_of(i: Compute, plan: Plan) -> Op:
@@ -168,8 +187,8 @@ class Program:
         versions: for each worker, afterwards, the oldest version that a microbatch will still read and the newest there is.
         ended: the batches of which it completes the gradients of the last stage, over all replicas.
         updated: for each stage, the batches whose updates it completes.
-        instructions: the total order of loads, forwards, backwards, sends, receives, sums, updates and releases; the program of a rank
-            is the instructions of its workers, in the same order.
+        instructions: the total order of loads, forwards, backwards, sends, receives, sums, updates, agreements and releases; the program
+            of a rank is the instructions of its workers, in the same order.
         workers: those whose instructions it has; None: all.
         verified: after a simulation all instructions in an order in which they can be executed, which the next one takes; before, empty.
         executable: the same after a brief simulation, which does not verify them.

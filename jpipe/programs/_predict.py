@@ -9,6 +9,7 @@ from jpipe.programs._costs import Network, Overlap, Passed, StageCost
 from jpipe.programs._global_norm import last_microbatch
 from jpipe.programs._instructions import (
     AddShared,
+    Agree,
     AllReduce,
     Compute,
     Instruction,
@@ -17,6 +18,7 @@ from jpipe.programs._instructions import (
     Receive,
     Release,
     Send,
+    SumChanges,
     SumSquares,
     TakeShared,
     Update,
@@ -230,7 +232,7 @@ class Predictor:
     ) -> None:
         self._transfers_block, self._sums_block = overlap == "none", overlap != "transfers and sums"
         self._plan, self._program = program.plan, program
-        self._averages_state = program.plan.sync_state and SCHEDULES[program.plan.schedule].flushes
+        self._averages_state = program.plan.sync_state and SCHEDULES[program.plan.schedule].flushes and program.plan.agree is None
         self._traffic = Traffic(network)
         self._transfers: list[Transfer] = []
         self._is_brief, self._passes = brief, any(cost.passed for cost in costs)
@@ -408,6 +410,24 @@ class Predictor:
                 if self._sums_block:
                     self._workers[w].wait(summed)
 
+    def _sum_changes(self, worker: _Worker, i: SumChanges) -> None:
+        worker.memory.add(worker.cost.trained)  # the changes, then their mean
+        begun = self._sums_begun.setdefault((worker.stage, i.batch, -1), [])
+        begun.append(worker.rank.clock)
+        replicas = self._plan.stage_workers[worker.stage]
+        if len(begun) == len(replicas):
+            size = 2 * (len(replicas) - 1) / len(replicas) * worker.cost.trained
+            ranks = tuple(self._plan.rank_of[w] for w in replicas)
+            times = _, _, summed = self._traffic.all_reduce(ranks, max(begun), size)
+            self._transfers.append(Transfer("changes", ranks, i.batch, *times, size))
+            for w in replicas:
+                self._workers[w].rank.moved += round(size)
+                self._workers[w].ready["changes", i.batch] = summed
+
+    def _agree(self, worker: _Worker, i: Agree) -> None:
+        worker.wait(worker.ready.pop(("changes", i.batch)))
+        worker.memory.add(-worker.cost.trained)
+
     def _take_shared(self, worker: _Worker, i: TakeShared) -> None:
         worker.wait(worker.ready.get(("sum", i.batch), 0.0))
         worker.ready["shared", last_microbatch(self._plan, i.batch)] = worker.rank.clock
@@ -483,5 +503,7 @@ _HANDLERS: dict[type, Callable[[Predictor, _Worker, Any], None]] = {
     AddShared: Predictor._add_shared,
     SumSquares: Predictor._sum_squares,
     Update: Predictor._update,
+    SumChanges: Predictor._sum_changes,
+    Agree: Predictor._agree,
     Release: Predictor._release,
 }

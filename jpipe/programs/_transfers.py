@@ -7,14 +7,15 @@ Cell = tuple[int, int, str]
 """The first tick, the tick after the last one, and the text of a cell of a grid."""
 
 
-_LETTERS = {"activation": "a", "gradient": "g", "sum": "s", "shared": "p", "squares": "q", "norm": "n", "weights": "w"}
+_SUMS = "sum", "changes"
+_LETTERS = {"activation": "a", "gradient": "g", "sum": "s", "shared": "p", "squares": "q", "norm": "n", "weights": "w", "changes": "c"}
 
 
 class Transfer(NamedTuple):
     """A message from one rank to another, or a sum over the replicas of a stage.
 
     Attributes:
-        what: `activation`, `gradient` or another message of `Send`, or `sum`.
+        what: `activation`, `gradient` or another message of `Send`; `sum`, or `changes`, the sum of what pipelines that agree have changed.
         ranks: the sender and the receiver; of a sum those of all replicas.
         number: the microbatch; of a sum the batch. What belongs to a batch, but is sent, has the number of its last microbatch.
         start: when it begins to occupy its links, in seconds.
@@ -34,13 +35,14 @@ class Transfer(NamedTuple):
     @property
     def row(self) -> str:
         """The name of its row: that of the direction between two ranks, or of the ranks that sum."""
-        return f"sum {','.join(map(str, self.ranks))}" if self.what == "sum" else "{} to {}".format(*self.ranks)
+        return f"sum {','.join(map(str, self.ranks))}" if self.what in _SUMS else "{} to {}".format(*self.ranks)
 
     @property
     def label(self) -> str:
         """What its row shows: the number behind `a` for an activation, `g` for a gradient and `s` for a sum.
 
-        Gradients of shared parameters have `p`, sums of squares `q`, norms `n`, and weights that another replica has updated `w`.
+        Gradients of shared parameters have `p`, sums of squares `q`, norms `n`, and weights that another replica has updated `w`;
+        sums of changes have `c`.
         """
         return f"{_LETTERS[self.what]}{self.number}"
 
@@ -49,7 +51,7 @@ def in_rows(transfers: Iterable[Transfer]) -> dict[str, list[Transfer]]:
     """Return the transfers that take time, by row, in order of time; rows of sums come last."""
     rows: dict[str, list[Transfer]] = {}
     lasting = [transfer for transfer in transfers if transfer.arrival > transfer.start]
-    for transfer in sorted(lasting, key=lambda transfer: (transfer.what == "sum", transfer.ranks, transfer.start)):
+    for transfer in sorted(lasting, key=lambda transfer: (transfer.what in _SUMS, transfer.ranks, transfer.start)):
         rows.setdefault(transfer.row, []).append(transfer)
     return rows
 

@@ -10,6 +10,7 @@ from jpipe.programs._execution_order import Violation
 from jpipe.programs._global_norm import last_microbatch
 from jpipe.programs._instructions import (
     AddShared,
+    Agree,
     AllReduce,
     Compute,
     Instruction,
@@ -18,6 +19,7 @@ from jpipe.programs._instructions import (
     Receive,
     Release,
     Send,
+    SumChanges,
     SumSquares,
     TakeShared,
     Update,
@@ -70,6 +72,7 @@ class Verifier:
         )  # that update the other weights
         self._missing: dict[int, set[int]] = {}  # by version the replicas whose weights it lacks
         self._norms: set[int] = set()  # that the worker has, by the last microbatch of their batch
+        self._to_agree: set[int] = set()  # versions on which the pipelines have still to agree, before anything reads them
 
     def check(self, i: Instruction) -> None:
         """Check the worker's next instruction.
@@ -141,6 +144,8 @@ class Verifier:
             self._put(_RECEIVED[i.message], i.microbatch)
 
     def _all_reduce(self, i: AllReduce) -> None:
+        if not self._plan.sums_gradients(self._stage):
+            self._fail(f"{i}: its replicas do not sum gradients")
         if i.part and (_of_part("summed", i.part - 1), i.batch) not in self._buffers:
             self._fail(f"{i} before the sum of part {i.part - 1}: all replicas sum the parts in order")
         self._take(_of_part("sums", i.part), i.batch)
@@ -189,8 +194,19 @@ class Verifier:
             self._free(i.retires, i)
         self._versions.add(i.batch + 1)
         self._missing[i.batch + 1] = set(self._other_replicas)
+        if self._plan.agrees(self._stage, i.batch):
+            self._to_agree.add(i.batch + 1)
         if len(self._versions) > self._most_versions:
             self._fail(f"{i} leaves versions {sorted(self._versions)} alive, expected at most {self._most_versions}")
+
+    def _sum_changes(self, i: SumChanges) -> None:
+        if i.batch + 1 not in self._to_agree:
+            self._fail(f"{i}: version {i.batch + 1} is not one on which the pipelines have to agree, those are {sorted(self._to_agree)}")
+        self._put("changes", i.batch)
+
+    def _agree(self, i: Agree) -> None:
+        self._take("changes", i.batch)
+        self._to_agree.remove(i.batch + 1)
 
     def _release(self, i: Release) -> None:
         self._free(i.version, i)
@@ -226,7 +242,9 @@ class Verifier:
             self._fail(f"{i}: worker {other} does not run microbatch {i.microbatch} at stage {s}")
 
     def _check_whole(self, version: int, where: object) -> None:
-        """Check that a version has the weights of all replicas that update some of them."""
+        """Check that a version has the weights of all replicas that update some of them, and that the pipelines have agreed on it."""
+        if version in self._to_agree:
+            self._fail(f"{where}: the pipelines have not agreed on version {version}")
         if missing := self._missing.get(version):
             self._fail(f"{where}: version {version} lacks the weights that workers {sorted(missing)} have updated")
 
@@ -255,8 +273,8 @@ class Verifier:
         if self._sets_aside:
             for kind in self._aside_as:
                 self._take(kind, batch)
-        elif self._accumulated != self._every:
-            self._fail(f"update {batch} after {self._accumulated} backwards, expected {self._every}")
+        elif self._accumulated != (expected := self._every // self._replicas):
+            self._fail(f"update {batch} after {self._accumulated} backwards, expected {expected}")
 
     def _look_at_sum(self, batch: int) -> None:
         """Check that the gradients of a whole batch are there, and leave them to the update."""
@@ -280,7 +298,7 @@ class Verifier:
     def _aside_as(self) -> list[str]:
         """The kinds of buffers in which the gradients of a whole batch wait for its update."""
         parts = [*range(len(self._plan.stages[self._stage].sum_parts))] or [None]
-        return [_of_part("summed" if self._replicas > 1 else "sums", part) for part in parts]
+        return [_of_part("summed" if self._plan.sums_gradients(self._stage) else "sums", part) for part in parts]
 
     def _need_norm(self, k: int) -> None:
         if k not in self._norms:
@@ -325,5 +343,7 @@ _CHECKS: dict[type, Callable[[Verifier, Any], None]] = {
     AddShared: Verifier._add_shared,
     SumSquares: Verifier._sum_squares,
     Update: Verifier._update,
+    SumChanges: Verifier._sum_changes,
+    Agree: Verifier._agree,
     Release: Verifier._release,
 }

@@ -203,10 +203,11 @@ class Executor:
         """Return the state and the newest version, in batches, that all workers of all processes hold; if none, of a drained copy.
 
         The moving average is held of the newest version of each stage only: with updates in flight there is no common one. The same is
-        true of the weights without prediction.
+        true of the weights without prediction, and of those on which pipelines agree.
         """
-        if weights == "ema" or self._predicts:
-            return state if state.start == state.batch else self.drained_copy(state), state.batch
+        if weights == "ema" or self._predicts or self._plan.agree is not None:
+            whole, plan = state if state.start == state.batch else self.drained_copy(state), self._plan
+            return whole, min(state.batch if plan.agree is None else plan.agree.last(s, plan.depth, state.batch) for s in range(plan.depth))
         # After a restore or a drain the workers are ahead of an uninterrupted run, and hold all of its common versions.
         since = 0 if state.start == state.batch else state.batch - self._plan.flush_first
         version = self._steps.common_version(since, state.batch)
@@ -284,7 +285,9 @@ class Executor:
         params: dict[str, Tree] = {}
         for (w, stage), worker in zip(self.stages.items(), state.workers, strict=True):
             f, (s, _) = stage.functions, self._plan.workers[w]
-            if weights == "ema":
+            if worker.agreed is not None:
+                entries = agreed_params(f, worker)
+            elif weights == "ema":
                 entries = average_params(f, worker.optimizer, worker.weights.read(worker.weights.newest), f.specs.fresh)
             elif has_masters or f.predicts:
                 entries = newest_params(f, worker.optimizer, worker.weights.read(worker.weights.newest))
@@ -320,7 +323,9 @@ class Executor:
         for (w, stage), worker in zip(self.stages.items(), state.workers, strict=True):
             number, f = version * self._plan.updates_per_batch(self._plan.workers[w][0]), stage.functions
             newest = worker.weights.read(worker.weights.newest)
-            if weights == "ema":
+            if worker.agreed is not None:
+                params = agreed_params(f, worker)
+            elif weights == "ema":
                 params = average_params(f, worker.optimizer, newest, f.specs.params)
             elif f.predicts:
                 precise = newest_params(f, worker.optimizer, newest)
@@ -351,6 +356,12 @@ class Executor:
             last_stages = {w: stage for w, stage in stages.items() if stage.functions.last}
             self._measuring[key] = with_metrics(last_stages, metrics)
         return stages | self._measuring.get(key, {})
+
+
+def agreed_params(f: StageFunctions, worker: WorkerState) -> Tree:
+    """Return the weights on which the pipelines have agreed last, with the frozen parameters."""
+    assert worker.agreed is not None
+    return f.trained.joined(worker.agreed.params, worker.weights.read(worker.weights.newest))
 
 
 def copy(tree: Tree) -> Tree:
@@ -411,7 +422,7 @@ def _replica_sums(plan: Plan, arrays: Sequence[Arrays]) -> list[tuple[int, Tree]
     sums: list[tuple[int, Tree]] = []
     for first, a in replicated:
         parts = range(len(a.functions.stage.sum_parts))
-        sums += [(first, part) for part in ([a.reduced_part(part) for part in parts] or [a.reduced])]
+        sums += [(first, part) for part in ([a.reduced_part(part) for part in parts] or [a.reduced if plan.agree is None else a.trained])]
     return sums + [(first, a.averaged) for first, a in replicated if a.functions.averages_when_read]
 
 

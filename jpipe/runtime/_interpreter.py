@@ -8,6 +8,7 @@ import jax
 from jpipe.meshes._place import crowded_meshes
 from jpipe.programs._instructions import (
     AddShared,
+    Agree,
     AllReduce,
     Compute,
     Instruction,
@@ -16,6 +17,7 @@ from jpipe.programs._instructions import (
     Receive,
     Release,
     Send,
+    SumChanges,
     SumSquares,
     TakeShared,
     Update,
@@ -136,5 +138,7 @@ _METHODS: dict[type, Callable[[Worker, Any], None]] = {
     AddShared: Worker.add_shared,
     SumSquares: Worker.sum_squares,
     Update: Worker.update,
+    SumChanges: Worker.sum_changes,
+    Agree: Worker.agree,
     Release: Worker.release,
 }

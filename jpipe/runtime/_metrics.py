@@ -83,7 +83,8 @@ class Evaluation(NamedTuple):
     Attributes:
         loss: mean over the whole batch.
         weight: total weight of the batch.
-        version: weight version that was used, the same in all stages, in batches: how many batches had updated the weights.
+        version: weight version that was used, the same in all stages, in batches: how many batches had updated the weights. With
+            `Plan.agree` that of the last agreement; with fragments the first of their last ones.
         metrics: the mean of each requested metric, by name.
         microbatches: what each of these metrics has returned for each microbatch, (sum, weight), by name, for metrics that are no means.
     """
@@ -148,37 +149,69 @@ class MetricsExchange:
             _check_complete(what, range(run.start, run.end), batches)
 
     @property
-    def _computes_losses(self) -> bool:
-        """Whether this process has the worker that reports the numbers of batches."""
-        last = self._plan.stage_workers[-1][0]
-        return self._devices[last].process_index == jax.process_index()
+    def _reporting(self) -> tuple[int, ...]:
+        """The workers that report the numbers of batches: the first of the last stage, or one for each of the pipelines that agree."""
+        last = self._plan.stage_workers[-1]
+        return last[:1] if self._plan.agree is None else last
 
     def metrics(self, program: Program, shift: int, results: RunResults) -> Metrics:
         """Return the metrics of the batches that the program finishes, run `shift` batches later, from this process's `results`."""
         metrics = Metrics.empty()
-        losses = {batch: functools.partial(_mean_loss, updates) for batch, updates in results.losses.items()}
         norms = {batch: functools.partial(tuple, norm) for batch, norm in results.norms.items()}
         ended, *updated = ([batch + shift for batch in batches] for batches in (program.ended, *program.updated))
-        if self._computes_losses:
-            _check_complete("loss", ended, results.losses)
-            _check_complete("gradient norm", updated[-1] if self._with_updates else [], results.norms)
+        self._share_losses(ended, results, metrics)
         last = self._plan.depth - 1
-        self._share("loss", last, ended, losses, [metrics.losses, metrics.weights])
+        if self._is_here(self._plan.stage_workers[last][0]):
+            _check_complete("gradient norm", updated[-1] if self._with_updates else [], results.norms)
         if self._with_updates:
             fields = [metrics.norms, metrics.nonfinite, metrics.loss_scales][: self._with_updates]
-            self._share("gradient norm", last, updated[-1], norms, fields)
+            self._share("gradient norm", self._plan.stage_workers[last][0], updated[-1], norms, fields)
         for s in range(self._plan.depth) if self._with_stage_norms else ():
             rate, by_batch = self._plan.updates_per_batch(s), dict[int, jax.Array | RemoteScalar]()
             of_stage = {g // rate: functools.partial(tuple, [norm]) for (g, stage), norm in results.stage_norms.items() if stage == s}
-            self._share(f"gradient norm of stage {s}", s, updated[s], of_stage, [by_batch])
+            self._share(f"gradient norm of stage {s}", self._plan.stage_workers[s][0], updated[s], of_stage, [by_batch])
             metrics.stage_norms.update({(batch, s): norm for batch, norm in by_batch.items()})
         return metrics
 
+    def _is_here(self, worker: int) -> bool:
+        return self._devices[worker].process_index == jax.process_index()
+
+    def _share_losses(self, batches: Sequence[int], results: RunResults, metrics: Metrics) -> None:
+        """Put the losses and weights of these batches into the metrics; with pipelines that agree, the means over all of them."""
+        of_pipelines: list[tuple[dict[int, Any], dict[int, Any]]] = []
+        for pipeline, worker in enumerate(self._reporting):
+            local = {t: functools.partial(_mean_loss, updates) for (t, number), updates in results.losses.items() if number == pipeline}
+            if self._is_here(worker):
+                _check_complete("loss", batches, local)
+            into: tuple[dict[int, Any], dict[int, Any]] = (metrics.losses, metrics.weights) if self._plan.agree is None else ({}, {})
+            self._share(f"loss of pipeline {pipeline}" if pipeline else "loss", worker, batches, local, into)
+            of_pipelines.append(into)
+        for batch in batches if len(of_pipelines) > 1 else ():
+            metrics.losses[batch], metrics.weights[batch] = self._mean_of([(loss[batch], weight[batch]) for loss, weight in of_pipelines])
+
+    def _mean_of(self, pairs: Sequence[tuple[Any, Any]]) -> tuple[jax.Array | RemoteScalar, jax.Array | RemoteScalar]:
+        """Return (mean, weight) over the (mean, weight) of each pipeline."""
+        if self._processes is None:
+            return _mean(_as_sums(jax.device_put(pairs, self._devices[self._reporting[0]])))
+        dtype = jax.dtypes.canonicalize_dtype(np.float64)
+
+        @functools.cache
+        def read() -> tuple[float, float]:
+            mean, weight = _mean(_as_sums([(np.array(float(mean), dtype), np.array(float(weight), dtype)) for mean, weight in pairs]))
+            return float(mean), float(weight)
+
+        return RemoteScalar(lambda: read()[0]), RemoteScalar(lambda: read()[1])
+
     def _share(
-        self, what: str, s: int, batches: Sequence[int], local: Mapping[int, Callable[[], Sequence[Number]]], into: Sequence[dict[int, Any]]
+        self,
+        what: str,
+        worker: int,
+        batches: Sequence[int],
+        local: Mapping[int, Callable[[], Sequence[Number]]],
+        into: Sequence[dict[int, Any]],
     ) -> None:
-        """Put the numbers that stage s computes of these batches into the dicts of all processes; `local` are those of this process."""
-        source = self._devices[self._plan.stage_workers[s][0]].process_index
+        """Put the numbers that a worker computes of these batches into the dicts of all processes; `local` are those of this process."""
+        source = self._devices[worker].process_index
         for batch in batches:
             if self._processes is None:
                 numbers = local[batch]()
@@ -284,7 +317,12 @@ def _send(processes: Processes, name: str, numbers: Callable[[], Sequence[Number
 def _mean_loss(updates: Sequence[Tree]) -> tuple[jax.Array, jax.Array]:
     """Return (mean loss, weight) of a batch from those of its updates."""
     parts = [arrived(part) for part in updates]
-    return parts[0] if len(parts) == 1 else _mean([(loss * jnp.where(weight == 0, 1, weight), weight) for loss, weight in parts])
+    return parts[0] if len(parts) == 1 else _mean(_as_sums(parts))
+
+
+def _as_sums(means: Sequence[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
+    """Return (sum, weight) from each (mean, weight)."""
+    return [(mean * jnp.where(weight == 0, 1, weight), weight) for mean, weight in means]
 
 
 @without_mesh()  # it may run only when a number is read

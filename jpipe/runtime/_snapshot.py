@@ -14,12 +14,13 @@ from jpipe.model._precision import LossScale
 from jpipe.model.layerwise._optimizer import masters_of
 from jpipe.ops import OPS
 from jpipe.plan import Plan
-from jpipe.programs._instructions import Compute, Update
+from jpipe.programs._instructions import Agree, Compute, Update
 from jpipe.runtime._interpreter import Event
 from jpipe.runtime._plain import Plain, checked_dict, from_plain, names_in, overlaid, to_plain, without
 from jpipe.runtime.state import WorkerState, weights_of
 from jpipe.runtime.state._saved_optimizer import masters_in, with_buffers, without_prediction
 from jpipe.schedules import SCHEDULES
+from jpipe.stages._agreement import Agreed
 from jpipe.stages._arrays import Arrays, Share, shardings_of
 from jpipe.stages._compiled_stage import CompiledStage
 from jpipe.stages.functions._floats import floats_of, with_floats
@@ -90,7 +91,9 @@ class Snapshot:
         `optimizer`, of the trained parameters; `state`; and with a dynamic
         loss scale `loss_scale`, by version as `params`. Replicas differ only in layer state: the layer has that of the first replica,
         entries such as "block_0 replica 1" have those of the other replicas. With `Plan.shard_optimizer` the optimizer state of a layer is
-        in the entry of the replica that updates it. Parts without arrays are left out.
+        in the entry of the replica that updates it. With `Plan.agree` the one version in `params` is that on which the pipelines last
+        agreed, `outer_momentum` is that of the outer optimizer, and each replica's entry has in `own` the trained parameters of its
+        pipeline, by version as `params` otherwise, and in `optimizer` its optimizer state. Parts without arrays are left out.
         """
         assert self.complete
         return {name: plain for part in self._parts.values() for name, plain in part.layers().items()}
@@ -122,6 +125,7 @@ class _Part:
     def __init__(self, plan: Plan, worker: int, batch: int, stage: CompiledStage) -> None:
         f, self._share = stage.functions, stage.share
         s, self._replica = plan.workers[worker]
+        self._plan, self._stage = plan, s
         self._replicas = plan.replicas[s]
         self._first = batch * plan.microbatches
         self._newest = batch * plan.updates_per_batch(s)
@@ -132,6 +136,9 @@ class _Part:
         self._scales: dict[int, LossScale] = {}
         self._optimizer: Tree = None
         self._state: Tree = None  # layer state after the last forward before the batch
+        self._last = Agree if plan.agrees(s, self._newest - 1) else Update  # what completes the newest weights
+        self._agreed: Agreed | None = None
+        self._open: int | None = None  # the version on which the pipelines have still to agree
         self._has_begun = False  # whether the first forward of the batch has run
 
     @property
@@ -151,12 +158,14 @@ class _Part:
             self._has_begun |= i.microbatch >= self._first
             if self._first - self._replicas <= i.microbatch < self._first:  # the worker's last one before the batch
                 self._state = _copied(state.layer_state)
-        if type(i) is Update and i.batch + 1 == self._newest:
-            self._optimizer = _copied(state.optimizer)
+        if isinstance(i, (Update, Agree)):
+            self._open = i.batch + 1 if type(i) is Update and self._plan.agrees(self._stage, i.batch) else None
+        if isinstance(i, self._last) and i.batch + 1 == self._newest:
+            self._optimizer, self._agreed = _copied((state.optimizer, state.agreed))
             if not self._has_begun:
                 self._state = _copied(state.layer_state)  # perhaps with the mean over the replicas
         if self._has_begun or self._optimizer is not None:  # the oldest version that the batch reads may be retired before the last update
-            for version in set(state.weights.versions) - self._versions.keys():
+            for version in set(state.weights.versions) - self._versions.keys() - {self._open}:
                 params = state.weights.read(version)
                 is_whole = params.keys() == self._all  # what other replicas update may still be to come
                 if self._oldest <= version <= self._newest and is_whole:
@@ -178,18 +187,32 @@ class _Part:
     def layers(self) -> dict[str, Plain]:
         layers: dict[str, Plain] = {layer_id: {} for layer_id in (*self._entries, *self._ids)}
         for layer_id, plain in layers.items():
-            if self._replica == 0:
+            if self._plan.agree is not None:
+                plain |= self._own_parts(layer_id)
+            elif self._replica == 0:
                 older = {v: self._trained.part(params) for v, params in self._versions.items() if v != self._newest}
                 versions = older | {self._newest: self._versions[self._newest]}
                 ages = {str(self._newest - v): to_plain(params[layer_id]) for v, params in versions.items()}
                 plain["params"] = {age: params for age, params in ages.items() if params}
                 plain["loss_scale"] = {str(self._newest - v): to_plain(scale) for v, scale in self._scales.items()}
-            if layer_id in (self._optimizer if self._replica == 0 else self._updated_entries):
+            if layer_id in (self._optimizer if self._replica == 0 or self._plan.agree is not None else self._updated_entries):
                 plain["optimizer"] = to_plain(self._optimizer[layer_id])
             if layer_id in self._state:
                 plain["state"] = to_plain(self._state[layer_id])
         named = {entry_name(layer_id, self._replica): _without_empty(plain) for layer_id, plain in layers.items()}
         return {name: plain for name, plain in named.items() if plain or self._replica == 0}
+
+    def _own_parts(self, layer_id: str) -> Plain:
+        """Return the weights of a layer of a pipeline that agrees: its own, and for the first pipeline those on which all have agreed."""
+        own = {str(self._newest - v): to_plain(self._trained.part(params)[layer_id]) for v, params in self._versions.items()}
+        if self._replica or self._agreed is None:
+            return {"own": own}
+        params = self._trained.joined(self._agreed.params, self._versions[self._newest])
+        return {
+            "own": own,
+            "params": {"0": to_plain(params[layer_id])},
+            "outer_momentum": to_plain(self._agreed.momentum.get(layer_id, {})),
+        }
 
 
 def layer_of(name: str, ids: Iterable[str]) -> str | None:
@@ -216,15 +239,15 @@ def with_optimizers(layers: Mapping[str, Plain]) -> dict[str, Plain]:
     for name, plain in layers.items():
         layer_id, between, replica = name.rpartition(" replica ")
         # A layer of the model may be called like the entry of a replica, but then it has parameters, or no optimizer state.
-        if between and replica.isdecimal() and layer_id in layers and "optimizer" in plain and "params" not in plain:
+        if between and replica.isdecimal() and layer_id in layers and "optimizer" in plain and not {"params", "own"} & plain.keys():
             merged[layer_id] = {**merged[layer_id], "optimizer": plain["optimizer"]}
     return merged
 
 
 def fitting(
     plan: Plan, worker: int, f: StageFunctions, share: Share | None, layers: Mapping[str, Plain], batch: int, fresh: bool
-) -> tuple[dict[int, Tree], Tree, Tree]:
-    """Return a worker's weights by version, optimizer state and layer state from a snapshot.
+) -> tuple[dict[int, Tree], Tree, Tree, Agreed | None]:
+    """Return a worker's weights by version, optimizer state, layer state and what its pipeline has agreed on, from a snapshot.
 
     The newest version replaces a version that is missing in the snapshot. Layer state is that of the same replica if the pipeline does not
     flush and the number of replicas is the same, otherwise the mean over the saved replicas; without `sync_state` it is that of one.
@@ -249,11 +272,15 @@ def fitting(
     for layer_id in (*entries, *f.stage.layers):
         if layer_id not in layers:
             raise InputError(f"checkpoint: layer '{layer_id}' of the model is not in it; is it of another model?")
+    own = _own_entries(layers, entries, replica, plan.replicas[s]) if plan.agree is not None else {}
 
     def params_of(layer_id: str, age: int) -> Tree:
         where = f"checkpoint: layer '{layer_id}', parameters"
         ages = checked_dict(layers[layer_id].get("params", {}), where)
         latest = checked_dict(ages.get("0", {}), where)
+        if layer_id in own:  # its trained parameters only
+            ages = checked_dict(own[layer_id].get("own", {}), where)
+            latest = overlaid(latest, checked_dict(ages.get("0", {}), where))
         return from_plain(f.specs.params[layer_id], overlaid(latest, checked_dict(ages.get(str(age), {}), where)), where)
 
     def state_of(layer_id: str) -> Tree:
@@ -270,13 +297,40 @@ def fitting(
         optimizer = {
             layer_id: from_plain(
                 specs[layer_id],
-                with_buffers(f, layer_id, _of_trained(f, layer_id, layers[layer_id].get("optimizer", {}))),
+                with_buffers(f, layer_id, _of_trained(f, layer_id, own.get(layer_id, layers[layer_id]).get("optimizer", {}))),
                 f"checkpoint: layer '{layer_id}', optimizer state",
                 _OTHER_OPTIMIZER,
             )
             for layer_id in (entries if share is None else share.part(specs))
         }
-    return versions, optimizer, {layer_id: state_of(layer_id) for layer_id in f.stage.layers}
+    return versions, optimizer, {layer_id: state_of(layer_id) for layer_id in f.stage.layers}, _agreed_in(f, layers, entries)
+
+
+def _own_entries(layers: Mapping[str, Plain], entries: Iterable[str], replica: int, pipelines: int) -> dict[str, Plain]:
+    """Return the entries with the weights of a pipeline itself; none if the snapshot is of another number of pipelines that agree."""
+    with_own = [entry for entry in entries if "own" in layers[entry]]
+    if any(_replicas(layers, entry) != pipelines for entry in with_own):
+        return {}
+    return {entry: layers[entry_name(entry, replica)] for entry in with_own}
+
+
+def _agreed_in(f: StageFunctions, layers: Mapping[str, Plain], entries: Iterable[str]) -> Agreed | None:
+    """Return the weights on which pipelines have agreed last, and the momentum, which begins with zeros if the snapshot has none."""
+    if f.agreement is None:
+        return None
+    params, momentum = {}, {}
+    for entry in entries:
+        where = f"checkpoint: layer '{entry}', parameters"
+        newest = checked_dict(checked_dict(layers[entry].get("params", {}), where).get("0", {}), where)
+        params[entry] = from_plain(f.specs.params[entry], newest, where)
+    trained = f.trained.part(params)
+    zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), trained)
+    for entry, blank in zeros.items() if f.agreement.outer.momentum else ():
+        saved = layers[entry].get("outer_momentum")
+        momentum[entry] = (
+            blank if saved is None else from_plain(blank, saved, f"checkpoint: layer '{entry}', momentum of the agreed weights")
+        )
+    return Agreed(trained, momentum)
 
 
 def _of_trained(f: StageFunctions, layer_id: str, plain: Any) -> Any:
@@ -315,7 +369,7 @@ def restored_worker(
     f, place = stage.functions, stage.place
     layers = _for_stage(f, with_optimizers(layers), fresh)
     a = Arrays(f, place, share=stage.share)
-    versions, optimizer, state = fitting(plan, worker, f, stage.share, layers, batch, fresh)
+    versions, optimizer, state, agreed = fitting(plan, worker, f, stage.share, layers, batch, fresh)
     if fresh:
         newest = a.updated(versions[max(versions)])
         masters = {layer_id: masters_in(layers[layer_id]) if f.precision.has_masters else None for layer_id in newest}
@@ -333,13 +387,13 @@ def restored_worker(
     last = max(versions)
     parts = {v: params if v == last else f.trained.part(params) for v, params in versions.items()}
     param_specs = {v: a.params if v == last else a.trained for v in versions}
-    specs: Tree = param_specs, a.optimizer, a.state, a.accumulators, a.whole(key), dict.fromkeys(scales, a.scale)
+    specs: Tree = param_specs, a.optimizer, a.state, a.accumulators, a.whole(key), dict.fromkeys(scales, a.scale), a.agreed
     # Copied, because a CPU device shares the memory of NumPy arrays, into which an update cannot write.
-    placed = jax.device_put((parts, optimizer, state, accumulators, key, scales), shardings_of(specs))
-    copied, optimizer, state, accumulators, key, scales = jax.tree.map(jnp.copy, placed)
+    placed = jax.device_put((parts, optimizer, state, accumulators, key, scales, agreed), shardings_of(specs))
+    copied, optimizer, state, accumulators, key, scales, agreed = jax.tree.map(jnp.copy, placed)
     whole = {v: f.trained.joined(params, copied[last]) for v, params in copied.items()}
     weights = weights_of(whole, SCHEDULES[plan.schedule].versions_alive(plan, plan.workers[worker][0]))
-    return WorkerState(weights, optimizer, state, accumulators, key, loss_scales=scales)
+    return WorkerState(weights, optimizer, state, accumulators, key, loss_scales=scales, agreed=agreed)
 
 
 def _restored_scales(f: StageFunctions, layers: Mapping[str, Plain], versions: Iterable[int]) -> dict[int, LossScale]:

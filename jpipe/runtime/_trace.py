@@ -205,7 +205,7 @@ class _Watcher:
         sizes = self._sizes.setdefault(worker, {})
         count = 0 if state.accumulators is None else len(state.accumulators.get("gradients", ()))  # fewer while parts of them are set aside
         summed = f"accumulators of {count} entries"
-        named = ("optimizer", state.optimizer), (summed, state.accumulators), ("state", state.layer_state)
+        named = ("optimizer", (state.optimizer, state.agreed)), (summed, state.accumulators), ("state", state.layer_state)
         for name, tree in named:
             if sizes.get(name, 0) == 0:  # accumulators may be missing at first
                 sizes[name] = sum(map(_on_each_device, jax.tree.leaves(tree)))

@@ -16,7 +16,7 @@ from jpipe.model._layer import describe
 from jpipe.processes._collectives import Collective
 from jpipe.processes._connections import Connection, Handover, Reduction
 from jpipe.processes._membership import Processes
-from jpipe.programs._instructions import AllReduce, Receive, Send
+from jpipe.programs._instructions import AllReduce, Receive, Send, SumChanges
 from jpipe.runtime._lanes import PendingTransfer, arrived, lane_of
 from jpipe.stages._arrays import shardings_of
 
@@ -84,7 +84,7 @@ class Transport:
         self._loads: dict[tuple[int, str], Any] = {}  # likewise of host arrays, by worker and name
         self.way: Literal["collectives", "device_put"] = "collectives"
         self._mailbox: dict[tuple[int, str, int], Tree] = {}  # messages in this process that are not yet received
-        self._parts: dict[tuple[int, int, int | None], dict[int, Tree]] = {}  # of a sum, by first replica, batch and part of the stage
+        self._parts: dict[tuple[int, int, int | None], dict[int, Tree]] = {}  # of a sum, by first replica, batch and part (-1: changes)
 
     def compile(self, sends: Iterable[Sent], sums: Iterable[tuple[int, Tree]], loads: Mapping[tuple[int, str], Tree]) -> None:
         """Compile the transfers; all processes call it with the same kinds of messages, before any of them moves anything.
@@ -190,7 +190,7 @@ class Transport:
         return self._call_all(calls, (), words, on, route.join, lambda: self._arriving[key])
 
     def all_reduce(
-        self, i: AllReduce, batch: int, part: Tree, add: Callable[[Tree, Tree], Tree], finish: jax.stages.Compiled
+        self, i: AllReduce | SumChanges, batch: int, part: Tree, add: Callable[[Tree, Tree], Tree], finish: jax.stages.Compiled
     ) -> Mapping[int, Tree]:
         """Contribute a replica's part to the sum of `batch`, consuming the part.
 
@@ -208,7 +208,7 @@ class Transport:
         """
         replicas = self._replicas[i.worker]
         local = [w for w in replicas if w in self._local]
-        key = replicas[0], batch, i.part
+        key = replicas[0], batch, i.part if isinstance(i, AllReduce) else -1
         parts = self._parts.setdefault(key, {})
         parts[i.worker] = part, add, finish
         if len(parts) < len(local):
@@ -322,13 +322,15 @@ class Transport:
 class _Words(NamedTuple):
     """The description of what a process waits for, as text only when it is printed."""
 
-    instruction: Send | Receive | AllReduce
+    instruction: Send | Receive | AllReduce | SumChanges
     number: int
 
     def __str__(self) -> str:
         match self.instruction:
             case AllReduce(worker=worker):
                 return f"the sum of the gradients of batch {self.number} over the replicas of worker {worker}"
+            case SumChanges(worker=worker):
+                return f"the mean of what the pipelines have changed up to update {self.number} of the stage of worker {worker}"
             case Receive(message=message, source=source):
                 return f"the {message} of microbatch {self.number} from worker {source}"
             case Send(message=message, to=to):

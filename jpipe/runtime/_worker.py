@@ -11,6 +11,7 @@ from jpipe.model._precision import LossScale
 from jpipe.ops import OPS, Op
 from jpipe.programs._instructions import (
     AddShared,
+    Agree,
     AllReduce,
     Compute,
     Load,
@@ -18,6 +19,7 @@ from jpipe.programs._instructions import (
     Receive,
     Release,
     Send,
+    SumChanges,
     SumSquares,
     TakeShared,
     Update,
@@ -26,6 +28,7 @@ from jpipe.programs._instructions import (
 from jpipe.runtime._lanes import PendingTransfer, arrived
 from jpipe.runtime._transport import Transport
 from jpipe.runtime.state import Consumed, Fields, Microbatch, PendingUpdate, Weights, WorkerState, pack, unpack
+from jpipe.stages._agreement import Agreed
 from jpipe.stages._compiled_stage import CompiledStage, UpdateNumber, update_kind
 from jpipe.stages.functions._sums import joined_sums, shared_with
 
@@ -36,13 +39,14 @@ class RunResults(NamedTuple):
     """The losses, norms and evaluations that the workers of this process computed, as arrays that may not be ready.
 
     Attributes:
-        losses: for each finished batch, the (mean loss, weight) of each of its updates; perhaps still to come from other replicas.
+        losses: for each finished batch, the (mean loss, weight) of each of its updates, by (batch, pipeline); perhaps still to come from
+            other replicas. Pipeline 0 stands for all whose replicas sum their gradients.
         norms: for each update that used it, the `GlobalNorm` of the gradients, and after it the next loss scale if that is dynamic.
         stage_norms: for each update of a stage that clips by its own norm, that norm, by (update, stage).
         evaluations: for each evaluated microbatch, (sum, weight) of the loss and of each metric; in a prediction the outputs.
     """
 
-    losses: dict[int, list[Tree]]
+    losses: dict[tuple[int, int], list[Tree]]
     norms: dict[int, Tree]
     stage_norms: dict[tuple[int, int], jax.Array]
     evaluations: dict[int, Tree]
@@ -67,6 +71,7 @@ class _MutableState:
     microbatches: dict[int, Fields]
     updates: dict[int, Fields]
     loss_scales: dict[int, LossScale]
+    agreed: Agreed | None
 
     @classmethod
     def of(cls, state: WorkerState) -> "_MutableState":
@@ -93,6 +98,7 @@ class Worker:
 
     Attributes:
         stage, replica, replicas: its stage, which replica of it the worker is, and how many there are.
+        sums: whether they sum their gradients.
         sets_aside, global_norm: as in `Program`, for its stage.
         shared: as in `Program`.
         microbatch_shift, version_shift: to be added to the numbers of the program for those of the run.
@@ -130,6 +136,7 @@ class Worker:
         self.plan = plan = program.plan
         self.stage, self.replica = plan.workers[worker]
         self.replicas = plan.replicas[self.stage]
+        self.sums = plan.sums_gradients(self.stage)
         self.sets_aside, self.global_norm = program.sets_aside[self.stage], program.global_norm
         self.shared = program.shared
         self.microbatch_shift, self.version_shift = shift * plan.microbatches, shift * plan.updates_per_batch(self.stage)
@@ -156,7 +163,7 @@ class Worker:
         jax.block_until_ready([leaf for leaf in arrays if not leaf.is_deleted()])
 
     def count_arrays(self) -> None:
-        """Count the arrays of the state that is consumed. Donation deletes the optimizer state and accumulators."""
+        """Count the arrays of the state that is consumed. Donation deletes the optimizer state, accumulators and what was agreed."""
         state = self.state
         numbers = {"weights": state.weights.versions, "microbatch": state.microbatches, "update": state.updates, "layer state": (0,)}
         for part in [(self.number, kind, number) for kind, numbers_of_kind in numbers.items() for number in numbers_of_kind]:
@@ -181,7 +188,7 @@ class Worker:
 
     def delete_state(self) -> None:
         """Delete the arrays of the state that are not counted, since the run has failed."""
-        for leaf in jax.tree.leaves((self.state.optimizer, self.state.accumulators)):
+        for leaf in jax.tree.leaves((self.state.optimizer, self.state.accumulators, self.state.agreed)):
             leaf.delete()
 
     def changed(self, kind: str, number: int = 0) -> None:
@@ -289,7 +296,7 @@ class Worker:
         """Set the accumulators aside if they are complete."""
         every = self.plan.microbatches_per_update(self.stage)
         if (k + self.replicas) // every > k // every:
-            if self.functions.last and self.replicas == 1:
+            if self.functions.last and not self.sums:
                 self.finish(k // every, self.calls["mean_loss"](self.state.accumulators))
             self.change_update(k // every, sums=self.state.accumulators)
             self.state.accumulators = None
@@ -325,7 +332,7 @@ class Worker:
 
     def complete(self, update: int) -> Tree:
         """Return the accumulators of a whole batch, which stay where they are."""
-        if self.replicas > 1:
+        if self.sums:
             self.change_update(update, summed=self.arrived_sum(update))
             return self.state.updates[update]["summed"][0]
         return self.state.updates[update]["sums"] if self.sets_aside else self.state.accumulators
@@ -342,7 +349,7 @@ class Worker:
         gradients = {s: arrived(received[s]) for s in self.shared[i.group] if s != self.stage}
         self.change_update(update, received={**received, **gradients})
         added = self.calls[f"add_shared {i.group}"](accumulators, gradients)
-        if self.replicas > 1:
+        if self.sums:
             self.change_update(update, summed=(added, *state.updates[update]["summed"][1:]))
         elif self.sets_aside:
             self.change_update(update, sums=added)
@@ -433,6 +440,24 @@ class Worker:
             scale = state.scale(update + 1)
             self.results.norms[update] = norm if scale is None else (*norm, scale)
 
+    def sum_changes(self, i: SumChanges) -> None:
+        """Give what this pipeline has changed; with the last one of this process all of them get the mean."""
+        state, update = self.state, i.batch + self.version_shift
+        assert state.agreed is not None
+        part = self.calls["changes"](state.agreed.params, self.functions.trained.part(state.weights.read(update + 1)))
+        means = self.transport.all_reduce(i, update, part, self.calls["add_changes"], self.calls["mean_changes"])
+        for w, mean in means.items():
+            self.workers[w].change_update(update, changes=mean)
+
+    def agree(self, i: Agree) -> None:
+        """Move the agreed weights, and go on from them."""
+        state, update = self.state, i.batch + self.version_shift
+        mean = arrived(state.updates[update]["changes"])
+        self.change_update(update, changes=None)
+        state.agreed, params = self.calls["agree"](state.agreed, mean)
+        self.changed("weights", update + 1)
+        state.weights = state.weights.with_params(update + 1, self.functions.trained.joined(params, self.frozen))
+
     def norm(self, update: int) -> Tree:
         """Return the norm of the gradients of all stages, if updates use it, and keep it, since it may have to be sent on."""
         if not self.global_norm:
@@ -449,7 +474,7 @@ class Worker:
             self.change_update(update, shared=None, received=None)
         if not self.sets_aside:
             return self.state.accumulators
-        if self.replicas == 1:
+        if not self.sums:
             sums = self.state.updates[update]["sums"]
             self.change_update(update, sums=None)
             return sums
@@ -465,7 +490,7 @@ class Worker:
         self.change_update(update, loss=loss)
         if (update + 1) % rate == 0:
             updates = range(update + 1 - rate, update + 1)
-            self.results.losses[update // rate] = [self.state.updates[g]["loss"] for g in updates]
+            self.results.losses[update // rate, self.replica] = [self.state.updates[g]["loss"] for g in updates]
             for g in updates:
                 self.change_update(g, loss=None)
 

@@ -9,6 +9,7 @@ import jax
 
 from jpipe.meshes._place import NoPlace, Place
 from jpipe.model.layerwise._trace import position_spec
+from jpipe.stages._agreement import Agreed, like_agreed
 from jpipe.stages.functions._floats import floats_of
 from jpipe.stages.functions._loss import loss_dtype
 from jpipe.stages.functions._stage import StageFunctions
@@ -70,6 +71,12 @@ class Arrays:
     def trained(self) -> Tree:
         """The part of a weight version that updates change."""
         return self.functions.trained.part(self.params)
+
+    @cached_property
+    def agreed(self) -> Agreed | None:
+        """The result of the last agreement of parallel pipelines, if they agree."""
+        agreement = self.functions.agreement
+        return None if agreement is None else like_agreed(agreement.outer, self.trained)
 
     @cached_property
     def changed(self) -> Tree:

@@ -84,7 +84,7 @@ class StageBuilder:
             scale = stage.replicas / self._plan.replicas[0] if self._plan.scale_learning_rate else 1.0
             options = {"update_scale": scale, "average_state": self._average_state, "sharing": sharing, **self._options}
             options |= {"number": s} if sharing.counted else {}
-            options |= {"partition": split[s]}
+            options |= {"partition": split[s], "agreement": self._plan.agree}
             functions.append(stage_functions(self._stack, stage, layers, labels, self._loss, unprobed, self._precision, **options))
         layerwise = self._layerwise({layer_id: spec.params for layer_id, spec in layers.items()})
         check_gradients(self._stack, layers, len(self._plan.stages[0].layers), self._loss, labels, layerwise.trained)
@@ -98,10 +98,13 @@ class StageBuilder:
 
     @property
     def _average_state(self) -> Literal["update", "read"] | None:
-        """When replicas average their layer state: with each update where the pipeline flushes, for there it changes no order."""
+        """When replicas average their layer state: with each update where the pipeline flushes, for there it changes no order.
+
+        Parallel pipelines that agree rarely have their own between two flushes, too.
+        """
         if not self._plan.sync_state:
             return None
-        return "update" if SCHEDULES[self._plan.schedule].flushes else "read"
+        return "update" if SCHEDULES[self._plan.schedule].flushes and self._plan.agree is None else "read"
 
     def _layerwise(self, params: Tree) -> LayerwiseOptimizer:
         if self._probed is None or self._probed[0] != params:

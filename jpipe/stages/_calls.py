@@ -11,6 +11,7 @@ from jpipe.meshes._place import Place
 from jpipe.model.jaxprs._wanted import without_effects
 from jpipe.ops import OPS, Leaves, Op
 from jpipe.plan import Stage
+from jpipe.stages._agreement import agree, changes, mean_changes
 from jpipe.stages._arrays import Arrays, Share, shardings_of
 from jpipe.stages.functions._accumulators import mean_loss
 from jpipe.stages.functions._evaluation import evaluate, predict
@@ -120,7 +121,7 @@ def _call(a: Arrays, name: str, counts: Sequence[int]) -> Call:
     }
     if name in calls:
         return calls[name]()
-    return {**_calls_for_shared(a), **_calls_for_parts(a)}[name]
+    return {**_calls_for_shared(a), **_calls_for_parts(a), **_calls_for_agreement(a)}[name]
 
 
 def _call_of_op(a: Arrays, op: Op) -> Call:
@@ -169,6 +170,19 @@ def _calls_for_parts(a: Arrays) -> dict[str, Call]:
         calls[f"add {part}"] = Call(add, (), (reduced, reduced), reduced)
         calls[f"finish {part}"] = Call(partial(finish, a.functions), (0,), (reduced,), None)
     return calls
+
+
+def _calls_for_agreement(a: Arrays) -> dict[str, Call]:
+    """Return the calls with which parallel pipelines agree on the weights of the stage."""
+    f, params = a.functions, a.trained
+    if f.agreement is None:
+        return {}
+    return {
+        "changes": Call(changes, (), (params, params), params),
+        "add_changes": Call(add, (), (params, params), params),
+        "mean_changes": Call(partial(mean_changes, f.stage.replicas), (0,), (params,), params),
+        "agree": Call(partial(agree, f.agreement.outer), (0, 1), (a.agreed, params), (a.agreed, params)),
+    }
 
 
 def _calls_for_shared(a: Arrays) -> dict[str, Call]:

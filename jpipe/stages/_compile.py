@@ -13,7 +13,19 @@ from jpipe.errors import callers_code, cause
 from jpipe.meshes._place import Place
 from jpipe.model._losses import Loss
 from jpipe.plan import Plan
-from jpipe.programs._instructions import AddShared, AllReduce, Compute, Instruction, Program, SumSquares, TakeShared, Update, op_of
+from jpipe.programs._instructions import (
+    AddShared,
+    Agree,
+    AllReduce,
+    Compute,
+    Instruction,
+    Program,
+    SumChanges,
+    SumSquares,
+    TakeShared,
+    Update,
+    op_of,
+)
 from jpipe.stages._arrays import Share
 from jpipe.stages._calls import UpdateKind, op_of_call, ops_by_call, trace_call
 from jpipe.stages._compiled_stage import CompiledStage, choices, sharded_by_xla, update_kind
@@ -181,6 +193,10 @@ def _calls(instruction: Instruction, program: Program) -> tuple[str, ...]:
             kind = update_kind(instruction)
             shared = (f"{kind} shared {group}" for group, stages in enumerate(program.shared) if stage in stages)
             return (kind, *shared, *(aside if program.sets_aside[stage] else ()))
+        case SumChanges():
+            return ("changes", "add_changes", "mean_changes")
+        case Agree():
+            return ("agree",)
     return ()
 
 

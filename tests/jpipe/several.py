@@ -50,6 +50,14 @@ CASES: dict[str, dict[str, dict]] = {
         },
         "masters": {"num_stages": 2, "schedule": "pipedream", "microbatches": 1, "params": "bfloat16", "stage_clip": 1.0},
         "lengths": {"num_stages": 2, "schedule": "pipedream", "microbatches": 2, "lengths": True},
+        "agree rarely": {
+            "num_stages": 2,
+            "schedule": "pipedream_2bw",
+            "microbatches": 4,
+            "replicas": 2,
+            "placement": [[0, 1], [0, 1]],
+            "agree": {"every": 2, "fragments": "stages"},
+        },
         "in a V": {"num_stages": 4, "schedule": "zb_v", "microbatches": 3, "clip": 3.0},
         "shared optimizer": {
             "num_stages": 2,
@@ -170,7 +178,7 @@ CASES: dict[str, dict[str, dict]] = {
     },
 }
 """Cases by group; a group's name begins with the number of its processes. Without a placement each worker has its own device."""
-INLINE = ("2bw", "round_robin", "unlike", "sums in parts", "shared optimizer", "lengths")
+INLINE = ("2bw", "round_robin", "unlike", "sums in parts", "shared optimizer", "lengths", "agree rarely")
 """Cases of two processes that run again as on GPUs: without threads, transfers called in the order of the program."""
 BATCHES = 5
 ROOT = Path(__file__).parents[2]

@@ -54,6 +54,10 @@ def lower(
         raise InputError(f"lower: expected 0 ≤ start ≤ begin ≤ batches, found start {start}, begin {begin}, batches {batches}")
     if global_norm and (reason := SCHEDULES[plan.schedule].norm_refusal(plan)):
         raise InputError(f"lower: global_norm: {reason}")
+    if plan.agree is not None and (shared or (global_norm and not SCHEDULES[plan.schedule].flushes)):
+        option = "shared" if shared else "global_norm"
+        reason = "" if shared else f" under the schedule '{plan.schedule}', which does not flush"
+        raise InputError(f"lower: {option}: expected none for pipelines that agree{reason}; remove it")
     if workers is not None and not {*workers} <= {*range(len(plan.workers))}:
         raise InputError(
             f"lower: workers: expected numbers of workers of the plan, below {len(plan.workers)}, found {short(list(workers))}"

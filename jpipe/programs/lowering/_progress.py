@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from jpipe.plan import Plan
 from jpipe.programs._global_norm import Route, last_microbatch, transfer
-from jpipe.programs._instructions import AllReduce, Release, Update
+from jpipe.programs._instructions import Agree, AllReduce, Release, SumChanges, Update
 from jpipe.programs.lowering._listing import Listing
 
 
@@ -109,7 +109,8 @@ class PendingUpdates:
 
     Those that wait only for a sum are at most two per worker: once there is a second one, the first is made before anything else, so that
     a worker never holds the gradients of three batches. Those that wait for other stages are made at the times given by the route. Replicas
-    that share an optimizer send each other what they have updated as soon as all of them have made an update.
+    that share an optimizer send each other what they have updated as soon as all of them have made an update. Parallel pipelines that agree
+    wait for no sum; they agree as soon as all of them have made the update.
     """
 
     def __init__(
@@ -165,6 +166,17 @@ class PendingUpdates:
         worker.updates += 1
         if self.plan.shard_optimizer:
             self._exchange_weights(worker.stage, pending.batch, time)
+        if self.plan.agrees(worker.stage, pending.batch):
+            self.agree(worker, pending.batch, time)
+
+    def agree(self, worker: Worker, batch: int, time: int) -> None:
+        """Write the agreement of all pipelines on the weights of a stage, once all have made an update after which they agree."""
+        s = worker.stage
+        if (last := self._last(s, batch, time)) is not None:
+            for kind in (SumChanges, Agree):
+                for w in self.summing[s]:
+                    self.listing.write(last, kind, w, batch)
+            self.available.announce("agreed", s, batch, last)
 
     def make_early(self, worker: Worker) -> bool:
         """Make a pending update half a batch after its gradients, where replicas share an optimizer: the other half is for the weights.
@@ -185,13 +197,17 @@ class PendingUpdates:
 
     def _exchange_weights(self, s: int, batch: int, time: int) -> None:
         """Write the messages with which replicas send each other what they have updated, once all have."""
-        made = self.made.setdefault((s, batch), [])
-        made.append(time)
-        if len(made) == len(self.summing[s]):
-            last, k = max(self.made.pop((s, batch))), last_microbatch(self.plan, batch)
+        if (last := self._last(s, batch, time)) is not None:
+            k = last_microbatch(self.plan, batch)
             for worker, other in permutations(self.plan.stage_workers[s], 2):
                 self.listing.once(last, transfer(worker, other, k, "weights"))
             self.available.announce("weights", s, batch, last)
+
+    def _last(self, s: int, batch: int, time: int) -> int | None:
+        """Note that a replica has made an update, and return when the last one has; None if others have not."""
+        made = self.made.setdefault((s, batch), [])
+        made.append(time)
+        return max(self.made.pop((s, batch))) if len(made) == len(self.summing[s]) else None
 
     def _sums_parts(self, worker: Worker) -> bool:
         """Return whether a stage sums its gradients in parts, each as soon as it is computed, whatever updates are pending."""
@@ -204,7 +220,7 @@ class PendingUpdates:
         arrived.append(worker.clock)
         if len(arrived) == len(self.summing[s]):
             begins = max(self.arrived.pop((s, batch, part)))
-            if self.plan.replicas[s] > 1:
+            if self.plan.sums_gradients(s):
                 for w in self.summing[s]:
                     self.listing.write(begins, AllReduce, w, batch, part)
             self.begun[s] += not part

@@ -8,7 +8,7 @@ from jpipe.errors import InputError
 from jpipe.ops import OPS, Reads
 from jpipe.plan import Plan
 from jpipe.programs._execution_order import ProgramError
-from jpipe.programs._global_norm import distribute, last_microbatch, norm_alone, route_of
+from jpipe.programs._global_norm import distribute, last_microbatch, norm_alone, norm_of_pipeline, route_of
 from jpipe.programs._instructions import (
     AddShared,
     Instruction,
@@ -54,6 +54,7 @@ class Run:
     ) -> None:
         self.plan, self.start, self.last, self.global_norm, self.shared = plan, start, last, global_norm, shared
         self.schedule, self.depth, self.replicas = SCHEDULES[plan.schedule], plan.depth, plan.replicas
+        self.sums = [plan.sums_gradients(s) for s in range(plan.depth)]  # whether updates wait for a sum over replicas
         self.unit = max(len(stage.sum_parts) or 1 for stage in plan.stages)  # ticks of a forward, so that each part takes some
         again = [int(stage.recompute != "none") for stage in plan.stages]  # a forward that is computed again
         self.ticks: dict[tuple[str, int], int] = {}  # of an op at a stage: a unit for each of its halves, and one more if it recomputes
@@ -137,7 +138,7 @@ class Run:
 
     def sets_aside(self) -> tuple[bool, ...]:
         """Return `Program.sets_aside`: where updates wait for a sum over replicas or, without a flush, for other stages."""
-        return tuple(replicas > 1 or (self.route is not None and self.waits[s]) for s, replicas in enumerate(self.plan.replicas))
+        return tuple(sums or (self.route is not None and self.waits[s]) for s, sums in enumerate(self.sums))
 
     def versions(self) -> tuple[tuple[int, int], ...]:
         """Return for each worker the oldest version that a microbatch will still read, and the newest one."""
@@ -156,7 +157,7 @@ class Run:
     def ended(self) -> int:
         """Return of how many batches the last stage has completed the gradients, over all replicas."""
         plan, s = self.plan, self.plan.depth - 1
-        if plan.replicas[s] > 1:
+        if self.sums[s]:
             return self.updates.begun[s] // plan.updates_per_batch(s)
         worker = self.worker_at[s, plan.rank_of[plan.stage_workers[s][0]]]
         return worker.backwards // plan.microbatches if self.sets_aside()[s] else self.updated()[s]
@@ -224,7 +225,7 @@ class Run:
             return False
         version = self.schedule.version(self.plan, s, k)
         if op.begins:
-            if self.waits[s] or self.replicas[s] > 1:
+            if self.waits[s] or self.sums[s]:
                 weights = self._weights_ready(worker, k, version)
                 if weights is None:
                     return False
@@ -312,7 +313,7 @@ class Run:
         """Return the time from which the sums for the weights of a forward are available, or None."""
         s = worker.stage
         if self.route is None or not self.waits[s]:
-            summed = self.replicas[s] > 1 and version > self.start * self.plan.updates_per_batch(s)
+            summed = self.sums[s] and version > self.start * self.plan.updates_per_batch(s)
             return self.available.time("sum", s, version - 1, worker) if summed else 0
         batch = self._due_with(s, k)
         if batch is None:
@@ -322,8 +323,10 @@ class Run:
         return self.available.latest(wanted, worker)
 
     def _whole(self, worker: Worker, version: int) -> int | None:
-        """Return the time from which a version has the weights that other replicas update, or None."""
+        """Return the time from which a version has the weights that other replicas update, or on which all pipelines agree, or None."""
         s = worker.stage
+        if version > self.start and self.plan.agrees(s, version - 1):
+            return self.available.time("agreed", s, version - 1, worker)
         if not self.plan.shard_optimizer or self.replicas[s] == 1 or version <= self.start * self.plan.updates_per_batch(s):
             return 0
         return self.available.time("weights", s, version - 1, worker)
@@ -404,12 +407,14 @@ class Run:
         assert next_version - version in (0, 1), "versions advance one by one"
         dead = version if next_version > version else None  # microbatches in flight and to come all read later versions
         batch = k // plan.microbatches_per_update(s) if ends_update(plan, s, k) else None  # that it ends
-        if replicas > 1 or self.waits[s]:
+        if self.sums[s] or self.waits[s]:
             self.updates.add(worker, batch, dead)
             self._note_due(worker, k)
         elif batch is not None:
             self.listing.write(worker.clock, Update, w, batch, dead)
             worker.updates += 1
+            if plan.agrees(s, batch):
+                self.updates.agree(worker, batch, worker.clock)
         elif dead is not None:
             self.listing.write(worker.clock, Release, w, dead)
 
@@ -442,7 +447,10 @@ class Run:
 
     def _finish_norm(self, batch: int, late: set[int], time: int) -> None:
         """Write separate messages that bring the norm of a batch to the workers that lack it."""
-        if self.route is not None and self.available.known("norm", 0, batch):
+        if self.plan.agree is not None:
+            for pipeline in range(self.replicas[0]):
+                self.listing.once(time, norm_of_pipeline(self.plan, batch, pipeline))
+        elif self.route is not None and self.available.known("norm", 0, batch):
             holders = set(range(len(self.workers))) - late | {self.route.root(batch)}
             self.listing.once(time, distribute(self.plan, batch, holders))
         else:

@@ -12,6 +12,7 @@ from jpipe.model._precision import LossScale
 from jpipe.runtime.state._fingerprint import Fingerprint
 from jpipe.runtime.state._in_flight import Microbatch, PendingUpdate
 from jpipe.runtime.state._weights import Weights
+from jpipe.stages._agreement import Agreed
 
 Tree = Any
 
@@ -38,6 +39,7 @@ class WorkerState:
         microbatches: the microbatches in flight, by number.
         updates: what waits for an update, by the number of the update.
         loss_scales: with a dynamic loss scale that of each version; a microbatch has the one of the version that it reads.
+        agreed: if it is of a pipeline that agrees with others, the result of their last agreement.
     """
 
     weights: Weights
@@ -48,6 +50,7 @@ class WorkerState:
     microbatches: Mapping[int, Microbatch] = field(default_factory=dict)
     updates: Mapping[int, PendingUpdate] = field(default_factory=dict)
     loss_scales: Mapping[int, LossScale] = field(default_factory=dict)
+    agreed: Agreed | None = None
 
     def __repr__(self) -> str:
         if self.is_consumed:
@@ -57,7 +60,7 @@ class WorkerState:
     def cells(self) -> tuple[str, ...]:
         """Return its versions and the bytes of its parts, as text, for a table."""
         buffers = self.microbatches, self.updates
-        parts = (self.weights, self.loss_scales), self.optimizer, (self.accumulators, self.layer_state), buffers
+        parts = (self.weights, self.loss_scales), (self.optimizer, self.agreed), (self.accumulators, self.layer_state), buffers
         return self._versions, *(size(_nbytes(part)) for part in parts)
 
     @property

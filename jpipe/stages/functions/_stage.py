@@ -20,7 +20,7 @@ from jpipe.model._ties import NOTHING_SHARED, Sharing
 from jpipe.model.jaxprs._dependence import passed_on
 from jpipe.model.layerwise._optimizer import LayerwiseOptimizer
 from jpipe.ops import Op
-from jpipe.plan import Stage
+from jpipe.plan import Agreement, Stage
 from jpipe.stages.functions._accumulators import accumulate, zero_accumulators
 from jpipe.stages.functions._effects import describe_effects
 from jpipe.stages.functions._floats import floats_of, is_float, with_floats
@@ -57,6 +57,7 @@ class StageFunctions:
         clip_stage_norm: the norm to which the gradients of this stage are clipped, if any; not both.
         skip_nonfinite: whether an update changes nothing if any gradient of any stage is NaN or infinite.
         update_scale: a factor for the optimizer's updates.
+        agreement: how replicas agree on its weights, if they are parallel pipelines that do.
         average_state: when replicas average their layer state: with each update, when it is read from the run, or never.
         metrics: functions like the loss, by name, which an evaluation also computes.
         number: of the stage in its plan.
@@ -79,6 +80,7 @@ class StageFunctions:
     clip_stage_norm: float | None = None
     skip_nonfinite: bool = False
     update_scale: float = 1.0
+    agreement: Agreement | None = None
     average_state: Literal["update", "read"] | None = None
     metrics: Mapping[str, Loss] = field(default_factory=dict)
     precision: Precision = PLAIN

@@ -24,6 +24,7 @@ OPTIONS = (
     {"flush_first": 2},
     {"split_backward": "early", "extra_in_flight": 1},
     {"update_every": "replicas"},
+    {"agree": {"every": 2}},
     {"noam": True},
 )
 
@@ -43,7 +44,7 @@ def plans(name, all_replicas=REPLICAS, options=OPTIONS, with_options=REPLICAS[:1
 def uses(plan):
     """Yield whether there is a global norm, and the groups of shared parameters."""
     yield False, ()
-    if not SCHEDULES[plan.schedule].norm_refusal(plan):
+    if plan.agree is None and not SCHEDULES[plan.schedule].norm_refusal(plan):
         yield True, ((0, plan.depth - 1),)
 
 

@@ -1,8 +1,11 @@
 """The sentence about delayed weights agrees with the formula of every schedule."""
 
+import re
+
 import pytest
 
 import jpipe
+from jpipe_train.assemble.build import last_agreement
 from jpipe_train.assemble.delay import correction_words, delay_words
 
 
@@ -55,3 +58,11 @@ def test_one_stage_has_no_delay():
 )
 def test_the_correction_is_printed(factor, words):
     assert correction_words(factor) == words
+
+
+@pytest.mark.parametrize(("steps", "words"), [(8, ""), (9, r"the last 1 are not .*; use 12 steps"), (3, "use 4 steps")])
+def test_steps_after_the_last_agreement_are_named(steps, words):
+    agreeing = jpipe.Plan.even("ab", 2, "gpipe", 2, replicas=2, agree={"every": 4})
+    assert re.search(words, last_agreement(agreeing, steps))
+    assert bool(words) == bool(last_agreement(agreeing, steps))
+    assert not last_agreement(plan("gpipe"), steps)

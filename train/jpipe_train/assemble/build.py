@@ -50,6 +50,8 @@ def build(
         plan = plan or make_plan(config.plan, stack.ids)
         check_microbatches(plan, config.train.batch_size)
         check_delay(plan, config.plan.max_delay)
+        if remark := last_agreement(plan, config.train.steps):
+            reporter.say(remark)
         check_accumulation(plan, config.optimizer.accumulate_batches)
         check_per_stage(plan, config.optimizer.per_stage)
         plan.check_layers(stack.ids)
@@ -161,6 +163,7 @@ def errors_name_config_keys(plan_file: str | None) -> Iterator[None]:
             "plan: rules.": "plan.rules.",
             "plan: shard_optimizer: ": "plan.shard_optimizer: ",
             "plan: sum_parts: ": "plan.sum_parts: ",
+            "plan: agree": "plan.agree",
         }
         options |= {"rules: ": "plan.rules: ", "param_axes: ": "plan.param_axes: "}
         where = options if plan_file in (None, AUTO) else {"plan: ": f"{plan_file}: "}
@@ -172,6 +175,17 @@ def errors_name_config_keys(plan_file: str | None) -> Iterator[None]:
             if str(error).startswith(library):
                 raise jpipe.InputError(*(line.replace(library, config, 1) for line in error.args)) from None
         raise
+
+
+def last_agreement(plan: jpipe.Plan, steps: int) -> str:
+    """Return a remark if pipelines that agree rarely do not agree after the last step, or ""."""
+    if plan.agree is None or plan.agree.fragments is not None or steps % plan.agree.every == 0:
+        return ""
+    every, lost = plan.agree.every, steps % plan.agree.every
+    return (
+        f"plan.agree: the pipelines agree after every {every} steps, and train.steps is {steps}: the last {lost} are not in the weights "
+        f"that are evaluated and exported; use {steps + every - lost} steps"
+    )
 
 
 def check_microbatches(plan: jpipe.Plan, batch_size: int) -> None:

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator
 
 from jpipe.errors import nearest
-from jpipe.plan import RECOMPUTE
+from jpipe.plan import RECOMPUTE, Agreement
 from jpipe.schedules import SCHEDULES
 from jpipe_train.config.section import MOST_ROWS, Count, FilePath, Section
 
@@ -47,6 +47,7 @@ class PlanConfig(Section):
     rules: dict[str, str | None] = {}
     param_axes: dict[str, list[str | None]] = {}
     shard_optimizer: bool = False
+    agree: Agreement | None = None
     sum_parts: Count = 1
     file: FilePath | None = None
     max_delay: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None

@@ -1,0 +1,57 @@
+"""The agreement of parallel pipelines on the weights of a stage, by the rule of `jpipe.plan.Agreement`, as pure functions."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jpipe.plan import OuterOptimizer
+
+Tree = Any
+
+
+class Agreed(NamedTuple):
+    """What each pipeline keeps of a stage from one agreement to the next, the same in all of them.
+
+    Attributes:
+        params: A, the trained parameters on which the pipelines have agreed last; at first the initial ones.
+        momentum: V of the outer optimizer, as `params`; empty without momentum.
+    """
+
+    params: Tree
+    momentum: Tree
+
+
+def like_agreed(outer: OuterOptimizer, params: Tree) -> Agreed:
+    """Return a tree of the structure of `Agreed`, with `params` in both places."""
+    return Agreed(params, params if outer.momentum else {})
+
+
+def changes(agreed: Tree, params: Tree) -> Tree:
+    """Return D_k, the agreed weights less those of this pipeline."""
+    return jax.tree.map(jnp.subtract, agreed, params)
+
+
+def mean_changes(pipelines: int, total: Tree) -> Tree:
+    """Return D, the mean of the changes over the pipelines, from their sum."""
+    return jax.tree.map(lambda leaf: leaf * (1 / pipelines), total)
+
+
+def agree(outer: OuterOptimizer, agreed: Agreed, mean: Tree) -> tuple[Agreed, Tree]:
+    """Move the agreed weights.
+
+    Args:
+        outer: the outer optimizer.
+        agreed: the result of the last agreement.
+        mean: D.
+
+    Returns:
+        The result of this one; a copy of its parameters, from which the pipeline goes on.
+    """
+    momentum: Tree = {}
+    if outer.momentum:
+        mean, state = optax.trace(outer.momentum, nesterov=True).update(mean, optax.TraceState(agreed.momentum))
+        momentum = state.trace
+    params = jax.tree.map(lambda leaf, step: leaf - outer.learning_rate * step, agreed.params, mean)
+    return Agreed(params, momentum), jax.tree.map(jnp.copy, params)

@@ -1,0 +1,274 @@
+"""Parallel pipelines that agree rarely: their numbers are those of the rule, written down here, in float64 and whatever the schedule is."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from jpipe import InputError, LayerStack, Link, Pipeline, Plan, Precision, lower, simulate
+from jpipe.plan import Agreement
+from jpipe.programs import ProgramError, StageCost
+from jpipe.programs._instructions import Agree, SumChanges
+from jpipe.schedules import SCHEDULES
+from tests.jpipe import models, monolith, reference, running
+
+STACK = LayerStack({"first": models.dense(), "second": models.dense(4), "mix": models.dense(), "out": models.dense()})
+OUTER = {"learning_rate": 0.7, "momentum": 0.9}
+MEAN = {"learning_rate": 1.0, "momentum": 0.0}
+BATCHES = 8
+CHUNKS = {"num_stages": 4, "microbatches": 8}
+CASES: dict[str, dict] = {
+    "naive": {},
+    "gpipe": {"num_stages": 3, "replicas": 3, "microbatches": 6},
+    "pipedream_flush": {"recompute": "full"},
+    "pipedream": {"num_stages": 3},
+    "pipedream_2bw": {"num_stages": 3, "microbatches": 6},
+    "interleaved_1f1b": {**CHUNKS, "chunks_per_rank": 2},
+    "zb_v": CHUNKS,
+    "one stage": {"schedule": "gpipe", "num_stages": 1, "replicas": 4},
+    "one microbatch": {"schedule": "pipedream", "num_stages": 3, "microbatches": 2},
+    "vertical sync": {"schedule": "pipedream", "num_stages": 3, "vertical_sync": True, "microbatches": 2},
+    "2BW, flushed first": {"schedule": "pipedream_2bw", "flush_first": 2},
+    "PipeDream in chunks": {"schedule": "pipedream", **CHUNKS, "chunks_per_rank": 2},
+}
+FRAGMENTS = {"pipedream_flush": "stages", "pipedream": "stages", "pipedream_2bw": 2}
+
+
+def plan_of(name, agree=None, **fields) -> Plan:
+    fields = {"num_stages": 2, "microbatches": 4, "replicas": 2, "schedule": name, **CASES.get(name, {}), **fields}
+    return Plan.even(STACK.ids, agree=agree, **fields)
+
+
+def pipeline(plan, optimizer=None, loss=models.masked_squares, **options) -> Pipeline:
+    """Build a pipeline with all workers on one device, so that common programs of replicas compile once."""
+    return Pipeline(STACK, plan, loss, optimizer or models.momentum(), jax.devices()[:1] * len(plan.rank_workers), **options)
+
+
+def rule(pipe, optimizer, batches, params):
+    """Apply the rule: return the losses, and after each batch the agreed weights, and those of each pipeline."""
+    plan, count = pipe.plan, pipe.plan.replicas[0]
+    gradient_of, updated = monolith.compiled(STACK, pipe.loss, optimizer)
+    stage_of = {layer_id: s for s, stage in enumerate(plan.stages) for layer_id in stage.layers}
+    agreed, momentum = params, jax.tree.map(np.zeros_like, params)
+    versions, states = [[params] for _ in range(count)], [optimizer.init(params)] * count
+    zero, losses, history = jax.tree.map(np.zeros_like, params), [], []
+    for t, batch in enumerate(batches):
+        total = weight = 0.0
+        for k in range(count):
+            numbers = range(t * plan.microbatches + k, (t + 1) * plan.microbatches, count)
+            trees = [{i: versions[k][reference.version(plan, stage_of[i], n)][i] for i in STACK.ids} for n in numbers]
+            parts = [
+                jax.tree.map(lambda leaf, n=n: leaf.reshape(plan.microbatches, -1, *leaf.shape[1:])[n], batch)
+                for n in range(k, plan.microbatches, count)
+            ]
+            of_batch = sum(float(pipe.loss(part[0], part[1])[1]) for part in parts)
+            (value, _), gradient = gradient_of(zero, trees, {i: {} for i in STACK.ids}, parts, 0, jax.random.key(0))
+            new, states[k] = updated(gradient, states[k], versions[k][-1])
+            versions[k].append(new)
+            total, weight = total + float(value) * of_batch, weight + of_batch
+        losses.append(total / weight)
+        for i, stage in stage_of.items():
+            if not agrees(plan, stage, t + 1):
+                continue
+            mean = jax.tree.map(lambda a, *own: sum(a - w for w in own) / count, agreed[i], *(of[-1][i] for of in versions))
+            momentum[i] = jax.tree.map(lambda v, d: d + plan.agree.outer.momentum * v, momentum[i], mean)
+            step = jax.tree.map(lambda v, d: plan.agree.outer.learning_rate * (d + plan.agree.outer.momentum * v), momentum[i], mean)
+            agreed = agreed | {i: jax.tree.map(np.subtract, agreed[i], step)}
+            for of in versions:
+                of[-1] = of[-1] | {i: agreed[i]}
+        history.append((agreed, [of[-1] for of in versions]))
+    return losses, history
+
+
+def agrees(plan, stage, updates) -> bool:
+    """Return whether a stage agrees after so many updates: fragments of a plan begin evenly spread over the first round."""
+    every, fragments = plan.agree.every, plan.agree.fragments
+    count = plan.depth if fragments == "stages" else fragments or 1
+    return updates % every == (stage * count // plan.depth) * every // count
+
+
+def check_rule(plan, batches, whole=None, **options):
+    """Compare a run with the rule; `whole` is the optimizer of the whole tree, if it is another than that of the layers."""
+    pipe = pipeline(plan, **options)
+    state, found = running.fresh(pipe, batches), {}
+    losses, history = rule(pipe, whole or pipe.optimizer, batches, jax.tree.map(np.asarray, pipe.params(state)))
+    for t, batch in enumerate(batches):
+        state, metrics = pipe.step(state, batch)
+        found |= metrics.losses
+        if t == 4:
+            running.check_close(pipe.params(state), history[t][0])
+    state, metrics = pipe.drain(state, with_metrics=True)
+    found |= metrics.losses
+    running.check_close([float(found[t]) for t in range(len(batches))], losses)
+    running.check_close(pipe.params(state), history[-1][0])
+    for worker, (_, k) in zip(state.workers, plan.workers, strict=True):
+        newest = worker.weights.read(worker.weights.newest)
+        running.check_close(newest, {i: history[-1][1][k][i] for i in newest})
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.thinned(most=4)
+@pytest.mark.parametrize("name", CASES)
+def test_equals_the_rule(name):
+    plan = plan_of(name, {"every": 3, "outer": OUTER})
+    check_rule(plan, models.masked_batches(BATCHES, plan.microbatches, dtype=np.float64))
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.thinned(most=1)
+@pytest.mark.parametrize("name", FRAGMENTS)
+def test_fragment_by_fragment_equals_the_rule(name):
+    plan = plan_of(name, {"every": 4, "outer": OUTER, "fragments": FRAGMENTS[name]})
+    check_rule(plan, models.masked_batches(BATCHES, plan.microbatches, dtype=np.float64))
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize(("name", "norm"), [("gpipe", "clip_global_norm"), ("pipedream_2bw", "clip_stage_norm")])
+def test_a_pipeline_clips_by_its_own_norm(name, norm):
+    plan = plan_of(name, {"every": 3, "outer": OUTER})
+    batches = models.masked_batches(BATCHES, plan.microbatches, dtype=np.float64)
+    clipped = (
+        optax.clip_by_global_norm(0.3)
+        if norm == "clip_global_norm"
+        else running.clip_by_stage(tuple(stage.layers for stage in plan.stages), 0.3)
+    )
+    check_rule(plan, batches, optax.chain(clipped, models.momentum()), **{norm: 0.3})
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.thinned(most=2)
+@pytest.mark.parametrize("name", CASES)
+def test_the_mean_after_each_update_equals_data_parallelism(name):
+    """With SGD, and microbatches that weigh the same."""
+    plan = plan_of(name, {"every": 1, "outer": MEAN})
+    batches = models.batches_of(5, plan.microbatches * models.ROWS, dtype=np.float64)
+    found, expected = (
+        running.train(pipeline(one, optax.sgd(0.1), models.squares), batches) for one in (plan, plan.model_copy(update={"agree": None}))
+    )
+    running.check_close(found, expected)
+
+
+def trained(pipe, state, batches, cut=None):
+    """Return the losses, all weights and states at the end, and the layers of a snapshot."""
+    losses, snapshot, layers = {}, None if cut is None else pipe.snapshot(cut), None
+    for batch in batches:
+        state, metrics = pipe.step(state, batch, observe=snapshot if layers is None else None)
+        losses |= metrics.losses
+        if snapshot is not None and layers is None and snapshot.complete:
+            layers = jax.tree.map(np.asarray, snapshot.layers())
+    state, metrics = pipe.drain(state, with_metrics=True)
+    losses |= metrics.losses
+    held = [(worker.weights.read(worker.weights.newest), worker.optimizer, worker.agreed, worker.layer_state) for worker in state.workers]
+    return losses, jax.tree.map(np.asarray, held), layers
+
+
+@pytest.mark.thinned(most=2)
+@pytest.mark.parametrize("cut", [3, 4])
+@pytest.mark.parametrize("name", ["pipedream_flush", "pipedream", "pipedream_2bw"])
+def test_a_run_from_a_snapshot_equals_the_run_that_continued(name, cut):
+    """Right after an agreement, and between two; with layer state and dropout."""
+    fields = {"schedule": name, "microbatches": 6, "replicas": 2, "agree": {"every": 3, "outer": OUTER, "fragments": FRAGMENTS[name]}}
+    plan = Plan.even(models.rich_stack().ids, 3, **fields)
+    pipe = Pipeline(models.rich_stack(), plan, models.masked_squares, models.momentum(), jax.devices()[:1] * 6)
+    batches = models.masked_batches(BATCHES, plan.microbatches)
+    losses, held, layers = trained(pipe, running.fresh(pipe, batches), batches, cut)
+    assert layers is not None
+    resumed, again, _ = trained(pipe, pipe.restore(jax.random.key(running.KEY), batches[0], layers, cut), batches[cut:])
+    running.check_equal(resumed, {t: loss for t, loss in losses.items() if t >= cut})
+    running.check_equal(again, held)
+
+
+def test_what_pipelines_have_agreed_on_is_evaluated_and_restored_under_another_plan():
+    plan = plan_of("pipedream_2bw", {"every": 3, "outer": OUTER})
+    pipe, batches = pipeline(plan), models.masked_batches(BATCHES, plan.microbatches)
+    state, snapshot = running.fresh(pipe, batches), pipe.snapshot(5)
+    for batch in batches:
+        state, _ = pipe.step(state, batch, observe=snapshot)
+        if state.batch == 5:
+            agreed, evaluation = pipe.params(state), pipe.evaluate(state, batches[0])
+    other = pipeline(plan_of("gpipe", num_stages=2, replicas=1, microbatches=6))
+    with_params = other.init(jax.random.key(0), batches[0], agreed)
+    assert evaluation.version == 3
+    assert float(other.evaluate(with_params, batches[0]).loss) == pytest.approx(float(evaluation.loss), rel=1e-6)
+    restored = other.restore(jax.random.key(running.KEY), batches[0], snapshot.layers(), 5)
+    running.check_equal(other.params(restored), agreed)
+
+
+def test_bytes_between_pipelines_fall_with_the_updates_between_agreements():
+    """A ring sums 2 (w - 1) / w of the weights in place of the gradients."""
+    costs, link = [StageCost(weights=400, accumulators=400)] * 2, Link(bandwidth=100.0)
+    moved = {}
+    for every in (None, 1, 4):
+        plan = plan_of("pipedream_flush", every and {"every": every})
+        moved[every] = sum(simulate(lower(plan, 8), costs, link).moved_bytes)
+    assert moved == {None: 8 * 4 * 400, 1: 8 * 4 * 400, 4: 2 * 4 * 400}
+    prediction = simulate(lower(plan, 4), costs, link)
+    assert [(transfer.what, transfer.number) for transfer in prediction.transfers if transfer.what == "changes"] == [("changes", 3)] * 2
+    assert "c3" in prediction.grid(transfers=True)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_program_without_one_of_its_agreements_is_refused(name):
+    if name == "auto_zero_bubble":
+        return  # its order is given
+    stages = {"num_stages": 4, "microbatches": 16}
+    plan = Plan.even("abcd", **{"schedule": name, "replicas": 2, "agree": {"every": 2, "fragments": "stages"}, **stages})
+    program = lower(plan, 3)
+    simulate(program)
+    found = [n for n, i in enumerate(program.instructions) if isinstance(i, (SumChanges, Agree))]
+    assert found
+    for n in (found[0], found[-1]):
+        items = [*program.instructions[:n], *program.instructions[n + 1 :]]
+        with pytest.raises(ProgramError, match=r"agreed on version|changes of microbatch|deadlock|left behind: \[\('changes'"):
+            simulate(replaced(program, items))
+    first = found[0]
+    with pytest.raises(ProgramError):
+        simulate(replaced(program, [*program.instructions[:first], program.instructions[first], *program.instructions[first:]]))
+
+
+def replaced(program, items):
+    return dataclasses.replace(program, instructions=tuple(items))
+
+
+AGREE = {"every": 2}
+REFUSED = [
+    ({"replicas": 1}, {}, r"plan: agree: expected as many replicas of each stage, 2 or more, .* found \[1, 1\]; give"),
+    ({"replicas": [2, 1]}, {}, r"plan: agree: expected as many replicas of each stage"),
+    ({"shard_optimizer": True}, {}, r"plan: agree: expected no shard_optimizer"),
+    ({"schedule": "pipedream", "update_every": "replicas"}, {}, r"plan: agree: expected update_every 'batch', found 'replicas'"),
+    ({"sum_parts": 2}, {}, r"plan: stages\.0\.sum_parts: expected none with agree"),
+    ({"agree": {"every": 2, "fragments": 3}}, {}, r"plan: agree\.fragments: expected 'stages', or .* up to that of the stages, 2, found 3"),
+    ({"agree": {"every": 0}}, {}, r"plan: agree\.every: "),
+    ({"agree": {"every": 2, "outer": {"momentum": 1.0}}}, {}, r"plan: agree\.outer\.momentum: "),
+    (
+        {"schedule": "pipedream_2bw"},
+        {"clip_global_norm": 1.0},
+        r"clip_global_norm: expected a schedule that flushes with .*; use clip_stage",
+    ),
+    ({"schedule": "pipedream_2bw"}, {"skip_nonfinite": True}, r"skip_nonfinite: expected a schedule that flushes with plan\.agree"),
+    ({}, {"ema_decay": 0.9}, r"ema_decay: expected none with plan\.agree"),
+    ({}, {"delay_correction": "predict"}, r"delay_correction: expected none with plan\.agree"),
+    ({}, {"precision": Precision(params="bfloat16")}, r"precision: params: expected 'float32' with plan\.agree"),
+]
+
+
+@pytest.mark.parametrize(("fields", "options", "message"), REFUSED, ids=range(len(REFUSED)))
+def test_what_is_not_supported_is_refused(fields, options, message):
+    with pytest.raises(InputError, match=message):
+        pipeline(plan_of(**{"name": "pipedream_flush", "agree": AGREE, **fields}), **options)
+
+
+def test_shared_parameters_of_several_stages_are_refused():
+    stack = models.tied_stack()
+    plan = Plan.even(stack.ids, 2, "gpipe", 4, replicas=2, agree=AGREE)
+    with pytest.raises(InputError, match=r"ties: expected no parameter that several stages share with plan\.agree"):
+        Pipeline(stack, plan, models.masked_squares, models.momentum())
+
+
+def test_a_plan_with_an_agreement_goes_through_json():
+    plan = Plan.even("ab", 2, "gpipe", 2, replicas=2, agree=Agreement(every=5, fragments="stages"))
+    assert Plan.from_json(plan.to_json()) == plan
+    assert "agree=Agreement(every=5" in repr(plan)
+    assert [[u for u in range(12) if plan.agrees(s, u)] for s in range(2)] == [[4, 9], [1, 6, 11]]
