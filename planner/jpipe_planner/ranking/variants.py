@@ -39,10 +39,11 @@ IN_PARTS = 4  # plans of each schedule, and as many of one stage, that are tried
 MOST_TRIED = 16  # of these, whether parts gain anything
 MOST_CHUNKS = 3
 MOST_MICROBATCHES = 1024  # most of a plan that is varied
-MOST_IN_ALL = 6_000  # most forwards of all simulations, which then take about a second
-FOR_SHOW = MOST_IN_ALL // 4  # of them, after which plans that are slower than a known one are not simulated
+MOST_IN_ALL = 24_000  # most forwards of all simulations, which then take some seconds
+FOR_SHOW = MOST_IN_ALL // 16  # of them, after which plans that are slower than a known one are not simulated
 _LONG = MOST_IN_ALL  # forwards of a plan that is simulated where one with twice its bound is
 _SHARE_OF_ORDER = 0.3  # the time to find an order for the times of the stages, relative to that of a simulation
+_MOST_WORKERS = 512  # of a plan whose bound counts its sums, which takes long for more
 BASE = "pipedream_flush"
 _SLOW = 0.01  # time of a message, relative to a forward, above which a link slows a plan down
 
@@ -222,7 +223,7 @@ class _Variants:
         costs = self.profile.stage_costs(plan, candidate.rows)
         on_devices = slowed(plan, costs, self.topology)
         least = rank_seconds(plan, on_devices, self.topology.cores)
-        if order_limit is None or candidate.order is not None:
+        if len(plan.workers) <= _MOST_WORKERS and (order_limit is None or candidate.order is not None):
             least = max(least, flush_seconds(plan, on_devices, network(plan, self.topology)))
         return _Variant(schedule or candidate.schedule, candidate, plan, costs, least / candidate.batch, order_limit)
 

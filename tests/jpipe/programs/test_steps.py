@@ -44,7 +44,9 @@ def plans(name, all_replicas=REPLICAS, options=OPTIONS, with_options=REPLICAS[:1
 def uses(plan):
     """Yield whether there is a global norm, and the groups of shared parameters."""
     yield False, ()
-    if plan.agree is None and not SCHEDULES[plan.schedule].norm_refusal(plan):
+    if plan.agree is not None and SCHEDULES[plan.schedule].flushes:
+        yield True, ()
+    elif plan.agree is None and not SCHEDULES[plan.schedule].norm_refusal(plan):
         yield True, ((0, plan.depth - 1),)
 
 
@@ -163,8 +165,11 @@ def test_a_part_with_an_error_is_refused(plan):
                 verify(dataclasses.replace(part, instructions=(*items[:n], *those, *items[n + 1 :])))
 
 
-def test_simulation_needs_all_workers_and_lowering_those_of_the_plan():
-    with pytest.raises(InputError, match="expected the program of all workers, found that of some"):
+def test_simulation_needs_the_workers_that_send_to_each_other_and_lowering_those_of_the_plan():
+    with pytest.raises(InputError, match="expected the program of all workers, or of some that send messages only to each other"):
         simulate(lower(SOME[0], 1, workers=[0]))
+    alike = Plan.even("ab", 1, "pipedream", 12, replicas=4)
+    assert simulate(lower(alike, 3, workers=[0, 3])).seconds == simulate(lower(alike, 3)).seconds
+    assert not simulate(lower(alike, 3), brief=True).transfers
     with pytest.raises(InputError, match="workers: expected numbers of workers of the plan, below 8, found"):
         lower(SOME[0], 1, workers=[8])
