@@ -414,13 +414,14 @@ class Predictor:
         worker.memory.add(worker.cost.trained)  # the changes, then their mean
         begun = self._sums_begun.setdefault((worker.stage, i.batch, -1), [])
         begun.append(worker.rank.clock)
-        replicas = self._plan.stage_workers[worker.stage]
-        if len(begun) == len(replicas):
+        replicas, summing = self._plan.stage_workers[worker.stage], self._summing[worker.stage]
+        if len(begun) == len(summing):
             size = 2 * (len(replicas) - 1) / len(replicas) * worker.cost.trained
             ranks = tuple(self._plan.rank_of[w] for w in replicas)
             times = _, _, summed = self._traffic.all_reduce(ranks, max(begun), size)
-            self._transfers.append(Transfer("changes", ranks, i.batch, *times, size))
-            for w in replicas:
+            if not self._is_brief:
+                self._transfers.append(Transfer("changes", ranks, i.batch, *times, size))
+            for w in summing:
                 self._workers[w].rank.moved += round(size)
                 self._workers[w].ready["changes", i.batch] = summed
 

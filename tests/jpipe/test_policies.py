@@ -12,6 +12,7 @@ import pydantic
 
 import jpipe
 from docs import api
+from jpipe_planner import Profile
 from tests.packages import PACKAGES, module_name
 
 ROOT = Path(jpipe.__file__).parent
@@ -160,10 +161,16 @@ def test_a_changed_copy_recomputes_cached_properties():
         for kind in classes
         if issubclass(kind, pydantic.BaseModel) and any(isinstance(v, functools.cached_property) for v in vars(kind).values())
     }
-    assert caching == {jpipe.Plan}
+    assert caching == {jpipe.Plan, Profile}
     plan = jpipe.Plan.even("abcd", 2, "gpipe", 2)
     assert (plan.replicas, len(plan.workers), plan.rank_of, plan.pipeline_ranks) == ((1, 1), 2, (0, 1), ((0,), (1,)))
     changed = plan.model_copy(update={"stages": (plan.stages[0].model_copy(update={"replicas": 2}), plan.stages[1])})
     assert vars(changed).keys() == jpipe.Plan.model_fields.keys()
     assert (changed.replicas, len(changed.workers), changed.rank_of) == ((2, 1), 3, (0, 1, 2))
     assert plan.replicas == (1, 1)
+    layer = {"id": "a", "weights": 4, "optimizer": 4, "at": [{"forward": 1.0, "backward": 2.0, "outputs": 4, "residuals": {"none": 4}}]}
+    profile = Profile(source="analytic", sizes=[1], inputs=[4], labels=[4], layers=[layer])
+    assert (profile.ids, profile.costs(1).keys(), profile.shared_costs) == (("a",), {"a"}, ())
+    changed = profile.model_copy(update={"layers": (profile.layers[0].model_copy(update={"id": "b"}),)})
+    assert vars(changed).keys() == Profile.model_fields.keys()
+    assert (changed.ids, profile.ids) == (("b",), ("a",))

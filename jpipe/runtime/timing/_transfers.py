@@ -13,7 +13,7 @@ import jax
 
 from jpipe.ops import OPS, Leaves
 from jpipe.plan import Plan
-from jpipe.programs._instructions import AllReduce, Receive, Send, parts_of
+from jpipe.programs._instructions import AllReduce, Receive, Send, SumChanges, parts_of
 from jpipe.programs._transfers import Transfer, in_rows
 from jpipe.runtime._interpreter import Event
 from jpipe.runtime._lanes import PendingTransfer
@@ -59,9 +59,9 @@ class TransferWatcher:
         elif isinstance(i, Receive) and plan.rank_of[i.worker] != plan.rank_of[i.source]:
             moved = _Moved(i.message, (i.source, i.worker), i.microbatch)
             self._watch(moved, _received(i, event.state, plan), 1.0)
-        elif isinstance(i, AllReduce):
+        elif isinstance(i, AllReduce | SumChanges):
             replicas = tuple(plan.stage_workers[plan.workers[i.worker][0]])
-            moved = _Moved("sum", replicas, i.batch, i.part)
+            moved = _Moved("sum", replicas, i.batch, i.part) if isinstance(i, AllReduce) else _Moved("changes", replicas, i.batch)
             self._posted[moved] = self._now()
             if (total := _summed(i, event.state)) is not None:  # once the last replica of this process has given its part
                 self._watch(moved, total, 2 * (len(replicas) - 1) / len(replicas))
@@ -186,9 +186,11 @@ def _received(i: Receive, state: WorkerState, plan: Plan) -> Tree:
     return pending.norm if i.message == "norm" else pending.squares
 
 
-def _summed(i: AllReduce, state: WorkerState) -> Tree:
+def _summed(i: AllReduce | SumChanges, state: WorkerState) -> Tree:
     """Return the sum that a worker has just begun to receive; None: other replicas of this process have still to give their parts."""
     pending = state.updates.get(i.batch)
+    if isinstance(i, SumChanges):
+        return None if pending is None else pending.changes
     if pending is None or i.part is None:
         return None if pending is None else pending.summed
     return (pending.summed or {}).get(i.part)

@@ -25,6 +25,7 @@ STACK = models.rich_stack()
 PLANS = [
     {"num_stages": 3, "schedule": "pipedream_2bw"},
     {"num_stages": 3, "schedule": "gpipe", "replicas": [2, 1, 2]},
+    {"num_stages": 2, "schedule": "pipedream_flush", "replicas": 2, "agree": {"every": 2}},
 ]
 
 
