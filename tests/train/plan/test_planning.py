@@ -23,7 +23,7 @@ from jpipe_train.plan import confirm as confirming
 from jpipe_train.plan import search as searching
 from jpipe_train.plan.compiling import of_this_machine
 from jpipe_train.plan.confirm import confirm
-from jpipe_train.plan.inputs import Request
+from jpipe_train.plan.inputs import Request, prepare_devices
 from jpipe_train.plan.profiling import Parts
 from jpipe_train.plan.search import SearchResult, search
 
@@ -205,3 +205,8 @@ def test_auto_leaves_no_process_idle(fits, monkeypatch, tiny):
     alone.processes = types.SimpleNamespace(waiting=lambda *_, **__: contextlib.nullcontext())
     with pytest.raises(jpipe.InputError, match=r"no plan has a batch of .* on all of 7 devices"):
         auto.find_plan(config, silent(), alone)
+
+
+def test_several_processes_use_all_their_devices():
+    with pytest.raises(jpipe.InputError, match="--devices: several processes use all their devices; leave it out"):
+        prepare_devices(Request(devices=2), 2)
