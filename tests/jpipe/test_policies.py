@@ -10,8 +10,10 @@ from pathlib import Path
 import pydantic
 
 import jpipe
+import jpipe_planner
 from docs import api
 from tests.packages import PACKAGES, module_name
+from tests.planner.invented import invented_profile
 
 ROOT = Path(jpipe.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
@@ -149,10 +151,15 @@ def test_a_changed_copy_recomputes_cached_properties():
         for kind in classes
         if issubclass(kind, pydantic.BaseModel) and any(isinstance(v, functools.cached_property) for v in vars(kind).values())
     }
-    assert caching == {jpipe.Plan}
+    assert caching == {jpipe.Plan, jpipe_planner.Profile}
     plan = jpipe.Plan.even("abcd", 2, "gpipe", 2)
     assert (plan.replicas, len(plan.workers), plan.rank_of, plan.pipeline_ranks) == ((1, 1), 2, (0, 1), ((0,), (1,)))
     changed = plan.model_copy(update={"stages": (plan.stages[0].model_copy(update={"replicas": 2}), plan.stages[1])})
     assert vars(changed).keys() == jpipe.Plan.model_fields.keys()
     assert (changed.replicas, len(changed.workers), changed.rank_of) == ((2, 1), 3, (0, 1, 2))
     assert plan.replicas == (1, 1)
+    profile = invented_profile(0, layers=2)
+    assert (profile.ids, profile.costs(1)["layer_0"].weights) == (("layer_0", "layer_1"), profile.layers[0].weights)
+    changed = profile.model_copy(update={"layers": profile.layers[1:]})
+    assert vars(changed).keys() == type(profile).model_fields.keys()
+    assert (changed.ids, [*changed.costs(1)]) == (("layer_1",), ["layer_1"])
