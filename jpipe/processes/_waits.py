@@ -36,6 +36,7 @@ class Waits:
         self._of_threads: dict[int, Wait] = {}
         self._moves = 0  # messages sent and waits that are over
         self._seen, self._still = 0, 0  # progress at the last beat, and beats since it grew
+        self._place = ""  # where the main thread was when it was looked at last, if there has been no progress since
 
     def __len__(self) -> int:
         return len(self._of_threads)
@@ -64,15 +65,19 @@ class Waits:
     def beat(self) -> Beat:
         """Count one more beat, and report what the longest wait is for; for one thread only.
 
-        Where the main thread is, a beat says only without progress: to read its stack is not quite safe, and most runs never need it.
+        Where the main thread is, a beat says only without progress. To read its stack is not quite safe, so this is done after
+        `LOOK_AFTER` beats, after twice as many, and so on; the beats in between repeat what was read.
         """
         for wait in list(self._of_threads.values()):
             wait.beats += 1
         seen, self._seen = self._seen, self._progress() + self._moves
         self._still = self._still + 1 if self._seen == seen else 0
-        place = " called by ".join(main_thread_calls()[:3]) if self._still >= LOOK_AFTER else ""
+        if self._still < LOOK_AFTER:
+            self._place = ""
+        elif self._still % LOOK_AFTER == 0 and (self._still // LOOK_AFTER).bit_count() == 1:
+            self._place = " called by ".join(main_thread_calls()[:3])
         still = self._still * self._seconds
         longest = self.longest()
         if longest is None:
-            return Beat(place, still=still)
-        return Beat(place, str(longest.what)[:500], longest.on, longest.beats * self._seconds, longest.limit, still)
+            return Beat(self._place, still=still)
+        return Beat(self._place, str(longest.what)[:500], longest.on, longest.beats * self._seconds, longest.limit, still)

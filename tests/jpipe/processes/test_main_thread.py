@@ -50,13 +50,15 @@ def test_the_calls_of_a_running_main_thread_are_read():
     assert (done.returncode, done.stdout, done.stderr) == (0, "True\n", "")
 
 
-def test_heartbeats_look_at_the_main_thread_only_without_progress(monkeypatch):
-    looks, progress = [], iter([1, 2, 3, *[4] * (LOOK_AFTER + 2), 5])
+def test_heartbeats_look_at_the_main_thread_rarely_and_only_without_progress(monkeypatch):
+    still = 4 * LOOK_AFTER + 1
+    looks, progress = [], iter([1, 2, 3, 4, *[4] * still, 5])
     monkeypatch.setattr(_waits, "main_thread_calls", lambda: looks.append("") or ["step.py:12 (step)", "loop.py:3 (run)"])
     waits = _waits.Waits(1.0, lambda: next(progress))
-    places = [waits.beat().at for _ in range(3 + LOOK_AFTER + 2 + 1)]
-    assert places == [""] * (3 + LOOK_AFTER) + ["step.py:12 (step) called by loop.py:3 (run)"] * 2 + [""]
-    assert len(looks) == 2
+    places = [waits.beat().at for _ in range(4 + still + 1)]
+    seen = still - LOOK_AFTER + 1
+    assert places == [""] * (4 + still - seen) + ["step.py:12 (step) called by loop.py:3 (run)"] * seen + [""]
+    assert len(looks) == 3, "after LOOK_AFTER beats, twice and four times as many"
 
 
 def test_a_full_disk_gives_no_calls(monkeypatch):
