@@ -30,13 +30,13 @@ def local_topology(count: int | None = None, *, dispatch: float = 0.0, report: C
 
     Returns:
         One level of equal links, which take no time if there is only one device. On CPUs the devices share the memory, and the cores if
-        programs on several devices slow each other down. Where nothing is measured, with one device or one core, transfers and sums are
-        taken to overlap computations on CPUs, and nothing on other devices.
+        programs on several devices slow each other down. Transfers and sums are taken to overlap computations on CPUs, where a measurement
+        would say how busy the cores are. With one device nothing is.
     """
     devices = jax.devices()
     device, count = devices[0], count or len(devices)
-    times, overlap = jpipe.runtime.time_overlap(devices), usual_overlap(device.platform)
-    if times is not None and (device.platform != "cpu" or usable_cores() > 1):  # a single core does one thing at a time, whatever is queued
+    overlap = usual_overlap(device.platform)
+    if device.platform != "cpu" and (times := jpipe.runtime.time_overlap(devices)) is not None:
         overlap = overlap_of(times)
         report(overlap_words(times))
     small, large = (_hop_seconds(elements, dispatch) for elements in (SMALL, LARGE))

@@ -14,16 +14,14 @@ from jpipe_planner.machine import local, overlap
 def test_the_devices_here_their_links_and_what_they_share(monkeypatch):
     monkeypatch.setattr(local, "STEPS", 4)
     monkeypatch.setattr(local, "_WIDE", 64)
-    lines = []
-    topology = local.local_topology(dispatch=0.0, report=lines.append)
+    topology = local.local_topology(dispatch=0.0)
     assert topology.num_devices == len(jax.devices())
     assert topology.levels[0].bandwidth > 0
     assert topology.levels[0].latency >= 0
     assert 1 <= topology.cores <= len(jax.devices())
     assert topology.device.memory == local.host_memory() / len(jax.devices())
     assert local.local_topology(3).num_devices == 3
-    assert len(lines) == (local.usable_cores() > 1)
-    assert all(line.startswith("overlap: a computation hides ") and line.endswith(f"assume: {topology.device.overlap}") for line in lines)
+    assert topology.device.overlap == "transfers and sums"
 
 
 def test_the_cost_of_computations_is_not_part_of_a_link(monkeypatch):
@@ -55,7 +53,6 @@ def test_bandwidth_latency_and_cores_are_those_of_the_machine(monkeypatch):
     monkeypatch.setattr(local, "_WIDE", 4)
     monkeypatch.setattr(local, "time", SimpleNamespace(perf_counter=lambda: machine.now))
     monkeypatch.setattr(local.jpipe, "Pipeline", machine.pipeline)
-    monkeypatch.setattr(local.jpipe.runtime, "time_overlap", lambda devices: None)
     monkeypatch.setattr(local.jax, "jit", lambda function: lambda x: "a product")
     monkeypatch.setattr(local.jax, "block_until_ready", machine.finish)
     topology = local.local_topology(dispatch=machine.dispatch)
@@ -106,18 +103,16 @@ def test_more_than_half_of_the_shorter_one_has_to_be_hidden(computation, moved, 
 
 
 @pytest.mark.parametrize(
-    ("platform", "cores", "transfer", "sums", "expected"),
+    ("platform", "transfer", "sums", "expected"),
     [
-        ("gpu", 1, True, True, "transfers and sums"),
-        ("gpu", 8, True, False, "transfers"),
-        ("gpu", 8, False, True, "none"),
-        ("cpu", 2, False, False, "none"),
-        ("cpu", 1, False, False, "transfers and sums"),
-        ("gpu", 8, None, None, "none"),
-        ("cpu", 2, None, None, "transfers and sums"),
+        ("gpu", True, True, "transfers and sums"),
+        ("gpu", True, False, "transfers"),
+        ("gpu", False, True, "none"),
+        ("gpu", None, None, "none"),
+        ("cpu", False, False, "transfers and sums"),
     ],
 )
-def test_what_was_measured_decides_and_else_what_is_usual(monkeypatch, platform, cores, transfer, sums, expected):
+def test_what_was_measured_decides_and_else_what_is_usual(monkeypatch, platform, transfer, sums, expected):
     both = {True: 3.0, False: 4.0}
     times = (
         None
@@ -125,14 +120,14 @@ def test_what_was_measured_decides_and_else_what_is_usual(monkeypatch, platform,
         else {name: OverlapTimes(3.0, 1.0, both[is_hidden]) for name, is_hidden in (("transfer", transfer), ("sum", sums))}
     )
     monkeypatch.setattr(local.jpipe.runtime, "time_overlap", lambda devices: times)
-    monkeypatch.setattr(local, "usable_cores", lambda: cores)
     monkeypatch.setattr(local, "_hop_seconds", lambda elements, dispatch: 0.0)
     device = SimpleNamespace(platform=platform, device_kind=platform, memory_stats=lambda: None, process_index=0)
     monkeypatch.setattr(local.jax, "devices", lambda: [device])
     monkeypatch.setattr(local, "_at_once", lambda devices: 1.0)
     lines = []
     assert local.local_topology(report=lines.append).device.overlap == expected
-    assert len(lines) == (times is not None and (platform != "cpu" or cores > 1))
+    assert lines == ([] if times is None or platform == "cpu" else [overlap.overlap_words(times)])
+    assert all(line.startswith("overlap: a computation hides ") and line.endswith(f"assume: {expected}") for line in lines)
 
 
 def test_a_transfer_and_a_sum_are_timed_and_arrive_whole():
