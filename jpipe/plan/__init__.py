@@ -2,6 +2,7 @@
 
 from jpipe.plan._agreement import Agreement, OuterOptimizer
 from jpipe.plan._axes import RULES, mesh_rules
+from jpipe.plan._links import Kind, Links, Message
 from jpipe.plan._plan import Plan as Plan
 from jpipe.plan._stage import RECOMPUTE, Predicted
 from jpipe.plan._stage import Stage as Stage
@@ -12,6 +13,9 @@ __all__ = [
     "RECOMPUTE",
     "RULES",
     "Agreement",
+    "Kind",
+    "Links",
+    "Message",
     "OuterOptimizer",
     "Predicted",
     "mesh_rules",
