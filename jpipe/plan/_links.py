@@ -14,12 +14,16 @@ depend on the stages of the plan, and not on where they run. The stage that rece
 stage that sends ignores the rounding (straight-through). Evaluations and predictions round the same activations, always to nearest.
 """
 
+import math
+from fractions import Fraction
 from typing import Literal
 
 import pydantic
 
 Kind = Literal["bfloat16", "int8", "fp8"]
 Message = Literal["activations", "gradients"]
+
+BLOCK = 256  # the most values that share a scale
 
 
 class Links(pydantic.BaseModel):
@@ -41,6 +45,11 @@ class Links(pydantic.BaseModel):
     def kind(self, message: Message) -> Kind | None:
         """Return how a kind of message between stages is compressed; None: it is sent as it is."""
         return self.activations if message == "activations" else self.gradients
+
+    def compressed_bytes(self, message: Message, size: int) -> int:
+        """Return the bytes of a message of float32 that takes this many bytes uncompressed, in whole blocks."""
+        bits: dict[Kind | None, Fraction] = {None: Fraction(32), "bfloat16": Fraction(16)}
+        return math.ceil(size * bits.get(self.kind(message), 8 + Fraction(32, BLOCK)) / 32)
 
     @property
     def draws(self) -> bool:

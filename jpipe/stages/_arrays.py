@@ -10,7 +10,6 @@ import jax
 from jpipe.meshes._place import NoPlace, Place
 from jpipe.model.layerwise._trace import position_spec
 from jpipe.stages._agreement import Agreed, like_agreed
-from jpipe.stages.functions._loss import loss_dtype
 from jpipe.stages.functions._stage import StageFunctions
 from jpipe.stages.functions._update import GlobalNorm, norm_spec
 

@@ -9,11 +9,9 @@ import jax
 import jax.numpy as jnp
 
 from jpipe.model._precision import wider
-from jpipe.plan import Kind
+from jpipe.plan import BLOCK, Kind
 
 Tree = Any
-
-BLOCK = 256  # the most values that share a scale
 
 
 def compress(tree: Tree, kind: Kind | None, key: jax.Array | None = None) -> Tree:
