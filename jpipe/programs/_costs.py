@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from jpipe.errors import InputError, nearest, short
 from jpipe.ops import OPS
-from jpipe.plan import Links, Plan, Stage
+from jpipe.plan import NO_LINKS, Plan, Stage
 from jpipe.schedules import SCHEDULES
 
 
@@ -289,7 +289,7 @@ def sum_layer_costs(
         InputError: a layer without a cost, or without residual bytes for its stage's recomputation policy.
     """
     _check_layers(plan, layers)
-    costs, flows, sent = list[StageCost](), _gradient_flows(plan, layers), (plan.links or Links()).compressed_bytes
+    costs, flows, sent = list[StageCost](), _gradient_flows(plan, layers), (plan.links or NO_LINKS).compressed_bytes
     agreed = 0 if plan.agree is None else 1 + bool(plan.agree.outer.momentum)  # copies of the weights that stay with the optimizer state
     for s, stage in enumerate(plan.stages):
         layer_costs = [layers[layer_id] for layer_id in stage.layers]

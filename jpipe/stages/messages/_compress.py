@@ -23,8 +23,8 @@ def compress(tree: Tree, kind: Kind | None, key: jax.Array | None = None) -> Tre
         key: a random key for stochastic rounding; None: round to nearest.
 
     Returns:
-        The tree. In place of a compressed leaf it has an array, or a dict of arrays: values, with the shape of the leaf, and scales, with the
-        shape (rows, blocks).
+        The tree. In place of a compressed leaf it has an array, or a dict of arrays: values, with the shape of the leaf, and scales, with
+        the shape (rows, blocks).
     """
     if kind is None:
         return tree
