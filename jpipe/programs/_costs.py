@@ -290,7 +290,6 @@ def sum_layer_costs(
     """
     _check_layers(plan, layers)
     costs, flows, sent = list[StageCost](), _gradient_flows(plan, layers), (plan.links or NO_LINKS).compressed_bytes
-    agreed = 0 if plan.agree is None else 1 + bool(plan.agree.outer.momentum)  # copies of the weights that stay with the optimizer state
     for s, stage in enumerate(plan.stages):
         layer_costs = [layers[layer_id] for layer_id in stage.layers]
         last, forward = s == plan.depth - 1, sum(layer.forward for layer in layer_costs)
@@ -321,7 +320,7 @@ def sum_layer_costs(
                 gradient=sent("gradients", before) if of_input else 0,
                 weights=sum(layer.weights for layer in layer_costs),
                 frozen=sum(layer.frozen for layer in layer_costs),
-                optimizer=sum(layer.optimizer + (layer.ahead if plan.delays[s] else 0) + agreed * layer.trained for layer in layer_costs),
+                optimizer=_optimizer(plan, s, layer_costs),
                 state=sum(layer.state for layer in layer_costs),
                 accumulators=sum(layer.summed for layer in layer_costs),
                 temporary=_scratch(layer_costs, inside, max(inside - (0 if fused else residuals), 0), before),
@@ -330,6 +329,12 @@ def sum_layer_costs(
     if plan.shard_optimizer:
         costs = [_with_shares(stage, cost, layers) for stage, cost in zip(plan.stages, costs, strict=True)]
     return _with_shared(plan, [_with_parts(stage, cost, layers) for stage, cost in zip(plan.stages, costs, strict=True)], shared)
+
+
+def _optimizer(plan: Plan, s: int, layers: Sequence[LayerCost]) -> int:
+    """Return the optimizer state of a stage, with the agreed weights and their momentum where parallel pipelines agree."""
+    agreed = 0 if plan.agree is None else 1 + bool(plan.agree.outer.momentum)
+    return sum(layer.optimizer + (layer.ahead if plan.delays[s] else 0) + agreed * layer.trained for layer in layers)
 
 
 def _with_parts(stage: Stage, cost: StageCost, layers: Mapping[str, LayerCost]) -> StageCost:

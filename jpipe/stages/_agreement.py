@@ -52,6 +52,6 @@ def agree(outer: OuterOptimizer, agreed: Agreed, mean: Tree) -> tuple[Agreed, Tr
     momentum: Tree = {}
     if outer.momentum:
         mean, state = optax.trace(outer.momentum, nesterov=True).update(mean, optax.TraceState(agreed.momentum))
-        momentum = state.trace  # type: ignore[union-attr]  # it is a TraceState again
+        momentum = state.trace
     params = jax.tree.map(lambda leaf, step: leaf - outer.learning_rate * step, agreed.params, mean)
     return Agreed(params, momentum), jax.tree.map(jnp.copy, params)
