@@ -293,7 +293,7 @@ def sum_layer_costs(
     for s, stage in enumerate(plan.stages):
         layer_costs = [layers[layer_id] for layer_id in stage.layers]
         last, forward = s == plan.depth - 1, sum(layer.forward for layer in layer_costs)
-        before = costs[-1].outputs if costs else inputs
+        before = layers[plan.stages[s - 1].layers[-1]].outputs if s else inputs
         of_input, has_backward = s > 0 and flows[s], flows[s + 1]
         message = layer_costs[-1].outputs if has_backward and not last else 0
         again = forward if has_backward and stage.recompute != "none" else 0.0
