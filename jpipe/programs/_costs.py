@@ -282,8 +282,7 @@ def sum_layer_costs(
 
     Returns:
         One cost for each stage. The residuals that a stage makes again count as temporary, and those of a last stage whose forward and
-        backward are one program (as the schedule's order says). Compressed messages (`Plan.links`) count as if they were of float32, in
-        whole blocks.
+        backward are one program (as the schedule's order says). Compressed messages (`Plan.links`) count as if of float32.
 
     Raises:
         InputError: a layer without a cost, or without residual bytes for its stage's recomputation policy.
