@@ -43,7 +43,9 @@ def plans(name):
 def uses(plan):
     """Yield whether there is a global norm, and the groups of shared parameters."""
     yield False, ()
-    if plan.agree is None and not SCHEDULES[plan.schedule].norm_refusal(plan):
+    if plan.agree is not None and SCHEDULES[plan.schedule].flushes:
+        yield True, ()
+    elif plan.agree is None and not SCHEDULES[plan.schedule].norm_refusal(plan):
         yield True, ((0, plan.depth - 1),)
 
 
