@@ -21,9 +21,13 @@ from typing import Literal
 import pydantic
 
 Kind = Literal["bfloat16", "int8", "fp8"]
-Message = Literal["activations", "gradients"]
+"""What the values of a message are rounded to."""
 
-BLOCK = 256  # the most values that share a scale
+Message = Literal["activations", "gradients"]
+"""What a stage sends about a microbatch: its outputs, or the gradients of its inputs."""
+
+BLOCK = 256
+"""The most values that share a scale."""
 
 
 class Links(pydantic.BaseModel):
