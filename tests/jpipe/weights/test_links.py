@@ -108,7 +108,7 @@ def check_rule(plan):
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 @pytest.mark.parametrize("kind", LINKS)
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.thinned(most=4)
+@pytest.mark.thinned(most=3)
 def test_equals_the_rule(name, kind, rounding):
     check_rule(plan_of(name, {**LINKS[kind], "rounding": rounding}))
 
@@ -128,6 +128,7 @@ def test_a_run_from_a_snapshot_equals_the_run_that_continued(name):
     running.check_equal(resumed.params, pipe.params(state))
 
 
+@pytest.mark.slow
 def test_where_stages_run_and_when_changes_no_number():
     """All stages on one rank, where nothing is sent, and on a rank each; forwards before backwards, and in turn."""
     links, found = {**LINKS["int8"], "rounding": "stochastic"}, []
@@ -167,6 +168,7 @@ def test_compressed_bytes_are_counted():
     assert (first.inputs, first.outputs, second.inputs, first.message, second.gradient) == (7, 520, 520, 1024, 1024)
 
 
+@pytest.mark.slow
 def test_arrays_between_stages_that_are_not_compressed_go_along():
     """Whole numbers and thin arrays beside a wide one, in a dict, in both directions."""
 
