@@ -2,6 +2,7 @@
 
 from jpipe.plan._agreement import Agreement, OuterOptimizer
 from jpipe.plan._axes import RULES, mesh_rules
+from jpipe.plan._links import BLOCK, NO_LINKS, Kind, Links, Message
 from jpipe.plan._plan import Plan as Plan
 from jpipe.plan._stage import RECOMPUTE, Predicted
 from jpipe.plan._stage import Stage as Stage
@@ -9,9 +10,14 @@ from jpipe.plan._text import html_of_plan as html_of_plan
 from jpipe.plan._text import read_json
 
 __all__ = [
+    "BLOCK",
+    "NO_LINKS",
     "RECOMPUTE",
     "RULES",
     "Agreement",
+    "Kind",
+    "Links",
+    "Message",
     "OuterOptimizer",
     "Predicted",
     "mesh_rules",

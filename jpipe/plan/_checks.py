@@ -27,6 +27,7 @@ def check(plan: "jpipe.Plan") -> None:
     _check_meshes(plan)
     _check_sum_parts(plan.stages)
     _check_agreement(plan)
+    _check_links(plan)
     _check_options(plan)
     _check_microbatches(plan)
     if reason := SCHEDULES[plan.schedule].refuses(plan):
@@ -138,6 +139,16 @@ def _check_agreement(plan: "jpipe.Plan") -> None:
     if isinstance(plan.agree.fragments, int) and plan.agree.fragments > plan.depth:
         expected = f"'stages', or a number of fragments up to that of the stages, {plan.depth}"
         raise ValueError(f"agree.fragments: expected {expected}, found {plan.agree.fragments}; a stage is in one fragment")
+
+
+def _check_links(plan: "jpipe.Plan") -> None:
+    """Check that the messages of a plan can be compressed."""
+    if plan.links is None:
+        return
+    for s, stage in enumerate(plan.stages):
+        if stage.mesh:
+            expected = f"stages on one device each, found the mesh {dict(stage.mesh)} of stage {s}"
+            raise ValueError(f"links: expected {expected}: shards are sent as they are; remove the mesh, or links")
 
 
 def _check_per_rank(plan: "jpipe.Plan") -> None:

@@ -15,6 +15,7 @@ from jpipe.plan._agreement import Agreement
 from jpipe.plan._axes import ParamAxes, Rules
 from jpipe.plan._checks import check, check_layers_of_model
 from jpipe.plan._even import even_ranks, even_stages
+from jpipe.plan._links import Links
 from jpipe.plan._stage import Int, Predicted, Stage
 from jpipe.plan._text import FORMAT, html_of_plan, read_json, text_of_plan
 from jpipe.schedules import SCHEDULES, Ranks, arranged
@@ -66,6 +67,7 @@ class Plan(pydantic.BaseModel):
         agree: the replicas of all stages, equally many, are parallel pipelines: each makes its own updates, without sums of gradients, and
             they agree on their weights every so many updates (DiLoCo), see `jpipe.plan.Agreement`. None, the default: replicas sum their
             gradients for each update.
+        links: messages between stages are compressed, see `jpipe.plan.Links`. None, the default: they are sent as they are.
         placement: for each pipeline rank the numbers of its replicas' devices, counted from 0 over the devices of all processes, process by
             process; with a mesh the first device of each, followed by its other devices. None: in order, as `keep_together` says.
         predicted: the prediction of a planner; None: there is none.
@@ -97,6 +99,7 @@ class Plan(pydantic.BaseModel):
     param_axes: ParamAxes = NOTHING
     shard_optimizer: bool = False
     agree: Agreement | None = None
+    links: Links | None = None
     placement: Numbers | None = None
     predicted: Predicted | None = None
 

@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from jpipe.errors import InputError, nearest, short
 from jpipe.ops import OPS
-from jpipe.plan import Plan, Stage
+from jpipe.plan import NO_LINKS, Plan, Stage
 from jpipe.schedules import SCHEDULES
 
 
@@ -282,17 +282,17 @@ def sum_layer_costs(
 
     Returns:
         One cost for each stage. The residuals that a stage makes again count as temporary, and those of a last stage whose forward and
-        backward are one program (as the schedule's order says).
+        backward are one program (as the schedule's order says). Compressed messages (`Plan.links`) count as if of float32.
 
     Raises:
         InputError: a layer without a cost, or without residual bytes for its stage's recomputation policy.
     """
     _check_layers(plan, layers)
-    costs, flows = list[StageCost](), _gradient_flows(plan, layers)
+    costs, flows, sent = list[StageCost](), _gradient_flows(plan, layers), (plan.links or NO_LINKS).compressed_bytes
     for s, stage in enumerate(plan.stages):
         layer_costs = [layers[layer_id] for layer_id in stage.layers]
         last, forward = s == plan.depth - 1, sum(layer.forward for layer in layer_costs)
-        before = costs[-1].outputs if costs else inputs
+        before = layers[plan.stages[s - 1].layers[-1]].outputs if s else inputs
         of_input, has_backward = s > 0 and flows[s], flows[s + 1]
         message = layer_costs[-1].outputs if has_backward and not last else 0
         again = forward if has_backward and stage.recompute != "none" else 0.0
@@ -311,12 +311,12 @@ def sum_layer_costs(
                 backward_weight=for_weights,
                 stash=_stash(layer_costs, stage.recompute) if of_input else residuals + message,
                 update=sum(layer.update for layer in layer_costs),
-                inputs=before,
+                inputs=sent("activations", before) if s else before,
                 labels=labels if last else 0,
-                outputs=0 if last else layer_costs[-1].outputs,
+                outputs=0 if last else sent("activations", layer_costs[-1].outputs),
                 residuals=residuals,
-                message=message,
-                gradient=before if of_input else 0,
+                message=sent("gradients", message),
+                gradient=sent("gradients", before) if of_input else 0,
                 weights=sum(layer.weights for layer in layer_costs),
                 frozen=sum(layer.frozen for layer in layer_costs),
                 optimizer=_optimizer(plan, s, layer_costs),

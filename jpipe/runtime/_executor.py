@@ -228,7 +228,7 @@ class Executor:
     def predict(self, state: State, inputs: Tree, bucket: int, weights: Weights, to: To) -> Tree | None:
         """Return the outputs for any number of rows of a bucket; see `Pipeline.predict`."""
         last = self._buckets[bucket].functions[-1]
-        outputs = last.stack.specs(last.specs.x, last.stage.layers)[last.stage.layers[-1]].output
+        outputs = last.stack.specs(last.specs.input, last.stage.layers)[last.stage.layers[-1]].output
         rows_each, size = rows_of(self.specs[0]), rows_of(inputs)
         check_outputs(outputs, rows_each, last.stage.layers[-1])
         if bucket not in self._predicting:

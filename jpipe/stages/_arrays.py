@@ -10,8 +10,6 @@ import jax
 from jpipe.meshes._place import NoPlace, Place
 from jpipe.model.layerwise._trace import position_spec
 from jpipe.stages._agreement import Agreed, like_agreed
-from jpipe.stages.functions._floats import floats_of
-from jpipe.stages.functions._loss import loss_dtype
 from jpipe.stages.functions._stage import StageFunctions
 from jpipe.stages.functions._update import GlobalNorm, norm_spec
 
@@ -153,8 +151,8 @@ class Arrays:
     @cached_property
     def gradient(self) -> Tree:
         """The sent gradient message."""
-        f = self.functions
-        return floats_of(self.x) if f.input_gradient else [], self.whole(Spec((), loss_dtype()))
+        gradient, weight = self.functions.gradient_spec
+        return self._flow(gradient), self.whole(weight)
 
     @property
     def between(self) -> tuple[Any, Any, Any]:

@@ -18,13 +18,14 @@ from jpipe.model._stack import LayerStack
 from jpipe.model._ties import NOTHING_SHARED, Sharing
 from jpipe.model.layerwise._optimizer import LayerwiseOptimizer
 from jpipe.model.layerwise._probe import find_layerwise
-from jpipe.plan import Plan, Stage
+from jpipe.plan import NO_LINKS, Plan, Stage
 from jpipe.schedules import SCHEDULES
 from jpipe.stages._batch import Batch, rows_of
 from jpipe.stages._gradients import check_gradients, with_gradients
 from jpipe.stages.functions._loss import check_loss
 from jpipe.stages.functions._specs import Specs, rng_spec
 from jpipe.stages.functions._stage import StageFunctions
+from jpipe.stages.messages._compress import compressed_specs
 
 Tree = Any
 
@@ -83,8 +84,8 @@ class StageBuilder:
         for s, stage in enumerate(self._plan.stages):
             scale = stage.replicas / self._plan.replicas[0] if self._plan.scale_learning_rate else 1.0
             options = {"update_scale": scale, "average_state": self._average_state, "sharing": sharing, **self._options}
-            options |= {"number": s} if sharing.counted else {}
-            options |= {"partition": split[s], "agreement": self._plan.agree}
+            options |= {"number": s} if sharing.counted or self._plan.links is not None else {}
+            options |= {"partition": split[s], "agreement": self._plan.agree, "links": self._plan.links or NO_LINKS}
             functions.append(stage_functions(self._stack, stage, layers, labels, self._loss, unprobed, self._precision, **options))
         layerwise = self._layerwise({layer_id: spec.params for layer_id, spec in layers.items()})
         check_gradients(self._stack, layers, len(self._plan.stages[0].layers), self._loss, labels, layerwise.trained)
@@ -143,12 +144,15 @@ def stage_functions(
     Raises:
         InputError: a loss that does not fit.
     """
-    first, last = stage.layers[0] == stack.ids[0], stage.layers[-1] == stack.ids[-1]
-    rng = rng_spec() if stack.is_stochastic(stage.layers) or (last and random_parameter(loss)) else (None, None)
+    first, last, links = stage.layers[0] == stack.ids[0], stage.layers[-1] == stack.ids[-1], options.get("links", NO_LINKS)
+    draws = stack.is_stochastic(stage.layers) or (last and random_parameter(loss)) or links.draws
+    rng = rng_spec() if draws else (None, None)
     fresh = stack.ties.split({layer_id: spec.params for layer_id, spec in layers.items()}, stage.layers)
     params = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, precision.version_dtype(p.dtype)), fresh)
     state = {layer_id: layers[layer_id].state for layer_id in stage.layers}
-    specs = Specs(params, state, layers[stage.layers[0]].x, labels if last else None, rng, fresh)
+    x = layers[stage.layers[0]].x
+    received = x if first else compressed_specs(x, links.activations)
+    specs = Specs(params, state, received, labels if last else None, rng, fresh, x)
     options = {"input_gradient": not first, **options}
     if last:
         check_loss(loss, "loss", stage.layers[-1], layers[stage.layers[-1]].output, labels)

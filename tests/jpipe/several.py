@@ -58,6 +58,12 @@ CASES: dict[str, dict[str, dict]] = {
             "placement": [[0, 1], [0, 1]],
             "agree": {"every": 2, "fragments": "stages"},
         },
+        "compressed": {
+            "num_stages": 2,
+            "schedule": "pipedream_2bw",
+            "microbatches": 3,
+            "links": {"activations": "fp8", "gradients": "int8", "rounding": "stochastic"},
+        },
         "in a V": {"num_stages": 4, "schedule": "zb_v", "microbatches": 3, "clip": 3.0},
         "shared optimizer": {
             "num_stages": 2,

@@ -14,7 +14,7 @@ def evaluate(f: StageFunctions, params: Tree, state: Tree, x: Tree, labels: Tree
     """Return the stage output in evaluation mode; at the last stage (sum, weight) of the loss and of each metric, in their order."""
     y = predict(f, params, state, x, None, rng)
     if not f.last:
-        return y
+        return f.sent(y, None)
     sums = [f.loss_of(y, labels, f.draw_key(f.loss, "", rng, train=False))]
     for name, metric in f.metrics.items():
         key = f.draw_key(metric, name, rng, train=False, of_metric=True)
@@ -24,7 +24,7 @@ def evaluate(f: StageFunctions, params: Tree, state: Tree, x: Tree, labels: Tree
 
 def predict(f: StageFunctions, params: Tree, state: Tree, x: Tree, labels: None, rng: tuple[Any, Any]) -> Tree:
     """Return the stage output in evaluation mode, at the last stage, too; the arguments are those of `evaluate`, without labels."""
-    return f.apply(f.whole(params), state, x, rng, train=False)[0]
+    return f.apply(f.whole(params), state, f.received(x), rng, train=False)[0]
 
 
 def check_metrics(last: StageFunctions, metrics: Mapping[str, Loss]) -> None:
@@ -35,6 +35,6 @@ def check_metrics(last: StageFunctions, metrics: Mapping[str, Loss]) -> None:
     """
     if metrics:
         layer_id = last.stage.layers[-1]
-        outputs = last.stack.specs(last.specs.x, last.stage.layers)[layer_id].output
+        outputs = last.stack.specs(last.specs.input, last.stage.layers)[layer_id].output
         for name, metric in metrics.items():
             check_loss(metric, f"metrics: '{name}'", layer_id, outputs, last.specs.labels)

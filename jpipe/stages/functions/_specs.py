@@ -18,10 +18,11 @@ class Specs:
     Attributes:
         params: the parameters of the weight versions.
         state: the layer state.
-        x: the stage input.
+        x: the stage input, as it is received: perhaps compressed.
         labels: at the last stage.
         rng: (microbatch, key), or Nones without randomness.
         fresh: the parameters as the layers initialize them.
+        input: the stage input, as the layers read it.
     """
 
     params: Tree
@@ -30,6 +31,7 @@ class Specs:
     labels: Tree
     rng: tuple[Any, Any]
     fresh: Tree
+    input: Tree
 
     @property
     def arguments(self) -> tuple[Tree, Tree, Tree]:

@@ -20,7 +20,7 @@ from jpipe.model._ties import NOTHING_SHARED, Sharing
 from jpipe.model.jaxprs._dependence import passed_on
 from jpipe.model.layerwise._optimizer import LayerwiseOptimizer
 from jpipe.ops import Op
-from jpipe.plan import Agreement, Stage
+from jpipe.plan import NO_LINKS, Agreement, Links, Stage
 from jpipe.stages.functions._accumulators import accumulate, zero_accumulators
 from jpipe.stages.functions._effects import describe_effects
 from jpipe.stages.functions._floats import floats_of, is_float, with_floats
@@ -28,6 +28,8 @@ from jpipe.stages.functions._loss import call_loss, loss_dtype
 from jpipe.stages.functions._residuals import Residuals, find_residuals
 from jpipe.stages.functions._specs import Specs, rng_spec
 from jpipe.stages.functions._split_backward import BackwardInParts, LateInputs, SplitBackward
+from jpipe.stages.messages._compress import compressed_specs, decompress
+from jpipe.stages.messages._messages import compress_message
 
 Tree = Any
 
@@ -44,6 +46,8 @@ class StageFunctions:
     Gradients, accumulators and the arguments and results of an update have the trained parameters only (`optimizer.trained`), with None
     in place of the frozen ones; forwards and backwards read whole `params`. Likewise they return the part of the layer state that a
     microbatch changes (`changed`).
+
+    Where messages are compressed, x, y and the gradients in gradient messages are compressed here: stages decompress what they receive.
 
     Attributes:
         stack: the model.
@@ -63,6 +67,7 @@ class StageFunctions:
         number: of the stage in its plan.
         sharing: which shared parameters the stages of the plan hold.
         precision: the dtypes of weight versions and accumulators, and the loss scale; the layers of `stack` compute in it already.
+        links: how messages between stages are compressed.
         partition: how its arrays are sharded over the mesh of each of its workers.
         input_gradient: whether the gradient of x is computed: not at the first stage, and not where all parameters before are frozen.
         output_gradient: whether that of y is: not if all parameters up to here are frozen. Messages without a gradient have an empty
@@ -86,6 +91,7 @@ class StageFunctions:
     precision: Precision = PLAIN
     number: int = 0
     sharing: Sharing = NOTHING_SHARED
+    links: Links = NO_LINKS
     partition: Partition = ONE_DEVICE
     input_gradient: bool = True
     output_gradient: bool = True
@@ -101,7 +107,7 @@ class StageFunctions:
         self, params: Tree, forward_arrays: Any, saved: Tree, message: Tree, accumulators: Tree, rng: tuple[Any, Any], scale: Any = None
     ) -> tuple[Tree, Tree]:
         """Return the gradient message for the previous stage, and the accumulators with this microbatch added."""
-        return self._pull_back(self._restored_vjp(params, forward_arrays, saved, rng), message, accumulators, scale)
+        return self._pull_back(self._restored_vjp(params, forward_arrays, saved, rng), message, accumulators, rng, scale)
 
     def forward_backward(
         self, params: Tree, state: Tree, x: Tree, labels: Tree, accumulators: Tree, rng: tuple[Any, Any], scale: Any = None
@@ -112,7 +118,7 @@ class StageFunctions:
             The gradient message for the previous stage; the accumulators with this microbatch added; the changed part of the state.
         """
         (y, new_state), vjp = self._linearize(params, (state, x, labels), rng)
-        message, accumulators = self._pull_back(vjp, y, accumulators, scale)
+        message, accumulators = self._pull_back(vjp, y, accumulators, rng, scale)
         return message, accumulators, self.changed.part(new_state)
 
     def backward_input(
@@ -120,7 +126,7 @@ class StageFunctions:
     ) -> tuple[Tree, list[jax.Array]]:
         """Run the first half of a backward: return the gradient message for the previous stage, and the stash."""
         x_gradient, stash = self.halves.gradients_of_input(params, forward_arrays, saved, message, rng, scale)
-        return (x_gradient, message[1]), stash
+        return self._sent_gradient(x_gradient, message[1], rng), stash
 
     def backward_weight(
         self, params: Tree, late: LateInputs, stash: Sequence[Any], accumulators: Tree, rng: tuple[Any, Any], scale: Any = None
@@ -191,7 +197,7 @@ class StageFunctions:
         def new_state(state: Tree, params: Tree, x: Tree, microbatch: Any, key: Any) -> Tree:
             return self.apply(self.whole(params), state, x, (microbatch, key), train=True)[1]
 
-        traced = jax.make_jaxpr(new_state)(self.specs.state, self.specs.params, self.specs.x, *self.specs.rng)
+        traced = jax.make_jaxpr(new_state)(self.specs.state, self.specs.params, self.specs.input, *self.specs.rng)
         flags = [source != i for i, source in enumerate(passed_on(traced.jaxpr))]
         by_layer = jax.tree.unflatten(jax.tree.structure(self.specs.state), flags)
         return Subset({layer_id: tuple(leaves) for layer_id, tree in by_layer.items() if not all(leaves := jax.tree.leaves(tree))})
@@ -235,6 +241,18 @@ class StageFunctions:
         with tracing_on(self.partition.traced):
             return self.stack.apply(self.stage.layers, params, state, x, key=key, microbatch=microbatch, train=train)
 
+    def received(self, x: Tree) -> Tree:
+        """Return the stage input, as the layers read it."""
+        return x if self.first else decompress(x, self.links.activations, self.specs.input)
+
+    def sent(self, y: Tree, rng: tuple[Any, Any] | None) -> Tree:
+        """Return the output of the layers as it is sent; `rng` is None where it is rounded to nearest."""
+        return y if self.last else compress_message(self.links, y, "activations", self.number, rng)
+
+    def _sent_gradient(self, gradient: Tree, weight: Any, rng: tuple[Any, Any]) -> tuple[Tree, Any]:
+        """Return the gradient message for the previous stage."""
+        return compress_message(self.links, gradient, "gradients", self.number, rng), weight
+
     def whole(self, params: Tree) -> Tree:
         """Return the parameters of whole layers, by layer id, as they are used."""
         params = self.partition.gather(params)
@@ -274,21 +292,21 @@ class StageFunctions:
 
     def _results_of_backward(self, params: Tree, reads: Tree, rng: Tree, scale: Any) -> Any:
         forward_arrays, saved, message = reads
-        return self._results(self._restored_vjp(params, forward_arrays, saved, rng), message, None, scale)
+        return self._results(self._restored_vjp(params, forward_arrays, saved, rng), message, None, rng, scale)
 
     def _results_of_forward_backward(self, params: Tree, reads: Tree, rng: Tree, scale: Any) -> Any:
         (y, new_state), vjp = self._linearize(params, reads, rng)
-        return self._results(vjp, y, self.changed.part(new_state), scale)
+        return self._results(vjp, y, self.changed.part(new_state), rng, scale)
 
     def _results_of_weights(self, params: Tree, reads: Tree, rng: Tree, scale: Any) -> Any:
         (arrays, numbers), stash = reads
         gradients = self.halves.gradients_of_weights(params, arrays, stash, rng, scale)
         return (numbers, None), list(self.stack.ties.by_place(gradients)), None
 
-    def _results(self, vjp: Any, message: Tree, changed: Tree, scale: Any) -> Any:
+    def _results(self, vjp: Any, message: Tree, changed: Tree, rng: tuple[Any, Any], scale: Any) -> Any:
         gradients, x_gradient = self._cotangents(vjp, message, scale)
         numbers = tuple(message) if self.last else (message[1],)
-        return (numbers, changed), list(self.stack.ties.by_place(gradients)), (x_gradient, message[1])
+        return (numbers, changed), list(self.stack.ties.by_place(gradients)), self._sent_gradient(x_gradient, message[1], rng)
 
     # Residuals and halves ------------------------------------------------------------------------------------------------
 
@@ -317,7 +335,7 @@ class StageFunctions:
             between=self.between_specs,
             rng=self.specs.rng,
             scale=None if self.scale_spec is None else self.scale_spec.value,
-            input_count=len(floats_of(self.specs.x)) if self.input_gradient else 0,
+            input_count=len(floats_of(self.specs.input)) if self.input_gradient else 0,
             gradients=self._gradients_spec,
             residuals=self.residuals,
             last=self.last,
@@ -327,7 +345,7 @@ class StageFunctions:
     @property
     def description(self) -> str:
         """The layers with side effects, or else the stage, in the words of a message."""
-        return describe_effects(self.stack, self.stage.layers, self.specs.x)
+        return describe_effects(self.stack, self.stage.layers, self.specs.input)
 
     @property
     def repeated_effects(self) -> str:
@@ -364,7 +382,19 @@ class StageFunctions:
         forward_arrays = self.residuals.keep(self.specs.arguments, (y, self.changed.joined(changed, self.specs.state)))
         if self.last:
             return forward_arrays, saved, y
-        return forward_arrays, saved, (floats_of(y) if self.output_gradient else [], jax.ShapeDtypeStruct((), loss_dtype()))
+        gradient = compressed_specs(floats_of(self._output), self.links.gradients) if self.output_gradient else []
+        return forward_arrays, saved, (gradient, jax.ShapeDtypeStruct((), loss_dtype()))
+
+    @property
+    def gradient_spec(self) -> tuple[Tree, Any]:
+        """Shapes and dtypes of the gradient message for the previous stage."""
+        gradient = compressed_specs(floats_of(self.specs.input), self.links.gradients) if self.input_gradient else []
+        return gradient, jax.ShapeDtypeStruct((), loss_dtype())
+
+    @cached_property
+    def _output(self) -> Tree:
+        """Shapes and dtypes of what the last layer returns."""
+        return self.stack.specs(self.specs.input, self.stage.layers)[self.stage.layers[-1]].output
 
     @cached_property
     def evaluation_rng(self) -> tuple[Any, Any]:
@@ -393,7 +423,8 @@ class StageFunctions:
             (y, new state); the VJP of y's floating-point leaves with respect to the trained parameters of whole layers and those of x,
             or None where no gradient is computed.
         """
-        state, x, labels = arguments
+        state, received, labels = arguments
+        x = self.received(received)
         leaves, treedef = jax.tree.flatten(x)
         moving = [i for i, leaf in enumerate(leaves) if is_float(leaf)] if self.input_gradient else []
         whole = self.whole(params)
@@ -412,13 +443,14 @@ class StageFunctions:
 
         trained, floats = self._trained_in_layers.part(whole), [leaves[i] for i in moving]
         if not self.output_gradient:
-            return stage(trained, floats)[1], None
+            y, new_state = stage(trained, floats)[1]
+            return (self.sent(y, rng), new_state), None
         if self.stage.recompute == "full":
             stage = jax.checkpoint(stage)
         elif self.stage.recompute != "none":
             stage = jax.checkpoint(stage, policy=getattr(jax.checkpoint_policies, self.stage.recompute))
-        _, vjp, outputs = jax.vjp(stage, trained, floats, has_aux=True)
-        return outputs, vjp
+        _, vjp, (y, new_state) = jax.vjp(stage, trained, floats, has_aux=True)
+        return (self.sent(y, rng), new_state), vjp
 
     @cached_property
     def _trained_in_layers(self) -> Subset:
@@ -429,11 +461,11 @@ class StageFunctions:
         """Return the VJP of a forward from its residuals, or None where no gradient is computed."""
         return self.residuals.vjp(params, rng, forward_arrays, saved) if self.output_gradient else None
 
-    def _pull_back(self, vjp: Any, message: Tree, accumulators: Tree, scale: Any) -> tuple[Tree, Tree]:
+    def _pull_back(self, vjp: Any, message: Tree, accumulators: Tree, rng: tuple[Any, Any], scale: Any) -> tuple[Tree, Tree]:
         """Apply the VJP to a gradient message: return the message for the previous stage, and the new accumulators."""
         gradients, x_gradient = self._cotangents(vjp, message, scale)
         added = self._accumulated(gradients, tuple(message) if self.last else (message[1],), accumulators, scale)
-        return (x_gradient, message[1]), added
+        return self._sent_gradient(x_gradient, message[1], rng), added
 
     def _cotangents(self, vjp: Any, message: Tree, scale: Any) -> tuple[Tree, list[jax.Array]]:
         """Return the gradients of the trained parameters and of the floating-point leaves of x, times the loss scale."""
@@ -441,7 +473,11 @@ class StageFunctions:
             return self._gradients_spec, []  # without leaves
         gradient, _ = message
         scale = self._scale(scale)
-        gradients, x_gradient = vjp([jnp.full_like(gradient, 1.0 if scale is None else scale)] if self.last else gradient)
+        if self.last:
+            gradient = [jnp.full_like(gradient, 1.0 if scale is None else scale)]
+        elif self.links.gradients is not None:
+            gradient = decompress(gradient, self.links.gradients, floats_of(self._output))
+        gradients, x_gradient = vjp(gradient)
         return gradients, x_gradient
 
     def _accumulated(self, gradients: Tree, numbers: tuple[Any, ...], accumulators: Tree, scale: Any) -> Tree:

@@ -90,6 +90,15 @@ def test_measured_peak_is_predicted(variant, recompute):
     np.testing.assert_allclose(measured, predicted, atol=64)  # nearer still: but for a few scalars it is exact
 
 
+@pytest.mark.thinned(most=0, most_slow=1)
+@pytest.mark.parametrize("schedule", ["pipedream_2bw", "zb_h1", "gpipe"])
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_measured_peak_with_compressed_messages_is_predicted(schedule, recompute):
+    links = {"activations": "int8", "gradients": "bfloat16", "rounding": "stochastic"}
+    measured, predicted = measured_and_predicted(Plan.even(STACK.ids, 3, schedule, MICROBATCHES, recompute=recompute, links=links))
+    np.testing.assert_allclose(measured, predicted, atol=64)
+
+
 def labels(params):
     """Label the parameters of the first layers and a part of a later one "frozen", and all others "trained"."""
     frozen = ("in", "block0", "block1", "block3/up")

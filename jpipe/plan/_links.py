@@ -1,0 +1,65 @@
+"""Compressed messages between the stages of a plan: what is rounded to fewer bits where it is sent, and how.
+
+    bfloat16  each number rounded to bfloat16: 2 bytes
+    int8      per row, blocks of at most 256 values: the scale is the largest magnitude of the block times 1/127, as float32; each value
+              divided by it and rounded to a whole number: 1 byte, and 4 bytes for each block
+    fp8       the same with float8_e4m3 and 448 in place of whole numbers and 127, for activations and for gradients: the scales give the
+              range, so that the third bit of the mantissa is worth more than the further exponents of float8_e5m2
+
+A row is one index of the first dim, so that what a row becomes depends on this row alone. Floating-point arrays are compressed, where that
+makes them smaller; whole numbers, keys and complex numbers are sent as they are. A block with NaN or infinity arrives as NaN.
+
+Every message from one stage to the next or back is rounded, also between two stages of one rank, where nothing is sent: so the numbers
+depend on the stages of the plan, and not on where they run. The stage that receives computes with the rounded values; the backward of the
+stage that sends ignores the rounding (straight-through). Evaluations and predictions round the same activations, always to nearest.
+"""
+
+import math
+from fractions import Fraction
+from typing import Literal
+
+import pydantic
+
+Kind = Literal["bfloat16", "int8", "fp8"]
+"""What the values of a message are rounded to."""
+
+Message = Literal["activations", "gradients"]
+"""What a stage sends about a microbatch: its outputs, or the gradients of its inputs."""
+
+BLOCK = 256
+"""The most values that share a scale."""
+
+
+class Links(pydantic.BaseModel):
+    """How the messages between the stages of a plan are compressed.
+
+    Attributes:
+        activations: what forwards send to the next stage: "bfloat16", "int8" or "fp8"; None, the default: as they are.
+        gradients: likewise the gradients of activations, which backwards send to the stage before.
+        rounding: "nearest", the default, or "stochastic": up or down at random, so that the mean is exact. The random numbers follow from
+            the key of the run, the microbatch and the stage.
+    """
+
+    model_config = pydantic.ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    activations: Kind | None = None
+    gradients: Kind | None = None
+    rounding: Literal["nearest", "stochastic"] = "nearest"
+
+    def kind(self, message: Message) -> Kind | None:
+        """Return how a kind of message between stages is compressed; None: it is sent as it is."""
+        return self.activations if message == "activations" else self.gradients
+
+    def compressed_bytes(self, message: Message, size: int) -> int:
+        """Return the bytes of a message of float32 that takes this many bytes uncompressed, in whole blocks."""
+        bits: dict[Kind | None, Fraction] = {None: Fraction(32), "bfloat16": Fraction(16)}
+        return math.ceil(size * bits.get(self.kind(message), 8 + Fraction(32, BLOCK)) / 32)
+
+    @property
+    def draws(self) -> bool:
+        """Whether messages between stages are rounded with random numbers."""
+        return self.rounding == "stochastic" and (self.activations is not None or self.gradients is not None)
+
+
+NO_LINKS = Links()
+"""Links with which every message is sent as it is."""

@@ -1,0 +1,131 @@
+"""Arrays in fewer bits as pure functions: see `jpipe.plan.Links` for the rule."""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jpipe.model._precision import wider
+from jpipe.plan import BLOCK, Kind
+
+Tree = Any
+
+
+def compress(tree: Tree, kind: Kind | None, key: jax.Array | None = None) -> Tree:
+    """Return a tree with its floating-point leaves compressed, where that makes them smaller.
+
+    Args:
+        tree: of arrays.
+        kind: of the compression; None: the tree is returned as it is.
+        key: a random key for stochastic rounding; None: round to nearest.
+
+    Returns:
+        The tree. In place of a compressed leaf it has an array, or a dict of arrays: values, with the shape of the leaf, and scales, with
+        the shape (rows, blocks).
+    """
+    if kind is None:
+        return tree
+    leaves, treedef = jax.tree.flatten(tree)
+    keys = [None if key is None else jax.random.fold_in(key, i) for i in range(len(leaves))]
+    compressed = [_compress(leaf, kind, one) if _shrinks(leaf, kind) else leaf for leaf, one in zip(leaves, keys, strict=True)]
+    return jax.tree.unflatten(treedef, compressed)
+
+
+def decompress(tree: Tree, kind: Kind | None, specs: Tree) -> Tree:
+    """Return the arrays of a compressed tree, with these shapes and dtypes."""
+    if kind is None:
+        return tree
+    return jax.tree.map(lambda spec, leaf: _decompress(leaf, kind, spec) if _shrinks(spec, kind) else leaf, specs, tree)
+
+
+def compressed_specs(specs: Tree, kind: Kind | None) -> Tree:
+    """Return the specs of a compressed tree."""
+    return specs if kind is None else jax.eval_shape(partial(compress, kind=kind), specs)
+
+
+class _Format(NamedTuple):
+    """Values with a common scale.
+
+    Attributes:
+        largest: the largest magnitude.
+        dtype: of the values.
+        step: the distance of two neighbouring values, for magnitudes up to `largest`.
+    """
+
+    largest: float
+    dtype: Any
+    step: Callable[[jax.Array], jax.Array]
+
+
+def _step_of_fp8(values: jax.Array) -> jax.Array:
+    """Return the distance of two neighbouring values of float8_e4m3: three bits of mantissa, exponents from -6."""
+    _, exponent = jnp.frexp(values)  # a magnitude from 0.5 up to 1
+    return jnp.ldexp(jnp.ones_like(values), jnp.maximum(exponent - 1, -6) - 3)
+
+
+_FORMATS = {"int8": _Format(127.0, jnp.int8, jnp.ones_like), "fp8": _Format(448.0, jnp.float8_e4m3fn, _step_of_fp8)}
+
+
+def _shrinks(leaf: Any, kind: Kind) -> bool:
+    """Return whether an array (or spec) is compressed."""
+    if not jnp.issubdtype(leaf.dtype, jnp.floating) or not leaf.size:
+        return False
+    if kind == "bfloat16":
+        return leaf.dtype.itemsize > 2
+    return leaf.size + 4 * math.prod(_blocks(leaf)) < leaf.size * leaf.dtype.itemsize
+
+
+def _blocks(leaf: Any) -> tuple[int, int]:
+    """Return the rows of an array and the blocks of each row."""
+    rows = leaf.shape[0] if leaf.ndim > 1 else 1
+    return rows, -(-leaf.size // rows // BLOCK)
+
+
+def _compress(leaf: jax.Array, kind: Kind, key: jax.Array | None) -> Any:
+    if kind == "bfloat16":
+        return leaf.astype(jnp.bfloat16) if key is None else _stochastic_bfloat16(leaf, key)
+    form, (rows, blocks) = _FORMATS[kind], _blocks(leaf)
+    wide = leaf.astype(wider(leaf.dtype, jnp.float32)).reshape(rows, -1)
+    padding = ((0, 0), (0, blocks * BLOCK - wide.shape[1]))
+    # XLA may replace a division by a constant by this product; written out, the bits do not depend on that.
+    scales = jnp.max(jnp.abs(jnp.pad(wide, padding)).reshape(rows, blocks, BLOCK), axis=2) * (1 / form.largest)
+    scales = scales.astype(jnp.float32)
+    scaled = wide / _spread(jnp.where(scales == 0, 1, scales), wide)
+    scaled = jnp.clip(jnp.where(jnp.isfinite(scaled), scaled, 0), -form.largest, form.largest)
+    if key is not None:
+        step = form.step(scaled)
+        scaled = jnp.floor(scaled / step + jax.random.uniform(key, scaled.shape, scaled.dtype)) * step
+        scaled = jnp.clip(scaled, -form.largest, form.largest)
+    elif kind == "int8":
+        scaled = jnp.round(scaled)
+    values = scaled.astype(form.dtype)
+    if kind == "fp8":
+        values = jax.lax.bitcast_convert_type(values, jnp.uint8)  # transfers and files need not know its dtype
+    return {"scales": scales, "values": values.reshape(leaf.shape)}
+
+
+def _decompress(leaf: Any, kind: Kind, spec: Any) -> jax.Array:
+    if kind == "bfloat16":
+        return leaf.astype(spec.dtype)
+    values, (rows, _) = leaf["values"], _blocks(spec)
+    if kind == "fp8":
+        values = jax.lax.bitcast_convert_type(values, jnp.float8_e4m3fn)
+    wide = values.astype(wider(spec.dtype, jnp.float32)).reshape(rows, -1)
+    return (wide * _spread(leaf["scales"], wide)).reshape(spec.shape).astype(spec.dtype)
+
+
+def _spread(scales: jax.Array, wide: jax.Array) -> jax.Array:
+    """Return the scale of each value of each row."""
+    return jnp.repeat(scales, BLOCK, axis=1)[:, : wide.shape[1]].astype(wide.dtype)
+
+
+def _stochastic_bfloat16(leaf: jax.Array, key: jax.Array) -> jax.Array:
+    """Round to bfloat16, the upper half of the bits of float32, up or down at random."""
+    single = leaf.astype(jnp.float32)
+    bits = jax.lax.bitcast_convert_type(single, jnp.uint32)
+    drawn = jax.random.bits(key, single.shape, jnp.uint16).astype(jnp.uint32)
+    rounded = jax.lax.bitcast_convert_type((bits + drawn) & jnp.uint32(0xFFFF0000), jnp.float32)
+    return jnp.where(jnp.isfinite(single), rounded, single).astype(jnp.bfloat16)
