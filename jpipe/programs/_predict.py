@@ -122,7 +122,7 @@ class _Rank:
         self.sample()
 
     def sample(self) -> None:
-        if not self.has_samples:
+        if not (self.has_samples and self.workers):
             return
         first, *further = (worker.memory for worker in self.workers)
         weights, (optimizer, accumulators, residuals) = first.by_version(), first.parts()
@@ -231,7 +231,7 @@ class Predictor:
         self, program: Program, costs: Sequence[StageCost], network: Network, overlap: Overlap = "transfers and sums", brief: bool = False
     ) -> None:
         self._transfers_block, self._sums_block = overlap == "none", overlap != "transfers and sums"
-        self._plan, self._program = program.plan, program
+        self._plan, self._program, self._costs = program.plan, program, costs
         self._averages_state = program.plan.sync_state and SCHEDULES[program.plan.schedule].flushes and program.plan.agree is None
         self._traffic = Traffic(network)
         self._transfers: list[Transfer] = []
@@ -239,18 +239,19 @@ class Predictor:
         self._sums_begun: dict[tuple[int, int, int | None], list[float]] = {}  # by stage, batch and part, when each replica began the sum
         plan = program.plan
         self._ranks = [_Rank(rank, not brief) for rank in range(len(plan.rank_workers))]
-        self._workers = [
-            _Worker(
-                s,
-                plan.rank_workers[plan.rank_of[w]].index(w),
-                costs[s],
+        written = range(len(plan.workers)) if program.workers is None else sorted(program.workers)
+        rank_workers = plan.rank_workers
+        self._workers = {
+            w: _Worker(
+                plan.workers[w][0],
+                rank_workers[plan.rank_of[w]].index(w),
+                costs[plan.workers[w][0]],
                 self._ranks[plan.rank_of[w]],
                 versions_before(plan, w, program.start),
             )
-            for w, (s, _) in enumerate(plan.workers)
-        ]
-        written = range(len(plan.workers)) if program.workers is None else program.workers
-        self._summing = [[w for w in workers if w in written] for workers in plan.stage_workers]  # by stage, those that begin a sum
+            for w in written
+        }
+        self._summing = [[w for w in workers if w in self._workers] for workers in plan.stage_workers]  # by stage, those that begin a sum
         self._num_active = len({plan.rank_of[w] for w in written})
         for rank in self._ranks:
             rank.begin()
@@ -278,7 +279,9 @@ class Predictor:
             held_bytes=tuple(rank.most_live for rank in ranks),
             peak_bytes=tuple(max(rank.most_live, rank.peak) for rank in ranks),
             moved_bytes=tuple(rank.moved for rank in ranks),
-            versions_alive=tuple(worker.memory.most_versions for worker in self._workers),
+            versions_alive=tuple(
+                self._workers[w].memory.most_versions if w in self._workers else 0 for w in range(len(self._plan.workers))
+            ),
         )
 
     def _load(self, worker: _Worker, i: Load) -> None:
@@ -441,7 +444,7 @@ class Predictor:
 
     def _shared_bytes(self, s: int, other: int) -> int:
         """Return the size of the shared gradients that one stage sends to another."""
-        sizes = zip(self._program.shared, self._workers[self._plan.stage_workers[s][0]].cost.shared, strict=False)
+        sizes = zip(self._program.shared, self._costs[s].shared, strict=False)
         return sum(size for stages, size in sizes if {s, other} <= set(stages))
 
     def _updated_bytes(self, worker: "_Worker", number: int) -> int:
@@ -451,7 +454,7 @@ class Predictor:
 
     def _squares_bytes(self, s: int) -> int:
         """Return the size of the sums of squares of a stage and all later ones, which stage s sends on."""
-        return sum(self._workers[workers[0]].cost.squares for workers in self._plan.stage_workers[s:])
+        return sum(cost.squares for cost in self._costs[s:])
 
     def _sum_squares(self, worker: _Worker, i: SumSquares) -> None:
         k = last_microbatch(self._plan, i.batch)

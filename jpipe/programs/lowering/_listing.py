@@ -23,28 +23,33 @@ class Listing:
         self._keys: list[int] = []
         self.workers = None if workers is None else frozenset(workers)
         self._written = range(len(plan.workers)) if self.workers is None else self.workers
-        replicas = range(plan.replicas[0]) if alike else range(1)
-        # For each worker the replicas, counted from its own, for which its instructions are written.
-        self._copies = [[j for j in replicas if w + j in self._written] for w in range(len(plan.workers))]
+        self._replicas = range(plan.replicas[0]) if alike else range(1)
+        self._known: dict[int, list[int]] = {}
+
+    def _copies(self, worker: int) -> list[int]:
+        """Return the replicas, counted from that of the worker, for which its instructions are written."""
+        if worker not in self._known:
+            self._known[worker] = [j for j in self._replicas if worker + j in self._written]
+        return self._known[worker]
 
     def load(self, time: int, worker: int, k: int, data: Data) -> None:
         """Write the load of a microbatch's inputs or labels."""
-        for j in self._copies[worker]:
+        for j in self._copies(worker):
             self._add(2 * time + 1, Load(worker + j, k + j, data))
 
     def compute(self, time: int, op: str, worker: int, k: int, version: int, part: int | None) -> None:
         """Write a computation."""
-        for j in self._copies[worker]:
+        for j in self._copies(worker):
             self._add(2 * time + 1, Compute(op, worker + j, k + j, version, part))
 
     def write(self, time: int, kind: type[Any], worker: int, *fields: int | None) -> None:
         """Write an instruction about a batch or a version, which have the same number in all replicas."""
-        for j in self._copies[worker]:
+        for j in self._copies(worker):
             self._add(2 * time, kind(worker + j, *fields))
 
     def transfer(self, time: int, source: int, to: int, k: int, message: Message) -> None:
         """Write a send, and its receive behind it."""
-        copies, others = self._copies[source], self._copies[to]
+        copies, others = self._copies(source), self._copies(to)
         if not copies and not others:
             return
         of_microbatch = message in ("activation", "gradient")  # the others are about the batch that ends with k
