@@ -182,7 +182,8 @@ class MetricsExchange:
             if self._is_here(worker):
                 _check_complete("gradient norm", batches if self._with_updates else [], local)
             into = Metrics.empty() if pipeline else metrics
-            fields = [into.norms, of_pipeline := {}, into.loss_scales][: self._with_updates]
+            of_pipeline = dict[int, Any]()
+            fields = [into.norms, of_pipeline, into.loss_scales][: self._with_updates]
             of_pipelines.append(of_pipeline)
             if self._with_updates:
                 self._share(f"gradient norm of pipeline {pipeline}" if pipeline else "gradient norm", worker, batches, local, fields)
