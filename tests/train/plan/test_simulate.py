@@ -188,7 +188,8 @@ def test_pipelines_that_agree_after_the_window_hold_and_send_what_a_long_run_doe
     costs = [jpipe.programs.StageCost(**sizes, outputs=10), jpipe.programs.StageCost(**sizes, inputs=10, gradient=10)]
     plan = jpipe.Plan.even("ab", 2, schedule, 4, replicas=2, agree={"every": 50})
     whole = jpipe.simulate(jpipe.lower(plan, 100), costs)
-    found, moved = with_agreements(plan, costs, 2 * jpipe.programs.batches_until_full(plan) + 3)
+    batches = 2 * jpipe.programs.batches_until_full(plan) + 3
+    found, moved = with_agreements(plan, costs, jpipe.simulate(jpipe.lower(plan, batches), costs), batches)
     assert (found.held_bytes, found.peak_bytes) == (whole.held_bytes, whole.peak_bytes)
     assert moved == pytest.approx([of_rank / 100 for of_rank in whole.moved_bytes], rel=0.01)
 

@@ -78,9 +78,7 @@ def main(
     prediction = jpipe.simulate(program, costs)
     long = jpipe.simulate(jpipe.lower(plan, steady_from + 3, shared=shared), costs)
     steady = jpipe.programs.extract_window(long.timeline, long.memory, plan.microbatches, steady_from, 2)
-    moved = [of_rank / (steady_from + 3) for of_rank in long.moved_bytes]  # a batch
-    if plan.agree is not None and costs is not None:
-        long, moved = with_agreements(plan, costs, steady_from + 3)
+    long, moved = with_agreements(plan, costs, long, steady_from + 3)
     pictures = [] if png is None else draw(expanded(png, "--png"), plan, prediction, sized=costs is not None)
     return "\n".join(
         [
@@ -100,13 +98,20 @@ def main(
 
 
 def with_agreements(
-    plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost], batches: int
+    plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost] | None, prediction: jpipe.programs.Prediction, batches: int
 ) -> tuple[jpipe.programs.Prediction, list[float]]:
-    """Return a prediction of pipelines that agree, of so many batches, with an agreement in each of them; and the mean bytes of a batch.
+    """Return a prediction with an agreement in each batch if pipelines agree, and the mean bytes that each rank sends for a batch.
 
     There may be no agreement in so few batches of the plan itself, but its memory has to suffice for one. An H-th of the batches have one.
+
+    Args:
+        plan: the plan.
+        costs: those of its stages, if they are known.
+        prediction: of so many batches of the plan, which is returned for other plans.
+        batches: how many.
     """
-    assert plan.agree is not None
+    if plan.agree is None or costs is None:
+        return prediction, [of_rank / batches for of_rank in prediction.moved_bytes]
     each, none = (
         jpipe.simulate(jpipe.lower(plan.model_copy(update={"agree": plan.agree.model_copy(update={"every": every})}), batches), costs)
         for every in (1, 10**9)
