@@ -74,8 +74,7 @@ def main(
     check_effort(plan, max(shown, steady_from + 3))
     shared = jpipe.programs.shared_stages(costs or ())
     with errors_name_config_keys(source if costs is None else None):  # a custom order may deadlock
-        program = jpipe.lower(plan, shown, shared=shared)
-    prediction = jpipe.simulate(program, costs)
+        prediction = jpipe.simulate(jpipe.lower(plan, shown, shared=shared), costs)
     long = jpipe.simulate(jpipe.lower(plan, steady_from + 3, shared=shared), costs)
     steady = jpipe.programs.extract_window(long.timeline, long.memory, plan.microbatches, steady_from, 2)
     long, moved = with_agreements(plan, costs, long, steady_from + 3)
