@@ -2,7 +2,7 @@
 
 from jpipe.plan._agreement import Agreement, OuterOptimizer
 from jpipe.plan._axes import RULES, mesh_rules
-from jpipe.plan._links import BLOCK, NO_LINKS, Kind, Links, Message
+from jpipe.plan._links import BLOCK, Kind, Links, Message
 from jpipe.plan._plan import Plan as Plan
 from jpipe.plan._stage import RECOMPUTE, Predicted
 from jpipe.plan._stage import Stage as Stage
@@ -11,7 +11,6 @@ from jpipe.plan._text import read_json
 
 __all__ = [
     "BLOCK",
-    "NO_LINKS",
     "RECOMPUTE",
     "RULES",
     "Agreement",

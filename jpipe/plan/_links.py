@@ -59,7 +59,3 @@ class Links(pydantic.BaseModel):
     def draws(self) -> bool:
         """Whether messages between stages are rounded with random numbers."""
         return self.rounding == "stochastic" and (self.activations is not None or self.gradients is not None)
-
-
-NO_LINKS = Links()
-"""Links with which every message is sent as it is."""

@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from jpipe.errors import InputError, nearest, short
 from jpipe.ops import OPS
-from jpipe.plan import NO_LINKS, Plan, Stage
+from jpipe.plan import Links, Plan, Stage
 from jpipe.schedules import SCHEDULES
 
 
@@ -288,7 +288,7 @@ def sum_layer_costs(
         InputError: a layer without a cost, or without residual bytes for its stage's recomputation policy.
     """
     _check_layers(plan, layers)
-    costs, flows, sent = list[StageCost](), _gradient_flows(plan, layers), (plan.links or NO_LINKS).compressed_bytes
+    costs, flows, sent = list[StageCost](), _gradient_flows(plan, layers), (plan.links or Links()).compressed_bytes
     for s, stage in enumerate(plan.stages):
         layer_costs = [layers[layer_id] for layer_id in stage.layers]
         last, forward = s == plan.depth - 1, sum(layer.forward for layer in layer_costs)

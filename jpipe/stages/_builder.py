@@ -18,7 +18,7 @@ from jpipe.model._stack import LayerStack
 from jpipe.model._ties import NOTHING_SHARED, Sharing
 from jpipe.model.layerwise._optimizer import LayerwiseOptimizer
 from jpipe.model.layerwise._probe import find_layerwise
-from jpipe.plan import NO_LINKS, Plan, Stage
+from jpipe.plan import Links, Plan, Stage
 from jpipe.schedules import SCHEDULES
 from jpipe.stages._batch import Batch, rows_of
 from jpipe.stages._gradients import check_gradients, with_gradients
@@ -85,7 +85,7 @@ class StageBuilder:
             scale = stage.replicas / self._plan.replicas[0] if self._plan.scale_learning_rate else 1.0
             options = {"update_scale": scale, "average_state": self._average_state, "sharing": sharing, **self._options}
             options |= {"number": s} if sharing.counted or self._plan.links is not None else {}
-            options |= {"partition": split[s], "agreement": self._plan.agree, "links": self._plan.links or NO_LINKS}
+            options |= {"partition": split[s], "agreement": self._plan.agree, "links": self._plan.links or Links()}
             functions.append(stage_functions(self._stack, stage, layers, labels, self._loss, unprobed, self._precision, **options))
         layerwise = self._layerwise({layer_id: spec.params for layer_id, spec in layers.items()})
         check_gradients(self._stack, layers, len(self._plan.stages[0].layers), self._loss, labels, layerwise.trained)
@@ -144,7 +144,7 @@ def stage_functions(
     Raises:
         InputError: a loss that does not fit.
     """
-    first, last, links = stage.layers[0] == stack.ids[0], stage.layers[-1] == stack.ids[-1], options.get("links", NO_LINKS)
+    first, last, links = stage.layers[0] == stack.ids[0], stage.layers[-1] == stack.ids[-1], options.get("links", Links())
     draws = stack.is_stochastic(stage.layers) or (last and random_parameter(loss)) or links.draws
     rng = rng_spec() if draws else (None, None)
     fresh = stack.ties.split({layer_id: spec.params for layer_id, spec in layers.items()}, stage.layers)

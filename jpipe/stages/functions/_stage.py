@@ -20,7 +20,7 @@ from jpipe.model._ties import NOTHING_SHARED, Sharing
 from jpipe.model.jaxprs._dependence import passed_on
 from jpipe.model.layerwise._optimizer import LayerwiseOptimizer
 from jpipe.ops import Op
-from jpipe.plan import NO_LINKS, Agreement, Links, Stage
+from jpipe.plan import Agreement, Links, Stage
 from jpipe.stages.functions._accumulators import accumulate, zero_accumulators
 from jpipe.stages.functions._effects import describe_effects
 from jpipe.stages.functions._floats import floats_of, is_float, with_floats
@@ -91,7 +91,7 @@ class StageFunctions:
     precision: Precision = PLAIN
     number: int = 0
     sharing: Sharing = NOTHING_SHARED
-    links: Links = NO_LINKS
+    links: Links = field(default_factory=Links)
     partition: Partition = ONE_DEVICE
     input_gradient: bool = True
     output_gradient: bool = True
