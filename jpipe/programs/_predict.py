@@ -398,34 +398,34 @@ class Predictor:
         begun = self._sums_begun.setdefault((worker.stage, i.batch, i.part), [])
         computed = worker.rank.clock if i.part is None else worker.ready.pop((f"part {i.part}", i.batch))
         begun.append(worker.rank.clock if self._sums_block else computed)
-        replicas, summing = self._plan.stage_workers[worker.stage], self._summing[worker.stage]
-        if len(begun) == len(summing):
+        if len(begun) == len(self._summing[worker.stage]):
             stage, cost = self._plan.stages[worker.stage], worker.cost
             summed_bytes = cost.accumulators if i.part is None else cost.accumulators_of_part(i.part, stage)
-            size = 2 * (len(replicas) - 1) / len(replicas) * summed_bytes
-            ranks = tuple(self._plan.rank_of[w] for w in replicas)
-            times = _, _, summed = self._traffic.all_reduce(ranks, max(begun), size)
-            if not self._is_brief:
-                self._transfers.append(Transfer("sum", ranks, i.batch, *times, size))
-            for w in summing:
-                self._workers[w].rank.moved += round(size)
+            summed = self._sum("sum", worker.stage, i.batch, max(begun), summed_bytes)
+            for w in self._summing[worker.stage]:
                 self._workers[w].ready["sum", i.batch] = max(summed, self._workers[w].ready.get(("sum", i.batch), 0.0))
                 if self._sums_block:
                     self._workers[w].wait(summed)
+
+    def _sum(self, what: str, s: int, batch: int, ready: float, summed_bytes: float) -> float:
+        """Sum over the replicas of stage s, in a ring, from `ready` on, and return when the sum has arrived."""
+        replicas = self._plan.stage_workers[s]
+        size = 2 * (len(replicas) - 1) / len(replicas) * summed_bytes
+        ranks = tuple(self._plan.rank_of[w] for w in replicas)
+        times = _, _, summed = self._traffic.all_reduce(ranks, ready, size)
+        if not self._is_brief:
+            self._transfers.append(Transfer(what, ranks, batch, *times, size))
+        for w in self._summing[s]:
+            self._workers[w].rank.moved += round(size)
+        return summed
 
     def _sum_changes(self, worker: _Worker, i: SumChanges) -> None:
         worker.memory.add(worker.cost.trained)  # the changes, then their mean
         begun = self._sums_begun.setdefault((worker.stage, i.batch, -1), [])
         begun.append(worker.rank.clock)
-        replicas, summing = self._plan.stage_workers[worker.stage], self._summing[worker.stage]
-        if len(begun) == len(summing):
-            size = 2 * (len(replicas) - 1) / len(replicas) * worker.cost.trained
-            ranks = tuple(self._plan.rank_of[w] for w in replicas)
-            times = _, _, summed = self._traffic.all_reduce(ranks, max(begun), size)
-            if not self._is_brief:
-                self._transfers.append(Transfer("changes", ranks, i.batch, *times, size))
-            for w in summing:
-                self._workers[w].rank.moved += round(size)
+        if len(begun) == len(self._summing[worker.stage]):
+            summed = self._sum("changes", worker.stage, i.batch, max(begun), worker.cost.trained)
+            for w in self._summing[worker.stage]:
                 self._workers[w].ready["changes", i.batch] = summed
 
     def _agree(self, worker: _Worker, i: Agree) -> None:
