@@ -1,0 +1,37 @@
+"""Messages and sums over shared ports: each port carries one at a time, from the first time at which all ports of a message are free."""
+
+import random
+
+import pytest
+
+from jpipe import Link
+from jpipe.programs._traffic import Traffic
+
+
+class PortByPort:
+    """The rule for each port by itself: a message begins as early as it can, between or after those that came before it."""
+
+    def __init__(self):
+        self.busy = []  # (port, start, end)
+
+    def send(self, ports, ready, seconds):
+        taken = [(start, end) for port, start, end in self.busy if port in ports]
+        starts = [ready, *(end for _, end in taken if end > ready)]
+        start = min(one for one in starts if all(end <= one or begin >= one + seconds for begin, end in taken))
+        self.busy += [(port, start, start + seconds) for port in ports]
+        return start + seconds
+
+
+@pytest.mark.parametrize("per_server", [1, 2])
+def test_each_port_carries_one_message_at_a_time(per_server):
+    def link(source, target):
+        return Link(bandwidth=1.0, latency=0.0, ports=(("out", source // per_server), ("in", target // per_server)))
+
+    for seed in range(40):
+        draw, traffic, rule = random.Random(seed), Traffic(link), PortByPort()
+        for _ in range(40):
+            ranks, ready, seconds = draw.sample(range(6), draw.choice([2, 2, 3, 6])), draw.randrange(40), draw.randint(1, 4)
+            ring = [*zip(ranks, ranks[-1:] + ranks[:-1], strict=True)] if len(ranks) > 2 else [tuple(ranks)]
+            ports = {port for pair in ring for port in link(*pair).ports}
+            end = (traffic.all_reduce(ranks, ready, seconds) if len(ranks) > 2 else traffic.send(*ranks, ready, seconds))[1]
+            assert end == rule.send(ports, ready, seconds)
