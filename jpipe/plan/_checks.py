@@ -28,6 +28,7 @@ def check(plan: "jpipe.Plan") -> None:
     _check_sum_parts(plan.stages)
     _check_agreement(plan)
     _check_links(plan)
+    _check_offload(plan)
     _check_options(plan)
     _check_microbatches(plan)
     if reason := SCHEDULES[plan.schedule].refuses(plan):
@@ -149,6 +150,23 @@ def _check_links(plan: "jpipe.Plan") -> None:
         if stage.mesh:
             expected = f"stages on one device each, found the mesh {dict(stage.mesh)} of stage {s}"
             raise ValueError(f"links: expected {expected}: shards are sent as they are; remove the mesh, or links")
+
+
+def _check_offload(plan: "jpipe.Plan") -> None:
+    """Check that what a plan lets wait in host memory exists, and that nothing else moves it."""
+    if plan.offload is None:
+        return
+    for what, stages in plan.offload:
+        beyond = [s for s in stages if s >= plan.depth] if stages != "all" else []
+        if beyond:
+            raise ValueError(f"offload.{what}: expected stages from 0 to {plan.depth - 1}, or 'all', found {beyond[0]}; remove it")
+    if plan.agree is not None:
+        raise ValueError("offload: expected no agree: pipelines that agree keep everything on their devices; remove one of them")
+    if plan.offload.versions and plan.shard_optimizer:
+        raise ValueError("offload.versions: expected no shard_optimizer, whose replicas complete their versions later; remove one of them")
+    for what in ("residuals", "stash"):
+        if getattr(plan.offload, what):
+            raise ValueError(f"offload.{what}: expected none, which is not supported yet; remove it")
 
 
 def _check_per_rank(plan: "jpipe.Plan") -> None:

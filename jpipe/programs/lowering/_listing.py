@@ -42,7 +42,7 @@ class Listing:
         for j in self._copies(worker):
             self._add(2 * time + 1, Compute(op, worker + j, k + j, version, part))
 
-    def write(self, time: int, kind: type[Any], worker: int, *fields: int | None) -> None:
+    def write(self, time: int, kind: type[Any], worker: int, *fields: int | str | None) -> None:
         """Write an instruction about a batch or a version, which have the same number in all replicas."""
         for j in self._copies(worker):
             self._add(2 * time, kind(worker + j, *fields))
