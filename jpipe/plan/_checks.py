@@ -165,8 +165,11 @@ def _check_offload(plan: "jpipe.Plan") -> None:
     if plan.offload.versions and plan.shard_optimizer:
         raise ValueError("offload.versions: expected no shard_optimizer, whose replicas complete their versions later; remove one of them")
     for what in ("residuals", "stash"):
-        if getattr(plan.offload, what):
-            raise ValueError(f"offload.{what}: expected none, which is not supported yet; remove it")
+        moved = [s for s, stage in enumerate(plan.stages) if plan.offloads(what, s)]
+        if moved and plan.depth > len(plan.pipeline_ranks):  # two stages of a rank may keep the same arrays
+            raise ValueError(f"offload.{what}: expected a rank for each stage, found several stages on one; remove one of them")
+        if parts := [s for s in moved if plan.stages[s].sum_parts]:
+            raise ValueError(f"offload.{what}: expected no sum_parts, found them at stage {parts[0]}; remove one of them")
 
 
 def _check_per_rank(plan: "jpipe.Plan") -> None:

@@ -141,9 +141,9 @@ class Release:
 
 @dataclass(frozen=True, slots=True)
 class Offload:
-    """Begin to move something to the memory of the host, and free it on the device: the optimizer state, or a weight version.
+    """Begin to move something to the memory of the host, and free it on the device.
 
-    The optimizer state has number 0.
+    `number` is that of a weight version, or of the microbatch of residuals or of a stash; that of the optimizer state is 0.
     """
 
     worker: int
@@ -202,7 +202,9 @@ def shifted(instruction: Instruction, plan: Plan, batches: int) -> Instruction:
         return instruction
     updates = batches * plan.updates_per_batch(plan.workers[instruction.worker][0])
     if isinstance(instruction, (Offload, Fetch)):
-        return replace(instruction, number=instruction.number + (updates if instruction.what == "versions" else 0))
+        microbatches = batches * plan.microbatches
+        later = {"optimizer": 0, "versions": updates, "residuals": microbatches, "stash": microbatches}[instruction.what]
+        return replace(instruction, number=instruction.number + later)
     moved = {"microbatch": batches * plan.microbatches, "version": updates, "batch": updates, "retires": updates}
     fields = {name: getattr(instruction, name) for name in instruction.__slots__}
     return replace(instruction, **{name: value + moved[name] for name, value in fields.items() if name in moved and value is not None})

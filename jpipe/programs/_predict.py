@@ -171,7 +171,8 @@ class _Memory:
 
     def move(self, i: Offload | Fetch) -> int:
         """Count something in host memory and not on the device, or the reverse; return its bytes."""
-        size = self.cost.optimizer if i.what == "optimizer" else self.cost.trained
+        cost = self.cost
+        size = {"optimizer": cost.optimizer, "versions": cost.trained, "residuals": cost.residuals, "stash": cost.stash}[i.what]
         to_host = isinstance(i, Offload)
         (self.away.add if to_host else self.away.remove)((i.what, i.number))
         self.add(-size if to_host else size)
@@ -224,7 +225,11 @@ class _Memory:
     def parts(self) -> tuple[int, int, int]:
         """Return the bytes of optimizer state, of accumulators, and of residuals and stashes."""
         cost = self.cost
-        return self.optimizer, cost.accumulators, self.waiting["residuals"] * cost.residuals + self.waiting["stash"] * cost.stash
+        waiting = dict(self.waiting)
+        for what, _ in self.away:
+            if what in waiting:
+                waiting[what] -= 1
+        return self.optimizer, cost.accumulators, waiting["residuals"] * cost.residuals + waiting["stash"] * cost.stash
 
 
 class _Worker:
@@ -233,7 +238,7 @@ class _Worker:
     def __init__(self, stage: int, chunk: int, cost: StageCost, rank: _Rank, versions: set[int], optimizer_in_host: bool) -> None:
         self.stage, self.chunk, self.cost, self.rank = stage, chunk, cost, rank
         self.memory = _Memory(cost, versions, rank, optimizer_in_host)
-        self.moved: dict[tuple[Kept, int], float] = {}  # when what is moved to or from host memory is there
+        self.moved: dict[tuple[str, int], float] = {}  # when what is moved to or from host memory is there
         self.seconds = {name: cost.seconds(name) for name in OPS if name != "E"}  # of each op that trains
         self.ready: dict[tuple[str, int], float] = {}  # when messages were made or arrived, by (message, microbatch), and sums
         self.updated = 0.0  # when its last update was over
@@ -248,7 +253,7 @@ class _Worker:
         rank, needs = self.rank, _MESSAGES[op.reads]
         starts = max(rank.clock, self.whole.get(i.version, 0.0), self.ready.pop((needs, i.microbatch), 0.0))
         if self.moved:
-            starts = max(starts, self.moved.get(("versions", i.version), 0.0))
+            starts = max(starts, self.moved.get(("versions", i.version), 0.0), self.moved.pop((op.reads, i.microbatch), 0.0))
         rank.clock = starts + seconds
         rank.busy += seconds
         rank.spans.append(Span(op.name, i.microbatch, i.version, starts, rank.clock, chunk=self.chunk, part=i.part))
@@ -531,8 +536,10 @@ class Predictor:
                 worker.ready.pop((kind, k))
         if self._program.global_norm:
             worker.wait(worker.ready["norm", last_microbatch(self._plan, i.batch)])
-        for key in (("optimizer", 0), ("versions", i.batch), ("versions", i.retires)) if worker.moved else ():
-            worker.wait(worker.moved.get(key, 0.0))
+        if worker.moved:
+            worker.wait(worker.moved.get(("optimizer", 0), 0.0))
+            for version in (i.batch, i.batch if i.retires is None else i.retires):
+                worker.wait(worker.moved.get(("versions", version), 0.0))
         memory.update(i.batch + 1, i.retires)
         if i.retires is not None:
             worker.whole.pop(i.retires, None)

@@ -114,6 +114,8 @@ class Verifier:
 
     def _compute(self, i: Compute) -> None:
         op, k = op_of(i, self._plan), i.microbatch
+        if op.reads != "inputs":
+            self._need((op.reads, k), i)
         for kind in self._kinds_read(op.reads):
             self._take(kind, k)
         self._check_order_and_version(i)
@@ -264,6 +266,8 @@ class Verifier:
             self._fail(f"{i}: the plan keeps the {i.what} of stage {self._stage} on the device")
         if i.what == "versions" and i.number not in self._versions:
             self._fail(f"{i}: alive are versions {sorted(self._versions)}")
+        if i.what in ("residuals", "stash") and (i.what, i.number) not in self._buffers:
+            self._fail(f"{i}: it is not there")
 
     def _need(self, kept: tuple[Kept, int], i: Instruction) -> None:
         """Check that something that an instruction reads is on the device."""

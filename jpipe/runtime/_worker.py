@@ -519,13 +519,19 @@ class Worker:
     def fetch(self, i: Fetch) -> None:
         self.move(i, from_host_memory)
 
-    def move(self, i: Offload | Fetch, moved: Callable[[Tree], Tree]) -> None:
+    def move(self, i: Offload | Fetch, moved: Callable[..., Tree]) -> None:
         """Replace something by its copy in the other memory; memory is free when the copy is over."""
         state = self.state
         if i.what == "optimizer":
             before, state.optimizer = state.optimizer, moved(state.optimizer)
             for leaf in jax.tree.leaves(before):
                 leaf.delete()  # nothing else holds it: an update would have deleted it, too
+            return
+        if i.what in ("residuals", "stash"):
+            k = i.number + self.microbatch_shift
+            unchanged = self.functions.changed.unchosen(state.layer_state)  # the same arrays for all microbatches: they stay
+            state.microbatches[k][i.what] = moved(state.microbatches[k][i.what], unchanged)
+            self.used_microbatch(k)
             return
         version, trained = i.number + self.version_shift, self.functions.trained
         self.changed("weights", version)

@@ -8,6 +8,9 @@ from jpipe.programs._instructions import Fetch, Offload, Release, Update, ends_u
 from jpipe.programs.lowering._listing import Listing
 from jpipe.schedules import SCHEDULES, Action
 
+_OPTIMIZER: tuple[Kept, int] = "optimizer", 0
+_LEFT: tuple[Kept, ...] = "residuals", "stash"
+
 
 class Moves:
     """What each worker has on its device and in host memory, as far as the plan moves it: see `jpipe.plan.HostMemory`.
@@ -23,11 +26,12 @@ class Moves:
         self._plan, self._listing, self._updates_at_once = plan, listing, updates_at_once
         self._schedule = SCHEDULES[plan.schedule]
         self._versions: dict[int, list[int]] = {}  # by worker, those alive, the newest last
+        self._left: dict[int, list[tuple[Kept, int]]] = {w: [] for w in range(len(plan.workers))}  # residuals and stashes that may move
         self._away: dict[int, set[tuple[Kept, int]]] = {}  # by worker, what is in host memory
         for w, (s, replica) in enumerate(plan.workers):
             oldest = self._schedule.version(plan, s, start * plan.microbatches + replica)
             self._versions[w] = [*range(oldest, start * plan.updates_per_batch(s) + 1)]
-            self._away[w] = {("optimizer", 0)} if plan.offloads("optimizer", s) else set()
+            self._away[w] = {_OPTIMIZER} if plan.offloads("optimizer", s) else set()
 
     def before(self, time: int, worker: int, order: Sequence[Action], n: int, retired: Sequence[int | None]) -> None:
         """Write the moves before entry n of the order of a worker's rank.
@@ -41,20 +45,24 @@ class Moves:
         """
         if self._plan.offload is None:
             return
-        s, versions = self._plan.workers[worker][0], self._versions[worker]
+        s, versions, alive = self._plan.workers[worker][0], self._versions[worker], self._left[worker]
+        op, k = OPS[order[n].op], order[n].microbatch
         following = next((order[later] for later in range(n + 1, len(order)) if order[later].stage == s), None)
-        read = {self._schedule.version(self._plan, s, entry.microbatch) for entry in (order[n], following) if entry is not None}
-        if self._updates_at_once[s] and OPS[order[n].op].finishes and ends_update(self._plan, s, order[n].microbatch):
-            self._fetch(time, worker, "optimizer", 0)
-            read.add(versions[-1])
-        if not self._plan.offloads("versions", s):
-            return
-        for version in versions:
-            if version not in read and version not in retired and ("versions", version) not in self._away[worker]:
-                self._offload(time, worker, "versions", version)
-        for version in versions:
-            if version in read:
-                self._fetch(time, worker, "versions", version)
+        needed = set[tuple[str, int]]()
+        for entry in (order[n], following):
+            if entry is not None:
+                needed |= {("versions", self._schedule.version(self._plan, s, entry.microbatch)), (OPS[entry.op].reads, entry.microbatch)}
+        if self._updates_at_once[s] and op.finishes and ends_update(self._plan, s, k):
+            needed |= {("optimizer", 0), ("versions", versions[-1])}
+        needed |= {("versions", version) for version in retired if version is not None}
+        kept: list[tuple[Kept, int]] = [("versions", version) for version in versions] if self._plan.offloads("versions", s) else []
+        for what, number in (*kept, *alive):
+            if (what, number) not in needed and (what, number) not in self._away[worker]:
+                self._offload(time, worker, what, number)
+        for what, number in [moved for moved in (*kept, *alive, _OPTIMIZER) if moved in needed]:
+            self._fetch(time, worker, what, number)
+        left: list[tuple[Kept, int]] = [(kind, k) for kind in _LEFT if kind in op.leaves and self._plan.offloads(kind, s)]
+        self._left[worker] = [*(each for each in alive if each != (op.reads, k)), *left]
 
     def update(self, time: int, worker: int, batch: int, retires: int | None) -> None:
         """Write an update and the moves for it."""
@@ -80,11 +88,11 @@ class Moves:
             self._fetch(time, worker, "versions", version)
 
     def _offload(self, time: int, worker: int, what: Kept, number: int) -> None:
-        self._listing.write(time, Offload, worker, what, number)
+        self._listing.move(time, Offload, worker, what, number)
         self._away[worker].add((what, number))
 
     def _fetch(self, time: int, worker: int, what: Kept, number: int) -> None:
         """Write the move of something to the device, if it is in host memory."""
         if (what, number) in self._away[worker]:
-            self._listing.write(time, Fetch, worker, what, number)
+            self._listing.move(time, Fetch, worker, what, number)
             self._away[worker].remove((what, number))

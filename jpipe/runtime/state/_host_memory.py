@@ -17,15 +17,20 @@ def in_host(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array) and leaf.sharding.memory_kind == _HOST
 
 
-def to_host_memory(tree: Tree) -> Tree:
-    """Begin to copy arrays to the memory of the host of their devices; those that are there already are returned as they are."""
-    return _moved(tree, _HOST)
+def to_host_memory(tree: Tree, without: Tree = None) -> Tree:
+    """Begin to copy arrays to the memory of the host of their devices; those that are there already are returned as they are.
+
+    Args:
+        tree: the arrays.
+        without: arrays that are returned as they are, too.
+    """
+    return _moved(tree, _HOST, without)
 
 
-def from_host_memory(tree: Tree) -> Tree:
+def from_host_memory(tree: Tree, without: Tree = None) -> Tree:
     """Begin to copy the arrays that are in host memory to their devices; the others are returned as they are."""
     away = [leaf for leaf in jax.tree.leaves(tree) if in_host(leaf)]
-    return _moved(tree, _device_kind(away[0])) if away else tree
+    return _moved(tree, _device_kind(away[0]), without) if away else tree
 
 
 def copied(tree: Tree) -> Tree:
@@ -46,12 +51,16 @@ def check_host_memory(devices: list[jax.Device]) -> None:
 
 
 def _device_kind(leaf: jax.Array) -> str:
-    return next(iter(leaf.sharding.device_set)).default_memory().kind
+    device: jax.Device = next(iter(leaf.sharding.device_set))
+    return device.default_memory().kind
 
 
-def _moved(tree: Tree, kind: str) -> Tree:
+def _moved(tree: Tree, kind: str, without: Tree) -> Tree:
     leaves, structure = jax.tree.flatten(tree)
-    places = [n for n, leaf in enumerate(leaves) if isinstance(leaf, jax.Array) and in_host(leaf) is not (kind == _HOST)]
+    stay = set(map(id, jax.tree.leaves(without)))
+    places = [
+        n for n, leaf in enumerate(leaves) if isinstance(leaf, jax.Array) and in_host(leaf) is not (kind == _HOST) and id(leaf) not in stay
+    ]
     moved = jax.device_put([leaves[n] for n in places], [leaves[n].sharding.with_memory_kind(kind) for n in places])
     for n, leaf in zip(places, moved, strict=True):
         leaves[n] = leaf

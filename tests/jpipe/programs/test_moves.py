@@ -8,7 +8,7 @@ from jpipe import InputError, Link, Plan, lower, simulate
 from jpipe.programs import ProgramError, StageCost
 from jpipe.programs._instructions import Compute, Fetch, Offload, Update
 
-EVERYTHING = {"optimizer": "all", "versions": "all"}
+EVERYTHING = dict.fromkeys(("optimizer", "versions", "residuals", "stash"), "all")
 COST = StageCost(weights=3, frozen=1, optimizer=4, accumulators=2, residuals=1)
 
 
@@ -26,7 +26,7 @@ def moves_of(worker, program) -> list[str]:
 
 
 def test_the_moves_of_a_stage_of_pipedream():
-    program = lower(Plan.even("abc", 3, "pipedream", 1, offload=EVERYTHING), 5)
+    program = lower(Plan.even("abc", 3, "pipedream", 1, offload={"optimizer": "all", "versions": "all"}), 5)
     assert " ".join(moves_of(0, program)) == (
         "F0.0 F1.0 F2.0 <o B0.0 U0 >o F3.1 <o B1.0 U1 >o >v1 F4.2 <o B2.0 U2 >o <o <v1 B3.1 U3 >o <o >v3 B4.2 U4 >o <v3"
     )
@@ -44,6 +44,12 @@ def test_a_program_without_one_of_its_moves_is_refused(fields):
             simulate(damaged)
 
 
+def test_the_moves_of_a_stage_of_zero_bubbles():
+    program = lower(Plan.even("ab", 2, "zb_h1", 4, offload={"residuals": "all", "stash": "all"}), 1)
+    print(" ".join(moves_of(0, program)), "|", " ".join(moves_of(1, program)))
+    assert 0
+
+
 def test_other_moves_are_refused():
     program = lower(Plan.even("ab", 2, "gpipe", 2, offload={"optimizer": [1]}), 1)
     for move, message in (
@@ -58,7 +64,7 @@ def test_other_moves_are_refused():
 def test_moves_take_time_and_memory_of_the_host():
     plan = Plan.even("ab", 2, "gpipe", 2, offload={"optimizer": [0]})
     run = simulate(lower(plan, 2), [COST] * 2, host=Link(bandwidth=2.0, latency=0.5))
-    # Each batch 9 ticks; the optimizer state comes back in 2.5 ticks beside the last backward, of 2, and leaves while the next batch begins.
+    # A batch takes 9 ticks. The optimizer state comes back in 2.5 ticks, beside the last backward of 2, and leaves beside the next batch.
     assert run.seconds == 2 * 9 + 2 * 0.5
     assert run.held_bytes == (3 + 4 + 2 + 1, 3 + 4 + 2 + 2)
     assert run.host_bytes == (4, 0)
@@ -81,7 +87,8 @@ def test_fewer_versions_are_on_the_device():
     ("fields", "message"),
     [
         ({"offload": {"optimizer": [2]}}, "plan: offload.optimizer: expected stages from 0 to 1, or 'all', found 2"),
-        ({"offload": {"residuals": "all"}}, "plan: offload.residuals: expected none"),
+        ({"offload": {"residuals": "all"}, "ranks": [[0, 1]]}, "plan: offload.residuals: expected a rank for each stage"),
+        ({"offload": {"residuals": [1]}, "replicas": 2, "sum_parts": 1}, "plan: offload.residuals: expected no sum_parts"),
         ({"offload": {"optimizer": "all"}, "replicas": 2, "agree": {"every": 2}}, "plan: offload: expected no agree"),
         ({"offload": {"versions": "all"}, "replicas": 2, "shard_optimizer": True}, "plan: offload.versions: expected no shard_optimizer"),
     ],

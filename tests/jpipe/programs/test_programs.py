@@ -35,7 +35,7 @@ from tests.jpipe.models import VARIANTS, is_legal
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
 LAYERS = tuple("abcdefgh")
-OFFLOADS = (None, None, {"optimizer": "all", "versions": "all"})
+OFFLOADS = (None, None, dict.fromkeys(("optimizer", "versions", "residuals", "stash"), "all"))
 
 
 @st.composite

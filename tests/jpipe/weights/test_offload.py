@@ -9,14 +9,15 @@ from jpipe.programs._instructions import Fetch, Offload
 from tests.jpipe import models, running
 
 STACK = LayerStack({"first": models.dense(), "second": models.noisy(0.1), "mix": models.tracking(), "out": models.dense()})
+WHOLE = {"optimizer": "all", "versions": "all", "residuals": "all", "stash": "all"}
 CASES: dict[str, dict] = {
-    "gpipe": {"num_stages": 2, "offload": {"optimizer": "all"}},
+    "gpipe": {"num_stages": 2, "offload": {"optimizer": "all", "residuals": "all"}},
     "pipedream_flush": {"num_stages": 3, "offload": {"optimizer": [0, 2]}},
-    "pipedream": {"num_stages": 4, "microbatches": 1, "offload": {"optimizer": "all", "versions": "all"}},
+    "pipedream": {"num_stages": 4, "microbatches": 1, "offload": WHOLE},
     "pipedream_2bw": {"num_stages": 3, "offload": {"optimizer": "all", "versions": [0, 2]}},
-    "zb_h1": {"num_stages": 2, "offload": {"optimizer": "all"}},
+    "zb_h1": {"num_stages": 4, "offload": WHOLE},
     "interleaved_1f1b": {"num_stages": 4, "chunks_per_rank": 2, "offload": {"optimizer": "all"}},
-    "replicas": {"schedule": "pipedream", "num_stages": 2, "replicas": [2, 1], "offload": {"optimizer": "all", "versions": "all"}},
+    "replicas": {"schedule": "pipedream", "num_stages": 2, "replicas": [2, 1], "offload": WHOLE},
     "shared": {"schedule": "pipedream_flush", "num_stages": 2, "replicas": 2, "shard_optimizer": True, "offload": {"optimizer": "all"}},
     "vertical": {"schedule": "pipedream", "num_stages": 3, "microbatches": 1, "vertical_sync": True, "offload": {"versions": "all"}},
     "flush first": {"schedule": "pipedream_2bw", "num_stages": 3, "flush_first": 2, "offload": {"optimizer": [1], "versions": "all"}},
@@ -45,7 +46,13 @@ def test_host_memory_changes_no_bit(name):
         i = event.instruction
         if isinstance(i, Offload | Fetch):
             stage, weights = plan.workers[i.worker][0], event.state.weights
-            moved = event.state.optimizer if i.what == "optimizer" else weights.read(i.number)
+            match i.what:
+                case "optimizer":
+                    moved = event.state.optimizer
+                case "versions":
+                    moved = weights.read(i.number)
+                case _:
+                    moved = getattr(event.state.microbatches[i.number], i.what)
             kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(moved)}
             assert kinds == {"pinned_host" if isinstance(i, Offload) else jax.devices()[0].default_memory().kind}
             moves.add((i.what, stage))
