@@ -2,13 +2,13 @@
 
     optimizer   in host memory but for updates: fetched before the last backward of an update, or before the update itself where that
                 waits for other workers; moved out after the update
-    versions    moved out before a computation of the worker if neither this one nor the following one reads them; fetched before a
-                computation if this one or the following one does
-    residuals   likewise, between forward and backward
-    stash       likewise, between the halves of a backward
+    versions    moved out before a computation of the stage if neither this one nor the next one reads them; fetched before a computation
+                if this one or the next one reads them, and before an update that starts from them
+    residuals   likewise, between forward and backward, but they also stay if the computation after the next one reads them
+    stash       as residuals, between the halves of a backward
 
-Moves run beside the computations that follow them. The first two computations of a step or of a drain, and what follows them, are looked at
-within that step or drain. Where the pipeline is empty all versions are on the device, and the optimizer state is in host memory.
+Moves run beside the computations that follow them. What the next step reads is not looked at, so that what it reads soon may leave and come
+back. Where the pipeline is empty all versions are on the device, and the optimizer state is in host memory.
 """
 
 from typing import Annotated, Literal

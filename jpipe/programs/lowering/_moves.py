@@ -1,6 +1,7 @@
 """Moves between a device and the memory of its host, and the updates and releases that they depend on."""
 
 from collections.abc import Sequence
+from itertools import chain, islice
 
 from jpipe.ops import OPS
 from jpipe.plan import Kept, Plan
@@ -47,22 +48,25 @@ class Moves:
             return
         s, versions, alive = self._plan.workers[worker][0], self._versions[worker], self._left[worker]
         op, k = OPS[order[n].op], order[n].microbatch
-        following = next((order[later] for later in range(n + 1, len(order)) if order[later].stage == s), None)
-        needed = set[tuple[str, int]]()
-        for entry in (order[n], following):
-            if entry is not None:
-                needed |= {("versions", self._schedule.version(self._plan, s, entry.microbatch)), (OPS[entry.op].reads, entry.microbatch)}
+        coming = [order[n], *islice((order[later] for later in range(n + 1, len(order)) if order[later].stage == s), 2)]
+        reads = [self._read_by(s, entry) for entry in coming]
+        needed = set(chain(*reads[:2]))  # fetched now, so that the link has the time of one computation
         if self._updates_at_once[s] and op.finishes and ends_update(self._plan, s, k):
-            needed |= {("optimizer", 0), ("versions", versions[-1])}
-        needed |= {("versions", version) for version in retired if version is not None}
+            needed |= {_OPTIMIZER, ("versions", versions[-1])}
+        stays = needed | {("versions", version) for version in retired if version is not None}
+        stays |= {read for read in chain(*reads[2:]) if read[0] != "versions"}
         kept: list[tuple[Kept, int]] = [("versions", version) for version in versions] if self._plan.offloads("versions", s) else []
         for what, number in (*kept, *alive):
-            if (what, number) not in needed and (what, number) not in self._away[worker]:
+            if (what, number) not in stays and (what, number) not in self._away[worker]:
                 self._offload(time, worker, what, number)
         for what, number in [moved for moved in (*kept, *alive, _OPTIMIZER) if moved in needed]:
             self._fetch(time, worker, what, number)
         left: list[tuple[Kept, int]] = [(kind, k) for kind in _LEFT if kind in op.leaves and self._plan.offloads(kind, s)]
         self._left[worker] = [*(each for each in alive if each != (op.reads, k)), *left]
+
+    def _read_by(self, s: int, entry: Action) -> set[tuple[str, int]]:
+        """Return what a computation of stage s reads that may be in host memory."""
+        return {("versions", self._schedule.version(self._plan, s, entry.microbatch)), (OPS[entry.op].reads, entry.microbatch)}
 
     def update(self, time: int, worker: int, batch: int, retires: int | None) -> None:
         """Write an update and the moves for it."""
