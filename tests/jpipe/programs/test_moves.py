@@ -13,7 +13,7 @@ COST = StageCost(weights=3, frozen=1, optimizer=4, accumulators=2, residuals=1)
 
 
 def moves_of(worker, program) -> list[str]:
-    """Return what a worker does, in a few letters each: > to host memory, < back, o the optimizer state, v a version, r residuals, s a stash, U an update."""
+    """Return what a worker does: > to host memory, < back, o the optimizer state, v a version, r residuals, s a stash, U an update."""
     words = []
     for i in program.worker(worker):
         if isinstance(i, Offload | Fetch):
