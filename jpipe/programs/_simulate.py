@@ -42,9 +42,8 @@ def simulate(
             has the speed of the slowest link between neighbouring replicas, and occupies the ports of all of these links.
         overlap: what goes on beside the computations of a rank. What does not overlap begins when all ranks concerned have come to it in
             their programs, and none of them computes until it has ended, as where transfers and sums are entries of the queue of a device.
-        host: from the device of a rank to the memory of its host, or a function that returns that of a rank; by default moves of
-            `Plan.offload` are free. Each direction carries one move at a time, beside the computations. What is moved counts where it
-            goes as soon as the move begins.
+        host: from a rank to the memory of its host, for the moves of `Plan.offload`, or a function that returns that of a rank; by
+            default moves are free. Each direction carries one move at a time. What is moved counts where it goes from the beginning.
 
     Returns:
         Timeline, memory and what follows from them, in the units of the costs.
@@ -57,8 +56,7 @@ def simulate(
     costs = unit_costs(program.plan) if costs is None else costs
     link = link or Link()
     network = (lambda source, target: link) if isinstance(link, Link) else link
-    host = host or Link()
-    host_link = (lambda rank: host) if isinstance(host, Link) else host
+    host_link = host if callable(host) else _same_for_all(host or Link())
     predictor = Predictor(program, costs, network, host_link, brief=brief)
     try:
         known = program.verified or (program.executable if brief else ())
@@ -73,6 +71,10 @@ def simulate(
         ) in program.instructions:  # in the total order, where receives follow sends, and all replicas' all-reduces are together
             predictor.add(instruction)
     return predictor.prediction()
+
+
+def _same_for_all(host: Link) -> HostLink:
+    return lambda rank: host
 
 
 def verify(program: Program) -> None:

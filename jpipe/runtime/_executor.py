@@ -305,15 +305,13 @@ class Executor:
         params: dict[str, Tree] = {}
         for (w, stage), worker in zip(self.stages.items(), state.workers, strict=True):
             f, (s, _) = stage.functions, self._plan.workers[w]
-            newest = from_host_memory(worker.weights.read(worker.weights.newest)) if weights == "ema" or has_masters or f.predicts else None
+            newest = worker.weights.read(worker.weights.newest)
             if worker.agreed is not None:
                 entries = agreed_params(f, worker)
             elif weights == "ema":
-                entries = average_params(
-                    f, *from_host_memory((worker.optimizer, worker.weights.read(worker.weights.newest))), f.specs.fresh
-                )
+                entries = average_params(f, from_host_memory(worker.optimizer), from_host_memory(newest), f.specs.fresh)
             elif has_masters or f.predicts:
-                entries = newest_params(f, from_host_memory(worker.optimizer), newest)
+                entries = newest_params(f, from_host_memory(worker.optimizer), from_host_memory(newest))
             else:
                 entries = from_host_memory(worker.weights.read(version * self._plan.updates_per_batch(s)))
             layers = (layer_id for layer_id in f.stage.layers if layer_id in entries and layer_id not in params)  # replicas hold the same
