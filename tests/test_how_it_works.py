@@ -62,6 +62,15 @@ def test_each_test_of_an_invariant_exists(file):
     assert {name for one, name in TESTS if one == file} <= definitions(ROOT / file)
 
 
+def test_each_test_of_an_invariant_runs_without_being_asked_for():
+    """Not only `make test-all` runs it, unless it needs PyTorch, which users and continuous integration need not have."""
+    for file, name in TESTS:
+        text = (ROOT / file).read_text(encoding="utf-8")
+        (test,) = [node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef) and node.name == name]
+        marks = [ast.unparse(decorator) for decorator in test.decorator_list]
+        assert "pytest.mark.exhaustive" not in marks or "torch" in text, f"{file}::{name}"
+
+
 def test_each_invariant_has_a_test():
     rows = [row for table in read(text_of("invariants")) for row in table.rows]
     assert len(rows) > 40

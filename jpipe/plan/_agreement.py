@@ -21,12 +21,13 @@ The agreed weights are what is evaluated and exported; between agreements they a
 those of data parallelism. References: DiLoCo (arXiv:2311.08105), algorithm 1; Streaming DiLoCo (arXiv:2501.18512), section 3.
 """
 
+import reprlib
 from typing import Annotated, Literal
 
 import pydantic
 from pydantic import Field
 
-from jpipe.plan._stage import Int
+from jpipe.plan._stage import Int, as_int
 
 
 class OuterOptimizer(pydantic.BaseModel):
@@ -60,6 +61,14 @@ class Agreement(pydantic.BaseModel):
     every: Annotated[Int, Field(ge=1, le=10**9)]
     outer: OuterOptimizer = OuterOptimizer()
     fragments: Literal["stages"] | Annotated[Int, Field(ge=1)] | None = None
+
+    @pydantic.field_validator("fragments", mode="before")
+    @classmethod
+    def _stages_or_count(cls, value: object) -> object:
+        count = as_int(value)
+        if count not in (None, "stages") and not (type(count) is int and count >= 1):
+            raise ValueError(f"expected 'stages', a number of 1 or more, or null, found {reprlib.repr(value)}")
+        return count
 
     def last(self, s: int, depth: int, updates: int) -> int:
         """Return the version of stage s at its last agreement, after some updates; 0 before the first agreement.

@@ -24,11 +24,12 @@ RECOMPUTE = (
 """Recomputation of a stage: `none`, `full` (only the stage input is kept), or a policy of `jax.checkpoint_policies` by name."""
 
 
-def _as_int(value: Any) -> Any:
+def as_int(value: Any) -> Any:
+    """Return an integer of NumPy as one of Python, and anything else as it is."""
     return int(value) if isinstance(value, np.integer) else value
 
 
-Int = Annotated[int, pydantic.BeforeValidator(_as_int)]
+Int = Annotated[int, pydantic.BeforeValidator(as_int)]
 """An integer, Python's or NumPy's; in a JSON file Python's."""
 
 

@@ -113,6 +113,7 @@ class Executor:
             global_norm=functions[0].global_norm,
             loss_scale=functions[0].scale_spec is not None,
             stage_norms=functions[0].clip_stage_norm is not None,
+            skips=functions[0].skip_nonfinite,
         )
         for program in steps.verified_runs:
             self._exchange.check(program)

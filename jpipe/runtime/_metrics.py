@@ -40,12 +40,14 @@ class Metrics(NamedTuple):
     """Results of the batches that a step finished, the same in all processes. Numbers may still be computing: `float(…)` waits.
 
     Attributes:
-        losses: mean loss of each finished batch, by batch index.
-        weights: total weight of each of those batches.
+        losses: mean loss of each finished batch, by batch index. With `Plan.agree` the mean over all pipelines, or over those that have not
+            skipped their update of the batch (`skip_nonfinite`), if there are any.
+        weights: total weight of each of those batches, of the pipelines whose mean the loss is.
         norms: global norm of the gradient of each of those batches, before clipping; empty without `clip_global_norm` and
-            `skip_nonfinite`. Under a schedule that does not flush a step later than the loss, or in the metrics of `drain`.
+            `skip_nonfinite`. Under a schedule that does not flush a step later than the loss, or in the metrics of `drain`. With
+            `Plan.agree` that of the first pipeline.
         nonfinite: how many entries of that gradient are NaN or infinite; empty or late as `norms`. With `skip_nonfinite` a batch that has
-            any changed no weights.
+            any changed no weights. With `Plan.agree` the sum over all pipelines, of which those with any changed no weights.
         loss_scales: the loss scale that follows each of those batches, if it is dynamic; empty or late as `norms`.
         stage_norms: norm of the gradient of one stage, before clipping, by (batch, stage); empty without `clip_stage_norm`. Each is known
             with the update of its stage, so under a schedule that does not flush those of early stages may be some steps later. Of a
@@ -118,6 +120,7 @@ class MetricsExchange:
         global_norm: whether there are norms.
         loss_scale: whether there are dynamic loss scales.
         stage_norms: whether stages clip by their own norms.
+        skips: whether updates with gradients that are not finite are skipped.
 
     Attributes:
         name: name of the pipeline, the same in all processes, because they make the same pipelines in the same order.
@@ -132,11 +135,12 @@ class MetricsExchange:
         global_norm: bool = False,
         loss_scale: bool = False,
         stage_norms: bool = False,
+        skips: bool = False,
     ) -> None:
         self.name = f"pipeline {next(_pipelines)}"
         self._plan, self._devices, self._processes = plan, devices, processes
         self._with_updates = 2 * global_norm + loss_scale  # how many fields of `Metrics` are known with the updates of the last stage
-        self._with_stage_norms = stage_norms
+        self._with_stage_norms, self._skips = stage_norms, skips
         self._evaluations = self._delay_norms = 0
 
     def check(self, run: Program) -> None:
@@ -157,15 +161,9 @@ class MetricsExchange:
     def metrics(self, program: Program, shift: int, results: RunResults) -> Metrics:
         """Return the metrics of the batches that the program finishes, run `shift` batches later, from this process's `results`."""
         metrics = Metrics.empty()
-        norms = {batch: functools.partial(tuple, norm) for batch, norm in results.norms.items()}
         ended, *updated = ([batch + shift for batch in batches] for batches in (program.ended, *program.updated))
-        self._share_losses(ended, results, metrics)
-        last = self._plan.depth - 1
-        if self._is_here(self._plan.stage_workers[last][0]):
-            _check_complete("gradient norm", updated[-1] if self._with_updates else [], results.norms)
-        if self._with_updates:
-            fields = [metrics.norms, metrics.nonfinite, metrics.loss_scales][: self._with_updates]
-            self._share("gradient norm", self._plan.stage_workers[last][0], updated[-1], norms, fields)
+        nonfinite = self._share_norms(updated[-1], results, metrics)
+        self._share_losses(ended, results, metrics, nonfinite if self._skips else None)
         for s in range(self._plan.depth) if self._with_stage_norms else ():
             rate, by_batch = self._plan.updates_per_batch(s), dict[int, jax.Array | RemoteScalar]()
             of_stage = {g // rate: functools.partial(tuple, [norm]) for (g, stage), norm in results.stage_norms.items() if stage == s}
@@ -176,8 +174,42 @@ class MetricsExchange:
     def _is_here(self, worker: int) -> bool:
         return self._devices[worker].process_index == jax.process_index()
 
-    def _share_losses(self, batches: Sequence[int], results: RunResults, metrics: Metrics) -> None:
-        """Put the losses and weights of these batches into the metrics; with pipelines that agree, the means over all of them."""
+    def _share_norms(self, batches: Sequence[int], results: RunResults, metrics: Metrics) -> list[dict[int, Any]]:
+        """Put the norms and what comes with them into the metrics, and return how many entries are not finite, for each pipeline."""
+        of_pipelines: list[dict[int, Any]] = []
+        for pipeline, worker in enumerate(self._reporting):
+            local = {t: functools.partial(tuple, norm) for (t, number), norm in results.norms.items() if number == pipeline}
+            if self._is_here(worker):
+                _check_complete("gradient norm", batches if self._with_updates else [], local)
+            into = Metrics.empty() if pipeline else metrics
+            of_pipeline = dict[int, Any]()
+            fields = [into.norms, of_pipeline, into.loss_scales][: self._with_updates]
+            of_pipelines.append(of_pipeline)
+            if self._with_updates:
+                self._share(f"gradient norm of pipeline {pipeline}" if pipeline else "gradient norm", worker, batches, local, fields)
+        for batch in batches if self._with_updates else ():
+            metrics.nonfinite[batch] = self._sum_of([of_pipeline[batch] for of_pipeline in of_pipelines])
+        return of_pipelines
+
+    def _sum_of(self, numbers: Sequence[Any]) -> jax.Array | RemoteScalar:
+        """Return the sum of a number of each pipeline."""
+        if len(numbers) == 1:
+            return numbers[0]
+        if self._processes is None:
+            return _sum(jax.device_put(numbers, self._devices[self._reporting[0]]))
+        return RemoteScalar(lambda: sum(map(float, numbers)))
+
+    def _share_losses(
+        self, batches: Sequence[int], results: RunResults, metrics: Metrics, nonfinite: Sequence[Mapping[int, Any]] | None
+    ) -> None:
+        """Put the losses and weights of these batches into the metrics; with pipelines that agree, the means over all of them.
+
+        Args:
+            batches: the batches.
+            results: of this process.
+            metrics: what to put them into.
+            nonfinite: for each pipeline, how many entries of its gradient are not finite, by batch, if it skips such updates.
+        """
         of_pipelines: list[tuple[dict[int, Any], dict[int, Any]]] = []
         for pipeline, worker in enumerate(self._reporting):
             local = {t: functools.partial(_mean_loss, updates) for (t, number), updates in results.losses.items() if number == pipeline}
@@ -187,17 +219,20 @@ class MetricsExchange:
             self._share(f"loss of pipeline {pipeline}" if pipeline else "loss", worker, batches, local, into)
             of_pipelines.append(into)
         for batch in batches if len(of_pipelines) > 1 else ():
-            metrics.losses[batch], metrics.weights[batch] = self._mean_of([(loss[batch], weight[batch]) for loss, weight in of_pipelines])
+            skipped = [0] * len(of_pipelines) if nonfinite is None else [counts[batch] for counts in nonfinite]
+            triples = [(loss[batch], weight[batch], count) for (loss, weight), count in zip(of_pipelines, skipped, strict=True)]
+            metrics.losses[batch], metrics.weights[batch] = self._mean_of(triples)
 
-    def _mean_of(self, pairs: Sequence[tuple[Any, Any]]) -> tuple[jax.Array | RemoteScalar, jax.Array | RemoteScalar]:
-        """Return (mean, weight) over the (mean, weight) of each pipeline."""
+    def _mean_of(self, triples: Sequence[tuple[Any, Any, Any]]) -> tuple[jax.Array | RemoteScalar, jax.Array | RemoteScalar]:
+        """Return (mean, weight) over the (mean, weight, whether the update was skipped) of each pipeline."""
         if self._processes is None:
-            return _mean(_as_sums(jax.device_put(pairs, self._devices[self._reporting[0]])))
+            return _mean(_as_sums(_without_skipped(jax.device_put(triples, self._devices[self._reporting[0]]))))
         dtype = jax.dtypes.canonicalize_dtype(np.float64)
 
         @functools.cache
         def read() -> tuple[float, float]:
-            mean, weight = _mean(_as_sums([(np.array(float(mean), dtype), np.array(float(weight), dtype)) for mean, weight in pairs]))
+            numbers = [tuple(np.array(float(number), dtype) for number in triple) for triple in triples]
+            mean, weight = _mean(_as_sums(_without_skipped(numbers)))
             return float(mean), float(weight)
 
         return RemoteScalar(lambda: read()[0]), RemoteScalar(lambda: read()[1])
@@ -331,6 +366,23 @@ def _norms(squares: list[Number]) -> tuple[jax.Array, jax.Array]:
     corrections, distances = jnp.stack(squares).T
     none_holds_two = jnp.isnan(distances).all()
     return jnp.sqrt(corrections.sum()), jnp.where(none_holds_two, jnp.nan, jnp.sqrt(jnp.nansum(distances)))
+
+
+@without_mesh()  # it may run only when a number is read
+@jax.jit
+def _without_skipped(triples: Sequence[tuple[Any, Any, Any]]) -> list[tuple[Any, Any]]:
+    """Return the (mean, weight) of each pipeline, 0 and 0 of one that has skipped its update, unless all have."""
+    skipped = [count > 0 for _, _, count in triples]
+    some = ~jnp.stack(skipped).all()
+    return [
+        (jnp.where(some & out, 0, mean), jnp.where(some & out, 0, weight)) for (mean, weight, _), out in zip(triples, skipped, strict=True)
+    ]
+
+
+@without_mesh()  # it may run only when a number is read
+@jax.jit
+def _sum(numbers: Sequence[Number]) -> jax.Array:
+    return jnp.stack(numbers).sum()
 
 
 @without_mesh()  # it may run only when a number is read

@@ -321,11 +321,22 @@ def _waits_for(ranks: Sequence[Sequence[_Computation]], plan: Plan, global_norm:
     """Return the computations that each one waits for: those of its inputs, and the one before it on its rank."""
     keys = [[_key(c.instruction) for c in row] for row in ranks]
     computations = dict.fromkeys(itertools.chain(*keys))
-    waits_for = {key: [k for k in _inputs(key, plan, global_norm) if k in computations] for key in computations}
+    agreements = _agreements_before(ranks, plan)
+    needed = {key: [*_inputs(key, plan, global_norm), *agreements.get(key, ())] for key in computations}
+    waits_for = {key: [k for k in keys_before if k in computations] for key, keys_before in needed.items()}
     for row in keys:
         for before, after in itertools.pairwise(row):
             waits_for[after].append(before)
     return waits_for
+
+
+def _agreements_before(ranks: Sequence[Sequence[_Computation]], plan: Plan) -> dict[_Key, list[_Key]]:
+    """Return for each computation that is the first to read what pipelines have agreed on the updates of all of them."""
+    first: dict[tuple[int, int], _Key] = {}  # by worker and version
+    for i in (c.instruction for row in ranks if plan.agree is not None for c in row):
+        first.setdefault((i.worker, i.batch if isinstance(i, Update) else i.version), _key(i))
+    agreed = {(w, version): key for (w, version), key in first.items() if version and plan.agrees(plan.workers[w][0], version - 1)}
+    return {key: [(other, "U", v - 1, 0) for other in plan.stage_workers[plan.workers[w][0]]] for (w, v), key in agreed.items()}
 
 
 def _starts(
@@ -363,7 +374,7 @@ def _key(instruction: _Instruction) -> _Key:
 
 
 def _inputs(key: _Key, plan: Plan, global_norm: bool) -> list[_Key]:
-    """Return the computations that may produce a computation's input: a neighbour's; for an update those of all replicas."""
+    """Return the computations that may produce a computation's input: a neighbour's; for an update those of all that it sums over."""
     worker, op, k, part = key
     s = plan.workers[worker][0]
     match OPS[op].reads if op in OPS else "":  # an update is no op
@@ -381,6 +392,8 @@ def _inputs(key: _Key, plan: Plan, global_norm: bool) -> list[_Key]:
             is_alone = not global_norm or SCHEDULES[plan.schedule].flushes_after(plan, k)
             last = [] if is_alone else [end - 1 + route_of(plan).delay]
             microbatches = [*range(end - plan.replicas[summed], end), *last]
+            if plan.agree is not None:  # each pipeline updates alone
+                microbatches = [end - plan.replicas[s] + plan.workers[worker][1]]
             return [key for j in microbatches for key in that_leave("accumulators", plan, summed, j)]
 
 

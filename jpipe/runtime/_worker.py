@@ -54,13 +54,14 @@ class RunResults(NamedTuple):
     Attributes:
         losses: for each finished batch, the (mean loss, weight) of each of its updates, by (batch, pipeline); perhaps still to come from
             other replicas. Pipeline 0 stands for all whose replicas sum their gradients.
-        norms: for each update that used it, the `GlobalNorm` of the gradients, and after it the next loss scale if that is dynamic.
+        norms: for each update that used it, the `GlobalNorm` of the gradients, and after it the next loss scale if that is dynamic, by
+            (update, pipeline) as `losses`.
         stage_norms: for each update of a stage that clips by its own norm, that norm, by (update, stage).
         evaluations: for each evaluated microbatch, (sum, weight) of the loss and of each metric; in a prediction the outputs.
     """
 
     losses: dict[tuple[int, int], list[Tree]]
-    norms: dict[int, Tree]
+    norms: dict[tuple[int, int], Tree]
     stage_norms: dict[tuple[int, int], jax.Array]
     evaluations: dict[int, Tree]
 
@@ -449,9 +450,9 @@ class Worker:
             state.accumulators = zeros
         if self.functions.last and not self.sets_aside:
             self.finish(update, loss)
-        if self.functions.last and self.replica == 0 and self.global_norm:
+        if self.functions.last and self.global_norm and (self.replica == 0 or self.plan.agree is not None):
             scale = state.scale(update + 1)
-            self.results.norms[update] = norm if scale is None else (*norm, scale)
+            self.results.norms[update, self.replica] = norm if scale is None else (*norm, scale)
 
     def sum_changes(self, i: SumChanges) -> None:
         """Give what this pipeline has changed; with the last one of this process all of them get the mean."""

@@ -23,8 +23,14 @@ if TYPE_CHECKING:
 _FORWARD, _BACKWARD, _INPUT, _WEIGHT, _UPDATE, _IDLE = "#0072B2", "#F0A830", "#F2D06B", "#DF6722", "#1A1A1A", "#EFEFEF"
 _COLOURS = {"F": _FORWARD, "B": _BACKWARD, "I": _INPUT, "W": _WEIGHT}  # of the pieces of an op
 _NAMES = {colour: OPS[piece].label for piece, colour in _COLOURS.items()} | {_UPDATE: "update", _IDLE: "idle"}
-_MESSAGES = {"activation": "#7FC4EA", "gradient": "#D9A3C1", "sum": "#009E73", "": "#8C8C8C"}  # by what is moved
-_MESSAGE_NAMES = {"activation": "activation sent", "gradient": "gradient sent", "sum": "sum over replicas", "": "other message"}
+_MESSAGES = {"activation": "#7FC4EA", "gradient": "#D9A3C1", "sum": "#009E73", "changes": "#4B1D78", "": "#8C8C8C"}  # by what is moved
+_MESSAGE_NAMES = {
+    "activation": "activation sent",
+    "gradient": "gradient sent",
+    "sum": "sum over replicas",
+    "changes": "agreement of pipelines",
+    "": "other message",
+}
 _VERSIONS = ("#08519C", "#6BAED6", "#2171B5", "#BDD7E7")  # one after the other: neighbours differ most
 _PARTS = {"optimizer": "#009E73", "gradients": "#F0A830", "residuals": "#CC79A7", "other": "#8C8C8C"}
 _SMALL = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
@@ -254,7 +260,7 @@ def _draw_transfers(
             axes.broken_barh(boxes, (n + 0.22, 0.56), facecolor=colour, edgecolor="white", linewidth=edge)
         for transfer in row:
             if _fits(label := str(transfer.number), (transfer.start, transfer.end), points, font_size):
-                middle, ink = (transfer.start + transfer.end) / 2, "white" if _kind(transfer) == "sum" else "black"
+                middle, ink = (transfer.start + transfer.end) / 2, "white" if _kind(transfer) in ("sum", "changes") else "black"
                 axes.text(middle, n + 0.5, label, size=font_size, color=ink, ha="center", va="center_baseline")
 
 

@@ -13,7 +13,7 @@ import jax
 
 from jpipe.ops import OPS, Leaves
 from jpipe.plan import Plan
-from jpipe.programs._instructions import AllReduce, Receive, Send, SumChanges, parts_of
+from jpipe.programs._instructions import Agree, AllReduce, Compute, Receive, Send, SumChanges, Update, parts_of
 from jpipe.programs._transfers import Transfer, in_rows
 from jpipe.runtime._interpreter import Event
 from jpipe.runtime._lanes import PendingTransfer
@@ -50,6 +50,8 @@ class TransferWatcher:
         self._arrived: dict[_Moved, float] = {}
         self._sizes: dict[_Moved, float] = {}
         self._lanes: dict[tuple[int, ...], _Lane] = {}
+        self._agreed: dict[int, _Moved] = {}  # by worker, the changes of its last agreement, until a computation reads what it made
+        self._readers: dict[_Moved, list[Computation]] = {}  # of changes, those computations
 
     def note(self, event: Event) -> None:
         """Note a send, a receive or a sum that was just dispatched."""
@@ -65,6 +67,19 @@ class TransferWatcher:
             self._posted[moved] = self._now()
             if (total := _summed(i, event.state)) is not None:  # once the last replica of this process has given its part
                 self._watch(moved, total, 2 * (len(replicas) - 1) / len(replicas))
+        elif isinstance(i, Agree):
+            moved = _Moved("changes", tuple(plan.stage_workers[plan.workers[i.worker][0]]), i.batch)
+            self._agreed[i.worker] = moved
+            if moved.workers in self._lanes:  # the agreement has consumed the changes, perhaps before the lane's thread saw them
+                self._lanes[moved.workers].put(moved, event.state.weights.read(i.batch + 1))
+        elif isinstance(i, Compute | Update) and i.worker in self._agreed:
+            self._note_reader(i)
+
+    def _note_reader(self, i: Compute | Update) -> None:
+        """Note the first computation of a worker that reads the weights of its last agreement."""
+        version, key = (i.batch, ("U", i.batch, 0)) if isinstance(i, Update) else (i.version, (i.op, i.microbatch, i.part or 0))
+        if version == self._agreed[i.worker].number + 1:
+            self._readers.setdefault(self._agreed.pop(i.worker), []).append((i.worker, *key))
 
     def close(self) -> None:
         """Stop when all arrays that are awaited have arrived."""
@@ -82,12 +97,16 @@ class TransferWatcher:
             ends: when it ended.
         """
         readers, found = _readers(self._plan, starts), list[Transfer]()
+        for moved, keys in self._readers.items():
+            readers[moved] = min(keys, key=starts.__getitem__)
         for moved in dict.fromkeys([*self._posted, *self._sizes]):
             produced = max((ends[key] for key in _producers(moved, self._plan) if key in ends), default=0.0)
             start = max(self._posted[moved], produced) if moved in self._posted else math.nan
             reader = readers.get(moved)
             used, read = (math.nan, math.inf) if reader is None else (starts[reader], ends[reader])
             end = min(self._arrived[moved], read) if moved in self._arrived else used
+            if moved.what == "changes" and end <= start and reader is not None:
+                end = read  # the end of an update was noted late
             ranks = tuple(self._plan.rank_of[w] for w in moved.workers)
             found.append(Transfer(moved.what, ranks, moved.number, start, end, end, self._sizes.get(moved, 0.0)))
         return tuple(found)
@@ -105,7 +124,7 @@ class TransferWatcher:
             self._lanes[moved.workers].put(moved, tree)
 
     def _note_arrival(self, moved: _Moved) -> None:
-        self._arrived[moved] = self._now()
+        self._arrived.setdefault(moved, self._now())
 
 
 class _Lane:
@@ -208,6 +227,8 @@ def _producers(moved: _Moved, plan: Plan) -> list[Computation]:
             end = (moved.number + 1) * plan.microbatches_per_update(s)
             keys = [key for k in range(end - plan.replicas[s], end) for key in that_leave("accumulators", plan, s, k)]
             return keys if moved.part is None else [(*key[:3], moved.part) for key in keys]
+        case "changes":
+            return [(w, "U", moved.number, 0) for w in moved.workers]
     return []  # of small messages the post is the beginning
 
 

@@ -147,9 +147,10 @@ class _Improvement:
         profile, topology = self._choice.meshes.of(candidate.degrees)
         plan = candidate.plan(profile.ids)
         costs = profile.stage_costs(plan, candidate.rows)
+        is_whole = topology.cores is None and self._spent < MOST_IN_ALL  # later `_bound` leaves out one of the bounds
         self._spent += forwards(plan, self._copies(plan, topology))
         self._seen.add(candidate.without_costs)
-        simulation = simulate_plan(plan, costs, topology, self._choice.global_norm, None if topology.cores else least)
+        simulation = simulate_plan(plan, costs, topology, self._choice.global_norm, least if is_whole else None)
         if simulation is None:
             return None
         found = Ranked(priced(candidate, plan, costs, simulation, topology), simulation)

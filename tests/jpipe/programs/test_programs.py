@@ -128,7 +128,7 @@ def test_the_programs_of_the_steps_one_after_the_other_are_the_whole_run(fields,
         assert not parts[-1].instructions
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @settings(deadline=None, max_examples=60)
 @given(fields=plans() | replicated_plans(), first=st.integers(0, 9), second=st.integers(0, 5), global_norm=st.booleans())
 def test_the_few_programs_a_pipeline_repeats_are_one_run_with_a_drain_in_between(fields, first, second, global_norm):

@@ -78,7 +78,6 @@ def peaks_of(pipe, batch, devices) -> tuple[list[int], list[int]]:
     return [after - base for after, base in zip(peak, before, strict=True)], list(predicted)
 
 
-@pytest.mark.exhaustive
 @pytest.mark.thinned(most=0, most_slow=1)
 @pytest.mark.parametrize("recompute", ["none", "full", "dots_saveable"])
 @pytest.mark.parametrize("variant", sorted(VARIANTS))
@@ -155,9 +154,16 @@ def test_measured_peak_of_chunks_without_a_flush_is_predicted(schedule):
     np.testing.assert_allclose(measured, predicted, atol=64)
 
 
-@pytest.mark.exhaustive
-def test_measured_peak_of_replicas_that_flush_is_predicted():
-    measured, predicted = measured_and_predicted(Plan.even(STACK.ids, 3, "pipedream_flush", MICROBATCHES, replicas=(2, 2, 1)))
+REPLICAS = [
+    pytest.param({"num_stages": 3, "schedule": "pipedream_flush", "replicas": (2, 2, 1)}, id="flush", marks=pytest.mark.exhaustive),
+    pytest.param({"num_stages": 3, "schedule": "pipedream", "replicas": (2, 1, 1)}, id="round robin", marks=pytest.mark.slow),
+    pytest.param({"num_stages": 2, "schedule": "pipedream_2bw", "replicas": 2, "agree": {"every": 2}}, id="agree", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize("fields", REPLICAS)
+def test_measured_peak_of_replicas_is_predicted(fields):
+    measured, predicted = measured_and_predicted(Plan.even(STACK.ids, microbatches=MICROBATCHES, **fields))
     np.testing.assert_allclose(measured, predicted, atol=64)
 
 
@@ -170,12 +176,6 @@ def test_measured_peak_of_replicas_that_share_the_optimizer_state_is_predicted()
     assert measured[2] == pytest.approx(predicted[2], abs=64)
     whole, _ = measured_and_predicted(plan.model_copy(update={"shard_optimizer": False}))
     assert max(measured[:2]) < whole[0]
-
-
-@pytest.mark.exhaustive
-def test_measured_peak_of_round_robin_is_predicted():
-    measured, predicted = measured_and_predicted(Plan.even(STACK.ids, 3, "pipedream", MICROBATCHES, replicas=(2, 1, 1)))
-    np.testing.assert_allclose(measured, predicted, atol=64)
 
 
 @pytest.mark.thinned(most=0, most_slow=0)

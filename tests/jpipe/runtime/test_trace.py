@@ -14,10 +14,11 @@ import optax
 import pytest
 
 from jpipe import InputError, Pipeline, Plan, Tracer, lower, simulate
+from jpipe.ops import OPS
 from jpipe.programs import StageCost, Window, extract_window
-from jpipe.programs._instructions import Compute
+from jpipe.programs._instructions import Compute, Update
 from jpipe.runtime import Event, fit_costs
-from jpipe.runtime._trace import _Watcher
+from jpipe.runtime._trace import _Computation, _inputs, _waits_for, _Watcher
 from jpipe.runtime.state import Latest, Microbatch, WorkerState
 from tests.jpipe import models
 from tests.jpipe.running import check_equal
@@ -237,3 +238,20 @@ def test_costs_fitted_to_a_timeline_give_that_timeline():
             jax.tree.map(jnp.float32, [s.end for s in repeated.timeline[0]]),
             jax.tree.map(jnp.float32, [s.end for s in prediction.timeline[0]]),
         )
+
+
+def test_pipelines_that_agree_wait_for_each_other_only_to_read_what_they_have_agreed_on():
+    plan = Plan.even("ab", 2, "gpipe", 4, replicas=2, agree={"every": 2})
+    assert [_inputs((w, "U", 0, 0), plan, False) for w in range(4)] == [finish(w, 2 + w % 2) for w in range(4)]
+    assert _inputs((3, "U", 0, 0), plan, True) == finish(1, 3), "the norm ends at the pipeline's first stage"
+    program = [i for i in lower(plan, 3).instructions if isinstance(i, (Compute, Update))]
+    ranks = [[_Computation(i, jax.devices()[0], 0.0, 0.0) for i in program if i.worker == w] for w in range(4)]
+    updates = {key: [k for k in before if k[1] == "U"] for key, before in _waits_for(ranks, plan, False).items()}
+    for w in range(4):
+        both = plan.stage_workers[w // 2]
+        assert {(other, "U", 1, 0) for other in both} <= set(updates[w, "F", 8 + w % 2, 0])
+        assert (both[1 - w % 2], "U", 0, 0) not in updates[w, "F", 4 + w % 2, 0], "no agreement yet"
+
+
+def finish(worker, microbatch):
+    return [(worker, name, microbatch, 0) for name, op in OPS.items() if op.finishes]

@@ -1,5 +1,6 @@
 """The transfers and sums of a trace: those that a plan has, when they begin and end, and what several processes know of them."""
 
+import itertools
 import math
 from collections import Counter
 from concurrent.futures import Future
@@ -13,7 +14,7 @@ import pytest
 from jpipe import Pipeline, Plan, Tracer, lower, simulate, to_perfetto
 from jpipe.processes import Processes
 from jpipe.programs import Transfer, parse_grid
-from jpipe.programs._instructions import Receive, Send
+from jpipe.programs._instructions import Agree, Compute, Receive, Send, SumChanges
 from jpipe.runtime import Event, WorkerState, join_transfers
 from jpipe.runtime._lanes import PendingTransfer
 from jpipe.runtime.state import Latest, Microbatch
@@ -41,17 +42,37 @@ def test_a_trace_has_the_transfers_of_the_plan_and_they_end_before_they_are_used
     trace, predicted = tracer.finish(), simulate(lower(plan, 3, global_norm=True), pipe.costs(batches[0])).transfers
     expected, found = (Counter(transfer[:3] for transfer in transfers) for transfers in (predicted, trace.transfers))
     assert not found - expected, "nothing that the plan has not"
+    changes = {key for key in expected if key[0] == "changes"}
+    assert bool(changes) == (plan.agree is not None)
+    assert changes <= set(found), "no array of an agreement is left for the watching thread, but a computation reads its result"
     watched = tracer._transfers
     assert {(moved.what, tuple(plan.rank_of[w] for w in moved.workers), moved.number) for moved in watched._posted} == set(expected)
     ends = {(span.op, rank, span.microbatch): span.end for rank, row in enumerate(trace.timeline) for span in row}
+    updated = [[span.end + span.update_wait + span.update_time for span in row if span.updates] for row in trace.timeline]
     for transfer in trace.transfers:
         assert 0 <= transfer.start < transfer.end == transfer.arrival
         assert transfer.size > 0
+        if transfer.what == "changes":
+            assert transfer.start >= max(updated[rank][transfer.number] for rank in transfer.ranks)
         if transfer.what == "activation":
             assert transfer.start >= ends["F", transfer.ranks[0], transfer.number]
             assert transfer.end <= max(ends.get((op, transfer.ranks[1], transfer.number), 0.0) for op in ("F", "FB"))
     assert parse_grid(trace.grid(transfers=True)) == parse_grid(trace.grid())
     to_perfetto({"measured": trace.timeline}, {"measured": trace.transfers})
+
+
+def test_changes_that_nobody_saw_arrive_end_where_their_result_is_read():
+    plan, clock = Plan.even("ab", 1, "gpipe", 2, replicas=2, agree={"every": 1}), itertools.count(1.0)
+    watcher = TransferWatcher(plan, 0.0)
+    watcher._now = lambda: next(clock)
+    state = WorkerState(Latest({}, 0), (), {}, None, jax.random.key(0), {}, {}, {})
+    instructions = [SumChanges(0, 0), SumChanges(1, 0), Agree(0, 0), Agree(1, 0), Compute("F", 0, 2, 1), Compute("F", 1, 3, 1)]
+    for instruction in instructions:
+        watcher.note(Event(instruction, None, state))
+    watcher.close()
+    updates, readers = [(w, "U", 0, 0) for w in range(2)], [(0, "F", 2, 0), (1, "F", 3, 0)]
+    starts, ends = dict(zip(readers, (6.0, 5.0), strict=True)), dict(zip([*updates, *readers], (3.5, 4.0, 8.0, 8.0), strict=True))
+    assert watcher.transfers(starts, ends) == (Transfer("changes", (0, 1), 0, 4.0, 5.0, 5.0, 0.0),)
 
 
 class Done:

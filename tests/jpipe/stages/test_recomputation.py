@@ -30,7 +30,7 @@ def test_equals_no_recomputation_to_rounding(recompute, variant, float64):
 
 @pytest.mark.thinned(most=1)
 @pytest.mark.parametrize("recompute", [pytest.param("full", marks=pytest.mark.oldest), *POLICIES[1:]])
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_recomputes_with_the_weights_and_the_layer_state_of_the_first_forward(recompute, float64):
     """With stashing, both have changed by the time of the backward, and the recomputed forward must read the old ones."""
     batches = models.masked_batches(6, M, dtype=np.float64)

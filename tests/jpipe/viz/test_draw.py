@@ -350,6 +350,14 @@ def test_transfers_and_sums_are_boxes_in_rows_below_the_ranks():
     drawn(figure)
 
 
+def test_agreements_of_pipelines_have_a_colour_and_a_name_of_their_own():
+    plan = jpipe.Plan.even("ab", 1, "gpipe", 2, replicas=2, agree={"every": 1})
+    prediction = jpipe.simulate(jpipe.lower(plan, 2), [jpipe.programs.StageCost(accumulators=5, weights=5)], jpipe.Link(bandwidth=10))
+    figure = jpipe.draw_timeline({"a": prediction.timeline}, {"a": prediction.transfers}, unit="forwards")
+    assert len(boxes_by_row(figure.axes[0], "#4b1d78")[2]) == 2
+    assert figure.legends[0].get_texts()[-1].get_text() == "agreement of pipelines"
+
+
 def test_transfers_of_a_timeline_that_there_is_not_are_refused():
     timeline = ((Span("F", 0, 0, 0.0, 1.0),),)
     with pytest.raises(jpipe.InputError, match=r"draw_timeline: transfers: expected a mapping of names of timelines \('a'\), found "):

@@ -137,6 +137,33 @@ def test_a_pipeline_clips_by_its_own_norm(name, norm):
     check_rule(plan, batches, optax.chain(clipped, models.momentum()), **{norm: 0.3})
 
 
+@pytest.mark.parametrize("broken", [0, 1])
+def test_a_pipeline_skips_its_update_alone(broken):
+    """The loss is the mean over the others, or over all if all skip; the entries of all are counted."""
+    plan = plan_of("naive", {"every": 1, "outer": MEAN}, num_stages=1, microbatches=2)
+    pipe = pipeline(plan, optax.sgd(0.1), models.squares, skip_nonfinite=True)
+    batches, rows = models.batches_of(3, 2 * models.ROWS), models.ROWS
+    batches[1] = (np.array(batches[1][0]), batches[1][1])
+    batches[1][0][broken * rows : (broken + 1) * rows] = np.nan
+    batches[2] = (np.full_like(batches[2][0], np.nan), batches[2][1])
+    state = running.fresh(pipe, batches)
+    alone = pipeline(plan_of("naive", num_stages=1, microbatches=1, replicas=1), optax.sgd(0.1), models.squares)
+    state, first = pipe.step(state, batches[0])
+    params = jax.tree.map(np.asarray, pipe.params(state))
+    state, second = pipe.step(state, batches[1])
+    after = jax.tree.map(np.asarray, pipe.params(state))
+    state, third = pipe.step(state, batches[2])
+    other = jax.tree.map(lambda leaf: leaf[(1 - broken) * rows : (2 - broken) * rows], batches[1])
+    of_other, expected = alone.step(alone.init(jax.random.key(running.KEY), other, params), other)
+    assert [bool(float(metrics.nonfinite[t])) for t, metrics in enumerate((first, second, third))] == [False, True, True]
+    assert float(second.losses[1]) == pytest.approx(float(expected.losses[0]), rel=1e-6)
+    assert float(second.weights[1]) == float(expected.weights[0])
+    assert float(third.nonfinite[2]) == 2 * sum(leaf.size for leaf in jax.tree.leaves(params))
+    assert np.isnan(float(third.losses[2]))
+    running.check_close(after, jax.tree.map(lambda old, new: (old + new) / 2, params, alone.params(of_other)), 1e-6)
+    running.check_equal(pipe.params(state), after)
+
+
 @pytest.mark.usefixtures("float64")
 @pytest.mark.thinned(most=2)
 @pytest.mark.parametrize("name", CASES)
@@ -240,6 +267,14 @@ REFUSED = [
     ({"schedule": "pipedream", "update_every": "replicas"}, {}, r"plan: agree: expected update_every 'batch', found 'replicas'"),
     ({"sum_parts": 2}, {}, r"plan: stages\.0\.sum_parts: expected none with agree"),
     ({"agree": {"every": 2, "fragments": 3}}, {}, r"plan: agree\.fragments: expected 'stages', or .* up to that of the stages, 2, found 3"),
+    *(
+        (
+            {"agree": {"every": 2, "fragments": found}},
+            {},
+            rf"plan: agree\.fragments: expected 'stages', a number .*, or null, found {found!r}$",
+        )
+        for found in ("x", 0, True, 2.0)
+    ),
     ({"agree": {"every": 0}}, {}, r"plan: agree\.every: "),
     ({"agree": {"every": 2, "outer": {"momentum": 1.0}}}, {}, r"plan: agree\.outer\.momentum: "),
     (

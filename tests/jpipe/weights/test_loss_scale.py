@@ -81,7 +81,7 @@ def test_the_scale_changes_no_other_bit():
     running.check_equal(scaled._asdict(), plain._asdict())
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_a_restored_run_has_the_scales_of_all_versions():
     plan, batches = Plan.even(STACK.ids, 2, "pipedream_2bw", 2), models.masked_batches(8, 2)
 

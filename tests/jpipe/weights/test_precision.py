@@ -207,7 +207,7 @@ def test_float64_is_unchanged():
 # Restored --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_a_restored_run_has_the_masters_under_any_cut():
     plan, batches = Plan.even(STACK.ids, 2, "pipedream", 2), models.masked_batches(6, 2)
     pipe = pipeline(plan, MASTERS)

@@ -122,7 +122,7 @@ def test_each_replica_holds_and_updates_its_share_and_copies_are_its_own():
     assert [sum(cost.updated) for cost in costs] == [cost.weights for cost in costs]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_a_run_resumes_with_a_sharded_optimizer_and_without():
     """Restore in all directions, with other replicas and cuts, and with the masters that some replica has."""
     options = {"precision": Precision(params="bfloat16"), "optimizer": optax.adam(1e-2)}

@@ -123,7 +123,7 @@ def without_policies(partition):
 
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(numbers=problems() | problems(differ=True))
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_search_without_a_limit_equals_exhaustive_search(numbers):
     problem = build(**numbers)
     seconds, stages, _ = exhaustive(problem)

@@ -66,3 +66,19 @@ def test_steps_after_the_last_agreement_are_named(steps, words):
     assert re.search(words, last_agreement(agreeing, steps))
     assert bool(words) == bool(last_agreement(agreeing, steps))
     assert not last_agreement(plan("gpipe"), steps)
+
+
+@pytest.mark.parametrize(
+    ("every", "fragments", "steps", "words"),
+    [
+        (8, "stages", 16, "the last 6 at stage 1, 4 at stage 2, 2 at stage 3 are"),
+        (8, 2, 18, "the last 2 at stages 0 to 1, 6 at stages 2 to 3 are"),
+        (1, "stages", 7, ""),
+        (8, 1, 18, "the last 2 are not .*; use 24 steps"),
+    ],
+)
+def test_updates_that_fragments_have_not_agreed_on_are_named(every, fragments, steps, words):
+    agreeing = jpipe.Plan.even("abcd", 4, "gpipe", 2, replicas=2, agree={"every": every, "fragments": fragments})
+    found = last_agreement(agreeing, steps)
+    assert re.search(words, found)
+    assert bool(words) == bool(found)

@@ -91,7 +91,7 @@ def test_a_run_that_was_stopped_resumes_with_equal_results(plan, saved, tmp_path
     assert checkpoint_files.steps(parts.folder) == [4, 6, 7]  # the last three
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_another_plan_resumes_with_the_same_weights(saved, monkeypatch, capsys):
     summary = run_in_two(saved, monkeypatch, 5, plan={"schedule": "gpipe", "num_stages": 3}, train={"steps": 8})
     assert [row["step"] for row in rows_of(summary.folder)] == list(range(8))

@@ -386,7 +386,7 @@ def test_a_plan_that_fails_in_one_process_ends_all_with_a_line_each():
     assert (waiting, failing) == (1, 2), (waiting_output, failing_output)
     assert re.fullmatch(r"jpipe: --measure: .* cannot run here: INTERNAL: broken; leave --measure out, or measure fewer\n", failing_output)
     reason = failing_output.removeprefix("jpipe: ").rstrip()
-    assert waiting_output.startswith(f"jpipe: process 1 stopped: {reason}; process 0 stops while waiting for ")
+    assert waiting_output.startswith(f"jpipe: process 1 stopped: {reason}; process 0 stops")  # and while waiting for what, if it waits
     assert waiting_output.count("\n") == 1
 
 

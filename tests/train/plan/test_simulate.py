@@ -8,6 +8,7 @@ import pytest
 
 import jpipe
 from jpipe_train import cli
+from jpipe_train.plan.simulate import with_agreements
 
 
 @pytest.fixture(autouse=True)
@@ -179,6 +180,27 @@ def test_an_uncompiled_plan_shows_no_peak_memory(simulated, config):
     assert (
         "\nheld: what a rank holds between its computations; the temporaries of its programs, and so the peak memory, need comp" in printed
     )
+
+
+@pytest.mark.parametrize("schedule", ["pipedream_flush", "pipedream_2bw", "pipedream"])
+def test_pipelines_that_agree_after_the_window_hold_and_send_what_a_long_run_does(schedule):
+    sizes = {"weights": 1000, "accumulators": 1000, "optimizer": 2000, "residuals": 50}
+    costs = [jpipe.programs.StageCost(**sizes, outputs=10), jpipe.programs.StageCost(**sizes, inputs=10, gradient=10)]
+    plan = jpipe.Plan.even("ab", 2, schedule, 4, replicas=2, agree={"every": 50})
+    whole = jpipe.simulate(jpipe.lower(plan, 100), costs)
+    batches = 2 * jpipe.programs.batches_until_full(plan) + 3
+    found, moved = with_agreements(plan, costs, jpipe.simulate(jpipe.lower(plan, batches), costs), batches)
+    assert (found.held_bytes, found.peak_bytes) == (whole.held_bytes, whole.peak_bytes)
+    assert moved == pytest.approx([of_rank / 100 for of_rank in whole.moved_bytes], rel=0.01)
+
+
+def test_the_memory_of_a_config_whose_pipelines_agree_rarely_suffices_for_an_agreement(simulated, config):
+    keys = [word for key in ("plan.replicas=2", "plan.schedule=gpipe") for word in ("--set", key)]
+    rare, each = (table(simulated(config, "--no-compile", *keys, "--set", f"plan.agree={{every: {every}}}")) for every in (50, 1))
+    assert rare["held"] == each["held"]
+    # A rank sends about 512 bytes a batch to the other stage of its pipeline, and the changes.
+    few, many = ([float(words.split()[0]) for words in columns["sends a batch"]] for columns in (rare, each))
+    assert few == pytest.approx([512 + (1000 * of_rank - 512) / 50 for of_rank in many], rel=0.02)
 
 
 @pytest.mark.exhaustive

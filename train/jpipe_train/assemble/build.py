@@ -15,6 +15,7 @@ import jpipe
 from jpipe.files import expanded, read_text
 from jpipe_planner import balance, host_memory, usable_cores
 from jpipe_train.assemble import labels, meshes, model
+from jpipe_train.assemble.delay import words_by_stage
 from jpipe_train.assemble.frozen import part_of, trained, trains_part
 from jpipe_train.assemble.metrics import metrics
 from jpipe_train.assemble.optimizer import optimizer
@@ -180,14 +181,17 @@ def errors_name_config_keys(plan_file: str | None) -> Iterator[None]:
 
 
 def last_agreement(plan: jpipe.Plan, steps: int) -> str:
-    """Return a remark if pipelines that agree rarely do not agree after the last step, or ""."""
-    if plan.agree is None or plan.agree.fragments is not None or steps % plan.agree.every == 0:
+    """Return a remark if not all stages of pipelines that agree rarely agree after the last step, or ""."""
+    if plan.agree is None:
         return ""
-    every, lost = plan.agree.every, steps % plan.agree.every
-    return (
-        f"plan.agree: the pipelines agree after every {every} steps, and train.steps is {steps}: the last {lost} are not in the weights "
-        f"that are evaluated and exported; use {steps + every - lost} steps"
-    )
+    every, lost = plan.agree.every, [steps - plan.agree.last(s, plan.depth, steps) for s in range(plan.depth)]
+    if not any(lost):
+        return ""
+    start = f"plan.agree: the pipelines agree after every {every} steps, and train.steps is {steps}: the last "
+    if plan.agree.fragments in (None, 1):
+        return f"{start}{lost[0]} are not in the weights that are evaluated and exported; use {steps + every - lost[0]} steps"
+    missing = words_by_stage(["" if not number else str(number) for number in lost])
+    return f"{start}{missing} are not in the weights that are evaluated and exported: fragments agree at different steps"
 
 
 def check_microbatches(plan: jpipe.Plan, batch_size: int) -> None:

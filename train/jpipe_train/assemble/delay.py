@@ -1,11 +1,12 @@
 """The delay of a plan: the age of the weights that its gradients are computed with."""
 
+from collections.abc import Sequence
 from itertools import groupby
 
 import jpipe
 from jpipe_train.console.terminal import count
 
-_MOST_LISTED = 6  # groups of stages with the same delay that are listed
+_MOST_LISTED = 6  # groups of stages that have the same and are listed
 
 
 def delay_words(plan: jpipe.Plan, batches_per_update: int = 1) -> str:
@@ -22,13 +23,18 @@ def delay_words(plan: jpipe.Plan, batches_per_update: int = 1) -> str:
         start += f"after {count(plan.flush_first, 'batch', 'es')} that flush, "
     start += f"gradients are computed with weights that are {_updates(plan.mean_delay / batches_per_update)} old"
     delays = [f"{delay / batches_per_update:.3g}" for delay in plan.delays]
-    groups = [(list(group), delay) for delay, group in groupby(range(plan.depth), delays.__getitem__)]
-    if len(groups) == 1:
+    if len(set(delays)) == 1:
         return f"{start}, at every stage"
-    listed = [f"{delay} at {_stages(stages[0], stages[-1])}" for stages, delay in groups]
+    return f"{start} on average: {words_by_stage(delays)}"
+
+
+def words_by_stage(words: Sequence[str]) -> str:
+    """Say what each stage has, such as `1 at stages 0 to 2, 0 at stage 3`; stages with "" are left out."""
+    groups = [(list(group), word) for word, group in groupby(range(len(words)), words.__getitem__)]
+    listed = [f"{word} at {_stages(stages[0], stages[-1])}" for stages, word in groups if word]
     if len(listed) > _MOST_LISTED:
         listed[_MOST_LISTED - 1 : -1] = ["…"]
-    return f"{start} on average: {', '.join(listed)}"
+    return ", ".join(listed)
 
 
 def correction_words(factor: float | None) -> str:

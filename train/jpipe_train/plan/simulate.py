@@ -74,10 +74,10 @@ def main(
     check_effort(plan, max(shown, steady_from + 3))
     shared = jpipe.programs.shared_stages(costs or ())
     with errors_name_config_keys(source if costs is None else None):  # a custom order may deadlock
-        program = jpipe.lower(plan, shown, shared=shared)
-    prediction = jpipe.simulate(program, costs)
+        prediction = jpipe.simulate(jpipe.lower(plan, shown, shared=shared), costs)
     long = jpipe.simulate(jpipe.lower(plan, steady_from + 3, shared=shared), costs)
     steady = jpipe.programs.extract_window(long.timeline, long.memory, plan.microbatches, steady_from, 2)
+    long, moved = with_agreements(plan, costs, long, steady_from + 3)
     pictures = [] if png is None else draw(expanded(png, "--png"), plan, prediction, sized=costs is not None)
     return "\n".join(
         [
@@ -86,7 +86,7 @@ def main(
             "",
             cut_grid(prediction.grid(1.0), shutil.get_terminal_size((1000, 24)).columns),
             "",
-            *align(table(plan, long, steady_from + 3, sized=costs is not None, compiled=bool(subject.compiled))),
+            *align(table(plan, long, moved, sized=costs is not None, compiled=bool(subject.compiled))),
             "",
             *([words] if (words := delay_words(plan)) else []),
             f"bubble: {prediction.bubble:.1%} as shown, {steady.bubble:.1%} in steady state, with a batch in {steady.step_seconds:g} units",
@@ -94,6 +94,29 @@ def main(
             *pictures,
         ]
     )
+
+
+def with_agreements(
+    plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost] | None, prediction: jpipe.programs.Prediction, batches: int
+) -> tuple[jpipe.programs.Prediction, list[float]]:
+    """Return a prediction with an agreement in each batch if pipelines agree, and the mean bytes that each rank sends for a batch.
+
+    There may be no agreement in so few batches of the plan itself, but its memory has to suffice for one. An H-th of the batches have one.
+
+    Args:
+        plan: the plan.
+        costs: those of its stages, if they are known.
+        prediction: of so many batches of the plan, which is returned for other plans.
+        batches: how many.
+    """
+    if plan.agree is None or costs is None:
+        return prediction, [of_rank / batches for of_rank in prediction.moved_bytes]
+    each, none = (
+        jpipe.simulate(jpipe.lower(plan.model_copy(update={"agree": plan.agree.model_copy(update={"every": every})}), batches), costs)
+        for every in (1, 10**9)
+    )
+    pairs = zip(each.moved_bytes, none.moved_bytes, strict=True)
+    return each, [(without + (all_of_them - without) / plan.agree.every) / batches for all_of_them, without in pairs]
 
 
 def _unit_words(plan: jpipe.Plan, prediction: jpipe.programs.Prediction) -> str:
@@ -225,10 +248,19 @@ def check_effort(plan: jpipe.Plan, batches: int) -> None:
         )
 
 
-def table(plan: jpipe.Plan, prediction: jpipe.programs.Prediction, batches: int, *, sized: bool, compiled: bool = False) -> list[list[str]]:
+def table(
+    plan: jpipe.Plan, prediction: jpipe.programs.Prediction, moved: Sequence[float], *, sized: bool, compiled: bool = False
+) -> list[list[str]]:
     """Return a table with a row for each stage of each rank.
 
     It has the sizes of a rank only if they are known, and temporaries and peak memory only if its stages are compiled.
+
+    Args:
+        plan: the plan.
+        prediction: of enough batches for a steady state.
+        moved: the bytes that each rank sends for a batch.
+        sized: whether sizes are known.
+        compiled: whether the stages are compiled.
     """
     replicated, shares = len(plan.workers) > plan.depth, plan.depth > len(plan.pipeline_ranks)
     stage_head = ["stage·replica"] if replicated else ["stage"] if shares else []
@@ -239,7 +271,7 @@ def table(plan: jpipe.Plan, prediction: jpipe.programs.Prediction, batches: int,
     rows = [[*head, "sends a batch", *memory] if sized else head]
     for rank, workers in enumerate(plan.rank_workers):
         known = [prediction.held_bytes, *([prediction.temporary_bytes, prediction.peak_bytes] if compiled else [])]
-        sizes = [decimal(prediction.moved_bytes[rank] // batches), *(decimal(kind[rank]) for kind in known)]
+        sizes = [decimal(int(moved[rank])), *(decimal(kind[rank]) for kind in known)]
         for w in workers:
             s, replica = plan.workers[w]
             stage, first = plan.stages[s], w == workers[0]

@@ -254,9 +254,9 @@ def _run(group: Sequence[Run], parts: Parts, reporter: Reporter, together: Toget
     batches = together.run_on_all(lambda: data.load(parts.config))
     together.agree(lambda: {"data": batches.digest()})
     batch, ready = together.run_on_all(lambda: _first_batch(batches)), list[tuple[Outcome, Running]]()
-    ends = together.processes is not None
+    processes = together.processes
     for outcome, pipe, rows in group:
-        with _failing(outcome, reporter, ends=ends), reporter.phase(f"starting {outcome.name}"):
+        with _failing(outcome, reporter, processes=processes), reporter.phase(f"starting {outcome.name}"):
             ready.append((outcome, Running(pipe, _resized(batch, rows), together)))
     if not ready:
         return
@@ -264,23 +264,24 @@ def _run(group: Sequence[Run], parts: Parts, reporter: Reporter, together: Toget
         for n, (outcome, running) in enumerate(itertools.chain.from_iterable(itertools.repeat(ready, ROUNDS)), start=1):
             interrupt.check()
             if not outcome.failure:
-                with _failing(outcome, reporter, ends=ends):
+                with _failing(outcome, reporter, processes=processes):
                     outcome.rounds.append(running.round())
             progress(n, len(ready) * ROUNDS)
-    if ends:
+    if processes is not None:
         for _, running in ready:
             running.drain()
 
 
 @contextmanager
-def _failing(outcome: Outcome, reporter: Reporter, *, ends: bool = False) -> Iterator[None]:
+def _failing(outcome: Outcome, reporter: Reporter, *, processes: jpipe.processes.Processes | None = None) -> Iterator[None]:
     """Record why a plan cannot run, and go on; or end, as several processes do, because the other ones wait for this plan."""
     try:
         yield
     except (jax.errors.JaxRuntimeError, jpipe.InputError, MemoryError) as error:
         interrupt.check()  # a Ctrl-C can surface as any error
         failure = first_line(error)
-        if ends:
+        if processes is not None:
+            processes.check()  # whether another process was lost, which surfaces as any error, too
             raise jpipe.InputError(f"--measure: {outcome.name} cannot run here: {failure}; leave --measure out, or measure fewer") from None
         outcome.failure = failure
         reporter.say(f"left out: {outcome.name} cannot run here: {failure}")

@@ -58,11 +58,11 @@ class MetricsLog:
         measure: Measure,
         together: Together,
         history: History,
-        num_stages: int,
+        plan: jpipe.Plan,
         utilization: Utilization | None = None,
     ) -> None:
         self._config = config
-        self._clipped_stages = range(0 if config.optimizer.clip_stage_norm is None else num_stages)
+        self._clipped_stages = range(0 if config.optimizer.clip_stage_norm is None else plan.depth)
         self._needs_disk = config.checkpoint.on_full_disk == "stop"
         self._lacks_rows = False  # whether rows are missing on disk, and the user was informed
         self._folder = folder
@@ -77,6 +77,7 @@ class MetricsLog:
         self._known: jpipe.Metrics = jpipe.Metrics.empty()  # values of steps whose rows are not written yet
         self._delay_norms: dict[int, jpipe.runtime.DelayNorms] = {}
         self._skipped = 0  # skipped steps in a row
+        self._who = "" if plan.agree is None else " by at least one of the pipelines"
         self.last_step = -1  # the last step that was processed, and whose row was written if due
 
     @property
@@ -150,7 +151,7 @@ class MetricsLog:
         self._skipped += 1
         new_scale = f"; the loss scale is now {scale['loss_scale']:,.0f}" if scale else ""
         self._reporter.say(
-            f"step {step}: skipped, because {float(nonfinite[step]):,.0f} entries of its gradient are NaN or infinite{new_scale}"
+            f"step {step}: skipped{self._who}, because {float(nonfinite[step]):,.0f} entries of its gradient are NaN or infinite{new_scale}"
         )
         if self._skipped == MOST_SKIPPED:
             hint = "lower optimizer.learning_rate, or look at the data of these steps"

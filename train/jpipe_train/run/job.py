@@ -93,8 +93,9 @@ def plan(find: Callable[[Callable[[], int]], None], address: Address, connect_li
     """
 
     def work(connect: Callable[[], int]) -> int:
-        if alone and (address.coordinator, address.process_id) != (None, None):
-            raise InputError("--coordinator: only with --topology local several processes plan; leave it out, and start one process")
+        given = {"--coordinator": address.coordinator, "--num-processes": address.num_processes, "--process-id": address.process_id}
+        if alone and (name := next((name for name, value in given.items() if value is not None), None)):
+            raise InputError(f"{name}: only with --topology local several processes plan; leave it out, and start one process")
         find(connect)
         return 0
 

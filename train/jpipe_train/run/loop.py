@@ -201,7 +201,7 @@ def run(
         history = find_history(config, pipe.plan, resumed, lambda: reporter.seconds)
         # If shapes differ from batch to batch, so do the FLOPs of a step.
         utilization = None if folder is None or batches.shapes else mfu.find(pipe, batches.like)
-        log = MetricsLog(config, folder, row_logs, reporter, measure, together, history, pipe.plan.depth, utilization)
+        log = MetricsLog(config, folder, row_logs, reporter, measure, together, history, pipe.plan, utilization)
         rows = (lambda: b"") if folder is None else folder.logged
         facts = facts_of_run(config, pipe)
         checkpoints = Checkpoints(config.checkpoint, pipe, path, config.train.steps, together, facts, rows, reporter.say)
