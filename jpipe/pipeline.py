@@ -655,7 +655,7 @@ class Pipeline:
         """Connect the processes and return the state of a run that begins with `batch`."""
         executor.connect()
         self._executor = executor
-        return executor.state(workers, batch, batch)
+        return executor.state(executor.at_rest(workers), batch, batch)
 
     def _most_versions(self, stage: CompiledStage) -> int:
         """Return how many weight versions a worker of a stage holds at most."""

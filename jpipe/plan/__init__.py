@@ -2,6 +2,7 @@
 
 from jpipe.plan._agreement import Agreement, OuterOptimizer
 from jpipe.plan._axes import RULES, mesh_rules
+from jpipe.plan._host_memory import HostMemory, Kept
 from jpipe.plan._links import BLOCK, Kind, Links, Message
 from jpipe.plan._plan import Plan as Plan
 from jpipe.plan._stage import RECOMPUTE, Predicted
@@ -14,6 +15,8 @@ __all__ = [
     "RECOMPUTE",
     "RULES",
     "Agreement",
+    "HostMemory",
+    "Kept",
     "Kind",
     "Links",
     "Message",

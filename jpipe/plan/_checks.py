@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from jpipe.errors import InputError, nearest, short
 from jpipe.plan._axes import mesh_rules
+from jpipe.plan._host_memory import Kept
 from jpipe.plan._stage import Stage
 from jpipe.schedules import SCHEDULES
 
@@ -28,6 +29,7 @@ def check(plan: "jpipe.Plan") -> None:
     _check_sum_parts(plan.stages)
     _check_agreement(plan)
     _check_links(plan)
+    _check_offload(plan)
     _check_options(plan)
     _check_microbatches(plan)
     if reason := SCHEDULES[plan.schedule].refuses(plan):
@@ -149,6 +151,27 @@ def _check_links(plan: "jpipe.Plan") -> None:
         if stage.mesh:
             expected = f"stages on one device each, found the mesh {dict(stage.mesh)} of stage {s}"
             raise ValueError(f"links: expected {expected}: shards are sent as they are; remove the mesh, or links")
+
+
+def _check_offload(plan: "jpipe.Plan") -> None:
+    """Check that what a plan lets wait in host memory exists, and that nothing else moves it."""
+    if plan.offload is None:
+        return
+    for part, stages in plan.offload:
+        beyond = [s for s in stages if s >= plan.depth] if stages != "all" else []
+        if beyond:
+            raise ValueError(f"offload.{part}: expected stages from 0 to {plan.depth - 1}, or 'all', found {beyond[0]}; remove it")
+    if plan.agree is not None:
+        raise ValueError("offload: expected no agree: pipelines that agree keep everything on their devices; remove one of them")
+    if plan.offload.versions and plan.shard_optimizer:
+        raise ValueError("offload.versions: expected no shard_optimizer, whose replicas complete their versions later; remove one of them")
+    kinds: tuple[Kept, ...] = "residuals", "stash"
+    for what in kinds:
+        moved = [s for s, stage in enumerate(plan.stages) if plan.offloads(what, s)]
+        if moved and plan.depth > len(plan.pipeline_ranks):  # two stages of a rank may keep the same arrays
+            raise ValueError(f"offload.{what}: expected a rank for each stage, found several stages on one; remove one of them")
+        if parts := [s for s in moved if plan.stages[s].sum_parts]:
+            raise ValueError(f"offload.{what}: expected no sum_parts, found them at stage {parts[0]}; remove one of them")
 
 
 def _check_per_rank(plan: "jpipe.Plan") -> None:

@@ -15,6 +15,7 @@ from jpipe.plan._agreement import Agreement
 from jpipe.plan._axes import ParamAxes, Rules
 from jpipe.plan._checks import check, check_layers_of_model
 from jpipe.plan._even import even_ranks, even_stages
+from jpipe.plan._host_memory import HostMemory, Kept
 from jpipe.plan._links import Links
 from jpipe.plan._stage import Int, Predicted, Stage
 from jpipe.plan._text import FORMAT, html_of_plan, read_json, text_of_plan
@@ -68,6 +69,8 @@ class Plan(pydantic.BaseModel):
             they agree on their weights every so many updates (DiLoCo), see `jpipe.plan.Agreement`. None, the default: replicas sum their
             gradients for each update.
         links: messages between stages are compressed, see `jpipe.plan.Links`. None, the default: they are sent as they are.
+        offload: what waits in the memory of the host while no computation needs it, see `jpipe.plan.HostMemory`. None, the default:
+            everything is on the devices.
         placement: for each pipeline rank the numbers of its replicas' devices, counted from 0 over the devices of all processes, process by
             process; with a mesh the first device of each, followed by its other devices. None: in order, as `keep_together` says.
         predicted: the prediction of a planner; None: there is none.
@@ -100,6 +103,7 @@ class Plan(pydantic.BaseModel):
     shard_optimizer: bool = False
     agree: Agreement | None = None
     links: Links | None = None
+    offload: HostMemory | None = None
     placement: Numbers | None = None
     predicted: Predicted | None = None
 
@@ -195,6 +199,10 @@ class Plan(pydantic.BaseModel):
     def updates_per_batch(self, s: int) -> int:
         """Return m / M_s, the updates of stage s in a batch: 1, or more with update_every "replicas"."""
         return self.microbatches // self.microbatches_per_update(s)
+
+    def offloads(self, what: Kept, s: int) -> bool:
+        """Return whether something of stage s waits in host memory while no computation needs it."""
+        return self.offload is not None and self.offload.keeps(what, s)
 
     def sums_gradients(self, s: int) -> bool:
         """Return whether the replicas of stage s sum their gradients for each update: not if they are parallel pipelines that agree."""

@@ -241,6 +241,9 @@ def check_costs(costs: Sequence[StageCost]) -> None:
 Network = Callable[[int, int], Link]
 """The link from one rank to another, by their numbers."""
 
+HostLink = Callable[[int], Link]
+"""The link from the device of a rank, by its number, to the memory of its host."""
+
 Overlap = Literal["none", "transfers", "transfers and sums"]
 """What goes on beside the computations of a rank: nothing, transfers between ranks, or these and sums of gradients over replicas."""
 

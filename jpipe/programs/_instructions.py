@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from jpipe.ops import OPS, Op
-from jpipe.plan import Plan
+from jpipe.plan import Kept, Plan
 
 Data = Literal["inputs", "labels"]
 Message = Literal["activation", "gradient", "squares", "norm", "shared", "weights"]
@@ -139,7 +139,43 @@ class Release:
     version: int
 
 
-Instruction = Load | Compute | Send | Receive | AllReduce | TakeShared | AddShared | SumSquares | Update | SumChanges | Agree | Release
+@dataclass(frozen=True, slots=True)
+class Offload:
+    """Begin to move something to the memory of the host, and free it on the device.
+
+    `number` is that of a weight version, or of the microbatch of residuals or of a stash; that of the optimizer state is 0.
+    """
+
+    worker: int
+    what: Kept
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """Begin to move something back from the memory of the host to the device, as `Offload`."""
+
+    worker: int
+    what: Kept
+    number: int
+
+
+Instruction = (
+    Load
+    | Compute
+    | Send
+    | Receive
+    | AllReduce
+    | TakeShared
+    | AddShared
+    | SumSquares
+    | Update
+    | SumChanges
+    | Agree
+    | Release
+    | Offload
+    | Fetch
+)
 
 
 def op_of(i: Compute, plan: Plan) -> Op:
@@ -165,6 +201,10 @@ def shifted(instruction: Instruction, plan: Plan, batches: int) -> Instruction:
     if not batches:
         return instruction
     updates = batches * plan.updates_per_batch(plan.workers[instruction.worker][0])
+    if isinstance(instruction, (Offload, Fetch)):
+        microbatches = batches * plan.microbatches
+        later = {"optimizer": 0, "versions": updates, "residuals": microbatches, "stash": microbatches}[instruction.what]
+        return replace(instruction, number=instruction.number + later)
     moved = {"microbatch": batches * plan.microbatches, "version": updates, "batch": updates, "retires": updates}
     fields = {name: getattr(instruction, name) for name in instruction.__slots__}
     return replace(instruction, **{name: value + moved[name] for name, value in fields.items() if name in moved and value is not None})

@@ -5,15 +5,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from jpipe.ops import OPS, Op
-from jpipe.programs._costs import Network, Overlap, Passed, StageCost
+from jpipe.plan import Kept
+from jpipe.programs._costs import HostLink, Network, Overlap, Passed, StageCost
 from jpipe.programs._global_norm import last_microbatch
 from jpipe.programs._instructions import (
     AddShared,
     Agree,
     AllReduce,
     Compute,
+    Fetch,
     Instruction,
     Load,
+    Offload,
     Program,
     Receive,
     Release,
@@ -47,6 +50,8 @@ class Prediction:
         peak_bytes: the peak memory: the most bytes at any time, with those that exist only while a computation runs.
         moved_bytes: for each rank the bytes it sends to others.
         versions_alive: for each worker the most weight versions alive at a time.
+        host_bytes: for each rank the most bytes that it has in host memory (`Plan.offload`).
+        host_moved_bytes: for each rank the bytes that it moves to host memory and back.
     """
 
     timeline: Timeline
@@ -58,6 +63,8 @@ class Prediction:
     peak_bytes: tuple[int, ...]
     moved_bytes: tuple[int, ...]
     versions_alive: tuple[int, ...]
+    host_bytes: tuple[int, ...]
+    host_moved_bytes: tuple[int, ...]
 
     @property
     def temporary_bytes(self) -> tuple[int, ...]:
@@ -97,11 +104,14 @@ class _Rank:
         self.spans: list[Span] = []
         self.workers: list[_Worker] = []
         self.live = self.most_live = self.peak = 0
+        self.in_host = self.most_in_host = self.moved_to_host = 0
+        self.host_free = {Offload: 0.0, Fetch: 0.0}  # when the link to the host is free, in each direction
         self.samples: list[MemorySample] = []
 
     def begin(self) -> None:
         """Add up the bytes of all its workers at the beginning."""
         self.live = self.most_live = sum(worker.memory.at_first for worker in self.workers)
+        self.in_host = self.most_in_host = sum(worker.memory.cost.optimizer for worker in self.workers if worker.memory.away)
         self.sample()
 
     def wait(self, until: float) -> None:
@@ -111,6 +121,10 @@ class _Rank:
         self.live += size
         if self.live > self.most_live:
             self.most_live = self.live
+
+    def add_in_host(self, size: int) -> None:
+        self.in_host += size
+        self.most_in_host = max(self.most_in_host, self.in_host)
 
     def update(self, chunk: int, seconds: float) -> None:
         """Note an update of one of its stages, on the span of the stage's last computation."""
@@ -138,16 +152,33 @@ class _Rank:
 class _Memory:
     """The bytes of one worker, which are added to those of its rank."""
 
-    def __init__(self, cost: StageCost, versions: set[int], rank: _Rank) -> None:
+    def __init__(self, cost: StageCost, versions: set[int], rank: _Rank, optimizer_in_host: bool) -> None:
         self.cost, self.rank = cost, rank
+        self.away: set[tuple[Kept, int]] = {("optimizer", 0)} if optimizer_in_host else set()  # what is in host memory
         self.weights = dict.fromkeys(sorted(versions), cost.trained)  # by version; replaced and not changed: samples share it
-        self.at_first = len(versions) * cost.trained + cost.frozen + cost.optimizer + cost.state + cost.accumulators
+        self.at_first = len(versions) * cost.trained + cost.frozen + self.optimizer + cost.state + cost.accumulators
         self.most_versions = len(versions)
         self.waiting = {"residuals": 0, "stash": 0}  # how many microbatches have left each of these for a later op
         self.accumulates = True  # whether there is memory for gradients: not between a batch set aside and the next backward
 
+    @property
+    def optimizer(self) -> int:
+        """The bytes of the optimizer state on the device."""
+        return 0 if ("optimizer", 0) in self.away else self.cost.optimizer
+
     def add(self, size: int) -> None:
         self.rank.add(size)
+
+    def move(self, i: Offload | Fetch) -> int:
+        """Count something in host memory and not on the device, or the reverse; return its bytes."""
+        cost = self.cost
+        size = {"optimizer": cost.optimizer, "versions": cost.trained, "residuals": cost.residuals, "stash": cost.stash}[i.what]
+        to_host = isinstance(i, Offload)
+        (self.away.add if to_host else self.away.remove)((i.what, i.number))
+        self.add(-size if to_host else size)
+        self.rank.add_in_host(size if to_host else -size)
+        self.rank.moved_to_host += size
+        return size
 
     def accumulate(self) -> None:
         if not self.accumulates:
@@ -162,11 +193,12 @@ class _Memory:
         self.most_versions = max(self.most_versions, len(self.weights))
 
     def by_version(self) -> dict[int, int]:
-        """Return the bytes of each version; what all of them share counts with the oldest one."""
-        if not self.cost.frozen or not self.weights:
-            return self.weights
-        oldest = min(self.weights)
-        return self.weights | {oldest: self.weights[oldest] + self.cost.frozen}
+        """Return the bytes of each version on the device; what all of them share counts with the oldest one."""
+        weights = {v: size for v, size in self.weights.items() if ("versions", v) not in self.away} if self.away else self.weights
+        if not self.cost.frozen or not weights:
+            return weights
+        oldest = min(weights)
+        return weights | {oldest: weights[oldest] + self.cost.frozen}
 
     def complete(self, version: int, size: int) -> None:
         """Add bytes to a version; negative ones are still to arrive."""
@@ -175,7 +207,11 @@ class _Memory:
 
     def release(self, version: int) -> None:
         self.weights = {v: size for v, size in self.weights.items() if v != version}
-        self.add(-self.cost.trained)
+        if ("versions", version) in self.away:
+            self.away.remove(("versions", version))
+            self.rank.add_in_host(-self.cost.trained)
+        else:
+            self.add(-self.cost.trained)
 
     def compute(self, outputs: int, inputs: int) -> None:
         """Hold the bytes of outputs and inputs while a computation runs, then only the outputs."""
@@ -189,15 +225,20 @@ class _Memory:
     def parts(self) -> tuple[int, int, int]:
         """Return the bytes of optimizer state, of accumulators, and of residuals and stashes."""
         cost = self.cost
-        return cost.optimizer, cost.accumulators, self.waiting["residuals"] * cost.residuals + self.waiting["stash"] * cost.stash
+        waiting = dict(self.waiting)
+        for what, _ in self.away:
+            if what in waiting:
+                waiting[what] -= 1
+        return self.optimizer, cost.accumulators, waiting["residuals"] * cost.residuals + waiting["stash"] * cost.stash
 
 
 class _Worker:
     """The messages that one worker waits for, and its memory."""
 
-    def __init__(self, stage: int, chunk: int, cost: StageCost, rank: _Rank, versions: set[int]) -> None:
+    def __init__(self, stage: int, chunk: int, cost: StageCost, rank: _Rank, versions: set[int], optimizer_in_host: bool) -> None:
         self.stage, self.chunk, self.cost, self.rank = stage, chunk, cost, rank
-        self.memory = _Memory(cost, versions, rank)
+        self.memory = _Memory(cost, versions, rank, optimizer_in_host)
+        self.moved: dict[tuple[str, int], float] = {}  # when what is moved to or from host memory is there
         self.seconds = {name: cost.seconds(name) for name in OPS if name != "E"}  # of each op that trains
         self.ready: dict[tuple[str, int], float] = {}  # when messages were made or arrived, by (message, microbatch), and sums
         self.updated = 0.0  # when its last update was over
@@ -211,6 +252,8 @@ class _Worker:
     def compute(self, i: Compute, op: Op, seconds: float) -> None:
         rank, needs = self.rank, _MESSAGES[op.reads]
         starts = max(rank.clock, self.whole.get(i.version, 0.0), self.ready.pop((needs, i.microbatch), 0.0))
+        if self.moved:
+            starts = max(starts, self.moved.get(("versions", i.version), 0.0), self.moved.pop((op.reads, i.microbatch), 0.0))
         rank.clock = starts + seconds
         rank.busy += seconds
         rank.spans.append(Span(op.name, i.microbatch, i.version, starts, rank.clock, chunk=self.chunk, part=i.part))
@@ -223,13 +266,21 @@ class Predictor:
         program: what runs.
         costs: one for each stage.
         network: the link between any two ranks.
+        host: that of a rank to its host.
         overlap: what goes on beside the computations of a rank. If sums do not, the instructions are to be added in the total order.
         brief: whether to leave out memory over time and transfers.
     """
 
     def __init__(
-        self, program: Program, costs: Sequence[StageCost], network: Network, overlap: Overlap = "transfers and sums", brief: bool = False
+        self,
+        program: Program,
+        costs: Sequence[StageCost],
+        network: Network,
+        host: HostLink,
+        overlap: Overlap = "transfers and sums",
+        brief: bool = False,
     ) -> None:
+        self._host = host
         self._transfers_block, self._sums_block = overlap == "none", overlap != "transfers and sums"
         self._plan, self._program, self._costs = program.plan, program, costs
         self._averages_state = program.plan.sync_state and SCHEDULES[program.plan.schedule].flushes and program.plan.agree is None
@@ -248,6 +299,7 @@ class Predictor:
                 costs[plan.workers[w][0]],
                 self._ranks[plan.rank_of[w]],
                 versions_before(plan, w, program.start),
+                plan.offloads("optimizer", plan.workers[w][0]),
             )
             for w in written
         }
@@ -282,6 +334,8 @@ class Predictor:
             versions_alive=tuple(
                 self._workers[w].memory.most_versions if w in self._workers else 0 for w in range(len(self._plan.workers))
             ),
+            host_bytes=tuple(rank.most_in_host for rank in ranks),
+            host_moved_bytes=tuple(rank.moved_to_host for rank in ranks),
         )
 
     def _load(self, worker: _Worker, i: Load) -> None:
@@ -482,9 +536,14 @@ class Predictor:
                 worker.ready.pop((kind, k))
         if self._program.global_norm:
             worker.wait(worker.ready["norm", last_microbatch(self._plan, i.batch)])
+        if worker.moved:
+            worker.wait(worker.moved.get(("optimizer", 0), 0.0))
+            for version in (i.batch, i.batch if i.retires is None else i.retires):
+                worker.wait(worker.moved.get(("versions", version), 0.0))
         memory.update(i.batch + 1, i.retires)
         if i.retires is not None:
             worker.whole.pop(i.retires, None)
+            worker.moved.pop(("versions", i.retires), None)
         if cost.updated:
             memory.complete(i.batch + 1, self._updated_bytes(worker, i.worker) - sum(cost.updated))
         worker.rank.update(worker.chunk, cost.update)
@@ -493,6 +552,16 @@ class Predictor:
     def _release(self, worker: _Worker, i: Release) -> None:
         worker.memory.release(i.version)
         worker.whole.pop(i.version, None)
+        worker.moved.pop(("versions", i.version), None)
+
+    def _move(self, worker: _Worker, i: Offload | Fetch) -> None:
+        """Move something over the link to the host: after what was moved before in this direction, and once it is there itself."""
+        rank, link, key = worker.rank, self._host(worker.rank.number), (i.what, i.number)
+        begins = max(rank.clock, rank.host_free[type(i)], worker.moved.get(key, 0.0))
+        rank.host_free[type(i)] = sent = begins + worker.memory.move(i) / link.bandwidth
+        worker.moved[key] = sent + link.latency
+        if self._transfers_block:
+            rank.wait(worker.moved[key])
 
 
 _MESSAGES = {"inputs": "activation", "residuals": "gradient", "stash": ""}
@@ -510,4 +579,6 @@ _HANDLERS: dict[type, Callable[[Predictor, _Worker, Any], None]] = {
     SumChanges: Predictor._sum_changes,
     Agree: Predictor._agree,
     Release: Predictor._release,
+    Offload: Predictor._move,
+    Fetch: Predictor._move,
 }

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jpipe.errors import InputError, short
-from jpipe.programs._costs import OVERLAPS, Link, Network, Overlap, StageCost, check_costs, unit_costs
+from jpipe.programs._costs import OVERLAPS, HostLink, Link, Network, Overlap, StageCost, check_costs, unit_costs
 from jpipe.programs._execution_order import ProgramError, Violation, walk
 from jpipe.programs._instructions import Instruction, Program, Receive, Send
 from jpipe.programs._predict import Prediction, Predictor, draw_grid
@@ -17,6 +17,7 @@ def simulate(
     link: Link | Network | None = None,
     overlap: Overlap = "transfers and sums",
     *,
+    host: Link | HostLink | None = None,
     brief: bool = False,
 ) -> Prediction:
     """Verify a program of whole batches (from an empty to an empty pipeline) and predict its time, memory and bytes moved.
@@ -41,6 +42,8 @@ def simulate(
             has the speed of the slowest link between neighbouring replicas, and occupies the ports of all of these links.
         overlap: what goes on beside the computations of a rank. What does not overlap begins when all ranks concerned have come to it in
             their programs, and none of them computes until it has ended, as where transfers and sums are entries of the queue of a device.
+        host: from a rank to the memory of its host, for the moves of `Plan.offload`, or a function that returns that of a rank; by
+            default moves are free. Each direction carries one move at a time. What is moved counts where it goes from the beginning.
 
     Returns:
         Timeline, memory and what follows from them, in the units of the costs.
@@ -49,11 +52,12 @@ def simulate(
         ProgramError: the verification fails; the message says where, with the grid so far.
         InputError: a program of a part of a run, not one cost for each stage, a cost that is negative or not finite, or another `overlap`.
     """
-    _check(program, costs, link, overlap)
+    _check(program, costs, link, overlap, host)
     costs = unit_costs(program.plan) if costs is None else costs
     link = link or Link()
     network = (lambda source, target: link) if isinstance(link, Link) else link
-    predictor = Predictor(program, costs, network, brief=brief)
+    host_link = host if callable(host) else _same_for_all(host or Link())
+    predictor = Predictor(program, costs, network, host_link, brief=brief)
     try:
         known = program.verified or (program.executable if brief else ())
         for instruction in known or (_executable(program) if brief else _verified(program)):
@@ -61,12 +65,16 @@ def simulate(
     except Violation as violation:
         raise ProgramError(f"{violation}\n{draw_grid(predictor.timeline(), notes=violation.notes)}") from None
     if overlap != "transfers and sums":
-        predictor = Predictor(program, costs, network, overlap, brief=brief)
+        predictor = Predictor(program, costs, network, host_link, overlap, brief=brief)
         for (
             instruction
         ) in program.instructions:  # in the total order, where receives follow sends, and all replicas' all-reduces are together
             predictor.add(instruction)
     return predictor.prediction()
+
+
+def _same_for_all(host: Link) -> HostLink:
+    return lambda rank: host
 
 
 def verify(program: Program) -> None:
@@ -115,7 +123,7 @@ def _executable(program: Program) -> list[Instruction]:
     return program.executable
 
 
-def _check(program: Any, costs: Any, link: Any, overlap: Any) -> None:
+def _check(program: Any, costs: Any, link: Any, overlap: Any, host: Any) -> None:
     """Check the arguments of `simulate`."""
     if not isinstance(program, Program):
         raise InputError(f"simulate: expected a program, found {type(program).__name__}; give jpipe.lower(plan, batches)")
@@ -128,6 +136,8 @@ def _check(program: Any, costs: Any, link: Any, overlap: Any) -> None:
         raise InputError("simulate: expected the program of a whole run, found a part of one; lower it with begin = start and drain=True")
     if not (link is None or isinstance(link, Link) or callable(link)):
         raise InputError(f"simulate: expected a jpipe.Link, or a function of two ranks that gives one, found {short(link)}")
+    if not (host is None or isinstance(host, Link) or callable(host)):
+        raise InputError(f"simulate: host: expected a jpipe.Link, or a function of a rank that gives one, found {short(host)}")
     if overlap not in OVERLAPS:
         raise InputError(f"simulate: overlap: expected one of {', '.join(map(repr, OVERLAPS))}, found {short(overlap)}")
     if costs is None:

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any, NoReturn
 
 from jpipe.ops import Reads
-from jpipe.plan import Plan
+from jpipe.plan import Kept, Plan
 from jpipe.programs._execution_order import Violation
 from jpipe.programs._global_norm import last_microbatch
 from jpipe.programs._instructions import (
@@ -13,8 +13,10 @@ from jpipe.programs._instructions import (
     Agree,
     AllReduce,
     Compute,
+    Fetch,
     Instruction,
     Load,
+    Offload,
     Program,
     Receive,
     Release,
@@ -72,6 +74,8 @@ class Verifier:
         )  # that update the other weights
         self._missing: dict[int, set[int]] = {}  # by version the replicas whose weights it lacks
         self._norms: set[int] = set()  # that the worker has, by the last microbatch of their batch
+        # What waits in host memory, and its number.
+        self._away: set[tuple[Kept, int]] = {_OPTIMIZER} if self._plan.offloads("optimizer", self._stage) else set()
         self._to_agree: set[int] = set()  # versions on which the pipelines have still to agree, before anything reads them
 
     def check(self, i: Instruction) -> None:
@@ -99,6 +103,9 @@ class Verifier:
             self._fail(f"versions {sorted(self._versions)} are left, expected {sorted(needed)}")
         for version in sorted(self._versions):
             self._check_whole(version, "the end")
+        away = {_OPTIMIZER} if self._plan.offloads("optimizer", self._stage) else set[tuple[Kept, int]]()
+        if self._away != away:
+            self._fail(f"{sorted(self._away)} are left in host memory, expected {sorted(away)}")
 
     # Instructions ------------------------------------------------------------------------------------------------------
 
@@ -107,6 +114,8 @@ class Verifier:
 
     def _compute(self, i: Compute) -> None:
         op, k = op_of(i, self._plan), i.microbatch
+        if op.reads != "inputs":
+            self._need((op.reads, k), i)
         for kind in self._kinds_read(op.reads):
             self._take(kind, k)
         self._check_order_and_version(i)
@@ -190,7 +199,10 @@ class Verifier:
             k = last_microbatch(self._plan, i.batch)
             self._need_norm(k)
             self._norms = {known for known in self._norms if known >= k}
+        self._need(_OPTIMIZER, i)
+        self._need(("versions", i.batch), i)
         if i.retires is not None:
+            self._need(("versions", i.retires), i)
             self._free(i.retires, i)
         self._versions.add(i.batch + 1)
         self._missing[i.batch + 1] = set(self._other_replicas)
@@ -210,6 +222,18 @@ class Verifier:
 
     def _release(self, i: Release) -> None:
         self._free(i.version, i)
+
+    def _offload(self, i: Offload) -> None:
+        self._check_kept(i)
+        if (i.what, i.number) in self._away:
+            self._fail(f"{i}: it is in host memory already")
+        self._away.add((i.what, i.number))
+
+    def _fetch(self, i: Fetch) -> None:
+        self._check_kept(i)
+        if (i.what, i.number) not in self._away:
+            self._fail(f"{i}: it is not in host memory")
+        self._away.remove((i.what, i.number))
 
     # Rules -------------------------------------------------------------------------------------------------------------
 
@@ -234,6 +258,22 @@ class Verifier:
         if version not in self._versions:
             self._fail(f"{i} reads version {version}, alive are {sorted(self._versions)}")
         self._check_whole(version, i)
+        self._need(("versions", version), i)
+
+    def _check_kept(self, i: Offload | Fetch) -> None:
+        """Check that something is what the plan moves, and that it exists."""
+        if not self._plan.offloads(i.what, self._stage):
+            self._fail(f"{i}: the plan keeps the {i.what} of stage {self._stage} on the device")
+        if i.what == "versions" and i.number not in self._versions:
+            self._fail(f"{i}: alive are versions {sorted(self._versions)}")
+        if i.what in ("residuals", "stash") and (i.what, i.number) not in self._buffers:
+            self._fail(f"{i}: it is not there")
+
+    def _need(self, kept: tuple[Kept, int], i: Instruction) -> None:
+        """Check that something that an instruction reads is on the device."""
+        if kept in self._away:
+            what, number = kept
+            self._fail(f"{i}: it needs {what} {number}, in host memory: fetch it before")
 
     def _check_other(self, i: Send | Receive, other: int, step: int) -> None:
         """Check that an output or a gradient goes from or to the worker that runs its microbatch `step` stages on."""
@@ -319,6 +359,7 @@ class Verifier:
         if version not in self._versions:
             self._fail(f"{i} frees version {version}, alive are {sorted(self._versions)}")
         self._versions.remove(version)
+        self._away.discard(("versions", version))
         self._missing.pop(version, None)
 
     def _fail(self, what: str) -> NoReturn:
@@ -329,6 +370,8 @@ def _of_part(kind: str, part: int | None) -> str:
     """Return the kind of buffer that holds one part of sums, or all of them."""
     return kind if part is None else f"{kind} of part {part}"
 
+
+_OPTIMIZER: tuple[Kept, int] = "optimizer", 0
 
 _SENT = {"activation": "output", "gradient": "gradient", "squares": "squares"}
 _RECEIVED = {"activation": "inputs", "gradient": "message", "squares": "later squares"}
@@ -346,4 +389,6 @@ _CHECKS: dict[type, Callable[[Verifier, Any], None]] = {
     SumChanges: Verifier._sum_changes,
     Agree: Verifier._agree,
     Release: Verifier._release,
+    Offload: Verifier._offload,
+    Fetch: Verifier._fetch,
 }

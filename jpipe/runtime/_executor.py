@@ -6,7 +6,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jpipe.meshes._place import Place
@@ -22,7 +21,17 @@ from jpipe.runtime._lanes import arrived
 from jpipe.runtime._metrics import DelayNorms, Evaluation, Metrics, MetricsExchange
 from jpipe.runtime._transport import Sent, Transport, share_rows, to_host
 from jpipe.runtime._worker import Data, RunResults
-from jpipe.runtime.state import Latest, State, WorkerState, fingerprint, model_of
+from jpipe.runtime.state import (
+    Latest,
+    State,
+    WorkerState,
+    check_host_memory,
+    copied,
+    fingerprint,
+    from_host_memory,
+    model_of,
+    to_host_memory,
+)
 from jpipe.schedules import SCHEDULES
 from jpipe.stages._arrays import Arrays, shardings_of
 from jpipe.stages._batch import Batch, Bucket, Padded, check_outputs, describe_shapes, joined_rows, rows_of
@@ -78,6 +87,8 @@ class Executor:
             )
         self.functions, self._buckets = functions, buckets
         process = jax.process_index()
+        if plan.offload is not None:
+            check_host_memory([device for place in places for device in place.devices if device.process_index == process])
         steps = steps.of([w for w, place in enumerate(places) if place.process_index == process])
         self._plan, self._steps, self._places, self._processes = plan, steps, places, processes
         shares = [shares_of(plan, f) for f in functions]
@@ -136,6 +147,15 @@ class Executor:
     def transfers(self) -> str | None:
         """How messages go between processes, as `Transport.way`; None in a run of one process."""
         return None if self._processes is None else self._transport.way
+
+    def at_rest(self, workers: Sequence[WorkerState]) -> list[WorkerState]:
+        """Return workers before they begin, with what waits in host memory there."""
+        return [
+            dataclasses.replace(worker, optimizer=to_host_memory(worker.optimizer))
+            if self._plan.offloads("optimizer", self._plan.workers[w][0])
+            else worker
+            for w, worker in zip(self.stages, workers, strict=True)
+        ]
 
     def state(self, workers: Iterable[WorkerState], batch: int, start: int, buckets: tuple[int, ...] = ()) -> State:
         """Return the state before `batch` of a pipeline that was empty before batch `start`; `buckets` are those of the last batches."""
@@ -286,14 +306,15 @@ class Executor:
         params: dict[str, Tree] = {}
         for (w, stage), worker in zip(self.stages.items(), state.workers, strict=True):
             f, (s, _) = stage.functions, self._plan.workers[w]
+            newest = worker.weights.read(worker.weights.newest)
             if worker.agreed is not None:
                 entries = agreed_params(f, worker)
             elif weights == "ema":
-                entries = average_params(f, worker.optimizer, worker.weights.read(worker.weights.newest), f.specs.fresh)
+                entries = average_params(f, from_host_memory(worker.optimizer), from_host_memory(newest), f.specs.fresh)
             elif has_masters or f.predicts:
-                entries = newest_params(f, worker.optimizer, worker.weights.read(worker.weights.newest))
+                entries = newest_params(f, from_host_memory(worker.optimizer), from_host_memory(newest))
             else:
-                entries = worker.weights.read(version * self._plan.updates_per_batch(s))
+                entries = from_host_memory(worker.weights.read(version * self._plan.updates_per_batch(s)))
             layers = (layer_id for layer_id in f.stage.layers if layer_id in entries and layer_id not in params)  # replicas hold the same
             params |= {layer_id: f.stack.ties.whole(layer_id, entries) for layer_id in layers}
         return copy({layer_id: params[layer_id] for layer_id in self._plan.layers if layer_id in params})
@@ -315,7 +336,7 @@ class Executor:
                 versions = worker.weights.versions
                 newest = worker.weights.read(versions[-1])
                 before = worker.weights.read(versions[-2]) if len(versions) > 1 else None
-                squares[s] = delay_squares(stage.functions, *jax.tree.map(arrived, (newest, before, worker.optimizer)))
+                squares[s] = delay_squares(stage.functions, *from_host_memory(jax.tree.map(arrived, (newest, before, worker.optimizer))))
         return self._exchange.delay_norms(squares)
 
     def _weights(self, state: State, version: int, weights: Weights) -> dict[int, Latest]:
@@ -327,12 +348,12 @@ class Executor:
             if worker.agreed is not None:
                 params = agreed_params(f, worker)
             elif weights == "ema":
-                params = average_params(f, worker.optimizer, newest, f.specs.params)
+                params = average_params(f, from_host_memory(worker.optimizer), from_host_memory(newest), f.specs.params)
             elif f.predicts:
-                precise = newest_params(f, worker.optimizer, newest)
+                precise = newest_params(f, from_host_memory(worker.optimizer), from_host_memory(newest))
                 params = jax.tree.map(lambda leaf, spec: leaf.astype(spec.dtype), precise, f.specs.params)
             else:
-                params = worker.weights.read(number)
+                params = from_host_memory(worker.weights.read(number))
             latest[w] = Latest(params, number)
         return latest
 
@@ -367,7 +388,7 @@ def agreed_params(f: StageFunctions, worker: WorkerState) -> Tree:
 
 def copy(tree: Tree) -> Tree:
     """Copy the tree, waiting for arrays that are still in transfer from another process."""
-    return jax.tree.map(jnp.copy, jax.tree.map(arrived, tree))
+    return copied(jax.tree.map(arrived, tree))
 
 
 def _on_host(batch: Batch) -> dict[str, Tree]:

@@ -11,8 +11,10 @@ from jpipe.programs._instructions import (
     Agree,
     AllReduce,
     Compute,
+    Fetch,
     Instruction,
     Load,
+    Offload,
     Program,
     Receive,
     Release,
@@ -141,4 +143,6 @@ _METHODS: dict[type, Callable[[Worker, Any], None]] = {
     SumChanges: Worker.sum_changes,
     Agree: Worker.agree,
     Release: Worker.release,
+    Offload: Worker.offload,
+    Fetch: Worker.fetch,
 }

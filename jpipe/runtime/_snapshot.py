@@ -17,7 +17,7 @@ from jpipe.plan import Plan
 from jpipe.programs._instructions import Agree, Compute, Update
 from jpipe.runtime._interpreter import Event
 from jpipe.runtime._plain import Plain, checked_dict, from_plain, names_in, overlaid, to_plain, without
-from jpipe.runtime.state import WorkerState, weights_of
+from jpipe.runtime.state import WorkerState, from_host_memory, weights_of
 from jpipe.runtime.state._saved_optimizer import masters_in, with_buffers, without_prediction
 from jpipe.schedules import SCHEDULES
 from jpipe.stages._agreement import Agreed
@@ -111,7 +111,12 @@ _OTHER_OPTIMIZER = (
 )
 
 # One call for a whole tree: leaf by leaf it would delay the thread that dispatches the steps.
-_copied = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))
+_copies = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))
+
+
+def _copied(tree: Tree) -> Tree:
+    """Return copies on the devices, also of what is in host memory."""
+    return _copies(from_host_memory(tree))
 
 
 def entry_name(layer_id: str, replica: int) -> str:

@@ -24,7 +24,7 @@ from jpipe.programs._predict import draw_grid
 from jpipe.programs._timeline import MemorySample, MemoryTimeline, Span, Timeline, whole_spans
 from jpipe.programs._transfers import Transfer
 from jpipe.runtime._interpreter import Event
-from jpipe.runtime.state import Microbatch, PendingUpdate, Weights, WorkerState
+from jpipe.runtime.state import Microbatch, PendingUpdate, Weights, WorkerState, in_host
 from jpipe.runtime.timing._transfers import Computation, TransferWatcher, join_transfers, that_leave
 from jpipe.schedules import SCHEDULES
 
@@ -169,7 +169,7 @@ class _Watcher:
         self.is_shared = workers > 1
         self._began = began
         self._sizes: dict[int, dict[str, int]] = {}  # by worker, of parts of constant size: optimizer, accumulators, layer state
-        self._weights: dict[int, tuple[tuple[tuple[int, int], ...], dict[int, int]]] = {}  # by worker, of the last versions
+        self._weights: dict[int, tuple[tuple[tuple[int, int, bool], ...], dict[int, int]]] = {}  # by worker, of the last versions
         self._parts: dict[int, _Parts] = {}
         self._first_parts: dict[int, _Parts] = {}
         self._buffers = _Buffers()
@@ -205,17 +205,19 @@ class _Watcher:
         sizes = self._sizes.setdefault(worker, {})
         count = 0 if state.accumulators is None else len(state.accumulators.get("gradients", ()))  # fewer while parts of them are set aside
         summed = f"accumulators of {count} entries"
-        named = ("optimizer", (state.optimizer, state.agreed)), (summed, state.accumulators), ("state", state.layer_state)
+        optimizer = "optimizer in host memory" if any(map(in_host, jax.tree.leaves(state.optimizer))) else "optimizer"
+        named = (optimizer, (state.optimizer, state.agreed)), (summed, state.accumulators), ("state", state.layer_state)
         for name, tree in named:
             if sizes.get(name, 0) == 0:  # accumulators may be missing at first
                 sizes[name] = sum(map(_on_each_device, jax.tree.leaves(tree)))
         # Of a new version parts may still be to come.
-        versions = tuple((version, len(state.weights.read(version))) for version in state.weights.versions)
+        params = {version: state.weights.read(version) for version in state.weights.versions}
+        versions = tuple((version, len(tree), any(map(in_host, jax.tree.leaves(tree)))) for version, tree in params.items())
         known, weights = self._weights.get(worker, ((), {}))
         if versions != known:
             weights = _bytes_by_version(state.weights)
             self._weights[worker] = versions, weights
-        self._parts[worker] = _Parts(weights, sizes["optimizer"], sizes[summed], sizes["state"])
+        self._parts[worker] = _Parts(weights, sizes[optimizer], sizes[summed], sizes["state"])
         self._first_parts.setdefault(worker, self._parts[worker])
         self._buffers.look(worker, state)
 
@@ -310,6 +312,8 @@ class _Buffers:
 
 def _on_each_device(leaf: Any) -> int:
     """Return the bytes of an array on each of its devices; of one in transfer from another process, those it will have."""
+    if in_host(leaf):
+        return 0
     return shard_bytes(leaf) if isinstance(leaf, jax.Array) and len(leaf.sharding.device_set) > 1 else leaf.nbytes
 
 

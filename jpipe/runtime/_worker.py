@@ -14,7 +14,9 @@ from jpipe.programs._instructions import (
     Agree,
     AllReduce,
     Compute,
+    Fetch,
     Load,
+    Offload,
     Program,
     Receive,
     Release,
@@ -27,7 +29,18 @@ from jpipe.programs._instructions import (
 )
 from jpipe.runtime._lanes import PendingTransfer, arrived
 from jpipe.runtime._transport import Transport
-from jpipe.runtime.state import Consumed, Fields, Microbatch, PendingUpdate, Weights, WorkerState, pack, unpack
+from jpipe.runtime.state import (
+    Consumed,
+    Fields,
+    Microbatch,
+    PendingUpdate,
+    Weights,
+    WorkerState,
+    from_host_memory,
+    pack,
+    to_host_memory,
+    unpack,
+)
 from jpipe.stages._agreement import Agreed
 from jpipe.stages._compiled_stage import CompiledStage, UpdateNumber, update_kind
 from jpipe.stages.functions._sums import joined_sums, shared_with
@@ -500,6 +513,31 @@ class Worker:
         self.changed("weights", version)
         self.state.weights = self.state.weights.without(version)
         self.state.loss_scales.pop(version, None)
+
+    def offload(self, i: Offload) -> None:
+        self.move(i, to_host_memory)
+
+    def fetch(self, i: Fetch) -> None:
+        self.move(i, from_host_memory)
+
+    def move(self, i: Offload | Fetch, moved: Callable[..., Tree]) -> None:
+        """Replace something by its copy in the other memory; memory is free when the copy is over."""
+        state = self.state
+        if i.what == "optimizer":
+            before, state.optimizer = state.optimizer, moved(state.optimizer)
+            for leaf in jax.tree.leaves(before):
+                leaf.delete()  # nothing else holds it: an update would have deleted it, too
+            return
+        if i.what in ("residuals", "stash"):
+            k = i.number + self.microbatch_shift
+            unchanged = self.functions.changed.unchosen(state.layer_state)  # the same arrays for all microbatches: they stay
+            state.microbatches[k][i.what] = moved(state.microbatches[k][i.what], unchanged)
+            self.used_microbatch(k)
+            return
+        version, trained = i.number + self.version_shift, self.functions.trained
+        self.changed("weights", version)
+        params = moved(trained.part(state.weights.read(version)))
+        state.weights = state.weights.with_params(version, trained.joined(params, self.frozen))
 
     def evaluate(self, i: Compute) -> None:
         """Run an evaluation; the last stage reports its results."""

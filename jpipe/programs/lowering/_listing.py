@@ -3,9 +3,9 @@
 from collections.abc import Collection, Iterable
 from typing import Any
 
-from jpipe.plan import Plan
+from jpipe.plan import Kept, Plan
 from jpipe.programs._global_norm import transfer
-from jpipe.programs._instructions import Compute, Data, Instruction, Load, Message
+from jpipe.programs._instructions import Compute, Data, Fetch, Instruction, Load, Message, Offload
 
 
 class Listing:
@@ -46,6 +46,12 @@ class Listing:
         """Write an instruction about a batch or a version, which have the same number in all replicas."""
         for j in self._copies(worker):
             self._add(2 * time, kind(worker + j, *fields))
+
+    def move(self, time: int, kind: type[Offload | Fetch], worker: int, what: Kept, number: int) -> None:
+        """Write a move to host memory or back."""
+        of_microbatch = what in ("residuals", "stash")  # versions have the same number in all replicas
+        for j in self._copies(worker):
+            self._add(2 * time, kind(worker + j, what, number + j * of_microbatch))
 
     def transfer(self, time: int, source: int, to: int, k: int, message: Message) -> None:
         """Write a send, and its receive behind it."""

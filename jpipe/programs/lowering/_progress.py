@@ -7,8 +7,9 @@ from typing import NamedTuple
 
 from jpipe.plan import Plan
 from jpipe.programs._global_norm import Route, last_microbatch, transfer
-from jpipe.programs._instructions import Agree, AllReduce, Release, SumChanges, Update
+from jpipe.programs._instructions import Agree, AllReduce, SumChanges
 from jpipe.programs.lowering._listing import Listing
+from jpipe.programs.lowering._moves import Moves
 
 
 class Pending(NamedTuple):
@@ -114,9 +115,17 @@ class PendingUpdates:
     """
 
     def __init__(
-        self, plan: Plan, available: Availability, listing: Listing, route: Route | None, waits: Sequence[bool], start: int, alike: bool
+        self,
+        plan: Plan,
+        available: Availability,
+        listing: Listing,
+        moves: Moves,
+        route: Route | None,
+        waits: Sequence[bool],
+        start: int,
+        alike: bool,
     ) -> None:
-        self.plan, self.available, self.listing = plan, available, listing
+        self.plan, self.available, self.listing, self.moves = plan, available, listing, moves
         self.summing = [workers[:1] if alike else workers for workers in plan.stage_workers]  # by stage, those that are run
         self.begun = [start * plan.updates_per_batch(s) for s in range(plan.depth)]  # sums of whole updates, by stage
         self.routed = [route is not None and wait for wait in waits]
@@ -139,7 +148,7 @@ class PendingUpdates:
         if dead is not None and pending and pending[0].retires is None and (is_due or pending[0].batch == dead):
             pending[0] = Pending(pending[0].batch, dead)  # the update that is due, or that starts from this version, takes its memory
         elif dead is not None:
-            self.listing.write(worker.clock, Release, worker.number, dead)
+            self.moves.release(worker.clock, worker.number, dead)
         if batch is not None and (len(pending) == 1 or routed) and not self._sums_parts(worker):
             self.begin_sum(worker, batch)
 
@@ -162,7 +171,7 @@ class PendingUpdates:
     def make(self, worker: Worker, time: int) -> None:
         """Make the first pending update of a worker."""
         pending = worker.pending.pop(0)
-        self.listing.write(time, Update, worker.number, pending.batch, pending.retires)
+        self.moves.update(time, worker.number, pending.batch, pending.retires)
         worker.updates += 1
         if self.plan.shard_optimizer:
             self._exchange_weights(worker.stage, pending.batch, time)

@@ -13,15 +13,14 @@ from jpipe.programs._instructions import (
     AddShared,
     Instruction,
     Program,
-    Release,
     SumSquares,
     TakeShared,
-    Update,
     ends_update,
     parts_of,
 )
 from jpipe.programs._timeline import Span, format_grid
 from jpipe.programs.lowering._listing import Listing
+from jpipe.programs.lowering._moves import Moves
 from jpipe.programs.lowering._progress import Availability, PendingUpdates, Rank, Worker
 from jpipe.schedules import SCHEDULES, Action
 
@@ -79,7 +78,9 @@ class Run:
         of_stages = [workers is None or not set(plan.stage_workers[s]).isdisjoint(workers) for s in range(plan.depth)]
         self.linked = [before or after for before, after in pairwise(of_stages)] + [False]  # which transfers to the next stage are written
         self.is_whole = workers is None and not self.alike  # whether the listing has all instructions since the start
-        self.updates = PendingUpdates(plan, self.available, self.listing, self.route, self.waits, start, self.alike)
+        at_once = [not sums and not waits for sums, waits in zip(self.sums, self.waits, strict=True)]
+        self.moves = Moves(plan, self.listing, start, at_once)
+        self.updates = PendingUpdates(plan, self.available, self.listing, self.moves, self.route, self.waits, start, self.alike)
         self.added: set[tuple[int, int, int]] = set()  # shared gradients, by worker, batch and group
         self.end = start  # one past the last batch whose data is loaded
         self.first_free = max(start, plan.flush_first)  # the first batch of the part without a flush
@@ -187,8 +188,7 @@ class Run:
             rank = ready.popleft()
             workers, order, n = self.rank_workers[rank], self.orders[rank], self.position[rank]
             while self._settled(workers) and n < len(order) and self._compute(order[n], rank):
-                n += 1
-            self.position[rank] = n
+                n = self.position[rank] = n + 1
 
     def _check_done(self, end: int) -> None:
         """Check that all ranks have come to the end of their orders; before batch `end` is loaded they may wait for what others do then."""
@@ -239,6 +239,8 @@ class Run:
             begins = max(begins, whole)
             self._load(begins, worker, k)
         worker.rank.clock = max(begins, worker.rank.clock)
+        retired = [pending.retires for pending in worker.pending]
+        self.moves.before(worker.clock, worker.number, self.orders[rank], self.position[rank], retired)
         ends = worker.rank.clock = self._write(worker, name, k, version)
         if "output" in op.leaves:
             self._after_forward(worker, k, ends)
@@ -411,12 +413,12 @@ class Run:
             self.updates.add(worker, batch, dead)
             self._note_due(worker, k)
         elif batch is not None:
-            self.listing.write(worker.clock, Update, w, batch, dead)
+            self.moves.update(worker.clock, w, batch, dead)
             worker.updates += 1
             if plan.agrees(s, batch):
                 self.updates.agree(worker, batch, worker.clock)
         elif dead is not None:
-            self.listing.write(worker.clock, Release, w, dead)
+            self.moves.release(worker.clock, w, dead)
 
     def _note_due(self, worker: Worker, k: int) -> None:
         """Note the batches whose shared gradients a worker sends, and whose squares it sums, after its backward of microbatch k."""
@@ -444,6 +446,7 @@ class Run:
                 self.updates.make(worker, time)
         for worker in self.workers:
             worker.clock = time
+            self.moves.fetch_versions(time, worker.number)
 
     def _finish_norm(self, batch: int, late: set[int], time: int) -> None:
         """Write separate messages that bring the norm of a batch to the workers that lack it."""

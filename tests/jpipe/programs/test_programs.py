@@ -35,6 +35,7 @@ from tests.jpipe.models import VARIANTS, is_legal
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
 LAYERS = tuple("abcdefgh")
+OFFLOADS = (None, None, dict.fromkeys(("optimizer", "versions", "residuals", "stash"), "all"))
 
 
 @st.composite
@@ -45,8 +46,16 @@ def plans(draw, most_stages: int = 6, most_microbatches: int = 9) -> dict:
     extra = draw(st.integers(0, 2)) if "extra_in_flight" in SCHEDULES[fields["schedule"]].options else 0
     if fields["schedule"] == "pipedream_2bw":
         m = max(m, depth, (1 + extra) * (depth - 1))
-    recompute = draw(st.sampled_from(["none", "full"]))
-    return {"layers": LAYERS, "num_stages": depth, "microbatches": m, "extra_in_flight": extra, "recompute": recompute, **fields}
+    recompute, offload = draw(st.sampled_from(["none", "full"])), draw(st.sampled_from(OFFLOADS))
+    return {
+        "layers": LAYERS,
+        "num_stages": depth,
+        "microbatches": m,
+        "extra_in_flight": extra,
+        "recompute": recompute,
+        "offload": offload,
+        **fields,
+    }
 
 
 @st.composite
@@ -63,8 +72,8 @@ def replicated_plans(draw) -> dict:
     times = draw(st.integers(1, 4))
     if fields["schedule"] == "pipedream_2bw":  # more than enough in flight
         times += sum(replicas) * (2 + fields.get("extra_in_flight", 0))
-    m = times * math.lcm(*replicas)
-    return fields | {"layers": LAYERS, "num_stages": len(replicas), "replicas": tuple(replicas), "microbatches": m}
+    m, offload = times * math.lcm(*replicas), draw(st.sampled_from(OFFLOADS))
+    return fields | {"offload": offload, "layers": LAYERS, "num_stages": len(replicas), "replicas": tuple(replicas), "microbatches": m}
 
 
 def has_norm(plan: Plan) -> bool:

@@ -44,7 +44,7 @@ def squares(y, labels):
 
 def alive(device: jax.Device) -> int:
     """Return the bytes of all arrays on a device that are not deleted."""
-    arrays = [a for a in jax.live_arrays() if a.devices() == {device} and not a.is_deleted()]
+    arrays = [a for a in jax.live_arrays() if a.devices() == {device} and not a.is_deleted() and a.sharding.memory_kind != "pinned_host"]
     return sum(a.nbytes for a in arrays if not jnp.issubdtype(a.dtype, jax.dtypes.prng_key))
 
 
@@ -95,6 +95,19 @@ def test_measured_peak_is_predicted(variant, recompute):
 def test_measured_peak_with_compressed_messages_is_predicted(schedule, recompute):
     links = {"activations": "int8", "gradients": "bfloat16", "rounding": "stochastic"}
     measured, predicted = measured_and_predicted(Plan.even(STACK.ids, 3, schedule, MICROBATCHES, recompute=recompute, links=links))
+    np.testing.assert_allclose(measured, predicted, atol=64)
+
+
+@pytest.mark.thinned(most=0, most_slow=1)
+@pytest.mark.parametrize(
+    "fields",
+    [{"schedule": "pipedream", "microbatches": 1}, {"schedule": "pipedream_2bw"}, {"schedule": "zb_h1"}],
+    ids=lambda fields: fields["schedule"],
+)
+def test_measured_peak_with_host_memory_is_predicted(fields):
+    whole = dict.fromkeys(("optimizer", "versions", "residuals", "stash"), "all")
+    plan = Plan.even(STACK.ids, 4, offload=whole, **{"microbatches": MICROBATCHES, **fields})
+    measured, predicted = measured_and_predicted(plan)
     np.testing.assert_allclose(measured, predicted, atol=64)
 
 

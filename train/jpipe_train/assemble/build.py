@@ -166,6 +166,7 @@ def errors_name_config_keys(plan_file: str | None) -> Iterator[None]:
             "plan: sum_parts: ": "plan.sum_parts: ",
             "plan: agree": "plan.agree",
             "plan: links": "plan.links",
+            "plan: offload": "plan.offload",
         }
         options |= {"rules: ": "plan.rules: ", "param_axes: ": "plan.param_axes: "}
         where = options if plan_file in (None, AUTO) else {"plan: ": f"{plan_file}: "}

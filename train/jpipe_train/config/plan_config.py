@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator
 
 from jpipe.errors import nearest
-from jpipe.plan import RECOMPUTE, Agreement, Links
+from jpipe.plan import RECOMPUTE, Agreement, HostMemory, Links
 from jpipe.schedules import SCHEDULES
 from jpipe_train.config.section import MOST_ROWS, Count, FilePath, Section
 
@@ -49,6 +49,7 @@ class PlanConfig(Section):
     shard_optimizer: bool = False
     agree: Agreement | None = None
     links: Links | None = None
+    offload: HostMemory | None = None
     sum_parts: Count = 1
     file: FilePath | None = None
     max_delay: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None

@@ -1,0 +1,47 @@
+"""What a plan lets wait in the memory of the host, and when it is moved there and back. The numbers are the same.
+
+    optimizer   in host memory but for updates: fetched before the last backward of an update, or before the update itself where that
+                waits for other workers; moved out after the update
+    versions    moved out before a computation of the stage if neither this one nor the next one reads them; fetched before a computation
+                if this one or the next one reads them, and before an update that starts from them
+    residuals   likewise, between forward and backward, but they also stay if the computation after the next one reads them
+    stash       as residuals, between the halves of a backward
+
+Moves run beside the computations that follow them. What the next step reads is not looked at, so that what it reads soon may leave and come
+back. Where the pipeline is empty all versions are on the device, and the optimizer state is in host memory.
+"""
+
+from typing import Annotated, Literal
+
+import pydantic
+from pydantic import Field
+
+from jpipe.plan._stage import Int
+
+Kept = Literal["optimizer", "versions", "residuals", "stash"]
+"""What may wait in host memory."""
+
+Stages = Literal["all"] | Annotated[tuple[Annotated[Int, Field(ge=0)], ...], Field(strict=False)]
+
+
+class HostMemory(pydantic.BaseModel):
+    """What waits in host memory while no computation needs it. For each, the stages, counted from 0, or "all"; by default none.
+
+    Attributes:
+        optimizer: the optimizer state, between updates.
+        versions: weight versions that neither the next computation nor the one after it reads.
+        residuals: what forwards leave for backwards that are further away.
+        stash: what the first halves of backwards leave for second halves that are further away.
+    """
+
+    model_config = pydantic.ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    optimizer: Stages = ()
+    versions: Stages = ()
+    residuals: Stages = ()
+    stash: Stages = ()
+
+    def keeps(self, what: Kept, s: int) -> bool:
+        """Return whether something of a stage waits in host memory."""
+        stages: Stages = getattr(self, what)
+        return stages == "all" or s in stages
