@@ -191,10 +191,12 @@ class Pipeline:
             InputError: the schedule cannot sum their gradients in time.
         """
         sharing = self.stack.ties.sharing([stage.layers for stage in self.plan.stages])
-        if sharing.groups and self.plan.agree is not None:
-            names = ", ".join(f"'{name}'" for _, names in sharing.groups for name in names)
-            expected = "expected no parameter that several stages share with plan.agree"
-            raise InputError(f"ties: {expected}, found {names}; put the layers that share it into one stage, or remove plan.agree")
+        options = {"plan.agree": self.plan.agree, "plan.links.sums": None if self.plan.links is None else self.plan.links.sums}
+        for option, value in options.items():
+            if sharing.groups and value is not None:
+                names = ", ".join(f"'{name}'" for _, names in sharing.groups for name in names)
+                expected = f"expected no parameter that several stages share with {option}"
+                raise InputError(f"ties: {expected}, found {names}; put the layers that share it into one stage, or remove {option}")
         if sharing.groups and (why := SCHEDULES[self.plan.schedule].norm_refusal(self.plan)):
             names = ", ".join(f"'{name}'" for _, names in sharing.groups for name in names)
             raise InputError(f"ties: stages share {names}, and {why}, or put the layers that share a parameter into one stage")

@@ -144,13 +144,17 @@ def _check_agreement(plan: "jpipe.Plan") -> None:
 
 
 def _check_links(plan: "jpipe.Plan") -> None:
-    """Check that the messages of a plan can be compressed."""
-    if plan.links is None:
+    """Check that what a plan compresses is sent."""
+    if plan.links is None or plan.links.sums is None:
         return
-    for s, stage in enumerate(plan.stages):
-        if stage.mesh:
-            expected = f"stages on one device each, found the mesh {dict(stage.mesh)} of stage {s}"
-            raise ValueError(f"links: expected {expected}: shards are sent as they are; remove the mesh, or links")
+    if plan.agree is not None:
+        raise ValueError(
+            f"links.sums: expected none with agree, whose replicas sum no gradients, found {plan.links.sums!r}; remove one of them"
+        )
+    if max(plan.replicas) == 1:
+        raise ValueError(
+            f"links.sums: expected a stage with replicas, found {plan.links.sums!r} and none; remove it, or give a stage replicas"
+        )
 
 
 def _check_offload(plan: "jpipe.Plan") -> None:

@@ -1,4 +1,4 @@
-"""Compressed messages between the stages of a plan: what is rounded to fewer bits where it is sent, and how.
+"""Compressed messages of a plan, between stages and between replicas: what is rounded to fewer bits where it is sent, and how.
 
     bfloat16  each number rounded to bfloat16: 2 bytes
     int8      per row, blocks of at most 256 values: the scale is the largest magnitude of the block times 1/127, as float32; each value
@@ -12,6 +12,16 @@ makes them smaller; whole numbers, keys and complex numbers are sent as they are
 Every message from one stage to the next or back is rounded, also between two stages of one rank, where nothing is sent: so the numbers
 depend on the stages of the plan, and not on where they run. The stage that receives computes with the rounded values; the backward of the
 stage that sends ignores the rounding (straight-through). Evaluations and predictions round the same activations, always to nearest.
+
+Sums of gradients over the replicas of a stage: for each update replica k has the sum G_k over its microbatches, their weight w_k, and the
+error E_k, at first 0, which rounding has left:
+
+    sent        C_k = the rounded G_k + w_k E_k; blocks of at most 256 neighbouring values of a whole array
+    error       E_k = (G_k + w_k E_k - C_k) / w_k, 0 where that is not finite; unchanged if w_k = 0
+    sum         C_0 + C_1 + ..., added by each replica in this order: all get the same bits
+
+So what rounding loses of an update goes into the next one (error feedback, as in EF-SGD and 1-bit Adam). The weights and the losses of the
+microbatches, and the layer state that replicas average, are sent as they are.
 """
 
 import math
@@ -23,32 +33,34 @@ import pydantic
 Kind = Literal["bfloat16", "int8", "fp8"]
 """What the values of a message are rounded to."""
 
-Message = Literal["activations", "gradients"]
-"""What a stage sends about a microbatch: its outputs, or the gradients of its inputs."""
+Message = Literal["activations", "gradients", "sums"]
+"""What is sent: the outputs of a stage for a microbatch, the gradients of its inputs, or what replicas sum for an update."""
 
 BLOCK = 256
 """The most values that share a scale."""
 
 
 class Links(pydantic.BaseModel):
-    """How the messages between the stages of a plan are compressed.
+    """How the messages of a plan are compressed.
 
     Attributes:
         activations: what forwards send to the next stage: "bfloat16", "int8" or "fp8"; None, the default: as they are.
         gradients: likewise the gradients of activations, which backwards send to the stage before.
+        sums: likewise the gradients of weights that the replicas of a stage sum, with error feedback.
         rounding: "nearest", the default, or "stochastic": up or down at random, so that the mean is exact. The random numbers follow from
-            the key of the run, the microbatch and the stage.
+            the key of the run, the microbatch (of sums: the update and the replica) and the stage.
     """
 
     model_config = pydantic.ConfigDict(frozen=True, extra="forbid", strict=True)
 
     activations: Kind | None = None
     gradients: Kind | None = None
+    sums: Kind | None = None
     rounding: Literal["nearest", "stochastic"] = "nearest"
 
     def kind(self, message: Message) -> Kind | None:
-        """Return how a kind of message between stages is compressed; None: it is sent as it is."""
-        return self.activations if message == "activations" else self.gradients
+        """Return how a kind of message is compressed; None: it is sent as it is."""
+        return {"activations": self.activations, "gradients": self.gradients, "sums": self.sums}[message]
 
     def compressed_bytes(self, message: Message, size: int) -> int:
         """Return the bytes of a message of float32 that takes this many bytes uncompressed, in whole blocks."""

@@ -68,7 +68,8 @@ class Plan(pydantic.BaseModel):
         agree: the replicas of all stages, equally many, are parallel pipelines: each makes its own updates, without sums of gradients, and
             they agree on their weights every so many updates (DiLoCo), see `jpipe.plan.Agreement`. None, the default: replicas sum their
             gradients for each update.
-        links: messages between stages are compressed, see `jpipe.plan.Links`. None, the default: they are sent as they are.
+        links: messages between stages, and what replicas sum, are compressed, see `jpipe.plan.Links`. None, the default: they are sent
+            as they are.
         offload: what waits in the memory of the host while no computation needs it, see `jpipe.plan.HostMemory`. None, the default:
             everything is on the devices.
         placement: for each pipeline rank the numbers of its replicas' devices, counted from 0 over the devices of all processes, process by

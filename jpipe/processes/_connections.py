@@ -158,7 +158,7 @@ class _Moves(NamedTuple):
 
 
 class Reduction:
-    """A sum over one device each of several processes.
+    """A sum over one device each of several processes, or a gathering of what it would add.
 
     The parts are added in the order of the devices, ((p0 + p1) + p2) + …: every process gets the same bits, those of one process that
     adds in this order. Each process sends 2 (n - 1) / n of the tree, as in a ring: two processes their whole trees, of which each adds
@@ -184,6 +184,7 @@ class Reduction:
         self._group = Group(devices)
         self._bytes = {self._group: self._group.compile(_gathered, _BYTE)}
         self._programs: dict[Kind, list[_Step]] = {}
+        self._gathers: dict[Kind, list[_Step]] = {}
 
     @property
     def programs(self) -> list[jax.stages.Compiled]:
@@ -200,6 +201,18 @@ class Reduction:
         if kind not in self._programs:
             packing = Packing(self._group, [Spec(*leaf) for leaf in kind[1]])
             self._programs[kind] = self._of_two(packing) if self._group.size == 2 else self._of_shares(packing)
+
+    def compile_gather(self, spec: Tree) -> None:
+        """Compile the transfer programs with which all processes get the trees of all, which are not added."""
+        kind = kind_of(spec)
+        if kind not in self._gathers:
+            packing = Packing(self._group, [Spec(*leaf) for leaf in kind[1]])
+            exchange, parts = self._exchange(packing)
+
+            def split(parts: list[Any]) -> list[Rows]:
+                return [packing.trace_unpack([part[n] for part in parts]) for n in range(self._group.size)]
+
+            self._gathers[kind] = [packing.pack, exchange, jax.jit(split).lower(parts).compile()]
 
     def connect(self) -> None:
         """Open the connections, as `Connection.connect` does."""
@@ -221,6 +234,18 @@ class Reduction:
             moved = step(moved)
         return jax.tree.unflatten(kind[0], moved)
 
+    def gather(self, tree: Tree) -> list[Tree]:
+        """Return the trees of all processes, each of which calls this, in the order of the devices; otherwise as a sum.
+
+        Args:
+            tree: of a kind that was compiled with `compile_gather`.
+        """
+        kind = known(tree, self._gathers)
+        moved = jax.tree.leaves(tree)
+        for step in self._gathers[kind]:
+            moved = step(moved)
+        return [jax.tree.unflatten(kind[0], leaves) for leaves in moved]
+
     @cached_property
     def _reversed(self) -> Group:
         """The group with the devices reversed; its connections are opened only where they are used."""
@@ -230,13 +255,18 @@ class Reduction:
 
     def _of_two(self, packing: Packing) -> list[_Step]:
         """Return the steps of a sum of two processes: each sends everything and adds it up."""
-        large = self._group.blocks and max((a.size * a.dtype.itemsize for a in packing.arrays), default=0) > _BUFFERED
-        parts: list[Any] = [[array] * 2 if large else self._group.local_spec((2, *array.shape), array.dtype) for array in packing.arrays]
-        add = jax.jit(lambda parts: packing.trace_unpack(_sums(packing, parts))).lower(parts).compile()
-        return [packing.pack, self._swapped(packing.arrays) if large else self._both(packing.arrays), add]
+        exchange, parts = self._exchange(packing)
+        return [packing.pack, exchange, jax.jit(lambda parts: packing.trace_unpack(_sums(packing, parts))).lower(parts).compile()]
 
-    def _both(self, arrays: list[Spec]) -> _Step:
-        """Return a step that gathers the arrays of both processes, in the order of the devices."""
+    def _exchange(self, packing: Packing) -> tuple[_Step, list[Any]]:
+        """Return a step by which each process gets the packed arrays of all, and the specs of its results."""
+        n, largest = self._group.size, max((a.size * a.dtype.itemsize for a in packing.arrays), default=0)
+        if self._group.blocks and n == 2 and largest > _BUFFERED:
+            return self._swapped(packing.arrays), [[array] * 2 for array in packing.arrays]
+        return self._all(packing.arrays), [self._group.local_spec((n, *array.shape), array.dtype) for array in packing.arrays]
+
+    def _all(self, arrays: list[Spec]) -> _Step:
+        """Return a step that gathers the arrays of all processes, in the order of the devices."""
         programs = [self._group.compile(_gathered, array) for array in arrays]
         return lambda local: [program(array) for program, array in zip(programs, local, strict=True)]
 

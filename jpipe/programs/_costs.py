@@ -58,6 +58,9 @@ class StageCost:
             in proportion to the layers.
         part_accumulators: likewise the accumulated gradients of each part; empty: in proportion to the layers.
         updated: with `Plan.shard_optimizer`, the bytes of one version that each replica updates and sends to the other replicas.
+        sum_error: with compressed sums (`Links.sums`), what rounding has lost of the gradients of a replica.
+        compressed_sums: likewise for each part of the stage (one without `Stage.sum_parts`) what a replica sends to each other one; empty:
+            sums are not compressed.
     """
 
     forward: float = 1.0
@@ -85,6 +88,8 @@ class StageCost:
     updated: tuple[int, ...] = ()
     part_times: tuple[float, ...] = ()
     part_accumulators: tuple[int, ...] = ()
+    sum_error: int = 0
+    compressed_sums: tuple[int, ...] = ()
 
     @property
     def trained(self) -> int:
@@ -330,7 +335,10 @@ def sum_layer_costs(
         )
     if plan.shard_optimizer:
         costs = [_with_shares(stage, cost, layers) for stage, cost in zip(plan.stages, costs, strict=True)]
-    return _with_shared(plan, [_with_parts(stage, cost, layers) for stage, cost in zip(plan.stages, costs, strict=True)], shared)
+    costs = [_with_parts(stage, cost, layers) for stage, cost in zip(plan.stages, costs, strict=True)]
+    return tuple(
+        _with_compressed_sums(plan, stage, cost) for stage, cost in zip(plan.stages, _with_shared(plan, costs, shared), strict=True)
+    )
 
 
 def _optimizer(plan: Plan, s: int, layers: Sequence[LayerCost]) -> int:
@@ -348,6 +356,15 @@ def _with_parts(stage: Stage, cost: StageCost, layers: Mapping[str, LayerCost]) 
     return replace(
         cost, part_times=(1 - sum(later), *later), part_accumulators=tuple(sum(layer.summed for layer in part) for part in parts)
     )
+
+
+def _with_compressed_sums(plan: Plan, stage: Stage, cost: StageCost) -> StageCost:
+    """Return the cost of a stage whose replicas compress what they sum, if they do."""
+    if plan.links is None or plan.links.sums is None or stage.replicas == 1:
+        return cost
+    sizes = [math.ceil(cost.accumulators_of_part(part, stage)) for part in range(len(stage.sum_parts))] or [cost.accumulators]
+    sent = tuple(plan.links.compressed_bytes("sums", size) for size in sizes)
+    return replace(cost, sum_error=cost.accumulators, compressed_sums=sent)
 
 
 def _scratch(layers: Sequence[LayerCost], unchanged: int, remade: int, inputs: int) -> int:

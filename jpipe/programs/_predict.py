@@ -156,10 +156,11 @@ class _Memory:
         self.cost, self.rank = cost, rank
         self.away: set[tuple[Kept, int]] = {("optimizer", 0)} if optimizer_in_host else set()  # what is in host memory
         self.weights = dict.fromkeys(sorted(versions), cost.trained)  # by version; replaced and not changed: samples share it
-        self.at_first = len(versions) * cost.trained + cost.frozen + self.optimizer + cost.state + cost.accumulators
+        self.at_first = len(versions) * cost.trained + cost.frozen + self.optimizer + cost.state + cost.accumulators + cost.sum_error
         self.most_versions = len(versions)
         self.waiting = {"residuals": 0, "stash": 0}  # how many microbatches have left each of these for a later op
         self.accumulates = True  # whether there is memory for gradients: not between a batch set aside and the next backward
+        self.given = 0  # bytes of gradients whose compressed sum is still to come
 
     @property
     def optimizer(self) -> int:
@@ -215,21 +216,39 @@ class _Memory:
 
     def compute(self, outputs: int, inputs: int) -> None:
         """Hold the bytes of outputs and inputs while a computation runs, then only the outputs."""
+        self.run(outputs, inputs)
+        self.rank.sample()
+
+    def run(self, outputs: int, inputs: int) -> None:
+        """Do the same for a program that is no computation of the timeline."""
         rank = self.rank
         running = rank.live + outputs + self.cost.temporary
         if running > rank.peak:
             rank.peak = running
         self.add(outputs - inputs)
-        rank.sample()
+
+    def give(self, gradients: int, sent: int) -> None:
+        """Hold compressed gradients in place of the gradients, until their sum is there."""
+        self.run(sent, gradients)
+        self.given += gradients
+
+    def take(self, gradients: int, sent: int, replicas: int) -> None:
+        """Hold the sum of what all replicas have sent."""
+        self.run(gradients + (replicas - 1) * sent, replicas * sent)
+        self.given -= gradients
 
     def parts(self) -> tuple[int, int, int]:
-        """Return the bytes of optimizer state, of accumulators, and of residuals and stashes."""
+        """Return the bytes of optimizer state (with what compressed sums have lost), of accumulators, and of residuals and stashes."""
         cost = self.cost
         waiting = dict(self.waiting)
         for what, _ in self.away:
             if what in waiting:
                 waiting[what] -= 1
-        return self.optimizer, cost.accumulators, waiting["residuals"] * cost.residuals + waiting["stash"] * cost.stash
+        return (
+            self.optimizer + cost.sum_error,
+            cost.accumulators - self.given,
+            waiting["residuals"] * cost.residuals + waiting["stash"] * cost.stash,
+        )
 
 
 class _Worker:
@@ -452,21 +471,29 @@ class Predictor:
         begun = self._sums_begun.setdefault((worker.stage, i.batch, i.part), [])
         computed = worker.rank.clock if i.part is None else worker.ready.pop((f"part {i.part}", i.batch))
         begun.append(worker.rank.clock if self._sums_block else computed)
+        stage, cost = self._plan.stages[worker.stage], worker.cost
+        summed_bytes = cost.accumulators if i.part is None else cost.accumulators_of_part(i.part, stage)
+        sent = cost.compressed_sums[i.part or 0] if cost.compressed_sums else 0
+        if sent:
+            worker.memory.give(round(summed_bytes), sent)
         if len(begun) == len(self._summing[worker.stage]):
-            stage, cost = self._plan.stages[worker.stage], worker.cost
-            summed_bytes = cost.accumulators if i.part is None else cost.accumulators_of_part(i.part, stage)
-            summed = self._sum("sum", worker.stage, i.batch, max(begun), summed_bytes)
+            summed = self._sum("sum", worker.stage, i.batch, max(begun), sent or summed_bytes, compressed=bool(sent))
             for w in self._summing[worker.stage]:
+                if sent:
+                    self._workers[w].memory.take(round(summed_bytes), sent, stage.replicas)
                 self._workers[w].ready["sum", i.batch] = max(summed, self._workers[w].ready.get(("sum", i.batch), 0.0))
                 if self._sums_block:
                     self._workers[w].wait(summed)
 
-    def _sum(self, what: str, s: int, batch: int, ready: float, summed_bytes: float) -> float:
-        """Sum over the replicas of stage s, in a ring, from `ready` on, and return when the sum has arrived."""
+    def _sum(self, what: str, s: int, batch: int, ready: float, summed_bytes: float, compressed: bool = False) -> float:
+        """Sum over the replicas of stage s, in a ring, from `ready` on, and return when the sum has arrived.
+
+        What is compressed goes around once, and each replica adds it up; otherwise shares go around, and then their sums.
+        """
         replicas = self._plan.stage_workers[s]
-        size = 2 * (len(replicas) - 1) / len(replicas) * summed_bytes
+        size = (len(replicas) - 1) * summed_bytes if compressed else 2 * (len(replicas) - 1) / len(replicas) * summed_bytes
         ranks = tuple(self._plan.rank_of[w] for w in replicas)
-        times = _, _, summed = self._traffic.all_reduce(ranks, ready, size)
+        times = _, _, summed = self._traffic.all_reduce(ranks, ready, size, rounds=1 if compressed else 2)
         if not self._is_brief:
             self._transfers.append(Transfer(what, ranks, batch, *times, size))
         for w in self._summing[s]:

@@ -43,12 +43,15 @@ class Traffic:
         end = self._occupy(tuple(link.ports) or ((source, to),), ready, seconds)
         return end - seconds, end, end + link.latency
 
-    def all_reduce(self, ranks: Sequence[int], ready: float, size: float) -> tuple[float, float, float]:
-        """Return the same of a sum that can begin at `ready`; each rank sends `size` bytes to its neighbour in a ring."""
+    def all_reduce(self, ranks: Sequence[int], ready: float, size: float, rounds: int = 2) -> tuple[float, float, float]:
+        """Return the same of a sum that can begin at `ready`; each rank sends `size` bytes to its neighbour in a ring.
+
+        `rounds` is how often something goes all the way around, each time with the latency of all links but one.
+        """
         ports, bandwidth, latency = self._ring(tuple(ranks))
         seconds = size / bandwidth
         end = self._occupy(ports, ready, seconds)
-        return end - seconds, end, end + 2 * (len(ranks) - 1) * latency
+        return end - seconds, end, end + rounds * (len(ranks) - 1) * latency
 
     def _find_ring(self, ranks: tuple[int, ...]) -> tuple[tuple[Hashable, ...], float, float]:
         """Return the ports of a ring, its smallest bandwidth and its largest latency."""

@@ -105,7 +105,8 @@ class Executor:
         self._by_bucket = {w: [stages[w] for stages in self._compiled] for w in self.stages}
         self._transport = Transport(places, plan.stage_workers, processes)
         sends = _sends(plan, arrays, steps.verified_runs, self.stages)
-        self._transport.compile(sends, _replica_sums(plan, arrays[0]), _loads(self.stages, arrays[0]))
+        gathers = _compressed_sums(plan, arrays[0])
+        self._transport.compile(sends, _replica_sums(plan, arrays[0]), _loads(self.stages, arrays[0]), gathers)
         self._exchange = MetricsExchange(
             plan,
             [place.first for place in places],
@@ -443,9 +444,16 @@ def _replica_sums(plan: Plan, arrays: Sequence[Arrays]) -> list[tuple[int, Tree]
     replicated = [(workers[0], arrays[workers[0]]) for workers in plan.stage_workers if len(workers) > 1]
     sums: list[tuple[int, Tree]] = []
     for first, a in replicated:
-        parts = range(len(a.functions.stage.sum_parts))
-        sums += [(first, part) for part in ([a.reduced_part(part) for part in parts] or [a.reduced if plan.agree is None else a.trained])]
+        if a.functions.compressed_sums is None:
+            whole = a.reduced if plan.agree is None else a.trained
+            sums += [(first, whole if part is None else a.reduced_part(part)) for part in a.parts]
     return sums + [(first, a.averaged) for first, a in replicated if a.functions.averages_when_read]
+
+
+def _compressed_sums(plan: Plan, arrays: Sequence[Arrays]) -> list[tuple[int, Tree]]:
+    """Return the first replica of each stage whose replicas compress what they sum, with what each of them sends."""
+    first = [(workers[0], arrays[workers[0]]) for workers in plan.stage_workers]
+    return [(w, a.sent_to_sum(part)) for w, a in first if a.functions.compressed_sums is not None for part in a.parts]
 
 
 def _loads(workers: Iterable[int], arrays: Sequence[Arrays]) -> dict[tuple[int, str], Tree]:

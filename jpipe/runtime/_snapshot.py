@@ -14,7 +14,7 @@ from jpipe.model._precision import LossScale
 from jpipe.model.layerwise._optimizer import masters_of
 from jpipe.ops import OPS
 from jpipe.plan import Plan
-from jpipe.programs._instructions import Agree, Compute, Update
+from jpipe.programs._instructions import Agree, AllReduce, Compute, Update
 from jpipe.runtime._interpreter import Event
 from jpipe.runtime._plain import Plain, checked_dict, from_plain, names_in, overlaid, to_plain, without
 from jpipe.runtime.state import WorkerState, from_host_memory, weights_of
@@ -93,7 +93,8 @@ class Snapshot:
         entries such as "block_0 replica 1" have those of the other replicas. With `Plan.shard_optimizer` the optimizer state of a layer is
         in the entry of the replica that updates it. With `Plan.agree` the one version in `params` is that on which the pipelines last
         agreed, `outer_momentum` is that of the outer optimizer, and each replica's entry has in `own` the trained parameters of its
-        pipeline, by version as `params` otherwise, and in `optimizer` its optimizer state. Parts without arrays are left out.
+        pipeline, by version as `params` otherwise, and in `optimizer` its optimizer state. With `Links.sums` the entry of each replica has
+        in `sum_error` what rounding has lost of its gradients. Parts without arrays are left out.
         """
         assert self.complete
         return {name: plain for part in self._parts.values() for name, plain in part.layers().items()}
@@ -143,6 +144,7 @@ class _Part:
         self._state: Tree = None  # layer state after the last forward before the batch
         self._last = Agree if plan.agrees(s, self._newest - 1) else Update  # what completes the newest weights
         self._agreed: Agreed | None = None
+        self._error: dict[str, Tree] = {}  # what rounding has lost of the gradients of the updates before the batch
         self._open: int | None = None  # the version on which the pipelines have still to agree
         self._has_begun = False  # whether the first forward of the batch has run
 
@@ -163,6 +165,9 @@ class _Part:
             self._has_begun |= i.microbatch >= self._first
             if self._first - self._replicas <= i.microbatch < self._first:  # the worker's last one before the batch
                 self._state = _copied(state.layer_state)
+        last = i.part in (None, len(self._plan.stages[self._stage].sum_parts) - 1) if isinstance(i, AllReduce) else False
+        if last and i.batch + 1 == self._newest and state.sum_error is not None:
+            self._error = _copied(state.sum_error)
         if isinstance(i, (Update, Agree)):
             self._open = i.batch + 1 if type(i) is Update and self._plan.agrees(self._stage, i.batch) else None
         if isinstance(i, self._last) and i.batch + 1 == self._newest:
@@ -204,6 +209,8 @@ class _Part:
                 plain["optimizer"] = to_plain(self._optimizer[layer_id])
             if layer_id in self._state:
                 plain["state"] = to_plain(self._state[layer_id])
+            if layer_id in self._error:
+                plain["sum_error"] = to_plain(self._error[layer_id])
         named = {entry_name(layer_id, self._replica): _without_empty(plain) for layer_id, plain in layers.items()}
         return {name: plain for name, plain in named.items() if plain or self._replica == 0}
 
@@ -251,8 +258,8 @@ def with_optimizers(layers: Mapping[str, Plain]) -> dict[str, Plain]:
 
 def fitting(
     plan: Plan, worker: int, f: StageFunctions, share: Share | None, layers: Mapping[str, Plain], batch: int, fresh: bool
-) -> tuple[dict[int, Tree], Tree, Tree, Agreed | None]:
-    """Return a worker's weights by version, optimizer state, layer state and what its pipeline has agreed on, from a snapshot.
+) -> tuple[dict[int, Tree], Tree, Tree, Agreed | None, Tree]:
+    """Return a worker's weights by version, optimizer state, layer state, and what is in `agreed` and `sum_error`, from a snapshot.
 
     The newest version replaces a version that is missing in the snapshot. Layer state is that of the same replica if the pipeline does not
     flush and the number of replicas is the same, otherwise the mean over the saved replicas; without `sync_state` it is that of one.
@@ -308,7 +315,8 @@ def fitting(
             )
             for layer_id in (entries if share is None else share.part(specs))
         }
-    return versions, optimizer, {layer_id: state_of(layer_id) for layer_id in f.stage.layers}, _agreed_in(f, layers, entries)
+    state = {layer_id: state_of(layer_id) for layer_id in f.stage.layers}
+    return versions, optimizer, state, _agreed_in(f, layers, entries), _sum_error_in(f, layers, replica, fresh)
 
 
 def _own_entries(layers: Mapping[str, Plain], entries: Iterable[str], replica: int, pipelines: int) -> dict[str, Plain]:
@@ -336,6 +344,23 @@ def _agreed_in(f: StageFunctions, layers: Mapping[str, Plain], entries: Iterable
             blank if saved is None else from_plain(blank, saved, f"checkpoint: layer '{entry}', momentum of the agreed weights")
         )
     return Agreed(trained, momentum)
+
+
+def _sum_error_in(f: StageFunctions, layers: Mapping[str, Plain], replica: int, fresh: bool) -> Tree:
+    """Return what rounding has lost of the gradients of a replica.
+
+    It begins with zeros with new optimizer state, and where the snapshot is not of as many replicas that compress what they sum.
+    """
+    if f.compressed_sums is None:
+        return None
+    errors = {}
+    for entry, specs in f.accumulators_spec["gradients"].items():
+        saved = [layers.get(entry_name(entry, r), {}).get("sum_error") for r in range(f.stage.replicas + 1)]
+        if fresh or None in (*saved[:-1],) or saved[-1] is not None:
+            errors[entry] = jax.tree.map(lambda spec: np.zeros(spec.shape, spec.dtype), specs)
+        else:
+            errors[entry] = from_plain(specs, saved[replica], f"checkpoint: layer '{entry}', error of its compressed sums")
+    return errors
 
 
 def _of_trained(f: StageFunctions, layer_id: str, plain: Any) -> Any:
@@ -374,7 +399,7 @@ def restored_worker(
     f, place = stage.functions, stage.place
     layers = _for_stage(f, with_optimizers(layers), fresh)
     a = Arrays(f, place, share=stage.share)
-    versions, optimizer, state, agreed = fitting(plan, worker, f, stage.share, layers, batch, fresh)
+    versions, optimizer, state, agreed, error = fitting(plan, worker, f, stage.share, layers, batch, fresh)
     if fresh:
         newest = a.updated(versions[max(versions)])
         masters = {layer_id: masters_in(layers[layer_id]) if f.precision.has_masters else None for layer_id in newest}
@@ -392,13 +417,13 @@ def restored_worker(
     last = max(versions)
     parts = {v: params if v == last else f.trained.part(params) for v, params in versions.items()}
     param_specs = {v: a.params if v == last else a.trained for v in versions}
-    specs: Tree = param_specs, a.optimizer, a.state, a.accumulators, a.whole(key), dict.fromkeys(scales, a.scale), a.agreed
+    specs: Tree = param_specs, a.optimizer, a.state, a.accumulators, a.whole(key), dict.fromkeys(scales, a.scale), a.agreed, a.sum_error
     # Copied, because a CPU device shares the memory of NumPy arrays, into which an update cannot write.
-    placed = jax.device_put((parts, optimizer, state, accumulators, key, scales, agreed), shardings_of(specs))
-    copied, optimizer, state, accumulators, key, scales, agreed = jax.tree.map(jnp.copy, placed)
+    placed = jax.device_put((parts, optimizer, state, accumulators, key, scales, agreed, error), shardings_of(specs))
+    copied, optimizer, state, accumulators, key, scales, agreed, error = jax.tree.map(jnp.copy, placed)
     whole = {v: f.trained.joined(params, copied[last]) for v, params in copied.items()}
     weights = weights_of(whole, SCHEDULES[plan.schedule].versions_alive(plan, plan.workers[worker][0]))
-    return WorkerState(weights, optimizer, state, accumulators, key, loss_scales=scales, agreed=agreed)
+    return WorkerState(weights, optimizer, state, accumulators, key, loss_scales=scales, agreed=agreed, sum_error=error)
 
 
 def _restored_scales(f: StageFunctions, layers: Mapping[str, Plain], versions: Iterable[int]) -> dict[int, LossScale]:

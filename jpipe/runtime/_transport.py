@@ -1,6 +1,6 @@
 """Transfers of arrays between workers: messages from stage to stage, sums over replicas, and host arrays."""
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from typing import Any, Literal, NamedTuple
 
@@ -86,13 +86,20 @@ class Transport:
         self._mailbox: dict[tuple[int, str, int], Tree] = {}  # messages in this process that are not yet received
         self._parts: dict[tuple[int, int, int | None], dict[int, Tree]] = {}  # of a sum, by first replica, batch and part (-1: changes)
 
-    def compile(self, sends: Iterable[Sent], sums: Iterable[tuple[int, Tree]], loads: Mapping[tuple[int, str], Tree]) -> None:
+    def compile(
+        self,
+        sends: Iterable[Sent],
+        sums: Iterable[tuple[int, Tree]],
+        loads: Mapping[tuple[int, str], Tree],
+        gathers: Iterable[tuple[int, Tree]] = (),
+    ) -> None:
         """Compile the transfers; all processes call it with the same kinds of messages, before any of them moves anything.
 
         Args:
             sends: the kinds of messages of all workers.
             sums: a stage's first worker, and specs of what its replicas sum, as sharded there; perhaps several for a stage.
             loads: for workers of this process and data the shardings of host arrays that are loaded.
+            gathers: likewise as `sums` what each replica gives to a sum that all of them make.
         """
         for (w, name), shardings in loads.items():
             self._loads[w, name] = shardings
@@ -108,12 +115,20 @@ class Transport:
                     link_between(*pair).compile(self._routes[key].specs[pair])
                     self._used[pair] = link_between(*pair)
         for first, spec in sums:
-            group = self._group(self._replicas[first])
-            if len(group) > 1 and not self._local.isdisjoint(self._replicas[first]):
-                for number, shards in Shards(spec, self._places[first].devices).specs.items():
-                    devices = tuple(place.devices[number] for place in group)
-                    reduction_over(devices).compile(shards)
-                    self._used[frozenset(devices)] = reduction_over(devices)
+            for reduction, shards in self._reductions(first, spec):
+                reduction.compile(shards)
+        for first, spec in gathers:
+            for reduction, shards in self._reductions(first, [spec] * max(map(len, self._by_process(self._replicas[first])))):
+                reduction.compile_gather(shards)
+
+    def _reductions(self, first: int, spec: Tree) -> Iterator[tuple[Reduction, Tree]]:
+        """Return for the shards of a tree that the replicas of a stage sum what sums them; nothing for those of other processes."""
+        group = self._group(self._replicas[first])
+        if len(group) > 1 and not self._local.isdisjoint(self._replicas[first]):
+            for number, shards in Shards(spec, self._places[first].devices).specs.items():
+                devices = tuple(place.devices[number] for place in group)
+                self._used[frozenset(devices)] = reduction_over(devices)
+                yield reduction_over(devices), shards
 
     def connect(self, name: str) -> None:
         """Open the connections to other processes; all processes call it, once all have compiled.
@@ -256,6 +271,52 @@ class Transport:
         coming = self._call_all(calls, cut, words, other_processes, join, lambda: dict.fromkeys(local, finish.out_info))
         return {w: coming[w] for w in local}
 
+    def sum_gathered(self, i: AllReduce, batch: int, part: Tree, total: jax.stages.Compiled) -> Mapping[int, Tree]:
+        """Give what a replica sends to the sum of `batch`, which each replica makes for itself.
+
+        Args:
+            i: the instruction.
+            batch: as counted in the run.
+            part: what this replica sends.
+            total: what it makes of what all replicas have sent, in their order.
+
+        Returns:
+            As `all_reduce`: for each replica of this process `total` of all parts.
+        """
+        replicas = self._replicas[i.worker]
+        local = [w for w in replicas if w in self._local]
+        waiting = self._parts.setdefault((replicas[0], batch, i.part), {})
+        waiting[i.worker] = part, total
+        if len(waiting) < len(local):
+            return {}
+        del self._parts[replicas[0], batch, i.part]
+        own = [waiting[w][0] for w in local]
+        totals = {w: waiting[w][1] for w in local}
+
+        def sums(parts: list[Tree]) -> dict[int, Tree]:
+            return {w: total([self._moved(part, self._places[w]) for part in parts]) for w, total in totals.items()}
+
+        by_process = self._by_process(replicas)
+        if len(by_process) == 1:
+            return sums(own)
+        first, group, most = self._places[local[0]], self._group(replicas), max(map(len, by_process))
+        sent = [self._moved(part, first) for part in (*own, *[own[-1]] * (most - len(own)))]
+        shards, shardings = Shards(sent, first.devices), [leaf.sharding for leaf in jax.tree.leaves(sent)]
+        lanes = {number: tuple(place.devices[number] for place in group) for number in shards.specs}
+        cut = shards.cut(sent, first.devices)
+        calls = {frozenset(devices): partial(reduction_over(devices).gather, cut[number]) for number, devices in lanes.items()}
+
+        def join(gathered: Mapping[Any, list[list[jax.Array]]]) -> dict[int, Tree]:
+            found = {}
+            for n, workers in enumerate(by_process):
+                each = shards.join({number: gathered[frozenset(devices)][n] for number, devices in lanes.items()}, shardings)
+                found |= dict(zip(workers, each, strict=False))
+            return sums([found[w] for w in replicas])
+
+        on = tuple(place.process_index for place in group if place.process_index != jax.process_index())
+        coming = self._call_all(calls, cut, _Words(i, batch), on, join, lambda: {w: total.out_info for w, total in totals.items()})
+        return {w: coming[w] for w in local}
+
     # Inside ------------------------------------------------------------------------------------------------------------
 
     def _link(self, pair: tuple[jax.Device, jax.Device]) -> Connection | Handover:
@@ -267,6 +328,17 @@ class Transport:
         for w in replicas:
             first.setdefault(self._places[w].process_index, self._places[w])
         return tuple(first.values())
+
+    def _by_process(self, replicas: Sequence[int]) -> list[list[int]]:
+        """Return these replicas by process, in the order of the first of each."""
+        found: dict[int, list[int]] = {}
+        for w in replicas:
+            found.setdefault(self._places[w].process_index, []).append(w)
+        return list(found.values())
+
+    def _moved(self, tree: Tree, place: Place) -> Tree:
+        """Return arrays of one worker at the place of another, which only reads them."""
+        return jax.device_put(tree, place.like(tree) if place.mesh else place.first)
 
     def _copies(self, total: Tree, workers: Sequence[int]) -> dict[int, Tree]:
         """Copy the sum to each worker's devices; each gets separate memory, because it will write into it."""

@@ -60,9 +60,9 @@ class CompiledStage:
     Each except `evaluate` returns (result, done), where `done` is an array of one byte that is ready when the computation is finished.
     With the global norm there is also `sum_squares`, and at the first stage `norm`; with a norm of each stage `stage_norm`; with a dynamic
     loss scale `next_scale`; if gradients are set aside, `zero_accumulators` and at the last stage `mean_loss`; if replicas sum them, `add`
-    and `finish`, with `Stage.sum_parts` for each part one with its number, as in `add 0` and `backward 0`; if they average their layer
-    state when it is read, `add_state` and `mean_state`; if they are pipelines that agree, `changes`, `add_changes`,
-    `mean_changes` and `agree`. With a `share`, updates are of this part of the weights.
+    and `finish`, or `compress` and `sum` if these sums are compressed, with `Stage.sum_parts` for each part one with its number, as in
+    `add 0` and `backward 0`; if they average their layer state when it is read, `add_state` and `mean_state`; if they are pipelines that
+    agree, `changes`, `add_changes`, `mean_changes` and `agree`. With a `share`, updates are of this part of the weights.
     """
 
     functions: StageFunctions

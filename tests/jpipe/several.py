@@ -64,6 +64,16 @@ CASES: dict[str, dict[str, dict]] = {
             "microbatches": 3,
             "links": {"activations": "fp8", "gradients": "int8", "rounding": "stochastic"},
         },
+        "compressed sums": {
+            "num_stages": 2,
+            "schedule": "pipedream_flush",
+            "microbatches": 6,
+            "replicas": (3, 2),
+            "placement": [[0, 1, 0], [1, 0]],  # added up in the order of the replicas, wherever they are
+            "links": {"sums": "int8", "rounding": "stochastic"},
+            "sum_parts": 2,
+            "clip": 3.0,
+        },
         "in a V": {"num_stages": 4, "schedule": "zb_v", "microbatches": 3, "clip": 3.0},
         "shared optimizer": {
             "num_stages": 2,
@@ -184,7 +194,7 @@ CASES: dict[str, dict[str, dict]] = {
     },
 }
 """Cases by group; a group's name begins with the number of its processes. Without a placement each worker has its own device."""
-INLINE = ("2bw", "round_robin", "unlike", "sums in parts", "shared optimizer", "lengths", "agree rarely")
+INLINE = ("2bw", "round_robin", "unlike", "sums in parts", "shared optimizer", "lengths", "agree rarely", "compressed sums")
 """Cases of two processes that run again as on GPUs: without threads, transfers called in the order of the program."""
 BATCHES = 5
 ROOT = Path(__file__).parents[2]

@@ -52,7 +52,8 @@ def fresh_worker(
     weights = weights_of({0: version}, most)
     agreed = first_agreed(f, version)
     placed_key = jax.device_put(key, stage.place.sharding())
-    return WorkerState(weights, optimizer, state, accumulators, placed_key, loss_scales=scales, agreed=agreed)
+    error = None if f.compressed_sums is None else jax.tree.map(jnp.copy, accumulators["gradients"])
+    return WorkerState(weights, optimizer, state, accumulators, placed_key, loss_scales=scales, agreed=agreed, sum_error=error)
 
 
 def first_agreed(f: StageFunctions, params: Tree) -> Agreed | None:

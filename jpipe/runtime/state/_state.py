@@ -40,6 +40,7 @@ class WorkerState:
         updates: what waits for an update, by the number of the update.
         loss_scales: with a dynamic loss scale that of each version; a microbatch has the one of the version that it reads.
         agreed: if it is of a pipeline that agrees with others, the result of their last agreement.
+        sum_error: if the replicas of its stage compress the gradients that they sum, what rounding has lost of its own (`Links.sums`).
     """
 
     weights: Weights
@@ -51,6 +52,7 @@ class WorkerState:
     updates: Mapping[int, PendingUpdate] = field(default_factory=dict)
     loss_scales: Mapping[int, LossScale] = field(default_factory=dict)
     agreed: Agreed | None = None
+    sum_error: Tree = None
 
     def __repr__(self) -> str:
         if self.is_consumed:
@@ -60,7 +62,12 @@ class WorkerState:
     def cells(self) -> tuple[str, ...]:
         """Return its versions and the bytes of its parts, as text, for a table."""
         buffers = self.microbatches, self.updates
-        parts = (self.weights, self.loss_scales), (self.optimizer, self.agreed), (self.accumulators, self.layer_state), buffers
+        parts = (
+            (self.weights, self.loss_scales),
+            (self.optimizer, self.agreed, self.sum_error),
+            (self.accumulators, self.layer_state),
+            buffers,
+        )
         return self._versions, *(size(_nbytes(part)) for part in parts)
 
     @property

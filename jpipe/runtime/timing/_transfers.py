@@ -60,13 +60,18 @@ class TransferWatcher:
             self._posted[_Moved(i.message, (i.worker, i.to), i.microbatch)] = self._now()
         elif isinstance(i, Receive) and plan.rank_of[i.worker] != plan.rank_of[i.source]:
             moved = _Moved(i.message, (i.source, i.worker), i.microbatch)
-            self._watch(moved, _received(i, event.state, plan), 1.0)
+            received = _received(i, event.state, plan)
+            self._watch(moved, received, _nbytes(received))
         elif isinstance(i, AllReduce | SumChanges):
             replicas = tuple(plan.stage_workers[plan.workers[i.worker][0]])
             moved = _Moved("sum", replicas, i.batch, i.part) if isinstance(i, AllReduce) else _Moved("changes", replicas, i.batch)
             self._posted[moved] = self._now()
             if (total := _summed(i, event.state)) is not None:  # once the last replica of this process has given its part
-                self._watch(moved, total, 2 * (len(replicas) - 1) / len(replicas))
+                others, size = len(replicas) - 1, _nbytes(total)
+                if plan.links is not None and plan.links.sums is not None:
+                    self._watch(moved, total, others * plan.links.compressed_bytes("sums", round(size)))
+                else:
+                    self._watch(moved, total, 2 * others / len(replicas) * size)
         elif isinstance(i, Agree):
             moved = _Moved("changes", tuple(plan.stage_workers[plan.workers[i.worker][0]]), i.batch)
             self._agreed[i.worker] = moved
@@ -114,8 +119,8 @@ class TransferWatcher:
     def _now(self) -> float:
         return time.perf_counter() - self._began
 
-    def _watch(self, moved: _Moved, tree: Tree, times: float) -> None:
-        self._sizes[moved] = times * sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
+    def _watch(self, moved: _Moved, tree: Tree, size: float) -> None:
+        self._sizes[moved] = size
         if isinstance(tree, PendingTransfer):
             tree.when_done(lambda: self._note_arrival(moved))
         else:
@@ -203,6 +208,12 @@ def _received(i: Receive, state: WorkerState, plan: Plan) -> Tree:
         assert pending.received is not None
         return pending.received[plan.workers[i.source][0]]
     return pending.norm if i.message == "norm" else pending.squares
+
+
+def _nbytes(tree: Tree) -> float:
+    """Return the bytes of arrays, or of the specs of those that are to come."""
+    size: float = sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
+    return size
 
 
 def _summed(i: AllReduce | SumChanges, state: WorkerState) -> Tree:

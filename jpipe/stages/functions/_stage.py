@@ -20,7 +20,7 @@ from jpipe.model._ties import NOTHING_SHARED, Sharing
 from jpipe.model.jaxprs._dependence import passed_on
 from jpipe.model.layerwise._optimizer import LayerwiseOptimizer
 from jpipe.ops import Op
-from jpipe.plan import Agreement, Links, Stage
+from jpipe.plan import Agreement, Kind, Links, Stage
 from jpipe.stages.functions._accumulators import accumulate, zero_accumulators
 from jpipe.stages.functions._effects import describe_effects
 from jpipe.stages.functions._floats import floats_of, is_float, with_floats
@@ -67,7 +67,7 @@ class StageFunctions:
         number: of the stage in its plan.
         sharing: which shared parameters the stages of the plan hold.
         precision: the dtypes of weight versions and accumulators, and the loss scale; the layers of `stack` compute in it already.
-        links: how messages between stages are compressed.
+        links: how messages between stages, and what replicas sum, are compressed.
         partition: how its arrays are sharded over the mesh of each of its workers.
         input_gradient: whether the gradient of x is computed: not at the first stage, and not where all parameters before are frozen.
         output_gradient: whether that of y is: not if all parameters up to here are frozen. Messages without a gradient have an empty
@@ -214,6 +214,11 @@ class StageFunctions:
     def averages_when_read(self) -> bool:
         """Whether there is layer state that replicas average when it is read from the run."""
         return self.average_state == "read" and self.stage.replicas > 1 and bool(self.averaged_state(self.specs.state))
+
+    @property
+    def compressed_sums(self) -> Kind | None:
+        """How its replicas compress the gradients that they sum; None: not at all."""
+        return self.links.sums if self.stage.replicas > 1 else None
 
     @property
     def predicts(self) -> bool:

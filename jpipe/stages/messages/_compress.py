@@ -1,4 +1,7 @@
-"""Arrays in fewer bits as pure functions: see `jpipe.plan.Links` for the rule."""
+"""Arrays in fewer bits as pure functions: see `jpipe.plan.Links` for the rule.
+
+Each row is compressed by itself. On a mesh the rows are sharded, and so are the values and the scales: nothing is gathered.
+"""
 
 import math
 from collections.abc import Callable
@@ -80,7 +83,7 @@ def _shrinks(leaf: Any, kind: Kind) -> bool:
 
 def _blocks(leaf: Any) -> tuple[int, int]:
     """Return the rows of an array and the blocks of each row."""
-    rows = leaf.shape[0] if leaf.ndim > 1 else 1
+    rows = leaf.shape[0] if leaf.ndim else 1
     return rows, -(-leaf.size // rows // BLOCK)
 
 

@@ -1,5 +1,6 @@
 """Compressed messages: the numbers are those of the model with the same rounding in place, whatever the schedule is."""
 
+import re
 from functools import partial
 
 import jax
@@ -44,7 +45,8 @@ def plan_of(name, links, **fields) -> Plan:
 
 
 def pipeline(plan, stack=STACK, **options) -> Pipeline:
-    return Pipeline(stack, plan, models.masked_squares, models.momentum(), jax.devices()[:1] * len(plan.rank_workers), **options)
+    devices = None if any(stage.mesh for stage in plan.stages) else jax.devices()[:1] * len(plan.rank_workers)
+    return Pipeline(stack, plan, models.masked_squares, models.momentum(), devices, **options)
 
 
 def batches_of(plan, count=5):
@@ -65,9 +67,14 @@ def rounded(links, stage, rng, x):
     return identity(x)
 
 
-def rule(pipe, batches, params, key):
+def mean_gradient(t, parts, weight):
+    """Return the mean over the microbatches of an update, from the gradient of each and its numbers."""
+    return jax.tree.map(lambda *g: sum(g) / weight, *(gradient for gradient, _ in parts))
+
+
+def rule(pipe, batches, params, key, mean_of=mean_gradient, optimizer=None):
     """Apply the rule, microbatch after microbatch: return the losses and the weights at the end."""
-    plan, optimizer, m = pipe.plan, pipe.optimizer, pipe.plan.microbatches
+    plan, optimizer, m = pipe.plan, optimizer or pipe.optimizer, pipe.plan.microbatches
     stage_of = {layer_id: s for s, stage in enumerate(plan.stages) for layer_id in stage.layers}
 
     @partial(jax.grad, has_aux=True)
@@ -88,8 +95,7 @@ def rule(pipe, batches, params, key):
             read = {i: versions[reference.version(plan, stage_of[i], k)][i] for i in STACK.ids}
             parts.append(gradient_of(read, x, labels, np.uint32(k)))
         total, weight = (sum(float(numbers[j]) for _, numbers in parts) for j in range(2))
-        mean = jax.tree.map(lambda *g, weight=weight: sum(g) / weight, *(gradient for gradient, _ in parts))
-        changes, state = updated(mean, state, versions[-1])
+        changes, state = updated(mean_of(t, parts, weight), state, versions[-1])
         versions.append(jax.tree.map(np.add, versions[-1], changes))
         losses.append(total / weight)
     return losses, versions[-1]
@@ -188,13 +194,40 @@ def test_arrays_between_stages_that_are_not_compressed_go_along():
         assert found.losses != expected.losses
 
 
-def test_meshes_and_unknown_kinds_are_refused():
-    for fields, message in (
-        ({"mesh": {"data": 2}}, r"plan: links: expected stages on one device each, found the mesh \{'data': 2\} of stage 0: .*; remove"),
-        ({"links": {"activations": "int4"}}, r"plan: links\.activations: expected 'bfloat16', 'int8' or 'fp8', found 'int4'"),
-    ):
-        with pytest.raises(InputError, match=message):
-            Plan.even(STACK.ids, 2, **{"links": {"gradients": "fp8"}, **fields})
+AXES = {"first/w": (None, "mlp"), "first/b": ("mlp",), "second/w": (None, "mlp"), "mix/w": ("mlp", None)}
+MESHES = {
+    "rows": {"mesh": {"data": 2}},
+    "weights": {"mesh": {"model": 2}, "param_axes": AXES},
+    "unlike": {"mesh": [{"model": 2}, {"data": 2}], "param_axes": {"first/w": (None, "mlp")}},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("kind", ["mixed", "fp8"])
+@pytest.mark.parametrize("name", ["pipedream_2bw", "zb_h1"])
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.thinned(most=2)
+def test_a_mesh_changes_no_number(mesh, name, kind):
+    links = {**LINKS[kind], "rounding": "stochastic"}
+    check_rule(plan_of(name, links, replicas=1, **MESHES[mesh]))
+
+
+def test_rows_on_a_mesh_are_compressed_where_they_are():
+    """No program has more collectives than without compression but for the gradients of the weights."""
+    collectives = {}
+    for links in (None, {**LINKS["int8"], "rounding": "stochastic"}):
+        pipe = pipeline(plan_of("gpipe", links, mesh={"data": 2}))
+        pipe.init(jax.random.key(0), models.masked_batches(1, 4)[0])
+        calls = {(w, name): call.as_text() for w, stage in pipe._executor.stages.items() for name, call in stage.calls.items()}
+        collectives[links is None] = {key: re.findall(r"(all-gather|all-to-all|collective-permute)\(", text) for key, text in calls.items()}
+        assert not collectives[links is None][0, "forward"]
+    assert collectives[True] == collectives[False]
+
+
+def test_unknown_kinds_are_refused():
+    with pytest.raises(InputError, match=r"plan: links\.activations: expected 'bfloat16', 'int8' or 'fp8', found 'int4'"):
+        Plan.even(STACK.ids, 2, links={"activations": "int4"})
 
 
 def test_a_plan_with_links_goes_through_json():

@@ -1,0 +1,160 @@
+"""Sums of gradients over replicas in fewer bits, with error feedback, as pure functions: see `jpipe.plan.Links` for the rule.
+
+On a mesh each shard is compressed by itself, and nothing is gathered: its blocks are of neighbouring values of the shard.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from jpipe.meshes._partition import WHOLE, Partition, without_devices
+from jpipe.plan import Kind
+from jpipe.stages.functions._accumulators import divisor
+from jpipe.stages.messages._compress import compress, compressed_specs, decompress
+
+Tree = Any
+Spec = jax.ShapeDtypeStruct
+Keys = Mapping[str, jax.Array]
+"""A random key for each entry, to round at random."""
+
+
+def with_feedback(
+    partition: Partition, kind: Kind, gradients: Mapping[str, Tree], weight: jax.Array, errors: Mapping[str, Tree], keys: Keys | None
+) -> tuple[Tree, Tree]:
+    """Compress the gradients of a replica, with what rounding has lost of them before.
+
+    Args:
+        partition: of the arrays of the stage.
+        kind: of the compression.
+        gradients: the sums over the microbatches of the replica, by entry.
+        weight: of these microbatches.
+        errors: what rounding has lost before, in the structure of the gradients.
+        keys: for stochastic rounding; None: round to nearest.
+
+    Returns:
+        The compressed gradients; the new errors.
+    """
+    arrays = _arrays(partition, kind, gradients)
+    pairs = jax.tree.map(lambda array, *both: array.compress(*both, weight, keys), arrays, gradients, errors)
+    sent, lost = (jax.tree.map(lambda _, pair, n=n: pair[n], arrays, pairs) for n in range(2))
+    return sent, lost
+
+
+def without_compression(partition: Partition, kind: Kind, sent: Tree, specs: Mapping[str, Tree]) -> Tree:
+    """Return the gradients that were compressed by `with_feedback`, with the shapes and dtypes of `specs`."""
+    return jax.tree.map(lambda array, one: array.decompress(one), _arrays(partition, kind, specs), sent)
+
+
+def specs_of_sent(partition: Partition, kind: Kind, gradients: Mapping[str, Tree]) -> tuple[Tree, Tree]:
+    """Return the shapes and dtypes of compressed gradients, and their `PartitionSpec`s."""
+    arrays = _arrays(partition, kind, gradients)
+    return jax.tree.map(lambda array: array.sent_shapes, arrays), jax.tree.map(lambda array: array.sent_specs, arrays)
+
+
+@dataclass(frozen=True)
+class _Array:
+    """An array of gradients on the mesh of a stage.
+
+    Attributes:
+        entry: of the parameters to which it belongs.
+        number: among the arrays of the entry.
+        whole: its shape and dtype.
+        partition: of the stage.
+        spec: how it is sharded.
+        kind: of the compression.
+    """
+
+    entry: str
+    number: int
+    whole: Spec
+    partition: Partition
+    spec: PartitionSpec
+    kind: Kind
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """The number of its shards in each dim."""
+        axes = *self.spec, *(None,) * (len(self.whole.shape) - len(self.spec))
+        return tuple(1 if axis is None else self.partition.mesh[axis] for axis in axes)
+
+    @property
+    def shard(self) -> Spec:
+        """The shape and dtype of a shard."""
+        return Spec(tuple(size // count for size, count in zip(self.whole.shape, self.counts, strict=True)), self.whole.dtype)
+
+    @property
+    def row(self) -> Spec:
+        """The values of a shard in one row."""
+        return Spec((1, math.prod(self.shard.shape)), self.whole.dtype)
+
+    @property
+    def sent_shapes(self) -> Tree:
+        """The shapes and dtypes of what is sent, of all shards."""
+        sent = jax.eval_shape(lambda row: self._as_shard(compress(row, self.kind)), self.row)
+        counts = *self.counts, 1  # scales have a dim of blocks
+        return jax.tree.map(lambda one: Spec(tuple(map(math.prod, zip(one.shape, counts, strict=False))), one.dtype), sent)
+
+    @property
+    def sent_specs(self) -> Tree:
+        """The `PartitionSpec`s of what is sent."""
+        is_scaled = isinstance(compressed_specs(self.row, self.kind), dict)
+        return {"scales": self.spec, "values": self.spec} if is_scaled else self.spec
+
+    def compress(self, gradient: jax.Array, error: jax.Array, weight: jax.Array, keys: Keys | None) -> tuple[Tree, jax.Array]:
+        """Return what is sent, and the new error."""
+        key = () if keys is None else (keys[self.entry],)
+        inputs = self.spec, self.spec, WHOLE, *(WHOLE for _ in key)
+        return self._on_shards(self._compressed, inputs, (self.sent_specs, self.spec))(gradient, error, weight, *key)
+
+    def decompress(self, sent: Tree) -> jax.Array:
+        """Return the array that was compressed."""
+
+        def of_shard(sent: Tree) -> jax.Array:
+            rows = jax.tree.map(lambda leaf: leaf.reshape(1, -1), sent)
+            return decompress(rows, self.kind, self.row).reshape(self.shard.shape)
+
+        return self._on_shards(of_shard, (self.sent_specs,), self.spec)(sent)
+
+    def _compressed(self, gradient: jax.Array, error: jax.Array, weight: jax.Array, *keys: jax.Array) -> tuple[Tree, jax.Array]:
+        """Apply the rule to one shard."""
+        row = (gradient + (error.astype(weight.dtype) * weight).astype(gradient.dtype)).reshape(1, -1)
+        sent = compress(row, self.kind, self._key_of_shard(*keys) if keys else None)
+        lost = (row - decompress(sent, self.kind, self.row)).reshape(gradient.shape)
+        each = (lost.astype(weight.dtype) / divisor(weight)).astype(error.dtype)
+        each = jnp.where(jnp.isfinite(each), each, jnp.zeros_like(each))
+        return self._as_shard(sent), jnp.where(weight == 0, error, each)
+
+    def _key_of_shard(self, key: jax.Array) -> jax.Array:
+        for number in (self.number, *(jax.lax.axis_index(axis) for axis in self.spec if axis is not None)):
+            key = jax.random.fold_in(key, number)
+        return key
+
+    def _as_shard(self, sent: Tree) -> Tree:
+        """Return a compressed row in the shape of its shard; scales have one value for each block in a further dim."""
+        shape = self.shard.shape
+        if not isinstance(sent, dict):
+            return sent.reshape(shape)
+        return {"scales": sent["scales"].reshape(*(1 for _ in shape), -1), "values": sent["values"].reshape(shape)}
+
+    def _on_shards(self, function: Callable[..., Any], inputs: Tree, outputs: Tree) -> Callable[..., Any]:
+        """Return a function of shards as one of whole arrays."""
+        if not self.partition.mesh:
+            return function
+        mesh = without_devices(self.partition.mesh)
+        return jax.shard_map(function, mesh=mesh, in_specs=inputs, out_specs=outputs, check_vma=False)
+
+
+def _arrays(partition: Partition, kind: Kind, gradients: Mapping[str, Tree]) -> Tree:
+    """Return the `_Array` of each leaf of the gradients (or their specs)."""
+    arrays = {}
+    for entry, specs in partition.of_params(gradients).items():
+        leaves, treedef = jax.tree.flatten(gradients[entry])
+        of_leaves = zip(leaves, treedef.flatten_up_to(specs), strict=True)
+        found = [_Array(entry, n, Spec(leaf.shape, leaf.dtype), partition, spec, kind) for n, (leaf, spec) in enumerate(of_leaves)]
+        arrays[entry] = jax.tree.unflatten(treedef, found)
+    return arrays
