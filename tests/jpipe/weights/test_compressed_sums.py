@@ -242,6 +242,10 @@ def test_what_is_given_to_a_sum_takes_less_memory_than_the_gradients_until_the_s
     prediction = simulate(lower(plan, 1), costs, Link())
     assert prediction.held_bytes == (800, 800)
     assert prediction.peak_bytes == (400 + 400 + 2 * 104,) * 2
+    for schedule in ("pipedream_2bw", "pipedream"):
+        plan = plan_of(schedule, {"sums": "int8"}, num_stages=2, replicas=2)
+        samples = [sample for rank in simulate(lower(plan, 4), costs * 2, Link()).memory for sample in rank]
+        assert min(min(sample.gradients, sample.other) for sample in samples) >= 0
 
 
 def test_what_is_not_supported_is_refused():
