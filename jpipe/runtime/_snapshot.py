@@ -144,6 +144,7 @@ class _Part:
         self._state: Tree = None  # layer state after the last forward before the batch
         self._last = Agree if plan.agrees(s, self._newest - 1) else Update  # what completes the newest weights
         self._agreed: Agreed | None = None
+        self._last_part = len(plan.stages[s].sum_parts) - 1
         self._error: dict[str, Tree] = {}  # what rounding has lost of the gradients of the updates before the batch
         self._open: int | None = None  # the version on which the pipelines have still to agree
         self._has_begun = False  # whether the first forward of the batch has run
@@ -165,9 +166,8 @@ class _Part:
             self._has_begun |= i.microbatch >= self._first
             if self._first - self._replicas <= i.microbatch < self._first:  # the worker's last one before the batch
                 self._state = _copied(state.layer_state)
-        last = i.part in (None, len(self._plan.stages[self._stage].sum_parts) - 1) if isinstance(i, AllReduce) else False
-        if last and i.batch + 1 == self._newest and state.sum_error is not None:
-            self._error = _copied(state.sum_error)
+        if isinstance(i, AllReduce) and i.batch + 1 == self._newest and i.part in (None, self._last_part):
+            self._error = _copied(state.sum_error or {})
         if isinstance(i, (Update, Agree)):
             self._open = i.batch + 1 if type(i) is Update and self._plan.agrees(self._stage, i.batch) else None
         if isinstance(i, self._last) and i.batch + 1 == self._newest:

@@ -307,7 +307,7 @@ class Transport:
         calls = {frozenset(devices): partial(reduction_over(devices).gather, cut[number]) for number, devices in lanes.items()}
 
         def join(gathered: Mapping[Any, list[list[jax.Array]]]) -> dict[int, Tree]:
-            found = {}
+            found: dict[int, Tree] = {}
             for n, workers in enumerate(by_process):
                 each = shards.join({number: gathered[frozenset(devices)][n] for number, devices in lanes.items()}, shardings)
                 found |= dict(zip(workers, each, strict=False))

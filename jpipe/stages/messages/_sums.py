@@ -3,6 +3,7 @@
 On a mesh each shard is compressed by itself, and nothing is gathered: its blocks are of neighbouring values of the shard.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -130,8 +131,9 @@ class _Array:
         return self._as_shard(sent), jnp.where(weight == 0, error, each)
 
     def _key_of_shard(self, key: jax.Array) -> jax.Array:
-        for number in (self.number, *(jax.lax.axis_index(axis) for axis in self.spec if axis is not None)):
-            key = jax.random.fold_in(key, number)
+        key = jax.random.fold_in(key, self.number)
+        for axis in self.spec:
+            key = key if axis is None else jax.random.fold_in(key, jax.lax.axis_index(axis))
         return key
 
     def _as_shard(self, sent: Tree) -> Tree:
@@ -153,8 +155,12 @@ def _arrays(partition: Partition, kind: Kind, gradients: Mapping[str, Tree]) -> 
     """Return the `_Array` of each leaf of the gradients (or their specs)."""
     arrays = {}
     for entry, specs in partition.of_params(gradients).items():
-        leaves, treedef = jax.tree.flatten(gradients[entry])
-        of_leaves = zip(leaves, treedef.flatten_up_to(specs), strict=True)
-        found = [_Array(entry, n, Spec(leaf.shape, leaf.dtype), partition, spec, kind) for n, (leaf, spec) in enumerate(of_leaves)]
-        arrays[entry] = jax.tree.unflatten(treedef, found)
+        numbers = itertools.count()
+        arrays[entry] = jax.tree.map(
+            lambda leaf, spec, entry=entry, numbers=numbers: _Array(
+                entry, next(numbers), Spec(leaf.shape, leaf.dtype), partition, spec, kind
+            ),
+            gradients[entry],
+            specs,
+        )
     return arrays
