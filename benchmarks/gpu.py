@@ -1,8 +1,8 @@
 """`python -m benchmarks.gpu`: compare a GPT of 352 million parameters in bf16 as four stages on one GPU and as one jitted step.
 
 Both run in turn. Model FLOPs utilization is the model's FLOPs per second (6 for each weight and token, plus the attention), divided by the
-peak of the GPU. With `--memory` the pipeline alone runs, and its memory is compared with what `jpipe.simulate` predicts. `--tiny` runs the
-program on any device, to check that it works.
+peak of the GPU. With `--memory` the pipeline alone runs, and its memory is compared with what `jpipe.simulate` predicts; `--offload` lets
+parts of its state wait in host memory. `--tiny` runs the program on any device, to check that it works.
 """
 
 import argparse
@@ -24,6 +24,7 @@ from benchmarks.serve import step_by_step
 from benchmarks.sizes import GPU, TINY, Sizes
 
 GOAL = 0.97
+_PARTS = "optimizer", "versions", "residuals", "stash"
 PEAKS = {"B200": 2250e12, "H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12}
 """FLOP/s of dense bf16 products, from the vendors' data sheets; the first name that is part of the device's name is used."""
 
@@ -72,7 +73,8 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=6, help="of a round, the first not timed (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=5, help="default: %(default)s")
     parser.add_argument("--peak", type=float, help="peak FLOP/s of the GPU, if this program does not know it")
-    parser.add_argument("--memory", action="store_true", help="compare the memory of the pipeline with the prediction, and time nothing")
+    parser.add_argument("--memory", action="store_true", help="run the pipeline alone, and compare its memory with the prediction")
+    parser.add_argument("--offload", nargs="*", default=[], choices=[*_PARTS], help="what waits in host memory, of all stages")
     parser.add_argument("--tiny", action="store_true", help="a tiny model, on any device")
     return parser.parse_args(arguments)
 
@@ -87,7 +89,8 @@ def _schedules() -> Iterator[str]:
 def _pipeline(sizes: Sizes, options: argparse.Namespace) -> jpipe.Pipeline:
     """Return the pipeline, with all stages on the first device."""
     stack = gpt.stack(sizes)
-    plan = jpipe.Plan.even(stack.ids, options.stages, options.schedule, options.microbatches, recompute=options.recompute)
+    offload = dict.fromkeys(options.offload, "all") or None
+    plan = jpipe.Plan.even(stack.ids, options.stages, options.schedule, options.microbatches, recompute=options.recompute, offload=offload)
     return jpipe.Pipeline(stack, plan, gpt.summed_loss, gpt.optimizer(), [jax.devices()[0]] * options.stages)
 
 
@@ -113,22 +116,33 @@ def _rates(programs: dict[str, Callable[[int], dict[str, Any]]], sizes: Sizes, o
 
 def _print_memory(pipe: jpipe.Pipeline, batch: Any) -> None:
     """Run a few steps, and print the memory of the device beside the predicted memory of all ranks together."""
-    state, most = pipe.init(jax.random.key(0), batch), 0
+    state, most, in_host = pipe.init(jax.random.key(0), batch), 0, 0
 
     def observe(event: jpipe.runtime.Event) -> None:
-        nonlocal most
-        alive = (array for array in jax.live_arrays() if not jnp.issubdtype(array.dtype, jax.dtypes.prng_key))
-        most = max(most, sum(array.nbytes for array in alive))
+        nonlocal most, in_host
+        alive = [array for array in jax.live_arrays() if not jnp.issubdtype(array.dtype, jax.dtypes.prng_key)]
+        total = sum(array.nbytes for array in alive)
+        there = sum(array.nbytes for array in alive if array.sharding.memory_kind == "pinned_host")
+        most, in_host = max(most, total - there), max(in_host, there)
 
     for _ in range(2):
-        state, _ = pipe.step(state, batch, observe=observe)
+        state, metrics = pipe.step(state, batch, observe=observe)
     jax.block_until_ready(pipe.drain(state, observe=observe))
     costs = pipe.costs(batch)
-    predicted = sum(jpipe.simulate(jpipe.lower(pipe.plan, 3), costs).held_bytes)
-    print(f"arrays alive at a time: {most / 1e9:.2f} GB; the predicted peaks of all ranks add up to {predicted / 1e9:.2f} GB")
+    predicted = jpipe.simulate(jpipe.lower(pipe.plan, 3), costs)
+    print(
+        f"arrays alive at a time: {most / 1e9:.3f} GB; the predicted peaks of all ranks add up to {sum(predicted.held_bytes) / 1e9:.3f} GB"
+    )
+    print(f"in host memory at a time: {in_host / 1e9:.3f} GB; predicted {sum(predicted.host_bytes) / 1e9:.3f} GB")
     if peak := (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use"):
         scratch = max(cost.temporary for cost in costs)
         print(f"peak of the allocator: {peak / 1e9:.2f} GB; scratch memory of the largest program: {scratch / 1e9:.2f} GB")
+    losses = ", ".join(f"{float(loss):.6f}" for loss in metrics.losses.values())
+    del state, metrics
+    runner = Runner(pipe, batch)
+    runner(2)
+    seconds = [1 / steps_per_second([runner(4)["ends"]]) for _ in range(3)]
+    print(f"a batch: {statistics.median(seconds):.3f} s ({min(seconds):.3f} to {max(seconds):.3f}); losses of the second: {losses}")
 
 
 if __name__ == "__main__":
