@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
@@ -30,11 +30,10 @@ from jpipe.plan import Agreement, OuterOptimizer
 Tree = Any
 
 D, W, OPTIMIZER, SEEDS, EVERY = 4, 4, "Adam", 3, 50  # EVERY: updates between two evaluations
-AT_ONCE, SECONDS = 42, 190.0
+AT_ONCE, SECONDS = 50, 190.0
 SUMMED, AGREED, MESSAGES, SUMS, BOTH = "exact sums", "agreement", "rounded messages", "rounded sums", "rounded messages and sums"
 PLAIN, NESTEROV, TWO_BW = Variant("flush"), Variant("flush", nesterov=1.0), Variant("2BW", nesterov=1.0)
 FAMILIES = {PLAIN: "Adam", NESTEROV: "Adam, Nesterov", TWO_BW: "2BW, Adam, Nesterov"}
-MEANS = OuterOptimizer(learning_rate=1.0, momentum=0.0)
 
 
 @dataclass(frozen=True)
@@ -50,6 +49,7 @@ class Setting:
         sums: how the gradients of each pipeline are rounded before they are summed.
         stochastic: whether they are rounded up or down at random.
         feedback: whether what rounding a gradient has lost is added to the next one.
+        rates: the learning rates that are tried; an outer optimizer with momentum needs smaller ones.
     """
 
     group: str
@@ -60,6 +60,7 @@ class Setting:
     sums: str | None = None
     stochastic: bool = False
     feedback: bool = True
+    rates: tuple[float, ...] = (2e-3, 4e-3, 6e-3)
 
     def recipe(self, seed: int, rate: float) -> Recipe:
         """Return the run of each pipeline as arrays; without a flush each stage is clipped by its own norm."""
@@ -88,20 +89,27 @@ class Part(NamedTuple):
     Attributes:
         name: in tables.
         updates: of each run, a multiple of `EVERY`.
-        rates: the learning rates that are tried.
         settings: what is compared, data parallelism first.
     """
 
     name: str
     updates: int
-    rates: tuple[float, ...]
     settings: tuple[Setting, ...]
 
 
+def _agreeing(every: int, name: str, outer: OuterOptimizer | None = None, fragments: Literal["stages"] | None = None) -> Setting:
+    agree = Agreement(every=every, outer=outer or OuterOptimizer(), fragments=fragments)
+    return Setting(AGREED, f"every {every}{name}", agree=agree, rates=(5e-4, 1e-3, 2e-3, 4e-3))
+
+
 BASE = (Setting(SUMMED, "data parallelism"),)
-RARELY = tuple(Setting(AGREED, f"every {every}", agree=Agreement(every=every)) for every in (1, 10, 50, 200))
-OF_MEANS = tuple(Setting(AGREED, f"every {every}, means", agree=Agreement(every=every, outer=MEANS)) for every in (10, 50, 200))
-BY_STAGES = (Setting(AGREED, "every 50, stage by stage", agree=Agreement(every=50, fragments="stages")),)
+RARELY = tuple(_agreeing(every, "") for every in (1, 10, 50, 200))
+LESS_MOMENTUM = tuple(_agreeing(every, ", momentum 0.5", OuterOptimizer(momentum=0.5)) for every in (50, 200))
+OF_MEANS = tuple(
+    replace(_agreeing(every, ", means", OuterOptimizer(learning_rate=1.0, momentum=0.0)), rates=(2e-3, 4e-3, 6e-3))
+    for every in (10, 50, 200)
+)
+BY_STAGES = (_agreeing(50, ", stage by stage", fragments="stages"),)
 OF_MESSAGES = (
     Setting(MESSAGES, "bfloat16", messages="bfloat16"),
     Setting(MESSAGES, "int8", messages="int8"),
@@ -120,22 +128,21 @@ OF_SUMS = (
 OF_BOTH = (Setting(BOTH, "int8", messages="int8", sums="int8"),)
 
 
-def _of(variant: Variant, settings: Sequence[Setting]) -> tuple[Setting, ...]:
-    return tuple(replace(setting, variant=variant) for setting in settings)
+def _with(settings: Sequence[Setting], **fields: Any) -> tuple[Setting, ...]:
+    return tuple(replace(setting, **fields) for setting in settings)
 
 
 PARTS = (
     Part(
         "600 updates",
         600,
-        (2e-3, 4e-3, 6e-3),
         (
-            *(*BASE, *RARELY, *OF_MEANS, *BY_STAGES, *OF_MESSAGES, *OF_SUMS, *OF_BOTH),
-            *_of(NESTEROV, (*BASE, *RARELY[2:])),
-            *_of(TWO_BW, (*BASE, RARELY[2], OF_MESSAGES[1], *OF_BOTH)),
+            *(*BASE, *RARELY, *LESS_MOMENTUM, *OF_MEANS, *BY_STAGES, *OF_MESSAGES, *OF_SUMS, *OF_BOTH),
+            *_with((*BASE, *RARELY[2:]), variant=NESTEROV),
+            *_with((*BASE, RARELY[2], OF_MESSAGES[1], *OF_BOTH), variant=TWO_BW),
         ),
     ),
-    Part("2400 updates", 2400, (2e-3, 4e-3), (*BASE, *RARELY[1:], *OF_MEANS[1:])),
+    Part("2400 updates", 2400, (*_with((*BASE, *OF_MEANS[1:]), rates=(2e-3, 4e-3)), *_with(RARELY[2:], rates=(1e-3, 2e-3)))),
 )
 
 
@@ -168,7 +175,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     names = list(dict.fromkeys(setting.name for part in PARTS for setting in part.settings))
     parser.add_argument("--settings", nargs="+", default=names, choices=names, metavar="NAME", help=f"only these: {'; '.join(names)}")
-    parser.add_argument("--rates", nargs="+", type=float, help="learning rates; default: two or three for each part")
+    parser.add_argument("--rates", nargs="+", type=float, help="learning rates; default: two to four for each setting")
     parser.add_argument("--updates", type=int, help=f"of each run, in place of those of the part; a multiple of {EVERY}")
     parser.add_argument("--seeds", type=int, default=SEEDS, help="default: %(default)s")
     parser.add_argument("--at-once", type=int, help=f"how many runs are vectorized; default: 1 on CPUs, otherwise {AT_ONCE}")
@@ -191,9 +198,12 @@ def _run(options: argparse.Namespace) -> tuple[list[Row], str]:
         if part.name not in options.parts:
             continue
         chosen = part._replace(
-            settings=tuple(setting for setting in part.settings if setting.name in options.settings),
+            settings=tuple(
+                replace(setting, rates=tuple(options.rates or setting.rates))
+                for setting in part.settings
+                if setting.name in options.settings
+            ),
             updates=options.updates or part.updates,
-            rates=tuple(options.rates or part.rates),
         )
         for done in run(chosen, options.seeds, at_once, began + options.seconds_limit):
             rows += done
@@ -221,8 +231,9 @@ def run(part: Part, seeds: int, at_once: int, deadline: float) -> Iterator[list[
         deadline: the time of `time.monotonic` after which no further runs start.
     """
     task = make_gpt(D)
-    cells = [(setting, rate, seed) for seed in range(seeds) for rate in part.rates for setting in part.settings]
+    cells = [(setting, rate, seed) for seed in range(seeds) for setting in part.settings for rate in setting.rates]
     runs = [(setting.recipe(seed, rate), setting.exchange()) for setting, rate, seed in cells]
+    at_once = min(at_once, len(runs))
     data = stacked([batches_of_run(task, seed, part.updates // EVERY, EVERY) for seed in range(seeds)])
     params = stacked([initial(task, seed) for seed in range(seeds)])
     versions = 1 + max(int(recipe.delays.max()) for recipe, _ in runs)

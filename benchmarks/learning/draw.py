@@ -116,7 +116,7 @@ def draw_agreements(rows: Sequence[Row], folder: Path) -> None:
         rows: of the study of agreement.
         folder: of the pictures.
     """
-    tasks = list(dict.fromkeys(row.task for row in rows if row.remedy == "every 10"))
+    tasks = list(dict.fromkeys(row.task for row in rows if row.remedy == "every 50, means"))
     if not tasks:
         return
     figure = style.figure(1.3 + 2.5 * len(tasks))

@@ -86,11 +86,23 @@ def rounded(x: jax.Array, to: Format, key: jax.Array) -> jax.Array:
         to: the format.
         key: for stochastic rounding.
     """
+    return _joined(_rounded_blocks(_blocks(x), to, key), x)
+
+
+def _blocks(x: jax.Array) -> jax.Array:
+    """Return the blocks of an array, the last one of each row filled with zeros."""
     rows = x.reshape(x.shape[0] if x.ndim > 1 else 1, -1)
-    blocks = -(-rows.shape[1] // BLOCK)
-    values = jnp.pad(rows, ((0, 0), (0, blocks * BLOCK - rows.shape[1]))).reshape(len(rows), blocks, BLOCK)
-    largest, limit = to.largest.astype(x.dtype), jnp.where(to.largest > 0, to.largest, jnp.inf).astype(x.dtype)
-    scales = (jnp.abs(values).max(axis=2, keepdims=True) * (1 / limit)).astype(jnp.float32).astype(x.dtype)
+    return jnp.pad(rows, ((0, 0), (0, -rows.shape[1] % BLOCK))).reshape(-1, BLOCK)
+
+
+def _joined(blocks: jax.Array, like: jax.Array) -> jax.Array:
+    rows = like.shape[0] if like.ndim > 1 else 1
+    return blocks.reshape(rows, -1)[:, : like.size // rows].reshape(like.shape)
+
+
+def _rounded_blocks(values: jax.Array, to: Format, key: jax.Array) -> jax.Array:
+    largest, limit = to.largest.astype(values.dtype), jnp.where(to.largest > 0, to.largest, jnp.inf).astype(values.dtype)
+    scales = (jnp.abs(values).max(axis=1, keepdims=True) * (1 / limit)).astype(jnp.float32).astype(values.dtype)
     scales = jnp.where((largest > 0) & (scales > 0), scales, 1)
     scaled = jnp.clip(values / scales, -limit, limit)
     _, exponents = jnp.frexp(scaled)  # of magnitudes from 0.5 up to 1
@@ -98,7 +110,7 @@ def rounded(x: jax.Array, to: Format, key: jax.Array) -> jax.Array:
     steps = scaled / distance
     drawn = jnp.floor(steps + jax.random.uniform(key, steps.shape, steps.dtype))
     result = jnp.clip(jnp.where(to.stochastic == 1, drawn, jnp.round(steps)) * distance, -limit, limit) * scales
-    return jnp.where(to.bits > 0, result.reshape(len(rows), -1)[:, : rows.shape[1]].reshape(x.shape), x)
+    return jnp.where(to.bits > 0, result, values)
 
 
 @jax.custom_vjp
@@ -184,12 +196,12 @@ class Pipelines:
         split = map(self._emulation.split, (state.agreed, state.momentum, newest))
         for offset, before, velocity, own in zip(exchange.offsets, *split, strict=True):
             due = (exchange.every > 0) & ((t + 1 - offset) % jnp.maximum(exchange.every, 1) == 0)
-            change = jax.tree.map(lambda a, w: (a - w).mean(0), before, own)
+            change = jax.tree.map(lambda a, w: a - w.mean(0), before, own)
             moved = jax.tree.map(lambda d, v: d + exchange.momentum * v, change, velocity)
             after = jax.tree.map(lambda a, d, v: a - exchange.rate * (d + exchange.momentum * v), before, change, moved)
             agreed.append(jax.tree.map(partial(jnp.where, due), after, before))
             momentum.append(jax.tree.map(partial(jnp.where, due), moved, velocity))
-            newest = newest | jax.tree.map(partial(jnp.where, due), after, own)
+            newest = newest | jax.tree.map(partial(jnp.where, due), self._copies(after), own)
         versions = jax.tree.map(lambda old, new: jnp.concatenate([new[:, None], old[:, 1:]], 1), state.pipelines.versions, newest)
         pipelines = state.pipelines._replace(versions=versions)
         return state._replace(pipelines=pipelines, agreed=self._emulation.merged(agreed), momentum=self._emulation.merged(momentum))
@@ -216,13 +228,16 @@ def sums(exchange: Exchange, own: Tree, errors: Tree, keys: jax.Array) -> tuple[
         keys: of each pipeline.
     """
     wanted = jax.tree.map(lambda g, e: g + exchange.feedback * e, own, errors)
-    leaves, structure = jax.tree.flatten(wanted)
-    leaves = [jax.vmap(partial(_rounded_leaf, exchange.sums, number))(leaf, keys) for number, leaf in enumerate(leaves)]
-    passed = jax.tree.unflatten(structure, leaves)
+    passed = jax.vmap(partial(_rounded_tree, exchange.sums))(wanted, keys)
     summed = exchange.every == 0
     used = jax.tree.map(lambda g, p: jnp.where(summed, jnp.broadcast_to(p.mean(0), p.shape), g), own, passed)
     return used, jax.tree.map(lambda w, p: jnp.where(summed, w - p, 0), wanted, passed)
 
 
-def _rounded_leaf(to: Format, number: int, leaf: jax.Array, key: jax.Array) -> jax.Array:
-    return rounded(leaf, to, jax.random.fold_in(key, number))
+def _rounded_tree(to: Format, tree: Tree, key: jax.Array) -> Tree:
+    """Round all leaves as one array: it compiles much sooner."""
+    leaves, structure = jax.tree.flatten(tree)
+    blocks = [_blocks(leaf) for leaf in leaves]
+    ends = np.cumsum([len(one) for one in blocks])[:-1]
+    parts = jnp.split(_rounded_blocks(jnp.concatenate(blocks), to, key), ends)
+    return jax.tree.unflatten(structure, [_joined(part, leaf) for part, leaf in zip(parts, leaves, strict=True)])
