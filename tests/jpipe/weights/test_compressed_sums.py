@@ -121,6 +121,7 @@ def test_shards_are_compressed_one_by_one(mesh, fsdp):
     assert all(np.isfinite(found.losses))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("float64")
 def test_with_compressed_messages_and_clipping_by_the_norm_of_the_sums():
     links = {"sums": "int8", "activations": "fp8", "gradients": "int8"}
@@ -138,6 +139,7 @@ def test_a_replica_whose_rows_weigh_nothing_keeps_its_error():
     check_rule(plan, batches)
 
 
+@pytest.mark.slow
 def test_a_skipped_batch_leaves_no_nan_in_the_errors():
     plan = plan_of("gpipe", {"sums": "int8"})
     pipe, batches = pipeline(plan, skip_nonfinite=True), models.masked_batches(4, plan.microbatches)
@@ -190,6 +192,7 @@ def test_a_run_from_a_snapshot_equals_the_run_that_continued(name):
             running.check_equal(other, newest[0])
 
 
+@pytest.mark.slow
 def test_the_error_goes_on_with_as_many_replicas_and_else_begins_with_zeros():
     plan = plan_of("pipedream_flush", {"sums": "int8"}, microbatches=6, replicas=2)
     pipe, batches = pipeline(plan), models.masked_batches(3, 6)
@@ -266,6 +269,7 @@ def test_what_is_not_supported_is_refused():
         Pipeline(stack, plan, models.masked_squares, models.momentum())
 
 
+@pytest.mark.slow
 def test_layers_that_share_a_parameter_inside_a_stage():
     stack = models.tied_stack()
     plan = Plan.even(stack.ids, 1, "gpipe", 4, replicas=2, links={"sums": "bfloat16"})

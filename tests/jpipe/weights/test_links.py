@@ -213,6 +213,7 @@ def test_a_mesh_changes_no_number(mesh, name, kind):
     check_rule(plan_of(name, links, replicas=1, **MESHES[mesh]))
 
 
+@pytest.mark.slow
 def test_rows_on_a_mesh_are_compressed_where_they_are():
     """No program has more collectives than without compression but for the gradients of the weights."""
     collectives = {}
