@@ -333,12 +333,9 @@ def sum_layer_costs(
                 temporary=_scratch(layer_costs, inside, max(inside - (0 if fused else residuals), 0), before),
             )
         )
-    if plan.shard_optimizer:
-        costs = [_with_shares(stage, cost, layers) for stage, cost in zip(plan.stages, costs, strict=True)]
+    costs = [_with_shares(stage, cost, layers) if plan.shard_optimizer else cost for stage, cost in zip(plan.stages, costs, strict=True)]
     costs = [_with_parts(stage, cost, layers) for stage, cost in zip(plan.stages, costs, strict=True)]
-    return tuple(
-        _with_compressed_sums(plan, stage, cost) for stage, cost in zip(plan.stages, _with_shared(plan, costs, shared), strict=True)
-    )
+    return _with_compressed_sums(plan, _with_shared(plan, costs, shared))
 
 
 def _optimizer(plan: Plan, s: int, layers: Sequence[LayerCost]) -> int:
@@ -358,13 +355,16 @@ def _with_parts(stage: Stage, cost: StageCost, layers: Mapping[str, LayerCost]) 
     )
 
 
-def _with_compressed_sums(plan: Plan, stage: Stage, cost: StageCost) -> StageCost:
-    """Return the cost of a stage whose replicas compress what they sum, if they do."""
-    if plan.links is None or plan.links.sums is None or stage.replicas == 1:
-        return cost
-    sizes = [math.ceil(cost.accumulators_of_part(part, stage)) for part in range(len(stage.sum_parts))] or [cost.accumulators]
-    sent = tuple(plan.links.compressed_bytes("sums", size) for size in sizes)
-    return replace(cost, sum_error=cost.accumulators, compressed_sums=sent)
+def _with_compressed_sums(plan: Plan, costs: Sequence[StageCost]) -> tuple[StageCost, ...]:
+    """Return the costs of the stages with what their replicas send and keep of compressed sums, if they compress them."""
+    if plan.links is None or plan.links.sums is None:
+        return tuple(costs)
+    found = []
+    for stage, cost in zip(plan.stages, costs, strict=True):
+        sizes = [math.ceil(cost.accumulators_of_part(part, stage)) for part in range(len(stage.sum_parts))] or [cost.accumulators]
+        sent = tuple(plan.links.compressed_bytes("sums", size) for size in sizes)
+        found.append(replace(cost, sum_error=cost.accumulators, compressed_sums=sent) if stage.replicas > 1 else cost)
+    return tuple(found)
 
 
 def _scratch(layers: Sequence[LayerCost], unchanged: int, remade: int, inputs: int) -> int:

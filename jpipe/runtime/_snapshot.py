@@ -305,15 +305,14 @@ def fitting(
     versions = {v: {entry: params_of(entry, newest - v) for entry in entries} for v in range(oldest, newest + 1)}
     optimizer = None
     if not fresh:
-        specs = f.optimizer_spec
         optimizer = {
             layer_id: from_plain(
-                specs[layer_id],
+                f.optimizer_spec[layer_id],
                 with_buffers(f, layer_id, _of_trained(f, layer_id, own.get(layer_id, layers[layer_id]).get("optimizer", {}))),
                 f"checkpoint: layer '{layer_id}', optimizer state",
                 _OTHER_OPTIMIZER,
             )
-            for layer_id in (entries if share is None else share.part(specs))
+            for layer_id in (entries if share is None else share.part(f.optimizer_spec))
         }
     state = {layer_id: state_of(layer_id) for layer_id in f.stage.layers}
     return versions, optimizer, state, _agreed_in(f, layers, entries), _sum_error_in(f, layers, replica, fresh)
