@@ -50,7 +50,7 @@ def compress_sum(f: StageFunctions, gradients: Tree, weight: jax.Array, errors: 
     if key is not None:
         for fixed in (_PURPOSE, f.number, number):
             key = jax.random.fold_in(key, fixed)
-        keys = {entry: jax.random.fold_in(key, n) for n, entry in enumerate(f.specs.params)}
+        keys = {entry: jax.random.fold_in(key, n) for n, entry in enumerate(sorted(f.specs.params))}
     return with_feedback(f.partition, f.compressed_sums, gradients, weight, errors, keys)
 
 

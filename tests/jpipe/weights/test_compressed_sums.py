@@ -48,7 +48,7 @@ class Replicas:
         """Sum what the replicas of each stage send, and divide it by the weight of the update."""
         mean = {}
         for s, (stage, count) in self.stages:
-            for n, layer_id in enumerate(stage.layers):
+            for n, layer_id in enumerate(sorted(stage.layers)):
                 leaves = [self.sent(t, s, k, n, layer_id, parts[k::count]) for k in range(count)]
                 treedef = jax.tree.structure(parts[0][0][layer_id])
                 mean[layer_id] = jax.tree.unflatten(treedef, [sum(of_replicas) / weight for of_replicas in zip(*leaves, strict=True)])
