@@ -29,6 +29,7 @@ class Simulated:
         held_bytes: for each rank the most bytes that it holds between its computations, as in `jpipe.programs.Prediction`.
         peak_bytes: for each rank its peak memory, temporaries included.
         sent_bytes: for each rank the bytes that it sends per batch.
+        host_bytes: for each rank the most bytes that it has in host memory.
     """
 
     batch_seconds: float
@@ -36,6 +37,7 @@ class Simulated:
     held_bytes: tuple[int, ...]
     peak_bytes: tuple[int, ...]
     sent_bytes: tuple[float, ...]
+    host_bytes: tuple[int, ...] = ()
 
 
 def simulate_plan(
@@ -52,8 +54,8 @@ def simulate_plan(
     Args:
         plan: the plan.
         costs: the costs of its stages on the usual device, from `Profile.stage_costs` or, in exact bytes, from `jpipe.Pipeline.costs`.
-        topology: the links, and what overlaps computations; if ranks share cores, time is stretched while more ranks compute than there
-            are cores.
+        topology: the links, those to host memory included, and what overlaps computations; if ranks share cores, time is stretched while
+            more ranks compute than there are cores.
         global_norm: whether updates wait for the norm of all stages' gradients.
         least: the largest of its bounds, in seconds per batch; None: not known.
 
@@ -70,7 +72,7 @@ def simulate_plan(
     shown = first + batches + (1 if overlap == "transfers and sums" else 1 + jpipe.programs.batches_until_full(plan))
     lowered = _lowered if number <= _MOST_KEPT else _lowered.__wrapped__
     program = lowered(_without_layers(plan), shown, global_norm, shared, copies.workers(plan))
-    prediction = jpipe.simulate(program, costs, link, overlap, brief=True)  # a plan is verified before it runs
+    prediction = jpipe.simulate(program, costs, link, overlap, host=hosts(plan, topology), brief=True)  # a plan is verified before it runs
     ranks = copies.ranks(plan)
     seconds = _measured(plan, prediction.timeline, ranks)
     if least is None and has_bounds(plan):
@@ -87,6 +89,7 @@ def simulate_plan(
         held_bytes=tuple(prediction.held_bytes[rank] for rank in ranks),
         peak_bytes=tuple(prediction.peak_bytes[rank] for rank in ranks),
         sent_bytes=tuple(prediction.moved_bytes[rank] / shown for rank in ranks),
+        host_bytes=tuple(prediction.host_bytes[rank] for rank in ranks),
     )
 
 
@@ -117,6 +120,14 @@ def network(plan: jpipe.Plan, topology: Topology) -> jpipe.programs.Network:
         return topology.link(devices[source], devices[target])
 
     return cache(link) if topology.differing else link
+
+
+def hosts(plan: jpipe.Plan, topology: Topology) -> jpipe.programs.HostLink | None:
+    """Return a function that gives the link of any rank of a plan to the memory of its host; None if nothing waits there."""
+    if plan.offload is None:
+        return None
+    devices, links = device_numbers(plan), [device.host.link for device in topology.devices]
+    return lambda rank: links[devices[rank]]
 
 
 def _measured(plan: jpipe.Plan, timeline: jpipe.programs.Timeline, ranks: Sequence[int]) -> float:

@@ -12,16 +12,20 @@ import numpy as np
 import optax
 
 import jpipe
+from jpipe_planner.machine.host import measured_host
 from jpipe_planner.machine.overlap import overlap_of, overlap_words, usual_overlap
 from jpipe_planner.machine.topology import Topology
 
 SMALL, LARGE = 1, 2**18  # elements of float32 in a message: 4 bytes, 1 MB
 STEPS = 30
+_SHARE_FOR_PLANS = 0.5  # of the memory of a machine, for what waits there; the rest is for data and other programs
 _WIDE = 768  # size of the matrices that are multiplied: some milliseconds
 
 
 def local_topology(count: int | None = None, *, dispatch: float = 0.0, report: Callable[[str], object] = lambda words: None) -> Topology:
     """Measure the links between the devices of this run, those of other processes included, and what overlaps; all processes call it.
+
+    The link to host memory is measured, too.
 
     Args:
         count: the number of devices of the topology; by default all.
@@ -31,7 +35,8 @@ def local_topology(count: int | None = None, *, dispatch: float = 0.0, report: C
     Returns:
         One level of equal links, which take no time if there is only one device. On CPUs the devices share the memory, and the cores if
         programs on several devices slow each other down. Transfers and sums are taken to overlap computations on CPUs, where a measurement
-        would say how busy the cores are. With one device nothing is.
+        would say how busy the cores are. With one device nothing is. Nothing is to wait in host memory on CPUs, whose memory that is; for
+        the devices of a machine together half of it may be used.
     """
     devices = jax.devices()
     device, count = devices[0], count or len(devices)
@@ -43,6 +48,8 @@ def local_topology(count: int | None = None, *, dispatch: float = 0.0, report: C
     bandwidth = 4 * (LARGE - SMALL) / max(large - small, 1e-6)
     is_cpu = device.platform == "cpu"
     memory = host_memory() / count if is_cpu else (device.memory_stats() or {}).get("bytes_limit")
+    local, shared = jax.local_devices(), 0.0 if is_cpu else _SHARE_FOR_PLANS * host_memory()
+    host = measured_host(local[0], shared / len(local) if math.isfinite(shared) else None)
     return Topology(
         name="local",
         levels=({"count": count, "bandwidth": bandwidth, "latency": small},),
@@ -50,6 +57,7 @@ def local_topology(count: int | None = None, *, dispatch: float = 0.0, report: C
             "name": device.device_kind,
             "memory": memory if memory and math.isfinite(memory) else None,
             "overlap": overlap,
+            "host": host,
         },
         cores=_at_once(devices) if is_cpu else None,
     )

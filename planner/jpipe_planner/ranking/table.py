@@ -143,11 +143,12 @@ def devices(topology: Topology) -> str:
 
 def links(topology: Topology) -> str:
     """Return the links of equal devices, and how many of them can compute at a time, for a sentence."""
-    level = topology.levels[0]
+    level, host = topology.levels[0], topology.device.host
+    moves = f"; {size(host.bandwidth)}/s to host memory" if host.limit else ""
     if topology.num_devices == 1:
-        return "one device, no links"
+        return f"one device, no links{moves}"
     cores = "" if topology.cores is None else f"; {topology.cores:.3g} of {topology.num_devices} devices compute at full speed at a time"
-    return f"links of {size(level.bandwidth)}/s, {level.latency * 1e6:,.0f} us per message{cores}"
+    return f"links of {size(level.bandwidth)}/s, {level.latency * 1e6:,.0f} us per message{cores}{moves}"
 
 
 def size(count: int | float) -> str:
