@@ -1,5 +1,6 @@
 """Prices from `jpipe.simulate`: a plan instruction by instruction, with transfers and sums on the links of a topology."""
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from jpipe_planner.machine.topology import Topology
 MOST_FORWARDS = 100_000  # most in a simulation, which then takes some seconds
 _MOST_KEPT = 10_000  # most forwards of a simulation whose program is kept for others
 BATCHES = 4  # least number in a window, if the schedule does not flush
+_NEVER = 10**9  # updates from one agreement to the next, of which there is none in a simulation
 MICROBATCHES = 24  # least number for each worker in a window: with shared links the pattern repeats only after several batches
 
 
@@ -49,7 +51,8 @@ def simulate_plan(
 ) -> Simulated | None:
     """Simulate a plan on a topology, with rank n on device n, or placed by the plan's `keep_together`.
 
-    Of pipelines that do the same, as `copies_of` says, a few are simulated for all.
+    Of pipelines that do the same, as `copies_of` says, a few are simulated for all. Pipelines that agree are simulated with an agreement in each
+    batch and without any: the time is the mean, and the memory that with an agreement.
 
     Args:
         plan: the plan.
@@ -62,6 +65,8 @@ def simulate_plan(
     Returns:
         The result; None if the simulation would take more than some seconds.
     """
+    if plan.agree is not None and 1 < plan.agree.every < _NEVER:
+        return _between_agreements(plan, costs, topology, global_norm)
     costs, shared = slowed(plan, costs, topology), jpipe.programs.shared_stages(costs)
     copies = copies_of(plan, topology, global_norm or bool(shared))
     if (number := forwards(plan, copies)) > MOST_FORWARDS:
@@ -90,6 +95,25 @@ def simulate_plan(
         peak_bytes=tuple(prediction.peak_bytes[rank] for rank in ranks),
         sent_bytes=tuple(prediction.moved_bytes[rank] / shown for rank in ranks),
         host_bytes=tuple(prediction.host_bytes[rank] for rank in ranks),
+    )
+
+
+def _between_agreements(
+    plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost], topology: Topology, global_norm: bool
+) -> Simulated | None:
+    """Simulate a plan whose pipelines agree every so many updates."""
+    assert plan.agree is not None
+    plans = [plan.model_copy(update={"agree": plan.agree.model_copy(update={"every": every})}) for every in (1, _NEVER)]
+    agreeing, alone = (simulate_plan(each, costs, topology, global_norm) for each in plans)
+    if agreeing is None or alone is None:
+        return None
+    share = 1 / plan.agree.every
+    seconds = share * agreeing.batch_seconds + (1 - share) * alone.batch_seconds
+    return dataclasses.replace(
+        agreeing,
+        batch_seconds=seconds,
+        bubble=1 - (1 - alone.bubble) * alone.batch_seconds / seconds,
+        sent_bytes=tuple(share * more + (1 - share) * less for more, less in zip(agreeing.sent_bytes, alone.sent_bytes, strict=True)),
     )
 
 

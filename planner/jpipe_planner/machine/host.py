@@ -1,20 +1,12 @@
 """The memory of the host as a device uses it, for what waits there (`jpipe.plan.HostMemory`), and the link to it."""
 
 import math
-import statistics
-import time
 from typing import Annotated
 
-import jax
-import numpy as np
 from pydantic import BeforeValidator, Field
 
 import jpipe
 from jpipe_planner.machine.units import Data, Positive, Possible, in_unit, seconds
-
-_KIND = "pinned_host"
-_SMALL, _LARGE = 1, 2**22  # elements of float32 in an array that is moved: 4 bytes, 17 MB
-_ROUNDS = 7
 
 
 class Host(Data):
@@ -45,33 +37,3 @@ class Host(Data):
         """Return the same with the figures that another one was given."""
         given = () if other is None else other.model_fields_set
         return self.model_copy(update={name: getattr(other, name) for name in given})
-
-
-def measured_host(device: jax.Device, memory: float | None) -> Host:
-    """Measure the link of a device of this process to the memory of its host, in the slower direction.
-
-    Args:
-        device: the device.
-        memory: bytes of host memory that a plan may use for it; None: not known.
-
-    Returns:
-        The figures; of a device that has no memory of the kind `pinned_host` the default ones, and no memory.
-    """
-    if _KIND not in {each.kind for each in device.addressable_memories()}:
-        return Host(memory=0)
-    at_device, at_host = (jax.sharding.SingleDeviceSharding(device, memory_kind=kind) for kind in (device.default_memory().kind, _KIND))
-
-    def times(elements: int) -> list[float]:
-        """Return the median seconds in each direction."""
-        x, rounds = jax.device_put(np.ones(elements, np.float32), at_device).block_until_ready(), list[tuple[float, float]]()
-        for _ in range(_ROUNDS):
-            began = time.perf_counter()
-            moved = jax.device_put(x, at_host).block_until_ready()
-            there = time.perf_counter()
-            x = jax.device_put(moved, at_device).block_until_ready()
-            rounds.append((there - began, time.perf_counter() - there))
-        return [statistics.median(direction) for direction in zip(*rounds, strict=True)]
-
-    small, large = times(_SMALL), times(_LARGE)
-    slower = max(more - less for less, more in zip(small, large, strict=True))
-    return Host(bandwidth=4 * (_LARGE - _SMALL) / max(slower, 1e-6), latency=max(small), memory=memory)

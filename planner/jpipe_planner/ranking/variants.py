@@ -28,7 +28,7 @@ from jpipe_planner.ranking.choose import Ranked
 from jpipe_planner.ranking.race import SLACK
 from jpipe_planner.ranking.sum_parts import with_sum_parts
 from jpipe_planner.search.balance import balance
-from jpipe_planner.search.candidate import Candidate
+from jpipe_planner.search.candidate import USUAL, Asked, Candidate
 from jpipe_planner.search.candidates import on_meshes
 from jpipe_planner.search.parallel import search_parallel
 
@@ -80,6 +80,7 @@ def find_variants(
     max_delay: float | None = None,
     best: Ranked | None = None,
     share_optimizer: bool = True,
+    asked: Asked = USUAL,
 ) -> Variants:
     """Return plans of these schedules with their simulations.
 
@@ -98,11 +99,12 @@ def find_variants(
         max_delay: the largest mean delay of a plan in updates, see `Candidate.delay`; 0 allows only plans without a delay; None: any.
         best: the best known plan that fits, simulated; None: all plans are simulated, up to a limit.
         share_optimizer: whether replicas may share an optimizer, which excludes a moving average of the weights.
+        asked: what plans are to do in addition; those of `planned` do it.
     """
     profile, topology = Meshes(profile, topology).of(degrees)
     planned = [dataclasses.replace(candidate, degrees=NO_MESH) for candidate in planned if candidate.degrees == degrees]
     schedules = variant_schedules() if schedules is None else [name for name in schedules if name in variant_schedules()]
-    straight = search_parallel(profile, topology, batch, exact=exact, schedules=[BASE]) if schedules else []
+    straight = search_parallel(profile, topology, batch, exact=exact, schedules=[BASE], asked=asked) if schedules else []
     run = _Variants(profile, topology, schedules, global_norm, max_delay)
     usable = _usable(planned, topology, all_devices)
     early = [one for base in _bases_with("split_backward", (one for one in usable if one.depth > 1), EARLY) for one in run.early(base)]

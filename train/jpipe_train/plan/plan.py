@@ -140,9 +140,9 @@ def _config(files: Files, overrides: tuple[str, ...], allow_code: bool) -> Confi
 def _completed(request: Request, parts: Parts | None, together: Together) -> Request:
     """Return the request with what follows from the config, and from the number of processes."""
     if parts is None:
-        return request
+        return request.with_asked(None)
     return replace(
-        request,
+        request.with_asked(parts.config.plan),
         batch=request.batch or parts.config.train.batch_size,
         replicas=not parts.stack.carries_rows,
         max_delay=parts.config.plan.max_delay if request.max_delay is None else request.max_delay,
@@ -219,7 +219,7 @@ def _check(files: Files, request: Request, rows: int | None) -> None:
         raise InputError(
             "--topology: a profile is planned for machines that a file describes; name one, such as configs/topologies/cluster-a.yaml"
         )
-    for option, value in (("--batch", request.batch), ("--devices", request.devices), ("--rows", rows), ("--measure", request.measure)):
+    for option, value in (("--batch", request.batch), ("--devices", request.devices), ("--rows", rows), ("--measure", request.measure), ("--agree", request.agree)):
         if value is not None and value < 1:
             raise InputError(f"{option}: expected 1 or more, found {value}")
         if value is not None and value > MOST_ROWS:

@@ -16,6 +16,7 @@ from jpipe_planner import (
     Topology,
     choose,
     find_candidates,
+    find_offloads,
     find_variants,
     has_searchable_stages,
     improve,
@@ -24,6 +25,7 @@ from jpipe_planner import (
     mesh_refusal,
     mesh_seconds,
     needs_vertical_sync,
+    offload_bases,
     on_meshes,
     planned_schedules,
     possible_degrees,
@@ -76,8 +78,14 @@ def _usable_schedules(profile: Profile, request: Request, global_norm: bool, rep
         InputError: no requested schedule can be used.
     """
     requested = request.allowed
+    if request.asked.agree is not None and profile.shared:
+        layers = ", ".join(profile.shared[0].layers)
+        raise InputError(f"agree: expected no parameters that layers share, found some of {layers}; plan without agree")
     needs = " or ".join([_NEEDS_NORM] * global_norm + ["shared parameters"] * bool(profile.shared))
     reasons = {name: why for name in requested if needs and (why := sharing_refusal(name))}
+    if global_norm and request.asked.agree is not None:
+        late = (name for name in requested if not jpipe.schedules.SCHEDULES[name].flushes)
+        reasons |= dict.fromkeys(late, "pipelines that agree need a schedule that flushes for it")
     schedules = tuple(name for name in requested if name not in reasons)
     if not schedules:
         raise InputError("--schedules: " + "; ".join(f"{name} cannot be used with {needs}: {why}" for name, why in reasons.items()))
@@ -102,7 +110,7 @@ def search(profile: Profile, topology: Topology, batch: int, request: Request, g
     Raises:
         InputError: no plan has such a batch, or none of the requested schedules supports the norm or shared parameters.
     """
-    schedules = _usable_schedules(profile, request, global_norm, reporter)
+    asked, schedules = request.asked, _usable_schedules(profile, request, global_norm, reporter)
     if "pipedream" in schedules and not has_searchable_stages(topology):
         reporter.say("left out: different numbers of replicas per stage, for so many devices that differ")
     elif topology.num_devices >= MANY_DEVICES and "pipedream" in schedules:
@@ -114,7 +122,7 @@ def search(profile: Profile, topology: Topology, batch: int, request: Request, g
     planned, meshes = tuple(filter(is_planned, schedules)), _meshes(profile, topology, request, reporter)
     updates = request.pipedream or "batch"
     replicas = request.replicas
-    limits: dict[str, Any] = {"exact": exact, "max_delay": request.max_delay, "global_norm": global_norm}
+    limits: dict[str, Any] = {"exact": exact, "max_delay": request.max_delay, "global_norm": global_norm, "asked": asked}
     considered = find_candidates(profile, topology, batch, schedules=planned, pipedream=updates, meshes=meshes, replicas=replicas, **limits)
     if not replicas:
         considered = [candidate for candidate in considered if max(candidate.replicas) == 1]
@@ -129,7 +137,7 @@ def search(profile: Profile, topology: Topology, batch: int, request: Request, g
         "all_devices": request.all_devices,
         "degrees": fastest,
         "best": best,
-        "share_optimizer": request.share_optimizer,
+        "share_optimizer": request.share_optimizer and asked.agree is None,
     }
     variants = find_variants(profile, topology, batch, schedules=schedules, planned=considered, **limits, **options)
     found = {one: Ranked(one, simulated) for one, simulated in variants.simulated.items() if replicas or max(one.replicas) == 1}
@@ -142,6 +150,9 @@ def search(profile: Profile, topology: Topology, batch: int, request: Request, g
         reporter.say(f"{number} left out, with more than {MOST_MICROBATCHES:,} microbatches")
     known |= {one: found[one] for one in varied}
     choice = improve(choice.with_more([found[one] for one in varied], len(varied)), known, request.max_delay)
+    if request.offload or not choice.ranked:
+        waiting = find_offloads(choice, offload_bases(candidates))
+        choice, known = choice.with_more(waiting, len(waiting)), known | {one.candidate: one for one in waiting}
     searched = set(candidates)
     candidates += [one.candidate for one in choice.ranked if one.candidate not in searched]
     delayed = None
@@ -173,6 +184,7 @@ def _faster_with_delay(
         schedules=names,
         replicas=request.replicas,
         global_norm=global_norm,
+        asked=request.asked,
     )
     on_all_devices = [c for c in considered if c.num_ranks * degrees.size == topology.num_devices or not request.all_devices]
     fitting = [c for c in on_all_devices if c.over is None and c.delay and c.microbatches <= MOST_MICROBATCHES]
