@@ -51,8 +51,8 @@ def simulate_plan(
 ) -> Simulated | None:
     """Simulate a plan on a topology, with rank n on device n, or placed by the plan's `keep_together`.
 
-    Of pipelines that do the same, as `copies_of` says, a few are simulated for all. Pipelines that agree are simulated with an agreement in each
-    batch and without any: the time is the mean, and the memory that with an agreement.
+    Of pipelines that do the same, as `copies_of` says, a few are simulated for all. Pipelines that agree are simulated with an agreement in
+    each batch and without any: the time is the mean, and the memory that with an agreement.
 
     Args:
         plan: the plan.

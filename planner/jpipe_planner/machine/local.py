@@ -112,7 +112,9 @@ def _measured_host(device: jax.Device, memory: float | None) -> Host:
     """
     if _HOST_KIND not in {each.kind for each in device.addressable_memories()}:
         return Host(memory=0)
-    at_device, at_host = (jax.sharding.SingleDeviceSharding(device, memory_kind=kind) for kind in (device.default_memory().kind, _HOST_KIND))
+    at_device, at_host = (
+        jax.sharding.SingleDeviceSharding(device, memory_kind=kind) for kind in (device.default_memory().kind, _HOST_KIND)
+    )
 
     def times(elements: int) -> list[float]:
         """Return the median seconds in each direction."""

@@ -300,6 +300,7 @@ def test_a_model_that_does_not_fit_reports_the_missing_bytes_and_advice(files, c
         (["--profile=profile.json"], r"--topology: a profile is planned for machines that a file describes"),
         ([*BOTH], r"--batch: a profile does not say how many rows"),
         ([*BOTH, "--batch=0"], r"--batch: expected 1 or more, found 0"),
+        ([*BOTH, "--batch=4", "--agree=0"], r"--agree: expected 1 or more, found 0"),
         ([*BOTH, "--batch=4", "--max-delay=-0.5"], r"--max-delay: expected 0 or more updates, found -0.5"),
         ([*BOTH, "--batch=4", "--max-delay=nan"], r"--max-delay: expected 0 or more updates, found nan"),
         ([*BOTH, "--batch=4", "--max-delay=inf"], r"--max-delay: expected 0 or more updates, found inf"),
@@ -447,3 +448,39 @@ def test_the_delay_is_bounded_by_the_option_or_by_the_config(files, capsys):
     assert delays("--batch=4", "--max-delay=0")[2] == 0
     assert delays("tiny.yaml", "--set=plan.max_delay=0.5")[0].schedule == "pipedream"
     assert delays("tiny.yaml", "--set=plan.max_delay=0.5", "--max-delay=0")[2] == 0
+
+
+@pytest.mark.usefixtures("not_compiled")
+def test_plans_agree_or_compress_messages_if_the_option_or_the_config_says_so(files, capsys):
+    Path("two.yaml").write_text(yaml.safe_dump(TOPOLOGY | {"device": {}}))
+
+    def plan_of(*arguments):
+        out = planned(capsys, *BOTH, *arguments, "--schedules=gpipe", "--out=plan.json")
+        return jpipe.Plan.from_json(Path("plan.json").read_text()), out
+
+    plan, out = plan_of("--batch=4", "--agree=50")
+    assert (plan.agree.every, plan.depth) == (50, 1)
+    assert "data parallel, agree every 50 " in out
+    assert "agree every H: parallel pipelines" in " ".join(out.split())
+    plan, _ = plan_of("tiny.yaml", "--set=plan.agree={every: 20, outer: {momentum: 0}}")
+    assert (plan.agree.every, plan.agree.outer.momentum) == (20, 0)
+    plan, _ = plan_of("tiny.yaml", "--set=plan.agree={every: 20, outer: {momentum: 0}}", "--agree=7")
+    assert (plan.agree.every, plan.agree.outer.momentum) == (7, 0)
+    _, out = plan_of("tiny.yaml", "--set=plan.links={activations: int8}")
+    assert "gpipe links int8/as they are " in out
+    plan, out = plan_of("tiny.yaml")
+    assert plan.agree is plan.links is None
+    assert "agree" not in out
+    assert "links int8" not in out
+
+
+@pytest.mark.usefixtures("not_compiled")
+def test_what_no_device_can_hold_waits_in_host_memory_or_is_asked_to(files, capsys):
+    layers = profile(weights=10**6)
+    topology = {"device": {"memory": "12.6 MB", "host": {"bandwidth": "1 GB/s"}}}
+    Path("large.json").write_text(layers.to_json())
+    Path("two.yaml").write_text(yaml.safe_dump(TOPOLOGY | topology))
+    arguments = "--profile=large.json", "--topology=two.yaml", "--batch=8", "--schedules=gpipe"
+    out = planned(capsys, *arguments, "--out=plan.json")
+    plan = jpipe.Plan.from_json(Path("plan.json").read_text())
+    print(out, plan.offload, plan.predicted.peak_bytes)

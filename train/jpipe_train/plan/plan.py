@@ -219,7 +219,13 @@ def _check(files: Files, request: Request, rows: int | None) -> None:
         raise InputError(
             "--topology: a profile is planned for machines that a file describes; name one, such as configs/topologies/cluster-a.yaml"
         )
-    for option, value in (("--batch", request.batch), ("--devices", request.devices), ("--rows", rows), ("--measure", request.measure), ("--agree", request.agree)):
+    for option, value in (
+        ("--batch", request.batch),
+        ("--devices", request.devices),
+        ("--rows", rows),
+        ("--measure", request.measure),
+        ("--agree", request.agree),
+    ):
         if value is not None and value < 1:
             raise InputError(f"{option}: expected 1 or more, found {value}")
         if value is not None and value > MOST_ROWS:

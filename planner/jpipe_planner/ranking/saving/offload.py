@@ -1,7 +1,7 @@
 """Plans that keep parts of their state in host memory, derived from plans that do not fit.
 
-Each rank that lacks memory gets the first of `LEVELS` with which it fits: those that are moved least often come first. The memory of a rank
-does not depend on the times of a run, nor on what waits in host memory at other ranks, so all ranks are decided by the same simulations. What
+Each rank that lacks memory gets the first of `LEVELS` with which it fits: what is moved least often comes first. The memory of a rank does
+not depend on the times of a run, nor on what waits in host memory at other ranks, so all ranks are decided by the same simulations. What
 the moves cost follows from a simulation of the whole, with the links to host memory.
 """
 
