@@ -249,6 +249,9 @@ def _with_policies(choice: Choice, candidate: Candidate, policies: tuple[str, ..
     computing = computing_seconds(plan, slowed(plan, costs, topology))
     bubble = max(1 - computing / (candidate.num_ranks * seconds), 0.0)
     memory = closed_form_bytes(plan, costs) if simulation is None else Ranked(candidate, simulation).memory
+    if candidate.offload is not None:
+        on_device = simulate_plan(plan.model_copy(update={"offload": None}), costs, topology, choice.global_norm)
+        candidate = dataclasses.replace(candidate, on_device=0.0 if on_device is None else on_device.batch_seconds)
     return Ranked(dataclasses.replace(candidate, seconds=seconds, bubble=bubble, memory=memory), simulation)
 
 

@@ -91,7 +91,7 @@ def main(
             *([words] if (words := delay_words(plan)) else []),
             f"bubble: {prediction.bubble:.1%} as shown, {steady.bubble:.1%} in steady state, with a batch in {steady.step_seconds:g} units",
             *(["sizes and memory need a config: a plan alone does not know the model"] if costs is None else _memory_words(subject, long)),
-            *([] if costs is None or plan.offload is None else [_host_words(long, steady_from + 3, subject.device)]),
+            *([] if costs is None or plan.offload is None else [host_words(long, steady_from + 3, subject.device)]),
             *pictures,
         ]
     )
@@ -171,7 +171,7 @@ def _memory_words(subject: Subject, prediction: jpipe.programs.Prediction) -> li
     return lines
 
 
-def _host_words(prediction: jpipe.programs.Prediction, batches: int, device: Device | None) -> str:
+def host_words(prediction: jpipe.programs.Prediction, batches: int, device: Device | None) -> str:
     """Say how many bytes a rank moves to host memory and back, and how long the link of a device that was named is busy with them."""
     rank = max(range(len(prediction.host_moved_bytes)), key=prediction.host_moved_bytes.__getitem__)
     moved = prediction.host_moved_bytes[rank] / batches
