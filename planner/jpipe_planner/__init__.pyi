@@ -5,6 +5,7 @@ from .machine.attached import Attached, attached_target
 from .machine.compiling import Compiling, compiling_for
 from .machine.device import Device
 from .machine.differing import Differing
+from .machine.host import Host
 from .machine.local import host_memory, local_topology, usable_cores
 from .machine.targets import Target, TargetUnavailable, find_target, known_targets, target_devices, target_refusal
 from .machine.topology import Level, Topology
@@ -45,6 +46,7 @@ __all__ = [
     "Degrees",
     "Device",
     "Differing",
+    "Host",
     "LayerProfile",
     "Level",
     "Meshes",

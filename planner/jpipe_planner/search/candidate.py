@@ -24,9 +24,12 @@ class Asked(NamedTuple):
     agree: jpipe.plan.Agreement | None = None
     links: jpipe.plan.Links | None = None
 
-    def of_pipelines(self, width: int) -> "Asked":
-        """Return what so many parallel pipelines do: a single one has nothing to agree on."""
-        return self if width > 1 else self._replace(agree=None)
+    def of_pipelines(self, width: int, depth: int) -> "Asked":
+        """Return what w pipelines of d stages do: one has nothing to agree on, one stage nothing to send, and d at most d fragments."""
+        agree, links = self.agree if width > 1 else None, self.links if depth > 1 else None
+        if agree is not None and isinstance(agree.fragments, int) and agree.fragments > depth:
+            agree = agree.model_copy(update={"fragments": depth})
+        return Asked(agree, links)
 
     @property
     def agreed_copies(self) -> int:

@@ -63,21 +63,21 @@ def find_candidates(
         replicas: whether stages may have replicas. Without, plans with fewer stages than devices leave the remaining devices idle.
         max_delay: the largest mean delay of a plan in updates, see `Candidate.delay`; 0 allows only plans without a delay; None: any.
         global_norm: whether gradients are clipped by their norm over all stages.
-        asked: what plans are to do in addition. Pipelines that agree are equal ones, and compressed messages are not sent between meshes.
+        asked: what plans are to do in addition. Pipelines that agree are equal ones; messages between meshes cannot be compressed.
     """
     schedules = planned_schedules() if schedules is None else schedules
     is_restricted = global_norm or bool(profile.shared)
     if is_restricted:
         schedules = tuple(name for name in schedules if not sharing_refusal(name))
     views, candidates = Meshes(profile, topology), list[Candidate]()
-    for degrees in meshes if asked.links is None else [degrees for degrees in meshes if degrees.size == 1]:
+    for degrees in meshes:
         options: dict[str, Any] = {"exact": exact, "replicas": replicas, "max_delay": max_delay, "global_norm": global_norm}
         options["asked"] = asked
         searched = search_parallel(*views.of(degrees), batch, schedules=schedules, **options)
         of_mesh, machine = views.of(degrees)
         if SCHEDULE.name in schedules and not is_restricted and asked.agree is None and has_searchable_stages(machine):
             found = in_orders(machine, partial(_pipedream, of_mesh, batch=batch, exact=exact, how=pipedream))
-            stages = [dataclasses.replace(one, links=asked.links) for one in found if one.is_within(max_delay)]
+            stages = [dataclasses.replace(one, links=asked.of_pipelines(1, one.depth).links) for one in found if one.is_within(max_delay)]
             searched += [one for one in stages if one.depth > 1 or one.update_every == "replicas"]  # else among the equal pipelines
         candidates += searched if degrees.size == 1 else [on_meshes(candidate, degrees) for candidate in searched]
     useful = [candidate for candidate in candidates if candidate.depth > 1 or _is_data_parallelism(candidate, schedules)]

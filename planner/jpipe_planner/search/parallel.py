@@ -260,7 +260,9 @@ class _Sweep:
         for n, rows in enumerate(self.profile.sizes):
             numbers = self._microbatches(rows * width, depth)
             for stages in self.cut(depth, n, slowness) if numbers else ():
-                links = [(keep, crossing, _times(stages, width, crossing, self.asked.of_pipelines(width))) for keep, crossing in crossings]
+                links = [
+                    (keep, crossing, _times(stages, width, crossing, self.asked.of_pipelines(width, depth))) for keep, crossing in crossings
+                ]
                 for schedule, extra in self.tried:
                     rules, sync = jpipe.schedules.SCHEDULES[schedule], self.is_restricted and depth > 1 and needs_vertical_sync(schedule)
                     pipelines = Pipelines(schedule, width, depth, extra, sync)
@@ -293,7 +295,7 @@ class _Sweep:
         facts, width = schedule_facts(pipelines, numbers), pipelines.width
         if not facts.microbatches:
             return None
-        in_flight, asked, trained = facts.in_flight, self.asked.of_pipelines(width), stages.weights - stages.frozen
+        in_flight, asked, trained = facts.in_flight, self.asked.of_pipelines(width, pipelines.depth), stages.weights - stages.frozen
         sent = np.concatenate([np.zeros_like(in_flight[:, :1]), in_flight[:, :-1] * width], axis=1)
         memory = stage_bytes(
             trained,
@@ -329,7 +331,7 @@ class _Sweep:
         price, (schedule, width, depth, extra, sync) = self._seconds(pipelines, fit.facts, times), pipelines
         numbers = np.array(fit.facts.microbatches)
         busy = width * (numbers * times.compute.sum(1) + times.update.sum())
-        asked, over, trained = self.asked.of_pipelines(width), fit.over, stages.weights - stages.frozen
+        asked, over, trained = self.asked.of_pipelines(width, depth), fit.over, stages.weights - stages.frozen
         summed = stages.accumulators.sum() if asked.agree is None else trained.sum() / asked.agree.every
         sums = (2 * (width - 1) * summed + width * stages.sent.sum()) / (width * rows * numbers)
         rows_of = zip(
@@ -363,5 +365,5 @@ class _Sweep:
                 over=(worst, int(np.ceil(lacks))) if lacks > 0 else None,
                 vertical_sync=sync,
                 agree=asked.agree,
-                links=asked.links if depth > 1 else None,
+                links=asked.links,
             ).sharing(self.topology.cores)

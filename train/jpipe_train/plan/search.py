@@ -6,6 +6,7 @@ from typing import Any
 import jpipe
 from jpipe import InputError
 from jpipe_planner import (
+    NO_MESH,
     Attempt,
     Candidate,
     Choice,
@@ -152,7 +153,9 @@ def search(profile: Profile, topology: Topology, batch: int, request: Request, g
     choice = improve(choice.with_more([found[one] for one in varied], len(varied)), known, request.max_delay)
     if request.offload or not choice.ranked:
         waiting = find_offloads(choice, offload_bases(candidates))
-        choice, known = choice.with_more(waiting, len(waiting)), known | {one.candidate: one for one in waiting}
+        choice = choice.with_more(waiting, len(waiting))
+        known |= {one.candidate: one for one in waiting}
+        candidates += [one.candidate for one in waiting]
     searched = set(candidates)
     candidates += [one.candidate for one in choice.ranked if one.candidate not in searched]
     delayed = None
@@ -228,6 +231,10 @@ def _meshes(profile: Profile, topology: Topology, request: Request, reporter: Re
     Raises:
         InputError: a requested mesh does not fit the devices or the layers.
     """
+    if request.asked.links is not None:
+        if request.degrees not in (None, (NO_MESH,)):
+            raise InputError("--mesh: expected none with plan.links, whose messages are sent between single devices; remove one of them")
+        return (NO_MESH,)
     if request.degrees is None:
         return possible_degrees(profile, topology)
     for degrees in request.degrees:
