@@ -25,7 +25,8 @@ from jpipe.programs._timeline import MemorySample, MemoryTimeline, Span, Timelin
 from jpipe.programs._transfers import Transfer
 from jpipe.runtime._interpreter import Event
 from jpipe.runtime.state import Microbatch, PendingUpdate, Weights, WorkerState, in_host
-from jpipe.runtime.timing._transfers import Computation, TransferWatcher, join_transfers, that_leave
+from jpipe.runtime.timing._moves import Computation
+from jpipe.runtime.timing._transfers import TransferWatcher, join_transfers, that_leave
 from jpipe.schedules import SCHEDULES
 
 

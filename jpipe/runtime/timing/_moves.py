@@ -111,7 +111,9 @@ class MoveWatcher:
         found = []
         for move in self._moves:
             start = move.posted if move.maker is None else max(move.posted, ends.get(move.maker, 0.0))
-            used, read = (math.nan, math.inf) if move.reader not in starts else (starts[move.reader], ends[move.reader])
+            used, read = math.nan, math.inf
+            if move.reader is not None and move.reader in starts:
+                used, read = starts[move.reader], ends[move.reader]
             end = used if math.isnan(move.arrived) else min(move.arrived, read)
             found.append(Transfer(move.what, move.ranks, move.number, start, end, end, float(move.size)))
         return tuple(found)

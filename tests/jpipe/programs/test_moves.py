@@ -74,7 +74,7 @@ def test_moves_take_time_and_memory_of_the_host():
     assert run.host_bytes == (4, 0)
     assert run.host_moved_bytes == (4 * 4, 0)
     assert {sample.optimizer for sample in run.memory[0]} == {0, 4}
-    moves = [(transfer.row, transfer.label, transfer.end - transfer.start, transfer.size) for transfer in run.transfers]
+    moves = [(transfer.row, transfer.label, transfer.end - transfer.start, transfer.size) for transfer in run.transfers if transfer.is_move]
     assert moves == [("host to 0", "o", 2.0, 4), ("0 to host", "o", 2.0, 4)] * 2
     assert parse_grid(run.grid(transfers=True)) == parse_grid(run.grid())
     rows = [line.split("|")[0].strip() for line in run.grid(transfers=True).splitlines()]

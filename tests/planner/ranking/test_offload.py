@@ -19,9 +19,9 @@ PROFILE = Profile(source="analytic", sizes=(1,), inputs=(4 * MB,), labels=(8,), 
 SCHEDULES = "gpipe", "pipedream_flush", "pipedream"
 
 
-def candidates_and_choice(memory, schedule, **host):
+def candidates_and_choice(memory, schedule, host=None):
     """Search plans for two devices with so many bytes."""
-    device = {"memory": memory, "host": host}
+    device = {"memory": memory, "host": host or {}}
     topology = Topology(levels=({"count": 2, "bandwidth": 1e12},), device=device)
     candidates = find_candidates(PROFILE, topology, 8, schedules=[schedule], replicas=False)
     return candidates, choose(PROFILE, topology, candidates)
@@ -31,7 +31,7 @@ def tight(schedule, **host):
     """Search plans for devices with a twentieth less than any plan needs: the choice, those that fit with host memory, and the bytes."""
     candidates, _ = candidates_and_choice(1.0, schedule)
     memory = 0.95 * min(max(candidate.memory) for candidate in candidates)
-    candidates, choice = candidates_and_choice(memory, schedule, **host)
+    candidates, choice = candidates_and_choice(memory, schedule, host)
     assert not choice.ranked
     return choice, find_offloads(choice, offload_bases(candidates)), memory
 

@@ -146,8 +146,8 @@ def _offload(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost], levels
                 if _may_wait(plan, s, costs[s], what):
                     stages.setdefault(what, []).append(s)
     every = list(range(plan.depth))
-    fields = {what: "all" if sorted(numbers) == every else tuple(sorted(numbers)) for what, numbers in stages.items()}
-    return jpipe.plan.HostMemory(**fields) if fields else None
+    fields = {what: "all" if sorted(numbers) == every else sorted(numbers) for what, numbers in stages.items()}
+    return jpipe.plan.HostMemory.model_validate(fields) if fields else None
 
 
 def _may_wait(plan: jpipe.Plan, s: int, cost: jpipe.programs.StageCost, what: jpipe.plan.Kept) -> bool:
