@@ -191,8 +191,8 @@ def signs(choice: Choice, most: int) -> list[str]:
         meanings.append("links a/g: what activations and their gradients are rounded to where they are sent (links)")
     if any(candidate.offload for candidate in shown):
         meanings.append(
-            "offload: at all stages, or at those with these numbers, that waits in host memory while nothing reads it; so much slower than "
-            "with everything on devices with enough memory"
+            "offload: at all stages, or at those with these numbers, that waits in host memory while nothing reads it; slower: than with "
+            "everything on devices with enough memory"
         )
     return meanings
 

@@ -109,7 +109,7 @@ def find_variants(
     usable = _usable(planned, topology, all_devices)
     early = [one for base in _bases_with("split_backward", (one for one in usable if one.depth > 1), EARLY) for one in run.early(base)]
     in_parts = list(run.in_parts(usable))
-    saving = [one for base in _bases_with(None, filter(_lacks_memory, usable), SAVING) for one in run.saving(base, share_optimizer)]
+    saving = [one for base in _bases_with(None, filter(lacks_memory, usable), SAVING) for one in run.saving(base, share_optimizer)]
     of_ranks = [one for base in _bases(_usable(straight, topology, all_devices)) for one in run.of_ranks(base)]
     run.simulate([*early, *in_parts, *saving, *of_ranks], best)
     simulated = (
@@ -136,7 +136,7 @@ def _bases(straight: Sequence[Candidate]) -> list[Candidate]:
     return list(best.values())[:BASES]
 
 
-def _lacks_memory(candidate: Candidate) -> bool:
+def lacks_memory(candidate: Candidate) -> bool:
     """Return whether a plan does not fit, or recomputes so that it does."""
     return candidate.over is not None or any(policy != "none" for policy in candidate.policies)
 

@@ -70,12 +70,11 @@ def test_host_memory_is_limited_too():
     assert not tight("gpipe", memory=used / 4)[1]
 
 
-def test_bases_are_those_that_lack_least_and_the_fastest_of_each_kind():
+def test_bases_lack_memory_or_recompute_and_are_the_leanest_and_the_fastest_of_each_kind():
     candidates, _ = candidates_and_choice(1.0, "gpipe")
-    first = candidates[0]
+    whole = dataclasses.replace(candidates[0], policies=("none",) * candidates[0].depth, over=None)
     lean, fast = (
-        dataclasses.replace(first, over=(0, lacks), seconds=seconds, rows=rows) for lacks, seconds, rows in ((5, 2.0, 1), (9, 1.0, 2))
+        dataclasses.replace(whole, over=(0, lacks), seconds=seconds, rows=rows) for lacks, seconds, rows in ((5, 2.0, 1), (9, 1.0, 2))
     )
-    other = dataclasses.replace(first, schedule="naive", over=(0, 7))
-    fitting = dataclasses.replace(first, over=None)
-    assert offload_bases([fast, other, lean, fitting]) == [lean, fast, other]
+    other = dataclasses.replace(whole, schedule="naive", policies=("full",) * whole.depth)
+    assert offload_bases([fast, other, lean, whole]) == [other, fast, lean]

@@ -455,7 +455,7 @@ def test_plans_agree_or_compress_messages_if_the_option_or_the_config_says_so(fi
     Path("two.yaml").write_text(yaml.safe_dump(TOPOLOGY | {"device": {}}))
 
     def plan_of(*arguments):
-        out = planned(capsys, *BOTH, *arguments, "--schedules=gpipe", "--out=plan.json")
+        out = planned(capsys, *BOTH, *arguments, "--schedules=pipedream_flush", "--out=plan.json")
         return jpipe.Plan.from_json(Path("plan.json").read_text()), out
 
     plan, out = plan_of("--batch=4", "--agree=50")
@@ -467,7 +467,7 @@ def test_plans_agree_or_compress_messages_if_the_option_or_the_config_says_so(fi
     plan, _ = plan_of("tiny.yaml", "--set=plan.agree={every: 20, outer: {momentum: 0}}", "--agree=7")
     assert (plan.agree.every, plan.agree.outer.momentum) == (7, 0)
     _, out = plan_of("tiny.yaml", "--set=plan.links={activations: int8}")
-    assert "gpipe links int8/as they are " in out
+    assert "pipedream_flush links int8/as they are " in out
     plan, out = plan_of("tiny.yaml")
     assert plan.agree is plan.links is None
     assert "agree" not in out
@@ -475,12 +475,32 @@ def test_plans_agree_or_compress_messages_if_the_option_or_the_config_says_so(fi
 
 
 @pytest.mark.usefixtures("not_compiled")
-def test_what_no_device_can_hold_waits_in_host_memory_or_is_asked_to(files, capsys):
-    layers = profile(weights=10**6)
-    topology = {"device": {"memory": "12.6 MB", "host": {"bandwidth": "1 GB/s"}}}
-    Path("large.json").write_text(layers.to_json())
-    Path("two.yaml").write_text(yaml.safe_dump(TOPOLOGY | topology))
-    arguments = "--profile=large.json", "--topology=two.yaml", "--batch=8", "--schedules=gpipe"
-    out = planned(capsys, *arguments, "--out=plan.json")
-    plan = jpipe.Plan.from_json(Path("plan.json").read_text())
-    print(out, plan.offload, plan.predicted.peak_bytes)
+def test_what_no_device_can_hold_waits_in_host_memory_and_if_asked_what_makes_plans_faster(files, capsys):
+    mb, sizes = 10**6, {"none": 8 * 10**6, "full": 4 * 10**6}
+    at = {"forward": 0.01, "backward": 0.02, "outputs": 4 * mb, "residuals": sizes}
+    layers = [{"id": i, "weights": 10 * mb, "optimizer": 20 * mb, "at": [at]} for i in IDS]
+    Path("large.json").write_text(
+        Profile(source="analytic", sizes=(1,), inputs=(4 * mb,), labels=(8,), layers=layers, dispatch=1e-4).to_json()
+    )
+
+    def plan_of(memory, *arguments):
+        device = {"memory": memory, "host": {"bandwidth": "4 GB/s"}}
+        Path("two.yaml").write_text(yaml.safe_dump(TOPOLOGY | {"device": device}))
+        out = planned(
+            capsys, "--profile=large.json", "--topology=two.yaml", "--batch=8", "--schedules=gpipe", "--out=plan.json", *arguments
+        )
+        return jpipe.Plan.from_json(Path("plan.json").read_text()), out
+
+    plan, out = plan_of("150 MB")  # the first stage needs 160 MB, though it recomputes
+    assert plan.offload.residuals == (0,)
+    assert max(plan.predicted.peak_bytes) <= 150 * mb
+    assert re.search(r"gpipe offload optimizer 0, residuals 0 .* \(offload [\d.]+% slower\)", out)
+    recomputing, _ = plan_of("170 MB")
+    assert recomputing.offload is None
+    assert recomputing.stages[0].recompute == "full"
+    moving, _ = plan_of("170 MB", "--offload")
+    assert moving.offload.residuals == (0,)
+    assert moving.stages[0].recompute == "none"
+    assert moving.predicted.batch_seconds < recomputing.predicted.batch_seconds
+    slow, _ = plan_of("1 GB", "--offload")
+    assert slow.offload is None, "where everything fits nothing is moved"

@@ -200,7 +200,8 @@ def _finish(
     _write(reporter, files, result, result.choice.profile if measured is None else measured.profile)
     if files.out is not None and files.config is not None and parts is not None:
         planned = result.choice.ranked[0].candidate.batch
-        changes = [*overrides, *([] if planned == parts.config.train.batch_size else [f"train.batch_size={planned}"])]
+        kept = [override for override in overrides if not override.startswith(("plan.agree", "plan.links"))]  # they are in the plan
+        changes = [*kept, *([] if planned == parts.config.train.batch_size else [f"train.batch_size={planned}"])]
         command = ["jpipe", "train", files.config, "--plan", files.out, *(word for change in changes for word in ("--set", change))]
         reporter.say(f"train with it: {shlex.join(command)}")
 

@@ -13,7 +13,7 @@ from jpipe_planner.cost.copies import copies_of
 from jpipe_planner.cost.devices import host_limits_of, lacking, limits_of
 from jpipe_planner.cost.simulated import Simulated, forwards, simulate_plan
 from jpipe_planner.ranking.choose import Choice, Ranked
-from jpipe_planner.ranking.variants import priced
+from jpipe_planner.ranking.variants import lacks_memory, priced
 from jpipe_planner.search.candidate import Candidate
 
 LEVELS: tuple[tuple[jpipe.plan.Kept, ...], ...] = (
@@ -29,10 +29,10 @@ MOST_IN_ALL = 48_000  # forwards of all simulations, after which no further plan
 
 
 def offload_bases(candidates: Iterable[Candidate]) -> list[Candidate]:
-    """Return the plans that do not fit and are worth trying with host memory: of each kind the one that lacks least, and the fastest."""
-    too_large = [candidate for candidate in candidates if candidate.over is not None]
+    """Return the plans that lack memory, or recompute so that they fit: of each kind the one that lacks least, and the fastest."""
+    tight = [candidate for candidate in candidates if lacks_memory(candidate)]
     by_lack, by_speed = (
-        _of_each_kind(sorted(too_large, key=key)) for key in (lambda one: one.rank, lambda one: (one.seconds / one.batch, one.rank))
+        _of_each_kind(sorted(tight, key=key)) for key in (lambda one: one.rank, lambda one: (one.seconds / one.batch, one.rank))
     )
     both = [one for pair in zip(by_lack, by_speed, strict=True) for one in pair]
     return list(dict.fromkeys(both))[:BASES]
@@ -53,7 +53,7 @@ def find_offloads(choice: Choice, bases: Sequence[Candidate]) -> list[Ranked]:
 
     Args:
         choice: the ranking, for its profile, its topology and whether updates wait for a norm.
-        bases: plans that do not fit.
+        bases: plans that do not fit, or do not without recomputation.
     """
     run = _Offloads(choice)
     return [found for base in bases for found in run.of(base)]
@@ -107,9 +107,11 @@ class _OfPlan:
                 yield Ranked(one, simulation)
 
     def _levels(self, on_device: Simulated) -> tuple[int, ...] | None:
-        """Return for each pipeline rank the first level with which it fits; None: a rank fits with none of them."""
+        """Return for each pipeline rank the first level with which it fits; None: a rank fits with none of them, or all fit without."""
         sizes = _of_ranks(self._plan, on_device.peak_bytes)
         levels, last = [0 if size <= limit else -1 for size, limit in zip(sizes, self._limits, strict=True)], None
+        if min(levels) >= 0:
+            return None
         for level in range(1, len(LEVELS)):
             offload = _offload(self._plan, self._costs, [level if known < 0 else 0 for known in levels])
             simulation = None if offload == last else self._simulated(offload)
