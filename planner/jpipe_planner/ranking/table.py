@@ -130,8 +130,8 @@ def schedule(candidate: Candidate) -> str:
 
 
 def compressed(links: jpipe.plan.Links) -> str:
-    """Return what activations and gradients are rounded to, such as `int8/fp8`."""
-    return f"{links.activations or 'as they are'}/{links.gradients or 'as they are'}"
+    """Return what activations and gradients are rounded to, such as `int8/fp8`; `–`: not at all."""
+    return f"{links.activations or '–'}/{links.gradients or '–'}"
 
 
 def offloaded(candidate: Candidate) -> str:
