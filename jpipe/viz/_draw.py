@@ -78,8 +78,7 @@ def draw_timeline(
     Args:
         timelines: by name, in order, such as `{"predicted": …, "measured": …}`; they begin at time 0.
         transfers: by the same names, such as `Prediction.transfers` and `Trace.transfers`: each direction between two ranks, or a rank and
-            its host, and the replicas of a sum, have a row below the ranks; a box lasts as long as its links are occupied. They are no part
-            of the bubble.
+            its host, and the replicas of a sum, have a row below the ranks; a box lasts as long as its links are occupied.
         title: title of the picture.
         unit: unit of time: `"s"` (shown as s, ms or µs), or any other word, such as `"forwards"`, shown unchanged.
         seconds: length of each timeline (one number for all), if that is not its last end, as for a window of a longer run.

@@ -52,8 +52,7 @@ def plan(
             as in the original; or that by the recurrence of its paper, with the costs of the text or of the released code, for comparison.
         measure: With a config and local, run the best plans of so many kinds for some seconds each, and choose the fastest.
         agree: Let replicas be parallel pipelines that agree on their weights every so many updates; by default as plan.agree says.
-        offload: Try optimizer state, weight versions and residuals in host memory, though plans fit without; if none does, that is tried
-            anyway.
+        offload: Try parts of the state in host memory, though plans fit without; if none does, that is tried anyway.
         out: Write the plan into this file, a JSON for plan.file.
         profile_out: Write the profile into this file.
         png: Draw throughput against memory of all candidates, and the balance of the stages, into this file.
@@ -65,11 +64,9 @@ def plan(
         from jpipe_train.plan.inputs import LOCAL, Request
         from jpipe_train.plan.plan import Files, main
         from jpipe_train.run import job
-
-    names = tuple(name for name in schedules.split(",") if name)
-    request = Request(topology, batch, up_to, names, devices, pipedream, meshes=mesh, max_delay=max_delay, measure=measure)
-    request = replace(request, agree=agree, offload=offload)
-    files, limits = Files(config, profile, out, profile_out, png), (process.connect_limit, process.wait_limit)
+    request = Request(topology, batch, up_to, tuple(filter(None, schedules.split(","))), devices, pipedream, meshes=mesh)
+    request = replace(request, max_delay=max_delay, measure=measure, agree=agree, offload=offload)
+    limits = process.connect_limit, process.wait_limit
     address = job.Address(process.coordinator, process.num_processes, process.process_id, process.secret_file)
-    find = partial(main, files, request, overrides, rows, explain, allow_code, *limits)
+    find = partial(main, Files(config, profile, out, profile_out, png), request, overrides, rows, explain, allow_code, *limits)
     return job.plan(find, address, *limits, alone=topology != LOCAL)

@@ -119,11 +119,9 @@ def search(profile: Profile, topology: Topology, batch: int, request: Request, g
             f"PipeDream's stages are searched exactly, which can take minutes for {topology.num_devices:,} devices; "
             "--schedules without pipedream leaves that out"
         )
-    exact = not request.up_to
     planned, meshes = tuple(filter(is_planned, schedules)), _meshes(profile, topology, request, reporter)
-    updates = request.pipedream or "batch"
-    replicas = request.replicas
-    limits: dict[str, Any] = {"exact": exact, "max_delay": request.max_delay, "global_norm": global_norm, "asked": asked}
+    updates, replicas = request.pipedream or "batch", request.replicas
+    limits: dict[str, Any] = {"exact": not request.up_to, "max_delay": request.max_delay, "global_norm": global_norm, "asked": asked}
     considered = find_candidates(profile, topology, batch, schedules=planned, pipedream=updates, meshes=meshes, replicas=replicas, **limits)
     if not replicas:
         considered = [candidate for candidate in considered if max(candidate.replicas) == 1]
@@ -152,16 +150,21 @@ def search(profile: Profile, topology: Topology, batch: int, request: Request, g
     known |= {one: found[one] for one in varied}
     choice = improve(choice.with_more([found[one] for one in varied], len(varied)), known, request.max_delay)
     if request.offload or not choice.ranked:
-        waiting = find_offloads(choice, offload_bases(candidates))
-        choice = choice.with_more(waiting, len(waiting))
-        known |= {one.candidate: one for one in waiting}
-        candidates += [one.candidate for one in waiting]
+        choice = _with_host_memory(choice, candidates, known)
     searched = set(candidates)
     candidates += [one.candidate for one in choice.ranked if one.candidate not in searched]
     delayed = None
     if not request.schedules and request.max_delay is None and choice.ranked:
         delayed = _faster_with_delay(profile, topology, batch, request, global_norm, choice.ranked[0])
     return SearchResult(choice, tuple(candidates), known, variants.left_out, delayed)
+
+
+def _with_host_memory(choice: Choice, candidates: list[Candidate], known: dict[Candidate, Ranked]) -> Choice:
+    """Return the ranking with plans that keep parts of their state in host memory, and add these to the others."""
+    found = find_offloads(choice, offload_bases(candidates))
+    candidates += [one.candidate for one in found]
+    known |= {one.candidate: one for one in found}
+    return choice.with_more(found, len(found))
 
 
 def _allowed(considered: list[Candidate], topology: Topology, request: Request) -> tuple[list[Candidate], list[Candidate]]:

@@ -90,8 +90,11 @@ def main(
             "",
             *([words] if (words := delay_words(plan)) else []),
             f"bubble: {prediction.bubble:.1%} as shown, {steady.bubble:.1%} in steady state, with a batch in {steady.step_seconds:g} units",
-            *(["sizes and memory need a config: a plan alone does not know the model"] if costs is None else _memory_words(subject, long)),
-            *([] if costs is None or plan.offload is None else [host_words(long, steady_from + 3, subject.device)]),
+            *(
+                ["sizes and memory need a config: a plan alone does not know the model"]
+                if costs is None
+                else _memory_words(subject, long, steady_from + 3)
+            ),
             *pictures,
         ]
     )
@@ -156,12 +159,13 @@ class Subject:
     device: Device | None = None
 
 
-def _memory_words(subject: Subject, prediction: jpipe.programs.Prediction) -> list[str]:
+def _memory_words(subject: Subject, prediction: jpipe.programs.Prediction, batches: int) -> list[str]:
     """Explain the columns of memory, and say whether the ranks fit into the device that was named."""
     held = "what a rank holds between its computations"
+    moves = [] if subject.plan.offload is None else [host_words(prediction, batches, subject.device)]
     if subject.unknown:
-        return [f"held: {held}; the temporaries of its programs, and so the peak memory, {subject.unknown}"]
-    lines = [f"peak memory: {held}, and the temporaries of its largest program, {subject.compiled}"]
+        return [f"held: {held}; the temporaries of its programs, and so the peak memory, {subject.unknown}", *moves]
+    lines = [*moves, f"peak memory: {held}, and the temporaries of its largest program, {subject.compiled}"]
     device = subject.device
     if device is not None and device.memory is not None and device.limit is not None:
         rank = max(range(len(prediction.peak_bytes)), key=prediction.peak_bytes.__getitem__)
