@@ -90,11 +90,7 @@ def main(
             "",
             *([words] if (words := delay_words(plan)) else []),
             f"bubble: {prediction.bubble:.1%} as shown, {steady.bubble:.1%} in steady state, with a batch in {steady.step_seconds:g} units",
-            *(
-                ["sizes and memory need a config: a plan alone does not know the model"]
-                if costs is None
-                else _memory_words(subject, long, steady_from + 3)
-            ),
+            *_memory_words(subject, long, steady_from + 3),
             *pictures,
         ]
     )
@@ -161,6 +157,8 @@ class Subject:
 
 def _memory_words(subject: Subject, prediction: jpipe.programs.Prediction, batches: int) -> list[str]:
     """Explain the columns of memory, and say whether the ranks fit into the device that was named."""
+    if subject.costs is None:
+        return ["sizes and memory need a config: a plan alone does not know the model"]
     held = "what a rank holds between its computations"
     moves = [] if subject.plan.offload is None else [host_words(prediction, batches, subject.device)]
     if subject.unknown:
