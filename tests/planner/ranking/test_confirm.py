@@ -178,7 +178,7 @@ def test_what_the_compiler_finds_too_large_even_with_recomputation_waits_in_host
         layer.model_copy(update={"at": tuple(at.model_copy(update={"residuals": dict.fromkeys(at.residuals, MB)}) for at in layer.at)})
         for layer in estimated.layers
     ]
-    result, compiled, reported = confirmed(20e6, estimated.model_copy(update={"layers": tuple(layers)}), schedules=("gpipe",))
+    result, _, reported = confirmed(20e6, estimated.model_copy(update={"layers": tuple(layers)}), schedules=("gpipe",))
     assert reported
     assert all(attempt.compiled.ranked.memory[0] > 20e6 for attempt in reported)
     found = result.fitting[0].ranked
