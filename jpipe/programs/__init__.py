@@ -1,6 +1,6 @@
 """Programs of a plan: instructions, their lowering, simulation and timeline. Nothing here imports JAX."""
 
-from jpipe.programs._costs import LayerCost, Network, Overlap, SharedCost, StageCost, shared_stages, sum_layer_costs, unit_costs
+from jpipe.programs._costs import HostLink, LayerCost, Network, Overlap, SharedCost, StageCost, shared_stages, sum_layer_costs, unit_costs
 from jpipe.programs._execution_order import ProgramError
 from jpipe.programs._instructions import Program
 from jpipe.programs._predict import Prediction
@@ -11,6 +11,7 @@ from jpipe.programs._window import Window, extract_window, predict_window
 from jpipe.programs.lowering import batches_until_full
 
 __all__ = [
+    "HostLink",
     "LayerCost",
     "MemorySample",
     "MemoryTimeline",

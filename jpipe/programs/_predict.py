@@ -30,7 +30,7 @@ from jpipe.programs._instructions import (
 )
 from jpipe.programs._timeline import MemorySample, MemoryTimeline, Span, Timeline, format_grid, to_ticks
 from jpipe.programs._traffic import Traffic
-from jpipe.programs._transfers import Transfer, transfer_rows
+from jpipe.programs._transfers import HOST, Transfer, transfer_rows
 from jpipe.programs._verify import versions_before
 from jpipe.schedules import SCHEDULES
 
@@ -41,7 +41,7 @@ class Prediction:
 
     Attributes:
         timeline: the spans of each rank, in seconds.
-        transfers: the messages between ranks and the sums over replicas.
+        transfers: the messages between ranks, the sums over replicas and the moves to host memory and back.
         memory: the bytes of each rank, at the beginning and after each of its computations.
         seconds: from the first start to the last end.
         bubble: share of the ranks' time, up to the last end, in which they do not compute.
@@ -79,9 +79,9 @@ class Prediction:
 
         Args:
             tick: in seconds, by default the shortest computation.
-            transfers: whether rows for the directions between ranks, and for the replicas that sum, follow those of the ranks: `a3` is the
-                activation of microbatch 3, `g3` its gradient, and `s0` the sum of batch 0 (all letters: `Transfer.label`).
-                What takes no time is left out, and so is latency. Each row is rounded to ticks for itself.
+            transfers: whether rows for the directions between ranks, to and from host memory, and for the replicas that sum, follow those
+                of the ranks: `a3` is the activation of microbatch 3, `g3` its gradient, and `s0` the sum of batch 0 (all letters:
+                `Transfer.label`). What takes no time is left out, and so is latency. Each row is rounded to ticks for itself.
         """
         return draw_grid(self.timeline, tick, transfers=self.transfers if transfers else ())
 
@@ -585,8 +585,12 @@ class Predictor:
         """Move something over the link to the host: after what was moved before in this direction, and once it is there itself."""
         rank, link, key = worker.rank, self._host(worker.rank.number), (i.what, i.number)
         begins = max(rank.clock, rank.host_free[type(i)], worker.moved.get(key, 0.0))
-        rank.host_free[type(i)] = sent = begins + worker.memory.move(i) / link.bandwidth
+        size = worker.memory.move(i)
+        rank.host_free[type(i)] = sent = begins + size / link.bandwidth
         worker.moved[key] = sent + link.latency
+        if not self._is_brief:
+            ranks = (rank.number, HOST) if isinstance(i, Offload) else (HOST, rank.number)
+            self._transfers.append(Transfer(i.what, ranks, i.number, begins, sent, worker.moved[key], size))
         if self._transfers_block:
             rank.wait(worker.moved[key])
 

@@ -84,7 +84,7 @@ class MemorySample(NamedTuple):
 MemoryTimeline = tuple[tuple[MemorySample, ...], ...]
 """The samples of each rank, in order of time: one after each of its computations."""
 
-_OF_TRANSFERS = re.compile(r"\d+ to \d+|sum \d+(,\d+)*")  # the name of a row
+_OF_TRANSFERS = re.compile(r"(\d+|host) to (\d+|host)|sum \d+(,\d+)*")  # the name of a row
 _CELL = re.compile(r"([A-Z]+)(\d+)\.(\d+)(?:/(\d+))?(?::(\d+))?(\*?)")
 
 

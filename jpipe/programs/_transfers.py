@@ -1,4 +1,4 @@
-"""Transfers between ranks and sums over replicas, as a prediction times them, and as rows below a text grid."""
+"""Transfers between ranks, sums over replicas and moves to host memory, as a prediction times them, and as rows below a text grid."""
 
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -6,18 +6,23 @@ from typing import NamedTuple
 Cell = tuple[int, int, str]
 """The first tick, the tick after the last one, and the text of a cell of a grid."""
 
+HOST = -1
+"""The memory of its host, in place of a rank that sends or receives."""
 
 _SUMS = "sum", "changes"
 _LETTERS = {"activation": "a", "gradient": "g", "sum": "s", "shared": "p", "squares": "q", "norm": "n", "weights": "w", "changes": "c"}
+_LETTERS |= {"optimizer": "o", "versions": "v", "residuals": "r", "stash": "h"}
 
 
 class Transfer(NamedTuple):
-    """A message from one rank to another, or a sum over the replicas of a stage.
+    """A message from one rank to another, a sum over the replicas of a stage, or a move to or from host memory (`Plan.offload`).
 
     Attributes:
-        what: `activation`, `gradient` or another message of `Send`; `sum`, or `changes`, the sum of what pipelines that agree have changed.
-        ranks: the sender and the receiver; of a sum those of all replicas.
-        number: the microbatch; of a sum the batch. What belongs to a batch, but is sent, has the number of its last microbatch.
+        what: `activation`, `gradient` or another message of `Send`; `sum`, or `changes`, the sum of what pipelines that agree have changed;
+            of a move `optimizer`, `versions`, `residuals` or `stash`.
+        ranks: the sender and the receiver, where -1 is host memory; of a sum those of all replicas.
+        number: the microbatch, the weight version, or of a sum the batch. What belongs to a batch, but is sent, has the number of its last
+            microbatch; the optimizer state has 0.
         start: when it begins to occupy its links, in seconds.
         end: when the links are free again.
         arrival: when the receiver has it, after the latency; of a sum, when it is complete.
@@ -34,24 +39,32 @@ class Transfer(NamedTuple):
 
     @property
     def row(self) -> str:
-        """The name of its row: that of the direction between two ranks, or of the ranks that sum."""
-        return f"sum {','.join(map(str, self.ranks))}" if self.what in _SUMS else "{} to {}".format(*self.ranks)
+        """The name of its row: that of the direction between two ranks, or a rank and its host, or of the ranks that sum."""
+        names = ["host" if rank == HOST else str(rank) for rank in self.ranks]
+        return f"sum {','.join(names)}" if self.what in _SUMS else " to ".join(names)
+
+    @property
+    def is_move(self) -> bool:
+        """Whether it goes to host memory or comes from there."""
+        return HOST in self.ranks
 
     @property
     def label(self) -> str:
         """What its row shows: the number behind `a` for an activation, `g` for a gradient and `s` for a sum.
 
         Gradients of shared parameters have `p`, sums of squares `q`, norms `n`, and weights that another replica has updated `w`;
-        sums of changes have `c`.
+        sums of changes have `c`. Of moves, optimizer state has `o` alone, and weight versions have `v`, residuals `r` and stashes `h`.
         """
+        if self.what == "optimizer":
+            return _LETTERS[self.what]
         return f"{_LETTERS[self.what]}{self.number}"
 
 
 def in_rows(transfers: Iterable[Transfer]) -> dict[str, list[Transfer]]:
-    """Return the transfers that take time, by row, in order of time; rows of sums come last."""
+    """Return the transfers that take time, by row, in order of time; rows of moves come late, and those of sums last."""
     rows: dict[str, list[Transfer]] = {}
     lasting = [transfer for transfer in transfers if transfer.arrival > transfer.start]
-    for transfer in sorted(lasting, key=lambda transfer: (transfer.what in _SUMS, transfer.ranks, transfer.start)):
+    for transfer in sorted(lasting, key=lambda transfer: (transfer.what in _SUMS, transfer.is_move, transfer.ranks, transfer.start)):
         rows.setdefault(transfer.row, []).append(transfer)
     return rows
 

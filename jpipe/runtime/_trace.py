@@ -25,7 +25,8 @@ from jpipe.programs._timeline import MemorySample, MemoryTimeline, Span, Timelin
 from jpipe.programs._transfers import Transfer
 from jpipe.runtime._interpreter import Event
 from jpipe.runtime.state import Microbatch, PendingUpdate, Weights, WorkerState, in_host
-from jpipe.runtime.timing._transfers import Computation, TransferWatcher, join_transfers, that_leave
+from jpipe.runtime.timing._moves import Computation
+from jpipe.runtime.timing._transfers import TransferWatcher, join_transfers, that_leave
 from jpipe.schedules import SCHEDULES
 
 
@@ -36,8 +37,9 @@ class Trace:
     Attributes:
         timeline: the spans of each rank, in seconds from the start of the trace.
         memory: the bytes that each rank holds after each of its computations.
-        transfers: the messages between ranks and the sums over replicas, from post to arrival. In one of several processes those
-            of its own workers, and what it does not know of their times is NaN: `join_transfers` puts together what all know.
+        transfers: the messages between ranks, the sums over replicas and the moves to host memory and back, from post to arrival. In one
+            of several processes those of its own workers, and what it does not know of their times is NaN: `join_transfers` puts together
+            what all know.
     """
 
     timeline: Timeline

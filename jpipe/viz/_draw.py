@@ -23,12 +23,13 @@ if TYPE_CHECKING:
 _FORWARD, _BACKWARD, _INPUT, _WEIGHT, _UPDATE, _IDLE = "#0072B2", "#F0A830", "#F2D06B", "#DF6722", "#1A1A1A", "#EFEFEF"
 _COLOURS = {"F": _FORWARD, "B": _BACKWARD, "I": _INPUT, "W": _WEIGHT}  # of the pieces of an op
 _NAMES = {colour: OPS[piece].label for piece, colour in _COLOURS.items()} | {_UPDATE: "update", _IDLE: "idle"}
-_MESSAGES = {"activation": "#7FC4EA", "gradient": "#D9A3C1", "sum": "#009E73", "changes": "#4B1D78", "": "#8C8C8C"}  # by what is moved
+_MESSAGES = {"activation": "#7FC4EA", "gradient": "#D9A3C1", "sum": "#009E73", "changes": "#4B1D78", "host": "#F0E0A0", "": "#8C8C8C"}
 _MESSAGE_NAMES = {
     "activation": "activation sent",
     "gradient": "gradient sent",
     "sum": "sum over replicas",
     "changes": "agreement of pipelines",
+    "host": "move to or from host memory",
     "": "other message",
 }
 _VERSIONS = ("#08519C", "#6BAED6", "#2171B5", "#BDD7E7")  # one after the other: neighbours differ most
@@ -76,8 +77,8 @@ def draw_timeline(
 
     Args:
         timelines: by name, in order, such as `{"predicted": …, "measured": …}`; they begin at time 0.
-        transfers: by the same names, such as `Prediction.transfers` and `Trace.transfers`: each direction between two ranks, and the
-            replicas of a sum, have a row below the ranks; a box lasts as long as its links are occupied. They are no part of the bubble.
+        transfers: by the same names, such as `Prediction.transfers` and `Trace.transfers`: each direction between two ranks, or a rank and
+            its host, and the replicas of a sum, have a row below the ranks; a box lasts as long as its links are occupied.
         title: title of the picture.
         unit: unit of time: `"s"` (shown as s, ms or µs), or any other word, such as `"forwards"`, shown unchanged.
         seconds: length of each timeline (one number for all), if that is not its last end, as for a window of a longer run.
@@ -247,7 +248,7 @@ def _row_name(transfer: Transfer) -> str:
 
 
 def _kind(transfer: Transfer) -> str:
-    return transfer.what if transfer.what in _MESSAGES else ""
+    return "host" if transfer.is_move else transfer.what if transfer.what in _MESSAGES else ""
 
 
 def _draw_transfers(
@@ -259,7 +260,9 @@ def _draw_transfers(
             edge = 0.4 if boxes and points * statistics.median(width for _, width in boxes) > 4 else 0.0
             axes.broken_barh(boxes, (n + 0.22, 0.56), facecolor=colour, edgecolor="white", linewidth=edge)
         for transfer in row:
-            if _fits(label := str(transfer.number), (transfer.start, transfer.end), points, font_size):
+            if _fits(
+                label := transfer.label if transfer.is_move else str(transfer.number), (transfer.start, transfer.end), points, font_size
+            ):
                 middle, ink = (transfer.start + transfer.end) / 2, "white" if _kind(transfer) in ("sum", "changes") else "black"
                 axes.text(middle, n + 0.5, label, size=font_size, color=ink, ha="center", va="center_baseline")
 

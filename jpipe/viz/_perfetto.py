@@ -22,8 +22,9 @@ def to_perfetto(timelines: Mapping[str, Timeline], transfers: Mapping[str, Seque
 
     Args:
         timelines: by name (`predicted`, `measured`), in seconds; the spans of a rank do not overlap.
-        transfers: by the same names, those that are to be shown, such as `Prediction.transfers`: each direction between two ranks, and the
-            replicas of a sum, are a thread below the ranks, where a slice lasts as long as its links are occupied.
+        transfers: by the same names, those that are to be shown, such as `Prediction.transfers`: each direction between two ranks, or a
+            rank and its host, and the replicas of a sum, are a thread below the ranks, where a slice lasts as long as its links are
+            occupied.
 
     Raises:
         InputError: `transfers` is not a mapping, or names a timeline that there is not.

@@ -5,6 +5,7 @@ from .machine.attached import Attached, attached_target
 from .machine.compiling import Compiling, compiling_for
 from .machine.device import Device
 from .machine.differing import Differing
+from .machine.host import Host
 from .machine.local import host_memory, local_topology, usable_cores
 from .machine.targets import Target, TargetUnavailable, find_target, known_targets, target_devices, target_refusal
 from .machine.topology import Level, Topology
@@ -20,9 +21,10 @@ from .ranking.confirm import Attempt, Confirmation, confirm
 from .ranking.draw import draw_choice
 from .ranking.improve import improve
 from .ranking.price_of_flush import PriceOfFlush, price_of_flush
+from .ranking.saving.offload import find_offloads, offload_bases
 from .ranking.variants import Variants, find_variants, variant_schedules
 from .search.balance import balance
-from .search.candidate import Candidate
+from .search.candidate import USUAL, Asked, Candidate
 from .search.candidates import Updates, as_candidate, find_candidates, has_searchable_stages, on_meshes
 from .search.paper import search_paper
 from .search.parallel import search_parallel
@@ -31,6 +33,8 @@ from .search.pipedream import search_pipedream
 
 __all__ = [
     "NO_MESH",
+    "USUAL",
+    "Asked",
     "AtSize",
     "Attached",
     "Attempt",
@@ -42,6 +46,7 @@ __all__ = [
     "Degrees",
     "Device",
     "Differing",
+    "Host",
     "LayerProfile",
     "Level",
     "Meshes",
@@ -73,6 +78,7 @@ __all__ = [
     "draw_choice",
     "evaluate_partition",
     "find_candidates",
+    "find_offloads",
     "find_target",
     "find_variants",
     "has_searchable_stages",
@@ -86,6 +92,7 @@ __all__ = [
     "mesh_refusal",
     "mesh_seconds",
     "needs_vertical_sync",
+    "offload_bases",
     "on_meshes",
     "placed_seconds",
     "planned_schedules",

@@ -1,9 +1,6 @@
-"""Measure when messages between ranks and sums over replicas begin and end, while a run is traced."""
+"""Measure when messages between ranks, sums over replicas and moves to host memory begin and end, while a run is traced."""
 
-import contextlib
 import math
-import queue
-import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -18,10 +15,10 @@ from jpipe.programs._transfers import Transfer, in_rows
 from jpipe.runtime._interpreter import Event
 from jpipe.runtime._lanes import PendingTransfer
 from jpipe.runtime.state import WorkerState
+from jpipe.runtime.timing._arrivals import Arrivals
+from jpipe.runtime.timing._moves import Computation, MoveWatcher
 
 Tree = Any
-Computation = tuple[int, str, int, int]
-"""Worker, op or U, microbatch (of an update: batch), part of the stage."""
 
 
 class _Moved(NamedTuple):
@@ -49,13 +46,15 @@ class TransferWatcher:
         self._posted: dict[_Moved, float] = {}
         self._arrived: dict[_Moved, float] = {}
         self._sizes: dict[_Moved, float] = {}
-        self._lanes: dict[tuple[int, ...], _Lane] = {}
+        self._lanes: dict[tuple[int, ...], Arrivals[_Moved]] = {}
+        self._moves = MoveWatcher(plan, lambda: self._now())
         self._agreed: dict[int, _Moved] = {}  # by worker, the changes of its last agreement, until a computation reads what it made
         self._readers: dict[_Moved, list[Computation]] = {}  # of changes, those computations
 
     def note(self, event: Event) -> None:
-        """Note a send, a receive or a sum that was just dispatched."""
+        """Note a send, a receive, a sum or a move that was just dispatched."""
         i, plan = event.instruction, self._plan
+        self._moves.note(event)
         if isinstance(i, Send) and plan.rank_of[i.worker] != plan.rank_of[i.to]:
             self._posted[_Moved(i.message, (i.worker, i.to), i.microbatch)] = self._now()
         elif isinstance(i, Receive) and plan.rank_of[i.worker] != plan.rank_of[i.source]:
@@ -90,6 +89,7 @@ class TransferWatcher:
         """Stop when all arrays that are awaited have arrived."""
         for lane in self._lanes.values():
             lane.stop()
+        self._moves.close()
 
     def transfers(self, starts: Mapping[Computation, float], ends: Mapping[Computation, float]) -> tuple[Transfer, ...]:
         """Return what was noted, for `join_transfers`; what this process does not know is NaN.
@@ -114,7 +114,7 @@ class TransferWatcher:
                 end = read  # the end of an update was noted late
             ranks = tuple(self._plan.rank_of[w] for w in moved.workers)
             found.append(Transfer(moved.what, ranks, moved.number, start, end, end, self._sizes.get(moved, 0.0)))
-        return tuple(found)
+        return (*found, *self._moves.transfers(starts, ends))
 
     def _now(self) -> float:
         return time.perf_counter() - self._began
@@ -125,36 +125,11 @@ class TransferWatcher:
             tree.when_done(lambda: self._note_arrival(moved))
         else:
             if moved.workers not in self._lanes:
-                self._lanes[moved.workers] = _Lane(self)
+                self._lanes[moved.workers] = Arrivals(self._note_arrival)
             self._lanes[moved.workers].put(moved, tree)
 
     def _note_arrival(self, moved: _Moved) -> None:
         self._arrived.setdefault(moved, self._now())
-
-
-class _Lane:
-    """A thread that waits for the arrays that one lane moves, in order."""
-
-    def __init__(self, watcher: TransferWatcher) -> None:
-        self._watcher = watcher
-        self._queue: queue.SimpleQueue[tuple[_Moved, Tree] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._wait, daemon=True)
-        self._thread.start()
-
-    def put(self, moved: _Moved, tree: Tree) -> None:
-        self._queue.put((moved, tree))
-
-    def stop(self) -> None:
-        self._queue.put(None)
-        self._thread.join()
-
-    def _wait(self) -> None:
-        while (item := self._queue.get()) is not None:
-            moved, tree = item
-            with contextlib.suppress(RuntimeError):  # consumed before this thread came to it; or it failed, as the run reports
-                jax.block_until_ready(tree)
-                self._watcher._note_arrival(moved)
-            del item, tree  # while this thread waits, nothing that was moved is kept alive
 
 
 def join_transfers(*processes: Iterable[Transfer]) -> tuple[Transfer, ...]:

@@ -157,9 +157,9 @@ def _exchange(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost]) -> It
 
 
 def _ring(plan: jpipe.Plan, s: int, link: jpipe.programs.Network) -> list[jpipe.Link]:
-    """Return the links between neighbouring replicas of a stage; none for one replica."""
+    """Return the links between neighbouring replicas of a stage that sum for each update; none for one replica, or if they agree."""
     workers = [plan.rank_of[worker] for worker in plan.stage_workers[s]]
-    return [link(worker, workers[n - 1]) for n, worker in enumerate(workers)] if len(workers) > 1 else []
+    return [link(worker, workers[n - 1]) for n, worker in enumerate(workers)] if len(workers) > 1 and plan.agree is None else []
 
 
 def _sending_seconds(size: float, ring: Sequence[jpipe.Link]) -> float:
@@ -198,6 +198,7 @@ class _Stage:
         rules, count = jpipe.schedules.SCHEDULES[plan.schedule], batches * plan.microbatches
         self.forward, self.backward, self.update, self.replicas = cost.forward, cost.backward, cost.update, plan.replicas[s]
         self.workers, every = plan.stage_workers[s], plan.microbatches_per_update(s)
+        self.sums = self.replicas > 1 and plan.agree is None
         self.running = [w for replica, w in enumerate(self.workers) if replica % copies.pipelines < copies.group]
         self.microbatches_per_update = every // self.replicas  # microbatches per update at each replica
         # All replicas have the same order and versions, each for its own microbatches.
@@ -258,7 +259,7 @@ class _Pipeline:
         available = stage.arrived[k] if is_forward else stage.returned[k]
         if available is None:
             return False
-        if stage.replicas > 1:
+        if stage.sums:
             needed_updates = max(stage.versions[microbatch] if is_forward else 0, worker.finished_batches - 1)  # at most one update waits
             while worker.updates < needed_updates:
                 if stage.missing[worker.updates]:
@@ -287,7 +288,7 @@ class _Pipeline:
     def _end_batch(self, worker: _Worker, stage: _Stage, batch: int) -> None:
         """Update a worker that has the gradients of an update; the last of several replicas sums them first."""
         worker.finished_batches += 1
-        if stage.replicas == 1:
+        if not stage.sums:
             worker.clock += stage.update
             return
         stage.summed[batch] = max(stage.summed[batch], worker.clock)

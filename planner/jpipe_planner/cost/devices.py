@@ -131,6 +131,12 @@ def slowed(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost], topology
     return [dataclasses.replace(cost, **seconds) for cost, seconds in zip(costs, times, strict=True)]
 
 
+def host_limits_of(plan: jpipe.Plan, topology: Topology) -> tuple[float, ...]:
+    """Return the bytes of host memory that each pipeline rank may use for each of its devices; infinity: not limited."""
+    limits = [device.host.limit for device in topology.devices]
+    return tuple(min(limits[number] for number in devices) for devices in _of_ranks(plan))
+
+
 def limits_of(plan: jpipe.Plan, topology: Topology) -> tuple[float, ...]:
     """Return the bytes that each pipeline rank may use of each of its devices; infinity: not limited."""
     if not topology.differing:

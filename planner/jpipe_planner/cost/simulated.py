@@ -1,5 +1,6 @@
 """Prices from `jpipe.simulate`: a plan instruction by instruction, with transfers and sums on the links of a topology."""
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from jpipe_planner.machine.topology import Topology
 MOST_FORWARDS = 100_000  # most in a simulation, which then takes some seconds
 _MOST_KEPT = 10_000  # most forwards of a simulation whose program is kept for others
 BATCHES = 4  # least number in a window, if the schedule does not flush
+_NEVER = 10**9  # updates from one agreement to the next, of which there is none in a simulation
 MICROBATCHES = 24  # least number for each worker in a window: with shared links the pattern repeats only after several batches
 
 
@@ -29,6 +31,7 @@ class Simulated:
         held_bytes: for each rank the most bytes that it holds between its computations, as in `jpipe.programs.Prediction`.
         peak_bytes: for each rank its peak memory, temporaries included.
         sent_bytes: for each rank the bytes that it sends per batch.
+        host_bytes: for each rank the most bytes that it has in host memory.
     """
 
     batch_seconds: float
@@ -36,6 +39,7 @@ class Simulated:
     held_bytes: tuple[int, ...]
     peak_bytes: tuple[int, ...]
     sent_bytes: tuple[float, ...]
+    host_bytes: tuple[int, ...] = ()
 
 
 def simulate_plan(
@@ -47,19 +51,22 @@ def simulate_plan(
 ) -> Simulated | None:
     """Simulate a plan on a topology, with rank n on device n, or placed by the plan's `keep_together`.
 
-    Of pipelines that do the same, as `copies_of` says, a few are simulated for all.
+    Of pipelines that do the same, as `copies_of` says, a few are simulated for all. Pipelines that agree are simulated with an agreement in
+    each batch and without any: the time is the mean, and the memory that with an agreement.
 
     Args:
         plan: the plan.
         costs: the costs of its stages on the usual device, from `Profile.stage_costs` or, in exact bytes, from `jpipe.Pipeline.costs`.
-        topology: the links, and what overlaps computations; if ranks share cores, time is stretched while more ranks compute than there
-            are cores.
+        topology: the links, those to host memory included, and what overlaps computations; if ranks share cores, time is stretched while
+            more ranks compute than there are cores.
         global_norm: whether updates wait for the norm of all stages' gradients.
         least: the largest of its bounds, in seconds per batch; None: not known.
 
     Returns:
         The result; None if the simulation would take more than some seconds.
     """
+    if plan.agree is not None and 1 < plan.agree.every < _NEVER:
+        return _between_agreements(plan, costs, topology, global_norm)
     costs, shared = slowed(plan, costs, topology), jpipe.programs.shared_stages(costs)
     copies = copies_of(plan, topology, global_norm or bool(shared))
     if (number := forwards(plan, copies)) > MOST_FORWARDS:
@@ -70,7 +77,7 @@ def simulate_plan(
     shown = first + batches + (1 if overlap == "transfers and sums" else 1 + jpipe.programs.batches_until_full(plan))
     lowered = _lowered if number <= _MOST_KEPT else _lowered.__wrapped__
     program = lowered(_without_layers(plan), shown, global_norm, shared, copies.workers(plan))
-    prediction = jpipe.simulate(program, costs, link, overlap, brief=True)  # a plan is verified before it runs
+    prediction = jpipe.simulate(program, costs, link, overlap, host=hosts(plan, topology), brief=True)  # a plan is verified before it runs
     ranks = copies.ranks(plan)
     seconds = _measured(plan, prediction.timeline, ranks)
     if least is None and has_bounds(plan):
@@ -87,6 +94,26 @@ def simulate_plan(
         held_bytes=tuple(prediction.held_bytes[rank] for rank in ranks),
         peak_bytes=tuple(prediction.peak_bytes[rank] for rank in ranks),
         sent_bytes=tuple(prediction.moved_bytes[rank] / shown for rank in ranks),
+        host_bytes=tuple(prediction.host_bytes[rank] for rank in ranks),
+    )
+
+
+def _between_agreements(
+    plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost], topology: Topology, global_norm: bool
+) -> Simulated | None:
+    """Simulate a plan whose pipelines agree every so many updates."""
+    assert plan.agree is not None
+    plans = [plan.model_copy(update={"agree": plan.agree.model_copy(update={"every": every})}) for every in (1, _NEVER)]
+    agreeing, alone = (simulate_plan(each, costs, topology, global_norm) for each in plans)
+    if agreeing is None or alone is None:
+        return None
+    share = 1 / plan.agree.every
+    seconds = share * agreeing.batch_seconds + (1 - share) * alone.batch_seconds
+    return dataclasses.replace(
+        agreeing,
+        batch_seconds=seconds,
+        bubble=1 - (1 - alone.bubble) * alone.batch_seconds / seconds,
+        sent_bytes=tuple(share * more + (1 - share) * less for more, less in zip(agreeing.sent_bytes, alone.sent_bytes, strict=True)),
     )
 
 
@@ -117,6 +144,14 @@ def network(plan: jpipe.Plan, topology: Topology) -> jpipe.programs.Network:
         return topology.link(devices[source], devices[target])
 
     return cache(link) if topology.differing else link
+
+
+def hosts(plan: jpipe.Plan, topology: Topology) -> jpipe.programs.HostLink | None:
+    """Return a function that gives the link of any rank of a plan to the memory of its host; None if nothing waits there."""
+    if plan.offload is None:
+        return None
+    devices, links = device_numbers(plan), [device.host.link for device in topology.devices]
+    return lambda rank: links[devices[rank]]
 
 
 def _measured(plan: jpipe.Plan, timeline: jpipe.programs.Timeline, ranks: Sequence[int]) -> float:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jpipe import InputError
+from jpipe_planner.machine.host import Host
 from jpipe_planner.machine.plain_yaml import dump
 from jpipe_planner.machine.targets import FORMAT, known_targets, local_devices
 
@@ -95,6 +96,7 @@ def _attached(platform: str, kind: str, table: str, measured: Mapping[str, Any])
         "flops": {} if target is None else {dtype: f"{rate / 1e12:.15g} TFLOP/s" for dtype, rate in target.flops.items()},
         "efficiency": 0.45 if target is None else target.efficiency,
         "memory_bandwidth": f"{properties.pop('memory_bandwidth') / 1e9:.15g} GB/s",
+        "host": {"bandwidth": f"{(Host() if target is None else target.host).bandwidth / 1e9:.15g} GB/s"},
         "compiler": properties,
         "sources": [*(() if target is None else target.sources), "read from the device by jpipe target --here"],
     }

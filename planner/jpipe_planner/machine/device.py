@@ -8,6 +8,7 @@ from pydantic import Field
 
 import jpipe
 from jpipe import InputError
+from jpipe_planner.machine.host import Host
 from jpipe_planner.machine.targets import Target, find_target
 from jpipe_planner.machine.units import Data, Positive, Possible, Rates, Share, in_unit
 
@@ -27,6 +28,8 @@ class Device(Data):
         overlap: what goes on while the device computes: `none`, `transfers`, or `transfers and sums`. By default `none` for a target,
             because the queue of a GPU may hold transfers and sums between computations, and nobody has measured it there yet; otherwise
             `transfers and sums`, which have threads of their own on CPUs. `local_topology` measures it.
+        host: the memory of its host and the link to it, for what waits there; by default that of the target. `local_topology` measures
+            the link.
     """
 
     name: str = "device"
@@ -37,6 +40,7 @@ class Device(Data):
     efficiency: Annotated[float, Field(gt=0, le=1), Share] = 0.5
     memory_bandwidth: Annotated[float, in_unit("bytes per second"), Positive, Possible] | None = None
     overlap: jpipe.programs.Overlap = "transfers and sums"
+    host: Host = Host()
 
     @property
     def limit(self) -> float | None:
@@ -61,7 +65,10 @@ class Device(Data):
             target = find_target(fields["target"])
         except InputError as error:
             raise ValueError(str(error)) from None
-        return {**{name: getattr(target, name) for name in ("name", *_FIGURES)}, "overlap": "none", **fields}
+        figures = {**{name: getattr(target, name) for name in ("name", *_FIGURES)}, "overlap": "none", **fields}
+        if isinstance(given := fields.get("host"), Mapping):
+            figures["host"] = {**target.host.model_dump(), **given}
+        return figures
 
     @pydantic.model_validator(mode="after")
     def _leaves_memory(self) -> "Device":
@@ -72,4 +79,4 @@ class Device(Data):
         return self
 
 
-_FIGURES = ("memory", "reserved", "flops", "efficiency", "memory_bandwidth")  # of a target
+_FIGURES = ("memory", "reserved", "flops", "efficiency", "memory_bandwidth", "host")  # of a target

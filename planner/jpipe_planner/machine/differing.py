@@ -8,6 +8,7 @@ from pydantic import BeforeValidator, Field, field_validator
 
 from jpipe import InputError
 from jpipe_planner.machine.device import Device
+from jpipe_planner.machine.host import Host
 from jpipe_planner.machine.targets import find_target
 from jpipe_planner.machine.units import Data, Positive, Possible, in_unit
 
@@ -52,6 +53,7 @@ class Differing(Data):
         reserved: bytes that a plan leaves free.
         bandwidth: bytes per second of their ports, by the name of the level or its number, 0 for the innermost. A component has one port
             for all its devices.
+        host: the memory of their hosts and the link to it; what is not given is as there.
     """
 
     devices: Annotated[tuple[Annotated[int, Field(ge=0, lt=MOST, strict=True)], ...], BeforeValidator(_numbers), Field(min_length=1)]
@@ -63,6 +65,7 @@ class Differing(Data):
     bandwidth: Annotated[dict[str, Annotated[float, in_unit("bytes per second"), Positive, Possible]], BeforeValidator(_text_keys)] = Field(
         default_factory=dict
     )
+    host: Host | None = None
 
     @field_validator("target")
     @classmethod
@@ -81,7 +84,7 @@ class Differing(Data):
         """
         figures = usual if self.target is None else Device(target=self.target)
         name = self.name or (figures.name + ("" if self.target or self.speed in (None, 1) else f" at {self.speed:g}"))
-        update: dict[str, Any] = {"name": name}
+        update: dict[str, Any] = {"name": name, "host": figures.host.changed_by(self.host)}
         update |= {} if self.memory is None else {"memory": self.memory}
         update |= {} if self.reserved is None else {"reserved": {"reserved": self.reserved}}
         return figures.model_copy(update=update)

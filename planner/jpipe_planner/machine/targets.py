@@ -23,6 +23,7 @@ from pydantic import Field
 
 import jpipe
 from jpipe import InputError, files
+from jpipe_planner.machine.host import Host
 from jpipe_planner.machine.plain_yaml import parse
 from jpipe_planner.machine.units import Data, Positive, Possible, Rates, Share, in_unit
 
@@ -90,6 +91,7 @@ class Target(Data):
         flops: peak operations per second without sparsity, by dtype.
         efficiency: share of `flops` that large matrix products reach in training.
         memory_bandwidth: bytes per second.
+        host: the link to the memory of its host, as is to be expected where two devices share it.
         compiler: what XLA needs to know. Of a GPU: `compute_capability`, `core_count`, `l2_cache_size`, `clock_rate_ghz` and
             `device_memory_size`; further fields of XLA's `GpuDeviceInfoProto` replace those of the compute capability. Of a TPU:
             `topology`, such as `v5e:2x4`, and `chip_config_name` where a chip is one device of two cores.
@@ -106,6 +108,7 @@ class Target(Data):
     flops: Rates
     efficiency: Annotated[float, Field(gt=0, le=1), Share] = 0.5
     memory_bandwidth: Annotated[float, in_unit("bytes per second"), Positive, Possible]
+    host: Host = Host()
     compiler: dict[str, Any]
     sources: tuple[str, ...] = ()
 

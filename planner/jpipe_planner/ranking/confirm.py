@@ -11,6 +11,7 @@ from jpipe_planner.machine.topology import Topology
 from jpipe_planner.profile.profile import Profile
 from jpipe_planner.ranking.choose import Choice, Ranked, choose, in_order
 from jpipe_planner.ranking.compiled import Compiled, closed_form_bytes
+from jpipe_planner.ranking.saving.offload import find_offloads
 from jpipe_planner.search.candidate import Candidate
 from jpipe_planner.search.candidates import closed_form
 from jpipe_planner.search.stages import Layers
@@ -75,7 +76,8 @@ def confirm(
 
     A plan whose compiled stages do not fit is tried again with more recomputation at the stages that lack memory, and so are those of its
     kind with smaller microbatches, in the order of their speed. Near misses are compiled as well, because estimates may be too high. If
-    none of the first `MOST_COMPILED` plans fits, a few with full recomputation are compiled.
+    none of the first `MOST_COMPILED` plans fits, a few with full recomputation are compiled, and if none of these does, those that lack
+    least with parts of their state in host memory.
 
     Args:
         choice: the ranking by estimates.
@@ -88,6 +90,8 @@ def confirm(
     run.fastest()
     if not run.result.fitting:
         run.leanest()
+    if not run.result.fitting:
+        run.offloading()
     if run.result.fitting:
         run.as_fast()
     return run.result
@@ -147,6 +151,21 @@ class _Confirm:
         for full in (*fastest, *smallest):
             ranked = None if self.result.fitting else _with_policies(self._choice, full, full.policies)
             if ranked is not None:
+                self._add(ranked)
+                self._try(ranked)
+
+    def offloading(self) -> None:
+        """Compile the plans that lack least, with what they lack, and the error of their estimates, in host memory."""
+        nearest = sorted(self.result.attempts, key=lambda attempt: attempt.compiled.lacking or 0)
+        for attempt in [one for one in nearest if one.ranked.candidate.offload is None][:MOST_LEAN]:
+            candidate, true = attempt.ranked.candidate, attempt.compiled.ranked.memory
+            limits = self._limits(candidate)
+            errors = [max(actual - estimate, 0) for actual, estimate in zip(true, attempt.ranked.memory, strict=True)]
+            share = min(limit / (limit + error) for limit, error in zip(limits, errors, strict=True))
+            smaller = dataclasses.replace(self._choice, topology=self._choice.topology.with_memory(share))
+            for ranked in find_offloads(smaller, [candidate]):
+                if self.result.fitting:
+                    return
                 self._add(ranked)
                 self._try(ranked)
 
@@ -230,6 +249,9 @@ def _with_policies(choice: Choice, candidate: Candidate, policies: tuple[str, ..
     computing = computing_seconds(plan, slowed(plan, costs, topology))
     bubble = max(1 - computing / (candidate.num_ranks * seconds), 0.0)
     memory = closed_form_bytes(plan, costs) if simulation is None else Ranked(candidate, simulation).memory
+    if candidate.offload is not None:
+        on_device = simulate_plan(plan.model_copy(update={"offload": None}), costs, topology, choice.global_norm)
+        candidate = dataclasses.replace(candidate, on_device=0.0 if on_device is None else on_device.batch_seconds)
     return Ranked(dataclasses.replace(candidate, seconds=seconds, bubble=bubble, memory=memory), simulation)
 
 

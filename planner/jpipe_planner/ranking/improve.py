@@ -120,7 +120,7 @@ class _Improvement:
             by_bounds: whether they are compared by their bounds and not simulated.
         """
         profile, topology = self._choice.meshes.of(ranked.candidate.degrees)
-        quick = QuickBound(profile, topology, ranked.candidate.rows)
+        quick = QuickBound(profile, topology, ranked.candidate.rows, ranked.candidate.asked)
         fast = [(least, n, *one) for n, one in enumerate(near) if (least := quick.seconds(one[0])) < _enough(one[0], ranked)]
         queue = [(least, n, candidate, in_parts, False) for least, n, candidate, in_parts in heapq.nsmallest(MOST_NEAR, fast)]
         while queue and self._spent < MOST_IN_ALL:

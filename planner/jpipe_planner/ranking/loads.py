@@ -25,8 +25,8 @@ _INFINITE = float("inf")
 def least_loaded(candidate: Candidate, profile: Profile, topology: Topology) -> Iterator[Candidate]:
     """Yield for each number of stages, 2 or more, the plan whose busiest device has least to do, the best one first.
 
-    They have the schedule and the microbatches of the candidate, and as many devices. There are none for schedules that flush, for links of
-    several kinds, and for too many layers and devices.
+    They have the schedule and the microbatches of the candidate, and as many devices. There are none for schedules that flush, for
+    pipelines that agree, for links of several kinds, and for too many layers and devices.
 
     Args:
         candidate: a plan of one stage on each rank.
@@ -37,7 +37,7 @@ def least_loaded(candidate: Candidate, profile: Profile, topology: Topology) -> 
         {level.bandwidth for level in topology.levels if level.count > 1},
         jpipe.schedules.SCHEDULES[candidate.schedule].flushes,
     )
-    if flushes or candidate.update_every != "batch" or len(bandwidths) != 1 or topology.differing:
+    if flushes or candidate.agree is not None or candidate.update_every != "batch" or len(bandwidths) != 1 or topology.differing:
         return
     counts = [count for count in range(1, candidate.num_ranks + 1) if candidate.microbatches % count == 0]
     layers, depth = len(profile.ids), min(len(profile.ids), candidate.num_ranks, _MOST_DEPTH)

@@ -11,7 +11,7 @@ from jpipe.plan import repeats_forward
 from jpipe_planner.cost.shape import Shape
 from jpipe_planner.machine.topology import Topology
 from jpipe_planner.profile.profile import Profile
-from jpipe_planner.search.candidate import Candidate
+from jpipe_planner.search.candidate import USUAL, Asked, Candidate
 
 MOST_EXTRA = 4  # additional microbatches in flight
 
@@ -36,7 +36,7 @@ def neighbours(candidate: Candidate, profile: Profile) -> Iterator[Candidate]:
         for extra in (candidate.extra_in_flight + more for more in (-2, -1, 1, 2)):
             if 0 <= extra <= MOST_EXTRA:
                 yield dataclasses.replace(candidate, extra_in_flight=extra)
-    if not rules.flushes and candidate.update_every == "batch" and candidate.keep_together == "replicas":
+    if not rules.flushes and candidate.update_every == "batch" and candidate.keep_together == "replicas" and candidate.agree is None:
         work = [0.0, *accumulate(cost.forward + cost.backward for cost in profile.costs(candidate.rows).values())]
         for source, target in permutations(range(candidate.depth), 2):
             replicas = [count - (s == source) + (s == target) for s, count in enumerate(candidate.replicas)]
@@ -88,13 +88,13 @@ class QuickBound:
     flight.
     """
 
-    def __init__(self, profile: Profile, topology: Topology, rows: int) -> None:
+    def __init__(self, profile: Profile, topology: Topology, rows: int, asked: Asked = USUAL) -> None:
         costs, slowness = list(profile.costs(rows).values()), float(topology.slowness.min())  # that of the fastest device
         self._dispatch, self._count = 2 * profile.dispatch * slowness, len(costs)
         self._forward = [0.0, *accumulate(slowness * cost.forward for cost in costs)]
         self._both = [0.0, *accumulate(slowness * (cost.forward + cost.backward) for cost in costs)]
         self._summed = [0, *accumulate(cost.summed for cost in costs)]
-        self._outputs = [cost.outputs for cost in costs]
+        self._outputs = asked.message_bytes([cost.outputs for cost in costs])
         self._ways = 1 if any(cost.frozen for cost in costs) else 2  # before frozen layers there may be no gradients
         others = [bandwidth for one in topology.differing for bandwidth in one.bandwidth.values()]
         self._bandwidth = max([level.bandwidth for level in topology.levels] + others)
@@ -108,7 +108,8 @@ class QuickBound:
         longest = before = 0.0
         for (work, sending, summing), replicas in zip(stages, candidate.replicas, strict=True):
             each = candidate.microbatches / replicas
-            longest = max(longest, before + each * work, each * sending + 2 * (replicas - 1) / replicas * summing)
+            summed = 2 * (replicas - 1) / replicas * summing if candidate.agree is None else 0.0
+            longest = max(longest, before + each * work, each * sending + summed)
             before += work if flushes else 0.0
         return longest if flushes else max(longest, self._in_flight(candidate, [work for work, _, _ in stages]))
 

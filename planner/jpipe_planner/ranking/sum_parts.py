@@ -30,7 +30,7 @@ def with_sum_parts(candidate: Candidate, profile: Profile, topology: Topology) -
         profile: the profile of its layers on its meshes.
         topology: its meshes as devices; only where sums overlap with computations do parts gain anything.
     """
-    if topology.device.overlap != "transfers and sums" or max(candidate.replicas) == 1:
+    if topology.device.overlap != "transfers and sums" or max(candidate.replicas) == 1 or candidate.agree is not None:
         return None
     plan = dataclasses.replace(candidate, sum_parts=()).plan(profile.ids)
     layers, link, hidden = profile.costs(candidate.rows), network(plan, topology), _hidden_seconds(candidate, plan, profile)

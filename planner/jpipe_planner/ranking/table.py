@@ -110,11 +110,13 @@ def schedule(candidate: Candidate) -> str:
     """Return the schedule with its options in the plan."""
     parts = max((len(parts) for parts in candidate.sum_parts), default=1)
     in_parts = f"sum in {parts} parts" if parts > 1 else ""
+    waiting = f"offload {offloaded(candidate)}" if candidate.offload is not None else ""
+    agreeing = "" if candidate.agree is None else f"agree every {candidate.agree.every}"
     if candidate.depth == 1 and candidate.num_ranks > 1 and jpipe.schedules.SCHEDULES[candidate.schedule].data_parallel:
-        return "data parallel" + (f", {in_parts}" if in_parts else "")
+        return ", ".join(["data parallel", *filter(None, (agreeing, in_parts, waiting))])
     if candidate.is_late_data_parallel:
         late = "one update" if candidate.delay == 1 else f"{delay(candidate)} updates"
-        return f"data parallel, {late} late ({candidate.schedule}{', ' if in_parts else ''}{in_parts})"
+        return f"data parallel, {late} late ({', '.join([candidate.schedule, *filter(None, (in_parts, waiting))])})"
     options = ["vertical sync"] if candidate.vertical_sync else []
     options += ["early"] if candidate.split_backward == "early" else []
     options += [f"+{candidate.extra_in_flight}"] if candidate.extra_in_flight else []
@@ -123,7 +125,19 @@ def schedule(candidate: Candidate) -> str:
     options += ["M_s = r_s"] if candidate.update_every == "replicas" else []
     options += ["stages together"] if candidate.keep_together == "stages" else []
     options += [in_parts] if in_parts else []
+    options += [*filter(None, (agreeing, "" if candidate.links is None else f"links {compressed(candidate.links)}", waiting))]
     return " ".join([candidate.schedule, *options])
+
+
+def compressed(links: jpipe.plan.Links) -> str:
+    """Return what activations and gradients are rounded to, such as `int8/fp8`; `–`: not at all."""
+    return f"{links.activations or '–'}/{links.gradients or '–'}"
+
+
+def offloaded(candidate: Candidate) -> str:
+    """Return what waits in host memory, with the stages unless they are all, as `optimizer, residuals 0 1`."""
+    parts = [(what, stages) for what, stages in candidate.offload or () if stages]
+    return ", ".join(what if stages == "all" else " ".join([what, *map(str, stages)]) for what, stages in parts)
 
 
 def name(candidate: Candidate) -> str:
@@ -143,11 +157,12 @@ def devices(topology: Topology) -> str:
 
 def links(topology: Topology) -> str:
     """Return the links of equal devices, and how many of them can compute at a time, for a sentence."""
-    level = topology.levels[0]
+    level, host = topology.levels[0], topology.device.host
+    moves = f"; {size(host.bandwidth)}/s to host memory" if host.limit else ""
     if topology.num_devices == 1:
-        return "one device, no links"
+        return f"one device, no links{moves}"
     cores = "" if topology.cores is None else f"; {topology.cores:.3g} of {topology.num_devices} devices compute at full speed at a time"
-    return f"links of {size(level.bandwidth)}/s, {level.latency * 1e6:,.0f} us per message{cores}"
+    return f"links of {size(level.bandwidth)}/s, {level.latency * 1e6:,.0f} us per message{cores}{moves}"
 
 
 def size(count: int | float) -> str:
@@ -170,6 +185,15 @@ def signs(choice: Choice, most: int) -> list[str]:
         meanings.append("shard_optimizer: each replica of a stage has a part of its optimizer state, and updates that part of the weights")
     if any(candidate.sum_parts for candidate in shown):
         meanings.append("sum in parts: gradients of the last layers are summed beside the backward of the layers before (sum_parts)")
+    if any(candidate.agree for candidate in shown):
+        meanings.append("agree every H: parallel pipelines that train by themselves and agree on their weights every H updates (agree)")
+    if any(candidate.links for candidate in shown):
+        meanings.append("links a/g: what activations and their gradients are rounded to where they are sent (links)")
+    if any(candidate.offload for candidate in shown):
+        meanings.append(
+            "offload: at all stages, or at those with these numbers, that waits in host memory while nothing reads it; slower: than with "
+            "everything on devices with enough memory"
+        )
     return meanings
 
 
@@ -317,7 +341,10 @@ def _limits(choice: Choice, candidate: Candidate) -> tuple[float, ...]:
 def _row(rank: int, ranked: Ranked, limits: Sequence[float]) -> tuple[str, ...]:
     candidate, simulated = ranked.candidate, ranked.simulated
     limit, memory = max(zip(limits, ranked.memory, strict=True), key=lambda both: (both[1] / both[0], both[1]))
-    difference = f" ({ranked.why})" if ranked.why else ""
+    reasons = [ranked.why] if ranked.why else []
+    if candidate.offload is not None and candidate.on_device:
+        reasons.append(f"offload {max(ranked.seconds / candidate.on_device - 1, 0):.1%} slower")
+    difference = f" ({', '.join(reasons)})" if reasons else ""
     return (
         str(rank),
         schedule(candidate),

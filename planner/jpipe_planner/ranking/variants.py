@@ -29,7 +29,7 @@ from jpipe_planner.ranking.choose import Ranked
 from jpipe_planner.ranking.race import SLACK
 from jpipe_planner.ranking.sum_parts import with_sum_parts
 from jpipe_planner.search.balance import balance
-from jpipe_planner.search.candidate import Candidate
+from jpipe_planner.search.candidate import USUAL, Asked, Candidate
 from jpipe_planner.search.candidates import on_meshes
 from jpipe_planner.search.parallel import search_parallel
 
@@ -81,6 +81,7 @@ def find_variants(
     max_delay: float | None = None,
     best: Ranked | None = None,
     share_optimizer: bool = True,
+    asked: Asked = USUAL,
 ) -> Variants:
     """Return plans of these schedules with their simulations.
 
@@ -99,16 +100,17 @@ def find_variants(
         max_delay: the largest mean delay of a plan in updates, see `Candidate.delay`; 0 allows only plans without a delay; None: any.
         best: the best known plan that fits, simulated; None: all plans are simulated, up to a limit.
         share_optimizer: whether replicas may share an optimizer, which excludes a moving average of the weights.
+        asked: what plans are to do in addition; those of `planned` do it.
     """
     profile, topology = Meshes(profile, topology).of(degrees)
     planned = [dataclasses.replace(candidate, degrees=NO_MESH) for candidate in planned if candidate.degrees == degrees]
     schedules = variant_schedules() if schedules is None else [name for name in schedules if name in variant_schedules()]
-    straight = search_parallel(profile, topology, batch, exact=exact, schedules=[BASE]) if schedules else []
+    straight = search_parallel(profile, topology, batch, exact=exact, schedules=[BASE], asked=asked) if schedules else []
     run = _Variants(profile, topology, schedules, global_norm, max_delay)
     usable = _usable(planned, topology, all_devices)
     early = [one for base in _bases_with("split_backward", (one for one in usable if one.depth > 1), EARLY) for one in run.early(base)]
     in_parts = list(run.in_parts(usable))
-    saving = [one for base in _bases_with(None, filter(_lacks_memory, usable), SAVING) for one in run.saving(base, share_optimizer)]
+    saving = [one for base in _bases_with(None, filter(lacks_memory, usable), SAVING) for one in run.saving(base, share_optimizer)]
     of_ranks = [one for base in _bases(_usable(straight, topology, all_devices)) for one in run.of_ranks(base)]
     run.simulate([*early, *in_parts, *saving, *of_ranks], best)
     simulated = (
@@ -135,7 +137,7 @@ def _bases(straight: Sequence[Candidate]) -> list[Candidate]:
     return list(best.values())[:BASES]
 
 
-def _lacks_memory(candidate: Candidate) -> bool:
+def lacks_memory(candidate: Candidate) -> bool:
     """Return whether a plan does not fit, or recomputes so that it does."""
     return candidate.over is not None or any(policy != "none" for policy in candidate.policies)
 

@@ -2,14 +2,50 @@
 
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import jpipe
 from jpipe_planner.cost.devices import limits_of
 from jpipe_planner.cost.shape import Shape, is_planned, mean_delay
 from jpipe_planner.machine.topology import Topology
 from jpipe_planner.profile.sharded import NO_MESH, Degrees
+
+
+class Asked(NamedTuple):
+    """What plans do only if they are asked to, because the run learns something else.
+
+    Attributes:
+        agree: how replicas agree, where there are several; then all stages have as many, and nothing else is summed.
+        links: how messages between stages are compressed.
+    """
+
+    agree: jpipe.plan.Agreement | None = None
+    links: jpipe.plan.Links | None = None
+
+    def of_pipelines(self, width: int, depth: int) -> "Asked":
+        """Return what w pipelines of d stages do: one has nothing to agree on, one stage nothing to send, and d at most d fragments."""
+        agree, links = self.agree if width > 1 else None, self.links if depth > 1 else None
+        if agree is not None and isinstance(agree.fragments, int) and agree.fragments > depth:
+            agree = agree.model_copy(update={"fragments": depth})
+        return Asked(agree, links)
+
+    @property
+    def agreed_copies(self) -> int:
+        """How often the weights are held in addition, for the agreed weights and their momentum."""
+        return 0 if self.agree is None else 1 + bool(self.agree.outer.momentum)
+
+    def message_bytes(self, sizes: Sequence[int]) -> list[float]:
+        """Return the bytes of messages of these sizes, the mean of activations and gradients."""
+        if self.links is None:
+            return [float(size) for size in sizes]
+        sent = self.links.compressed_bytes
+        return [(sent("activations", size) + sent("gradients", size)) / 2 for size in sizes]
+
+
+USUAL = Asked()
+"""Nothing is asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +79,10 @@ class Candidate:
         placed_on: the devices, or meshes, of the topology in the order in which ranks get them; None: in the order of their numbers.
         sum_parts: for each stage how many layers each part of the sum of its gradients has, as in `jpipe.Stage`; empty: no stage
             sums in parts.
+        agree: as in `jpipe.Plan`.
+        links: as in `jpipe.Plan`.
+        offload: as in `jpipe.Plan`.
+        on_device: with `offload` the seconds per batch of the same plan with everything on the devices, if these had the memory.
     """
 
     schedule: str
@@ -70,6 +110,10 @@ class Candidate:
     shard_optimizer: bool = False
     placed_on: tuple[int, ...] | None = None
     sum_parts: tuple[tuple[int, ...], ...] = ()
+    agree: jpipe.plan.Agreement | None = None
+    links: jpipe.plan.Links | None = None
+    offload: jpipe.plan.HostMemory | None = None
+    on_device: float = 0.0
 
     @property
     def depth(self) -> int:
@@ -102,6 +146,11 @@ class Candidate:
         return self.batch / self.seconds
 
     @property
+    def asked(self) -> Asked:
+        """What it does because it was asked for."""
+        return Asked(self.agree, self.links)
+
+    @property
     def delay(self) -> float:
         """The mean delay of its stages in steady state, in updates; 0 with schedules that flush. See `jpipe.Plan.mean_delay`."""
         if jpipe.schedules.SCHEDULES[self.schedule].flushes:
@@ -130,12 +179,12 @@ class Candidate:
     @property
     def without_costs(self) -> "Candidate":
         """The same plan without its costs, by which plans can be told apart."""
-        return replace(self, seconds=0.0, bubble=0.0, memory=(), sent=0.0, bound="", over=None)
+        return replace(self, seconds=0.0, bubble=0.0, memory=(), sent=0.0, bound="", over=None, on_device=0.0)
 
     @property
     def is_late_data_parallel(self) -> bool:
         """Whether it is data parallelism that applies the sum of the gradients one update late."""
-        return self.depth == 1 and self.num_ranks > 1 and not jpipe.schedules.SCHEDULES[self.schedule].flushes
+        return self.depth == 1 and self.num_ranks > 1 and self.agree is None and not jpipe.schedules.SCHEDULES[self.schedule].flushes
 
     @property
     def kind(self) -> tuple[object, ...]:
@@ -150,13 +199,14 @@ class Candidate:
 
     @property
     def rank(self) -> tuple[object, ...]:
-        """The sort key: plans that fit first, then faster ones; newer weights, fewer ranks and chunks, whole backwards, less memory."""
+        """The sort key: plans that fit first, then faster ones; newer weights, fewer ranks and chunks, no offload, less memory."""
         lacks = self.over[1] if self.over else 0
         ties = (
             _Staleness(self),
             self.degrees.size,
             self.num_pipeline_ranks,
             self.chunks,
+            self.offload is not None,
             not self.has_whole_backwards,
             max(self.memory),
             self.batch,
@@ -203,6 +253,9 @@ class Candidate:
             order=self.order,
             order_limit=self.order_limit,
             split_backward=self.split_backward,
+            agree=self.agree,
+            links=self.links,
+            offload=self.offload,
         )
         return plan if self.placed_on is None else plan.model_copy(update={"placement": self._placement(plan, self.placed_on)})
 

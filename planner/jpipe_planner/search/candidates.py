@@ -14,7 +14,7 @@ from jpipe_planner.cost.shape import planned_schedules, sharing_refusal
 from jpipe_planner.machine.topology import Topology
 from jpipe_planner.profile.profile import Profile
 from jpipe_planner.profile.sharded import NO_MESH, Degrees, Meshes
-from jpipe_planner.search.candidate import Candidate
+from jpipe_planner.search.candidate import USUAL, Asked, Candidate
 from jpipe_planner.search.paper import search_paper
 from jpipe_planner.search.parallel import EXTRA, in_orders, pipelines_seconds, search_parallel
 from jpipe_planner.search.partition import SCHEDULE, Partition, Placed, Problem, evaluate_partition
@@ -41,6 +41,7 @@ def find_candidates(
     replicas: bool = True,
     max_delay: float | None = None,
     global_norm: bool = False,
+    asked: Asked = USUAL,
 ) -> list[Candidate]:
     """Return all plans of equal pipelines, and for each microbatch size the best of PipeDream's (1F1B round-robin).
 
@@ -63,6 +64,7 @@ def find_candidates(
         replicas: whether stages may have replicas. Without, plans with fewer stages than devices leave the remaining devices idle.
         max_delay: the largest mean delay of a plan in updates, see `Candidate.delay`; 0 allows only plans without a delay; None: any.
         global_norm: whether gradients are clipped by their norm over all stages.
+        asked: what plans are to do in addition. Pipelines that agree are equal ones; messages between meshes cannot be compressed.
     """
     schedules = planned_schedules() if schedules is None else schedules
     is_restricted = global_norm or bool(profile.shared)
@@ -71,11 +73,12 @@ def find_candidates(
     views, candidates = Meshes(profile, topology), list[Candidate]()
     for degrees in meshes:
         options: dict[str, Any] = {"exact": exact, "replicas": replicas, "max_delay": max_delay, "global_norm": global_norm}
+        options["asked"] = asked
         searched = search_parallel(*views.of(degrees), batch, schedules=schedules, **options)
         of_mesh, machine = views.of(degrees)
-        if SCHEDULE.name in schedules and not is_restricted and has_searchable_stages(machine):
+        if SCHEDULE.name in schedules and not is_restricted and asked.agree is None and has_searchable_stages(machine):
             found = in_orders(machine, partial(_pipedream, of_mesh, batch=batch, exact=exact, how=pipedream))
-            stages = [one for one in found if one.is_within(max_delay)]
+            stages = [dataclasses.replace(one, links=asked.of_pipelines(1, one.depth).links) for one in found if one.is_within(max_delay)]
             searched += [one for one in stages if one.depth > 1 or one.update_every == "replicas"]  # else among the equal pipelines
         candidates += searched if degrees.size == 1 else [on_meshes(candidate, degrees) for candidate in searched]
     useful = [candidate for candidate in candidates if candidate.depth > 1 or _is_data_parallelism(candidate, schedules)]

@@ -28,7 +28,7 @@ from jpipe_planner.cost.shape import Pipelines, ScheduleFacts, batch_orders, nee
 from jpipe_planner.machine.topology import Topology
 from jpipe_planner.profile.profile import Profile
 from jpipe_planner.search.balance import balance
-from jpipe_planner.search.candidate import Candidate
+from jpipe_planner.search.candidate import USUAL, Asked, Candidate
 from jpipe_planner.search.stages import Layers, Stages
 
 EXTRA = (0, 1, 2)  # additional microbatches in flight, tried for schedules with that option
@@ -48,6 +48,7 @@ def search_parallel(
     replicas: bool = True,
     max_delay: float | None = None,
     global_norm: bool = False,
+    asked: Asked = USUAL,
 ) -> list[Candidate]:
     """Price all plans of w pipelines of d stages on all w d devices of the topology; on fewer devices only if no such plan fits.
 
@@ -68,6 +69,7 @@ def search_parallel(
         max_delay: the largest mean delay of a plan in updates, see `Candidate.delay`; 0 allows only plans without a delay; None: any.
         global_norm: whether gradients are clipped by their norm over all stages. Then, and if layers share parameters, schedules that
             need it have `vertical_sync`.
+        asked: what plans are to do in addition.
 
     Returns:
         All candidates, best first; those that do not fit are last, sorted by how much they lack. Empty if no plan has such a batch.
@@ -75,9 +77,9 @@ def search_parallel(
     schedules = planned_schedules() if schedules is None else tuple(schedules)
     if topology.differing:
         limits: dict[str, Any] = {"exact": exact, "schedules": schedules, "price": price, "replicas": replicas, "max_delay": max_delay}
-        search = partial(_search, profile, batch=batch, global_norm=global_norm, **limits)
+        search = partial(_search, profile, batch=batch, global_norm=global_norm, asked=asked, **limits)
         return sorted(in_orders(topology, search), key=lambda candidate: candidate.rank)
-    return _search(profile, topology, batch, exact, schedules, price, replicas, max_delay, global_norm)
+    return _search(profile, topology, batch, exact, schedules, price, replicas, max_delay, global_norm, asked)
 
 
 def in_orders(topology: Topology, search: Callable[[Topology], Iterable[Candidate]]) -> Iterator[Candidate]:
@@ -97,9 +99,10 @@ def _search(
     replicas: bool,
     max_delay: float | None,
     global_norm: bool,
+    asked: Asked,
 ) -> list[Candidate]:
     """Do the work of `search_parallel` with the devices in their order."""
-    run = _Sweep(profile, topology, batch, exact, schedules, price, max_delay, global_norm or bool(profile.shared))
+    run = _Sweep(profile, topology, batch, exact, schedules, price, max_delay, global_norm or bool(profile.shared), asked)
     shapes = run.full() if replicas else run.single()
     candidates = [candidate for width, depth in shapes for candidate in run.candidates(width, depth)]
     if replicas and all(candidate.over for candidate in candidates):
@@ -140,7 +143,7 @@ def pipelines_seconds(profile: Profile, topology: Topology, candidate: Candidate
     stages = layers.cut(candidate.starts, profile.sizes.index(candidate.rows))
     crossing = Crossings.find(topology, width, depth, candidate.keep_together)
     backward = _slowed(crossing, stages.backward[[layers.policies.index(policy) for policy in candidate.policies], range(depth)])
-    times = _times(stages, width, crossing)._replace(backward=backward)
+    times = _times(stages, width, crossing, candidate.asked)._replace(backward=backward)
     pipelines = Pipelines(candidate.schedule, width, depth, candidate.extra_in_flight, candidate.vertical_sync)
     return float(_price(pipelines, schedule_facts(pipelines, (candidate.microbatches // width,)), times).seconds[0])
 
@@ -170,17 +173,19 @@ def _slowed(crossing: Crossings, seconds: Any) -> Any:
     return seconds if crossing.slowness is None else seconds * np.array(crossing.slowness)
 
 
-def _times(stages: Stages, width: int, crossing: Crossings) -> Times:
-    """Return the times that do not depend on the schedule, without recomputation."""
-    one_way, both_ways = crossing.ports(stages.outputs[:-1])
-    all_reduce = [all_reduce_seconds(size, width, ring) for size, ring in zip(stages.accumulators.tolist(), crossing.rings, strict=True)]
+def _times(stages: Stages, width: int, crossing: Crossings, asked: Asked) -> Times:
+    """Return the times that do not depend on the schedule, without recomputation; agreements are spread over all updates."""
+    messages = np.array(asked.message_bytes(stages.outputs[:-1].tolist()))
+    one_way, both_ways = crossing.ports(messages)
+    sizes, every = (stages.accumulators, 1) if asked.agree is None else (stages.weights - stages.frozen, asked.agree.every)
+    all_reduce = [all_reduce_seconds(size, width, ring) / every for size, ring in zip(sizes.tolist(), crossing.rings, strict=True)]
     return Times(
         forward=_slowed(crossing, stages.forward),
         backward=_slowed(crossing, stages.backward[0]),
         update=_slowed(crossing, stages.update),
         all_reduce=np.array(all_reduce),
         sharing=crossing.sharing if width > 1 else (),
-        messages=stages.outputs[:-1] / crossing.bandwidths,
+        messages=messages / crossing.bandwidths,
         latencies=crossing.latencies,
         one_way=one_way,
         both_ways=both_ways,
@@ -203,9 +208,10 @@ class _Sweep:
         price: str,
         max_delay: float | None,
         is_restricted: bool,
+        asked: Asked,
     ) -> None:
         self.profile, self.topology, self.batch, self.exact, self.price = profile, topology, batch, exact, price
-        self.max_delay, self.is_restricted = max_delay, is_restricted
+        self.max_delay, self.is_restricted, self.asked = max_delay, is_restricted, asked
         self.layers = Layers(profile)
         self.tried = tuple((name, extra) for name in schedules for extra in _extras(jpipe.schedules.SCHEDULES[name]))
         self.cut = cache(self._cut)
@@ -254,7 +260,9 @@ class _Sweep:
         for n, rows in enumerate(self.profile.sizes):
             numbers = self._microbatches(rows * width, depth)
             for stages in self.cut(depth, n, slowness) if numbers else ():
-                links = [(keep, crossing, _times(stages, width, crossing)) for keep, crossing in crossings]
+                links = [
+                    (keep, crossing, _times(stages, width, crossing, self.asked.of_pipelines(width, depth))) for keep, crossing in crossings
+                ]
                 for schedule, extra in self.tried:
                     rules, sync = jpipe.schedules.SCHEDULES[schedule], self.is_restricted and depth > 1 and needs_vertical_sync(schedule)
                     pipelines = Pipelines(schedule, width, depth, extra, sync)
@@ -287,11 +295,11 @@ class _Sweep:
         facts, width = schedule_facts(pipelines, numbers), pipelines.width
         if not facts.microbatches:
             return None
-        in_flight = facts.in_flight
+        in_flight, asked, trained = facts.in_flight, self.asked.of_pipelines(width, pipelines.depth), stages.weights - stages.frozen
         sent = np.concatenate([np.zeros_like(in_flight[:, :1]), in_flight[:, :-1] * width], axis=1)
         memory = stage_bytes(
-            stages.weights - stages.frozen,
-            stages.optimizer,
+            trained,
+            stages.optimizer + asked.agreed_copies * trained,
             stages.state + stages.frozen,
             np.where(facts.fused, 0, stages.residuals[:, None]),
             stages.inputs,
@@ -302,8 +310,8 @@ class _Sweep:
             in_flight=in_flight,
             waiting=waiting_inputs(in_flight, width, sent),
             accumulators=stages.accumulators,
-            replicas=width,
-            exchanged=stages.exchanged,
+            replicas=width if asked.agree is None else 1,
+            exchanged=stages.exchanged if asked.agree is None else stages.exchanged + trained,
             ahead=stages.ahead,
         )
         fits = memory <= limits
@@ -323,15 +331,16 @@ class _Sweep:
         price, (schedule, width, depth, extra, sync) = self._seconds(pipelines, fit.facts, times), pipelines
         numbers = np.array(fit.facts.microbatches)
         busy = width * (numbers * times.compute.sum(1) + times.update.sum())
-        sums = (2 * (width - 1) * stages.accumulators.sum() + width * stages.sent.sum()) / (width * rows * numbers)
-        over = fit.over
+        asked, over, trained = self.asked.of_pipelines(width, depth), fit.over, stages.weights - stages.frozen
+        summed = stages.accumulators.sum() if asked.agree is None else trained.sum() / asked.agree.every
+        sums = (2 * (width - 1) * summed + width * stages.sent.sum()) / (width * rows * numbers)
         rows_of = zip(
             fit.facts.microbatches,
             price.seconds.tolist(),
             (1 - busy / (width * depth * price.seconds)).tolist(),
             fit.policy.tolist(),
             fit.memory.tolist(),
-            (2 * stages.outputs.sum() / rows + sums).tolist(),
+            (2 * sum(asked.message_bytes(stages.outputs.tolist())) / rows + sums).tolist(),
             price.bound.tolist(),
             price.where.tolist(),
             over.argmax(1).tolist(),
@@ -355,4 +364,6 @@ class _Sweep:
                 bound=BOUNDS[bound].format(where),
                 over=(worst, int(np.ceil(lacks))) if lacks > 0 else None,
                 vertical_sync=sync,
+                agree=asked.agree,
+                links=asked.links,
             ).sharing(self.topology.cores)

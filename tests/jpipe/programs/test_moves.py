@@ -1,11 +1,12 @@
 """Moves to host memory and back, as they are lowered, verified and priced."""
 
+import json
 from dataclasses import replace
 
 import pytest
 
-from jpipe import InputError, Link, Plan, lower, simulate
-from jpipe.programs import ProgramError, StageCost
+from jpipe import InputError, Link, Plan, lower, simulate, to_perfetto
+from jpipe.programs import ProgramError, StageCost, parse_grid
 from jpipe.programs._instructions import Compute, Fetch, Offload, Update
 
 EVERYTHING = dict.fromkeys(("optimizer", "versions", "residuals", "stash"), "all")
@@ -73,6 +74,14 @@ def test_moves_take_time_and_memory_of_the_host():
     assert run.host_bytes == (4, 0)
     assert run.host_moved_bytes == (4 * 4, 0)
     assert {sample.optimizer for sample in run.memory[0]} == {0, 4}
+    moves = [(transfer.row, transfer.label, transfer.end - transfer.start, transfer.size) for transfer in run.transfers if transfer.is_move]
+    assert moves == [("host to 0", "o", 2.0, 4), ("0 to host", "o", 2.0, 4)] * 2
+    assert parse_grid(run.grid(transfers=True)) == parse_grid(run.grid())
+    rows = [line.split("|")[0].strip() for line in run.grid(transfers=True).splitlines()]
+    assert rows == ["tick", "rank 0", "rank 1", "host to 0", "0 to host"]
+    events = json.loads(to_perfetto({"": run.timeline}, {"": run.transfers}))["traceEvents"]
+    assert [event["args"]["name"] for event in events if event["name"] == "thread_name"] == rows[1:]
+    assert [event["args"]["bytes"] for event in events if event["name"] == "o"] == [4] * 4
     blocking = simulate(lower(plan, 2), [COST] * 2, host=lambda rank: Link(bandwidth=2.0), overlap="none")
     assert blocking.seconds == 2 * (9 + 2 + 2)
 

@@ -101,12 +101,17 @@ def test_measured_peak_with_compressed_messages_is_predicted(schedule, recompute
 @pytest.mark.thinned(most=0, most_slow=1)
 @pytest.mark.parametrize(
     "fields",
-    [{"schedule": "pipedream", "microbatches": 1}, {"schedule": "pipedream_2bw"}, {"schedule": "zb_h1"}],
+    [
+        {"schedule": "pipedream", "microbatches": 1},
+        {"schedule": "pipedream_2bw"},
+        {"schedule": "zb_h1"},
+        {"schedule": "gpipe", "recompute": "full", "offload": {"optimizer": "all", "residuals": (0, 2)}},  # as a planner chooses
+    ],
     ids=lambda fields: fields["schedule"],
 )
 def test_measured_peak_with_host_memory_is_predicted(fields):
     whole = dict.fromkeys(("optimizer", "versions", "residuals", "stash"), "all")
-    plan = Plan.even(STACK.ids, 4, offload=whole, **{"microbatches": MICROBATCHES, **fields})
+    plan = Plan.even(STACK.ids, 4, **{"microbatches": MICROBATCHES, "offload": whole, **fields})
     measured, predicted = measured_and_predicted(plan)
     np.testing.assert_allclose(measured, predicted, atol=64)
 

@@ -27,13 +27,14 @@ PLANS = [
     {"num_stages": 3, "schedule": "pipedream_2bw"},
     {"num_stages": 3, "schedule": "gpipe", "replicas": [2, 1, 2]},
     {"num_stages": 2, "schedule": "pipedream_flush", "replicas": 2, "agree": {"every": 2}},
+    {"num_stages": 3, "schedule": "pipedream_2bw", "offload": dict.fromkeys(("optimizer", "versions", "residuals"), "all")},
 ]
 
 
 @pytest.mark.parametrize("options", PLANS)
 def test_a_trace_has_the_transfers_of_the_plan_and_they_end_before_they_are_used(options):
     plan = Plan.even(STACK.ids, microbatches=M, **options)
-    pipe = Pipeline(STACK, plan, models.masked_squares, optax.sgd(1e-2), clip_global_norm=1.0)
+    pipe = Pipeline(STACK, plan, models.masked_squares, optax.sgd(1e-2, momentum=0.9), clip_global_norm=1.0)
     batches = models.masked_batches(3, M)
     state, tracer = pipe.init(jax.random.key(0), batches[0]), Tracer(plan)
     for batch in batches:
@@ -46,7 +47,11 @@ def test_a_trace_has_the_transfers_of_the_plan_and_they_end_before_they_are_used
     assert bool(changes) == (plan.agree is not None)
     assert changes <= set(found), "no array of an agreement is left for the watching thread, but a computation reads its result"
     watched = tracer._transfers
-    assert {(moved.what, tuple(plan.rank_of[w] for w in moved.workers), moved.number) for moved in watched._posted} == set(expected)
+    posted = {(moved.what, tuple(plan.rank_of[w] for w in moved.workers), moved.number) for moved in watched._posted}
+    posted |= {(move.what, move.ranks, move.number) for move in watched._moves._moves}
+    assert posted == set(expected)
+    moved = {transfer.what for transfer in trace.transfers if transfer.is_move}
+    assert moved == {what for what, stages in plan.offload or () if stages}
     ends = {(span.op, rank, span.microbatch): span.end for rank, row in enumerate(trace.timeline) for span in row}
     updated = [[span.end + span.update_wait + span.update_time for span in row if span.updates] for row in trace.timeline]
     for transfer in trace.transfers:

@@ -350,12 +350,20 @@ def test_transfers_and_sums_are_boxes_in_rows_below_the_ranks():
     drawn(figure)
 
 
-def test_agreements_of_pipelines_have_a_colour_and_a_name_of_their_own():
-    plan = jpipe.Plan.even("ab", 1, "gpipe", 2, replicas=2, agree={"every": 1})
-    prediction = jpipe.simulate(jpipe.lower(plan, 2), [jpipe.programs.StageCost(accumulators=5, weights=5)], jpipe.Link(bandwidth=10))
+@pytest.mark.parametrize(
+    ("fields", "colour", "boxes", "name"),
+    [
+        ({"replicas": 2, "agree": {"every": 1}}, "#4b1d78", [2], "agreement of pipelines"),
+        ({"offload": {"optimizer": "all"}}, "#f0e0a0", [2, 2], "move to or from host memory"),
+    ],
+)
+def test_agreements_and_moves_have_a_colour_and_a_name_of_their_own(fields, colour, boxes, name):
+    plan, link = jpipe.Plan.even("ab", 1, "gpipe", 2, **fields), jpipe.Link(bandwidth=10)
+    costs = [jpipe.programs.StageCost(accumulators=5, weights=5, optimizer=5)]
+    prediction = jpipe.simulate(jpipe.lower(plan, 2), costs, link, host=link)
     figure = jpipe.draw_timeline({"a": prediction.timeline}, {"a": prediction.transfers}, unit="forwards")
-    assert len(boxes_by_row(figure.axes[0], "#4b1d78")[2]) == 2
-    assert figure.legends[0].get_texts()[-1].get_text() == "agreement of pipelines"
+    assert [len(row) for row in boxes_by_row(figure.axes[0], colour).values()] == boxes
+    assert figure.legends[0].get_texts()[-1].get_text() == name
 
 
 def test_transfers_of_a_timeline_that_there_is_not_are_refused():

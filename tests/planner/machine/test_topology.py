@@ -275,3 +275,13 @@ def test_the_speed_of_a_target_follows_from_flops_of_the_same_dtype():
     assert topology.slowness[0] == pytest.approx(67e12 * 0.45 / (v100.flops["float32"] * v100.efficiency))
     assert topology.devices[0].name == v100.name
     assert topology.limits[0] == v100.memory - sum(v100.reserved.values())
+
+
+def test_the_link_to_host_memory_is_that_of_the_target_unless_it_is_given_and_may_differ():
+    target = find_target("h100-80gb").host
+    usual = GOOD.replace("{name: V100,", "{host: {memory: 100 GB}, target: h100-80gb, name: V100,")
+    differing = usual + "differing:\n  - {devices: 8-15, host: {bandwidth: 2 GB/s}}\n"
+    machine, slow = Topology.from_yaml(usual), Topology.from_yaml(differing)
+    assert Topology.from_yaml(GOOD).device.host.link == jpipe.Link(8e9, 1e-5)
+    assert (machine.device.host.bandwidth, machine.device.host.limit) == (target.bandwidth, 100e9)
+    assert [(device.host.bandwidth, device.host.limit) for device in slow.devices[7:9]] == [(target.bandwidth, 100e9), (2e9, 100e9)]

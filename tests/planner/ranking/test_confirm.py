@@ -170,3 +170,18 @@ def test_what_is_reserved_is_subtracted_once_from_the_memory_that_near_misses_ma
     choice = choose(profile(), topology, find_candidates(profile(), topology, 8, schedules=["gpipe"]))
     one = module._Confirm(choice, [], {}, lambda *_: None, lambda *_: None)
     assert one._roomy.device.limit == pytest.approx(1.1 * 70e9)
+
+
+def test_what_the_compiler_finds_too_large_even_with_recomputation_waits_in_host_memory():
+    estimated = profile()
+    layers = [
+        layer.model_copy(update={"at": tuple(at.model_copy(update={"residuals": dict.fromkeys(at.residuals, MB)}) for at in layer.at)})
+        for layer in estimated.layers
+    ]
+    result, _, reported = confirmed(20e6, estimated.model_copy(update={"layers": tuple(layers)}), schedules=("gpipe",))
+    assert reported
+    assert all(attempt.compiled.ranked.memory[0] > 20e6 for attempt in reported)
+    found = result.fitting[0].ranked
+    assert found.candidate.offload is not None
+    assert found.candidate in result.added
+    assert max(found.memory) <= 20e6

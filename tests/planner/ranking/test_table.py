@@ -56,10 +56,10 @@ def test_data_parallelism_says_how_late_its_gradients_are():
 
 def test_links_are_printed_with_their_units():
     level = {"count": 4, "bandwidth": 2.5e9, "latency": 3e-5}
-    assert table.links(Topology(levels=(level,))) == "links of 2.5 GB/s, 30 us per message"
-    shared = "links of 2.5 GB/s, 30 us per message; 1.8 of 4 devices compute at full speed at a time"
+    assert table.links(Topology(levels=(level,))) == "links of 2.5 GB/s, 30 us per message; 8 GB/s to host memory"
+    shared = "links of 2.5 GB/s, 30 us per message; 1.8 of 4 devices compute at full speed at a time; 8 GB/s to host memory"
     assert table.links(Topology(levels=(level,), cores=1.8)) == shared
-    assert table.links(Topology(levels=(level | {"count": 1},))) == "one device, no links"
+    assert table.links(Topology(levels=(level | {"count": 1},))) == "one device, no links; 8 GB/s to host memory"
 
 
 def test_the_picture_shows_the_simulated_plan_in_place_of_its_estimate():

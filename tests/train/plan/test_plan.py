@@ -300,6 +300,7 @@ def test_a_model_that_does_not_fit_reports_the_missing_bytes_and_advice(files, c
         (["--profile=profile.json"], r"--topology: a profile is planned for machines that a file describes"),
         ([*BOTH], r"--batch: a profile does not say how many rows"),
         ([*BOTH, "--batch=0"], r"--batch: expected 1 or more, found 0"),
+        ([*BOTH, "--batch=4", "--agree=0"], r"--agree: expected 1 or more, found 0"),
         ([*BOTH, "--batch=4", "--max-delay=-0.5"], r"--max-delay: expected 0 or more updates, found -0.5"),
         ([*BOTH, "--batch=4", "--max-delay=nan"], r"--max-delay: expected 0 or more updates, found nan"),
         ([*BOTH, "--batch=4", "--max-delay=inf"], r"--max-delay: expected 0 or more updates, found inf"),
@@ -447,3 +448,59 @@ def test_the_delay_is_bounded_by_the_option_or_by_the_config(files, capsys):
     assert delays("--batch=4", "--max-delay=0")[2] == 0
     assert delays("tiny.yaml", "--set=plan.max_delay=0.5")[0].schedule == "pipedream"
     assert delays("tiny.yaml", "--set=plan.max_delay=0.5", "--max-delay=0")[2] == 0
+
+
+@pytest.mark.usefixtures("not_compiled")
+def test_plans_agree_or_compress_messages_if_the_option_or_the_config_says_so(files, capsys):
+    Path("two.yaml").write_text(yaml.safe_dump(TOPOLOGY | {"device": {}}))
+
+    def plan_of(*arguments):
+        out = planned(capsys, *BOTH, *arguments, "--schedules=pipedream_flush", "--out=plan.json")
+        return jpipe.Plan.from_json(Path("plan.json").read_text()), out
+
+    plan, out = plan_of("--batch=4", "--agree=50")
+    assert (plan.agree.every, plan.depth) == (50, 1)
+    assert "data parallel, agree every 50 " in out
+    assert "agree every H: parallel pipelines" in " ".join(out.split())
+    plan, _ = plan_of("tiny.yaml", "--set=plan.agree={every: 20, outer: {momentum: 0}}")
+    assert (plan.agree.every, plan.agree.outer.momentum) == (20, 0)
+    plan, _ = plan_of("tiny.yaml", "--set=plan.agree={every: 20, outer: {momentum: 0}}", "--agree=7")
+    assert (plan.agree.every, plan.agree.outer.momentum) == (7, 0)
+    _, out = plan_of("tiny.yaml", "--set=plan.links={activations: int8}")
+    assert " links int8/– " in out
+    plan, out = plan_of("tiny.yaml")
+    assert plan.agree is plan.links is None
+    assert "agree" not in out
+    assert "links int8" not in out
+
+
+@pytest.mark.usefixtures("not_compiled")
+def test_what_no_device_can_hold_waits_in_host_memory_and_if_asked_what_makes_plans_faster(files, capsys):
+    mb, sizes = 10**6, {"none": 8 * 10**6, "full": 4 * 10**6}
+    at = {"forward": 0.01, "backward": 0.02, "outputs": 4 * mb, "residuals": sizes}
+    layers = [{"id": i, "weights": 10 * mb, "optimizer": 20 * mb, "at": [at]} for i in IDS]
+    Path("large.json").write_text(
+        Profile(source="analytic", sizes=(1,), inputs=(4 * mb,), labels=(8,), layers=layers, dispatch=1e-4).to_json()
+    )
+
+    def plan_of(memory, *arguments):
+        device = {"memory": memory, "host": {"bandwidth": "4 GB/s"}}
+        Path("two.yaml").write_text(yaml.safe_dump(TOPOLOGY | {"device": device}))
+        out = planned(
+            capsys, "--profile=large.json", "--topology=two.yaml", "--batch=8", "--schedules=gpipe", "--out=plan.json", *arguments
+        )
+        return jpipe.Plan.from_json(Path("plan.json").read_text()), out
+
+    plan, out = plan_of("150 MB")  # the first stage needs 160 MB, though it recomputes
+    assert plan.offload.residuals == (0,)
+    assert max(plan.predicted.peak_bytes) <= 150 * mb
+    assert re.search(r"gpipe offload optimizer 0, residuals 0 .* \(offload [\d.]+% slower\)", out)
+    recomputing, _ = plan_of("170 MB")
+    assert recomputing.offload is None
+    assert recomputing.stages[0].recompute == "full"
+    moving, _ = plan_of("170 MB", "--offload")
+    assert moving.offload.residuals == (0,)
+    assert moving.stages[0].recompute == "none"
+    assert moving.predicted.batch_seconds < recomputing.predicted.batch_seconds
+    slow, _ = plan_of("1 GB", "--offload")
+    assert slow.offload is None, "where everything fits nothing is moved"

@@ -7,8 +7,9 @@ import jax
 import pytest
 
 import jpipe
+from jpipe_planner import Device
 from jpipe_train import cli
-from jpipe_train.plan.simulate import with_agreements
+from jpipe_train.plan.simulate import host_words, with_agreements
 
 
 @pytest.fixture(autouse=True)
@@ -180,6 +181,21 @@ def test_an_uncompiled_plan_shows_no_peak_memory(simulated, config):
     assert (
         "\nheld: what a rank holds between its computations; the temporaries of its programs, and so the peak memory, need comp" in printed
     )
+
+
+def test_what_waits_in_host_memory_is_shown(simulated, config):
+    printed = simulated(config, "--no-compile", "--set", "plan.offload={optimizer: all}")
+    columns, head = table(printed), 4 * 2 * (8 + 8 * 256)  # two moments of its norm and its weights
+    assert all(float(words.removesuffix(" kB")) > 0 for words in columns["in host memory"])
+    assert head < 1000 * float(columns["in host memory"][1].removesuffix(" kB")) < 1.1 * head
+    assert "\nmoves to host memory and back: rank 0 moves most, 47.8 kB a batch; --target tells how long that takes" in printed
+
+
+def test_the_time_of_moves_is_that_of_the_link_of_a_device():
+    plan = jpipe.Plan.even("ab", 2, "gpipe", 2, offload={"optimizer": [1]})
+    prediction = jpipe.simulate(jpipe.lower(plan, 4), [jpipe.programs.StageCost(optimizer=4 * 10**6)] * 2)
+    words = host_words(prediction, 4, Device(name="a card", host={"bandwidth": "1 GB/s"}))
+    assert words.endswith("rank 1 moves most, 8.0 MB a batch, 4 ms in each direction over the 1.0 GB/s that are assumed of a card")
 
 
 @pytest.mark.parametrize("schedule", ["pipedream_flush", "pipedream_2bw", "pipedream"])

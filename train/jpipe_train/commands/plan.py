@@ -1,5 +1,6 @@
 """`jpipe plan CONFIG`: find the fastest plan that fits."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Annotated, Literal
 
@@ -23,6 +24,8 @@ def plan(
     mesh: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="MESH|none")] = (),
     pipedream: Literal["batch", "replicas", "text", "code"] | None = None,
     measure: Annotated[int | None, tyro.conf.arg(metavar="PLANS")] = None,
+    agree: Annotated[int | None, tyro.conf.arg(metavar="UPDATES")] = None,
+    offload: Flag = False,
     out: OptionalFile = None,
     profile_out: OptionalFile = None,
     png: OptionalFile = None,
@@ -33,7 +36,7 @@ def plan(
     """Find the plan that trains a model fastest on these machines and fits into their memory. No run is started.
 
     Args:
-        config: The YAML file of a run, such as configs/gpt-bytes.yaml; its plan is ignored.
+        config: The YAML file of a run, such as configs/gpt-bytes.yaml; of its plan only agree, links and max_delay count.
         overrides: Replace one key of the config, such as model.depth=8.
         topology: The machines: a YAML file, such as configs/topologies/cluster-a.yaml, or local: the devices at hand.
         profile: The costs of the layers, from --profile-out, or a graph.txt of the original PipeDream; by default profiled here.
@@ -48,6 +51,8 @@ def plan(
         pipedream: How PipeDream's stages update and are found: by default once a batch; or (replicas) after a microbatch of each replica,
             as in the original; or that by the recurrence of its paper, with the costs of the text or of the released code, for comparison.
         measure: With a config and local, run the best plans of so many kinds for some seconds each, and choose the fastest.
+        agree: Let replicas be parallel pipelines that agree on their weights every so many updates; by default as plan.agree says.
+        offload: Try parts of the state in host memory, though plans fit without; if none does, that is tried anyway.
         out: Write the plan into this file, a JSON for plan.file.
         profile_out: Write the profile into this file.
         png: Draw throughput against memory of all candidates, and the balance of the stages, into this file.
@@ -59,10 +64,9 @@ def plan(
         from jpipe_train.plan.inputs import LOCAL, Request
         from jpipe_train.plan.plan import Files, main
         from jpipe_train.run import job
-
-    names = tuple(name for name in schedules.split(",") if name)
-    request = Request(topology, batch, up_to, names, devices, pipedream, meshes=mesh, max_delay=max_delay, measure=measure)
-    files, limits = Files(config, profile, out, profile_out, png), (process.connect_limit, process.wait_limit)
+    request = Request(topology, batch, up_to, tuple(filter(None, schedules.split(","))), devices, pipedream, meshes=mesh)
+    request = replace(request, max_delay=max_delay, measure=measure, agree=agree, offload=offload)
+    limits = process.connect_limit, process.wait_limit
     address = job.Address(process.coordinator, process.num_processes, process.process_id, process.secret_file)
-    find = partial(main, files, request, overrides, rows, explain, allow_code, *limits)
+    find = partial(main, Files(config, profile, out, profile_out, png), request, overrides, rows, explain, allow_code, *limits)
     return job.plan(find, address, *limits, alone=topology != LOCAL)

@@ -13,6 +13,7 @@ from jpipe_planner.machine.plain_yaml import dump, parse
 from jpipe_train.config import huggingface
 from jpipe_train.config.config import Config
 from jpipe_train.config.model_config import OF_THE_RUN
+from jpipe_train.config.section import AUTO
 
 MOST_BYTES = 2**20  # hundreds of times the size of a long config
 
@@ -52,7 +53,8 @@ def load(
         raise explain(error, Config, where) from None
     if config.plan.file is not None:
         for override, key in zip(overrides, overridden, strict=True):
-            if set(data["plan"]) - {*_BESIDE_PLAN_FILE} if key == "plan" else key.startswith("plan.") and key[5:] not in _BESIDE_PLAN_FILE:
+            kept = _beside_plan_file(config.plan.file)
+            if set(data["plan"]) - {*kept} if key == "plan" else key.startswith("plan.") and key[5:].split(".")[0] not in kept:
                 raise InputError(
                     f"--set {override}: would mean nothing beside plan.file '{config.plan.file}'; leave it out, or change the plan file"
                 )
@@ -65,7 +67,9 @@ def load(
     return config
 
 
-_BESIDE_PLAN_FILE = ("file", "max_delay")  # the keys of `plan` that a plan file does not replace
+def _beside_plan_file(file: str) -> tuple[str, ...]:
+    """Return the keys of `plan` that a plan file does not replace; a plan that is searched does what `agree` and `links` ask for."""
+    return ("file", "max_delay", *(("agree", "links") if file == AUTO else ()))
 
 
 def load_resolved(path: Path) -> Config:
@@ -87,7 +91,8 @@ def to_yaml(config: Config) -> str:
     """
     data = config.model_dump()
     if config.plan.file is not None:
-        data["plan"] = {key: value for key, value in data["plan"].items() if key in _BESIDE_PLAN_FILE and value is not None}
+        kept = _beside_plan_file(config.plan.file)
+        data["plan"] = {key: value for key, value in data["plan"].items() if key in kept and value is not None}
     return dump(data)
 
 

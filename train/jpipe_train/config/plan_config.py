@@ -20,7 +20,7 @@ class PlanConfig(Section):
 
     The keys are the arguments of `jpipe.Plan.even`, and `layer_costs`: the relative cost of layers (1 by default), for stages of equal
     cost. If `file` is "auto", the run first searches for the best plan: of the schedules that flush, or of all up to a mean delay of
-    `max_delay` updates. A plan with a larger delay is an error.
+    `max_delay` updates. A plan with a larger delay is an error. The plans that it finds do what `agree` and `links` say.
 
     `mesh` has the axes and sizes of the devices of each replica of every stage, or is a list with one mesh per stage; {} is one device.
     """

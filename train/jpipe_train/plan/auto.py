@@ -37,7 +37,7 @@ def find_plan(config: Config, reporter: Reporter, together: Together) -> jpipe.P
         replicas=not parts.stack.carries_rows,
         max_delay=config.plan.max_delay,
         share_optimizer=config.optimizer.ema_decay is None,
-    )
+    ).with_asked(config.plan)
 
     def search_and_confirm() -> str:
         result = search(profile, topology, batch, request, parts.config.uses_global_norm, reporter)

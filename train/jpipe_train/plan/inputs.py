@@ -1,6 +1,6 @@
 """The request that `jpipe plan` answers, and the topology and profile files that it names."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jax
@@ -8,8 +8,10 @@ import jax
 import jpipe
 from jpipe import InputError, files
 from jpipe.files import expanded
-from jpipe_planner import NO_MESH, Degrees, Profile, Topology, Updates, read_graph_txt, usable_cores
+from jpipe.plan import Agreement
+from jpipe_planner import NO_MESH, USUAL, Asked, Degrees, Profile, Topology, Updates, read_graph_txt, usable_cores
 from jpipe_train.assemble.build import force_cpu_devices, start_devices
+from jpipe_train.config.plan_config import PlanConfig
 
 LOCAL = "local"
 ALL = "all"  # in place of the names of schedules
@@ -37,6 +39,9 @@ class Request:
         max_delay: the largest mean delay of a plan in updates, which allows all schedules up to it unless `schedules` names some; None:
             no limit.
         measure: the number of plans to run on this machine, of which the fastest is chosen; None to choose by predictions.
+        offload: whether plans with parts of their state in host memory are tried although others fit; they are if none does.
+        agree: the updates from one agreement of parallel pipelines to the next; None: those of the config, if pipelines agree there.
+        asked: what plans are to do in addition, by `agree` and the config.
     """
 
     topology: str = LOCAL
@@ -51,6 +56,16 @@ class Request:
     meshes: tuple[str, ...] = ()
     max_delay: float | None = None
     measure: int | None = None
+    offload: bool = False
+    agree: int | None = None
+    asked: Asked = USUAL
+
+    def with_asked(self, plan: PlanConfig | None) -> "Request":
+        """Return the request with what plans are to do by `agree` and the config."""
+        agree, links = (None, None) if plan is None else (plan.agree, plan.links)
+        if self.agree is not None:
+            agree = (agree or Agreement(every=self.agree)).model_copy(update={"every": self.agree})
+        return replace(self, asked=Asked(agree, links))
 
     @property
     def allowed(self) -> tuple[str, ...]:

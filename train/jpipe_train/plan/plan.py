@@ -140,9 +140,9 @@ def _config(files: Files, overrides: tuple[str, ...], allow_code: bool) -> Confi
 def _completed(request: Request, parts: Parts | None, together: Together) -> Request:
     """Return the request with what follows from the config, and from the number of processes."""
     if parts is None:
-        return request
+        return request.with_asked(None)
     return replace(
-        request,
+        request.with_asked(parts.config.plan),
         batch=request.batch or parts.config.train.batch_size,
         replicas=not parts.stack.carries_rows,
         max_delay=parts.config.plan.max_delay if request.max_delay is None else request.max_delay,
@@ -200,7 +200,8 @@ def _finish(
     _write(reporter, files, result, result.choice.profile if measured is None else measured.profile)
     if files.out is not None and files.config is not None and parts is not None:
         planned = result.choice.ranked[0].candidate.batch
-        changes = [*overrides, *([] if planned == parts.config.train.batch_size else [f"train.batch_size={planned}"])]
+        kept = [override for override in overrides if not override.startswith(("plan.agree", "plan.links"))]  # they are in the plan
+        changes = [*kept, *([] if planned == parts.config.train.batch_size else [f"train.batch_size={planned}"])]
         command = ["jpipe", "train", files.config, "--plan", files.out, *(word for change in changes for word in ("--set", change))]
         reporter.say(f"train with it: {shlex.join(command)}")
 
@@ -219,7 +220,13 @@ def _check(files: Files, request: Request, rows: int | None) -> None:
         raise InputError(
             "--topology: a profile is planned for machines that a file describes; name one, such as configs/topologies/cluster-a.yaml"
         )
-    for option, value in (("--batch", request.batch), ("--devices", request.devices), ("--rows", rows), ("--measure", request.measure)):
+    for option, value in (
+        ("--batch", request.batch),
+        ("--devices", request.devices),
+        ("--rows", rows),
+        ("--measure", request.measure),
+        ("--agree", request.agree),
+    ):
         if value is not None and value < 1:
             raise InputError(f"{option}: expected 1 or more, found {value}")
         if value is not None and value > MOST_ROWS:

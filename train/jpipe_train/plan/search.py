@@ -6,6 +6,7 @@ from typing import Any
 import jpipe
 from jpipe import InputError
 from jpipe_planner import (
+    NO_MESH,
     Attempt,
     Candidate,
     Choice,
@@ -16,6 +17,7 @@ from jpipe_planner import (
     Topology,
     choose,
     find_candidates,
+    find_offloads,
     find_variants,
     has_searchable_stages,
     improve,
@@ -24,6 +26,7 @@ from jpipe_planner import (
     mesh_refusal,
     mesh_seconds,
     needs_vertical_sync,
+    offload_bases,
     on_meshes,
     planned_schedules,
     possible_degrees,
@@ -76,8 +79,14 @@ def _usable_schedules(profile: Profile, request: Request, global_norm: bool, rep
         InputError: no requested schedule can be used.
     """
     requested = request.allowed
+    if request.asked.agree is not None and profile.shared:
+        layers = ", ".join(profile.shared[0].layers)
+        raise InputError(f"agree: expected no parameters that layers share, found some of {layers}; plan without agree")
     needs = " or ".join([_NEEDS_NORM] * global_norm + ["shared parameters"] * bool(profile.shared))
     reasons = {name: why for name in requested if needs and (why := sharing_refusal(name))}
+    if global_norm and request.asked.agree is not None:
+        late = (name for name in requested if not jpipe.schedules.SCHEDULES[name].flushes)
+        reasons |= dict.fromkeys(late, "pipelines that agree need a schedule that flushes for it")
     schedules = tuple(name for name in requested if name not in reasons)
     if not schedules:
         raise InputError("--schedules: " + "; ".join(f"{name} cannot be used with {needs}: {why}" for name, why in reasons.items()))
@@ -102,7 +111,7 @@ def search(profile: Profile, topology: Topology, batch: int, request: Request, g
     Raises:
         InputError: no plan has such a batch, or none of the requested schedules supports the norm or shared parameters.
     """
-    schedules = _usable_schedules(profile, request, global_norm, reporter)
+    asked, schedules = request.asked, _usable_schedules(profile, request, global_norm, reporter)
     if "pipedream" in schedules and not has_searchable_stages(topology):
         reporter.say("left out: different numbers of replicas per stage, for so many devices that differ")
     elif topology.num_devices >= MANY_DEVICES and "pipedream" in schedules:
@@ -110,11 +119,9 @@ def search(profile: Profile, topology: Topology, batch: int, request: Request, g
             f"PipeDream's stages are searched exactly, which can take minutes for {topology.num_devices:,} devices; "
             "--schedules without pipedream leaves that out"
         )
-    exact = not request.up_to
     planned, meshes = tuple(filter(is_planned, schedules)), _meshes(profile, topology, request, reporter)
-    updates = request.pipedream or "batch"
-    replicas = request.replicas
-    limits: dict[str, Any] = {"exact": exact, "max_delay": request.max_delay, "global_norm": global_norm}
+    updates, replicas = request.pipedream or "batch", request.replicas
+    limits: dict[str, Any] = {"exact": not request.up_to, "max_delay": request.max_delay, "global_norm": global_norm, "asked": asked}
     considered = find_candidates(profile, topology, batch, schedules=planned, pipedream=updates, meshes=meshes, replicas=replicas, **limits)
     if not replicas:
         considered = [candidate for candidate in considered if max(candidate.replicas) == 1]
@@ -129,7 +136,7 @@ def search(profile: Profile, topology: Topology, batch: int, request: Request, g
         "all_devices": request.all_devices,
         "degrees": fastest,
         "best": best,
-        "share_optimizer": request.share_optimizer,
+        "share_optimizer": request.share_optimizer and asked.agree is None,
     }
     variants = find_variants(profile, topology, batch, schedules=schedules, planned=considered, **limits, **options)
     found = {one: Ranked(one, simulated) for one, simulated in variants.simulated.items() if replicas or max(one.replicas) == 1}
@@ -142,12 +149,22 @@ def search(profile: Profile, topology: Topology, batch: int, request: Request, g
         reporter.say(f"{number} left out, with more than {MOST_MICROBATCHES:,} microbatches")
     known |= {one: found[one] for one in varied}
     choice = improve(choice.with_more([found[one] for one in varied], len(varied)), known, request.max_delay)
+    if request.offload or not choice.ranked:
+        choice = _with_host_memory(choice, candidates, known)
     searched = set(candidates)
     candidates += [one.candidate for one in choice.ranked if one.candidate not in searched]
     delayed = None
     if not request.schedules and request.max_delay is None and choice.ranked:
         delayed = _faster_with_delay(profile, topology, batch, request, global_norm, choice.ranked[0])
     return SearchResult(choice, tuple(candidates), known, variants.left_out, delayed)
+
+
+def _with_host_memory(choice: Choice, candidates: list[Candidate], known: dict[Candidate, Ranked]) -> Choice:
+    """Return the ranking with plans that keep parts of their state in host memory, and add these to the others."""
+    found = find_offloads(choice, offload_bases(candidates))
+    candidates += [one.candidate for one in found]
+    known |= {one.candidate: one for one in found}
+    return choice.with_more(found, len(found))
 
 
 def _allowed(considered: list[Candidate], topology: Topology, request: Request) -> tuple[list[Candidate], list[Candidate]]:
@@ -173,6 +190,7 @@ def _faster_with_delay(
         schedules=names,
         replicas=request.replicas,
         global_norm=global_norm,
+        asked=request.asked,
     )
     on_all_devices = [c for c in considered if c.num_ranks * degrees.size == topology.num_devices or not request.all_devices]
     fitting = [c for c in on_all_devices if c.over is None and c.delay and c.microbatches <= MOST_MICROBATCHES]
@@ -216,6 +234,10 @@ def _meshes(profile: Profile, topology: Topology, request: Request, reporter: Re
     Raises:
         InputError: a requested mesh does not fit the devices or the layers.
     """
+    if request.asked.links is not None:
+        if request.degrees not in (None, (NO_MESH,)):
+            raise InputError("--mesh: expected none with plan.links, whose messages are sent between single devices; remove one of them")
+        return (NO_MESH,)
     if request.degrees is None:
         return possible_degrees(profile, topology)
     for degrees in request.degrees:

@@ -91,7 +91,7 @@ def main(
             "",
             *([words] if (words := delay_words(plan)) else []),
             f"bubble: {prediction.bubble:.1%} as shown, {steady.bubble:.1%} in steady state, with a batch in {steady.step_seconds:g} units",
-            *(["sizes and memory need a config: a plan alone does not know the model"] if costs is None else _memory_words(subject, long)),
+            *_memory_words(subject, long, steady_from + 3),
             *pictures,
         ]
     )
@@ -156,12 +156,15 @@ class Subject:
     device: Device | None = None
 
 
-def _memory_words(subject: Subject, prediction: jpipe.programs.Prediction) -> list[str]:
+def _memory_words(subject: Subject, prediction: jpipe.programs.Prediction, batches: int) -> list[str]:
     """Explain the columns of memory, and say whether the ranks fit into the device that was named."""
+    if subject.costs is None:
+        return ["sizes and memory need a config: a plan alone does not know the model"]
     held = "what a rank holds between its computations"
+    moves = [] if subject.plan.offload is None else [host_words(prediction, batches, subject.device)]
     if subject.unknown:
-        return [f"held: {held}; the temporaries of its programs, and so the peak memory, {subject.unknown}"]
-    lines = [f"peak memory: {held}, and the temporaries of its largest program, {subject.compiled}"]
+        return [f"held: {held}; the temporaries of its programs, and so the peak memory, {subject.unknown}", *moves]
+    lines = [*moves, f"peak memory: {held}, and the temporaries of its largest program, {subject.compiled}"]
     device = subject.device
     if device is not None and device.memory is not None and device.limit is not None:
         rank = max(range(len(prediction.peak_bytes)), key=prediction.peak_bytes.__getitem__)
@@ -169,6 +172,17 @@ def _memory_words(subject: Subject, prediction: jpipe.programs.Prediction) -> li
         fits = "every rank fits" if lacking <= 0 else f"rank {rank} needs {decimal(int(lacking))} more"
         lines.append(f"a plan may use {decimal(int(device.limit))} of the {decimal(int(device.memory))} of {device.name}: {fits}")
     return lines
+
+
+def host_words(prediction: jpipe.programs.Prediction, batches: int, device: Device | None) -> str:
+    """Say how many bytes a rank moves to host memory and back, and how long the link of a device that was named is busy with them."""
+    rank = max(range(len(prediction.host_moved_bytes)), key=prediction.host_moved_bytes.__getitem__)
+    moved = prediction.host_moved_bytes[rank] / batches
+    words = f"moves to host memory and back: rank {rank} moves most, {decimal(int(moved))} a batch"
+    if device is None:
+        return f"{words}; --target tells how long that takes"
+    seconds, bandwidth = moved / 2 / device.host.bandwidth, decimal(int(device.host.bandwidth))
+    return f"{words}, {1e3 * seconds:,.3g} ms in each direction over the {bandwidth}/s that are assumed of {device.name}"
 
 
 def read(source: str, overrides: Sequence[str], allow_code: bool, compile: bool = True, device: Device | None = None) -> Subject:
@@ -268,10 +282,12 @@ def table(
     delayed = ["delay"] if any(plan.delays) else []
     head = ["rank", *stage_head, "layers", "recompute", "in flight", "versions", *delayed]
     each = ", each device" if has_meshes(plan) else ""
-    memory = [f"held{each}", *(["temporary", "peak memory"] if compiled else [])]
+    waiting = ["in host memory"] if plan.offload is not None else []
+    memory = [f"held{each}", *(["temporary", "peak memory"] if compiled else []), *waiting]
     rows = [[*head, "sends a batch", *memory] if sized else head]
     for rank, workers in enumerate(plan.rank_workers):
         known = [prediction.held_bytes, *([prediction.temporary_bytes, prediction.peak_bytes] if compiled else [])]
+        known += [prediction.host_bytes] if waiting else []
         sizes = [decimal(int(moved[rank])), *(decimal(kind[rank]) for kind in known)]
         for w in workers:
             s, replica = plan.workers[w]

@@ -51,6 +51,7 @@ def description(name: str) -> list[str]:
         f"peak rates without sparsity: {_listed({dtype: f'{rate / 1e12:g} TFLOP/s' for dtype, rate in target.flops.items()})}",
         f"efficiency: {target.efficiency:g} of these in large matrix products",
         f"memory bandwidth: {target.memory_bandwidth / 1e9:,.2f} GB/s",
+        f"link to host memory: {target.host.bandwidth / 1e9:g} GB/s in each direction",
         f"for XLA: {_listed({key: str(value) for key, value in target.compiler.items()})}",
         f"compiled here: {_compiled_here(target)}",
         "sources:" if target.sources else "sources: none",

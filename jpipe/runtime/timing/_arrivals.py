@@ -1,0 +1,43 @@
+"""Note when arrays have arrived, without holding up the run."""
+
+import contextlib
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+import jax
+
+Tree = Any
+_Moved = TypeVar("_Moved")
+
+
+class Arrivals(Generic[_Moved]):
+    """A thread that waits for the arrays that one lane moves, in order.
+
+    Args:
+        note: called when what was moved has arrived.
+    """
+
+    def __init__(self, note: Callable[[_Moved], None]) -> None:
+        self._note = note
+        self._queue: queue.SimpleQueue[tuple[_Moved, Tree] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._wait, daemon=True)
+        self._thread.start()
+
+    def put(self, moved: _Moved, tree: Tree) -> None:
+        """Wait for the arrays of `tree` after all that were put before."""
+        self._queue.put((moved, tree))
+
+    def stop(self) -> None:
+        """Return when all of them have arrived."""
+        self._queue.put(None)
+        self._thread.join()
+
+    def _wait(self) -> None:
+        while (item := self._queue.get()) is not None:
+            moved, tree = item
+            with contextlib.suppress(RuntimeError):  # consumed before this thread came to it; or it failed, as the run reports
+                jax.block_until_ready(tree)
+                self._note(moved)
+            del item, tree  # while this thread waits, nothing that was moved is kept alive

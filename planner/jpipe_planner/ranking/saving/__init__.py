@@ -1,0 +1,1 @@
+"""Plans that need less memory than those of the search."""

@@ -1,0 +1,168 @@
+"""Plans that keep parts of their state in host memory, derived from plans that do not fit.
+
+Each rank that lacks memory gets the first of `LEVELS` with which it fits: what is moved least often comes first. The memory of a rank does
+not depend on the times of a run, nor on what waits in host memory at other ranks, so all ranks are decided by the same simulations. What
+the moves cost follows from a simulation of the whole, with the links to host memory.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Sequence
+
+import jpipe
+from jpipe_planner.cost.copies import copies_of
+from jpipe_planner.cost.devices import host_limits_of, lacking, limits_of
+from jpipe_planner.cost.simulated import Simulated, forwards, simulate_plan
+from jpipe_planner.ranking.choose import Choice, Ranked
+from jpipe_planner.ranking.variants import lacks_memory, priced
+from jpipe_planner.search.candidate import Candidate
+
+LEVELS: tuple[tuple[jpipe.plan.Kept, ...], ...] = (
+    (),
+    ("optimizer",),
+    ("optimizer", "versions"),
+    ("optimizer", "residuals", "stash"),
+    ("optimizer", "versions", "residuals", "stash"),
+)
+"""What waits in host memory: nothing, then more and more."""
+BASES = 12  # plans that are tried
+MOST_IN_ALL = 48_000  # forwards of all simulations, after which no further plan is tried
+
+
+def offload_bases(candidates: Iterable[Candidate]) -> list[Candidate]:
+    """Return the plans that lack memory, or recompute so that they fit: of each kind the one that lacks least, and the fastest."""
+    tight = [candidate for candidate in candidates if lacks_memory(candidate)]
+    by_lack, by_speed = (
+        _of_each_kind(sorted(tight, key=key)) for key in (lambda one: one.rank, lambda one: (one.seconds / one.batch, one.rank))
+    )
+    both = [one for pair in zip(by_lack, by_speed, strict=True) for one in pair]
+    return list(dict.fromkeys(both))[:BASES]
+
+
+def _of_each_kind(candidates: Iterable[Candidate]) -> list[Candidate]:
+    """Return the first candidate of each kind."""
+    first = dict[tuple[object, ...], Candidate]()
+    for candidate in candidates:
+        first.setdefault(candidate.kind, candidate)
+    return list(first.values())
+
+
+def find_offloads(choice: Choice, bases: Sequence[Candidate]) -> list[Ranked]:
+    """Return plans that fit because parts of their state wait in host memory, with their simulations.
+
+    Each plan is tried with the recomputation that it has, and without any.
+
+    Args:
+        choice: the ranking, for its profile, its topology and whether updates wait for a norm.
+        bases: plans that do not fit, or do not without recomputation.
+    """
+    run = _Offloads(choice)
+    return [found for base in bases for found in run.of(base)]
+
+
+class _Offloads:
+    """The search, which simulates plans while they are few enough."""
+
+    def __init__(self, choice: Choice) -> None:
+        self._choice, self._spent = choice, 0
+
+    def of(self, base: Candidate) -> Iterator[Ranked]:
+        """Yield a plan with as little in host memory as it needs to fit, and with as much of these ranks as possible."""
+        for policies in dict.fromkeys((base.policies, ("none",) * base.depth)):
+            run = _OfPlan(self._choice, dataclasses.replace(base, policies=policies, over=None, offload=None))
+            if self._spent > MOST_IN_ALL or not any(run.host_limits):
+                return
+            yield from run.found()
+            self._spent += run.spent
+
+
+class _OfPlan:
+    """A plan that does not fit, and what it may keep in host memory.
+
+    Attributes:
+        host_limits: the bytes of host memory that each pipeline rank may use.
+        spent: the number of forwards that were simulated.
+    """
+
+    def __init__(self, choice: Choice, candidate: Candidate) -> None:
+        profile, self._topology = choice.meshes.of(candidate.degrees)
+        self._candidate, self._plan = candidate, candidate.plan(profile.ids)
+        self._costs = profile.stage_costs(self._plan, candidate.rows)
+        self._global_norm, waits = choice.global_norm, choice.global_norm or bool(profile.shared)
+        self._limits, self.host_limits = limits_of(self._plan, self._topology), host_limits_of(self._plan, self._topology)
+        self._forwards, self.spent = forwards(self._plan, copies_of(self._plan, self._topology, waits)), 0
+
+    def found(self) -> Iterator[Ranked]:
+        """Yield the plan with as little in host memory as it needs to fit, and then with as much of the same ranks as possible."""
+        on_device = self._simulated(None)
+        levels = None if on_device is None else self._levels(on_device)
+        if on_device is None or levels is None:
+            return
+        deepest = tuple(len(LEVELS) - 1 if level else 0 for level in levels)
+        for offload in dict.fromkeys(_offload(self._plan, self._costs, chosen) for chosen in (levels, deepest)):
+            simulation = self._simulated(offload)
+            if simulation is None or lacking(_of_ranks(self._plan, simulation.host_bytes), self.host_limits)[1] > 0:
+                continue
+            candidate = dataclasses.replace(self._candidate, offload=offload, on_device=on_device.batch_seconds)
+            if (one := priced(candidate, self._plan, self._costs, simulation, self._topology)).over is None:
+                yield Ranked(one, simulation)
+
+    def _levels(self, on_device: Simulated) -> tuple[int, ...] | None:
+        """Return for each pipeline rank the first level with which it fits; None: a rank fits with none of them, or all fit without."""
+        sizes = _of_ranks(self._plan, on_device.peak_bytes)
+        levels, last = [0 if size <= limit else -1 for size, limit in zip(sizes, self._limits, strict=True)], None
+        if min(levels) >= 0:
+            return None
+        for level in range(1, len(LEVELS)):
+            offload = _offload(self._plan, self._costs, [level if known < 0 else 0 for known in levels])
+            simulation = None if offload == last else self._simulated(offload)
+            if simulation is None:  # nothing more than at the level before, or too long
+                continue
+            last, sizes, waiting = offload, *(_of_ranks(self._plan, each) for each in (simulation.peak_bytes, simulation.host_bytes))
+            for p, known in enumerate(levels):
+                if known < 0 and sizes[p] <= self._limits[p] and waiting[p] <= self.host_limits[p]:
+                    levels[p] = level
+            if min(levels) >= 0:
+                return tuple(levels)
+        return None
+
+    def _simulated(self, offload: jpipe.plan.HostMemory | None) -> Simulated | None:
+        self.spent += self._forwards
+        plan = self._plan.model_copy(update={"offload": offload})
+        return simulate_plan(plan, self._costs, self._topology, self._global_norm)
+
+
+def _of_ranks(plan: jpipe.Plan, sizes: Sequence[int]) -> list[int]:
+    """Return the largest of the sizes of the replicas of each pipeline rank."""
+    largest = [0] * len(plan.pipeline_ranks)
+    for (p, _), size in zip(plan.rank_positions, sizes, strict=True):
+        largest[p] = max(largest[p], size)
+    return largest
+
+
+def _offload(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost], levels: Sequence[int]) -> jpipe.plan.HostMemory | None:
+    """Return what waits in host memory at these levels of the pipeline ranks, as far as the plan has it and may move it."""
+    stages: dict[jpipe.plan.Kept, list[int]] = {}
+    for level, of_rank in zip(levels, plan.pipeline_ranks, strict=True):
+        for s in of_rank:
+            for what in LEVELS[level]:
+                if _may_wait(plan, s, costs[s], what):
+                    stages.setdefault(what, []).append(s)
+    every = list(range(plan.depth))
+    fields = {what: "all" if sorted(numbers) == every else sorted(numbers) for what, numbers in stages.items()}
+    return jpipe.plan.HostMemory.model_validate(fields) if fields else None
+
+
+def _may_wait(plan: jpipe.Plan, s: int, cost: jpipe.programs.StageCost, what: jpipe.plan.Kept) -> bool:
+    """Return whether a stage has something that may wait in host memory."""
+    if plan.agree is not None:
+        return False
+    rules, alone = jpipe.schedules.SCHEDULES[plan.schedule], plan.depth == len(plan.pipeline_ranks) and not plan.stages[s].sum_parts
+    match what:
+        case "optimizer":
+            return cost.optimizer > 0
+        case "versions":
+            return rules.versions_alive(plan, s) > 1 and not plan.shard_optimizer
+        case "residuals":
+            return alone and cost.residuals > 0 and not rules.begins_fused(plan, s)
+        case "stash":
+            return alone and cost.stash > 0 and rules.splits(plan, s)

@@ -1,0 +1,82 @@
+"""Plans that agree rarely or compress messages, if they are asked to: priced as simulated, and the fastest is found."""
+
+import pytest
+
+import jpipe
+from jpipe.plan import Agreement, Links
+from jpipe_planner.cost.simulated import network, simulate_plan
+from jpipe_planner.ranking.choose import choose
+from jpipe_planner.ranking.improve import improve
+from jpipe_planner.ranking.variants import find_variants
+from jpipe_planner.search.candidate import USUAL, Asked
+from jpipe_planner.search.candidates import closed_form, find_candidates
+from tests.planner.invented import simulate_all
+from tests.planner.search.test_parallel import gpt, levels
+
+PROFILE, SLOW = gpt(6), levels((4, 20_000.0, 0.02))
+SCHEDULES = "pipedream_flush", "gpipe", "pipedream_2bw", "pipedream"
+EVERY_FOUR, BYTES = Asked(agree=Agreement(every=4)), Asked(links=Links(activations="int8", gradients="fp8"))
+
+
+def found(asked, schedules=SCHEDULES):
+    return find_candidates(PROFILE, SLOW, 8, schedules=schedules, asked=asked)
+
+
+def simulated(candidate):
+    plan = candidate.plan(PROFILE.ids)
+    return simulate_plan(plan, PROFILE.stage_costs(plan, candidate.rows), SLOW)
+
+
+def test_pipelines_agree_where_there_are_several_and_send_less():
+    usual = {(one.rows, one.replicas): one for one in found(USUAL) if one.depth == 1}
+    candidates = found(EVERY_FOUR)
+    assert {(one.agree is not None) == (max(one.replicas) > 1) for one in candidates} == {True}
+    assert all(len(set(one.replicas)) == 1 for one in candidates)
+    alone = [one for one in candidates if one.depth == 1 and one.agree]
+    assert alone
+    for one in alone:
+        assert one.sent == pytest.approx(usual[one.rows, one.replicas].sent / 4)
+        assert one.seconds < usual[one.rows, one.replicas].seconds
+    assert all(one.agree is None and one.links is None for one in found(USUAL))
+
+
+@pytest.mark.parametrize("schedule", ["pipedream_flush", "gpipe"])
+def test_the_time_is_the_mean_over_batches_with_and_without_an_agreement(schedule):
+    for candidate in [one for one in found(EVERY_FOUR, [schedule]) if one.replicas[0] == 2 and one.depth == 2][:3]:
+        plan = candidate.plan(PROFILE.ids)
+        costs, link = PROFILE.stage_costs(plan, candidate.rows), network(plan, SLOW)
+        long, short = (jpipe.simulate(jpipe.lower(plan, batches), costs, link) for batches in (12, 4))
+        known = simulated(candidate)
+        assert known.batch_seconds == pytest.approx((long.seconds - short.seconds) / 8, rel=1e-6)
+        assert known.peak_bytes == long.peak_bytes
+        assert known.sent_bytes == pytest.approx(
+            [(more - less) / 8 for more, less in zip(long.moved_bytes, short.moved_bytes, strict=True)]
+        )
+        assert candidate.seconds == pytest.approx(known.batch_seconds, rel=0.1)
+        assert max(candidate.memory) == pytest.approx(max(known.peak_bytes), rel=0.1)
+        assert closed_form(PROFILE, SLOW, candidate) == pytest.approx(candidate.seconds)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("asked", [EVERY_FOUR, BYTES], ids=["agree", "links"])
+def test_the_fastest_of_all_is_found_and_its_neighbours_do_the_same(asked):
+    candidates, known = found(asked), {}
+    choice = choose(PROFILE, SLOW, candidates, tried=known)
+    fastest = min(one.seconds / one.candidate.batch for one in simulate_all(PROFILE, SLOW, candidates))
+    assert choice.ranked[0].seconds / choice.ranked[0].candidate.batch <= fastest * 1.005
+    variants = find_variants(PROFILE, SLOW, 8, planned=candidates, share_optimizer=False, asked=asked).simulated
+    assert {one.chunks for one in variants} > {1}
+    improved = [one.candidate for one in improve(choice, known).ranked]
+    for one in (*variants, *improved):
+        assert one.asked in (asked, USUAL)
+        assert (one.asked == USUAL) == (one.depth == 1 if asked is BYTES else max(one.replicas) == 1)
+
+
+def test_messages_take_the_bytes_that_are_sent():
+    usual = {one.without_costs: one for one in found(USUAL)}
+    for one in found(BYTES):
+        if one.depth > 1 and one.schedule == "gpipe" and max(one.replicas) == 1:
+            plain = next(other for other in usual.values() if (other.starts, other.rows, other.kind) == (one.starts, one.rows, one.kind))
+            assert one.sent == pytest.approx(plain.sent * 8.125 / 32, rel=0.01)
+            assert one.sent * one.batch == pytest.approx(sum(simulated(one).sent_bytes), rel=0.01)
+            assert one.seconds < plain.seconds
