@@ -21,7 +21,7 @@ import jpipe
 from benchmarks.hosts.models import KINDS, MICROBATCHES, OF_MESSAGES, WORKLOADS, Workload, loss, make_plan
 from benchmarks.papers.document import Table, write
 from docs import style
-from jpipe.programs import Link, StageCost
+from jpipe.programs import StageCost
 from jpipe_planner import Profile, Topology, analyze
 from jpipe_train.config.config import ModelConfig
 from jpipe_train.models import layers
@@ -183,8 +183,8 @@ def seconds_per_update(plan: jpipe.Plan, costs: Sequence[StageCost], rate: float
         every: updates from one agreement of replicas to the next.
     """
 
-    def link(source: int, target: int) -> Link:
-        return Link(rate / 8, LATENCY, (("out", source), ("in", target)))
+    def link(source: int, target: int) -> jpipe.Link:
+        return jpipe.Link(rate / 8, LATENCY, (("out", source), ("in", target)))
 
     count = max(every, 8)
     once, twice = (jpipe.simulate(jpipe.lower(plan, n), costs, link, brief=True).seconds for n in (count, 2 * count))

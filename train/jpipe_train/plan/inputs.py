@@ -61,8 +61,16 @@ class Request:
     asked: Asked = USUAL
 
     def with_asked(self, plan: PlanConfig | None) -> "Request":
-        """Return the request with what plans are to do by `agree` and the config."""
+        """Return the request with what plans are to do by `agree` and the config.
+
+        Raises:
+            InputError: the config compresses sums, which no search prices.
+        """
         agree, links = (None, None) if plan is None else (plan.agree, plan.links)
+        if links is not None and links.sums is not None:
+            raise InputError(
+                f"plan.links.sums: expected none where a plan is searched, found {links.sums!r}; remove it, and add it to the plan's file"
+            )
         if self.agree is not None:
             agree = (agree or Agreement(every=self.agree)).model_copy(update={"every": self.agree})
         return replace(self, asked=Asked(agree, links))

@@ -236,7 +236,7 @@ def _meshes(profile: Profile, topology: Topology, request: Request, reporter: Re
     """
     if request.asked.links is not None:
         if request.degrees not in (None, (NO_MESH,)):
-            raise InputError("--mesh: expected none with plan.links, whose messages are sent between single devices; remove one of them")
+            raise InputError("--mesh: expected none with plan.links, whose messages no search prices on meshes; remove one of them")
         return (NO_MESH,)
     if request.degrees is None:
         return possible_degrees(profile, topology)
