@@ -123,6 +123,7 @@ SOME = [
 ]
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("most", [0, 10**9], ids=["own", "all"])
 @pytest.mark.parametrize("plan", SOME, ids=lambda plan: plan.schedule)
 def test_a_process_has_the_instructions_of_its_workers(plan, most, monkeypatch):
