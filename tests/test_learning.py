@@ -214,7 +214,7 @@ def test_wrong_options_are_reported(arguments, expected):
         learning.main(arguments)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_part_of_the_grid_runs_and_is_written(tmp_path, capsys):
     results = tmp_path / "learning.json"
     learning.main(["--parts", "digits, 8 stages, SGD", "--updates", "20", "--json", str(results)])

@@ -1,6 +1,7 @@
 """Names that a package, a benchmark, an example or a page imports from another package are public there."""
 
 import ast
+import functools
 import importlib
 import importlib.util
 import re
@@ -47,6 +48,7 @@ def _is_private(name: str) -> bool:
     return any(part.startswith("_") and not part.endswith("__") for part in name.split("."))
 
 
+@functools.cache
 def _is_module(name: str) -> bool:
     try:
         return importlib.util.find_spec(name) is not None
@@ -54,6 +56,7 @@ def _is_module(name: str) -> bool:
         return False
 
 
+@functools.cache
 def _is_public(module: str, name: str) -> bool:
     """Return whether a module lists the name, or is a package in which the name is a module with a list of its own."""
     if _is_private(f"{module}.{name}"):

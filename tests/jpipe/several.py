@@ -27,8 +27,11 @@ CASES: dict[str, dict[str, dict]] = {
             "microbatches": 4,
             "replicas": (1, 2),
             "placement": [[0], [1, 0]],
+            "sum_parts": 2,
             "tied": True,
         },
+    },
+    "2, options": {
         "sums in parts": {
             "num_stages": 2,
             "schedule": "pipedream_2bw",
@@ -38,8 +41,6 @@ CASES: dict[str, dict[str, dict]] = {
             "sum_parts": 2,
             "clip": 3.0,
         },
-    },
-    "2, options": {
         "round_robin": {
             "num_stages": 2,
             "schedule": "pipedream",

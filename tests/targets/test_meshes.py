@@ -23,7 +23,7 @@ MESHES = {
     "fsdp 2, model 4": ({"data": 2, "model": 4}, True),
     "data 8": ({"data": 8}, False),
 }
-SELDOM = ("model 2", "data 2, model 2", "fsdp 2, model 4", "data 8")
+SELDOM = ("fsdp 2", "model 2", "data 2, model 2", "fsdp 2, model 4", "data 8")
 """They are much like the others: only `make test-targets PYTEST_ARGS="-m targets"` runs these."""
 
 

@@ -18,14 +18,18 @@ CASES = {
     "stashed": ({"schedule": "pipedream"}, {"clip_stage_norm": 1.0}, {"into_new", "stage_norm"}),
     "two versions": ({"schedule": "pipedream_2bw"}, {"delay_correction": "predict", "ema_decay": 0.9}, {"into_retired"}),
     "replicas": ({"schedule": "pipedream_2bw", "replicas": 2}, {}, {"add", "finish", "add_state", "mean_state"}),
-    "shares": ({"schedule": "gpipe", "replicas": 2, "shard_optimizer": True}, {"clip_global_norm": 1.0}, {"add", "finish", "in_place"}),
+    "shares": ({"schedule": "gpipe", "replicas": 2, "shard_optimizer": True}, {"clip_global_norm": 1.0}, {"add", "sum_squares", "norm"}),
     "masters": ({"schedule": "gpipe"}, {"precision": Precision(params="bfloat16")}, {"in_place"}),
     "scaled": ({"schedule": "gpipe"}, {"precision": Precision(params="float16", loss_scale="dynamic")}, {"next_scale"}),
-    "tied": ({"schedule": "pipedream_flush", "tied": True}, {}, {"take_shared", "add_shared 0", "in_place shared 0"}),
+    "tied": ({"schedule": "pipedream_flush", "tied": True}, {}, {"forward_backward", "take_shared", "add_shared 0", "in_place shared 0"}),
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+SELDOM = ("flush", "fused")
+"""Their programs are among those of the other cases: only `make test-targets PYTEST_ARGS="-m targets"` runs these."""
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, marks=pytest.mark.exhaustive) if case in SELDOM else case for case in CASES])
 def test_compiles(case, devices):
     fields, options, expected = CASES[case]
     fields = {"microbatches": 4, "num_stages": 2, **fields}

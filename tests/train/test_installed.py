@@ -42,7 +42,7 @@ def test_configs_are_copied_and_nothing_is_overwritten_unasked(tmp_path, monkeyp
 @pytest.mark.parametrize(
     ("name", "code"),
     [
-        pytest.param("gnmt-8-small", "examples/papers", marks=pytest.mark.slow),
+        pytest.param("gnmt-8-small", "examples/papers", marks=pytest.mark.exhaustive),
         pytest.param("bert-small", "examples/papers", marks=pytest.mark.exhaustive),
         ("gpt-small", None),
     ],

@@ -87,6 +87,7 @@ def test_rows_begin_with_zeros_where_nothing_is_carried(dry):
     np.testing.assert_allclose(logits, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_rows_continue_where_they_ended(dry):
     begin, train, _ = dry
     words = text()

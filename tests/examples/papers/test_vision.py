@@ -20,7 +20,7 @@ PUBLISHED = [("alexnet", 61_100_840), ("vgg16", 138_357_544), pytest.param("resn
 SMALLEST = [
     ("alexnet", 63),
     ("vgg16", 32),
-    pytest.param("resnet50", 32, marks=LATE),
+    pytest.param("resnet50", 32, marks=pytest.mark.exhaustive),
     pytest.param("inception_v3", 75, marks=pytest.mark.exhaustive),
 ]
 

@@ -64,6 +64,7 @@ def test_a_checkpoint_resumes_under_another_plan(tmp_path):
     check_equal(jax.tree.map(np.asarray, other.params(state)), newest)
 
 
+@pytest.mark.slow
 def test_invalid_arguments_of_save_and_load_are_refused(tmp_path):
     pipe, batches = pipeline(), models.masked_batches(4, 3)
     key = jax.random.key(KEY)

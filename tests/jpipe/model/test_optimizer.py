@@ -94,7 +94,8 @@ WAYS_OUT = {
 
 
 OFTEN = {"`adamw`", "`lion`", "`inject_hyperparams`"}
-OFTEN |= {row.name for row in optimizers.ROWS if row.instead or "mask" in row.name}
+OFTEN |= {row.name for row in optimizers.ROWS if "mask" in row.name}
+OFTEN |= {row.name for row in [row for row in optimizers.ROWS if row.instead][::3]}
 
 
 def few_on_oldest(names):
@@ -140,6 +141,7 @@ def test_optimizers_that_look_at_all_layers_are_refused_with_a_way_out(name):
         find_layerwise(WHOLE[name], SPECS)
 
 
+@pytest.mark.thinned(most=5)
 @pytest.mark.parametrize("name", WHOLE)
 def test_with_the_parameters_in_one_layer_there_is_nothing_to_split(name):
     if name != "clip some layers":
@@ -271,7 +273,17 @@ FROZEN = {
 }
 
 
-@pytest.mark.parametrize("name", few_on_oldest(FROZEN))
+SELDOM = {"partition, a tree of labels", "warm-up", "clipped inside", "set to zero behind", "a rate of zero", "accumulated inside"}
+"""They are much like the others: only `make test-all` has them."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *few_on_oldest([name for name in FROZEN if name not in SELDOM]),
+        *(pytest.param(name, marks=pytest.mark.exhaustive) for name in sorted(SELDOM)),
+    ],
+)
 def test_frozen_parameters_are_those_whose_update_is_always_zero(name):
     make, expected = FROZEN[name]
     assert find_layerwise(make(), SPECS).trained.chosen == expected

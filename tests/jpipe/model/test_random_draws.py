@@ -59,7 +59,7 @@ def test_the_seed_determines_the_text():
     assert not np.any(losses((1, 2), 1, 3, seed=5) == losses((1, 2), 1, 3, seed=6))
 
 
-@pytest.mark.thinned
+@pytest.mark.thinned(most=3)
 @pytest.mark.parametrize("sizes", [(3,), (2, 1), (1, 2), (1, 1, 1)])
 @pytest.mark.parametrize("variant", ["gpipe", "pipedream", "pipedream_2bw"])
 def test_draws_do_not_depend_on_the_cut_or_the_schedule(sizes, variant):
@@ -87,7 +87,7 @@ def test_a_draw_depends_on_the_id_of_the_layer_and_not_on_its_position():
 def test_initial_weights_do_not_depend_on_the_cut_the_schedule_or_the_other_layers():
     stack = models.rich_stack()
     initial = []
-    for sizes, variant in [((4,), "gpipe"), ((1, 3), "gpipe"), ((3, 1), "pipedream"), ((2, 2), "naive"), ((1, 1, 1, 1), "pipedream_2bw")]:
+    for sizes, variant in [((4,), "gpipe"), ((1, 3), "pipedream"), ((1, 1, 1, 1), "pipedream_2bw")]:
         plan = models.cut(stack.ids, sizes, microbatches=4, **models.VARIANTS[variant])
         pipe = Pipeline(stack, plan, models.masked_squares, models.momentum())
         initial.append(pipe.params(fresh(pipe, models.masked_batches(1, 4))))

@@ -26,7 +26,7 @@ def pipeline(layers, **options) -> Pipeline:
 
 
 @pytest.mark.slow
-@pytest.mark.thinned(most=2)
+@pytest.mark.thinned(most=1)
 @pytest.mark.parametrize("kind", [lambda m: m, lambda m: m.layers, lambda m: list(m.layers), lambda m: tuple(m.layers)])
 def test_a_sequence_of_built_modules_trains_as_with_flax(kind):
     module = sequential()

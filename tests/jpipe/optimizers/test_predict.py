@@ -33,6 +33,7 @@ INNER = {
 
 
 @pytest.mark.usefixtures("float64")
+@pytest.mark.thinned
 @pytest.mark.parametrize("name", INNER)
 @pytest.mark.parametrize("factor", [1.0, 0.5])
 @pytest.mark.parametrize("delays", [[0, 1, 1, 1, 1, 1, 1, 1], [0, 1, 2, 3, 3, 0.75, 0, 0], [2] * 8])

@@ -183,7 +183,7 @@ def run_plain(name, dtype):
     return run(PLAIN[name][1], [None] * 12, dtype)
 
 
-@pytest.mark.thinned(most=4)
+@pytest.mark.thinned(most=2)
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
 @pytest.mark.parametrize("delay", [0.0, None])
 @pytest.mark.parametrize("name", PLAIN)
@@ -293,7 +293,7 @@ LAYERWISE = {
 }
 
 
-@pytest.mark.thinned(most=4)
+@pytest.mark.thinned(most=2)
 @pytest.mark.parametrize("name", LAYERWISE)
 def test_works_layer_by_layer(name):
     specs = {layer: {"kernel": jax.ShapeDtypeStruct((4, 3), np.float32), "bias": jax.ShapeDtypeStruct((3,), np.float32)} for layer in "abc"}

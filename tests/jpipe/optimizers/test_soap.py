@@ -77,7 +77,7 @@ class Reference:
 @pytest.mark.parametrize(
     "options",
     [
-        {},
+        pytest.param({}, marks=pytest.mark.exhaustive),
         {"precondition_frequency": 4, "b1": 0.9, "b2": 0.99, "eps": 1e-3},
         {"precondition_frequency": 3, "max_dim": 3, "shampoo_beta": 0.8},
     ],

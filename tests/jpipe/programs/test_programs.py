@@ -99,6 +99,7 @@ def test_every_schedule_is_verified_and_holds_as_many_versions_as_the_table_says
             assert most == versions_alive(plan, s)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("noam", [False, True])
 @pytest.mark.parametrize("replicas", [(2, 1), (1, 2), (2, 2), (3, 2), (2, 3, 1), (4, 2, 1), (2, 1, 2)])
 def test_stages_of_vertical_sync_hold_the_documented_number_of_versions_for_any_replicas(replicas, noam):

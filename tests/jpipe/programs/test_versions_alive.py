@@ -33,8 +33,8 @@ CASES = [(variant, 4, 4, 0) for variant in models.VARIANTS] + [
 ]
 
 
-@pytest.mark.thinned(most=0, most_slow=2)
-@pytest.mark.parametrize(("variant", "d", "m", "extra"), CASES)
+@pytest.mark.thinned(most=0, most_slow=1)
+@pytest.mark.parametrize(("variant", "d", "m", "extra"), CASES[::-1])
 def test_no_more_versions_are_alive_than_the_table_says(variant, d, m, extra):
     plan = Plan.even(STACK.ids, d, microbatches=m, extra_in_flight=extra, **models.VARIANTS[variant])
     pipe = Pipeline(STACK, plan, models.squares, optax.sgd(0.01))

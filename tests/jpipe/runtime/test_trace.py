@@ -10,7 +10,6 @@ from unittest.mock import NonCallableMock
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 from jpipe import InputError, Pipeline, Plan, Tracer, lower, simulate
@@ -24,15 +23,13 @@ from tests.jpipe import models
 from tests.jpipe.running import check_equal
 
 M = 4
-
-
 STACK = models.rich_stack()
 
 
 def traced(variant, steps, devices=None, clip=None):
     """Run `steps` steps and return (plan, pipeline, batch, trace, final state)."""
     plan = Plan.even(STACK.ids, 3, microbatches=M, **models.VARIANTS[variant])
-    pipe = Pipeline(STACK, plan, models.masked_squares, optax.adam(1e-2), devices, clip_global_norm=clip)
+    pipe = Pipeline(STACK, plan, models.masked_squares, models.momentum(), devices, clip_global_norm=clip)
     batches = models.masked_batches(steps, M)
     state, tracer = pipe.init(jax.random.key(0), batches[0]), Tracer(plan)
     for batch in batches:
@@ -76,7 +73,7 @@ def test_measured_memory_is_the_predicted_one(variant):
 
 def test_memory_has_the_times_of_the_timeline_where_a_rank_is_recorded_late():
     plan = Plan.even(STACK.ids, 3, "gpipe", M)
-    pipe = Pipeline(STACK, plan, models.masked_squares, optax.adam(1e-2))
+    pipe = Pipeline(STACK, plan, models.masked_squares, models.momentum())
     (batch,) = models.masked_batches(1, M)
     may_go_on, tracer = threading.Event(), Tracer(plan)
 
@@ -110,7 +107,7 @@ def test_tracing_changes_no_numbers():
 def test_nothing_is_counted_twice():
     """The memory that a trace reports for the workers is at most that of all live arrays."""
     plan, alive = Plan.even(STACK.ids, 3, "gpipe", M), []
-    pipe = Pipeline(STACK, plan, models.masked_squares, optax.adam(1e-2))
+    pipe = Pipeline(STACK, plan, models.masked_squares, models.momentum())
     batches = models.masked_batches(3, M)
     gc.collect()
     before = sum(array.nbytes for array in jax.live_arrays())

@@ -22,7 +22,8 @@ def test_stages_with_equally_many_microbatches_in_flight_compute_in_turn(schedul
     assert window.held_bytes[0] == 10 * min(limit, 4)
 
 
-@pytest.mark.parametrize("replicas", [(3, 1, 2), (2, 1), (1, 3), (1, 2, 4), (4, 2, 1), (2, 3, 1)])
+@pytest.mark.thinned(most=3)
+@pytest.mark.parametrize("replicas", [(1, 3), (1, 2, 4), (2, 3, 1), (3, 1, 2), (2, 1), (4, 2, 1)])
 def test_no_limit_deadlocks_whatever_the_replicas(replicas):
     """`simulate` also verifies versions and numbers in flight."""
     for limit, options in itertools.product(range(1, 6), ({}, {"vertical_sync": True}, {"noam": True})):

@@ -55,7 +55,7 @@ def test_replicas_equal_one_gradient_of_the_whole_model():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["pipedream", "pipedream_2bw"])
+@pytest.mark.parametrize("schedule", ["pipedream", pytest.param("pipedream_2bw", marks=pytest.mark.exhaustive)])
 def test_an_evaluation_has_another_shape_than_batches_in_flight(schedule):
     pipe, batches = pipeline(Plan.even(STACK.ids, 3, schedule, 3)), models.sequences(COUNT, 3)
     state = started(pipe, batches)
@@ -73,6 +73,7 @@ def test_an_evaluation_has_another_shape_than_batches_in_flight(schedule):
         assert float(evaluation.metrics["again"].mean) == float(evaluation.loss)
 
 
+@pytest.mark.slow
 def test_a_run_resumes_from_a_checkpoint_in_the_middle(tmp_path):
     pipe, batches = pipeline(Plan.even(STACK.ids, 3, "pipedream", 2)), models.sequences(COUNT, 2)
     state, snapshot = started(pipe, batches), pipe.snapshot(4)

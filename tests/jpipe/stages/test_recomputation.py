@@ -37,6 +37,7 @@ def test_recomputes_with_the_weights_and_the_layer_state_of_the_first_forward(re
     check_close(train(pipeline(recompute), batches), train_as_one_function(pipeline("none"), batches))
 
 
+@pytest.mark.slow
 def test_stages_may_recompute_differently(float64):
     batches = models.masked_batches(4, M, dtype=np.float64)
     plan = pipeline("none").plan

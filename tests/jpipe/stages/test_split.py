@@ -290,7 +290,11 @@ def test_halves_of_loops_equal_the_whole_backward(kind, recompute):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "precision",
-    [Precision(params="bfloat16"), Precision(loss_scale=8.0), Precision(params="float16", loss_scale="dynamic")],
+    [
+        Precision(params="bfloat16"),
+        pytest.param(Precision(loss_scale=8.0), marks=pytest.mark.exhaustive),
+        pytest.param(Precision(params="float16", loss_scale="dynamic"), marks=pytest.mark.exhaustive),
+    ],
     ids=["masters", "fixed scale", "dynamic scale"],
 )
 def test_halves_in_another_precision_equal_the_whole_backward(precision):
@@ -299,7 +303,7 @@ def test_halves_in_another_precision_equal_the_whole_backward(precision):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sizes", [(1, 2, 1), (1, 1, 2)])
+@pytest.mark.parametrize("sizes", [(1, 2, 1), pytest.param((1, 1, 2), marks=pytest.mark.exhaustive)])
 def test_halves_with_a_shared_weight_equal_the_whole_backward(sizes):
     """Both uses of the weight are in one stage, or in two."""
     layers = {name: LAYERS["dense"]() for name in ("in", "one", "two", "out")}

@@ -109,7 +109,7 @@ def check_rule(plan, batches, whole=None, **options):
 
 
 @pytest.mark.usefixtures("float64")
-@pytest.mark.thinned(most=4)
+@pytest.mark.thinned(most=3)
 @pytest.mark.parametrize("name", CASES)
 def test_equals_the_rule(name):
     plan = plan_of(name, {"every": 3, "outer": OUTER})
@@ -165,7 +165,7 @@ def test_a_pipeline_skips_its_update_alone(broken):
 
 
 @pytest.mark.usefixtures("float64")
-@pytest.mark.thinned(most=2)
+@pytest.mark.thinned(most=1)
 @pytest.mark.parametrize("name", CASES)
 def test_the_mean_after_each_update_equals_data_parallelism(name):
     """With SGD, and microbatches that weigh the same."""
@@ -191,7 +191,7 @@ def trained(pipe, state, batches, cut=None):
     return losses, jax.tree.map(np.asarray, held), layers
 
 
-@pytest.mark.thinned(most=2)
+@pytest.mark.thinned(most=1)
 @pytest.mark.parametrize("cut", [3, 4])
 @pytest.mark.parametrize("name", ["pipedream_flush", "pipedream", "pipedream_2bw"])
 def test_a_run_from_a_snapshot_equals_the_run_that_continued(name, cut):
@@ -207,6 +207,7 @@ def test_a_run_from_a_snapshot_equals_the_run_that_continued(name, cut):
     running.check_equal(again, held)
 
 
+@pytest.mark.slow
 def test_what_pipelines_have_agreed_on_is_evaluated_and_restored_under_another_plan():
     plan = plan_of("pipedream_2bw", {"every": 3, "outer": OUTER})
     pipe, batches = pipeline(plan), models.masked_batches(BATCHES, plan.microbatches)

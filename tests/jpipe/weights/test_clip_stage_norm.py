@@ -77,7 +77,7 @@ BIT_FOR_BIT = {
 
 
 @pytest.mark.slow
-@pytest.mark.thinned(most=2)
+@pytest.mark.thinned(most=1)
 @pytest.mark.parametrize("case", BIT_FOR_BIT)
 def test_equals_the_sequential_reference_bit_for_bit(case):
     fields, options = BIT_FOR_BIT[case]

@@ -121,6 +121,7 @@ def test_a_nan_norm_reaches_every_layer(clip):
     assert [np.isnan(norm) for norm in metrics.norms.values()] == [True] * (clip is not None)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("size", [3e2, 1e-4], ids=["squares_too_large_for_float16", "squares_too_small_for_float16"])
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
 def test_squares_of_short_floats_are_summed_in_float32(dtype, size):

@@ -29,7 +29,7 @@ def distance(pipe, state) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.thinned(most=2)
+@pytest.mark.thinned(most=1)
 @pytest.mark.parametrize("name", ["2BW", "pipedream, m = d", "2-1", "flush"])
 def test_the_norms_are_those_of_the_weights(name):
     pipe = pipeline(plan_of(name))

@@ -80,6 +80,7 @@ def flushing(plan: Plan) -> Plan:
     return Plan(schedule="pipedream_flush", microbatches=plan.microbatches, stages=plan.stages)
 
 
+@pytest.mark.slow
 @pytest.mark.thinned(most=1)
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("variant", ["pipedream_2bw", "pipedream_vertical_sync"])

@@ -189,7 +189,7 @@ def leaves_of(tree):
     return len(jax.tree.leaves(tree))
 
 
-@pytest.mark.parametrize("schedule", ["pipedream_2bw", pytest.param("pipedream", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("schedule", ["pipedream_2bw", pytest.param("pipedream", marks=pytest.mark.exhaustive)])
 def test_nothing_is_stored_or_sent_for_frozen_parameters(schedule):
     plan = even(schedule=schedule)
     pipe = pipeline(["track", "noise", "mix/w"], plan)
@@ -280,7 +280,7 @@ def tied_everywhere():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("words", "groups"), [(["a/w"], 0), pytest.param(["a/b", "b", "c"], 1, marks=pytest.mark.slow)], ids=["frozen", "trained"]
+    ("words", "groups"), [(["a/w"], 0), pytest.param(["a/b", "b", "c"], 1, marks=pytest.mark.exhaustive)], ids=["frozen", "trained"]
 )
 def test_stages_sum_no_gradients_of_a_frozen_tied_parameter(words, groups):
     stack, batches = tied_everywhere(), models.masked_batches(3, 4)

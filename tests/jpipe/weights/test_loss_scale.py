@@ -57,6 +57,7 @@ def trained(pipe, batches, state=None, observe=None):
     return state, scales, skipped
 
 
+@pytest.mark.slow
 def test_float16_overflows_at_first_and_trains_then():
     plan, batches = Plan.even(STACK.ids, 2, "pipedream_flush", 2), models.masked_batches(8, 2)
     pipe = Pipeline(STACK, plan, models.masked_squares, models.momentum(), precision=HALF)

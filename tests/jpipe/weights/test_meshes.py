@@ -175,7 +175,7 @@ def alive(device: jax.Device) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["pipedream_flush", pytest.param("pipedream_2bw", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("schedule", ["pipedream_flush", pytest.param("pipedream_2bw", marks=pytest.mark.exhaustive)])
 def test_a_run_resumes_under_another_mesh(schedule):
     before = even(schedule=schedule, microbatches=2, mesh={"data": 2, "model": 2}, fsdp=True)
     batches = batches_for(before, 5)

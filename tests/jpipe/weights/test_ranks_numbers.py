@@ -89,8 +89,10 @@ def test_numbers_of_eight_to_twelve_stages_are_those_of_the_reference(schedule, 
     ("schedule", "chunks"),
     [
         ("interleaved_zero_bubble", 2),
-        ("pipedream", 2),
-        *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in (("pipedream_2bw", 2), ("zb_v", 2), ("zb_h2", 1))),
+        *(
+            pytest.param(*case, marks=pytest.mark.exhaustive)
+            for case in (("pipedream", 2), ("pipedream_2bw", 2), ("zb_v", 2), ("zb_h2", 1))
+        ),
     ],
 )
 def test_numbers_with_the_global_norm_are_those_of_the_reference(schedule, chunks):
@@ -117,7 +119,11 @@ def test_numbers_in_another_precision_equal_the_reference(schedule, chunks, prec
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("schedule", "recompute"),
-    [("zb_v", "full"), ("zb_h1", "dots_saveable"), pytest.param("interleaved_1f1b", "full", marks=pytest.mark.exhaustive)],
+    [
+        ("zb_v", "full"),
+        pytest.param("zb_h1", "dots_saveable", marks=pytest.mark.exhaustive),
+        pytest.param("interleaved_1f1b", "full", marks=pytest.mark.exhaustive),
+    ],
 )
 def test_numbers_with_recomputation_are_those_of_the_reference(schedule, recompute):
     chunks = 1 if schedule == "zb_h1" else 2

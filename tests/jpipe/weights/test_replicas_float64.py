@@ -68,7 +68,7 @@ def test_equals_one_gradient_of_the_whole_model(variant, replicas, times):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("replicas", [pytest.param((2,), marks=pytest.mark.slow), (2, 1, 2)])
+@pytest.mark.parametrize("replicas", [pytest.param((2,), marks=pytest.mark.exhaustive), (2, 1, 2)])
 def test_clipping_by_the_global_norm_equals_optax_on_the_whole_tree(replicas):
     plan = plan_of(replicas, "pipedream_flush", 2)
     pipe, batches, norms = pipeline(plan, clip_global_norm=2.5), batches_for(plan), []
@@ -90,7 +90,7 @@ def test_parallel_pipelines_change_nothing(variant):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scales", [(1.0, 1.0, 1.0), (1.0, 0.5, 0.5)])
+@pytest.mark.parametrize("scales", [pytest.param((1.0, 1.0, 1.0), marks=pytest.mark.exhaustive), (1.0, 0.5, 0.5)])
 def test_stages_that_update_at_rates_of_their_own_equal_the_rule_written_out(scales):
     """In 2-1-1 of the original PipeDream, stage 0 updates after two microbatches and reads late, the others after each one."""
     every, reads = (2, 1, 1), (lambda k: max(k // 2 - 2, 0), lambda k: max(k - 1, 0), lambda k: k)

@@ -3,6 +3,7 @@
 `test_schedules_numbers` and `test_replicas_numbers` hold the numbers of all of them against the sequential reference.
 """
 
+import functools
 import itertools
 from collections import Counter
 
@@ -38,6 +39,7 @@ def schedule(request):
     return SCHEDULES[request.param]
 
 
+@functools.cache
 def plans(schedule):
     """Return legal plans of all kinds: straight, in chunks and replicated, few and many microbatches, and each option of the schedule."""
     cases = []
@@ -137,7 +139,7 @@ def test_programs_are_verified_and_hold_the_versions_that_are_said(schedule, eve
             assert max(prediction.versions_alive[w] for w in workers) == schedule.versions_alive(plan, s)
 
 
-@pytest.mark.parametrize(("m", "replicas"), [(5, (1, 1, 1)), (6, (1, 2))])
+@pytest.mark.parametrize(("m", "replicas"), [pytest.param(5, (1, 1, 1), marks=pytest.mark.exhaustive), (6, (1, 2))])
 def test_numbers_of_a_schedule_that_was_added_are_those_of_the_sequential_reference(two_by_two, m, replicas):
     plan = Plan.even(STACK.ids, len(replicas), two_by_two.name, m, replicas=replicas)
     check_against_reference(STACK, plan, drain_after={1})

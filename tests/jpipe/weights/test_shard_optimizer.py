@@ -87,6 +87,7 @@ def test_the_numbers_equal_those_without_sharding(case):
         check_bits(actual, expected)
 
 
+@pytest.mark.slow
 def test_a_skipped_batch_changes_nothing():
     pipe = pipeline(plan_of(schedule="pipedream_flush"), skip_nonfinite=True)
     batches = batches_for(pipe.plan)
@@ -152,6 +153,7 @@ def test_a_run_resumes_with_a_sharded_optimizer_and_without():
 
 
 @pytest.mark.slow
+@pytest.mark.thinned(most=2)
 @pytest.mark.parametrize("schedule", ["pipedream_2bw", "pipedream"])
 @pytest.mark.parametrize("saving", [True, False])
 def test_a_run_without_a_flush_resumes_with_a_sharded_optimizer_and_without(saving, schedule):

@@ -48,7 +48,7 @@ def test_equals_the_sequential_reference_bit_for_bit(replicas, fields, clip):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", [pytest.param("pipedream_flush", marks=pytest.mark.slow), "pipedream_2bw"])
+@pytest.mark.parametrize("schedule", [pytest.param("pipedream_flush", marks=pytest.mark.exhaustive), "pipedream_2bw"])
 def test_a_bad_batch_leaves_weights_and_optimizer_as_they_are_at_all_stages(schedule):
     plan = Plan.even(STACK.ids, 3, schedule, 3)
     pipe = Pipeline(STACK, plan, models.masked_squares, models.momentum(), skip_nonfinite=True)

@@ -42,7 +42,7 @@ def test_the_numbers_equal_the_sequential_reference_bit_for_bit(replicas, fields
     check_against_reference(STACK, plan, {2, 6}, **options)
 
 
-@pytest.mark.thinned(most=0, most_slow=2)
+@pytest.mark.thinned(most=0, most_slow=1)
 @pytest.mark.parametrize(
     ("stack", "replicas", "fields"),
     [
@@ -60,7 +60,7 @@ def test_shared_parameters_and_a_shared_optimizer_equal_one_sum_bit_for_bit(stac
     check_equal(*trained)
 
 
-@pytest.mark.thinned(most=1, most_slow=1)
+@pytest.mark.thinned(most=0, most_slow=1)
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize(
     ("replicas", "fields"),

@@ -81,7 +81,7 @@ def test_equals_the_reference_bit_for_bit(stages, schedule, options):
     [
         ("pipedream_2bw", optax.adamw(0.1), {"clip_global_norm": 0.3}),
         pytest.param("gpipe", optax.sgd(0.3, 0.9), {}, marks=pytest.mark.exhaustive),
-        pytest.param("pipedream_2bw", optax.lamb(0.05), {"skip_nonfinite": True, "ema_decay": 0.9}, marks=pytest.mark.slow),
+        pytest.param("pipedream_2bw", optax.lamb(0.05), {"skip_nonfinite": True, "ema_decay": 0.9}, marks=pytest.mark.exhaustive),
         pytest.param("pipedream_2bw", optax.adam(0.05), {"precision": Precision(params="bfloat16")}, marks=pytest.mark.exhaustive),
     ],
     ids=["adamw", "sgd", "lamb", "masters"],

@@ -79,7 +79,7 @@ def test_a_model_is_measured():
     stack = jpipe.LayerStack({**layers, "out": linear(8, 4)})
     reports, rule = [], optax.sgd(1e-3, momentum=0.9)
     profile = measure(
-        stack, batch, loss, rule, [8, 2], seconds=0.1, repetitions=3, progress=lambda done, total: reports.append((done, total))
+        stack, batch, loss, rule, [8, 2], seconds=0.01, repetitions=3, progress=lambda done, total: reports.append((done, total))
     )
     assert (profile.source, profile.device, profile.sizes) == ("measured", "cpu", (2, 8))
     assert profile.dispatch > 0

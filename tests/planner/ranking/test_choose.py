@@ -168,7 +168,7 @@ SLOW = {"devices": [0, 1], "name": "V100", "speed": 0.4, "memory": 1.5e9, "bandw
     [
         ([SLOW], ["pipedream_flush", "pipedream"]),
         ([{"devices": 3, "speed": 0.1}], ["gpipe"]),
-        ([{"devices": 1, "speed": 3}], ["pipedream_2bw"]),
+        pytest.param([{"devices": 1, "speed": 3}], ["pipedream_2bw"], marks=pytest.mark.exhaustive),
     ],
 )
 def test_where_devices_differ_the_choice_is_the_fastest_of_all_candidates(differing, schedules):

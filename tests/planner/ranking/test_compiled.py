@@ -18,6 +18,7 @@ from jpipe_planner.ranking.compiled import compile_stages
 from jpipe_planner.search.candidates import find_candidates
 
 STACK = jpipe.LayerStack({f"dense_{n}": lambda rngs: nnx.Linear(16, 16, rngs=rngs) for n in range(4)})
+RULE = optax.sgd(1e-3, momentum=0.9)  # one object, so that tests share what is compiled with it
 FLOPS = {"flops": {"float32": 1e9}, "memory": 1e9}
 
 
@@ -31,11 +32,11 @@ def loss(y, labels):
 
 def compiled_choice(schedule, memory=1e9):
     topology = Topology(levels=({"count": 2, "bandwidth": 1e9},), device=FLOPS | {"memory": memory})
-    profile = analyze(STACK, batch, loss, optax.adam(1e-3), [2], topology.device)
+    profile = analyze(STACK, batch, loss, RULE, [2], topology.device)
     roomy = topology.model_copy(update={"device": topology.device.model_copy(update={"memory": 1e9})})
     choice = choose(profile, roomy, find_candidates(profile, roomy, 8, schedules=[schedule]))
     ranked = next(one for one in choice.ranked if one.candidate.depth == 2)
-    pipe = jpipe.Pipeline(STACK, choice.plan(ranked), loss, optax.adam(1e-3))
+    pipe = jpipe.Pipeline(STACK, choice.plan(ranked), loss, RULE)
     return compile_stages(dataclasses.replace(choice, topology=topology), ranked, pipe, batch(8), jax.devices()[0]), pipe
 
 

@@ -31,7 +31,7 @@ def test_the_choice_is_as_fast_as_the_fastest_of_all_when_all_are_simulated(seed
     assert choice.open == 0
 
 
-@pytest.mark.thinned(most=3)
+@pytest.mark.thinned(most=2)
 @pytest.mark.parametrize("overlap", ["none", "transfers", "transfers and sums"])
 @pytest.mark.parametrize("global_norm", [False, True])
 @pytest.mark.parametrize("seed", range(6))

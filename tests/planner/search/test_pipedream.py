@@ -133,7 +133,7 @@ def test_search_without_a_limit_equals_exhaustive_search(numbers):
     assert result == evaluate_partition(problem, result.stages)
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=50, deadline=None, derandomize=True)
 @given(numbers=problems() | problems(differ=True), share=st.sampled_from([0.95, 0.85, 0.7, 0.5, 0.3]))
 @pytest.mark.slow
 def test_search_with_a_limit_equals_exhaustive_search(numbers, share):

@@ -39,7 +39,8 @@ def forget() -> None:
 def test_the_second_run_reads_its_programs_from_the_cache_with_equal_numbers(tiny, tmp_path, capsys):
     rows, lines = [], []
     for name in ("first", "second"):
-        summary = loop.main(changed(tiny, run={"dir": str(tmp_path / name)}, train={"trace_batches": 0}))
+        of_run = {"run": {"dir": str(tmp_path / name)}, "train": {"trace_batches": 0}, "optimizer": {"name": "sgd"}}
+        summary = loop.main(changed(tiny, **of_run))
         rows.append([repeatable(row) for row in rows_of(summary.folder)])
         lines.append(next(line for line in capsys.readouterr().out.splitlines() if line.startswith("compiling 2 stages: ")))
         (folder,) = (tmp_path / "home" / ".cache" / "jpipe").iterdir()

@@ -61,8 +61,7 @@ OPTIONS = {
     "accumulated": ({"freeze": ["embed", "*/bias"]}, {"accumulate_batches": 2, "arguments": {"weight_decay": 0.1}}, {}),
     "a model of the user's": ({"freeze": ["layers.0"]}, {}, {"model": {"target": f"{__name__}:model"}, "plan": {"num_stages": 1}}),
 }
-SELDOM = dict.fromkeys(("adapters, a layer, experts", "adapters and a tied embedding", "accumulated"), pytest.mark.exhaustive)
-SELDOM["2BW"] = pytest.mark.slow
+SELDOM = dict.fromkeys(("adapters, a layer, experts", "adapters and a tied embedding", "accumulated", "2BW"), pytest.mark.exhaustive)
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, marks=SELDOM.get(case, ())) for case in OPTIONS])

@@ -30,7 +30,7 @@ from tests.train.models.running import applied
 
 TUNE = "tune={lora: {rank: 2, alpha: 8, targets: [q_proj, v_proj, up_proj, down_proj]}}"
 SOME = ["q_proj", "v_proj", "gate_proj", "down_proj"]
-RATE = ("optimizer.name=adam", "optimizer.learning_rate=0.05")
+RATE = ("optimizer.name=sgd", "optimizer.learning_rate=0.05")
 QUANTIZED = ("tune.base_dtype=bfloat16", "tune.quantize=nf4")
 
 
@@ -46,12 +46,19 @@ def run(folder: Path, name: str, *overrides: str, tune: str = TUNE) -> types.Sim
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory) -> dict[str, types.SimpleNamespace]:
-    """Return runs with adapters: one of two steps with a base in float32, and one as it begins with a quantized base."""
-    folder = tmp_path_factory.mktemp("adapters")
-    trained = run(folder / "float32", "llama", "checkpoint.every=1", "plan.num_stages=1")
-    config, _, arrays = beginnings.written(folder / "nf4", "llama", TUNE, *QUANTIZED)
-    return {"float32": trained, "nf4": types.SimpleNamespace(config=config, folder=Path(config.run.dir), arrays=arrays)}
+def trained(tmp_path_factory) -> types.SimpleNamespace:
+    """Return a run of two steps with adapters and a base in float32."""
+    return run(tmp_path_factory.mktemp("trained"), "llama", "checkpoint.every=1", "plan.num_stages=1")
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory) -> dict[str, types.SimpleNamespace]:
+    """Return runs as they begin, with adapters of random numbers and a base in float32 or a quantized one."""
+    runs = {}
+    for kind, overrides in {"float32": (), "nf4": QUANTIZED}.items():
+        config, _, arrays = beginnings.written(tmp_path_factory.mktemp(kind), "llama", TUNE, *overrides)
+        runs[kind] = types.SimpleNamespace(config=config, folder=Path(config.run.dir), arrays=arrays)
+    return runs
 
 
 def logits(config: Config, arrays: dict[str, np.ndarray], tokens: np.ndarray, tune: object = None) -> np.ndarray:
@@ -63,8 +70,9 @@ def logits(config: Config, arrays: dict[str, np.ndarray], tokens: np.ndarray, tu
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["float32", "nf4"])
-def test_the_base_is_as_it_was_in_the_folder(kind, runs):
-    actual, (_, original) = runs[kind].arrays, folders.read(folders.GOLDEN / "llama")
+def test_the_base_is_as_it_was_in_the_folder(kind, trained, begun):
+    run = trained if kind == "float32" else begun[kind]
+    actual, (_, original) = run.arrays, folders.read(folders.GOLDEN / "llama")
     kernels = {name for name in original if name.startswith("block") and name.endswith("kernel")}
     for name, array in original.items():
         if kind == "nf4" and name in kernels:
@@ -72,15 +80,15 @@ def test_the_base_is_as_it_was_in_the_folder(kind, runs):
                 np.testing.assert_array_equal(actual[f"{name}/{part}"], expected)
         else:
             np.testing.assert_array_equal(actual[name], array.astype(actual[name].dtype))
-    trained = {name: array for name, array in actual.items() if is_of_adapter(name)}
-    assert len(trained) == 2 * 4 * 2
-    assert all(array.any() for array in trained.values())
+    adapters = {name: array for name, array in actual.items() if is_of_adapter(name)}
+    assert len(adapters) == 2 * 4 * 2
+    assert all(array.any() for array in adapters.values())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [pytest.param("float32", marks=pytest.mark.exhaustive), "nf4"])
-def test_merged_weights_compute_what_adapters_compute(kind, runs, tmp_path):
-    result, tokens = runs[kind], folders.computed("llama")["tokens"]
+def test_merged_weights_compute_what_adapters_compute(kind, begun, tmp_path):
+    result, tokens = begun[kind], folders.computed("llama")["tokens"]
     expected = logits(result.config, result.arrays, tokens, result.config.tune)
     writing.main(str(result.folder), str(tmp_path / "merged"), None, print)
     _, arrays = folders.read(tmp_path / "merged")
@@ -100,31 +108,31 @@ def test_merged_weights_compute_what_adapters_compute(kind, runs, tmp_path):
         ("plan.num_stages=3", "plan.schedule=gpipe"),
     ],
 )
-def test_a_run_that_is_resumed_under_another_plan_gives_the_same_weights(overrides, runs, tmp_path):
-    begun = shutil.copytree(runs["float32"].folder, tmp_path / "run")
-    shutil.rmtree(begun / "checkpoints" / "2")
-    earlier = export.by_name(checkpoint_files.read_layers(begun, 1))
-    assert not np.array_equal(earlier["block_0/qkv/lora/q_proj/b"], runs["float32"].arrays["block_0/qkv/lora/q_proj/b"])
+def test_a_run_that_is_resumed_under_another_plan_gives_the_same_weights(overrides, trained, tmp_path):
+    stopped = shutil.copytree(trained.folder, tmp_path / "run")
+    shutil.rmtree(stopped / "checkpoints" / "2")
+    earlier = export.by_name(checkpoint_files.read_layers(stopped, 1))
+    assert not np.array_equal(earlier["block_0/qkv/lora/q_proj/b"], trained.arrays["block_0/qkv/lora/q_proj/b"])
     resumed = run(tmp_path, "llama", *overrides)
-    assert resumed.arrays.keys() == runs["float32"].arrays.keys()
-    for name, array in runs["float32"].arrays.items():
+    assert resumed.arrays.keys() == trained.arrays.keys()
+    for name, array in trained.arrays.items():
         np.testing.assert_allclose(resumed.arrays[name], array, rtol=1e-4, atol=1e-5, err_msg=name)
 
 
-def test_the_folder_for_peft_has_its_names_and_shapes(runs, tmp_path):
-    peft.main(str(runs["float32"].folder), str(tmp_path / "peft"), None, print)
+def test_the_folder_for_peft_has_its_names_and_shapes(begun, tmp_path):
+    peft.main(str(begun["float32"].folder), str(tmp_path / "peft"), None, print)
     described = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
     assert described["target_modules"] == ["down_proj", "q_proj", "up_proj", "v_proj"]
     assert (described["r"], described["lora_alpha"], described["peft_type"], described["task_type"]) == (2, 8.0, "LORA", "CAUSAL_LM")
-    tensors, arrays = load_file(tmp_path / "peft" / "adapter_model.safetensors"), runs["float32"].arrays
+    tensors, arrays = load_file(tmp_path / "peft" / "adapter_model.safetensors"), begun["float32"].arrays
     assert len(tensors) == 2 * 4 * 2
     name = "base_model.model.model.layers.1.self_attn.v_proj.lora_{}.weight"
     np.testing.assert_array_equal(tensors[name.format("A")], arrays["block_1/qkv/lora/v_proj/a"].T)
     np.testing.assert_array_equal(tensors[name.format("B")], arrays["block_1/qkv/lora/v_proj/b"].T)
 
 
-def test_a_run_without_adapters_has_no_folder_for_peft(runs, tmp_path):
-    plain = shutil.copytree(runs["float32"].folder, tmp_path / "plain")
+def test_a_run_without_adapters_has_no_folder_for_peft(begun, tmp_path):
+    plain = shutil.copytree(begun["float32"].folder, tmp_path / "plain")
     config = config_file.load_resolved(plain / "config.yaml")
     (plain / "config.yaml").write_text(config_file.to_yaml(config.model_copy(update={"tune": TuneConfig()})))
     with pytest.raises(
@@ -138,8 +146,8 @@ def test_a_run_without_adapters_has_no_folder_for_peft(runs, tmp_path):
     [
         ("phi3", None),
         ("gpt2", SOME),
-        pytest.param("phi3", SOME, marks=pytest.mark.slow),
-        pytest.param("llama3", SOME, marks=pytest.mark.slow),
+        pytest.param("phi3", SOME, marks=pytest.mark.exhaustive),
+        pytest.param("llama3", SOME, marks=pytest.mark.exhaustive),
     ],
 )
 def test_modules_for_peft_add_what_merged_weights_have_more(name, targets):

@@ -42,7 +42,7 @@ def home(tmp_path_factory) -> types.SimpleNamespace:
         "train": {"steps": STEPS, "batch_size": 4, "eval_every": STEPS, "eval_batches": 2, "trace_batches": 0},
         "model": {"depth": 1, "width": 8, "heads": 2, "seq_len": 8},
         "plan": {"schedule": "pipedream_2bw", "num_stages": 2, "microbatches": 2},
-        "optimizer": {"learning_rate": 0.01},
+        "optimizer": {"name": "sgd", "learning_rate": 0.01, "arguments": {"momentum": 0.9}},
         "checkpoint": {"every": STEPS // 2},
     }
     with pytest.MonkeyPatch.context() as patched:

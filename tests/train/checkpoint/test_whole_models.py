@@ -132,6 +132,7 @@ def test_a_scanned_linen_module(tmp_path):
     assert result["blocks"]["Dense_0"]["kernel"].shape == (3, 3, 3)
 
 
+@pytest.mark.slow
 def test_a_file_of_a_run_and_of_the_model_have_other_names(tmp_path):
     """What `jpipe export` writes has the names of layers."""
     pipe = scanned()

@@ -404,7 +404,7 @@ def check_plan(answered, monkeypatch, tmp_path, content):
 
 
 @pytest.mark.slow
-@number_of_examples(150)
+@number_of_examples(75)
 @given(content=plan_files())
 def test_a_corrupted_plan_is_refused_or_read_exactly(answered, monkeypatch, tmp_path, content):
     check_plan(answered, monkeypatch, tmp_path, content)

@@ -75,7 +75,7 @@ def test_the_rule_finds_the_schedules_of_optax():
     assert set(optax_names.schedules()) == named - {"sgdr_schedule"}  # whose argument is a list of those of others
 
 
-@pytest.mark.thinned(most=6)
+@pytest.mark.thinned(most=3)
 @pytest.mark.filterwarnings("ignore:`optimistic_adam` is deprecated", 'ignore:"seed" is deprecated')
 @pytest.mark.parametrize("name", optax_names.optimizers())
 def test_every_optimizer_of_optax_makes_an_update(name):

@@ -155,7 +155,7 @@ def test_a_closed_pipe_ends_printing_commands_but_not_training(tmp_path, ends, c
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
-@pytest.mark.parametrize("command", [pytest.param(["simulate", "plan.json"], marks=pytest.mark.slow), ["--version"]])
+@pytest.mark.parametrize("command", [pytest.param(["simulate", "plan.json"], marks=pytest.mark.exhaustive), ["--version"]])
 def test_text_that_cannot_be_printed_is_reported(tmp_path, command):
     (tmp_path / "plan.json").write_text(Plan.even(["a", "b"], schedule="gpipe", num_stages=2, microbatches=2).to_json())
     with open("/dev/full", "w") as full:

@@ -219,7 +219,11 @@ def test_links_are_not_followed_when_a_folder_is_written(documents, tokenizer, t
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)], ids=["Ctrl-C", "killed"])
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGINT, 130), pytest.param(signal.SIGKILL, -signal.SIGKILL, marks=pytest.mark.exhaustive)],
+    ids=["Ctrl-C", "killed"],
+)
 def test_a_process_that_ends_early_leaves_no_folder_that_looks_complete(number, code, tokenizer, tmp_path):
     (tmp_path / "a.txt").write_text("".join(f"some words, {i}\n" for i in range(10**6)))
     program = (

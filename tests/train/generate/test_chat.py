@@ -27,6 +27,7 @@ def folder(folder) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_conversation_has_all_that_was_said_before(run, folder):
     options = str(folder), "--tokens", "4", "--json"
     code, out, _ = run(*options, "--chat", "--system", "w7", said="w3 w10 w60\n\nw5 w6\r\n")

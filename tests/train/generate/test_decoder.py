@@ -69,7 +69,7 @@ def test_the_scores_of_a_piece_are_bounded(rows, positions, piece):
     assert scratch_of(config, rows, positions) == 2 * 4 * rows * 16 * piece * max(32, positions)
 
 
-@pytest.mark.thinned(most=0, most_slow=2)
+@pytest.mark.thinned(most=0, most_slow=1)
 @pytest.mark.parametrize(
     "keys",
     [
@@ -145,7 +145,7 @@ def spread(params):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("devices", "rows"), [(2, 3), (4, 1)])
+@pytest.mark.parametrize(("devices", "rows"), [(2, 3), pytest.param(4, 1, marks=pytest.mark.exhaustive)])
 def test_tokens_are_the_same_on_several_devices_and_among_others(devices, rows):
     prompts = [[3, 1, 4], [1, 5, 9, 2, 6, 5, 3], [5]]
     sampling = Sampling(1.0, top_k=20)

@@ -68,6 +68,7 @@ def test_tokens_that_the_tokenizer_does_not_have_are_never_chosen(run, folder):
         assert len(answer["text"].split()) == 12
 
 
+@pytest.mark.slow
 def test_a_run_of_bytes_from_standard_input_and_a_pipe(run):
     code, out, err = run(str(RUN), said="the\n")
     assert code == 0

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -364,39 +365,55 @@ def squares(outputs, labels):
 """
 
 
-@pytest.mark.slow
-def test_a_run_that_loses_a_process_ends_with_the_results_of_an_undisturbed_run(tmp_path, monkeypatch):
-    (tmp_path / "parts.py").write_text(PARTS)
+@pytest.fixture(scope="module")
+def restarted(tmp_path_factory) -> types.SimpleNamespace:
+    """Launch a run that loses a process, and return its folder, config and command, and what it printed."""
+    folder = tmp_path_factory.mktemp("restarted")
+    (folder / "parts.py").write_text(PARTS)
     config = {
         **{section: {"target": f"parts:{name}"} for section, name in (("model", "model"), ("data", "batches"), ("loss", "squares"))},
         "train": {"steps": 6, "batch_size": 4, "eval_every": 10, "trace_batches": 0},
+        "optimizer": {"name": "sgd", "arguments": {"momentum": 0.9}},
         "checkpoint": {"every": 2},
         "plan": {"num_stages": 2, "microbatches": 2},
     }
-    (tmp_path / "config.yaml").write_text(json.dumps(config))
+    (folder / "config.yaml").write_text(json.dumps(config))
     arguments = ["launch", "-n", "2", "--max-restarts", "1", "--", "train", "config.yaml", "--allow-code"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "jpipe_train.cli", *arguments]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=3 * LIMIT)
+    return types.SimpleNamespace(folder=folder, config=config, command=command, done=run(command, folder))
+
+
+def run(command: list[str], folder: Path) -> subprocess.CompletedProcess:
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=3 * LIMIT, check=False)
+
+
+@pytest.mark.slow
+def test_a_run_that_loses_a_process_ends_with_the_results_of_an_undisturbed_run(restarted, monkeypatch):
+    done, folder = restarted.done, restarted.folder
     assert done.returncode == 0, done.stderr
     assert (
         "jpipe: process 1 was ended by SIGKILL; ending the other processes; starting all again in 1 s (1 of 1)" in done.stderr.splitlines()
     )
-    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["0001"]
+    assert [path.name for path in (folder / "runs").iterdir()] == ["0001"]
     assert re.search(r"^resumes at step [24]$", done.stdout, re.MULTILINE)
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.chdir(folder)
     try:
-        alone = loop.main(Config.model_validate(config | {"run": {"dir": "alone"}})).folder
+        alone = loop.main(Config.model_validate(restarted.config | {"run": {"dir": "alone"}})).folder
     finally:
         sys.modules.pop("parts", None)
-    resumed = end_of(tmp_path / "runs" / "0001")
+    resumed = end_of(folder / "runs" / "0001")
     assert [row["step"] for row in resumed.rows] == [0, 1, 2, 3, 4, 5]
     assert difference(resumed, end_of(alone)) is None
-    # Only process 0 has a layer that is another one now: that is bad input, not a run that failed and is started again.
-    shutil.rmtree(tmp_path / "runs" / "0001" / "checkpoints" / "6")
-    (tmp_path / "parts.py").write_text(PARTS.replace("Linear(2, 2,", "Linear(2, 2, use_bias=False,"))
-    command += ["--set", "run.dir=runs/0001"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=LIMIT)
+
+
+@pytest.mark.exhaustive
+def test_bad_input_of_one_process_is_not_started_again(restarted, tmp_path):
+    """Only process 0 has a layer that is another one now."""
+    folder = shutil.copytree(restarted.folder, tmp_path / "copy")
+    shutil.rmtree(folder / "runs" / "0001" / "checkpoints" / "6")
+    (folder / "parts.py").write_text(PARTS.replace("Linear(2, 2,", "Linear(2, 2, use_bias=False,"))
+    done = run([*restarted.command, "--set", "run.dir=runs/0001"], folder)
     assert done.returncode == 2, done.stderr
     assert "layer 'a', parameters: 'bias' is not in the model" in done.stderr
     assert "starting all again" not in done.stderr

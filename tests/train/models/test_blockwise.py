@@ -35,8 +35,8 @@ def at_once(q, k, v, segments, masked):
         (Masked(True, 6), True, 4),
         (Masked(True, 1), False, 3),
         (Masked(False), True, 8),
-        pytest.param(Masked(True, 100), False, 4, marks=pytest.mark.slow),
-        pytest.param(Masked(True), False, 64, marks=pytest.mark.slow),
+        pytest.param(Masked(True, 100), False, 4, marks=pytest.mark.exhaustive),
+        pytest.param(Masked(True), False, 64, marks=pytest.mark.exhaustive),
     ],
 )
 def test_equals_attention_at_once(masked, has_segments, size):

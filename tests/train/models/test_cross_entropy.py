@@ -104,7 +104,7 @@ def test_no_buffer_holds_the_logits_of_all_positions(chunk):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recompute", ["none", pytest.param("full", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("recompute", ["none", pytest.param("full", marks=pytest.mark.exhaustive)])
 def test_a_split_backward_stores_no_logits_between_its_halves(recompute):
     config, rows = ModelConfig(**SMALL, vocab_size=500, tied=True), 8
     labels = jax.ShapeDtypeStruct((rows, 8), "int32")

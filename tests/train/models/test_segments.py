@@ -58,7 +58,7 @@ def test_packed_documents_teach_what_they_teach_alone(keys, schedule):
     jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6), results[0][1], results[1][1])
 
 
-@pytest.mark.parametrize("kind", ["decoder", pytest.param("bert", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["decoder", pytest.param("bert", marks=pytest.mark.exhaustive)])
 def test_nothing_of_one_document_is_in_the_logits_of_another(kind):
     stack = layers(ModelConfig(**SMALL, kind=kind))
     ((inputs, _), _) = rows()

@@ -22,7 +22,7 @@ def schedule(two_by_two):
 
 
 # In 400 rows are more microbatches than are walked through.
-@pytest.mark.parametrize("batch", [12, pytest.param(400, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("batch", [12, pytest.param(400, marks=pytest.mark.exhaustive)])
 def test_its_price_equals_its_simulation(schedule, batch):
     profile = gpt(6, head=0.5)
     candidates = search_parallel(profile, TOPOLOGY, batch, schedules=[schedule])

@@ -20,6 +20,7 @@ from jpipe_train.console.progress import Reporter
 from jpipe_train.launch.together import Together
 from jpipe_train.plan import trial, trial_words
 from jpipe_train.plan.search import SearchResult
+from tests.train.plan import test_plan as planned
 from tests.train.plan import test_planning as planning
 
 
@@ -160,21 +161,10 @@ def test_corrected_seconds_are_those_of_a_simulation_with_slower_computations():
 def test_plans_run_and_the_corrected_profile_plans_again(tmp_path, tiny, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(trial, "SECONDS", 0.0)
-    Path("tiny.yaml").write_text(yaml.safe_dump(tiny))
-    assert (
-        cli.main(
-            [
-                "plan",
-                "tiny.yaml",
-                "--measure=2",
-                "--schedules=gpipe,pipedream_flush",
-                "--out=plan.json",
-                "--profile-out=profile.json",
-                "--explain",
-            ]
-        )
-        == 0
-    )
+    Path("tiny.yaml").write_text(yaml.safe_dump(tiny | {"optimizer": {"name": "sgd"}}))
+    Path("invented.json").write_text(planned.profile().to_json())
+    written = "--profile=invented.json", "--out=plan.json", "--profile-out=profile.json"
+    assert cli.main(["plan", "tiny.yaml", "--measure=2", "--schedules=gpipe,pipedream_flush", *written, "--explain"]) == 0
     printed = capsys.readouterr()
     assert printed.err == ""
     assert re.search(r"^rank .* measured +off by$", printed.out, re.MULTILINE)

@@ -107,12 +107,12 @@ def test_a_run_without_its_last_checkpoint_fails(cause, saved, monkeypatch):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        pytest.param("removed", r"metrics\.jsonl' was moved or removed while the run was training", marks=pytest.mark.slow),
+        pytest.param("removed", r"metrics\.jsonl' was moved or removed while the run was training", marks=pytest.mark.exhaustive),
         ("cut", r"metrics\.jsonl' was changed: expected [\d,]+ bytes, found 10, while the run was training"),
         pytest.param("replaced", r"metrics\.jsonl' was replaced by another file while", marks=pytest.mark.exhaustive),
         ("edited", r"the rows in '.*metrics\.jsonl' were changed while"),
         ("folder moved", r"/run' was moved or removed while"),
-        pytest.param("folder copied", r"metrics\.jsonl' was replaced by another file while", marks=pytest.mark.slow),
+        pytest.param("folder copied", r"metrics\.jsonl' was replaced by another file while", marks=pytest.mark.exhaustive),
     ],
 )
 @pytest.mark.parametrize("policy", ["stop", pytest.param("train", marks=pytest.mark.exhaustive)])

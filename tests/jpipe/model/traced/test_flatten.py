@@ -222,14 +222,12 @@ def check_case(function, p, axes):
     return flat
 
 
-ON_OLDEST = {"nested", "remat of groups", "cast, nested", "counted"}
-
-SLOW = {"remat of groups", "cast, nested", "reshaped", "halves"}
-SELDOM = {"counted groups", "counted backwards"}  # each half of these names is a case, too
+ON_OLDEST = {"nested", "remat", "cast", "counted"}
+SELDOM = {"remat of groups", "cast, nested", "reshaped", "halves", "counted groups", "counted backwards"}  # much like other cases
 
 
 def marks_of(name):
-    marks = {"oldest": ON_OLDEST, "slow": SLOW, "exhaustive": SELDOM}
+    marks = {"oldest": ON_OLDEST, "exhaustive": SELDOM}
     return [getattr(pytest.mark, mark) for mark, names in marks.items() if name in names]
 
 

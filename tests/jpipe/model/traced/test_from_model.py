@@ -125,8 +125,8 @@ def test_layers_compute_what_the_model_computes(name, train, granularity):
         y, new_state = whole.apply(params, whole_state, x, stack.microbatch_key(key, 3, train), train)
         return jnp.sin(y).sum(), new_state
 
-    (value, new_state), gradients = jax.value_and_grad(in_layers, has_aux=True)(stack.ties.split(params))
-    (expected, expected_state), expected_gradients = jax.value_and_grad(at_once, has_aux=True)(whole_params)
+    (value, new_state), gradients = jax.jit(jax.value_and_grad(in_layers, has_aux=True))(stack.ties.split(params))
+    (expected, expected_state), expected_gradients = jax.jit(jax.value_and_grad(at_once, has_aux=True))(whole_params)
     np.testing.assert_allclose(value, expected, rtol=1e-5)
     joined = stack.traced.join(in_all_places(stack, gradients), new_state)
     for (path, actual), wanted in zip(by_path(joined).items(), jax.tree.leaves((expected_gradients, expected_state)), strict=True):
