@@ -1,4 +1,4 @@
-"""Pipelines of a plan that do the same, of which a few are simulated for all.
+"""Pipelines of a plan that do the same, of which one, or a group, is simulated for all.
 
 If g divides the numbers of replicas of all stages, a plan consists of g pipelines: a worker passes microbatches on only to workers of other
 stages whose replica leaves the same remainder modulo g. The pipelines have in common the sums of gradients, and ports. Where neighbouring
@@ -30,55 +30,38 @@ class Copies(NamedTuple):
     group: int = 1
 
     @property
-    def simulated(self) -> range | tuple[int, ...]:
-        """The pipelines that are simulated: the first and the last group, because the last replica begins a sum, or all."""
-        if 2 * self.group >= self.pipelines:
-            return range(self.pipelines)
-        return *range(self.group), *range(self.pipelines - self.group, self.pipelines)
-
-    @property
     def share(self) -> float:
         """The share of the pipelines that is simulated."""
-        return len(self.simulated) / self.pipelines
+        return self.group / self.pipelines
 
     def workers(self, plan: jpipe.Plan) -> frozenset[int] | None:
-        """Return the workers that are simulated; None: all."""
-        chosen = {*self.simulated}
-        if len(chosen) == self.pipelines:
+        """Return the workers of the first group, which are simulated; None: all."""
+        if self.group == self.pipelines:
             return None
-        return frozenset(w for w, (_, replica) in enumerate(plan.workers) if replica % self.pipelines in chosen)
+        return frozenset(w for w, (_, replica) in enumerate(plan.workers) if replica % self.pipelines < self.group)
 
     def ranks(self, plan: jpipe.Plan) -> list[int]:
         """Return for each rank the one that is simulated for it."""
-        numbers, first_of_last = {place: rank for rank, place in enumerate(plan.rank_positions)}, self.pipelines - self.group
-        ranks = []
-        for p, replica in plan.rank_positions:
-            pipeline = replica % self.pipelines
-            alike = pipeline if pipeline >= first_of_last else pipeline % self.group
-            ranks.append(numbers[p, replica - pipeline + alike])
-        return ranks
+        numbers = {place: rank for rank, place in enumerate(plan.rank_positions)}
+        pipelines = [(p, replica, replica % self.pipelines) for p, replica in plan.rank_positions]
+        return [numbers[p, replica - pipeline + pipeline % self.group] for p, replica, pipeline in pipelines]
 
 
 ALL = Copies()
 """All pipelines are simulated."""
 
 
-def copies_of(plan: jpipe.Plan, topology: Topology, waits: bool, hindered: bool = True) -> Copies:
+def copies_of(plan: jpipe.Plan, topology: Topology, waits: bool) -> Copies:
     """Return the pipelines of a plan, with groups that do the same on a topology.
-
-    Where messages wait for sums, the order in which a simulation comes to them matters, so all pipelines of several stages without a flush
-    are simulated.
 
     Args:
         plan: the plan.
         topology: the devices and links.
         waits: whether updates wait for other stages, as for the norm of all gradients and for those of shared parameters; then only all
             pipelines together are a group.
-        hindered: whether messages and sums wait for each other.
     """
-    count, overlaps = math.gcd(*plan.replicas), topology.device.overlap == "transfers and sums"
-    competes = hindered and plan.depth > 1 and not jpipe.schedules.SCHEDULES[plan.schedule].flushes
-    if count == 1 or competes or waits or plan.shard_optimizer or topology.differing or topology.cores is not None or not overlaps:
+    count = math.gcd(*plan.replicas)
+    if count == 1 or waits or plan.shard_optimizer or topology.differing or topology.cores is not None:
         return Copies(count, count)
     return Copies(count, _group(plan.replicas, tuple(map(tuple, plan.pipeline_ranks)), plan.keep_together == "replicas", topology.levels))
 

@@ -47,7 +47,7 @@ def simulate_plan(
 ) -> Simulated | None:
     """Simulate a plan on a topology, with rank n on device n, or placed by the plan's `keep_together`.
 
-    Of pipelines that do the same, as `copies_of` says, a few are simulated for all.
+    Of pipelines that do the same, as `copies_of` says, one group is simulated for all.
 
     Args:
         plan: the plan.
@@ -74,8 +74,7 @@ def simulate_plan(
     ranks = copies.ranks(plan)
     seconds = _measured(plan, prediction.timeline, ranks)
     if least is None and has_bounds(plan):
-        bounded = copies_of(plan, topology, global_norm or bool(shared), hindered=False)
-        bounds = unhindered_seconds(plan, costs, link, first, batches, bounded), port_seconds(plan, costs, link)
+        bounds = unhindered_seconds(plan, costs, link, first, batches, copies), port_seconds(plan, costs, link)
         least = max(*bounds, busy_seconds(plan, costs, None, link, overlap))
     seconds = max(seconds, least or 0.0)
     if topology.cores is not None:

@@ -256,7 +256,7 @@ def _agree(profile: Profile, topology: Topology, candidate: Candidate, global_no
     costs = profile.stage_costs(plan, candidate.rows)
     waits = plan.vertical_sync or global_norm or topology.cores is not None or topology.levels[0].bandwidth < _NO_LINKS
     if has_bounds(plan) and not waits:
-        copies = copies_of(plan, topology, bool(profile.shared), hindered=False)
+        copies = copies_of(plan, topology, bool(profile.shared))
         seconds = unhindered_seconds(plan, slowed(plan, costs, topology), network(plan, topology), *window(plan), copies)
     elif (simulation := simulate_plan(plan, costs, topology, global_norm)) is not None:
         seconds = simulation.batch_seconds

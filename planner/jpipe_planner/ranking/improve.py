@@ -169,15 +169,15 @@ class _Improvement:
         self.count += 1
         costs, link = slowed(plan, profile.stage_costs(plan, candidate.rows), topology), network(plan, topology)
         bound = max(busy_seconds(plan, costs, topology.cores, link, topology.device.overlap), port_seconds(plan, costs, link))
-        copies = self._copies(plan, topology, hindered=False)
+        copies = self._copies(plan, topology)
         if bound < enough and self._spent < MOST_IN_ALL and forwards(plan, copies) <= MOST_FORWARDS:
             self._spent += forwards(plan, copies) // _FREE_FORWARDS
             bound = max(bound, unhindered_seconds(plan, costs, link, *window(plan), copies))
         self._bounds[candidate.without_costs] = bound
         return bound
 
-    def _copies(self, plan: jpipe.Plan, topology: Topology, hindered: bool = True) -> Copies:
-        return copies_of(plan, topology, self._choice.global_norm or bool(self._choice.profile.shared), hindered)
+    def _copies(self, plan: jpipe.Plan, topology: Topology) -> Copies:
+        return copies_of(plan, topology, self._choice.global_norm or bool(self._choice.profile.shared))
 
 
 def _enough(candidate: Candidate, ranked: Ranked) -> float:

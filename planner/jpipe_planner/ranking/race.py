@@ -43,12 +43,11 @@ class _Entry(NamedTuple):
 
 
 class _Planned(NamedTuple):
-    """A candidate as a plan, with the costs of its stages on their devices, and what is simulated, and bounded, for all pipelines."""
+    """A candidate as a plan, with the costs of its stages on their devices, and what is simulated for all pipelines."""
 
     plan: jpipe.Plan
     costs: Sequence[jpipe.programs.StageCost]
-    simulated: Copies
-    bounded: Copies
+    copies: Copies
 
 
 class Race:
@@ -132,7 +131,7 @@ class Race:
             return  # it would not fit either
         if outcome is None:
             self._count += 1
-            count = forwards(self._planned(candidate).plan, self._planned(candidate).simulated)
+            count = forwards(self._planned(candidate).plan, self._planned(candidate).copies)
             self._spent += count if count <= MOST_FORWARDS else 0  # it is not simulated
             is_bounded = entry.bounds == len(_BOUNDS) and entry.seconds_per_row > 0 and not self._cores
             outcome = self._simulate(candidate, entry.seconds_per_row * candidate.batch if is_bounded else None)
@@ -149,7 +148,7 @@ class Race:
         profile, topology = self._meshes.of(candidate.degrees)
         plan = candidate.plan(profile.ids)
         costs = slowed(plan, profile.stage_costs(plan, candidate.rows), topology)
-        return _Planned(plan, costs, *(copies_of(plan, topology, self._waits, hindered) for hindered in (True, False)))
+        return _Planned(plan, costs, copies_of(plan, topology, self._waits))
 
     def _bound(self, candidate: Candidate, which: int) -> float:
         planned, (bound, cost) = self._planned(candidate), _BOUNDS[which]
@@ -158,25 +157,25 @@ class Race:
 
 
 def _unhindered(planned: _Planned, topology: Topology) -> float:
-    plan, costs, _, copies = planned
+    plan, costs, copies = planned
     if forwards(plan, copies) > MOST_FORWARDS:
         return 0.0
     return unhindered_seconds(plan, costs, network(plan, topology), *window(plan), copies)
 
 
 def _busy(planned: _Planned, topology: Topology) -> float:
-    plan, costs, *_ = planned
+    plan, costs, _ = planned
     return busy_seconds(plan, costs, topology.cores, network(plan, topology), topology.device.overlap)
 
 
 def _port(planned: _Planned, topology: Topology) -> float:
-    plan, costs, *_ = planned
+    plan, costs, _ = planned
     return port_seconds(plan, costs, network(plan, topology))
 
 
 _BOUNDS: tuple[tuple[_Bound, Callable[[_Planned], int]], ...] = (
     (_busy, lambda planned: 0),
     (_port, lambda planned: len(planned.plan.workers) // _FREE_WORKERS),
-    (_unhindered, lambda planned: min(forwards(planned.plan, planned.bounded), MOST_FORWARDS) // _FREE_FORWARDS),
+    (_unhindered, lambda planned: min(forwards(planned.plan, planned.copies), MOST_FORWARDS) // _FREE_FORWARDS),
 )
 """The bounds, cheapest first, with their costs."""

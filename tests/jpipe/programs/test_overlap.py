@@ -1,6 +1,8 @@
 """Transfers and sums that do not overlap computations, by hand and against clocks that are moved instruction by instruction."""
 
+import dataclasses
 import json
+import random
 
 import pytest
 
@@ -66,6 +68,24 @@ def test_without_overlap_every_transfer_and_sum_occupies_its_ranks(name):
     assert both.seconds <= transfers.seconds <= none.seconds
     assert both.seconds < none.seconds
     assert (both.peak_bytes, both.moved_bytes) == (none.peak_bytes, none.moved_bytes)
+
+
+@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("overlap", ["none", "transfers and sums"])
+def test_only_time_decides_which_message_is_sent_first(name, overlap):
+    """Two ranks share the ports of a server. How the instructions of the ranks are interleaved does not matter."""
+
+    def link(source, target):
+        return Link(bandwidth=2.0, latency=0.25, ports=(("out", source // 2), ("in", target // 2)))
+
+    program, costs = lower(PLANS[name], 3), costs_of(PLANS[name])
+    rank_of, draw = program.plan.rank_of, random.Random(0)
+    expected = simulate(program, costs, link, overlap, brief=True)
+    for _ in range(5):
+        ranks = draw.sample([rank_of[i.worker] for i in program.instructions], len(program.instructions))
+        following = {rank: (i for i in program.instructions if rank_of[i.worker] == rank) for rank in set(ranks)}
+        program = dataclasses.replace(program, instructions=tuple(next(following[rank]) for rank in ranks))
+        assert simulate(program, costs, link, overlap, brief=True) == expected
 
 
 def test_two_stages_by_hand():
