@@ -3,9 +3,9 @@
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache
 from heapq import heappop, heappush
-from typing import Any
+from typing import Any, NamedTuple
 
 from jpipe.ops import OPS, Op
 from jpipe.plan import Kept, Plan
@@ -19,6 +19,7 @@ from jpipe.programs._instructions import (
     Fetch,
     Instruction,
     Load,
+    Message,
     Offload,
     Program,
     Receive,
@@ -139,7 +140,7 @@ class _Rank:
         self.sample()
 
     def sample(self) -> None:
-        if not (self.has_samples and self.workers):
+        if not self.has_samples:
             return
         first, *further = (worker.memory for worker in self.workers)
         weights, (optimizer, accumulators, residuals) = first.by_version(), first.parts()
@@ -222,8 +223,9 @@ class _Memory:
         running = rank.live + outputs + self.cost.temporary
         if running > rank.peak:
             rank.peak = running
-        self.add(outputs - inputs)
-        rank.sample()
+        rank.add(outputs - inputs)
+        if rank.has_samples:
+            rank.sample()
 
     def parts(self) -> tuple[int, int, int]:
         """Return the bytes of optimizer state, of accumulators, and of residuals and stashes."""
@@ -233,6 +235,58 @@ class _Memory:
             if what in waiting:
                 waiting[what] -= 1
         return self.optimizer, cost.accumulators, waiting["residuals"] * cost.residuals + waiting["stash"] * cost.stash
+
+
+class _Effect(NamedTuple):
+    """What an op does at a stage.
+
+    Attributes:
+        op: the op.
+        needs: the message that it waits for; "": none.
+        seconds: how long it takes.
+        allocated: the bytes that it makes.
+        freed: the bytes that it frees at its end.
+        waiting: how many residuals and stashes more there are then.
+        makes_output: whether it makes an output for the next stage.
+        makes_gradient: whether it makes a gradient for the stage before.
+    """
+
+    op: Op
+    needs: str
+    seconds: float
+    allocated: int
+    freed: int
+    waiting: tuple[tuple[str, int], ...]
+    makes_output: bool
+    makes_gradient: bool
+
+
+def _effect(op: Op, cost: StageCost, stage: int, depth: int) -> _Effect:
+    """Return what an op does at a stage."""
+    is_last, allocated, left = (
+        stage == depth - 1,
+        cost.gradient if op.gives_gradient else 0,
+        {"residuals": cost.residuals, "stash": cost.stash},
+    )
+    if "output" in op.leaves:
+        allocated += cost.message if is_last else cost.outputs - cost.kept_outputs
+    waiting = {kind: 1 for kind in left if kind in op.leaves}
+    allocated += sum(left[kind] for kind in waiting)
+    freed = cost.inputs + cost.labels
+    if not op.begins:
+        freed = cost.residuals + cost.message if op.reads == "residuals" else cost.stash
+        waiting[op.reads] = waiting.get(op.reads, 0) - 1
+    makes_output = "output" in op.leaves and not is_last
+    return _Effect(
+        op,
+        _MESSAGES[op.reads],
+        cost.seconds(op.name),
+        allocated,
+        freed,
+        tuple(waiting.items()),
+        makes_output,
+        op.gives_gradient and stage > 0,
+    )
 
 
 _Key = tuple[str, int]
@@ -250,7 +304,7 @@ class _Worker:
         self.chunk, self.cost, self.rank = plan.rank_workers[plan.rank_of[number]].index(number), cost, rank
         self.memory = _Memory(cost, versions, rank, plan.offloads("optimizer", self.stage))
         self.moved: dict[tuple[str, int], float] = {}  # when what is moved to or from host memory is there
-        self.seconds = {name: cost.seconds(name) for name in OPS if name != "E"}  # of each op that trains
+        self.effects = {name: _effect(op, cost, self.stage, plan.depth) for name, op in OPS.items() if op.trains}
         self.ready: dict[_Key, float] = {}  # when messages were made or arrived, and sums
         self.updated = 0.0  # when its last update was over
         self.passed: dict[int, list[Passed]] = {}  # by microbatch, what the stage before on the same rank keeps, too
@@ -264,12 +318,12 @@ class _Worker:
 
     def compute(self, i: Compute, op: Op, seconds: float) -> None:
         rank = self.rank
-        self.ready.pop((_MESSAGES[op.reads], i.microbatch), None)
+        self.ready.pop((self.effects[i.op].needs, i.microbatch), None)
         if self.moved:
             rank.wait(max(self.moved.get(("versions", i.version), 0.0), self.moved.pop((op.reads, i.microbatch), 0.0)))
         starts, rank.clock = rank.clock, rank.clock + seconds
         rank.busy += seconds
-        rank.spans.append(Span(op.name, i.microbatch, i.version, starts, rank.clock, chunk=self.chunk, part=i.part))
+        rank.spans.append(Span(op.name, i.microbatch, i.version, starts, rank.clock, False, 0.0, 0.0, self.chunk, i.part))
 
     def forget(self, version: int) -> None:
         """Remove the times of a version that is no longer alive."""
@@ -318,18 +372,21 @@ class Predictor:
         self._traffic = Traffic(network)
         self._transfers: list[Transfer] = []
         self._is_brief, self._passes = brief, any(cost.passed for cost in costs)
+        self._needs = {kind: needs for kind, needs in _NEEDS.items() if kind is not Send or program.global_norm}
+        self._bytes = cache(self._find_bytes)
         self._sums_begun: dict[tuple[int, int, str], list[float]] = {}  # by stage, batch and name, when each replica began the sum
         self._met: set[tuple[int, int, str, int]] = set()  # transfers that block, to which one of their ranks has come
-        self._now, self._requests = 0.0, list[tuple[float, tuple[Any, ...], Callable[[], Iterable[_Rank]]]]()
+        self._now, self._requests = 0.0, list[tuple[Any, ...]]()  # see `_request`
         plan = program.plan
-        self._ranks = [_Rank(rank, not brief) for rank in range(len(plan.rank_workers))]
         written = range(len(plan.workers)) if program.workers is None else sorted(program.workers)
+        running = {plan.rank_of[w] for w in written}
+        self._ranks = [_Rank(rank, not brief and rank in running) for rank in range(len(plan.rank_workers))]
         self._workers = {
             w: _Worker(plan, w, costs[plan.workers[w][0]], self._ranks[plan.rank_of[w]], versions_before(plan, w, program.start))
             for w in written
         }
         self._summing = [[w for w in workers if w in self._workers] for workers in plan.stage_workers]  # by stage, those that begin a sum
-        self._num_active = len({plan.rank_of[w] for w in written})
+        self._num_active = len(running)
         for rank in self._ranks:
             rank.begin()
 
@@ -342,15 +399,16 @@ class Predictor:
         for instructions_of_rank in running:
             next(instructions_of_rank, None)
         while self._requests:
-            self._now, _, begin = heappop(self._requests)
-            for rank in begin():
+            self._now, _, begin, *arguments = heappop(self._requests)
+            for rank in begin(*arguments):
                 next(running[rank.number], None)
 
     def _execute(self, rank: _Rank, instructions: Iterable[Instruction]) -> Iterator[None]:
         """Execute the instructions of a rank, and pause while the time of something that it needs is not known."""
         for i in instructions:
             worker, kind = self._workers[i.worker], type(i)
-            for key in _NEEDS[kind](self, worker, i) if kind in _NEEDS else ():
+            needs = self._needs.get(kind)
+            for key in needs(self, worker, i) if needs else ():
                 while (time := worker.ready.get(key, 0.0)) == _NOT_YET:
                     yield
                 if kind is not Send:  # which goes on beside the computations
@@ -361,18 +419,19 @@ class Predictor:
                     yield
                 rank.wait(time)
 
-    def _request(self, ready: float, order: tuple[Any, ...], begin: Callable[[], Iterable[_Rank]]) -> None:
+    def _request(self, ready: float, order: tuple[Any, ...], begin: Callable[..., Iterable[_Rank]], *arguments: object) -> None:
         """Have something begin in the order of time; of equal times, messages come before sums, so that all sums are known by then.
 
         Args:
             ready: from when on it can begin.
             order: what decides between equal times, different for all requests.
             begin: begins it, and returns the ranks that may wait for it.
+            arguments: of `begin`.
         """
-        heappush(self._requests, (max(ready, self._now), order, begin))
+        heappush(self._requests, (max(ready, self._now), order, begin, *arguments))
 
     def _needs_of_compute(self, worker: _Worker, i: Compute) -> list[_Key]:
-        needed = [(_MESSAGES[op_of(i, self._plan).reads], i.microbatch)]
+        needed = [(worker.effects[i.op].needs, i.microbatch)]  # which the first part of several takes
         return needed + [(share, i.version) for share in worker.shares] if worker.shares else needed
 
     def _needs_of_send(self, worker: _Worker, i: Send) -> list[_Key]:
@@ -424,39 +483,36 @@ class Predictor:
         worker.memory.add(worker.cost.inputs if i.data == "inputs" else worker.cost.labels)
 
     def _compute(self, worker: _Worker, i: Compute) -> None:
-        op, cost, memory, k, stage = op_of(i, self._plan), worker.cost, worker.memory, i.microbatch, self._plan.stages[worker.stage]
-        is_last = worker.stage == self._plan.depth - 1
-        worker.compute(i, op, worker.seconds[i.op] if i.part is None else cost.seconds_of_part(i.op, i.part, stage))
-        if i.part is not None:
-            worker.ready[f"part {i.part}", i.microbatch // self._plan.microbatches_per_update(worker.stage)] = worker.rank.clock
-            kept = OPS[i.op].begins and len(stage.sum_parts) > 1  # by the first part, which includes the forward, for the later ones
-            if i.part < len(stage.sum_parts) - 1:  # until the last part is over, what the whole op reads counts, and all residuals
-                memory.accumulate()
-                memory.waiting["residuals"] += kept and not i.part
-                memory.compute(cost.residuals if kept and not i.part else 0, 0)
-                return
-            op = OPS[i.op]
+        effect, memory, k = worker.effects[i.op], worker.memory, i.microbatch
+        if i.part is None:
+            worker.compute(i, effect.op, effect.seconds)
+        elif not self._is_last_part(worker, i):
+            return
+        if effect.makes_output:
+            worker.ready["activation", k] = worker.rank.clock
+        if not self._is_brief:
+            for kind, change in effect.waiting:
+                memory.waiting[kind] += change
+        memory.compute(effect.allocated, effect.freed - (self._bytes_still_used(worker, k, effect.op.parts) if self._passes else 0))
+        if effect.makes_gradient:
+            worker.ready["gradient", k] = worker.rank.clock
+        if effect.op.finishes:
+            self._accumulate(worker, k)
+
+    def _is_last_part(self, worker: _Worker, i: Compute) -> bool:
+        """Compute a part, and return whether it is the last; until then all counts that the whole op reads, and all residuals."""
+        cost, memory, stage = worker.cost, worker.memory, self._plan.stages[worker.stage]
+        part, kept = i.part or 0, OPS[i.op].begins and len(stage.sum_parts) > 1  # by the first part, with the forward, for the later ones
+        worker.compute(i, op_of(i, self._plan), cost.seconds_of_part(i.op, part, stage))
+        worker.ready[f"part {part}", i.microbatch // self._plan.microbatches_per_update(worker.stage)] = worker.rank.clock
+        if part == len(stage.sum_parts) - 1:
             memory.waiting["residuals"] -= kept
             memory.add(-cost.residuals if kept else 0)
-        allocated = cost.gradient if op.gives_gradient else 0
-        if "output" in op.leaves:
-            allocated += cost.message if is_last else cost.outputs - cost.kept_outputs
-            if not is_last:
-                worker.ready["activation", k] = worker.rank.clock
-        for kind, size in (("residuals", cost.residuals), ("stash", cost.stash)):
-            if kind in op.leaves:
-                memory.waiting[kind] += 1
-                allocated += size
-        if op.begins:
-            freed = cost.inputs + cost.labels
-        else:
-            memory.waiting[op.reads] -= 1
-            freed = cost.residuals + cost.message if op.reads == "residuals" else cost.stash
-        memory.compute(allocated, freed - (self._bytes_still_used(worker, k, op.parts) if self._passes else 0))
-        if op.gives_gradient and worker.stage > 0:
-            worker.ready["gradient", k] = worker.rank.clock
-        if op.finishes:
-            self._accumulate(worker, k)
+            return True
+        memory.accumulate()
+        memory.waiting["residuals"] += kept and not part
+        memory.compute(cost.residuals if kept and not part else 0, 0)
+        return False
 
     def _bytes_still_used(self, worker: _Worker, k: int, computed: str) -> int:
         """Return the bytes that a worker frees after computing these parts, and another worker of its rank still keeps."""
@@ -481,29 +537,30 @@ class Predictor:
             worker.memory.accumulates = False
 
     def _send(self, worker: _Worker, i: Send) -> _Key | None:
-        peer, key = self._workers[i.to], (str(i.message), i.microbatch)
-        freed, size, _ = self._bytes(i, worker, peer)
+        peer, key = self._workers[i.to], (i.message, i.microbatch)
+        freed, size, _ = self._bytes(i.message, worker, peer)
         worker.memory.add(-freed)
         if i.message == "weights":
             ready = worker.updated
         else:
             ready = worker.ready[key] if i.message in ("norm", "shared") else worker.ready.pop(key)  # the worker keeps these
+        received = self._received(i, worker, peer)
         if worker.rank is peer.rank:
-            peer.ready[self._received(i, worker, peer)] = ready
+            peer.ready[received] = ready
             if i.message == "activation" and peer.cost.passed:
                 peer.passed[i.microbatch] = list(peer.cost.passed)
             return None
         worker.rank.moved += size
         if self._transfers_block:
             worker.ready[held := (f"{i.message} to {i.to}", i.microbatch)] = _NOT_YET
-            self._meet(i, worker, peer)
+            self._meet(received, i, worker, peer, size)
             return held
-        self._request(ready, (0, i.worker, i.to, i.message, i.microbatch), partial(self._transfer, i, worker, peer, ready))
+        self._request(ready, (0, i.worker, i.to, i.message, i.microbatch), self._transfer, received, i, worker, peer, ready, size)
         return None
 
     def _receive(self, worker: _Worker, i: Receive) -> _Key | None:
         sender = self._workers[i.source]
-        key, (*_, arrives) = self._received(i, sender, worker), self._bytes(i, sender, worker)
+        key, (_, size, arrives) = self._received(i, sender, worker), self._bytes(i.message, sender, worker)
         worker.ready.setdefault(key, _NOT_YET)
         if i.message == "weights":
             worker.memory.complete(key[1], arrives)
@@ -511,12 +568,12 @@ class Predictor:
             worker.memory.add(arrives)
         if sender.rank is worker.rank or not self._transfers_block:
             return None
-        self._meet(i, sender, worker)
+        self._meet(key, i, sender, worker, size)
         return key
 
-    def _bytes(self, i: Send | Receive, sender: _Worker, receiver: _Worker) -> tuple[int, int, int]:
+    def _find_bytes(self, message: Message, sender: _Worker, receiver: _Worker) -> tuple[int, int, int]:
         """Return the bytes that a message frees at its sender, its size, and what it adds at its receiver."""
-        match i.message:
+        match message:
             case "activation":
                 passed = receiver.cost.passed if sender.rank is receiver.rank else ()
                 arrives = receiver.cost.inputs - sum(arrays.size for arrays in passed)
@@ -541,9 +598,9 @@ class Predictor:
             return f"shared of stage {sender.stage}", i.microbatch
         if i.message == "weights":
             return _share_name(sender.number), i.microbatch // self._plan.microbatches_per_update(receiver.stage) + 1
-        return str(i.message), i.microbatch
+        return i.message, i.microbatch
 
-    def _meet(self, i: Send | Receive, sender: _Worker, receiver: _Worker) -> None:
+    def _meet(self, received: _Key, i: Send | Receive, sender: _Worker, receiver: _Worker, size: int) -> None:
         """Note that one rank has come to a transfer for which both wait; it begins when the other one has come, too."""
         transfer = sender.number, receiver.number, str(i.message), i.microbatch
         if transfer not in self._met:
@@ -551,17 +608,20 @@ class Predictor:
             return
         self._met.remove(transfer)
         ready = max(sender.rank.clock, receiver.rank.clock)
-        self._request(ready, (0, *transfer), partial(self._transfer, i, sender, receiver, ready))
+        self._request(ready, (0, *transfer), self._transfer, received, i, sender, receiver, ready, size)
 
-    def _transfer(self, i: Send | Receive, sender: _Worker, receiver: _Worker, ready: float) -> tuple[_Rank, ...]:
+    def _transfer(
+        self, received: _Key, i: Send | Receive, sender: _Worker, receiver: _Worker, ready: float, size: int
+    ) -> tuple[_Rank, ...]:
         """Begin a transfer that can begin at `ready`, and return the ranks that may wait for it."""
-        ranks, (_, size, _) = (sender.rank.number, receiver.rank.number), self._bytes(i, sender, receiver)
+        ranks = sender.rank.number, receiver.rank.number
         times = _, _, arrival = self._traffic.send(*ranks, ready, size)
         if not self._is_brief:
             self._transfers.append(Transfer(i.message, ranks, i.microbatch, *times, size))
-        receiver.ready[self._received(i, sender, receiver)] = arrival
-        if self._transfers_block:
-            sender.ready[f"{i.message} to {receiver.number}", i.microbatch] = arrival
+        receiver.ready[received] = arrival
+        if not self._transfers_block:
+            return (receiver.rank,)
+        sender.ready[f"{i.message} to {receiver.number}", i.microbatch] = arrival
         return sender.rank, receiver.rank
 
     def _all_reduce(self, worker: _Worker, i: AllReduce) -> _Key | None:
@@ -582,7 +642,7 @@ class Predictor:
         begun.append(ready)
         if len(begun) == len(self._summing[worker.stage]):
             last = max(self._sums_begun.pop((worker.stage, *key)))
-            self._request(last, (1, worker.stage, *key), partial(self._sum, what, worker.stage, key, last, summed_bytes))
+            self._request(last, (1, worker.stage, *key), self._sum, what, worker.stage, key, last, summed_bytes)
 
     def _sum(self, what: str, s: int, key: _Key, ready: float, summed_bytes: float) -> list[_Rank]:
         """Sum over the replicas of stage s, in a ring, from `ready` on, and return the ranks that may wait for it."""

@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import jpipe
 from jpipe_planner.cost.bound import busy_seconds, has_bounds, port_seconds, unhindered_seconds
-from jpipe_planner.cost.copies import Copies, copies_of
+from jpipe_planner.cost.copies import part_of
 from jpipe_planner.cost.devices import slowed
-from jpipe_planner.cost.simulated import MOST_FORWARDS, forwards, network, window
+from jpipe_planner.cost.simulated import MOST_FORWARDS, forwards, window
 from jpipe_planner.machine.topology import Topology
 from jpipe_planner.profile.profile import Profile
 from jpipe_planner.profile.sharded import Meshes
@@ -43,11 +43,11 @@ class _Entry(NamedTuple):
 
 
 class _Planned(NamedTuple):
-    """A candidate as a plan, with the costs of its stages on their devices, and what is simulated for all pipelines."""
+    """What is simulated of a candidate: a plan, the costs of its stages on their devices, and its links."""
 
     plan: jpipe.Plan
     costs: Sequence[jpipe.programs.StageCost]
-    copies: Copies
+    link: jpipe.programs.Network
 
 
 class Race:
@@ -131,7 +131,7 @@ class Race:
             return  # it would not fit either
         if outcome is None:
             self._count += 1
-            count = forwards(self._planned(candidate).plan, self._planned(candidate).copies)
+            count = forwards(self._planned(candidate).plan)
             self._spent += count if count <= MOST_FORWARDS else 0  # it is not simulated
             is_bounded = entry.bounds == len(_BOUNDS) and entry.seconds_per_row > 0 and not self._cores
             outcome = self._simulate(candidate, entry.seconds_per_row * candidate.batch if is_bounded else None)
@@ -148,7 +148,8 @@ class Race:
         profile, topology = self._meshes.of(candidate.degrees)
         plan = candidate.plan(profile.ids)
         costs = slowed(plan, profile.stage_costs(plan, candidate.rows), topology)
-        return _Planned(plan, costs, copies_of(plan, topology, self._waits))
+        part = part_of(plan, topology, self._waits)
+        return _Planned(part.plan, costs, part.link)
 
     def _bound(self, candidate: Candidate, which: int) -> float:
         planned, (bound, cost) = self._planned(candidate), _BOUNDS[which]
@@ -157,25 +158,21 @@ class Race:
 
 
 def _unhindered(planned: _Planned, topology: Topology) -> float:
-    plan, costs, copies = planned
-    if forwards(plan, copies) > MOST_FORWARDS:
-        return 0.0
-    return unhindered_seconds(plan, costs, network(plan, topology), *window(plan), copies)
+    plan, costs, link = planned
+    return 0.0 if forwards(plan) > MOST_FORWARDS else unhindered_seconds(plan, costs, link, *window(plan))
 
 
 def _busy(planned: _Planned, topology: Topology) -> float:
-    plan, costs, _ = planned
-    return busy_seconds(plan, costs, topology.cores, network(plan, topology), topology.device.overlap)
+    return busy_seconds(planned.plan, planned.costs, topology.cores, planned.link, topology.device.overlap)
 
 
 def _port(planned: _Planned, topology: Topology) -> float:
-    plan, costs, _ = planned
-    return port_seconds(plan, costs, network(plan, topology))
+    return port_seconds(*planned)
 
 
 _BOUNDS: tuple[tuple[_Bound, Callable[[_Planned], int]], ...] = (
     (_busy, lambda planned: 0),
     (_port, lambda planned: len(planned.plan.workers) // _FREE_WORKERS),
-    (_unhindered, lambda planned: min(forwards(planned.plan, planned.copies), MOST_FORWARDS) // _FREE_FORWARDS),
+    (_unhindered, lambda planned: min(forwards(planned.plan), MOST_FORWARDS) // _FREE_FORWARDS),
 )
 """The bounds, cheapest first, with their costs."""

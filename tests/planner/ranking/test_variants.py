@@ -7,8 +7,9 @@ import pytest
 
 import jpipe
 from jpipe_planner.cost.bound import flush_seconds, rank_seconds
+from jpipe_planner.cost.devices import network
 from jpipe_planner.cost.shape import planned_schedules
-from jpipe_planner.cost.simulated import forwards, network, simulate_plan
+from jpipe_planner.cost.simulated import forwards, simulate_plan
 from jpipe_planner.ranking import table, variants
 from jpipe_planner.ranking.choose import Ranked, choose
 from jpipe_planner.ranking.race import SLACK
