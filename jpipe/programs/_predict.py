@@ -261,31 +261,26 @@ class _Effect(NamedTuple):
     makes_gradient: bool
 
 
-def _effect(op: Op, cost: StageCost, stage: int, depth: int) -> _Effect:
-    """Return what an op does at a stage."""
-    is_last, allocated, left = (
-        stage == depth - 1,
-        cost.gradient if op.gives_gradient else 0,
-        {"residuals": cost.residuals, "stash": cost.stash},
-    )
+def _effect(op: Op, cost: StageCost, s: int, depth: int) -> _Effect:
+    """Return what an op does at stage s."""
+    is_last, left = s == depth - 1, {"residuals": cost.residuals, "stash": cost.stash}
+    waiting = {kind: 1 for kind in left if kind in op.leaves}
+    allocated = sum(left[kind] for kind in waiting) + (cost.gradient if op.gives_gradient else 0)
     if "output" in op.leaves:
         allocated += cost.message if is_last else cost.outputs - cost.kept_outputs
-    waiting = {kind: 1 for kind in left if kind in op.leaves}
-    allocated += sum(left[kind] for kind in waiting)
     freed = cost.inputs + cost.labels
     if not op.begins:
-        freed = cost.residuals + cost.message if op.reads == "residuals" else cost.stash
+        freed = left[op.reads] + (cost.message if op.reads == "residuals" else 0)
         waiting[op.reads] = waiting.get(op.reads, 0) - 1
-    makes_output = "output" in op.leaves and not is_last
     return _Effect(
-        op,
-        _MESSAGES[op.reads],
-        cost.seconds(op.name),
-        allocated,
-        freed,
-        tuple(waiting.items()),
-        makes_output,
-        op.gives_gradient and stage > 0,
+        op=op,
+        needs=_MESSAGES[op.reads],
+        seconds=cost.seconds(op.name),
+        allocated=allocated,
+        freed=freed,
+        waiting=tuple(waiting.items()),
+        makes_output="output" in op.leaves and not is_last,
+        makes_gradient=op.gives_gradient and s > 0,
     )
 
 
@@ -299,12 +294,12 @@ _NOT_YET = math.inf
 class _Worker:
     """The messages that one worker waits for, and its memory."""
 
-    def __init__(self, plan: Plan, number: int, cost: StageCost, rank: _Rank, versions: set[int]) -> None:
+    def __init__(self, plan: Plan, number: int, cost: StageCost, effects: dict[str, _Effect], rank: _Rank, versions: set[int]) -> None:
         self.number, (self.stage, self.replica) = number, plan.workers[number]
         self.chunk, self.cost, self.rank = plan.rank_workers[plan.rank_of[number]].index(number), cost, rank
         self.memory = _Memory(cost, versions, rank, plan.offloads("optimizer", self.stage))
         self.moved: dict[tuple[str, int], float] = {}  # when what is moved to or from host memory is there
-        self.effects = {name: _effect(op, cost, self.stage, plan.depth) for name, op in OPS.items() if op.trains}
+        self.effects = effects  # by op
         self.ready: dict[_Key, float] = {}  # when messages were made or arrived, and sums
         self.updated = 0.0  # when its last update was over
         self.passed: dict[int, list[Passed]] = {}  # by microbatch, what the stage before on the same rank keeps, too
@@ -381,10 +376,11 @@ class Predictor:
         written = range(len(plan.workers)) if program.workers is None else sorted(program.workers)
         running = {plan.rank_of[w] for w in written}
         self._ranks = [_Rank(rank, not brief and rank in running) for rank in range(len(plan.rank_workers))]
-        self._workers = {
-            w: _Worker(plan, w, costs[plan.workers[w][0]], self._ranks[plan.rank_of[w]], versions_before(plan, w, program.start))
-            for w in written
-        }
+        effects = [{name: _effect(op, cost, s, plan.depth) for name, op in OPS.items() if op.trains} for s, cost in enumerate(costs)]
+        self._workers: dict[int, _Worker] = {}
+        for w in written:
+            s, rank = plan.workers[w][0], self._ranks[plan.rank_of[w]]
+            self._workers[w] = _Worker(plan, w, costs[s], effects[s], rank, versions_before(plan, w, program.start))
         self._summing = [[w for w in workers if w in self._workers] for workers in plan.stage_workers]  # by stage, those that begin a sum
         self._num_active = len(running)
         for rank in self._ranks:
@@ -420,7 +416,7 @@ class Predictor:
                 rank.wait(time)
 
     def _request(self, ready: float, order: tuple[Any, ...], begin: Callable[..., Iterable[_Rank]], *arguments: object) -> None:
-        """Have something begin in the order of time; of equal times, messages come before sums, so that all sums are known by then.
+        """Have something begin in the order of time. Of equal times, messages come before sums: by then all sums of that time are known.
 
         Args:
             ready: from when on it can begin.

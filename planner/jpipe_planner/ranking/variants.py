@@ -16,11 +16,11 @@ from typing import Any
 
 import jpipe
 from jpipe import InputError
-from jpipe_planner.cost.bound import flush_seconds, rank_seconds
+from jpipe_planner.cost.bound import flush_seconds, has_bounds, port_seconds, rank_seconds, unhindered_seconds
 from jpipe_planner.cost.copies import Part, part_of
 from jpipe_planner.cost.devices import lacking, limits_of, slowed, slowness_of
 from jpipe_planner.cost.shape import is_planned, needs_vertical_sync
-from jpipe_planner.cost.simulated import Simulated, forwards, simulate_plan
+from jpipe_planner.cost.simulated import Simulated, forwards, simulate_plan, window
 from jpipe_planner.machine.topology import Topology
 from jpipe_planner.profile.profile import Profile
 from jpipe_planner.profile.sharded import NO_MESH, Degrees, Meshes
@@ -42,6 +42,7 @@ MOST_MICROBATCHES = 1024  # most of a plan that is varied
 MOST_IN_ALL = 24_000  # most forwards of all simulations, which then take some seconds
 FOR_SHOW = MOST_IN_ALL // 4  # of them, after which plans that are slower than a known one are not simulated
 _LONG = MOST_IN_ALL  # forwards of a plan that is simulated where one with twice its bound is
+_SHARE_OF_BOUND = 1 / 12  # the time to compute a bound that counts messages, relative to that of a simulation
 _SHARE_OF_ORDER = 0.3  # the time to find an order for the times of the stages, relative to that of a simulation
 _MOST_WORKERS = 512  # of a plan whose bound counts its sums, which takes long for more
 BASE = "pipedream_flush"
@@ -183,6 +184,10 @@ class _Variants:
                 if could_be_best:  # with an order it may no longer be
                     heapq.heappush(queue, (variant.place, n, variant))
                     continue
+            if could_be_best and not variant.is_bounded and has_bounds(variant.part.plan):
+                variant = self._bounded(variant)
+                heapq.heappush(queue, (variant.place, n, variant))
+                continue
             if not self._affords(variant.part.plan):
                 continue
             simulation = simulate_plan(variant.plan, variant.costs, self.topology, self.global_norm)
@@ -214,6 +219,14 @@ class _Variants:
         return self._variant(
             dataclasses.replace(variant.candidate, schedule=variant.name, order=order, order_limit=limit), order_limit=limit
         )
+
+    def _bounded(self, variant: "_Variant") -> "_Variant":
+        """Return the variant with the largest of the bounds for plans with one stage on each rank and whole backwards."""
+        plan, link, *_ = variant.part
+        self._spent += math.ceil(_SHARE_OF_BOUND * forwards(plan))
+        costs = slowed(variant.plan, variant.costs, self.topology)
+        least = max(port_seconds(plan, costs, link), unhindered_seconds(plan, costs, link, *window(plan)))
+        return dataclasses.replace(variant, least=max(variant.least, least / variant.candidate.batch), is_bounded=True)
 
     def _variant(self, candidate: Candidate, schedule: str = "", order_limit: int | None = None) -> "_Variant":
         plan = candidate.plan(self.profile.ids)
@@ -305,6 +318,7 @@ class _Variant:
         costs: the costs of its stages.
         least: a lower bound on its seconds per row.
         order_limit: for which an order is made; None: it has no order of its own.
+        is_bounded: whether `least` counts messages, if it can.
     """
 
     name: str
@@ -314,6 +328,7 @@ class _Variant:
     costs: Sequence[jpipe.programs.StageCost]
     least: float
     order_limit: int | None
+    is_bounded: bool = False
 
     @property
     def place(self) -> float:
