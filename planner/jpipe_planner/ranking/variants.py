@@ -190,7 +190,8 @@ class _Variants:
                 continue
             if not self._affords(variant.part.plan):
                 continue
-            simulation = simulate_plan(variant.plan, variant.costs, self.topology, self.global_norm)
+            bound = variant.least * variant.candidate.batch if variant.is_bounded and self.topology.cores is None else None
+            simulation = simulate_plan(variant.plan, variant.costs, self.topology, self.global_norm, bound)
             if simulation is None:
                 continue
             found = priced(variant.candidate, variant.plan, variant.costs, simulation, self.topology)

@@ -83,7 +83,7 @@ def test_only_time_decides_which_message_is_sent_first(name, overlap):
     expected = simulate(program, costs, link, overlap, brief=True)
     for _ in range(5):
         ranks = draw.sample([rank_of[i.worker] for i in program.instructions], len(program.instructions))
-        following = {rank: (i for i in program.instructions if rank_of[i.worker] == rank) for rank in set(ranks)}
+        following = {rank: iter([i for i in program.instructions if rank_of[i.worker] == rank]) for rank in set(ranks)}
         program = dataclasses.replace(program, instructions=tuple(next(following[rank]) for rank in ranks))
         assert simulate(program, costs, link, overlap, brief=True) == expected
 
