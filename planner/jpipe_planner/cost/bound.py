@@ -2,8 +2,8 @@
 
 Every port has to carry all messages and sums that go through it, one after the other. And every computation waits for what it needs: its
 worker, the messages with their latencies, the sum for the weight version that it reads. The bounds ignore that messages wait for each
-other, and with clipping the wait for the norm of the gradients. `rank_seconds` and `flush_seconds` hold for all plans, the other bounds for
-plans with one stage on each rank, where a worker has the number of its rank.
+other, and with clipping the wait for the norm of the gradients. `rank_seconds`, `flush_seconds` and `port_seconds` hold for all plans, the
+other bounds for plans with one stage on each rank, where a worker has the number of its rank.
 """
 
 from collections import defaultdict, deque
@@ -126,7 +126,9 @@ def port_seconds(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost], li
     for s in range(plan.depth - 1):
         pairs = lcm(*plan.replicas[s : s + 2])
         for k in range(pairs):
-            ends = plan.worker(s, k), plan.worker(s + 1, k)
+            ends = plan.rank_of[plan.worker(s, k)], plan.rank_of[plan.worker(s + 1, k)]
+            if ends[0] == ends[1]:
+                continue
             for source, target, size in ((*ends, costs[s].outputs), (*ends[::-1], costs[s + 1].gradient)):
                 crossed = link(source, target)
                 for port in crossed.ports:
@@ -137,7 +139,7 @@ def port_seconds(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost], li
         for port in {port for crossed in ring for port in crossed.ports}:
             loads[port] += seconds
     for source, target, size in _exchange(plan, costs):
-        crossed = link(source, target)
+        crossed = link(plan.rank_of[source], plan.rank_of[target])
         for port in crossed.ports:
             loads[port] += size / crossed.bandwidth
     return max(loads.values(), default=0.0)

@@ -35,11 +35,12 @@ class Outcome(NamedTuple):
 
 
 class _Entry(NamedTuple):
-    """A candidate in the queue, ordered by the lower bound on its seconds per row, then by place in the ranking."""
+    """A candidate in the queue: those with the best bounds come first, but later the longer their simulations take."""
 
-    seconds_per_row: float
+    order: float  # the bound, the larger the longer the simulation takes
     number: int  # among the candidates, sorted by place in the ranking
     bounds: int  # how many of the bounds are known
+    seconds_per_row: float  # the lower bound
 
 
 class _Planned(NamedTuple):
@@ -91,7 +92,7 @@ class Race:
         self._speeds: list[tuple[float, Candidate]] = []  # seconds per row of the finished ones
         self._planned = lru_cache(maxsize=256)(self._plan)
         # The best candidate by closed form is simulated first, as a reference for the remaining ones.
-        self._queue = [_Entry(0.0, number, 0 if number else len(_BOUNDS)) for number in range(len(candidates))]
+        self._queue = [_Entry(0.0, number, 0 if number else len(_BOUNDS), 0.0) for number in range(len(candidates))]
         passed: list[_Entry] = []
         while self._queue and self._count < MOST_SIMULATED and self._spent < MOST_IN_ALL:
             entry = heapq.heappop(self._queue)
@@ -123,8 +124,9 @@ class Race:
         candidate = self._candidates[entry.number]
         outcome = self._known.get(candidate)
         if outcome is None and entry.bounds < len(_BOUNDS) and has_bounds(self._planned(candidate).plan):
-            seconds = self._bound(candidate, entry.bounds) / candidate.batch
-            heapq.heappush(self._queue, _Entry(max(seconds, entry.seconds_per_row), entry.number, entry.bounds + 1))
+            seconds = max(self._bound(candidate, entry.bounds) / candidate.batch, entry.seconds_per_row)
+            order = seconds * (1 + forwards(self._planned(candidate).plan) / MOST_IN_ALL)
+            heapq.heappush(self._queue, _Entry(order, entry.number, entry.bounds + 1, seconds))
             return
         is_larger = (other.kind == candidate.kind and max(other.memory) <= max(candidate.memory) for other in self.too_large)
         if self._has_equal_devices and any(is_larger):

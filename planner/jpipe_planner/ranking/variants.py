@@ -226,7 +226,7 @@ class _Variants:
         plan, link, *_ = variant.part
         self._spent += math.ceil(_SHARE_OF_BOUND * forwards(plan))
         costs = slowed(variant.plan, variant.costs, self.topology)
-        least = max(port_seconds(plan, costs, link), unhindered_seconds(plan, costs, link, *window(plan)))
+        least = unhindered_seconds(plan, costs, link, *window(plan))
         return dataclasses.replace(variant, least=max(variant.least, least / variant.candidate.batch), is_bounded=True)
 
     def _variant(self, candidate: Candidate, schedule: str = "", order_limit: int | None = None) -> "_Variant":
@@ -234,8 +234,10 @@ class _Variants:
         costs = self.profile.stage_costs(plan, candidate.rows)
         on_devices, part = slowed(plan, costs, self.topology), part_of(plan, self.topology, self._is_restricted)
         least = rank_seconds(part.plan, on_devices, self.topology.cores)
-        if len(part.plan.workers) <= _MOST_WORKERS and (order_limit is None or candidate.order is not None):
-            least = max(least, flush_seconds(part.plan, on_devices, part.link))
+        if len(part.plan.workers) <= _MOST_WORKERS:
+            least = max(least, port_seconds(part.plan, on_devices, part.link))
+            if order_limit is None or candidate.order is not None:
+                least = max(least, flush_seconds(part.plan, on_devices, part.link))
         return _Variant(schedule or candidate.schedule, candidate, plan, part, costs, least / candidate.batch, order_limit)
 
     def _lacks_norm(self, plan: jpipe.Plan) -> bool:
