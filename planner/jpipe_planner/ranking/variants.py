@@ -184,7 +184,7 @@ class _Variants:
                 if could_be_best:  # with an order it may no longer be
                     heapq.heappush(queue, (variant.place, n, variant))
                     continue
-            if could_be_best and not variant.is_bounded and has_bounds(variant.part.plan):
+            if best is not None and could_be_best and not variant.is_bounded and has_bounds(variant.part.plan):
                 variant = self._bounded(variant)
                 heapq.heappush(queue, (variant.place, n, variant))
                 continue
