@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from jpipe.ops import OPS, Op
 from jpipe.plan import Kept, Plan
 from jpipe.programs._costs import HostLink, Network, Overlap, Passed, StageCost
+from jpipe.programs._execution_order import ProgramError
 from jpipe.programs._global_norm import last_microbatch
 from jpipe.programs._instructions import (
     AddShared,
@@ -387,7 +388,11 @@ class Predictor:
             rank.begin()
 
     def run(self, instructions: Iterable[Instruction]) -> None:
-        """Execute verified instructions, in which those of each rank are in order."""
+        """Execute instructions, in which those of each rank are in order.
+
+        Raises:
+            ProgramError: the ranks deadlock, which verified instructions do not.
+        """
         queues: list[list[Instruction]] = [[] for _ in self._ranks]
         for i in instructions:
             queues[self._plan.rank_of[i.worker]].append(i)
@@ -398,6 +403,10 @@ class Predictor:
             self._now, _, begin, *arguments = heappop(self._requests)
             for rank in begin(*arguments):
                 next(running[rank.number], None)
+        stuck = [rank for rank, instructions_of_rank in enumerate(running) if next(instructions_of_rank, "done") != "done"]
+        if stuck:
+            grid = draw_grid(self.timeline(), notes=[(rank, "waits") for rank in stuck])
+            raise ProgramError(f"{self._plan.schedule}: deadlock, ranks {stuck} wait for each other\n{grid}")
 
     def _execute(self, rank: _Rank, instructions: Iterable[Instruction]) -> Iterator[None]:
         """Execute the instructions of a rank, and pause while the time of something that it needs is not known."""
