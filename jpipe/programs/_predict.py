@@ -265,7 +265,7 @@ class _Effect(NamedTuple):
 def _effect(op: Op, cost: StageCost, s: int, depth: int) -> _Effect:
     """Return what an op does at stage s."""
     is_last, left = s == depth - 1, {"residuals": cost.residuals, "stash": cost.stash}
-    waiting = {kind: 1 for kind in left if kind in op.leaves}
+    waiting: dict[str, int] = {kind: 1 for kind in left if kind in op.leaves}
     allocated = sum(left[kind] for kind in waiting) + (cost.gradient if op.gives_gradient else 0)
     if "output" in op.leaves:
         allocated += cost.message if is_last else cost.outputs - cost.kept_outputs
@@ -370,7 +370,7 @@ class Predictor:
         self._is_brief, self._passes = brief, any(cost.passed for cost in costs)
         self._needs = {kind: needs for kind, needs in _NEEDS.items() if kind is not Send or program.global_norm}
         self._bytes = cache(self._find_bytes)
-        self._sums_begun: dict[tuple[int, int, str], list[float]] = {}  # by stage, batch and name, when each replica began the sum
+        self._sums_begun: dict[tuple[int, str, int], list[float]] = {}  # by stage, name and batch, when each replica began the sum
         self._met: set[tuple[int, int, str, int]] = set()  # transfers that block, to which one of their ranks has come
         self._now, self._requests = 0.0, list[tuple[Any, ...]]()  # see `_request`
         plan = program.plan
