@@ -29,6 +29,15 @@ RECOMPUTE = (
 """
 
 
+def repeats_forward(policy: str) -> bool:
+    """Return whether a backward takes about as much longer as a forward takes; elementwise operations take almost no time.
+
+    Args:
+        policy: one of `RECOMPUTE`.
+    """
+    return policy not in ("none", "elementwise")
+
+
 def as_int(value: Any) -> Any:
     """Return an integer of NumPy as one of Python, and anything else as it is."""
     return int(value) if isinstance(value, np.integer) else value
