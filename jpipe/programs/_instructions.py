@@ -230,8 +230,7 @@ class Program:
         instructions: the total order of loads, forwards, backwards, sends, receives, sums, updates, agreements and releases; the program
             of a rank is the instructions of its workers, in the same order.
         workers: those whose instructions it has; None: all.
-        verified: after a simulation all instructions in an order in which they can be executed, which the next one takes; before, empty.
-        executable: the same after a brief simulation, which does not verify them.
+        verified: not empty once the instructions have been verified, which the next simulation then leaves out.
     """
 
     plan: Plan
@@ -247,8 +246,7 @@ class Program:
     updated: tuple[range, ...]
     instructions: tuple[Instruction, ...]
     workers: frozenset[int] | None = None
-    verified: list[Instruction] = field(default_factory=list, init=False, compare=False, repr=False)
-    executable: list[Instruction] = field(default_factory=list, init=False, compare=False, repr=False)
+    verified: set[bool] = field(default_factory=set, init=False, compare=False, repr=False)
 
     def of(self, workers: Collection[int]) -> "Program":
         """Return the program with the instructions of these workers alone."""

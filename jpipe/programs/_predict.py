@@ -1,12 +1,16 @@
 """Predict what a verified program does, for given costs: time, memory and bytes moved."""
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cache
+from heapq import heappop, heappush
+from typing import Any, NamedTuple
 
 from jpipe.ops import OPS, Op
-from jpipe.plan import Kept
+from jpipe.plan import Kept, Plan
 from jpipe.programs._costs import HostLink, Network, Overlap, Passed, StageCost
+from jpipe.programs._execution_order import ProgramError
 from jpipe.programs._global_norm import last_microbatch
 from jpipe.programs._instructions import (
     AddShared,
@@ -16,6 +20,7 @@ from jpipe.programs._instructions import (
     Fetch,
     Instruction,
     Load,
+    Message,
     Offload,
     Program,
     Receive,
@@ -136,7 +141,7 @@ class _Rank:
         self.sample()
 
     def sample(self) -> None:
-        if not (self.has_samples and self.workers):
+        if not self.has_samples:
             return
         first, *further = (worker.memory for worker in self.workers)
         weights, (optimizer, accumulators, residuals) = first.by_version(), first.parts()
@@ -160,7 +165,6 @@ class _Memory:
         self.most_versions = len(versions)
         self.waiting = {"residuals": 0, "stash": 0}  # how many microbatches have left each of these for a later op
         self.accumulates = True  # whether there is memory for gradients: not between a batch set aside and the next backward
-        self.given = 0  # bytes of gradients whose compressed sum is still to come
 
     @property
     def optimizer(self) -> int:
@@ -217,7 +221,8 @@ class _Memory:
     def compute(self, outputs: int, inputs: int) -> None:
         """Hold the bytes of outputs and inputs while a computation runs, then only the outputs."""
         self.run(outputs, inputs)
-        self.rank.sample()
+        if self.rank.has_samples:
+            self.rank.sample()
 
     def run(self, outputs: int, inputs: int) -> None:
         """Do the same for a program that is no computation of the timeline."""
@@ -226,16 +231,6 @@ class _Memory:
         if running > rank.peak:
             rank.peak = running
         self.add(outputs - inputs)
-
-    def give(self, gradients: int, sent: int) -> None:
-        """Hold compressed gradients in place of the gradients, until their sum is there."""
-        self.run(sent, gradients)
-        self.given += gradients
-
-    def take(self, gradients: int, sent: int, replicas: int) -> None:
-        """Hold the sum of what all replicas have sent."""
-        self.run(gradients + (replicas - 1) * sent, replicas * sent)
-        self.given -= gradients
 
     def parts(self) -> tuple[int, int, int]:
         """Return the bytes of optimizer state (with what compressed sums have lost), of accumulators, and of residuals and stashes."""
@@ -246,47 +241,122 @@ class _Memory:
                 waiting[what] -= 1
         return (
             self.optimizer + cost.sum_error,
-            cost.accumulators - self.given,
+            cost.accumulators,
             waiting["residuals"] * cost.residuals + waiting["stash"] * cost.stash,
         )
+
+
+class _Effect(NamedTuple):
+    """What an op does at a stage.
+
+    Attributes:
+        op: the op.
+        needs: the message that it waits for; "": none.
+        seconds: how long it takes.
+        allocated: the bytes that it makes.
+        freed: the bytes that it frees at its end.
+        waiting: how many residuals and stashes more there are then.
+        makes_output: whether it makes an output for the next stage.
+        makes_gradient: whether it makes a gradient for the stage before.
+    """
+
+    op: Op
+    needs: str
+    seconds: float
+    allocated: int
+    freed: int
+    waiting: tuple[tuple[str, int], ...]
+    makes_output: bool
+    makes_gradient: bool
+
+
+def _effect(op: Op, cost: StageCost, s: int, depth: int) -> _Effect:
+    """Return what an op does at stage s."""
+    is_last, left = s == depth - 1, {"residuals": cost.residuals, "stash": cost.stash}
+    waiting: dict[str, int] = {kind: 1 for kind in left if kind in op.leaves}
+    allocated = sum(left[kind] for kind in waiting) + (cost.gradient if op.gives_gradient else 0)
+    if "output" in op.leaves:
+        allocated += cost.message if is_last else cost.outputs - cost.kept_outputs
+    freed = cost.inputs + cost.labels
+    if not op.begins:
+        freed = left[op.reads] + (cost.message if op.reads == "residuals" else 0)
+        waiting[op.reads] = waiting.get(op.reads, 0) - 1
+    return _Effect(
+        op=op,
+        needs=_MESSAGES[op.reads],
+        seconds=cost.seconds(op.name),
+        allocated=allocated,
+        freed=freed,
+        waiting=tuple(waiting.items()),
+        makes_output="output" in op.leaves and not is_last,
+        makes_gradient=op.gives_gradient and s > 0,
+    )
+
+
+_Key = tuple[str, int]
+"""What a worker waits for, or has made: a message and its microbatch, a sum and its batch, or a part of a version and its number."""
+
+_NOT_YET = math.inf
+"""The time of what is not known to come yet."""
 
 
 class _Worker:
     """The messages that one worker waits for, and its memory."""
 
-    def __init__(self, stage: int, chunk: int, cost: StageCost, rank: _Rank, versions: set[int], optimizer_in_host: bool) -> None:
-        self.stage, self.chunk, self.cost, self.rank = stage, chunk, cost, rank
-        self.memory = _Memory(cost, versions, rank, optimizer_in_host)
+    def __init__(self, plan: Plan, number: int, cost: StageCost, effects: dict[str, _Effect], rank: _Rank, versions: set[int]) -> None:
+        self.number, (self.stage, self.replica) = number, plan.workers[number]
+        self.chunk, self.cost, self.rank = plan.rank_workers[plan.rank_of[number]].index(number), cost, rank
+        self.memory = _Memory(cost, versions, rank, plan.offloads("optimizer", self.stage))
         self.moved: dict[tuple[str, int], float] = {}  # when what is moved to or from host memory is there
-        self.seconds = {name: cost.seconds(name) for name in OPS if name != "E"}  # of each op that trains
-        self.ready: dict[tuple[str, int], float] = {}  # when messages were made or arrived, by (message, microbatch), and sums
+        self.effects = effects  # by op
+        self.ready: dict[_Key, float] = {}  # when messages were made or arrived, and sums
         self.updated = 0.0  # when its last update was over
-        self.whole: dict[int, float] = {}  # when a version has what other replicas have updated
         self.passed: dict[int, list[Passed]] = {}  # by microbatch, what the stage before on the same rank keeps, too
+        parts, others = plan.stages[self.stage].sum_parts, plan.stage_workers[self.stage] if plan.shard_optimizer else ()
+        self.sums = [_sum_name(part) for part in (range(len(parts)) if parts else (None,))]
+        self.shares = [_share_name(other) for other in others if other != number]  # of each version, which other replicas update
         rank.workers.append(self)
 
     def wait(self, until: float) -> None:
         self.rank.wait(until)
 
     def compute(self, i: Compute, op: Op, seconds: float) -> None:
-        rank, needs = self.rank, _MESSAGES[op.reads]
-        starts = max(rank.clock, self.whole.get(i.version, 0.0), self.ready.pop((needs, i.microbatch), 0.0))
+        rank = self.rank
+        self.ready.pop((self.effects[i.op].needs, i.microbatch), None)
         if self.moved:
-            starts = max(starts, self.moved.get(("versions", i.version), 0.0), self.moved.pop((op.reads, i.microbatch), 0.0))
-        rank.clock = starts + seconds
+            rank.wait(max(self.moved.get(("versions", i.version), 0.0), self.moved.pop((op.reads, i.microbatch), 0.0)))
+        starts, rank.clock = rank.clock, rank.clock + seconds
         rank.busy += seconds
-        rank.spans.append(Span(op.name, i.microbatch, i.version, starts, rank.clock, chunk=self.chunk, part=i.part))
+        rank.spans.append(Span(op.name, i.microbatch, i.version, starts, rank.clock, False, 0.0, 0.0, self.chunk, i.part))
+
+    def forget(self, version: int) -> None:
+        """Remove the times of a version that is no longer alive."""
+        self.moved.pop(("versions", version), None)
+        for share in self.shares:
+            self.ready.pop((share, version), None)
+
+
+def _sum_name(part: int | None) -> str:
+    return "sum" if part is None else f"sum of part {part}"
+
+
+def _share_name(worker: int) -> str:
+    return f"weights of {worker}"
 
 
 class Predictor:
-    """A simulation that adds up the costs of a program's instructions, in an executable order.
+    """A simulation that adds up the costs of a program's instructions.
+
+    Each rank runs its own instructions in order, up to one that needs a message or a sum of which the time is not known. Messages and sums
+    take their ports in the order of the times from which they can begin, so what a rank does does not depend on how its instructions are
+    interleaved with those of others.
 
     Args:
         program: what runs.
         costs: one for each stage.
         network: the link between any two ranks.
         host: that of a rank to its host.
-        overlap: what goes on beside the computations of a rank. If sums do not, the instructions are to be added in the total order.
+        overlap: what goes on beside the computations of a rank.
         brief: whether to leave out memory over time and transfers.
     """
 
@@ -306,31 +376,96 @@ class Predictor:
         self._traffic = Traffic(network)
         self._transfers: list[Transfer] = []
         self._is_brief, self._passes = brief, any(cost.passed for cost in costs)
-        self._sums_begun: dict[tuple[int, int, int | None], list[float]] = {}  # by stage, batch and part, when each replica began the sum
+        self._needs = {kind: needs for kind, needs in _NEEDS.items() if kind is not Send or program.global_norm}
+        self._bytes = cache(self._find_bytes)
+        self._sums_begun: dict[tuple[int, str, int], list[float]] = {}  # by stage, name and batch, when each replica began the sum
+        self._met: set[tuple[int, int, str, int]] = set()  # transfers that block, to which one of their ranks has come
+        self._now, self._requests = 0.0, list[tuple[Any, ...]]()  # see `_request`
         plan = program.plan
-        self._ranks = [_Rank(rank, not brief) for rank in range(len(plan.rank_workers))]
         written = range(len(plan.workers)) if program.workers is None else sorted(program.workers)
-        rank_workers = plan.rank_workers
-        self._workers = {
-            w: _Worker(
-                plan.workers[w][0],
-                rank_workers[plan.rank_of[w]].index(w),
-                costs[plan.workers[w][0]],
-                self._ranks[plan.rank_of[w]],
-                versions_before(plan, w, program.start),
-                plan.offloads("optimizer", plan.workers[w][0]),
-            )
-            for w in written
-        }
+        running = {plan.rank_of[w] for w in written}
+        self._ranks = [_Rank(rank, not brief and rank in running) for rank in range(len(plan.rank_workers))]
+        effects = [{name: _effect(op, cost, s, plan.depth) for name, op in OPS.items() if op.trains} for s, cost in enumerate(costs)]
+        self._workers: dict[int, _Worker] = {}
+        for w in written:
+            s, rank = plan.workers[w][0], self._ranks[plan.rank_of[w]]
+            self._workers[w] = _Worker(plan, w, costs[s], effects[s], rank, versions_before(plan, w, program.start))
         self._summing = [[w for w in workers if w in self._workers] for workers in plan.stage_workers]  # by stage, those that begin a sum
-        self._num_active = len({plan.rank_of[w] for w in written})
+        self._num_active = len(running)
         for rank in self._ranks:
             rank.begin()
 
-    def add(self, i: Instruction) -> None:
-        """Execute the next, verified instruction."""
-        if type(i) is not Receive:  # its send does the transfer
-            _HANDLERS[type(i)](self, self._workers[i.worker], i)
+    def run(self, instructions: Iterable[Instruction]) -> None:
+        """Execute instructions, in which those of each rank are in order.
+
+        Raises:
+            ProgramError: the ranks deadlock, which verified instructions do not.
+        """
+        queues: list[list[Instruction]] = [[] for _ in self._ranks]
+        for i in instructions:
+            queues[self._plan.rank_of[i.worker]].append(i)
+        running = [self._execute(rank, queue) for rank, queue in zip(self._ranks, queues, strict=True)]
+        for instructions_of_rank in running:
+            next(instructions_of_rank, None)
+        while self._requests:
+            self._now, _, begin, *arguments = heappop(self._requests)
+            for rank in begin(*arguments):
+                next(running[rank.number], None)
+        stuck = [rank for rank, instructions_of_rank in enumerate(running) if next(instructions_of_rank, "done") != "done"]
+        if stuck:
+            grid = draw_grid(self.timeline(), notes=[(rank, "waits") for rank in stuck])
+            raise ProgramError(f"{self._plan.schedule}: deadlock, ranks {stuck} wait for each other\n{grid}")
+
+    def _execute(self, rank: _Rank, instructions: Iterable[Instruction]) -> Iterator[None]:
+        """Execute the instructions of a rank, and pause while the time of something that it needs is not known."""
+        for i in instructions:
+            worker, kind = self._workers[i.worker], type(i)
+            needs = self._needs.get(kind)
+            for key in needs(self, worker, i) if needs else ():
+                while (time := worker.ready.get(key, 0.0)) == _NOT_YET:
+                    yield
+                if kind is not Send:  # which goes on beside the computations
+                    rank.wait(time)
+            blocking = _HANDLERS[kind](self, worker, i)
+            if blocking is not None:
+                while (time := worker.ready[blocking]) == _NOT_YET:
+                    yield
+                rank.wait(time)
+
+    def _request(self, ready: float, order: tuple[Any, ...], begin: Callable[..., Iterable[_Rank]], *arguments: object) -> None:
+        """Have something begin in the order of time. Of equal times, messages come before sums: by then all sums of that time are known.
+
+        Args:
+            ready: from when on it can begin.
+            order: what decides between equal times, different for all requests.
+            begin: begins it, and returns the ranks that may wait for it.
+            arguments: of `begin`.
+        """
+        heappush(self._requests, (max(ready, self._now), order, begin, *arguments))
+
+    def _needs_of_compute(self, worker: _Worker, i: Compute) -> list[_Key]:
+        needed = [(worker.effects[i.op].needs, i.microbatch)]  # which the first part of several takes
+        return needed + [(share, i.version) for share in worker.shares] if worker.shares else needed
+
+    def _needs_of_send(self, worker: _Worker, i: Send) -> list[_Key]:
+        return [("norm", i.microbatch)] if i.message == "norm" else []  # which may still be on its way to the sender
+
+    def _needed_sums(self, worker: _Worker, i: Update | SumSquares | TakeShared) -> list[_Key]:
+        return [(name, i.batch) for name in worker.sums]
+
+    def _needs_of_squares(self, worker: _Worker, i: SumSquares) -> list[_Key]:
+        return [*self._needed_sums(worker, i), ("squares", last_microbatch(self._plan, i.batch))]
+
+    def _needs_of_shared(self, worker: _Worker, i: AddShared) -> list[_Key]:
+        k = last_microbatch(self._plan, i.batch)
+        return [(f"shared of stage {s}", k) for s in self._program.shared[i.group] if s != worker.stage]
+
+    def _needs_of_update(self, worker: _Worker, i: Update) -> list[_Key]:
+        norm = [("norm", last_microbatch(self._plan, i.batch))] if self._program.global_norm else []
+        return [*self._needed_sums(worker, i), *norm]
+
+    def _needs_of_agreement(self, worker: _Worker, i: Agree) -> list[_Key]:
+        return [("changes", i.batch)]
 
     def timeline(self) -> Timeline:
         """Return the spans of each rank so far."""
@@ -361,39 +496,36 @@ class Predictor:
         worker.memory.add(worker.cost.inputs if i.data == "inputs" else worker.cost.labels)
 
     def _compute(self, worker: _Worker, i: Compute) -> None:
-        op, cost, memory, k, stage = op_of(i, self._plan), worker.cost, worker.memory, i.microbatch, self._plan.stages[worker.stage]
-        is_last = worker.stage == self._plan.depth - 1
-        worker.compute(i, op, worker.seconds[i.op] if i.part is None else cost.seconds_of_part(i.op, i.part, stage))
-        if i.part is not None:
-            worker.ready[f"part {i.part}", i.microbatch // self._plan.microbatches_per_update(worker.stage)] = worker.rank.clock
-            kept = OPS[i.op].begins and len(stage.sum_parts) > 1  # by the first part, which includes the forward, for the later ones
-            if i.part < len(stage.sum_parts) - 1:  # until the last part is over, what the whole op reads counts, and all residuals
-                memory.accumulate()
-                memory.waiting["residuals"] += kept and not i.part
-                memory.compute(cost.residuals if kept and not i.part else 0, 0)
-                return
-            op = OPS[i.op]
+        effect, memory, k = worker.effects[i.op], worker.memory, i.microbatch
+        if i.part is None:
+            worker.compute(i, effect.op, effect.seconds)
+        elif not self._is_last_part(worker, i):
+            return
+        if effect.makes_output:
+            worker.ready["activation", k] = worker.rank.clock
+        if not self._is_brief:
+            for kind, change in effect.waiting:
+                memory.waiting[kind] += change
+        memory.compute(effect.allocated, effect.freed - (self._bytes_still_used(worker, k, effect.op.parts) if self._passes else 0))
+        if effect.makes_gradient:
+            worker.ready["gradient", k] = worker.rank.clock
+        if effect.op.finishes:
+            self._accumulate(worker, k)
+
+    def _is_last_part(self, worker: _Worker, i: Compute) -> bool:
+        """Compute a part, and return whether it is the last; until then all counts that the whole op reads, and all residuals."""
+        cost, memory, stage = worker.cost, worker.memory, self._plan.stages[worker.stage]
+        part, kept = i.part or 0, OPS[i.op].begins and len(stage.sum_parts) > 1  # by the first part, with the forward, for the later ones
+        worker.compute(i, op_of(i, self._plan), cost.seconds_of_part(i.op, part, stage))
+        worker.ready[f"part {part}", i.microbatch // self._plan.microbatches_per_update(worker.stage)] = worker.rank.clock
+        if part == len(stage.sum_parts) - 1:
             memory.waiting["residuals"] -= kept
             memory.add(-cost.residuals if kept else 0)
-        allocated = cost.gradient if op.gives_gradient else 0
-        if "output" in op.leaves:
-            allocated += cost.message if is_last else cost.outputs - cost.kept_outputs
-            if not is_last:
-                worker.ready["activation", k] = worker.rank.clock
-        for kind, size in (("residuals", cost.residuals), ("stash", cost.stash)):
-            if kind in op.leaves:
-                memory.waiting[kind] += 1
-                allocated += size
-        if op.begins:
-            freed = cost.inputs + cost.labels
-        else:
-            memory.waiting[op.reads] -= 1
-            freed = cost.residuals + cost.message if op.reads == "residuals" else cost.stash
-        memory.compute(allocated, freed - (self._bytes_still_used(worker, k, op.parts) if self._passes else 0))
-        if op.gives_gradient and worker.stage > 0:
-            worker.ready["gradient", k] = worker.rank.clock
-        if op.finishes:
-            self._accumulate(worker, k)
+            return True
+        memory.accumulate()
+        memory.waiting["residuals"] += kept and not part
+        memory.compute(cost.residuals if kept and not part else 0, 0)
+        return False
 
     def _bytes_still_used(self, worker: _Worker, k: int, computed: str) -> int:
         """Return the bytes that a worker frees after computing these parts, and another worker of its rank still keeps."""
@@ -417,121 +549,167 @@ class Predictor:
         if self._program.sets_aside[worker.stage] and ends_update(self._plan, worker.stage, k):
             worker.memory.accumulates = False
 
-    def _send(self, worker: _Worker, i: Send) -> None:
-        peer, key = self._workers[i.to], (str(i.message), i.microbatch)
-        if i.message == "activation":
-            size, arrives = worker.cost.outputs, peer.cost.inputs
-            worker.memory.add(worker.cost.kept_outputs - size)
-        elif i.message == "gradient":
-            size, arrives = worker.cost.gradient, peer.cost.message
-            worker.memory.add(-size)
-        elif i.message == "squares":
-            size, arrives = 0, self._squares_bytes(worker.stage)  # too little to take time beyond the latency
-            worker.memory.add(-arrives)
-        elif i.message == "shared":
-            size = arrives = self._shared_bytes(worker.stage, peer.stage)
-        elif i.message == "weights":
-            size, arrives = self._updated_bytes(worker, i.worker), 0
-            peer.memory.complete(i.microbatch // self._plan.microbatches_per_update(peer.stage) + 1, size)
-        else:
-            size, arrives = 0, 0
-        if worker.rank is peer.rank and i.message == "activation":
-            arrives -= sum(arrays.size for arrays in peer.cost.passed)
-        peer.memory.add(arrives)
+    def _send(self, worker: _Worker, i: Send) -> _Key | None:
+        peer, key = self._workers[i.to], (i.message, i.microbatch)
+        freed, size, _ = self._bytes(i.message, worker, peer)
+        worker.memory.add(-freed)
         if i.message == "weights":
             ready = worker.updated
         else:
             ready = worker.ready[key] if i.message in ("norm", "shared") else worker.ready.pop(key)  # the worker keeps these
-        if i.message == "shared":
-            key = f"shared of stage {worker.stage}", i.microbatch
+        received = self._received(i, worker, peer)
         if worker.rank is peer.rank:
-            peer.ready[key] = ready
+            peer.ready[received] = ready
             if i.message == "activation" and peer.cost.passed:
                 peer.passed[i.microbatch] = list(peer.cost.passed)
-            return
+            return None
         worker.rank.moved += size
         if self._transfers_block:
-            ready = max(worker.rank.clock, peer.rank.clock)
-        ranks = worker.rank.number, peer.rank.number
+            worker.ready[held := (f"{i.message} to {i.to}", i.microbatch)] = _NOT_YET
+            self._meet(received, i, worker, peer, size)
+            return held
+        self._request(ready, (0, i.worker, i.to, i.message, i.microbatch), self._transfer, received, i, worker, peer, ready, size)
+        return None
+
+    def _receive(self, worker: _Worker, i: Receive) -> _Key | None:
+        sender = self._workers[i.source]
+        key, (_, size, arrives) = self._received(i, sender, worker), self._bytes(i.message, sender, worker)
+        worker.ready.setdefault(key, _NOT_YET)
+        if i.message == "weights":
+            worker.memory.complete(key[1], arrives)
+        else:
+            worker.memory.add(arrives)
+        if sender.rank is worker.rank or not self._transfers_block:
+            return None
+        self._meet(key, i, sender, worker, size)
+        return key
+
+    def _find_bytes(self, message: Message, sender: _Worker, receiver: _Worker) -> tuple[int, int, int]:
+        """Return the bytes that a message frees at its sender, its size, and what it adds at its receiver."""
+        match message:
+            case "activation":
+                passed = receiver.cost.passed if sender.rank is receiver.rank else ()
+                arrives = receiver.cost.inputs - sum(arrays.size for arrays in passed)
+                return sender.cost.outputs - sender.cost.kept_outputs, sender.cost.outputs, arrives
+            case "gradient":
+                return sender.cost.gradient, sender.cost.gradient, receiver.cost.message
+            case "squares":
+                squares = self._squares_bytes(sender.stage)
+                return squares, 0, squares  # too little to take time beyond the latency
+            case "shared":
+                shared = self._shared_bytes(sender.stage, receiver.stage)
+                return 0, shared, shared
+            case "weights":
+                updated = self._updated_bytes(sender)
+                return 0, updated, updated
+            case _:
+                return 0, 0, 0
+
+    def _received(self, i: Send | Receive, sender: _Worker, receiver: _Worker) -> _Key:
+        """Return what a message is among those that its receiver waits for."""
+        if i.message == "shared":
+            return f"shared of stage {sender.stage}", i.microbatch
+        if i.message == "weights":
+            return _share_name(sender.number), i.microbatch // self._plan.microbatches_per_update(receiver.stage) + 1
+        return i.message, i.microbatch
+
+    def _meet(self, received: _Key, i: Send | Receive, sender: _Worker, receiver: _Worker, size: int) -> None:
+        """Note that one rank has come to a transfer for which both wait; it begins when the other one has come, too."""
+        transfer = sender.number, receiver.number, str(i.message), i.microbatch
+        if transfer not in self._met:
+            self._met.add(transfer)
+            return
+        self._met.remove(transfer)
+        ready = max(sender.rank.clock, receiver.rank.clock)
+        self._request(ready, (0, *transfer), self._transfer, received, i, sender, receiver, ready, size)
+
+    def _transfer(
+        self, received: _Key, i: Send | Receive, sender: _Worker, receiver: _Worker, ready: float, size: int
+    ) -> tuple[_Rank, ...]:
+        """Begin a transfer that can begin at `ready`, and return the ranks that may wait for it."""
+        ranks = sender.rank.number, receiver.rank.number
         times = _, _, arrival = self._traffic.send(*ranks, ready, size)
         if not self._is_brief:
             self._transfers.append(Transfer(i.message, ranks, i.microbatch, *times, size))
-        if self._transfers_block:
-            worker.wait(arrival)
-            peer.wait(arrival)
-        if i.message == "weights":
-            version = i.microbatch // self._plan.microbatches_per_update(peer.stage) + 1
-            peer.whole[version] = max(peer.whole.get(version, 0.0), arrival)
-        else:
-            peer.ready[key] = arrival
+        receiver.ready[received] = arrival
+        if not self._transfers_block:
+            return (receiver.rank,)
+        sender.ready[f"{i.message} to {receiver.number}", i.microbatch] = arrival
+        return sender.rank, receiver.rank
 
-    def _all_reduce(self, worker: _Worker, i: AllReduce) -> None:
+    def _all_reduce(self, worker: _Worker, i: AllReduce) -> _Key | None:
         if self._averages_state and not i.part:
             worker.memory.add(worker.cost.state)  # the mean, until the update replaces the worker's own by it
-        begun = self._sums_begun.setdefault((worker.stage, i.batch, i.part), [])
-        computed = worker.rank.clock if i.part is None else worker.ready.pop((f"part {i.part}", i.batch))
-        begun.append(worker.rank.clock if self._sums_block else computed)
-        stage, cost = self._plan.stages[worker.stage], worker.cost
-        summed_bytes = cost.accumulators if i.part is None else cost.accumulators_of_part(i.part, stage)
-        sent = cost.compressed_sums[i.part or 0] if cost.compressed_sums else 0
-        if sent:
-            worker.memory.give(round(summed_bytes), sent)
-        if len(begun) == len(self._summing[worker.stage]):
-            summed = self._sum("sum", worker.stage, i.batch, max(begun), sent or summed_bytes, compressed=bool(sent))
-            for w in self._summing[worker.stage]:
-                if sent:
-                    self._workers[w].memory.take(round(summed_bytes), sent, stage.replicas)
-                self._workers[w].ready["sum", i.batch] = max(summed, self._workers[w].ready.get(("sum", i.batch), 0.0))
-                if self._sums_block:
-                    self._workers[w].wait(summed)
+        stage, cost, computed = self._plan.stages[worker.stage], worker.cost, worker.rank.clock
+        if i.part is not None:
+            computed = worker.ready.pop((f"part {i.part}", i.batch))
+        size = cost.accumulators if i.part is None else cost.accumulators_of_part(i.part, stage)
+        sent = cost.compressed_sums[i.part or 0] if cost.compressed_sums else None
+        if sent is not None:
+            # Gradients, then what all replicas have sent, then their sum. They are taken to come together.
+            worker.memory.run(stage.replicas * sent, stage.replicas * sent)
+        name = _sum_name(i.part)
+        self._begin_sum(worker, "sum", (name, i.batch), worker.rank.clock if self._sums_block else computed, size, sent)
+        return (name, i.batch) if self._sums_block else None
 
-    def _sum(self, what: str, s: int, batch: int, ready: float, summed_bytes: float, compressed: bool = False) -> float:
-        """Sum over the replicas of stage s, in a ring, from `ready` on, and return when the sum has arrived.
+    def _begin_sum(self, worker: _Worker, what: str, key: _Key, ready: float, summed_bytes: float, sent: int | None = None) -> None:
+        """Note that a replica has begun a sum, which takes place when all have.
+
+        Args:
+            worker: the replica.
+            what: is summed.
+            key: what the replicas wait for.
+            ready: from when on this replica can.
+            summed_bytes: of the sum.
+            sent: the compressed bytes that a replica sends to each other one; None: they are not compressed.
+        """
+        worker.ready[key] = _NOT_YET
+        begun = self._sums_begun.setdefault((worker.stage, *key), [])
+        begun.append(ready)
+        if len(begun) == len(self._summing[worker.stage]):
+            last = max(self._sums_begun.pop((worker.stage, *key)))
+            self._request(last, (1, worker.stage, *key), self._sum, what, worker.stage, key, last, summed_bytes, sent)
+
+    def _sum(self, what: str, s: int, key: _Key, ready: float, summed_bytes: float, sent: int | None) -> list[_Rank]:
+        """Sum over the replicas of stage s, in a ring, from `ready` on, and return the ranks that may wait for it.
 
         What is compressed goes around once, and each replica adds it up; otherwise shares go around, and then their sums.
         """
-        replicas = self._plan.stage_workers[s]
-        size = (len(replicas) - 1) * summed_bytes if compressed else 2 * (len(replicas) - 1) / len(replicas) * summed_bytes
+        replicas, summing = self._plan.stage_workers[s], [self._workers[w] for w in self._summing[s]]
+        others = len(replicas) - 1
+        size = 2 * others / len(replicas) * summed_bytes if sent is None else others * sent
         ranks = tuple(self._plan.rank_of[w] for w in replicas)
-        times = _, _, summed = self._traffic.all_reduce(ranks, ready, size, rounds=1 if compressed else 2)
+        times = _, _, summed = self._traffic.all_reduce(ranks, ready, size, rounds=2 if sent is None else 1)
         if not self._is_brief:
-            self._transfers.append(Transfer(what, ranks, batch, *times, size))
-        for w in self._summing[s]:
-            self._workers[w].rank.moved += round(size)
-        return summed
+            self._transfers.append(Transfer(what, ranks, key[1], *times, size))
+        for worker in summing:
+            worker.rank.moved += round(size)
+            worker.ready[key] = summed
+        return [worker.rank for worker in summing]
 
     def _sum_changes(self, worker: _Worker, i: SumChanges) -> None:
         worker.memory.add(worker.cost.trained)  # the changes, then their mean
-        begun = self._sums_begun.setdefault((worker.stage, i.batch, -1), [])
-        begun.append(worker.rank.clock)
-        if len(begun) == len(self._summing[worker.stage]):
-            summed = self._sum("changes", worker.stage, i.batch, max(begun), worker.cost.trained)
-            for w in self._summing[worker.stage]:
-                self._workers[w].ready["changes", i.batch] = summed
+        self._begin_sum(worker, "changes", ("changes", i.batch), worker.rank.clock, worker.cost.trained)
 
     def _agree(self, worker: _Worker, i: Agree) -> None:
-        worker.wait(worker.ready.pop(("changes", i.batch)))
+        worker.ready.pop(("changes", i.batch))
         worker.memory.add(-worker.cost.trained)
 
     def _take_shared(self, worker: _Worker, i: TakeShared) -> None:
-        worker.wait(worker.ready.get(("sum", i.batch), 0.0))
         worker.ready["shared", last_microbatch(self._plan, i.batch)] = worker.rank.clock
         worker.memory.add(sum(worker.cost.shared))
 
     def _add_shared(self, worker: _Worker, i: AddShared) -> None:
-        for s in self._program.shared[i.group]:
-            if s != worker.stage:
-                worker.wait(worker.ready[f"shared of stage {s}", last_microbatch(self._plan, i.batch)])
+        """Nothing remains to be done once the gradients of the other stages have come."""
 
     def _shared_bytes(self, s: int, other: int) -> int:
         """Return the size of the shared gradients that one stage sends to another."""
         sizes = zip(self._program.shared, self._costs[s].shared, strict=False)
         return sum(size for stages, size in sizes if {s, other} <= set(stages))
 
-    def _updated_bytes(self, worker: "_Worker", number: int) -> int:
+    def _updated_bytes(self, worker: _Worker) -> int:
         """Return the size of the weights that a replica updates for all."""
-        updated = worker.cost.updated
-        return updated[self._plan.workers[number][1]] if updated else 0
+        return worker.cost.updated[worker.replica] if worker.cost.updated else 0
 
     def _squares_bytes(self, s: int) -> int:
         """Return the size of the sums of squares of a stage and all later ones, which stage s sends on."""
@@ -539,9 +717,7 @@ class Predictor:
 
     def _sum_squares(self, worker: _Worker, i: SumSquares) -> None:
         k = last_microbatch(self._plan, i.batch)
-        worker.wait(worker.ready.get(("sum", i.batch), 0.0))  # the update takes the sum
-        if ("squares", k) in worker.ready:
-            worker.wait(worker.ready.pop(("squares", k)))
+        if worker.ready.pop(("squares", k), None) is not None:
             worker.memory.add(-self._squares_bytes(worker.stage + 1))
         if worker.stage > 0:
             worker.memory.add(self._squares_bytes(worker.stage))
@@ -549,7 +725,8 @@ class Predictor:
 
     def _update(self, worker: _Worker, i: Update) -> None:
         cost, memory = worker.cost, worker.memory
-        worker.wait(worker.ready.pop(("sum", i.batch), 0.0))
+        for name in worker.sums:
+            worker.ready.pop((name, i.batch), None)
         if self._averages_state and self._plan.replicas[worker.stage] > 1:
             memory.add(-cost.state)
         if memory.accumulates and self._program.sets_aside[worker.stage]:
@@ -561,25 +738,21 @@ class Predictor:
             memory.add(-sum(cost.shared) - sum(self._shared_bytes(s, worker.stage) for s in sharing))
             for kind in ("shared", *(f"shared of stage {s}" for s in sharing)):
                 worker.ready.pop((kind, k))
-        if self._program.global_norm:
-            worker.wait(worker.ready["norm", last_microbatch(self._plan, i.batch)])
         if worker.moved:
             worker.wait(worker.moved.get(("optimizer", 0), 0.0))
             for version in (i.batch, i.batch if i.retires is None else i.retires):
                 worker.wait(worker.moved.get(("versions", version), 0.0))
         memory.update(i.batch + 1, i.retires)
         if i.retires is not None:
-            worker.whole.pop(i.retires, None)
-            worker.moved.pop(("versions", i.retires), None)
+            worker.forget(i.retires)
         if cost.updated:
-            memory.complete(i.batch + 1, self._updated_bytes(worker, i.worker) - sum(cost.updated))
+            memory.complete(i.batch + 1, self._updated_bytes(worker) - sum(cost.updated))
         worker.rank.update(worker.chunk, cost.update)
         worker.updated = worker.rank.clock
 
     def _release(self, worker: _Worker, i: Release) -> None:
         worker.memory.release(i.version)
-        worker.whole.pop(i.version, None)
-        worker.moved.pop(("versions", i.version), None)
+        worker.forget(i.version)
 
     def _move(self, worker: _Worker, i: Offload | Fetch) -> None:
         """Move something over the link to the host: after what was moved before in this direction, and once it is there itself."""
@@ -598,10 +771,22 @@ class Predictor:
 _MESSAGES = {"inputs": "activation", "residuals": "gradient", "stash": ""}
 """The message that an op waits for, by what it reads."""
 
-_HANDLERS: dict[type, Callable[[Predictor, _Worker, Any], None]] = {
+_NEEDS: dict[type, Callable[[Predictor, _Worker, Any], Sequence[_Key]]] = {
+    Compute: Predictor._needs_of_compute,
+    Send: Predictor._needs_of_send,
+    TakeShared: Predictor._needed_sums,
+    AddShared: Predictor._needs_of_shared,
+    SumSquares: Predictor._needs_of_squares,
+    Update: Predictor._needs_of_update,
+    Agree: Predictor._needs_of_agreement,
+}
+"""What is to come before an instruction."""
+
+_HANDLERS: dict[type, Callable[[Predictor, _Worker, Any], _Key | None]] = {
     Load: Predictor._load,
     Compute: Predictor._compute,
     Send: Predictor._send,
+    Receive: Predictor._receive,
     AllReduce: Predictor._all_reduce,
     TakeShared: Predictor._take_shared,
     AddShared: Predictor._add_shared,
@@ -613,3 +798,4 @@ _HANDLERS: dict[type, Callable[[Predictor, _Worker, Any], None]] = {
     Offload: Predictor._move,
     Fetch: Predictor._move,
 }
+"""What an instruction does; for what its rank then waits, if for anything."""

@@ -22,9 +22,10 @@ def simulate(
 ) -> Prediction:
     """Verify a program of whole batches (from an empty to an empty pipeline) and predict its time, memory and bytes moved.
 
-    Each rank runs its own instructions in order. A transfer waits until both ranks have come to it; inside a rank it takes no time. An
-    update waits until all replicas have summed their gradients, for which each sends 2 (r - 1) / r of them. Verified once for a program,
-    independently of `lower`:
+    Each rank runs its own instructions in order. A message goes on its way once it is made; inside a rank it takes no time. An update waits
+    until all replicas have summed their gradients, for which each sends 2 (r - 1) / r of them. Messages and sums that share ports take them
+    in the order of the times from which they can begin, each from the first time at which all of its ports are free. Verified once for a
+    program, independently of `lower`:
 
     - each rank computes in the order of the schedule, and reads the versions of its formula, which are alive;
     - no more versions are alive than the schedule allows;
@@ -57,19 +58,17 @@ def simulate(
     link = link or Link()
     network = (lambda source, target: link) if isinstance(link, Link) else link
     host_link = host if callable(host) else _same_for_all(host or Link())
-    predictor = Predictor(program, costs, network, host_link, brief=brief)
+    executed: list[Instruction] = []
     try:
-        known = program.verified or (program.executable if brief else ())
-        for instruction in known or (_executable(program) if brief else _verified(program)):
-            predictor.add(instruction)
+        if not (brief or program.verified):
+            for instruction in _verified(program):
+                executed.append(instruction)
     except Violation as violation:
+        predictor = Predictor(program, costs, network, host_link)
+        predictor.run(executed)
         raise ProgramError(f"{violation}\n{draw_grid(predictor.timeline(), notes=violation.notes)}") from None
-    if overlap != "transfers and sums":
-        predictor = Predictor(program, costs, network, host_link, overlap, brief=brief)
-        for (
-            instruction
-        ) in program.instructions:  # in the total order, where receives follow sends, and all replicas' all-reduces are together
-            predictor.add(instruction)
+    predictor = Predictor(program, costs, network, host_link, overlap, brief=brief)
+    predictor.run(program.instructions)
     return predictor.prediction()
 
 
@@ -96,31 +95,20 @@ def verify(program: Program) -> None:
 
 
 def _verified(program: Program) -> Iterator[Instruction]:
-    """Yield the instructions in an executable order, each once it is verified, and at last note this order.
+    """Yield the instructions in an executable order, each once it is verified, and at last note that all are.
 
     Raises:
         Violation: the verification fails.
     """
-    orders, rank_of, executable = rank_computations(program), program.plan.rank_of, list[Instruction]()
+    orders, rank_of = rank_computations(program), program.plan.rank_of
     workers = range(len(rank_of)) if program.workers is None else sorted(program.workers)
     verifiers = {w: Verifier(program, w, orders[rank_of[w]]) for w in workers}
     for instruction in walk(program):
         verifiers[instruction.worker].check(instruction)
-        executable.append(instruction)
         yield instruction
     for verifier in verifiers.values():
         verifier.check_end()
-    program.verified[:] = executable
-
-
-def _executable(program: Program) -> list[Instruction]:
-    """Return the instructions in an executable order, not verified, and note this order.
-
-    Raises:
-        Violation: the ranks deadlock.
-    """
-    program.executable[:] = walk(program)
-    return program.executable
+    program.verified.add(True)
 
 
 def _check(program: Any, costs: Any, link: Any, overlap: Any, host: Any) -> None:

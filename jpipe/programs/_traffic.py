@@ -2,10 +2,10 @@
 
 import math
 from bisect import bisect_right, insort
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from functools import cache
 
-from jpipe.programs._costs import Link, Network
+from jpipe.programs._costs import Network
 
 
 class _Ports:
@@ -30,18 +30,19 @@ class Traffic:
     """
 
     def __init__(self, network: Network) -> None:
-        self._network = cache(network)
-        self._ring = cache(self._find_ring)
-        self._ports: dict[Hashable, _Ports] = {}
+        self._network = network
+        self._route, self._ring = cache(self._find_route), cache(self._find_ring)
+        self._numbers: dict[Hashable, int] = {}  # by port, in place of its name
+        self._ports: dict[int, _Ports] = {}
         self._divided = 0  # how often ports that were together have been divided
-        self._known: dict[tuple[Hashable, ...], tuple[int, list[_Ports]]] = {}  # what `_together` has found, and `_divided` then
+        self._known: dict[tuple[int, ...], tuple[int, list[_Ports]]] = {}  # what `_together` has found, and `_divided` then
 
     def send(self, source: int, to: int, ready: float, size: int) -> tuple[float, float, float]:
         """Return when a message of `size` bytes that can be sent from `ready` on begins, ends and arrives."""
-        link = self._network(source, to)
-        seconds = size / link.bandwidth
-        end = self._occupy(tuple(link.ports) or ((source, to),), ready, seconds)
-        return end - seconds, end, end + link.latency
+        ports, bandwidth, latency = self._route(source, to)
+        seconds = size / bandwidth
+        end = self._occupy(ports, ready, seconds)
+        return end - seconds, end, end + latency
 
     def all_reduce(self, ranks: Sequence[int], ready: float, size: float, rounds: int = 2) -> tuple[float, float, float]:
         """Return the same of a sum that can begin at `ready`; each rank sends `size` bytes to its neighbour in a ring.
@@ -53,22 +54,33 @@ class Traffic:
         end = self._occupy(ports, ready, seconds)
         return end - seconds, end, end + rounds * (len(ranks) - 1) * latency
 
-    def _find_ring(self, ranks: tuple[int, ...]) -> tuple[tuple[Hashable, ...], float, float]:
-        """Return the ports of a ring, its smallest bandwidth and its largest latency."""
-        ring: dict[tuple[int, int], Link] = {(rank, ranks[n - 1]): self._network(rank, ranks[n - 1]) for n, rank in enumerate(ranks)}
-        ports = tuple(dict.fromkeys(port for pair, link in ring.items() for port in link.ports or (pair,)))
-        return ports, min(link.bandwidth for link in ring.values()), max(link.latency for link in ring.values())
+    def _find_route(self, source: int, to: int) -> tuple[tuple[int, ...], float, float]:
+        """Return the ports of a link, its bandwidth and its latency."""
+        link = self._network(source, to)
+        return self._numbered(link.ports or ((source, to),)), link.bandwidth, link.latency
 
-    def _occupy(self, names: tuple[Hashable, ...], ready: float, seconds: float) -> float:
+    def _numbered(self, names: Iterable[Hashable]) -> tuple[int, ...]:
+        """Return the numbers of ports, each once."""
+        return tuple(dict.fromkeys(self._numbers.setdefault(name, len(self._numbers)) for name in names))
+
+    def _find_ring(self, ranks: tuple[int, ...]) -> tuple[tuple[int, ...], float, float]:
+        """Return the ports of a ring, its smallest bandwidth and its largest latency."""
+        ring = [self._route(rank, ranks[n - 1]) for n, rank in enumerate(ranks)]
+        ports = tuple(dict.fromkeys(port for link_ports, _, _ in ring for port in link_ports))
+        return ports, min(bandwidth for _, bandwidth, _ in ring), max(latency for _, _, latency in ring)
+
+    def _occupy(self, numbers: tuple[int, ...], ready: float, seconds: float) -> float:
         """Occupy the ports from the first time after `ready` at which all are free for `seconds`, and return the end."""
         if seconds == 0:
             return ready
-        together = self._together(names)
+        together = self._together(numbers)
         start, is_free = ready, False
         while not is_free:
             is_free = True
             for ports in together:
                 busy = ports.busy
+                if not busy or busy[-1][1] <= start:
+                    continue
                 place = max(bisect_right(busy, (start, math.inf)) - 1, 0)
                 while place < len(busy) and busy[place][0] < start + seconds:
                     if busy[place][1] > start:
@@ -78,14 +90,14 @@ class Traffic:
             insort(ports.busy, (start, start + seconds))
         return start + seconds
 
-    def _together(self, names: tuple[Hashable, ...]) -> list[_Ports]:
+    def _together(self, numbers: tuple[int, ...]) -> list[_Ports]:
         """Return the ports in groups that have been busy at the same times; the thousands of a large sum are few groups."""
-        divided, together = self._known.get(names, (-1, []))
+        divided, together = self._known.get(numbers, (-1, []))
         if divided == self._divided:
             return together
-        groups: dict[_Ports | None, list[Hashable]] = {}
-        for name in dict.fromkeys(names):
-            groups.setdefault(self._ports.get(name), []).append(name)
+        groups: dict[_Ports | None, list[int]] = {}
+        for number in numbers:
+            groups.setdefault(self._ports.get(number), []).append(number)
         together = []
         for ports, members in groups.items():
             if ports is None or len(members) < ports.count:
@@ -95,5 +107,5 @@ class Traffic:
                 ports = _Ports(ports.busy if ports else (), len(members))
                 self._ports.update(dict.fromkeys(members, ports))
             together.append(ports)
-        self._known[names] = self._divided, together
+        self._known[numbers] = self._divided, together
         return together

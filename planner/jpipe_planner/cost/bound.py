@@ -2,8 +2,8 @@
 
 Every port has to carry all messages and sums that go through it, one after the other. And every computation waits for what it needs: its
 worker, the messages with their latencies, the sum for the weight version that it reads. The bounds ignore that messages wait for each
-other, and with clipping the wait for the norm of the gradients. `rank_seconds` and `flush_seconds` hold for all plans, the other bounds for
-plans with one stage on each rank, where a worker has the number of its rank.
+other, and with clipping the wait for the norm of the gradients. `rank_seconds`, `flush_seconds` and `port_seconds` hold for all plans, the
+other bounds for plans with one stage on each rank, where a worker has the number of its rank.
 """
 
 from collections import defaultdict, deque
@@ -12,7 +12,6 @@ from itertools import accumulate, permutations
 from math import lcm
 
 import jpipe
-from jpipe_planner.cost.copies import ALL, Copies
 from jpipe_planner.cost.shape import is_planned
 
 
@@ -127,7 +126,9 @@ def port_seconds(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost], li
     for s in range(plan.depth - 1):
         pairs = lcm(*plan.replicas[s : s + 2])
         for k in range(pairs):
-            ends = plan.worker(s, k), plan.worker(s + 1, k)
+            ends = plan.rank_of[plan.worker(s, k)], plan.rank_of[plan.worker(s + 1, k)]
+            if ends[0] == ends[1]:
+                continue
             for source, target, size in ((*ends, costs[s].outputs), (*ends[::-1], costs[s + 1].gradient)):
                 crossed = link(source, target)
                 for port in crossed.ports:
@@ -138,7 +139,7 @@ def port_seconds(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost], li
         for port in {port for crossed in ring for port in crossed.ports}:
             loads[port] += seconds
     for source, target, size in _exchange(plan, costs):
-        crossed = link(source, target)
+        crossed = link(plan.rank_of[source], plan.rank_of[target])
         for port in crossed.ports:
             loads[port] += size / crossed.bandwidth
     return max(loads.values(), default=0.0)
@@ -173,7 +174,6 @@ def unhindered_seconds(
     link: jpipe.programs.Network,
     first: int,
     batches: int,
-    copies: Copies = ALL,
 ) -> float:
     """Return the seconds per batch if messages never wait for each other.
 
@@ -183,23 +183,19 @@ def unhindered_seconds(
         link: the links between its ranks.
         first: the first batch to measure.
         batches: the number of batches to measure.
-        copies: the pipelines that do the same, of which one group is enough.
     """
-    entries = _Pipeline(plan, costs, link, first + batches + 1, copies).entries()
+    entries = _Pipeline(plan, costs, link, first + batches + 1).entries()
     return (entries[first + batches] - entries[first]) / batches
 
 
 class _Stage:
     """A stage of a pipeline whose messages never wait for each other, and the known times of its microbatches."""
 
-    def __init__(
-        self, plan: jpipe.Plan, s: int, cost: jpipe.programs.StageCost, link: jpipe.programs.Network, batches: int, copies: Copies
-    ) -> None:
+    def __init__(self, plan: jpipe.Plan, s: int, cost: jpipe.programs.StageCost, link: jpipe.programs.Network, batches: int) -> None:
         rules, count = jpipe.schedules.SCHEDULES[plan.schedule], batches * plan.microbatches
         self.forward, self.backward, self.update, self.replicas = cost.forward, cost.backward, cost.update, plan.replicas[s]
         self.workers, every = plan.stage_workers[s], plan.microbatches_per_update(s)
         self.sums = self.replicas > 1 and plan.agree is None
-        self.running = [w for replica, w in enumerate(self.workers) if replica % copies.pipelines < copies.group]
         self.microbatches_per_update = every // self.replicas  # microbatches per update at each replica
         # All replicas have the same order and versions, each for its own microbatches.
         order = rules.computations(plan, s, 0, 0, batches)
@@ -208,7 +204,7 @@ class _Stage:
         self.arrived: list[float | None] = [None if s else 0.0] * count  # the inputs of each microbatch
         self.returned: list[float | None] = [None if s < plan.depth - 1 else 0.0] * count  # its output gradients
         self.summed = [0.0] * (count // every)
-        self.missing = [len(self.running)] * (count // every)
+        self.missing = [self.replicas] * (count // every)
         self.summed_after = _summed_after(cost, plan.stages[s], "B", _ring(plan, s, link))
         self.forward_delays = self._delays(plan, s, s + 1, cost.outputs, link)
         self.backward_delays = self._delays(plan, s, s - 1, cost.gradient, link)
@@ -234,13 +230,11 @@ class _Worker:
 class _Pipeline:
     """A pipeline whose messages never wait for each other."""
 
-    def __init__(
-        self, plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost], link: jpipe.programs.Network, batches: int, copies: Copies
-    ) -> None:
+    def __init__(self, plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost], link: jpipe.programs.Network, batches: int) -> None:
         self.microbatches = plan.microbatches
-        self.stages = [_Stage(plan, s, cost, link, batches, copies) for s, cost in enumerate(costs)]
+        self.stages = [_Stage(plan, s, cost, link, batches) for s, cost in enumerate(costs)]
         self.workers = [_Worker(s, replica) for s, replica in plan.workers]
-        self.ready = deque(w for stage in self.stages for w in stage.running)
+        self.ready = deque(range(len(self.workers)))
         self.batch_starts: list[float] = []
 
     def entries(self) -> list[float]:
@@ -295,4 +289,4 @@ class _Pipeline:
         stage.missing[batch] -= 1
         if not stage.missing[batch]:
             stage.summed[batch] += stage.summed_after
-            self.ready.extend(stage.running)
+            self.ready.extend(stage.workers)

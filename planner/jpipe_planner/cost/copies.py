@@ -2,121 +2,179 @@
 
 If g divides the numbers of replicas of all stages, a plan consists of g pipelines: a worker passes microbatches on only to workers of other
 stages whose replica leaves the same remainder modulo g. The pipelines have in common the sums of gradients, and ports. Where neighbouring
-ones share ports, groups of them do the same.
+ones share ports, groups of them do the same. Messages and sums take their ports in the order of time, so all groups do the same at the same
+times, and one of them is a plan of its own, whose sums take as long as those over all replicas.
 """
 
 import itertools
 import math
 from collections.abc import Hashable, Sequence
-from functools import lru_cache
-from typing import NamedTuple
+from functools import cache, lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
 
 import jpipe
+from jpipe_planner.cost.devices import network
 from jpipe_planner.machine.topology import Level, Topology
 
-_Message = tuple[float, float, tuple[Hashable, ...]]
-"""The bandwidth, the latency and the ports of the link that it takes."""
 
-
-class Copies(NamedTuple):
-    """The pipelines of a plan, in groups that do the same.
+class Part(NamedTuple):
+    """What is simulated of a plan: some of its pipelines, or all.
 
     Attributes:
-        pipelines: the number of pipelines.
-        group: the number of neighbouring pipelines that are a group.
+        plan: the pipelines as a plan, with as many microbatches as they have in a batch of the whole plan.
+        link: the link between any two of its ranks; between replicas one over which sums take as long as over all replicas.
+        pipelines: the number of pipelines of the whole plan.
+        simulated: the number of those that are simulated, the first ones.
     """
 
+    plan: jpipe.Plan
+    link: jpipe.programs.Network
     pipelines: int = 1
-    group: int = 1
+    simulated: int = 1
 
-    @property
-    def simulated(self) -> range | tuple[int, ...]:
-        """The pipelines that are simulated: the first and the last group, because the last replica begins a sum, or all."""
-        if 2 * self.group >= self.pipelines:
-            return range(self.pipelines)
-        return *range(self.group), *range(self.pipelines - self.group, self.pipelines)
-
-    @property
-    def share(self) -> float:
-        """The share of the pipelines that is simulated."""
-        return len(self.simulated) / self.pipelines
-
-    def workers(self, plan: jpipe.Plan) -> frozenset[int] | None:
-        """Return the workers that are simulated; None: all."""
-        chosen = {*self.simulated}
-        if len(chosen) == self.pipelines:
-            return None
-        return frozenset(w for w, (_, replica) in enumerate(plan.workers) if replica % self.pipelines in chosen)
-
-    def ranks(self, plan: jpipe.Plan) -> list[int]:
-        """Return for each rank the one that is simulated for it."""
-        numbers, first_of_last = {place: rank for rank, place in enumerate(plan.rank_positions)}, self.pipelines - self.group
-        ranks = []
-        for p, replica in plan.rank_positions:
-            pipeline = replica % self.pipelines
-            alike = pipeline if pipeline >= first_of_last else pipeline % self.group
-            ranks.append(numbers[p, replica - pipeline + alike])
+    def ranks(self) -> list[int]:
+        """Return for each rank of the whole plan the one that is simulated for it."""
+        ranks, first = list[int](), 0
+        for stages in self.plan.pipeline_ranks:
+            count = self.plan.replicas[stages[0]]
+            for begin in range(first, first + count, self.simulated):
+                alike = range(begin, begin + self.simulated)
+                ranks += [*itertools.islice(itertools.cycle(alike), self.pipelines)]
+            first += count
         return ranks
 
 
-ALL = Copies()
-"""All pipelines are simulated."""
+class _Layout(NamedTuple):
+    """The ranks that are simulated of plans with the same replicas and placement.
+
+    Attributes:
+        simulated: the number of pipelines.
+        devices: the device of each rank.
+        rings: for each pipeline rank what joins neighbouring replicas.
+    """
+
+    simulated: int
+    devices: tuple[int, ...]
+    rings: tuple[jpipe.Link, ...]
 
 
-def copies_of(plan: jpipe.Plan, topology: Topology, waits: bool, hindered: bool = True) -> Copies:
-    """Return the pipelines of a plan, with groups that do the same on a topology.
-
-    Where messages wait for sums, the order in which a simulation comes to them matters, so all pipelines of several stages without a flush
-    are simulated.
+def part_of(plan: jpipe.Plan, topology: Topology, waits: bool) -> Part:
+    """Return what is to be simulated of a plan.
 
     Args:
         plan: the plan.
         topology: the devices and links.
-        waits: whether updates wait for other stages, as for the norm of all gradients and for those of shared parameters; then only all
-            pipelines together are a group.
-        hindered: whether messages and sums wait for each other.
+        waits: whether updates wait for other stages, as for the norm of all gradients and for those of shared parameters; then all
+            pipelines are simulated.
     """
-    count, overlaps = math.gcd(*plan.replicas), topology.device.overlap == "transfers and sums"
-    competes = hindered and plan.depth > 1 and not jpipe.schedules.SCHEDULES[plan.schedule].flushes
-    if count == 1 or competes or waits or plan.shard_optimizer or topology.differing or topology.cores is not None or not overlaps:
-        return Copies(count, count)
-    return Copies(count, _group(plan.replicas, tuple(map(tuple, plan.pipeline_ranks)), plan.keep_together == "replicas", topology.levels))
+    count = math.gcd(*plan.replicas)
+    differs = topology.differing or topology.cores is not None or plan.placement is not None
+    sums_otherwise = plan.shard_optimizer or plan.agree is not None or (plan.links is not None and plan.links.sums is not None)
+    if count == 1 or waits or sums_otherwise or differs or plan.offload is not None:
+        return Part(plan, network(plan, topology))
+    layout = _layout(plan.replicas, tuple(map(tuple, plan.pipeline_ranks)), plan.keep_together == "replicas", topology.levels)
+    if layout is None:
+        return Part(plan, network(plan, topology))
+    stages = [stage.model_copy(update={"replicas": stage.replicas * layout.simulated // count}) for stage in plan.stages]
+    microbatches = plan.microbatches * layout.simulated // count
+    some = plan.model_copy(update={"stages": tuple(stages), "microbatches": microbatches, "predicted": None})
+    pipeline_ranks = [p for p, _ in some.rank_positions]
+
+    def link(source: int, target: int) -> jpipe.Link:
+        if pipeline_ranks[source] == pipeline_ranks[target]:
+            return layout.rings[pipeline_ranks[source]]
+        return topology.link(layout.devices[source], layout.devices[target])
+
+    return Part(some, cache(link), count, layout.simulated)
 
 
 @lru_cache(maxsize=1024)
-def _group(replicas: tuple[int, ...], pipeline_ranks: tuple[tuple[int, ...], ...], keeps_replicas: bool, levels: tuple[Level, ...]) -> int:
-    """Return the smallest number of neighbouring pipelines of which all groups have links alike, and ports of their own for messages."""
-    topology, count = Topology(levels=levels), math.gcd(*replicas)
-    places = [(p, replica) for p, stages in enumerate(pipeline_ranks) for replica in range(replicas[stages[0]])]
-    devices = {place: n for n, place in enumerate(sorted(places, key=lambda place: place if keeps_replicas else place[::-1]))}
-    rank_of = {s: p for p, stages in enumerate(pipeline_ranks) for s in stages}
-    summing: dict[Hashable, list[int]] = {}  # the pipeline ranks whose sums go through a port
-    for p, replica in places:
-        others = replicas[pipeline_ranks[p][0]]
-        for port in topology.link(devices[p, replica], devices[p, (replica - 1) % others]).ports if others > 1 else ():
+def _layout(
+    replicas: tuple[int, ...], pipeline_ranks: tuple[tuple[int, ...], ...], keeps_replicas: bool, levels: tuple[Level, ...]
+) -> _Layout | None:
+    """Return the ranks of the smallest number of neighbouring pipelines that do the same as others; None if those are all.
+
+    Of each group of them, the messages take ports of their own, over links alike, and the same sums use these ports.
+    """
+    topology, count, of_ranks = Topology(levels=levels), math.gcd(*replicas), [replicas[stages[0]] for stages in pipeline_ranks]
+    positions = np.array([(p, replica) for p, others in enumerate(of_ranks) for replica in range(others)])
+    numbers = np.argsort(np.lexsort(positions.T[::-1] if keeps_replicas else positions.T))
+    devices = np.split(numbers, np.cumsum(of_ranks)[:-1])  # of the replicas of each pipeline rank
+    rings = [_crossed(topology, of_rank, np.roll(of_rank, 1)) for of_rank in devices]
+    summing: dict[int, list[int]] = {}  # the pipeline ranks whose sums go through a port
+    for p, (_, ports) in enumerate(rings):
+        for port in np.unique(ports).tolist():
             summing.setdefault(port, []).append(p)
-    messages: list[list[_Message]] = [[] for _ in range(count)]
+    kinds: dict[tuple[int, ...], int] = {}
+    sums = np.zeros(2 * len(levels) * topology.num_devices, int)  # by port, a number for the ranks whose sums use it; 0: none
+    for port, ranks in summing.items():
+        sums[port] = kinds.setdefault(tuple(ranks), len(kinds) + 1)
+    crossed, ports = _messages(replicas, {s: p for p, stages in enumerate(pipeline_ranks) for s in stages}, devices, topology)
+    size = next(size for size in range(1, count + 1) if count % size == 0 and _are_alike(crossed, ports, sums[ports], count // size))
+    simulated = size if min(replicas) * size > count else 2 * size  # a sum takes two replicas
+    if simulated >= count:
+        return None
+    used, chosen = set(ports[:simulated].ravel().tolist()), np.arange(max(of_ranks)) % count < simulated
+    of_chosen = [number for of_rank in devices for number in of_rank[chosen[: len(of_rank)]].tolist()]
+    names = [
+        [_name(port, topology) if port in used else ("sums", int(sums[port])) for port in np.unique(ring[1]).tolist()] for ring in rings
+    ]
+    counts = [others * simulated // count for others in of_ranks]
+    links = (_shortened(levels, ring, others, ports) for ring, others, ports in zip(rings, counts, names, strict=True))
+    return _Layout(simulated, tuple(of_chosen), tuple(links))
+
+
+def _crossed(topology: Topology, source: Any, target: Any) -> tuple[Any, Any]:
+    """Return the levels that messages between devices cross, and the numbers of their two ports, which are those of `Topology.link`."""
+    levels = sum((source // size != target // size) * 1 for size in topology.sizes)
+    inside = np.array([1, *topology.sizes])[levels]
+    components = levels * topology.num_devices + np.stack([source // inside, target // inside])
+    return levels, 2 * components + [[0], [1]]
+
+
+def _name(port: int, topology: Topology) -> Hashable:
+    """Return the name of a port in `Topology.link`."""
+    return ("in" if port % 2 else "out"), *divmod(port // 2, topology.num_devices)
+
+
+def _messages(replicas: tuple[int, ...], rank_of: dict[int, int], devices: Sequence[Any], topology: Topology) -> tuple[Any, Any]:
+    """Return for each pipeline the levels and the ports of the messages between its stages, there and back."""
+    count = math.gcd(*replicas)
+    levels, ports = [np.zeros((count, 0), int)], [np.zeros((count, 0), int)]
     for s, (before, after) in enumerate(itertools.pairwise(replicas)):
-        for k in range(math.lcm(before, after)) if rank_of[s] != rank_of[s + 1] else ():
-            ends = devices[rank_of[s], k % before], devices[rank_of[s + 1], k % after]
-            links = topology.link(*ends), topology.link(*ends[::-1])
-            messages[k % count] += [(link.bandwidth, link.latency, tuple(link.ports)) for link in links]
-    summing_once: dict[Hashable, tuple[int, ...]] = {port: tuple(sorted(set(ranks))) for port, ranks in summing.items()}
-    return next(size for size in range(1, count + 1) if count % size == 0 and _are_alike(messages, summing_once, size))
+        if rank_of[s] != rank_of[s + 1]:
+            k = np.arange(math.lcm(before, after))
+            ends = devices[rank_of[s]][k % before], devices[rank_of[s + 1]][k % after]
+            for source, target in (ends, ends[::-1]):
+                crossed, both = _crossed(topology, source, target)
+                levels.append(crossed.reshape(-1, count).T)
+                ports += [numbers.reshape(-1, count).T for numbers in both]
+    return np.hstack(levels), np.hstack(ports)
 
 
-def _are_alike(messages: Sequence[Sequence[_Message]], summing: dict[Hashable, tuple[int, ...]], size: int) -> bool:
-    """Return whether all groups of `size` pipelines send the same messages over ports of their own, which the same sums use."""
-    first, seen = None, set[Hashable]()
-    for begin in range(0, len(messages), size):
-        numbers: dict[Hashable, int] = {}
-        alike = [
-            (bandwidth, latency, [(numbers.setdefault(port, len(numbers)), summing.get(port)) for port in ports])
-            for pipeline in messages[begin : begin + size]
-            for bandwidth, latency, ports in pipeline
-        ]
-        if not seen.isdisjoint(numbers) or (first is not None and alike != first):
-            return False
-        first = alike
-        seen.update(numbers)
-    return True
+def _are_alike(levels: Any, ports: Any, sums: Any, groups: int) -> bool:
+    """Return whether as many groups of pipelines send the same messages over ports of their own, which the same sums use."""
+    ports = ports.reshape(groups, -1)
+    alike = [of_groups.reshape(groups, -1) for of_groups in (levels, sums, _first_places(ports))]
+    return all((table == table[0]).all() for table in alike) and np.unique(ports).size == groups * np.unique(ports[0]).size
+
+
+def _first_places(rows: Any) -> Any:
+    """Return for each number in a row the place where it comes first in that row."""
+    order, places = np.argsort(rows, axis=1, kind="stable"), np.arange(rows.shape[1])
+    numbers = np.take_along_axis(rows, order, axis=1)
+    begins = np.maximum.accumulate(np.where(np.diff(numbers, axis=1, prepend=-1) != 0, places, 0), axis=1)
+    first = np.empty_like(order)
+    np.put_along_axis(first, order, np.take_along_axis(order, begins, axis=1), axis=1)
+    return first
+
+
+def _shortened(levels: Sequence[Level], ring: tuple[Any, Any], count: int, ports: Sequence[Hashable]) -> jpipe.Link:
+    """Return the link over which a sum over `count` replicas takes as long as that over all of a ring."""
+    crossed, replicas = [levels[k] for k in np.unique(ring[0]).tolist()], len(ring[0])
+    sent, sent_by_few = (replicas - 1) / replicas, (count - 1) / count  # by each replica, twice this share of the gradients
+    bandwidth = min(level.bandwidth for level in crossed) * sent_by_few / sent
+    latency = max(level.latency for level in crossed) * (replicas - 1) / (count - 1)
+    return jpipe.Link(bandwidth, latency, tuple(dict.fromkeys(ports)))

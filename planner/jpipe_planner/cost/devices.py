@@ -8,6 +8,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -97,6 +98,16 @@ def device_numbers(plan: jpipe.Plan) -> tuple[int, ...]:
         size = plan.stages[0].devices_each
         return tuple(number // size for rank in plan.placement for number in rank)
     return tuple(int(number) for number in np.argsort(plan.placing_order))
+
+
+def network(plan: jpipe.Plan, topology: Topology) -> jpipe.programs.Network:
+    """Return a function that gives the link between any two ranks of a plan, according to their placement."""
+    devices = device_numbers(plan)
+
+    def link(source: int, target: int) -> jpipe.Link:
+        return topology.link(devices[source], devices[target])
+
+    return cache(link) if topology.differing else link
 
 
 def _of_ranks(plan: jpipe.Plan) -> list[list[int]]:

@@ -1,16 +1,15 @@
 """Prices from `jpipe.simulate`: a plan instruction by instruction, with transfers and sums on the links of a topology."""
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 
 import numpy as np
 
 import jpipe
 from jpipe_planner.cost.bound import busy_seconds, computing_seconds, has_bounds, port_seconds, unhindered_seconds
-from jpipe_planner.cost.copies import ALL, Copies, copies_of
+from jpipe_planner.cost.copies import Part, part_of
 from jpipe_planner.cost.devices import device_numbers, slowed
 from jpipe_planner.machine.topology import Topology
 
@@ -51,7 +50,7 @@ def simulate_plan(
 ) -> Simulated | None:
     """Simulate a plan on a topology, with rank n on device n, or placed by the plan's `keep_together`.
 
-    Of pipelines that do the same, as `copies_of` says, a few are simulated for all. Pipelines that agree are simulated with an agreement in
+    Of pipelines that do the same, as `part_of` says, a few are simulated for all. Pipelines that agree are simulated with an agreement in
     each batch and without any: the time is the mean, and the memory that with an agreement.
 
     Args:
@@ -68,32 +67,32 @@ def simulate_plan(
     if plan.agree is not None and 1 < plan.agree.every < _NEVER:
         return _between_agreements(plan, costs, topology, global_norm)
     costs, shared = slowed(plan, costs, topology), jpipe.programs.shared_stages(costs)
-    copies = copies_of(plan, topology, global_norm or bool(shared))
-    if (number := forwards(plan, copies)) > MOST_FORWARDS:
+    part = part_of(plan, topology, global_norm or bool(shared))
+    plan, link, overlap = part.plan, part.link, topology.device.overlap
+    if (number := forwards(plan)) > MOST_FORWARDS:
         return None
     first, batches = window(plan)
-    link, overlap = network(plan, topology), topology.device.overlap
     # Where ranks wait for each other's transfers or sums, the last batches are faster: earlier ranks have nothing left to send.
     shown = first + batches + (1 if overlap == "transfers and sums" else 1 + jpipe.programs.batches_until_full(plan))
     lowered = _lowered if number <= _MOST_KEPT else _lowered.__wrapped__
-    program = lowered(_without_layers(plan), shown, global_norm, shared, copies.workers(plan))
+    program = lowered(_without_layers(plan), shown, global_norm, shared)
     prediction = jpipe.simulate(program, costs, link, overlap, host=hosts(plan, topology), brief=True)  # a plan is verified before it runs
-    ranks = copies.ranks(plan)
-    seconds = _measured(plan, prediction.timeline, ranks)
+    seconds = _measured(plan, prediction.timeline)
     if least is None and has_bounds(plan):
-        bounded = copies_of(plan, topology, global_norm or bool(shared), hindered=False)
-        bounds = unhindered_seconds(plan, costs, link, first, batches, bounded), port_seconds(plan, costs, link)
+        bounds = unhindered_seconds(plan, costs, link, first, batches), port_seconds(plan, costs, link)
         least = max(*bounds, busy_seconds(plan, costs, None, link, overlap))
     seconds = max(seconds, least or 0.0)
     if topology.cores is not None:
         cut = jpipe.programs.extract_window(prediction.timeline, ((),) * len(prediction.timeline), plan.microbatches, first, batches)
         seconds *= _stretched(cut.timeline, cut.seconds, topology.cores) / cut.seconds
+    ranks = part.ranks()
+    sent = _sent_bytes(part, costs, [moved / shown for moved in prediction.moved_bytes])
     return Simulated(
         batch_seconds=seconds,
         bubble=1 - computing_seconds(plan, costs) / (len(plan.rank_workers) * seconds),
         held_bytes=tuple(prediction.held_bytes[rank] for rank in ranks),
         peak_bytes=tuple(prediction.peak_bytes[rank] for rank in ranks),
-        sent_bytes=tuple(prediction.moved_bytes[rank] / shown for rank in ranks),
+        sent_bytes=tuple(sent[rank] for rank in ranks),
         host_bytes=tuple(prediction.host_bytes[rank] for rank in ranks),
     )
 
@@ -117,12 +116,19 @@ def _between_agreements(
     )
 
 
+def _sent_bytes(part: Part, costs: Sequence[jpipe.programs.StageCost], sent: Sequence[float]) -> list[float]:
+    """Return the bytes that each simulated rank sends per batch, where those for sums over all replicas are more than simulated."""
+    plan, more = part.plan, [0.0] * part.plan.depth
+    for s, count in enumerate(plan.replicas if part.pipelines > part.simulated else ()):
+        share = 1 / count - part.simulated / (part.pipelines * count)  # of each gradient, (count - 1) / count and the like are sent twice
+        more[s] = plan.updates_per_batch(s) * 2 * share * costs[s].accumulators
+    return [size + sum(more[plan.workers[w][0]] for w in workers) for size, workers in zip(sent, plan.rank_workers, strict=True)]
+
+
 @lru_cache(maxsize=8)
-def _lowered(
-    plan: jpipe.Plan, batches: int, global_norm: bool, shared: tuple[tuple[int, ...], ...], workers: frozenset[int] | None
-) -> jpipe.programs.Program:
+def _lowered(plan: jpipe.Plan, batches: int, global_norm: bool, shared: tuple[tuple[int, ...], ...]) -> jpipe.programs.Program:
     """Return the program of a plan; that of plans that differ in their cuts is the same."""
-    return jpipe.lower(plan, batches, global_norm=global_norm, shared=shared, workers=workers)
+    return jpipe.lower(plan, batches, global_norm=global_norm, shared=shared)
 
 
 def _without_layers(plan: jpipe.Plan) -> jpipe.Plan:
@@ -131,19 +137,9 @@ def _without_layers(plan: jpipe.Plan) -> jpipe.Plan:
     return plan.model_copy(update={"stages": tuple(stages), "predicted": None})
 
 
-def forwards(plan: jpipe.Plan, copies: Copies = ALL) -> int:
-    """Return the number of forwards in a simulation, which determines how long it takes, or of all pipelines without `copies`."""
-    return math.ceil(plan.depth * plan.microbatches * (sum(window(plan)) + 1) * copies.share)
-
-
-def network(plan: jpipe.Plan, topology: Topology) -> jpipe.programs.Network:
-    """Return a function that gives the link between any two ranks of a plan, according to their placement."""
-    devices = device_numbers(plan)
-
-    def link(source: int, target: int) -> jpipe.Link:
-        return topology.link(devices[source], devices[target])
-
-    return cache(link) if topology.differing else link
+def forwards(plan: jpipe.Plan) -> int:
+    """Return the number of forwards in a simulation of all pipelines of a plan, which determines how long it takes."""
+    return plan.depth * plan.microbatches * (sum(window(plan)) + 1)
 
 
 def hosts(plan: jpipe.Plan, topology: Topology) -> jpipe.programs.HostLink | None:
@@ -154,22 +150,20 @@ def hosts(plan: jpipe.Plan, topology: Topology) -> jpipe.programs.HostLink | Non
     return lambda rank: links[devices[rank]]
 
 
-def _measured(plan: jpipe.Plan, timeline: jpipe.programs.Timeline, ranks: Sequence[int]) -> float:
+def _measured(plan: jpipe.Plan, timeline: jpipe.programs.Timeline) -> float:
     """Return the mean seconds per batch of the ranks in the window, because ranks that share links begin batches irregularly.
 
     Args:
         plan: what was simulated.
         timeline: the spans of the ranks.
-        ranks: for each rank the one that was simulated for it.
     """
     first, batches = window(plan)
-    seconds = dict[int, float]()
-    for rank in set(ranks):
-        workers, row = plan.rank_workers[rank], timeline[rank]
+    seconds = 0.0
+    for workers, row in zip(plan.rank_workers, timeline, strict=True):
         forwards_per_batch = len(workers) * plan.microbatches // plan.replicas[plan.workers[workers[0]][0]]
         starts = [span.start for span in row if jpipe.ops.OPS[span.op].begins]
-        seconds[rank] = starts[(first + batches) * forwards_per_batch] - starts[first * forwards_per_batch]
-    return sum(seconds[rank] for rank in ranks) / len(ranks) / batches
+        seconds += starts[(first + batches) * forwards_per_batch] - starts[first * forwards_per_batch]
+    return seconds / len(timeline) / batches
 
 
 def window(plan: jpipe.Plan) -> tuple[int, int]:

@@ -8,9 +8,9 @@ from functools import cached_property
 
 import jpipe
 from jpipe_planner.cost.bound import has_bounds, unhindered_seconds
-from jpipe_planner.cost.copies import copies_of
+from jpipe_planner.cost.copies import part_of
 from jpipe_planner.cost.devices import kinds_of, lacking, slowed
-from jpipe_planner.cost.simulated import Simulated, network, simulate_plan, window
+from jpipe_planner.cost.simulated import Simulated, simulate_plan, window
 from jpipe_planner.machine.topology import Topology
 from jpipe_planner.profile.profile import Profile
 from jpipe_planner.profile.sharded import Meshes
@@ -58,12 +58,12 @@ class Ranked:
     @property
     def memory(self) -> tuple[int, ...]:
         """The peak memory of a device of each pipeline rank, in bytes."""
-        return self.candidate.memory if self.simulated is None else self._most_of_replicas(self.simulated.peak_bytes)
+        return self.candidate.memory if self.simulated is None else self.candidate.most_of_replicas(self.simulated.peak_bytes)
 
     @property
     def held(self) -> tuple[int, ...] | None:
         """The part of the peak memory that a device of each pipeline rank holds between its computations; None if it was not simulated."""
-        return None if self.simulated is None else self._most_of_replicas(self.simulated.held_bytes)
+        return None if self.simulated is None else self.candidate.most_of_replicas(self.simulated.held_bytes)
 
     def lacks(self, meshes: Meshes) -> tuple[int, float]:
         """Return the pipeline rank that lacks most memory, and how much; 0 or less if all fit.
@@ -72,13 +72,6 @@ class Ranked:
             meshes: the topology.
         """
         return lacking(self.memory, self.candidate.limits(meshes.of(self.candidate.degrees)[1]))
-
-    def _most_of_replicas(self, sizes: Sequence[int]) -> tuple[int, ...]:
-        largest, first = [], 0
-        for count in self.candidate.replicas[: self.candidate.num_pipeline_ranks]:
-            largest.append(max(sizes[first : first + count]))
-            first += count
-        return tuple(largest)
 
 
 @dataclass(frozen=True)
@@ -256,8 +249,8 @@ def _agree(profile: Profile, topology: Topology, candidate: Candidate, global_no
     costs = profile.stage_costs(plan, candidate.rows)
     waits = plan.vertical_sync or global_norm or topology.cores is not None or topology.levels[0].bandwidth < _NO_LINKS
     if has_bounds(plan) and not waits:
-        copies = copies_of(plan, topology, bool(profile.shared), hindered=False)
-        seconds = unhindered_seconds(plan, slowed(plan, costs, topology), network(plan, topology), *window(plan), copies)
+        part = part_of(plan, topology, bool(profile.shared))
+        seconds = unhindered_seconds(part.plan, slowed(plan, costs, topology), part.link, *window(part.plan))
     elif (simulation := simulate_plan(plan, costs, topology, global_norm)) is not None:
         seconds = simulation.batch_seconds
     else:

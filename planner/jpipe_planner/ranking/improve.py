@@ -13,9 +13,9 @@ from collections.abc import Iterable
 
 import jpipe
 from jpipe_planner.cost.bound import busy_seconds, has_bounds, port_seconds, unhindered_seconds
-from jpipe_planner.cost.copies import Copies, copies_of
+from jpipe_planner.cost.copies import Part, part_of
 from jpipe_planner.cost.devices import slowed
-from jpipe_planner.cost.simulated import MOST_FORWARDS, forwards, network, simulate_plan, window
+from jpipe_planner.cost.simulated import MOST_FORWARDS, forwards, simulate_plan, window
 from jpipe_planner.machine.topology import Topology
 from jpipe_planner.ranking.choose import Choice, Ranked
 from jpipe_planner.ranking.loads import least_loaded
@@ -70,7 +70,7 @@ class _Improvement:
         """Return the plan that is reached by steps to faster neighbours."""
         plan = self._choice.plan(ranked)
         _, topology = self._choice.meshes.of(ranked.candidate.degrees)
-        if not has_bounds(plan) or forwards(plan, self._copies(plan, topology)) > MOST_IN_ALL:
+        if not has_bounds(plan) or forwards(self._part(plan, topology).plan) > MOST_IN_ALL:
             return ranked
         ranked = self._by_bounds(self._from_loads(ranked) or ranked)
         while (better := self._step(ranked)) is not None:
@@ -148,7 +148,7 @@ class _Improvement:
         plan = candidate.plan(profile.ids)
         costs = profile.stage_costs(plan, candidate.rows)
         is_whole = topology.cores is None and self._spent < MOST_IN_ALL  # later `_bound` leaves out one of the bounds
-        self._spent += forwards(plan, self._copies(plan, topology))
+        self._spent += forwards(self._part(plan, topology).plan)
         self._seen.add(candidate.without_costs)
         simulation = simulate_plan(plan, costs, topology, self._choice.global_norm, least if is_whole else None)
         if simulation is None:
@@ -167,17 +167,17 @@ class _Improvement:
         except jpipe.InputError:  # too few microbatches for the schedule
             return math.inf
         self.count += 1
-        costs, link = slowed(plan, profile.stage_costs(plan, candidate.rows), topology), network(plan, topology)
+        costs = slowed(plan, profile.stage_costs(plan, candidate.rows), topology)
+        plan, link, *_ = self._part(plan, topology)
         bound = max(busy_seconds(plan, costs, topology.cores, link, topology.device.overlap), port_seconds(plan, costs, link))
-        copies = self._copies(plan, topology, hindered=False)
-        if bound < enough and self._spent < MOST_IN_ALL and forwards(plan, copies) <= MOST_FORWARDS:
-            self._spent += forwards(plan, copies) // _FREE_FORWARDS
-            bound = max(bound, unhindered_seconds(plan, costs, link, *window(plan), copies))
+        if bound < enough and self._spent < MOST_IN_ALL and forwards(plan) <= MOST_FORWARDS:
+            self._spent += forwards(plan) // _FREE_FORWARDS
+            bound = max(bound, unhindered_seconds(plan, costs, link, *window(plan)))
         self._bounds[candidate.without_costs] = bound
         return bound
 
-    def _copies(self, plan: jpipe.Plan, topology: Topology, hindered: bool = True) -> Copies:
-        return copies_of(plan, topology, self._choice.global_norm or bool(self._choice.profile.shared), hindered)
+    def _part(self, plan: jpipe.Plan, topology: Topology) -> Part:
+        return part_of(plan, topology, self._choice.global_norm or bool(self._choice.profile.shared))
 
 
 def _enough(candidate: Candidate, ranked: Ranked) -> float:

@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import jpipe
 from jpipe_planner.cost.bound import busy_seconds, has_bounds, port_seconds, unhindered_seconds
-from jpipe_planner.cost.copies import Copies, copies_of
+from jpipe_planner.cost.copies import part_of
 from jpipe_planner.cost.devices import slowed
-from jpipe_planner.cost.simulated import MOST_FORWARDS, forwards, network, window
+from jpipe_planner.cost.simulated import MOST_FORWARDS, forwards, window
 from jpipe_planner.machine.topology import Topology
 from jpipe_planner.profile.profile import Profile
 from jpipe_planner.profile.sharded import Meshes
@@ -35,20 +35,20 @@ class Outcome(NamedTuple):
 
 
 class _Entry(NamedTuple):
-    """A candidate in the queue, ordered by the lower bound on its seconds per row, then by place in the ranking."""
+    """A candidate in the queue: those with the best bounds come first, but later the longer their simulations take."""
 
-    seconds_per_row: float
+    order: float  # the bound, the larger the longer the simulation takes
     number: int  # among the candidates, sorted by place in the ranking
     bounds: int  # how many of the bounds are known
+    seconds_per_row: float  # the lower bound
 
 
 class _Planned(NamedTuple):
-    """A candidate as a plan, with the costs of its stages on their devices, and what is simulated, and bounded, for all pipelines."""
+    """What is simulated of a candidate: a plan, the costs of its stages on their devices, and its links."""
 
     plan: jpipe.Plan
     costs: Sequence[jpipe.programs.StageCost]
-    simulated: Copies
-    bounded: Copies
+    link: jpipe.programs.Network
 
 
 class Race:
@@ -92,7 +92,7 @@ class Race:
         self._speeds: list[tuple[float, Candidate]] = []  # seconds per row of the finished ones
         self._planned = lru_cache(maxsize=256)(self._plan)
         # The best candidate by closed form is simulated first, as a reference for the remaining ones.
-        self._queue = [_Entry(0.0, number, 0 if number else len(_BOUNDS)) for number in range(len(candidates))]
+        self._queue = [_Entry(0.0, number, 0 if number else len(_BOUNDS), 0.0) for number in range(len(candidates))]
         passed: list[_Entry] = []
         while self._queue and self._count < MOST_SIMULATED and self._spent < MOST_IN_ALL:
             entry = heapq.heappop(self._queue)
@@ -124,15 +124,16 @@ class Race:
         candidate = self._candidates[entry.number]
         outcome = self._known.get(candidate)
         if outcome is None and entry.bounds < len(_BOUNDS) and has_bounds(self._planned(candidate).plan):
-            seconds = self._bound(candidate, entry.bounds) / candidate.batch
-            heapq.heappush(self._queue, _Entry(max(seconds, entry.seconds_per_row), entry.number, entry.bounds + 1))
+            seconds = max(self._bound(candidate, entry.bounds) / candidate.batch, entry.seconds_per_row)
+            order = seconds * (1 + forwards(self._planned(candidate).plan) / MOST_IN_ALL)
+            heapq.heappush(self._queue, _Entry(order, entry.number, entry.bounds + 1, seconds))
             return
         is_larger = (other.kind == candidate.kind and max(other.memory) <= max(candidate.memory) for other in self.too_large)
         if self._has_equal_devices and any(is_larger):
             return  # it would not fit either
         if outcome is None:
             self._count += 1
-            count = forwards(self._planned(candidate).plan, self._planned(candidate).simulated)
+            count = forwards(self._planned(candidate).plan)
             self._spent += count if count <= MOST_FORWARDS else 0  # it is not simulated
             is_bounded = entry.bounds == len(_BOUNDS) and entry.seconds_per_row > 0 and not self._cores
             outcome = self._simulate(candidate, entry.seconds_per_row * candidate.batch if is_bounded else None)
@@ -149,7 +150,8 @@ class Race:
         profile, topology = self._meshes.of(candidate.degrees)
         plan = candidate.plan(profile.ids)
         costs = slowed(plan, profile.stage_costs(plan, candidate.rows), topology)
-        return _Planned(plan, costs, *(copies_of(plan, topology, self._waits, hindered) for hindered in (True, False)))
+        part = part_of(plan, topology, self._waits)
+        return _Planned(part.plan, costs, part.link)
 
     def _bound(self, candidate: Candidate, which: int) -> float:
         planned, (bound, cost) = self._planned(candidate), _BOUNDS[which]
@@ -158,25 +160,21 @@ class Race:
 
 
 def _unhindered(planned: _Planned, topology: Topology) -> float:
-    plan, costs, _, copies = planned
-    if forwards(plan, copies) > MOST_FORWARDS:
-        return 0.0
-    return unhindered_seconds(plan, costs, network(plan, topology), *window(plan), copies)
+    plan, costs, link = planned
+    return 0.0 if forwards(plan) > MOST_FORWARDS else unhindered_seconds(plan, costs, link, *window(plan))
 
 
 def _busy(planned: _Planned, topology: Topology) -> float:
-    plan, costs, *_ = planned
-    return busy_seconds(plan, costs, topology.cores, network(plan, topology), topology.device.overlap)
+    return busy_seconds(planned.plan, planned.costs, topology.cores, planned.link, topology.device.overlap)
 
 
 def _port(planned: _Planned, topology: Topology) -> float:
-    plan, costs, *_ = planned
-    return port_seconds(plan, costs, network(plan, topology))
+    return port_seconds(*planned)
 
 
 _BOUNDS: tuple[tuple[_Bound, Callable[[_Planned], int]], ...] = (
     (_busy, lambda planned: 0),
     (_port, lambda planned: len(planned.plan.workers) // _FREE_WORKERS),
-    (_unhindered, lambda planned: min(forwards(planned.plan, planned.bounded), MOST_FORWARDS) // _FREE_FORWARDS),
+    (_unhindered, lambda planned: min(forwards(planned.plan), MOST_FORWARDS) // _FREE_FORWARDS),
 )
 """The bounds, cheapest first, with their costs."""

@@ -12,8 +12,8 @@ import numpy as np
 
 import jpipe
 from jpipe_planner.cost.bound import sum_speed
+from jpipe_planner.cost.copies import part_of
 from jpipe_planner.cost.shape import hidden_passes
-from jpipe_planner.cost.simulated import network
 from jpipe_planner.machine.topology import Topology
 from jpipe_planner.profile.profile import Profile
 from jpipe_planner.search.candidate import Candidate
@@ -33,12 +33,13 @@ def with_sum_parts(candidate: Candidate, profile: Profile, topology: Topology) -
     if topology.device.overlap != "transfers and sums" or max(candidate.replicas) == 1 or candidate.agree is not None:
         return None
     plan = dataclasses.replace(candidate, sum_parts=()).plan(profile.ids)
-    layers, link, hidden = profile.costs(candidate.rows), network(plan, topology), _hidden_seconds(candidate, plan, profile)
+    layers, hidden = profile.costs(candidate.rows), _hidden_seconds(candidate, plan, profile)
+    some, link, *_ = part_of(plan, topology, waits=False)
     parts: list[tuple[int, ...]] = [()] * plan.depth
     for s, stage in enumerate(plan.stages):
         if stage.replicas > 1:
             costs = [layers[layer_id] for layer_id in stage.layers]
-            per_byte, fixed = sum_speed(plan, s, link)
+            per_byte, fixed = sum_speed(some, s, link)
             least = GAIN * candidate.seconds / plan.updates_per_batch(s)
             parts[s] = cut_sum([cost.backward for cost in costs], [per_byte * cost.summed for cost in costs], fixed, hidden[s], least)
     return dataclasses.replace(candidate, sum_parts=tuple(parts)) if any(parts) else None

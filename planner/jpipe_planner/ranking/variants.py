@@ -17,11 +17,11 @@ from typing import Any
 import jpipe
 from jpipe import InputError
 from jpipe.plan import repeats_forward
-from jpipe_planner.cost.bound import flush_seconds, rank_seconds
-from jpipe_planner.cost.copies import copies_of
+from jpipe_planner.cost.bound import flush_seconds, has_bounds, port_seconds, rank_seconds, unhindered_seconds
+from jpipe_planner.cost.copies import Part, part_of
 from jpipe_planner.cost.devices import lacking, limits_of, slowed, slowness_of
 from jpipe_planner.cost.shape import is_planned, needs_vertical_sync
-from jpipe_planner.cost.simulated import Simulated, forwards, network, simulate_plan
+from jpipe_planner.cost.simulated import Simulated, forwards, simulate_plan, window
 from jpipe_planner.machine.topology import Topology
 from jpipe_planner.profile.profile import Profile
 from jpipe_planner.profile.sharded import NO_MESH, Degrees, Meshes
@@ -43,6 +43,7 @@ MOST_MICROBATCHES = 1024  # most of a plan that is varied
 MOST_IN_ALL = 24_000  # most forwards of all simulations, which then take some seconds
 FOR_SHOW = MOST_IN_ALL // 4  # of them, after which plans that are slower than a known one are not simulated
 _LONG = MOST_IN_ALL  # forwards of a plan that is simulated where one with twice its bound is
+_SHARE_OF_BOUND = 1 / 12  # the time to compute a bound that counts messages, relative to that of a simulation
 _SHARE_OF_ORDER = 0.3  # the time to find an order for the times of the stages, relative to that of a simulation
 _MOST_WORKERS = 512  # of a plan whose bound counts its sums, which takes long for more
 BASE = "pipedream_flush"
@@ -180,15 +181,20 @@ class _Variants:
             if not could_be_best and (variant.name in shown or self._spent > FOR_SHOW):
                 continue
             if variant.order_limit is not None and variant.candidate.order is None:
-                if not self._affords(variant.plan, _SHARE_OF_ORDER):
+                if not self._affords(variant.part.plan, _SHARE_OF_ORDER):
                     continue
                 variant = self._with_order(variant, variant.order_limit)
                 if could_be_best:  # with an order it may no longer be
                     heapq.heappush(queue, (variant.place, n, variant))
                     continue
-            if not self._affords(variant.plan):
+            if best is not None and could_be_best and not variant.is_bounded and has_bounds(variant.part.plan):
+                variant = self._bounded(variant)
+                heapq.heappush(queue, (variant.place, n, variant))
                 continue
-            simulation = simulate_plan(variant.plan, variant.costs, self.topology, self.global_norm)
+            if not self._affords(variant.part.plan):
+                continue
+            bound = variant.least * variant.candidate.batch if variant.is_bounded and self.topology.cores is None else None
+            simulation = simulate_plan(variant.plan, variant.costs, self.topology, self.global_norm, bound)
             if simulation is None:
                 continue
             found = priced(variant.candidate, variant.plan, variant.costs, simulation, self.topology)
@@ -202,33 +208,40 @@ class _Variants:
 
     def _affords(self, plan: jpipe.Plan, share: float = 1.0) -> bool:
         """Return whether a plan is among those to simulate, or do a share of that work for; where there are too many, smaller ones are."""
-        count = math.ceil(share * self._forwards(plan))
+        count = math.ceil(share * forwards(plan))
         if self._spent + count > MOST_IN_ALL:
             self.left_out += 1
             return False
         self._spent += count
         return True
 
-    def _forwards(self, plan: jpipe.Plan) -> int:
-        return forwards(plan, copies_of(plan, self.topology, self._is_restricted))
-
     def _with_order(self, variant: "_Variant", limit: int) -> "_Variant":
         """Return the variant with an order for the times of its stages, and with a bound for it."""
-        latency = _message_seconds(variant.plan, variant.costs, self.topology)
+        latency = _message_seconds(variant.part, variant.costs)
         costs = slowed(variant.plan, variant.costs, self.topology)
-        order = jpipe.schedules.greedy_order(variant.plan, costs, limits=limit, latency=latency)
+        order = jpipe.schedules.greedy_order(variant.part.plan, costs, limits=limit, latency=latency)
         return self._variant(
             dataclasses.replace(variant.candidate, schedule=variant.name, order=order, order_limit=limit), order_limit=limit
         )
 
+    def _bounded(self, variant: "_Variant") -> "_Variant":
+        """Return the variant with the largest of the bounds for plans with one stage on each rank and whole backwards."""
+        plan, link, *_ = variant.part
+        self._spent += math.ceil(_SHARE_OF_BOUND * forwards(plan))
+        costs = slowed(variant.plan, variant.costs, self.topology)
+        least = unhindered_seconds(plan, costs, link, *window(plan))
+        return dataclasses.replace(variant, least=max(variant.least, least / variant.candidate.batch), is_bounded=True)
+
     def _variant(self, candidate: Candidate, schedule: str = "", order_limit: int | None = None) -> "_Variant":
         plan = candidate.plan(self.profile.ids)
         costs = self.profile.stage_costs(plan, candidate.rows)
-        on_devices = slowed(plan, costs, self.topology)
-        least = rank_seconds(plan, on_devices, self.topology.cores)
-        if len(plan.workers) <= _MOST_WORKERS and (order_limit is None or candidate.order is not None):
-            least = max(least, flush_seconds(plan, on_devices, network(plan, self.topology)))
-        return _Variant(schedule or candidate.schedule, candidate, plan, costs, least / candidate.batch, order_limit)
+        on_devices, part = slowed(plan, costs, self.topology), part_of(plan, self.topology, self._is_restricted)
+        least = rank_seconds(part.plan, on_devices, self.topology.cores)
+        if len(part.plan.workers) <= _MOST_WORKERS:
+            least = max(least, port_seconds(part.plan, on_devices, part.link))
+            if order_limit is None or candidate.order is not None:
+                least = max(least, flush_seconds(part.plan, on_devices, part.link))
+        return _Variant(schedule or candidate.schedule, candidate, plan, part, costs, least / candidate.batch, order_limit)
 
     def _lacks_norm(self, plan: jpipe.Plan) -> bool:
         """Return whether the schedule of a plan cannot do what the model or its optimizer needs."""
@@ -240,7 +253,7 @@ class _Variants:
         if self._lacks_norm(plan):
             return
         costs = self.profile.stage_costs(plan, base.rows)
-        if _message_seconds(plan, costs, self.topology) <= _SLOW * max(cost.forward for cost in costs):
+        if _message_seconds(part_of(plan, self.topology, self._is_restricted), costs) <= _SLOW * max(cost.forward for cost in costs):
             return
         for extra in sorted({0, base.extra_in_flight}):
             candidate = dataclasses.replace(base, split_backward="early", extra_in_flight=extra)
@@ -307,27 +320,32 @@ class _Variant:
         name: its schedule, as one of the kinds to show.
         candidate: the plan, without its costs; before it has its order, one of the schedule with the same layout.
         plan: the same.
+        part: what is simulated of it.
         costs: the costs of its stages.
         least: a lower bound on its seconds per row.
         order_limit: for which an order is made; None: it has no order of its own.
+        is_bounded: whether `least` counts messages, if it can.
     """
 
     name: str
     candidate: Candidate
     plan: jpipe.Plan
+    part: Part
     costs: Sequence[jpipe.programs.StageCost]
     least: float
     order_limit: int | None
+    is_bounded: bool = False
 
     @property
     def place(self) -> float:
         """Where it stands in the order: plans with the best bounds come first, but later the longer their simulations take."""
-        return self.least * (1 + forwards(self.plan) / _LONG)
+        return self.least * (1 + forwards(self.part.plan) / _LONG)
 
 
-def _message_seconds(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost], topology: Topology) -> float:
+def _message_seconds(part: Part, costs: Sequence[jpipe.programs.StageCost]) -> float:
     """Return the seconds of the slowest message between the first replicas of neighbouring stages on different ranks."""
-    link, first = network(plan, topology), [plan.rank_of[workers[0]] for workers in plan.stage_workers]
+    plan, link, *_ = part
+    first = [plan.rank_of[workers[0]] for workers in plan.stage_workers]
     crossed = [(link(first[s], first[s + 1]), costs[s].outputs) for s in range(plan.depth - 1) if first[s] != first[s + 1]]
     return max((one.latency + size / one.bandwidth for one, size in crossed), default=0.0)
 
@@ -365,8 +383,7 @@ def priced(
     candidate: Candidate, plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost], simulation: Simulated, topology: Topology
 ) -> Candidate:
     """Return the candidate with its simulation's numbers."""
-    peaks, costs = list(zip(plan.rank_positions, simulation.peak_bytes, strict=True)), slowed(plan, costs, topology)
-    memory = tuple(max(peak for (pipeline_rank, _), peak in peaks if pipeline_rank == p) for p in range(len(plan.pipeline_ranks)))
+    costs, memory = slowed(plan, costs, topology), candidate.most_of_replicas(simulation.peak_bytes)
     worst, lacks = lacking(memory, limits_of(plan, topology))
     busy = [sum(costs[s].forward + costs[s].backward for s in stages) for stages in plan.pipeline_ranks]
     return dataclasses.replace(

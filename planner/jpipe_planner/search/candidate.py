@@ -273,6 +273,14 @@ class Candidate:
             return (math.inf if topology.device.limit is None else topology.device.limit,) * self.num_pipeline_ranks
         return limits_of(self.plan(tuple(map(str, range(self.starts[-1] + 1)))), topology)
 
+    def most_of_replicas(self, sizes: Sequence[int]) -> tuple[int, ...]:
+        """Return the largest number of each pipeline rank, of numbers for each rank."""
+        largest, first = [], 0
+        for count in self.replicas[: self.num_pipeline_ranks]:
+            largest.append(max(sizes[first : first + count]))
+            first += count
+        return tuple(largest)
+
     def _placement(self, plan: jpipe.Plan, devices: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
         """Return the first device of each replica of each pipeline rank."""
         of_ranks = {plan.rank_positions[rank]: self.degrees.size * devices[n] for n, rank in enumerate(plan.placing_order)}

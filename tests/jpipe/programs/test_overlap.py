@@ -1,10 +1,13 @@
 """Transfers and sums that do not overlap computations, by hand and against clocks that are moved instruction by instruction."""
 
+import dataclasses
 import json
+import random
 
 import pytest
 
 from jpipe import Link, Plan, lower, simulate, to_perfetto
+from jpipe.ops import OPS
 from jpipe.programs import StageCost, parse_grid
 from jpipe.programs._instructions import AllReduce, Compute, Send, Update
 from jpipe.programs._predict import Prediction
@@ -66,6 +69,37 @@ def test_without_overlap_every_transfer_and_sum_occupies_its_ranks(name):
     assert both.seconds <= transfers.seconds <= none.seconds
     assert both.seconds < none.seconds
     assert (both.peak_bytes, both.moved_bytes) == (none.peak_bytes, none.moved_bytes)
+
+
+def in_servers(source: int, target: int) -> Link:
+    """Return a link between ranks of which two share the ports of a server."""
+    return Link(bandwidth=2.0, latency=0.25, ports=(("out", source // 2), ("in", target // 2)))
+
+
+@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("overlap", ["none", "transfers and sums"])
+def test_how_the_instructions_of_ranks_are_interleaved_does_not_matter(name, overlap):
+    program, costs = lower(PLANS[name], 3), costs_of(PLANS[name])
+    rank_of, draw = program.plan.rank_of, random.Random(0)
+    expected = simulate(program, costs, in_servers, overlap, brief=True)
+    for _ in range(5):
+        ranks = draw.sample([rank_of[i.worker] for i in program.instructions], len(program.instructions))
+        following = {rank: iter([i for i in program.instructions if rank_of[i.worker] == rank]) for rank in set(ranks)}
+        program = dataclasses.replace(program, instructions=tuple(next(following[rank]) for rank in ranks))
+        assert simulate(program, costs, in_servers, overlap, brief=True) == expected
+
+
+@pytest.mark.parametrize("name", ["flush", "gpipe, replicas", "pipedream, replicas", "2BW, replicas"])
+def test_of_equal_messages_through_the_same_ports_the_one_that_is_made_first_is_sent_first(name):
+    prediction = simulate(lower(PLANS[name], 3), costs_of(PLANS[name]), in_servers)
+    times: dict[object, list[tuple[float, float]]] = {}
+    for transfer in (one for one in prediction.transfers if one.what != "sum"):
+        row = [(OPS[span.op], span) for span in prediction.timeline[transfer.ranks[0]] if span.microbatch == transfer.number]
+        made = next(span.end for op, span in row if (op.begins if transfer.what == "activation" else op.gives_gradient))
+        times.setdefault(in_servers(*transfer.ranks).ports, []).append((made, transfer.start))
+    for made_and_started in times.values():
+        starts = [start for _, start in sorted(made_and_started)]
+        assert starts == sorted(starts)
 
 
 def test_two_stages_by_hand():

@@ -342,6 +342,9 @@ def test_a_deadlock_is_shown():
     items.insert(items.index(used) + 1, moved)
     with pytest.raises(ProgramError, match=r"(?s)deadlock, ranks \[0, 1\] wait for each other.*waits at Receive"):
         simulate(dataclasses.replace(program, instructions=tuple(items)))
+    lost = tuple(i for i in program.instructions if not isinstance(i, Send) or i.message != "gradient")
+    with pytest.raises(ProgramError, match=r"(?s)deadlock, ranks \[0.*<<< waits"):
+        simulate(dataclasses.replace(program, instructions=lost), brief=True)
 
 
 def test_a_receive_before_its_send_in_the_total_order_is_refused():

@@ -1,17 +1,20 @@
-"""A simulation of some pipelines that do the same as the others equals that of all."""
+"""A simulation of a few pipelines that do the same as the others equals that of all."""
 
 import pytest
 
 import jpipe
 from jpipe_planner.cost import simulated
-from jpipe_planner.cost.bound import has_bounds, unhindered_seconds
-from jpipe_planner.cost.copies import ALL, Copies, copies_of
-from jpipe_planner.cost.simulated import network, simulate_plan, window
+from jpipe_planner.cost.bound import flush_seconds, has_bounds, port_seconds, rank_seconds, unhindered_seconds
+from jpipe_planner.cost.copies import Part, part_of
+from jpipe_planner.cost.devices import network
+from jpipe_planner.cost.simulated import simulate_plan, window
 from jpipe_planner.machine.topology import Topology
 from tests.planner.invented import invented_profile
 
 FLAT, SERVERS = Topology.flat(8, 2e9, latency=1e-5), Topology(levels=({"count": 4, "bandwidth": 1e10}, {"count": 2, "bandwidth": 2e9}))
 SLOW = Topology(levels=({"count": 2, "bandwidth": 2e9}, {"count": 8, "bandwidth": 2e9, "latency": 1e-4}))
+
+BLOCKING = FLAT.model_copy(update={"device": FLAT.device.model_copy(update={"overlap": "none"})})
 
 
 def even(replicas, schedule="pipedream", **fields):
@@ -23,32 +26,37 @@ def in_parts(plan):
 
 
 @pytest.mark.parametrize(
-    ("plan", "topology", "copies"),
+    ("plan", "topology", "simulated_replicas"),
     [
-        (even([8]), FLAT, Copies(8, 1)),
-        (even([4, 4], "pipedream_2bw"), FLAT, Copies(4, 1)),
-        (even([4, 4], "gpipe", keep_together="stages"), FLAT, Copies(4, 1)),
-        (even([4, 4], "zb_h1"), FLAT, Copies(4, 1)),
-        (even([4, 4, 4, 4], "interleaved_1f1b", ranks=((0, 2), (1, 3))), FLAT, Copies(4, 1)),
-        (even([8, 4, 4]), Topology.flat(16, 2e9), Copies(4, 1)),
-        (in_parts(even([8], "pipedream_flush")), SERVERS, Copies(8, 1)),
-        (even([4, 4]), SERVERS, Copies(4, 4)),  # all go through one port
-        (even([4, 4], keep_together="stages"), SERVERS, Copies(4, 2)),  # two in each server; only one of them is at its beginning
-        (even([8, 8]), SLOW, Copies(8, 2)),  # two share the port of a server
-        (even([4, 2, 1]), FLAT, Copies(1, 1)),
+        (even([8]), FLAT, (2,)),  # a sum takes two
+        (even([4, 4], "pipedream_2bw"), FLAT, (2, 2)),
+        (even([4, 4], "gpipe", keep_together="stages"), FLAT, (2, 2)),
+        (even([4, 4], "zb_h1"), FLAT, (2, 2)),
+        (even([4, 4], update_every="replicas"), FLAT, (2, 2)),
+        (even([4, 4, 4, 4], "interleaved_1f1b", ranks=((0, 2), (1, 3))), FLAT, (2, 2, 2, 2)),
+        (even([8, 4, 4]), Topology.flat(16, 2e9), (4, 2, 2)),
+        (in_parts(even([8], "pipedream_flush")), SERVERS, (2,)),
+        (even([4, 4]), SERVERS, (4, 4)),  # all go through one port
+        (even([8, 8]), SLOW, (2, 2)),  # two share the port of a server
+        (even([8, 8], "pipedream_2bw"), SLOW, (2, 2)),
+        (even([8, 8], "pipedream_2bw", max_in_flight=2), SLOW, (2, 2)),
+        (even([8, 8], keep_together="stages"), SLOW, (2, 2)),
+        (even([4, 4], "pipedream_2bw"), BLOCKING, (2, 2)),
+        (even([4, 2, 1]), FLAT, (4, 2, 1)),
     ],
 )
-def test_some_pipelines_are_simulated_for_all(monkeypatch, plan, topology, copies):
-    profile = invented_profile(3)
-    costs, link = profile.stage_costs(plan, 1), network(plan, topology)
-    assert copies_of(plan, topology, waits=False, hindered=False) == copies
-    assert copies_of(plan, topology, waits=True) == Copies(copies.pipelines, copies.pipelines)
-    is_simulated = plan.depth == 1 or jpipe.schedules.SCHEDULES[plan.schedule].flushes
-    assert (copies_of(plan, topology, waits=False) == copies) == is_simulated or copies.group == copies.pipelines
+def test_a_few_pipelines_are_simulated_for_all(monkeypatch, plan, topology, simulated_replicas):
+    costs = invented_profile(3).stage_costs(plan, 1)
+    part, whole = part_of(plan, topology, waits=False), Part(plan, network(plan, topology))
+    assert part.plan.replicas == simulated_replicas
+    assert part_of(plan, topology, waits=True).plan == plan
     some = simulate_plan(plan, costs, topology)
-    if has_bounds(plan):
-        bounds = [unhindered_seconds(plan, costs, link, *window(plan), those) for those in (copies, ALL)]
+    for bound in (port_seconds, unhindered_seconds) if has_bounds(plan) else (flush_seconds,):
+        bounds = [bound(of, costs, link, *(window(of) if bound is unhindered_seconds else ())) for of, link, *_ in (part, whole)]
         assert bounds[0] == pytest.approx(bounds[1], rel=1e-12)
-    monkeypatch.setattr(simulated, "copies_of", lambda *_, **__: ALL)
+    assert rank_seconds(part.plan, costs, None) == pytest.approx(rank_seconds(plan, costs, None), rel=1e-12)
+    monkeypatch.setattr(simulated, "part_of", lambda *_: whole)
     every = simulate_plan(plan, costs, topology)
-    assert some == every
+    assert (some.held_bytes, some.peak_bytes) == (every.held_bytes, every.peak_bytes)
+    assert (some.batch_seconds, some.bubble) == pytest.approx((every.batch_seconds, every.bubble), rel=1e-9)
+    assert some.sent_bytes == pytest.approx(every.sent_bytes, rel=1e-9, abs=2), "rounded to bytes for each sum"

@@ -11,8 +11,9 @@ from flax import nnx
 import jpipe
 from jpipe import InputError
 from jpipe_planner.cost.bound import port_seconds
+from jpipe_planner.cost.devices import network
 from jpipe_planner.cost.shape import needs_vertical_sync, planned_schedules, sharing_refusal
-from jpipe_planner.cost.simulated import network, simulate_plan
+from jpipe_planner.cost.simulated import simulate_plan
 from jpipe_planner.machine.topology import Topology
 from jpipe_planner.profile.analyze import analyze
 from jpipe_planner.profile.profile import Profile

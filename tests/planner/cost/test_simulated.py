@@ -5,7 +5,8 @@ import dataclasses
 import pytest
 
 import jpipe
-from jpipe_planner.cost.simulated import _lowered, device_numbers, network, simulate_plan
+from jpipe_planner.cost.devices import device_numbers, network
+from jpipe_planner.cost.simulated import _lowered, simulate_plan
 from jpipe_planner.machine.topology import Topology
 
 

@@ -95,12 +95,13 @@ def test_candidates_that_only_the_simulation_finds_too_large_are_rejected():
     assert all(candidate.over[1] > 0 for candidate in choice.rejected)
 
 
-@pytest.mark.parametrize(("bandwidth", "why"), [(1e9, ""), (3_000.0, "link")])
-def test_a_disagreement_is_explained(bandwidth, why):
+@pytest.mark.parametrize("bandwidth", [1e9, 3_000.0])
+def test_a_small_disagreement_is_not_explained(bandwidth):
+    """At the lower bandwidth the simulation takes 7.7% longer than the closed form for fast links."""
     profile, topology = gpt(outputs=1_000), machines(bandwidth)
     candidates = [c for c in find_candidates(profile, topology, 8, schedules=["pipedream"]) if c.replicas == (1, 1, 1, 1)]
     wrong = [dataclasses.replace(candidates[0], seconds=choose(profile, machines(1e9), candidates).ranked[0].seconds)]
-    assert choose(profile, topology, wrong).ranked[0].why == why
+    assert choose(profile, topology, wrong).ranked[0].why == ""
 
 
 def test_the_plan_knows_what_is_predicted_and_the_picture_can_be_drawn(tmp_path):

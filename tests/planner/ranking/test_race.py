@@ -6,7 +6,8 @@ import pytest
 
 import jpipe
 from jpipe_planner.cost.bound import busy_seconds, port_seconds, unhindered_seconds
-from jpipe_planner.cost.simulated import network, window
+from jpipe_planner.cost.devices import network
+from jpipe_planner.cost.simulated import window
 from jpipe_planner.ranking.choose import choose
 from jpipe_planner.ranking.table import HEAD, rows
 from jpipe_planner.search.candidates import find_candidates

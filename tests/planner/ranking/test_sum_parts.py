@@ -7,7 +7,8 @@ import pytest
 
 import jpipe
 from jpipe_planner.cost.bound import flush_seconds, port_seconds, unhindered_seconds
-from jpipe_planner.cost.simulated import network, simulate_plan, window
+from jpipe_planner.cost.devices import network
+from jpipe_planner.cost.simulated import simulate_plan, window
 from jpipe_planner.machine.topology import Topology
 from jpipe_planner.profile.profile import Profile
 from jpipe_planner.profile.sharded import Degrees

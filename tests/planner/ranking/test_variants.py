@@ -6,9 +6,11 @@ import itertools
 import pytest
 
 import jpipe
-from jpipe_planner.cost.bound import flush_seconds, rank_seconds
+from jpipe_planner.cost.bound import flush_seconds, port_seconds, rank_seconds
+from jpipe_planner.cost.copies import part_of
+from jpipe_planner.cost.devices import network
 from jpipe_planner.cost.shape import planned_schedules
-from jpipe_planner.cost.simulated import forwards, network, simulate_plan
+from jpipe_planner.cost.simulated import forwards, simulate_plan
 from jpipe_planner.ranking import table, variants
 from jpipe_planner.ranking.choose import Ranked, choose
 from jpipe_planner.ranking.race import SLACK
@@ -101,7 +103,7 @@ def test_with_a_known_plan_only_those_that_could_be_better_are_simulated():
     for candidate, simulated in every.items():
         plan = candidate.plan(profile.ids)
         costs, link = profile.stage_costs(plan, candidate.rows), network(plan, topology)
-        bounds = rank_seconds(plan, costs, None), flush_seconds(plan, costs, link)
+        bounds = rank_seconds(plan, costs, None), flush_seconds(plan, costs, link), port_seconds(plan, costs, link)
         assert 0 < max(bounds) <= simulated.batch_seconds * (1 + 1e-9)
         assert bounds[1] > 0.5 * bounds[0]
     assert set(some) < set(every)
@@ -222,7 +224,11 @@ def test_plans_that_would_take_too_long_are_counted_and_smaller_ones_tried(monke
     two = ["zb_h1", "interleaved_1f1b"]
     whole = find_variants(gpt(6), FAST, 8, schedules=two)
     assert whole.left_out == 0
-    most = sorted(forwards(candidate.plan(gpt(6).ids)) for candidate in whole.simulated)
+
+    def simulated(candidate):
+        return forwards(part_of(candidate.plan(gpt(6).ids), FAST, waits=False).plan)
+
+    most = sorted(map(simulated, whole.simulated))
     monkeypatch.setattr(variants, "MOST_IN_ALL", sum(most) - 1)
     less = find_variants(gpt(6), FAST, 8, schedules=two)
     assert less.left_out >= 1
@@ -230,7 +236,7 @@ def test_plans_that_would_take_too_long_are_counted_and_smaller_ones_tried(monke
     assert len(less.simulated) + less.left_out == len(whole.simulated)
     monkeypatch.setattr(variants, "MOST_IN_ALL", most[0])
     least = find_variants(gpt(6), FAST, 8, schedules=two)
-    assert [forwards(candidate.plan(gpt(6).ids)) for candidate in least.simulated] == [most[0]], "not the first one, but one that may be"
+    assert [*map(simulated, least.simulated)] == [most[0]], "not the first one, but one that may be"
 
 
 @pytest.mark.slow
