@@ -165,7 +165,8 @@ def compile_stages(
         for instruction in program.instructions:
             names[plan.workers[instruction.worker][0]].update(_calls(instruction, program))
     counts, known = [len(f.counted) for f in functions], {} if known is None else known
-    lowered, keys = {}, {}
+    lowered: dict[int, dict[str, jax.stages.Lowered]] = {}
+    keys: dict[int, dict[str, tuple[Place, str]]] = {}
     with Analyses(known) as analyses:
         for s, place in places.items():
             lowered[s], keys[s] = {}, {}
@@ -173,7 +174,7 @@ def compile_stages(
                 lowered[s][name] = call = _lower_call(functions[s], place, name, counts, {}, shares[s])
                 keys[s][name] = analyses.key(place, call) if place.mesh else analyses.begin(place, call)  # while the next ones are traced
     calls = {s: {name: known[key] for name, key in keys[s].items()} for s, place in places.items() if not place.mesh}
-    distinct = {tuple(keys[s].values()): s for s, place in reversed(places.items()) if place.mesh}
+    distinct = {tuple(keys[s].values()): s for s in reversed([*places]) if places[s].mesh}
     stages = [(functions[s], places[s], shares[s], [*lowered[s]]) for s in distinct.values()]
     on_meshes = dict(zip(distinct, _compile_in_turns(stages, counts, [lowered[s] for s in distinct.values()], known), strict=True))
     calls |= {s: on_meshes[tuple(keys[s].values())] for s, place in places.items() if place.mesh}

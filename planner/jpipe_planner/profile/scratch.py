@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
@@ -62,7 +62,7 @@ class ScratchPrograms:
         self._bytes: dict[tuple[_Ids, int, Kind, str], Future[int]] = {}
         self._by_key: dict[str, Future[int]] = {}
 
-    def begin_layer(self, layer_id: str, lowered: Mapping[tuple[int, str], jax.stages.Lowered] | None = None) -> None:
+    def begin_layer(self, layer_id: str, lowered: Mapping[Any, jax.stages.Lowered] | None = None) -> None:
         """Begin to compile a layer as a stage; `lowered` has its programs if they are lowered for the device already."""
         for rows in self._ends:
             for kind in _KINDS:
