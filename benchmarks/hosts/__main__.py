@@ -3,7 +3,8 @@
 A host is a network namespace with a process pinned to one core. First data parallelism runs without a limit: its time is taken as its
 compute time C, and its bytes give the rates at which it should communicate for 50, 80 and 90% of its time. One run at such a rate shows
 how much longer the bytes take than expected, and the rates are corrected by that. The share is measured again at each rate, as
-1 - C / (time of a step), and every plan runs at the same rates. `--rates` gives other rates.
+1 - C / (time of a step), and every plan runs at the same rates. `--rates` gives other rates; those of the GPT are 100 Mbit/s and 1 Gbit/s,
+and it has other plans: pipelines, compressed messages and replicas that agree rarely.
 
 For data parallelism the table also has the time of a step divided by the longer one of its computation and its communication: 1 is a sum
 that is hidden completely.
@@ -20,7 +21,7 @@ from typing import Any
 
 import jax
 
-from benchmarks.hosts.models import MICROBATCHES, WORKLOADS, kinds, sizes
+from benchmarks.hosts.models import KINDS, MICROBATCHES, WORKLOADS, kinds, sizes
 from benchmarks.hosts.network import Network, NoNetwork
 from benchmarks.machine import describe
 from benchmarks.programs import Program, ProgramFailed, python_module, steps_per_second
@@ -48,9 +49,10 @@ def main() -> int:
                     shape = _shape(name, hosts)
                     passed = ", ".join(f"{size / 1e3:.1f} kB before {layer}" for layer, size in shape["cuts"].items())
                     print(f"{shape['weights'] / 1e6:.1f} MB of weights; activations of a sample at the cuts, one stage to a host: {passed}")
-                    rows = _measure(network, name, [1e6 * rate for rate in options.rates or ()])
-                    _print(rows)
-                    results["runs"].append({"workload": name, "hosts": hosts, **shape, "rows": rows})
+                    rows = _measure(network, name, [1e6 * rate for rate in options.rates or WORKLOADS[name].rates])
+                    _print(rows, goals=not WORKLOADS[name].rates)
+                    profile = {"profile": _profile(name)} if WORKLOADS[name].rates else {}
+                    results["runs"].append({"workload": name, "hosts": hosts, **shape, **profile, "rows": rows})
                     options.json.write_text(json.dumps(results, indent=2) + "\n")
     except NoNetwork as missing:
         print(f"bench-hosts: {missing}", file=sys.stderr)
@@ -79,6 +81,13 @@ def _shape(name: str, hosts: int) -> dict[str, Any]:
     return {"weights": sum(weights for weights, _ in layers.values()), "cuts": cuts}
 
 
+def _profile(name: str) -> str:
+    """Profile a workload on one idle core; the profile as JSON."""
+    command, core = python_module("benchmarks.hosts.profile_program", name), min(os.sched_getaffinity(0))
+    with Program(name, [command], [core], ENVIRONMENT) as program:
+        return str(program.facts()[0]["profile"])
+
+
 def _measure(network: Network, name: str, rates: list[float]) -> list[dict[str, Any]]:
     """Measure a row for each plan and rate; without rates, find some."""
     rows: list[dict[str, Any]] = []
@@ -89,11 +98,11 @@ def _measure(network: Network, name: str, rates: list[float]) -> list[dict[str, 
             with _start(network, name, kind) as program:
                 program.facts()
                 if not rows:
-                    rows.append({"plan": kind, "rate": None, **_run(program, name)})
-                    rates = rates or _rates(network, program, name, rows[0])
+                    rows.append({"plan": kind, "rate": None, **_run(program, name, kind)})
+                    rates = rates or _rates(network, program, name, kind, rows[0])
                 for rate in rates:
                     network.limit(rate)
-                    rows.append({"plan": kind, "rate": rate, **_run(program, name)})
+                    rows.append({"plan": kind, "rate": rate, **_run(program, name, kind)})
         except ProgramFailed as failure:
             rows.append({"plan": kind, "failed": str(failure)})
             if len(rows) == 1:
@@ -101,11 +110,11 @@ def _measure(network: Network, name: str, rates: list[float]) -> list[dict[str, 
     return rows
 
 
-def _rates(network: Network, program: Program, name: str, free: dict[str, Any]) -> list[float]:
+def _rates(network: Network, program: Program, name: str, kind: str, free: dict[str, Any]) -> list[float]:
     """Find the rates at which data parallelism communicates for `SHARES` of its time, from one run with and one without a limit."""
     compute, share = free["step_seconds"], SHARES[len(SHARES) // 2]
     network.limit(rate_for(share, compute, free["most_sent"]))
-    communicates = _run(program, name)["step_seconds"] - compute
+    communicates = _run(program, name, kind)["step_seconds"] - compute
     slower = communicates / (compute * share / (1 - share))
     return [slower * rate_for(share, compute, free["most_sent"]) for share in SHARES]
 
@@ -119,19 +128,21 @@ def _start(network: Network, name: str, kind: str) -> Program:
     return Program(kind, commands, [cores[host % len(cores)] for host in network.hosts], ENVIRONMENT)
 
 
-def _run(program: Program, name: str) -> dict[str, Any]:
-    """Measure once, after a short run that determines how many steps fill the time."""
-    answers = program.run(3)
+def _run(program: Program, name: str, kind: str) -> dict[str, Any]:
+    """Measure once, after a short run that determines how many steps fill the time; each agreement counts with all its updates."""
+    answers, every = program.run(3), KINDS[kind].every
     seconds = _step_seconds(answers)
-    if 2 * seconds < TIMED_SECONDS:
-        answers = program.run(1 + math.ceil(TIMED_SECONDS / seconds))
+    if 2 * seconds < TIMED_SECONDS or every > 1:
+        answers = program.run(1 + every * math.ceil(TIMED_SECONDS / seconds / every))
         seconds = _step_seconds(answers)
-    samples = len(WORKLOADS[name].batch()[1])
+    labels = WORKLOADS[name].batch()[1]
     sent = [answer["sent_bytes"] for answer in answers]
     return {
         "step_seconds": seconds,
-        "epoch_seconds": seconds * EPOCH / samples,
-        "bytes_per_sample": sum(sent) / samples,
+        "epoch_seconds": seconds * EPOCH / len(labels),
+        "labels_per_second": labels.size / seconds,
+        "bytes_per_sample": sum(sent) / len(labels),
+        "bytes_per_update": sum(sent),
         "most_sent": max(sent),
         "waiting": sum(answer["waiting"] for answer in answers) / len(answers),
     }
@@ -152,10 +163,10 @@ def rate_for(share: float, compute_seconds: float, sent_bytes: float) -> float:
     return 8 * sent_bytes * (1 - share) / (share * compute_seconds)
 
 
-def _print(rows: list[dict[str, Any]]) -> None:
+def _print(rows: list[dict[str, Any]], goals: bool) -> None:
     for row in rows:
         if "failed" in row:
-            print(f"{row['plan']:<24} not measured: {row['failed']}")
+            print(f"{row['plan']:<34} not measured: {row['failed']}")
     with_base = {
         row["rate"] for row in rows if row["plan"] == rows[0]["plan"] and "failed" not in row
     }  # rates at which data parallelism was measured
@@ -164,7 +175,7 @@ def _print(rows: list[dict[str, Any]]) -> None:
         return
     compute = measured[0]["step_seconds"]
     print(f"batches of {MICROBATCHES} microbatches; an epoch is {EPOCH} samples; data parallel without limit: {compute:.3f} s per step")
-    print(f"{'plan':<24} {'Mbit/s':>8} {'s per epoch':>11} {'speed-up':>9} {'kB/sample':>12} {'less':>7} {'waiting':>8}")
+    print(f"{'plan':<34} {'Mbit/s':>8} {'s per epoch':>11} {'labels/s':>9} {'speed-up':>9} {'kB/sample':>12} {'less':>7} {'waiting':>8}")
     for rate in dict.fromkeys(row["rate"] for row in measured):
         same = [row for row in measured if row["rate"] == rate]
         base = same[0]  # data parallelism
@@ -175,11 +186,11 @@ def _print(rows: list[dict[str, Any]]) -> None:
             if rate is not None and row["plan"].startswith("data parallel"):
                 longest = max(compute, 8 * row["most_sent"] / rate)
                 note += f"  {row['step_seconds'] / longest:.2f} of max(compute, communication)"
-            elif row is not base and rate == measured[-1]["rate"]:
+            elif goals and row is not base and rate == measured[-1]["rate"]:
                 met = ("missed", "met")
                 note = f"  at least {SPEED_UP:.0f}: {met[speed_up >= SPEED_UP]}; {BYTES_LESS:.0%} less: {met[less >= BYTES_LESS]}"
             print(
-                f"{row['plan']:<24} {at:>8} {row['epoch_seconds']:>11.1f} {speed_up:>9.2f} "
+                f"{row['plan']:<34} {at:>8} {row['epoch_seconds']:>11.1f} {row['labels_per_second']:>9.0f} {speed_up:>9.2f} "
                 f"{row['bytes_per_sample'] / 1e3:>12.1f} {less:>7.1%} {row['waiting']:>8.0%}{note}"
             )
 

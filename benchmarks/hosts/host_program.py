@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from benchmarks.hosts.models import ON_MESHES, build
+from benchmarks.hosts.models import KINDS, build
 from benchmarks.hosts.network import sent_bytes
 from benchmarks.pipelines import Runner
 from benchmarks.serve import now, serve
@@ -15,7 +15,7 @@ from benchmarks.serve import now, serve
 def main() -> None:
     """Compile, warm up, then run the steps that standard input asks for."""
     workload, kind, hosts, process, coordinator = sys.argv[1:6]
-    jax.config.update("jax_num_cpu_devices", 2 if kind == ON_MESHES else 1)
+    jax.config.update("jax_num_cpu_devices", KINDS[kind].devices)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(coordinator, int(hosts), int(process))
     runner = Runner(*build(workload, kind, int(hosts)))

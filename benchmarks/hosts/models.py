@@ -1,6 +1,7 @@
-"""Two models with many weights and few activations, and the plans that train them on two and four hosts."""
+"""Three models with many weights and few activations, and the plans that train them on two and four hosts."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -11,11 +12,58 @@ import optax
 from flax import nnx
 
 import jpipe
+from jpipe_train.config.config import ModelConfig
+from jpipe_train.models import layers
 
-ON_MESHES = "2BW, two devices each"
-IN_PARTS = "data parallel, sum in parts"
 MICROBATCHES = 12  # per batch, for all plans: divisible by 1, 2, 3 and 4 replicas
-CLASSES, VOCABULARY, WORDS = 100, 4096, 8
+CLASSES, VOCABULARY, WORDS, BYTES = 100, 4096, 8, 64
+
+
+class Kind(NamedTuple):
+    """A plan that is compared.
+
+    Attributes:
+        schedule: of the pipeline.
+        cut: "replicas", one stage on all hosts; "straight", a stage for each host; "replicated", as the workload says; "pipelines", two
+            pipelines with a stage for each host.
+        options: further fields of the plan, or arguments of `jpipe.Plan.even` for one stage.
+        mesh: of each stage.
+        hosts: where it is compared.
+    """
+
+    schedule: str
+    cut: str
+    options: Mapping[str, Any] = {}
+    mesh: Mapping[str, int] = {}
+    hosts: tuple[int, ...] = (2, 4)
+
+    @property
+    def every(self) -> int:
+        """Updates from one agreement of replicas to the next; a measurement takes a multiple of them."""
+        return int(self.options.get("agree", {}).get("every", 1))
+
+    @property
+    def devices(self) -> int:
+        """How many devices each host has."""
+        return math.prod(self.mesh.values())
+
+
+_AGREE = {"agree": {"every": 50}}
+_INT8 = {"links": {"activations": "int8", "gradients": "int8"}}
+KINDS: dict[str, Kind] = {
+    "data parallel": Kind("pipedream_flush", "replicas"),
+    "data parallel, sum in parts": Kind("pipedream_flush", "replicas", {"sum_parts": 4}),
+    "PipeDream, straight": Kind("pipedream", "straight"),
+    "PipeDream, replicated": Kind("pipedream", "replicated", hosts=(4,)),
+    "PipeDream-2BW": Kind("pipedream_2bw", "straight"),
+    "2BW, two devices each": Kind("pipedream_2bw", "straight", mesh={"data": 2}, hosts=(2,)),
+    "flush": Kind("pipedream_flush", "straight"),
+    "2BW, int8 messages": Kind("pipedream_2bw", "straight", _INT8),
+    "replicas that agree every 50": Kind("pipedream_flush", "replicas", _AGREE),
+    "two pipelines that agree every 50": Kind("pipedream_flush", "pipelines", _AGREE, hosts=(4,)),
+}
+OF_THE_PAPERS = ("data parallel", "data parallel, sum in parts", "PipeDream, straight", "PipeDream, replicated", "PipeDream-2BW")
+OF_MESSAGES = ("data parallel", "flush", "PipeDream-2BW", *list(KINDS)[7:])
 
 
 class Workload(NamedTuple):
@@ -27,12 +75,16 @@ class Workload(NamedTuple):
         cuts: by the number of hosts, before which layers a straight pipeline is cut.
         replicated: by the number of hosts, the same and the replicas of each stage; not for two hosts, where only data
             parallelism has replicas.
+        kinds: the names of the compared plans, data parallelism first.
+        rates: of the links, Mbit/s; empty: those at which data parallelism communicates for given shares of its time.
     """
 
     stack: Callable[[], jpipe.LayerStack]
     batch: Callable[[], tuple[np.ndarray, np.ndarray]]
     cuts: dict[int, tuple[int, ...]]
     replicated: dict[int, tuple[tuple[int, ...], tuple[int, ...]]]
+    kinds: tuple[str, ...] = (*OF_THE_PAPERS, "2BW, two devices each")
+    rates: tuple[float, ...] = ()
 
 
 def vgg() -> jpipe.LayerStack:
@@ -55,6 +107,11 @@ def lstm() -> jpipe.LayerStack:
     )
 
 
+def gpt() -> jpipe.LayerStack:
+    """Return a GPT of bytes with four blocks of width 256."""
+    return layers.layers(ModelConfig(depth=4, width=256, heads=4, seq_len=BYTES))
+
+
 def loss(logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Compute the cross-entropy.
 
@@ -72,15 +129,18 @@ def make_plan(workload: Workload, kind: str, hosts: int) -> jpipe.Plan:
         kind: a name of `kinds`.
         hosts: a worker on each.
     """
-    ids = workload.stack().ids
-    if kind in ("data parallel", IN_PARTS):
-        return jpipe.Plan.even(ids, 1, "pipedream_flush", MICROBATCHES, replicas=hosts, sum_parts=4 if kind == IN_PARTS else 1)
-    cuts, replicas = workload.replicated[hosts] if kind == "PipeDream, replicated" else (workload.cuts[hosts], (1,) * hosts)
+    ids, of_kind = workload.stack().ids, KINDS[kind]
+    if of_kind.cut == "replicas":
+        return jpipe.Plan.even(ids, 1, of_kind.schedule, MICROBATCHES, replicas=hosts, **of_kind.options)
+    if of_kind.cut == "straight":
+        cuts, replicas = workload.cuts[hosts], (1,) * hosts
+    elif of_kind.cut == "pipelines":
+        cuts, replicas = workload.cuts[hosts // 2], (2,) * (hosts // 2)
+    else:
+        cuts, replicas = workload.replicated[hosts]
     ends = zip((0, *cuts), (*cuts, len(ids)), replicas, strict=True)
-    mesh = {"data": 2} if kind == ON_MESHES else {}
-    stages = [jpipe.Stage(layers=ids[a:b], replicas=count, mesh=mesh) for a, b, count in ends]
-    schedule = "pipedream" if kind.startswith("PipeDream, ") else "pipedream_2bw"
-    return jpipe.Plan(schedule=schedule, microbatches=MICROBATCHES, stages=tuple(stages))
+    stages = [{"layers": ids[a:b], "replicas": count, "mesh": of_kind.mesh} for a, b, count in ends]
+    return jpipe.Plan(schedule=of_kind.schedule, microbatches=MICROBATCHES, stages=stages, **of_kind.options)
 
 
 def sizes(workload: Workload) -> dict[str, tuple[int, float]]:
@@ -90,8 +150,8 @@ def sizes(workload: Workload) -> dict[str, tuple[int, float]]:
         workload: what is trained.
     """
     inputs, _ = workload.batch()
-    layers = workload.stack().specs(inputs)
-    return {layer_id: (_bytes(spec.params), _bytes(spec.output) / len(inputs)) for layer_id, spec in layers.items()}
+    specs = workload.stack().specs(inputs)
+    return {layer_id: (_bytes(spec.params), _bytes(spec.output) / len(inputs)) for layer_id, spec in specs.items()}
 
 
 def kinds(workload: Workload, hosts: int) -> list[str]:
@@ -101,8 +161,7 @@ def kinds(workload: Workload, hosts: int) -> list[str]:
         workload: what is trained.
         hosts: how many.
     """
-    replicated = ["PipeDream, replicated"] if hosts in workload.replicated else []
-    return ["data parallel", IN_PARTS, "PipeDream, straight", *replicated, "PipeDream-2BW", *([ON_MESHES] if hosts == 2 else [])]
+    return [name for name in workload.kinds if hosts in KINDS[name].hosts]
 
 
 class _Convolution(nnx.Module):
@@ -136,8 +195,14 @@ def _sentences(rows: int) -> tuple[np.ndarray, np.ndarray]:
     return words[:, :-1], words[:, 1:]
 
 
+def _texts(rows: int) -> tuple[np.ndarray, np.ndarray]:
+    text = np.random.default_rng(0).integers(0, 256, (rows * MICROBATCHES, BYTES + 1)).astype(np.int32)
+    return text[:, :-1], text[:, 1:]
+
+
 WORKLOADS: dict[str, Workload] = {
     "VGG-like": Workload(vgg, partial(_images, 16), {2: (3,), 4: (1, 2, 4)}, {4: ((3,), (3, 1))}),
+    "GPT": Workload(gpt, partial(_texts, 1), {2: (3,), 4: (2, 3, 4)}, {}, OF_MESSAGES, (100.0, 1000.0)),
     "LSTM": Workload(lstm, partial(_sentences, 4), {2: (2,), 4: (1, 2, 3)}, {4: ((2, 3), (1, 2, 1))}),
 }
 

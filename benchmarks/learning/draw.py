@@ -14,6 +14,14 @@ COLOURS = {
     "PipeDream m = d": style.GREEN,
     "PipeDream m = 1": style.ORANGE,
 }
+AGREEMENTS = {
+    "data parallelism": (style.BLACK, "-"),
+    "every 10": (style.BLUE, "-"),
+    "every 50": (style.GREEN, "-"),
+    "every 200": (style.ORANGE, "-"),
+    "every 50, means": (style.GREEN, "--"),
+    "every 200, means": (style.ORANGE, "--"),
+}
 OPTIMIZERS = ("Adam", "Muon")
 
 
@@ -98,3 +106,34 @@ def _remedies(parts: Sequence[tuple[str, list[Recipe]]]) -> Any:
         style.title(axes, title)
         axes.set_xlabel("last held-out loss (nats per byte)")
     return figure
+
+
+@style.styled()
+def draw_agreements(rows: Sequence[Row], folder: Path) -> None:
+    """Write learning-agree.svg: curves of data parallelism and of pipelines that agree rarely, a panel for each number of updates.
+
+    Args:
+        rows: of the study of agreement.
+        folder: of the pictures.
+    """
+    tasks = list(dict.fromkeys(row.task for row in rows if row.remedy == "every 50, means"))
+    if not tasks:
+        return
+    figure = style.figure(1.3 + 2.5 * len(tasks))
+    panels = figure.subplots(len(tasks), 1, squeeze=False)[:, 0]
+    lines: dict[str, Any] = {}
+    for axes, task in zip(panels, tasks, strict=True):
+        recipes = {
+            recipe.remedy: recipe for recipe in best_recipes(rows, task, 4, "Adam") if recipe.schedule in ("exact sums", "agreement")
+        }
+        for name, (colour, dashes) in AGREEMENTS.items():
+            if name in recipes:
+                lines[name] = draw_curve(axes, recipes[name], colour, dashes)
+        top = next(iter(recipes.values())).mean_curve
+        axes.set_ylim(top[-1] - 0.05, top[len(top) // 6] + 0.35)
+        axes.set_title(task)
+        axes.set_ylabel("held-out loss")
+        axes.grid()
+    panels[-1].set_xlabel("updates")
+    style.share_legend(figure, lines, 2)
+    style.write(figure, folder / "learning-agree.svg")

@@ -117,10 +117,22 @@ class Trained(NamedTuple):
     ahead: Tree
 
 
-class _Carry(NamedTuple):
-    versions: Tree  # (v, …), the newest first
+class Carry(NamedTuple):
+    """The state of a pipeline between two updates.
+
+    Attributes:
+        versions: of the weights, by layer id, (v, …), the newest first; the prediction included.
+        optimizer: the state of each stage.
+        ahead: the prediction of each stage.
+    """
+
+    versions: Tree
     optimizer: tuple[Tree, ...]
     ahead: tuple[PredictDelayState, ...]
+
+
+Send = Callable[[Tree, int, Any], Tree]
+"""What becomes of the activations, and of their gradients, between two stages: `(activations, stage that receives, microbatch)`."""
 
 
 class Emulation:
@@ -161,33 +173,58 @@ class Emulation:
             data: (inputs, labels) of all batches of the run, each of shape (evaluations, updates between them, rows, …).
             held_out: (inputs, labels) to be evaluated after each group of updates.
         """
-        split = self._split(params)
-        carry = _Carry(
+        groups, each = jax.tree.leaves(data)[0].shape[:2]
+        numbers = jnp.arange(groups * each).reshape(groups, each)
+
+        def update(carry: Carry, inputs: Tree) -> tuple[Carry, None]:
+            t, batch = inputs
+            return self.apply(recipe, carry, t, self.gradients(recipe, carry, batch)), None
+
+        def group(carry: Carry, inputs: Tree) -> tuple[Carry, jax.Array]:
+            carry, _ = jax.lax.scan(update, carry, inputs)
+            return carry, self.mean_loss(self.without_prediction(carry), held_out)
+
+        carry, losses = jax.lax.scan(group, self.start(params), (numbers, data))
+        return Trained(losses, jax.tree.map(lambda p: p[0], carry.versions), self.merged([state.ahead for state in carry.ahead]))
+
+    def start(self, params: Tree) -> Carry:
+        """Return the state before the first update, from the initial weights by layer id."""
+        split = self.split(params)
+        return Carry(
             jax.tree.map(lambda p: jnp.broadcast_to(p, (self._versions, *p.shape)), params),
             tuple(map(self._rule.init, split)),
             tuple(map(predict_delay().init, split)),
         )
-        groups, each = jax.tree.leaves(data)[0].shape[:2]
-        numbers = jnp.arange(groups * each).reshape(groups, each)
 
-        def group(carry: _Carry, inputs: Tree) -> tuple[_Carry, jax.Array]:
-            carry, _ = jax.lax.scan(partial(self._update, recipe), carry, inputs)
-            return carry, self._mean_loss(self._without_prediction(carry), held_out)
+    def gradients(self, recipe: Recipe, carry: Carry, batch: Tree, send: Send | None = None) -> Tree:
+        """Return the mean gradient of a batch by layer id, not clipped, at the weights that the schedule reads.
 
-        carry, losses = jax.lax.scan(group, carry, (numbers, data))
-        return Trained(losses, jax.tree.map(lambda p: p[0], carry.versions), self._merged([state.ahead for state in carry.ahead]))
-
-    def _update(self, recipe: Recipe, carry: _Carry, inputs: Tree) -> tuple[_Carry, None]:
-        t, batch = inputs
+        Args:
+            recipe: of the run.
+            carry: the state.
+            batch: (inputs, labels).
+            send: between two stages; None: the next stage gets what the stage makes.
+        """
         m = recipe.delays.shape[1]
         microbatches = jax.tree.map(lambda a: a.reshape(m, -1, *a.shape[1:]), batch)
         read = {i: jax.tree.map(lambda p, s=s: p[recipe.delays[s]], carry.versions[i]) for i, s in self._stage_of.items()}
-        gradients = jax.vmap(jax.grad(self._mean_loss))(read, microbatches)
-        gradients = self._clipped(self._split(jax.tree.map(lambda g: g.mean(0), gradients)), recipe.stage_clip)
-        newest, rate = self._split(jax.tree.map(lambda p: p[0], carry.versions)), recipe.rate * self._schedule(t)
+        gradients = jax.vmap(jax.grad(partial(self.mean_loss, send=send)))(read, microbatches, jnp.arange(m))
+        return jax.tree.map(lambda g: g.mean(0), gradients)
+
+    def apply(self, recipe: Recipe, carry: Carry, t: Any, gradients: Tree) -> Carry:
+        """Return the state after update t, counted from 0.
+
+        Args:
+            recipe: of the run.
+            carry: the state.
+            t: the number of the update.
+            gradients: by layer id, not clipped.
+        """
+        clipped = self._clipped(self.split(gradients), recipe.stage_clip)
+        newest, rate = self.split(jax.tree.map(lambda p: p[0], carry.versions)), recipe.rate * self._schedule(t)
         ages = jnp.minimum(recipe.delays, t)  # the first updates read the initial weights
         changed, optimizer, ahead = [], [], []
-        for s, (params, gradient) in enumerate(zip(newest, gradients, strict=True)):
+        for s, (params, gradient) in enumerate(zip(newest, clipped, strict=True)):
             delay = ages[s].astype(rate.dtype).mean()
             slower = rate * jnp.maximum(delay, 1) ** (recipe.slow * (jnp.minimum(t / self._slow_updates, 1) - 1))
             compensation = recipe.compensation * delay + recipe.constant_compensation
@@ -198,9 +235,39 @@ class Emulation:
             changed.append(optax.apply_updates(params, updates))
             optimizer.append(state)
             ahead.append(prediction)
-        new = self._merged(changed)
+        new = self.merged(changed)
         versions = jax.tree.map(lambda old, p: jnp.concatenate([p[None], old[:-1]]), carry.versions, new)
-        return _Carry(versions, tuple(optimizer), tuple(ahead)), None
+        return Carry(versions, tuple(optimizer), tuple(ahead))
+
+    def mean_loss(self, params: Tree, batch: Tree, microbatch: Any = 0, send: Send | None = None) -> jax.Array:
+        """Return the mean loss of a batch.
+
+        Args:
+            params: by layer id.
+            batch: (inputs, labels).
+            microbatch: its number, for `send`.
+            send: between two stages; None: the next stage gets what the stage makes.
+        """
+        x, labels = batch
+        blank: Tree = {layer_id: {} for layer_id in self._stack.ids}
+        for s, stage in enumerate(self._stages):
+            x = send(x, s, microbatch) if s and send is not None else x
+            x, _ = self._stack.apply(stage, params, blank, x, key=None, microbatch=0, train=True)
+        total, weight = self._loss(x, labels)
+        return total / weight
+
+    def without_prediction(self, carry: Carry) -> Tree:
+        """Return the newest weights by layer id, without the prediction in them."""
+        ahead = self.merged([state.ahead for state in carry.ahead])
+        return jax.tree.map(lambda p, a: p[0] - a, carry.versions, ahead)
+
+    def split(self, tree: Tree) -> list[Tree]:
+        """Return the part of each stage of a tree by layer id."""
+        return [{layer_id: tree[layer_id] for layer_id in stage} for stage in self._stages]
+
+    def merged(self, stages: Sequence[Tree]) -> Tree:
+        """Return a tree by layer id from the parts of the stages."""
+        return {layer_id: tree for stage in stages for layer_id, tree in stage.items()}
 
     def _clipped(self, gradients: list[Tree], stage_clip: jax.Array) -> list[Tree]:
         if self._clip is None:
@@ -210,20 +277,3 @@ class Emulation:
         largest = [self._clip * jnp.where(stage_clip > 0, stage_clip / norm, 1 / whole) for norm in norms]
         factors = [jnp.minimum(1, factor) for factor in largest]
         return [jax.tree.map(lambda g, f=f: g * f, gradient) for gradient, f in zip(gradients, factors, strict=True)]
-
-    def _mean_loss(self, params: Tree, batch: Tree) -> jax.Array:
-        x, labels = batch
-        blank: Tree = {layer_id: {} for layer_id in self._stack.ids}
-        y, _ = self._stack.apply(self._stack.ids, params, blank, x, key=None, microbatch=0, train=True)
-        total, weight = self._loss(y, labels)
-        return total / weight
-
-    def _without_prediction(self, carry: _Carry) -> Tree:
-        ahead = self._merged([state.ahead for state in carry.ahead])
-        return jax.tree.map(lambda p, a: p[0] - a, carry.versions, ahead)
-
-    def _split(self, tree: Tree) -> list[Tree]:
-        return [{layer_id: tree[layer_id] for layer_id in stage} for stage in self._stages]
-
-    def _merged(self, stages: Sequence[Tree]) -> Tree:
-        return {layer_id: tree for stage in stages for layer_id, tree in stage.items()}

@@ -288,8 +288,8 @@ def run(part: Part, updates: int, evaluations: int, seeds: int, at_once: int, de
     m = max(microbatches_of(variant.schedule, d) for variant in part.variants)
     cells = [(v, rate, seed) for v in part.variants for rate in part.rates or optimizer.rates for seed in range(seeds)]
     recipes = [variant.recipe(seed, rate, optimizer.momentum, d, m) for variant, rate, seed in cells]
-    data = _stacked([_batches(task, seed, evaluations, every) for seed in range(seeds)])
-    params = _stacked([initial(task, seed) for seed in range(seeds)])
+    data = stacked([batches_of_run(task, seed, evaluations, every) for seed in range(seeds)])
+    params = stacked([initial(task, seed) for seed in range(seeds)])
     largest = max(int(recipe.delays.max()) for recipe in recipes)
     schedule = warm_up_and_cosine(updates) if task.clip is not None else lambda t: 1.0
     emulation = Emulation(task.stack, stages_of(task, d), task.loss, optimizer.rule, schedule, updates // 4 or 1, largest + 1, task.clip)
@@ -306,7 +306,7 @@ def run(part: Part, updates: int, evaluations: int, seeds: int, at_once: int, de
             return
         chunk = recipes[first : first + size]
         padded = [*chunk, *[chunk[-1]] * (size - len(chunk))]
-        losses = np.asarray(program(_stacked(padded)))
+        losses = np.asarray(program(stacked(padded)))
         for (variant, rate, seed), values in zip(cells[first : first + size], losses, strict=False):
             yield Row(
                 part.task, d, part.optimizer, variant.schedule, variant.remedy, rate, seed, every, [round(float(v), 5) for v in values]
@@ -342,11 +342,13 @@ def study(parts: Sequence[Part], path: Path | None, report: Callable[[str], None
     return rows
 
 
-def _batches(task: Task, seed: int, groups: int, each: int) -> Tree:
+def batches_of_run(task: Task, seed: int, groups: int, each: int) -> Tree:
+    """Return (inputs, labels) of all batches of a run, each of shape (groups, each, rows, …)."""
     source = task.batches(seed)
-    batches = _stacked([next(source) for _ in range(groups * each)])
-    return jax.tree.map(lambda a: a.reshape(groups, each, *a.shape[1:]), batches)
+    batches = [next(source) for _ in range(groups * each)]
+    return jax.tree.map(lambda *leaves: np.stack(leaves).reshape(groups, each, *leaves[0].shape), *batches)
 
 
-def _stacked(trees: Sequence[Tree]) -> Tree:
+def stacked(trees: Sequence[Tree]) -> Tree:
+    """Return one tree of arrays with a first dim more, in which trees of equal structure follow each other."""
     return jax.tree.map(lambda *leaves: jnp.stack([jnp.asarray(leaf) for leaf in leaves]), *trees)

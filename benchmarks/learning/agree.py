@@ -1,0 +1,295 @@
+"""`python -m benchmarks.learning.agree`: four pipelines that sum their gradients, agree rarely, or send fewer bits, at equal updates.
+
+The byte GPT with four stages and Adam. All runs of a part are one program, on one device; a part takes a minute or two on a large GPU.
+"""
+
+import argparse
+import json
+import math
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import jax
+import numpy as np
+
+from benchmarks.learning.emulation import Emulation, Recipe, warm_up_and_cosine
+from benchmarks.learning.exchange import Exchange, Pipelines, format_of
+from benchmarks.learning.grid import OPTIMIZERS, Row, Variant, batches_of_run, initial, stacked, stages_of
+from benchmarks.learning.report import Recipe as Measured
+from benchmarks.learning.report import recipes_by_rate
+from benchmarks.learning.tasks import make_gpt
+from benchmarks.machine import describe
+from benchmarks.papers.document import Table, write_pages
+from jpipe import InputError, files, keep_freed_memory
+from jpipe.plan import Agreement, OuterOptimizer
+
+Tree = Any
+
+D, W, OPTIMIZER, SEEDS, EVERY = 4, 4, "Adam", 3, 50  # EVERY: updates between two evaluations
+AT_ONCE, SECONDS = 50, 190.0
+SUMMED, AGREED, MESSAGES, SUMS, BOTH = "exact sums", "agreement", "rounded messages", "rounded sums", "rounded messages and sums"
+PLAIN, NESTEROV, TWO_BW = Variant("flush"), Variant("flush", nesterov=1.0), Variant("2BW", nesterov=1.0)
+FAMILIES = {PLAIN: "Adam", NESTEROV: "Adam, Nesterov", TWO_BW: "2BW, Adam, Nesterov"}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What the pipelines of a run exchange.
+
+    Attributes:
+        group: which of the questions of the study it answers.
+        name: in tables.
+        variant: the schedule of each pipeline.
+        agree: when they agree; None: gradients are summed for each update.
+        messages: how activations and their gradients are rounded.
+        sums: how the gradients of each pipeline are rounded before they are summed.
+        stochastic: whether they are rounded up or down at random.
+        feedback: whether what rounding a gradient has lost is added to the next one.
+        rates: the learning rates that are tried; an outer optimizer with momentum needs smaller ones.
+    """
+
+    group: str
+    name: str
+    variant: Variant = PLAIN
+    agree: Agreement | None = None
+    messages: str | None = None
+    sums: str | None = None
+    stochastic: bool = False
+    feedback: bool = True
+    rates: tuple[float, ...] = (2e-3, 4e-3, 6e-3)
+
+    def recipe(self, seed: int, rate: float) -> Recipe:
+        """Return the run of each pipeline as arrays; without a flush each stage is clipped by its own norm."""
+        recipe = self.variant.recipe(seed, rate, OPTIMIZERS[OPTIMIZER].momentum, D, 1)
+        return recipe._replace(stage_clip=np.float32(self.variant.schedule != "flush"))
+
+    def exchange(self) -> Exchange:
+        """Return what the pipelines exchange as arrays."""
+        agree = self.agree or Agreement(every=1)
+        first = [next(u for u in range(agree.every) if agree.last(s, D, u + agree.every) == u + agree.every) for s in range(D)]
+        return Exchange(
+            np.int32(agree.every if self.agree else 0),
+            np.array(first, np.int32),
+            np.float32(agree.outer.learning_rate),
+            np.float32(agree.outer.momentum),
+            format_of(self.messages, self.stochastic),
+            format_of(self.messages, self.stochastic),
+            format_of(self.sums, self.stochastic),
+            np.float32(self.feedback),
+        )
+
+
+class Part(NamedTuple):
+    """The runs of one program.
+
+    Attributes:
+        name: in tables.
+        updates: of each run, a multiple of `EVERY`.
+        settings: what is compared, data parallelism first.
+    """
+
+    name: str
+    updates: int
+    settings: tuple[Setting, ...]
+
+
+def _agreeing(every: int, name: str, outer: OuterOptimizer | None = None, fragments: Literal["stages"] | None = None) -> Setting:
+    agree = Agreement(every=every, outer=outer or OuterOptimizer(), fragments=fragments)
+    return Setting(AGREED, f"every {every}{name}", agree=agree, rates=(5e-4, 1e-3, 2e-3, 4e-3))
+
+
+BASE = (Setting(SUMMED, "data parallelism"),)
+RARELY = tuple(_agreeing(every, "") for every in (1, 10, 50, 200))
+LESS_MOMENTUM = tuple(_agreeing(every, ", momentum 0.5", OuterOptimizer(momentum=0.5)) for every in (50, 200))
+OF_MEANS = tuple(
+    replace(_agreeing(every, ", means", OuterOptimizer(learning_rate=1.0, momentum=0.0)), rates=(2e-3, 4e-3, 6e-3))
+    for every in (10, 50, 200)
+)
+BY_STAGES = (_agreeing(50, ", stage by stage", fragments="stages"),)
+OF_MESSAGES = (
+    Setting(MESSAGES, "bfloat16", messages="bfloat16"),
+    Setting(MESSAGES, "int8", messages="int8"),
+    Setting(MESSAGES, "int8, stochastic", messages="int8", stochastic=True),
+    Setting(MESSAGES, "fp8", messages="fp8"),
+    Setting(MESSAGES, "fp8, stochastic", messages="fp8", stochastic=True),
+)
+OF_SUMS = (
+    Setting(SUMS, "bfloat16", sums="bfloat16"),
+    Setting(SUMS, "int8", sums="int8"),
+    Setting(SUMS, "int8, no feedback", sums="int8", feedback=False),
+    Setting(SUMS, "int8, stochastic, no feedback", sums="int8", stochastic=True, feedback=False),
+    Setting(SUMS, "fp8", sums="fp8"),
+    Setting(SUMS, "fp8, no feedback", sums="fp8", feedback=False),
+)
+OF_BOTH = (Setting(BOTH, "int8", messages="int8", sums="int8"),)
+
+
+def _with(settings: Sequence[Setting], **fields: Any) -> tuple[Setting, ...]:
+    return tuple(replace(setting, **fields) for setting in settings)
+
+
+PARTS = (
+    Part(
+        "600 updates",
+        600,
+        (
+            *(*BASE, *RARELY, *LESS_MOMENTUM, *OF_MEANS, *BY_STAGES, *OF_MESSAGES, *OF_SUMS, *OF_BOTH),
+            *_with((*BASE, *RARELY[2:]), variant=NESTEROV),
+            *_with((*BASE, RARELY[2], OF_MESSAGES[1], *OF_BOTH), variant=TWO_BW),
+        ),
+    ),
+    Part("2400 updates", 2400, (*_with((*BASE, *OF_MEANS[1:]), rates=(2e-3, 4e-3)), *_with(RARELY[2:], rates=(1e-3, 2e-3)))),
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Train, or read results, and print the tables.
+
+    Args:
+        arguments: of the command line, by default those of this process.
+    """
+    options = _parser().parse_args(arguments)
+    try:
+        rows, platform = _read(options.from_json) if options.from_json else _run(options)
+        of_rows = tables(rows, ", on a CPU" if platform == "cpu" else "")
+        for table in of_rows:
+            print(f"\n{table.name}\n\n{table.text}", end="")
+        if options.documents:
+            write_pages(options.documents, {table.name: table.text for table in of_rows})
+    except InputError as error:
+        sys.exit(f"bench-learning: {error}")
+    if options.pictures is not None:
+        from benchmarks.learning.draw import draw_agreements  # machines that only run the study need no Matplotlib
+
+        draw_agreements(rows, options.pictures)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.learning.agree", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument(
+        "--parts", nargs="+", default=[part.name for part in PARTS], choices=[part.name for part in PARTS], help="default: all"
+    )
+    names = list(dict.fromkeys(setting.name for part in PARTS for setting in part.settings))
+    parser.add_argument("--settings", nargs="+", default=names, choices=names, metavar="NAME", help=f"only these: {'; '.join(names)}")
+    parser.add_argument("--rates", nargs="+", type=float, help="learning rates; default: two to four for each setting")
+    parser.add_argument("--updates", type=int, help=f"of each run, in place of those of the part; a multiple of {EVERY}")
+    parser.add_argument("--seeds", type=int, default=SEEDS, help="default: %(default)s")
+    parser.add_argument("--at-once", type=int, help=f"how many runs are vectorized; default: 1 on CPUs, otherwise {AT_ONCE}")
+    parser.add_argument("--seconds-limit", type=float, default=SECONDS, help="start no further runs after this time; default: %(default)s")
+    parser.add_argument("--json", type=Path, default=Path("benchmarks/agree.json"), help="default: %(default)s")
+    parser.add_argument("--from-json", type=Path, metavar="FILE", help="run nothing; make tables and pictures of these results")
+    parser.add_argument("--documents", nargs="+", type=Path, metavar="FILE", help="put the tables into these, in place of their own")
+    parser.add_argument("--pictures", type=Path, metavar="FOLDER", help="draw pictures into this folder")
+    return parser
+
+
+def _run(options: argparse.Namespace) -> tuple[list[Row], str]:
+    """Train all runs, and write the results after each group of them."""
+    if options.updates is not None and (options.updates < EVERY or options.updates % EVERY):
+        raise InputError(f"--updates: expected a multiple of {EVERY}, found {options.updates}")
+    machine, began, rows = describe(), time.monotonic(), list[Row]()
+    print(f"{machine['device']}, {machine['cores']} cores, jax {machine['jax']}", file=sys.stderr)
+    at_once = options.at_once or (1 if machine["platform"] == "cpu" else AT_ONCE)
+    for part in PARTS:
+        if part.name not in options.parts:
+            continue
+        chosen = part._replace(
+            settings=tuple(
+                replace(setting, rates=tuple(options.rates or setting.rates))
+                for setting in part.settings
+                if setting.name in options.settings
+            ),
+            updates=options.updates or part.updates,
+        )
+        for done in run(chosen, options.seeds, at_once, began + options.seconds_limit):
+            rows += done
+            files.write_atomically(options.json, json.dumps({"rows": [asdict(row) for row in rows], "machine": machine}) + "\n")
+            print(f"{part.name}: {len(rows)} runs in all after {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
+    print(f"written to {options.json}", file=sys.stderr)
+    return rows, machine["platform"]
+
+
+def _read(path: Path) -> tuple[list[Row], str]:
+    try:
+        results = json.loads(path.read_text(encoding="utf-8"))
+        return [Row(**row) for row in results["rows"]], results["machine"]["platform"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InputError(f"--from-json: expected results that this program wrote in '{path}': {error}") from None
+
+
+def run(part: Part, seeds: int, at_once: int, deadline: float) -> Iterator[list[Row]]:
+    """Train all runs of a part, seed by seed, and yield the rows of those that ran together.
+
+    Args:
+        part: what is run.
+        seeds: how many, from 0.
+        at_once: how many runs are vectorized.
+        deadline: the time of `time.monotonic` after which no further runs start.
+    """
+    task = make_gpt(D)
+    cells = [(setting, rate, seed) for seed in range(seeds) for setting in part.settings for rate in setting.rates]
+    runs = [(setting.recipe(seed, rate), setting.exchange()) for setting, rate, seed in cells]
+    at_once = min(at_once, len(runs))
+    data = stacked([batches_of_run(task, seed, part.updates // EVERY, EVERY) for seed in range(seeds)])
+    params = stacked([initial(task, seed) for seed in range(seeds)])
+    versions = 1 + max(int(recipe.delays.max()) for recipe, _ in runs)
+    schedule, stages, rule = warm_up_and_cosine(part.updates), stages_of(task, D), OPTIMIZERS[OPTIMIZER].rule
+    pipelines = Pipelines(Emulation(task.stack, stages, task.loss, rule, schedule, part.updates // 4, versions, task.clip), W)
+
+    def train(recipe: Recipe, exchange: Exchange, params: Tree, data: Tree, held_out: Tree) -> jax.Array:
+        start, batches = jax.tree.map(lambda a: a[recipe.seed], (params, data))
+        return pipelines.train(recipe, exchange, start, batches, held_out)[0]
+
+    program, inputs = jax.jit(jax.vmap(train, (0, 0, None, None, None))), jax.device_put((params, data, task.held_out))
+    for first in range(0, len(runs), at_once):
+        if time.monotonic() > deadline:
+            return
+        chunk = runs[first : first + at_once]
+        losses = np.asarray(program(*stacked([*chunk, *[chunk[-1]] * (at_once - len(chunk))]), *inputs))
+        yield [_row(part, *cell, values) for cell, values in zip(cells[first : first + at_once], losses, strict=False)]
+
+
+def _row(part: Part, setting: Setting, rate: float, seed: int, losses: np.ndarray) -> Row:
+    task = f"{W} pipelines, {FAMILIES[setting.variant]}, {part.updates} updates"
+    return Row(task, D, OPTIMIZER, setting.group, setting.name, rate, seed, EVERY, [round(float(loss), 5) for loss in losses])
+
+
+def tables(rows: Sequence[Row], where: str = "") -> list[Table]:
+    """Return a table for each schedule and number of updates: the last loss at each rate, and beside data parallelism at its best rate.
+
+    Args:
+        rows: of the study.
+        where: is added to their names.
+    """
+    made = []
+    for task in dict.fromkeys(row.task for row in rows):
+        rates = sorted({row.rate for row in rows if row.task == task})
+        settings = recipes_by_rate(rows, task, D, OPTIMIZER)
+        best = [min(recipes, key=lambda recipe: recipe.loss) for recipes in settings]
+        head = ["exchange", "setting", *(f"loss at {rate:g}" for rate in rates), "best, above data parallelism"]
+        lines = []
+        for recipes, own in zip(settings, best, strict=True):
+            losses = {recipe.rate: f"{recipe.loss:.3f}" if math.isfinite(recipe.loss) else "diverged" for recipe in recipes}
+            lines.append([own.schedule, own.remedy, *(losses.get(rate, "") for rate in rates), _difference(own, best[0])])
+        made.append(Table(task + where, head, lines))
+    return made
+
+
+def _difference(own: Measured, base: Measured) -> str:
+    """Return by how much a loss is above another one, with the smallest and the largest difference of equal seeds."""
+    pairs = [(own.losses[own.seeds.index(seed)], base.losses[base.seeds.index(seed)]) for seed in own.seeds if seed in base.seeds]
+    differences = [a - b for a, b in pairs]
+    if own is base or not all(map(math.isfinite, differences)):
+        return "–"
+    mean = f"{sum(differences) / len(differences):+.3f}"
+    return f"{mean} ({min(differences):+.3f} to {max(differences):+.3f})" if len(differences) > 1 else mean
+
+
+if __name__ == "__main__":
+    keep_freed_memory()
+    jax.config.update("jax_default_matmul_precision", "highest")
+    main()

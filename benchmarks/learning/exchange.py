@@ -1,0 +1,243 @@
+"""Parallel pipelines on one device as one jitted program: they sum gradients or agree rarely, and what they send has few bits.
+
+Around `Emulation`, which is one pipeline. The rules are those of `jpipe.plan.Agreement` and `jpipe.plan.Links`; sums have error feedback.
+What runs differ in is arrays, so that all of them are one program. The letters in the shapes: w pipelines, d stages.
+"""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.learning.emulation import Carry, Emulation, Recipe
+from jpipe.plan import BLOCK
+
+Tree = Any
+
+
+class Format(NamedTuple):
+    """Floating-point numbers of few bits, as arrays.
+
+    Attributes:
+        largest: the magnitude that the largest one of each block gets by its scale; 0: without scales.
+        bits: of the mantissa; 0: nothing is rounded.
+        least: the exponent below which the distance of two neighbouring numbers gets no smaller.
+        stochastic: 1 to round up or down at random, 0 to round to nearest.
+    """
+
+    largest: Any
+    bits: Any
+    least: Any
+    stochastic: Any
+
+
+KINDS: dict[str | None, tuple[float, int, int]] = {  # int8 has a distance of 1 up to 127
+    None: (0.0, 0, 0),
+    "bfloat16": (0.0, 7, -119),
+    "int8": (127.0, 6, 6),
+    "fp8": (448.0, 3, -6),
+}
+
+
+def format_of(kind: str | None, stochastic: bool = False) -> Format:
+    """Return the format of a kind of `jpipe.plan.Links`; None: nothing is rounded."""
+    largest, bits, least = KINDS[kind]
+    return Format(np.float32(largest), np.int32(bits), np.int32(least), np.int32(stochastic))
+
+
+class Exchange(NamedTuple):
+    """What pipelines exchange and how it is rounded, as arrays.
+
+    Attributes:
+        every: updates of a stage from one agreement to the next, H; 0: gradients are summed for each update instead.
+        offsets: of the agreements of each stage, o_s, of shape (d,).
+        rate: the learning rate of the outer optimizer.
+        momentum: of the outer optimizer.
+        activations: how messages to the next stage are rounded.
+        gradients: how messages to the stage before are rounded.
+        sums: how the gradient of each pipeline is rounded before they are summed.
+        feedback: 1 to add what rounding has lost to the pipeline's next gradient, 0 to forget it.
+    """
+
+    every: Any
+    offsets: Any
+    rate: Any
+    momentum: Any
+    activations: Format
+    gradients: Format
+    sums: Format
+    feedback: Any
+
+
+class _State(NamedTuple):
+    pipelines: Carry  # with (w, …) of everything
+    errors: Tree  # (w, …): of the rounded gradients
+    agreed: Tree
+    momentum: Tree
+
+
+def rounded(x: jax.Array, to: Format, key: jax.Array) -> jax.Array:
+    """Return an array with its numbers rounded, in blocks of neighbouring values of one row.
+
+    Args:
+        x: the array; its first dim counts rows, unless it is the only one.
+        to: the format.
+        key: for stochastic rounding.
+    """
+    return _joined(_rounded_blocks(_blocks(x), to, key), x)
+
+
+def _blocks(x: jax.Array) -> jax.Array:
+    """Return the blocks of an array, the last one of each row filled with zeros."""
+    rows = x.reshape(x.shape[0] if x.ndim > 1 else 1, -1)
+    return jnp.pad(rows, ((0, 0), (0, -rows.shape[1] % BLOCK))).reshape(-1, BLOCK)
+
+
+def _joined(blocks: jax.Array, like: jax.Array) -> jax.Array:
+    rows = like.shape[0] if like.ndim > 1 else 1
+    return blocks.reshape(rows, -1)[:, : like.size // rows].reshape(like.shape)
+
+
+def _rounded_blocks(values: jax.Array, to: Format, key: jax.Array) -> jax.Array:
+    largest, limit = to.largest.astype(values.dtype), jnp.where(to.largest > 0, to.largest, jnp.inf).astype(values.dtype)
+    scales = (jnp.abs(values).max(axis=1, keepdims=True) * (1 / limit)).astype(jnp.float32).astype(values.dtype)
+    scales = jnp.where((largest > 0) & (scales > 0), scales, 1)
+    scaled = jnp.clip(values / scales, -limit, limit)
+    _, exponents = jnp.frexp(scaled)  # of magnitudes from 0.5 up to 1
+    distance = jnp.ldexp(jnp.ones_like(scaled), jnp.maximum(exponents - 1, to.least) - to.bits)
+    steps = scaled / distance
+    drawn = jnp.floor(steps + jax.random.uniform(key, steps.shape, steps.dtype))
+    result = jnp.clip(jnp.where(to.stochastic == 1, drawn, jnp.round(steps)) * distance, -limit, limit) * scales
+    return jnp.where(to.bits > 0, result, values)
+
+
+@jax.custom_vjp
+def sent(x: jax.Array, activations: Format, gradients: Format, key: jax.Array) -> jax.Array:
+    """Return activations as the next stage gets them; the stage that sends gets their rounded gradient, as if they had not been rounded."""
+    return rounded(x, activations, key)
+
+
+def _sent_forward(x: jax.Array, activations: Format, gradients: Format, key: jax.Array) -> tuple[jax.Array, Tree]:
+    return rounded(x, activations, key), (gradients, jax.random.fold_in(key, 1))
+
+
+def _sent_backward(saved: Tree, gradient: jax.Array) -> tuple[Any, ...]:
+    return rounded(gradient, *saved), None, None, None
+
+
+sent.defvjp(_sent_forward, _sent_backward)
+
+
+class Pipelines:
+    """Parallel pipelines, each with an equal share of every batch.
+
+    Args:
+        emulation: of one of them.
+        count: w.
+    """
+
+    def __init__(self, emulation: Emulation, count: int) -> None:
+        self._emulation, self._count = emulation, count
+
+    def train(self, recipe: Recipe, exchange: Exchange, params: Tree, data: Tree, held_out: Tree) -> tuple[jax.Array, Tree]:
+        """Train once.
+
+        Args:
+            recipe: of each pipeline.
+            exchange: what they exchange.
+            params: the initial weights, by layer id.
+            data: (inputs, labels) of all batches of the run, each of shape (evaluations, updates between them, rows, …).
+            held_out: (inputs, labels) to be evaluated after each group of updates.
+
+        Returns:
+            The held-out losses at regular intervals, and the last weights: those agreed on, or those of all pipelines.
+        """
+        emulation = self._emulation
+        groups, each = jax.tree.leaves(data)[0].shape[:2]
+        zeros = jax.tree.map(jnp.zeros_like, params)
+        start = _State(self._copies(emulation.start(params)), self._copies(zeros), params, zeros)
+        nearest = exchange.activations._replace(stochastic=jnp.zeros_like(exchange.activations.stochastic))
+
+        def receive(x: Tree, stage: int, microbatch: Any) -> Tree:
+            return jax.tree.map(lambda leaf: rounded(leaf, nearest, jax.random.key(0)), x)
+
+        def update(state: _State, inputs: Tree) -> tuple[_State, None]:
+            return self._update(recipe, exchange, state, *inputs), None
+
+        def group(state: _State, inputs: Tree) -> tuple[_State, jax.Array]:
+            state, _ = jax.lax.scan(update, state, inputs)
+            return state, emulation.mean_loss(self._weights(exchange, state), held_out, send=receive)
+
+        state, losses = jax.lax.scan(group, start, (jnp.arange(groups * each).reshape(groups, each), data))
+        return losses, self._weights(exchange, state)
+
+    def _update(self, recipe: Recipe, exchange: Exchange, state: _State, t: jax.Array, batch: Tree) -> _State:
+        key = jax.random.fold_in(jax.random.key(recipe.seed), t)
+        keys = jax.random.split(key, (2, self._count))
+
+        def gradients(pipeline: Carry, batch: Tree, key: jax.Array) -> Tree:
+            def send(x: Tree, stage: int, microbatch: Any) -> Tree:
+                of_message = jax.random.fold_in(jax.random.fold_in(key, stage), microbatch)
+                return jax.tree.map(lambda leaf: sent(leaf, exchange.activations, exchange.gradients, of_message), x)
+
+            return self._emulation.gradients(recipe, pipeline, batch, send)
+
+        m = recipe.delays.shape[1]
+        own = jax.vmap(gradients)(state.pipelines, jax.tree.map(partial(self._shares, m), batch), keys[0])
+        used, errors = sums(exchange, own, state.errors, keys[1])
+        pipelines = jax.vmap(partial(self._emulation.apply, recipe), in_axes=(0, None, 0))(state.pipelines, t, used)
+        return self._agree(exchange, state._replace(pipelines=pipelines, errors=errors), t)
+
+    def _agree(self, exchange: Exchange, state: _State, t: jax.Array) -> _State:
+        newest = jax.tree.map(lambda p: p[:, 0], state.pipelines.versions)
+        agreed, momentum = [], []
+        split = map(self._emulation.split, (state.agreed, state.momentum, newest))
+        for offset, before, velocity, own in zip(exchange.offsets, *split, strict=True):
+            due = (exchange.every > 0) & ((t + 1 - offset) % jnp.maximum(exchange.every, 1) == 0)
+            change = jax.tree.map(lambda a, w: a - w.mean(0), before, own)
+            moved = jax.tree.map(lambda d, v: d + exchange.momentum * v, change, velocity)
+            after = jax.tree.map(lambda a, d, v: a - exchange.rate * (d + exchange.momentum * v), before, change, moved)
+            agreed.append(jax.tree.map(partial(jnp.where, due), after, before))
+            momentum.append(jax.tree.map(partial(jnp.where, due), moved, velocity))
+            newest = newest | jax.tree.map(partial(jnp.where, due), self._copies(after), own)
+        versions = jax.tree.map(lambda old, new: jnp.concatenate([new[:, None], old[:, 1:]], 1), state.pipelines.versions, newest)
+        pipelines = state.pipelines._replace(versions=versions)
+        return state._replace(pipelines=pipelines, agreed=self._emulation.merged(agreed), momentum=self._emulation.merged(momentum))
+
+    def _weights(self, exchange: Exchange, state: _State) -> Tree:
+        of_first = self._emulation.without_prediction(jax.tree.map(lambda a: a[0], state.pipelines))
+        return jax.tree.map(partial(jnp.where, exchange.every > 0), state.agreed, of_first)
+
+    def _copies(self, tree: Tree) -> Tree:
+        return jax.tree.map(lambda a: jnp.broadcast_to(a, (self._count, *jnp.shape(a))), tree)
+
+    def _shares(self, m: int, rows: jax.Array) -> jax.Array:
+        """Return the rows of each pipeline: microbatches k, k + w, …, of m w microbatches."""
+        return rows.reshape(m, self._count, -1, *rows.shape[1:]).swapaxes(0, 1).reshape(self._count, -1, *rows.shape[1:])
+
+
+def sums(exchange: Exchange, own: Tree, errors: Tree, keys: jax.Array) -> tuple[Tree, Tree]:
+    """Return the gradients that each pipeline updates with, its own or the mean of the rounded ones, and what rounding has lost.
+
+    Args:
+        exchange: what pipelines exchange.
+        own: the gradient of each pipeline, (w, …).
+        errors: what rounding has lost before, (w, …).
+        keys: of each pipeline.
+    """
+    wanted = jax.tree.map(lambda g, e: g + exchange.feedback * e, own, errors)
+    passed = jax.vmap(partial(_rounded_tree, exchange.sums))(wanted, keys)
+    summed = exchange.every == 0
+    used = jax.tree.map(lambda g, p: jnp.where(summed, jnp.broadcast_to(p.mean(0), p.shape), g), own, passed)
+    return used, jax.tree.map(lambda w, p: jnp.where(summed, w - p, 0), wanted, passed)
+
+
+def _rounded_tree(to: Format, tree: Tree, key: jax.Array) -> Tree:
+    """Round all leaves as one array: it compiles much sooner."""
+    leaves, structure = jax.tree.flatten(tree)
+    blocks = [_blocks(leaf) for leaf in leaves]
+    ends = np.cumsum([len(one) for one in blocks])[:-1]
+    parts = jnp.split(_rounded_blocks(jnp.concatenate(blocks), to, key), ends)
+    return jax.tree.unflatten(structure, [_joined(part, leaf) for part, leaf in zip(parts, leaves, strict=True)])
