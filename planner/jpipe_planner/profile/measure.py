@@ -16,7 +16,7 @@ from jpipe.context import without_mesh
 from jpipe_planner.profile.analyze import PROGRAMS
 from jpipe_planner.profile.bench import Bench, ByProgram, Programs
 from jpipe_planner.profile.compose import profile_of
-from jpipe_planner.profile.model import POLICIES, Batch, Costs, Meter, Model, Progress, count_bytes, parts_of_bytes
+from jpipe_planner.profile.model import POLICIES, Batch, Costs, Meter, Model, Progress, StageCosts, count_bytes, parts_of_bytes
 from jpipe_planner.profile.profile import Profile
 from jpipe_planner.profile.scratch import ScratchPrograms, compiling_threads
 
@@ -83,8 +83,21 @@ def measure(
     _in_turns([*benches.values()], repetitions, seconds)
     costs = _all_costs(model, benches, single, meter)
     dispatch = statistics.median(bench.medians()[1] for bench in benches.values())
-    temporaries = {(layer_id, rows): bench.temporary[layer_id,] for layer_id in model.distinct for rows, bench in single.items()}
     fields = {"source": "measured", "dispatch": dispatch, "device": device.device_kind, "compiled_for": device.device_kind}
+    return _with_scratch(model, costs, stage_costs, single, policies, device, **fields)
+
+
+def _with_scratch(
+    model: Model,
+    costs: Mapping[tuple[str, int], Costs],
+    stage_costs: StageCosts,
+    single: Mapping[int, Bench],
+    policies: Sequence[str],
+    device: jax.Device,
+    **fields: Any,
+) -> Profile:
+    """Return the profile, with the scratch memory of the benches of single layers and of neighbours that are compiled for it."""
+    temporaries = {(layer_id, rows): bench.temporary[layer_id,] for layer_id in model.distinct for rows, bench in single.items()}
     with compiling_threads() as pool:
         neighbours = ScratchPrograms(model, policies, device, pool)
         neighbours.begin_neighbours()
