@@ -83,8 +83,7 @@ def measure(
     _in_turns([*benches.values()], repetitions, seconds)
     costs = _all_costs(model, benches, single, meter)
     dispatch = statistics.median(bench.medians()[1] for bench in benches.values())
-    fields = {"source": "measured", "dispatch": dispatch, "device": device.device_kind, "compiled_for": device.device_kind}
-    return _with_scratch(model, costs, stage_costs, single, policies, device, **fields)
+    return _with_scratch(model, costs, stage_costs, single, policies, device, dispatch)
 
 
 def _with_scratch(
@@ -94,10 +93,11 @@ def _with_scratch(
     single: Mapping[int, Bench],
     policies: Sequence[str],
     device: jax.Device,
-    **fields: Any,
+    dispatch: float,
 ) -> Profile:
     """Return the profile, with the scratch memory of the benches of single layers and of neighbours that are compiled for it."""
     temporaries = {(layer_id, rows): bench.temporary[layer_id,] for layer_id in model.distinct for rows, bench in single.items()}
+    fields = {"source": "measured", "dispatch": dispatch, "device": device.device_kind, "compiled_for": device.device_kind}
     with compiling_threads() as pool:
         neighbours = ScratchPrograms(model, policies, device, pool)
         neighbours.begin_neighbours()
