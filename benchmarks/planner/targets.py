@@ -85,6 +85,7 @@ def _measured(model: str, target: str, sizes: Sequence[int]) -> Iterator[dict[st
         parts.stack, parts.rows, parts.loss, parts.rule, sizes, device, policies=POLICIES, precision=parts.precision, ema_decay=None
     )
     profiled = time.perf_counter() - begin
+    programs: dict[Any, Any] = {}
     for rows in sizes:
         for policy in POLICIES:
             yield {
@@ -92,12 +93,17 @@ def _measured(model: str, target: str, sizes: Sequence[int]) -> Iterator[dict[st
                 "rows": rows,
                 "recompute": policy,
                 "profile_seconds": profiled,
-                **_stages(parts, profile, device, rows, policy),
+                **_stages(parts, profile, device, rows, policy, programs),
             }
 
 
-def _stages(parts: Parts, profile: Profile, device: Device, rows: int, policy: str) -> dict[str, Any]:
-    """Return the compiled and the estimated bytes of one plan, or which program the compiler rejects because of its memory."""
+def _stages(parts: Parts, profile: Profile, device: Device, rows: int, policy: str, programs: dict[Any, Any]) -> dict[str, Any]:
+    """Return the compiled and the estimated bytes of one plan, or which program the compiler rejects because of its memory.
+
+    Args:
+        parts, profile, device, rows, policy: of the plan.
+        programs: those compiled for earlier plans, which are not compiled again, such as updates.
+    """
     ids, batch = parts.stack.ids, parts.rows(rows * MICROBATCHES)
     ends = [len(ids) * s // STAGES for s in range(STAGES + 1)]
     stages = [{"layers": ids[a:b], "recompute": policy} for a, b in itertools.pairwise(ends)]
@@ -106,7 +112,7 @@ def _stages(parts: Parts, profile: Profile, device: Device, rows: int, policy: s
     begin = time.perf_counter()
     try:
         with tracing_for(compiling.devices[0].platform):
-            costs = parts.pipeline(plan).costs(batch, compiled_for=compiling.devices)
+            costs = parts.pipeline(plan).costs(batch, compiled_for=compiling.devices, programs=programs)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise

@@ -347,9 +347,10 @@ def one_forward_one_backward(plan: Shape, s: int, microbatches: Sequence[int], a
     if ahead == 1 and s == plan.depth - 1:
         yield from (Action("FB", s, k) for k in microbatches)
         return
-    for n, k in enumerate(microbatches):
-        if n >= ahead:
-            yield Action("B", s, microbatches[n - ahead])
+    for k in microbatches[:ahead]:
+        yield Action("F", s, k)
+    for finished, k in zip(microbatches, microbatches[ahead:], strict=False):
+        yield Action("B", s, finished)
         yield Action("F", s, k)
     for k in microbatches[max(len(microbatches) - ahead, 0) :]:
         yield Action("B", s, k)

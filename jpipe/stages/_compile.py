@@ -2,8 +2,9 @@
 
 import hashlib
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, get_args
 
@@ -33,7 +34,7 @@ from jpipe.stages.functions._stage import StageFunctions
 
 Tree = Any
 CompiledPrograms = dict[tuple[Place, str], jax.stages.Compiled]
-"""Compiled programs by their place and the hash of their text."""
+"""Compiled programs by their place and `program_key`."""
 
 
 def compile_workers(
@@ -97,7 +98,8 @@ def _compile_in_turns(
 ) -> list[dict[str, jax.stages.Compiled]]:
     """Compile the named calls of each stage. On a mesh the calls of `sharded_by_xla` come before those that read their results.
 
-    `before` are calls that are lowered already, for nothing chosen. Programs in `known` are not compiled again; new ones are added.
+    `before` are calls that are lowered already, for nothing chosen. With `known` they are compiled for analysis only: programs in it
+    are not compiled again, and new ones are added.
     """
     compiled: list[dict[str, jax.stages.Compiled]] = [{} for _ in stages]
     chosen: list[dict[str, Sequence[Any]]] = [{} for _ in stages]
@@ -111,9 +113,8 @@ def _compile_in_turns(
         if known is None:
             calls = compile_in_parallel(list(lowered.values()))
         else:
-            keys = [(stages[i][1], hashlib.sha256(call.as_text().encode()).hexdigest()) for (i, _), call in lowered.items()]
-            missing = {key: call for key, call in zip(keys, lowered.values(), strict=True) if key not in known}
-            known.update(zip(missing, compile_in_parallel(list(missing.values())), strict=True))
+            with Analyses(known) as analyses:
+                keys = [analyses.begin(stages[i][1], call) for (i, _), call in lowered.items()]
             calls = [known[key] for key in keys]
         for (i, name), call in zip(lowered, calls, strict=True):
             compiled[i][name] = call
@@ -163,15 +164,21 @@ def compile_stages(
     for program in programs:
         for instruction in program.instructions:
             names[plan.workers[instruction.worker][0]].update(_calls(instruction, program))
-    counts = [len(f.counted) for f in functions]
-    lowered, texts = {}, {}
-    for s, place in places.items():
-        lowered[s] = {name: _lower_call(functions[s], place, name, counts, {}, shares[s]) for name in sorted(names[s])}
-        texts[s] = place, tuple(call.as_text() for call in lowered[s].values())
-    distinct = {text: s for s, text in reversed(texts.items())}
-    stages = [(functions[s], places[s], shares[s], sorted(names[s])) for s in distinct.values()]
-    compiled = dict(zip(distinct, _compile_in_turns(stages, counts, [lowered[s] for s in distinct.values()], known), strict=True))
-    return {s: CompiledStage(functions[s], place, compiled[texts[s]], shares[s]) for s, place in places.items()}
+    counts, known = [len(f.counted) for f in functions], {} if known is None else known
+    lowered: dict[int, dict[str, jax.stages.Lowered]] = {}
+    keys: dict[int, dict[str, tuple[Place, str]]] = {}
+    with Analyses(known) as analyses:
+        for s, place in places.items():
+            lowered[s], keys[s] = {}, {}
+            for name in sorted(names[s]):
+                lowered[s][name] = call = _lower_call(functions[s], place, name, counts, {}, shares[s])
+                keys[s][name] = analyses.key(place, call) if place.mesh else analyses.begin(place, call)  # while the next ones are traced
+    calls = {s: {name: known[key] for name, key in keys[s].items()} for s, place in places.items() if not place.mesh}
+    distinct = {tuple(keys[s].values()): s for s in reversed([*places]) if places[s].mesh}
+    stages = [(functions[s], places[s], shares[s], [*lowered[s]]) for s in distinct.values()]
+    on_meshes = dict(zip(distinct, _compile_in_turns(stages, counts, [lowered[s] for s in distinct.values()], known), strict=True))
+    calls |= {s: on_meshes[tuple(keys[s].values())] for s, place in places.items() if place.mesh}
+    return {s: CompiledStage(functions[s], place, calls[s], shares[s]) for s, place in places.items()}
 
 
 def _calls(instruction: Instruction, program: Program) -> tuple[str, ...]:
@@ -213,6 +220,64 @@ def compile_start(functions: StageFunctions, place: Place, share: Share | None) 
         return version, init_optimizer(fresh if share is None else share.part(fresh)), zero_accumulators(version)
 
     return start
+
+
+class Analyses:
+    """Programs that are compiled in threads for analysis only: when it ends, `known` has them all.
+
+    Programs with the same `program_key`, as those of equal stages, are compiled once.
+
+    Args:
+        known: those of other plans.
+    """
+
+    def __init__(self, known: CompiledPrograms) -> None:
+        self._known, self._begun = known, dict[tuple[Place, str], Future[jax.stages.Compiled]]()
+        self._pool = ThreadPoolExecutor(os.cpu_count())  # XLA releases Python's lock while it compiles
+
+    def key(self, place: Place, call: jax.stages.Lowered) -> tuple[Place, str]:
+        """Return the key of a program in `known`."""
+        return place, program_key(call)
+
+    def begin(self, place: Place, call: jax.stages.Lowered) -> tuple[Place, str]:
+        """Begin to compile a program unless it is known, and return its key."""
+        key = self.key(place, call)
+        if key not in self._known and key not in self._begun:
+            self._begun[key] = self._pool.submit(compile_for_analysis, call, place.first)
+        return key
+
+    def __enter__(self) -> "Analyses":
+        """Return itself."""
+        return self
+
+    def __exit__(self, failed: type[BaseException] | None, *error: object) -> None:
+        """Wait for what has begun; after an error nothing more is compiled."""
+        try:
+            if failed is None:
+                self._known.update((key, program.result()) for key, program in self._begun.items())
+        finally:
+            self._pool.shutdown(cancel_futures=True)
+
+
+def program_key(program: jax.stages.Lowered) -> str:
+    """Return a hash of the text of a program: the same for programs that differ in nothing but the names of their results."""
+    return hashlib.sha256(_RESULT_NAME.sub("", program.as_text()).encode()).hexdigest()
+
+
+_RESULT_NAME = re.compile(r'jax\.result_info = "[^"]*"')  # such as that of a layer
+
+
+def compile_for_analysis(program: jax.stages.Lowered, device: jax.Device) -> jax.stages.Compiled:
+    """Compile a program that will not run, to read its memory.
+
+    For a GPU that is not here no kernels are tried: there none can be timed, and the ones that are taken need the same memory.
+
+    Args:
+        program: lowered for the device.
+        device: of this process, or one that is not here.
+    """
+    is_here = device in jax.local_devices()
+    return program.compile({"xla_gpu_autotune_level": 0} if device.platform == "gpu" and not is_here else None)
 
 
 def compile_in_parallel(

@@ -16,6 +16,8 @@ _LEFT: tuple[Kept, ...] = "residuals", "stash"
 class Moves:
     """What each worker has on its device and in host memory, as far as the plan moves it: see `jpipe.plan.HostMemory`.
 
+    Nothing is noted where it moves nothing.
+
     Args:
         plan: what is lowered.
         listing: where instructions are written.
@@ -27,15 +29,15 @@ class Moves:
         self._plan, self._listing, self._updates_at_once = plan, listing, updates_at_once
         self._schedule = SCHEDULES[plan.schedule]
         self._versions: dict[int, list[int]] = {}  # by worker, those alive, the newest last
-        self._left: dict[int, list[tuple[Kept, int]]] = {w: [] for w in range(len(plan.workers))}  # residuals and stashes that may move
+        self._left: dict[int, list[tuple[Kept, int]]] = {}  # residuals and stashes that may move
         self._away: dict[int, set[tuple[Kept, int]]] = {}  # by worker, what is in host memory
-        for w, (s, replica) in enumerate(plan.workers):
+        for w, (s, replica) in enumerate(plan.workers if plan.offload is not None else ()):
             oldest = self._schedule.version(plan, s, start * plan.microbatches + replica)
             self._versions[w] = [*range(oldest, start * plan.updates_per_batch(s) + 1)]
-            self._away[w] = {_OPTIMIZER} if plan.offloads("optimizer", s) else set()
+            self._left[w], self._away[w] = [], {_OPTIMIZER} if plan.offloads("optimizer", s) else set()
 
     def before(self, time: int, worker: int, order: Sequence[Action], n: int, retired: Sequence[int | None]) -> None:
-        """Write the moves before entry n of the order of a worker's rank.
+        """Write the moves before entry n of the order of a worker's rank, where the plan moves anything.
 
         Args:
             time: when it begins.
@@ -44,8 +46,6 @@ class Moves:
             n: the place of the computation.
             retired: the versions whose memory updates that are pending will take.
         """
-        if self._plan.offload is None:
-            return
         s, versions, alive = self._plan.workers[worker][0], self._versions[worker], self._left[worker]
         op, k = OPS[order[n].op], order[n].microbatch
         coming = [order[n], *islice((order[later] for later in range(n + 1, len(order)) if order[later].stage == s), 2)]
@@ -70,6 +70,9 @@ class Moves:
 
     def update(self, time: int, worker: int, batch: int, retires: int | None) -> None:
         """Write an update and the moves for it."""
+        if self._plan.offload is None:
+            self._listing.write(time, Update, worker, batch, retires)
+            return
         versions = self._versions[worker]
         self._fetch(time, worker, "optimizer", 0)
         for version in versions:
@@ -83,12 +86,13 @@ class Moves:
     def release(self, time: int, worker: int, version: int) -> None:
         """Write the release of a version, wherever it is."""
         self._listing.write(time, Release, worker, version)
-        self._versions[worker].remove(version)
-        self._away[worker].discard(("versions", version))
+        if self._plan.offload is not None:
+            self._versions[worker].remove(version)
+            self._away[worker].discard(("versions", version))
 
     def fetch_versions(self, time: int, worker: int) -> None:
         """Write the moves that bring all versions to the device."""
-        for version in self._versions[worker]:
+        for version in self._versions.get(worker, ()):
             self._fetch(time, worker, "versions", version)
 
     def _offload(self, time: int, worker: int, what: Kept, number: int) -> None:

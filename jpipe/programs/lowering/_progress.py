@@ -6,7 +6,7 @@ from itertools import permutations
 from typing import NamedTuple
 
 from jpipe.plan import Plan
-from jpipe.programs._global_norm import Route, last_microbatch, transfer
+from jpipe.programs._global_norm import last_microbatch, transfer
 from jpipe.programs._instructions import Agree, AllReduce, SumChanges
 from jpipe.programs.lowering._listing import Listing
 from jpipe.programs.lowering._moves import Moves
@@ -36,6 +36,7 @@ class Worker:
         rank: its rank.
         backwards: its backwards since the first batch of the run.
         updates: its updates since then.
+        read: the newest version that one of its forwards has read; -1 before the first one.
         pending: its updates that wait for a sum or a norm, in order.
         shared_due: the batches whose shared gradients it sends next.
         squares_due: the batches whose squares it sums next.
@@ -46,6 +47,7 @@ class Worker:
         self.stage, self.replica = plan.workers[number]
         self.backwards = start * plan.microbatches // plan.replicas[self.stage]
         self.updates = start * plan.updates_per_batch(self.stage)
+        self.read = -1
         self.pending: list[Pending] = []
         self.shared_due: list[int] = []
         self.squares_due: list[int] = []
@@ -80,8 +82,10 @@ class Availability:
 
     def announce(self, what: str, s: int, number: int, time: int) -> None:
         """Store the time from which a result is available, and wake the ranks that wait for it."""
-        self._times[what, s, number] = time
-        self.woken.extend(self._waiting.pop((what, s, number), ()))
+        key = what, s, number
+        self._times[key] = time
+        if waiting := self._waiting.pop(key, None):
+            self.woken.extend(waiting)
 
     def known(self, what: str, s: int, number: int) -> bool:
         """Return whether a result is available."""
@@ -89,9 +93,10 @@ class Availability:
 
     def time(self, what: str, s: int, number: int, worker: Worker) -> int | None:
         """Return the time from which a result is available; if there is none yet, return None and wake the worker's rank later."""
-        time = self._times.get((what, s, number))
+        key = what, s, number
+        time = self._times.get(key)
         if time is None:
-            self._waiting.setdefault((what, s, number), []).append(worker.rank.number)
+            self._waiting.setdefault(key, []).append(worker.rank.number)
         return time
 
     def latest(self, wanted: Iterable[tuple[str, int, int]], worker: Worker) -> int | None:
@@ -120,15 +125,14 @@ class PendingUpdates:
         available: Availability,
         listing: Listing,
         moves: Moves,
-        route: Route | None,
-        waits: Sequence[bool],
+        routed: Sequence[bool],
         start: int,
         alike: bool,
     ) -> None:
         self.plan, self.available, self.listing, self.moves = plan, available, listing, moves
         self.summing = [workers[:1] if alike else workers for workers in plan.stage_workers]  # by stage, those that are run
         self.begun = [start * plan.updates_per_batch(s) for s in range(plan.depth)]  # sums of whole updates, by stage
-        self.routed = [route is not None and wait for wait in waits]
+        self.routed = routed  # by stage, whether they wait for other stages, at the times of the route
         self.arrived: dict[tuple[int, int, int | None], list[int]] = {}  # when each replica had gradients, by stage, batch and part
         self.made: dict[tuple[int, int], list[int]] = {}  # when each replica has made an update, by stage and update
 

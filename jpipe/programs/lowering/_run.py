@@ -59,12 +59,20 @@ class Run:
         self.ticks: dict[tuple[str, int], int] = {}  # of an op at a stage: a unit for each of its halves, and one more if it recomputes
         for (name, op), s in itertools.product(OPS.items(), range(plan.depth)):
             self.ticks[name, s] = self.unit * (len(op.parts) + (again[s] if op.gives_gradient else 0))
+        # By what an op reads, and its stage: the message that it waits for, and the stage from which that comes.
+        self.messages: dict[tuple[Reads, int], tuple[str, int] | None] = {}
+        for s in range(plan.depth):
+            self.messages["inputs", s] = ("output", s - 1) if s > 0 else None
+            self.messages["residuals", s] = ("gradient", s + 1) if s + 1 < plan.depth else None
+            self.messages["stash", s] = None
         # Without a flush the last of a rank's chunks may come to a microbatch only after the step of its batch.
         several = not self.schedule.flushes and plan.depth > len(plan.pipeline_ranks)
         self.labels_with = 0 if several else plan.depth - 1
         self.shares = [[group for group, stages in enumerate(shared) if s in stages] for s in range(plan.depth)]
         self.waits = [global_norm or bool(groups) for groups in self.shares]  # whether updates wait for other stages
         self.route = route_of(plan) if any(self.waits) and not self.schedule.flushes else None
+        self.routed = [self.route is not None and wait for wait in self.waits]  # whether they wait for other stages without a flush
+        self.version = self.schedule.version if plan.flush_first else self.schedule.formula
         # With a route, one replica of each stage sums squares for all.
         self.alike = alike and plan.replicas[0] > 1 and len(set(plan.replicas)) == 1 and self.route is None
         ranks = [Rank(rank) for rank in range(len(plan.rank_workers))]
@@ -75,12 +83,13 @@ class Run:
             if not (self.alike and j):
                 self.rank_workers[rank] = [self.worker_at[s, rank] for s in plan.pipeline_ranks[p]]
         self.available, self.listing = Availability(), Listing(plan, workers, self.alike)
-        of_stages = [workers is None or not set(plan.stage_workers[s]).isdisjoint(workers) for s in range(plan.depth)]
-        self.linked = [before or after for before, after in pairwise(of_stages)] + [False]  # which transfers to the next stage are written
+        # By stage whether its computations are written, and its transfers to the next one.
+        self.written = [workers is None or not set(plan.stage_workers[s]).isdisjoint(workers) for s in range(plan.depth)]
+        self.linked = [before or after for before, after in pairwise(self.written)] + [False]
         self.is_whole = workers is None and not self.alike  # whether the listing has all instructions since the start
         at_once = [not sums and not waits for sums, waits in zip(self.sums, self.waits, strict=True)]
         self.moves = Moves(plan, self.listing, start, at_once)
-        self.updates = PendingUpdates(plan, self.available, self.listing, self.moves, self.route, self.waits, start, self.alike)
+        self.updates = PendingUpdates(plan, self.available, self.listing, self.moves, self.routed, start, self.alike)
         self.added: set[tuple[int, int, int]] = set()  # shared gradients, by worker, batch and group
         self.end = start  # one past the last batch whose data is loaded
         self.first_free = max(start, plan.flush_first)  # the first batch of the part without a flush
@@ -220,27 +229,31 @@ class Run:
         """Write a computation of a rank and what follows from it; return False if something that it needs is not available yet."""
         name, s, k = entry
         op, worker = OPS[name], self.worker_at[s, rank]
-        begins = self._message_ready(worker, op.reads, k)
-        if begins is None:
-            return False
-        version = self.schedule.version(self.plan, s, k)
+        begins = worker.rank.clock
+        if (message := self.messages[op.reads, s]) is not None:
+            received = self.available.time(*message, k, worker)
+            if received is None:
+                return False
+            begins = max(begins, received)
+        version = self.version(self.plan, s, k)
         if op.begins:
-            if self.waits[s] or self.sums[s]:
+            if version > worker.read or self.routed[s]:
                 weights = self._weights_ready(worker, k, version)
                 if weights is None:
                     return False
                 begins = max(begins, weights)
-            begins = max(begins, worker.rank.clock)
             if worker.pending:
                 self._update_before(worker, k, version, begins)
-            whole = self._whole(worker, version)
-            if whole is None:
-                return False
-            begins = max(begins, whole)
+            if version > worker.read:
+                whole = self._whole(worker, version)
+                if whole is None:
+                    return False
+                begins, worker.read = max(begins, whole), version
             self._load(begins, worker, k)
-        worker.rank.clock = max(begins, worker.rank.clock)
-        retired = [pending.retires for pending in worker.pending]
-        self.moves.before(worker.clock, worker.number, self.orders[rank], self.position[rank], retired)
+        worker.rank.clock = begins
+        if self.plan.offload is not None:
+            retired = [pending.retires for pending in worker.pending]
+            self.moves.before(begins, worker.number, self.orders[rank], self.position[rank], retired)
         ends = worker.rank.clock = self._write(worker, name, k, version)
         if "output" in op.leaves:
             self._after_forward(worker, k, ends)
@@ -261,7 +274,8 @@ class Run:
         """Write a computation that begins now, and return when it ends; a part of it is followed by the sum of this part."""
         s, time = worker.stage, worker.rank.clock
         if not self.plan.stages[s].sum_parts:
-            self.listing.compute(time, op, worker.number, k, version, None)
+            if self.written[s]:
+                self.listing.compute(time, op, worker.number, k, version, None)
             return time + self.ticks[op, s]
         parts = parts_of(op, self.plan, s, k)
         later = self.unit * len(OPS[op].parts.strip("F")) // len(parts)  # ticks of each part but the first
@@ -304,13 +318,6 @@ class Run:
             assert worker.pending[0].batch == batch, "updates are made in order, each with its norm"
             self.updates.make(worker, begins)
 
-    def _message_ready(self, worker: Worker, reads: Reads, k: int) -> int | None:
-        """Return the time from which the message that a computation reads is available, or None."""
-        s = worker.stage
-        if reads == "inputs":
-            return self.available.time("output", s - 1, k, worker) if s > 0 else 0
-        return self.available.time("gradient", s + 1, k, worker) if reads == "residuals" and s + 1 < self.depth else 0
-
     def _weights_ready(self, worker: Worker, k: int, version: int) -> int | None:
         """Return the time from which the sums for the weights of a forward are available, or None."""
         s = worker.stage
@@ -344,6 +351,8 @@ class Run:
                 return False
             if worker.squares_due and not self._sum_squares(worker):
                 return False
+            if not worker.pending:
+                continue
             if self.plan.shard_optimizer and len(worker.pending) == 1 and not self.updates.make_early(worker):
                 return False
             if len(worker.pending) > 1 and not self.updates.settle(worker):
@@ -405,12 +414,13 @@ class Run:
         plan, w, s = self.plan, worker.number, worker.stage
         worker.backwards += 1
         replicas = self.replicas[s]
-        next_version = self.schedule.version(plan, s, k + replicas)
+        next_version = self.version(plan, s, k + replicas)
         assert next_version - version in (0, 1), "versions advance one by one"
         dead = version if next_version > version else None  # microbatches in flight and to come all read later versions
         batch = k // plan.microbatches_per_update(s) if ends_update(plan, s, k) else None  # that it ends
         if self.sums[s] or self.waits[s]:
-            self.updates.add(worker, batch, dead)
+            if batch is not None or dead is not None:
+                self.updates.add(worker, batch, dead)
             self._note_due(worker, k)
         elif batch is not None:
             self.moves.update(worker.clock, w, batch, dead)

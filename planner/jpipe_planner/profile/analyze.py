@@ -1,9 +1,6 @@
 """Analytic profiles: the costs of a model on any device, from XLA's analysis and the device's figures."""
 
-import math
-import os
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
@@ -16,21 +13,11 @@ from jpipe import InputError
 from jpipe.context import tracing_for, without_mesh
 from jpipe_planner.machine.compiling import compiling_for
 from jpipe_planner.machine.device import Device
+from jpipe_planner.profile.compose import profile_of
 from jpipe_planner.profile.flops import count_flops
-from jpipe_planner.profile.model import (
-    POLICIES,
-    Batch,
-    Costs,
-    Meter,
-    Model,
-    Progress,
-    compile_scratch,
-    compile_scratch_bytes,
-    count_bytes,
-    parts_of_bytes,
-    profile_of,
-)
+from jpipe_planner.profile.model import POLICIES, Batch, Costs, Meter, Model, Progress, count_bytes, parts_of_bytes
 from jpipe_planner.profile.profile import Profile
+from jpipe_planner.profile.scratch import ScratchPrograms, compiling_threads
 
 Name = Literal["forward", "backward", "update"]
 PROGRAMS: tuple[Name, ...] = ("forward", "backward", "update")
@@ -81,17 +68,18 @@ def analyze(
     model = Model(stack, batch, loss, optimizer, tuple(sizes), precision or jpipe.Precision(), ema_decay, delay_correction)
     compiling = compiling_for(device, unlimited=True)
     compiled_for = compiling.devices[0]
-    with tracing_for(compiled_for.platform):
+    with tracing_for(compiled_for.platform), compiling_threads() as pool:
         meter = Meter(progress, parts_of_bytes(model) + len(model.distinct))
-        costs = _costs(model, device, compiled_for, meter)
-        stage_costs = count_bytes(model, policies, meter)
-        scratch = compile_scratch(model, policies, compiled_for)
+        programs = ScratchPrograms(model, policies, compiled_for, pool)
+        costs = _costs(model, device, compiled_for, programs, meter)
+        programs.begin_neighbours()
+        stage_costs = count_bytes(model, policies, meter)  # while XLA compiles
         fields = {"source": "analytic", "device": device.name, "compiled_for": compiling.kind}
-        return profile_of(model, costs, stage_costs, scratch, **fields)
+        return profile_of(model, costs, stage_costs, programs.scratch, **fields)
 
 
-def _costs(model: Model, device: Device, compiled_for: jax.Device, meter: Meter) -> dict[tuple[str, int], Costs]:
-    """Return the costs of each distinct layer at each size."""
+def _costs(model: Model, device: Device, compiled_for: jax.Device, programs: ScratchPrograms, meter: Meter) -> dict[tuple[str, int], Costs]:
+    """Return the costs of each distinct layer at each size, and begin to compile its programs for their scratch memory."""
     local_device, costs = jax.local_devices()[0], {}
     for layer_id in model.distinct:
         stages = {rows: model.stage([layer_id], rows) for rows in model.sizes}
@@ -103,13 +91,13 @@ def _costs(model: Model, device: Device, compiled_for: jax.Device, meter: Meter)
                 f"layer '{layer_id}': its operations cannot be counted, because JAX does not compile it for CPUs: {error}; profile it with "
                 "another implementation, such as model.attention: xla"
             ) from None
-        temporaries = _temporaries(model.sizes, lowered if compiled_for == local_device else _lowered_at_ends(stages, compiled_for))
-        for rows, temporary in zip(model.sizes, temporaries, strict=True):
+        programs.begin_layer(layer_id, lowered if compiled_for == local_device else None)
+        for rows in model.sizes:
             flops = {name: count_flops(traced[rows, name], lowered[rows, name]) for name in PROGRAMS}
             rate = _rate(device, layer_id, stages[rows].specs[layer_id], model.precision.compute)
             traffic = _traffic(stages[rows].cost)
             forward, backward, update = (_seconds(flops[name], traffic[name], rate, device) for name in PROGRAMS)
-            costs[layer_id, rows] = Costs(forward, backward, update, temporary, flops["forward"])
+            costs[layer_id, rows] = Costs(forward, backward, update, flops["forward"])
         meter.step()
     return costs
 
@@ -149,19 +137,3 @@ def _rate(device: Device, layer_id: str, spec: jpipe.model.LayerSpec, compute: s
             f"topology: device '{device.name}' has flops for {known}, layer '{layer_id}' computes in {floats[0].name}; add them"
         )
     return device.flops[name] * device.efficiency
-
-
-def _lowered_at_ends(stages: Mapping[int, jpipe.stages.StandaloneStage], device: jax.Device) -> dict[Any, jax.stages.Lowered]:
-    """Return forward and backward at the smallest and the largest size, lowered for a device that is not here, which counts no FLOPs."""
-    ends = min(stages), max(stages)
-    return {(rows, name): stages[rows].trace(name, device).lower() for rows in ends for name in ("forward", "backward")}
-
-
-def _temporaries(sizes: Sequence[int], lowered: Mapping[Any, jax.stages.Lowered]) -> list[int]:
-    """Return the scratch bytes of forward or backward, whichever needs more, at each size."""
-    ends = list(dict.fromkeys((sizes[0], sizes[-1])))
-    keys = [(rows, name) for rows in ends for name in ("forward", "backward")]
-    with ThreadPoolExecutor(os.cpu_count()) as pool:  # XLA releases Python's lock while it compiles
-        scratch = dict(zip(keys, pool.map(lambda key: compile_scratch_bytes(lowered[key]), keys), strict=True))
-    at_ends = [max(scratch[rows, "forward"], scratch[rows, "backward"]) for rows in ends]
-    return [math.ceil(np.interp(rows, ends, at_ends)) for rows in sizes]

@@ -14,7 +14,8 @@ import optax
 import jpipe
 from jpipe_planner.profile.analyze import PROGRAMS
 from jpipe_planner.profile.flops import count_flops
-from jpipe_planner.profile.model import Model, scratch_bytes
+from jpipe_planner.profile.model import Model
+from jpipe_planner.profile.scratch import scratch_bytes
 
 Tree = Any
 ByProgram = Mapping[str, float]

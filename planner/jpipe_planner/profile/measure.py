@@ -3,11 +3,9 @@
 Weights and most inputs are noise, so host callbacks that no result needs are left out.
 """
 
-import os
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -17,19 +15,10 @@ import jpipe
 from jpipe.context import without_mesh
 from jpipe_planner.profile.analyze import PROGRAMS
 from jpipe_planner.profile.bench import Bench, ByProgram, Programs
-from jpipe_planner.profile.model import (
-    POLICIES,
-    Batch,
-    Costs,
-    Meter,
-    Model,
-    Progress,
-    compile_scratch,
-    count_bytes,
-    parts_of_bytes,
-    profile_of,
-)
+from jpipe_planner.profile.compose import profile_of
+from jpipe_planner.profile.model import POLICIES, Batch, Costs, Meter, Model, Progress, StageCosts, count_bytes, parts_of_bytes
 from jpipe_planner.profile.profile import Profile
+from jpipe_planner.profile.scratch import ScratchPrograms, compiling_threads
 
 FEWEST = 3  # repetitions, however little time there is
 SHORT = 2e-4  # seconds; programs that take less are timed in groups
@@ -77,7 +66,7 @@ def measure(
     model = Model(stack, batch, loss, optimizer, tuple(sizes), precision or jpipe.Precision(), ema_decay, delay_correction)
     device, single_layers = device or jax.local_devices()[0], [(layer_id,) for layer_id in model.distinct]
     meter = Meter(progress, parts_of_bytes(model) + 2 * len(model.sizes))
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
+    with compiling_threads() as pool:
         programs = Programs(model, device, pool)
         for rows in model.sizes:
             programs.begin(single_layers, rows)
@@ -94,8 +83,25 @@ def measure(
     _in_turns([*benches.values()], repetitions, seconds)
     costs = _all_costs(model, benches, single, meter)
     dispatch = statistics.median(bench.medians()[1] for bench in benches.values())
-    scratch, kind = compile_scratch(model, policies, device), device.device_kind
-    return profile_of(model, costs, stage_costs, scratch, source="measured", dispatch=dispatch, device=kind, compiled_for=kind)
+    return _with_scratch(model, costs, stage_costs, single, policies, device, dispatch)
+
+
+def _with_scratch(
+    model: Model,
+    costs: Mapping[tuple[str, int], Costs],
+    stage_costs: StageCosts,
+    single: Mapping[int, Bench],
+    policies: Sequence[str],
+    device: jax.Device,
+    dispatch: float,
+) -> Profile:
+    """Return the profile, with the scratch memory of the benches of single layers and of neighbours that are compiled for it."""
+    temporaries = {(layer_id, rows): bench.temporary[layer_id,] for layer_id in model.distinct for rows, bench in single.items()}
+    fields = {"source": "measured", "dispatch": dispatch, "device": device.device_kind, "compiled_for": device.device_kind}
+    with compiling_threads() as pool:
+        neighbours = ScratchPrograms(model, policies, device, pool)
+        neighbours.begin_neighbours()
+        return profile_of(model, costs, stage_costs, lambda: neighbours.scratch(temporaries), **fields)
 
 
 def _all_costs(model: Model, benches: Mapping[int, Bench], single: Mapping[int, Bench], meter: Meter) -> dict[tuple[str, int], Costs]:
@@ -113,7 +119,7 @@ def _layer_costs(model: Model, times: Mapping[tuple[str, ...], ByProgram], singl
     Args:
         model: the model.
         times: seconds of each group's programs.
-        single: the bench with the FLOPs and temporaries of each layer.
+        single: the bench with the FLOPs of each layer.
     """
     flops = single.flops
     shares = [
@@ -125,7 +131,7 @@ def _layer_costs(model: Model, times: Mapping[tuple[str, ...], ByProgram], singl
     for layer_id in model.distinct:
         times_of_layer = [seconds for other, seconds in shares if model.first_equal[other] == layer_id]
         forward, backward, update = (statistics.fmean(seconds[name] for seconds in times_of_layer) for name in PROGRAMS)
-        costs[layer_id] = Costs(forward, backward, update, single.temporary[layer_id,], flops[layer_id,]["forward"])
+        costs[layer_id] = Costs(forward, backward, update, flops[layer_id,]["forward"])
     return costs
 
 

@@ -14,7 +14,8 @@ import jpipe
 from jpipe import InputError
 from jpipe_planner.machine.device import Device
 from jpipe_planner.profile.analyze import analyze
-from jpipe_planner.profile.model import Model, compile_scratch_bytes
+from jpipe_planner.profile.model import Model
+from jpipe_planner.profile.scratch import compile_scratch_bytes
 from jpipe_train.config.config import ModelConfig
 from jpipe_train.models.layers import layers
 
@@ -260,7 +261,7 @@ def test_scratch_memory_with_full_recomputation_is_that_of_one_two_and_three_com
         plan = jpipe.Plan(schedule="gpipe", microbatches=2, stages=stages)
         estimates = profile.stage_costs(plan, 16)
         (estimate,) = (cost for stage, cost in zip(plan.stages, estimates, strict=True) if stage.layers == ids)
-        assert estimate.temporary == compile_scratch_bytes(model.stage(ids, 16, "full").trace("backward", device).lower())
+        assert estimate.temporary == compile_scratch_bytes(model.stage(ids, 16, "full").trace("backward", device).lower(), device)
 
 
 def _around(ids, some):
@@ -276,4 +277,4 @@ def test_a_program_beyond_the_memory_of_a_tpu_has_the_bytes_that_xla_says_it_nee
         def compile(self, *options):
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: temporaries (32.00G) exceeds available HBM (15.75G)")
 
-    assert compile_scratch_bytes(Lowered()) == 32 * 2**30
+    assert compile_scratch_bytes(Lowered(), jax.devices()[0]) == 32 * 2**30

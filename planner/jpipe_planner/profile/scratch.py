@@ -1,0 +1,188 @@
+"""Scratch memory as XLA reports it: of single layers as stages, of pairs and of triples of neighbours."""
+
+import contextlib
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import jax
+import numpy as np
+
+import jpipe
+from jpipe_planner.machine.compiling import bytes_beyond_memory
+from jpipe_planner.profile.model import Model, StageCosts
+
+Kind = Literal["forward", "backward"]
+_KINDS: tuple[Kind, ...] = ("forward", "backward")
+_Ids = tuple[str, ...]
+
+
+class Scratch(NamedTuple):
+    """Scratch bytes of compiled programs of several layers as a stage.
+
+    Attributes:
+        layers: of the forward or the backward of each distinct layer, whichever needs more, by layer and rows.
+        forwards: of the forwards of pairs of neighbours, without recomputation, by rows.
+        backwards: of their backwards.
+        remaking: of the backwards of layers, pairs and triples of neighbours with full recomputation, of the largest microbatch; empty:
+            not known.
+    """
+
+    layers: Mapping[tuple[str, int], int]
+    forwards: Mapping[tuple[str, ...], Mapping[int, int]]
+    backwards: Mapping[tuple[str, ...], Mapping[int, int]]
+    remaking: Mapping[tuple[str, ...], int]
+
+
+class ScratchPrograms:
+    """Programs that are compiled in threads to know their scratch memory, while others are traced; equal ones are compiled once.
+
+    Without recomputation only the smallest and the largest size are compiled; the sizes between are interpolated. With full recomputation,
+    if that is among the policies, only the largest: what it adds is proportional to the residuals. There triples of neighbours are compiled
+    too, because a compiler for TPUs needs much less for a third layer than for the second one.
+
+    Args:
+        model: the model.
+        policies: the recomputation policies.
+        device: what to compile for.
+        pool: the threads.
+    """
+
+    def __init__(self, model: Model, policies: Sequence[str], device: jax.Device, pool: Executor) -> None:
+        self._model, self._device, self._pool = model, device, pool
+        self._ends, self._largest = tuple(dict.fromkeys((model.sizes[0], model.sizes[-1]))), model.sizes[-1]
+        self._pairs: list[_Ids] = [*model.pairs.values()]
+        self._remade: list[_Ids] = []  # with full recomputation
+        if "full" in policies:
+            singles, triples = [(one,) for one in model.distinct], [*model.triples.values()]
+            self._remade = list(dict.fromkeys([*singles, *self._pairs, *triples, *(triple[1:] for triple in triples)]))
+        self._bytes: dict[tuple[_Ids, int, Kind, str], Future[int]] = {}
+        self._by_key: dict[str, Future[int]] = {}
+
+    def begin_layer(self, layer_id: str, lowered: Mapping[Any, jax.stages.Lowered] | None = None) -> None:
+        """Begin to compile a layer as a stage; `lowered` has its programs if they are lowered for the device already."""
+        for rows in self._ends:
+            for kind in _KINDS:
+                self._begin((layer_id,), rows, kind, lowered=None if lowered is None else lowered[rows, kind])
+
+    def begin_neighbours(self) -> None:
+        """Begin to compile pairs of neighbours and what recomputes: several layers need more scratch memory than each of them."""
+        for ids in self._pairs:
+            for rows in self._ends:
+                for kind in _KINDS:
+                    self._begin(ids, rows, kind)
+        for ids in self._remade:
+            self._begin(ids, self._largest, "backward", "full")
+
+    def scratch(self, layers: Mapping[tuple[str, int], int] | None = None) -> Scratch:
+        """Return the scratch memory, once all is compiled; `layers` is that of single layers if they were not begun here."""
+        if layers is None:
+            at = {one: self._by_rows((one,), *_KINDS) for one in self._model.distinct}
+            layers = {(one, rows): size for one, by_rows in at.items() for rows, size in by_rows.items()}
+        forwards, backwards = ({ids: self._by_rows(ids, kind) for ids in self._pairs} for kind in _KINDS)
+        return Scratch(layers, forwards, backwards, {ids: self._known(ids, self._largest, "backward", "full") for ids in self._remade})
+
+    def _begin(self, ids: _Ids, rows: int, kind: Kind, recompute: str = "none", lowered: jax.stages.Lowered | None = None) -> None:
+        if lowered is None:
+            lowered = self._model.stage(ids, rows, recompute).trace(kind, self._device).lower()
+        key = jpipe.stages.program_key(lowered)
+        if key not in self._by_key:
+            self._by_key[key] = self._pool.submit(compile_scratch_bytes, lowered, self._device)
+        self._bytes[ids, rows, kind, recompute] = self._by_key[key]
+
+    def _known(self, ids: _Ids, rows: int, kind: Kind, recompute: str = "none") -> int:
+        return self._bytes[ids, rows, kind, recompute].result()
+
+    def _by_rows(self, ids: _Ids, *kinds: Kind) -> dict[int, int]:
+        """Return the scratch bytes of the program that needs most, at each size."""
+        at_ends = [max(self._known(ids, rows, kind) for kind in kinds) for rows in self._ends]
+        return {rows: math.ceil(np.interp(rows, self._ends, at_ends)) for rows in self._model.sizes}
+
+
+@contextlib.contextmanager
+def compiling_threads() -> Iterator[Executor]:
+    """Give a thread for each core: XLA releases Python's lock while it compiles. After an error nothing more is compiled."""
+    pool = ThreadPoolExecutor(os.cpu_count())
+    try:
+        yield pool
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def compile_scratch_bytes(program: jax.stages.Lowered, device: jax.Device) -> int:
+    """Compile a program and return its scratch memory; of one that exceeds the memory of a TPU, the bytes that XLA says it needs."""
+    try:
+        return scratch_bytes(jpipe.stages.compile_for_analysis(program, device))
+    except jax.errors.JaxRuntimeError as error:
+        if (sizes := bytes_beyond_memory(error)) is None:
+            raise
+        return math.ceil(sizes[0])
+
+
+def scratch_bytes(program: jax.stages.Compiled) -> int:
+    """Return the scratch memory of a program; 0 if the backend does not report it."""
+    analysis = program.memory_analysis()
+    return 0 if analysis is None else analysis.temp_size_in_bytes
+
+
+@dataclass(frozen=True)
+class ScratchParts:
+    """The parts of scratch memory that a profile has of each layer.
+
+    Attributes:
+        model: the model.
+        stage_costs: the result of `count_bytes`.
+        scratch: the result of `ScratchPrograms.scratch`.
+    """
+
+    model: Model
+    stage_costs: StageCosts
+    scratch: Scratch
+
+    def more(self, equal: str, next_equal: str | None, rows: int) -> int:
+        """Return what a layer and the next one need more than the larger of both."""
+        if next_equal is None:
+            return 0
+        pair = self.model.pairs[equal, next_equal]
+        both = max(self.scratch.forwards[pair][rows], self.scratch.backwards[pair][rows])
+        return max(both - self._larger(equal, next_equal, rows), 0)
+
+    def remaking(self, equal: str, rows: int) -> int | None:
+        """Return what a backward needs that makes the residuals of a layer itself."""
+        if not self.scratch.remaking:
+            return None
+        additional = self.scratch.remaking[equal,] - self.scratch.layers[equal, self.model.sizes[-1]]
+        return max(self.scratch.layers[equal, rows] + math.ceil(additional * self._share_of_largest(equal, rows)), 0)
+
+    def remaking_next(self, equal: str, next_equal: str | None, rows: int) -> int:
+        """Return what such a backward needs more if a layer comes before the next one, and that is the last one."""
+        if next_equal is None or not self.scratch.remaking:
+            return 0
+        together = self.scratch.remaking[self.model.pairs[equal, next_equal]] - self.scratch.remaking[next_equal,]
+        return self._at_rows(together, equal, next_equal, rows)
+
+    def remaking_more(self, equal: str, next_equal: str | None, rows: int) -> int:
+        """Return what such a backward needs more if a layer comes before the next one and further ones."""
+        triple = None if next_equal is None else self.model.triples.get((equal, next_equal))
+        if next_equal is None or triple is None or not self.scratch.remaking:
+            return self.remaking_next(equal, next_equal, rows)
+        return self._at_rows(self.scratch.remaking[triple] - self.scratch.remaking[triple[1:]], equal, next_equal, rows)
+
+    def _at_rows(self, most: int, equal: str, next_equal: str, rows: int) -> int:
+        """Return for a number of rows what a layer adds, from what it adds at the largest: gradients do not depend on the rows."""
+        of_gradients, largest = (self._more_backward(equal, next_equal, count) for count in (rows, self.model.sizes[-1]))
+        return max(of_gradients + math.ceil((most - largest) * self._share_of_largest(equal, rows)), 0)
+
+    def _more_backward(self, equal: str, next_equal: str, rows: int) -> int:
+        return max(self.scratch.backwards[self.model.pairs[equal, next_equal]][rows] - self._larger(equal, next_equal, rows), 0)
+
+    def _larger(self, equal: str, next_equal: str, rows: int) -> int:
+        return max(self.scratch.layers[one, rows] for one in (equal, next_equal))
+
+    def _share_of_largest(self, equal: str, rows: int) -> float:
+        """Return the residuals of a microbatch as a share of those of the largest one."""
+        some, most = (self.stage_costs[equal,][count, "none"].residuals for count in (rows, self.model.sizes[-1]))
+        return some / most if most else 1.0
