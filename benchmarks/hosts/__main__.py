@@ -103,7 +103,9 @@ def _measure(network: Network, name: str, rates: list[float]) -> list[dict[str, 
                 for rate in rates:
                     network.limit(rate)
                     rows.append({"plan": kind, "rate": rate, **_run(program, name, kind)})
+                    print(f"… {kind}, {rate / 1e6:.1f} Mbit/s: {rows[-1]['step_seconds']:.3f} s", file=sys.stderr, flush=True)
         except ProgramFailed as failure:
+            print(f"… {kind}: {failure}", file=sys.stderr, flush=True)
             rows.append({"plan": kind, "failed": str(failure)})
             if len(rows) == 1:
                 break
