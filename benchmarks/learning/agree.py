@@ -30,6 +30,7 @@ from jpipe.plan import Agreement, OuterOptimizer
 Tree = Any
 
 W, OPTIMIZER, SEEDS, EVERY = 4, "Adam", 3, 50  # EVERY: updates between two evaluations
+RESULTS = Path(__file__).parent / "agree-cpu.json"  # those of the documentation
 AT_ONCE, SECONDS = 50, 190.0
 SUMMED, AGREED, MESSAGES, SUMS, BOTH = "exact sums", "agreement", "rounded messages", "rounded sums", "rounded messages and sums"
 PLAIN, NESTEROV, TWO_BW = Variant("flush"), Variant("flush", nesterov=1.0), Variant("2BW", nesterov=1.0)
@@ -251,8 +252,12 @@ def run(part: Part, seeds: int, at_once: int, deadline: float) -> Iterator[list[
     data = stacked([batches_of_run(task, seed, part.updates // EVERY, EVERY) for seed in range(seeds)])
     params = stacked([initial(task, seed) for seed in range(seeds)])
     versions = 1 + max(int(recipe.delays.max()) for recipe, _ in runs)
+    rounds = any(setting.messages or setting.sums for setting in part.settings)
+    draws = any(setting.stochastic for setting in part.settings)
     schedule, stages, rule = warm_up_and_cosine(part.updates), stages_of(task, part.d), OPTIMIZERS[OPTIMIZER].rule
-    pipelines = Pipelines(Emulation(task.stack, stages, task.loss, rule, schedule, part.updates // 4, versions, task.clip), W)
+    pipelines = Pipelines(
+        Emulation(task.stack, stages, task.loss, rule, schedule, part.updates // 4, versions, task.clip), W, rounds, draws
+    )
 
     def train(recipe: Recipe, exchange: Exchange, params: Tree, data: Tree, held_out: Tree) -> jax.Array:
         start, batches = jax.tree.map(lambda a: a[recipe.seed], (params, data))
