@@ -1,8 +1,8 @@
 """`python -m benchmarks.gpu`: compare a GPT of 352 million parameters in bf16 as four stages on one GPU and as one jitted step.
 
-Both run in turn. Model FLOPs utilization is the model's FLOPs per second (6 for each weight and token, plus the attention), divided by the
-peak of the GPU. With `--memory` the pipeline alone runs, and its memory is compared with what `jpipe.simulate` predicts. `--tiny` runs the
-program on any device, to check that it works.
+They run in turn. Model FLOPs utilization is the model's FLOPs per second (6 for each weight and token, plus the attention), divided by the
+peak of the GPU. With `--memory` the pipeline alone runs, and its memory is compared with what `jpipe.simulate` predicts; `--offload` lets
+parts of its state wait in host memory. `--tiny` runs the program on any device, to check that it works.
 """
 
 import argparse
@@ -24,6 +24,8 @@ from benchmarks.serve import step_by_step
 from benchmarks.sizes import GPU, TINY, Sizes
 
 GOAL = 0.97
+PLAIN = "one jitted step"
+_PARTS = "optimizer", "versions", "residuals", "stash"
 PEAKS = {"B200": 2250e12, "H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12}
 """FLOP/s of dense bf16 products, from the vendors' data sheets; the first name that is part of the device's name is used."""
 
@@ -49,15 +51,16 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"{machine['device']}, jax {machine['jax']}: {sizes.parameters / 1e6:.1f} million parameters, {sizes.compute_dtype},")
     print(f"{options.microbatches} microbatches of {sizes.rows} sequences of {sizes.sequence} tokens, attention {sizes.attention}")
     if options.memory:
-        _print_memory(_pipeline(sizes, options), gpt.data(sizes, options.microbatches))
+        _print_memory(_pipeline(sizes, options, options.recompute[0]), gpt.data(sizes, options.microbatches))
         return 0
     rates = _rates(_programs(sizes, options), sizes, options)
     for name, measured in rates.items():
         rate = statistics.median(measured)
         share = f"{rate * sizes.sequence_flops / peak:.1%}" if peak else "not known: give --peak, in FLOP/s"
-        print(f"{name:<28} {rate:10.2f} sequences/s, model FLOPs utilization {share}")
-    ratio = statistics.median(a / b for a, b in zip(*rates.values(), strict=True))
-    print(f"{options.stages} stages ÷ one step: {ratio:.3f} (goal at least {GOAL}: {'met' if ratio >= GOAL else 'missed'})")
+        print(f"{name:<50} {rate:10.2f} sequences/s, model FLOPs utilization {share}")
+    for name in [name for name in rates if name != PLAIN]:
+        ratio = statistics.median(a / b for a, b in zip(rates[name], rates[PLAIN], strict=True))
+        print(f"{name} ÷ {PLAIN}: {ratio:.3f} (goal at least {GOAL}: {'met' if ratio >= GOAL else 'missed'})")
     return 0
 
 
@@ -67,12 +70,14 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--stages", type=int, default=4, help="default: %(default)s")
     parser.add_argument("--microbatches", type=int, default=16, help="of a batch (default: %(default)s)")
     parser.add_argument("--rows", type=int, help=f"sequences of a microbatch (default: {GPU.rows})")
-    parser.add_argument("--recompute", default="none", choices=jpipe.plan.RECOMPUTE, help="in the pipeline (default: %(default)s)")
+    policies = jpipe.plan.RECOMPUTE
+    parser.add_argument("--recompute", nargs="+", default=["none"], choices=policies, help="in the pipelines, one for each (default: none)")
     parser.add_argument("--attention", default="xla", choices=["xla", "cudnn"], help="its implementation (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=6, help="of a round, the first not timed (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=5, help="default: %(default)s")
     parser.add_argument("--peak", type=float, help="peak FLOP/s of the GPU, if this program does not know it")
-    parser.add_argument("--memory", action="store_true", help="compare the memory of the pipeline with the prediction, and time nothing")
+    parser.add_argument("--memory", action="store_true", help="run the pipeline alone, and compare its memory with the prediction")
+    parser.add_argument("--offload", nargs="*", default=[], choices=[*_PARTS], help="what waits in host memory, of all stages")
     parser.add_argument("--tiny", action="store_true", help="a tiny model, on any device")
     return parser.parse_args(arguments)
 
@@ -84,19 +89,22 @@ def _schedules() -> Iterator[str]:
             yield name
 
 
-def _pipeline(sizes: Sizes, options: argparse.Namespace) -> jpipe.Pipeline:
+def _pipeline(sizes: Sizes, options: argparse.Namespace, recompute: str) -> jpipe.Pipeline:
     """Return the pipeline, with all stages on the first device."""
     stack = gpt.stack(sizes)
-    plan = jpipe.Plan.even(stack.ids, options.stages, options.schedule, options.microbatches, recompute=options.recompute)
+    offload = dict.fromkeys(options.offload, "all") or None
+    plan = jpipe.Plan.even(stack.ids, options.stages, options.schedule, options.microbatches, recompute=recompute, offload=offload)
     return jpipe.Pipeline(stack, plan, gpt.summed_loss, gpt.optimizer(), [jax.devices()[0]] * options.stages)
 
 
 def _programs(sizes: Sizes, options: argparse.Namespace) -> dict[str, Callable[[int], dict[str, Any]]]:
-    """Return the pipeline and the plain step, compiled, by name; each runs a number of steps."""
+    """Return the pipelines and the plain step, compiled, by name; each runs a number of steps."""
     batch = gpt.data(sizes, options.microbatches)
-    plain = gpt.PlainStep(sizes, options.microbatches, jax.device_put(batch, jax.devices()[0]))
-    pipeline = Runner(_pipeline(sizes, options), batch)
-    programs = {f"{options.stages} stages, {options.schedule}": pipeline, "one jitted step": step_by_step(plain)}
+    programs: dict[str, Callable[[int], dict[str, Any]]] = {}
+    for recompute in options.recompute:
+        name = f"{options.stages} stages, {options.schedule}, recompute {recompute}"
+        programs[name] = Runner(_pipeline(sizes, options, recompute), batch)
+    programs[PLAIN] = step_by_step(gpt.PlainStep(sizes, options.microbatches, jax.device_put(batch, jax.devices()[0])))
     for program in programs.values():
         program(2)  # compiles everything that is not compiled yet
     return programs
@@ -113,22 +121,33 @@ def _rates(programs: dict[str, Callable[[int], dict[str, Any]]], sizes: Sizes, o
 
 def _print_memory(pipe: jpipe.Pipeline, batch: Any) -> None:
     """Run a few steps, and print the memory of the device beside the predicted memory of all ranks together."""
-    state, most = pipe.init(jax.random.key(0), batch), 0
+    state, most, in_host = pipe.init(jax.random.key(0), batch), 0, 0
 
     def observe(event: jpipe.runtime.Event) -> None:
-        nonlocal most
-        alive = (array for array in jax.live_arrays() if not jnp.issubdtype(array.dtype, jax.dtypes.prng_key))
-        most = max(most, sum(array.nbytes for array in alive))
+        nonlocal most, in_host
+        alive = [array for array in jax.live_arrays() if not jnp.issubdtype(array.dtype, jax.dtypes.prng_key)]
+        total = sum(array.nbytes for array in alive)
+        there = sum(array.nbytes for array in alive if array.sharding.memory_kind == "pinned_host")
+        most, in_host = max(most, total - there), max(in_host, there)
 
     for _ in range(2):
-        state, _ = pipe.step(state, batch, observe=observe)
+        state, metrics = pipe.step(state, batch, observe=observe)
     jax.block_until_ready(pipe.drain(state, observe=observe))
     costs = pipe.costs(batch)
-    predicted = sum(jpipe.simulate(jpipe.lower(pipe.plan, 3), costs).held_bytes)
-    print(f"arrays alive at a time: {most / 1e9:.2f} GB; the predicted peaks of all ranks add up to {predicted / 1e9:.2f} GB")
+    predicted = jpipe.simulate(jpipe.lower(pipe.plan, 3), costs)
+    print(
+        f"arrays alive at a time: {most / 1e9:.3f} GB; the predicted peaks of all ranks add up to {sum(predicted.held_bytes) / 1e9:.3f} GB"
+    )
+    print(f"in host memory at a time: {in_host / 1e9:.3f} GB; predicted {sum(predicted.host_bytes) / 1e9:.3f} GB")
     if peak := (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use"):
         scratch = max(cost.temporary for cost in costs)
         print(f"peak of the allocator: {peak / 1e9:.2f} GB; scratch memory of the largest program: {scratch / 1e9:.2f} GB")
+    losses = ", ".join(f"{float(loss):.6f}" for loss in metrics.losses.values())
+    del state, metrics
+    runner = Runner(pipe, batch)
+    runner(2)
+    seconds = [1 / steps_per_second([runner(4)["ends"]]) for _ in range(3)]
+    print(f"a batch: {statistics.median(seconds):.3f} s ({min(seconds):.3f} to {max(seconds):.3f}); losses of the second: {losses}")
 
 
 if __name__ == "__main__":

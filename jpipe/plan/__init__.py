@@ -5,7 +5,7 @@ from jpipe.plan._axes import RULES, mesh_rules
 from jpipe.plan._host_memory import HostMemory, Kept
 from jpipe.plan._links import BLOCK, Kind, Links, Message
 from jpipe.plan._plan import Plan as Plan
-from jpipe.plan._stage import RECOMPUTE, Predicted
+from jpipe.plan._stage import RECOMPUTE, Predicted, repeats_forward
 from jpipe.plan._stage import Stage as Stage
 from jpipe.plan._text import html_of_plan as html_of_plan
 from jpipe.plan._text import read_json
@@ -24,4 +24,5 @@ __all__ = [
     "Predicted",
     "mesh_rules",
     "read_json",
+    "repeats_forward",
 ]  # Plan and Stage are in jpipe itself

@@ -15,13 +15,27 @@ from jpipe.plan._axes import Mesh
 
 RECOMPUTE = (
     "none",
+    "elementwise",
     "full",
     "everything_saveable",
     "nothing_saveable",
     "dots_saveable",
     "dots_with_no_batch_dims_saveable",
 )
-"""Recomputation of a stage: `none`, `full` (only the stage input is kept), or a policy of `jax.checkpoint_policies` by name."""
+"""Recomputation of a stage.
+
+`none`, `elementwise` (all but the results of elementwise operations is kept), `full` (only the stage input is kept), or a policy of
+`jax.checkpoint_policies` by name.
+"""
+
+
+def repeats_forward(policy: str) -> bool:
+    """Return whether a backward takes about as much longer as a forward takes; elementwise operations take almost no time.
+
+    Args:
+        policy: one of `RECOMPUTE`.
+    """
+    return policy not in ("none", "elementwise")
 
 
 def as_int(value: Any) -> Any:

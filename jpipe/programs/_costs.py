@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from jpipe.errors import InputError, nearest, short
 from jpipe.ops import OPS
-from jpipe.plan import Links, Plan, Stage
+from jpipe.plan import Links, Plan, Stage, repeats_forward
 from jpipe.schedules import SCHEDULES
 
 
@@ -258,7 +258,7 @@ def unit_costs(plan: Plan) -> tuple[StageCost, ...]:
     Returns:
         One cost for each stage of the plan.
     """
-    again = (0.0 if stage.recompute == "none" else 1.0 for stage in plan.stages)
+    again = (float(repeats_forward(stage.recompute)) for stage in plan.stages)
     return tuple(StageCost(backward=2.0 + more, backward_input=1.0 + more) for more in again)
 
 
@@ -298,7 +298,7 @@ def sum_layer_costs(
         before = layers[plan.stages[s - 1].layers[-1]].outputs if s else inputs
         of_input, has_backward = s > 0 and flows[s], flows[s + 1]
         message = layer_costs[-1].outputs if has_backward and not last else 0
-        again = forward if has_backward and stage.recompute != "none" else 0.0
+        again = forward if has_backward and repeats_forward(stage.recompute) else 0.0
         _check_policy(stage, layer_costs)
         known = all(stage.recompute in layer.residuals for layer in layer_costs)
         residuals = _residuals(layer_costs, stage.recompute) if known else before

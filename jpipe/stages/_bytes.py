@@ -8,7 +8,7 @@ import jax
 
 from jpipe.meshes._partition import shard_bytes
 from jpipe.meshes._place import NoPlace
-from jpipe.plan import Plan
+from jpipe.plan import Plan, repeats_forward
 from jpipe.programs._costs import Passed, StageCost
 from jpipe.schedules import SCHEDULES
 from jpipe.stages._arrays import Arrays, Share
@@ -31,7 +31,7 @@ def measure_stages(
     """
     splits = [SCHEDULES[plan.schedule].splits(plan, s) for s in range(plan.depth)]
     chosen = [compiled[s].chosen if s in compiled else {} for s in range(plan.depth)]
-    recompute = [f.stage.recompute != "none" for f in functions]
+    recompute = [repeats_forward(f.stage.recompute) for f in functions]
     costs = [measure_bytes(*parts) for parts in zip(functions, recompute, splits, chosen, strict=True)]
     costs = [with_shares(*parts) for parts in zip(costs, functions, shares, strict=True)]
     for stages_of_rank in plan.pipeline_ranks:
@@ -57,7 +57,7 @@ def measure_bytes(
 
     Args:
         functions: of the stage.
-        recomputes: whether its backward recomputes.
+        recomputes: whether its backward repeats the forward.
         splits: whether it is cut in two; only then the size of the stash is computed.
         chosen: as in `Arrays`.
     """

@@ -13,7 +13,7 @@ from jpipe.model._losses import Loss
 from jpipe.model._precision import PLAIN, Precision
 from jpipe.model._stack import LayerStack
 from jpipe.model.layerwise._optimizer import LayerwiseOptimizer
-from jpipe.plan import Stage
+from jpipe.plan import Stage, repeats_forward
 from jpipe.programs._costs import StageCost
 from jpipe.stages._builder import stage_functions
 from jpipe.stages._bytes import measure_bytes, nbytes
@@ -53,7 +53,7 @@ class StandaloneStage:
     @cached_property
     def cost(self) -> StageCost:
         """Exact bytes, from shapes alone; times are units and temporaries are unknown, as in `Pipeline.costs`."""
-        return measure_bytes(self._functions, self.stage.recompute != "none")
+        return measure_bytes(self._functions, repeats_forward(self.stage.recompute))
 
     @property
     def stash_bytes(self) -> int:

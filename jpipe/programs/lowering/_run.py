@@ -6,7 +6,7 @@ from itertools import pairwise
 
 from jpipe.errors import InputError
 from jpipe.ops import OPS, Reads
-from jpipe.plan import Plan
+from jpipe.plan import Plan, repeats_forward
 from jpipe.programs._execution_order import ProgramError
 from jpipe.programs._global_norm import distribute, last_microbatch, norm_alone, norm_of_pipeline, route_of
 from jpipe.programs._instructions import (
@@ -55,7 +55,7 @@ class Run:
         self.schedule, self.depth, self.replicas = SCHEDULES[plan.schedule], plan.depth, plan.replicas
         self.sums = [plan.sums_gradients(s) for s in range(plan.depth)]  # whether updates wait for a sum over replicas
         self.unit = max(len(stage.sum_parts) or 1 for stage in plan.stages)  # ticks of a forward, so that each part takes some
-        again = [int(stage.recompute != "none") for stage in plan.stages]  # a forward that is computed again
+        again = [int(repeats_forward(stage.recompute)) for stage in plan.stages]  # a forward that is computed again
         self.ticks: dict[tuple[str, int], int] = {}  # of an op at a stage: a unit for each of its halves, and one more if it recomputes
         for (name, op), s in itertools.product(OPS.items(), range(plan.depth)):
             self.ticks[name, s] = self.unit * (len(op.parts) + (again[s] if op.gives_gradient else 0))

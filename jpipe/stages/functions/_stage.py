@@ -18,6 +18,7 @@ from jpipe.model._stack import LayerStack
 from jpipe.model._subset import EVERYTHING, Subset
 from jpipe.model._ties import NOTHING_SHARED, Sharing
 from jpipe.model.jaxprs._dependence import passed_on
+from jpipe.model.jaxprs._elementwise import all_but_elementwise
 from jpipe.model.layerwise._optimizer import LayerwiseOptimizer
 from jpipe.ops import Op
 from jpipe.plan import Agreement, Links, Stage
@@ -445,10 +446,15 @@ class StageFunctions:
         if not self.output_gradient:
             y, new_state = stage(trained, floats)[1]
             return (self.sent(y, rng), new_state), None
-        if self.stage.recompute == "full":
-            stage = jax.checkpoint(stage)
-        elif self.stage.recompute != "none":
-            stage = jax.checkpoint(stage, policy=getattr(jax.checkpoint_policies, self.stage.recompute))
+        match self.stage.recompute:
+            case "none":
+                pass
+            case "elementwise":
+                stage = jax.checkpoint(stage, policy=all_but_elementwise, prevent_cse=False)
+            case "full":
+                stage = jax.checkpoint(stage)
+            case policy:
+                stage = jax.checkpoint(stage, policy=getattr(jax.checkpoint_policies, policy))
         _, vjp, (y, new_state) = jax.vjp(stage, trained, floats, has_aux=True)
         return (self.sent(y, rng), new_state), vjp
 

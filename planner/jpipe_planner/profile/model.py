@@ -33,7 +33,7 @@ Progress = Callable[[int, int], None]
 StageCosts = dict[tuple[str, ...], dict[tuple[int, str], jpipe.programs.StageCost]]
 """The costs of distinct layers, and of distinct pairs of neighbours, as stages, by rows and recomputation policy."""
 
-POLICIES = ("none", "full", "dots_with_no_batch_dims_saveable")
+POLICIES = ("none", "elementwise", "full", "dots_with_no_batch_dims_saveable")
 
 
 class Costs(NamedTuple):

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
 import jpipe
+from jpipe.plan import repeats_forward
 from jpipe_planner.cost.devices import slowed
 from jpipe_planner.ranking.choose import Choice, Ranked
 from jpipe_planner.ranking.table import name, rows_of, size
@@ -105,7 +106,7 @@ def _draw_stages(axes: "matplotlib.axes.Axes", choice: Choice, chosen: Ranked) -
     names = [_stage_name(s, stage) for s, stage in enumerate(plan.stages)]
     scale, unit = (1e3, "ms") if max(cost.forward + cost.backward for cost in costs) < 1 else (1.0, "s")
     shares = [scale / stage.replicas for stage in plan.stages]
-    recomputed = [cost.forward if stage.recompute != "none" else 0.0 for cost, stage in zip(costs, plan.stages, strict=True)]
+    recomputed = [cost.forward if repeats_forward(stage.recompute) else 0.0 for cost, stage in zip(costs, plan.stages, strict=True)]
     parts = {
         "forward": (_FORWARD, [cost.forward for cost in costs]),
         "backward": (_BACKWARD, [cost.backward - repeated for cost, repeated in zip(costs, recomputed, strict=True)]),

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 import jpipe
+from jpipe.plan import repeats_forward
 from jpipe_planner.machine.topology import Topology
 from jpipe_planner.profile.profile import Profile
 from jpipe_planner.search.candidate import Candidate
@@ -51,7 +52,7 @@ def least_loaded(candidate: Candidate, profile: Profile, topology: Topology) -> 
 def _loads(candidate: Candidate, profile: Profile, replicas: int, bandwidth: float) -> Any:
     """Return for each range of layers the seconds that one of some replicas computes or sends in a batch; infinity if it is empty."""
     costs, each = list(profile.costs(candidate.rows).values()), candidate.microbatches / replicas
-    again = 0.0 if candidate.policies[0] == "none" else 1.0
+    again = float(repeats_forward(candidate.policies[0]))
     work, updates, summed = (
         np.array([0.0, *accumulate(values)])
         for values in (

@@ -7,6 +7,7 @@ from functools import cache, lru_cache
 from itertools import accumulate, permutations
 
 import jpipe
+from jpipe.plan import repeats_forward
 from jpipe_planner.cost.shape import Shape
 from jpipe_planner.machine.topology import Topology
 from jpipe_planner.profile.profile import Profile
@@ -113,7 +114,7 @@ class QuickBound:
 
     def _costs(self, start: int, end: int, policy: str) -> tuple[float, float, float]:
         """Return the seconds that a stage computes and sends for a microbatch, and in which its gradients are sent once."""
-        again = 0.0 if policy == "none" else self._forward[end] - self._forward[start]
+        again = self._forward[end] - self._forward[start] if repeats_forward(policy) else 0.0
         work = self._both[end] - self._both[start] + again + self._dispatch
         sent = (self._outputs[end - 1] if end < self._count else 0) + (self._ways - 1) * (self._outputs[start - 1] if start else 0)
         return work, sent / self._bandwidth, (self._summed[end] - self._summed[start]) / self._bandwidth

@@ -16,6 +16,7 @@ from typing import Any
 
 import jpipe
 from jpipe import InputError
+from jpipe.plan import repeats_forward
 from jpipe_planner.cost.bound import flush_seconds, rank_seconds
 from jpipe_planner.cost.copies import copies_of
 from jpipe_planner.cost.devices import lacking, limits_of, slowed, slowness_of
@@ -337,7 +338,7 @@ def _chunked(
     if stages > len(profile.ids):
         return
     costs = profile.costs(base.rows).values()
-    recomputes = 0 if base.policies[0] == "none" else 1
+    recomputes = int(repeats_forward(base.policies[0]))
     seconds = [(1 + recomputes) * cost.forward + cost.backward for cost in costs]
     starts = base.starts if chunks == 1 else balance(seconds, stages)
     candidate = dataclasses.replace(

@@ -7,6 +7,7 @@ from itertools import accumulate
 from typing import Any, Literal
 
 import jpipe
+from jpipe.plan import repeats_forward
 from jpipe_planner.cost.devices import MOST_DIFFERING, slowed
 from jpipe_planner.cost.price import all_reduce_seconds
 from jpipe_planner.cost.shape import planned_schedules, sharing_refusal
@@ -179,7 +180,7 @@ def as_candidate(problem: Problem, partition: Partition, rows: int) -> Candidate
     computing = sent = 0.0
     for stage in partition.stages:
         layers = problem.layers[stage.start : stage.stop]
-        recomputation = 0.0 if stage.recompute == "none" else sum(layer.forward for layer in layers)
+        recomputation = sum(layer.forward for layer in layers) if repeats_forward(stage.recompute) else 0.0
         slowness = problem.kind(stage).slowness
         each = sum(layer.forward + layer.backward for layer in layers) + recomputation + 2 * problem.dispatch
         computing += plan.microbatches * slowness * each

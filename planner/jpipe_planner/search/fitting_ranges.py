@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 
+from jpipe.plan import repeats_forward
 from jpipe_planner.search.fast_ranges import FastRanges
 from jpipe_planner.search.partition import Problem
 
@@ -21,11 +22,11 @@ class FittingRanges:
         self._fast, self._ranges = fast, fast.ranges
         self.ranges = [(index, r) for index, (_, replicas) in enumerate(fast.kinds) for r in replicas.tolist()]
         self.kind_indices, self.replicas = (np.array(column) for column in zip(*self.ranges, strict=True))
-        self._recompute = "none" not in problem.policies
+        self._recompute = all(map(repeats_forward, problem.policies))
         self._kinds = [
             (recompute, policies)
             for recompute in (False, True)
-            if (policies := [policy for policy in problem.policies if (policy != "none") == recompute])
+            if (policies := [policy for policy in problem.policies if repeats_forward(policy) == recompute])
         ]
         self._shares = np.array([kind.share for kind, _ in fast.kinds])[self.kind_indices]
         self._fastest = problem.ranges.fastest

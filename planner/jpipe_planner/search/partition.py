@@ -13,6 +13,7 @@ from itertools import pairwise
 from typing import Literal, NamedTuple
 
 import jpipe
+from jpipe.plan import repeats_forward
 from jpipe_planner.cost.devices import DeviceRanges, Kind, lacking
 from jpipe_planner.cost.memory import stage_bytes, temporary_bytes, waiting_gradients, waiting_inputs
 from jpipe_planner.cost.price import Number, all_reduce_seconds, cut_seconds, stage_seconds
@@ -178,7 +179,7 @@ def placed_seconds(problem: Problem, stage: Placed) -> float:
         stage: its layers and its devices.
     """
     layers = problem.layers[stage.start : stage.stop]
-    recomputation = 0.0 if stage.recompute == "none" else sum(layer.forward for layer in layers)
+    recomputation = sum(layer.forward for layer in layers) if repeats_forward(stage.recompute) else 0.0
     compute = sum(layer.forward + layer.backward for layer in layers) + recomputation + 2 * problem.dispatch
     kind = problem.kind(stage)
     summed = all_reduce_seconds(sum(layer.summed for layer in layers), stage.replicas, kind.link)

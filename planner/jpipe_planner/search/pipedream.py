@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from jpipe.plan import repeats_forward
 from jpipe_planner.search.fast_ranges import FastPlacement, FastRanges
 from jpipe_planner.search.fitting_placement import FittingPlacement
 from jpipe_planner.search.fitting_ranges import FittingRanges
@@ -52,7 +53,7 @@ def search_pipedream(problem: Problem) -> Partition:
 
 def _fastest(problem: Problem, fast: FastRanges) -> Partition:
     """Return the solution without a memory limit, with recomputation if it then fits and is not slower."""
-    recompute = "none" not in problem.policies
+    recompute = all(map(repeats_forward, problem.policies))
 
     def within(bound: float) -> Partition | None:
         placement = FastPlacement(fast, bound, recompute)
@@ -140,7 +141,7 @@ def _squeeze(
 
 def _recompute(problem: Problem, stages: Sequence[Placed], bound: float) -> Partition:
     """Give each stage the cheapest policy that fits and is fast enough, or the cheapest of all if none fits."""
-    policies = sorted(problem.policies, key=lambda policy: policy != "none")
+    policies = sorted(problem.policies, key=repeats_forward)
     options = [evaluate_partition(problem, [stage._replace(recompute=policy) for stage in stages]) for policy in policies]
     chosen = []
     for s in range(len(stages)):

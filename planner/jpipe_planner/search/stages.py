@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 import jpipe
+from jpipe.plan import repeats_forward
 from jpipe_planner.cost.memory import temporary_bytes
 from jpipe_planner.profile.profile import Profile
 
@@ -65,7 +66,7 @@ class Layers:
         at = [[layer.at[n] for layer in profile.layers] for n in range(len(profile.sizes))]
         known = set.intersection(*(set(one.residuals) for row in at for one in row)) & set(jpipe.plan.RECOMPUTE) - {"none", "full"}
         residual_bytes = {policy: sum(one.residuals[policy] for row in at for one in row) for policy in known}
-        self.policies = ("none", *sorted(known, key=lambda policy: (-residual_bytes[policy], policy)), "full")
+        self.policies = ("none", *sorted(known, key=lambda policy: (repeats_forward(policy), -residual_bytes[policy], policy)), "full")
         self._full_known = np.array([all("full" in one.residuals for one in layer.at) for layer in profile.layers])
         self.forward = np.array([[one.forward for one in row] for row in at])
         self.backward = np.array([[one.backward for one in row] for row in at])
@@ -122,7 +123,7 @@ class Layers:
         forward = np.add.reduceat(self.forward[n], first)
         backward = np.add.reduceat(self.backward[n], first)
         scratch = np.maximum.reduceat(self._temporary[n], first) + np.add.reduceat(self._more[n], first) - self._more[n, last]
-        recomputation = np.where(np.arange(len(self.policies)) > 0, 1.0, 0.0)[:, None] * forward
+        recomputation = np.array([float(repeats_forward(policy)) for policy in self.policies])[:, None] * forward
         once = self._summed(first)
         return Stages(
             starts=tuple(starts),

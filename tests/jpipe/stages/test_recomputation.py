@@ -9,7 +9,7 @@ from tests.jpipe.running import check_close, train, train_as_one_function
 
 STACK = models.rich_stack()
 M = 3
-POLICIES = ("full", "dots_saveable", "nothing_saveable", "everything_saveable", "dots_with_no_batch_dims_saveable")
+POLICIES = ("full", "elementwise", "dots_saveable", "nothing_saveable", "everything_saveable", "dots_with_no_batch_dims_saveable")
 
 
 def pipeline(recompute: str, variant: str = "pipedream", stack=STACK) -> Pipeline:

@@ -76,7 +76,7 @@ def shapes(tree) -> set:
 
 @pytest.mark.thinned(most=2)
 @pytest.mark.oldest
-@pytest.mark.parametrize("recompute", ["none", "full", "dots_saveable", "nothing_saveable", "everything_saveable"])
+@pytest.mark.parametrize("recompute", ["none", "elementwise", "full", "dots_saveable", "nothing_saveable", "everything_saveable"])
 @pytest.mark.parametrize("blocks", [("nnx", "nnx"), ("linen", "linen"), ("scanned", "nnx", "linen")], ids="-".join)
 def test_no_residual_has_the_shape_of_a_weight(blocks, recompute):
     for f in functions_of(blocks, recompute):

@@ -16,6 +16,7 @@ import jpipe
 from jpipe import files
 from jpipe.context import tracing_for
 from jpipe.files import expanded, write_atomically
+from jpipe.plan import repeats_forward
 from jpipe_planner import Device, compiling_for
 from jpipe_train.assemble.build import build, devices_of, errors_name_config_keys
 from jpipe_train.assemble.delay import delay_words
@@ -123,7 +124,7 @@ def _unit_words(plan: jpipe.Plan, prediction: jpipe.programs.Prediction) -> str:
     """Say how long the computations take."""
     has_halves = any(jpipe.ops.OPS[span.op].reads == "stash" for spans in prediction.timeline for span in spans)
     halves = ", each of its halves 1" if has_halves else ""
-    recomputes = any(stage.recompute != "none" for stage in plan.stages)
+    recomputes = any(repeats_forward(stage.recompute) for stage in plan.stages)
     recomputing = ("; one that recomputes 3" + (", its first half 2" if halves else "")) if recomputes else ""
     return f"times in units of one forward, taken to be the same at all stages; a backward takes 2{halves}{recomputing}"
 
