@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import jpipe
-from benchmarks.hosts import accuracy_draw
+from benchmarks.hosts import accuracy_draw, links
 from benchmarks.learning import draw as learning_draw
 from benchmarks.papers import draw as papers_draw
 from docs import charts, imports, microbatch, style
@@ -174,6 +174,7 @@ def main(arguments: list[str]) -> None:
     charts.draw_all(FOLDER)
     papers_draw.draw_all(tables, tables, FOLDER)
     style.write(accuracy_draw.draw(tables["time to accuracy"]), FOLDER / "time-to-accuracy.svg")
+    style.write(links.draw(links.panels(links.read(links.RESULTS) if links.RESULTS.exists() else [])), FOLDER / links.PICTURE)
     learning_draw.draw_all(charts.results(), FOLDER)
     style.write(microbatch.picture(tables[microbatch.NAME]), FOLDER / "how-it-works.svg")
     draw_flushing()

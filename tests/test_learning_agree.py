@@ -33,7 +33,7 @@ def emulated(setting, batches, start):
     variant = setting.variant
     recipe = variant.recipe(0, RATE, 0.9, D, M)._replace(stage_clip=np.float64(variant.schedule == "2BW"))
     recipe = recipe._replace(rate=np.float64(RATE), momentum=np.float64(0.9))
-    exchanged = setting.exchange()
+    exchanged = setting.exchange(D)
     if setting.agree:
         outer = setting.agree.outer
         exchanged = exchanged._replace(rate=np.float64(outer.learning_rate), momentum=np.float64(outer.momentum))
@@ -98,7 +98,7 @@ def test_sums_with_feedback_lose_nothing_in_the_long_run():
     keys = jax.random.split(jax.random.key(1), W)
     lost = {}
     for feedback in (True, False):
-        settings = agree.Setting("", "", sums="int8", feedback=feedback).exchange()
+        settings = agree.Setting("", "", sums="int8", feedback=feedback).exchange(D)
         errors, total = jax.tree.map(jnp.zeros_like, own), 0.0
         for _ in range(50):
             used, errors = exchange.sums(settings, own, errors, keys)
@@ -110,7 +110,7 @@ def test_sums_with_feedback_lose_nothing_in_the_long_run():
 
 def rows_of(settings, losses):
     return [
-        Row("4 pipelines, Adam, 100 updates", agree.D, "Adam", group, name, rate, seed, 50, [3.0, loss + 0.01 * seed + extra])
+        Row("4 pipelines, Adam, 100 updates", D, "Adam", group, name, rate, seed, 50, [3.0, loss + 0.01 * seed + extra])
         for (group, name), loss in zip(settings, losses, strict=True)
         for rate, extra in ((0.002, 0.5), (0.004, 0.0))
         for seed in range(2)
@@ -144,6 +144,6 @@ def test_a_part_of_the_study_runs_and_is_written(tmp_path):
     agree.main([*few, "--settings", "data parallelism", "every 50", "--json", str(results)])
     rows = json.loads(results.read_text())["rows"]
     assert [(row["task"], row["remedy"]) for row in rows if "2BW" in row["task"]] == [
-        ("4 pipelines, 2BW, Adam, Nesterov, 50 updates", name) for name in ("data parallelism", "every 50")
+        ("4 pipelines, 4 stages, width 128, 2BW, Adam, Nesterov, 50 updates", name) for name in ("data parallelism", "every 50")
     ]
     assert len({row["losses"][0] for row in rows}) == len(rows) == 6

@@ -51,9 +51,12 @@ def main() -> int:
                     print(f"{shape['weights'] / 1e6:.1f} MB of weights; activations of a sample at the cuts, one stage to a host: {passed}")
                     rows = _measure(network, name, [1e6 * rate for rate in options.rates or WORKLOADS[name].rates])
                     _print(rows, goals=not WORKLOADS[name].rates)
-                    profile = {"profile": _profile(name)} if WORKLOADS[name].rates else {}
-                    results["runs"].append({"workload": name, "hosts": hosts, **shape, **profile, "rows": rows})
+                    run = {"workload": name, "hosts": hosts, **shape, "rows": rows}
+                    results["runs"].append(run)
                     options.json.write_text(json.dumps(results, indent=2) + "\n")
+                    if WORKLOADS[name].rates and hosts == 2:  # each host has a core
+                        run["profile"] = _profile(name)
+                        options.json.write_text(json.dumps(results, indent=2) + "\n")
     except NoNetwork as missing:
         print(f"bench-hosts: {missing}", file=sys.stderr)
         return 2
@@ -103,7 +106,9 @@ def _measure(network: Network, name: str, rates: list[float]) -> list[dict[str, 
                 for rate in rates:
                     network.limit(rate)
                     rows.append({"plan": kind, "rate": rate, **_run(program, name, kind)})
+                    print(f"… {kind}, {rate / 1e6:.1f} Mbit/s: {rows[-1]['step_seconds']:.3f} s", file=sys.stderr, flush=True)
         except ProgramFailed as failure:
+            print(f"… {kind}: {failure}", file=sys.stderr, flush=True)
             rows.append({"plan": kind, "failed": str(failure)})
             if len(rows) == 1:
                 break

@@ -73,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if options.document:
             write(options.document, {of_runs.name: of_runs.text})
         if options.pictures:
-            style.write(draw((simulated_curves(), measured_curves(runs))), options.pictures / PICTURE)
+            style.write(draw(panels(runs)), options.pictures / PICTURE)
     except jpipe.InputError as error:
         sys.exit(f"bench-hosts: {error}")
 
@@ -113,6 +113,15 @@ def table(runs: Sequence[Mapping[str, Any]]) -> Table:
     return Table(PLACE, ["hosts", "plan", *(f"tokens/s at {_speed(rate)}" for rate in rates), "kB per update"], lines)
 
 
+def panels(runs: Sequence[Mapping[str, Any]]) -> list[Curves]:
+    """Return the panels of the picture: the simulated one, and the measured one where two hosts were measured.
+
+    Args:
+        runs: as `read` returns them.
+    """
+    return [simulated_curves(), *(measured_curves(run) for run in runs if run["hosts"] == 2)]
+
+
 def simulated_curves() -> Curves:
     """Return the tokens per second of a GPT of 1.2 billion parameters on four hosts with a GPU each, from an analytic profile."""
     config = ModelConfig(depth=24, width=2048, heads=16, seq_len=LENGTH, compute_dtype="bfloat16")
@@ -120,22 +129,21 @@ def simulated_curves() -> Curves:
     device = Topology.from_yaml(TOPOLOGY.read_text(encoding="utf-8"), str(TOPOLOGY), TOPOLOGY.parent).device
     tokens = jax.ShapeDtypeStruct((ROWS, LENGTH), np.int32)
     profile = analyze(large.stack(), lambda rows: (tokens, tokens), loss, optax.adamw(1e-3), (ROWS,), device, policies=("none",))
-    return Curves("Simulated: 1.2 billion parameters, four hosts with an H100 each", _curves(large, profile, ROWS, HOSTS, 2), {})
+    return Curves("Simulated: 1.2 B parameters, 4 hosts", _curves(large, profile, ROWS, HOSTS, 2), {})
 
 
-def measured_curves(runs: Sequence[Mapping[str, Any]]) -> Curves:
+def measured_curves(run: Mapping[str, Any]) -> Curves:
     """Return the measured and the simulated tokens per second of the small GPT on two hosts.
 
     Args:
-        runs: as `read` returns them.
+        run: on two hosts.
     """
-    run = next(run for run in runs if run["hosts"] == 2)
     workload, measured = WORKLOADS[MEASURED], dict[str, list[tuple[float, float]]]()
     for row in run["rows"]:
         if row["plan"] in LOOKS and row.get("rate"):
             measured.setdefault(row["plan"], []).append((row["rate"], row["labels_per_second"]))
     curves = _curves(workload, Profile.from_json(run["profile"]), 1, 2, 4)
-    return Curves("Measured: 3.2 million parameters, two hosts with a CPU core each", curves, measured)
+    return Curves("Measured: 3.2 M parameters, 2 hosts", curves, measured)
 
 
 def _curves(workload: Workload, profile: Profile, rows: int, hosts: int, itemsize: int) -> dict[str, list[tuple[float, float]]]:

@@ -29,7 +29,7 @@ from jpipe.plan import Agreement, OuterOptimizer
 
 Tree = Any
 
-D, W, OPTIMIZER, SEEDS, EVERY = 4, 4, "Adam", 3, 50  # EVERY: updates between two evaluations
+W, OPTIMIZER, SEEDS, EVERY = 4, "Adam", 3, 50  # EVERY: updates between two evaluations
 AT_ONCE, SECONDS = 50, 190.0
 SUMMED, AGREED, MESSAGES, SUMS, BOTH = "exact sums", "agreement", "rounded messages", "rounded sums", "rounded messages and sums"
 PLAIN, NESTEROV, TWO_BW = Variant("flush"), Variant("flush", nesterov=1.0), Variant("2BW", nesterov=1.0)
@@ -62,15 +62,15 @@ class Setting:
     feedback: bool = True
     rates: tuple[float, ...] = (2e-3, 4e-3, 6e-3)
 
-    def recipe(self, seed: int, rate: float) -> Recipe:
-        """Return the run of each pipeline as arrays; without a flush each stage is clipped by its own norm."""
-        recipe = self.variant.recipe(seed, rate, OPTIMIZERS[OPTIMIZER].momentum, D, 1)
+    def recipe(self, seed: int, rate: float, d: int) -> Recipe:
+        """Return the run of each pipeline of d stages as arrays; without a flush each stage is clipped by its own norm."""
+        recipe = self.variant.recipe(seed, rate, OPTIMIZERS[OPTIMIZER].momentum, d, 1)
         return recipe._replace(stage_clip=np.float32(self.variant.schedule != "flush"))
 
-    def exchange(self) -> Exchange:
-        """Return what the pipelines exchange as arrays."""
+    def exchange(self, d: int) -> Exchange:
+        """Return what pipelines of d stages exchange as arrays."""
         agree = self.agree or Agreement(every=1)
-        first = [next(u for u in range(agree.every) if agree.last(s, D, u + agree.every) == u + agree.every) for s in range(D)]
+        first = [next(u for u in range(agree.every) if agree.last(s, d, u + agree.every) == u + agree.every) for s in range(d)]
         return Exchange(
             np.int32(agree.every if self.agree else 0),
             np.array(first, np.int32),
@@ -90,11 +90,15 @@ class Part(NamedTuple):
         name: in tables.
         updates: of each run, a multiple of `EVERY`.
         settings: what is compared, data parallelism first.
+        d: stages, and blocks of the GPT.
+        width: of the GPT.
     """
 
     name: str
     updates: int
     settings: tuple[Setting, ...]
+    d: int = 4
+    width: int = 128
 
 
 def _agreeing(every: int, name: str, outer: OuterOptimizer | None = None, fragments: Literal["stages"] | None = None) -> Setting:
@@ -143,6 +147,16 @@ PARTS = (
         ),
     ),
     Part("2400 updates", 2400, (*_with((*BASE, *OF_MEANS[1:]), rates=(2e-3, 4e-3)), *_with(RARELY[2:], rates=(1e-3, 2e-3)))),
+    Part(
+        "small",
+        600,
+        (
+            *_with((*BASE, RARELY[2], OF_MEANS[1], RARELY[3], OF_MEANS[2], RARELY[1], OF_MESSAGES[1], OF_SUMS[1]), rates=(4e-3,)),
+            *_with((OF_SUMS[2], OF_MESSAGES[3], OF_SUMS[4], *OF_BOTH), rates=(4e-3,)),
+        ),
+        d=2,
+        width=64,
+    ),
 )
 
 
@@ -230,15 +244,19 @@ def run(part: Part, seeds: int, at_once: int, deadline: float) -> Iterator[list[
         at_once: how many runs are vectorized.
         deadline: the time of `time.monotonic` after which no further runs start.
     """
-    task = make_gpt(D)
+    task = make_gpt(part.d, part.width)
     cells = [(setting, rate, seed) for seed in range(seeds) for setting in part.settings for rate in setting.rates]
-    runs = [(setting.recipe(seed, rate), setting.exchange()) for setting, rate, seed in cells]
+    runs = [(setting.recipe(seed, rate, part.d), setting.exchange(part.d)) for setting, rate, seed in cells]
     at_once = min(at_once, len(runs))
     data = stacked([batches_of_run(task, seed, part.updates // EVERY, EVERY) for seed in range(seeds)])
     params = stacked([initial(task, seed) for seed in range(seeds)])
     versions = 1 + max(int(recipe.delays.max()) for recipe, _ in runs)
-    schedule, stages, rule = warm_up_and_cosine(part.updates), stages_of(task, D), OPTIMIZERS[OPTIMIZER].rule
-    pipelines = Pipelines(Emulation(task.stack, stages, task.loss, rule, schedule, part.updates // 4, versions, task.clip), W)
+    rounds = any(setting.messages or setting.sums for setting in part.settings)
+    draws = any(setting.stochastic for setting in part.settings)
+    schedule, stages, rule = warm_up_and_cosine(part.updates), stages_of(task, part.d), OPTIMIZERS[OPTIMIZER].rule
+    pipelines = Pipelines(
+        Emulation(task.stack, stages, task.loss, rule, schedule, part.updates // 4, versions, task.clip), W, rounds, draws
+    )
 
     def train(recipe: Recipe, exchange: Exchange, params: Tree, data: Tree, held_out: Tree) -> jax.Array:
         start, batches = jax.tree.map(lambda a: a[recipe.seed], (params, data))
@@ -254,8 +272,8 @@ def run(part: Part, seeds: int, at_once: int, deadline: float) -> Iterator[list[
 
 
 def _row(part: Part, setting: Setting, rate: float, seed: int, losses: np.ndarray) -> Row:
-    task = f"{W} pipelines, {FAMILIES[setting.variant]}, {part.updates} updates"
-    return Row(task, D, OPTIMIZER, setting.group, setting.name, rate, seed, EVERY, [round(float(loss), 5) for loss in losses])
+    task = f"{W} pipelines, {part.d} stages, width {part.width}, {FAMILIES[setting.variant]}, {part.updates} updates"
+    return Row(task, part.d, OPTIMIZER, setting.group, setting.name, rate, seed, EVERY, [round(float(loss), 5) for loss in losses])
 
 
 def tables(rows: Sequence[Row], where: str = "") -> list[Table]:
@@ -266,9 +284,9 @@ def tables(rows: Sequence[Row], where: str = "") -> list[Table]:
         where: is added to their names.
     """
     made = []
-    for task in dict.fromkeys(row.task for row in rows):
+    for task, d in dict.fromkeys((row.task, row.d) for row in rows):
         rates = sorted({row.rate for row in rows if row.task == task})
-        settings = recipes_by_rate(rows, task, D, OPTIMIZER)
+        settings = recipes_by_rate(rows, task, d, OPTIMIZER)
         best = [min(recipes, key=lambda recipe: recipe.loss) for recipes in settings]
         head = ["exchange", "setting", *(f"loss at {rate:g}" for rate in rates), "best, above data parallelism"]
         lines = []

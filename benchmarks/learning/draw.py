@@ -116,15 +116,15 @@ def draw_agreements(rows: Sequence[Row], folder: Path) -> None:
         rows: of the study of agreement.
         folder: of the pictures.
     """
-    tasks = list(dict.fromkeys(row.task for row in rows if row.remedy == "every 50, means"))
+    tasks = list(dict.fromkeys((row.task, row.d) for row in rows if row.remedy == "every 50, means"))
     if not tasks:
         return
     figure = style.figure(1.3 + 2.5 * len(tasks))
     panels = figure.subplots(len(tasks), 1, squeeze=False)[:, 0]
     lines: dict[str, Any] = {}
-    for axes, task in zip(panels, tasks, strict=True):
+    for axes, (task, d) in zip(panels, tasks, strict=True):
         recipes = {
-            recipe.remedy: recipe for recipe in best_recipes(rows, task, 4, "Adam") if recipe.schedule in ("exact sums", "agreement")
+            recipe.remedy: recipe for recipe in best_recipes(rows, task, d, "Adam") if recipe.schedule in ("exact sums", "agreement")
         }
         for name, (colour, dashes) in AGREEMENTS.items():
             if name in recipes:

@@ -4,7 +4,6 @@ The letters in the shapes: d stages, m equal parts of a batch, each a microbatch
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -208,8 +207,12 @@ class Emulation:
         m = recipe.delays.shape[1]
         microbatches = jax.tree.map(lambda a: a.reshape(m, -1, *a.shape[1:]), batch)
         read = {i: jax.tree.map(lambda p, s=s: p[recipe.delays[s]], carry.versions[i]) for i, s in self._stage_of.items()}
-        gradients = jax.vmap(jax.grad(partial(self.mean_loss, send=send)))(read, microbatches, jnp.arange(m))
-        return jax.tree.map(lambda g: g.mean(0), gradients)
+
+        def mean_gradient(params: Tree, microbatch: Tree, number: Any) -> Tree:  # the gradients that stages send are those of the sum
+            gradients, weight = jax.grad(self._total, has_aux=True)(params, microbatch, number, send)
+            return jax.tree.map(lambda g: g / weight, gradients)
+
+        return jax.tree.map(lambda g: g.mean(0), jax.vmap(mean_gradient)(read, microbatches, jnp.arange(m)))
 
     def apply(self, recipe: Recipe, carry: Carry, t: Any, gradients: Tree) -> Carry:
         """Return the state after update t, counted from 0.
@@ -248,12 +251,7 @@ class Emulation:
             microbatch: its number, for `send`.
             send: between two stages; None: the next stage gets what the stage makes.
         """
-        x, labels = batch
-        blank: Tree = {layer_id: {} for layer_id in self._stack.ids}
-        for s, stage in enumerate(self._stages):
-            x = send(x, s, microbatch) if s and send is not None else x
-            x, _ = self._stack.apply(stage, params, blank, x, key=None, microbatch=0, train=True)
-        total, weight = self._loss(x, labels)
+        total, weight = self._total(params, batch, microbatch, send)
         return total / weight
 
     def without_prediction(self, carry: Carry) -> Tree:
@@ -268,6 +266,14 @@ class Emulation:
     def merged(self, stages: Sequence[Tree]) -> Tree:
         """Return a tree by layer id from the parts of the stages."""
         return {layer_id: tree for stage in stages for layer_id, tree in stage.items()}
+
+    def _total(self, params: Tree, batch: Tree, microbatch: Any, send: Send | None) -> tuple[jax.Array, Any]:
+        x, labels = batch
+        blank: Tree = {layer_id: {} for layer_id in self._stack.ids}
+        for s, stage in enumerate(self._stages):
+            x = send(x, s, microbatch) if s and send is not None else x
+            x, _ = self._stack.apply(stage, params, blank, x, key=None, microbatch=0, train=True)
+        return self._loss(x, labels)
 
     def _clipped(self, gradients: list[Tree], stage_clip: jax.Array) -> list[Tree]:
         if self._clip is None:

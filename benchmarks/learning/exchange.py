@@ -78,13 +78,13 @@ class _State(NamedTuple):
     momentum: Tree
 
 
-def rounded(x: jax.Array, to: Format, key: jax.Array) -> jax.Array:
+def rounded(x: jax.Array, to: Format, key: jax.Array | None = None) -> jax.Array:
     """Return an array with its numbers rounded, in blocks of neighbouring values of one row.
 
     Args:
         x: the array; its first dim counts rows, unless it is the only one.
         to: the format.
-        key: for stochastic rounding.
+        key: for stochastic rounding; None: round to nearest.
     """
     return _joined(_rounded_blocks(_blocks(x), to, key), x)
 
@@ -100,7 +100,7 @@ def _joined(blocks: jax.Array, like: jax.Array) -> jax.Array:
     return blocks.reshape(rows, -1)[:, : like.size // rows].reshape(like.shape)
 
 
-def _rounded_blocks(values: jax.Array, to: Format, key: jax.Array) -> jax.Array:
+def _rounded_blocks(values: jax.Array, to: Format, key: jax.Array | None) -> jax.Array:
     largest, limit = to.largest.astype(values.dtype), jnp.where(to.largest > 0, to.largest, jnp.inf).astype(values.dtype)
     scales = (jnp.abs(values).max(axis=1, keepdims=True) * (1 / limit)).astype(jnp.float32).astype(values.dtype)
     scales = jnp.where((largest > 0) & (scales > 0), scales, 1)
@@ -108,19 +108,21 @@ def _rounded_blocks(values: jax.Array, to: Format, key: jax.Array) -> jax.Array:
     _, exponents = jnp.frexp(scaled)  # of magnitudes from 0.5 up to 1
     distance = jnp.ldexp(jnp.ones_like(scaled), jnp.maximum(exponents - 1, to.least) - to.bits)
     steps = scaled / distance
-    drawn = jnp.floor(steps + jax.random.uniform(key, steps.shape, steps.dtype))
-    result = jnp.clip(jnp.where(to.stochastic == 1, drawn, jnp.round(steps)) * distance, -limit, limit) * scales
+    whole = jnp.round(steps)
+    if key is not None:
+        whole = jnp.where(to.stochastic == 1, jnp.floor(steps + jax.random.uniform(key, steps.shape, steps.dtype)), whole)
+    result = jnp.clip(whole * distance, -limit, limit) * scales
     return jnp.where(to.bits > 0, result, values)
 
 
 @jax.custom_vjp
-def sent(x: jax.Array, activations: Format, gradients: Format, key: jax.Array) -> jax.Array:
+def sent(x: jax.Array, activations: Format, gradients: Format, key: jax.Array | None) -> jax.Array:
     """Return activations as the next stage gets them; the stage that sends gets their rounded gradient, as if they had not been rounded."""
     return rounded(x, activations, key)
 
 
-def _sent_forward(x: jax.Array, activations: Format, gradients: Format, key: jax.Array) -> tuple[jax.Array, Tree]:
-    return rounded(x, activations, key), (gradients, jax.random.fold_in(key, 1))
+def _sent_forward(x: jax.Array, activations: Format, gradients: Format, key: jax.Array | None) -> tuple[jax.Array, Tree]:
+    return rounded(x, activations, key), (gradients, None if key is None else jax.random.fold_in(key, 1))
 
 
 def _sent_backward(saved: Tree, gradient: jax.Array) -> tuple[Any, ...]:
@@ -136,10 +138,12 @@ class Pipelines:
     Args:
         emulation: of one of them.
         count: w.
+        rounds: whether anything is rounded. A program without it compiles and runs in less time.
+        draws: whether anything is rounded at random; likewise.
     """
 
-    def __init__(self, emulation: Emulation, count: int) -> None:
-        self._emulation, self._count = emulation, count
+    def __init__(self, emulation: Emulation, count: int, rounds: bool = True, draws: bool = True) -> None:
+        self._emulation, self._count, self._rounds, self._draws = emulation, count, rounds, draws
 
     def train(self, recipe: Recipe, exchange: Exchange, params: Tree, data: Tree, held_out: Tree) -> tuple[jax.Array, Tree]:
         """Train once.
@@ -158,35 +162,34 @@ class Pipelines:
         groups, each = jax.tree.leaves(data)[0].shape[:2]
         zeros = jax.tree.map(jnp.zeros_like, params)
         start = _State(self._copies(emulation.start(params)), self._copies(zeros), params, zeros)
-        nearest = exchange.activations._replace(stochastic=jnp.zeros_like(exchange.activations.stochastic))
 
         def receive(x: Tree, stage: int, microbatch: Any) -> Tree:
-            return jax.tree.map(lambda leaf: rounded(leaf, nearest, jax.random.key(0)), x)
+            return jax.tree.map(lambda leaf: rounded(leaf, exchange.activations), x)
 
         def update(state: _State, inputs: Tree) -> tuple[_State, None]:
             return self._update(recipe, exchange, state, *inputs), None
 
         def group(state: _State, inputs: Tree) -> tuple[_State, jax.Array]:
             state, _ = jax.lax.scan(update, state, inputs)
-            return state, emulation.mean_loss(self._weights(exchange, state), held_out, send=receive)
+            return state, emulation.mean_loss(self._weights(exchange, state), held_out, send=receive if self._rounds else None)
 
         state, losses = jax.lax.scan(group, start, (jnp.arange(groups * each).reshape(groups, each), data))
         return losses, self._weights(exchange, state)
 
     def _update(self, recipe: Recipe, exchange: Exchange, state: _State, t: jax.Array, batch: Tree) -> _State:
         key = jax.random.fold_in(jax.random.key(recipe.seed), t)
-        keys = jax.random.split(key, (2, self._count))
+        keys = jax.random.split(key, (2, self._count)) if self._draws else (None, None)
 
-        def gradients(pipeline: Carry, batch: Tree, key: jax.Array) -> Tree:
+        def gradients(pipeline: Carry, batch: Tree, key: jax.Array | None) -> Tree:
             def send(x: Tree, stage: int, microbatch: Any) -> Tree:
-                of_message = jax.random.fold_in(jax.random.fold_in(key, stage), microbatch)
+                of_message = None if key is None else jax.random.fold_in(jax.random.fold_in(key, stage), microbatch)
                 return jax.tree.map(lambda leaf: sent(leaf, exchange.activations, exchange.gradients, of_message), x)
 
-            return self._emulation.gradients(recipe, pipeline, batch, send)
+            return self._emulation.gradients(recipe, pipeline, batch, send if self._rounds else None)
 
         m = recipe.delays.shape[1]
         own = jax.vmap(gradients)(state.pipelines, jax.tree.map(partial(self._shares, m), batch), keys[0])
-        used, errors = sums(exchange, own, state.errors, keys[1])
+        used, errors = sums(exchange, own, state.errors, keys[1]) if self._rounds else (_used(exchange, own, own), state.errors)
         pipelines = jax.vmap(partial(self._emulation.apply, recipe), in_axes=(0, None, 0))(state.pipelines, t, used)
         return self._agree(exchange, state._replace(pipelines=pipelines, errors=errors), t)
 
@@ -218,23 +221,25 @@ class Pipelines:
         return rows.reshape(m, self._count, -1, *rows.shape[1:]).swapaxes(0, 1).reshape(self._count, -1, *rows.shape[1:])
 
 
-def sums(exchange: Exchange, own: Tree, errors: Tree, keys: jax.Array) -> tuple[Tree, Tree]:
+def sums(exchange: Exchange, own: Tree, errors: Tree, keys: jax.Array | None) -> tuple[Tree, Tree]:
     """Return the gradients that each pipeline updates with, its own or the mean of the rounded ones, and what rounding has lost.
 
     Args:
         exchange: what pipelines exchange.
         own: the gradient of each pipeline, (w, …).
         errors: what rounding has lost before, (w, …).
-        keys: of each pipeline.
+        keys: of each pipeline; None: nothing is rounded at random.
     """
     wanted = jax.tree.map(lambda g, e: g + exchange.feedback * e, own, errors)
     passed = jax.vmap(partial(_rounded_tree, exchange.sums))(wanted, keys)
-    summed = exchange.every == 0
-    used = jax.tree.map(lambda g, p: jnp.where(summed, jnp.broadcast_to(p.mean(0), p.shape), g), own, passed)
-    return used, jax.tree.map(lambda w, p: jnp.where(summed, w - p, 0), wanted, passed)
+    return _used(exchange, own, passed), jax.tree.map(lambda w, p: jnp.where(exchange.every == 0, w - p, 0), wanted, passed)
 
 
-def _rounded_tree(to: Format, tree: Tree, key: jax.Array) -> Tree:
+def _used(exchange: Exchange, own: Tree, passed: Tree) -> Tree:
+    return jax.tree.map(lambda g, p: jnp.where(exchange.every == 0, jnp.broadcast_to(p.mean(0), p.shape), g), own, passed)
+
+
+def _rounded_tree(to: Format, tree: Tree, key: jax.Array | None) -> Tree:
     """Round all leaves as one array: it compiles much sooner."""
     leaves, structure = jax.tree.flatten(tree)
     blocks = [_blocks(leaf) for leaf in leaves]

@@ -40,13 +40,13 @@ class Task:
     held_out: Batch
 
 
-def make_gpt(depth: int = 4) -> Task:
-    """Return the byte GPT of `configs/gpt-bytes.yaml` with `depth` blocks, and 16 sequences of 96 bytes per batch."""
+def make_gpt(depth: int = 4, width: int = 128) -> Task:
+    """Return the byte GPT of `configs/gpt-bytes.yaml` with `depth` blocks of a width, and 16 sequences of 96 bytes per batch."""
     text = read_bytes(None, 0.05)
     train, held_out = Windows(text.train, SEQ_LEN), Windows(text.validation, SEQ_LEN)
     rng = np.random.default_rng(0)
     return Task(
-        layers.layers(ModelConfig(depth=depth, width=128, heads=4, seq_len=SEQ_LEN)),
+        layers.layers(ModelConfig(depth=depth, width=width, heads=4, seq_len=SEQ_LEN)),
         cross_entropy.loss,
         1.0,
         partial(_shuffled, len(train), 16, lambda rows: _stack(train, rows)),
