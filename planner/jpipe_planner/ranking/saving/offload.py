@@ -9,7 +9,6 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 
 import jpipe
-from jpipe_planner.cost.copies import copies_of
 from jpipe_planner.cost.devices import host_limits_of, lacking, limits_of
 from jpipe_planner.cost.simulated import Simulated, forwards, simulate_plan
 from jpipe_planner.ranking.choose import Choice, Ranked
@@ -87,9 +86,9 @@ class _OfPlan:
         profile, self._topology = choice.meshes.of(candidate.degrees)
         self._candidate, self._plan = candidate, candidate.plan(profile.ids)
         self._costs = profile.stage_costs(self._plan, candidate.rows)
-        self._global_norm, waits = choice.global_norm, choice.global_norm or bool(profile.shared)
+        self._global_norm = choice.global_norm
         self._limits, self.host_limits = limits_of(self._plan, self._topology), host_limits_of(self._plan, self._topology)
-        self._forwards, self.spent = forwards(self._plan, copies_of(self._plan, self._topology, waits)), 0
+        self._forwards, self.spent = forwards(self._plan), 0
 
     def found(self) -> Iterator[Ranked]:
         """Yield the plan with as little in host memory as it needs to fit, and then with as much of the same ranks as possible."""
