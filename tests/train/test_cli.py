@@ -331,7 +331,7 @@ def jpipe_process(*arguments: str) -> Iterator[subprocess.Popen]:
             process.kill()
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_ctrl_c_ends_cleanly_with_a_readable_folder(write_config, tiny):
     with jpipe_process("train", write_config(train={"steps": 1_000_000, "eval_every": 1_000_000})) as process:
         for line in process.stdout:

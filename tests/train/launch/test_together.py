@@ -250,7 +250,7 @@ def test_replicas_in_two_processes_log_what_one_process_logs():
     assert several == rows("run")
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_a_killed_process_is_named_by_the_others_and_no_file_is_incomplete():
     arguments = command(CURVES | FOREVER, plan={"num_stages": 3})
     with by_hand(arguments, arguments, arguments) as processes:
@@ -378,7 +378,7 @@ def test_two_processes_measure_plans_together():
     assert Profile.from_json(Path("corrected.json").read_text()).ids == ("a", "b", "c")
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_a_plan_that_fails_in_one_process_ends_all_with_a_line_each():
     arguments = planning(code=FAILING)
     with by_hand(arguments, arguments) as processes:
