@@ -260,11 +260,10 @@ def _draw_transfers(
             edge = 0.4 if boxes and points * statistics.median(width for _, width in boxes) > 4 else 0.0
             axes.broken_barh(boxes, (n + 0.22, 0.56), facecolor=colour, edgecolor="white", linewidth=edge)
         for transfer in row:
-            if _fits(
-                label := transfer.label if transfer.is_move else str(transfer.number), (transfer.start, transfer.end), points, font_size
-            ):
+            label = transfer.label if transfer.is_move else str(transfer.number)
+            if _fits(label, (transfer.start, transfer.end), points, font_size):
                 middle, ink = (transfer.start + transfer.end) / 2, "white" if _kind(transfer) in ("sum", "changes") else "black"
-                axes.text(middle, n + 0.5, label, size=font_size, color=ink, ha="center", va="center_baseline")
+                axes.text(middle, n + 0.5, label, size=font_size, color=ink, ha="center", va="center_baseline", clip_on=True)
 
 
 def _bubble(timeline: Timeline, length: float) -> float:
