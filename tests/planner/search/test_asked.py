@@ -4,7 +4,8 @@ import pytest
 
 import jpipe
 from jpipe.plan import Agreement, Links
-from jpipe_planner.cost.simulated import network, simulate_plan
+from jpipe_planner.cost.devices import network
+from jpipe_planner.cost.simulated import simulate_plan
 from jpipe_planner.ranking.choose import choose
 from jpipe_planner.ranking.improve import improve
 from jpipe_planner.ranking.variants import find_variants
