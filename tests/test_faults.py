@@ -32,7 +32,7 @@ def copied_run(stopped, tmp_path):
     return tmp_path
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_any_damaged_file_is_named_and_the_previous_checkpoint_used(copied_run, stopped):
     place, before = damage.newest(stopped), damage.STOPPED - EVERY
     expected, config = checkpoint_files.read_layers(stopped, before), Config.model_validate(config_of(copied_run, damage.PLAN, damage.END))

@@ -231,7 +231,7 @@ def test_a_launcher_that_gets_sigterm_exits_like_its_processes():
         assert (process.returncode, err) == (expected, "jpipe: SIGTERM received; not starting again\n" if expected else "")
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_where_one_process_gets_the_signal_all_save_at_one_step(saved, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config = changed(saved, train={"steps": ENDLESS, "eval_every": ENDLESS})

@@ -407,7 +407,7 @@ def test_a_run_that_loses_a_process_ends_with_the_results_of_an_undisturbed_run(
     assert difference(resumed, end_of(alone)) is None
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_bad_input_of_one_process_is_not_started_again(restarted, tmp_path):
     """Only process 0 has a layer that is another one now."""
     folder = shutil.copytree(restarted.folder, tmp_path / "copy")
