@@ -12,6 +12,7 @@ from typing import Any
 
 import jpipe
 from benchmarks.hosts import accuracy_draw, links
+from benchmarks.learning import agree
 from benchmarks.learning import draw as learning_draw
 from benchmarks.papers import draw as papers_draw
 from docs import charts, imports, microbatch, style
@@ -176,6 +177,7 @@ def main(arguments: list[str]) -> None:
     style.write(accuracy_draw.draw(tables["time to accuracy"]), FOLDER / "time-to-accuracy.svg")
     style.write(links.draw(links.panels(links.read(links.RESULTS) if links.RESULTS.exists() else [])), FOLDER / links.PICTURE)
     learning_draw.draw_all(charts.results(), FOLDER)
+    learning_draw.draw_agreements(charts.results(agree.RESULTS), FOLDER)
     style.write(microbatch.picture(tables[microbatch.NAME]), FOLDER / "how-it-works.svg")
     draw_flushing()
     draw_asynchronous()

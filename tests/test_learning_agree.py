@@ -1,6 +1,7 @@
 """The study of rare agreement and of messages with few bits: its emulation equals the pipeline, and its tables its results."""
 
 import json
+import re
 from dataclasses import asdict
 
 import jax
@@ -16,7 +17,7 @@ from jpipe.optimizers import compensated_adamw
 from jpipe.plan import Agreement
 from jpipe.stages.messages._compress import compress, decompress
 from tests.jpipe import models, running
-from tests.test_learning import CLIP, RATE, SCHEDULE, STACK, UPDATES, D
+from tests.test_learning import CLIP, RATE, ROOT, SCHEDULE, STACK, UPDATES, D
 
 W, M = 2, 4
 
@@ -130,6 +131,15 @@ def test_settings_are_compared_with_data_parallelism_at_its_best_rate(tmp_path, 
         assert "| agreement | every 50, means | 1.755 | 1.255 | +0.250 (+0.250 to +0.250) |" in text
         assert "| rounded sums | int8 | diverged | diverged | – |" in text
     assert (tmp_path / "learning-agree.svg").exists()
+
+
+def test_the_tables_of_the_page_are_those_of_the_results(capsys):
+    agree.main(["--from-json", str(agree.RESULTS)])
+    tables = capsys.readouterr().out.strip().split("\n\n")
+    page = (ROOT / "docs" / "explanation" / "learning-agree.md").read_text()
+    assert sorted(tables[::2]) == sorted(re.findall(r"^<!-- (.*) -->$", page, re.MULTILINE))
+    for place, table in zip(tables[::2], tables[1::2], strict=True):
+        assert f"<!-- {place} -->\n\n{table}\n" in page
 
 
 def test_wrong_options_are_reported():

@@ -30,6 +30,7 @@ from jpipe.plan import Agreement, OuterOptimizer
 Tree = Any
 
 W, OPTIMIZER, SEEDS, EVERY = 4, "Adam", 3, 50  # EVERY: updates between two evaluations
+RESULTS = Path(__file__).parent / "agree-cpu.json"  # those of the documentation
 AT_ONCE, SECONDS = 50, 190.0
 SUMMED, AGREED, MESSAGES, SUMS, BOTH = "exact sums", "agreement", "rounded messages", "rounded sums", "rounded messages and sums"
 PLAIN, NESTEROV, TWO_BW = Variant("flush"), Variant("flush", nesterov=1.0), Variant("2BW", nesterov=1.0)

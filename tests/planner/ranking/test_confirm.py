@@ -140,13 +140,13 @@ def loss(y, labels):
 
 @pytest.mark.slow
 def test_programs_that_were_compiled_for_another_plan_are_not_compiled_again(monkeypatch):
-    compiled_ones, side_by_side = [], jpipe.stages._compile.compile_in_parallel
+    compiled_ones, compiled = [], jpipe.stages._compile.compile_for_analysis
 
-    def counted(calls):
-        compiled_ones.extend(calls)
-        return side_by_side(calls)
+    def counted(program, device):
+        compiled_ones.append(program)
+        return compiled(program, device)
 
-    monkeypatch.setattr(jpipe.stages._compile, "compile_in_parallel", counted)
+    monkeypatch.setattr(jpipe.stages._compile, "compile_for_analysis", counted)
     topology = Topology(levels=({"count": 2, "bandwidth": 1e9},), device={"flops": {"float32": 1e9}, "memory": 1e9})
     costs = analyze(STACK, batch, loss, optax.adam(1e-3), [2], topology.device)
     choice = choose(costs, topology, find_candidates(costs, topology, 8, schedules=["pipedream_flush", "pipedream_2bw"]))
