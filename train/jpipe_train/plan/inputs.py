@@ -69,7 +69,7 @@ class Request:
         agree, links = (None, None) if plan is None else (plan.agree, plan.links)
         if links is not None and links.sums is not None:
             raise InputError(
-                f"plan.links.sums: expected none where a plan is searched, found {links.sums!r}; remove it; a plan that is written by hand can have it"
+                f"plan.links.sums: expected none where a plan is searched, found {links.sums!r}; remove it, or write the plan by hand"
             )
         if self.agree is not None:
             agree = (agree or Agreement(every=self.agree)).model_copy(update={"every": self.agree})
