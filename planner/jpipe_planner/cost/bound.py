@@ -36,7 +36,7 @@ def busy_seconds(
     moves = [_transfer_seconds(plan, costs, s, link) if overlap == "none" else 0.0 for s in range(plan.depth - 1)]
     for s, (cost, replicas) in enumerate(zip(costs, plan.replicas, strict=True)):
         ring = () if overlap == "transfers and sums" else _ring(plan, s, link)
-        updating = plan.updates_per_batch(s) * (cost.update + _sum_seconds(cost.accumulators, ring))
+        updating = plan.updates_per_batch(s) * (cost.update + _sum_seconds(cost, plan.stages[s], ring))
         each = cost.forward + cost.backward + sum(moves[max(s - 1, 0) : s + 1])
         busiest = max(busiest, before + plan.microbatches / replicas * each + (0.0 if before else updating))
         if jpipe.schedules.SCHEDULES[plan.schedule].flushes:
@@ -88,28 +88,43 @@ def _message_seconds(size: int, link: jpipe.Link) -> float:
     return size / link.bandwidth + link.latency
 
 
-def _sum_seconds(size: float, ring: Sequence[jpipe.Link]) -> float:
-    """Return the seconds of a sum over a ring, from its beginning to its end; 0 without a ring."""
-    return _sending_seconds(size, ring) + 2 * (len(ring) - 1) * max(link.latency for link in ring) if ring else 0.0
+def _sum_seconds(cost: jpipe.programs.StageCost, stage: jpipe.Stage, ring: Sequence[jpipe.Link], part: int = 0) -> float:
+    """Return the seconds of a sum over a ring, of the gradients of a part of the stage and of later parts, to its end; 0 without a ring."""
+    return _sending_seconds(cost, stage, ring, part) + (1 if cost.compressed_sums else 2) * _latency(ring) if ring else 0.0
+
+
+def _sending_seconds(cost: jpipe.programs.StageCost, stage: jpipe.Stage, ring: Sequence[jpipe.Link], part: int = 0) -> float:
+    """Return the seconds to send a sum around a ring: once what each replica compresses, otherwise shares and then their sums."""
+    if cost.compressed_sums:
+        return (len(ring) - 1) * sum(cost.compressed_sums[part:]) * _seconds_per_byte(ring)
+    later = [cost.accumulators_of_part(n, stage) for n in range(part, len(stage.sum_parts))] if part else [cost.accumulators]
+    return 2 * (len(ring) - 1) / len(ring) * sum(later) * _seconds_per_byte(ring)
+
+
+def _seconds_per_byte(ring: Sequence[jpipe.Link]) -> float:
+    return 1 / min(link.bandwidth for link in ring)
+
+
+def _latency(ring: Sequence[jpipe.Link]) -> float:
+    """Return the seconds that it takes once around a ring in addition to sending."""
+    return (len(ring) - 1) * max(link.latency for link in ring)
 
 
 def _summed_after(cost: jpipe.programs.StageCost, stage: jpipe.Stage, op: str, ring: Sequence[jpipe.Link]) -> float:
     """Return the least seconds from the end of the last backward of an update, which `op` ends, to the end of the sum of its gradients."""
     if not stage.sum_parts or not ring:
-        return _sum_seconds(cost.accumulators, ring)
-    later, summed, longest = 0.0, 0.0, 0.0  # the backwards of the later parts, and the gradients of a part and of the later ones
+        return _sum_seconds(cost, stage, ring)
+    later, longest = 0.0, 0.0  # the backwards of the later parts
     for part in reversed(range(len(stage.sum_parts))):
-        summed += cost.accumulators_of_part(part, stage)
-        longest = max(longest, _sum_seconds(summed, ring) - later)
+        longest = max(longest, _sum_seconds(cost, stage, ring, part) - later)
         later += cost.seconds_of_part(op, part, stage)
     return longest
 
 
 def sum_speed(plan: jpipe.Plan, s: int, link: jpipe.programs.Network) -> tuple[float, float]:
-    """Return the seconds for each byte of a sum over the replicas of a stage, and the seconds that it takes in addition."""
+    """Return the seconds for each byte of an uncompressed sum over the replicas of a stage, and the seconds that it takes in addition."""
     ring = _ring(plan, s, link)
-    fixed = _sum_seconds(0, ring)
-    return _sum_seconds(1, ring) - fixed, fixed
+    return (2 * (len(ring) - 1) / len(ring) * _seconds_per_byte(ring), 2 * _latency(ring)) if ring else (0.0, 0.0)
 
 
 def computing_seconds(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost]) -> float:
@@ -135,7 +150,7 @@ def port_seconds(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost], li
                     loads[port] += plan.microbatches / pairs * size / crossed.bandwidth
     for s in range(plan.depth):
         ring = _ring(plan, s, link)
-        seconds = plan.updates_per_batch(s) * _sending_seconds(costs[s].accumulators, ring) if ring else 0.0
+        seconds = plan.updates_per_batch(s) * _sending_seconds(costs[s], plan.stages[s], ring) if ring else 0.0
         for port in {port for crossed in ring for port in crossed.ports}:
             loads[port] += seconds
     for source, target, size in _exchange(plan, costs):
@@ -161,11 +176,6 @@ def _ring(plan: jpipe.Plan, s: int, link: jpipe.programs.Network) -> list[jpipe.
     """Return the links between neighbouring replicas of a stage that sum for each update; none for one replica, or if they agree."""
     workers = [plan.rank_of[worker] for worker in plan.stage_workers[s]]
     return [link(worker, workers[n - 1]) for n, worker in enumerate(workers)] if len(workers) > 1 and plan.agree is None else []
-
-
-def _sending_seconds(size: float, ring: Sequence[jpipe.Link]) -> float:
-    """Return the seconds to send a sum around a ring."""
-    return 2 * (len(ring) - 1) / len(ring) * size / min(link.bandwidth for link in ring)
 
 
 def unhindered_seconds(

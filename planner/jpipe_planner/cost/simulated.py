@@ -50,8 +50,8 @@ def simulate_plan(
 ) -> Simulated | None:
     """Simulate a plan on a topology, with rank n on device n, or placed by the plan's `keep_together`.
 
-    Of pipelines that do the same, as `part_of` says, a few are simulated for all. Pipelines that agree are simulated with an agreement in
-    each batch and without any: the time is the mean, and the memory that with an agreement.
+    Of pipelines that do the same, as `part_of` says, a few are simulated for all. Pipelines that agree are simulated for a round
+    of agreements and without any: the time is the mean, and the memory that with agreements.
 
     Args:
         plan: the plan.
@@ -64,7 +64,7 @@ def simulate_plan(
     Returns:
         The result; None if the simulation would take more than some seconds.
     """
-    if plan.agree is not None and 1 < plan.agree.every < _NEVER:
+    if plan.agree is not None and _round_batches(plan) < plan.agree.every < _NEVER:
         return _between_agreements(plan, costs, topology, global_norm)
     costs, shared = slowed(plan, costs, topology), jpipe.programs.shared_stages(costs)
     part = part_of(plan, topology, global_norm or bool(shared))
@@ -74,6 +74,7 @@ def simulate_plan(
     first, batches = window(plan)
     # Where ranks wait for each other's transfers or sums, the last batches are faster: earlier ranks have nothing left to send.
     shown = first + batches + (1 if overlap == "transfers and sums" else 1 + jpipe.programs.batches_until_full(plan))
+    shown += -shown % _round_batches(plan)
     lowered = _lowered if number <= _MOST_KEPT else _lowered.__wrapped__
     program = lowered(_without_layers(plan), shown, global_norm, shared)
     prediction = jpipe.simulate(program, costs, link, overlap, host=hosts(plan, topology), brief=True)  # a plan is verified before it runs
@@ -100,13 +101,14 @@ def simulate_plan(
 def _between_agreements(
     plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost], topology: Topology, global_norm: bool
 ) -> Simulated | None:
-    """Simulate a plan whose pipelines agree every so many updates."""
+    """Simulate a plan whose rounds are longer than simulated ones, and are prolonged by batches without an agreement."""
     assert plan.agree is not None
-    plans = [plan.model_copy(update={"agree": plan.agree.model_copy(update={"every": every})}) for every in (1, _NEVER)]
+    some = _round_batches(plan)
+    plans = [plan.model_copy(update={"agree": plan.agree.model_copy(update={"every": every})}) for every in (some, _NEVER)]
     agreeing, alone = (simulate_plan(each, costs, topology, global_norm) for each in plans)
     if agreeing is None or alone is None:
         return None
-    share = 1 / plan.agree.every
+    share = some / plan.agree.every
     seconds = share * agreeing.batch_seconds + (1 - share) * alone.batch_seconds
     return dataclasses.replace(
         agreeing,
@@ -114,6 +116,15 @@ def _between_agreements(
         bubble=1 - (1 - alone.bubble) * alone.batch_seconds / seconds,
         sent_bytes=tuple(share * more + (1 - share) * less for more, less in zip(agreeing.sent_bytes, alone.sent_bytes, strict=True)),
     )
+
+
+def _round_batches(plan: jpipe.Plan) -> int:
+    """Return the batches of the longest round of agreements that is simulated: one agreement ends before the next begins; 1 without any."""
+    if plan.agree is None or plan.agree.every >= _NEVER:
+        return 1
+    fragments = plan.depth if plan.agree.fragments == "stages" else plan.agree.fragments or 1
+    flushes = jpipe.schedules.SCHEDULES[plan.schedule].flushes
+    return min(plan.agree.every, fragments * (1 if flushes else jpipe.programs.batches_until_full(plan)))
 
 
 def _sent_bytes(part: Part, costs: Sequence[jpipe.programs.StageCost], sent: Sequence[float]) -> list[float]:
@@ -170,8 +181,14 @@ def window(plan: jpipe.Plan) -> tuple[int, int]:
     """Return the simulated window, which begins in steady state.
 
     Returns:
-        The first batch; the number of batches.
+        The first batch; the number of batches, in whole rounds of agreements.
     """
+    first, batches = _steady_batches(plan)
+    return first, batches + -batches % _round_batches(plan)
+
+
+def _steady_batches(plan: jpipe.Plan) -> tuple[int, int]:
+    """Return the first batch in steady state and the least number to simulate from there on."""
     most = max(plan.replicas)
     late = 1 if most > 1 else 0  # sums that overlap take longer to reach the steady state
     if jpipe.schedules.SCHEDULES[plan.schedule].flushes:

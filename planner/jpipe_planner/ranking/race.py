@@ -80,7 +80,7 @@ class Race:
             simulate: simulates one candidate, with the largest of its bounds if they are known.
             known: outcomes of earlier simulations.
             kinds: the number of kinds of which one candidate is simulated, for comparison.
-            waits: whether updates wait for other stages, as in `copies_of`.
+            waits: whether updates wait for other stages, as in `part_of`.
         """
         self.finished: list[Candidate] = []
         self.too_large: list[Candidate] = []

@@ -8,6 +8,7 @@ import jpipe
 from jpipe_planner.cost.devices import device_numbers, network
 from jpipe_planner.cost.simulated import _lowered, simulate_plan
 from jpipe_planner.machine.topology import Topology
+from tests.planner.invented import invented_profile
 
 
 def _plan(replicas=1, schedule="pipedream", microbatches=4, stages=2, **fields):
@@ -110,3 +111,40 @@ def test_a_program_of_another_cut_and_other_policies_gives_the_numbers_of_ones_o
             results.append(simulate_plan(plan, costs, topology))
     assert results[:3] == results[3:]
     assert len({result.batch_seconds for result in results}) > 1
+
+
+@pytest.mark.parametrize(
+    ("schedule", "every", "fragments"),
+    [
+        ("pipedream_flush", 8, "stages"),
+        ("gpipe", 6, "stages"),  # not a multiple of the fragments
+        ("gpipe", 2, "stages"),  # two fragments agree in each batch
+        ("pipedream_flush", 5, 2),
+        ("pipedream_2bw", 12, None),
+        ("pipedream_2bw", 12, 2),
+        ("pipedream_2bw", 3, "stages"),
+        ("pipedream", 12, "stages"),
+    ],
+)
+def test_each_fragment_that_agrees_delays_a_batch_of_its_own(schedule, every, fragments):
+    layers, agree = [f"layer_{n}" for n in range(8)], {"every": every, "fragments": fragments}
+    plan, topology = jpipe.Plan.even(layers, 4, schedule, 8, replicas=2, agree=agree), Topology.flat(8, 4e6)
+    costs, batches = invented_profile(3).stage_costs(plan, 1), 12 // every * every + every
+    short, long = (jpipe.simulate(jpipe.lower(plan, n), costs, network(plan, topology), brief=True) for n in (batches, 2 * batches))
+    known = simulate_plan(plan, costs, topology)
+    assert known.batch_seconds == pytest.approx((long.seconds - short.seconds) / batches, rel=1e-6)
+    assert (known.peak_bytes, known.held_bytes) == (long.peak_bytes, long.held_bytes)
+    sent = [(more - less) / batches for more, less in zip(long.moved_bytes, short.moved_bytes, strict=True)]
+    assert known.sent_bytes == pytest.approx(sent, rel=1e-6)
+
+
+@pytest.mark.parametrize("sum_parts", [(), (3, 5)])
+@pytest.mark.parametrize("schedule", ["pipedream_2bw", "gpipe"])
+@pytest.mark.parametrize("overlap", ["none", "transfers and sums"])
+def test_compressed_sums_are_not_slower_than_simulated(schedule, overlap, sum_parts):
+    topology = Topology(levels=({"count": 4, "bandwidth": 1e8, "latency": 0.01},), device={"overlap": overlap})
+    plan = jpipe.Plan.even([f"layer_{n}" for n in range(8)], 1, schedule, 4, replicas=4, links={"sums": "int8"})
+    plan = plan.model_copy(update={"stages": tuple(stage.model_copy(update={"sum_parts": sum_parts}) for stage in plan.stages)})
+    costs = invented_profile(3).stage_costs(plan, 1)
+    known, unbounded = (simulate_plan(plan, costs, topology, least=least) for least in (None, 0.0))
+    assert known.batch_seconds == pytest.approx(unbounded.batch_seconds, rel=1e-9)

@@ -41,9 +41,12 @@ def test_pipelines_agree_where_there_are_several_and_send_less():
     assert all(one.agree is None and one.links is None for one in found(USUAL))
 
 
-@pytest.mark.parametrize("schedule", ["pipedream_flush", "gpipe"])
-def test_the_time_is_the_mean_over_batches_with_and_without_an_agreement(schedule):
-    for candidate in [one for one in found(EVERY_FOUR, [schedule]) if one.replicas[0] == 2 and one.depth == 2][:3]:
+@pytest.mark.parametrize(("schedule", "fragments"), [("pipedream_flush", None), ("gpipe", None), ("pipedream_2bw", "stages")])
+def test_the_time_is_the_mean_over_batches_with_and_without_an_agreement(schedule, fragments):
+    asked = Asked(agree=Agreement(every=4, fragments=fragments))
+    candidates = [one for one in found(asked, [schedule]) if one.replicas[0] == 2 and one.depth == 2][:3]
+    assert candidates
+    for candidate in candidates:
         plan = candidate.plan(PROFILE.ids)
         costs, link = PROFILE.stage_costs(plan, candidate.rows), network(plan, SLOW)
         long, short = (jpipe.simulate(jpipe.lower(plan, batches), costs, link) for batches in (12, 4))

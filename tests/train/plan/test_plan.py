@@ -301,6 +301,14 @@ def test_a_model_that_does_not_fit_reports_the_missing_bytes_and_advice(files, c
         ([*BOTH], r"--batch: a profile does not say how many rows"),
         ([*BOTH, "--batch=0"], r"--batch: expected 1 or more, found 0"),
         ([*BOTH, "--batch=4", "--agree=0"], r"--agree: expected 1 or more, found 0"),
+        (
+            [*BOTH, "--batch=4", "--agree=9", "--pipedream=text"],
+            r"--pipedream: expected none with --agree, .* as many replicas, found text; leave one of them out",
+        ),
+        (
+            ["tiny.yaml", *BOTH, "--set=plan.agree={every: 9}", "--pipedream=replicas"],
+            r"--pipedream: expected none with plan.agree, .*, found replicas; leave one of them out",
+        ),
         ([*BOTH, "--batch=4", "--max-delay=-0.5"], r"--max-delay: expected 0 or more updates, found -0.5"),
         ([*BOTH, "--batch=4", "--max-delay=nan"], r"--max-delay: expected 0 or more updates, found nan"),
         ([*BOTH, "--batch=4", "--max-delay=inf"], r"--max-delay: expected 0 or more updates, found inf"),

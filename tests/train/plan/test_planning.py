@@ -13,7 +13,8 @@ import pytest
 from rich.console import Console
 
 import jpipe
-from jpipe_planner import Compiled, Profile, Topology
+from jpipe.plan import Agreement
+from jpipe_planner import Asked, Compiled, Profile, Topology
 from jpipe_planner.ranking import variants
 from jpipe_train.config.config import Config
 from jpipe_train.console.progress import Reporter
@@ -93,8 +94,10 @@ def test_a_search_for_thousands_of_devices_warns_that_it_takes_minutes(monkeypat
         "PipeDream's stages are searched exactly, which can take minutes for 2 devices; --schedules without"
     )
     output.truncate(0)
-    search(profile(), TWO, 8, Request(schedules=("pipedream_2bw",)), False, reporter)
+    for request in (Request(schedules=("pipedream_2bw",)), Request(schedules=("pipedream",), asked=Asked(agree=Agreement(every=4)))):
+        search(profile(), TWO, 8, request, False, reporter)
     assert "minutes" not in output.getvalue()
+    assert output.getvalue().count("left out: different numbers of replicas per stage, because pipelines agree\n") == 1
 
 
 def test_only_schedules_that_flush_are_considered_by_default():

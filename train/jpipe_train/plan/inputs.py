@@ -64,7 +64,7 @@ class Request:
         """Return the request with what plans are to do by `agree` and the config.
 
         Raises:
-            InputError: the config compresses sums, which no search prices.
+            InputError: the config compresses sums, which no search prices, or pipelines agree and `pipedream` is given.
         """
         agree, links = (None, None) if plan is None else (plan.agree, plan.links)
         if links is not None and links.sums is not None:
@@ -73,6 +73,12 @@ class Request:
             )
         if self.agree is not None:
             agree = (agree or Agreement(every=self.agree)).model_copy(update={"every": self.agree})
+        if agree is not None and self.pipedream is not None:
+            where = "plan.agree" if self.agree is None else "--agree"
+            raise InputError(
+                f"--pipedream: expected none with {where}, for which all stages have as many replicas, found {self.pipedream}; "
+                "leave one of them out"
+            )
         return replace(self, asked=Asked(agree, links))
 
     @property

@@ -7,6 +7,7 @@ import jpipe
 from jpipe import InputError
 from jpipe_planner import (
     NO_MESH,
+    Asked,
     Attempt,
     Candidate,
     Choice,
@@ -97,6 +98,19 @@ def _usable_schedules(profile: Profile, request: Request, global_norm: bool, rep
     return schedules
 
 
+def _say_how_stages_are_searched(topology: Topology, asked: Asked, reporter: Reporter) -> None:
+    """Print why PipeDream's stages are not searched, or that it can take minutes."""
+    if asked.agree is not None:
+        reporter.say("left out: different numbers of replicas per stage, because pipelines agree")
+    elif not has_searchable_stages(topology):
+        reporter.say("left out: different numbers of replicas per stage, for so many devices that differ")
+    elif topology.num_devices >= MANY_DEVICES:
+        reporter.say(
+            f"PipeDream's stages are searched exactly, which can take minutes for {topology.num_devices:,} devices; "
+            "--schedules without pipedream leaves that out"
+        )
+
+
 def search(profile: Profile, topology: Topology, batch: int, request: Request, global_norm: bool, reporter: Reporter) -> SearchResult:
     """Find and rank all plans that a request allows.
 
@@ -112,13 +126,8 @@ def search(profile: Profile, topology: Topology, batch: int, request: Request, g
         InputError: no plan has such a batch, or none of the requested schedules supports the norm or shared parameters.
     """
     asked, schedules = request.asked, _usable_schedules(profile, request, global_norm, reporter)
-    if "pipedream" in schedules and not has_searchable_stages(topology):
-        reporter.say("left out: different numbers of replicas per stage, for so many devices that differ")
-    elif topology.num_devices >= MANY_DEVICES and "pipedream" in schedules:
-        reporter.say(
-            f"PipeDream's stages are searched exactly, which can take minutes for {topology.num_devices:,} devices; "
-            "--schedules without pipedream leaves that out"
-        )
+    if "pipedream" in schedules:
+        _say_how_stages_are_searched(topology, asked, reporter)
     planned, meshes = tuple(filter(is_planned, schedules)), _meshes(profile, topology, request, reporter)
     updates, replicas = request.pipedream or "batch", request.replicas
     limits: dict[str, Any] = {"exact": not request.up_to, "max_delay": request.max_delay, "global_norm": global_norm, "asked": asked}
