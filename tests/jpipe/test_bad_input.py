@@ -54,6 +54,25 @@ def without(key):
             r"the schedule 'gpipe' has no in-flight limit to raise: expected extra_in_flight 0, found 1$",
         ),
         ({"placement": [[0]]}, r"placement names \[1\] devices for the stages, expected \[1, 1\]"),
+        *(
+            (
+                {"offload": {"optimizer": value}},
+                rf"^plan\.json: offload\.optimizer: expected 'all' or a list of stages counted from 0, found {text}$",
+            )
+            for value, text in (
+                ([-1], r"\[-1\]"),
+                (0, "0"),
+                ("0", "'0'"),
+                (True, "True"),
+                (None, "None"),
+                ("All", "'All'"),
+                ({"0": 1}, r"\{'0': 1\}"),
+            )
+        ),
+        *(
+            ({"offload": {"optimizer": [value]}}, rf"^plan\.json: offload\.optimizer: expected .*, found \[{value!r}\]$")
+            for value in (True, 0.0, "all")
+        ),
         ({"stages": []}, r"^plan\.json: stages: expected at least 1 of them, found 0$"),
         ({"stages": 3}, r"^plan\.json: stages: expected .*, found 3$"),
         ({"stages": [{"layers": []}]}, r"^plan\.json: stages\.0\.layers: expected at least 1 of them, found 0$"),
