@@ -11,17 +11,30 @@ Moves run beside the computations that follow them. What the next step reads is 
 back. Where the pipeline is empty all versions are on the device, and the optimizer state is in host memory.
 """
 
-from typing import Annotated, Literal
+from collections.abc import Collection, Mapping
+from typing import Annotated, Any, Literal
 
 import pydantic
-from pydantic import Field
 
-from jpipe.plan._stage import Int
+from jpipe.errors import short
+from jpipe.plan._stage import as_int
 
 Kept = Literal["optimizer", "versions", "residuals", "stash"]
 """What may wait in host memory."""
 
-Stages = Literal["all"] | Annotated[tuple[Annotated[Int, Field(ge=0)], ...], Field(strict=False)]
+
+def _checked(value: Any) -> Any:
+    """Return "all", or stages as a tuple."""
+    if isinstance(value, str) and value == "all":
+        return value
+    if isinstance(value, Collection) and not isinstance(value, str | bytes | Mapping):
+        stages = tuple(map(as_int, value))
+        if all(type(s) is int and s >= 0 for s in stages):
+            return stages
+    raise ValueError(f"expected 'all' or a list of stages counted from 0, found {short(value)}")
+
+
+Stages = Annotated[Literal["all"] | tuple[int, ...], pydantic.BeforeValidator(_checked)]
 
 
 class HostMemory(pydantic.BaseModel):

@@ -228,19 +228,29 @@ def _is_amount(value: Any) -> bool:
     return not isinstance(value, bool) and isinstance(value, numbers.Real) and bool(value >= 0)  # type: ignore[operator]
 
 
-def check_costs(costs: Sequence[StageCost]) -> None:
-    """Check that all times and sizes are finite numbers of at least 0.
+def check_costs(plan: Plan, costs: Sequence[StageCost]) -> None:
+    """Check that all times and sizes are finite numbers of at least 0, and that there is one for each part that a stage sums by itself.
+
+    Args:
+        plan: the plan.
+        costs: one for each of its stages.
 
     Raises:
         InputError: names the stage and the field.
     """
-    for s, cost in enumerate(costs):
+    for s, (stage, cost) in enumerate(zip(plan.stages, costs, strict=True)):
         for name, value in vars(cost).items():
-            parts = value if isinstance(value, tuple) else (value,)
-            for part in parts:
+            where, are_several = f"simulate: costs of stage {s}: {name}", isinstance(getattr(StageCost, name), tuple)
+            if are_several and not isinstance(value, tuple):
+                raise InputError(f"{where}: expected a tuple of numbers, found {short(value)}")
+            for part in value if are_several else (value,):
                 amount = part.size if isinstance(part, Passed) else part
                 if not _is_amount(amount) or amount == math.inf:
-                    raise InputError(f"simulate: costs of stage {s}: {name}: expected a number of 0 or more, found {short(amount)}")
+                    raise InputError(f"{where}: expected a number of 0 or more, found {short(amount)}")
+            is_read = name == "compressed_sums" or (name in ("part_times", "part_accumulators") and stage.sum_parts)
+            count = max(len(stage.sum_parts), 1)
+            if is_read and value and len(value) != count:
+                raise InputError(f"{where}: expected a number for each part of the stage, {count} in all, found {short(value)}")
 
 
 Network = Callable[[int, int], Link]

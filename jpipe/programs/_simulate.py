@@ -1,6 +1,6 @@
 """Run programs without devices: verify them instruction by instruction and predict time, bubble, memory and bytes moved."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jpipe.errors import InputError, short
@@ -55,9 +55,7 @@ def simulate(
     """
     _check(program, costs, link, overlap, host)
     costs = unit_costs(program.plan) if costs is None else costs
-    link = link or Link()
-    network = (lambda source, target: link) if isinstance(link, Link) else link
-    host_link = host if callable(host) else _same_for_all(host or Link())
+    network, host_link = _link_of("", link), _link_of("host: ", host)
     executed: list[Instruction] = []
     try:
         if not (brief or program.verified):
@@ -72,8 +70,20 @@ def simulate(
     return predictor.prediction()
 
 
-def _same_for_all(host: Link) -> HostLink:
-    return lambda rank: host
+def _link_of(name: str, link: Link | Callable[..., Link] | None) -> Callable[..., Link]:
+    """Return the function of ranks that gives their link, with a check of what a function of the caller returns."""
+    if not callable(link):
+        same = link or Link()
+        return lambda *ranks: same
+
+    def checked(*ranks: int) -> Link:
+        found: Any = link(*ranks)
+        if not isinstance(found, Link):
+            numbers = " and ".join(map(str, ranks))
+            raise InputError(f"simulate: {name}expected a function that gives a jpipe.Link, found {short(found)} for rank {numbers}")
+        return found
+
+    return checked
 
 
 def verify(program: Program) -> None:
@@ -134,7 +144,7 @@ def _check(program: Any, costs: Any, link: Any, overlap: Any, host: Any) -> None
         raise InputError(f"simulate: expected a list of jpipe.programs.StageCost as costs, found {short(costs)}")
     if len(costs) != program.plan.depth:
         raise InputError(f"simulate: expected {program.plan.depth} costs, one for each stage, found {len(costs)}")
-    check_costs(costs)
+    check_costs(program.plan, costs)
 
 
 def _is_closed(program: Program, workers: frozenset[int]) -> bool:

@@ -78,7 +78,12 @@ class PendingTransfer:
     @property
     def nbytes(self) -> int:
         """The size of its arrays."""
-        return nbytes(self._entry(self._specs()))
+        return nbytes(self.specs)
+
+    @property
+    def specs(self) -> Tree:
+        """The shapes and dtypes of its arrays."""
+        return self._entry(self._specs())
 
     def __getitem__(self, key: int) -> "PendingTransfer":
         """Return one part of the arrays."""

@@ -13,11 +13,11 @@ from jpipe.errors import InputError
 from jpipe.model._precision import LossScale
 from jpipe.model.layerwise._optimizer import masters_of
 from jpipe.ops import OPS
-from jpipe.plan import Plan
+from jpipe.plan import Kept, Plan
 from jpipe.programs._instructions import Agree, AllReduce, Compute, Update
 from jpipe.runtime._interpreter import Event
 from jpipe.runtime._plain import Plain, checked_dict, from_plain, names_in, overlaid, to_plain, without
-from jpipe.runtime.state import WorkerState, from_host_memory, weights_of
+from jpipe.runtime.state import WorkerState, copied_to_host, weights_of
 from jpipe.runtime.state._saved_optimizer import masters_in, with_buffers, without_prediction
 from jpipe.schedules import SCHEDULES
 from jpipe.stages._agreement import Agreed
@@ -53,7 +53,7 @@ class Snapshot:
     Pass it to `Pipeline.step` (and `drain`) as `observe`, from the step before that batch on, until it is `complete`. Each worker is
     copied right after its last update before the batch. Microbatches in flight are not copied: after `Pipeline.restore` they are
     computed again, from the weight versions that they read. Layer state is that before the first forward of the batch, for each
-    replica. The copies need memory as long as this object exists.
+    replica. The copies need memory as long as this object exists, in the memory of the host for what `Plan.offload` lets wait there.
 
     Make one with `Pipeline.snapshot`.
 
@@ -85,7 +85,7 @@ class Snapshot:
         return all(part.complete for part in self._parts.values())
 
     def layers(self) -> dict[str, Plain]:
-        """Return the arrays of this process's layers by layer id, on their devices, as `Pipeline.restore` takes them.
+        """Return the arrays of this process's layers by layer id, as `Pipeline.restore` takes them.
 
         Each layer has `params`, with the newest version as "0", the one before as "1", and so on, frozen parameters in "0" only;
         `optimizer`, of the trained parameters; `state`; and with a dynamic
@@ -112,12 +112,7 @@ _OTHER_OPTIMIZER = (
 )
 
 # One call for a whole tree: leaf by leaf it would delay the thread that dispatches the steps.
-_copies = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))
-
-
-def _copied(tree: Tree) -> Tree:
-    """Return copies on the devices, also of what is in host memory."""
-    return _copies(from_host_memory(tree))
+_copied = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))
 
 
 def entry_name(layer_id: str, replica: int) -> str:
@@ -171,7 +166,7 @@ class _Part:
         if isinstance(i, (Update, Agree)):
             self._open = i.batch + 1 if type(i) is Update and self._plan.agrees(self._stage, i.batch) else None
         if isinstance(i, self._last) and i.batch + 1 == self._newest:
-            self._optimizer, self._agreed = _copied((state.optimizer, state.agreed))
+            self._optimizer, self._agreed = self._copied("optimizer", state.optimizer), _copied(state.agreed)
             if not self._has_begun:
                 self._state = _copied(state.layer_state)  # perhaps with the mean over the replicas
         if self._has_begun or self._optimizer is not None:  # the oldest version that the batch reads may be retired before the last update
@@ -180,9 +175,13 @@ class _Part:
                 is_whole = params.keys() == self._all  # what other replicas update may still be to come
                 if self._oldest <= version <= self._newest and is_whole:
                     # Nothing writes into frozen parameters.
-                    self._versions[version] = self._trained.joined(_copied(dict(self._trained.part(params))), params)
+                    self._versions[version] = self._trained.joined(self._copied("versions", dict(self._trained.part(params))), params)
                     if state.loss_scales:
                         self._scales[version] = state.loss_scales[version]
+
+    def _copied(self, what: Kept, tree: Tree) -> Tree:
+        """Return copies on the device, or in host memory if the plan lets this wait there: it may fit on the device only in part."""
+        return copied_to_host(tree) if self._plan.offloads(what, self._stage) else _copied(tree)
 
     def holds(self, entry: str) -> bool:
         return entry in self._optimizer

@@ -54,6 +54,25 @@ def without(key):
             r"the schedule 'gpipe' has no in-flight limit to raise: expected extra_in_flight 0, found 1$",
         ),
         ({"placement": [[0]]}, r"placement names \[1\] devices for the stages, expected \[1, 1\]"),
+        *(
+            (
+                {"offload": {"optimizer": value}},
+                rf"^plan\.json: offload\.optimizer: expected 'all' or a list of stages counted from 0, found {text}$",
+            )
+            for value, text in (
+                ([-1], r"\[-1\]"),
+                (0, "0"),
+                ("0", "'0'"),
+                (True, "True"),
+                (None, "None"),
+                ("All", "'All'"),
+                ({"0": 1}, r"\{'0': 1\}"),
+            )
+        ),
+        *(
+            ({"offload": {"optimizer": [value]}}, rf"^plan\.json: offload\.optimizer: expected .*, found \[{value!r}\]$")
+            for value in (True, 0.0, "all")
+        ),
         ({"stages": []}, r"^plan\.json: stages: expected at least 1 of them, found 0$"),
         ({"stages": 3}, r"^plan\.json: stages: expected .*, found 3$"),
         ({"stages": [{"layers": []}]}, r"^plan\.json: stages\.0\.layers: expected at least 1 of them, found 0$"),
@@ -366,6 +385,16 @@ UNTYPED = {
     "jpipe.simulate(jpipe.lower(plan, 1), overlap='sums')": (
         "simulate: overlap: expected one of 'none', 'transfers', 'transfers and sums', found 'sums'"
     ),
+    **{
+        f"jpipe.simulate(jpipe.lower(plan, 1), [jpipe.programs.StageCost({field}={value})])": (
+            f"simulate: costs of stage 0: {field}: expected {expected}, found {value}"
+        )
+        for field, value, expected in (
+            ("compressed_sums", "5", "a tuple of numbers"),
+            ("updated", "[1]", "a tuple of numbers"),
+            ("forward", "(1.0, 2.0)", "a number of 0 or more"),
+        )
+    },
     "jpipe.lower(stack, 1)": "lower: expected a jpipe.Plan, found LayerStack; make one with Plan.even(…)",
     **{
         f"jpipe.schedules.greedy_order(plan, [jpipe.programs.StageCost()], limits={limits})": (
@@ -543,6 +572,27 @@ def test_a_batch_that_jax_rejects_is_refused(inputs, message):
         (
             lambda: jpipe.simulate(lower(Plan.even("ab", 1, "gpipe", 2), 1), [StageCost(forward=float("nan"))]),
             "simulate: costs of stage 0: forward: expected a number of 0 or more, found nan",
+        ),
+        *(
+            (
+                lambda field=field, parts=parts: jpipe.simulate(
+                    lower(Plan.even("ab", 1, "gpipe", 2, replicas=2, sum_parts=parts), 1), [StageCost(**field)]
+                ),
+                f"simulate: costs of stage 0: {next(iter(field))}: expected {message}$",
+            )
+            for field, parts, message in (
+                ({"compressed_sums": (1, 2)}, 1, r"a number for each part of the stage, 1 in all, found \(1, 2\)"),
+                ({"compressed_sums": (1,)}, 2, r"a number for each part of the stage, 2 in all, found \(1,\)"),
+                ({"part_times": (1.0,)}, 2, r"a number for each part of the stage, 2 in all, found \(1\.0,\)"),
+            )
+        ),
+        (
+            lambda: jpipe.simulate(lower(Plan.even("ab", 2, "gpipe", 2), 1), link=lambda source, target: 5),
+            "simulate: expected a function that gives a jpipe.Link, found 5 for rank 0 and 1$",
+        ),
+        (
+            lambda: jpipe.simulate(lower(Plan.even("ab", 1, "gpipe", 2, offload={"optimizer": "all"}), 1), host=lambda rank: 5),
+            "simulate: host: expected a function that gives a jpipe.Link, found 5 for rank 0$",
         ),
     ],
 )

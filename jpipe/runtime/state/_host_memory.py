@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jpipe.errors import InputError
 
@@ -36,6 +37,13 @@ def from_host_memory(tree: Tree, without: Tree = None) -> Tree:
 def copied(tree: Tree) -> Tree:
     """Copy arrays, each in the memory in which it is."""
     return jax.tree.map(lambda leaf: to_host_memory(from_host_memory(leaf)) if in_host(leaf) else jnp.copy(leaf), tree)
+
+
+def copied_to_host(tree: Tree) -> Tree:
+    """Copy arrays to host memory without further memory of their devices; of those that are there already, wait for the values."""
+    # Through NumPy, because JAX does not promise that `device_put` copies an array to the memory in which it is.
+    inside = jax.tree.map(lambda leaf: jax.device_put(np.array(leaf), leaf.sharding) if in_host(leaf) else leaf, tree)
+    return to_host_memory(inside)
 
 
 def check_host_memory(devices: list[jax.Device]) -> None:

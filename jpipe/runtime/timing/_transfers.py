@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from jpipe.meshes._partition import shard_bytes
 from jpipe.ops import OPS, Leaves
 from jpipe.plan import Plan
 from jpipe.programs._instructions import Agree, AllReduce, Compute, Receive, Send, SumChanges, Update, parts_of
@@ -17,6 +18,7 @@ from jpipe.runtime._lanes import PendingTransfer
 from jpipe.runtime.state import WorkerState
 from jpipe.runtime.timing._arrivals import Arrivals
 from jpipe.runtime.timing._moves import Computation, MoveWatcher
+from jpipe.stages.messages._sums import bytes_of_sent
 
 Tree = Any
 
@@ -66,11 +68,7 @@ class TransferWatcher:
             moved = _Moved("sum", replicas, i.batch, i.part) if isinstance(i, AllReduce) else _Moved("changes", replicas, i.batch)
             self._posted[moved] = self._now()
             if (total := _summed(i, event.state)) is not None:  # once the last replica of this process has given its part
-                others, size = len(replicas) - 1, _nbytes(total)
-                if plan.links is not None and plan.links.sums is not None:
-                    self._watch(moved, total, others * plan.links.compressed_bytes("sums", round(size)))
-                else:
-                    self._watch(moved, total, 2 * others / len(replicas) * size)
+                self._watch(moved, total, _sent(total if isinstance(i, SumChanges) else total[0], plan, len(replicas)))
         elif isinstance(i, Agree):
             moved = _Moved("changes", tuple(plan.stage_workers[plan.workers[i.worker][0]]), i.batch)
             self._agreed[i.worker] = moved
@@ -186,9 +184,19 @@ def _received(i: Receive, state: WorkerState, plan: Plan) -> Tree:
 
 
 def _nbytes(tree: Tree) -> float:
-    """Return the bytes of arrays, or of the specs of those that are to come."""
-    size: float = sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
+    """Return the bytes of arrays on each device, or of the specs of those that are to come."""
+    size: float = sum(leaf.nbytes if isinstance(leaf, PendingTransfer) else shard_bytes(leaf) for leaf in jax.tree.leaves(tree))
     return size
+
+
+def _sent(summed: Tree, plan: Plan, replicas: int) -> float:
+    """Return the bytes that each replica has sent for a sum, as a prediction counts them: without layer state that is averaged with it."""
+    others = replicas - 1
+    if plan.links is None or plan.links.sums is None:
+        return 2 * others / replicas * _nbytes(summed)
+    accumulators = summed.specs if isinstance(summed, PendingTransfer) else summed
+    numbers = {name: number for name, number in accumulators.items() if name != "gradients"}
+    return others * (bytes_of_sent(plan.links.sums, accumulators["gradients"]) + _nbytes(numbers))
 
 
 def _summed(i: AllReduce | SumChanges, state: WorkerState) -> Tree:

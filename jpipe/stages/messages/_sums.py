@@ -3,6 +3,7 @@
 On a mesh each shard is compressed by itself, and nothing is gathered: its blocks are of neighbouring values of the shard.
 """
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping
@@ -13,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jpipe.meshes._partition import WHOLE, Partition, without_devices
+from jpipe.meshes._partition import WHOLE, Partition, shard_bytes, without_devices
 from jpipe.plan import Kind
 from jpipe.stages.functions._accumulators import divisor
 from jpipe.stages.messages._compress import compress, compressed_specs, decompress
@@ -55,6 +56,16 @@ def specs_of_sent(partition: Partition, kind: Kind, gradients: Mapping[str, Tree
     """Return the shapes and dtypes of compressed gradients, and their `PartitionSpec`s."""
     arrays = _arrays(partition, kind, gradients)
     return jax.tree.map(lambda array: array.sent_shapes, arrays), jax.tree.map(lambda array: array.sent_specs, arrays)
+
+
+def bytes_of_sent(kind: Kind, gradients: Tree) -> int:
+    """Return the bytes of compressed gradients on each device, from the gradients or their sum, or from specs with their shardings."""
+    return sum(_bytes_of_row(shard_bytes(leaf) // leaf.dtype.itemsize, leaf.dtype, kind) for leaf in jax.tree.leaves(gradients))
+
+
+@functools.cache
+def _bytes_of_row(length: int, dtype: Any, kind: Kind) -> int:
+    return sum(map(shard_bytes, jax.tree.leaves(compressed_specs(Spec((1, length), dtype), kind))))
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,11 @@ PLANS = [
     {"num_stages": 3, "schedule": "gpipe", "replicas": [2, 1, 2]},
     {"num_stages": 2, "schedule": "pipedream_flush", "replicas": 2, "agree": {"every": 2}},
     {"num_stages": 3, "schedule": "pipedream_2bw", "offload": dict.fromkeys(("optimizer", "versions", "residuals"), "all")},
+    {"num_stages": 2, "schedule": "gpipe", "replicas": [2, 1], "links": {"sums": "int8"}},
+    {"num_stages": 1, "schedule": "pipedream_flush", "replicas": 2, "sum_parts": 2, "links": {"sums": "bfloat16"}},
 ]
+
+UNPRICED = ("norm", "squares")  # of so few bytes that a prediction counts none
 
 
 @pytest.mark.parametrize("options", PLANS)
@@ -43,6 +47,8 @@ def test_a_trace_has_the_transfers_of_the_plan_and_they_end_before_they_are_used
     trace, predicted = tracer.finish(), simulate(lower(plan, 3, global_norm=True), pipe.costs(batches[0])).transfers
     expected, found = (Counter(transfer[:3] for transfer in transfers) for transfers in (predicted, trace.transfers))
     assert not found - expected, "nothing that the plan has not"
+    measured, priced = ({(*t[:3], t.size) for t in transfers if t.what not in UNPRICED} for transfers in (trace.transfers, predicted))
+    assert measured <= priced
     changes = {key for key in expected if key[0] == "changes"}
     assert bool(changes) == (plan.agree is not None)
     assert changes <= set(found), "no array of an agreement is left for the watching thread, but a computation reads its result"

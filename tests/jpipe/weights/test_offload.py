@@ -33,6 +33,16 @@ def pipeline(plan) -> Pipeline:
     return Pipeline(STACK, plan, models.masked_squares, models.momentum(), jax.devices()[:1] * len(plan.rank_workers), ema_decay=average)
 
 
+def check_memory_of_copies(plan, layers):
+    """Check that a snapshot holds in host memory what the plan lets wait there, and everything else on the devices."""
+    device_kind = jax.devices()[0].default_memory().kind
+    for s, stage in enumerate(plan.stages):
+        of_stage = [layers[name] for name in layers if name.partition(" replica ")[0] in stage.layers]
+        for what, part in (("optimizer", "optimizer"), ("versions", "params")):
+            kinds = {leaf.sharding.memory_kind for layer in of_stage for leaf in jax.tree.leaves(layer.get(part))}
+            assert kinds == {"pinned_host" if plan.offloads(what, s) else device_kind}, (what, s)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_host_memory_changes_no_bit(name):
     plan, moves = plan_of(name), set()
@@ -70,6 +80,7 @@ def test_host_memory_changes_no_bit(name):
         assert jax.tree.leaves(pipe.params(state, weights="ema"))
     assert moves == {(i.what, plan.workers[i.worker][0]) for i in lower(plan, 6).instructions if isinstance(i, Offload)}
     layers = snapshot.layers()
+    check_memory_of_copies(plan, layers)
     again = pipeline(plan)
     restored = running.train(again, batches[4:], again.restore(jax.random.key(running.KEY), batches[0], layers, 4))
     jax.tree.map(np.testing.assert_array_equal, restored.params, expected.params)
