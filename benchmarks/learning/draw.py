@@ -1,5 +1,6 @@
 """Draw the pictures of the study: curves of the best recipes, and the last losses of all of them."""
 
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -131,7 +132,7 @@ def draw_agreements(rows: Sequence[Row], folder: Path) -> None:
                 lines[name] = draw_curve(axes, recipes[name], colour, dashes)
         top = next(iter(recipes.values())).mean_curve
         axes.set_ylim(top[-1] - 0.05, top[len(top) // 6] + 0.35)
-        axes.set_title(task, fontsize="small")
+        axes.set_title(textwrap.fill(task, 40))
         axes.set_ylabel("held-out loss")
         axes.grid()
     panels[-1].set_xlabel("updates")
