@@ -115,6 +115,18 @@ def test_dots_saveable_keeps_the_outputs_of_matrix_products_and_the_stage_input(
     assert sorted(leaf.shape for leaf in jax.tree.leaves(saved)) == [(ROWS, WIDTH), (ROWS, HIDDEN)]
 
 
+def test_elementwise_keeps_the_result_of_a_product_and_nothing_of_what_is_computed_from_each_of_its_numbers():
+    stack = LayerStack({"a": models.dense(WIDTH, lambda x: x), "b": lambda x: jnp.sin(x) * jnp.exp(x) * jnp.tanh(x), "c": lambda x: x})
+    counts = {}
+    for recompute in ("none", "elementwise"):
+        plan = models.cut(stack.ids, (2, 1), microbatches=2, schedule="gpipe", recompute=recompute)
+        pipe = Pipeline(stack, plan, models.squares, optax.sgd(0.1))
+        f = pipe.stage_functions((np.zeros((2 * ROWS, 3), np.float32), np.zeros((2 * ROWS, WIDTH), np.float32)))[0]
+        saved = jax.eval_shape(f.forward, f.specs.params, *f.specs.arguments, f.specs.rng)[2]
+        counts[recompute] = sum(leaf.shape == (ROWS, WIDTH) for leaf in jax.tree.leaves(saved))
+    assert counts["elementwise"] == 1 < counts["none"]
+
+
 def test_an_array_that_several_layers_need_is_stored_once():
     """The activation between two layers of a stage is one array, and so is the stage input, though two layers read it."""
 
