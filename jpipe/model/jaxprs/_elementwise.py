@@ -2,11 +2,12 @@
 
 from typing import Any
 
-_ARITHMETIC = "abs add add_any ceil clamp div floor integer_pow max min mul neg one_minus_square pow rem round sign square sub"
+_ARITHMETIC = "abs add add_any clamp div integer_pow max min mul neg one_minus_square pow rem sign square sub"
+_ROUNDING = "ceil floor reduce_precision round"
 _LOGIC = "and eq ge gt is_finite le lt ne not or select_n shift_left shift_right_arithmetic shift_right_logical xor"
 _FUNCTIONS = "atan cbrt cos cosh erf erfc erf_inv exp exp2 expm1 log log1p log2 logistic rsqrt sin sinh sqrt tan tanh"
-_LAYOUT = "bitcast_convert_type broadcast_in_dim convert_element_type copy expand_dims iota reduce_precision reshape squeeze stop_gradient transpose"
-_ELEMENTWISE = frozenset(f"{_ARITHMETIC} {_LOGIC} {_FUNCTIONS} {_LAYOUT}".split())
+_LAYOUT = "bitcast_convert_type broadcast_in_dim convert_element_type copy expand_dims iota reshape squeeze stop_gradient transpose"
+_ELEMENTWISE = frozenset(f"{_ARITHMETIC} {_ROUNDING} {_LOGIC} {_FUNCTIONS} {_LAYOUT}".split())
 
 
 def all_but_elementwise(primitive: Any, *_: Any, **__: Any) -> bool:
