@@ -1,9 +1,11 @@
 """Messages and sums over shared ports: each port carries one at a time, from the first time at which all ports of a message are free."""
 
+import dataclasses
 import random
 
 import pytest
 
+import jpipe
 from jpipe import Link
 from jpipe.programs._traffic import Traffic
 
@@ -35,3 +37,11 @@ def test_each_port_carries_one_message_at_a_time(per_server):
             ports = {port for pair in ring for port in link(*pair).ports}
             end = (traffic.all_reduce(ranks, ready, seconds) if len(ranks) > 2 else traffic.send(*ranks, ready, seconds))[1]
             assert end == rule.send(ports, ready, seconds)
+
+
+def test_what_all_replicas_send_to_a_compressed_sum_is_held_together():
+    plan = jpipe.Plan.even("a", 1, "gpipe", 2, replicas=2, links={"sums": "int8"})
+    cost = jpipe.programs.StageCost(weights=1, accumulators=4)
+    peaks = [jpipe.simulate(jpipe.lower(plan, 1), [dataclasses.replace(cost, compressed_sums=(sent,))]).peak_bytes for sent in (100, 101)]
+    assert peaks[0] == (205, 205)  # weights, accumulators, and 100 from each of two
+    assert peaks[1] == (207, 207)
