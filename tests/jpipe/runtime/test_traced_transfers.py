@@ -61,7 +61,7 @@ def test_a_trace_has_the_transfers_of_the_plan_and_they_end_before_they_are_used
     ends = {(span.op, rank, span.microbatch): span.end for rank, row in enumerate(trace.timeline) for span in row}
     updated = [[span.end + span.update_wait + span.update_time for span in row if span.updates] for row in trace.timeline]
     for transfer in trace.transfers:
-        assert 0 <= transfer.start < transfer.end == transfer.arrival
+        assert 0 <= transfer.start <= transfer.end == transfer.arrival  # equal where the end of what made it was noted after its arrival
         assert transfer.size > 0
         if transfer.what == "changes":
             assert transfer.start >= max(updated[rank][transfer.number] for rank in transfer.ranks)
