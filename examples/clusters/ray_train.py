@@ -44,7 +44,7 @@ class Process:
     def run(self, arguments: Sequence[str], secret: str) -> int:
         """Run `jpipe` with these arguments, and return its exit code. Its output goes where Ray shows that of the actor."""
         command = [sys.executable, "-P", "-m", "jpipe_train.cli", *arguments]
-        self._process = subprocess.Popen(command, env=os.environ | {"JPIPE_SECRET": secret})
+        self._process = subprocess.Popen(command, env=os.environ | {"JPIPE_SECRET": secret})  # noqa: S603 - jpipe itself
         code = self._process.wait()
         return code if code >= 0 else 128 - code
 
@@ -85,9 +85,7 @@ def main(processes: int, gpus: float, cpus: float, max_restarts: int, command: S
     return code
 
 
-def attempt(
-    group: PlacementGroup, processes: int, gpus: float, cpus: float, command: Sequence[str], stopped: Sequence[int]
-) -> list[int]:
+def attempt(group: PlacementGroup, processes: int, gpus: float, cpus: float, command: Sequence[str], stopped: Sequence[int]) -> list[int]:
     """Start all processes once, wait for all, and return their exit codes."""
     # An actor that is started on a new node by itself would find nobody: the driver starts all again.
     options = {"num_cpus": cpus, "num_gpus": gpus, "max_restarts": 0}
@@ -108,7 +106,9 @@ def attempt(
             ray.kill(actor)
 
 
-def _finished(runs: list["ray.ObjectRef[int]"], actors: Sequence["ray.actor.ActorHandle"], stopped: Sequence[int]) -> list["ray.ObjectRef[int]"]:
+def _finished(
+    runs: list["ray.ObjectRef[int]"], actors: Sequence["ray.actor.ActorHandle"], stopped: Sequence[int]
+) -> list["ray.ObjectRef[int]"]:
     """Return the runs when all have ended; when one fails or this driver is stopped, ask the others to end, for some minutes at most."""
     end: float | None = None
     pending = runs

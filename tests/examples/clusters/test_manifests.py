@@ -1,7 +1,7 @@
 """The manifests of examples/clusters have only fields that the resource definitions have, with values of their types, and fit together.
 
-Written down here are the fields that the manifests use, as JobSet (jobset.x-k8s.io/v1alpha2), Kubeflow Trainer (trainer.kubeflow.org/v1alpha1)
-and Kubernetes (batch/v1, v1) define them; not the whole definitions.
+Written down here are the fields that the manifests use, as JobSet (v1alpha2), Kubeflow Trainer (v1alpha1) and Kubernetes (batch/v1, v1) define
+them; not the whole definitions.
 """
 
 import re
@@ -43,7 +43,9 @@ POD = {
     "terminationGracePeriodSeconds": int,
     "securityContext": {"runAsNonRoot": bool, "runAsUser": int, "runAsGroup": int, "fsGroup": int},
     "containers": [CONTAINER],
-    "volumes": [{"name": str, "persistentVolumeClaim": Required(claimName=str), "emptyDir": {"medium": OneOf(("Memory",)), "sizeLimit": str}}],
+    "volumes": [
+        {"name": str, "persistentVolumeClaim": Required(claimName=str), "emptyDir": {"medium": OneOf(("Memory",)), "sizeLimit": str}}
+    ],
 }
 EXIT_CODES = Required(containerName=str, operator=OneOf(("In", "NotIn")), values=[int])
 JOB = {
@@ -82,7 +84,9 @@ def problems(value: Any, expected: Any, where: str) -> list[str]:
     """Return what in a manifest does not fit, by its place."""
     if expected is Map:
         items = value.items() if isinstance(value, dict) else [("", None)]
-        return [f"{where}.{key}: not a text or a number" for key, item in items if not isinstance(key, str) or not isinstance(item, str | int)]
+        return [
+            f"{where}.{key}: not a text or a number" for key, item in items if not isinstance(key, str) or not isinstance(item, str | int)
+        ]
     if isinstance(expected, OneOf):
         return [] if value in expected else [f"{where}: {value!r} is not one of {[*expected]}"]
     if isinstance(expected, list):
@@ -162,7 +166,8 @@ def test_the_pods_of_the_job_set_find_each_other():
     assert {"JAX_PROCESS_ID", "JPIPE_SECRET"} <= environment.keys()
     command, run, steps, config, *options = container["command"]
     assert f"{command}.sh" in {path.name for path in CLUSTERS.iterdir()}
-    assert run.startswith("/shared/") and config.startswith("/shared/") and steps.isdecimal()
+    assert all(path.startswith("/shared/") for path in (run, config))
+    assert steps.isdecimal()
     assert options == ["--connect-limit", "900"]
 
 
@@ -175,9 +180,10 @@ def test_the_runtime_has_the_names_that_trainer_looks_for_and_the_train_job_uses
     assert "jax" in runtime["spec"]["mlPolicy"]
     assert not {variable["name"] for variable in container["env"]} & {"JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"}
     assert job["spec"]["runtimeRef"]["name"] == runtime["metadata"]["name"]
-    assert job["spec"]["trainer"]["args"] == manifests("jobset.yaml")[0]["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"][
-        "containers"
-    ][0]["command"][1:]
+    assert (
+        job["spec"]["trainer"]["args"]
+        == manifests("jobset.yaml")[0]["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"][0]["command"][1:]
+    )
 
 
 def test_the_image_of_the_manifests_is_of_this_version():

@@ -83,7 +83,9 @@ def submit(environment, tmp_path, **variables):
     command = ["bash", CLUSTERS / "slurm.sh", "config.yaml", environment["RUN"], "20", "--set", "seed=1"]
     for name in ("srun", "scontrol"):
         (tmp_path / f"{name}.words").unlink(missing_ok=True)
-    done = subprocess.run(command, env=environment | of_slurm | variables, cwd=tmp_path, timeout=LIMIT, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, env=environment | of_slurm | variables, cwd=tmp_path, timeout=LIMIT, capture_output=True, text=True, check=False
+    )
     assert done.stderr == ""
     files = [tmp_path / f"{name}.words" for name in ("srun", "scontrol")]
     return done.returncode, *(file.read_text() if file.exists() else None for file in files)

@@ -1,4 +1,4 @@
-"""Limits of control groups are read in both versions, a folder is tried and left as it was, and a device that does not start is reported."""
+"""Limits of control groups are read in both versions, a folder is tried and left as it was, devices that do not start are reported."""
 
 import os
 import sys

@@ -25,7 +25,9 @@ def find(limit: float = LIMIT) -> dict[str, Any]:
     environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # several processes of a host may look at the same GPU
     command = [sys.executable, "-P", "-m", "jpipe_train.doctor.devices"]
     try:
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, errors="replace", timeout=limit, check=False)
+        done = subprocess.run(  # noqa: S603 - jpipe itself
+            command, env=environment, capture_output=True, text=True, errors="replace", timeout=limit, check=False
+        )
     except subprocess.TimeoutExpired:
         raise RuntimeError(f"JAX did not start its devices within {limit:g} s") from None
     if done.returncode < 0:

@@ -143,7 +143,9 @@ def _shared_memory(facts: Facts) -> Iterator[Finding]:
     found = f"{shared['available'] / _GB:.2f} GB of {shared['total'] / _GB:.2f} GB free in /dev/shm"
     has_gpus = devices.get("platform") == "gpu" and max(devices["count"], facts["gpus"].get("count", 0)) > 1
     if has_gpus and shared["available"] < _SMALL_SHARED_MEMORY:
-        advice = "NCCL needs it between the GPUs of a host: docker --shm-size=2g; on Kubernetes a volume at /dev/shm, emptyDir.medium: Memory"
+        advice = (
+            "NCCL needs it between the GPUs of a host: docker --shm-size=2g; on Kubernetes a volume at /dev/shm, emptyDir.medium: Memory"
+        )
         yield Finding("problem", "shared memory", found, advice)
     else:
         yield Finding("ok", "shared memory", found)
@@ -158,7 +160,9 @@ def _folder(facts: Facts) -> Iterator[Finding]:
     where = folder["path"] if folder["exists"] else f"{folder['path']}, not yet there; tried in {folder['existing']}"
     found = f"{where}: {folder['filesystem'] or 'unknown file system'}, {available / _GB:.1f} GB free, {speed / 1e6:.0f} MB/s to disk"
     if available < _LITTLE_DISK:
-        yield Finding("problem", "run folder", found, "free space, or choose another run.dir: a checkpoint is written before an old one goes")
+        yield Finding(
+            "problem", "run folder", found, "free space, or choose another run.dir: a checkpoint is written before an old one goes"
+        )
     elif folder["filesystem"] in _GONE_WITH_THE_CONTAINER:
         advice = "it ends with the container or the machine: set run.dir to a volume that stays, or a job cannot resume"
         yield Finding("note", "run folder", found, advice)
@@ -206,7 +210,9 @@ def _links(everyone: Sequence[Facts]) -> Iterator[Finding]:
     if links is None:
         return
     if "error" in links:
-        yield failed_probe("links", links, "the processes cannot exchange arrays as a run does; see docs/how-to/troubleshooting/processes.md")
+        yield failed_probe(
+            "links", links, "the processes cannot exchange arrays as a run does; see docs/how-to/troubleshooting/processes.md"
+        )
         return
     latency, bandwidth = links["latency"], links["bandwidth"]
     found = f"an array takes {latency * 1e3:.2f} ms to the next process, and 1 MB goes at {bandwidth / 1e6:.0f} MB/s"

@@ -34,6 +34,7 @@ _PREFIXES = "JAX_", "XLA_", "NCCL_", "TPU_", "FLAX_", "SLURM_CPUS_", "SLURM_LOCA
 _SECRET = "JPIPE_SECRET"
 _RUNS = "runs"  # where runs without run.dir are
 
+
 def gather(config: Config | None, member: Membership | None, find_devices: Callable[[], dict[str, Any]] = devices.find) -> Facts:
     """Return all facts of this process; one that cannot be found is `{"error": why}`.
 
@@ -60,6 +61,7 @@ def gather(config: Config | None, member: Membership | None, find_devices: Calla
         }.items()
     }
 
+
 def environment(variables: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that change a job, without passwords; proxies by their names in lower case, as most programs read them."""
     chosen = {name: value for name, value in sorted(variables.items()) if name in (*_NAMES, *PROXIES) or name.startswith(_PREFIXES)}
@@ -67,12 +69,14 @@ def environment(variables: Mapping[str, str]) -> dict[str, str]:
         chosen[_SECRET] = "(set)"
     return {name: re.sub(r"//[^@/]*@", "//", value) for name, value in chosen.items()}
 
+
 def _attempt(probe: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     try:
         return probe()
     except Exception as error:  # a probe looks at what may be out of order
         reason = " ".join(str(error).split()) or "without a message"
         return {"error": reason if isinstance(error, OSError | RuntimeError | jpipe.InputError) else f"{type(error).__name__}: {reason}"}
+
 
 def _process(member: Membership | None) -> dict[str, Any]:
     """Return the host, and the number of this process, the number of all and the coordinator."""
@@ -86,6 +90,7 @@ def _process(member: Membership | None) -> dict[str, Any]:
         "devices": member.devices,
     }
 
+
 def _versions() -> dict[str, str]:
     """Return the versions of Python, jpipe and the libraries that it computes with, and whether the package kubernetes is installed."""
     versions = {"python": platform.python_version(), "jpipe": jpipe.__version__}
@@ -97,10 +102,12 @@ def _versions() -> dict[str, str]:
     versions["kubernetes"] = "" if importlib.util.find_spec("kubernetes") is None else "installed"
     return versions
 
+
 def _code(config: Config | None) -> dict[str, str]:
     """Return what has to be the same in all processes of a run; digests of long texts."""
     facts = code_facts() if config is None else facts_of_run(config)
     return {name: value if len(value) < 100 else hashlib.sha256(value.encode()).hexdigest()[:12] for name, value in facts.items()}
+
 
 def _cache(setting: str | None) -> dict[str, Any]:
     """Return the folder of compiled programs, and the problem if it cannot be used."""
