@@ -1,7 +1,7 @@
 """The manifests of examples/clusters have only fields that the resource definitions have, with values of their types, and fit together.
 
-Written down here are the fields that the manifests use, as JobSet (v1alpha2), Kubeflow Trainer (v1alpha1) and Kubernetes (batch/v1, v1) define
-them; not the whole definitions.
+Written down here are the fields that the manifests use, as JobSet (v1alpha2), Kubeflow Trainer (v1alpha1) and Kubernetes (batch/v1, v1)
+define them; not the whole definitions.
 """
 
 import re

@@ -55,6 +55,10 @@ def main(
 
     Returns:
         The exit code: 1 if there is a problem, else 0; the same in all processes, unless they lose each other.
+
+    Raises:
+        InputError: there are overrides without a config; in other processes than the first also: the processes cannot connect.
+        jpipe.PeerLost: in other processes than the first: another process died, hung or stopped.
     """
     config, problems = _config(request)
     facts = gather(config, member)
@@ -70,8 +74,14 @@ def main(
 
 
 def _config(request: Request) -> tuple[Config | None, list[Finding]]:
-    """Return the config, and a finding if it cannot be read. Code that it names is not imported."""
+    """Return the config, and a finding if it cannot be read. Code that it names is not imported.
+
+    Raises:
+        InputError: there are overrides and no config.
+    """
     if request.config is None:
+        if request.overrides:
+            raise InputError("doctor --set: expected a config whose keys to replace, found none; add --config CONFIG")
         return None, []
     try:
         return config_file.load(request.config, request.overrides, allow_code=True), []

@@ -44,22 +44,20 @@ def gather(config: Config | None, member: Membership | None, find_devices: Calla
         find_devices: starts the devices, like `jpipe_train.doctor.devices.find`.
     """
     folder = _RUNS if config is None or config.run.dir is None else config.run.dir
-    return {
-        name: _attempt(probe)
-        for name, probe in {
-            "process": lambda: _process(member),
-            "versions": _versions,
-            "code": lambda: _code(config),
-            "devices": find_devices,
-            "gpus": lambda: {"count": len(glob.glob("/dev/nvidia[0-9]*"))},
-            "cores": system.cores,
-            "memory": system.memory,
-            "shared memory": system.shared_memory,
-            "folder": lambda: system.writable(resolved(folder, "run.dir")),
-            "compile cache": lambda: _cache(AUTO if config is None else config.compile_cache),
-            "environment": lambda: environment(os.environ),
-        }.items()
+    probes: dict[str, Callable[[], dict[str, Any]]] = {
+        "process": lambda: _process(member),
+        "versions": _versions,
+        "code": lambda: _code(config),
+        "devices": find_devices,
+        "gpus": lambda: {"count": len(glob.glob("/dev/nvidia[0-9]*"))},
+        "cores": system.cores,
+        "memory": system.memory,
+        "shared memory": system.shared_memory,
+        "folder": lambda: system.writable(resolved(folder, "run.dir")),
+        "compile cache": lambda: _cache(AUTO if config is None else config.compile_cache),
+        "environment": lambda: environment(os.environ),
     }
+    return {name: _attempt(probe) for name, probe in probes.items()}
 
 
 def environment(variables: Mapping[str, str]) -> dict[str, str]:
