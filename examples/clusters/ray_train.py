@@ -48,10 +48,10 @@ class Process:
         code = self._process.wait()
         return code if code >= 0 else 128 - code
 
-    def end(self) -> None:
-        """Ask the process to save and end."""
+    def end(self, number: int) -> None:
+        """Send a signal to the process: SIGTERM asks it to save and end."""
         if self._process is not None and self._process.poll() is None:
-            self._process.send_signal(signal.SIGTERM)
+            self._process.send_signal(number)
 
 
 def main(processes: int, gpus: float, cpus: float, max_restarts: int, command: Sequence[str], wait: float = 600.0) -> int:
@@ -98,18 +98,18 @@ def attempt(group: PlacementGroup, processes: int, gpus: float, cpus: float, com
         coordinator = ray.get(actors[0].address.remote())
         flags = ["--coordinator", coordinator, "--num-processes", str(processes), "--process-id"]
         runs = [actor.run.remote([*command, *flags, str(n)], secret) for n, actor in enumerate(actors)]
-        return [exit_code(run) for run in _finished(runs, actors, stopped)]
+        return _exit_codes(runs, actors, stopped)
     except ray.exceptions.RayActorError:  # the node of process 0 died before all started
         return [LOST]
     finally:
+        ends = [actor.end.remote(signal.SIGKILL) for actor in actors]  # a process would outlive the actor that started it
+        ray.wait(ends, num_returns=len(ends), timeout=10)
         for actor in actors:
             ray.kill(actor)
 
 
-def _finished(
-    runs: list["ray.ObjectRef[int]"], actors: Sequence["ray.actor.ActorHandle"], stopped: Sequence[int]
-) -> list["ray.ObjectRef[int]"]:
-    """Return the runs when all have ended; when one fails or this driver is stopped, ask the others to end, for some minutes at most."""
+def _exit_codes(runs: list["ray.ObjectRef[int]"], actors: Sequence["ray.actor.ActorHandle"], stopped: Sequence[int]) -> list[int]:
+    """Return the exit codes when all have ended; when one fails or this driver is stopped, ask the others to end, for some minutes at most."""
     end: float | None = None
     pending = runs
     while pending and (end is None or time.monotonic() < end):
@@ -117,8 +117,8 @@ def _finished(
         if end is None and (stopped or any(exit_code(run) for run in done)):
             end = time.monotonic() + GRACE
             for actor in actors:
-                actor.end.remote()
-    return [run for run in runs if run not in pending]
+                actor.end.remote(signal.SIGTERM)
+    return [LOST if run in pending else exit_code(run) for run in runs]
 
 
 def exit_code(run: "ray.ObjectRef[int]") -> int:
