@@ -109,7 +109,7 @@ def attempt(group: PlacementGroup, processes: int, gpus: float, cpus: float, com
 
 
 def _exit_codes(runs: list["ray.ObjectRef[int]"], actors: Sequence["ray.actor.ActorHandle"], stopped: Sequence[int]) -> list[int]:
-    """Return the exit codes when all have ended; when one fails or this driver is stopped, ask the others to end, for some minutes at most."""
+    """Return the exit codes when all have ended; when one fails or this driver is stopped, ask the others to end, and wait some minutes."""
     end: float | None = None
     pending = runs
     while pending and (end is None or time.monotonic() < end):
