@@ -12,11 +12,18 @@ fi
 run=$1 steps=$2
 shift 2
 
+# This shell is process 1 of a container, which gets the signal alone. It passes it on, and waits until the run is saved.
+child="" signal=""
+# shellcheck disable=SC2329 # by traps
+pass_on() {
+    signal=$1
+    [ -z "$child" ] || kill -s "$signal" "$child" 2>/dev/null
+}
+trap "pass_on TERM" TERM
+trap "pass_on INT" INT
 jpipe train "$@" --set run.dir="$run" --set train.steps="$steps" &
 child=$!
-# This shell is process 1 of a container, which gets the signal alone. It passes SIGTERM on, and waits until the run is saved.
-trap 'kill -s TERM "$child" 2>/dev/null' TERM
-trap 'kill -s INT "$child" 2>/dev/null' INT
+[ -z "$signal" ] || kill -s "$signal" "$child" 2>/dev/null
 while :; do
     wait "$child" # a signal ends this wait early
     code=$?

@@ -38,9 +38,15 @@ def test_processes_without_problems_have_clocks_and_links_too():
         ({"devices": {"kinds": ["A100", "V100"]}}, "problem", "devices", "several kinds in one process: A100, V100", "CUDA_VISIBLE_DEV"),
         ({"cores": {"limit": 2.0}}, "note", "cores", "32 of 64 usable, the control group pays for 2", "--cpus"),
         ({"cores": {"usable": 1}}, "note", "cores", "1 of 64 usable", "srun --cpus-per-task"),
-        ({"memory": {"available": GB // 2}}, "problem", "memory", "0.5 GB of 540.0 GB free", "--mem"),
-        ({"memory": {"available": 2 * GB, "total": 8 * GB, "limit": 8 * GB}}, "note", "memory", "2.0 GB of 8.0 GB free (the limit", "1 GB"),
-        ({"shared_memory": {"available": 64e6}}, "problem", "shared memory", "0.06 GB of 270.00 GB", "--shm-size"),
+        ({"memory": {"available": GB // 2}}, "problem", "memory", "540.0 GB, 0.5 GB free", "--mem"),
+        (
+            {"memory": {"available": 2 * GB, "total": 8 * GB, "limit": 8 * GB}},
+            "note",
+            "memory",
+            "8.0 GB (the limit of the control group), 2.0 GB free",
+            "1 GB",
+        ),
+        ({"shared_memory": {"available": 64e6}}, "problem", "shared memory", "270.00 GB in /dev/shm, 0.06 GB free", "--shm-size"),
         ({"shared_memory": {"error": "No such file"}}, "note", "shared memory", "No such file", ""),
         ({"folder": {"error": "Permission denied"}}, "problem", "run folder", "Permission denied", "choose another run.dir"),
         ({"folder": {"available": GB // 2}}, "problem", "run folder", "/shared/runs: nfs4, 0.5 GB free, 400 MB/s", "free space"),
@@ -182,6 +188,9 @@ def test_equal_findings_of_some_processes_are_one():
     low, high = Finding("note", "memory", "1 GB", "more"), Finding("ok", "memory", "9 GB")
     assert merged([[high], [high]]) == [high]
     assert merged([[high], [low], [low]]) == [high._replace(found="process 0: 9 GB"), low._replace(found="processes 1-2: 1 GB")]
+    measured = [low._replace(measured=f"{free} GB free", least=free) for free in (7.0, 3.0, 9.0)]
+    assert merged([[one] for one in measured]) == [low._replace(found="1 GB, 3.0 GB free (the least, in process 1)")]
+    assert merged([[measured[0]], [high], [measured[0]]])[0].found == "processes 0, 2: 1 GB, 7.0 GB free"
     assert processes([4, 0, 1, 2, 7]) == "processes 0-2, 4, 7"
     assert differing(["a", "", "a"]) == "a in processes 0, 2; nothing in process 1"
 

@@ -14,29 +14,41 @@ class Finding(NamedTuple):
         what: what was looked at.
         found: what is there.
         advice: what to do about it; empty if nothing is to be done.
+        measured: numbers that no two processes measure equally, which follow `found`.
+        least: the one of these numbers by which the worst of several processes is chosen.
     """
 
     level: Level
     what: str
     found: str
     advice: str = ""
+    measured: str = ""
+    least: float = 0.0
 
 
 def merged(of_processes: Sequence[Sequence[Finding]]) -> list[Finding]:
     """Return the findings of all processes; one that not all of them have names those that have it.
 
+    Of findings that are equal but for what was measured, the one with the least is shown.
+
     Args:
         of_processes: the findings of each process, in order.
     """
-    having: dict[Finding, list[int]] = {}
+    having: dict[Finding, list[tuple[float, int, str]]] = {}
     for index, findings in enumerate(of_processes):
         for finding in findings:
-            having.setdefault(finding, []).append(index)
-    count = len(of_processes)
-    return [
-        finding if len(indices) == count else finding._replace(found=f"{processes(indices)}: {finding.found}")
-        for finding, indices in having.items()
-    ]
+            equal = finding._replace(measured="", least=0.0)
+            having.setdefault(equal, []).append((finding.least, index, finding.measured))
+    return [finding._replace(found=_found(finding, members, len(of_processes))) for finding, members in having.items()]
+
+
+def _found(finding: Finding, members: Sequence[tuple[float, int, str]], count: int) -> str:
+    """Return what some of `count` processes have found, with what the worst of them has measured."""
+    _, worst, measured = min(members)
+    text = finding.found + (f", {measured}" if measured else "")
+    if len({each for *_, each in members}) > 1:
+        text += f" (the least, in process {worst})"
+    return text if len(members) == count else f"{processes([index for _, index, _ in members])}: {text}"
 
 
 def processes(indices: Sequence[int]) -> str:

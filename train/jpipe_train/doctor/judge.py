@@ -71,6 +71,7 @@ def _versions(everyone: Sequence[Facts]) -> Iterator[Finding]:
     missing = [name for name in LIBRARIES if any(versions[name] == "not installed" for versions in of)]
     if missing:
         yield Finding("problem", "versions", f"{', '.join(missing)} not installed", "install jpipe with its requirements: pip install .")
+        return
     shown = ", ".join(f"{name} {of[0][name]}" for name in LIBRARIES)
     yield Finding("ok", "versions", f"Python {of[0]['python']}, jpipe {of[0]['jpipe']}, {shown}")
 
@@ -126,13 +127,18 @@ def _memory(facts: Facts) -> Iterator[Finding]:
         yield failed_probe("memory", memory, level="note")
         return
     limited = " (the limit of the control group)" if memory["limit"] is not None and memory["limit"] <= memory["total"] else ""
-    found = f"{memory['available'] / _GB:.1f} GB of {memory['total'] / _GB:.1f} GB free{limited}"
+    found = f"{memory['total'] / _GB:.1f} GB{limited}"
+    measured: dict[str, Any] = {"measured": f"{memory['available'] / _GB:.1f} GB free", "least": float(memory["available"])}
     if memory["available"] < _LITTLE_MEMORY:
-        yield Finding("problem", "memory", found, "ask for more (sbatch --mem, resources.limits.memory), or end what else runs there")
+        yield Finding(
+            "problem", "memory", found, "ask for more (sbatch --mem, resources.limits.memory), or end what else runs there", **measured
+        )
     elif memory["available"] < _SMALL_MEMORY:
-        yield Finding("note", "memory", found, "each process needs about 1 GB besides data, state in host memory and checkpoints")
+        yield Finding(
+            "note", "memory", found, "each process needs about 1 GB besides data, state in host memory and checkpoints", **measured
+        )
     else:
-        yield Finding("ok", "memory", found)
+        yield Finding("ok", "memory", found, **measured)
 
 
 def _shared_memory(facts: Facts) -> Iterator[Finding]:
@@ -140,15 +146,16 @@ def _shared_memory(facts: Facts) -> Iterator[Finding]:
     if "error" in shared:
         yield failed_probe("shared memory", shared, level="note")
         return
-    found = f"{shared['available'] / _GB:.2f} GB of {shared['total'] / _GB:.2f} GB free in /dev/shm"
+    found = f"{shared['total'] / _GB:.2f} GB in /dev/shm"
+    measured: dict[str, Any] = {"measured": f"{shared['available'] / _GB:.2f} GB free", "least": float(shared["available"])}
     has_gpus = devices.get("platform") == "gpu" and max(devices["count"], facts["gpus"].get("count", 0)) > 1
     if has_gpus and shared["available"] < _SMALL_SHARED_MEMORY:
         advice = (
             "NCCL needs it between the GPUs of a host: docker --shm-size=2g; on Kubernetes a volume at /dev/shm, emptyDir.medium: Memory"
         )
-        yield Finding("problem", "shared memory", found, advice)
+        yield Finding("problem", "shared memory", found, advice, **measured)
     else:
-        yield Finding("ok", "shared memory", found)
+        yield Finding("ok", "shared memory", found, **measured)
 
 
 def _folder(facts: Facts) -> Iterator[Finding]:
@@ -158,19 +165,19 @@ def _folder(facts: Facts) -> Iterator[Finding]:
         return
     available, speed = folder["available"], folder["bytes_per_second"]
     where = folder["path"] if folder["exists"] else f"{folder['path']}, not yet there; tried in {folder['existing']}"
-    found = f"{where}: {folder['filesystem'] or 'unknown file system'}, {available / _GB:.1f} GB free, {speed / 1e6:.0f} MB/s to disk"
+    found = f"{where}: {folder['filesystem'] or 'unknown file system'}"
+    measured: dict[str, Any] = {"measured": f"{available / _GB:.1f} GB free, {speed / 1e6:.0f} MB/s to disk", "least": float(speed)}
     if available < _LITTLE_DISK:
-        yield Finding(
-            "problem", "run folder", found, "free space, or choose another run.dir: a checkpoint is written before an old one goes"
-        )
+        advice = "free space, or choose another run.dir: a checkpoint is written before an old one goes"
+        yield Finding("problem", "run folder", found, advice, **measured)
     elif folder["filesystem"] in _GONE_WITH_THE_CONTAINER:
         advice = "it ends with the container or the machine: set run.dir to a volume that stays, or a job cannot resume"
-        yield Finding("note", "run folder", found, advice)
+        yield Finding("note", "run folder", found, advice, **measured)
     elif available < _SMALL_DISK or speed < _SLOW_DISK:
         advice = "jpipe simulate shows the bytes of a checkpoint; keep few (checkpoint.keep) and write them rarely (checkpoint.every)"
-        yield Finding("note", "run folder", found, advice)
+        yield Finding("note", "run folder", found, advice, **measured)
     else:
-        yield Finding("ok", "run folder", found)
+        yield Finding("ok", "run folder", found, **measured)
     if facts.get("sees folder") is False:
         advice = "choose a run.dir that all hosts share, such as NFS or Lustre: all processes write their part of a checkpoint there"
         yield Finding("problem", "run folder", f"a file that process 0 writes in {folder['existing']} does not appear", advice)

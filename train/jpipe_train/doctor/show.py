@@ -18,7 +18,7 @@ def has_problem(findings: Sequence[Finding]) -> bool:
 def table(findings: Sequence[Finding]) -> list[str]:
     """Return the findings as lines: level, what, and what was found; below, indented, what to do."""
     rows = align([[finding.level, finding.what, printable(finding.found)] for finding in findings])
-    indent = " " * (len(rows[0]) - len(rows[0].split(maxsplit=1)[1]))
+    indent = " " * sum(2 + max(len(cell) for cell in column) for column in zip(*(finding[:2] for finding in findings), strict=True))
     lines = []
     for finding, row in zip(findings, rows, strict=True):
         lines += [row, *([f"{indent}→ {printable(finding.advice)}"] if finding.advice else [])]
@@ -28,5 +28,6 @@ def table(findings: Sequence[Finding]) -> list[str]:
 
 def as_json(findings: Sequence[Finding], everyone: Sequence[Facts]) -> str:
     """Return findings and the facts of all processes as JSON."""
-    data = {"format": FORMAT, "findings": [finding._asdict() for finding in findings], "processes": list(everyone)}
+    rows = [{name: getattr(finding, name) for name in ("level", "what", "found", "advice")} for finding in findings]
+    data = {"format": FORMAT, "findings": rows, "processes": list(everyone)}
     return json.dumps(data, indent=2)
