@@ -44,14 +44,15 @@ class Process:
     def run(self, arguments: Sequence[str], secret: str) -> int:
         """Run `jpipe` with these arguments, and return its exit code. Its output goes where Ray shows that of the actor."""
         command = [sys.executable, "-P", "-m", "jpipe_train.cli", *arguments]
-        self._process = subprocess.Popen(command, env=os.environ | {"JPIPE_SECRET": secret})  # noqa: S603 - jpipe itself
-        code = self._process.wait()
+        self._process = process = subprocess.Popen(command, env=os.environ | {"JPIPE_SECRET": secret})  # noqa: S603 - jpipe itself
+        code = process.wait()
+        self._process = None
         return code if code >= 0 else 128 - code
 
     def end(self, number: int) -> None:
         """Send a signal to the process: SIGTERM asks it to save and end."""
-        if self._process is not None and self._process.poll() is None:
-            self._process.send_signal(number)
+        if (process := self._process) is not None:
+            process.send_signal(number)
 
 
 def main(processes: int, gpus: float, cpus: float, max_restarts: int, command: Sequence[str], wait: float = 600.0) -> int:
