@@ -101,7 +101,11 @@ def test_devices_of_different_kinds_are_not_started_together():
 @pytest.mark.parametrize("launcher", ["jpipe launch", "srun"])
 def test_two_processes_look_at_themselves_and_at_the_link_between_them(launcher, tmp_path):
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "JAX_COORDINATOR"))}
-    environment |= {"PYTHONPATH": f"{ROOT}:{ROOT / 'train'}:{ROOT / 'planner'}", "JPIPE_SECRET": "between these two alone", "JAX_ENABLE_X64": "0"}
+    environment |= {
+        "PYTHONPATH": f"{ROOT}:{ROOT / 'train'}:{ROOT / 'planner'}",
+        "JPIPE_SECRET": "between these two alone",
+        "JAX_ENABLE_X64": "0",
+    }
     words = ("doctor", "--json")
     if launcher == "jpipe launch":
         commands = [([*JPIPE, "launch", "-n", "2", "--", *words], {})]

@@ -1,7 +1,10 @@
 """`jpipe doctor`: gather the facts of all processes, judge them, and print what to change."""
 
+import contextlib
 import json
-from collections.abc import Callable
+import os
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -121,7 +124,7 @@ def _measured_links(together: Together) -> dict[str, float | str]:
     """Return latency (seconds) and bandwidth (bytes per second) between neighbouring processes, or an `error`; all call it."""
     assert together.processes is not None
     try:
-        with together.processes.waiting("the links between the processes", limit=_ARRIVE):
+        with together.processes.waiting("the links between the processes", limit=_ARRIVE), _prints_on_standard_error():
             start_devices()
             level = local_topology().levels[0]
     except (InputError, RuntimeError, jpipe.PeerLost) as error:
@@ -129,6 +132,19 @@ def _measured_links(together: Together) -> dict[str, float | str]:
             raise
         return {"error": " ".join(str(error).split())}
     return {"latency": level.latency, "bandwidth": level.bandwidth}
+
+
+@contextlib.contextmanager
+def _prints_on_standard_error() -> Iterator[None]:
+    """Keep what libraries print out of the table and the JSON: gloo prints a line for each connection, and cannot be told not to."""
+    sys.stdout.flush()
+    output = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        os.dup2(output, 1)
+        os.close(output)
 
 
 def _finish(request: Request, everyone: list[Facts], problems: list[Finding]) -> int:
