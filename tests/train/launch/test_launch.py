@@ -285,7 +285,8 @@ def test_pinned_processes_have_one_core_by_turns():
         ("-n 2 --", "launch: expected a command after --, found none; such as jpipe launch -n 2 -- train CONFIG"),
         (
             "-n 2 -- rm x",
-            "launch: expected `train CONFIG …` after --, found 'rm'; only train, plan, evaluate and generate run in several processes",
+            "launch: expected `train CONFIG …` after --, found 'rm'; only train, plan, evaluate, generate and doctor run in several "
+            "processes",
         ),
         ("-n 2 -- train x --process_id=1", "launch: --process-id after -- is given to each process by launch; leave it out there"),
     ],

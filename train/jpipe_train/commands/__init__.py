@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jpipe
-from jpipe_train.commands import completion, configs, data, evaluate, export, generate, launch, plan, simulate, target, train
+from jpipe_train.commands import completion, configs, data, evaluate, export, generate, launch, plan, simulate, train
+from jpipe_train.commands.machine import doctor, target
 from jpipe_train.commands.parsing import app
 from jpipe_train.console.exit_codes import failed
 from jpipe_train.console.terminal import LINES, fail, printable
@@ -20,6 +21,7 @@ COMMANDS: Mapping[str, Any] = {
     "launch": launch.launch,
     "simulate": simulate.simulate,
     "target": target.target,
+    "doctor": doctor.doctor,
     "data": data.app,
     "configs": configs.configs,
     "completion": completion.completion,

@@ -7,7 +7,7 @@ import tyro
 from jpipe_train.commands.parsing import Count, Flag
 from jpipe_train.console.terminal import fail, printable
 
-LAUNCHED = "-- train CONFIG [--KEY …] | -- plan CONFIG … | -- evaluate RUN … | -- generate RUN …"
+LAUNCHED = "-- train CONFIG [--KEY …] | -- plan CONFIG … | -- evaluate RUN … | -- generate RUN … | -- doctor"
 """Long enough for the usage line to abbreviate the options of launch and show them first, in the order in which they are typed."""
 
 

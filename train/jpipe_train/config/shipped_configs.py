@@ -10,7 +10,8 @@ from jpipe.files import write_atomically
 
 _FOLDERS = "configs", "examples"
 _DATA = ".json", ".jsonl", ".jinja"
-_SUFFIXES = ".yaml", ".py", ".md", *_DATA
+_SUFFIXES = ".yaml", ".py", ".md", ".sh", *_DATA
+_NAMES = ("Dockerfile",)
 _PACKAGE = Path(__file__).parents[1]
 _PAPERS = "examples.papers"
 
@@ -63,7 +64,7 @@ def copy(names: Sequence[str], folder: Path, overwrite: bool, say: Callable[[str
 def shipped() -> dict[str, Path]:
     """Return the files that come with jpipe by name: those in the wheel, or those of the clone that contains this module."""
     root = _PACKAGE / "shipped" if (_PACKAGE / "shipped").is_dir() else _PACKAGE.parents[1]
-    files = (file for folder in _FOLDERS for file in sorted((root / folder).rglob("*")) if file.suffix in _SUFFIXES)
+    files = (file for folder in _FOLDERS for file in sorted((root / folder).rglob("*")) if file.suffix in _SUFFIXES or file.name in _NAMES)
     return {file.relative_to(root).as_posix(): file for file in files}
 
 

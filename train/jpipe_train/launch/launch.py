@@ -24,7 +24,7 @@ JOB = "JPIPE_JOB"  # the variable that identifies a job; it is the same for all 
 _LONGEST_PAUSE = 60.0  # limits the load of a job that always fails immediately
 _JPIPE = (sys.executable, "-P", "-m", "jpipe_train.cli")  # -P: no module of the current folder replaces a library
 _TICK = 0.05  # seconds between two looks at the signals
-_SEVERAL = ("train", "plan", "evaluate", "generate")  # commands that run in several processes
+_SEVERAL = ("train", "plan", "evaluate", "generate", "doctor")  # commands that run in several processes
 _RESERVED = ("--coordinator", "--num-processes", "--process-id")
 
 

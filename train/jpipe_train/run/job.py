@@ -13,6 +13,8 @@ from jpipe_train.config import config_file
 from jpipe_train.console import interrupt
 from jpipe_train.console.exit_codes import failed
 from jpipe_train.console.terminal import fail, printable
+from jpipe_train.doctor.doctor import Request as Examination
+from jpipe_train.doctor.doctor import main as examine
 from jpipe_train.generate import command
 from jpipe_train.generate import generate as generating
 from jpipe_train.launch import distributed, together
@@ -98,6 +100,16 @@ def plan(find: Callable[[Callable[[], int]], None], address: Address, connect_li
             raise InputError(f"{name}: only with --topology local several processes plan; leave it out, and start one process")
         find(connect)
         return 0
+
+    return _run(work, address, connect_limit, wait_limit)
+
+
+def doctor(request: Examination, address: Address, connect_limit: float, wait_limit: float) -> int:
+    """Look at the hosts of a job, print what to change, and return the exit code."""
+
+    def work(connect: Callable[[], int]) -> int:
+        member = distributed.membership(address.coordinator, address.num_processes, address.process_id, connect_limit)
+        return examine(request, member, connect, connect_limit, wait_limit)
 
     return _run(work, address, connect_limit, wait_limit)
 

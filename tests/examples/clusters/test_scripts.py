@@ -1,0 +1,153 @@
+"""The scripts of examples/clusters, with small programs in place of jpipe, srun and scontrol."""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from jpipe_train.config import shipped_configs
+
+ROOT = Path(__file__).parents[3]
+CLUSTERS = ROOT / "examples" / "clusters"
+LIMIT = 60  # seconds, for what takes a tenth of one
+SAVES = 'mkdir -p "$RUN/checkpoints/{}"'
+
+pytestmark = pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash")
+
+
+@pytest.fixture
+def programs(tmp_path):
+    """Write programs that the scripts find before those of the system; the variable RUN names the run folder."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+
+    def write(**scripts: str) -> dict[str, str]:
+        for name, script in scripts.items():
+            (folder / name).write_text(f"#!/bin/sh\n{script}\n")
+            (folder / name).chmod(0o755)
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "JAX_LOCAL"))}
+        return kept | {"PATH": f"{folder}:{os.environ['PATH']}", "RUN": str(tmp_path / "run")}
+
+    return write
+
+
+@pytest.mark.parametrize("script", ["slurm.sh", "train-to-end.sh"])
+def test_a_script_has_the_syntax_of_its_shell(script):
+    shell = (CLUSTERS / script).read_text().split("\n")[0].removeprefix("#!/bin/")
+    assert subprocess.run([shell, "-n", CLUSTERS / script], capture_output=True, check=False).stderr == b""
+
+
+@pytest.mark.parametrize(
+    ("jpipe", "code"),
+    [
+        (f"{SAVES.format(20)}; exit 0", 0),
+        (f"{SAVES.format(7)}; exit 0", 75),  # saved before its end
+        ("exit 2", 2),
+        (f"{SAVES.format(20)}; exit 1", 1),
+    ],
+)
+def test_the_exit_code_says_whether_a_run_is_finished(jpipe, code, programs, tmp_path):
+    environment = programs(jpipe=f'echo "$@" > "$RUN.words"; {jpipe}')
+    command = ["sh", CLUSTERS / "train-to-end.sh", environment["RUN"], "20", "a config.yaml", "--wait-limit", "9"]
+    assert subprocess.run(command, env=environment, timeout=LIMIT, check=False).returncode == code
+    run = environment["RUN"]
+    assert Path(f"{run}.words").read_text() == f"train a config.yaml --wait-limit 9 --set run.dir={run} --set train.steps=20\n"
+
+
+def test_a_signal_is_passed_on_and_the_run_is_saved(programs):
+    saves = f"trap '{SAVES.format(7)}; exit 0' TERM; echo ready; while :; do sleep 0.05; done"
+    environment = programs(jpipe=saves)
+    command = ["sh", CLUSTERS / "train-to-end.sh", environment["RUN"], "20", "config.yaml"]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout.readline() == "ready\n"
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(LIMIT) == 75
+        finally:
+            process.kill()
+    assert (Path(environment["RUN"]) / "checkpoints" / "7").is_dir()
+
+
+def test_too_few_arguments_are_bad_input():
+    done = subprocess.run(["sh", CLUSTERS / "train-to-end.sh", "run", "20"], capture_output=True, text=True, timeout=LIMIT, check=False)
+    assert (done.returncode, done.stderr) == (2, "usage: train-to-end RUN STEPS CONFIG [OPTION ...]\n")
+
+
+def submit(environment, tmp_path, **variables):
+    """Run slurm.sh as SLURM does, and return its exit code and the words that srun and scontrol got."""
+    of_slurm = {"SLURM_JOB_ID": "4097", "SLURM_CPUS_PER_TASK": "8", "SLURM_NTASKS_PER_NODE": "4", "SLURM_GPUS_ON_NODE": "4"}
+    command = ["bash", CLUSTERS / "slurm.sh", "config.yaml", environment["RUN"], "20", "--set", "seed=1"]
+    for name in ("srun", "scontrol"):
+        (tmp_path / f"{name}.words").unlink(missing_ok=True)
+    done = subprocess.run(
+        command, env=environment | of_slurm | variables, cwd=tmp_path, timeout=LIMIT, capture_output=True, text=True, check=False
+    )
+    assert done.stderr == ""
+    files = [tmp_path / f"{name}.words" for name in ("srun", "scontrol")]
+    return done.returncode, *(file.read_text() if file.exists() else None for file in files)
+
+
+SRUN = 'echo "$@; $JAX_LOCAL_DEVICE_IDS; ${#JPIPE_SECRET}" > srun.words; '
+SCONTROL = 'echo "$@" > scontrol.words'
+
+
+@pytest.mark.parametrize(
+    ("srun", "code", "requeued"),
+    [
+        (f"{SAVES.format(20)}; exit 0", 0, False),
+        (f"{SAVES.format(7)}; exit 0", 0, True),  # saved at SIGTERM
+        ("exit 1", 0, True),
+        ("exit 2", 2, False),
+        ("exit 130", 130, False),
+    ],
+)
+def test_an_unfinished_job_is_requeued(srun, code, requeued, programs, tmp_path):
+    result, words, requeue = submit(programs(srun=SRUN + srun, scontrol=SCONTROL), tmp_path)
+    run = tmp_path / "run"
+    start = "--cpus-per-task=8 --kill-on-bad-exit=1 jpipe train config.yaml"
+    assert words == f"{start} --set run.dir={run} --set train.steps=20 --set seed=1; ; 64\n"
+    assert (result, requeue) == (code, "requeue 4097\n" if requeued else None)
+
+
+def test_three_failures_in_a_row_end_the_job(programs, tmp_path):
+    fails, saves = SRUN + "exit 1", SRUN + f"{SAVES.format(7)}; exit 0"
+    codes = []
+    for srun in (fails, fails, saves, fails, fails, fails):
+        code, _, requeue = submit(programs(srun=srun, scontrol=SCONTROL), tmp_path)
+        codes.append((code, requeue is not None))
+    assert codes == [(0, True)] * 5 + [(1, False)]
+
+
+def test_one_task_of_a_node_has_all_its_gpus(programs, tmp_path):
+    environment = programs(srun=SRUN + SAVES.format(20), scontrol=SCONTROL)
+    _, words, _ = submit(environment, tmp_path, SLURM_NTASKS_PER_NODE="1")
+    assert "; 0,1,2,3; " in words
+    _, words, _ = submit(environment, tmp_path, SLURM_NTASKS_PER_NODE="1", SLURM_GPUS_ON_NODE="")
+    assert "; ; " in words
+
+
+def test_the_image_has_every_file_that_it_copies_and_that_the_wheel_needs():
+    text = (CLUSTERS / "Dockerfile").read_text()
+    copied = [name for line in re.findall(r"^COPY (?!--from)(.*)$", text, re.MULTILINE) for name in line.split()[:-1]]
+    assert not [name for name in copied if not (ROOT / name).exists()]
+    project = (ROOT / "pyproject.toml").read_text()
+    wheel = project.split("[tool.hatch.build.targets.wheel]")[1].split("[tool.hatch.build.targets.sdist]")[0]
+    needed = {name.split("/")[0] for name in re.findall(r'"([\w/]+)"', wheel.split("\n")[1])} | set(re.findall(r"^(\w+) = \"", wheel, re.M))
+    needed |= set(re.findall(r'^(?:readme|license-files) = \[?"([\w.]+)"', project, re.MULTILINE)) | {"pyproject.toml"}
+    assert needed - {"packages"} <= {*copied}, needed
+    for name in re.findall(r"^COPY --from=build /source/(\S+)", text, re.MULTILINE):
+        assert name in copied or (name.split("/")[0] in copied and (ROOT / name).exists()), name
+    extras = set(re.findall(r"^(\w[\w-]*) = \[", project.split("[project.optional-dependencies]")[1].split("\n[")[0], re.MULTILINE))
+    assert set(re.findall(r"EXTRA=(\w+)", text)) <= extras
+    user, *later = re.findall(r"^USER (\S+)$", text, re.MULTILINE)
+    assert user.split(":")[0].isdecimal()
+    assert later == []
+
+
+def test_all_files_are_shipped():
+    files = {path.relative_to(ROOT).as_posix() for path in CLUSTERS.iterdir() if path.is_file()}
+    assert files <= shipped_configs.shipped().keys()

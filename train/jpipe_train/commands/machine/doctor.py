@@ -1,0 +1,33 @@
+"""`jpipe doctor`: say what a job would find."""
+
+from typing import Annotated
+
+import tyro
+
+from jpipe_train.commands.parsing import ALONE, Flag, Overrides, Process
+from jpipe_train.console import interrupt
+
+
+def doctor(
+    config: Annotated[str | None, tyro.conf.arg(metavar="CONFIG")] = None,
+    overrides: Overrides = (),
+    json: Flag = False,
+    process: Annotated[Process, tyro.conf.arg(name="")] = ALONE,
+) -> int:
+    """Say what a job would find on its hosts, and what to change: versions, devices, memory, disks, clocks, links and variables.
+
+    Nothing is trained. Start it as the job would be started: by srun, by jpipe launch, or with the options below on each host. The exit
+    code is 0 without problems, and 1 with some.
+
+    Args:
+        config: The YAML file of a run, whose folder and cache are tried; by default those of a run without run.dir.
+        overrides: Replace one key of the config, such as run.dir=/shared/runs/1.
+        json: Print findings and facts as JSON, for programs.
+        process: Several processes.
+    """
+    with interrupt.importing():
+        from jpipe_train.doctor.doctor import Request
+        from jpipe_train.run import job
+
+    address = job.Address(process.coordinator, process.num_processes, process.process_id, process.secret_file)
+    return job.doctor(Request(config, overrides, json), address, process.connect_limit, process.wait_limit)

@@ -1,0 +1,63 @@
+"""Start JAX alone and print its devices as JSON: `python -m jpipe_train.doctor.devices`.
+
+`find` runs this as a process of its own: a driver that aborts or hangs then ends that process and not the one that asks, and processes
+of a job look at their devices without waiting for each other.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+LIMIT = 180.0  # seconds: a large machine needs a minute to start its devices
+
+
+def find(limit: float = LIMIT) -> dict[str, Any]:
+    """Return the devices that JAX starts on this host: `platform`, `kinds`, `count`, and the bytes of `memory` of the smallest.
+
+    Args:
+        limit: seconds that JAX may take.
+
+    Raises:
+        RuntimeError: JAX starts no devices, ends by a signal, or takes longer.
+    """
+    environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # several processes of a host may look at the same GPU
+    command = [sys.executable, "-P", "-m", "jpipe_train.doctor.devices"]
+    try:
+        done = subprocess.run(  # noqa: S603 - jpipe itself
+            command, env=environment, capture_output=True, text=True, errors="replace", timeout=limit, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise RuntimeError(f"JAX did not start its devices within {limit:g} s") from None
+    if done.returncode < 0:
+        raise RuntimeError(f"JAX was ended by signal {-done.returncode} while it started its devices: {_last_line(done.stderr)}")
+    if done.returncode > 0:
+        raise RuntimeError(_last_line(done.stderr))
+    devices: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return devices
+
+
+def _last_line(text: str) -> str:
+    return ([line.strip() for line in text.splitlines() if line.strip()] or ["without a message"])[-1]
+
+
+def _print_devices() -> None:
+    import jax
+    import jax.numpy as jnp
+
+    devices = jax.local_devices()
+    computed = float(jnp.arange(4.0, device=devices[0]).sum())
+    assert computed == 6.0, f"{devices[0]} adds 0, 1, 2 and 3 to {computed}"
+    limits = [(device.memory_stats() or {}).get("bytes_limit") for device in devices]
+    found = {
+        "platform": devices[0].platform,
+        "kinds": sorted({device.device_kind for device in devices}),
+        "count": len(devices),
+        "memory": min((limit for limit in limits if limit), default=None),
+    }
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    _print_devices()
