@@ -17,6 +17,7 @@ from jpipe_train.checkpoint.history import Part, changes_of_plan
 from jpipe_train.cli import main
 from jpipe_train.config.config import Config
 from jpipe_train.run import loop
+from tests.train.conftest import changed
 from tests.train.report.test_report import Page
 
 ROOT = Path(__file__).parents[3]
@@ -118,7 +119,7 @@ save(10)
     assert (code, set(started)) == (0, {"1 0", "2 0", "2 1"})
     assert lines[2:] == [
         "jpipe: starting 1 of 2 processes, without slot 1; the run goes on at step 0",
-        "jpipe: another process can be started; 1 save and end, and go on together with it",
+        "jpipe: slot 1 can be used again: the run saves, and goes on with 2 of 2 processes",
         "jpipe: starting 2 of 2 processes; the run goes on from the checkpoint of step 6",
     ]
 
@@ -289,6 +290,17 @@ def elastic_run(folder: Path, stages: int, steps: int, deaths: dict, slow: int, 
     assert done.returncode == 0, done.stderr
     history = [Part(**part) for part in checkpoint_files.read_facts(folder / "run", steps)["history"]]
     return config, history, [*done.stdout.splitlines(), *done.stderr.splitlines()]
+
+
+def test_a_run_resumes_with_the_plan_for_the_processes_that_are_there(tiny, no_report, capsys):
+    """The launcher of a cluster starts the same command with fewer processes."""
+    saved = tiny | {"checkpoint": {"every": 2}}
+    loop.main(changed(saved, train={"steps": 2}))
+    folder = loop.main(changed(saved, train={"steps": 4}), elastic=2).folder
+    assert "plan for 1 of 2 processes: num_stages 1 instead of 2\n" in capsys.readouterr().out
+    history = [Part(**part) for part in checkpoint_files.read_facts(folder, 4)["history"]]
+    assert changes_of_plan(history) == [(2, "1 stage")]
+    assert history[1].pause > 0
 
 
 def check_same_as_by_hand(folder: Path, config: dict, history: list[Part], monkeypatch) -> None:

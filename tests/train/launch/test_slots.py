@@ -1,4 +1,4 @@
-"""Which processes of an elastic job start, and when it waits, grows and gives up: states alone, without processes."""
+"""Which processes of an elastic job start, and when it waits and gives up: states alone, without processes."""
 
 import pytest
 
@@ -47,11 +47,10 @@ def test_a_checkpoint_forgets_the_failures_of_those_that_wrote_it():
     assert slots.after_checkpoint(left, (0, 1, 3)) == (Slot(), Slot(), Slot(3, 2, 200.0), Slot())
 
 
-def test_a_job_grows_when_a_slot_is_back():
+def test_a_slot_that_is_back_can_be_started():
     left = failing([2, 2])
-    assert not slots.can_grow(left, (0, 1, 3), 99)
-    assert slots.can_grow(left, (0, 1, 3), 100)
-    assert not slots.can_grow(ALL, (0, 1, 2, 3), 0)
+    assert slots.startable(left, 99) == (0, 1, 3)
+    assert slots.startable(left, 100) == slots.startable(ALL, 0) == (0, 1, 2, 3)
 
 
 def test_a_time_to_wait_stays_finite():

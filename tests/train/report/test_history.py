@@ -144,7 +144,9 @@ def test_an_interruption_is_reported_at_the_first_new_step():
     (part,) = run_history.parts(10)
     assert (part.pause, part.repeated) == (12.25, 2)
     assert history.table([part])[1][0][-2:] == ("0:12", "2")
-    rarely = history.History((), history.part(plan, {}, 2, 9, 9, 9), plan, lambda: 2.5, earlier, lambda: 101.0)  # every tenth step is logged
+    rarely = history.History(
+        (), history.part(plan, {}, 2, 9, 9, 9), plan, lambda: 2.5, earlier, lambda: 101.0
+    )  # every tenth step is logged
     assert rarely.logged(8) == ""
     assert rarely.logged(9) == "0:01 passed from step 7, the last before the interruption, to step 9, the first new one"
 
@@ -153,7 +155,12 @@ def test_the_last_row_says_when_a_run_was_interrupted(tiny):
     plan = jpipe.Plan.even("ab", 2, "gpipe", 2)
     with RunFolder(changed(tiny), plan) as folder:
         file = folder.path / "metrics.jsonl"
-        for text, step in (("", None), ('{"step": 3, "loss": 1.0}\n{"step": 4, "lo', 3), ('{"step": 4}\n[5]\n{"step": -1}\n', 4), ("x\n", None)):
+        for text, step in (
+            ("", None),
+            ('{"step": 3, "loss": 1.0}\n{"step": 4, "lo', 3),
+            ('{"step": 4}\n[5]\n{"step": -1}\n', 4),
+            ("x\n", None),
+        ):
             file.write_text(text)
             os.utime(file, (0, 1000.5))
             assert folder.last_logged() == (None if step is None else (step, 1000.5))

@@ -27,8 +27,8 @@ def for_processes(config: Config, processes: int, planned: int | None) -> tuple[
         raise jpipe.InputError(f"--elastic: expected at least as many as there are processes, {processes}, found {planned}")
     if config.checkpoint.every is None:
         raise jpipe.InputError(
-            "checkpoint.every: expected a number of steps with --elastic, found null: without checkpoints nothing is left when a process is "
-            "lost; set it, such as checkpoint.every=10"
+            "checkpoint.every: expected a number of steps with --elastic, found null: without checkpoints nothing is left when a process "
+            "is lost; set it, such as checkpoint.every=10"
         )
     if config.optimizer.per_stage:
         raise jpipe.InputError(

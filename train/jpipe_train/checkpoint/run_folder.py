@@ -1,6 +1,6 @@
 """The folder of a run: `config.yaml` as resolved, `plan.json`, and `metrics.jsonl` with a JSON object for each logged step.
 
-A job that `jpipe launch --max-restarts` starts again finds its folder by the file `.job`. While a run trains it locks the file `.lock`.
+A job that `jpipe launch` starts again finds its folder by the file `.job`. While a run trains it locks the file `.lock`.
 """
 
 import contextlib

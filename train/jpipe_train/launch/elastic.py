@@ -77,6 +77,10 @@ def _pause(first: float, failures: int) -> float:
     return min(first * 2 ** min(failures - 1, 10), launch.LONGEST_PAUSE) if failures else 0.0
 
 
+def _slots(numbers: Sequence[int]) -> str:
+    return f"slot{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
+
+
 class _Job:
     """The processes of an elastic job, one run after the other.
 
@@ -153,12 +157,11 @@ class _Job:
 
     def _should_grow(self, before: Progress | None) -> bool:
         """Return whether the processes that run are to end for more to start: once they have written a checkpoint of their own."""
-        if not slots.can_grow(self._slots, self.members, time.monotonic()):
+        back = [slot for slot in slots.startable(self._slots, time.monotonic()) if slot not in self.members]
+        if not back or not self.is_unfinished(before):
             return False
-        now = self.progress
-        if now is None or now == before or now.is_complete:
-            return False
-        say(f"another process can be started; {len(self.members)} save and end, and go on together with it")
+        count = len(self.members) + len(back)
+        say(f"{_slots(back)} can be used again: the run saves, and goes on with {count} of {self._limits.maximum} processes")
         return True
 
     def _report_failure(self, slot: int) -> None:
@@ -172,8 +175,8 @@ class _Job:
         """Say which processes start, except for the first run of all of them."""
         if not self.members and len(members) == self._limits.maximum:
             return
-        left_out = [str(slot) for slot in range(self._limits.maximum) if slot not in members]
-        without = f", without slot{'s' if len(left_out) > 1 else ''} {', '.join(left_out)}" if left_out else ""
+        left_out = [slot for slot in range(self._limits.maximum) if slot not in members]
+        without = f", without {_slots(left_out)}" if left_out else ""
         after = f" in {pause:g} s" if pause else ""
         say(f"starting {len(members)} of {self._limits.maximum} processes{after}{without}; the run goes on {self._where()}")
 

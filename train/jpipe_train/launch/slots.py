@@ -1,4 +1,4 @@
-"""The slots of an elastic job: which processes are started, and when the job waits, grows or gives up.
+"""The slots of an elastic job: which processes are started, and when the job waits or gives up.
 
 A slot is a place for one process, such as a GPU. A process whose slot fails too often in a row is not started again for a while, and the
 rest go on without it. All functions are pure; times are seconds of any clock.
@@ -101,8 +101,3 @@ def decide(slots: Sequence[Slot], now: float, short_since: float, limits: Limits
         return Start(members)
     enough = sorted(slot.back_at for slot in slots)[limits.minimum - 1]
     return Wait(enough) if enough <= short_since + limits.shortage_limit else GiveUp(len(members))
-
-
-def can_grow(slots: Sequence[Slot], members: Collection[int], now: float) -> bool:
-    """Return whether a process can be started in a slot in which none runs."""
-    return any(number not in members for number in startable(slots, now))
