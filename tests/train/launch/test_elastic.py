@@ -185,6 +185,15 @@ if attempt(): save(10); sys.exit(0)
     assert (found, len(ready)) == (code, started)
 
 
+@pytest.mark.parametrize(("visible", "expected"), [("", "1"), ("4,GPU-7", "GPU-7")])
+def test_the_last_process_uses_the_gpu_of_its_slot(visible, expected, tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    script = "if count == 2 and slot == 0: die()\nif count == 2: wait()\nprint('ready', os.environ['CUDA_VISIBLE_DEVICES'])\nsave(10)"
+    code, printed, _ = outcome(script, str(tmp_path), minimum=1, maximum=2, max_failures=1)
+    assert code == 0
+    assert {expected, "1 1"} <= set(printed)
+
+
 def test_a_signal_to_the_launcher_saves_and_starts_nothing():
     with launched("save_at_signal(5); print('armed', flush=True); wait()", minimum=1, maximum=1) as process:
         assert [process.stdout.readline(), process.stdout.readline()] == ["ready 1 0\n", "armed\n"]

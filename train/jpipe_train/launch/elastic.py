@@ -11,13 +11,15 @@ import secrets
 import signal
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from jpipe_train.launch import launch, progress, slots
 from jpipe_train.launch.process_group import BAD_INPUT, ProcessGroup, say
 from jpipe_train.launch.progress import Progress
 from jpipe_train.launch.slots import GiveUp, Limits, Slot, Wait
+
+_GPUS = "CUDA_VISIBLE_DEVICES"
 
 
 def limits(text: str, max_failures: int, retry_after: float, shortage_limit: float) -> Limits | str:
@@ -77,6 +79,14 @@ def _pause(first: float, failures: int) -> float:
     return min(first * 2 ** min(failures - 1, 10), launch.LONGEST_PAUSE) if failures else 0.0
 
 
+def _only_gpu(slot: int, environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variable by which a single process uses the GPU of its slot: only several processes read `JAX_LOCAL_DEVICE_IDS`."""
+    if "JAX_LOCAL_DEVICE_IDS" in environment:  # the user's choice for all
+        return {}
+    visible = [name for name in environment.get(_GPUS, "").split(",") if name]
+    return {_GPUS: visible[slot] if slot < len(visible) else str(slot)}
+
+
 def _slots(numbers: Sequence[int]) -> str:
     return f"slot{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
 
@@ -122,9 +132,10 @@ class _Job:
                 break
             decision = slots.decide(self._slots, now := time.monotonic(), self._short_since, self._limits)
         if isinstance(decision, GiveUp):
-            limit, resumes = self._limits.shortage_limit, "" if self.progress is None else f"; the run resumes {self._where()}"
+            newest = self.progress
+            resumes = "" if newest is None else f"; with the same run.dir the run resumes from the checkpoint of step {newest.step}"
             say(
-                f"{decision.startable} of at least {self._limits.minimum} processes can be started, and no more within {limit:g} s "
+                f"{decision.startable} of at least {self._limits.minimum} processes can be started, and no more within {self._limits.shortage_limit:g} s "
                 f"(--shortage-limit); giving up{resumes}"
             )
             return False
@@ -140,7 +151,8 @@ class _Job:
         """Start a process in each slot of `members`, wait until all have ended, and return the exit code."""
         count, before = len(self.members), self.progress
         flags = "--elastic", str(self._limits.maximum), "--coordinator", f"127.0.0.1:{launch.free_port()}", "--num-processes", str(count)
-        with contextlib.closing(ProcessGroup(self._grace, self._variables)) as group:
+        variables = self._variables | (_only_gpu(self.members[0], os.environ) if count == 1 else {})
+        with contextlib.closing(ProcessGroup(self._grace, variables)) as group:
             for number, slot in enumerate(self.members):
                 core = self._cores[slot % len(self._cores)]
                 group.start([*self._arguments, *flags, "--process-id", str(number)], number, core, slot)
