@@ -27,7 +27,7 @@ def failing(numbers: list[int], at: float = 0.0, before: tuple[Slot, ...] = ALL)
         ([2, 2, 0, 0, 1, 1], 0, Wait(100)),
         ([2, 2, 0, 0, 1, 1], 100, Start((0, 1, 2, 3))),
         ([2, 2, 2, 0, 0, 0, 1, 1, 1], 0, Wait(200)),  # twice as long
-        ([2] * 4 + [0] * 4 + [1] * 4, 0, GiveUp(1)),
+        ([2] * 4 + [0] * 4 + [1] * 4, 0, GiveUp()),
     ],
 )
 def test_the_slots_that_can_be_started_are_started(failed, now, decision):
@@ -38,7 +38,7 @@ def test_a_shortage_lasts_no_longer_than_its_limit():
     left = failing([2, 2, 0, 0, 1, 1], 200)
     assert slots.decide(left, 200, 200, LIMITS) == Wait(300)
     assert slots.decide(left, 200, 50, LIMITS) == Wait(300)
-    assert slots.decide(left, 200, 49, LIMITS) == GiveUp(1)
+    assert slots.decide(left, 200, 49, LIMITS) == GiveUp()
 
 
 def test_a_checkpoint_forgets_the_failures_of_those_that_wrote_it():

@@ -17,7 +17,7 @@ from pathlib import Path
 from jpipe_train.launch import launch, progress, slots
 from jpipe_train.launch.process_group import BAD_INPUT, ProcessGroup, say
 from jpipe_train.launch.progress import Progress
-from jpipe_train.launch.slots import GiveUp, Limits, Slot, Wait
+from jpipe_train.launch.slots import GiveUp, Limits, Slot, Start
 
 _GPUS = "CUDA_VISIBLE_DEVICES"
 
@@ -120,29 +120,24 @@ class _Job:
         return now is not None and now != before and not now.is_complete
 
     def wait_for_members(self, pause: float) -> bool:
-        """Wait until enough processes can be started, and at least a pause, and return whether to start them."""
-        decision = slots.decide(self._slots, now := time.monotonic(), self._short_since or now, self._limits)
-        while isinstance(decision, Wait):
-            self._short_since = self._short_since or now
-            count = len(slots.startable(self._slots, now))
-            least = self._limits.minimum
-            say(f"{count} of at least {least} processes can be started; waiting {decision.until - now:.0f} s for another one")
-            launch.wait(decision.until - now, self._signals)
-            if self._signals:
+        """Wait until enough processes can be started, and then a pause, and return whether to start them."""
+        while not self._signals:
+            now = time.monotonic()
+            decision = slots.decide(self._slots, now, self._short_since or now, self._limits)
+            if isinstance(decision, Start):
+                self._announce(decision.members, pause)
+                self.members = decision.members
+                launch.wait(pause, self._signals)
                 break
-            decision = slots.decide(self._slots, now := time.monotonic(), self._short_since, self._limits)
-        if isinstance(decision, GiveUp):
-            newest = self.progress
-            resumes = "" if newest is None else f"; with the same run.dir the run resumes from the checkpoint of step {newest.step}"
-            say(
-                f"{decision.startable} of at least {self._limits.minimum} processes can be started, and no more within {self._limits.shortage_limit:g} s "
-                f"(--shortage-limit); giving up{resumes}"
-            )
-            return False
-        if not self._signals and isinstance(decision, slots.Start):
-            self._announce(decision.members, pause)
-            self.members = decision.members
-            launch.wait(pause, self._signals)
+            short = f"{len(slots.startable(self._slots, now))} of at least {self._limits.minimum} processes can be started"
+            if isinstance(decision, GiveUp):
+                newest = self.progress
+                resumes = "" if newest is None else f"; with the same run.dir the run resumes from the checkpoint of step {newest.step}"
+                say(f"{short}, and no more within {self._limits.shortage_limit:g} s (--shortage-limit); giving up{resumes}")
+                return False
+            self._short_since = self._short_since or now
+            say(f"{short}; waiting {decision.until - now:.0f} s for another one")
+            launch.wait(decision.until - now, self._signals)
         if self._signals:
             say(f"{signal.Signals(self._signals[0]).name} received; not starting again")
         return not self._signals

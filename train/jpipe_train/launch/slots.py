@@ -60,9 +60,7 @@ class Wait:
 
 @dataclass(frozen=True)
 class GiveUp:
-    """End the job: only that many processes can be started, and no more in time."""
-
-    startable: int
+    """End the job: too few processes can be started, and no more in time."""
 
 
 def after_failure(slots: Sequence[Slot], failed: Collection[int], now: float, limits: Limits) -> tuple[Slot, ...]:
@@ -100,4 +98,4 @@ def decide(slots: Sequence[Slot], now: float, short_since: float, limits: Limits
     if len(members) >= limits.minimum:
         return Start(members)
     enough = sorted(slot.back_at for slot in slots)[limits.minimum - 1]
-    return Wait(enough) if enough <= short_since + limits.shortage_limit else GiveUp(len(members))
+    return Wait(enough) if enough <= short_since + limits.shortage_limit else GiveUp()
