@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -234,6 +235,49 @@ def test_a_signal_to_the_launcher_saves_and_starts_nothing():
 def test_an_impossible_elastic_launch_is_an_error_of_one_line(arguments, message, capsys):
     assert main(["launch", *arguments.split()]) == 2
     assert capsys.readouterr().err == f"jpipe: {message}\n"
+
+
+# A cluster -------------------------------------------------------------------------------------------------------------------
+
+SRUN = """#!/bin/bash
+echo "$*" >> attempts
+case $(wc -l < attempts) in
+    1) echo $'n1\\nn2\\nn4' > nodes; mkdir -p RUN/checkpoints/40; exit 1 ;;
+    2) mkdir RUN/checkpoints/60; exit 0 ;;
+    *) CODE ;;
+esac
+"""
+
+
+@pytest.mark.parametrize(
+    ("last", "code", "attempts"),
+    [
+        ("mkdir RUN/checkpoints/20000", 0, 3),
+        ("exit 1", 1, 5),
+        ("exit 2", 2, 3),
+        ("echo n1 > nodes; mkdir RUN/checkpoints/80; exit 1", 1, 3),
+    ],
+)
+def test_the_slurm_job_goes_on_with_the_nodes_that_are_left(last, code, attempts, tmp_path):
+    page = (ROOT / "docs" / "how-to" / "elastic.md").read_text()
+    script = re.search(r"^```bash\n(#!.*?)^```", page, re.MULTILINE | re.DOTALL)[1]
+    (tmp_path / "nodes").write_text("n1\nn2\nn3\nn4\n")
+    programs = {"srun": SRUN.replace("CODE", last), "sinfo": "#!/bin/bash\ncat nodes\n", "openssl": "#!/bin/bash\necho secret\n"}
+    for name, text in programs.items():
+        (tmp_path / name).write_text(text.replace("RUN", str(tmp_path / "gpt")))
+        (tmp_path / name).chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_NODELIST": "n[1-4]", "PAUSE": "0"}
+    text = script.replace("/shared/gpt", str(tmp_path / "gpt"))
+    done = subprocess.run(["bash", "-c", text], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=LIMIT, check=False)
+    assert (done.returncode, done.stderr) == (code, "")
+    assert done.stdout == ("1 of 4 nodes are left\n" if "nodes" in last else "")
+    lines = (tmp_path / "attempts").read_text().splitlines()
+    words = f"jpipe train config.yaml --elastic 4 --set run.dir={tmp_path / 'gpt'} --set train.steps=20000"
+    assert lines[:2] == [
+        f"--nodes=4 --ntasks=4 --nodelist=n1,n2,n3,n4 --kill-on-bad-exit=1 {words}",
+        f"--nodes=3 --ntasks=3 --nodelist=n1,n2,n4 --kill-on-bad-exit=1 {words}",
+    ]
+    assert len(lines) == attempts
 
 
 # Runs ------------------------------------------------------------------------------------------------------------------------
