@@ -131,8 +131,7 @@ class _Job:
                 break
             short = f"{len(slots.startable(self._slots, now))} of at least {self._limits.minimum} processes can be started"
             if isinstance(decision, GiveUp):
-                newest = self.progress
-                resumes = "" if newest is None else f"; with the same run.dir the run resumes from the checkpoint of step {newest.step}"
+                resumes = "" if self.progress is None else "; the same command, with the same run.dir, resumes from the newest checkpoint"
                 say(f"{short}, and no more within {self._limits.shortage_limit:g} s (--shortage-limit); giving up{resumes}")
                 return False
             self._short_since = self._short_since or now
@@ -185,7 +184,4 @@ class _Job:
         left_out = [slot for slot in range(self._limits.maximum) if slot not in members]
         without = f", without {_slots(left_out)}" if left_out else ""
         after = f" in {pause:g} s" if pause else ""
-        say(f"starting {len(members)} of {self._limits.maximum} processes{after}{without}; the run goes on {self._where()}")
-
-    def _where(self) -> str:
-        return "at step 0" if self.progress is None else f"from the checkpoint of step {self.progress.step}"
+        say(f"starting {len(members)} of {self._limits.maximum} processes{after}{without}")
