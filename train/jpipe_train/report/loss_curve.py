@@ -90,7 +90,7 @@ def _mark(axes: "matplotlib.axes.Axes", changes: Sequence[tuple[int, str]]) -> N
     for step, words in changes if len(changes) <= _MOST_WORDS else ():
         text = words if len(words) <= _LONGEST_WORDS else f"{words[: _LONGEST_WORDS - 1]}…"
         point = step, 0.02
-        style: dict[str, Any] = {"xytext": (-2, 0), "ha": "right", "va": "bottom", "rotation": 90, "parse_math": False}
+        style: dict[str, Any] = {"xytext": (3, 0), "ha": "left", "va": "bottom", "rotation": 90, "parse_math": False}
         axes.annotate(text, point, xycoords=("data", "axes fraction"), textcoords="offset points", color=_CHANGE, fontsize=7.5, **style)
 
 

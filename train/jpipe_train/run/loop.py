@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +104,7 @@ def main(
 
 
 def agree_on_config(
-    config: Config, num_processes: int, elastic: int | None, options: Mapping[str, str], together: Together
+    config: Config, num_processes: int, elastic: int | None, options: dict[str, str], together: Together
 ) -> tuple[Config, list[str]]:
     """Check that all processes have the same config and options, and prepare JAX for it, before any device starts.
 
