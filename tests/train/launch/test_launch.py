@@ -242,7 +242,7 @@ def test_a_signal_ends_the_wait_before_the_next_attempt():
 
 def test_each_wait_is_twice_as_long_and_a_minute_at_most(monkeypatch):
     waits, messages = [], []
-    monkeypatch.setattr(launch, "_wait", lambda seconds, signals: waits.append(seconds))
+    monkeypatch.setattr(launch, "wait", lambda seconds, signals: waits.append(seconds))
     monkeypatch.setattr(ProcessGroup, "start", lambda *arguments: None)
     monkeypatch.setattr(ProcessGroup, "watch", lambda tree, signals, again: messages.append(again) or 1)
     assert launch.main(1, [], max_restarts=4) == 1

@@ -1,6 +1,7 @@
 """Facts of a run besides its losses: time, speed, learning rate, and the parts of a resumed run."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import jpipe
 from jpipe.checkpoints import files as checkpoint_files
 from jpipe_train.assemble import optimizer
 from jpipe_train.checkpoint import history, resume
+from jpipe_train.checkpoint.run_folder import RunFolder
 from jpipe_train.config.config import Config, OptimizerConfig
 from jpipe_train.run import loop
 from tests.train.conftest import changed
@@ -75,7 +77,7 @@ def test_a_checkpoint_without_a_history_has_one_part():
         old = resume.Resumed(Path("run"), 6, resume.Facts(**facts | {"config": config}), (6,))
         (part,) = old.parts()
         assert (part.first, part.end, part.optimizer, part.seconds, part.updates) == (0, 6, "lion", None, updates)
-    assert history.table([part])[1] == [("0 to 5", "pipedream_2bw, 2 stages, 2 microbatches", "lion", "2", "–", "–")]
+    assert history.table([part])[1] == [("0 to 5", "pipedream_2bw, 2 stages, 2 microbatches", "lion", "2", "–", "–", "–", "–")]
     warm = plan.model_copy(update={"flush_first": 3})
     assert history.part(warm, {}, 2, 0, 6, 0).plan == "pipedream_2bw, 2 stages, 2 microbatches, 3 batches flushed first"
 
@@ -127,3 +129,63 @@ def test_a_part_of_a_run_names_its_meshes():
     plan = jpipe.Plan.even("abcd", 2, "gpipe", 2, mesh=[{"data": 2, "model": 2}, {"data": 4}], replicas=[1, 2])
     words = history.part(plan, {}, 12, 0, 0, 0).plan
     assert words == "gpipe, 2 stages on (data 2, model 2), (data 4), replicas 1, 2, 2 microbatches"
+
+
+def test_an_interruption_is_reported_at_the_first_new_step():
+    plan = jpipe.Plan.even("ab", 2, "gpipe", 2)
+    earlier = history.LastStep(7, 100.0)
+    run_history = history.History((), history.part(plan, {}, 2, 6, 6, 6), plan, lambda: 2.5, earlier, lambda: 112.25)
+    assert [run_history.logged(step) for step in (6, 7)] == ["", ""]
+    assert (run_history.parts(8)[-1].pause, run_history.parts(8)[-1].repeated) == (None, None)
+    assert run_history.logged(8) == (
+        "0:12 passed from step 7, the last before the interruption, to step 8, the first new one, with 2 steps trained again"
+    )
+    assert run_history.logged(9) == ""
+    (part,) = run_history.parts(10)
+    assert (part.pause, part.repeated) == (12.25, 2)
+    assert history.table([part])[1][0][-2:] == ("0:12", "2")
+    rarely = history.History(
+        (), history.part(plan, {}, 2, 9, 9, 9), plan, lambda: 2.5, earlier, lambda: 101.0
+    )  # every tenth step is logged
+    assert rarely.logged(8) == ""
+    assert rarely.logged(9) == "0:01 passed from step 7, the last before the interruption, to step 9, the first new one"
+
+
+def test_the_last_row_says_when_a_run_was_interrupted(tiny):
+    plan = jpipe.Plan.even("ab", 2, "gpipe", 2)
+    with RunFolder(changed(tiny), plan) as folder:
+        file = folder.path / "metrics.jsonl"
+        for text, step in (
+            ("", None),
+            ('{"step": 3, "loss": 1.0}\n{"step": 4, "lo', 3),
+            ('{"step": 4}\n[5]\n{"step": -1}\n', 4),
+            ("x\n", None),
+        ):
+            file.write_text(text)
+            os.utime(file, (0, 1000.5))
+            assert folder.last_logged() == (None if step is None else (step, 1000.5))
+        file.unlink()
+        assert folder.last_logged() is None
+
+
+def test_the_steps_at_which_the_plan_changed_are_found():
+    def part(first: int, end: int, devices: int = 4, replicas: int = 1, **keys) -> history.Part:
+        plan = jpipe.Plan.even("abcd", **{"num_stages": 4, "schedule": "gpipe", "microbatches": 4, "replicas": replicas} | keys)
+        return history.part(plan, {}, devices, first, end, 0)
+
+    parts = [
+        part(0, 4, 8, 2),
+        part(4, 6),  # no replicas any more
+        part(6, 6, num_stages=2),  # without a step
+        part(6, 9, num_stages=3),
+        part(9, 12, num_stages=3),
+        part(12, 15, 1, num_stages=3),
+        part(15, 20, num_stages=2, schedule="pipedream_flush"),
+    ]
+    assert history.changes_of_plan(parts) == [
+        (4, "gpipe, 4 stages, 4 microbatches"),
+        (6, "3 stages"),
+        (12, "1 device"),
+        (15, "pipedream_flush, 2 stages"),
+    ]
+    assert history.changes_of_plan(parts[:1]) == []

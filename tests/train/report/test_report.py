@@ -318,6 +318,25 @@ def test_the_last_validation_loss_stands_away_from_the_line(above, sign):
     assert label.xyann[1] * sign > 0
 
 
+def test_changes_of_the_plan_are_marked(tmp_path):
+    def marks(changes) -> tuple[list[float], list[str]]:
+        (axes,) = loss_curve.draw_losses(rows_of(), "nats", changes).axes
+        dashed = [line.get_xdata()[0] for line in axes.lines if line.get_linestyle() == "--"]
+        return dashed, [text.get_text() for text in axes.texts][1:]  # the first is that of the validation
+
+    changes = [(40, "3 stages"), (170, "x" * 50)]
+    assert marks(changes) == ([40, 170], ["3 stages", "x" * 39 + "…"])
+    assert marks([]) == ([], [])
+    many = [(step, "3 stages") for step in range(0, 300, 5)]
+    assert marks(many) == (list(range(50, 300, 5)), [])
+    parts = [Part(first=first, end=end, plan=f"gpipe, {n} stages", optimizer="", devices=n) for first, end, n in ((0, 9, 4), (9, 20, 3))]
+    for shown in parts, parts[:1]:
+        write_report(tmp_path, report(parts=shown, predicted=None, measured=None))
+        page = Page(tmp_path / "report.html")
+        assert ("Dashed lines mark the steps from which the run went on with another plan." in page.text) == (len(shown) == 2)
+        assert ("The plan changed at step 9: 3 stages." in page.source) == (len(shown) == 2)
+
+
 def test_losses_that_are_not_finite_are_left_out_and_counted(tmp_path):
     rows = rows_of()
     rows[7]["loss"], rows[8]["loss"], rows[50]["val_loss"] = math.nan, math.inf, -math.inf

@@ -123,7 +123,7 @@ def make_plan(config: PlanConfig, layer_ids: Sequence[str]) -> jpipe.Plan:
     """
     if config.file is not None:
         return read_plan(config.file)
-    plan = jpipe.Plan.even(layer_ids, **config.model_dump(exclude={"file", "layer_costs", "max_delay"}))
+    plan = jpipe.Plan.even(layer_ids, **config.of_even_stages)
     if not config.layer_costs:
         return plan
     for layer_id in config.layer_costs:

@@ -11,6 +11,7 @@ from jpipe.files import shown
 from jpipe_train.checkpoint.run_folder import FolderChanged
 from jpipe_train.config.config import CheckpointConfig
 from jpipe_train.console.exit_codes import reported_by_system
+from jpipe_train.launch import progress
 from jpipe_train.launch.together import Together
 
 Observer = Callable[[jpipe.runtime.Event], None]
@@ -181,6 +182,7 @@ class Checkpoints:
         if not self._together.is_first:
             return
         self.written = snapshot.batch
+        progress.report(snapshot.batch, self._steps)
         try:
             files.prune(self._folder, self._config.keep, self._config.keep_every, self._config.keep_hours)
         except OSError as error:

@@ -1,8 +1,10 @@
 """The history of a run in parts, each from a start or resume to the next resume or the end."""
 
+import itertools
+import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import pydantic
 
@@ -28,6 +30,8 @@ class Part(pydantic.BaseModel):
         began: its start, in UTC.
         seconds: its duration, start-up included; steps that were lost when it was killed are in neither this nor `end`.
         updates: the number of optimizer updates before `first`; None if it differs between stages.
+        pause: seconds from the last step that the part before logged to the first step of this part that is new.
+        repeated: how many steps this part trained again, because the part before had ended without a checkpoint of them.
     """
 
     model_config = pydantic.ConfigDict(extra="ignore", frozen=True)
@@ -40,6 +44,15 @@ class Part(pydantic.BaseModel):
     began: _Words | None = None
     seconds: Annotated[float, pydantic.Field(ge=0, lt=1e12)] | None = None
     updates: Count | None = None
+    pause: Annotated[float, pydantic.Field(ge=0, lt=1e12)] | None = None
+    repeated: Count | None = None
+
+
+class LastStep(NamedTuple):
+    """The last step that a part of a run has logged, and when, in seconds since 1970."""
+
+    step: int
+    time: float
 
 
 class History:
@@ -50,12 +63,33 @@ class History:
         now: the current part.
         plan: of the current part.
         clock: returns the seconds since the current part began.
+        earlier: the last step of the part before; None if there is none, or it is not known.
+        wall_clock: returns the time, in seconds since 1970.
     """
 
-    def __init__(self, before: Sequence[Part], now: Part, plan: jpipe.Plan, clock: Callable[[], float]) -> None:
-        self._before, self._plan, self._clock = tuple(before[-MOST_PARTS + 1 :]), plan, clock
+    def __init__(
+        self,
+        before: Sequence[Part],
+        now: Part,
+        plan: jpipe.Plan,
+        clock: Callable[[], float],
+        earlier: LastStep | None = None,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._before, self._plan, self._clock, self._wall_clock = tuple(before[-MOST_PARTS + 1 :]), plan, clock, wall_clock
+        self._earlier = earlier  # until there is a new step
         began = datetime.now(UTC) - timedelta(seconds=clock())
         self._now = now.model_copy(update={"began": now.began or f"{began:%Y-%m-%d %H:%M:%S}"})
+
+    def logged(self, step: int) -> str:
+        """Take note of a step that is logged, and return a line about the interruption at the first new one; otherwise ""."""
+        if self._earlier is None or step < max(self._earlier.step + 1, self._now.first):
+            return ""
+        last, self._earlier = self._earlier, None
+        pause, repeated = max(self._wall_clock() - last.time, 0.0), max(last.step + 1 - self._now.first, 0)
+        self._now = self._now.model_copy(update={"pause": round(pause, 3), "repeated": repeated})
+        again = f", with {count(repeated, 'step')} trained again" if repeated else ""
+        return f"{duration(pause)} passed from step {last.step}, the last before the interruption, to step {step}, the first new one{again}"
 
     def parts(self, end: int) -> list[Part]:
         """Return all parts, the last up to step `end`."""
@@ -118,7 +152,7 @@ def optimizer_words(config: Any) -> str:
 
 def table(parts: Sequence[Part]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """Return the head and the rows of a table of parts."""
-    head = ("steps", "plan", "optimizer", "devices", "began (UTC)", "duration")
+    head = ("steps", "plan", "optimizer", "devices", "began (UTC)", "duration", "pause before", "steps repeated")
     rows: list[tuple[str, ...]] = [
         (
             f"{part.first:,} to {part.end - 1:,}" if part.end > part.first else f"none from {part.first:,}",
@@ -127,7 +161,25 @@ def table(parts: Sequence[Part]) -> tuple[tuple[str, ...], list[tuple[str, ...]]
             str(part.devices),
             part.began or "–",
             "–" if part.seconds is None else duration(part.seconds),
+            "–" if part.pause is None else duration(part.pause),
+            "–" if part.repeated is None else f"{part.repeated:,}",
         )
         for part in parts
     ]
     return head, rows
+
+
+def changes_of_plan(parts: Sequence[Part]) -> list[tuple[int, str]]:
+    """Return the steps at which a run went on with another plan or on other devices, each with what is new: `(40, "3 stages")`."""
+    trained = [part for part in parts if part.end > part.first]
+    changes = []
+    for before, now in itertools.pairwise(trained):
+        pieces = before.plan.split(", ")
+        new = [piece for piece in now.plan.split(", ") if piece not in pieces]
+        if len(now.plan.split(", ")) < len(pieces) and not new:  # such as replicas that are no more
+            new = [now.plan]
+        if not new and now.devices != before.devices:
+            new = [count(now.devices, "device")]
+        if new:
+            changes.append((now.first, ", ".join(new)))
+    return changes

@@ -15,7 +15,7 @@ import jpipe
 from jpipe import InputError
 from jpipe.files import shown
 from jpipe_planner.machine.plain_yaml import parse
-from jpipe_train.checkpoint.history import MOST_PARTS, Count, History, Part, part, updates_before
+from jpipe_train.checkpoint.history import MOST_PARTS, Count, History, LastStep, Part, part, updates_before
 from jpipe_train.checkpoint.run_folder import folder_of, is_of_this_job
 from jpipe_train.config import config_file
 from jpipe_train.config.config import Config, PlanConfig
@@ -210,7 +210,9 @@ class Resumed:
         return stand_ins(pipe, self.folder, self.step)
 
 
-def history(config: Config, plan: jpipe.Plan, resumed: Resumed | None, clock: Callable[[], float]) -> History:
+def history(
+    config: Config, plan: jpipe.Plan, resumed: Resumed | None, clock: Callable[[], float], earlier: LastStep | None = None
+) -> History:
     """Return the history of a run that begins or is resumed.
 
     Args:
@@ -218,13 +220,14 @@ def history(config: Config, plan: jpipe.Plan, resumed: Resumed | None, clock: Ca
         plan: of the run.
         resumed: the checkpoint it is resumed from, if any.
         clock: returns the seconds since this part of the run began.
+        earlier: the last step that the run has logged before it was resumed, if known.
     """
     settings, devices = config.model_dump(), jax.device_count()
     if resumed is None:
         return History((), part(plan, settings, devices, 0, 0, 0), plan, clock)
     before, step = resumed.parts(), resumed.step
     updates = 0 if config.resume.optimizer == "reset" else updates_before(before[-1], resumed.plan, step)
-    return History(before, part(plan, settings, devices, step, step, updates), plan, clock)
+    return History(before, part(plan, settings, devices, step, step, updates), plan, clock, earlier)
 
 
 def find(

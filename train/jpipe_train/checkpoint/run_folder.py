@@ -1,6 +1,6 @@
 """The folder of a run: `config.yaml` as resolved, `plan.json`, and `metrics.jsonl` with a JSON object for each logged step.
 
-A job that `jpipe launch --max-restarts` starts again finds its folder by the file `.job`. While a run trains it locks the file `.lock`.
+A job that `jpipe launch` starts again finds its folder by the file `.job`. While a run trains it locks the file `.lock`.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import BinaryIO
 
 from jpipe import InputError, Plan
-from jpipe.files import TEMPORARY, open_to_append, read_bytes, resolved, shown, write_atomically
+from jpipe.files import TEMPORARY, open_to_append, open_to_read, read_bytes, resolved, shown, write_atomically
 from jpipe.plan import Predicted
 from jpipe_train.config.config import Config
 from jpipe_train.config.config_file import MOST_BYTES, to_yaml
@@ -27,6 +27,7 @@ from jpipe_train.launch.launch import JOB
 _RUNS = Path("runs")
 METRICS = "metrics.jsonl"
 _JOB, _LOCK = ".job", ".lock"
+_LAST_BYTES = 2**20  # of `metrics.jsonl`, that are read for its last row
 _FILES = ("config.yaml", "plan.json", METRICS)
 OUTPUTS = (
     *("report.html", "loss.png", "delay.png", "metrics.png", "timeline.png", "memory.png", "trace.json", "planned.json"),
@@ -100,6 +101,21 @@ class RunFolder:
                 undo.callback(self._close)
                 self._open("")
             prepare(self.path)
+
+    def last_logged(self) -> tuple[int, float] | None:
+        """Return the last step in `metrics.jsonl` before `go_on`, and when it was written, in seconds since 1970; None if unknown."""
+        try:
+            with open_to_read(self.path / METRICS) as file:
+                written = os.fstat(file.fileno())
+                file.seek(max(written.st_size - _LAST_BYTES, 0))
+                lines = file.read(_LAST_BYTES).splitlines()
+        except (OSError, InputError):
+            return None
+        for line in reversed(lines):
+            with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):  # cut off, or not of jpipe
+                if type(step := json.loads(line)["step"]) is int and 0 <= step < 2**53:
+                    return step, written.st_mtime
+        return None
 
     def go_on(self, rows: str) -> None:
         """Start to write into the folder, with these rows of the run so far.

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import tyro
 
-from jpipe_train.commands.parsing import Count, Flag
+from jpipe_train.commands.parsing import Count, Flag, OptionalCount, Seconds
 from jpipe_train.console.terminal import fail, printable
 
 LAUNCHED = "-- train CONFIG [--KEY …] | -- plan CONFIG … | -- evaluate RUN … | -- generate RUN … | -- doctor"
@@ -13,9 +13,13 @@ LAUNCHED = "-- train CONFIG [--KEY …] | -- plan CONFIG … | -- evaluate RUN �
 
 def launch(
     command: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar=LAUNCHED, help_behavior_hint="(required)")],
-    num_processes: Annotated[int, tyro.conf.arg(aliases=["-n"], metavar="N")],
+    num_processes: Annotated[int | None, tyro.conf.arg(aliases=["-n"], metavar="N")] = None,
     pin: Flag = False,
-    max_restarts: Count = 0,
+    max_restarts: OptionalCount = None,
+    elastic: Annotated[str | None, tyro.conf.arg(metavar="MIN:MAX")] = None,
+    max_failures: Count = 3,
+    retry_after: Seconds = 300.0,
+    shortage_limit: Seconds = 900.0,
 ) -> int:
     """Start several processes on this machine, such as `jpipe launch -n 4 -- train configs/gpt-bytes.yaml`.
 
@@ -26,9 +30,20 @@ def launch(
         num_processes: How many processes.
         pin: Give each process a CPU core of its own, if there are enough. For measurements.
         max_restarts: How often to restart all when one fails; they resume from the newest checkpoint of their run folder.
+        elastic: In place of -n: train with MAX processes, and when some are lost with those that are left, at least MIN.
+        max_failures: Elastic: after how many failures in a row, without a new checkpoint, the rest go on without a process.
+        retry_after: Elastic: when such a process is tried again, at a checkpoint; twice as long each time that it fails again.
+        shortage_limit: Elastic: how long to wait while fewer than MIN processes can be started.
     """
+    from jpipe_train.launch import elastic as elastic_launcher
     from jpipe_train.launch import launch as launcher
 
-    if message := launcher.problem(num_processes, command, pin=pin, max_restarts=max_restarts):
+    if message := launcher.problem(num_processes, command, pin=pin, max_restarts=max_restarts, elastic=elastic):
         return fail(printable(message), 2)
-    return launcher.main(num_processes, command, pin=pin, max_restarts=max_restarts)
+    if elastic is None:
+        assert num_processes is not None
+        return launcher.main(num_processes, command, pin=pin, max_restarts=max_restarts or 0)
+    limits = elastic_launcher.limits(elastic, max_failures, retry_after, shortage_limit)
+    if isinstance(limits, str):
+        return fail(printable(limits), 2)
+    return elastic_launcher.main(limits, command, pin=pin)

@@ -22,6 +22,7 @@ def train(
     connect_limit: Seconds = 300.0,
     wait_limit: Seconds = 45.0,
     secret_file: OptionalFile = None,
+    elastic: OptionalCount = None,
 ) -> int:
     """Train a model through a pipeline as a YAML file says; with several processes, each is started with this command.
 
@@ -38,10 +39,11 @@ def train(
         connect_limit: Several processes: how long each waits for the other processes at the start.
         wait_limit: Several processes: how long none may make progress before the run fails; longer than a microbatch takes.
         secret_file: Several processes: the file with the secret that all share; by default the variable JPIPE_SECRET has it.
+        elastic: Several processes: how many the plan of the config is for; with fewer, a smaller plan takes its place.
     """
     with interrupt.importing():
         from jpipe_train.run import job
 
     overrides = overrides if plan is None else (*overrides, f"plan.file={json.dumps(plan)}")
     address = job.Address(coordinator, num_processes, process_id, secret_file)
-    return job.train(config, overrides, allow_code, resume, address, connect_limit, wait_limit, from_checkpoint)
+    return job.train(config, overrides, allow_code, resume, address, connect_limit, wait_limit, from_checkpoint, elastic)

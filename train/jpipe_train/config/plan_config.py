@@ -3,7 +3,7 @@
 import math
 import operator
 import reprlib
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
@@ -82,22 +82,28 @@ class PlanConfig(Section):
     @property
     def ranks(self) -> int:
         """The number of ranks by the keys, ignoring `file`."""
-        return max(sum(self._replicas_of_stages) // self._stages_per_rank, 1)
+        return max(sum(self._replicas_of_stages) // self.stages_per_rank, 1)
 
     @property
     def devices(self) -> int:
         """The number of devices by the keys: those of the mesh of each rank."""
         meshes = self.mesh if isinstance(self.mesh, list) else [self.mesh] * self.num_stages
         sizes = [math.prod(mesh.values()) for mesh in meshes]
-        return max(sum(map(operator.mul, self._replicas_of_stages, sizes)) // self._stages_per_rank, 1)
+        return max(sum(map(operator.mul, self._replicas_of_stages, sizes)) // self.stages_per_rank, 1)
 
     @property
     def _replicas_of_stages(self) -> list[int]:
         return [self.replicas] * self.num_stages if isinstance(self.replicas, int) else self.replicas
 
     @property
-    def _stages_per_rank(self) -> int:
+    def stages_per_rank(self) -> int:
+        """The number of stages of each rank."""
         return self.chunks_per_rank or (2 if SCHEDULES[self.schedule].layout == "v" else 1)
+
+    @property
+    def of_even_stages(self) -> dict[str, Any]:
+        """The arguments of `jpipe.Plan.even`, besides the layers; `layer_costs` is not among them."""
+        return self.model_dump(exclude={"file", "layer_costs", "max_delay"})
 
     @field_validator("recompute", mode="before")
     @classmethod

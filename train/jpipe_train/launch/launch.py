@@ -21,26 +21,37 @@ GRACE = 30.0  # seconds from the signal that asks the processes to end, at which
 PAUSE = 1.0  # seconds before a failed job is restarted
 SECRET = "JPIPE_SECRET"  # the variable with the secret of the processes; also in jpipe.processes.handshake, which imports more
 JOB = "JPIPE_JOB"  # the variable that identifies a job; it is the same for all its attempts
-_LONGEST_PAUSE = 60.0  # limits the load of a job that always fails immediately
-_JPIPE = (sys.executable, "-P", "-m", "jpipe_train.cli")  # -P: no module of the current folder replaces a library
+LONGEST_PAUSE = 60.0  # limits the load of a job that always fails immediately
+PROGRAM = (sys.executable, "-P", "-m", "jpipe_train.cli")  # -P: no module of the current folder replaces a library
 _TICK = 0.05  # seconds between two looks at the signals
 _SEVERAL = ("train", "plan", "evaluate", "generate", "doctor")  # commands that run in several processes
 _RESERVED = ("--coordinator", "--num-processes", "--process-id")
 
 
-def problem(num_processes: int, command: Sequence[str], *, pin: bool, max_restarts: int) -> str | None:
-    """Return an error message for invalid arguments of `main`, or None; JAX is not imported."""
-    if not 1 <= num_processes <= MOST_PROCESSES:
+def problem(
+    num_processes: int | None, command: Sequence[str], *, pin: bool = False, max_restarts: int | None = None, elastic: str | None = None
+) -> str | None:
+    """Return an error message for invalid arguments of `main`, or of `jpipe_train.launch.elastic`, or None; JAX is not imported."""
+    if elastic is not None:
+        options = {"-n": num_processes, "--max-restarts": max_restarts}
+        if given := [name for name, value in options.items() if value is not None]:
+            return f"launch --elastic: expected neither -n nor --max-restarts beside it, found {given[0]}; leave out one of them"
+        if command and command[0] != "train":
+            return f"launch --elastic: expected `train CONFIG …` after --, found '{command[0]}'; the other commands have no checkpoints"
+    elif num_processes is None:
+        return "launch: expected -n N or --elastic MIN:MAX, found neither; such as jpipe launch -n 2 -- train CONFIG"
+    elif not 1 <= num_processes <= MOST_PROCESSES:
         return f"launch -n: expected 1 to {MOST_PROCESSES} processes, found {num_processes}"
-    if max_restarts < 0:
+    if max_restarts is not None and max_restarts < 0:
         return f"launch --max-restarts: expected 0 or more, found {max_restarts}; 0 starts nothing again"
     if not command:
         return "launch: expected a command after --, found none; such as jpipe launch -n 2 -- train CONFIG"
     if command[0] not in _SEVERAL:
         some = ", ".join(_SEVERAL[:-1])
         return f"launch: expected `train CONFIG …` after --, found '{command[0]}'; only {some} and {_SEVERAL[-1]} run in several processes"
+    reserved = _RESERVED if elastic is None else (*_RESERVED, "--elastic")
     for argument in command:
-        if (name := argument.partition("=")[0].replace("_", "-")) in _RESERVED:
+        if (name := argument.partition("=")[0].replace("_", "-")) in reserved:
             return f"launch: {name} after -- is given to each process by launch; leave it out there"
     if pin and not hasattr(os, "sched_setaffinity"):
         return f"launch --pin: {sys.platform} has no way to give a process a core; leave it out"
@@ -53,7 +64,7 @@ def main(
     *,
     pin: bool = False,
     max_restarts: int = 0,
-    program: Sequence[str] = _JPIPE,
+    program: Sequence[str] = PROGRAM,
     grace: float = GRACE,
     pause: float = PAUSE,
 ) -> int:
@@ -84,31 +95,31 @@ def main(
     cores = sorted(os.sched_getaffinity(0)) if pin else [None]
     variables = {SECRET: secrets.token_hex(32)} | ({JOB: secrets.token_hex(8)} if max_restarts else {})
     restarts = 0
-    with _recorded_signals() as signals:
+    with recorded_signals() as signals:
         while True:
             again = f"starting all again in {pause:g} s ({restarts + 1} of {max_restarts})" if restarts < max_restarts else ""
-            flags = "--coordinator", f"127.0.0.1:{_free_port()}", "--num-processes", str(num_processes), "--process-id"
+            flags = "--coordinator", f"127.0.0.1:{free_port()}", "--num-processes", str(num_processes), "--process-id"
             with contextlib.closing(ProcessGroup(grace, variables)) as group:
                 for number in range(num_processes):
                     group.start([*program, *command, *flags, str(number)], number, cores[number % len(cores)])
                 code = group.watch(signals, again)
             if code in (0, BAD_INPUT) or not again:
                 return code
-            _wait(pause, signals)
+            wait(pause, signals)
             if signals:
                 say(f"{signal.Signals(signals[0]).name} received; not starting again")
                 return 128 + signals[0]
-            restarts, pause = restarts + 1, min(2 * pause, _LONGEST_PAUSE)
+            restarts, pause = restarts + 1, min(2 * pause, LONGEST_PAUSE)
 
 
-def _wait(seconds: float, signals: Sequence[int]) -> None:
+def wait(seconds: float, signals: Sequence[int]) -> None:
     """Sleep for some seconds, or until a signal arrives; `time.sleep` alone continues after one."""
     end = time.monotonic() + seconds
     while not signals and (remaining := end - time.monotonic()) > 0:
         time.sleep(min(remaining, _TICK))
 
 
-def _free_port() -> int:
+def free_port() -> int:
     """Return a port that is free now; if another program takes it before process 0 does, process 0 reports that."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port: int = listener.getsockname()[1]
@@ -116,7 +127,7 @@ def _free_port() -> int:
 
 
 @contextlib.contextmanager
-def _recorded_signals() -> Iterator[list[int]]:
+def recorded_signals() -> Iterator[list[int]]:
     """Yield the signals that ask this process to end, as they arrive; ignored ones, as under nohup, stay ignored."""
     received: list[int] = []
     numbers = [number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is not signal.SIG_IGN]

@@ -18,9 +18,15 @@ _BATCH, _MEAN, _VALIDATION = "#9CC3DF", "#0072B2", "#D55E00"  # colour-blind rea
 _MOST_POINTS = 2000  # a picture cannot show more
 _MOST_VALIDATIONS = 30  # more points would hide the line
 _LONGEST_NAME = 32  # characters of a metric's name that fit into a panel's title
+MOST_CHANGES = 50
+"""The changes of the plan that are marked, the last ones of a run."""
+_CHANGE = "#777777"
+_MOST_WORDS, _LONGEST_WORDS = 8, 40  # more would overlap, or not fit
 
 
-def draw_losses(rows: Sequence[Mapping[str, int | float]], unit: str) -> "matplotlib.figure.Figure":
+def draw_losses(
+    rows: Sequence[Mapping[str, int | float]], unit: str, changes: Sequence[tuple[int, str]] = ()
+) -> "matplotlib.figure.Figure":
     """Draw the training losses, lightly, with their running mean, and the validation losses as points.
 
     Losses that are not finite are left out. Of very many losses only the highest and the lowest of each interval are drawn.
@@ -28,6 +34,7 @@ def draw_losses(rows: Sequence[Mapping[str, int | float]], unit: str) -> "matplo
     Args:
         rows: as in `metrics.jsonl`: `step`, `loss`, and `val_loss` if evaluated.
         unit: unit of the losses; may be empty.
+        changes: the steps at which the plan changed, and what is new then; the last ones are marked by dashed lines.
 
     Returns:
         The figure; `figure.savefig(path)` works without a display.
@@ -70,9 +77,21 @@ def draw_losses(rows: Sequence[Mapping[str, int | float]], unit: str) -> "matplo
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.xaxis.set_major_formatter(lambda step, _: f"{step:,.0f}")
     _dress(axes, f"loss ({unit})" if unit else "loss")
+    _mark(axes, changes)
     if axes.lines:
         axes.legend(frameon=False, fontsize=9.5)
     return figure
+
+
+def _mark(axes: "matplotlib.axes.Axes", changes: Sequence[tuple[int, str]]) -> None:
+    """Draw dashed lines at the changes of the plan, with words if there are few."""
+    for step, _ in changes[-MOST_CHANGES:]:
+        axes.axvline(step, color=_CHANGE, linewidth=0.9, linestyle=(0, (4, 3)), zorder=1)
+    for step, words in changes if len(changes) <= _MOST_WORDS else ():
+        text = words if len(words) <= _LONGEST_WORDS else f"{words[: _LONGEST_WORDS - 1]}…"
+        point = step, 0.02
+        style: dict[str, Any] = {"xytext": (3, 0), "ha": "left", "va": "bottom", "rotation": 90, "parse_math": False}
+        axes.annotate(text, point, xycoords=("data", "axes fraction"), textcoords="offset points", color=_CHANGE, fontsize=7.5, **style)
 
 
 def metric_names(rows: Sequence[Mapping[str, int | float]]) -> list[str]:

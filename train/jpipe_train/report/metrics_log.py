@@ -128,6 +128,8 @@ class MetricsLog:
             row |= self._progress(step)
             self._log(self._folder, row)  # first, so that everything printed is also in the file
         self.last_step = step
+        if interruption := self._history.logged(step):
+            self._reporter.say(interruption)
         measured = self._measure.measured
         bubble = None if measured is None else measured.bubble
         self._reporter.step(step, row.get("loss", math.nan), self.validated(step) or {}, bubble, self._mfu)

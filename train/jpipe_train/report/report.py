@@ -90,7 +90,7 @@ def write_report(folder: Path, report: Report) -> None:
     transfers = {name: window.transfers for name, window in report.windows.items()}
     pictures: dict[str, bytes] = {}
     if any(len(loss_curve.finite(report.rows, name)[0]) for name in ("loss", "val_loss")):
-        pictures["loss"] = _png(loss_curve.draw_losses(report.rows, report.unit))
+        pictures["loss"] = _png(loss_curve.draw_losses(report.rows, report.unit, history.changes_of_plan(report.parts)))
     if any(len(loss_curve.finite(report.rows, name)[0]) for name in loss_curve.DELAY_NORMS):
         pictures["delay"] = _png(loss_curve.draw_delay(report.rows))
     if names := _metrics_to_draw(report):
@@ -166,7 +166,8 @@ def _history(report: Report) -> str:
         return ""
     shown = report.parts[-_MOST_PARTS:]
     earlier = f" The {len(report.parts) - len(shown):,} parts before these are left out." if len(shown) < len(report.parts) else ""
-    note = "The run was resumed: each line is a part of it. Work that was lost when a part was killed is not in it." + earlier
+    note = "The run was resumed: each line is a part of it. Work that was lost when a part was killed is not in its duration. "
+    note += "A pause lasts from the last step of the part before to the first step that is new; steps in between were repeated." + earlier
     return f"<h3>History</h3>{_scrolling(_table('parts', *history.table(shown)))}{_note(note)}"
 
 
@@ -199,6 +200,9 @@ def _loss(report: Report, picture: bytes | None) -> str:
     of = "each batch" if loss_curve.logs_every_batch(report.rows) else "the batches that were logged"
     caption = f"The thin line is the loss of {of}, the thick one its running mean" if smoothed else f"The line is the loss of {of}"
     caption += "; the points are of data that the model does not learn from." if len(values) else "; nothing was evaluated on other data."
+    if changes := history.changes_of_plan(report.parts)[-loss_curve.MOST_CHANGES :]:
+        caption += " Dashed lines mark the steps from which the run went on with another plan."
+        alt += " The plan changed at " + "; ".join(f"step {step}: {words}" for step, words in changes) + "."
     return _figure(picture, "small", alt, f"{caption}{note}")
 
 

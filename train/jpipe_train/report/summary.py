@@ -133,9 +133,11 @@ def command_line() -> str:
 
 
 def _durations(parts: Sequence[Part]) -> str:
-    """Return a text such as `1:02` or `3:04 in 2 parts`."""
+    """Return a text such as `1:02` or `3:04 in 2 parts; interrupted for 0:12`."""
     known = [part.seconds for part in parts if part.seconds is not None]
     words = duration(sum(known)) + (f" in {len(parts)} parts" if len(parts) > 1 else "")
+    pauses = [part.pause for part in parts if part.pause is not None]
+    words += f"; interrupted for {duration(sum(pauses))}" if pauses else ""
     return words + (f", {len(parts) - len(known)} of which took a time that is not known" if len(known) < len(parts) else "")
 
 

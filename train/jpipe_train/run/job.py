@@ -49,12 +49,13 @@ def train(
     connect_limit: float,
     wait_limit: float,
     from_checkpoint: int | None = None,
+    elastic: int | None = None,
 ) -> int:
     """Train as the file `config` says, print a line if that fails, and return the exit code."""
 
     def work(connect: Callable[[], int]) -> int:
         settings = run_folder.of_same_job(config_file.load(config, overrides, allow_code=allow_code))
-        return _code_of(loop.main(settings, connect(), connect_limit, wait_limit, resume, from_checkpoint))
+        return _code_of(loop.main(settings, connect(), connect_limit, wait_limit, resume, from_checkpoint, elastic))
 
     return _run(work, address, connect_limit, wait_limit)
 

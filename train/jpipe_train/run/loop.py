@@ -11,7 +11,7 @@ from rich.console import Console
 
 import jpipe
 from jpipe.files import shown
-from jpipe_train.assemble import compile_cache, frozen
+from jpipe_train.assemble import compile_cache, frozen, smaller_plan
 from jpipe_train.assemble.build import build, check, param_specs, prepare_devices
 from jpipe_train.assemble.delay import correction_words, delay_words
 from jpipe_train.assemble.meshes import has_meshes, mesh_words
@@ -36,7 +36,7 @@ from jpipe_train.report import comparison, logs, mfu
 from jpipe_train.report.measure import Measure
 from jpipe_train.report.metrics_log import MetricsLog, NonFiniteLoss, RunStopped
 from jpipe_train.report.summary import Summary, print_summary, slow_of, stages_of, write_report
-from jpipe_train.run.starting import begin, check_shared, continue_folder, initial_params, make_folder, read_checkpoint, report_resumed
+from jpipe_train.run.starting import begin, check_shared, continue_on_all, initial_params, make_folder, read_checkpoint, report_resumed
 from jpipe_train.run.training import Training
 
 _MANY_LAYERS = 100  # checking a hundred takes seconds, a thousand about a minute and a half
@@ -49,6 +49,7 @@ def main(
     wait_limit: float = 45.0,
     resume: Resume = "auto",
     from_checkpoint: int | None = None,
+    elastic: int | None = None,
 ) -> Summary:
     """Train as `config` says.
 
@@ -59,6 +60,7 @@ def main(
         wait_limit: seconds without progress in any process after which the run fails.
         resume: whether to resume from the run's folder.
         from_checkpoint: the step of the checkpoint to resume from; None for the newest that can be restored.
+        elastic: the number of processes that the plan is made for, if there may be fewer; None if not.
 
     Raises:
         jpipe.InputError: something in the config does not fit; nothing was trained, and no folder was created, except one that not all
@@ -70,14 +72,12 @@ def main(
     """
     with joined(num_processes, connect_limit, wait_limit) as together:
         interrupt.check()
-        together.agree(lambda: facts(config) | {"--resume": resume, "--from-checkpoint": str(from_checkpoint)})
-        together.run_on_all(lambda: prepare_devices(config.plan, num_processes))
-        together.run_on_all(lambda: logs.check(config) if together.is_first else None)
-        cache_problem = together.run_on_all(lambda: compile_cache.use(config.compile_cache))
+        options = {"--resume": resume, "--from-checkpoint": str(from_checkpoint), "--elastic": str(elastic)}
+        config, remarks = agree_on_config(config, num_processes, elastic, options, together)
         together.start_devices(connect_limit)
         reporter = Reporter(config.train.steps, *data.portion(config), None if together.is_first else Console(quiet=True))
-        if cache_problem:
-            reporter.say(cache_problem)
+        for line in remarks:
+            reporter.say(line)
         resumed = find_resumed(config, resume, together, reporter.say, step=from_checkpoint)
         if resumed is not None and resumed.step >= config.train.steps:
             return already_complete(resumed, config, reporter)
@@ -101,6 +101,25 @@ def main(
             if isinstance(error, (OSError, jax.errors.JaxRuntimeError, jpipe.runtime.CopiesDiffer)):
                 raise RunStopped(f"{reason(error, folder)}{logged}") from error
             raise
+
+
+def agree_on_config(
+    config: Config, num_processes: int, elastic: int | None, options: dict[str, str], together: Together
+) -> tuple[Config, list[str]]:
+    """Check that all processes have the same config and options, and prepare JAX for it, before any device starts.
+
+    Returns:
+        The config, with a smaller plan if there are fewer than `elastic` processes, and lines to print.
+
+    Raises:
+        jpipe.InputError: they differ, or the config does not fit these processes.
+    """
+    config, remark = together.run_on_all(lambda: smaller_plan.for_processes(config, num_processes, elastic))
+    together.agree(lambda: facts(config) | options)
+    together.run_on_all(lambda: prepare_devices(config.plan, num_processes))
+    together.run_on_all(lambda: logs.check(config) if together.is_first else None)
+    cache_problem = together.run_on_all(lambda: compile_cache.use(config.compile_cache))
+    return config, [line for line in (cache_problem, remark) if line]
 
 
 def prepare(
@@ -193,12 +212,11 @@ def run(
             sizes, temporary = _sizes(pipe, batches, alone=together.processes is None, writes=folder is not None)
             stages = [] if folder is None else stages_of(pipe, batches.like)
         report_transfers(pipe, reporter)
-        if resumed is not None:
-            together.run_on_all(lambda: None if folder is None else continue_folder(config, folder, resumed, reporter.say))
+        earlier = continue_on_all(config, folder, resumed, together, reporter.say)
         measure = Measure(
             pipe, sizes, config.train.steps, config.train.eval_every, config.train.trace_batches, together.processes, state.batch
         )
-        history = find_history(config, pipe.plan, resumed, lambda: reporter.seconds)
+        history = find_history(config, pipe.plan, resumed, lambda: reporter.seconds, earlier)
         # If shapes differ from batch to batch, so do the FLOPs of a step.
         utilization = None if folder is None or batches.shapes else mfu.find(pipe, batches.like)
         log = MetricsLog(config, folder, row_logs, reporter, measure, together, history, pipe.plan, utilization)

@@ -11,6 +11,7 @@ import jax
 import jpipe
 from jpipe.files import shown
 from jpipe_train.assemble.meshes import mesh_words
+from jpipe_train.checkpoint.history import LastStep
 from jpipe_train.checkpoint.resume import Resume, Resumed
 from jpipe_train.checkpoint.run_folder import RunFolder
 from jpipe_train.config.config import Config
@@ -69,14 +70,29 @@ def make_folder(config: Config, plan: jpipe.Plan, resume: Resume, resumed: Resum
     return folder
 
 
-def continue_folder(config: Config, folder: RunFolder, resumed: Resumed, say: Callable[[str], None]) -> None:
-    """Prepare the folder of a resumed run, once the checkpoint is read: remove rows and checkpoints of later steps."""
+def continue_on_all(
+    config: Config, folder: RunFolder | None, resumed: Resumed | None, together: Together, say: Callable[[str], None]
+) -> LastStep | None:
+    """Prepare the folder of a resumed run in process 0, which alone has it, and return what `continue_folder` returns there."""
+    if resumed is None:
+        return None
+    return together.run_on_all(lambda: None if folder is None else continue_folder(config, folder, resumed, say))
+
+
+def continue_folder(config: Config, folder: RunFolder, resumed: Resumed, say: Callable[[str], None]) -> LastStep | None:
+    """Prepare the folder of a resumed run, once the checkpoint is read: remove rows and checkpoints of later steps.
+
+    Returns:
+        The last step that was logged before; None if it is not known.
+    """
     with interrupt.delayed():
         rows = resumed.rows()
+        last = folder.last_logged()
         renamed = _start_checkpoints(config, folder.path, resumed.step)  # first, because an unfinished one may have filled the disk
         folder.go_on(rows)
     if renamed:
         say(f"checkpoints of later steps are kept as {', '.join(renamed)} in '{shown(folder.path / 'checkpoints')}'")
+    return None if last is None else LastStep(*last)
 
 
 def check_shared(config: Config, folder: Path, together: Together, limit: float = 60.0) -> None:
