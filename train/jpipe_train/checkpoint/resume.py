@@ -15,6 +15,7 @@ import jpipe
 from jpipe import InputError
 from jpipe.files import shown
 from jpipe_planner.machine.plain_yaml import parse
+from jpipe_train.checkpoint.best import StopState
 from jpipe_train.checkpoint.history import MOST_PARTS, Count, History, Part, part, updates_before
 from jpipe_train.checkpoint.run_folder import folder_of, is_of_this_job
 from jpipe_train.config import config_file
@@ -71,6 +72,7 @@ class Facts(pydantic.BaseModel):
         versions: of jpipe and JAX, and the settings that can change numbers.
         history: the parts of the run up to this checkpoint; empty if the version of jpipe kept no history.
         data: the position in the training data; None if the version of jpipe counted batches only.
+        stop: the state of early stopping, with the validation of the next step if there is one; None without it.
     """
 
     model_config = pydantic.ConfigDict(extra="ignore")
@@ -84,6 +86,7 @@ class Facts(pydantic.BaseModel):
     versions: dict[str, str] = {}
     history: Annotated[list[Part], pydantic.Field(max_length=MOST_PARTS)] = []
     data: DataFacts | None = None
+    stop: StopState | None = None
 
     @pydantic.field_validator("config")
     @classmethod

@@ -35,7 +35,8 @@ from jpipe_train.plan.auto import find_plan
 from jpipe_train.report import comparison, logs, mfu
 from jpipe_train.report.measure import Measure
 from jpipe_train.report.metrics_log import MetricsLog, NonFiniteLoss, RunStopped
-from jpipe_train.report.summary import Summary, print_summary, slow_of, stages_of, write_report
+from jpipe_train.report.summary import Summary, epochs_words, print_summary, slow_of, stages_of, write_report
+from jpipe_train.run import stopping
 from jpipe_train.run.starting import begin, check_shared, continue_folder, initial_params, make_folder, read_checkpoint, report_resumed
 from jpipe_train.run.training import Training
 
@@ -75,14 +76,18 @@ def main(
         together.run_on_all(lambda: logs.check(config) if together.is_first else None)
         cache_problem = together.run_on_all(lambda: compile_cache.use(config.compile_cache))
         together.start_devices(connect_limit)
-        reporter = Reporter(config.train.steps, *data.portion(config), None if together.is_first else Console(quiet=True))
+        reporter = Reporter(config.train.length, *data.portion(config), None if together.is_first else Console(quiet=True))
         if cache_problem:
             reporter.say(cache_problem)
         resumed = find_resumed(config, resume, together, reporter.say, step=from_checkpoint)
-        if resumed is not None and resumed.step >= config.train.steps:
+        if resumed is not None and is_complete(resumed, config):
             return already_complete(resumed, config, reporter)
         pipe, batches, resumed, layers = prepare(config, together, resumed, resume, reporter, from_checkpoint)
         interrupt.check()
+        if config.train.epochs is not None:
+            config = together.run_on_all(lambda: with_steps(config, batches, reporter))
+            if resumed is not None and is_complete(resumed, config):
+                return already_complete(resumed, config, reporter)
         if resumed is not None:
             report_resumed(resumed, config, pipe.plan, batches, reporter)
         initial = initial_params(config, pipe, batches, together, resumed, reporter) or layers
@@ -150,6 +155,7 @@ def build_and_check(
     config: Config, reporter: Reporter, plan: jpipe.Plan | None = None, resumed: Resumed | None = None
 ) -> tuple[jpipe.Pipeline, data.Data]:
     """Build the pipeline and its data, and check everything that can be checked before a device works."""
+    stopping.check(config)
     position = None if resumed is None else resumed.position(config.train.batch_size)
     pipe, batches = build(config, reporter, plan, lambda config: data.load(config, position))
     batches = batches.with_some_validation(config.train.batch_size // pipe.plan.microbatches)
@@ -161,12 +167,37 @@ def build_and_check(
         return pipe, check(config, pipe, batches)
 
 
+def with_steps(config: Config, batches: data.Data, reporter: Reporter) -> Config:
+    """Return the config with the number of steps that its epochs have.
+
+    Raises:
+        jpipe.InputError: there would be no update.
+    """
+    steps = batches.steps
+    assert steps is not None
+    if config.optimizer.accumulate_batches > steps:
+        raise jpipe.InputError(
+            f"optimizer.accumulate_batches {config.optimizer.accumulate_batches} is more than the {count(steps, 'step')} of train.epochs "
+            f"{config.train.epochs:g}, so that there would be no update; change one of them"
+        )
+    reporter.plan_steps(steps)
+    return config.model_copy(update={"train": config.train.model_copy(update={"steps": steps})})
+
+
+def is_complete(resumed: Resumed, config: Config) -> bool:
+    """Return whether nothing is left to train: all steps are done, as far as their number is known, or the run has stopped early."""
+    return resumed.step >= config.train.length or bool(stopping.stopped_words(config, resumed))
+
+
 def already_complete(resumed: Resumed, config: Config, reporter: Reporter) -> Summary:
     """Report that the run is complete; a job that died while reporting and is restarted then succeeds."""
-    reporter.say(
-        f"nothing is left to train: the run in '{shown(resumed.folder)}' has done {count(resumed.step, 'step')} of {config.train.steps}; "
-        "raise train.steps to continue, or choose another run.dir"
-    )
+    where, why = f"the run in '{shown(resumed.folder)}'", stopping.stopped_words(config, resumed)
+    state, change = f"has done {count(resumed.step, 'step')} of {config.train.steps}", "train.steps"
+    if resumed.step < config.train.length:
+        state, change = f"stopped early at step {resumed.step}: {why}", "train.stop.patience (or leave out train.stop)"
+    elif config.train.epochs is not None:
+        change = "train.epochs"
+    reporter.say(f"nothing is left to train: {where} {state}; raise {change} to continue, or choose another run.dir")
     return Summary(resumed.step, resumed.facts.val_loss_before, None, reporter.seconds, None, None, None)
 
 
@@ -196,7 +227,7 @@ def run(
         if resumed is not None:
             together.run_on_all(lambda: None if folder is None else continue_folder(config, folder, resumed, reporter.say))
         measure = Measure(
-            pipe, sizes, config.train.steps, config.train.eval_every, config.train.trace_batches, together.processes, state.batch
+            pipe, sizes, config.train.length, config.train.eval_every, config.train.trace_batches, together.processes, state.batch
         )
         history = find_history(config, pipe.plan, resumed, lambda: reporter.seconds)
         # If shapes differ from batch to batch, so do the FLOPs of a step.
@@ -204,29 +235,35 @@ def run(
         log = MetricsLog(config, folder, row_logs, reporter, measure, together, history, pipe.plan, utilization)
         rows = (lambda: b"") if folder is None else folder.logged
         facts = facts_of_run(config, pipe)
-        checkpoints = Checkpoints(config.checkpoint, pipe, path, config.train.steps, together, facts, rows, reporter.say)
+        stops, best = stopping.Stopping(config, resumed), stopping.find_best(config, path, resumed, together)
+        also_at = None if best is None and config.train.stop is None else config.train.eval_every
+        checkpoints = Checkpoints(
+            config.checkpoint, pipe, path, config.train.length, together, facts, rows, reporter.say, best, also_at
+        )
         preemption = Preemption(together.processes, saves=config.checkpoint.every is not None)
         held_out = batches.held_out(config.train.eval_batches)
         chosen = metrics(config.eval, config.model)
-        training = Training(config.train, pipe, batches.train, held_out, chosen, log, measure, checkpoints, preemption, history)
-        is_complete = False
+        training = Training(config.train, pipe, batches.train, held_out, chosen, log, measure, checkpoints, preemption, history, stops)
+        completed = False
         try:
             with reporter.training(), preemption:
                 summary = training.run(state, resumed)
-                is_complete = summary.val_loss_after is not None
+                completed = summary.val_loss_after is not None
         except jpipe.InputError as error:
             if reported_by_system(error) is None:
                 raise
             raise RunStopped(str(error)) from error  # the data could be read before, and perhaps can be again
         finally:
-            if row_logs is not None and (not is_complete or preemption.signal is not None):
+            if row_logs is not None and (not completed or preemption.signal is not None):
                 row_logs.hurry()
             with interrupt.delayed():
                 checkpoints.close()
                 measure.close()
-                if folder is not None and (is_complete or preemption.signal is None):  # after a signal time is short
-                    write_report(config, pipe, folder, measure, reporter, batches, stages, history.parts(log.last_step + 1), temporary)
-    summary = dataclasses.replace(summary, temporary=temporary, slow=slow_of(pipe, summary.measured))
+                remarks = {} if folder is None else stopping.remarks(config, path, stops, log.last_step + 1)
+                if folder is not None and (completed or preemption.signal is None):  # after a signal time is short
+                    parts = history.parts(log.last_step + 1)
+                    write_report(config, pipe, folder, measure, reporter, batches, stages, parts, temporary, remarks)
+    summary = dataclasses.replace(summary, temporary=temporary, slow=slow_of(pipe, summary.measured), remarks=remarks)
     summary = summary if folder is None else compare_with_prediction(summary, pipe.plan, sizes, folder)
     print_summary(summary, data.loss_unit(config), reporter)
     return summary
@@ -245,10 +282,10 @@ def _sizes(pipe: jpipe.Pipeline, batches: data.Data, *, alone: bool, writes: boo
 
 def announce(pipe: jpipe.Pipeline, source: str, config: Config, folder: RunFolder | None, reporter: Reporter, *, several: bool) -> None:
     """Print the data, the plan and the placement of the workers."""
-    plan, steps, batches_per_update = pipe.plan, config.train.steps, config.optimizer.accumulate_batches
+    plan, steps, batches_per_update = pipe.plan, config.train.length, config.optimizer.accumulate_batches
     meshes = f" on {mesh_words(plan)}" if has_meshes(plan) else ""
     reporter.say(
-        f"data: {source}; plan: {count(plan.depth, 'stage')}{meshes}, {plan.schedule}; {count(steps, 'step')}"
+        f"data: {source}; plan: {count(plan.depth, 'stage')}{meshes}, {plan.schedule}; {count(steps, 'step')}{epochs_words(config.train)}"
         + (f"; run folder: {shown(folder.path)}" if folder is not None else "")
     )
     if words := delay_words(plan, batches_per_update):
