@@ -150,8 +150,8 @@ def prune(
 ) -> None:
     """Remove old checkpoints and unfinished ones that will not be finished; process 0 calls this after a save.
 
-    The newest `keep` stay, and of the older ones those that `keep_every`, `keep_hours` or `also` asks for. If files of the newest one are missing
-    or cut off (contents are not read), nothing is removed. An older one of that kind is neither removed nor counted.
+    The newest `keep` stay, and of the older ones those that `keep_every`, `keep_hours` or `also` asks for. If files of the newest one are
+    missing or cut off (contents are not read), nothing is removed. An older one of that kind is neither removed nor counted.
 
     Args:
         folder: the run's.

@@ -139,12 +139,12 @@ def best_step(folder: Path, where: str) -> int:
         return found[0]
     if config.checkpoint.best is None:
         raise InputError(
-            f"{where}: --step best: expected a run with checkpoint.best, which keeps its best checkpoints, found '{shown(folder)}' without; "
-            f"give the number of a step, or train with checkpoint.best"
+            f"{where}: --step best: expected a run with checkpoint.best, which keeps its best checkpoints, found '{shown(folder)}' "
+            "without; give the number of a step, or train with checkpoint.best"
         )
     raise InputError(
-        f"{where}: --step best: expected a checkpoint with {config.checkpoint.best.metric} in '{shown(folder)}', found none; checkpoints of "
-        "steps that train.eval_every divides have it, and the last one; give the number of a step"
+        f"{where}: --step best: expected a checkpoint with {config.checkpoint.best.metric} in '{shown(folder)}', found none; those "
+        "of steps that train.eval_every divides have it, and the last one; give the number of a step"
     )
 
 

@@ -127,7 +127,8 @@ def _let_override_decide_length(data: dict[Any, Any], overridden: Sequence[str])
     """Drop the file's own `train.steps` if `train.epochs` is overridden alone, and the other way round."""
     train = data.get("train")
     for key, other in (("epochs", "steps"), ("steps", "epochs")):
-        if f"train.{key}" in overridden and f"train.{other}" not in overridden and isinstance(train, dict) and train[key] is not None:
+        is_alone = f"train.{key}" in overridden and f"train.{other}" not in overridden
+        if is_alone and isinstance(train, dict) and train.get(key) is not None:
             train.pop(other, None)
 
 

@@ -62,8 +62,7 @@ def main(
         from_checkpoint: the step of the checkpoint to resume from; None for the newest that can be restored.
 
     Raises:
-        jpipe.InputError: something in the config does not fit; nothing was trained, and no folder was created, except one that not all
-            processes see.
+        jpipe.InputError: something in the config does not fit; nothing was trained, and no folder created that all processes see.
         RunStopped: training diverged, a device failed or the disk is full; the run folder holds the steps before.
         jpipe.PeerLost: another process died, hung or stopped.
         ReportedElsewhere: this process stops for a reason that another one reports.
@@ -84,11 +83,10 @@ def main(
             return already_complete(resumed, config, reporter)
         pipe, batches, resumed, layers = prepare(config, together, resumed, resume, reporter, from_checkpoint)
         interrupt.check()
-        if config.train.epochs is not None:
-            config = together.run_on_all(lambda: with_steps(config, batches, reporter))
-            if resumed is not None and is_complete(resumed, config):
-                return already_complete(resumed, config, reporter)
+        config = with_steps(config, batches, reporter, together)
         if resumed is not None:
+            if is_complete(resumed, config):
+                return already_complete(resumed, config, reporter)
             report_resumed(resumed, config, pipe.plan, batches, reporter)
         initial = initial_params(config, pipe, batches, together, resumed, reporter) or layers
         folder = together.run_on_all(lambda: make_folder(config, pipe.plan, resume, resumed, reporter) if together.is_first else None)
@@ -96,13 +94,12 @@ def main(
             with folder or contextlib.nullcontext():
                 return run(config, pipe, batches, folder, reporter, together, resumed, initial)
         except BaseException as error:
-            logged = "" if folder is None else f"; the steps logged so far are in {shown(folder.path)}"
+            in_place = None if isinstance(error, FolderChanged) else folder
+            logged = "" if in_place is None else f"; the steps logged so far are in {shown(in_place.path)}"
             if isinstance(error, KeyboardInterrupt) or interrupt.pressed():
                 raise KeyboardInterrupt(f"interrupted{logged}") from None
             if isinstance(error, (jpipe.PeerLost, NonFiniteLoss)):
                 raise type(error)(f"{error}{logged}") from None
-            if isinstance(error, FolderChanged):
-                raise RunStopped(f"{error.strerror}{describe_newest(folder)}") from error
             if isinstance(error, (OSError, jax.errors.JaxRuntimeError, jpipe.runtime.CopiesDiffer)):
                 raise RunStopped(f"{reason(error, folder)}{logged}") from error
             raise
@@ -167,18 +164,21 @@ def build_and_check(
         return pipe, check(config, pipe, batches)
 
 
-def with_steps(config: Config, batches: data.Data, reporter: Reporter) -> Config:
-    """Return the config with the number of steps that its epochs have.
+def with_steps(config: Config, batches: data.Data, reporter: Reporter, together: Together) -> Config:
+    """Return the config with the number of steps that its epochs have, if it gives epochs.
 
     Raises:
         jpipe.InputError: there would be no update.
     """
-    steps = batches.steps
-    assert steps is not None
+    steps, epochs = batches.steps, config.train.epochs
+    if epochs is None or steps is None:
+        return config
     if config.optimizer.accumulate_batches > steps:
-        raise jpipe.InputError(
-            f"optimizer.accumulate_batches {config.optimizer.accumulate_batches} is more than the {count(steps, 'step')} of train.epochs "
-            f"{config.train.epochs:g}, so that there would be no update; change one of them"
+        raise together.shared(
+            jpipe.InputError(
+                f"optimizer.accumulate_batches {config.optimizer.accumulate_batches} is more than the {count(steps, 'step')} of "
+                f"train.epochs {epochs:g}, so that there would be no update; change one of them"
+            )
         )
     reporter.plan_steps(steps)
     return config.model_copy(update={"train": config.train.model_copy(update={"steps": steps})})
@@ -230,16 +230,10 @@ def run(
             pipe, sizes, config.train.length, config.train.eval_every, config.train.trace_batches, together.processes, state.batch
         )
         history = find_history(config, pipe.plan, resumed, lambda: reporter.seconds)
-        # If shapes differ from batch to batch, so do the FLOPs of a step.
-        utilization = None if folder is None or batches.shapes else mfu.find(pipe, batches.like)
+        utilization = None if folder is None else utilization_of(pipe, batches)
         log = MetricsLog(config, folder, row_logs, reporter, measure, together, history, pipe.plan, utilization)
-        rows = (lambda: b"") if folder is None else folder.logged
-        facts = facts_of_run(config, pipe)
-        stops, best = stopping.Stopping(config, resumed), stopping.find_best(config, path, resumed, together)
-        also_at = None if best is None and config.train.stop is None else config.train.eval_every
-        checkpoints = Checkpoints(
-            config.checkpoint, pipe, path, config.train.length, together, facts, rows, reporter.say, best, also_at
-        )
+        checkpoints = make_checkpoints(config, pipe, path, folder, resumed, reporter, together)
+        stops = stopping.Stopping(config, resumed)
         preemption = Preemption(together.processes, saves=config.checkpoint.every is not None)
         held_out = batches.held_out(config.train.eval_batches)
         chosen = metrics(config.eval, config.model)
@@ -267,6 +261,28 @@ def run(
     summary = summary if folder is None else compare_with_prediction(summary, pipe.plan, sizes, folder)
     print_summary(summary, data.loss_unit(config), reporter)
     return summary
+
+
+def make_checkpoints(
+    config: Config,
+    pipe: jpipe.Pipeline,
+    path: Path,
+    folder: RunFolder | None,
+    resumed: Resumed | None,
+    reporter: Reporter,
+    together: Together,
+) -> Checkpoints:
+    """Return what writes the checkpoints of a run into the folder `path`; only process 0 has it as `folder`."""
+    rows = (lambda: b"") if folder is None else folder.logged
+    best = stopping.find_best(config, path, resumed, together)
+    also_at = None if best is None and config.train.stop is None else config.train.eval_every
+    facts = facts_of_run(config, pipe)
+    return Checkpoints(config.checkpoint, pipe, path, config.train.length, together, facts, rows, reporter.say, best, also_at)
+
+
+def utilization_of(pipe: jpipe.Pipeline, batches: data.Data) -> mfu.Utilization | None:
+    """Return the model FLOPs utilization of a run; None if it is not known, or if shapes, and so the FLOPs, differ from batch to batch."""
+    return None if batches.shapes else mfu.find(pipe, batches.like)
 
 
 def _sizes(pipe: jpipe.Pipeline, batches: data.Data, *, alone: bool, writes: bool) -> tuple[tuple[jpipe.programs.StageCost, ...], Any]:
@@ -343,6 +359,8 @@ def describe_newest(folder: RunFolder | None) -> str:
 
 def reason(error: Exception, folder: RunFolder | None = None) -> str:
     """Return the message of a device or disk error in one line."""
+    if isinstance(error, FolderChanged):
+        return f"{error.strerror}{describe_newest(folder)}"
     if isinstance(error, OSError):
         file = error.filename if isinstance(error.filename, str) else None
         if file is not None and (folder is None or not Path(file).is_relative_to(folder.path)):
