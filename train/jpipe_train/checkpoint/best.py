@@ -8,7 +8,6 @@ from typing import Annotated, Any, Literal
 import pydantic
 
 from jpipe import InputError
-from jpipe.checkpoints import files as checkpoint_files
 from jpipe.files import shown
 from jpipe_train.assemble.metrics import mode_of
 from jpipe_train.checkpoint.history import Count
@@ -102,6 +101,8 @@ def values_in(folder: Path, metric: str, steps: Iterable[int] | None = None) -> 
         metric: the name of the result.
         steps: the steps to look at; None for all.
     """
+    from jpipe.checkpoints import files as checkpoint_files
+
     values = {}
     for step in checkpoint_files.steps(folder) if steps is None else steps:
         try:

@@ -75,7 +75,7 @@ class Stopping:
 def stopped_words(config: Config, resumed: Resumed) -> str:
     """Describe why the run that resumes has already stopped early; "" if it has not, or if `train.stop` lets it go on now."""
     stop, state = config.train.stop, resumed.facts.stop
-    if stop is None or state is None or not state.continues(stop, mode_of(config, stop, "train.stop")):
+    if stop is None or state is None or not state.continues(stop, stop.mode or state.mode):
         return ""
     return state.words() if state.step == resumed.step and state.waited >= stop.patience else ""
 
