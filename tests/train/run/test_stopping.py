@@ -117,7 +117,7 @@ def test_the_best_checkpoints_stay_and_others_are_not_even_written(mode, keep, t
     assert written == expected
 
 
-VALUES = {0: 5.0, 2: 3.0, 4: 2.0, 6: 2.5, 8: 2.4, 10: 2.3, 12: 1.0}
+VALUES = {0: 5.0, 1: 4.5, 2: 3.0, 3: 2.5, 4: 2.0, 6: 2.5, 8: 2.4, 10: 2.3, 12: 1.0}
 
 
 @pytest.fixture
@@ -136,7 +136,7 @@ def test_a_run_ends_early_with_its_best_checkpoint(scripted, tmp_path, capsys):
     assert [row["step"] for row in rows] == list(range(8))
     assert [row.get("val_loss") for row in rows] == [5.0, None, 3.0, None, 2.0, None, 2.5, 2.4]
     assert checkpoint_files.steps(summary.folder) == [4, 8]
-    assert best_step(summary.folder, "export") == 4
+    assert best_step(summary.folder, "") == 4
     words = "val_loss has not improved in 2 validations; the best one, 2, is that of step 4"
     out = capsys.readouterr().out
     assert f"stopped early: at step 8: {words}\nbest checkpoint: step 4, val_loss 2\n8 steps in " in out
@@ -148,7 +148,8 @@ def test_a_run_ends_early_with_its_best_checkpoint(scripted, tmp_path, capsys):
     )
     assert cli.main(["export", str(summary.folder), str(tmp_path / "best.safetensors"), "--step", "best"]) == 0
     assert f"step 4 of {summary.folder}" in capsys.readouterr().out
-    longer = loop.main(changed(scripted, train={"stop": {"patience": 9}}))
+    longer = loop.main(changed(scripted, train={"stop": {"patience": 9}}), from_checkpoint="best")
+    assert "resumes at step 4" in capsys.readouterr().out
     assert (longer.steps, checkpoint_files.steps(longer.folder)) == (12, [12])
 
 
@@ -170,6 +171,15 @@ def test_a_run_that_was_interrupted_stops_at_the_same_step(schedule, cut, script
     assert rows_of(parts.folder) == rows_of(whole.folder)
     assert checkpoint_files.steps(parts.folder) == checkpoint_files.steps(whole.folder) == [4, 6, 7, 8]
     np.testing.assert_equal(weights_of(parts.folder), weights_of(whole.folder))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["pipedream_2bw", "gpipe"])
+def test_each_checkpoint_has_the_result_of_its_own_weights(schedule, scripted):
+    plan = scripted["plan"] | {"schedule": schedule}
+    config = scripted | {"plan": plan, "train": scripted["train"] | {"steps": 4, "eval_every": 1, "stop": None}}
+    folder = loop.main(changed(config, checkpoint={"every": 1, "keep": 9})).folder
+    assert values_in(folder, "val_loss") == {step: VALUES[step] for step in (1, 2, 3, 4)}
 
 
 @pytest.mark.slow

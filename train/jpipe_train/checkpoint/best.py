@@ -129,7 +129,7 @@ def best_step(folder: Path, where: str) -> int:
 
     Args:
         folder: the run's.
-        where: the command, for messages.
+        where: the command and option, for messages.
 
     Raises:
         InputError: the run does not keep its best checkpoints, or has none yet.
@@ -140,11 +140,11 @@ def best_step(folder: Path, where: str) -> int:
         return found[0]
     if config.checkpoint.best is None:
         raise InputError(
-            f"{where}: --step best: expected a run with checkpoint.best, which keeps its best checkpoints, found '{shown(folder)}' "
+            f"{where}: expected a run with checkpoint.best, which keeps its best checkpoints, found '{shown(folder)}' "
             "without; give the number of a step, or train with checkpoint.best"
         )
     raise InputError(
-        f"{where}: --step best: expected a checkpoint with {config.checkpoint.best.metric} in '{shown(folder)}', found none; those "
+        f"{where}: expected a checkpoint with {config.checkpoint.best.metric} in '{shown(folder)}', found none; those "
         "of steps that train.eval_every divides have it, and the last one; give the number of a step"
     )
 

@@ -15,7 +15,7 @@ import jpipe
 from jpipe import InputError
 from jpipe.files import shown
 from jpipe_planner.machine.plain_yaml import parse
-from jpipe_train.checkpoint.best import StopState
+from jpipe_train.checkpoint.best import Step, StopState, best_step
 from jpipe_train.checkpoint.history import MOST_PARTS, Count, History, Part, part, updates_before
 from jpipe_train.checkpoint.run_folder import folder_of, is_of_this_job
 from jpipe_train.config import config_file
@@ -231,7 +231,7 @@ def history(config: Config, plan: jpipe.Plan, resumed: Resumed | None, clock: Ca
 
 
 def find(
-    config: Config, resume: Resume, together: Together, say: Callable[[str], None], *, step: int | None = None, before: int | None = None
+    config: Config, resume: Resume, together: Together, say: Callable[[str], None], *, step: Step = None, before: int | None = None
 ) -> Resumed | None:
     """Find the newest complete checkpoint of the run's folder; all processes call this.
 
@@ -240,7 +240,7 @@ def find(
         resume: whether to resume.
         together: the processes of the run; process 0 chooses the checkpoint, so that all resume from the same one.
         say: gets a line for each newer checkpoint that cannot be used.
-        step: of the checkpoint to resume from instead of the newest; later ones of this job have priority.
+        step: of the checkpoint to resume from instead of the newest, or "best"; later ones of this job have priority.
         before: only consider checkpoints of earlier steps than this one, which could not be read.
 
     Returns:
@@ -264,7 +264,7 @@ def find(
     return Resumed(Path(chosen["folder"]), chosen["step"], Facts(**chosen["facts"]), tuple(chosen["steps"]))
 
 
-def _find(config: Config, resume: Resume, say: Callable[[str], None], wanted: int | None, before: int | None) -> Mapping[str, Any] | None:
+def _find(config: Config, resume: Resume, say: Callable[[str], None], wanted: Step, before: int | None) -> Mapping[str, Any] | None:
     if wanted is not None and resume == "never":
         raise InputError("--from-checkpoint: would mean nothing with --resume never; leave out one of them")
     if config.run.dir is None:
@@ -286,12 +286,13 @@ def _find(config: Config, resume: Resume, say: Callable[[str], None], wanted: in
 
     steps = checkpoint_files.steps(folder)  # before any is read, because others may become complete meanwhile
     if wanted is not None and not ours:
-        if wanted not in steps:
+        chosen = wanted if isinstance(wanted, int) else best_step(folder, "--from-checkpoint best")
+        if chosen not in steps:
             known = ", ".join(map(str, steps)) or "none at all"
-            raise InputError(f"--from-checkpoint: expected one of {known}, those in '{shown(folder)}', found {wanted}")
-        checkpoint_files.verify(folder, wanted)
-        facts: Facts | None = _facts_of(folder, wanted)
-        step: int | None = wanted
+            raise InputError(f"--from-checkpoint: expected one of {known}, those in '{shown(folder)}', found {chosen}")
+        checkpoint_files.verify(folder, chosen)
+        facts: Facts | None = _facts_of(folder, chosen)
+        step: int | None = chosen
     else:
         step, facts = _newest(folder, lambda line: say(f"checkpoint: {line}"), before)
     if step is None or facts is None:

@@ -16,6 +16,7 @@ from jpipe_train.assemble.build import build, check, param_specs, prepare_device
 from jpipe_train.assemble.delay import correction_words, delay_words
 from jpipe_train.assemble.meshes import has_meshes, mesh_words
 from jpipe_train.assemble.metrics import metrics
+from jpipe_train.checkpoint.best import Step
 from jpipe_train.checkpoint.checkpoints import Checkpoints
 from jpipe_train.checkpoint.resume import VERSIONS, Resume, Resumed, passed_over
 from jpipe_train.checkpoint.resume import find as find_resumed
@@ -49,7 +50,7 @@ def main(
     connect_limit: float = 300.0,
     wait_limit: float = 45.0,
     resume: Resume = "auto",
-    from_checkpoint: int | None = None,
+    from_checkpoint: Step = None,
 ) -> Summary:
     """Train as `config` says.
 
@@ -59,7 +60,7 @@ def main(
         connect_limit: seconds that each process waits for the other processes at the start.
         wait_limit: seconds without progress in any process after which the run fails.
         resume: whether to resume from the run's folder.
-        from_checkpoint: the step of the checkpoint to resume from; None for the newest that can be restored.
+        from_checkpoint: the step of the checkpoint to resume from, or "best"; None for the newest that can be restored.
 
     Raises:
         jpipe.InputError: something in the config does not fit; nothing was trained, and no folder created that all processes see.
@@ -106,7 +107,7 @@ def main(
 
 
 def prepare(
-    config: Config, together: Together, resumed: Resumed | None, resume: Resume, reporter: Reporter, required_step: int | None
+    config: Config, together: Together, resumed: Resumed | None, resume: Resume, reporter: Reporter, required_step: Step
 ) -> tuple[jpipe.Pipeline, data.Data, Resumed | None, dict[str, Any] | None]:
     """Build the pipeline and read the checkpoint to resume from, falling back to earlier checkpoints if one is damaged.
 
@@ -116,7 +117,7 @@ def prepare(
         resumed: the first checkpoint to try.
         resume: as in `main`.
         reporter: prints a line for each damaged checkpoint.
-        required_step: the step of the only acceptable checkpoint, or None.
+        required_step: the step of the only acceptable checkpoint; None or "best" if there are others.
 
     Returns:
         The pipeline, its data, the checkpoint and its layers; None for the last two if the run does not resume.

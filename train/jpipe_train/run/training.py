@@ -100,11 +100,11 @@ class Training:
         interrupt.check()
         self.measure.finish()
         state, drained = self.pipe.drain(state, observe=checkpoints.observing(), with_metrics=True)
-        after = self._evaluate(state)
+        after, earlier = self._evaluate(state), log.validated(steps - 1)
         log.validation(steps - 1, after)
         log.finished(finished)
         log.finished(drained)
-        checkpoints.flush_finished(log.last_step, functools.partial(facts_of, end=steps))
+        checkpoints.flush_finished(log.last_step, functools.partial(facts_of, end=steps, earlier=earlier))
         checkpoints.finish()
         log.close()
         self._check_complete(steps)
@@ -139,15 +139,16 @@ class Training:
             self.log.validation(resumed.step, {"val_loss": resumed.facts.val_loss} | resumed.facts.val_metrics)
         return {"val_loss": resumed.facts.val_loss_before}
 
-    def _facts(self, before: Validation, step: int, end: int | None = None) -> dict[str, Any]:
+    def _facts(self, before: Validation, step: int, end: int | None = None, earlier: dict[str, float] | None = None) -> dict[str, Any]:
         """Return the facts about the run that a checkpoint of a step holds.
 
         Args:
             before: the validation before training.
             step: of the checkpoint.
             end: the step at which the run has ended; the last row has the validation of its weights.
+            earlier: the validation before the last step, if there was one, which is not in the last row any more.
         """
-        known = self.log.validated(step) or {}
+        known = dict((earlier if step + 1 == end else self.log.validated(step)) or {})
         loss = known.pop("val_loss", None)
         assert isinstance(self.batches, Ordered)
         positions = {"order": self.batches.first_position, "position": self.batches.position(step)}
