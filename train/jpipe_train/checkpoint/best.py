@@ -14,7 +14,6 @@ from jpipe_train.checkpoint.history import Count
 from jpipe_train.config import config_file
 from jpipe_train.config.config import BestConfig, Config, Mode, StopConfig
 
-BEST: Literal["best"] = "best"
 Step = int | Literal["best"] | None
 """A checkpoint of a run: its step, the best one, or None for the newest complete one."""
 

@@ -16,7 +16,7 @@ from jpipe import InputError
 from jpipe.checkpoints import files as checkpoint_files
 from jpipe.checkpoints.orbax_item import write_tree
 from jpipe.files import expanded, new_folder, resolved, shown, unused, write_atomically
-from jpipe_train.checkpoint.best import BEST, Step, best_step
+from jpipe_train.checkpoint.best import Step, best_step
 from jpipe_train.console.terminal import count
 
 ENDING = ".safetensors"
@@ -225,7 +225,7 @@ def step_of(folder: Path, step: Step, where: str, report: Callable[[str], None])
         InputError: no such run or checkpoint; "best", and the run keeps none.
     """
     check_steps(folder, step, where)
-    if step == BEST:
+    if isinstance(step, str):
         return best_step(folder, f"{where}: --step best")
     chosen = checkpoint_files.newest_good(folder, report) if step is None else step
     if chosen is None:
