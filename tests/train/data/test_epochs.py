@@ -5,6 +5,7 @@ import sys
 from collections import Counter
 from fractions import Fraction
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -60,9 +61,9 @@ def test_with_another_batch_size_the_run_has_the_same_rows(tiny):
 
 def test_the_loss_of_the_last_batch_is_the_mean_over_its_rows(tiny):
     read = data.load(with_epochs(tiny, 0.02))
-    labels = read.train[read.steps - 1][1][:4]
+    labels = jnp.asarray(read.train[read.steps - 1][1][:4])
     assert (read.steps, [int((row >= 0).sum()) for row in labels]) == (3, [8, 0, 0, 0])
-    logits = np.random.default_rng(0).normal(size=(4, 8, 256)).astype(np.float32)
+    logits = jnp.asarray(np.random.default_rng(0).normal(size=(4, 8, 256)), jnp.float32)
     total, weight = cross_entropy.loss(logits, labels)
     alone, of_row = cross_entropy.loss(logits[:1], labels[:1])
     assert (float(weight), float(of_row)) == (8, 8)
@@ -102,7 +103,9 @@ def test_a_list_of_batches_starts_over(tiny):
 
 
 def test_data_without_a_length_have_no_epochs(tiny):
-    with pytest.raises(jpipe.InputError, match=r"train\.epochs: expected training data of known length, found .*own_data, whose .* len\(\)"):
+    with pytest.raises(
+        jpipe.InputError, match=r"train\.epochs: expected training data of known length, found .*own_data, whose .* len\(\)"
+    ):
         data.load(own(tiny, "endless"))
     with pytest.raises(jpipe.InputError, match=r"train\.epochs: expected at most 1,000,000,000 steps, found"):
         data.load(own(tiny, "huge"))
@@ -111,7 +114,7 @@ def test_data_without_a_length_have_no_epochs(tiny):
 def test_a_run_has_either_steps_or_epochs(tmp_path):
     assert (TrainConfig().steps, TrainConfig(epochs=2.0).steps, TrainConfig(epochs=2.0).length) == (200, None, 10**9)
     for section in ({"steps": 3, "epochs": 1.0}, {"steps": None}):
-        with pytest.raises(ValueError, match="expected either steps or epochs, found (steps 3 and epochs 1|neither); set one of them"):
+        with pytest.raises(ValueError, match=r"expected either steps or epochs, found (steps 3 and epochs 1|neither); set one of them"):
             TrainConfig.model_validate(section)
     (tmp_path / "steps.yaml").write_text("train: {steps: 7}")
     (tmp_path / "epochs.yaml").write_text("train: {epochs: 3}")

@@ -38,8 +38,6 @@ class RunConfig(Section):
     dir: FilePath | None = None
 
 
-
-
 def _metric_names(metrics: dict[str, str]) -> dict[str, str]:
     for name, metric in metrics.items():
         if not re.fullmatch(r"[A-Za-z]\w{0,63}", name, re.ASCII) or name == "loss":
