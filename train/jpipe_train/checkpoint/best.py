@@ -119,7 +119,7 @@ def _value(facts: Mapping[str, Any], metric: str) -> float | None:
     others = facts.get("val_metrics")
     results = {"val_loss": facts.get("val_loss")} | (others if isinstance(others, dict) else {})
     final = facts.get("val_final")
-    value = (final if isinstance(final, dict) and final else results).get(metric)
+    value: Any = (final if isinstance(final, dict) and final else results).get(metric)
     return float(value) if type(value) in (int, float) and math.isfinite(value) else None
 
 
