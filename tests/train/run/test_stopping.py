@@ -175,10 +175,9 @@ def test_a_run_that_was_interrupted_stops_at_the_same_step(schedule, cut, script
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["pipedream_2bw", "gpipe"])
-def test_each_checkpoint_has_the_result_of_its_own_weights(schedule, scripted):
-    plan = scripted["plan"] | {"schedule": schedule}
-    config = scripted | {"plan": plan, "train": scripted["train"] | {"steps": 4, "eval_every": 1, "stop": None}}
+@pytest.mark.parametrize("plan", [{"schedule": "gpipe"}, {"schedule": "pipedream", "num_stages": 3, "microbatches": 1}])
+def test_each_checkpoint_has_the_result_of_its_own_weights(plan, scripted):
+    config = scripted | {"plan": scripted["plan"] | plan, "train": scripted["train"] | {"steps": 4, "eval_every": 1, "stop": None}}
     folder = loop.main(changed(config, checkpoint={"every": 1, "keep": 9})).folder
     assert values_in(folder, "val_loss") == {step: VALUES[step] for step in (1, 2, 3, 4)}
 
