@@ -136,5 +136,3 @@ def test_a_run_of_epochs_counts_its_steps(tiny, capsys):
     assert (written.train.steps, written.train.epochs) == (None, 0.02)
     assert loop.main(config).steps == 3
     assert "has done 3 steps of 3; raise train.epochs to continue" in capsys.readouterr().out
-    further = loop.main(with_epochs(tiny | {"checkpoint": {"every": 2}}, 0.04))
-    assert (further.steps, len(rows_of(further.folder))) == (5, 5)

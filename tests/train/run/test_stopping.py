@@ -155,11 +155,14 @@ def test_a_run_ends_early_with_its_best_checkpoint(scripted, tmp_path, capsys):
     assert (longer.steps, checkpoint_files.steps(longer.folder)) == (12, [12])
 
 
-def test_without_best_checkpoints_none_can_be_named(scripted, tmp_path, capsys):
-    folder = loop.main(changed(scripted, train={"steps": 2, "stop": None}, checkpoint={"best": None})).folder
-    capsys.readouterr()
-    assert cli.main(["evaluate", str(folder), "--step", "best"]) == 2
-    assert capsys.readouterr().err.startswith("jpipe: evaluate: --step best: expected a run with checkpoint.best, which keeps its best")
+@pytest.mark.parametrize(
+    ("best", "message"),
+    [(None, "expected a run with checkpoint.best, which keeps its best"), ({}, "expected a checkpoint with val_loss in")],
+)
+def test_without_best_checkpoints_none_can_be_named(best, message, scripted, tmp_path):
+    (tmp_path / "config.yaml").write_text(to_yaml(changed(scripted, checkpoint={"best": best})))
+    with pytest.raises(jpipe.InputError, match=f"export: --step best: {message}"):
+        best_step(tmp_path, "export: --step best")
 
 
 @pytest.mark.slow
