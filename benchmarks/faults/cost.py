@@ -67,7 +67,7 @@ class _Training:
         checkpoint_files.begin(self._folder, None)
         devices = jax.device_count()
         facts = {"config": to_yaml(config), "plan": self._pipe.plan.to_json(), "devices": devices, "val_loss_before": 0.0}
-        self._checkpoints = Checkpoints(config.checkpoint, self._pipe, self._folder, config.train.steps, ALONE, facts, bytes, reporter.say)
+        self._checkpoints = Checkpoints(config.checkpoint, self._pipe, self._folder, config.train.length, ALONE, facts, bytes, reporter.say)
         self._last: jpipe.Metrics | None = None
         self._last_logged_step, self._stalled = -1, 0.0
         for _ in range(self.every - 1):  # the first step of each block then begins a snapshot
@@ -143,7 +143,7 @@ def _config(folder: Path, schedule: str) -> Config:
 
 
 def _ready(config: Config) -> tuple[jpipe.Pipeline, data.Data, Reporter]:
-    reporter = Reporter(config.train.steps, *data.portion(config), Console(quiet=True))
+    reporter = Reporter(config.train.length, *data.portion(config), Console(quiet=True))
     return *loop.build_and_check(config, reporter), reporter
 
 

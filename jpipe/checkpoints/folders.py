@@ -10,6 +10,7 @@ import itertools
 import os
 import re
 import shutil
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -144,17 +145,20 @@ def check_keep(keep: Any) -> None:
         raise InputError(f"keep: expected a number of checkpoints, 1 or more, found {keep!r}")
 
 
-def prune(folder: str | Path, keep: int, keep_every: int | None = None, keep_hours: float | None = None) -> None:
+def prune(
+    folder: str | Path, keep: int, keep_every: int | None = None, keep_hours: float | None = None, also: Collection[int] = ()
+) -> None:
     """Remove old checkpoints and unfinished ones that will not be finished; process 0 calls this after a save.
 
-    The newest `keep` stay, and of the older ones those that `keep_every` or `keep_hours` asks for. If files of the newest one are missing
-    or cut off (contents are not read), nothing is removed. An older one of that kind is neither removed nor counted.
+    The newest `keep` stay, and of the older ones those that `keep_every`, `keep_hours` or `also` asks for. If files of the newest one are
+    missing or cut off (contents are not read), nothing is removed. An older one of that kind is neither removed nor counted.
 
     Args:
         folder: the run's.
         keep: at least 1.
         keep_every: also keep those whose step is a multiple of this.
         keep_hours: also keep one for each period of this length, by the time of the marker file.
+        also: also keep those of these steps, such as the best ones.
 
     Raises:
         OSError: something cannot be removed.
@@ -165,7 +169,7 @@ def prune(folder: str | Path, keep: int, keep_every: int | None = None, keep_hou
     complete = steps(folder)
     if not complete or not has_all_files(folder, complete[-1]):
         return
-    to_keep = _steps_to_keep(folder, complete, keep, keep_every, keep_hours)
+    to_keep = _steps_to_keep(folder, complete, keep, keep_every, keep_hours).union(also)
     for step, path in step_folders(folder):
         is_wanted = _is_complete(path) and (step in to_keep or not has_all_files(folder, step))
         if step < complete[-1] and not is_wanted and _not_ours(path) is None:

@@ -65,4 +65,4 @@ def load(
     batches = [BatchesOfRows(rows, batch_size, spec) for rows in (train, validation)]
     classes = len(split.train.classes)
     amount = f"{have[0]:,} images for training, {have[1]:,} for validation, of {count(classes, 'class', 'es')}"
-    return Data(batches[0], batches[1], split.source, amount, split.digest, split.remarks, classes)
+    return Data(batches[0], batches[1], split.source, amount, split.digest, split.remarks, classes, rows=have[0])

@@ -51,8 +51,6 @@ def build(
         plan = plan or make_plan(config.plan, stack.ids)
         check_microbatches(plan, config.train.batch_size)
         check_delay(plan, config.plan.max_delay)
-        if remark := last_agreement(plan, config.train.steps):
-            reporter.say(remark)
         check_accumulation(plan, config.optimizer.accumulate_batches)
         check_per_stage(plan, config.optimizer.per_stage)
         plan.check_layers(stack.ids)
@@ -60,13 +58,16 @@ def build(
         batches = read()
         for remark in batches.remarks:
             reporter.say(remark)
+        steps = batches.steps or config.train.length
+        if remark := last_agreement(plan, steps):
+            reporter.say(remark)
         if config.loss.target is not None and config.model.has_router_loss:
             reporter.say(
                 f"loss.target: {config.loss.target} decides whether router losses count (model.experts: balance_loss, z_loss); it gets "
                 'them as outputs["experts"].loss()'
             )
         params = stack.ties.without_seconds(param_specs(stack, plan, batches.like))
-        rule = trains_part(optimizer(config.optimizer, config.train.steps, params), config.tune, params)
+        rule = trains_part(optimizer(config.optimizer, steps, params), config.tune, params)
         options = config.optimizer.of_pipeline | {"precision": precision(config.precision, reporter)}
         pipe = jpipe.Pipeline(stack, plan, loss, rule, **options)
     return pipe, batches
@@ -187,7 +188,7 @@ def last_agreement(plan: jpipe.Plan, steps: int) -> str:
     every, lost = plan.agree.every, [steps - plan.agree.last(s, plan.depth, steps) for s in range(plan.depth)]
     if not any(lost):
         return ""
-    start = f"plan.agree: the pipelines agree after every {every} steps, and train.steps is {steps}: the last "
+    start = f"plan.agree: the pipelines agree after every {every} steps, and the run has {steps} steps: the last "
     if plan.agree.fragments in (None, 1):
         return f"{start}{lost[0]} are not in the weights that are evaluated and exported; use {steps + every - lost[0]} steps"
     missing = words_by_stage(["" if not number else str(number) for number in lost])

@@ -15,8 +15,9 @@ import jax
 import jax.numpy as jnp
 
 from jpipe import InputError
+from jpipe.errors import nearest
 from jpipe_train.config import entry_point
-from jpipe_train.config.config import EvalConfig
+from jpipe_train.config.config import BestConfig, Config, EvalConfig, Mode, StopConfig
 from jpipe_train.config.model_config import ModelConfig
 from jpipe_train.models import cross_entropy, heads
 
@@ -45,6 +46,37 @@ def metrics(config: EvalConfig, model: ModelConfig | None = None) -> dict[str, A
         else:
             functions[name] = _LogitsMetric(entry_point.load(metric, f"eval.metrics.{name}"), has_experts)
     return functions
+
+
+def results(config: Config) -> dict[str, Mode]:
+    """Return the results of a validation by their names in a row, each with whether lower ("min") or higher values are better.
+
+    Args:
+        config: of the run.
+    """
+    has_experts = config.model.target is None and config.model.experts is not None
+    kinds = {"loss": "loss"} | {name: name for name in (_OF_EXPERTS if has_experts else ())} | config.eval.metrics
+    modes: dict[str, Mode] = {f"val_{name}": "min" if kind in _LOWER_IS_BETTER else "max" for name, kind in kinds.items()}
+    return modes if config.optimizer.ema_decay is None else modes | {f"{name}_ema": mode for name, mode in modes.items()}
+
+
+def mode_of(config: Config, chosen: StopConfig | BestConfig, key: str) -> Mode:
+    """Return whether lower or higher values of the chosen result are better.
+
+    Args:
+        config: of the run.
+        chosen: names the result.
+        key: where it does, for messages.
+
+    Raises:
+        InputError: the validations of the run have no such result.
+    """
+    known = results(config)
+    if chosen.metric not in known:
+        raise InputError(
+            f"{key}.metric: expected a result of the validations of this run, found '{chosen.metric}'; {nearest(chosen.metric, known)}"
+        )
+    return chosen.mode or known[chosen.metric]
 
 
 def combined(means: Mapping[str, float]) -> dict[str, float]:
@@ -225,6 +257,7 @@ _OF_EXPERTS: Mapping[str, Any] = {
     "busiest_expert": lambda outputs, labels: outputs["experts"].busiest(),
     "unused_experts": lambda outputs, labels: outputs["experts"].unused(),
 }
+_LOWER_IS_BETTER = frozenset({"loss", "cross_entropy", "squared_error", *_OF_EXPERTS})
 _MEANS: dict[str, Any] = {"accuracy": _accuracy, "top5": _top5, "cross_entropy": _cross_entropy, "squared_error": _squared_error}
 _IN_PARTS = {
     "f1_binary": _InParts(lambda _: 2, _binary_counts, _f1),

@@ -8,6 +8,7 @@ from typing import Any
 
 import jpipe
 from jpipe.files import shown
+from jpipe_train.checkpoint.best import Best
 from jpipe_train.checkpoint.run_folder import FolderChanged
 from jpipe_train.config.config import CheckpointConfig
 from jpipe_train.console.exit_codes import reported_by_system
@@ -38,6 +39,8 @@ class Checkpoints:
         facts: the facts of all checkpoints of the run.
         rows: returns the rows of the run so far; only process 0 calls it.
         say: gets, in process 0, a line for each failure.
+        best: selects the best checkpoints, if these are kept.
+        validated_every: steps from one validation to the next, if the checkpoints of these steps may be kept or the run may end there.
     """
 
     def __init__(
@@ -50,12 +53,16 @@ class Checkpoints:
         facts: Mapping[str, Any],
         rows: Callable[[], bytes],
         say: Callable[[str], None],
+        best: Best | None = None,
+        validated_every: int | None = None,
     ) -> None:
         self._config, self._pipe, self._folder, self._steps = config, pipe, folder, steps
         self._facts, self._rows, self._say = facts, rows, say
         self._together = together
         self._snapshots: list[jpipe.runtime.Snapshot] = []  # not being written yet, in order
         self._writing: Future[None] | None = None
+        self._best, self._validated_every = best, validated_every
+        self._optional: set[int] = set()  # the steps of snapshots that are written only if they are among the best
         self._is_last = False  # whether `schedule_last` was called
         self._thread = ThreadPoolExecutor(1, "checkpoints")
         # Kept open to notice when another folder takes its place. Without checkpoints only process 0 needs the folder.
@@ -64,9 +71,18 @@ class Checkpoints:
 
     def schedule_snapshot(self, step: int) -> None:
         """Begin the snapshot after `step`, which is about to run, if one is due."""
-        every = self._config.every
-        if every is not None and (step + 1 == self._steps or ((step + 1) % every == 0 and not self._is_last)):
-            self._snapshots.append(self._pipe.snapshot(step + 1))
+        every, after = self._config.every, step + 1
+        if every is None or (self._is_last and after != self._steps):
+            return
+        is_due = after == self._steps or after % every == 0
+        if is_due or (self._validated_every is not None and after % self._validated_every == 0):
+            self._snapshots.append(self._pipe.snapshot(after))
+            if not is_due:
+                self._optional.add(after)
+
+    def end_at(self, step: int) -> None:
+        """Let the run end before `step`, which is about to run and before which there was a validation."""
+        self._steps = step
 
     def schedule_last(self, step: int) -> None:
         """Begin the snapshot after `step`, which is about to run; after it only the one at the end of the run is due."""
@@ -107,8 +123,12 @@ class Checkpoints:
         # Near the end of a run workers may not reach the forwards that a snapshot waits for; the last one of the run completes.
         for snapshot in [snapshot for snapshot in self._snapshots if snapshot.complete and snapshot.batch <= logged + 1]:
             self._snapshots.remove(snapshot)
+            of_step = facts(snapshot.batch)
+            is_best = self._best is not None and self._best.record(snapshot.batch, of_step)
+            if snapshot.batch in self._optional and snapshot.batch != self._steps and not is_best:
+                continue
             self.finish()
-            self._writing = self._thread.submit(self._write, snapshot, {**self._facts, **facts(snapshot.batch)})
+            self._writing = self._thread.submit(self._write, snapshot, {**self._facts, **of_step})
 
     def finish(self) -> None:
         """Wait for the checkpoint that is being written.
@@ -184,7 +204,8 @@ class Checkpoints:
         self.written = snapshot.batch
         progress.report(snapshot.batch, self._steps)
         try:
-            files.prune(self._folder, self._config.keep, self._config.keep_every, self._config.keep_hours)
+            best = () if self._best is None else self._best.in_folder(self._folder)
+            files.prune(self._folder, self._config.keep, self._config.keep_every, self._config.keep_hours, best)
         except OSError as error:
             raise _NotRemoved(error.errno, error.strerror) from error
 

@@ -16,6 +16,7 @@ from jpipe import InputError
 from jpipe.checkpoints import files as checkpoint_files
 from jpipe.checkpoints.orbax_item import write_tree
 from jpipe.files import expanded, new_folder, resolved, shown, unused, write_atomically
+from jpipe_train.checkpoint.best import Step, best_step
 from jpipe_train.console.terminal import count
 
 ENDING = ".safetensors"
@@ -25,7 +26,7 @@ Weights = Literal["newest", "ema"]
 def main(
     run: str,
     out: str,
-    step: int | None,
+    step: Step,
     report: Callable[[str], None],
     weights: Weights = "newest",
     layout: Literal["jpipe", "orbax", "model"] = "jpipe",
@@ -35,7 +36,7 @@ def main(
     Args:
         run: the folder of the run.
         out: the new file, or with `layout` "orbax" the new folder.
-        step: of the checkpoint; None: the newest that is whole.
+        step: of the checkpoint, or "best"; None: the newest that is whole.
         report: gets a line for what was written, and one for each newer checkpoint that is damaged.
         weights: the newest parameters, or their moving average.
         layout: a safetensors file, or an Orbax item with the names as nested dicts; "model" is such an item with the names that the arrays
@@ -47,13 +48,13 @@ def main(
     path = _new_file(out) if layout == "jpipe" else unused(out, "--out")
     folder = resolved(run, "export")
     jax.config.update("jax_platforms", "cpu")  # Orbax starts JAX's devices; a GPU may be another program's, and none is needed
-    step = step_of(folder, step, "export", report)
-    layers = _averaged(folder, step, checkpoint_files.read_layers(folder, step))
-    arrays = by_name(layers if weights == "newest" else with_ema(layers, step))
+    chosen = step_of(folder, step, "export", report)
+    layers = _averaged(folder, chosen, checkpoint_files.read_layers(folder, chosen))
+    arrays = by_name(layers if weights == "newest" else with_ema(layers, chosen))
     if layout == "model":
-        arrays = of_whole_model(arrays, checkpoint_files.read_facts(folder, step))
-    size = (_write_safetensors if layout == "jpipe" else _write_orbax)(path, out, arrays, step)
-    report(f"{out}: {count(len(arrays), 'array')}, {size:,} bytes, step {step} of {run}")
+        arrays = of_whole_model(arrays, checkpoint_files.read_facts(folder, chosen))
+    size = (_write_safetensors if layout == "jpipe" else _write_orbax)(path, out, arrays, chosen)
+    report(f"{out}: {count(len(arrays), 'array')}, {size:,} bytes, step {chosen} of {run}")
 
 
 def _write_safetensors(path: Path, out: str, arrays: Mapping[str, Any], step: int) -> int:
@@ -211,31 +212,33 @@ def state_name(layer_id: str) -> str:
     return f"{layer_id} state"
 
 
-def step_of(folder: Path, step: int | None, where: str, report: Callable[[str], None]) -> int:
+def step_of(folder: Path, step: Step, where: str, report: Callable[[str], None]) -> int:
     """Choose a checkpoint of a run.
 
     Args:
         folder: the run's.
-        step: of the checkpoint; None: the newest that is whole.
+        step: of the checkpoint, or "best"; None: the newest that is whole.
         where: the config key or command, for messages.
         report: gets a line for each newer one that is damaged.
 
     Raises:
-        InputError: no such run or checkpoint.
+        InputError: no such run or checkpoint; "best", and the run keeps none.
     """
     check_steps(folder, step, where)
+    if isinstance(step, str):
+        return best_step(folder, f"{where}: --step best")
     chosen = checkpoint_files.newest_good(folder, report) if step is None else step
     if chosen is None:
         raise InputError(f"{where}: none of the checkpoints in '{shown(folder / 'checkpoints')}' is whole; take another run")
     return chosen
 
 
-def check_steps(folder: Path, step: int | None, where: str) -> None:
+def check_steps(folder: Path, step: Step, where: str) -> None:
     """Check that a run has checkpoints, and the one of a step if it is given. No checkpoint is read.
 
     Args:
         folder: the run's.
-        step: of the checkpoint; None: any.
+        step: of the checkpoint; None or "best": any.
         where: the config key or command, for messages.
 
     Raises:
@@ -252,7 +255,7 @@ def check_steps(folder: Path, step: int | None, where: str) -> None:
         raise InputError(
             f"{where}: expected checkpoints in '{shown(folder / 'checkpoints')}', {actual}; give the folder of a run that wrote some"
         )
-    if step is not None and step not in steps:
+    if isinstance(step, int) and step not in steps:
         raise InputError(f"--step: expected one of {', '.join(map(str, steps))}, the checkpoints in '{shown(folder)}', found {step}")
 
 

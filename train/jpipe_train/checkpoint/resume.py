@@ -15,6 +15,7 @@ import jpipe
 from jpipe import InputError
 from jpipe.files import shown
 from jpipe_planner.machine.plain_yaml import parse
+from jpipe_train.checkpoint.best import Step, StopState, best_step
 from jpipe_train.checkpoint.history import MOST_PARTS, Count, History, LastStep, Part, part, updates_before
 from jpipe_train.checkpoint.run_folder import folder_of, is_of_this_job
 from jpipe_train.config import config_file
@@ -71,6 +72,7 @@ class Facts(pydantic.BaseModel):
         versions: of jpipe and JAX, and the settings that can change numbers.
         history: the parts of the run up to this checkpoint; empty if the version of jpipe kept no history.
         data: the position in the training data; None if the version of jpipe counted batches only.
+        stop: the state of early stopping, with the validation of the next step if there is one; None without it.
     """
 
     model_config = pydantic.ConfigDict(extra="ignore")
@@ -84,6 +86,7 @@ class Facts(pydantic.BaseModel):
     versions: dict[str, str] = {}
     history: Annotated[list[Part], pydantic.Field(max_length=MOST_PARTS)] = []
     data: DataFacts | None = None
+    stop: StopState | None = None
 
     @pydantic.field_validator("config")
     @classmethod
@@ -231,7 +234,7 @@ def history(
 
 
 def find(
-    config: Config, resume: Resume, together: Together, say: Callable[[str], None], *, step: int | None = None, before: int | None = None
+    config: Config, resume: Resume, together: Together, say: Callable[[str], None], *, step: Step = None, before: int | None = None
 ) -> Resumed | None:
     """Find the newest complete checkpoint of the run's folder; all processes call this.
 
@@ -240,7 +243,7 @@ def find(
         resume: whether to resume.
         together: the processes of the run; process 0 chooses the checkpoint, so that all resume from the same one.
         say: gets a line for each newer checkpoint that cannot be used.
-        step: of the checkpoint to resume from instead of the newest; later ones of this job have priority.
+        step: of the checkpoint to resume from instead of the newest, or "best"; later ones of this job have priority.
         before: only consider checkpoints of earlier steps than this one, which could not be read.
 
     Returns:
@@ -264,7 +267,7 @@ def find(
     return Resumed(Path(chosen["folder"]), chosen["step"], Facts(**chosen["facts"]), tuple(chosen["steps"]))
 
 
-def _find(config: Config, resume: Resume, say: Callable[[str], None], wanted: int | None, before: int | None) -> Mapping[str, Any] | None:
+def _find(config: Config, resume: Resume, say: Callable[[str], None], wanted: Step, before: int | None) -> Mapping[str, Any] | None:
     if wanted is not None and resume == "never":
         raise InputError("--from-checkpoint: would mean nothing with --resume never; leave out one of them")
     if config.run.dir is None:
@@ -286,12 +289,13 @@ def _find(config: Config, resume: Resume, say: Callable[[str], None], wanted: in
 
     steps = checkpoint_files.steps(folder)  # before any is read, because others may become complete meanwhile
     if wanted is not None and not ours:
-        if wanted not in steps:
+        chosen = wanted if isinstance(wanted, int) else best_step(folder, "--from-checkpoint best")
+        if chosen not in steps:
             known = ", ".join(map(str, steps)) or "none at all"
-            raise InputError(f"--from-checkpoint: expected one of {known}, those in '{shown(folder)}', found {wanted}")
-        checkpoint_files.verify(folder, wanted)
-        facts: Facts | None = _facts_of(folder, wanted)
-        step: int | None = wanted
+            raise InputError(f"--from-checkpoint: expected one of {known}, those in '{shown(folder)}', found {chosen}")
+        checkpoint_files.verify(folder, chosen)
+        facts: Facts | None = _facts_of(folder, chosen)
+        step: int | None = chosen
     else:
         step, facts = _newest(folder, lambda line: say(f"checkpoint: {line}"), before)
     if step is None or facts is None:

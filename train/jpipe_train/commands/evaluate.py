@@ -4,14 +4,24 @@ from typing import Annotated
 
 import tyro
 
-from jpipe_train.commands.parsing import Coordinator, Flag, OptionalCount, OptionalFile, Overrides, ProcessId, Seconds, Weights
+from jpipe_train.commands.parsing import (
+    Coordinator,
+    Flag,
+    OptionalCount,
+    OptionalFile,
+    OptionalStep,
+    Overrides,
+    ProcessId,
+    Seconds,
+    Weights,
+)
 from jpipe_train.console import interrupt
 
 
 def evaluate(
     run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")],
     data: Annotated[str | None, tyro.conf.arg(metavar="PATH")] = None,
-    step: OptionalCount = None,
+    step: OptionalStep = None,
     weights: Weights = "newest",
     batches: OptionalCount = None,
     overrides: Overrides = (),
@@ -28,7 +38,7 @@ def evaluate(
     Args:
         run: The folder of the run, such as runs/0001.
         data: Data in the form of the run's own; by default all of the run's validation data.
-        step: The checkpoint after N steps; by default the newest complete one.
+        step: The checkpoint after N steps, or the best one of a run with checkpoint.best; by default the newest complete one.
         weights: The newest parameters, or their moving average (ema), of a run with optimizer.ema_decay.
         batches: Only N batches; train.eval_batches of them are those of the run's own validations.
         overrides: Replace one key of the run's config, such as plan.num_stages=1.

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 import tyro
 
 import jpipe
-from jpipe_train.commands.parsing import OptionalCount, Overrides, Weights
+from jpipe_train.commands.parsing import OptionalStep, Overrides, Weights
 from jpipe_train.console import interrupt
 from jpipe_train.console.terminal import printable
 
@@ -15,7 +15,7 @@ def export(
     folder: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN|CONFIG")],
     to: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[FILE.safetensors|FOLDER]")] = None,
     out: Annotated[str | None, tyro.conf.arg(metavar="FILE.safetensors|FOLDER")] = None,
-    step: OptionalCount = None,
+    step: OptionalStep = None,
     weights: Weights = "newest",
     layout: Literal["jpipe", "orbax", "model", "huggingface", "peft"] = "jpipe",
     overrides: Overrides = (),
@@ -26,7 +26,8 @@ def export(
         folder: The folder of the run, such as runs/0001. With --layout huggingface also a config, for the weights that its run begins with.
         to: What to write, a new file. It holds the parameters and the layer state, by layer id and path. With --layout a new folder.
         out: The same as an option.
-        step: The checkpoint after this number of steps; by default the newest that is complete.
+        step: The checkpoint after this number of steps, or the best one of a run with checkpoint.best; by default the newest that is
+            complete.
         weights: The newest parameters, or their moving average (ema), of a run with optimizer.ema_decay.
         layout: Orbax's (orbax) is one tree that ocp.StandardCheckpointer restores, by the same names.
             That of the whole model (model) is such a tree with the model's own paths, for a model.target that is a whole model.

@@ -4,7 +4,17 @@ from typing import Annotated, Literal
 
 import tyro
 
-from jpipe_train.commands.parsing import Coordinator, Count, Flag, OptionalCount, OptionalFile, ProcessId, Seconds, Weights
+from jpipe_train.commands.parsing import (
+    Coordinator,
+    Count,
+    Flag,
+    OptionalCount,
+    OptionalFile,
+    OptionalStep,
+    ProcessId,
+    Seconds,
+    Weights,
+)
 from jpipe_train.console import interrupt
 
 
@@ -19,7 +29,7 @@ def generate(
     top_k: Annotated[int | None, tyro.conf.arg(metavar="K")] = None,
     top_p: Annotated[float | None, tyro.conf.arg(metavar="P")] = None,
     seed: Count = 0,
-    step: OptionalCount = None,
+    step: OptionalStep = None,
     weights: Weights = "newest",
     adapters: Annotated[str | None, tyro.conf.arg(metavar="FOLDER")] = None,
     tokenizer: Annotated[str | None, tyro.conf.arg(metavar="FILE|bytes")] = None,
@@ -46,7 +56,7 @@ def generate(
         top_k: Sample from the K most likely tokens.
         top_p: Sample from the most likely tokens that together have the probability P, such as 0.9.
         seed: The seed of sampling.
-        step: The checkpoint after N steps; by default the newest complete one.
+        step: The checkpoint after N steps, or the best one of a run with checkpoint.best; by default the newest complete one.
         weights: The newest parameters, or their moving average (ema), of a run with optimizer.ema_decay.
         adapters: A folder in PEFT's layout, with adapters for the model of a folder in Hugging Face's.
         tokenizer: A tokenizer.json in place of the model's own; bytes: each byte is a token.

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from jpipe_train.commands.parsing import Coordinator, Flag, OptionalCount, OptionalFile, Overrides, ProcessId, Seconds
+from jpipe_train.commands.parsing import Coordinator, Flag, OptionalCount, OptionalFile, OptionalStep, Overrides, ProcessId, Seconds
 from jpipe_train.console import interrupt
 
 
@@ -14,7 +14,7 @@ def train(
     overrides: Overrides = (),
     plan: Annotated[str | None, tyro.conf.arg(metavar="FILE|auto")] = None,
     resume: Literal["auto", "must", "never"] = "auto",
-    from_checkpoint: OptionalCount = None,
+    from_checkpoint: OptionalStep = None,
     allow_code: Flag = False,
     coordinator: Coordinator = None,
     num_processes: OptionalCount = None,
@@ -31,7 +31,8 @@ def train(
         overrides: Replace one key of the file, such as train.steps=100.
         plan: Train by this plan, as with plan.file; auto: first find the best one for the existing devices.
         resume: Resume from the newest checkpoint in run.dir: if there is one (auto), always (must), or not at all (never).
-        from_checkpoint: Resume from the checkpoint after N steps instead of the newest; later ones are kept under other names.
+        from_checkpoint: Resume from the checkpoint after N steps, or the best one, instead of the newest; later ones are kept under other
+            names.
         allow_code: Import and run the functions that the file names as module:function, from the current folder or installed packages.
         coordinator: Several processes: the address of process 0, the same for all. SLURM and Open MPI provide this and the next two.
         num_processes: Several processes: their number.

@@ -17,6 +17,11 @@ from jpipe_train.config.plan_config import MOST_MICROBATCHES as MOST_MICROBATCHE
 from jpipe_train.config.plan_config import PlanConfig as PlanConfig
 from jpipe_train.config.section import AUTO as AUTO
 from jpipe_train.config.section import Arguments, Count, FilePath, Section, TargetSection
+from jpipe_train.config.train_config import BestConfig as BestConfig
+from jpipe_train.config.train_config import CheckpointConfig as CheckpointConfig
+from jpipe_train.config.train_config import Mode as Mode
+from jpipe_train.config.train_config import StopConfig as StopConfig
+from jpipe_train.config.train_config import TrainConfig as TrainConfig
 from jpipe_train.config.tune_config import TuneConfig as TuneConfig
 from jpipe_train.config.tune_config import matches_any
 
@@ -31,20 +36,6 @@ class RunConfig(Section):
     """The folder of the run: `dir`, or the next free `runs/0001`, `runs/0002`, … if null."""
 
     dir: FilePath | None = None
-
-
-class TrainConfig(Section):
-    """The length of the run and its batches: `batch_size` rows per step; validation at step 0, every `eval_every` steps and at the end.
-
-    `trace_batches` batches are measured for the report once the pipeline is full and after each evaluation; 0 measures none.
-    """
-
-    steps: Count = 200
-    batch_size: Count = 32
-    log_every: Count = 1
-    eval_every: Count = 50
-    eval_batches: Count = 4
-    trace_batches: Annotated[int, Field(ge=0, le=100)] = 3
 
 
 def _metric_names(metrics: dict[str, str]) -> dict[str, str]:
@@ -65,20 +56,6 @@ class EvalConfig(Section):
     """
 
     metrics: Annotated[dict[str, str], Field(max_length=100), AfterValidator(_metric_names)] = {}
-
-
-class CheckpointConfig(Section):
-    """Checkpoints every `every` steps and at the end, or none if null.
-
-    The last `keep` are kept, and of the older ones those of steps that `keep_every` divides and one every `keep_hours` hours. If the disk
-    is full, the run stops or continues without checkpoints (`on_full_disk`).
-    """
-
-    every: Count | None = 10
-    keep: Count = 3
-    keep_every: Count | None = None
-    keep_hours: Annotated[float, Field(gt=0)] | None = None
-    on_full_disk: Literal["stop", "train"] = "stop"
 
 
 class ResumeConfig(Section):
@@ -298,7 +275,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _at_least_one_update(self) -> "Config":
-        if self.optimizer.accumulate_batches > self.train.steps:
+        if self.optimizer.accumulate_batches > self.train.length:
             raise ValueError(
                 f"optimizer.accumulate_batches {self.optimizer.accumulate_batches} is more than train.steps {self.train.steps}, so that "
                 "there would be no update; change one of them"

@@ -23,7 +23,8 @@ def load(
 ) -> Config:
     """Read the YAML file at `path`, apply the overrides and validate the result.
 
-    An override of `model.preset` replaces the shape of the model that the file gives. If `warm_start.file` is a folder in Hugging Face's
+    An override of `model.preset` replaces the shape of the model that the file gives, one of `train.epochs` its `train.steps`, and one of
+    `train.steps` its `train.epochs`. If `warm_start.file` is a folder in Hugging Face's
     layout, the keys of `model` that its `config.json` decides are added, and those of `tune.lora` that `warm_start.adapters` decides.
 
     Args:
@@ -44,6 +45,7 @@ def load(
     for override in overrides:
         _override(data, override, overridden)
     _let_preset_decide(data, overridden)
+    _let_override_decide_length(data, overridden)
     where = " ".join([str(path), *(f"--set {override}" for override in overrides)])
     _fill_model(data, where)
     _fill_lora(data, where)
@@ -119,6 +121,15 @@ def _let_preset_decide(data: dict[Any, Any], overridden: Sequence[str]) -> None:
     if "model.preset" in overridden and isinstance(model, dict) and model["preset"] is not None:
         keys = {key.split(".")[1] for key in overridden if key.startswith("model.")}
         data["model"] = {key: value for key, value in model.items() if key in keys | OF_THE_RUN}
+
+
+def _let_override_decide_length(data: dict[Any, Any], overridden: Sequence[str]) -> None:
+    """Drop the file's own `train.steps` if `train.epochs` is overridden alone, and the other way round."""
+    train = data.get("train")
+    for key, other in (("epochs", "steps"), ("steps", "epochs")):
+        is_alone = f"train.{key}" in overridden and f"train.{other}" not in overridden
+        if is_alone and isinstance(train, dict) and train.get(key) is not None:
+            train.pop(other, None)
 
 
 def _fill_model(data: dict[Any, Any], where: str) -> None:

@@ -33,10 +33,9 @@ class Reporter:
         self, steps: int, per_step: int, unit: str, console: Console | None = None, clock: Callable[[], float] = time.perf_counter
     ) -> None:
         self._console = console or Console(highlight=False)
-        self._steps = steps
+        self.plan_steps(steps)
         self._per_step = per_step
         self.unit = unit
-        self._every = max(1, steps // 20)  # without a bar, about twenty lines per run
         self._clock = clock
         self._began = clock()
         self._last: float | None = None  # when the last step was finished
@@ -45,6 +44,11 @@ class Reporter:
         columns = TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}")
         self._bar = Progress(*columns, console=self._console) if self._console.is_terminal else None
         self._task: TaskID | None = None
+
+    def plan_steps(self, steps: int) -> None:
+        """Set the number of steps of the run, before training."""
+        self._steps = steps
+        self._every = max(1, steps // 20)  # without a bar, about twenty lines per run
 
     def say(self, words: str) -> None:
         """Print one line, above the bar if there is one."""

@@ -14,8 +14,9 @@ import grain
 from jpipe import InputError
 from jpipe_train.config import entry_point
 from jpipe_train.config.config import Config
+from jpipe_train.config.section import MOST_ROWS
 from jpipe_train.console.terminal import count
-from jpipe_train.data import labelled, masked, splits, target_data, windows
+from jpipe_train.data import labelled, masked, position, splits, target_data, windows
 from jpipe_train.data.position import Ordered, Position
 from jpipe_train.data.rows import Batch, BatchesOfRows, Divisible, Elements
 from jpipe_train.data.splits import Split
@@ -50,6 +51,8 @@ class Data:
         shapes: where batches have several shapes, these, as shapes and dtypes; the largest first.
         first: the first batch to learn from that can be read; those before it are of an earlier part of a resumed run.
         copies: how many copies of each of its rows a batch of `validation` has, where that is not one.
+        rows: the number of rows of an epoch, if the loader knows it.
+        steps: the number of steps of the run's `train.epochs`, if these are given.
     """
 
     train: Batches
@@ -62,6 +65,8 @@ class Data:
     shapes: tuple[Batch, ...] = ()
     first: int = 0
     copies: tuple[int, ...] = ()
+    rows: int | None = None
+    steps: int | None = None
 
     @property
     def like(self) -> Batch:
@@ -107,15 +112,48 @@ def load(config: Config, position: Position | None = None) -> Data:
 
     Raises:
         InputError: the path does not exist, cannot be read, or holds less than one batch for training and one for validation; the
-            tokens do not fit the model; a `data.target` has fewer batches than the run has steps.
+            tokens do not fit the model; a `data.target` has fewer batches than the run has steps, or no length where the run counts epochs.
     """
     data = _read(config)
     if position is not None:
         assert isinstance(data.train, Ordered)
         data = replace(data, train=data.train.continued(position), first=position.batch)
+    if config.train.epochs is not None:
+        data = _with_epochs(config, config.train.epochs, data)
     if isinstance(data.train, target_data.TargetBatches):
-        data.train.check_length(config.train.steps)
+        data.train.check_length(data.steps or config.train.length, "train.steps" if config.train.epochs is None else "train.epochs")
     return data
+
+
+def _with_epochs(config: Config, epochs: float, data: Data) -> Data:
+    """Return data for a run of that many epochs, with its number of steps.
+
+    Where rows may be padding, those of the last batch that belong to later epochs are; otherwise they stay.
+
+    Raises:
+        InputError: the number of rows of an epoch is not known, or the run would be too long.
+    """
+    if data.rows is None:
+        raise InputError(
+            f"train.epochs: expected training data of known length, found {data.source}, whose training batches have none; give them a "
+            "len(), the number of batches in an epoch, or set train.steps and train.epochs=null"
+        )
+    train = data.train.repeated() if isinstance(data.train, target_data.TargetBatches) else data.train
+    first = train.first_position if isinstance(train, Ordered) else position.start(config.train.batch_size)
+    end = position.rows_in(epochs, data.rows)
+    steps = position.steps_until(end, first, config.train.batch_size)
+    if steps > MOST_ROWS:
+        raise InputError(f"train.epochs: expected at most {MOST_ROWS:,} steps, found {steps:,} of {data.rows:,} rows an epoch; lower it")
+    if isinstance(train, BatchesOfRows) and _may_be_padded(config):
+        train = replace(train, end=end)
+    return replace(data, train=train, steps=steps)
+
+
+def _may_be_padded(config: Config) -> bool:
+    """Return whether the loss ignores rows whose labels are below zero."""
+    if config.data.target is not None or config.loss.target is not None or config.data.objective == "masked":
+        return False
+    return config.model.target is not None or config.model.head != "regression"
 
 
 def _read(config: Config) -> Data:
@@ -132,7 +170,7 @@ def _read(config: Config) -> Data:
     held_out = rows[1] if isinstance(rows[1], masked.Masked) else windows.Filled(rows[1], config.train.batch_size)
     batches = _batches(config, rows[0], 0, apart=apart), _batches(config, held_out, 1, apart=apart)
     remarks = *_remarks(split, *rows), *_few_rows(config, *rows)
-    return Data(*batches, split.source, _amount(split, *rows), split.digest, remarks)
+    return Data(*batches, split.source, _amount(split, *rows), split.digest, remarks, rows=len(rows[0]))
 
 
 @_memory_errors_reported()
@@ -178,7 +216,7 @@ def _from_target(config: Config, **optional: bool) -> Data:
         return result
     train, validation = target_data.checked(result, target, batch_size)
     amount = f"{count(len(validation), 'batch', 'es')} for validation"
-    return Data(train, validation, target, amount, lambda: target_data.digest(train, validation))
+    return Data(train, validation, target, amount, lambda: target_data.digest(train, validation), rows=train.rows)
 
 
 def unread(config: Config) -> Data:
@@ -243,7 +281,7 @@ def _of_labels(config: Config) -> Data:
         raise InputError(f"data.path: {expected}, found {have[0]:,} and none in {read.source}; give more{more}")
     batches = [_batches_of_labels(config, part, number) for number, part in enumerate((read.train, read.validation))]
     amount = f"{have[0]:,} examples for training, {have[1]:,} for validation"
-    return Data(batches[0], batches[1], read.source, amount, read.digest, read.remarks)
+    return Data(batches[0], batches[1], read.source, amount, read.digest, read.remarks, rows=have[0])
 
 
 def _held_out_labels(config: Config, path: str | None) -> Data:

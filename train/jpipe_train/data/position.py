@@ -1,5 +1,7 @@
 """Positions in the training data, counted in rows, so that a resumed run may have another batch size."""
 
+import math
+from fractions import Fraction
 from typing import Annotated, Any, Protocol, runtime_checkable
 
 import pydantic
@@ -30,6 +32,22 @@ class Position(pydantic.BaseModel):
     def later(self, batch: int, batch_size: int) -> "Position":
         """Return where batch `batch` begins if all batches from here on have `batch_size` rows of one shape."""
         return Position(batch=batch, rows=(self.total + (batch - self.batch) * batch_size,), pieces=self.pieces)
+
+
+def rows_in(epochs: float, rows: int) -> int:
+    """Return the number of rows in that many passes over `rows` rows, rounded up; `epochs` counts as the decimal number that it shows."""
+    return math.ceil(Fraction(repr(epochs)) * rows)
+
+
+def steps_until(end: int, first: Position, batch_size: int) -> int:
+    """Return the number of steps of a run that ends with row `end` - 1, perhaps in the middle of a batch.
+
+    Args:
+        end: the rows of the whole run.
+        first: where the order of the batches begins.
+        batch_size: rows of a batch from there on.
+    """
+    return first.batch + max(-(-(end - first.total) // batch_size), 0)
 
 
 def start(batch_size: int, buckets: int = 1) -> Position:

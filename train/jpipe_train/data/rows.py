@@ -73,18 +73,22 @@ class Pieces(Protocol):
 class BatchesOfRows:
     """Batch t has the elements t·b to (t + 1)·b - 1, each read together with its row; another first position shifts them.
 
+    Elements from `end` on are replaced by padding: zeros, with labels of -1, which do not count.
+
     Attributes:
         elements: pairs of (inputs, labels), each an array or a tree of arrays. In place of an array may be a function that gives it: it is
             called when that array's row is read, with others at a time.
         batch_size: b.
         spec: shapes and dtypes of one of them.
         begins: the position of the first batch; None: batch 0 has the first elements.
+        end: the number of the first element that is replaced; None: all elements count.
     """
 
     elements: Elements
     batch_size: int
     spec: Batch
     begins: Position | None = None
+    end: int | None = None
 
     def __len__(self) -> int:
         return len(self.elements) // self.batch_size
@@ -114,11 +118,19 @@ class BatchesOfRows:
 
         @functools.lru_cache(maxsize=2)  # the arrays of a batch are sliced one after the other, mostly by the same rows
         def rows(start: int, stop: int) -> list[list[Any]]:
-            return [jax.tree.leaves(self.elements[first + i]) for i in range(start, stop)]
+            return [jax.tree.leaves(self._element(first + i)) for i in range(start, stop)]
 
         leaves = [Rows((self.batch_size, *leaf.shape), leaf.dtype, partial(_stacked, rows, i, leaf)) for i, leaf in enumerate(specs)]
         batch: Batch = jax.tree.unflatten(structure, leaves)
         return batch
+
+    def _element(self, number: int) -> Batch:
+        if self.end is None or number < self.end:
+            return self.elements[number]
+        inputs, labels = self.spec
+        return jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), inputs), jax.tree.map(
+            lambda leaf: np.full(leaf.shape, -1, leaf.dtype), labels
+        )
 
 
 def _stacked(rows: Callable[[int, int], list[list[Any]]], number: int, spec: Any, start: int, stop: int) -> np.ndarray:
@@ -126,7 +138,11 @@ def _stacked(rows: Callable[[int, int], list[list[Any]]], number: int, spec: Any
     leaves = [row[number] for row in rows(start, stop)]
     if not leaves:
         return np.zeros((0, *spec.shape), spec.dtype)
-    return np.stack(list(THREADS.map(lambda make: make(), leaves)) if callable(leaves[0]) else leaves)
+    return np.stack(list(THREADS.map(_made, leaves)) if any(map(callable, leaves)) else leaves)
+
+
+def _made(leaf: Any) -> Any:
+    return leaf() if callable(leaf) else leaf
 
 
 def when_sliced(specs: Tree, make: Callable[[], Tree]) -> Tree:

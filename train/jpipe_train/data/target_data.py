@@ -18,6 +18,23 @@ from jpipe_train.data.rows import Batch, when_sliced
 
 
 @dataclass(frozen=True)
+class Repeated:
+    """A list of batches that starts over after its last one.
+
+    Attributes:
+        batches: the list.
+    """
+
+    batches: Sequence[Any]
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.batches[index % len(self.batches)]
+
+
+@dataclass(frozen=True)
 class TargetBatches:
     """The batches of a user's object, `batches[t]`; every mistake is reported in one line that begins with `name`.
 
@@ -57,8 +74,17 @@ class TargetBatches:
         """Return the same data in batches that begin at `position`."""
         return replace(self, begins=position)
 
-    def check_length(self, steps: int) -> None:
-        """Check that there are enough batches for a run of that many steps.
+    @property
+    def rows(self) -> int | None:
+        """The number of rows of an epoch; None if the user's object has no length."""
+        return len(self) * self.batch_size if hasattr(self.batches, "__len__") else None
+
+    def repeated(self) -> "TargetBatches":
+        """Return the same data; a list of batches starts over after its last one."""
+        return replace(self, batches=Repeated(self.batches)) if isinstance(self.batches, list | tuple) else self
+
+    def check_length(self, steps: int, key: str = "train.steps") -> None:
+        """Check that there are enough batches for a run of that many steps, as `key` asks for.
 
         An object may start over after its last batch, whatever its `len()` is, so the last batch that the run needs is made.
 
@@ -74,10 +100,11 @@ class TargetBatches:
             with contextlib.suppress(InputError):
                 self._of_same_shape(need - 1)
                 return
-        why = f"every t < train.steps {steps}" if need == steps else f"every t < {need}, for the rows up to train.steps {steps}"
+        until = f"train.steps {steps}" if key == "train.steps" else f"{steps}, the steps of {key}"
+        why = f"every t < {until}" if need == steps else f"every t < {need}, for the rows up to {until}"
         raise InputError(
             f"data.target: expected {self.name} to give batch t for {why}, found a {type(self.batches).__name__} of {have}; repeat them or "
-            "lower train.steps"
+            f"lower {key}"
         )
 
     def _at(self, row: int) -> Batch:

@@ -16,6 +16,7 @@ from jpipe import InputError
 from jpipe.errors import short
 from jpipe_train.assemble import compile_cache
 from jpipe_train.assemble.build import force_cpu_devices, start_devices
+from jpipe_train.checkpoint.best import Step
 from jpipe_train.checkpoint.export import Weights
 from jpipe_train.config.model_config import ModelConfig
 from jpipe_train.console import interrupt
@@ -68,7 +69,7 @@ class Request:
     top_k: int | None = None
     top_p: float | None = None
     seed: int = 0
-    step: int | None = None
+    step: Step = None
     weights: Weights = "newest"
     tokenizer: str | None = None
     dtype: str | None = None

@@ -18,6 +18,7 @@ from jpipe.files import resolved
 from jpipe_train.assemble import compile_cache
 from jpipe_train.checkpoint import huggingface, warm_start
 from jpipe_train.checkpoint.adapters import merged
+from jpipe_train.checkpoint.best import Step
 from jpipe_train.checkpoint.export import Weights, by_name, step_of, with_ema
 from jpipe_train.config import config_file
 from jpipe_train.config import huggingface as config_json
@@ -81,7 +82,7 @@ class Origin:
 
 def find(
     source: str,
-    step: int | None,
+    step: Step,
     weights: Weights,
     tokens_of: str | None,
     dtype: str | None,
@@ -92,7 +93,7 @@ def find(
 
     Args:
         source: the folder of a run, or one in Hugging Face's layout.
-        step: the step of a run's checkpoint; None for the newest complete one.
+        step: the step of a run's checkpoint, or "best"; None for the newest complete one.
         weights: of a run, the newest weights or their moving average.
         tokens_of: a tokenizer.json instead of the model's own, or "bytes".
         dtype: the dtype in which the model computes; None for that of training, or of the weights in the folder.
@@ -120,7 +121,7 @@ def find(
 
 
 def _find_in_run(
-    folder: Path, source: str, step: int | None, weights: Weights, tokens_of: str | None, dtype: str | None, report: Callable[[str], None]
+    folder: Path, source: str, step: Step, weights: Weights, tokens_of: str | None, dtype: str | None, report: Callable[[str], None]
 ) -> Origin:
     chosen = step_of(folder, step, "generate", report)
     config = config_file.load_resolved(folder / "config.yaml")

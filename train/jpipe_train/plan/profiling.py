@@ -50,7 +50,7 @@ class Parts:
         stack = model.layers(config.model, config.train.batch_size, computes, chunk, lambda: read()[0], config.tune)
         loss, batch = model.loss(config.loss, config.model.head), read()
         params = stack.ties.without_seconds({layer_id: spec.params for layer_id, spec in stack.specs(batch[0]).items()})
-        rule = trains_part(optimizer(same_at_all_stages(config.optimizer), config.train.steps, params), config.tune, params)
+        rule = trains_part(optimizer(same_at_all_stages(config.optimizer), config.train.length, params), config.tune, params)
         return cls(stack, loss, rule, batch, config, precision(config.precision, reporter))
 
     def rows(self, count: int) -> Any:

@@ -222,7 +222,7 @@ def plan_and_costs(config: Config, compile: bool = True, device: Device | None =
         device: the device to compile for; None: this machine's.
     """
     compiling = of_this_machine() if device is None else compiling_for(device)
-    silent = Reporter(config.train.steps, *data.portion(config), Console(quiet=True))
+    silent = Reporter(config.train.length, *data.portion(config), Console(quiet=True))
     with tracing_for(compiling.devices[0].platform):
         pipe, batches = build(config, silent, load=data.unread)
         if not compile:

@@ -72,7 +72,7 @@ class MetricsLog:
         self._together = together
         self._history = history
         self._utilization = utilization
-        self._learning_rate = None if folder is None else learning_rate(config.optimizer, config.train.steps)
+        self._learning_rate = None if folder is None else learning_rate(config.optimizer, config.train.length)
         self._validation: dict[int, Validation] = {}
         self._known: jpipe.Metrics = jpipe.Metrics.empty()  # values of steps whose rows are not written yet
         self._delay_norms: dict[int, jpipe.runtime.DelayNorms] = {}
@@ -123,7 +123,7 @@ class MetricsLog:
         row = self._training_values(step) | self._validation_values(step) | self._delay_values(step)
         config = self._config.train
         self._reporter.tick(step)
-        logged = step % config.log_every == 0 or step == config.steps - 1 or "val_loss" in row or "skipped" in row
+        logged = step % config.log_every == 0 or step == config.length - 1 or "val_loss" in row or "skipped" in row
         if logged and self._folder is not None:
             row |= self._progress(step)
             self._log(self._folder, row)  # first, so that everything printed is also in the file

@@ -3,9 +3,10 @@
 import shlex
 import signal
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -17,7 +18,7 @@ from jpipe_train.assemble.delay import correction_words, delay_words
 from jpipe_train.assemble.meshes import device_kinds, has_meshes, mesh_words
 from jpipe_train.checkpoint.history import Part, optimizer_words
 from jpipe_train.checkpoint.run_folder import FolderChanged, RunFolder
-from jpipe_train.config.config import Config
+from jpipe_train.config.config import Config, TrainConfig
 from jpipe_train.console.progress import Reporter
 from jpipe_train.console.terminal import count, duration, first_line
 from jpipe_train.data import data
@@ -45,6 +46,7 @@ class Summary:
     stopped_by: int | None = None
     temporary: tuple[int | None, ...] = ()
     slow: str = ""  # which ranks are slow, as from `slow_of`
+    remarks: Mapping[str, str] = field(default_factory=dict)  # why it stopped early, and which checkpoint is the best
 
 
 def slow_of(pipe: jpipe.Pipeline, measured: jpipe.programs.Window | None) -> str:
@@ -72,6 +74,7 @@ def write_report(
     stages: Sequence[Stage],
     parts: Sequence[Part],
     temporary: Sequence[int | None] = (),
+    remarks: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
     """Write the pictures and the report; an error is printed and does not stop the run."""
     plan, kinds, processes = pipe.plan, device_kinds(pipe), jax.process_count()
@@ -92,7 +95,8 @@ def write_report(
         "batch": f"{config.train.batch_size} in {count(plan.microbatches, 'microbatch', 'es')}",
         "recomputation": ", ".join(dict.fromkeys(stage.recompute for stage in plan.stages)),
         "optimizer": optimizer_words(config.optimizer.model_dump()),
-        "steps": f"{config.train.steps:,} of {per_step:,} {unit} each",
+        "steps": f"{config.train.length:,}{epochs_words(config.train)} of {per_step:,} {unit} each",
+        **remarks,
         "duration": _durations(parts),
         "devices": f"{len(kinds)} × {kinds[0]}" + (f" in {processes} processes" if processes > 1 else ""),
         "seed": str(config.seed),
@@ -111,6 +115,11 @@ def write_report(
         reporter.say(f"report: cannot write in '{shown(folder.path)}': {error.strerror or error}; the run's own files are not affected")
     except Exception as error:
         reporter.say(f"report: could not be drawn: {type(error).__name__}: {first_line(error)}")
+
+
+def epochs_words(config: TrainConfig) -> str:
+    """Return a text such as " (3 epochs)" to follow the number of steps; "" if the config gives that number itself."""
+    return "" if config.epochs is None else f" ({config.epochs:g} {'epoch' if config.epochs == 1 else 'epochs'})"
 
 
 def stages_of(pipe: jpipe.Pipeline, batch: Any) -> list[Stage]:
@@ -161,6 +170,8 @@ def print_summary(summary: Summary, unit: str, reporter: Reporter) -> None:
             f"and the same command with --set run.dir={shlex.quote(shown(summary.folder))} resumes there"
         )
         return
+    for name, words in summary.remarks.items():
+        reporter.say(f"{name}: {words}")
     drawn = (summary.folder / "report.html").is_file()
     reporter.say(
         f"{count(summary.steps, 'step')} in {summary.seconds:.0f} s: validation loss {summary.val_loss_before:.3f} → "

@@ -16,6 +16,7 @@ from jpipe_train.assemble import compile_cache
 from jpipe_train.assemble.build import build, check, prepare_devices
 from jpipe_train.assemble.metrics import metrics
 from jpipe_train.checkpoint import resume
+from jpipe_train.checkpoint.best import Step
 from jpipe_train.checkpoint.export import Weights, check_steps, step_of
 from jpipe_train.config import config_file
 from jpipe_train.config.config import Config, OptimizerConfig, ResumeConfig
@@ -40,7 +41,7 @@ class Request:
     Attributes:
         run: the folder of the run.
         data: the path of data other than the run's validation data.
-        step: the step of the checkpoint; None for the newest complete one.
+        step: the step of the checkpoint, or "best"; None for the newest complete one.
         weights: the newest weights, or their moving average.
         batches: the largest number of batches; None for all, including an incomplete last one.
         overrides: replacements of keys of the run's config.
@@ -49,7 +50,7 @@ class Request:
 
     run: str
     data: str | None = None
-    step: int | None = None
+    step: Step = None
     weights: Weights = "newest"
     batches: int | None = None
     overrides: Sequence[str] = ()

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from jpipe import InputError, PeerLost, keep_freed_memory
 from jpipe_train.checkpoint import run_folder
+from jpipe_train.checkpoint.best import Step
 from jpipe_train.checkpoint.resume import Resume
 from jpipe_train.config import config_file
 from jpipe_train.console import interrupt
@@ -48,7 +49,7 @@ def train(
     address: Address,
     connect_limit: float,
     wait_limit: float,
-    from_checkpoint: int | None = None,
+    from_checkpoint: Step = None,
     elastic: int | None = None,
 ) -> int:
     """Train as the file `config` says, print a line if that fails, and return the exit code."""

@@ -16,6 +16,7 @@ from jpipe_train.assemble.build import build, check, param_specs, prepare_device
 from jpipe_train.assemble.delay import correction_words, delay_words
 from jpipe_train.assemble.meshes import has_meshes, mesh_words
 from jpipe_train.assemble.metrics import metrics
+from jpipe_train.checkpoint.best import Step
 from jpipe_train.checkpoint.checkpoints import Checkpoints
 from jpipe_train.checkpoint.resume import VERSIONS, Resume, Resumed, passed_over
 from jpipe_train.checkpoint.resume import find as find_resumed
@@ -35,7 +36,8 @@ from jpipe_train.plan.auto import find_plan
 from jpipe_train.report import comparison, logs, mfu
 from jpipe_train.report.measure import Measure
 from jpipe_train.report.metrics_log import MetricsLog, NonFiniteLoss, RunStopped
-from jpipe_train.report.summary import Summary, print_summary, slow_of, stages_of, write_report
+from jpipe_train.report.summary import Summary, epochs_words, print_summary, slow_of, stages_of, write_report
+from jpipe_train.run import stopping
 from jpipe_train.run.starting import begin, check_shared, continue_on_all, initial_params, make_folder, read_checkpoint, report_resumed
 from jpipe_train.run.training import Training
 
@@ -48,7 +50,7 @@ def main(
     connect_limit: float = 300.0,
     wait_limit: float = 45.0,
     resume: Resume = "auto",
-    from_checkpoint: int | None = None,
+    from_checkpoint: Step = None,
     elastic: int | None = None,
 ) -> Summary:
     """Train as `config` says.
@@ -59,12 +61,11 @@ def main(
         connect_limit: seconds that each process waits for the other processes at the start.
         wait_limit: seconds without progress in any process after which the run fails.
         resume: whether to resume from the run's folder.
-        from_checkpoint: the step of the checkpoint to resume from; None for the newest that can be restored.
+        from_checkpoint: the step of the checkpoint to resume from, or "best"; None for the newest that can be restored.
         elastic: the number of processes that the plan is made for, if there may be fewer; None if not.
 
     Raises:
-        jpipe.InputError: something in the config does not fit; nothing was trained, and no folder was created, except one that not all
-            processes see.
+        jpipe.InputError: something in the config does not fit; nothing was trained, and no folder created that all processes see.
         RunStopped: training diverged, a device failed or the disk is full; the run folder holds the steps before.
         jpipe.PeerLost: another process died, hung or stopped.
         ReportedElsewhere: this process stops for a reason that another one reports.
@@ -75,15 +76,18 @@ def main(
         options = {"--resume": resume, "--from-checkpoint": str(from_checkpoint), "--elastic": str(elastic)}
         config, remarks = agree_on_config(config, num_processes, elastic, options, together)
         together.start_devices(connect_limit)
-        reporter = Reporter(config.train.steps, *data.portion(config), None if together.is_first else Console(quiet=True))
+        reporter = Reporter(config.train.length, *data.portion(config), None if together.is_first else Console(quiet=True))
         for line in remarks:
             reporter.say(line)
         resumed = find_resumed(config, resume, together, reporter.say, step=from_checkpoint)
-        if resumed is not None and resumed.step >= config.train.steps:
+        if resumed is not None and is_complete(resumed, config):
             return already_complete(resumed, config, reporter)
         pipe, batches, resumed, layers = prepare(config, together, resumed, resume, reporter, from_checkpoint)
         interrupt.check()
+        config = with_steps(config, batches, reporter, together)
         if resumed is not None:
+            if is_complete(resumed, config):
+                return already_complete(resumed, config, reporter)
             report_resumed(resumed, config, pipe.plan, batches, reporter)
         initial = initial_params(config, pipe, batches, together, resumed, reporter) or layers
         folder = together.run_on_all(lambda: make_folder(config, pipe.plan, resume, resumed, reporter) if together.is_first else None)
@@ -91,13 +95,12 @@ def main(
             with folder or contextlib.nullcontext():
                 return run(config, pipe, batches, folder, reporter, together, resumed, initial)
         except BaseException as error:
-            logged = "" if folder is None else f"; the steps logged so far are in {shown(folder.path)}"
+            in_place = None if isinstance(error, FolderChanged) else folder
+            logged = "" if in_place is None else f"; the steps logged so far are in {shown(in_place.path)}"
             if isinstance(error, KeyboardInterrupt) or interrupt.pressed():
                 raise KeyboardInterrupt(f"interrupted{logged}") from None
             if isinstance(error, (jpipe.PeerLost, NonFiniteLoss)):
                 raise type(error)(f"{error}{logged}") from None
-            if isinstance(error, FolderChanged):
-                raise RunStopped(f"{error.strerror}{describe_newest(folder)}") from error
             if isinstance(error, (OSError, jax.errors.JaxRuntimeError, jpipe.runtime.CopiesDiffer)):
                 raise RunStopped(f"{reason(error, folder)}{logged}") from error
             raise
@@ -123,7 +126,7 @@ def agree_on_config(
 
 
 def prepare(
-    config: Config, together: Together, resumed: Resumed | None, resume: Resume, reporter: Reporter, required_step: int | None
+    config: Config, together: Together, resumed: Resumed | None, resume: Resume, reporter: Reporter, required_step: Step
 ) -> tuple[jpipe.Pipeline, data.Data, Resumed | None, dict[str, Any] | None]:
     """Build the pipeline and read the checkpoint to resume from, falling back to earlier checkpoints if one is damaged.
 
@@ -133,7 +136,7 @@ def prepare(
         resumed: the first checkpoint to try.
         resume: as in `main`.
         reporter: prints a line for each damaged checkpoint.
-        required_step: the step of the only acceptable checkpoint, or None.
+        required_step: the step of the only acceptable checkpoint; None or "best" if there are others.
 
     Returns:
         The pipeline, its data, the checkpoint and its layers; None for the last two if the run does not resume.
@@ -169,6 +172,7 @@ def build_and_check(
     config: Config, reporter: Reporter, plan: jpipe.Plan | None = None, resumed: Resumed | None = None
 ) -> tuple[jpipe.Pipeline, data.Data]:
     """Build the pipeline and its data, and check everything that can be checked before a device works."""
+    stopping.check(config)
     position = None if resumed is None else resumed.position(config.train.batch_size)
     pipe, batches = build(config, reporter, plan, lambda config: data.load(config, position))
     batches = batches.with_some_validation(config.train.batch_size // pipe.plan.microbatches)
@@ -180,12 +184,40 @@ def build_and_check(
         return pipe, check(config, pipe, batches)
 
 
+def with_steps(config: Config, batches: data.Data, reporter: Reporter, together: Together) -> Config:
+    """Return the config with the number of steps that its epochs have, if it gives epochs.
+
+    Raises:
+        jpipe.InputError: there would be no update.
+    """
+    steps, epochs = batches.steps, config.train.epochs
+    if epochs is None or steps is None:
+        return config
+    if config.optimizer.accumulate_batches > steps:
+        raise together.shared(
+            jpipe.InputError(
+                f"optimizer.accumulate_batches {config.optimizer.accumulate_batches} is more than the {count(steps, 'step')} of "
+                f"train.epochs {epochs:g}, so that there would be no update; change one of them"
+            )
+        )
+    reporter.plan_steps(steps)
+    return config.model_copy(update={"train": config.train.model_copy(update={"steps": steps})})
+
+
+def is_complete(resumed: Resumed, config: Config) -> bool:
+    """Return whether nothing is left to train: all steps are done, as far as their number is known, or the run has stopped early."""
+    return resumed.step >= config.train.length or bool(stopping.stopped_words(config, resumed))
+
+
 def already_complete(resumed: Resumed, config: Config, reporter: Reporter) -> Summary:
     """Report that the run is complete; a job that died while reporting and is restarted then succeeds."""
-    reporter.say(
-        f"nothing is left to train: the run in '{shown(resumed.folder)}' has done {count(resumed.step, 'step')} of {config.train.steps}; "
-        "raise train.steps to continue, or choose another run.dir"
-    )
+    where, why = f"the run in '{shown(resumed.folder)}'", stopping.stopped_words(config, resumed)
+    state, change = f"has done {count(resumed.step, 'step')} of {config.train.steps}", "train.steps"
+    if resumed.step < config.train.length:
+        state, change = f"stopped early at step {resumed.step}: {why}", "train.stop.patience (or leave out train.stop)"
+    elif config.train.epochs is not None:
+        change = "train.epochs"
+    reporter.say(f"nothing is left to train: {where} {state}; raise {change} to continue, or choose another run.dir")
     return Summary(resumed.step, resumed.facts.val_loss_before, None, reporter.seconds, None, None, None)
 
 
@@ -214,40 +246,62 @@ def run(
         report_transfers(pipe, reporter)
         earlier = continue_on_all(config, folder, resumed, together, reporter.say)
         measure = Measure(
-            pipe, sizes, config.train.steps, config.train.eval_every, config.train.trace_batches, together.processes, state.batch
+            pipe, sizes, config.train.length, config.train.eval_every, config.train.trace_batches, together.processes, state.batch
         )
         history = find_history(config, pipe.plan, resumed, lambda: reporter.seconds, earlier)
-        # If shapes differ from batch to batch, so do the FLOPs of a step.
-        utilization = None if folder is None or batches.shapes else mfu.find(pipe, batches.like)
+        utilization = None if folder is None else utilization_of(pipe, batches)
         log = MetricsLog(config, folder, row_logs, reporter, measure, together, history, pipe.plan, utilization)
-        rows = (lambda: b"") if folder is None else folder.logged
-        facts = facts_of_run(config, pipe)
-        checkpoints = Checkpoints(config.checkpoint, pipe, path, config.train.steps, together, facts, rows, reporter.say)
+        checkpoints = make_checkpoints(config, pipe, path, folder, resumed, reporter, together)
+        stops = stopping.Stopping(config, resumed)
         preemption = Preemption(together.processes, saves=config.checkpoint.every is not None)
         held_out = batches.held_out(config.train.eval_batches)
         chosen = metrics(config.eval, config.model)
-        training = Training(config.train, pipe, batches.train, held_out, chosen, log, measure, checkpoints, preemption, history)
-        is_complete = False
+        training = Training(config.train, pipe, batches.train, held_out, chosen, log, measure, checkpoints, preemption, history, stops)
+        completed = False
         try:
             with reporter.training(), preemption:
                 summary = training.run(state, resumed)
-                is_complete = summary.val_loss_after is not None
+                completed = summary.val_loss_after is not None
         except jpipe.InputError as error:
             if reported_by_system(error) is None:
                 raise
             raise RunStopped(str(error)) from error  # the data could be read before, and perhaps can be again
         finally:
-            if row_logs is not None and (not is_complete or preemption.signal is not None):
+            if row_logs is not None and (not completed or preemption.signal is not None):
                 row_logs.hurry()
             with interrupt.delayed():
                 checkpoints.close()
                 measure.close()
-                if folder is not None and (is_complete or preemption.signal is None):  # after a signal time is short
-                    write_report(config, pipe, folder, measure, reporter, batches, stages, history.parts(log.last_step + 1), temporary)
-    summary = dataclasses.replace(summary, temporary=temporary, slow=slow_of(pipe, summary.measured))
+                remarks = {} if folder is None else stopping.remarks(config, path, stops, log.last_step + 1)
+                if folder is not None and (completed or preemption.signal is None):  # after a signal time is short
+                    parts = history.parts(log.last_step + 1)
+                    write_report(config, pipe, folder, measure, reporter, batches, stages, parts, temporary, remarks)
+    summary = dataclasses.replace(summary, temporary=temporary, slow=slow_of(pipe, summary.measured), remarks=remarks)
     summary = summary if folder is None else compare_with_prediction(summary, pipe.plan, sizes, folder)
     print_summary(summary, data.loss_unit(config), reporter)
     return summary
+
+
+def make_checkpoints(
+    config: Config,
+    pipe: jpipe.Pipeline,
+    path: Path,
+    folder: RunFolder | None,
+    resumed: Resumed | None,
+    reporter: Reporter,
+    together: Together,
+) -> Checkpoints:
+    """Return what writes the checkpoints of a run into the folder `path`; only process 0 has it as `folder`."""
+    rows = (lambda: b"") if folder is None else folder.logged
+    best = stopping.find_best(config, path, resumed, together)
+    also_at = None if best is None and config.train.stop is None else config.train.eval_every
+    facts = facts_of_run(config, pipe)
+    return Checkpoints(config.checkpoint, pipe, path, config.train.length, together, facts, rows, reporter.say, best, also_at)
+
+
+def utilization_of(pipe: jpipe.Pipeline, batches: data.Data) -> mfu.Utilization | None:
+    """Return the model FLOPs utilization of a run; None if it is not known, or if shapes, and so the FLOPs, differ from batch to batch."""
+    return None if batches.shapes else mfu.find(pipe, batches.like)
 
 
 def _sizes(pipe: jpipe.Pipeline, batches: data.Data, *, alone: bool, writes: bool) -> tuple[tuple[jpipe.programs.StageCost, ...], Any]:
@@ -263,10 +317,10 @@ def _sizes(pipe: jpipe.Pipeline, batches: data.Data, *, alone: bool, writes: boo
 
 def announce(pipe: jpipe.Pipeline, source: str, config: Config, folder: RunFolder | None, reporter: Reporter, *, several: bool) -> None:
     """Print the data, the plan and the placement of the workers."""
-    plan, steps, batches_per_update = pipe.plan, config.train.steps, config.optimizer.accumulate_batches
+    plan, steps, batches_per_update = pipe.plan, config.train.length, config.optimizer.accumulate_batches
     meshes = f" on {mesh_words(plan)}" if has_meshes(plan) else ""
     reporter.say(
-        f"data: {source}; plan: {count(plan.depth, 'stage')}{meshes}, {plan.schedule}; {count(steps, 'step')}"
+        f"data: {source}; plan: {count(plan.depth, 'stage')}{meshes}, {plan.schedule}; {count(steps, 'step')}{epochs_words(config.train)}"
         + (f"; run folder: {shown(folder.path)}" if folder is not None else "")
     )
     if words := delay_words(plan, batches_per_update):
@@ -324,6 +378,8 @@ def describe_newest(folder: RunFolder | None) -> str:
 
 def reason(error: Exception, folder: RunFolder | None = None) -> str:
     """Return the message of a device or disk error in one line."""
+    if isinstance(error, FolderChanged):
+        return f"{error.strerror}{describe_newest(folder)}"
     if isinstance(error, OSError):
         file = error.filename if isinstance(error.filename, str) else None
         if file is not None and (folder is None or not Path(file).is_relative_to(folder.path)):

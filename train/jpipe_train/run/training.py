@@ -21,13 +21,14 @@ from jpipe_train.data.position import Ordered
 from jpipe_train.report.measure import Measure
 from jpipe_train.report.metrics_log import MetricsLog, RunStopped, Validation, mean_loss
 from jpipe_train.report.summary import Summary, name_of
+from jpipe_train.run.stopping import Stopping
 
 _MOST_NORMS = 200  # times in a run that the norms of the delay are computed, each from all weights
 
 
 @dataclass(frozen=True)
 class Training:
-    """Train on `config.steps` batches, evaluate in between, and log each batch's loss while the next batch runs.
+    """Train on `config.steps` batches, or fewer, evaluate in between, and log each batch's loss while the next batch runs.
 
     In `metrics.jsonl` the `loss` of step t is that of batch t. Its `val_loss` uses the newest weights that all stages have when batch t is
     about to enter: with flushing schedules those after t updates; with 2BW, which is one update behind, those after t - 1; with weight
@@ -46,6 +47,7 @@ class Training:
         checkpoints: writes checkpoints.
         preemption: records signals that end the run.
         history: the earlier parts of a resumed run.
+        stopping: decides whether the run stops early.
     """
 
     config: TrainConfig
@@ -58,6 +60,7 @@ class Training:
     checkpoints: Checkpoints
     preemption: Preemption
     history: History
+    stopping: Stopping
 
     def run(self, state: jpipe.State, resumed: Resumed | None) -> Summary:
         """Train from `state` on.
@@ -67,18 +70,23 @@ class Training:
             NonFiniteLoss: training diverged.
             KeyboardInterrupt: Ctrl-C.
         """
-        log, checkpoints, steps = self.log, self.checkpoints, self.config.steps
+        log, checkpoints, steps = self.log, self.checkpoints, self.config.length
+        first = state.batch
         interrupt.check()
         before = self._validation_before(state, resumed)
         facts_of = functools.partial(self._facts, before)
         finished: jpipe.Metrics | None = None
-        for step in range(state.batch, steps):
+        for step in range(first, steps):
             interrupt.check()
             decision = self.preemption.decide(step, lambda: checkpoints.last_is_done)
             if decision == "leave":
                 return self._stopped(state, mean_loss(before))
             if step % self.config.eval_every == 0 and log.validated(step) is None:
                 log.validation(step, self._evaluate(state))
+            if self._stops(step) and step > first:
+                steps = step
+                checkpoints.end_at(step)
+                break
             if decision == "save":
                 checkpoints.schedule_last(step)
             else:
@@ -92,20 +100,26 @@ class Training:
         interrupt.check()
         self.measure.finish()
         state, drained = self.pipe.drain(state, observe=checkpoints.observing(), with_metrics=True)
-        after = self._evaluate(state)
+        after, earlier = self._evaluate(state), log.validated(steps - 1)
         log.validation(steps - 1, after)
         log.finished(finished)
         log.finished(drained)
-        checkpoints.flush_finished(log.last_step, facts_of)
+        checkpoints.flush_finished(log.last_step, functools.partial(facts_of, end=steps, earlier=earlier))
         checkpoints.finish()
         log.close()
         self._check_complete(steps)
         interrupt.check()
         return Summary(steps, mean_loss(before), mean_loss(after), log.seconds, log.folder, self.measure.predicted, self.measure.measured)
 
+    def _stops(self, step: int) -> bool:
+        """Return whether the run stops early before `step`; if a signal ends it earlier, it decides when it is resumed."""
+        if not self.stopping.is_active or step % self.config.eval_every or self.preemption.cut not in (None, step):
+            return False
+        return self.stopping.record(step, self.log.validated(step) or {})
+
     def _measures_delay(self, step: int) -> bool:
         """Return whether to compute the norms of the delay after a step: for up to `_MOST_NORMS` of the rows, if there is a delay."""
-        every = self.config.log_every * math.ceil(self.config.steps / self.config.log_every / _MOST_NORMS)
+        every = self.config.log_every * math.ceil(self.config.length / self.config.log_every / _MOST_NORMS)
         return step % every == 0 and any(self.pipe.plan.delays)
 
     def _evaluate(self, state: jpipe.State) -> list[tuple[jpipe.Evaluation, int]]:
@@ -125,15 +139,24 @@ class Training:
             self.log.validation(resumed.step, {"val_loss": resumed.facts.val_loss} | resumed.facts.val_metrics)
         return {"val_loss": resumed.facts.val_loss_before}
 
-    def _facts(self, before: Validation, step: int) -> dict[str, Any]:
-        """Return the facts about the run that a checkpoint of this step holds; `before` is the validation before training."""
-        known = self.log.validated(step) or {}
+    def _facts(self, before: Validation, step: int, end: int | None = None, earlier: dict[str, float] | None = None) -> dict[str, Any]:
+        """Return the facts about the run that a checkpoint of a step holds.
+
+        Args:
+            before: the validation before training.
+            step: of the checkpoint.
+            end: the step at which the run has ended; the last row has the validation of its weights.
+            earlier: the validation before the last step, if there was one, which is not in the last row any more.
+        """
+        known = dict((earlier if step + 1 == end else self.log.validated(step)) or {})
         loss = known.pop("val_loss", None)
         assert isinstance(self.batches, Ordered)
         positions = {"order": self.batches.first_position, "position": self.batches.position(step)}
         return {
             "val_loss": loss,
             "val_metrics": known,
+            "val_final": self.log.validated(step - 1) if step == end else None,
+            "stop": self.stopping.facts(step),
             "val_loss_before": mean_loss(before),
             "history": self.history.facts(step),
             "data": {"batch_size": self.config.batch_size}

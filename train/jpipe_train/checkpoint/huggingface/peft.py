@@ -10,6 +10,7 @@ from safetensors.numpy import save
 
 from jpipe import InputError
 from jpipe.files import new_folder, unused, write_atomically
+from jpipe_train.checkpoint.best import Step
 from jpipe_train.checkpoint.export import Weights
 from jpipe_train.checkpoint.huggingface.adapters import BEFORE, Module, modules_of
 from jpipe_train.checkpoint.huggingface.folder import ADAPTER_WEIGHTS
@@ -22,13 +23,13 @@ from jpipe_train.console.terminal import count
 _JUDGED = ("classification", "regression")  # heads that PEFT calls SEQ_CLS
 
 
-def main(run: str, out: str, step: int | None, report: Callable[[str], None], weights: Weights = "newest") -> None:
+def main(run: str, out: str, step: Step, report: Callable[[str], None], weights: Weights = "newest") -> None:
     """Write the adapters of a checkpoint as a folder for PEFT, which appears whole or not at all.
 
     Args:
         run: the folder of the run.
         out: the folder, a new one.
-        step: of the checkpoint; None: the newest that is whole.
+        step: of the checkpoint, or "best"; None: the newest that is whole.
         report: gets a line for what was written, and one for each newer checkpoint that is damaged.
         weights: the newest parameters, or their moving average.
 

@@ -15,6 +15,7 @@ from jpipe.checkpoints import files as checkpoint_files
 from jpipe.files import expanded, new_folder, read_bytes, resolved, shown, unused, write_atomically
 from jpipe_train.assemble import model
 from jpipe_train.checkpoint.adapters import merged, merged_specs
+from jpipe_train.checkpoint.best import Step
 from jpipe_train.checkpoint.export import Weights, by_name, by_path, step_of, with_ema
 from jpipe_train.checkpoint.huggingface.names import Layout, layout
 from jpipe_train.checkpoint.huggingface.tensors_file import write_tensors
@@ -55,7 +56,7 @@ class Model(NamedTuple):
 def main(
     source: str,
     out: str,
-    step: int | None,
+    step: Step,
     report: Callable[[str], None],
     weights: Weights = "newest",
     overrides: Sequence[str] = (),
@@ -66,7 +67,7 @@ def main(
     Args:
         source: the folder of the run, or a config whose run would begin with the parameters.
         out: the folder, a new one.
-        step: of the checkpoint; None: the newest that is whole.
+        step: of the checkpoint, or "best"; None: the newest that is whole.
         report: gets a line for what was written, and one for each newer checkpoint that is damaged.
         weights: the newest parameters, or their moving average.
         overrides: replacements of keys of the config.
@@ -93,7 +94,7 @@ def main(
     report(f"{out}: {count(len(specs), 'tensor')}, {size:,} bytes{copied}, {model.origin}")
 
 
-def of_run(run: str, step: int | None, report: Callable[[str], None], weights: Weights, *, merge: bool = True) -> Model:
+def of_run(run: str, step: Step, report: Callable[[str], None], weights: Weights, *, merge: bool = True) -> Model:
     """Open the parameters of a checkpoint.
 
     Args:

@@ -1,0 +1,158 @@
+"""The best checkpoints of a run, by a result of its validations, and the state of early stopping that a checkpoint holds."""
+
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import pydantic
+
+from jpipe import InputError
+from jpipe.files import shown
+from jpipe_train.assemble.metrics import mode_of
+from jpipe_train.checkpoint.history import Count
+from jpipe_train.config import config_file
+from jpipe_train.config.config import BestConfig, Config, Mode, StopConfig
+
+Step = int | Literal["best"] | None
+"""A checkpoint of a run: its step, the best one, or None for the newest complete one."""
+
+
+class StopState(pydantic.BaseModel):
+    """How long a result of the validations of a run has not improved.
+
+    Attributes:
+        metric: the name of the result.
+        mode: whether lower or higher values are better.
+        step: the step of the last validation.
+        waited: the number of validations since the best one.
+        best: the best value; None if there was none yet.
+        best_step: the step at which it was found.
+    """
+
+    model_config = pydantic.ConfigDict(extra="ignore", frozen=True)
+
+    metric: Annotated[str, pydantic.Field(max_length=100)]
+    mode: Mode
+    step: Count
+    waited: Count = 0
+    best: Annotated[float, pydantic.Field(allow_inf_nan=False)] | None = None
+    best_step: Count | None = None
+
+    def after(self, step: int, value: float, min_delta: float) -> "StopState":
+        """Return the state after a validation before `step`; a value that is not finite is no improvement."""
+        if math.isfinite(value) and (self.best is None or is_better(value, self.best, self.mode, min_delta)):
+            return self.model_copy(update={"step": step, "waited": 0, "best": value, "best_step": step})
+        return self.model_copy(update={"step": step, "waited": self.waited + 1})
+
+    def continues(self, config: StopConfig, mode: Mode) -> bool:
+        """Return whether this is the state of the same result, which is judged in the same way."""
+        return (self.metric, self.mode) == (config.metric, mode)
+
+    def words(self) -> str:
+        """Describe why the run has stopped."""
+        best = "it was never finite" if self.best is None else f"the best one, {self.best:.6g}, is that of step {self.best_step}"
+        return f"{self.metric} has not improved in {self.waited} validation{'s' if self.waited > 1 else ''}; {best}"
+
+
+def is_better(value: float, other: float, mode: Mode, min_delta: float = 0.0) -> bool:
+    """Return whether a value is better than another one by more than `min_delta`."""
+    return value < other - min_delta if mode == "min" else value > other + min_delta
+
+
+class Best:
+    """Decides which checkpoints of a run are among its best, the same in all processes, which have the same results.
+
+    Args:
+        config: the result and the number of checkpoints.
+        mode: whether lower or higher values are better.
+        values: the values of the checkpoints that there are when this part of the run begins, by step.
+    """
+
+    def __init__(self, config: BestConfig, mode: Mode, values: Mapping[int, float]) -> None:
+        self._config, self._mode = config, mode
+        self._values = dict(values)
+
+    def record(self, step: int, facts: Mapping[str, Any]) -> bool:
+        """Record the checkpoint of a step with these facts, and return whether it is among the best."""
+        value = _value(facts, self._config.metric)
+        if value is None:
+            return False
+        self._values[step] = value
+        self._values = {step: self._values[step] for step in ranked(self._values, self._mode)[: self._config.keep]}
+        return step in self._values
+
+    def in_folder(self, folder: Path) -> list[int]:
+        """Return the steps of the best complete checkpoints in the folder of a run, the best one first."""
+        return ranked(values_in(folder, self._config.metric), self._mode)[: self._config.keep]
+
+
+def ranked(values: Mapping[int, float], mode: Mode) -> list[int]:
+    """Return the steps by their values, the best one first; of equal ones the earlier one."""
+    return sorted(values, key=lambda step: (values[step] if mode == "min" else -values[step], step))
+
+
+def values_in(folder: Path, metric: str, steps: Iterable[int] | None = None) -> dict[int, float]:
+    """Return the values of a result for the complete checkpoints of a run that have one, by step; damaged ones are left out.
+
+    Args:
+        folder: the run's.
+        metric: the name of the result.
+        steps: the steps to look at; None for all.
+    """
+    from jpipe.checkpoints import files as checkpoint_files
+
+    values = {}
+    for step in checkpoint_files.steps(folder) if steps is None else steps:
+        try:
+            facts = checkpoint_files.read_facts(folder, step)
+        except InputError:
+            continue
+        value = _value(facts, metric) if isinstance(facts, Mapping) else None
+        if value is not None:
+            values[step] = value
+    return values
+
+
+def _value(facts: Mapping[str, Any], metric: str) -> float | None:
+    """Return a result of the validation of a checkpoint's weights; None if they were not validated or the value is not finite."""
+    others = facts.get("val_metrics")
+    results = {"val_loss": facts.get("val_loss")} | (others if isinstance(others, dict) else {})
+    final = facts.get("val_final")
+    value: Any = (final if isinstance(final, dict) and final else results).get(metric)
+    return float(value) if type(value) in (int, float) and math.isfinite(value) else None
+
+
+def best_step(folder: Path, where: str) -> int:
+    """Return the step of the best checkpoint of a run.
+
+    Args:
+        folder: the run's.
+        where: the command and option, for messages.
+
+    Raises:
+        InputError: the run does not keep its best checkpoints, or has none yet.
+    """
+    config = config_file.load_resolved(folder / "config.yaml")
+    found = find(folder, config)
+    if found is not None:
+        return found[0]
+    if config.checkpoint.best is None:
+        raise InputError(
+            f"{where}: expected a run with checkpoint.best, which keeps its best checkpoints, found '{shown(folder)}' "
+            "without; give the number of a step, or train with checkpoint.best"
+        )
+    raise InputError(
+        f"{where}: expected a checkpoint with {config.checkpoint.best.metric} in '{shown(folder)}', found none; those "
+        "of steps that train.eval_every divides have it, and the last one; give the number of a step"
+    )
+
+
+def find(folder: Path, config: Config) -> tuple[int, float] | None:
+    """Return the step and the value of the best checkpoint; None if the run does not keep them, or has none yet."""
+    best = config.checkpoint.best
+    if best is None:
+        return None
+    values = values_in(folder, best.metric)
+    steps = ranked(values, mode_of(config, best, "checkpoint.best"))
+    return (steps[0], values[steps[0]]) if steps else None

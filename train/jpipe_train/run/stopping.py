@@ -1,0 +1,114 @@
+"""Early stopping: after each validation, all processes decide from the same results whether the run has come to its end."""
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jpipe import InputError
+from jpipe_train.assemble.metrics import mode_of
+from jpipe_train.checkpoint import best as best_checkpoints
+from jpipe_train.checkpoint.best import Best, StopState
+from jpipe_train.checkpoint.resume import Resumed
+from jpipe_train.config.config import Config
+from jpipe_train.launch.together import Together
+
+
+def check(config: Config) -> None:
+    """Check that the results that stop a run, or order its checkpoints, are results of its validations.
+
+    Raises:
+        InputError: one of them is not.
+    """
+    for key, chosen in (("train.stop", config.train.stop), ("checkpoint.best", config.checkpoint.best)):
+        if chosen is not None:
+            mode_of(config, chosen, key)
+
+
+class Stopping:
+    """Decides when a run stops early; without `train.stop` it never does.
+
+    Args:
+        config: of the run.
+        resumed: the checkpoint from which the run resumes, whose state continues if it is that of the same result.
+    """
+
+    def __init__(self, config: Config, resumed: Resumed | None = None) -> None:
+        self._config = config.train.stop
+        self._states: list[StopState] = []  # after each validation, in order
+        if self._config is not None:
+            mode = mode_of(config, self._config, "train.stop")
+            state = None if resumed is None else resumed.facts.stop
+            self._first = StopState(metric=self._config.metric, mode=mode, step=0)
+            self._states = [state] if state is not None and state.continues(self._config, mode) else []
+
+    def record(self, step: int, results: Mapping[str, float]) -> bool:
+        """Record the validation before `step`, once, and return whether the run is to end there.
+
+        Args:
+            step: the next step.
+            results: of the validation, by their names in a row.
+        """
+        if self._config is None or (self._states and step <= self._states[-1].step):
+            return False
+        state = self._states[-1] if self._states else self._first
+        self._states.append(state.after(step, results.get(self._config.metric, math.nan), self._config.min_delta))
+        return self._states[-1].waited >= self._config.patience
+
+    @property
+    def is_active(self) -> bool:
+        """Whether the run may stop early."""
+        return self._config is not None
+
+    def facts(self, step: int) -> dict[str, Any] | None:
+        """Return the state after the validations up to that before `step`, for its checkpoint."""
+        state = next((state for state in reversed(self._states) if state.step <= step), None)
+        return None if state is None else state.model_dump(mode="json")
+
+    def words(self, end: int) -> str:
+        """Describe why the run ended early, before step `end`; "" if it did not."""
+        over = self._config is not None and self._states and self._states[-1].waited >= self._config.patience
+        return self._states[-1].words() if over and self._states[-1].step == end else ""
+
+
+def stopped_words(config: Config, resumed: Resumed) -> str:
+    """Describe why the run that resumes has already stopped early; "" if it has not, or if `train.stop` lets it go on now."""
+    stop, state = config.train.stop, resumed.facts.stop
+    if stop is None or state is None or not state.continues(stop, stop.mode or state.mode):
+        return ""
+    return state.words() if state.step == resumed.step and state.waited >= stop.patience else ""
+
+
+def remarks(config: Config, folder: Path, stopping: Stopping, end: int) -> dict[str, str]:
+    """Return what the summary and the report of a run say of its end and of its best checkpoint.
+
+    Args:
+        config: of the run.
+        folder: of the run.
+        stopping: has seen its validations.
+        end: the step before which it ended.
+    """
+    early = stopping.words(end)
+    remarks = {"stopped early": f"at step {end}: {early}"} if early else {}
+    try:
+        found = best_checkpoints.find(folder, config)
+    except (InputError, OSError):  # the folder was moved, or the disk has failed, which is reported elsewhere
+        return remarks
+    if found is not None and config.checkpoint.best is not None:
+        remarks["best checkpoint"] = f"step {found[0]}, {config.checkpoint.best.metric} {found[1]:.6g}"
+    return remarks
+
+
+def find_best(config: Config, folder: Path, resumed: Resumed | None, together: Together) -> Best | None:
+    """Return what selects the best checkpoints of a run, with those that there are; all processes call this."""
+    best = config.checkpoint.best
+    if best is None:
+        return None
+
+    def read() -> str:
+        steps = () if resumed is None else [step for step in resumed.steps if step <= resumed.step]
+        return json.dumps(best_checkpoints.values_in(folder, best.metric, steps))
+
+    values = json.loads(together.from_first("the best checkpoints", read))
+    return Best(best, mode_of(config, best, "checkpoint.best"), {int(step): value for step, value in values.items()})
