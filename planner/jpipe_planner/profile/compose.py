@@ -11,6 +11,7 @@ from jpipe_planner.profile.flops import count_flops
 from jpipe_planner.profile.model import Costs, Model, StageCosts, tree_bytes
 from jpipe_planner.profile.profile import AtSize, LayerProfile, Profile, TensorProfile
 from jpipe_planner.profile.scratch import Scratch, ScratchParts
+from jpipe_planner.profile.sizes import count_by_policy
 from jpipe_planner.profile.tensor import tensor_profile
 
 
@@ -36,7 +37,9 @@ def profile_of(
     for_weights = {equal: _share_for_weights(model, equal) for equal in model.distinct}
     policies = {equal: [policy for rows, policy in stage_costs[equal,] if rows == model.sizes[0]] for equal in model.distinct}
     stashes = {
-        equal: {(rows, policy): model.stage([equal], rows, policy).stash_bytes for rows in model.sizes for policy in policies[equal]}
+        equal: count_by_policy(
+            model.sizes, policies[equal], lambda rows, policy, equal=equal: model.stage([equal], rows, policy).stash_bytes
+        )[0]
         for equal in model.distinct
     }
     tensor = {equal: _tensor_profile(model, equal, policies[equal]) for equal in model.distinct}
