@@ -3,6 +3,7 @@
 import itertools
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -36,12 +37,7 @@ def profile_of(
 
     for_weights = {equal: _share_for_weights(model, equal) for equal in model.distinct}
     policies = {equal: [policy for rows, policy in stage_costs[equal,] if rows == model.sizes[0]] for equal in model.distinct}
-    stashes = {
-        equal: count_by_policy(
-            model.sizes, policies[equal], lambda rows, policy, equal=equal: model.stage([equal], rows, policy).stash_bytes
-        )[0]
-        for equal in model.distinct
-    }
+    stashes = {equal: count_by_policy(model.sizes, policies[equal], partial(_stash_bytes, model, equal))[0] for equal in model.distinct}
     tensor = {equal: _tensor_profile(model, equal, policies[equal]) for equal in model.distinct}
     layers, parts = [], ScratchParts(model, stage_costs, scratch())
     for layer_id, next_id in itertools.zip_longest(model.stack.ids, model.stack.ids[1:]):
@@ -72,6 +68,10 @@ def profile_of(
         layers.append(LayerProfile(id=layer_id, update=update, at=at, tensor=tensor[equal], **sizes))
     inputs, labels = (tuple(tree_bytes(model.batches[rows][part]) for rows in model.sizes) for part in (0, 1))
     return Profile(sizes=model.sizes, inputs=inputs, labels=labels, layers=tuple(layers), shared=model.shared, **fields)
+
+
+def _stash_bytes(model: Model, layer_id: str, rows: int, policy: str) -> int:
+    return model.stage([layer_id], rows, policy).stash_bytes
 
 
 def _tensor_profile(model: Model, layer_id: str, policies: Sequence[str]) -> TensorProfile:
