@@ -5,7 +5,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import flax
 import jax
@@ -26,6 +26,20 @@ from jpipe.model.traced.doors._whole import Whole
 Tree = Any  # a pytree of arrays
 
 _SETTINGS = "jax_enable_x64", "jax_numpy_dtype_promotion", "jax_numpy_rank_promotion", "jax_default_prng_impl"  # that change specs
+
+
+class Probed(NamedTuple):
+    """An optimizer that was probed for a model.
+
+    Attributes:
+        optimizer: the optimizer, which is kept alive so that its `id` is not used twice.
+        params: the shapes of the parameters by layer id.
+        layerwise: a `LayerwiseOptimizer`, the result.
+    """
+
+    optimizer: Any
+    params: Tree
+    layerwise: Any
 
 
 class LayerStack:
@@ -87,6 +101,7 @@ class LayerStack:
         self._object_ids = {layer_id: id(layer) for layer_id, layer in layers.items()}
         self._alive = list(layers.values())  # so that no id() is used twice
         self._known: dict[Any, LayerSpec] = {}
+        self.probed: dict[Any, Probed] = {}
         self.traced: TracedModel | None = None
         self.whole: Whole | None = None
         self._abstract: InputError | None = None  # why the model cannot make its parameters

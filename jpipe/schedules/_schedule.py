@@ -245,9 +245,36 @@ class Schedule:
 _SEVERAL = "an interleaved schedule such as 'interleaved_1f1b'"
 
 
-@lru_cache(maxsize=256)
+class _Numbers(NamedTuple):
+    """What a schedule reads of a plan: the same for plans that differ in their layers alone. Fields as in `Shape`."""
+
+    schedule: str
+    depth: int
+    microbatches: int
+    replicas: tuple[int, ...]
+    extra_in_flight: int
+    max_in_flight: int | None
+    noam: bool
+    vertical_sync: bool
+    flush_first: int
+    pipeline_ranks: Ranks
+    order: tuple[str, ...] | None
+    order_limit: int | None
+    split_backward: Literal["joint", "early"]
+    each_update: tuple[int, ...]
+
+    def microbatches_per_update(self, s: int) -> int:
+        return self.each_update[s]
+
+
 def _ops(schedule: Schedule, plan: Shape) -> tuple[tuple[str, ...], ...]:
     """Return for each stage the ops of a batch, in the order of their first use."""
+    own = [getattr(plan, name) for name in _Numbers._fields[:-1]]
+    return _ops_of_numbers(schedule, _Numbers(*own, tuple(map(plan.microbatches_per_update, range(plan.depth)))))
+
+
+@lru_cache(maxsize=256)
+def _ops_of_numbers(schedule: Schedule, plan: Shape) -> tuple[tuple[str, ...], ...]:
     ops: list[dict[str, None]] = [{} for _ in range(plan.depth)]
     for p in range(len(plan.pipeline_ranks)):
         for entry in schedule.computations(plan, p, 0, 0, 1):

@@ -14,7 +14,7 @@ from jpipe.meshes._partition import partitions
 from jpipe.model._layer import LayerSpec
 from jpipe.model._losses import Loss, random_parameter
 from jpipe.model._precision import Precision
-from jpipe.model._stack import LayerStack
+from jpipe.model._stack import LayerStack, Probed
 from jpipe.model._ties import NOTHING_SHARED, Sharing
 from jpipe.model.layerwise._optimizer import LayerwiseOptimizer
 from jpipe.model.layerwise._probe import find_layerwise
@@ -39,7 +39,7 @@ class StageBuilder:
         stack: the model.
         plan: its stages.
         loss: `(outputs, labels) -> (sum of the losses, weight)`.
-        optimizer: probed once for each model; batches of other shapes may make other parameters.
+        optimizer: probed once for each model, also if several plans of it are built; batches of other shapes may make other parameters.
         precision: in which the layers of `stack` compute already.
         ema_decay: the decay of the moving average of the weights, if there is one.
         delay_factor: as in `LayerwiseOptimizer`, for the stages whose gradients are late.
@@ -61,7 +61,6 @@ class StageBuilder:
         self._precision, self._ema_decay, self._options = precision, ema_decay, options
         self._delay_factors = [delay_factor if delay else None for delay in plan.delays]
         self._built: tuple[Any, list[StageFunctions]] | None = None  # the last batch, and its functions
-        self._probed: tuple[Tree, LayerwiseOptimizer] | None = None  # the last parameters, and their optimizer
 
     def build(self, spec: Batch) -> list[StageFunctions]:
         """Return the functions of each stage.
@@ -108,11 +107,14 @@ class StageBuilder:
         return "update" if SCHEDULES[self._plan.schedule].flushes and self._plan.agree is None else "read"
 
     def _layerwise(self, params: Tree) -> LayerwiseOptimizer:
-        if self._probed is None or self._probed[0] != params:
-            predicts = any(factor is not None for factor in self._delay_factors)
+        predicts = any(factor is not None for factor in self._delay_factors)
+        key = id(self._optimizer), self._precision.has_masters, predicts, self._plan.depth
+        probed = self._stack.probed.get(key)
+        if probed is None or probed.params != params:
             layerwise = find_layerwise(self._optimizer, params, self._precision.has_masters, self._stack.ties, predicts, self._plan.depth)
-            self._probed = params, layerwise
-        return self._probed[1]
+            self._stack.probed.clear()  # one is kept
+            probed = self._stack.probed[key] = Probed(self._optimizer, params, layerwise)
+        return probed.layerwise
 
 
 def _check_stage_norm(clip_stage_norm: float | None, sharing: Sharing) -> None:

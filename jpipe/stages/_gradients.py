@@ -50,7 +50,7 @@ def with_gradients(functions: Sequence[StageFunctions], earlier: Mapping[str, Tr
 def check_gradients(
     stack: LayerStack, layers: Mapping[str, LayerSpec], first_stage: int, loss: Loss, labels: Tree, trained: Subset = EVERYTHING
 ) -> None:
-    """Check that the backward of each layer and of the loss can be traced, where it is computed.
+    """Check that the backward of each layer and of the loss can be traced, where it is computed; of layers given as one object, once.
 
     Args:
         stack: the model.
@@ -65,11 +65,14 @@ def check_gradients(
     """
     params = {layer_id: spec.params for layer_id, spec in layers.items()}
     in_layers, before = stack.ties.in_layers(trained, stack.ties.split(params), params), dict[str, Tree]()
+    checked = set[Any]()
     for number, (layer_id, spec) in enumerate(layers.items()):
         moves = in_layers.has_any(before) or (number >= first_stage and has_gradient(in_layers, before))
         before[layer_id] = spec.params
         trained = in_layers.of(layer_id, spec.params)
-        if moves or jax.tree.leaves(trained):
+        key = stack.like(layer_id, spec.x), moves, jax.tree.structure(trained)
+        if (moves or jax.tree.leaves(trained)) and key not in checked:
+            checked.add(key)
             with callers_code(lambda error, layer_id=layer_id: f"layer '{layer_id}': its backward fails: {cause(error)}; {_REMEDY}"):  # type: ignore[misc]  # layer_id has a default
                 backward = partial(_backward, stack.layers[layer_id], moves, partial(in_layers.filled, layer_id))
                 jax.eval_shape(backward, trained, spec.params, spec.state, spec.x, key_spec())

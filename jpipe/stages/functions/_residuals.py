@@ -34,14 +34,14 @@ class Residuals:
         sources: of each leaf of the VJP.
         arguments, outputs: which of the forward are kept until the backward.
         forward: the traced forward, of (weights, arguments, rng), whose last results are the leaves of the VJP.
-        treedef: the structure of the VJP.
+        results: shapes and dtypes of its results: (y, new state) and the VJP.
     """
 
     sources: tuple[Source, ...]
     arguments: tuple[int, ...]
     outputs: tuple[int, ...]
     forward: Any
-    treedef: Any
+    results: tuple[tuple[Tree, Tree], Any]
 
     @property
     def count(self) -> int:
@@ -90,7 +90,7 @@ class Residuals:
             leaf if source.kind == "weights" else leaves_of_kind[source.kind][source.position]
             for leaf, source in zip(again, self.sources, strict=True)
         ]
-        return jax.tree.unflatten(self.treedef, leaves)
+        return jax.tree.unflatten(jax.tree.structure(self.results[1]), leaves)
 
 
 def find_residuals(forward: Callable[..., tuple[Tree, Any]], params: Tree, arguments: Tree, rng: Tree) -> Residuals:
@@ -123,4 +123,4 @@ def find_residuals(forward: Callable[..., tuple[Tree, Any]], params: Tree, argum
             sources.append(Source("saved", saved.setdefault(var, len(saved))))
     arguments_kept = tuple(sorted({s.position for s in sources if s.kind == "argument"}))
     outputs_kept = tuple(sorted({s.position for s in sources if s.kind == "output"}))
-    return Residuals(tuple(sources), arguments_kept, outputs_kept, closed, jax.tree.structure(vjp))
+    return Residuals(tuple(sources), arguments_kept, outputs_kept, closed, (outputs, vjp))

@@ -410,7 +410,8 @@ class StageFunctions:
 
     @cached_property
     def _forward_spec(self) -> Any:
-        return jax.eval_shape(self.forward, self.specs.params, *self.specs.arguments, self.specs.rng)
+        (y, new_state), vjp = self.residuals.results
+        return y, self.changed.part(new_state), self.residuals.saved(jax.tree.leaves(vjp))
 
     @cached_property
     def _gradients_spec(self) -> Tree:

@@ -2,17 +2,21 @@
 
 Every port has to carry all messages and sums that go through it, one after the other. And every computation waits for what it needs: its
 worker, the messages with their latencies, the sum for the weight version that it reads. The bounds ignore that messages wait for each
-other, and with clipping the wait for the norm of the gradients. `rank_seconds`, `flush_seconds` and `port_seconds` hold for all plans, the
-other bounds for plans with one stage on each rank, where a worker has the number of its rank.
+other, and with clipping the wait for the norm of the gradients. `rank_seconds`, `flush_seconds` and `port_seconds` hold for all plans,
+`order_seconds` for those that flush, the other bounds for plans with one stage on each rank, where a worker has the number of its rank.
 """
 
 from collections import defaultdict, deque
 from collections.abc import Hashable, Iterator, Sequence
-from itertools import accumulate, permutations
+from functools import cache, lru_cache
+from itertools import accumulate, pairwise, permutations
 from math import lcm
+from typing import NamedTuple
 
 import jpipe
-from jpipe_planner.cost.shape import is_planned
+from jpipe_planner.cost.shape import Shape, is_planned
+
+_MOST_KEPT = 20_000  # forwards of a walk that is kept for other plans of its shape
 
 
 def has_bounds(plan: jpipe.Plan) -> bool:
@@ -194,109 +198,229 @@ def unhindered_seconds(
         first: the first batch to measure.
         batches: the number of batches to measure.
     """
-    entries = _Pipeline(plan, costs, link, first + batches + 1).entries()
+    entries = _entries(plan, costs, link, first + batches + 1)
     return (entries[first + batches] - entries[first]) / batches
 
 
-class _Stage:
-    """A stage of a pipeline whose messages never wait for each other, and the known times of its microbatches."""
+def order_seconds(
+    plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost], link: jpipe.programs.Network, first: int, batches: int
+) -> float:
+    """Return the seconds per batch of a plan that flushes if messages never wait for each other, with any stages on its ranks.
 
-    def __init__(self, plan: jpipe.Plan, s: int, cost: jpipe.programs.StageCost, link: jpipe.programs.Network, batches: int) -> None:
-        rules, count = jpipe.schedules.SCHEDULES[plan.schedule], batches * plan.microbatches
-        self.forward, self.backward, self.update, self.replicas = cost.forward, cost.backward, cost.update, plan.replicas[s]
-        self.workers, every = plan.stage_workers[s], plan.microbatches_per_update(s)
-        self.sums = self.replicas > 1 and plan.agree is None
-        self.microbatches_per_update = every // self.replicas  # microbatches per update at each replica
+    One of its pipelines is walked through, in the order of its schedule. Its sums begin once it has computed their gradients.
+
+    Args:
+        plan: the plan.
+        costs: the costs of its stages.
+        link: the links between its ranks.
+        first: the first batch to measure.
+        batches: the number of batches to measure.
+
+    Returns:
+        The bound; 0 without a flush, or where stages differ in their replicas.
+    """
+    if not jpipe.schedules.SCHEDULES[plan.schedule].flushes or len(set(plan.replicas)) > 1:
+        return 0.0
+    steps = _steps(plan, costs, link)
+    clocks, summed = [0.0] * len(plan.pipeline_ranks), [0.0] * plan.depth
+    known, starts = [0.0] * (2 * plan.depth * plan.microbatches), list[float]()
+    rings = [_ring(plan, s, link) for s in range(plan.depth)]
+    for _ in range(first + batches + 1):
+        starts.append(clocks[0])
+        for step in steps:
+            ends = max(clocks[step.rank], known[step.needs]) + step.seconds if step.needs >= 0 else clocks[step.rank] + step.seconds
+            clocks[step.rank] = ends
+            for place, delay in step.sends:
+                known[place] = ends + delay
+            if step.ends_batch:
+                s = step.stage
+                if rings[s]:
+                    summed[s] = ends + _summed_after(costs[s], plan.stages[s], step.op, rings[s])
+                else:
+                    clocks[step.rank] += costs[s].update
+        for p, stages in enumerate(plan.pipeline_ranks if rings[0] else ()):
+            updated = clocks[p] + sum(costs[s].update for s in stages)
+            clocks[p] = max(updated, *(summed[s] + costs[s].update for s in stages))
+    return (starts[first + batches] - starts[first]) / batches
+
+
+class _OrderStep(NamedTuple):
+    """A computation of the walk through a batch.
+
+    Attributes:
+        rank: the pipeline rank.
+        op, stage: what is computed.
+        seconds: how long it takes.
+        needs: the place of the message that it waits for; -1: none.
+        sends: the places of the messages that it makes, and the seconds that they take.
+        ends_batch: whether it is the last one that adds to the gradients of its stage.
+    """
+
+    rank: int
+    op: str
+    stage: int
+    seconds: float
+    needs: int
+    sends: tuple[tuple[int, float], ...]
+    ends_batch: bool
+
+
+def _steps(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost], link: jpipe.programs.Network) -> list[_OrderStep]:
+    """Return the computations of the first pipeline in a batch, each after those that it needs."""
+    rules, depth, count = jpipe.schedules.SCHEDULES[plan.schedule], plan.depth, plan.microbatches
+    ranks = [plan.rank_of[workers[0]] for workers in plan.stage_workers]
+    there = [0.0 if a == b else _message_seconds(costs[s].outputs, link(a, b)) for s, (a, b) in enumerate(pairwise(ranks))]
+    back = [0.0 if a == b else _message_seconds(costs[s + 1].gradient, link(b, a)) for s, (a, b) in enumerate(pairwise(ranks))]
+    orders = [list(rules.computations(plan, p, 0, 0, 1)) for p in range(len(plan.pipeline_ranks))]
+    last = {(p, s): n for p, order in enumerate(orders) for n, (op, s, _) in enumerate(order) if jpipe.ops.OPS[op].finishes}
+    steps, known, positions, waiting = list[_OrderStep](), set[int](), [0] * len(orders), dict[int, int]()
+    ready = deque(range(len(orders)))
+    while ready:
+        p = ready.popleft()
+        for n in range(positions[p], len(orders[p])):
+            name, s, k = orders[p][n]
+            op, sends = jpipe.ops.OPS[name], list[tuple[int, float]]()
+            needs = s * count + k if op.reads == "inputs" and s > 0 else -1
+            needs = (depth + s) * count + k if op.reads == "residuals" and s < depth - 1 else needs
+            if needs >= 0 and needs not in known:
+                waiting[needs] = p
+                break
+            if "output" in op.leaves and s < depth - 1:
+                sends.append(((s + 1) * count + k, there[s]))
+            if op.gives_gradient and s > 0:
+                sends.append(((depth + s - 1) * count + k, back[s - 1]))
+            steps.append(_OrderStep(p, name, s, costs[s].seconds(name), needs, tuple(sends), n == last[p, s]))
+            known.update(place for place, _ in sends)
+            ready.extend(waiting.pop(place) for place, _ in sends if place in waiting)
+            positions[p] = n + 1
+    return steps
+
+
+_NOBODY: Sequence[int] = ()
+_Step = tuple[int, int, int, bool, Sequence[int], bool, int, bool]
+
+
+class _Walk:
+    """The computations of a pipeline whose messages never wait for each other, each after those that it needs.
+
+    They do not depend on how long anything takes, so that plans of one shape share them. Each step has its worker, stage and microbatch;
+    whether it is a forward; the updates that its worker makes before, which wait for sums; whether worker 0 begins a batch with it; the
+    update whose gradients its worker has with it, or -1; and whether all replicas have them then.
+    """
+
+    def __init__(self, shape: Shape, sums: Sequence[bool], batches: int) -> None:
+        rules, self._shape, self._sums = jpipe.schedules.SCHEDULES[shape.schedule], shape, sums
+        self.steps: list[_Step] = []
+        self.counts = [batches * shape.microbatches // shape.microbatches_per_update(s) for s in range(shape.depth)]
+        workers = [(s, replica) for s, count in enumerate(shape.replicas) for replica in range(count)]
+        self._first = [0, *accumulate(shape.replicas)]
         # All replicas have the same order and versions, each for its own microbatches.
-        order = rules.computations(plan, s, 0, 0, batches)
-        self.order = [(op == "F", entry.microbatch // self.replicas) for entry in order for op in jpipe.ops.OPS[entry.op].pieces]
-        self.versions = [rules.version(plan, s, k) for k in range(0, count, self.replicas)] if self.replicas > 1 else []
-        self.arrived: list[float | None] = [None if s else 0.0] * count  # the inputs of each microbatch
-        self.returned: list[float | None] = [None if s < plan.depth - 1 else 0.0] * count  # its output gradients
-        self.summed = [0.0] * (count // every)
-        self.missing = [self.replicas] * (count // every)
-        self.summed_after = _summed_after(cost, plan.stages[s], "B", _ring(plan, s, link))
-        self.forward_delays = self._delays(plan, s, s + 1, cost.outputs, link)
-        self.backward_delays = self._delays(plan, s, s - 1, cost.gradient, link)
+        self._orders = [
+            [(op == "F", entry.microbatch // count) for entry in rules.computations(shape, s, 0, 0, batches) for op in _pieces(entry.op)]
+            for s, count in enumerate(shape.replicas)
+        ]
+        number = batches * shape.microbatches
+        self._versions = [
+            [rules.version(shape, s, k) for k in range(0, number, count)] if sums[s] else [] for s, count in enumerate(shape.replicas)
+        ]
+        self._inputs = [[s == 0] * number for s in range(shape.depth)]
+        self._gradients = [[s == shape.depth - 1] * number for s in range(shape.depth)]
+        self._workers_of = [[(self._first[s] + j,) for j in range(count)] for s, count in enumerate(shape.replicas)]
+        self._each = [shape.microbatches_per_update(s) // count for s, count in enumerate(shape.replicas)]
+        self._missing = [[count] * self.counts[s] for s, count in enumerate(shape.replicas)]
+        self._updates, self._finished, positions = [0] * len(workers), [0] * len(workers), [0] * len(workers)
+        ready = deque(range(len(workers)))
+        while ready:
+            w = ready.popleft()
+            s, replica = workers[w]
+            order = self._orders[s]
+            while positions[w] < len(order) and (woken := self._step(w, s, replica, *order[positions[w]])) is not None:
+                positions[w] += 1
+                ready.extend(woken)
 
-    @staticmethod
-    def _delays(plan: jpipe.Plan, source: int, target: int, size: int, link: jpipe.programs.Network) -> list[float]:
-        """Return the seconds of the messages to a neighbour, for one period of microbatches; empty without a neighbour."""
-        if not 0 <= target < plan.depth:
-            return []
-        links = [link(plan.worker(source, k), plan.worker(target, k)) for k in range(lcm(plan.replicas[source], plan.replicas[target]))]
-        return [_message_seconds(size, crossed) for crossed in links]
+    def _step(self, w: int, s: int, replica: int, is_forward: bool, microbatch: int) -> Sequence[int] | None:
+        """Note a computation and return the workers that may wait for it; None if its inputs are not known."""
+        shape, replicas = self._shape, self._shape.replicas
+        k, known = microbatch * replicas[s] + replica, self._inputs if is_forward else self._gradients
+        if not known[s][k]:
+            return None
+        first, needed = self._updates[w], 0
+        if self._sums[s]:  # at most one update waits
+            needed = max(self._versions[s][microbatch] if is_forward else 0, self._finished[w] - 1)
+            while self._updates[w] < needed and not self._missing[s][self._updates[w]]:
+                self._updates[w] += 1
+            if self._updates[w] < needed:
+                self._updates[w] = first
+                return None
+        to, woken, gradients, completes = s + 1 if is_forward else s - 1, _NOBODY, -1, False
+        if 0 <= to < len(replicas):
+            known[to][k] = True
+            woken = self._workers_of[to][k % replicas[to]]
+        if not is_forward and (microbatch + 1) % self._each[s] == 0:
+            gradients = microbatch // self._each[s]
+            self._finished[w] += 1
+            self._missing[s][gradients] -= 1
+            completes = not self._missing[s][gradients]
+            woken = [*woken, *range(self._first[s], self._first[s + 1])] if completes and self._sums[s] else woken
+        entered = is_forward and w == 0 and k % shape.microbatches == 0
+        self.steps.append((w, s, k, is_forward, range(first, needed) if first < needed else (), entered, gradients, completes))
+        return woken
 
 
-class _Worker:
-    """The position of a replica in the order of its stage."""
-
-    def __init__(self, stage: int, replica: int) -> None:
-        self.stage, self.replica = stage, replica
-        self.position = self.finished_batches = self.updates = 0  # in the order of the stage
-        self.clock = 0.0
+@cache
+def _pieces(op: str) -> tuple[str, ...]:
+    return jpipe.ops.OPS[op].pieces
 
 
-class _Pipeline:
-    """A pipeline whose messages never wait for each other."""
+_known_walk = lru_cache(maxsize=16)(_Walk)
 
-    def __init__(self, plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost], link: jpipe.programs.Network, batches: int) -> None:
-        self.microbatches = plan.microbatches
-        self.stages = [_Stage(plan, s, cost, link, batches) for s, cost in enumerate(costs)]
-        self.workers = [_Worker(s, replica) for s, replica in plan.workers]
-        self.ready = deque(range(len(self.workers)))
-        self.batch_starts: list[float] = []
 
-    def entries(self) -> list[float]:
-        """Return when worker 0 begins each batch."""
-        while self.ready:
-            worker = self.workers[self.ready.popleft()]
-            stage, s = self.stages[worker.stage], worker.stage
-            while worker.position < len(stage.order) and self._step(worker, stage, s):
-                worker.position += 1
-        return self.batch_starts
-
-    def _step(self, worker: _Worker, stage: _Stage, s: int) -> bool:
-        """Do the next computation of a worker if the times of all its inputs are known, and wake the worker that waits for it."""
-        is_forward, microbatch = stage.order[worker.position]
-        k = microbatch * stage.replicas + worker.replica
-        available = stage.arrived[k] if is_forward else stage.returned[k]
-        if available is None:
-            return False
-        if stage.sums:
-            needed_updates = max(stage.versions[microbatch] if is_forward else 0, worker.finished_batches - 1)  # at most one update waits
-            while worker.updates < needed_updates:
-                if stage.missing[worker.updates]:
-                    return False
-                worker.clock = max(worker.clock, stage.summed[worker.updates]) + stage.update
-                worker.updates += 1
-        begins = max(worker.clock, available)
+def _entries(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost], link: jpipe.programs.Network, batches: int) -> list[float]:
+    """Return when worker 0 begins each batch."""
+    names = (
+        "schedule",
+        "microbatches",
+        "replicas",
+        "extra_in_flight",
+        "max_in_flight",
+        "noam",
+        "vertical_sync",
+        "update_every",
+        "flush_first",
+    )
+    shape, sums = Shape(**{name: getattr(plan, name) for name in names}), tuple(map(plan.sums_gradients, range(plan.depth)))
+    walk = (_known_walk if batches * plan.microbatches * plan.depth <= _MOST_KEPT else _Walk)(shape, sums, batches)
+    clocks, starts, number = [0.0] * len(plan.workers), list[float](), batches * plan.microbatches
+    arrived, returned = ([[0.0] * number for _ in costs] for _ in range(2))
+    summed = [[0.0] * count for count in walk.counts]
+    after = [_summed_after(cost, plan.stages[s], "B", _ring(plan, s, link)) for s, cost in enumerate(costs)]
+    there = [_delays(plan, s, s + 1, cost.outputs, link) for s, cost in enumerate(costs)]
+    back = [_delays(plan, s, s - 1, cost.gradient, link) for s, cost in enumerate(costs)]
+    for w, s, k, is_forward, updates, entered, gradients, completes in walk.steps:
+        cost, begins, available = costs[s], clocks[w], arrived[s][k] if is_forward else returned[s][k]
+        for update in updates:
+            begins = max(begins, summed[s][update]) + cost.update
+        begins = max(begins, available)
         if is_forward:
-            if s == 0 and worker.replica == 0 and k % self.microbatches == 0:
-                self.batch_starts.append(begins)
-            worker.clock = ends = begins + stage.forward
-            if stage.forward_delays:
-                after = self.stages[s + 1]
-                after.arrived[k] = ends + stage.forward_delays[k % len(stage.forward_delays)]
-                self.ready.append(after.workers[k % after.replicas])
-            return True
-        worker.clock = ends = begins + stage.backward
-        if stage.backward_delays:
-            before = self.stages[s - 1]
-            before.returned[k] = ends + stage.backward_delays[k % len(stage.backward_delays)]
-            self.ready.append(before.workers[k % before.replicas])
-        if (microbatch + 1) % stage.microbatches_per_update == 0:
-            self._end_batch(worker, stage, microbatch // stage.microbatches_per_update)
-        return True
+            if entered:
+                starts.append(begins)
+            clocks[w] = ends = begins + cost.forward
+            if delays := there[s]:
+                arrived[s + 1][k] = ends + delays[k % len(delays)]
+            continue
+        clocks[w] = ends = begins + cost.backward
+        if delays := back[s]:
+            returned[s - 1][k] = ends + delays[k % len(delays)]
+        if gradients >= 0 and not sums[s]:
+            clocks[w] += cost.update
+        elif gradients >= 0:
+            summed[s][gradients] = max(summed[s][gradients], ends) + (after[s] if completes else 0.0)
+    return starts
 
-    def _end_batch(self, worker: _Worker, stage: _Stage, batch: int) -> None:
-        """Update a worker that has the gradients of an update; the last of several replicas sums them first."""
-        worker.finished_batches += 1
-        if not stage.sums:
-            worker.clock += stage.update
-            return
-        stage.summed[batch] = max(stage.summed[batch], worker.clock)
-        stage.missing[batch] -= 1
-        if not stage.missing[batch]:
-            stage.summed[batch] += stage.summed_after
-            self.ready.extend(stage.workers)
+
+def _delays(plan: jpipe.Plan, source: int, target: int, size: int, link: jpipe.programs.Network) -> list[float]:
+    """Return the seconds of the messages from a stage to a neighbour, for one period of microbatches; empty without a neighbour."""
+    if not 0 <= target < plan.depth:
+        return []
+    links = [link(plan.worker(source, k), plan.worker(target, k)) for k in range(lcm(plan.replicas[source], plan.replicas[target]))]
+    return [_message_seconds(size, crossed) for crossed in links]

@@ -17,7 +17,8 @@ from jpipe_planner.profile.compose import profile_of
 from jpipe_planner.profile.flops import count_flops
 from jpipe_planner.profile.model import POLICIES, Batch, Costs, Meter, Model, Progress, count_bytes, parts_of_bytes
 from jpipe_planner.profile.profile import Profile
-from jpipe_planner.profile.scratch import ScratchPrograms, compiling_threads
+from jpipe_planner.profile.scratch import KINDS, Kind, ScratchPrograms, compiling_threads
+from jpipe_planner.profile.sizes import count_at
 
 Name = Literal["forward", "backward", "update"]
 PROGRAMS: tuple[Name, ...] = ("forward", "backward", "update")
@@ -43,11 +44,12 @@ def analyze(
     The time of a program is its FLOPs divided by `device.flops` times `device.efficiency`, or its memory traffic divided by
     `device.memory_bandwidth`, whichever is longer. FLOPs are counted by XLA before it optimizes, plus those of the further iterations of
     scans; of a while loop one iteration is counted. Traffic is what has to move even if everything is fused: weights, inputs, outputs,
-    residuals, gradients and optimizer state, each once. Temporaries come from compiling forward and backward of each distinct layer and of
-    each distinct pair of neighbours, at the smallest and the largest size, interpolated linearly; with "full" among the policies also from
-    the backwards that recompute of layers, pairs and triples. An update is assumed to need none. They are compiled
-    for the target of the device, and for this machine where it has none or XLA cannot compile for it here. The profile does
-    not know that GPUs are slow with few rows: if the smallest microbatches look best, use a measured profile.
+    residuals, gradients and optimizer state, each once. Both are counted at few sizes where they grow linearly with the rows
+    (`count_at`). Temporaries come from compiling forward and backward of each distinct layer and of each distinct pair of neighbours, at
+    the smallest and the largest size, interpolated linearly; with "full" among the policies also from the backwards that recompute of
+    layers, pairs and triples. An update is assumed to need none. They are compiled for the target of the device, and for this machine where
+    it has none or XLA cannot compile for it here. The profile does not know that GPUs are slow with few rows: if the smallest microbatches
+    look best, use a measured profile.
 
     Args:
         stack: the model.
@@ -80,26 +82,48 @@ def analyze(
 
 def _costs(model: Model, device: Device, compiled_for: jax.Device, programs: ScratchPrograms, meter: Meter) -> dict[tuple[str, int], Costs]:
     """Return the costs of each distinct layer at each size, and begin to compile its programs for their scratch memory."""
-    local_device, costs = jax.local_devices()[0], {}
+    costs, on_this_device = {}, compiled_for == jax.local_devices()[0]
     for layer_id in model.distinct:
-        stages = {rows: model.stage([layer_id], rows) for rows in model.sizes}
-        traced = {(rows, name): stage.trace(name, local_device) for rows, stage in stages.items() for name in PROGRAMS}
-        try:
-            lowered = {key: program.lower() for key, program in traced.items()}
-        except NotImplementedError as error:
-            raise InputError(
-                f"layer '{layer_id}': its operations cannot be counted, because JAX does not compile it for CPUs: {error}; profile it with "
-                "another implementation, such as model.attention: xla"
-            ) from None
-        programs.begin_layer(layer_id, lowered if compiled_for == local_device else None)
-        for rows in model.sizes:
-            flops = {name: count_flops(traced[rows, name], lowered[rows, name]) for name in PROGRAMS}
-            rate = _rate(device, layer_id, stages[rows].specs[layer_id], model.precision.compute)
-            traffic = _traffic(stages[rows].cost)
+        counted, lowered = _counted(model, layer_id)
+        programs.begin_layer(layer_id, lowered if on_this_device else None)
+        rate = _rate(device, layer_id, model.stage([layer_id], model.sizes[0]).specs[layer_id], model.precision.compute)
+        for rows, (flops, traffic) in counted.items():
             forward, backward, update = (_seconds(flops[name], traffic[name], rate, device) for name in PROGRAMS)
             costs[layer_id, rows] = Costs(forward, backward, update, flops["forward"])
         meter.step()
     return costs
+
+
+def _counted(
+    model: Model, layer_id: str
+) -> tuple[dict[int, tuple[dict[str, float], dict[str, int]]], dict[int, dict[Kind, jax.stages.Lowered]]]:
+    """Count the FLOPs and the traffic of each program of a layer at all sizes.
+
+    Returns:
+        Both by name, by rows; forward and backward, by the rows at which they were lowered.
+    """
+    lowered: dict[int, dict[Kind, jax.stages.Lowered]] = {}
+    of_update = count_flops(*_lower(model.stage([layer_id], model.sizes[0]), layer_id, "update"))  # at any size
+
+    def count(rows: int) -> tuple[dict[str, float], dict[str, int]]:
+        stage = model.stage([layer_id], rows)
+        programs = {kind: _lower(stage, layer_id, kind) for kind in KINDS}
+        lowered[rows] = {kind: program for kind, (_, program) in programs.items()}
+        return {"update": of_update} | {kind: count_flops(*program) for kind, program in programs.items()}, _traffic(stage.cost)
+
+    return count_at(model.sizes, count).at, lowered
+
+
+def _lower(stage: jpipe.stages.StandaloneStage, layer_id: str, name: Name) -> tuple[jax.stages.Traced, jax.stages.Lowered]:
+    """Return a program of a layer for this machine, traced and lowered, to count its operations."""
+    traced = stage.trace(name, jax.local_devices()[0])
+    try:
+        return traced, traced.lower()
+    except NotImplementedError as error:
+        raise InputError(
+            f"layer '{layer_id}': its operations cannot be counted, because JAX does not compile it for CPUs: {error}; profile it with "
+            "another implementation, such as model.attention: xla"
+        ) from None
 
 
 def _traffic(cost: jpipe.programs.StageCost) -> dict[str, int]:

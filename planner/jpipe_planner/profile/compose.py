@@ -3,6 +3,7 @@
 import itertools
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ from jpipe_planner.profile.flops import count_flops
 from jpipe_planner.profile.model import Costs, Model, StageCosts, tree_bytes
 from jpipe_planner.profile.profile import AtSize, LayerProfile, Profile, TensorProfile
 from jpipe_planner.profile.scratch import Scratch, ScratchParts
+from jpipe_planner.profile.sizes import count_by_policy
 from jpipe_planner.profile.tensor import tensor_profile
 
 
@@ -35,10 +37,7 @@ def profile_of(
 
     for_weights = {equal: _share_for_weights(model, equal) for equal in model.distinct}
     policies = {equal: [policy for rows, policy in stage_costs[equal,] if rows == model.sizes[0]] for equal in model.distinct}
-    stashes = {
-        equal: {(rows, policy): model.stage([equal], rows, policy).stash_bytes for rows in model.sizes for policy in policies[equal]}
-        for equal in model.distinct
-    }
+    stashes = {equal: count_by_policy(model.sizes, policies[equal], partial(_stash_bytes, model, equal))[0] for equal in model.distinct}
     tensor = {equal: _tensor_profile(model, equal, policies[equal]) for equal in model.distinct}
     layers, parts = [], ScratchParts(model, stage_costs, scratch())
     for layer_id, next_id in itertools.zip_longest(model.stack.ids, model.stack.ids[1:]):
@@ -69,6 +68,10 @@ def profile_of(
         layers.append(LayerProfile(id=layer_id, update=update, at=at, tensor=tensor[equal], **sizes))
     inputs, labels = (tuple(tree_bytes(model.batches[rows][part]) for rows in model.sizes) for part in (0, 1))
     return Profile(sizes=model.sizes, inputs=inputs, labels=labels, layers=tuple(layers), shared=model.shared, **fields)
+
+
+def _stash_bytes(model: Model, layer_id: str, rows: int, policy: str) -> int:
+    return model.stage([layer_id], rows, policy).stash_bytes
 
 
 def _tensor_profile(model: Model, layer_id: str, policies: Sequence[str]) -> TensorProfile:

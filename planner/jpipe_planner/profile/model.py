@@ -15,6 +15,7 @@ import optax
 import jpipe
 from jpipe import InputError
 from jpipe_planner.profile.profile import SharedProfile
+from jpipe_planner.profile.sizes import count_by_policy
 
 Tree = Any
 Batch = Callable[[int], tuple[Tree, Tree]]
@@ -131,7 +132,7 @@ class Model:
         key = tuple(ids), rows, recompute
         if key not in self._stages:
             stage = jpipe.Stage(layers=key[0], recompute=recompute)
-            labels, specs = self.batches[rows][1], specs or self._specs[rows]
+            labels, specs = self.batches[rows][1], specs or self._specs(rows)
             self._stages[key] = jpipe.stages.StandaloneStage(self.stack, stage, specs, labels, self.loss, self._layerwise, self.precision)
         return self._stages[key]
 
@@ -190,11 +191,9 @@ class Model:
     def _first_specs(self) -> dict[str, jpipe.model.LayerSpec]:
         return self.stack.specs(self.batches[self.sizes[0]][0])
 
-    @cached_property
-    def _specs(self) -> dict[int, dict[str, jpipe.model.LayerSpec]]:
-        """The specs of all layers at all sizes; each distinct layer is traced once per size."""
-        specs = {self.sizes[0]: self._first_specs}
-        for rows in self.sizes[1:]:
+    def _specs(self, rows: int) -> dict[str, jpipe.model.LayerSpec]:
+        """Return the specs of all layers at one size, at which each distinct layer is traced once."""
+        if rows not in self._known_specs:
             x = self.batches[rows][0]
             layer_specs: dict[str, jpipe.model.LayerSpec] = {}
             for layer_id, first in self.first_equal.items():
@@ -202,8 +201,12 @@ class Model:
                 known = first in layer_specs and has_names and layer_specs[first].x == x
                 layer_specs[layer_id] = layer_specs[first] if known else self.stack.specs(x, [layer_id])[layer_id]
                 x = layer_specs[layer_id].output
-            specs[rows] = layer_specs
-        return specs
+            self._known_specs[rows] = layer_specs
+        return self._known_specs[rows]
+
+    @cached_property
+    def _known_specs(self) -> dict[int, dict[str, jpipe.model.LayerSpec]]:
+        return {self.sizes[0]: self._first_specs}
 
     @cached_property
     def _layerwise(self) -> jpipe.model.LayerwiseOptimizer:
@@ -226,7 +229,7 @@ class Meter:
 
 
 def count_bytes(model: Model, policies: Sequence[str], meter: Meter) -> StageCosts:
-    """Count the bytes of each distinct layer as a stage, and of each pair of neighbours as a stage, at all sizes.
+    """Count the bytes of each distinct layer as a stage, and of each pair of neighbours as a stage, at all sizes, as `count_at` does.
 
     Args:
         model: the model.
@@ -234,9 +237,15 @@ def count_bytes(model: Model, policies: Sequence[str], meter: Meter) -> StageCos
         meter: counts `parts_of_bytes` parts.
     """
     policies = tuple(dict.fromkeys(("none", *policies)))
-    costs: StageCosts = {}
+    costs, linear = StageCosts(), set[str]()
     for name, ids in [*(((layer_id,), (layer_id,)) for layer_id in model.distinct), *model.pairs.items()]:
-        costs[name] = {(rows, policy): model.stage(ids, rows, policy).cost for rows in model.sizes for policy in policies}
+
+        def count(rows: int, policy: str, ids: tuple[str, ...] = ids) -> dict[str, Any]:
+            return dataclasses.asdict(model.stage(ids, rows, policy).cost)
+
+        counted, is_linear = count_by_policy(model.sizes, policies, count, is_linear=linear.issuperset(name))
+        linear.update(name if is_linear else ())
+        costs[name] = {key: jpipe.programs.StageCost(**cost) for key, cost in counted.items()}
         meter.step()
     return costs
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import numpy as np
@@ -16,7 +16,7 @@ from jpipe_planner.machine.compiling import bytes_beyond_memory
 from jpipe_planner.profile.model import Model, StageCosts
 
 Kind = Literal["forward", "backward"]
-_KINDS: tuple[Kind, ...] = ("forward", "backward")
+KINDS: tuple[Kind, ...] = ("forward", "backward")
 _Ids = tuple[str, ...]
 
 
@@ -25,14 +25,14 @@ class Scratch(NamedTuple):
 
     Attributes:
         layers: of the forward or the backward of each distinct layer, whichever needs more, by layer and rows.
-        forwards: of the forwards of pairs of neighbours, without recomputation, by rows.
-        backwards: of their backwards.
+        pairs: likewise of pairs of neighbours, without recomputation, by rows.
+        backwards: of the backwards of these pairs.
         remaking: of the backwards of layers, pairs and triples of neighbours with full recomputation, of the largest microbatch; empty:
             not known.
     """
 
     layers: Mapping[tuple[str, int], int]
-    forwards: Mapping[tuple[str, ...], Mapping[int, int]]
+    pairs: Mapping[tuple[str, ...], Mapping[int, int]]
     backwards: Mapping[tuple[str, ...], Mapping[int, int]]
     remaking: Mapping[tuple[str, ...], int]
 
@@ -40,9 +40,10 @@ class Scratch(NamedTuple):
 class ScratchPrograms:
     """Programs that are compiled in threads to know their scratch memory, while others are traced; equal ones are compiled once.
 
-    Without recomputation only the smallest and the largest size are compiled; the sizes between are interpolated. With full recomputation,
-    if that is among the policies, only the largest: what it adds is proportional to the residuals. There triples of neighbours are compiled
-    too, because a compiler for TPUs needs much less for a third layer than for the second one.
+    Without recomputation only the smallest and the largest size are compiled; the sizes between are interpolated. A forward of the smallest
+    size is compiled only if that of the largest one needs more than its backward. With full recomputation, if that is among the policies,
+    only the largest size is compiled: what it adds is proportional to the residuals. There triples of neighbours are compiled too, because
+    a compiler for TPUs needs much less for a third layer than for the second one.
 
     Args:
         model: the model.
@@ -58,32 +59,40 @@ class ScratchPrograms:
         self._remade: list[_Ids] = []  # with full recomputation
         if "full" in policies:
             singles, triples = [(one,) for one in model.distinct], [*model.triples.values()]
-            self._remade = list(dict.fromkeys([*singles, *self._pairs, *triples, *(triple[1:] for triple in triples)]))
+            self._remade = [*singles, *self._pairs, *triples]
         self._bytes: dict[tuple[_Ids, int, Kind, str], Future[int]] = {}
         self._by_key: dict[str, Future[int]] = {}
 
-    def begin_layer(self, layer_id: str, lowered: Mapping[Any, jax.stages.Lowered] | None = None) -> None:
-        """Begin to compile a layer as a stage; `lowered` has its programs if they are lowered for the device already."""
-        for rows in self._ends:
-            for kind in _KINDS:
-                self._begin((layer_id,), rows, kind, lowered=None if lowered is None else lowered[rows, kind])
+    def begin_layer(self, layer_id: str, lowered: Mapping[int, Mapping[Kind, jax.stages.Lowered]] | None = None) -> None:
+        """Begin to compile a layer as a stage; `lowered` has its programs by rows if they are lowered for the device already."""
+        self._begin_ends((layer_id,), {} if lowered is None else lowered)
 
     def begin_neighbours(self) -> None:
         """Begin to compile pairs of neighbours and what recomputes: several layers need more scratch memory than each of them."""
         for ids in self._pairs:
-            for rows in self._ends:
-                for kind in _KINDS:
-                    self._begin(ids, rows, kind)
+            self._begin_ends(ids, {})
         for ids in self._remade:
             self._begin(ids, self._largest, "backward", "full")
 
     def scratch(self, layers: Mapping[tuple[str, int], int] | None = None) -> Scratch:
         """Return the scratch memory, once all is compiled; `layers` is that of single layers if they were not begun here."""
+        singles = [(one,) for one in self._model.distinct] if layers is None else []
+        for ids in [*singles, *self._pairs]:
+            if self._forward_decides(ids):
+                self._begin(ids, self._ends[0], "forward")
         if layers is None:
-            at = {one: self._by_rows((one,), *_KINDS) for one in self._model.distinct}
-            layers = {(one, rows): size for one, by_rows in at.items() for rows, size in by_rows.items()}
-        forwards, backwards = ({ids: self._by_rows(ids, kind) for ids in self._pairs} for kind in _KINDS)
-        return Scratch(layers, forwards, backwards, {ids: self._known(ids, self._largest, "backward", "full") for ids in self._remade})
+            layers = {(ids[0], rows): size for ids in singles for rows, size in self._by_rows(ids).items()}
+        pairs, backwards = ({ids: self._by_rows(ids, both=both) for ids in self._pairs} for both in (True, False))
+        return Scratch(layers, pairs, backwards, {ids: self._known(ids, self._largest, "backward", "full") for ids in self._remade})
+
+    def _begin_ends(self, ids: _Ids, lowered: Mapping[int, Mapping[Kind, jax.stages.Lowered]]) -> None:
+        """Begin to compile the backward of layers at the smallest and the largest size, and the forward at the largest one."""
+        for rows in self._ends:
+            self._begin(ids, rows, "backward", lowered=lowered[rows]["backward"] if lowered else None)
+        self._begin(ids, self._largest, "forward", lowered=lowered[self._largest]["forward"] if lowered else None)
+
+    def _forward_decides(self, ids: _Ids) -> bool:
+        return self._known(ids, self._largest, "forward") > self._known(ids, self._largest, "backward")
 
     def _begin(self, ids: _Ids, rows: int, kind: Kind, recompute: str = "none", lowered: jax.stages.Lowered | None = None) -> None:
         if lowered is None:
@@ -96,8 +105,9 @@ class ScratchPrograms:
     def _known(self, ids: _Ids, rows: int, kind: Kind, recompute: str = "none") -> int:
         return self._bytes[ids, rows, kind, recompute].result()
 
-    def _by_rows(self, ids: _Ids, *kinds: Kind) -> dict[int, int]:
-        """Return the scratch bytes of the program that needs most, at each size."""
+    def _by_rows(self, ids: _Ids, *, both: bool = True) -> dict[int, int]:
+        """Return the scratch bytes of a backward at each size, or of the forward if that needs more and `both` count."""
+        kinds = KINDS if both and self._forward_decides(ids) else KINDS[1:]
         at_ends = [max(self._known(ids, rows, kind) for kind in kinds) for rows in self._ends]
         return {rows: math.ceil(np.interp(rows, self._ends, at_ends)) for rows in self._model.sizes}
 
@@ -147,8 +157,7 @@ class ScratchParts:
         if next_equal is None:
             return 0
         pair = self.model.pairs[equal, next_equal]
-        both = max(self.scratch.forwards[pair][rows], self.scratch.backwards[pair][rows])
-        return max(both - self._larger(equal, next_equal, rows), 0)
+        return max(self.scratch.pairs[pair][rows] - self._larger(equal, next_equal, rows), 0)
 
     def remaking(self, equal: str, rows: int) -> int | None:
         """Return what a backward needs that makes the residuals of a layer itself."""
@@ -169,7 +178,11 @@ class ScratchParts:
         triple = None if next_equal is None else self.model.triples.get((equal, next_equal))
         if next_equal is None or triple is None or not self.scratch.remaking:
             return self.remaking_next(equal, next_equal, rows)
-        return self._at_rows(self.scratch.remaking[triple] - self.scratch.remaking[triple[1:]], equal, next_equal, rows)
+        return self._at_rows(self.scratch.remaking[triple] - self.scratch.remaking[self._pair_like(*triple[1:])], equal, next_equal, rows)
+
+    def _pair_like(self, layer_id: str, next_id: str) -> _Ids:
+        """Return the pair of neighbours that is compiled for all that equal these."""
+        return self.model.pairs[self.model.first_equal[layer_id], self.model.first_equal[next_id]]
 
     def _at_rows(self, most: int, equal: str, next_equal: str, rows: int) -> int:
         """Return for a number of rows what a layer adds, from what it adds at the largest: gradients do not depend on the rows."""

@@ -17,7 +17,7 @@ from typing import Any
 import jpipe
 from jpipe import InputError
 from jpipe.plan import repeats_forward
-from jpipe_planner.cost.bound import flush_seconds, has_bounds, port_seconds, rank_seconds, unhindered_seconds
+from jpipe_planner.cost.bound import flush_seconds, has_bounds, order_seconds, port_seconds, rank_seconds, unhindered_seconds
 from jpipe_planner.cost.copies import Part, part_of
 from jpipe_planner.cost.devices import lacking, limits_of, slowed, slowness_of
 from jpipe_planner.cost.shape import is_planned, needs_vertical_sync
@@ -187,13 +187,14 @@ class _Variants:
                 if could_be_best:  # with an order it may no longer be
                     heapq.heappush(queue, (variant.place, n, variant))
                     continue
-            if best is not None and could_be_best and not variant.is_bounded and has_bounds(variant.part.plan):
+            if best is not None and could_be_best and not variant.is_bounded:
                 variant = self._bounded(variant)
                 heapq.heappush(queue, (variant.place, n, variant))
                 continue
             if not self._affords(variant.part.plan):
                 continue
-            bound = variant.least * variant.candidate.batch if variant.is_bounded and self.topology.cores is None else None
+            has_all = variant.is_bounded and has_bounds(variant.part.plan) and self.topology.cores is None
+            bound = variant.least * variant.candidate.batch if has_all else None
             simulation = simulate_plan(variant.plan, variant.costs, self.topology, self.global_norm, bound)
             if simulation is None:
                 continue
@@ -225,11 +226,12 @@ class _Variants:
         )
 
     def _bounded(self, variant: "_Variant") -> "_Variant":
-        """Return the variant with the largest of the bounds for plans with one stage on each rank and whole backwards."""
+        """Return the variant with the largest of the bounds, which count messages."""
         plan, link, *_ = variant.part
         self._spent += math.ceil(_SHARE_OF_BOUND * forwards(plan))
         costs = slowed(variant.plan, variant.costs, self.topology)
-        least = unhindered_seconds(plan, costs, link, *window(plan))
+        in_order = unhindered_seconds if has_bounds(plan) else order_seconds
+        least = in_order(plan, costs, link, *window(plan))
         return dataclasses.replace(variant, least=max(variant.least, least / variant.candidate.batch), is_bounded=True)
 
     def _variant(self, candidate: Candidate, schedule: str = "", order_limit: int | None = None) -> "_Variant":
@@ -324,7 +326,7 @@ class _Variant:
         costs: the costs of its stages.
         least: a lower bound on its seconds per row.
         order_limit: for which an order is made; None: it has no order of its own.
-        is_bounded: whether `least` counts messages, if it can.
+        is_bounded: whether `least` counts messages, if there is such a bound for the plan.
     """
 
     name: str

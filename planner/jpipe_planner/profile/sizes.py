@@ -1,0 +1,96 @@
+"""Numbers at all microbatch sizes, of which few are counted where they grow linearly with the rows."""
+
+import math
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+
+Numbers = Any
+"""A tree of numbers: bytes are integers, FLOPs floats."""
+
+_ROUNDING = 1e-6  # relative error of FLOPs, which XLA adds up in 32 bits
+
+
+class BySize(NamedTuple):
+    """Numbers by microbatch size.
+
+    Attributes:
+        at: the numbers, by rows.
+        is_linear: whether those of a size in the middle lie on the line through those of the smallest and the largest one.
+    """
+
+    at: dict[int, Numbers]
+    is_linear: bool
+
+
+def count_at(sizes: Sequence[int], count: Callable[[int], Numbers], *, is_linear: bool = False) -> BySize:
+    """Count something at all microbatch sizes.
+
+    Shapes are proportional to the rows, or do not depend on them, in almost all models. So the smallest size, the largest one and one in
+    the middle are counted; if that lies on the line through the other two, the remaining sizes are computed from this line, otherwise they
+    are counted, too.
+
+    Args:
+        sizes: the sizes in rows, in order.
+        count: returns numbers for a number of rows, a tree of the same structure for each.
+        is_linear: whether they are known to lie on a line; then only the smallest and the largest size are counted.
+    """
+    first, middle, last = sizes[0], sizes[len(sizes) // 2], sizes[-1]
+    counted = {rows: count(rows) for rows in dict.fromkeys((first, last) if is_linear else (first, middle, last))}
+    if not is_linear:
+        agrees = jax.tree.map(_agree, _on_line(counted, first, last, middle), counted[middle])
+        is_linear = all(jax.tree.leaves(agrees))
+    for rows in sizes:
+        if rows not in counted:
+            counted[rows] = _on_line(counted, first, last, rows) if is_linear else count(rows)
+    return BySize({rows: counted[rows] for rows in sizes}, is_linear)
+
+
+def count_by_policy(
+    sizes: Sequence[int], policies: Sequence[str], count: Callable[[int, str], Numbers], *, is_linear: bool = False
+) -> tuple[dict[tuple[int, str], Numbers], bool]:
+    """Count something at all microbatch sizes with each recomputation policy.
+
+    A policy chooses some of the arrays that there are without recomputation. So if these are linear in the rows, all policies are.
+
+    Args:
+        sizes: the sizes in rows, in order.
+        policies: the policies, "none" first.
+        count: returns numbers for a number of rows and a policy.
+        is_linear: as in `count_at`.
+
+    Returns:
+        The numbers by rows and policy; whether they are linear without recomputation.
+    """
+    plain = count_at(sizes, lambda rows: count(rows, policies[0]), is_linear=is_linear)
+    by_policy = {policies[0]: plain.at}
+    for policy in policies[1:]:
+        by_policy[policy] = count_at(sizes, partial(_with_policy, count, policy), is_linear=plain.is_linear).at
+    return {(rows, policy): by_policy[policy][rows] for rows in sizes for policy in policies}, plain.is_linear
+
+
+def _with_policy(count: Callable[[int, str], Numbers], policy: str, rows: int) -> Numbers:
+    return count(rows, policy)
+
+
+def _on_line(counted: dict[int, Numbers], first: int, last: int, rows: int) -> Numbers:
+    """Return the numbers of a size on the line through those of two others; bytes are rounded up."""
+    if rows == first:
+        return counted[first]
+    share = Fraction(rows - first, last - first)
+
+    def between(low: float, high: float) -> float:
+        if isinstance(low, int) and isinstance(high, int):
+            return low + math.ceil((high - low) * share)
+        return low + (high - low) * float(share)
+
+    return jax.tree.map(between, counted[first], counted[last])
+
+
+def _agree(expected: float, actual: float) -> bool:
+    if isinstance(expected, int) and isinstance(actual, int):
+        return expected == actual
+    return math.isclose(expected, actual, rel_tol=_ROUNDING)
