@@ -10,7 +10,7 @@ from jpipe.files import write_atomically
 
 _FOLDERS = "configs", "examples"
 _DATA = ".json", ".jsonl", ".jinja"
-_SUFFIXES = ".yaml", ".py", ".md", *_DATA
+_SUFFIXES = ".yaml", ".py", ".md", ".ipynb", *_DATA
 _PACKAGE = Path(__file__).parents[1]
 _PAPERS = "examples.papers"
 

@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ from jpipe_train.report import comparison, logs, mfu
 from jpipe_train.report.measure import Measure
 from jpipe_train.report.metrics_log import MetricsLog, NonFiniteLoss, RunStopped
 from jpipe_train.report.summary import Summary, print_summary, slow_of, stages_of, write_report
+from jpipe_train.run.callbacks import Callbacks
 from jpipe_train.run.starting import begin, check_shared, continue_folder, initial_params, make_folder, read_checkpoint, report_resumed
 from jpipe_train.run.training import Training
 
@@ -81,30 +82,81 @@ def main(
         resumed = find_resumed(config, resume, together, reporter.say, step=from_checkpoint)
         if resumed is not None and resumed.step >= config.train.steps:
             return already_complete(resumed, config, reporter)
-        pipe, batches, resumed, layers = prepare(config, together, resumed, resume, reporter, from_checkpoint)
-        interrupt.check()
-        if resumed is not None:
-            report_resumed(resumed, config, pipe.plan, batches, reporter)
-        initial = initial_params(config, pipe, batches, together, resumed, reporter) or layers
-        folder = together.run_on_all(lambda: make_folder(config, pipe.plan, resume, resumed, reporter) if together.is_first else None)
-        try:
-            with folder or contextlib.nullcontext():
-                return run(config, pipe, batches, folder, reporter, together, resumed, initial)
-        except BaseException as error:
-            logged = "" if folder is None else f"; the steps logged so far are in {shown(folder.path)}"
-            if isinstance(error, KeyboardInterrupt) or interrupt.pressed():
-                raise KeyboardInterrupt(f"interrupted{logged}") from None
-            if isinstance(error, (jpipe.PeerLost, NonFiniteLoss)):
-                raise type(error)(f"{error}{logged}") from None
-            if isinstance(error, FolderChanged):
-                raise RunStopped(f"{error.strerror}{describe_newest(folder)}") from error
-            if isinstance(error, (OSError, jax.errors.JaxRuntimeError, jpipe.runtime.CopiesDiffer)):
-                raise RunStopped(f"{reason(error, folder)}{logged}") from error
-            raise
+        return start(config, together, resumed, resume, reporter, from_checkpoint)
+
+
+@dataclasses.dataclass(frozen=True)
+class FromPython:
+    """What a run gets from a Python program in addition to its config.
+
+    Attributes:
+        build: returns the pipeline and its data, given the checkpoint that the run resumes from; None: they are built from the config.
+        state: the state that a new run begins with; None for that of `Pipeline.init`.
+        metrics: further metrics of an evaluation, by name.
+        callbacks: called in process 0 after steps, evaluations and checkpoints.
+    """
+
+    build: Callable[[Resumed | None], tuple[jpipe.Pipeline, data.Data]] | None = None
+    state: jpipe.State | None = None
+    metrics: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    callbacks: Callbacks = dataclasses.field(default_factory=Callbacks)
+
+
+def start(
+    config: Config,
+    together: Together,
+    resumed: Resumed | None,
+    resume: Resume,
+    reporter: Reporter,
+    required_step: int | None = None,
+    program: FromPython | None = None,
+) -> Summary:
+    """Build the pipeline, open the run folder, train and report.
+
+    Args:
+        config: the config of the run.
+        together: the processes of the run.
+        resumed: the checkpoint to resume from, if any.
+        resume: as in `main`.
+        reporter: prints the progress.
+        required_step: the step of the only acceptable checkpoint, or None.
+        program: what the run gets from a Python program; it writes nothing then unless the config names its folder.
+
+    Raises:
+        Exception: as `main`.
+    """
+    program = program or FromPython()
+    pipe, batches, resumed, layers = prepare(config, together, resumed, resume, reporter, required_step, program)
+    interrupt.check()
+    if resumed is not None:
+        report_resumed(resumed, config, pipe.plan, batches, reporter)
+    initial = initial_params(config, pipe, batches, together, resumed, reporter) or layers
+    writes = together.is_first and (program.build is None or config.run.dir is not None)
+    folder = together.run_on_all(lambda: make_folder(config, pipe.plan, resume, resumed, reporter) if writes else None)
+    try:
+        with folder or contextlib.nullcontext():
+            return run(config, pipe, batches, folder, reporter, together, resumed, initial, program)
+    except BaseException as error:
+        logged = "" if folder is None else f"; the steps logged so far are in {shown(folder.path)}"
+        if isinstance(error, KeyboardInterrupt) or interrupt.pressed():
+            raise KeyboardInterrupt(f"interrupted{logged}") from None
+        if isinstance(error, (jpipe.PeerLost, NonFiniteLoss)):
+            raise type(error)(f"{error}{logged}") from None
+        if isinstance(error, FolderChanged):
+            raise RunStopped(f"{error.strerror}{describe_newest(folder)}") from error
+        if isinstance(error, (OSError, jax.errors.JaxRuntimeError, jpipe.runtime.CopiesDiffer)):
+            raise RunStopped(f"{reason(error, folder)}{logged}") from error
+        raise
 
 
 def prepare(
-    config: Config, together: Together, resumed: Resumed | None, resume: Resume, reporter: Reporter, required_step: int | None
+    config: Config,
+    together: Together,
+    resumed: Resumed | None,
+    resume: Resume,
+    reporter: Reporter,
+    required_step: int | None,
+    program: FromPython,
 ) -> tuple[jpipe.Pipeline, data.Data, Resumed | None, dict[str, Any] | None]:
     """Build the pipeline and read the checkpoint to resume from, falling back to earlier checkpoints if one is damaged.
 
@@ -115,6 +167,7 @@ def prepare(
         resume: as in `main`.
         reporter: prints a line for each damaged checkpoint.
         required_step: the step of the only acceptable checkpoint, or None.
+        program: builds them in place of the config, if it can.
 
     Returns:
         The pipeline, its data, the checkpoint and its layers; None for the last two if the run does not resume.
@@ -123,7 +176,7 @@ def prepare(
         jpipe.InputError: something does not fit, or no checkpoint can be read.
     """
     while True:
-        pipe, batches = build_on_all(config, together, resumed, reporter)
+        pipe, batches = program.build(resumed) if program.build is not None else build_on_all(config, together, resumed, reporter)
         if resumed is None:
             return pipe, batches, None, None
         layers, damage = read_checkpoint(config, pipe, batches, together, resumed)
@@ -177,43 +230,43 @@ def run(
     folder: RunFolder | None,
     reporter: Reporter,
     together: Together,
-    resumed: Resumed | None = None,
-    initial: dict[str, Any] | None = None,
+    resumed: Resumed | None,
+    initial: dict[str, Any] | None,
+    program: FromPython,
 ) -> Summary:
-    """Compile, train and report; only process 0 has a folder to write into."""
+    """Compile, train and report; only process 0 has a folder to write into, and calls callbacks."""
+    callbacks = program.callbacks if together.is_first else Callbacks()
     with contextlib.nullcontext() if folder is None else logs.Logs(config, folder.path, reporter.say) as row_logs:
         interrupt.check()
         path = Path(together.from_first("the run folder", lambda: "" if folder is None else str(folder.path)))
         together.run_on_all(lambda: check_shared(config, path, together))
         announce(pipe, batches.source, config, folder, reporter, several=together.processes is not None)
         with reporter.phase(f"compiling {count(pipe.plan.depth, 'stage')}", compile_cache.CacheCount()):
-            state = begin(config, pipe, batches, resumed, initial)
-            if initial is not None:
-                initial.clear()  # free the arrays, even if a caller still has the dict
+            state = begin(config, pipe, batches, resumed, initial, program.state)
+            (initial or {}).clear()  # free the arrays, even if a caller still has the dict
             sizes, temporary = _sizes(pipe, batches, alone=together.processes is None, writes=folder is not None)
             stages = [] if folder is None else stages_of(pipe, batches.like)
         report_transfers(pipe, reporter)
         if resumed is not None:
             together.run_on_all(lambda: None if folder is None else continue_folder(config, folder, resumed, reporter.say))
-        measure = Measure(
-            pipe, sizes, config.train.steps, config.train.eval_every, config.train.trace_batches, together.processes, state.batch
-        )
+        train = config.train
+        measure = Measure(pipe, sizes, train.steps, train.eval_every, train.trace_batches, together.processes, state.batch)
         history = find_history(config, pipe.plan, resumed, lambda: reporter.seconds)
         # If shapes differ from batch to batch, so do the FLOPs of a step.
         utilization = None if folder is None or batches.shapes else mfu.find(pipe, batches.like)
-        log = MetricsLog(config, folder, row_logs, reporter, measure, together, history, pipe.plan, utilization)
+        log = MetricsLog(config, folder, row_logs, reporter, measure, together, history, pipe.plan, utilization, callbacks.finished)
         rows = (lambda: b"") if folder is None else folder.logged
-        facts = facts_of_run(config, pipe)
-        checkpoints = Checkpoints(config.checkpoint, pipe, path, config.train.steps, together, facts, rows, reporter.say)
-        preemption = Preemption(together.processes, saves=config.checkpoint.every is not None)
-        held_out = batches.held_out(config.train.eval_batches)
-        chosen = metrics(config.eval, config.model)
-        training = Training(config.train, pipe, batches.train, held_out, chosen, log, measure, checkpoints, preemption, history)
+        checkpoints = Checkpoints(config.checkpoint, pipe, path, train.steps, together, facts_of_run(config, pipe), rows, reporter.say)
+        stops = (lambda: callbacks.stop) if program.callbacks else None
+        preemption = Preemption(together.processes, saves=config.checkpoint.every is not None, stops=stops)
+        held_out = batches.held_out(train.eval_batches)
+        chosen = metrics(config.eval, config.model) | dict(program.metrics)
+        training = Training(train, pipe, batches.train, held_out, chosen, log, measure, checkpoints, preemption, history, callbacks)
         is_complete = False
         try:
             with reporter.training(), preemption:
                 summary = training.run(state, resumed)
-                is_complete = summary.val_loss_after is not None
+                is_complete = summary.stopped_by is None
         except jpipe.InputError as error:
             if reported_by_system(error) is None:
                 raise
@@ -228,7 +281,7 @@ def run(
                     write_report(config, pipe, folder, measure, reporter, batches, stages, history.parts(log.last_step + 1), temporary)
     summary = dataclasses.replace(summary, temporary=temporary, slow=slow_of(pipe, summary.measured))
     summary = summary if folder is None else compare_with_prediction(summary, pipe.plan, sizes, folder)
-    print_summary(summary, data.loss_unit(config), reporter)
+    print_summary(summary, data.loss_unit(config), reporter, in_python=program.build is not None)
     return summary
 
 
