@@ -1,7 +1,11 @@
 """`jpipe_train.fit` trains as `jpipe train` does, resumes exactly, stops when a callback says so, and refuses what cannot be resumed."""
 
 import os
+import re
 import signal
+import socket
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import grain
@@ -10,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 
 import jpipe
 import jpipe_train
@@ -20,13 +23,14 @@ from jpipe_train.models import cross_entropy
 from jpipe_train.run import loop
 from jpipe_train.run.fit_data import RowsOfArrays
 from tests.jpipe.running import check_equal
+from tests.packages import ROOT
 from tests.train.checkpoint.test_resume import weights_of
 from tests.train.conftest import changed
+from tests.train.run.fit_program import ARRAYS, X, pipeline, squares
 from tests.train.run.test_loop import rows_of
 
 pytestmark = pytest.mark.usefixtures("no_report", "nothing_in_the_way")
-X = np.random.default_rng(0).normal(size=(20, 4)).astype(np.float32)
-ARRAYS = X, X[:, :1] * X[:, 1:2]
+LIMIT = 120  # seconds, for what takes ten
 BATCHES = [(X[i : i + 8], ARRAYS[1][i : i + 8]) for i in range(12)]
 QUIET = {"progress": False, "log": ()}
 
@@ -37,17 +41,6 @@ def nothing_in_the_way(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     yield
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-
-
-def squares(outputs, labels):
-    return ((outputs - labels) ** 2).sum(), jnp.asarray(labels.size)
-
-
-def pipeline(schedule="pipedream_2bw") -> jpipe.Pipeline:
-    stack = jpipe.LayerStack(
-        {"in": lambda rngs: nnx.Linear(4, 8, rngs=rngs), "act": jnp.tanh, "out": lambda rngs: nnx.Linear(8, 1, rngs=rngs)}
-    )
-    return jpipe.Pipeline(stack, jpipe.Plan.even(stack.ids, 2, schedule, 2), squares, optax.sgd(0.1))
 
 
 def losses_of(pipe, data, **arguments) -> tuple[list[float], jpipe_train.FitResult]:
@@ -217,7 +210,10 @@ def test_data_that_can_only_be_iterated_are_refused(data, found, name):
         ({"steps": 0}, "fit: train.steps: expected greater than or equal to 1, found 0"),
         ({"data": [[1, 2]] * 2}, r"data: expected batch 0 to be \(inputs, labels\).* found a list; return a tuple of two"),
         ({"data": [(X[:8], 1)] * 2}, r"found in it a int; use np\.asarray"),
-        ({"data": [BATCHES[0], (X[:4], X[:4])]}, r"data: expected batch 1 to be like batch 0, .*float32\[8, 4\].*, found .*float32\[4, 4\]"),
+        (
+            {"data": [BATCHES[0], (X[:4], X[:4])]},
+            r"data: expected batch 1 to be like batch 0, .*float32\[8, 4\].*, found .*float32\[4, 4\]",
+        ),
         ({"eval_data": []}, "eval_data: expected one batch or more, .* found a list of none"),
         ({"eval_data": lambda t: BATCHES[t]}, "eval_data: expected one batch or more, .* found a function without a length"),
         ({"checkpoint": 5}, "fit: checkpoint would mean nothing without run_dir"),
@@ -268,3 +264,26 @@ def test_a_run_from_python_can_be_exported_and_evaluated_with_functions_for_its_
     parts = [f"--set={key}.target=parts:{name}" for key, name in (("model", "small"), ("data", "points"), ("loss", "loss"))]
     assert cli.main(["evaluate", "run", "--allow-code", *parts]) == 0
     assert f"{result.summary.val_loss_after:.6g}" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_the_callbacks_of_process_0_end_a_run_of_two_processes_at_one_step(tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    words = [sys.executable, "-m", "tests.train.run.fit_program", address]
+    both = [
+        subprocess.Popen([*words, str(index), tmp_path / "both"], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        for index in range(2)
+    ]
+    try:
+        outputs = [process.communicate(timeout=LIMIT)[0] for process in both]
+    finally:
+        for process in both:
+            process.kill()
+    assert [process.returncode for process in both] == [0, 0], outputs
+    alone = jpipe_train.fit(pipeline(), ARRAYS, steps=6, batch_size=8, eval_data=ARRAYS, eval_every=4, run_dir=tmp_path / "alone", **QUIET)
+    ends = [re.findall(r"process \d: (\d+) steps, loss ([\d.e-]+), (.*)", output)[-1] for output in outputs]
+    assert ends == [("6", repr(alone.summary.val_loss_after), folder) for folder in (str(tmp_path / "both"), "None")]
+    assert rows_of(tmp_path / "both") == rows_of(tmp_path / "alone")
+    check_equal(weights_of(tmp_path / "both"), weights_of(tmp_path / "alone"))

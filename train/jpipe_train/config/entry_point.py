@@ -59,8 +59,8 @@ def load(target: str, key: str) -> Callable[..., Any]:
     package = module_name.split(".")[0]
     if module_name == IN_PYTHON:
         raise InputError(
-            f"{key}: expected a function, found '{target}', an object of the Python program that called jpipe_train.fit; name a function that "
-            "makes it, as module:function"
+            f"{key}: expected a function, found '{target}', an object of the program that called jpipe_train.fit; name a function "
+            "that makes it, as module:function"
         )
     if package in _OUR_PACKAGES:
         raise InputError(

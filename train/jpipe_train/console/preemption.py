@@ -32,8 +32,8 @@ class Preemption:
     own signal as well. At its second signal the launcher kills all processes.
 
     Process 0 decides for all, one step ahead, so nobody waits for it unless it is more than a step behind. A process that is lost in the
-    meantime is still detected. A callback in process 0 can end the run, too: the step before which that is decided is the last one, so the end
-    depends on no other process and on no speed.
+    meantime is still detected. A callback in process 0 can end the run, too: the step before which that is decided is the last
+    one, so the end depends on no other process and on no speed.
 
     Args:
         processes: the processes of the run; None if there is only one.
@@ -44,9 +44,7 @@ class Preemption:
         cut: the step of the checkpoint that is taken because of a signal; None before.
     """
 
-    def __init__(
-        self, processes: jpipe.processes.Processes | None, *, saves: bool, stops: Callable[[], bool] | None = None
-    ) -> None:
+    def __init__(self, processes: jpipe.processes.Processes | None, *, saves: bool, stops: Callable[[], bool] | None = None) -> None:
         self._processes, self._saves, self._stops = processes, saves, stops
         self._received: int | None = None  # the first signal to this process
         self._passed_on = False

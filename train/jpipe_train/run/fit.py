@@ -87,7 +87,7 @@ def fit(
             `batch_size` the pair (inputs, labels) of arrays or trees of arrays, whose rows are shuffled anew in each epoch.
         steps: the number of batches, including those before a resume.
         batch_size: rows of a batch, where `data` are arrays.
-        eval_data: arrays, or an object with a number of batches; all are evaluated before the first step, every `eval_every` and at the end.
+        eval_data: arrays, or an object with some batches; all are evaluated before the first step, every `eval_every`, and at the end.
         eval_every: steps between evaluations.
         metrics: by name, functions as in `Pipeline.evaluate`, or names of built-in ones such as "accuracy".
         seed: of the initial weights, dropout and the order of rows.

@@ -170,15 +170,17 @@ def _training_batches(train: Any, steps: int) -> Batches:
     """
     if _is_arrays(train):
         raise InputError(
-            "data: expected batches that can be asked for by number, found arrays; give batch_size as well, so that their rows are shuffled "
-            "and batched, or a list of batches"
+            "data: expected batches that can be asked for by number, found arrays; give batch_size as well, so that their rows are "
+            "shuffled and batched, or a list of batches"
         )
     if isinstance(train, Ordered) and isinstance(train, Batches):  # of jpipe's own loaders
         return train
     batches = _by_number(train, "data")
     if batches.length is None or batches.length >= steps:
         return batches
-    why = f"data: expected a batch for each of {steps} steps, found a {type(train).__name__} of {batches.length}; repeat them, or lower steps"
+    why = (
+        f"data: expected a batch for each of {steps} steps, found a {type(train).__name__} of {batches.length}; repeat them, or lower steps"
+    )
     if isinstance(train, list | tuple):
         raise InputError(why)
     try:  # it may start over after its last batch, as a grain.MapDataset does
@@ -196,8 +198,8 @@ def _shuffled_rows(train: Any, batch_size: int, seed: int) -> BatchesOfRows:
     """
     if not _is_arrays(train):
         raise InputError(
-            f"batch_size: would mean nothing to data of type {type(train).__name__}: it is for arrays, (inputs, labels); leave it out, and let "
-            "each element be a batch"
+            f"batch_size: would mean nothing to data of type {type(train).__name__}: it is for arrays, (inputs, labels); leave it out, "
+            "and let each element be a batch"
         )
     rows = _rows(train, "data")
     if not isinstance(batch_size, int) or not 1 <= batch_size <= len(rows):
@@ -225,7 +227,9 @@ def _held_out(held_out: Any, batch_size: int, microbatch: int) -> tuple[Batches,
     batches = _by_number(held_out, "eval_data")
     if not batches.length:
         found = f"a {type(held_out).__name__} {'of none' if batches.length == 0 else 'without a length'}"
-        raise InputError(f"eval_data: expected one batch or more, eval_data[i] for i < len(eval_data), found {found}; give a list, or arrays")
+        raise InputError(
+            f"eval_data: expected one batch or more, eval_data[i] for i < len(eval_data), found {found}; give a list, or arrays"
+        )
     return batches, ()
 
 
