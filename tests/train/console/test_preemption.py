@@ -261,8 +261,10 @@ def test_all_processes_end_after_the_step_that_process_0_decides(seed, saves):
     stops = [lambda: bool(asked), lambda: True, lambda: False]  # only what the callbacks of process 0 say counts
     preemptions = [Preemption(Mailbox(index, everyone), saves=saves, stops=stops[index]) for index in range(3)]
     at = chance.randrange(20)
-    while unfinished := [k for k in range(3) if "last" not in decisions[k]]:
+    for _ in range(1000):
         steps = [len(process_decisions) for process_decisions in decisions]
+        if not (unfinished := [k for k in range(3) if "last" not in decisions[k]]):
+            break
         k = chance.choice([k for k in unfinished if steps[k] <= steps[0] + (k == 0)])
         if k == 0 and steps[0] == at:
             asked.append(True)
