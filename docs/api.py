@@ -28,6 +28,7 @@ MODULES = (
     "jpipe.checkpoints",
     "jpipe.files",
     "jpipe_planner",
+    "jpipe_train",
 )
 """The public modules, in the order of the reference."""
 

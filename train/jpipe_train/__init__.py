@@ -1,1 +1,9 @@
-"""The application: train a language model, or a model of one's own, through a pipeline, from a YAML file. `jpipe` never imports this."""
+"""The application: train a language model, or a model of one's own, through a pipeline, from a YAML file or from Python.
+
+`jpipe_train.fit` trains a `jpipe.Pipeline` that a Python program has made, with the loop, evaluation, checkpoints, logs and report of
+`jpipe train`. Every name is imported when it is first used; `__init__.pyi` lists the names. `jpipe` never imports this package.
+"""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

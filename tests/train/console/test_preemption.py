@@ -252,3 +252,21 @@ def test_where_one_process_gets_the_signal_all_save_at_one_step(saved, tmp_path,
     whole = loop.main(changed(saved, train=more, run={"dir": str(tmp_path / "whole")}))
     assert losses_of(parts.folder) == losses_of(whole.folder)
     assert rows_of(whole.folder)[-1]["step"] == step + 2
+
+
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("saves", [False, True])
+def test_all_processes_end_after_the_step_that_process_0_decides(seed, saves):
+    chance, everyone, decisions, asked = random.Random(seed), [], ([], [], []), []
+    stops = [lambda: bool(asked), lambda: True, lambda: False]  # only what the callbacks of process 0 say counts
+    preemptions = [Preemption(Mailbox(index, everyone), saves=saves, stops=stops[index]) for index in range(3)]
+    at = chance.randrange(20)
+    for _ in range(1000):
+        steps = [len(process_decisions) for process_decisions in decisions]
+        if not (unfinished := [k for k in range(3) if "last" not in decisions[k]]):
+            break
+        k = chance.choice([k for k in unfinished if steps[k] <= steps[0] + (k == 0)])
+        if k == 0 and steps[0] == at:
+            asked.append(True)
+        decisions[k].append(preemptions[k].decide(7 + steps[k], lambda: False))
+    assert decisions[0] == decisions[1] == decisions[2] == [*["continue"] * (at + 1), "last"]

@@ -85,9 +85,10 @@ class Checkpoints:
         self._steps = step
 
     def schedule_last(self, step: int) -> None:
-        """Begin the snapshot after `step`, which is about to run; after it only the one at the end of the run is due."""
+        """Begin the snapshot after `step`, if the run writes any; after it only the one at the end of the run is due."""
         self._is_last = True
-        self._snapshots.append(self._pipe.snapshot(step + 1))
+        if self._config.every is not None:
+            self._snapshots.append(self._pipe.snapshot(step + 1))
 
     @property
     def last_is_done(self) -> bool:

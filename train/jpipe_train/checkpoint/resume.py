@@ -66,7 +66,7 @@ class Facts(pydantic.BaseModel):
         config: as resolved, in YAML.
         plan: as JSON.
         devices: the number of devices.
-        val_loss_before: the validation loss before the first step.
+        val_loss_before: the validation loss before the first step; None in a run without validation.
         val_loss: the validation loss of the next step, if it is already evaluated; its row is not logged yet.
         val_metrics: the other validation metrics of that step, by their names in a row.
         versions: of jpipe and JAX, and the settings that can change numbers.
@@ -80,7 +80,7 @@ class Facts(pydantic.BaseModel):
     config: str
     plan: str
     devices: Annotated[Count, pydantic.Field(strict=True)]
-    val_loss_before: Annotated[float, pydantic.Field(allow_inf_nan=False)]
+    val_loss_before: Annotated[float, pydantic.Field(allow_inf_nan=False)] | None
     val_loss: Annotated[float, pydantic.Field(allow_inf_nan=False)] | None = None
     val_metrics: dict[str, float] = {}
     versions: dict[str, str] = {}

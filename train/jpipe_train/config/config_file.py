@@ -12,6 +12,7 @@ from jpipe.files import expanded, read_text, resolved
 from jpipe_planner.machine.plain_yaml import dump, parse
 from jpipe_train.config import huggingface
 from jpipe_train.config.config import Config
+from jpipe_train.config.entry_point import IN_PYTHON
 from jpipe_train.config.model_config import OF_THE_RUN
 from jpipe_train.config.section import AUTO
 
@@ -60,6 +61,12 @@ def load(
                 raise InputError(
                     f"--set {override}: would mean nothing beside plan.file '{config.plan.file}'; leave it out, or change the plan file"
                 )
+    in_python = [key for key, target in config.code.items() if target.startswith(f"{IN_PYTHON}:") and key != "optimizer.name"]
+    if in_python:  # an evaluation needs no optimizer
+        raise InputError(
+            f"{where}: this run was trained by a Python program (jpipe_train.fit), and no file names its parts; name functions for them: "
+            f"{' '.join(f'--set {key}=module:function' for key in in_python)} --allow-code"
+        )
     if config.code and not allow_code:
         named = ", ".join(f"'{target}' ({key})" for key, target in config.code.items())
         raise InputError(

@@ -22,12 +22,19 @@ from jpipe_train.config.arguments import check_names, parameters_of
 from jpipe_train.console import interrupt
 
 _OUR_PACKAGES = ("jpipe", "jpipe_planner", "jpipe_train")
+IN_PYTHON = "python"
+"""The module in the names of objects that only a Python program has."""
 _FORM = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 _NOT_USER_CODE = (
     "<",  # code without a file
     *(str(package) + os.sep for package in (Path(__file__).parents[1], Path(jpipe.__file__).parent)),
     *(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")),
 )
+
+
+def name_in_python(part: str) -> str:
+    """Return the target for a part of a run that `jpipe_train.fit` got as an object: it can be compared, but not imported."""
+    return f"{IN_PYTHON}:{part}"
 
 
 def check_form(target: str) -> str:
@@ -50,6 +57,11 @@ def load(target: str, key: str) -> Callable[..., Any]:
     """
     module_name, _, name = target.partition(":")
     package = module_name.split(".")[0]
+    if module_name == IN_PYTHON:
+        raise InputError(
+            f"{key}: expected a function, found '{target}', an object of the program that called jpipe_train.fit; name a function "
+            "that makes it, as module:function"
+        )
     if package in _OUR_PACKAGES:
         raise InputError(
             f"{key}: expected a function of your own, found '{target}', and '{package}' is a package of jpipe's; rename your module"

@@ -10,7 +10,7 @@ from jpipe.files import write_atomically
 
 _FOLDERS = "configs", "examples"
 _DATA = ".json", ".jsonl", ".jinja"
-_SUFFIXES = ".yaml", ".py", ".md", ".sh", *_DATA
+_SUFFIXES = ".yaml", ".py", ".md", ".sh", ".ipynb", *_DATA
 _NAMES = ("Dockerfile",)
 _PACKAGE = Path(__file__).parents[1]
 _PAPERS = "examples.papers"

@@ -16,8 +16,8 @@ from typing import Literal, get_args
 import jpipe
 from jpipe_train.console import interrupt, signals
 
-Decision = Literal["continue", "save", "leave"]
-"""What all processes do before a step: continue, take a snapshot after it, or end without it."""
+Decision = Literal["continue", "save", "leave", "last"]
+"""What all processes do before a step: continue, take a snapshot after it, end without it, or end after it."""
 
 _DECISIONS: tuple[Decision, ...] = get_args(Decision)
 _CAME = "signal"  # the topic by which a process sends its signal to the other processes
@@ -32,18 +32,20 @@ class Preemption:
     own signal as well. At its second signal the launcher kills all processes.
 
     Process 0 decides for all, one step ahead, so nobody waits for it unless it is more than a step behind. A process that is lost in the
-    meantime is still detected.
+    meantime is still detected. A callback in process 0 can end the run, too: the step before which that is decided is the last
+    one, so the end depends on no other process and on no speed.
 
     Args:
         processes: the processes of the run; None if there is only one.
         saves: whether the run writes checkpoints; if not, the signals end the process as usual.
+        stops: returns, in process 0, whether a callback has asked to end the run; None in all processes if there is no callback.
 
     Attributes:
         cut: the step of the checkpoint that is taken because of a signal; None before.
     """
 
-    def __init__(self, processes: jpipe.processes.Processes | None, *, saves: bool) -> None:
-        self._processes, self._saves = processes, saves
+    def __init__(self, processes: jpipe.processes.Processes | None, *, saves: bool, stops: Callable[[], bool] | None = None) -> None:
+        self._processes, self._saves, self._stops = processes, saves, stops
         self._received: int | None = None  # the first signal to this process
         self._passed_on = False
         self._until_end = contextlib.ExitStack()
@@ -68,7 +70,7 @@ class Preemption:
         Raises:
             PeerLost: the run is lost.
         """
-        if not self._saves:
+        if not self._saves and self._stops is None:
             return "continue"
         decision = self._decide_alone(is_saved) if self._processes is None else self._decided(self._processes, step)
         if decision == "save":
@@ -97,8 +99,8 @@ class Preemption:
                     signal.signal(other, signals.usual(other))
 
     def _decide_alone(self, is_saved: Callable[[], bool]) -> Decision:
-        if self.signal is None:
-            return "continue"
+        if self.signal is None or not self._saves:
+            return "last" if self._stops is not None and self._stops() else "continue"
         if self.cut is None:
             return "save"
         return "leave" if is_saved() else "continue"

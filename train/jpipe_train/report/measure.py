@@ -75,6 +75,11 @@ class Measure:
             trace.timeline, trace.memory, self._pipe.plan.microbatches, *self._window, trace.transfers
         )
 
+    def ends_at(self, steps: int) -> None:
+        """Drop the current trace if its window needs batches that the run will not have, because it ends after `steps` of them."""
+        if self._tracer is not None and self._first + self._batches >= steps:
+            self.close()
+
     def close(self) -> None:
         """Drop the current trace, if there is one, because the run stops."""
         if self._tracer is not None:

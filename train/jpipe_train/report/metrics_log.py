@@ -1,7 +1,7 @@
 """Read the losses of a run when they arrive, check them, write them to `metrics.jsonl` and print them."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import jpipe
@@ -42,11 +42,15 @@ MOST_SKIPPED = 20
 """Batches skipped in a row after which a run ends."""
 
 
+OnRow = Callable[[int, Mapping[str, int | float], Mapping[str, float]], None]
+"""A function that is called with the number of a finished step, its row, and the results of its validation, if there was one."""
+
+
 class MetricsLog:
     """Turns losses into rows of `metrics.jsonl`, values for other logs and lines on the terminal.
 
     Processes that write nothing read the same losses, so that all stop at the same step. If the disk is full and the config says to
-    continue, rows are kept in memory and written once there is space again.
+    continue, rows are kept in memory and written once there is space again. Each row is passed to `on_row` once it is written.
     """
 
     def __init__(
@@ -60,8 +64,10 @@ class MetricsLog:
         history: History,
         plan: jpipe.Plan,
         utilization: Utilization | None = None,
+        on_row: OnRow = lambda step, row, validation: None,
     ) -> None:
         self._config = config
+        self._on_row = on_row
         self._clipped_stages = range(0 if config.optimizer.clip_stage_norm is None else plan.depth)
         self._needs_disk = config.checkpoint.on_full_disk == "stop"
         self._lacks_rows = False  # whether rows are missing on disk, and the user was informed
@@ -79,6 +85,7 @@ class MetricsLog:
         self._skipped = 0  # skipped steps in a row
         self._who = "" if plan.agree is None else " by at least one of the pipelines"
         self.last_step = -1  # the last step that was processed, and whose row was written if due
+        self.steps = config.train.length  # of the run, fewer if it ends early
 
     @property
     def seconds(self) -> float:
@@ -123,7 +130,7 @@ class MetricsLog:
         row = self._training_values(step) | self._validation_values(step) | self._delay_values(step)
         config = self._config.train
         self._reporter.tick(step)
-        logged = step % config.log_every == 0 or step == config.length - 1 or "val_loss" in row or "skipped" in row
+        logged = step % config.log_every == 0 or step == self.steps - 1 or "val_loss" in row or "skipped" in row
         if logged and self._folder is not None:
             row |= self._progress(step)
             self._log(self._folder, row)  # first, so that everything printed is also in the file
@@ -136,6 +143,7 @@ class MetricsLog:
         if logged and self._logs is not None:
             shown = row if bubble is None else row | {"bubble": bubble}
             self._logs.write(step, {name: value for name, value in shown.items() if name != "step"})
+        self._on_row(step, row, self.validated(step) or {})
 
     def _training_values(self, step: int) -> dict[str, int | float]:
         """Return the loss and the gradient norms of a step; only finite values if the step was skipped."""
@@ -283,6 +291,6 @@ def _mean(name: str, batches: Sequence[tuple[float, float]]) -> float:
     return sum(mean * weight for mean, weight in batches) / sum(weights)
 
 
-def mean_loss(results: Validation) -> float:
-    """Return the loss of a validation over all its batches."""
-    return means(results)["val_loss"]
+def mean_loss(results: Validation) -> float | None:
+    """Return the loss of a validation over all its batches; None if there are none."""
+    return means(results)["val_loss"] if results else None

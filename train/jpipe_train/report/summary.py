@@ -29,14 +29,15 @@ from jpipe_train.report.stage_times import Stage, slow_ranks, slow_words
 
 @dataclass(frozen=True)
 class Summary:
-    """The result of a run: validation losses and duration; in process 0 also its folder and the last measured window.
+    """The result of a run: validation losses, duration and final state; in process 0 also its folder and the last measured window.
 
-    If a signal, `stopped_by`, ended the run, there is no final loss, and `steps` is the step of the checkpoint from which it resumes.
-    `temporary` has for each rank the bytes that its programs need while they run, as from `comparison.temporary_bytes`.
+    The losses are None in a run without validation. If a signal, `stopped_by`, ended the run, there is no final loss, and `steps` is the
+    step of the checkpoint from which it resumes. `temporary` has for each rank the bytes that its programs need while they run, as from
+    `comparison.temporary_bytes`. The `state` is drained; after a signal it may be some steps ahead of the checkpoint.
     """
 
     steps: int
-    val_loss_before: float
+    val_loss_before: float | None
     val_loss_after: float | None
     seconds: float
     folder: Path | None
@@ -47,6 +48,7 @@ class Summary:
     temporary: tuple[int | None, ...] = ()
     slow: str = ""  # which ranks are slow, as from `slow_of`
     remarks: Mapping[str, str] = field(default_factory=dict)  # why it stopped early, and which checkpoint is the best
+    state: jpipe.State | None = field(default=None, repr=False, compare=False)
 
 
 def slow_of(pipe: jpipe.Pipeline, measured: jpipe.programs.Window | None) -> str:
@@ -150,8 +152,8 @@ def _durations(parts: Sequence[Part]) -> str:
     return words + (f", {len(parts) - len(known)} of which took a time that is not known" if len(known) < len(parts) else "")
 
 
-def print_summary(summary: Summary, unit: str, reporter: Reporter) -> None:
-    """Print the closing lines of a run."""
+def print_summary(summary: Summary, unit: str, reporter: Reporter, *, in_python: bool = False) -> None:
+    """Print the closing lines of a run; `in_python` if a Python program has called `fit`."""
     if summary.measured is not None:
         reporter.table(("", *comparison.Comparison._fields[1:]), comparison.compare(summary.predicted, summary.measured, summary.temporary))
         if words := comparison.temporary_words(summary.temporary):
@@ -162,21 +164,20 @@ def print_summary(summary: Summary, unit: str, reporter: Reporter) -> None:
             reporter.say(summary.slow)
     if summary.planned:
         reporter.table(("", "planned", "measured", "ratio"), summary.planned)
-    if summary.folder is None:
-        return
-    if summary.val_loss_after is None:
-        reporter.say(
-            f"stopped by {name_of(summary.stopped_by or signal.SIGTERM)}; the checkpoint of step {summary.steps} is written, "
-            f"and the same command with --set run.dir={shlex.quote(shown(summary.folder))} resumes there"
-        )
+    if summary.stopped_by is not None and summary.folder is not None:
+        again = "the same call of fit" if in_python else f"the same command with --set run.dir={shlex.quote(shown(summary.folder))}"
+        stopped = f"stopped by {name_of(summary.stopped_by)}; the checkpoint of step {summary.steps} is written"
+        reporter.say(f"{stopped}, and {again} resumes there")
         return
     for name, words in summary.remarks.items():
         reporter.say(f"{name}: {words}")
-    drawn = (summary.folder / "report.html").is_file()
-    reporter.say(
-        f"{count(summary.steps, 'step')} in {summary.seconds:.0f} s: validation loss {summary.val_loss_before:.3f} → "
-        f"{summary.val_loss_after:.3f}{unit}; the run is in {shown(summary.folder)}" + ("; open its report.html" if drawn else "")
-    )
+    words = f"{count(summary.steps, 'step')} in {summary.seconds:.0f} s"
+    if summary.val_loss_before is not None and summary.val_loss_after is not None:
+        words += f": validation loss {summary.val_loss_before:.3f} → {summary.val_loss_after:.3f}{unit}"
+    if summary.folder is not None:
+        drawn = (summary.folder / "report.html").is_file()
+        words += f"; the run is in {shown(summary.folder)}" + ("; open its report.html" if drawn else "")
+    reporter.say(words)
 
 
 def _ranks(plan: jpipe.Plan) -> str:

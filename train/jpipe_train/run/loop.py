@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ from jpipe_train.report.measure import Measure
 from jpipe_train.report.metrics_log import MetricsLog, NonFiniteLoss, RunStopped
 from jpipe_train.report.summary import Summary, epochs_words, print_summary, slow_of, stages_of, write_report
 from jpipe_train.run import stopping
+from jpipe_train.run.callbacks import Callbacks
 from jpipe_train.run.starting import begin, check_shared, continue_on_all, initial_params, make_folder, read_checkpoint, report_resumed
 from jpipe_train.run.training import Training
 
@@ -82,28 +83,73 @@ def main(
         resumed = find_resumed(config, resume, together, reporter.say, step=from_checkpoint)
         if resumed is not None and is_complete(resumed, config):
             return already_complete(resumed, config, reporter)
-        pipe, batches, resumed, layers = prepare(config, together, resumed, resume, reporter, from_checkpoint)
-        interrupt.check()
-        config = with_steps(config, batches, reporter, together)
-        if resumed is not None:
-            if is_complete(resumed, config):
-                return already_complete(resumed, config, reporter)
-            report_resumed(resumed, config, pipe.plan, batches, reporter)
-        initial = initial_params(config, pipe, batches, together, resumed, reporter) or layers
-        folder = together.run_on_all(lambda: make_folder(config, pipe.plan, resume, resumed, reporter) if together.is_first else None)
-        try:
-            with folder or contextlib.nullcontext():
-                return run(config, pipe, batches, folder, reporter, together, resumed, initial)
-        except BaseException as error:
-            in_place = None if isinstance(error, FolderChanged) else folder
-            logged = "" if in_place is None else f"; the steps logged so far are in {shown(in_place.path)}"
-            if isinstance(error, KeyboardInterrupt) or interrupt.pressed():
-                raise KeyboardInterrupt(f"interrupted{logged}") from None
-            if isinstance(error, (jpipe.PeerLost, NonFiniteLoss)):
-                raise type(error)(f"{error}{logged}") from None
-            if isinstance(error, (OSError, jax.errors.JaxRuntimeError, jpipe.runtime.CopiesDiffer)):
-                raise RunStopped(f"{reason(error, folder)}{logged}") from error
-            raise
+        return start(config, together, resumed, resume, reporter, from_checkpoint)
+
+
+@dataclasses.dataclass(frozen=True)
+class FromPython:
+    """What a run gets from a Python program in addition to its config.
+
+    Attributes:
+        build: returns the pipeline and its data, given the checkpoint that the run resumes from; None: they are built from the config.
+        state: the state that a new run begins with; None for that of `Pipeline.init`.
+        metrics: further metrics of an evaluation, by name.
+        callbacks: called in process 0 after steps, evaluations and checkpoints.
+    """
+
+    build: Callable[[Resumed | None], tuple[jpipe.Pipeline, data.Data]] | None = None
+    state: jpipe.State | None = None
+    metrics: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    callbacks: Callbacks = dataclasses.field(default_factory=Callbacks)
+
+
+def start(
+    config: Config,
+    together: Together,
+    resumed: Resumed | None,
+    resume: Resume,
+    reporter: Reporter,
+    required_step: Step = None,
+    program: FromPython | None = None,
+) -> Summary:
+    """Build the pipeline, open the run folder, train and report.
+
+    Args:
+        config: the config of the run.
+        together: the processes of the run.
+        resumed: the checkpoint to resume from, if any.
+        resume: as in `main`.
+        reporter: prints the progress.
+        required_step: the step of the only acceptable checkpoint; None or "best" if there are others.
+        program: what the run gets from a Python program; it writes nothing then unless the config names its folder.
+
+    Raises:
+        Exception: as `main`.
+    """
+    program = program or FromPython()
+    pipe, batches, resumed, layers = prepare(config, together, resumed, resume, reporter, required_step, program)
+    interrupt.check()
+    config = with_steps(config, batches, reporter, together)
+    if resumed is not None:
+        if is_complete(resumed, config):
+            return already_complete(resumed, config, reporter)
+        report_resumed(resumed, config, pipe.plan, batches, reporter)
+    initial = initial_params(config, pipe, batches, together, resumed, reporter) or layers
+    writes = together.is_first and (program.build is None or config.run.dir is not None)
+    folder = together.run_on_all(lambda: make_folder(config, pipe.plan, resume, resumed, reporter) if writes else None)
+    try:
+        with folder or contextlib.nullcontext():
+            return run(config, pipe, batches, folder, reporter, together, resumed, initial, program)
+    except BaseException as error:
+        in_place = None if isinstance(error, FolderChanged) else folder
+        logged = "" if in_place is None else f"; the steps logged so far are in {shown(in_place.path)}"
+        if isinstance(error, KeyboardInterrupt) or interrupt.pressed():
+            raise KeyboardInterrupt(f"interrupted{logged}") from None
+        if isinstance(error, (jpipe.PeerLost, NonFiniteLoss)):
+            raise type(error)(f"{error}{logged}") from None
+        if isinstance(error, (OSError, jax.errors.JaxRuntimeError, jpipe.runtime.CopiesDiffer)):
+            raise RunStopped(f"{reason(error, folder)}{logged}") from error
+        raise
 
 
 def agree_on_config(
@@ -126,7 +172,13 @@ def agree_on_config(
 
 
 def prepare(
-    config: Config, together: Together, resumed: Resumed | None, resume: Resume, reporter: Reporter, required_step: Step
+    config: Config,
+    together: Together,
+    resumed: Resumed | None,
+    resume: Resume,
+    reporter: Reporter,
+    required_step: Step,
+    program: FromPython,
 ) -> tuple[jpipe.Pipeline, data.Data, Resumed | None, dict[str, Any] | None]:
     """Build the pipeline and read the checkpoint to resume from, falling back to earlier checkpoints if one is damaged.
 
@@ -137,6 +189,7 @@ def prepare(
         resume: as in `main`.
         reporter: prints a line for each damaged checkpoint.
         required_step: the step of the only acceptable checkpoint; None or "best" if there are others.
+        program: builds them in place of the config, if it can.
 
     Returns:
         The pipeline, its data, the checkpoint and its layers; None for the last two if the run does not resume.
@@ -145,7 +198,7 @@ def prepare(
         jpipe.InputError: something does not fit, or no checkpoint can be read.
     """
     while True:
-        pipe, batches = build_on_all(config, together, resumed, reporter)
+        pipe, batches = program.build(resumed) if program.build is not None else build_on_all(config, together, resumed, reporter)
         if resumed is None:
             return pipe, batches, None, None
         layers, damage = read_checkpoint(config, pipe, batches, together, resumed)
@@ -228,40 +281,40 @@ def run(
     folder: RunFolder | None,
     reporter: Reporter,
     together: Together,
-    resumed: Resumed | None = None,
-    initial: dict[str, Any] | None = None,
+    resumed: Resumed | None,
+    initial: dict[str, Any] | None,
+    program: FromPython,
 ) -> Summary:
-    """Compile, train and report; only process 0 has a folder to write into."""
+    """Compile, train and report; only process 0 has a folder to write into, and calls callbacks."""
+    callbacks = program.callbacks if together.is_first else Callbacks()
     with contextlib.nullcontext() if folder is None else logs.Logs(config, folder.path, reporter.say) as row_logs:
         interrupt.check()
         path = Path(together.from_first("the run folder", lambda: "" if folder is None else str(folder.path)))
         together.run_on_all(lambda: check_shared(config, path, together))
         announce(pipe, batches.source, config, folder, reporter, several=together.processes is not None)
         with reporter.phase(f"compiling {count(pipe.plan.depth, 'stage')}", compile_cache.CacheCount()):
-            state = begin(config, pipe, batches, resumed, initial)
-            if initial is not None:
-                initial.clear()  # free the arrays, even if a caller still has the dict
+            state = begin(config, pipe, batches, resumed, initial, program.state)
+            (initial or {}).clear()  # free the arrays, even if a caller still has the dict
             sizes, temporary = _sizes(pipe, batches, alone=together.processes is None, writes=folder is not None)
             stages = [] if folder is None else stages_of(pipe, batches.like)
         report_transfers(pipe, reporter)
         earlier = continue_on_all(config, folder, resumed, together, reporter.say)
-        measure = Measure(
-            pipe, sizes, config.train.length, config.train.eval_every, config.train.trace_batches, together.processes, state.batch
-        )
+        train = config.train
+        measure = Measure(pipe, sizes, train.length, train.eval_every, train.trace_batches, together.processes, state.batch)
         history = find_history(config, pipe.plan, resumed, lambda: reporter.seconds, earlier)
         utilization = None if folder is None else utilization_of(pipe, batches)
-        log = MetricsLog(config, folder, row_logs, reporter, measure, together, history, pipe.plan, utilization)
+        log = MetricsLog(config, folder, row_logs, reporter, measure, together, history, pipe.plan, utilization, callbacks.finished)
         checkpoints = make_checkpoints(config, pipe, path, folder, resumed, reporter, together)
-        stops = stopping.Stopping(config, resumed)
-        preemption = Preemption(together.processes, saves=config.checkpoint.every is not None)
-        held_out = batches.held_out(config.train.eval_batches)
-        chosen = metrics(config.eval, config.model)
-        training = Training(config.train, pipe, batches.train, held_out, chosen, log, measure, checkpoints, preemption, history, stops)
+        stops, asked = stopping.Stopping(config, resumed), (lambda: callbacks.stop) if program.callbacks else None
+        preemption = Preemption(together.processes, saves=config.checkpoint.every is not None, stops=asked)
+        held_out = batches.held_out(train.eval_batches)
+        chosen = metrics(config.eval, config.model) | dict(program.metrics)
+        training = Training(train, pipe, batches.train, held_out, chosen, log, measure, checkpoints, preemption, history, stops, callbacks)
         completed = False
         try:
             with reporter.training(), preemption:
                 summary = training.run(state, resumed)
-                completed = summary.val_loss_after is not None
+                completed = summary.stopped_by is None
         except jpipe.InputError as error:
             if reported_by_system(error) is None:
                 raise
@@ -278,7 +331,7 @@ def run(
                     write_report(config, pipe, folder, measure, reporter, batches, stages, parts, temporary, remarks)
     summary = dataclasses.replace(summary, temporary=temporary, slow=slow_of(pipe, summary.measured), remarks=remarks)
     summary = summary if folder is None else compare_with_prediction(summary, pipe.plan, sizes, folder)
-    print_summary(summary, data.loss_unit(config), reporter)
+    print_summary(summary, data.loss_unit(config), reporter, in_python=program.build is not None)
     return summary
 
 

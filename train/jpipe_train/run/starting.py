@@ -154,12 +154,17 @@ def begin(
     batches: data.Data,
     resumed: Resumed | None,
     initial: dict[str, Any] | None = None,
+    state: jpipe.State | None = None,
 ) -> jpipe.State:
     """Compile the pipeline and return its state: with random weights, with the parameters in `initial`, or with a checkpoint's layers.
+
+    A new run that begins with a `state` has compiled already.
 
     Raises:
         jpipe.InputError: the checkpoint is of another model or optimizer.
     """
+    if resumed is None and state is not None:
+        return state
     key = jax.random.key(config.seed)
     if resumed is None:
         return pipe.init(key, batches.like, initial, buckets=batches.shapes)

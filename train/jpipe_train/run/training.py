@@ -4,7 +4,7 @@ import functools
 import math
 import signal
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -21,6 +21,7 @@ from jpipe_train.data.position import Ordered
 from jpipe_train.report.measure import Measure
 from jpipe_train.report.metrics_log import MetricsLog, RunStopped, Validation, mean_loss
 from jpipe_train.report.summary import Summary, name_of
+from jpipe_train.run.callbacks import Callbacks
 from jpipe_train.run.stopping import Stopping
 
 _MOST_NORMS = 200  # times in a run that the norms of the delay are computed, each from all weights
@@ -34,7 +35,9 @@ class Training:
     about to enter: with flushing schedules those after t updates; with 2BW, which is one update behind, those after t - 1; with weight
     stashing those of a copy that is drained first, after t updates. The last row has the `val_loss` of the final weights, drained; in a run
     of one step it is the only row, and the loss before training is only in the summary. With `ema_decay` there are also `val_loss_ema` and
-    the metrics of the averaged weights, after t updates, of a copy that is drained.
+    the metrics of the averaged weights, after t updates, of a copy that is drained. Without held-out batches nothing is evaluated.
+
+    A run that a callback stops ends like one of fewer steps.
 
     Attributes:
         config: the number of steps, and when to evaluate.
@@ -45,9 +48,10 @@ class Training:
         log: records losses.
         measure: traces some batches.
         checkpoints: writes checkpoints.
-        preemption: records signals that end the run.
+        preemption: decides before each step whether the run ends.
         history: the earlier parts of a resumed run.
         stopping: decides whether the run stops early.
+        callbacks: get the checkpoints that are complete, in process 0.
     """
 
     config: TrainConfig
@@ -61,6 +65,7 @@ class Training:
     preemption: Preemption
     history: History
     stopping: Stopping
+    callbacks: Callbacks = field(default_factory=Callbacks)
 
     def run(self, state: jpipe.State, resumed: Resumed | None) -> Summary:
         """Train from `state` on.
@@ -81,13 +86,13 @@ class Training:
             decision = self.preemption.decide(step, lambda: checkpoints.last_is_done)
             if decision == "leave":
                 return self._stopped(state, mean_loss(before))
-            if step % self.config.eval_every == 0 and log.validated(step) is None:
+            if self.held_out and step % self.config.eval_every == 0 and log.validated(step) is None:
                 log.validation(step, self._evaluate(state))
             if self._stops(step) and step > first:
                 steps = step
                 checkpoints.end_at(step)
                 break
-            if decision == "save":
+            if decision in ("save", "last"):
                 checkpoints.schedule_last(step)
             else:
                 checkpoints.schedule_snapshot(step)
@@ -96,20 +101,33 @@ class Training:
                 log.delay_norms(step, self.pipe.delay_norms(state))
             log.finished(finished)  # of the step before: reading a loss waits for it, while the devices have this step's work
             checkpoints.flush_finished(log.last_step, facts_of)
+            self._report_saved()
             finished = metrics
+            if decision == "last":
+                steps = log.steps = step + 1
+                self.measure.ends_at(steps)
+                break
         interrupt.check()
         self.measure.finish()
         state, drained = self.pipe.drain(state, observe=checkpoints.observing(), with_metrics=True)
         after, earlier = self._evaluate(state), log.validated(steps - 1)
-        log.validation(steps - 1, after)
+        if after:
+            log.validation(steps - 1, after)
         log.finished(finished)
         log.finished(drained)
         checkpoints.flush_finished(log.last_step, functools.partial(facts_of, end=steps, earlier=earlier))
         checkpoints.finish()
+        self._report_saved()
         log.close()
         self._check_complete(steps)
         interrupt.check()
-        return Summary(steps, mean_loss(before), mean_loss(after), log.seconds, log.folder, self.measure.predicted, self.measure.measured)
+        windows = self.measure.predicted, self.measure.measured
+        return Summary(steps, mean_loss(before), mean_loss(after), log.seconds, log.folder, *windows, state=state)
+
+    def _report_saved(self) -> None:
+        """Report the last complete checkpoint to the callbacks, in process 0, if it is a new one."""
+        if self.log.folder is not None:
+            self.callbacks.saved(self.checkpoints.written, self.log.folder)
 
     def _stops(self, step: int) -> bool:
         """Return whether the run stops early before `step`; if a signal ends it earlier, it decides when it is resumed."""
@@ -133,11 +151,12 @@ class Training:
         """Log the validation before training and return it; a resumed run reads it from its checkpoint."""
         if resumed is None:
             before = self._evaluate(state)
-            self.log.validation(0, before)
+            if before:
+                self.log.validation(state.batch, before)
             return before
         if resumed.facts.val_loss is not None:
             self.log.validation(resumed.step, {"val_loss": resumed.facts.val_loss} | resumed.facts.val_metrics)
-        return {"val_loss": resumed.facts.val_loss_before}
+        return {} if resumed.facts.val_loss_before is None else {"val_loss": resumed.facts.val_loss_before}
 
     def _facts(self, before: Validation, step: int, end: int | None = None, earlier: dict[str, float] | None = None) -> dict[str, Any]:
         """Return the facts about the run that a checkpoint of a step holds.
@@ -179,7 +198,7 @@ class Training:
         if problem is not None:
             raise RunStopped(f"{why}{problem}")
 
-    def _stopped(self, state: jpipe.State, before: float) -> Summary:
+    def _stopped(self, state: jpipe.State, before: float | None) -> Summary:
         """End a run that was stopped by a signal, once its checkpoint is written.
 
         Raises:
@@ -187,11 +206,12 @@ class Training:
         """
         number, cut = self.preemption.signal or signal.SIGTERM, self.preemption.cut
         self.checkpoints.finish()
+        self._report_saved()
         self.log.close()
-        jax.block_until_ready(self.pipe.drain(state))  # so that no messages between processes are in flight at the end
+        state = jax.block_until_ready(self.pipe.drain(state))  # so that no messages between processes are in flight at the end
         assert cut is not None
         self._check_complete(cut, f"stopped by {name_of(number)}; ")
-        return Summary(cut, before, None, self.log.seconds, self.log.folder, None, None, stopped_by=number)
+        return Summary(cut, before, None, self.log.seconds, self.log.folder, None, None, stopped_by=number, state=state)
 
 
 def _with_averaged(newest: jpipe.Evaluation, averaged: jpipe.Evaluation) -> jpipe.Evaluation:

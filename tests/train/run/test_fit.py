@@ -1,0 +1,296 @@
+"""`jpipe_train.fit` trains as `jpipe train` does, resumes exactly, stops when a callback says so, and refuses what cannot be resumed."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import grain
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jpipe
+import jpipe_train
+from examples import mlp
+from jpipe_train import cli
+from jpipe_train.models import cross_entropy
+from jpipe_train.run import fit_data, loop
+from jpipe_train.run.fit_data import RowsOfArrays
+from tests.jpipe.running import check_equal
+from tests.packages import ROOT
+from tests.train.checkpoint.test_resume import weights_of
+from tests.train.conftest import changed
+from tests.train.run.fit_program import ARRAYS, X, pipeline, squares
+from tests.train.run.test_loop import rows_of
+
+pytestmark = pytest.mark.usefixtures("no_report", "nothing_in_the_way")
+LIMIT = 120  # seconds, for what takes ten
+BATCHES = [(X[i : i + 8], ARRAYS[1][i : i + 8]) for i in range(12)]
+QUIET = {"progress": False, "log": ()}
+
+
+@pytest.fixture
+def nothing_in_the_way(tmp_path, monkeypatch):
+    """Change to an empty folder, and check that signals have their usual handlers at the end."""
+    monkeypatch.chdir(tmp_path)
+    yield
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def losses_of(pipe, data, **arguments) -> tuple[list[float], jpipe_train.FitResult]:
+    """Return the loss of each step, and the result."""
+    losses = []
+    result = jpipe_train.fit(
+        pipe, data, **{**QUIET, **arguments}, callbacks=[SimpleNamespace(on_step=lambda record: losses.append(record.loss))]
+    )
+    return losses, result
+
+
+def test_a_run_from_python_equals_that_of_the_command_line(tmp_path):
+    fields = {
+        "model": {"target": "examples.mlp:model", "arguments": {"width": 8, "depth": 2}},
+        "data": {"target": "examples.mlp:data"},
+        "train": {"steps": 6, "batch_size": 8, "eval_every": 3},
+        "plan": {"schedule": "pipedream_2bw", "num_stages": 2, "microbatches": 2},
+        "optimizer": {"name": "adam", "learning_rate": 3e-3},
+        "eval": {"metrics": {"accuracy": "accuracy"}},
+        "checkpoint": {"every": 4},
+        "seed": 5,
+    }
+    expected = loop.main(changed(fields, run={"dir": str(tmp_path / "cli")}))
+    stack, (train, validation) = mlp.model(8, 2), mlp.data(5, 8)
+    pipe = jpipe.Pipeline(stack, jpipe.Plan.even(stack.ids, 2, "pipedream_2bw", 2), cross_entropy.loss, optax.adam(3e-3))
+    evaluation = {"eval_data": validation, "eval_every": 3, "metrics": {"accuracy": "accuracy"}}
+    result = jpipe_train.fit(pipe, train, steps=6, **evaluation, checkpoint=4, seed=5, run_dir=tmp_path / "fit", **QUIET)
+    rows = [{name: value for name, value in row.items() if name != "learning_rate"} for row in rows_of(tmp_path / "cli")]
+    assert rows_of(tmp_path / "fit") == rows
+    assert "val_accuracy" in rows[3]
+    assert (result.summary.val_loss_before, result.summary.val_loss_after) == (expected.val_loss_before, expected.val_loss_after)
+    check_equal(weights_of(tmp_path / "fit"), weights_of(tmp_path / "cli"))
+    assert (tmp_path / "fit" / "plan.json").read_text() == (tmp_path / "cli" / "plan.json").read_text()
+    assert repr(result).startswith("FitResult(steps=6, val_loss_before=1.")
+
+
+def test_a_run_without_a_folder_writes_nothing_and_returns_the_trained_state(tmp_path):
+    pipe = pipeline()
+    losses, result = losses_of(pipe, ARRAYS, steps=30, batch_size=8, eval_data=ARRAYS)
+    assert not list(tmp_path.iterdir())
+    assert result.folder is None
+    assert len(losses) == 30
+    assert result.summary.val_loss_after < result.summary.val_loss_before
+    outputs = pipe.predict(result.state, X)
+    assert float(((outputs - ARRAYS[1]) ** 2).mean()) == pytest.approx(result.summary.val_loss_after, rel=1e-5)  # of all 20 rows, each once
+
+
+@pytest.mark.slow
+def test_a_resumed_run_equals_an_undisturbed_one_bit_for_bit(tmp_path):
+    arguments = {"batch_size": 8, "eval_data": ARRAYS, "eval_every": 3, "checkpoint": 3}
+    whole, result = losses_of(pipeline(), ARRAYS, steps=8, run_dir=tmp_path / "whole", **arguments)
+    losses_of(pipeline(), ARRAYS, steps=4, run_dir=tmp_path / "parts", **arguments)
+    later, resumed = losses_of(pipeline(), ARRAYS, steps=8, run_dir=tmp_path / "parts", **arguments)
+    assert later == whole[4:]
+    assert resumed.summary.val_loss_before == result.summary.val_loss_before
+    check_equal(weights_of(tmp_path / "parts"), weights_of(tmp_path / "whole"))
+    pipe = pipeline()
+    again, complete = losses_of(pipe, ARRAYS, steps=8, run_dir=tmp_path / "parts", **arguments)
+    assert (again, complete.folder) == ([], tmp_path / "parts")
+    np.testing.assert_array_equal(pipe.predict(complete.state, X), pipe.predict(result.state, X))
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_from_a_state(tmp_path):
+    whole, _ = losses_of(pipeline(), ARRAYS, steps=8, batch_size=8)
+    pipe = pipeline()
+    first, result = losses_of(pipe, ARRAYS, steps=5, batch_size=8)
+    second, _ = losses_of(pipe, ARRAYS, steps=8, batch_size=8, state=result.state)
+    assert first + second == whole
+    with pytest.raises(jpipe.InputError, match="steps: expected more than the 5 batches before state, found 5"):
+        losses_of(pipe, ARRAYS, steps=5, batch_size=8, state=result.state)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        lambda ordered: ordered,
+        lambda ordered: lambda t: ordered[t],
+        lambda ordered: [ordered[t] for t in range(6)],
+        lambda ordered: [jax.tree.map(jnp.asarray, ordered[t]) for t in range(6)],
+    ],
+    ids=["MapDataset", "function", "list", "JAX"],
+)
+def test_batches_by_number_are_those_of_shuffled_rows(data):
+    dataset = grain.MapDataset.source(RowsOfArrays(ARRAYS)).shuffle(seed=3).repeat().batch(8)
+    (expected, rows), (batches, _) = (fit_data.load(*arguments, 2, 3, 6) for arguments in ((ARRAYS, None, 8), (data(dataset), None, None)))
+    assert rows == 8
+    for t in (5, 0, 2):
+        check_equal(*(jax.tree.map(lambda leaf: leaf[:], each.train[t]) for each in (batches, expected)))
+
+
+class Stops:
+    """A callback that notes what it gets, and ends the run at a step."""
+
+    def __init__(self, at):
+        self.at, self.records = at, []
+
+    def on_step(self, record):
+        self.records.append(record)
+        return "stop" if record.step == self.at else None
+
+    def on_eval(self, record):
+        self.records.append(record)
+
+    def on_checkpoint(self, record):
+        self.records.append(record)
+
+
+def test_a_run_that_a_callback_stops_equals_a_shorter_one(tmp_path):
+    stops = Stops(2)
+    arguments = {"eval_data": BATCHES[:1], "eval_every": 2, "metrics": {"loss_again": squares}, **QUIET}
+    result = jpipe_train.fit(pipeline(), BATCHES, steps=12, **arguments, callbacks=[stops], run_dir=tmp_path / "stopped")
+    assert (result.summary.steps, result.summary.stopped_by) == (5, None)
+    jpipe_train.fit(pipeline(), BATCHES, steps=5, **arguments, run_dir=tmp_path / "shorter")
+    assert rows_of(tmp_path / "stopped") == rows_of(tmp_path / "shorter")
+    check_equal(weights_of(tmp_path / "stopped"), weights_of(tmp_path / "shorter"))
+    steps, evaluations = ([r for r in stops.records if isinstance(r, kind)] for kind in (jpipe_train.StepRecord, jpipe_train.EvalRecord))
+    assert [record.step for record in steps] == [0, 1, 2, 3, 4]
+    assert [record.step for record in evaluations] == [0, 2, 4]
+    assert all(record.metrics == {"loss_again": record.loss} for record in evaluations)
+    assert evaluations[-1].loss == result.summary.val_loss_after
+    assert stops.records[-1] == jpipe_train.CheckpointRecord(5, tmp_path / "stopped" / "checkpoints" / "5")
+    assert stops.records[-1].path.is_dir()
+
+
+@pytest.mark.parametrize(
+    ("callback", "message"),
+    [
+        (SimpleNamespace(), r"callbacks\[0\]: expected an object with at least one of the methods on_step, on_eval, on_checkpoint, found"),
+        (SimpleNamespace(on_stop=print), r"callbacks\[0\]: unknown method 'on_stop' of SimpleNamespace; did you mean 'on_step'\?"),
+        (SimpleNamespace(on_step=lambda record: True), r'expected on_step of SimpleNamespace to return None or "stop", found bool'),
+    ],
+)
+def test_a_callback_that_would_do_nothing_is_refused(callback, message):
+    with pytest.raises(jpipe.InputError, match=message):
+        jpipe_train.fit(pipeline(), BATCHES, steps=2, callbacks=[callback], **QUIET)
+
+
+class Iterated:
+    def __iter__(self):
+        return iter(BATCHES)
+
+
+@pytest.mark.parametrize(
+    ("data", "found"),
+    [
+        (iter(BATCHES), "an iterator"),
+        ((batch for batch in BATCHES), "an iterator"),
+        (Iterated(), "a Iterated"),
+        (grain.MapDataset.source(BATCHES).to_iter_dataset(), "a PrefetchIterDataset"),
+        (dict(enumerate(BATCHES)), "a dict"),
+    ],
+)
+@pytest.mark.parametrize("name", ["data", "eval_data"])
+def test_data_that_can_only_be_iterated_are_refused(data, found, name):
+    with pytest.raises(
+        jpipe.InputError, match=rf"{name}: expected batches that can be asked for by number, found {found}; a run that resumes at step t"
+    ):
+        jpipe_train.fit(pipeline(), **{"data": BATCHES, name: data}, steps=2, **QUIET)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"data": ARRAYS}, "data: expected batches .* found arrays; give batch_size"),
+        ({"batch_size": 8}, "batch_size: would mean nothing to data of type list"),
+        ({"data": ARRAYS, "batch_size": 21}, "batch_size: expected a number from 1 to 20, the rows of data, found 21"),
+        ({"data": (X, X[:5]), "batch_size": 4}, r"data: expected arrays with as many rows each.* found the shapes \[20, 4\], \[5, 4\]"),
+        ({"steps": 13}, "data: expected a batch for each of 13 steps, found a list of 12; repeat them, or lower steps"),
+        ({"steps": 0}, "fit: train.steps: expected greater than or equal to 1, found 0"),
+        ({"data": [[1, 2]] * 2}, r"data: expected batch 0 to be \(inputs, labels\).* found a list; return a tuple of two"),
+        ({"data": [(X[:8], 1)] * 2}, r"found in it a int; use np\.asarray"),
+        (
+            {"data": [BATCHES[0], (X[:4], X[:4])]},
+            r"data: expected batch 1 to be like batch 0, .*float32\[8, 4\].*, found .*float32\[4, 4\]",
+        ),
+        ({"eval_data": []}, "eval_data: expected one batch or more, .* found a list of none"),
+        ({"eval_data": lambda t: BATCHES[t]}, "eval_data: expected one batch or more, .* found a function without a length"),
+        ({"checkpoint": 5}, "fit: checkpoint would mean nothing without run_dir"),
+        ({"resume": "must"}, "fit: resume 'must' would mean nothing without run_dir"),
+        ({"metrics": {"a": "acuracy"}}, "fit: eval.metrics: 'a': expected module:function or one of accuracy, "),
+        ({"run_dir": "run", "checkpoint": {"evry": 5}}, "fit: unknown key 'checkpoint.evry'; did you mean 'checkpoint.every'"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused_before_a_folder_is_made(arguments, message, tmp_path):
+    with pytest.raises(jpipe.InputError, match=message):
+        jpipe_train.fit(pipeline(), **{"data": BATCHES, "steps": 2, **QUIET, **arguments})
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_sigterm_saves_and_the_same_call_resumes(capsys):
+    def batches(t):
+        return BATCHES[t % 12]
+
+    preempts = SimpleNamespace(on_step=lambda record: os.kill(os.getpid(), signal.SIGTERM) if record.step == 2 else None)
+    result = jpipe_train.fit(pipeline(), batches, steps=10**5, run_dir="run", callbacks=[preempts], log=())
+    assert result.summary.stopped_by == signal.SIGTERM
+    assert 3 < result.summary.steps <= result.state.batch < 10**5
+    assert "the same call of fit resumes there" in capsys.readouterr().out
+    later, _ = losses_of(pipeline(), batches, steps=result.summary.steps + 3, run_dir="run")
+    whole, _ = losses_of(pipeline(), batches, steps=result.summary.steps + 3)
+    assert later == whole[result.summary.steps :]
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_ctrl_c_without_checkpoints_interrupts():
+    presses = SimpleNamespace(on_step=lambda record: os.kill(os.getpid(), signal.SIGINT) if record.step == 1 else None)
+    with pytest.raises(KeyboardInterrupt, match="interrupted"):
+        jpipe_train.fit(pipeline(), BATCHES, steps=9, callbacks=[presses], **QUIET)
+
+
+@pytest.mark.slow
+def test_a_run_from_python_can_be_exported_and_evaluated_with_functions_for_its_parts(tmp_path, capsys, monkeypatch):
+    stack, (train, validation) = mlp.model(8, 2), mlp.data(0, 8)
+    pipe = jpipe.Pipeline(stack, jpipe.Plan.even(stack.ids, 2, "gpipe", 2), cross_entropy.loss, optax.adam(3e-3))
+    result = jpipe_train.fit(pipe, train, steps=3, eval_data=validation, run_dir="run", **QUIET)
+    assert cli.main(["export", "run", "--out", "weights.safetensors"]) == 0
+    assert (tmp_path / "weights.safetensors").is_file()
+    assert cli.main(["evaluate", "run", "--allow-code"]) == 2
+    assert "--set model.target=module:function --set data.target=module:function --set loss.target=" in capsys.readouterr().err
+    (tmp_path / "parts.py").write_text(
+        "from examples.mlp import data, model\nfrom jpipe_train.models.cross_entropy import loss as of_jpipe\n\n\n"
+        "def small():\n    return model(8, 2)\n\n\ndef loss(outputs, labels):\n    return of_jpipe(outputs, labels)\n\n\n"
+        "def points(seed, batch_size):\n    return data(seed, batch_size)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    parts = [f"--set={key}.target=parts:{name}" for key, name in (("model", "small"), ("data", "points"), ("loss", "loss"))]
+    assert cli.main(["evaluate", "run", "--allow-code", *parts]) == 0
+    assert f"{result.summary.val_loss_after:.6g}" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_the_callbacks_of_process_0_end_a_run_of_two_processes_at_one_step(tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    words = [sys.executable, "-m", "tests.train.run.fit_program", address]
+    both = [
+        subprocess.Popen([*words, str(index), tmp_path / "both"], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        for index in range(2)
+    ]
+    try:
+        outputs = [process.communicate(timeout=LIMIT)[0] for process in both]
+    finally:
+        for process in both:
+            process.kill()
+    assert [process.returncode for process in both] == [0, 0], outputs
+    alone = jpipe_train.fit(pipeline(), ARRAYS, steps=6, batch_size=8, eval_data=ARRAYS, eval_every=4, run_dir=tmp_path / "alone", **QUIET)
+    ends = [re.findall(r"process \d: (\d+) steps, loss ([\d.e-]+), (.*)", output)[-1] for output in outputs]
+    assert ends == [("6", repr(alone.summary.val_loss_after), folder) for folder in (str(tmp_path / "both"), "None")]
+    assert rows_of(tmp_path / "both") == rows_of(tmp_path / "alone")
+    check_equal(weights_of(tmp_path / "both"), weights_of(tmp_path / "alone"))

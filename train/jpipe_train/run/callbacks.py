@@ -1,0 +1,123 @@
+"""Callbacks of a run: the records that they get, and how they end the run."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from jpipe import InputError
+from jpipe.errors import nearest
+
+METHODS = ("on_step", "on_eval", "on_checkpoint")
+"""The methods that a callback may have."""
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """The numbers of a step, for `on_step`.
+
+    Attributes:
+        step: the number of the batch, from 0.
+        loss: the mean loss of the batch; NaN if the batch was skipped and its loss is not finite.
+        values: all numbers of the step by name, as in a row of `metrics.jsonl`, such as `gradient_norm`.
+    """
+
+    step: int
+    loss: float
+    values: Mapping[str, int | float]
+
+
+@dataclass(frozen=True)
+class EvalRecord:
+    """The results of an evaluation, for `on_eval`.
+
+    Attributes:
+        step: the row of `metrics.jsonl` that has them: they are of the weights before this step, at the end of a run of the final weights.
+        loss: the mean loss over the evaluation data.
+        metrics: the means of the metrics by name.
+    """
+
+    step: int
+    loss: float
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class CheckpointRecord:
+    """A checkpoint that is complete, for `on_checkpoint`.
+
+    Attributes:
+        step: the number of batches before it.
+        path: the folder of the checkpoint.
+    """
+
+    step: int
+    path: Path
+
+
+class Callbacks:
+    """Calls the callbacks of a run, and remembers whether one of them has asked to end it.
+
+    Args:
+        callbacks: objects with at least one of the methods `METHODS`, each of which gets a record and returns None or "stop".
+
+    Attributes:
+        stop: whether a callback has returned "stop".
+
+    Raises:
+        InputError: an object has none of these methods, or one of a similar name.
+    """
+
+    def __init__(self, callbacks: Sequence[object] = ()) -> None:
+        for number, callback in enumerate(callbacks):
+            _check(callback, f"callbacks[{number}]")
+        self._callbacks = tuple(callbacks)
+        self._saved: int | None = None  # the step of the last checkpoint that was reported
+        self.stop = False
+
+    def __bool__(self) -> bool:
+        return bool(self._callbacks)
+
+    def finished(self, step: int, row: Mapping[str, int | float], validation: Mapping[str, float]) -> None:
+        """Report a finished step, and its evaluation if there was one.
+
+        Args:
+            step: the number of the batch.
+            row: its values, as in `metrics.jsonl`.
+            validation: the results of the evaluation, `val_loss` and `val_NAME` for each metric; may be empty.
+        """
+        self._call("on_step", StepRecord(step, float(row.get("loss", math.nan)), dict(row)))
+        if validation:
+            means = {name.removeprefix("val_"): value for name, value in validation.items()}
+            loss = means.pop("loss")
+            self._call("on_eval", EvalRecord(step, loss, means))
+
+    def saved(self, step: int | None, folder: Path) -> None:
+        """Report the last complete checkpoint of a run folder, unless there is none or it was reported before."""
+        if step is not None and step != self._saved:
+            self._saved = step
+            self._call("on_checkpoint", CheckpointRecord(step, folder / "checkpoints" / str(step)))
+
+    def _call(self, method: str, record: StepRecord | EvalRecord | CheckpointRecord) -> None:
+        for callback in self._callbacks:
+            if (function := getattr(callback, method, None)) is None:
+                continue
+            name = f"{method} of {type(callback).__name__}"
+            try:
+                answer = function(record)
+            except OSError as error:  # the run would report it as an error of its own folder
+                raise RuntimeError(f"{name} failed: {error}") from error
+            if answer is not None and not (isinstance(answer, str) and answer == "stop"):
+                raise InputError(f'callbacks: expected {name} to return None or "stop", found {type(answer).__name__}; fix it')
+            self.stop = self.stop or answer is not None
+
+
+def _check(callback: object, name: str) -> None:
+    methods = [method for method in dir(callback) if method.startswith("on_") and callable(getattr(callback, method))]
+    if unknown := [method for method in methods if method not in METHODS]:
+        raise InputError(f"{name}: unknown method '{unknown[0]}' of {type(callback).__name__}; {nearest(unknown[0], METHODS)}")
+    if not methods:
+        raise InputError(
+            f"{name}: expected an object with at least one of the methods {', '.join(METHODS)}, found {type(callback).__name__}; add one, "
+            "or leave it out"
+        )

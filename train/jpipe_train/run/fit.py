@@ -1,0 +1,221 @@
+"""`jpipe_train.fit`: train a pipeline that a Python program has made, with the loop of `jpipe train`."""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, get_args
+
+import jax
+import pydantic
+from rich.console import Console
+
+import jpipe
+from jpipe import InputError
+from jpipe.errors import explain, nearest
+from jpipe_train.assemble.metrics import metrics as built_in_metrics
+from jpipe_train.checkpoint.resume import Resume, Resumed
+from jpipe_train.checkpoint.resume import find as find_resumed
+from jpipe_train.config.config import CheckpointConfig, Config, EvalConfig
+from jpipe_train.config.config_file import to_yaml
+from jpipe_train.config.entry_point import name_in_python
+from jpipe_train.console import interrupt
+from jpipe_train.console.progress import Reporter
+from jpipe_train.data.data import Data
+from jpipe_train.launch.together import Together, code_facts, joined
+from jpipe_train.report import logs
+from jpipe_train.report.summary import Summary
+from jpipe_train.run import fit_data
+from jpipe_train.run.callbacks import Callbacks
+from jpipe_train.run.loop import FromPython, already_complete, start
+from jpipe_train.run.starting import begin, read_checkpoint
+
+_CONNECT_LIMIT, _WAIT_LIMIT = 300.0, 45.0  # seconds, the defaults of `jpipe train`
+_EVERY = CheckpointConfig().every  # the default of `checkpoint`, too
+
+
+@dataclass(frozen=True, repr=False)
+class FitResult:
+    """The result of `fit`.
+
+    Attributes:
+        state: the final state, drained, for `Pipeline.predict`, `Pipeline.model` and others. After SIGTERM or Ctrl-C it may be some steps
+            ahead of the checkpoint.
+        summary: its `steps` are the number of batches, including those before a resume; `val_loss_before` and `val_loss_after` are None
+            without evaluation; `seconds` is the duration; `stopped_by` is the number of the signal that ended the run, or None.
+        folder: the run folder; None without one, and in other processes than process 0.
+    """
+
+    state: jpipe.State
+    summary: Summary
+    folder: Path | None
+
+    def __repr__(self) -> str:
+        known = {name: getattr(self.summary, name) for name in ("val_loss_before", "val_loss_after")}
+        losses = "".join(f", {name}={loss:.4g}" for name, loss in known.items() if loss is not None)
+        return f"FitResult(steps={self.summary.steps}{losses}, folder={None if self.folder is None else str(self.folder)!r})"
+
+
+def fit(
+    pipe: jpipe.Pipeline,
+    data: Any,
+    *,
+    steps: int,
+    batch_size: int | None = None,
+    eval_data: Any = None,
+    eval_every: int = 50,
+    metrics: Mapping[str, Any] | None = None,
+    seed: int = 0,
+    state: jpipe.State | None = None,
+    run_dir: str | os.PathLike[str] | None = None,
+    checkpoint: int | Mapping[str, Any] | None = 10,
+    log: Sequence[str] = ("tensorboard",),
+    log_every: int = 1,
+    callbacks: Sequence[object] = (),
+    resume: Resume = "auto",
+    progress: bool = True,
+) -> FitResult:
+    """Train a pipeline in the loop of `jpipe train`, with evaluation, and with checkpoints, logs and a report in a run folder.
+
+    A run that resumes equals one that was not interrupted, bit for bit. Ctrl-C and SIGTERM end a run that writes checkpoints once one is
+    written; otherwise Ctrl-C raises KeyboardInterrupt, and the state is lost. All processes of a run call this once, with the same
+    arguments. Process 0 alone prints, writes and calls callbacks; all end after the same step.
+
+    Args:
+        pipe: the pipeline, compiled or not.
+        data: batches as for `Pipeline.step`: an object with `data[t]`, such as a `grain.MapDataset` of batches, or a function of t; with
+            `batch_size` the pair (inputs, labels) of arrays or trees of arrays, whose rows are shuffled anew in each epoch.
+        steps: the number of batches, including those before a resume.
+        batch_size: rows of a batch, where `data` are arrays.
+        eval_data: arrays, or an object with some batches; all are evaluated before the first step, every `eval_every`, and at the end.
+        eval_every: steps between evaluations.
+        metrics: by name, functions as in `Pipeline.evaluate`, or names of built-in ones such as "accuracy".
+        seed: of the initial weights, dropout and the order of rows.
+        state: the state of this pipeline that a new run begins with, which is consumed; by default that of `Pipeline.init`.
+        run_dir: the run folder, a new one or that of the run to resume; None: nothing is written.
+        checkpoint: steps between checkpoints, or the keys of a config's section `checkpoint`: `{"every": 100, "keep": 2}`; None: none.
+        log: further logs in the run folder, "tensorboard" and "wandb".
+        log_every: steps between rows of `metrics.jsonl`.
+        callbacks: objects with some of the methods `on_step`, `on_eval` and `on_checkpoint`, which get a `StepRecord`, an `EvalRecord` and
+            a `CheckpointRecord`, and return None, or "stop" to end the run one or two steps later.
+        resume: "auto": if the folder has a checkpoint; "must": or raise an error; "never": and raise an error if it has a run.
+        progress: whether to print a bar on a terminal, and lines elsewhere.
+
+    Raises:
+        InputError: an argument does not fit, such as data that can only be iterated; nothing was trained.
+        RuntimeError: a loss is not finite, a device failed, or the disk is full.
+        PeerLost: another process died, hung or stopped.
+        KeyboardInterrupt: Ctrl-C, in a run without checkpoints.
+    """
+    folder = _folder(run_dir, checkpoint, resume)
+    functions = {name: metric for name, metric in (metrics or {}).items() if not isinstance(metric, str)}
+    program = FromPython(state=state, metrics=functions, callbacks=Callbacks(callbacks))
+    with interrupt.watched(), joined(jax.process_count(), _CONNECT_LIMIT, _WAIT_LIMIT) as together:
+        batches, rows = together.run_on_all(lambda: fit_data.load(data, eval_data, batch_size, pipe.plan.microbatches, seed, steps))
+        train = {"steps": steps, "batch_size": rows, "log_every": log_every, "eval_every": eval_every}
+        config = together.run_on_all(lambda: _config(pipe, train, batches, metrics or {}, seed, folder, checkpoint, log))
+        return _run(pipe, config, batches, program, resume, together, progress)
+
+
+def _folder(run_dir: str | os.PathLike[str] | None, checkpoint: int | Mapping[str, Any] | None, resume: Resume) -> str | None:
+    """Return the run folder as text.
+
+    Raises:
+        InputError: `resume` is unknown, or something would be written without a folder.
+    """
+    if resume not in get_args(Resume):
+        raise InputError(f"fit: resume: unknown {resume!r}; {nearest(str(resume), get_args(Resume))}")
+    if run_dir is not None:
+        return os.fspath(run_dir)
+    for name, is_used in (("checkpoint", checkpoint not in (None, _EVERY)), ("resume 'must'", resume == "must")):
+        if is_used:
+            raise InputError(f"fit: {name} would mean nothing without run_dir, the folder of the run; give one, or leave it out")
+    return None
+
+
+def _config(
+    pipe: jpipe.Pipeline,
+    train: Mapping[str, Any],
+    batches: Data,
+    metrics: Mapping[str, Any],
+    seed: int,
+    folder: str | None,
+    checkpoint: int | Mapping[str, Any] | None,
+    log: Sequence[str],
+) -> Config:
+    """Return the config of a run, in which the parts that are objects of the program have names that say so.
+
+    Raises:
+        InputError: a value does not fit.
+    """
+    scale = pipe.precision.fixed_scale if pipe.precision.dynamic_scale is None else "dynamic"
+    dtypes = {name: getattr(pipe.precision, name) for name in ("params", "compute", "accumulate")}
+    norms = {name: getattr(pipe, name) for name in ("clip_global_norm", "clip_stage_norm", "skip_nonfinite", "ema_decay")}
+    named = {name: metric if isinstance(metric, str) else name_in_python("metric") for name, metric in metrics.items()}
+    of_checkpoint = dict(checkpoint) if isinstance(checkpoint, Mapping) else {"every": checkpoint}
+    sections = {
+        **{name: {"target": name_in_python(name)} for name in ("model", "data", "loss")},
+        "train": {**train, "eval_batches": max(len(batches.validation), 1), **({} if folder else {"trace_batches": 0})},
+        "eval": {"metrics": named},
+        "optimizer": {"name": name_in_python("optimizer"), "delay_correction": pipe.delay_factor, **norms},
+        "precision": {**dtypes, "loss_scale": scale},
+        "plan": {"file": "plan.json"},  # in the run folder
+        "run": {"dir": folder},
+        "checkpoint": of_checkpoint if folder else {"every": None},
+    }
+    try:
+        config = Config.model_validate({"seed": seed, "compile_cache": None, "log": [*log] if folder else [], **sections})
+    except pydantic.ValidationError as error:
+        raise explain(error, Config, "fit") from None
+    built_in = {name: metric for name, metric in metrics.items() if isinstance(metric, str)}
+    return config.model_copy(update={"eval": EvalConfig(metrics=built_in)})
+
+
+def _run(
+    pipe: jpipe.Pipeline, config: Config, batches: Data, program: FromPython, resume: Resume, together: Together, progress: bool
+) -> FitResult:
+    """Check the arguments against each other and between processes, train, and return the result."""
+    together.run_on_all(lambda: logs.check(config) if together.is_first else None)
+    facts = {"resume": str(resume), "callbacks": "some" if program.callbacks else "none"}
+    together.agree(lambda: {"arguments of fit": to_yaml(config), **facts, **code_facts()})
+    rows, steps = config.train.batch_size, config.train.length
+    reporter = Reporter(steps, rows, "samples", _console(progress and together.is_first))
+    resumed = find_resumed(config, resume, together, reporter.say)
+
+    def build(resumed: Resumed | None) -> tuple[jpipe.Pipeline, Data]:
+        continued = together.run_on_all(lambda: _checked(pipe, config, fit_data.continued(batches, resumed, rows), program))
+        together.agree(lambda: {"plan": pipe.plan.to_json(), "data": continued.digest()})
+        return pipe, continued
+
+    if resumed is not None:
+        if program.state is not None:
+            reporter.say("state is ignored: it is for new runs, and this one resumes")
+        if resumed.step >= steps:
+            return _completed(config, build(resumed), together, resumed, reporter)
+    elif program.state is not None and program.state.batch >= steps:
+        raise InputError(f"fit: steps: expected more than the {program.state.batch} batches before state, found {steps}; raise it")
+    summary = start(config, together, resumed, resume, reporter, program=replace(program, build=build))
+    assert summary.state is not None
+    return FitResult(summary.state, summary, summary.folder)
+
+
+def _checked(pipe: jpipe.Pipeline, config: Config, batches: Data, program: FromPython) -> Data:
+    """Return the data, if the pipeline can train on them."""
+    pipe.check(batches.like, {**built_in_metrics(config.eval, config.model), **program.metrics})
+    return batches
+
+
+def _completed(config: Config, built: tuple[jpipe.Pipeline, Data], together: Together, resumed: Resumed, reporter: Reporter) -> FitResult:
+    """Return the result of a run that has no step left, from its checkpoint."""
+    pipe, batches = built
+    layers, damage = read_checkpoint(config, pipe, batches, together, resumed)
+    if layers is None:
+        raise together.shared(InputError(damage))
+    state = begin(config, pipe, batches, resumed, layers)
+    return FitResult(state, already_complete(resumed, config, reporter), resumed.folder if together.is_first else None)
+
+
+def _console(shows: bool) -> Console:
+    """Return the console for the progress; in a notebook one that prints plain lines, because stored notebooks would not show a bar."""
+    console = Console(highlight=False, quiet=not shows)
+    return Console(highlight=False, quiet=not shows, force_jupyter=False, force_terminal=False) if console.is_jupyter else console

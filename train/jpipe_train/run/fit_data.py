@@ -1,0 +1,287 @@
+"""The data that `fit` gets from a Python program, as batches by index."""
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import grain
+import jax
+import numpy as np
+
+from jpipe import InputError
+from jpipe_train.checkpoint.resume import Resumed
+from jpipe_train.console.terminal import count
+from jpipe_train.data import position
+from jpipe_train.data.data import Batches, Data
+from jpipe_train.data.position import Ordered, Position
+from jpipe_train.data.rows import Batch, BatchesOfRows, Rows, when_sliced
+
+
+def load(train: Any, held_out: Any, batch_size: int | None, microbatches: int, seed: int, steps: int) -> tuple[Data, int]:
+    """Return the data of a run that begins, and the number of rows of a training batch.
+
+    Args:
+        train: the data to train on, as in `jpipe_train.fit`.
+        held_out: the data to evaluate on; None for no evaluation.
+        batch_size: rows of a batch, if `train` has rows; None if it has batches.
+        microbatches: the number of microbatches of a batch.
+        seed: shuffles rows.
+        steps: the number of batches of the run.
+
+    Raises:
+        InputError: something has another form, or there is less data than the run needs.
+    """
+    batches: Batches
+    if batch_size is not None:
+        batches, rows = _shuffled_rows(train, batch_size, seed), batch_size
+    else:
+        batches = _training_batches(train, steps)
+        rows = len(jax.tree.leaves(batches[0])[0])
+    validation, copies = ([], ()) if held_out is None else _held_out(held_out, rows, max(rows // microbatches, 1))
+    amount = f"{count(len(validation), 'batch', 'es')} for evaluation" if len(validation) else "no evaluation"
+    return Data(batches, validation, _source(train), amount, lambda: _digest(batches, validation), copies=copies), rows
+
+
+def continued(data: Data, resumed: Resumed | None, rows: int) -> Data:
+    """Return the data of a run that resumes; with another batch size, rows of arrays are batched anew from the next row on.
+
+    Raises:
+        InputError: the batches have another number of rows than those of the checkpoint.
+    """
+    begins = None if resumed is None else resumed.position(rows)
+    if resumed is None or begins is None:
+        return data
+    assert isinstance(data.train, Ordered)
+    if isinstance(data.train, OwnBatches) and begins != data.train.first_position:
+        raise InputError(
+            f"data: expected batches of as many rows as those before the checkpoint of step {resumed.step}, found batches of {rows} rows; "
+            "make them as large, or begin another run in another run_dir"
+        )
+    return replace(data, train=data.train.continued(begins), first=begins.batch)
+
+
+@dataclass(frozen=True)
+class RowsOfArrays:
+    """Row i of all arrays of a batch.
+
+    Attributes:
+        arrays: (inputs, labels), NumPy arrays with as many rows each.
+    """
+
+    arrays: Batch
+
+    def __len__(self) -> int:
+        return len(jax.tree.leaves(self.arrays)[0])
+
+    def __getitem__(self, index: int) -> Batch:
+        row: Batch = jax.tree.map(lambda leaf: leaf[index], self.arrays)
+        return row
+
+    @property
+    def spec(self) -> Batch:
+        """Shapes and dtypes of a row."""
+        row: Batch = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), self.arrays)
+        return row
+
+
+@dataclass(frozen=True)
+class OwnBatches:
+    """Batches of the program's own object or function. Each is made when its rows are read; the first one also for its shapes.
+
+    Attributes:
+        make: returns batch t.
+        name: of the object, for messages.
+        length: the number of batches; None if the object has no length.
+    """
+
+    make: Callable[[int], Any]
+    name: str
+    length: int | None
+
+    def __len__(self) -> int:
+        assert self.length is not None
+        return self.length
+
+    def __getitem__(self, index: int) -> Batch:
+        batch: Batch = when_sliced(self._spec, lambda: self.at(index))
+        return batch
+
+    @property
+    def first_position(self) -> Position:
+        """The position of the first batch."""
+        return position.start(len(jax.tree.leaves(self[0])[0]))
+
+    def position(self, batch: int) -> Position:
+        """Return the position of a batch."""
+        return self.first_position.later(batch, self.first_position.pieces)
+
+    def continued(self, position: Position) -> "OwnBatches":
+        """Return these batches: batch t is the same in a run that resumes."""
+        return self
+
+    def at(self, index: int) -> Batch:
+        """Return batch `index`, as NumPy arrays like those of the first one.
+
+        Raises:
+            InputError: it is something else.
+        """
+        batch = self._arrays(index)
+        if (found := _spec(batch)) != self._spec:
+            shapes = [jax.tree.map(lambda spec: f"{spec.dtype}{list(spec.shape)}", specs) for specs in (self._spec, found)]
+            raise InputError(f"{self.name}: expected batch {index} to be like batch 0, {shapes[0]}, found {shapes[1]}; make them alike")
+        return batch
+
+    @cached_property
+    def _spec(self) -> Batch:
+        return _spec(self._arrays(0))
+
+    def _arrays(self, index: int) -> Batch:
+        batch = jax.tree.map(_as_numpy, self.make(index))
+        expected = f"{self.name}: expected batch {index} to be (inputs, labels), arrays or trees of arrays with as many rows each"
+        if not isinstance(batch, tuple) or len(batch) != 2:
+            raise InputError(f"{expected}, found a {type(batch).__name__}; return a tuple of two")
+        leaves = jax.tree.leaves(batch)
+        if other := [leaf for leaf in leaves if not isinstance(leaf, np.ndarray)]:
+            raise InputError(f"{expected}, found in it a {type(other[0]).__name__}; use np.asarray")
+        if not leaves or any(not leaf.ndim or len(leaf) != len(leaves[0]) for leaf in leaves):
+            raise InputError(f"{expected}, found the shapes {', '.join(str(list(leaf.shape)) for leaf in leaves) or 'of none'}; fix them")
+        return batch
+
+
+def _spec(batch: Batch) -> Batch:
+    specs: Batch = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), batch)
+    return specs
+
+
+def _as_numpy(leaf: Any) -> Any:
+    """Return an array of JAX's or of jpipe's loaders as a NumPy array; anything else as it is, for the error that names it."""
+    if isinstance(leaf, Rows):
+        return leaf[:]
+    return np.asarray(leaf) if isinstance(leaf, jax.Array) else leaf
+
+
+def _training_batches(train: Any, steps: int) -> Batches:
+    """Return the batches of an object that has batches.
+
+    Raises:
+        InputError: it has none, or fewer than the run needs.
+    """
+    if _is_arrays(train):
+        raise InputError(
+            "data: expected batches that can be asked for by number, found arrays; give batch_size as well, so that their rows are "
+            "shuffled and batched, or a list of batches"
+        )
+    if isinstance(train, Ordered) and isinstance(train, Batches):  # of jpipe's own loaders
+        return train
+    batches = _by_number(train, "data")
+    if batches.length is None or batches.length >= steps:
+        return batches
+    why = (
+        f"data: expected a batch for each of {steps} steps, found a {type(train).__name__} of {batches.length}; repeat them, or lower steps"
+    )
+    if isinstance(train, list | tuple):
+        raise InputError(why)
+    try:  # it may start over after its last batch, as a grain.MapDataset does
+        batches.at(steps - 1)
+    except Exception as error:
+        raise InputError(why) from error
+    return batches
+
+
+def _shuffled_rows(train: Any, batch_size: int, seed: int) -> BatchesOfRows:
+    """Return shuffled rows of arrays in batches, epoch after epoch.
+
+    Raises:
+        InputError: these are no arrays, or have fewer rows.
+    """
+    if not _is_arrays(train):
+        raise InputError(
+            f"batch_size: would mean nothing to data of type {type(train).__name__}: it is for arrays, (inputs, labels); leave it out, "
+            "and let each element be a batch"
+        )
+    rows = _rows(train, "data")
+    if not isinstance(batch_size, int) or not 1 <= batch_size <= len(rows):
+        raise InputError(f"batch_size: expected a number from 1 to {len(rows):,}, the rows of data, found {batch_size}; change it")
+    return BatchesOfRows(grain.MapDataset.source(rows).shuffle(seed=seed).repeat(), batch_size, rows.spec)
+
+
+def _held_out(held_out: Any, batch_size: int, microbatch: int) -> tuple[Batches, tuple[int, ...]]:
+    """Return the batches of an evaluation, and the copies of their rows where these are not one.
+
+    Args:
+        held_out: arrays, or an object that has batches.
+        batch_size: rows of a batch of arrays.
+        microbatch: rows of a microbatch.
+
+    Raises:
+        InputError: it is neither, or has no batch.
+    """
+    if _is_arrays(held_out):
+        rows = _rows(held_out, "eval_data")
+        every = BatchesOfRows(rows, batch_size, rows.spec).with_remainder(microbatch)
+        return every, tuple(map(every.copies_of, range(len(every))))
+    if isinstance(held_out, Ordered) and isinstance(held_out, Batches):
+        return held_out, ()
+    batches = _by_number(held_out, "eval_data")
+    if not batches.length:
+        found = f"a {type(held_out).__name__} {'of none' if batches.length == 0 else 'without a length'}"
+        raise InputError(
+            f"eval_data: expected one batch or more, eval_data[i] for i < len(eval_data), found {found}; give a list, or arrays"
+        )
+    return batches, ()
+
+
+def _by_number(batches: Any, name: str) -> OwnBatches:
+    """Return the batches of an object that can be asked for a batch by its number.
+
+    Raises:
+        InputError: it cannot.
+    """
+    has_items = hasattr(batches, "__getitem__")
+    if isinstance(batches, Iterator | Mapping) or not (has_items or callable(batches)):
+        kind = "an iterator" if isinstance(batches, Iterator) else f"a {type(batches).__name__}"
+        raise InputError(
+            f"{name}: expected batches that can be asked for by number, found {kind}; a run that resumes at step t needs batch t, which "
+            f"something that is only iterated cannot give again; give an object with {name}[t], a function of t, a grain.MapDataset of "
+            "batches, or arrays"
+        )
+    length = len(batches) if has_items and hasattr(batches, "__len__") else None
+    return OwnBatches(batches.__getitem__ if has_items else batches, name, length)
+
+
+def _is_arrays(data: Any) -> bool:
+    """Return whether data are (inputs, labels), arrays or trees of arrays. Several batches are told apart by the list that they are in."""
+    leaves = jax.tree.leaves(data) if isinstance(data, tuple) and len(data) == 2 else []
+    return bool(leaves) and all(isinstance(leaf, np.ndarray | jax.Array) for leaf in leaves)
+
+
+def _rows(data: Any, name: str) -> RowsOfArrays:
+    """Return the rows of arrays.
+
+    Raises:
+        InputError: they differ in their number of rows.
+    """
+    arrays: Batch = jax.tree.map(np.asarray, data)
+    shapes = [leaf.shape for leaf in jax.tree.leaves(arrays)]
+    if any(shape[:1] != shapes[0][:1] for shape in shapes) or not shapes[0] or not shapes[0][0]:
+        listed = ", ".join(str(list(shape)) for shape in shapes)
+        raise InputError(f"{name}: expected arrays with as many rows each, at least one, found the shapes {listed}; fix them")
+    return RowsOfArrays(arrays)
+
+
+def _source(data: Any) -> str:
+    """Describe where batches come from."""
+    if _is_arrays(data):
+        return f"arrays of {len(jax.tree.leaves(data)[0]):,} rows"
+    return str(getattr(data, "__name__", type(data).__name__))
+
+
+def _digest(*parts: Batches) -> str:
+    """Hash the first batch of each part: if a program ignores its seed, its processes differ."""
+    hasher = hashlib.sha256()
+    for batches in parts:
+        for leaf in jax.tree.leaves(batches[0]) if not isinstance(batches, list) else ():
+            hasher.update(np.ascontiguousarray(leaf[:]).tobytes())
+    return hasher.hexdigest()
