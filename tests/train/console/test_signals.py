@@ -90,7 +90,7 @@ def test_a_hangup_is_not_a_second_signal_and_launch_ignores_second_signals(monke
 
 def test_the_launcher_marks_its_processes_and_counts_hangups_as_one_signal():
     assert process_group._environment(0, one_thread=False)[preemption.LAUNCHER] == str(os.getpid())
-    with launch._recorded_signals() as received:
+    with launch.recorded_signals() as received:
         for number in (signal.SIGHUP, signal.SIGHUP, signal.SIGTERM, signal.SIGHUP):
             signal.raise_signal(number)
     assert received == [signal.SIGHUP, signal.SIGTERM]

@@ -8,6 +8,7 @@ from typing import Any
 import jpipe
 from jpipe_train.commands import completion, configs, data, evaluate, export, generate, launch, plan, simulate, target, train
 from jpipe_train.commands.parsing import app
+from jpipe_train.commands.runs import compare, listing, sweep
 from jpipe_train.console.exit_codes import failed
 from jpipe_train.console.terminal import LINES, fail, printable
 
@@ -18,6 +19,9 @@ COMMANDS: Mapping[str, Any] = {
     "evaluate": evaluate.evaluate,
     "generate": generate.generate,
     "launch": launch.launch,
+    "runs": listing.runs,
+    "compare": compare.compare,
+    "sweep": sweep.sweep,
     "simulate": simulate.simulate,
     "target": target.target,
     "data": data.app,

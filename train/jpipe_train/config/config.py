@@ -6,7 +6,7 @@ import reprlib
 import warnings
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_serializer, model_validator
 
 import jpipe
 from jpipe.errors import nearest
@@ -16,13 +16,13 @@ from jpipe_train.config.model_config import ModelConfig as ModelConfig
 from jpipe_train.config.plan_config import MOST_MICROBATCHES as MOST_MICROBATCHES
 from jpipe_train.config.plan_config import PlanConfig as PlanConfig
 from jpipe_train.config.section import AUTO as AUTO
-from jpipe_train.config.section import Arguments, Count, FilePath, Section, TargetSection
+from jpipe_train.config.section import MOST_ROWS, Arguments, Count, FilePath, Section, TargetSection
 from jpipe_train.config.tune_config import TuneConfig as TuneConfig
 from jpipe_train.config.tune_config import matches_any
 
 MOST_PLAN_BYTES = 2**22  # ten thousand stages take a third of that
 FEW_SYMBOLS, CHUNK = 8192, 1024  # up to this many symbols, all logits are computed at once; beyond, this many positions at a time
-LOGS = ("tensorboard", "wandb")
+LOGS = ("tensorboard", "wandb", "trackio", "mlflow")
 METRICS = ("accuracy", "top5", "cross_entropy", "f1_binary", "f1_macro", "squared_error", "pearson")  # built in
 MOST_F1_CLASSES = 256  # each adds two numbers to what an evaluation sends
 
@@ -33,10 +33,22 @@ class RunConfig(Section):
     dir: FilePath | None = None
 
 
+class ProfileConfig(Section):
+    """The steps that JAX's profiler records: `steps` of them, of which `from` is the first one."""
+
+    first: Annotated[int, Field(alias="from", ge=0, le=MOST_ROWS)]
+    steps: Annotated[int, Field(ge=1, le=1000)] = 3
+
+    @model_serializer
+    def _with_the_names_of_a_config(self) -> dict[str, int]:
+        return {"from": self.first, "steps": self.steps}
+
+
 class TrainConfig(Section):
     """The length of the run and its batches: `batch_size` rows per step; validation at step 0, every `eval_every` steps and at the end.
 
-    `trace_batches` batches are measured for the report once the pipeline is full and after each evaluation; 0 measures none.
+    `trace_batches` batches are measured for the report once the pipeline is full and after each evaluation; 0 measures none. JAX's
+    profiler records the steps in `profile`.
     """
 
     steps: Count = 200
@@ -45,6 +57,16 @@ class TrainConfig(Section):
     eval_every: Count = 50
     eval_batches: Count = 4
     trace_batches: Annotated[int, Field(ge=0, le=100)] = 3
+    profile: ProfileConfig | None = None
+
+    @model_validator(mode="after")
+    def _profiled_steps_exist(self) -> "TrainConfig":
+        if self.profile is not None and self.profile.first + self.profile.steps > self.steps:
+            last = self.profile.first + self.profile.steps - 1
+            raise ValueError(
+                f"profile: expected steps up to {self.steps - 1}, the last one of the run, found {self.profile.first} to {last}"
+            )
+        return self
 
 
 def _metric_names(metrics: dict[str, str]) -> dict[str, str]:

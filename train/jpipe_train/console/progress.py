@@ -56,6 +56,7 @@ class Reporter:
         The first column has the names of the rows; columns that do not fit next to it follow in further tables. Columns whose head is in
         `words` are aligned left, like the first one.
         """
+        head = [printable(cell) for cell in head]
         lines = [head, *([printable(cell) for cell in row] for row in rows)]
         widths = [max(cell_len(line[i]) for line in lines) for i in range(len(head))]
         parts: list[list[int]] = [[0]]
@@ -66,7 +67,7 @@ class Reporter:
         for part in parts:
             table = Table(box=None, pad_edge=False)
             for i in part:
-                table.add_column(head[i], justify="left" if i == 0 or head[i] in words else "right", no_wrap=True)
+                table.add_column(Text(head[i]), justify="left" if i == 0 or head[i] in words else "right", no_wrap=True)
             for line in lines[1:]:
                 table.add_row(*(Text(line[i]) for i in part))
             self._console.print(table)

@@ -22,7 +22,7 @@ PAUSE = 1.0  # seconds before a failed job is restarted
 SECRET = "JPIPE_SECRET"  # the variable with the secret of the processes; also in jpipe.processes.handshake, which imports more
 JOB = "JPIPE_JOB"  # the variable that identifies a job; it is the same for all its attempts
 _LONGEST_PAUSE = 60.0  # limits the load of a job that always fails immediately
-_JPIPE = (sys.executable, "-P", "-m", "jpipe_train.cli")  # -P: no module of the current folder replaces a library
+JPIPE = (sys.executable, "-P", "-m", "jpipe_train.cli")  # -P: no module of the current folder replaces a library
 _TICK = 0.05  # seconds between two looks at the signals
 _SEVERAL = ("train", "plan", "evaluate", "generate")  # commands that run in several processes
 _RESERVED = ("--coordinator", "--num-processes", "--process-id")
@@ -53,7 +53,7 @@ def main(
     *,
     pin: bool = False,
     max_restarts: int = 0,
-    program: Sequence[str] = _JPIPE,
+    program: Sequence[str] = JPIPE,
     grace: float = GRACE,
     pause: float = PAUSE,
 ) -> int:
@@ -84,7 +84,7 @@ def main(
     cores = sorted(os.sched_getaffinity(0)) if pin else [None]
     variables = {SECRET: secrets.token_hex(32)} | ({JOB: secrets.token_hex(8)} if max_restarts else {})
     restarts = 0
-    with _recorded_signals() as signals:
+    with recorded_signals() as signals:
         while True:
             again = f"starting all again in {pause:g} s ({restarts + 1} of {max_restarts})" if restarts < max_restarts else ""
             flags = "--coordinator", f"127.0.0.1:{_free_port()}", "--num-processes", str(num_processes), "--process-id"
@@ -116,7 +116,7 @@ def _free_port() -> int:
 
 
 @contextlib.contextmanager
-def _recorded_signals() -> Iterator[list[int]]:
+def recorded_signals() -> Iterator[list[int]]:
     """Yield the signals that ask this process to end, as they arrive; ignored ones, as under nohup, stay ignored."""
     received: list[int] = []
     numbers = [number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is not signal.SIG_IGN]

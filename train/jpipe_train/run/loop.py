@@ -35,6 +35,7 @@ from jpipe_train.plan.auto import find_plan
 from jpipe_train.report import comparison, logs, mfu
 from jpipe_train.report.measure import Measure
 from jpipe_train.report.metrics_log import MetricsLog, NonFiniteLoss, RunStopped
+from jpipe_train.report.profiling import Profiler
 from jpipe_train.report.summary import Summary, print_summary, slow_of, stages_of, write_report
 from jpipe_train.run.starting import begin, check_shared, continue_folder, initial_params, make_folder, read_checkpoint, report_resumed
 from jpipe_train.run.training import Training
@@ -195,20 +196,19 @@ def run(
         report_transfers(pipe, reporter)
         if resumed is not None:
             together.run_on_all(lambda: None if folder is None else continue_folder(config, folder, resumed, reporter.say))
-        measure = Measure(
-            pipe, sizes, config.train.steps, config.train.eval_every, config.train.trace_batches, together.processes, state.batch
-        )
+        train = config.train
+        measure = Measure(pipe, sizes, train.steps, train.eval_every, train.trace_batches, together.processes, state.batch)
         history = find_history(config, pipe.plan, resumed, lambda: reporter.seconds)
         # If shapes differ from batch to batch, so do the FLOPs of a step.
         utilization = None if folder is None or batches.shapes else mfu.find(pipe, batches.like)
         log = MetricsLog(config, folder, row_logs, reporter, measure, together, history, pipe.plan, utilization)
         rows = (lambda: b"") if folder is None else folder.logged
-        facts = facts_of_run(config, pipe)
-        checkpoints = Checkpoints(config.checkpoint, pipe, path, config.train.steps, together, facts, rows, reporter.say)
+        checkpoints = Checkpoints(config.checkpoint, pipe, path, train.steps, together, facts_of_run(config, pipe), rows, reporter.say)
         preemption = Preemption(together.processes, saves=config.checkpoint.every is not None)
-        held_out = batches.held_out(config.train.eval_batches)
+        held_out = batches.held_out(train.eval_batches)
         chosen = metrics(config.eval, config.model)
-        training = Training(config.train, pipe, batches.train, held_out, chosen, log, measure, checkpoints, preemption, history)
+        profiler = Profiler(train.profile, path, together.index, reporter.say)
+        training = Training(train, pipe, batches.train, held_out, chosen, log, measure, checkpoints, preemption, history, profiler)
         is_complete = False
         try:
             with reporter.training(), preemption:
@@ -224,6 +224,7 @@ def run(
             with interrupt.delayed():
                 checkpoints.close()
                 measure.close()
+                profiler.close()
                 if folder is not None and (is_complete or preemption.signal is None):  # after a signal time is short
                     write_report(config, pipe, folder, measure, reporter, batches, stages, history.parts(log.last_step + 1), temporary)
     summary = dataclasses.replace(summary, temporary=temporary, slow=slow_of(pipe, summary.measured))

@@ -20,6 +20,7 @@ from jpipe_train.data.data import Batches
 from jpipe_train.data.position import Ordered
 from jpipe_train.report.measure import Measure
 from jpipe_train.report.metrics_log import MetricsLog, RunStopped, Validation, mean_loss
+from jpipe_train.report.profiling import Profiler
 from jpipe_train.report.summary import Summary, name_of
 
 _MOST_NORMS = 200  # times in a run that the norms of the delay are computed, each from all weights
@@ -46,6 +47,7 @@ class Training:
         checkpoints: writes checkpoints.
         preemption: records signals that end the run.
         history: the earlier parts of a resumed run.
+        profiler: profiles some steps.
     """
 
     config: TrainConfig
@@ -58,6 +60,7 @@ class Training:
     checkpoints: Checkpoints
     preemption: Preemption
     history: History
+    profiler: Profiler
 
     def run(self, state: jpipe.State, resumed: Resumed | None) -> Summary:
         """Train from `state` on.
@@ -83,6 +86,7 @@ class Training:
                 checkpoints.schedule_last(step)
             else:
                 checkpoints.schedule_snapshot(step)
+            self.profiler.before(step, state)
             state, metrics = self.pipe.step(state, self.batches[step], observe=checkpoints.observing(self.measure.observer(step)))
             if self._measures_delay(step):
                 log.delay_norms(step, self.pipe.delay_norms(state))
@@ -91,6 +95,7 @@ class Training:
             finished = metrics
         interrupt.check()
         self.measure.finish()
+        self.profiler.before(steps, state)
         state, drained = self.pipe.drain(state, observe=checkpoints.observing(), with_metrics=True)
         after = self._evaluate(state)
         log.validation(steps - 1, after)
