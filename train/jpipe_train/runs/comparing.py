@@ -196,8 +196,8 @@ def _page(comparison: Comparison, svg: str, unit: str, drawn: int) -> str:
         }
     left_out = len(comparison.runs) - drawn
     caption = (
-        f"Lines are training losses, as running means where there are at least {loss_curve.SMOOTHED_FROM}; points are of data that the model "
-        "does not learn from. The panels show the same losses against steps, data and time."
+        f"Lines are training losses, as running means where there are {loss_curve.SMOOTHED_FROM} or more; points are of data that the "
+        "model does not learn from. The panels show the same losses against steps, data and time."
         + (f" The {drawn} runs with the lowest losses are drawn; {left_out} are left out." if left_out else "")
     )
     lowest = zip(comparison.names, comparison.results["validation loss, lowest"], comparison.results["training loss, lowest"], strict=True)
