@@ -68,6 +68,7 @@ def test_the_keys_are_read_and_written_back(tmp_path):
         ("{from: -1}", "train.profile.from: expected greater than or equal to 0, found -1"),
         ("{steps: 2}", "key 'train.profile.from' is missing; add it"),
         ("{from: 1, step: 2}", "unknown key 'train.profile.step'; did you mean 'train.profile.steps'?"),
+        ("{form: 1}", "unknown key 'train.profile.form'; did you mean 'train.profile.from'?"),
     ],
 )
 def test_wrong_keys_are_reported(tmp_path, keys, message):

@@ -1,5 +1,6 @@
 """The comparison of runs: what differs, the losses that are drawn, and a page that needs only itself."""
 
+import itertools
 import re
 
 import pytest
@@ -31,7 +32,7 @@ def test_what_differs_and_the_losses_are_printed_and_written(runs, tmp_path, cap
     printed = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["optimizer.learning_rate", "0.001", "0.003"] in printed
     assert not any(words and words[0] in ("run.dir", "train.steps") for words in printed)
-    assert ["validation", "loss,", "lowest", *"4.5000 at step 3 2.5000 at step 3".split()] in printed
+    assert ["validation", "loss,", "lowest", "4.5000", "at", "step", "3", "2.5000", "at", "step", "3"] in printed
     page = Page(tmp_path / "compare.html")
     assert "optimizer.learning_rate0.0010.003" in page.text
     assert "lowest lossb" in page.text
@@ -139,7 +140,7 @@ def test_runs_differ_without_their_colours():
     looks = [picture._look(number) for number in range(picture.MOST_DRAWN)]
     assert len({str((look["linestyle"], look["marker"])) for look in looks}) == len(looks)
     assert len({str(sorted(look.items(), key=str)) for look in looks}) == len(looks)
-    assert all(first["color"] != second["color"] for first, second in zip(looks, looks[1:], strict=False))
+    assert all(first["color"] != second["color"] for first, second in itertools.pairwise(looks))
 
 
 def test_the_picture_can_be_read_on_a_phone_and_has_no_date():

@@ -13,6 +13,7 @@ from jpipe_train.runs import listing, reading
 from tests.train.runs.folders import rows_of, write_run
 
 PIPEDREAM = jpipe.Plan.even("abcd", num_stages=2, schedule="pipedream_flush", microbatches=2, replicas=2)
+PLAN_WORDS = "pipedream_flush,", "2", "stages", "×", "2", "replicas"
 
 
 def listed(folder, as_json=False, now=None) -> list[str]:
@@ -57,8 +58,7 @@ def test_runs_are_listed_by_number_and_other_folders_with_a_reason(tmp_path, mon
     head, *lines = listed("runs", now=1000 + 7200)
     assert head.split() == ["name", "state", "step", "loss", "val_loss", "plan", "time", "age"]
     assert [line.split() for line in lines[:2]] == [
-        [name, "complete", "4/4", "4.25", "4.5", *"pipedream_flush, 2 stages × 2 replicas".split(), "0:04", "2", "h"]
-        for name in ("9", "10")
+        [name, "complete", "4/4", "4.25", "4.5", *PLAN_WORDS, "0:04", "2", "h"] for name in ("9", "10")
     ]
     assert lines[2] == "'runs/empty' is no run: it has no config.yaml"
     assert lines[3] == "'runs/grid' is a sweep; jpipe runs runs/grid lists its runs"
@@ -119,7 +119,7 @@ def test_one_run_and_a_folder_without_runs_are_listed(tmp_path):
     assert listed(write_run(tmp_path / "one", rows_of(4)))[1].startswith("one  complete")
     (tmp_path / "none").mkdir()
     assert listed(tmp_path / "none") == [f"no runs in '{tmp_path / 'none'}'"]
-    with pytest.raises(InputError, match="runs: cannot list '.*missing': No such file or directory; give the folder that holds"):
+    with pytest.raises(InputError, match=r"runs: cannot list '.*missing': No such file or directory; give the folder that holds"):
         listed(tmp_path / "missing")
 
 

@@ -51,7 +51,7 @@ def figure(picture: bytes, size: str, alt: str, caption: str, kind: str = "png")
 
     Args:
         picture: the content of the file.
-        size: a class of the style, `small` or `wide`; a wide one scrolls on a phone, also by keyboard.
+        size: a class of the style, `narrow`, `small` or `wide`; a wide one scrolls on a phone, also by keyboard.
         alt: what the picture shows, in words.
         caption: the text below it.
         kind: `png` or `svg+xml`.

@@ -205,7 +205,7 @@ def _page(comparison: Comparison, svg: str, unit: str, drawn: int) -> str:
     parts = {
         "title": page.escape(title),
         "results": page.results(values),
-        "losses": page.figure(svg.encode(), "small", alt, caption, "svg+xml"),
+        "losses": page.figure(svg.encode(), "narrow", alt, caption, "svg+xml"),
         "numbers": table(comparison.results),
         "differences": table(comparison.differences) if comparison.differences else page.note("The configs do not differ."),
     }

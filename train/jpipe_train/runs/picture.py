@@ -2,6 +2,7 @@
 
 import io
 import re
+import textwrap
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,10 +23,10 @@ CREATOR = "jpipe compare"
 MOST_DRAWN = 12
 """The largest number of runs in a picture; more could not be told apart."""
 
-# A phone shows the picture 390 pixels wide. At this width a pixel is a point, so no text is smaller than 11 pixels there.
-_WIDTH, _PANEL, _LINE = 5.4, 2.6, 0.19  # inches: of the picture; heights of a panel and of a line of the legend
+# On a phone, 390 pixels wide, a page leaves 335 pixels for the picture. There a pixel is a point, so no text is smaller than 11 pixels.
+_WIDTH, _PANEL, _LINE = 4.65, 2.5, 0.19  # inches: of the picture; heights of a panel and of a line of the legend
 _TEXT = 11.0  # points
-_LONGEST = 44  # characters of a label that fit into the width
+_LABEL = 36  # characters of a line of the legend
 _MOST_POINTS, _MOST_VALIDATIONS = 500, 30  # of a line, and of the points on it
 
 # People who do not see all colours tell them apart; in grey, the dashes and the markers of neighbours differ.
@@ -63,7 +64,8 @@ def draw(curves: Sequence[Curve], unit: str) -> "matplotlib.figure.Figure":
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
-    height = 3 * _PANEL + _LINE * (len(curves) + 2)
+    labels = [textwrap.fill(curve.label, _LABEL, max_lines=2, placeholder="…") for curve in curves]
+    height = 3 * _PANEL + _LINE * (sum(label.count("\n") + 1 for label in labels) + 2)
     figure = Figure(figsize=(_WIDTH, height), layout="constrained")
     panels = figure.subplots(3, 1)
     has_tokens = all(curve.tokens is not None for curve in curves)
@@ -78,9 +80,9 @@ def draw(curves: Sequence[Curve], unit: str) -> "matplotlib.figure.Figure":
     legend = figure.legend(
         handles, ["·"] * len(curves), loc="outside upper left", title=title, title_fontsize=_TEXT, alignment="left", **style
     )
-    for text, curve in zip(legend.get_texts(), curves, strict=True):  # set later, so that names may begin with _
+    for text, label in zip(legend.get_texts(), labels, strict=True):  # set later, so that names may begin with _
         text.set_parse_math(False)
-        text.set_text(curve.label if len(curve.label) <= _LONGEST else f"{curve.label[: _LONGEST - 1]}…")
+        text.set_text(label)
     return figure
 
 
