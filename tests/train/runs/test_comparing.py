@@ -12,6 +12,7 @@ from tests.train.report.test_report import Page
 from tests.train.runs.folders import PLAN, rows_of, write_run
 
 PHONE = 390  # pixels
+OTHER = PLAN.model_copy(update={"schedule": "pipedream_flush"})
 
 
 @pytest.fixture
@@ -87,15 +88,23 @@ def test_mistakes_are_reported_in_a_line(runs, arguments, message, capsys):
 
 def test_plans_and_keys_of_other_versions_are_compared_too(tmp_path):
     one = write_run(tmp_path / "one", rows_of(4))
-    other = write_run(tmp_path / "other", [], plan=PLAN.model_copy(update={"schedule": "pipedream_flush"}))
+    other = write_run(tmp_path / "other", [], runs=OTHER)
     (other / "config.yaml").write_text("train: {steps: 9, batch_size: 4}\nnew: {key: [1, x]}\n")
     comparison = comparing.gather([read(path, whole=True) for path in (one, other)])
     assert comparison.differences["train.steps"] == ["4", "9"]
     assert comparison.differences["new.key"] == ["–", '[1, "x"]']
     assert comparison.differences["plan.schedule"] == ["pipedream_flush", "–"]
-    assert comparison.differences["the plan"] == ["gpipe, 2 stages", "pipedream_flush, 2 stages"]
+    assert "the plan" not in comparison.differences
     assert comparison.results["training loss, last"] == ["4.2500", "–"]
     assert comparison.best == 0
+
+
+def test_plans_from_files_are_compared_in_words(tmp_path):
+    one = write_run(tmp_path / "one", rows_of(4), plan={"file": "a.json"})
+    comparison = comparing.gather(
+        [read(path, whole=True) for path in (one, write_run(tmp_path / "two", [], runs=OTHER, plan={"file": "b.json"}))]
+    )
+    assert comparison.differences == {"plan.file": ["a.json", "b.json"], "the plan": ["gpipe, 2 stages", "pipedream_flush, 2 stages"]}
 
 
 def test_of_many_runs_the_best_are_drawn_and_each_is_a_line_of_the_tables(tmp_path):
@@ -109,7 +118,7 @@ def test_of_many_runs_the_best_are_drawn_and_each_is_a_line_of_the_tables(tmp_pa
 
 def test_the_panels_have_the_losses_against_steps_tokens_and_time():
     figure = picture.draw([curve(tokens=10**6), curve("b", first=3.0, tokens=10**6)], "nats")
-    assert [axes.get_xlabel() for axes in figure.axes] == ["step", "tokens (millions)", "time (seconds)"]
+    assert [axes.get_xlabel() for axes in figure.axes] == ["step", "tokens (millions)", "time since the first step (seconds)"]
     assert {axes.get_ylabel() for axes in figure.axes} == {"loss (nats)"}
     for axes, places in zip(figure.axes, ([0, 1, 2, 3], [0, 1, 2, 3], [0, 1.5, 3, 4.5]), strict=True):
         line, points, *_ = axes.lines
@@ -121,7 +130,7 @@ def test_the_panels_have_the_losses_against_steps_tokens_and_time():
 def test_without_tokens_the_panel_has_examples_and_long_times_are_in_hours():
     rows = [{"step": step, "loss": 2.0, "seconds": 3600.0 * step} for step in range(3)]
     figure = picture.draw([curve(), picture.Curve("b", rows, None, 4)], "")
-    assert [axes.get_xlabel() for axes in figure.axes] == ["step", "examples", "time (hours)"]
+    assert [axes.get_xlabel() for axes in figure.axes] == ["step", "examples", "time since the first step (hours)"]
     assert list(figure.axes[1].lines[2].get_xdata()) == [0, 4, 8]
     assert list(figure.axes[2].lines[2].get_xdata()) == [0, 1, 2]
     assert figure.axes[0].get_ylabel() == "loss"

@@ -160,6 +160,11 @@ class Reporter:
         return None if self.step_seconds is None else self._per_step / self.step_seconds
 
     @property
+    def width(self) -> int:
+        """The number of columns of the terminal."""
+        return self._console.width
+
+    @property
     def step_seconds(self) -> float | None:
         """Median duration of the recent steps; None until two are finished, because the first includes one-time work."""
         seconds = statistics.median(self._recent) if self._recent else 0.0

@@ -2,10 +2,10 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 
-import jpipe
 from jpipe.files import make_folder, shown
 from jpipe_train.config.config import ProfileConfig
 from jpipe_train.console.terminal import first_line
@@ -29,12 +29,12 @@ class Profiler:
         self._folder, self._process, self._say = folder, process, say
         self._is_on = False
 
-    def before(self, step: int, state: jpipe.State) -> None:
+    def before(self, step: int, state: Any) -> None:
         """Start or stop the profiler if `step`, which is about to begin, is the first one or the one after the last one.
 
         Args:
             step: the step; a run that is resumed inside the range profiles the remaining steps.
-            state: the state before the step. If the profiler starts or stops here, this waits until the state is computed.
+            state: the state before the step, a pytree. If the profiler starts or stops here, this waits until the state is computed.
         """
         if (step in self._steps) != self._is_on:
             jax.block_until_ready(state)

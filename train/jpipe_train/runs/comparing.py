@@ -20,7 +20,7 @@ from jpipe_train.runs.reading import CONFIG, Run, read
 _PAGE = Path(__file__).with_name("comparison_page.html")
 _MARK = f'content="{picture.CREATOR}"'.encode(), f">{picture.CREATOR}<".encode()  # in a page; in a picture
 _MARKED = 2**12  # the mark is in that many first bytes
-_MANY = 6  # with more runs, each is a row of the tables and not a column
+_PAGE_WIDTH = 90  # characters; if a column for each run needs more, each is a row
 _LONGEST_VALUE, _LONGEST_CELL = 40, 300  # characters of a value in the terminal, and on the page
 
 
@@ -74,8 +74,8 @@ def compare(paths: Sequence[Path], out: Path, reporter: Reporter) -> None:
     for table in (comparison.differences, comparison.results):
         if table:
             short = {name: [_shortened(value, _LONGEST_VALUE) for value in values] for name, values in table.items()}
-            reporter.table(*_oriented(comparison.names, short), words=comparison.names)
-    if not comparison.differences:
+            reporter.table(*_oriented(comparison.names, short, reporter.width), words=comparison.names)
+    if not comparison.differences and len(paths) > 1:
         reporter.say("the configs do not differ")
     drawn, unit = _drawn(comparison), _unit(comparison.runs)
     svg = picture.to_svg(picture.draw([_curve(comparison.names[number], comparison.runs[number]) for number in drawn], unit))
@@ -91,7 +91,7 @@ def gather(runs: Sequence[Run]) -> Comparison:
     """Find what differs between runs, and their results."""
     names, results = _names([run.path for run in runs]), [_results(run) for run in runs]
     table = differences.table([run.config for run in runs])
-    if len({run.plan for run in runs}) > 1:  # a plan may be in a file, or searched for
+    if len({run.plan for run in runs}) > 1 and not any(key.startswith("plan.") and key != "plan.file" for key in table):
         table |= {"the plan": [run.plan for run in runs]}
     losses = [[_lowest(run, name)[1] for run in runs] for name in ("val_loss", "loss")]
     judged = next((each for each in losses if all(map(math.isfinite, each))), [min(pair) for pair in zip(*losses, strict=True)])
@@ -170,9 +170,10 @@ def _unit(runs: Sequence[Run]) -> str:
     return units.pop() if len(units) == 1 else ""
 
 
-def _oriented(names: Sequence[str], table: dict[str, list[str]]) -> tuple[list[str], list[list[str]]]:
-    """Return head and rows of a table: a column for each run, or a row if there are many."""
-    if len(names) <= _MANY:
+def _oriented(names: Sequence[str], table: dict[str, list[str]], width: int) -> tuple[list[str], list[list[str]]]:
+    """Return head and rows of a table: a column for each run, or a row if the columns need more characters than `width`."""
+    columns = [[*table], *([name, *values] for name, *values in zip(names, *table.values(), strict=True))]
+    if sum(max(map(len, column)) + 2 for column in columns) <= width:
         return ["", *names], [[key, *values] for key, values in table.items()]
     return ["", *table], [[name, *values] for name, *values in zip(names, *table.values(), strict=True)]
 
@@ -184,7 +185,7 @@ def _shortened(text: str, most: int) -> str:
 def _page(comparison: Comparison, svg: str, unit: str, drawn: int) -> str:
     def table(values: dict[str, list[str]]) -> str:
         short = {name: [_shortened(value, _LONGEST_CELL) for value in row] for name, row in values.items()}
-        return page.scrolling(page.table("numbers", *_oriented(comparison.names, short)))
+        return page.scrolling(page.table("numbers runs", *_oriented(comparison.names, short, _PAGE_WIDTH)))
 
     title, number = f"Comparison of {count(len(comparison.runs), 'run')}", comparison.best
     values = {}

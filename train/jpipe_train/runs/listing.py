@@ -27,7 +27,7 @@ def folders(folder: str) -> list[Path]:
     """
     path = expanded(folder, "runs")
     try:
-        if (path / METRICS).exists():
+        if (path / METRICS).is_file():
             return [path]
         inner = [path / entry.name for entry in os.scandir(path) if entry.is_dir() and not entry.name.startswith(".")]
     except OSError as error:

@@ -64,7 +64,7 @@ def draw(curves: Sequence[Curve], unit: str) -> "matplotlib.figure.Figure":
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
-    labels = [textwrap.fill(curve.label, _LABEL, max_lines=2, placeholder="…") for curve in curves]
+    labels = [_wrapped(curve.label) for curve in curves]
     height = 3 * _PANEL + _LINE * (sum(label.count("\n") + 1 for label in labels) + 2)
     figure = Figure(figsize=(_WIDTH, height), layout="constrained")
     panels = figure.subplots(3, 1)
@@ -101,25 +101,27 @@ def _axes(curves: Sequence[Curve], has_tokens: bool) -> list[tuple[str, Callable
     """Return the label of each panel, and the function that gives the places of a run's steps in it."""
 
     def steps(curve: Curve) -> dict[int, float]:
-        return {int(row["step"]): row["step"] for row in curve.rows}
+        return {int(row["step"]): float(row["step"]) for row in curve.rows}
 
     def amounts(curve: Curve) -> dict[int, float]:
         per_step = (curve.tokens if has_tokens else curve.examples) or 0
-        return {step: step * per_step for step in steps(curve)} if per_step else {}
+        return {step: place * per_step for step, place in steps(curve).items()} if per_step else {}
 
     def seconds(curve: Curve) -> dict[int, float]:
-        return {int(row["step"]): row["seconds"] for row in curve.rows if "seconds" in row}
+        times = {int(row["step"]): float(row["seconds"]) for row in curve.rows if "seconds" in row}
+        first = min(times.values(), default=0.0)  # before that, the run starts and compiles
+        return {step: time - first for step, time in times.items()}
 
     def largest(places: Callable[[Curve], dict[int, float]]) -> float:
         return max((max(places(curve).values(), default=0.0) for curve in curves), default=0.0)
 
-    amount, words = _unit(largest(amounts), ((1e9, 1e9, "billions"), (1e6, 1e6, "millions"), (1e4, 1e3, "thousands"), (0, 1, "")))
-    time, time_unit = _unit(largest(seconds), ((7200, 3600, "hours"), (120, 60, "minutes"), (0, 1, "seconds")))
+    amount, words = _unit(largest(amounts), ((1e9, 1e9, "billions"), (1e6, 1e6, "millions"), (1e4, 1e3, "thousands"), (0.0, 1.0, "")))
+    time, time_unit = _unit(largest(seconds), ((7200.0, 3600.0, "hours"), (120.0, 60.0, "minutes"), (0.0, 1.0, "seconds")))
     what = "tokens" if has_tokens else "examples"
     return [
         ("step", steps),
         (f"{what} ({words})" if words else what, lambda curve: {step: value / amount for step, value in amounts(curve).items()}),
-        (f"time ({time_unit})", lambda curve: {step: value / time for step, value in seconds(curve).items()}),
+        (f"time since the first step ({time_unit})", lambda curve: {step: value / time for step, value in seconds(curve).items()}),
     ]
 
 
@@ -149,6 +151,13 @@ def _draw_run(
         axes.plot([at[int(step)] for step in steps[shown]], losses[shown], **points)
         drawn.append(losses)
     return np.concatenate(drawn)
+
+
+def _wrapped(label: str) -> str:
+    """Return a label in at most two lines, broken after spaces, commas and slashes."""
+    wrapper = textwrap.TextWrapper(_LABEL, break_on_hyphens=False, max_lines=2, placeholder="…")
+    wrapper.wordsep_simple_re = re.compile(r"(\s+)|(?<=[,/])")  # type: ignore[assignment]
+    return wrapper.fill(label)
 
 
 def _known(

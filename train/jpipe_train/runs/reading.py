@@ -65,7 +65,7 @@ class Run:
         """The number of steps that are logged."""
         return int(self.rows[-1]["step"]) + 1 if self.rows else 0
 
-    def last(self, name: str) -> float | None:
+    def last(self, name: str) -> int | float | None:
         """Return the last value of this name in the rows, or None."""
         return next((row[name] for row in reversed(self.rows) if name in row), None)
 
