@@ -134,7 +134,7 @@ def test_numbers_up_to_64_bits_are_read(number):
         ("schedul: gpipe", "config.yaml: unknown key 'schedul'; did you mean 'plan.schedule'?"),
         ("train: {Steps: 3}", "config.yaml: unknown key 'train.Steps'; did you mean 'train.steps'?"),
         ("train: {path: 3}", "config.yaml: unknown key 'train.path'; did you mean 'data.path'?"),
-        ("train: {xyz: 3}", "config.yaml: unknown key 'train.xyz'; known: batch_size, eval_batches, eval_every, log_every, steps"),
+        ("train: {xyz: 3}", "config.yaml: unknown key 'train.xyz'; known: batch_size, eval_batches, eval_every, log_every, profile, steps"),
         ('train: {"\\e[31msteps\\n": 3}', "config.yaml: unknown key 'train.\\x1b[31msteps\\n'; did you mean 'train.steps'?"),
         ("format: jpipe-plan/1", "config.yaml: expected a config, found a plan; name it in a config, as plan.file, or look at it with"),
         ("train:\n\tsteps: 3", "config.yaml, line 2, column 1: this YAML cannot be read: found character '\\t'"),

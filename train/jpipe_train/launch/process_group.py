@@ -47,7 +47,7 @@ class ProcessGroup:
             stderr=outputs[1],
             env=_environment(number, one_thread=core is not None) | self._variables,
             start_new_session=True,  # only the launcher gets Ctrl-C; and processes that it starts are ended with it
-            preexec_fn=child_setup(core),  # safe: no thread runs here that could hold a lock
+            preexec_fn=_child_setup(core),  # safe: no thread runs here that could hold a lock
         )
         self._processes.append(process)
         for stream, target in (process.stdout, sys.stdout), (process.stderr, sys.stderr):
@@ -187,7 +187,7 @@ def _environment(number: int, *, one_thread: bool) -> dict[str, str]:
     return current | changes
 
 
-def child_setup(core: int | None) -> Callable[[], None]:
+def _child_setup(core: int | None) -> Callable[[], None]:
     """Return a function for a child to call before the command: it ends with this process, and moves to its core."""
     parent = os.getpid()
     prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None

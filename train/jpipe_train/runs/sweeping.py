@@ -19,7 +19,6 @@ from jpipe_train.config.config import Config
 from jpipe_train.console.progress import Reporter
 from jpipe_train.console.terminal import count, printable
 from jpipe_train.launch.launch import GRACE, JOB, JPIPE, recorded_signals
-from jpipe_train.launch.process_group import child_setup
 from jpipe_train.runs import comparing, differences
 from jpipe_train.runs.grid import Combination, Request, combinations
 from jpipe_train.runs.listing import SWEEP
@@ -161,9 +160,7 @@ def _train(request: Request, run: _Run, signals: Sequence[int]) -> int:
     command = [*JPIPE, "train", request.config, *overrides, *(["--allow-code"] if request.allow_code else [])]
     # By its job a run that ended before its first checkpoint begins again in its folder.
     variables = {JOB: f"sweep {run.combination.name}", "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONUNBUFFERED": "1"}
-    process = subprocess.Popen(  # noqa: S603, the command is the user's own
-        command, stdin=subprocess.DEVNULL, env=os.environ | variables, start_new_session=True, preexec_fn=child_setup(None)
-    )
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=os.environ | variables, start_new_session=True)  # noqa: S603, ours
     passed_on, deadline = 0, float("inf")
     try:
         while (code := process.poll()) is None:
