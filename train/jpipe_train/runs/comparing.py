@@ -126,7 +126,7 @@ def _names(paths: Sequence[Path]) -> tuple[str, ...]:
 def _results(run: Run) -> dict[str, str]:
     seconds = run.last("seconds")
     results = {"state": run.state.name, "steps": f"{run.done:,} of {run.steps:,}" if run.steps else f"{run.done:,}"}
-    for name, words in (("loss", "training loss"), ("val_loss", "validation loss")):
+    for name, words in (("val_loss", "validation loss"), ("loss", "training loss")):
         step, lowest = _lowest(run, name)
         last = run.last(name)
         results[f"{words}, last"] = "–" if last is None else f"{last:.4f}"

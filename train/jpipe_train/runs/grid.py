@@ -88,9 +88,9 @@ def combinations(request: Request) -> list[Combination]:
     if request.sample is None:
         if (key := next((key for key, values in grid.items() if isinstance(values, Range)), None)) is not None:
             raise InputError(f"--grid {key}: a range has no end of values; add --sample N, which draws N of them")
-        size = math.prod(len(values) for values in grid.values())
-        _check_count(size, "the grid")
-        rows = list(itertools.product(*grid.values()))
+        lists = [values for values in grid.values() if not isinstance(values, Range)]
+        _check_count(math.prod(map(len, lists)), "the grid")
+        rows = list(itertools.product(*lists))
     else:
         _check_count(request.sample, "--sample")
         rows = _sampled(list(grid.values()), request.sample, request.seed)

@@ -156,7 +156,7 @@ def _draw_run(
 def _wrapped(label: str) -> str:
     """Return a label in at most two lines, broken after spaces, commas and slashes."""
     wrapper = textwrap.TextWrapper(_LABEL, break_on_hyphens=False, max_lines=2, placeholder="…")
-    wrapper.wordsep_simple_re = re.compile(r"(\s+)|(?<=[,/])")  # type: ignore[assignment]
+    wrapper.wordsep_simple_re = re.compile(r"(\s+)|(?<=[,/])")
     return wrapper.fill(label)
 
 
