@@ -30,11 +30,13 @@ def listed(folder, as_json=False, now=None) -> list[str]:
         (rows_of(4), (2,), "unfinished", "it ended after 4 steps without saving them, by a failure or killed; it resumes at step 2"),
         (rows_of(4)[:2], (2,), "stopped", "everything up to step 2 is saved, where it resumes"),
         (rows_of(4)[:3], (2,), "unfinished", "it ended after 3 steps without saving them, by a failure or killed; it resumes at step 2"),
+        (rows_of(4)[:3], (1, 2), "stopped", "a signal made it save step 2, which is no multiple of checkpoint.every; it resumes there"),
         ([], (), "unfinished", "it ended after 0 steps without saving them, by a failure or killed; there is no checkpoint"),
     ],
 )
 def test_the_state_is_read_from_rows_and_checkpoints(tmp_path, rows, saved, state, why):
-    assert reading.read(write_run(tmp_path / "run", rows, saved), whole=True).state == (state, why)
+    every = 3 if 1 in saved else 2
+    assert reading.read(write_run(tmp_path / "run", rows, saved, checkpoint={"every": every}), whole=True).state == (state, why)
 
 
 def test_a_run_whose_folder_is_locked_is_running(tmp_path):

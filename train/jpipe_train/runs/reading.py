@@ -88,19 +88,18 @@ def read(path: Path, *, whole: bool) -> Run:
         rows, damaged, changed = _rows(path / METRICS, whole)
     except OSError as error:
         raise InputError(f"'{shown(path)}' cannot be read: {error.strerror or error}") from None
-    section = config.get("train")
-    steps = section.get("steps") if isinstance(section, dict) else None
-    steps = steps if type(steps) is int and 0 < steps <= MOST_ROWS else None
-    state = state_of(rows, steps, saved_steps(path), is_training(path))
+    steps = _number(config, "train", "steps")
+    state = state_of(rows, steps, _number(config, "checkpoint", "every"), saved_steps(path), is_training(path))
     return Run(path, config, plan_words(_plan(path / PLAN)), steps, rows, damaged, state, changed)
 
 
-def state_of(rows: Sequence[Row], steps: int | None, saved: Sequence[int], training: bool | None) -> State:
+def state_of(rows: Sequence[Row], steps: int | None, every: int | None, saved: Sequence[int], training: bool | None) -> State:
     """Return the state of a run.
 
     Args:
         rows: its last rows.
         steps: the number of steps in its config.
+        every: the steps between two checkpoints in its config.
         saved: the steps of its checkpoints, ascending.
         training: whether a process is training in its folder; None if that cannot be known.
     """
@@ -112,6 +111,8 @@ def state_of(rows: Sequence[Row], steps: int | None, saved: Sequence[int], train
         return State("complete", f"the row of the last step has the final validation{unknown}")
     if saved and newest >= done:
         return State("stopped", f"everything up to step {newest} is saved, where it resumes{unknown}")
+    if saved and every is not None and newest % every:
+        return State("stopped", f"a signal made it save step {newest}, which is no multiple of checkpoint.every; it resumes there{unknown}")
     where = f"it resumes at step {newest}" if saved else "there is no checkpoint"
     return State("unfinished", f"it ended after {count(done, 'step')} without saving them, by a failure or killed; {where}{unknown}")
 
@@ -132,6 +133,13 @@ def plan_words(plan: jpipe.Plan) -> str:
     if len(set(replicas)) > 1:
         return f"{words}, replicas {jpipe.errors.shortened([str(number) for number in replicas])}"
     return words if replicas[0] == 1 else f"{words} × {replicas[0]} replicas"
+
+
+def _number(config: Mapping[str, Any], section: str, key: str) -> int | None:
+    """Return a whole number from a config that may be a stranger's, or None."""
+    values = config.get(section)
+    number = values.get(key) if isinstance(values, dict) else None
+    return number if type(number) is int and 0 < number <= MOST_ROWS else None
 
 
 def _config(path: Path) -> dict[str, Any]:

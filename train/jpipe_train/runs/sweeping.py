@@ -132,7 +132,7 @@ def _is_pending(run: _Run) -> bool:
             f"sweep: expected a run of this config in '{shown(run.path)}', found one with other values for {', '.join(changed[:5])}; "
             "choose another --dir, or the config as it was"
         )
-    state = state_of(found.rows, run.config.train.steps, saved_steps(run.path), is_training(run.path)).name
+    state = state_of(found.rows, run.config.train.steps, None, saved_steps(run.path), is_training(run.path)).name
     if state == "running":
         raise InputError(f"sweep: another process is training in '{shown(run.path)}'; wait for it, or stop it")
     return state != "complete"
