@@ -204,4 +204,4 @@ def _fields_at(model: type[pydantic.BaseModel], location: Sequence[str | int]) -
         current = next((c for c in candidates if isinstance(c, type) and issubclass(c, pydantic.BaseModel)), None)
         if current is None:
             return []
-    return list(current.model_fields)
+    return [field.alias or name for name, field in current.model_fields.items()]

@@ -270,7 +270,7 @@ class _Numbers(NamedTuple):
 def _ops(schedule: Schedule, plan: Shape) -> tuple[tuple[str, ...], ...]:
     """Return for each stage the ops of a batch, in the order of their first use."""
     own = [getattr(plan, name) for name in _Numbers._fields[:-1]]
-    return _ops_of_numbers(schedule, _Numbers(*own, tuple(map(plan.microbatches_per_update, range(plan.depth)))))
+    return _ops_of_numbers(schedule, _Numbers._make([*own, tuple(map(plan.microbatches_per_update, range(plan.depth)))]))
 
 
 @lru_cache(maxsize=256)

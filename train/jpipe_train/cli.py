@@ -17,7 +17,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # the encoding may have no "→"
     words = list(sys.argv[1:] if arguments is None else arguments)
-    trains = words[:1] in (["train"], ["launch"])
+    trains = words[:1] in (["train"], ["launch"], ["sweep"])
     with signals.default_in_process_1(), output.steady(ends=not trains), interrupt.watched():
         if (shadow := _shadow_of_jpipe()) is not None:
             kind = "file" if shadow.suffix else "folder"

@@ -16,7 +16,7 @@ from jpipe_train.checkpoint.resume import find
 from jpipe_train.checkpoint.run_folder import OUTPUTS, RunFolder
 from jpipe_train.data.splits import read_bytes
 from jpipe_train.launch.together import Together
-from jpipe_train.report.tensorboard import TensorBoard
+from jpipe_train.report.loggers.tensorboard import TensorBoard
 from jpipe_train.run import loop
 from tests.train.conftest import changed
 

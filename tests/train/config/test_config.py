@@ -136,7 +136,7 @@ def test_numbers_up_to_64_bits_are_read(number):
         ("train: {path: 3}", "config.yaml: unknown key 'train.path'; did you mean 'data.path'?"),
         (
             "train: {xyz: 3}",
-            "config.yaml: unknown key 'train.xyz'; known: batch_size, epochs, eval_batches, eval_every, log_every, steps, stop",
+            "config.yaml: unknown key 'train.xyz'; known: batch_size, epochs, eval_batches, eval_every, log_every, profile, steps, stop",
         ),
         ('train: {"\\e[31msteps\\n": 3}', "config.yaml: unknown key 'train.\\x1b[31msteps\\n'; did you mean 'train.steps'?"),
         ("format: jpipe-plan/1", "config.yaml: expected a config, found a plan; name it in a config, as plan.file, or look at it with"),

@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from itertools import count
 from pathlib import Path
@@ -28,10 +29,11 @@ _RUNS = Path("runs")
 METRICS = "metrics.jsonl"
 _JOB, _LOCK = ".job", ".lock"
 _LAST_BYTES = 2**20  # of `metrics.jsonl`, that are read for its last row
+_BETWEEN_TRIES = 0.05  # seconds between two tries to lock a folder
 _FILES = ("config.yaml", "plan.json", METRICS)
 OUTPUTS = (
     *("report.html", "loss.png", "delay.png", "metrics.png", "timeline.png", "memory.png", "trace.json", "planned.json"),
-    *("tensorboard", "wandb"),
+    *("tensorboard", "wandb", "trackio", "mlflow", "profile"),
 )
 """The other files and folders that a run writes into its folder."""
 
@@ -253,13 +255,27 @@ def of_same_job(config: Config) -> Config:
     return config if earlier is None else config.model_copy(update={"run": config.run.model_copy(update={"dir": str(earlier)})})
 
 
+def is_training(path: Path) -> bool | None:
+    """Return whether a process is training in a folder; None if its file system cannot say."""
+    try:
+        with open_to_read(path / _LOCK) as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return None
+    return False
+
+
 def _locked(path: Path, undo: contextlib.ExitStack) -> BinaryIO:
     """Lock a folder until the file is closed or this process ends; file systems without locks keep nobody out."""
     is_new = not (path / _LOCK).exists()
     lock = open_to_append(path / _LOCK)
     undo.callback(lock.close)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _lock(lock)
     except BlockingIOError:
         raise InputError(
             f"run.dir: another process is training in '{shown(path)}'; wait for it or stop it, or choose another folder"
@@ -269,6 +285,21 @@ def _locked(path: Path, undo: contextlib.ExitStack) -> BinaryIO:
     if is_new:
         undo.callback(_try, (path / _LOCK).unlink)
     return lock
+
+
+def _lock(file: BinaryIO, tries: int = 3) -> None:
+    """Lock a file, also while `is_training` has it for a moment.
+
+    Raises:
+        OSError: another process has locked it, or the file system has no locks.
+    """
+    for attempt in range(tries):
+        try:
+            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if attempt == tries - 1:
+                raise
+            time.sleep(_BETWEEN_TRIES)
 
 
 def _named(path: Path, undo: contextlib.ExitStack) -> Path:

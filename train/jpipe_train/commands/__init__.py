@@ -9,6 +9,7 @@ import jpipe
 from jpipe_train.commands import completion, configs, data, evaluate, export, generate, launch, plan, simulate, train
 from jpipe_train.commands.machine import doctor, target
 from jpipe_train.commands.parsing import app
+from jpipe_train.commands.runs import compare, listing, sweep
 from jpipe_train.console.exit_codes import failed
 from jpipe_train.console.terminal import LINES, fail, printable
 
@@ -19,6 +20,9 @@ COMMANDS: Mapping[str, Any] = {
     "evaluate": evaluate.evaluate,
     "generate": generate.generate,
     "launch": launch.launch,
+    "runs": listing.runs,
+    "compare": compare.compare,
+    "sweep": sweep.sweep,
     "simulate": simulate.simulate,
     "target": target.target,
     "doctor": doctor.doctor,

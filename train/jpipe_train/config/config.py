@@ -20,6 +20,7 @@ from jpipe_train.config.section import Arguments, Count, FilePath, Section, Targ
 from jpipe_train.config.train_config import BestConfig as BestConfig
 from jpipe_train.config.train_config import CheckpointConfig as CheckpointConfig
 from jpipe_train.config.train_config import Mode as Mode
+from jpipe_train.config.train_config import ProfileConfig as ProfileConfig
 from jpipe_train.config.train_config import StopConfig as StopConfig
 from jpipe_train.config.train_config import TrainConfig as TrainConfig
 from jpipe_train.config.tune_config import TuneConfig as TuneConfig
@@ -27,7 +28,7 @@ from jpipe_train.config.tune_config import matches_any
 
 MOST_PLAN_BYTES = 2**22  # ten thousand stages take a third of that
 FEW_SYMBOLS, CHUNK = 8192, 1024  # up to this many symbols, all logits are computed at once; beyond, this many positions at a time
-LOGS = ("tensorboard", "wandb")
+LOGS = ("tensorboard", "wandb", "trackio", "mlflow")
 METRICS = ("accuracy", "top5", "cross_entropy", "f1_binary", "f1_macro", "squared_error", "pearson")  # built in
 MOST_F1_CLASSES = 256  # each adds two numbers to what an evaluation sends
 

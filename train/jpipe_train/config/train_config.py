@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_serializer, model_validator
+from pydantic import Field, field_serializer, model_serializer, model_validator
 
 from jpipe_train.config.section import MOST_ROWS, Count, Section
 
@@ -32,11 +32,23 @@ class BestConfig(Section):
     keep: Count = 1
 
 
+class ProfileConfig(Section):
+    """The steps that JAX's profiler records: `steps` of them, of which `from` is the first one."""
+
+    first: Annotated[int, Field(alias="from", ge=0, le=MOST_ROWS)]
+    steps: Annotated[int, Field(ge=1, le=1000)] = 3
+
+    @model_serializer
+    def _with_the_names_of_a_config(self) -> dict[str, int]:
+        return {"from": self.first, "steps": self.steps}
+
+
 class TrainConfig(Section):
     """The length of the run and its batches: `batch_size` rows per step; validation at step 0, every `eval_every` steps and at the end.
 
     Either `steps` or `epochs` is given: an epoch has each row of the training data once. `stop` ends the run earlier. `trace_batches`
-    batches are measured for the report once the pipeline is full and after each evaluation; 0 measures none.
+    batches are measured for the report once the pipeline is full and after each evaluation; 0 measures none. JAX's profiler records the
+    steps in `profile`.
     """
 
     steps: Count | None = 200
@@ -47,6 +59,7 @@ class TrainConfig(Section):
     eval_batches: Count = 4
     trace_batches: Annotated[int, Field(ge=0, le=100)] = 3
     stop: StopConfig | None = None
+    profile: ProfileConfig | None = None
 
     @property
     def length(self) -> int:
@@ -65,6 +78,15 @@ class TrainConfig(Section):
         if (self.steps is None) == (self.epochs is None):
             found = "neither" if self.steps is None else f"steps {self.steps} and epochs {self.epochs:g}"
             raise ValueError(f"expected either steps or epochs, found {found}; set one of them, and the other to null")
+        return self
+
+    @model_validator(mode="after")
+    def _profiled_steps_exist(self) -> "TrainConfig":
+        if self.profile is not None and self.profile.first + self.profile.steps > self.length:
+            last = self.profile.first + self.profile.steps - 1
+            raise ValueError(
+                f"profile: expected steps up to {self.length - 1}, the last one of the run, found {self.profile.first} to {last}"
+            )
         return self
 
     @field_serializer("steps")

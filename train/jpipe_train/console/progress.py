@@ -60,6 +60,7 @@ class Reporter:
         The first column has the names of the rows; columns that do not fit next to it follow in further tables. Columns whose head is in
         `words` are aligned left, like the first one.
         """
+        head = [printable(cell) for cell in head]
         lines = [head, *([printable(cell) for cell in row] for row in rows)]
         widths = [max(cell_len(line[i]) for line in lines) for i in range(len(head))]
         parts: list[list[int]] = [[0]]
@@ -70,7 +71,7 @@ class Reporter:
         for part in parts:
             table = Table(box=None, pad_edge=False)
             for i in part:
-                table.add_column(head[i], justify="left" if i == 0 or head[i] in words else "right", no_wrap=True)
+                table.add_column(Text(head[i]), justify="left" if i == 0 or head[i] in words else "right", no_wrap=True)
             for line in lines[1:]:
                 table.add_row(*(Text(line[i]) for i in part))
             self._console.print(table)
@@ -161,6 +162,11 @@ class Reporter:
     def speed(self) -> float | None:
         """Tokens or samples per second in the recent steps; None if `step_seconds` is None."""
         return None if self.step_seconds is None else self._per_step / self.step_seconds
+
+    @property
+    def width(self) -> int:
+        """The number of columns of the terminal."""
+        return self._console.width
 
     @property
     def step_seconds(self) -> float | None:

@@ -41,7 +41,7 @@ def main(
     command: Sequence[str],
     *,
     pin: bool = False,
-    program: Sequence[str] = launch.PROGRAM,
+    program: Sequence[str] = launch.JPIPE,
     grace: float = launch.GRACE,
     pause: float = launch.PAUSE,
 ) -> int:

@@ -22,7 +22,7 @@ PAUSE = 1.0  # seconds before a failed job is restarted
 SECRET = "JPIPE_SECRET"  # the variable with the secret of the processes; also in jpipe.processes.handshake, which imports more
 JOB = "JPIPE_JOB"  # the variable that identifies a job; it is the same for all its attempts
 LONGEST_PAUSE = 60.0  # limits the load of a job that always fails immediately
-PROGRAM = (sys.executable, "-P", "-m", "jpipe_train.cli")  # -P: no module of the current folder replaces a library
+JPIPE = (sys.executable, "-P", "-m", "jpipe_train.cli")  # -P: no module of the current folder replaces a library
 _TICK = 0.05  # seconds between two looks at the signals
 _SEVERAL = ("train", "plan", "evaluate", "generate", "doctor")  # commands that run in several processes
 _RESERVED = ("--coordinator", "--num-processes", "--process-id")
@@ -64,7 +64,7 @@ def main(
     *,
     pin: bool = False,
     max_restarts: int = 0,
-    program: Sequence[str] = PROGRAM,
+    program: Sequence[str] = JPIPE,
     grace: float = GRACE,
     pause: float = PAUSE,
 ) -> int:

@@ -8,8 +8,8 @@ from types import TracebackType
 from jpipe_planner.machine.plain_yaml import parse
 from jpipe_train.config.config import Config
 from jpipe_train.config.config_file import to_yaml
-from jpipe_train.report import wandb
-from jpipe_train.report.tensorboard import TensorBoard
+from jpipe_train.report.loggers.sender import SERVICES, Sender, check_installed
+from jpipe_train.report.loggers.tensorboard import TensorBoard
 
 
 def check(config: Config) -> None:
@@ -18,8 +18,9 @@ def check(config: Config) -> None:
     Raises:
         jpipe.InputError: a library is missing.
     """
-    if "wandb" in config.log:
-        wandb.check_installed()
+    for service in SERVICES:
+        if service in config.log:
+            check_installed(service)
 
 
 class Logs:
@@ -32,25 +33,27 @@ class Logs:
     """
 
     def __init__(self, config: Config, folder: Path, say: Callable[[str], None]) -> None:
-        self._wandb: wandb.Wandb | None = None
+        self._senders: list[Sender] = []
         self._tensorboard: TensorBoard | None = None
         with contextlib.ExitStack() as opened:
             if "tensorboard" in config.log:
                 self._tensorboard = opened.enter_context(TensorBoard(folder / "tensorboard", say))
-            if "wandb" in config.log:
-                self._wandb = opened.enter_context(wandb.Wandb(folder, parse(to_yaml(config), "the config"), say))
+            for service in SERVICES:
+                if service in config.log:
+                    self._senders.append(opened.enter_context(Sender(service, folder, parse(to_yaml(config), "the config"), say)))
             self._until_end = opened.pop_all()
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         """Add the values of `step`, such as `{"loss": 2.3}`."""
-        for log in (self._tensorboard, self._wandb):
-            if log is not None:
-                log.write(step, scalars)
+        if self._tensorboard is not None:
+            self._tensorboard.write(step, scalars)
+        for sender in self._senders:
+            sender.write(step, scalars)
 
     def hurry(self) -> None:
         """Limit the closing to a few seconds, because the run was told to stop."""
-        if self._wandb is not None:
-            self._wandb.hurry()
+        for sender in self._senders:
+            sender.hurry()
 
     def __enter__(self) -> "Logs":
         return self

@@ -40,7 +40,7 @@ def draw_losses(
         The figure; `figure.savefig(path)` works without a display.
     """
     from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator, NullFormatter
+    from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(5.8, 3.5), dpi=220, layout="constrained")
     axes = figure.subplots()
@@ -66,17 +66,13 @@ def draw_losses(
         else:
             side = {"xytext": (0, 9), "bbox": {"facecolor": "white", "alpha": 0.85, "linewidth": 0, "pad": 1}}  # the line may run below it
         axes.annotate(text, point, textcoords="offset points", ha="right", color=_VALIDATION, fontsize=10, weight="bold", **side)
-    all_values = np.concatenate([losses, values])
-    if len(all_values) and all_values.min() > 0 and all_values.max() > 30 * all_values.min():  # a linear axis would show a flat line
-        axes.set_yscale("log")
-        axes.yaxis.set_major_formatter(lambda loss, _: f"{loss:,g}")
-        axes.yaxis.set_minor_formatter(NullFormatter())
+    scale(axes, np.concatenate([losses, values]))
     if len(losses) == 1:
         axes.set_xlim(steps[0] - 1, steps[0] + 1)
     axes.margins(y=0.1)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.xaxis.set_major_formatter(lambda step, _: f"{step:,.0f}")
-    _dress(axes, f"loss ({unit})" if unit else "loss")
+    dress(axes, f"loss ({unit})" if unit else "loss")
     _mark(axes, changes)
     if axes.lines:
         axes.legend(frameon=False, fontsize=9.5)
@@ -92,6 +88,16 @@ def _mark(axes: "matplotlib.axes.Axes", changes: Sequence[tuple[int, str]]) -> N
         point = step, 0.02
         style: dict[str, Any] = {"xytext": (3, 0), "ha": "left", "va": "bottom", "rotation": 90, "parse_math": False}
         axes.annotate(text, point, xycoords=("data", "axes fraction"), textcoords="offset points", color=_CHANGE, fontsize=7.5, **style)
+
+
+def scale(axes: "matplotlib.axes.Axes", losses: Float64[np.ndarray, " n"]) -> None:
+    """Make the vertical axis logarithmic if a linear one would show these losses as a flat line."""
+    from matplotlib.ticker import NullFormatter
+
+    if len(losses) and losses.min() > 0 and losses.max() > 30 * losses.min():
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(lambda loss, _: f"{loss:,g}")
+        axes.yaxis.set_minor_formatter(NullFormatter())
 
 
 def metric_names(rows: Sequence[Mapping[str, int | float]]) -> list[str]:
@@ -137,7 +143,7 @@ def draw_metrics(rows: Sequence[Mapping[str, int | float]], names: Sequence[str]
         axes.xaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
         axes.xaxis.set_major_formatter(lambda step, _: f"{step:,.0f}")
         axes.set_title(name if len(name) <= _LONGEST_NAME else f"{name[: _LONGEST_NAME - 1]}…", fontsize=10, loc="left", parse_math=False)
-        _dress(axes, "")
+        dress(axes, "")
     return figure
 
 
@@ -170,15 +176,23 @@ def draw_delay(rows: Sequence[Mapping[str, int | float]]) -> "matplotlib.figure.
     axes.set_ylim(bottom=0)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.xaxis.set_major_formatter(lambda step, _: f"{step:,.0f}")
-    _dress(axes, "norm over all parameters")
+    dress(axes, "norm over all parameters")
     axes.legend(frameon=False, fontsize=9.5)
     return figure
 
 
-def _dress(axes: "matplotlib.axes.Axes", label: str) -> None:
-    axes.set_xlabel("step", fontsize=10)
-    axes.set_ylabel(label, fontsize=10, parse_math=False)
-    axes.tick_params(labelsize=9.5, length=3, color="#888888")
+def dress(axes: "matplotlib.axes.Axes", label: str, along: str = "step", size: float = 10) -> None:
+    """Give a panel its labels and its look.
+
+    Args:
+        axes: the panel.
+        label: of the vertical axis.
+        along: label of the horizontal axis.
+        size: of the labels, in points.
+    """
+    axes.set_xlabel(along, fontsize=size)
+    axes.set_ylabel(label, fontsize=size, parse_math=False)
+    axes.tick_params(labelsize=max(size - 0.5, 9.5), length=3, color="#888888")
     axes.grid(color="#EBEBEB", linewidth=0.8)
     axes.set_axisbelow(True)
     for side in ("top", "right", "left"):

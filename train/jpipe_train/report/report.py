@@ -1,13 +1,10 @@
 """Write the report of a run: pictures of losses, metrics, timeline and memory, trace.json for Perfetto, and report.html."""
 
-import base64
-import html
 import io
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from string import Template
 from typing import TYPE_CHECKING
 
 import jpipe
@@ -15,7 +12,7 @@ from jpipe.files import write_atomically
 from jpipe_train.checkpoint import history
 from jpipe_train.checkpoint.history import Part
 from jpipe_train.console.terminal import count, duration
-from jpipe_train.report import loss_curve, stage_times
+from jpipe_train.report import loss_curve, page, stage_times
 from jpipe_train.report.comparison import (
     WITHOUT_TEMPORARIES,
     Comparison,
@@ -105,20 +102,17 @@ def write_report(folder: Path, report: Report) -> None:
     write_atomically(folder / "report.html", _page(report, pictures))
 
 
-# The page: all external text passes through `_escape`. ------------------------------------------------------------------
-
-
 def _page(report: Report, pictures: Mapping[str, bytes]) -> str:
     parts = {
-        "title": _escape(report.title),
+        "title": page.escape(report.title),
         "results": _results(report),
-        "facts": _table("facts", [], report.facts.items()) + _history(report),
+        "facts": page.table("facts", [], report.facts.items()) + _history(report),
         "loss": _loss(report, pictures.get("loss")) + _delay(report, pictures.get("delay")) + _metrics(report, pictures.get("metrics")),
         "comparison": _comparison_table(report),
         "timeline": _stages(report) + _timeline(report, pictures.get("timeline")),
         "memory": _memory(report, pictures.get("memory")),
     }
-    return Template(_PAGE.read_text(encoding="utf-8")).substitute(parts)
+    return page.fill(_PAGE, parts)
 
 
 def _results(report: Report) -> str:
@@ -140,8 +134,7 @@ def _results(report: Report) -> str:
                 results[f"peak memory, {kind}"] = bytes_text(max(peaks))
             results[f"{WITHOUT_TEMPORARIES}, {kind}"] = bytes_text(max(window.held_bytes))
     results |= _progress(report.rows)
-    boxes = "".join(f"<div><dt>{_escape(name)}</dt><dd>{_escape(value)}</dd></div>" for name, value in results.items())
-    return f'<dl class="results">{boxes}</dl>' if boxes else ""
+    return page.results(results)
 
 
 def _progress(rows: Sequence[Mapping[str, int | float]]) -> dict[str, str]:
@@ -168,7 +161,7 @@ def _history(report: Report) -> str:
     earlier = f" The {len(report.parts) - len(shown):,} parts before these are left out." if len(shown) < len(report.parts) else ""
     note = "The run was resumed: each line is a part of it. Work that was lost when a part was killed is not in its duration. "
     note += "A pause lasts from the last step of the part before to the first step that is new; steps in between were repeated." + earlier
-    return f"<h3>History</h3>{_scrolling(_table('parts', *history.table(shown)))}{_note(note)}"
+    return f"<h3>History</h3>{page.scrolling(page.table('parts', *history.table(shown)))}{page.note(note)}"
 
 
 def _stages(report: Report) -> str:
@@ -176,11 +169,7 @@ def _stages(report: Report) -> str:
         return ""
     kind, window = list(report.windows.items())[-1] if report.windows else ("", None)
     note = f"Medians over the microbatches that were {kind}; busy is the share of the time in which a stage computes or updates."
-    return _scrolling(_table("numbers", *stage_times.table(report.stages, window))) + (_note(note) if window else "")
-
-
-def _scrolling(table: str) -> str:
-    return f'<div class="scrolls" tabindex="0" role="region" aria-label="A table">{table}</div>'
+    return page.scrolling(page.table("numbers", *stage_times.table(report.stages, window))) + (page.note(note) if window else "")
 
 
 def _loss(report: Report, picture: bytes | None) -> str:
@@ -189,7 +178,7 @@ def _loss(report: Report, picture: bytes | None) -> str:
     missing = sum("loss" in row for row in report.rows) - len(losses)
     note = f" {missing} training losses were not finite and are left out." if missing else ""
     if picture is None:
-        return _note(f"No step of this run has a finite loss, so there is no curve.{note}")
+        return page.note(f"No step of this run has a finite loss, so there is no curve.{note}")
     alt = "Losses over the steps."
     if len(losses):
         last = f"{losses[-1]:.3g} {report.unit}".strip()
@@ -203,7 +192,7 @@ def _loss(report: Report, picture: bytes | None) -> str:
     if changes := history.changes_of_plan(report.parts)[-loss_curve.MOST_CHANGES :]:
         caption += " Dashed lines mark the steps from which the run went on with another plan."
         alt += " The plan changed at " + "; ".join(f"step {step}: {words}" for step, words in changes) + "."
-    return _figure(picture, "small", alt, f"{caption}{note}")
+    return page.figure(picture, "small", alt, f"{caption}{note}")
 
 
 def _delay(report: Report, picture: bytes | None) -> str:
@@ -217,7 +206,7 @@ def _delay(report: Report, picture: bytes | None) -> str:
         "How far apart the two newest weight versions are, at the stages that hold two between steps, and how far the correction of the "
         "delay moves the newest one ahead: norms over all parameters."
     )
-    return "<h3>Delay of the weights</h3>" + _figure(picture, "small", alt, caption)
+    return "<h3>Delay of the weights</h3>" + page.figure(picture, "small", alt, caption)
 
 
 def _metrics_to_draw(report: Report) -> list[str]:
@@ -232,22 +221,22 @@ def _metrics(report: Report, picture: bytes | None) -> str:
         return ""
     title = "<h3>Metrics of validation</h3>"
     if picture is None:
-        return title + _note("No metric of this run has a finite value.")
+        return title + page.note("No metric of this run has a finite value.")
     values = {name: loss_curve.finite(report.rows, f"val_{name}")[1] for name in drawn}
     missing = sum(f"val_{name}" in row for row in report.rows for name in drawn) - sum(map(len, values.values()))
     note = f" {count(missing, 'value')} {'was' if missing == 1 else 'were'} not finite and left out." if missing else ""
     undrawn = len(names) - len(drawn)
     note += f" {count(undrawn, 'metric')} more {'is' if undrawn == 1 else 'are'} in metrics.jsonl." if undrawn else ""
     alt = "Metrics over the steps. " + " ".join(f"{name}: from {each[0]:.4g} to {each[-1]:.4g}." for name, each in values.items())
-    return title + _figure(picture, "small", alt, f"Each panel is a metric (eval.metrics), of data that is not learned from.{note}")
+    return title + page.figure(picture, "small", alt, f"Each panel is a metric (eval.metrics), of data that is not learned from.{note}")
 
 
 def _comparison_table(report: Report) -> str:
     if not report.windows:
-        return _note("No batches of this run were simulated or traced, so there is nothing to compare.")
-    table = _table("numbers", ("", *Comparison._fields[1:]), compare(report.predicted, report.measured, report.temporary))
+        return page.note("No batches of this run were simulated or traced, so there is nothing to compare.")
+    table = page.table("numbers", ("", *Comparison._fields[1:]), compare(report.predicted, report.measured, report.temporary))
     words = temporary_words(report.temporary)
-    return table + _note(
+    return table + page.note(
         "The prediction is the schedule simulated with the median times of each stage's own computations in the same batches, and with "
         "sizes from shapes alone; a ratio (measured / predicted) of 1 means an exact prediction. "
         + (f"{words[0].upper()}{words[1:]}. " if words else "")
@@ -259,21 +248,21 @@ def _comparison_table(report: Report) -> str:
 
 def _timeline(report: Report, picture: bytes | None) -> str:
     if picture is None:
-        return _note("No batches of this run were simulated or traced, so there is no timeline.")
+        return page.note("No batches of this run were simulated or traced, so there is no timeline.")
     caption = (
         "A row is a rank, a device, and time runs to the right; grey is idle, and the number in a box is its microbatch: follow one down "
         "through the forwards and up again through the backwards. The file trace.json beside this page has the same for ui.perfetto.dev."
     )
-    return _figure(picture, "wide", f"What each rank did, over time: {_which(report)}.", f"{_only(report)}{caption}")
+    return page.figure(picture, "wide", f"What each rank did, over time: {_which(report)}.", f"{_only(report)}{caption}")
 
 
 def _memory(report: Report, picture: bytes | None) -> str:
     if picture is None:
-        return _note("What the ranks held was neither predicted nor measured, so there is no picture of their memory.")
+        return page.note("What the ranks held was neither predicted nor measured, so there is no picture of their memory.")
     caption = "Each panel is what one rank holds over time, by kind and on top of each other; the dashed line marks the most."
     most = "; ".join(f"rank {row.quantity.split()[-1]} {row.predicted} predicted, {row.measured} measured"
                      for row in compare(report.predicted, report.measured)[2:])  # fmt: skip
-    return _figure(picture, "wide", f"What each rank held in memory, over time, at most: {most}.", f"{_only(report)}{caption}")
+    return page.figure(picture, "wide", f"What each rank held in memory, over time, at most: {most}.", f"{_only(report)}{caption}")
 
 
 def _which(report: Report) -> str:
@@ -284,32 +273,6 @@ def _only(report: Report) -> str:
     if report.measured is None:
         return "This is the prediction alone: the run was not traced. "
     return "This was measured; there is no prediction. " if report.predicted is None else ""
-
-
-def _figure(picture: bytes, size: str, alt: str, caption: str) -> str:
-    # Wide content scrolls on a phone, and can be scrolled by keyboard.
-    data = base64.b64encode(picture).decode()
-    image = f'<img src="data:image/png;base64,{data}" alt="{_escape(alt)}">'
-    scrolls = f' tabindex="0" role="region" aria-label="{_escape(alt)}"' if size == "wide" else ""
-    return f'<figure><div class="picture {size}"{scrolls}>{image}</div><figcaption>{_escape(caption)}</figcaption></figure>'
-
-
-def _table(kind: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    columns = "".join(f'<th scope="col">{_escape(name)}</th>' for name in head)
-    lines = "".join(
-        f'<tr><th scope="row">{_escape(first)}</th>{"".join(f"<td>{_escape(cell)}</td>" for cell in cells)}</tr>' for first, *cells in rows
-    )
-    top = f"<thead><tr>{columns}</tr></thead>" if head else ""
-    return f'<table class="{kind}">{top}<tbody>{lines}</tbody></table>'
-
-
-def _note(words: str) -> str:
-    return f'<p class="note">{_escape(words)}</p>'
-
-
-def _escape(words: str) -> str:
-    # A path may have bytes that are not UTF-8; Python represents them by surrogates, which cannot be written to a file.
-    return html.escape(words.encode("utf-8", "replace").decode("utf-8"))
 
 
 def _png(figure: "matplotlib.figure.Figure") -> bytes:

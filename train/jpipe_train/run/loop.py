@@ -36,6 +36,7 @@ from jpipe_train.plan.auto import find_plan
 from jpipe_train.report import comparison, logs, mfu
 from jpipe_train.report.measure import Measure
 from jpipe_train.report.metrics_log import MetricsLog, NonFiniteLoss, RunStopped
+from jpipe_train.report.profiling import Profiler
 from jpipe_train.report.summary import Summary, epochs_words, print_summary, slow_of, stages_of, write_report
 from jpipe_train.run import stopping
 from jpipe_train.run.callbacks import Callbacks
@@ -309,7 +310,9 @@ def run(
         preemption = Preemption(together.processes, saves=config.checkpoint.every is not None, stops=asked)
         held_out = batches.held_out(train.eval_batches)
         chosen = metrics(config.eval, config.model) | dict(program.metrics)
-        training = Training(train, pipe, batches.train, held_out, chosen, log, measure, checkpoints, preemption, history, stops, callbacks)
+        profiler = Profiler(train.profile, path, together.index, reporter.say)
+        when = preemption, history, stops, profiler, callbacks
+        training = Training(train, pipe, batches.train, held_out, chosen, log, measure, checkpoints, *when)
         completed = False
         try:
             with reporter.training(), preemption:
@@ -325,6 +328,7 @@ def run(
             with interrupt.delayed():
                 checkpoints.close()
                 measure.close()
+                profiler.close()
                 remarks = {} if folder is None else stopping.remarks(config, path, stops, log.last_step + 1)
                 if folder is not None and (completed or preemption.signal is None):  # after a signal time is short
                     parts = history.parts(log.last_step + 1)

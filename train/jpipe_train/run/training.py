@@ -20,6 +20,7 @@ from jpipe_train.data.data import Batches
 from jpipe_train.data.position import Ordered
 from jpipe_train.report.measure import Measure
 from jpipe_train.report.metrics_log import MetricsLog, RunStopped, Validation, mean_loss
+from jpipe_train.report.profiling import Profiler
 from jpipe_train.report.summary import Summary, name_of
 from jpipe_train.run.callbacks import Callbacks
 from jpipe_train.run.stopping import Stopping
@@ -51,6 +52,7 @@ class Training:
         preemption: decides before each step whether the run ends.
         history: the earlier parts of a resumed run.
         stopping: decides whether the run stops early.
+        profiler: profiles some steps.
         callbacks: get the checkpoints that are complete, in process 0.
     """
 
@@ -65,6 +67,7 @@ class Training:
     preemption: Preemption
     history: History
     stopping: Stopping
+    profiler: Profiler
     callbacks: Callbacks = field(default_factory=Callbacks)
 
     def run(self, state: jpipe.State, resumed: Resumed | None) -> Summary:
@@ -96,6 +99,7 @@ class Training:
                 checkpoints.schedule_last(step)
             else:
                 checkpoints.schedule_snapshot(step)
+            self.profiler.before(step, state)
             state, metrics = self.pipe.step(state, self.batches[step], observe=checkpoints.observing(self.measure.observer(step)))
             if self._measures_delay(step):
                 log.delay_norms(step, self.pipe.delay_norms(state))
@@ -109,6 +113,7 @@ class Training:
                 break
         interrupt.check()
         self.measure.finish()
+        self.profiler.before(steps, state)
         state, drained = self.pipe.drain(state, observe=checkpoints.observing(), with_metrics=True)
         after, earlier = self._evaluate(state), log.validated(steps - 1)
         if after:

@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 
 from jpipe import InputError
-from jpipe_train.report import logs, wandb
-from jpipe_train.report.wandb import Wandb
+from jpipe_train.report import logs
+from jpipe_train.report.loggers import sender
+from jpipe_train.report.loggers.sender import Sender
 from jpipe_train.run import loop
 from tests.train.conftest import changed
 
@@ -86,7 +87,7 @@ def test_a_resumed_run_continues_the_same_wandb_run(tmp_path, messages, monkeypa
     monkeypatch.setenv("WANDB_PROJECT", "mine")
     monkeypatch.delenv("WANDB_MODE")  # nobody is logged in
     for code, steps in ((1, range(3)), (0, range(2, 5))):
-        log = Wandb(tmp_path, {"seed": 7, "model": {"width": 8}}, messages.append)
+        log = Sender("wandb", tmp_path, {"seed": 7, "model": {"width": 8}}, messages.append)
         for step in steps:
             log.write(step, {"loss": 5.0 - step, "val_loss": 0.1})
         log.close(code)
@@ -111,7 +112,7 @@ def test_a_server_that_never_answers_leaves_the_rows_on_disk(tmp_path, messages,
             "WANDB_INIT_TIMEOUT": "1",
         }.items():
             monkeypatch.setenv(name, value)
-        with Wandb(tmp_path, {"seed": 7}, messages.append) as log:
+        with Sender("wandb", tmp_path, {"seed": 7}, messages.append) as log:
             log.write(0, {"loss": 1.0})
     assert [(part["rows"], part["codes"]) for part in read_runs(tmp_path)] == [({0: {"loss": 1.0}}, [0])]
     assert len(messages) == 1
@@ -121,15 +122,16 @@ def test_a_server_that_never_answers_leaves_the_rows_on_disk(tmp_path, messages,
 @pytest.mark.slow
 def test_a_run_for_which_wandb_is_disabled_is_reported(tmp_path, messages, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "disabled")
-    with Wandb(tmp_path, {}, messages.append) as log:
+    with Sender("wandb", tmp_path, {}, messages.append) as log:
         log.write(0, {"loss": 1.0})
     assert messages == ["wandb: it is disabled, by WANDB_MODE, say; the run continues without it"]
 
 
 KILLED = """
 import os, pathlib, signal, time
-from jpipe_train.report.wandb import Wandb
-log = Wandb(pathlib.Path.cwd(), {}, print)
+from jpipe_train.report.loggers import sender
+from jpipe_train.report.loggers.sender import Sender
+log = Sender("wandb", pathlib.Path.cwd(), {}, print)
 log.write(0, {"loss": 1.0})
 print(log._process.pid, flush=True)
 while not log._lines.empty():
@@ -142,7 +144,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 @pytest.mark.slow
 def test_a_run_that_is_killed_leaves_no_process(tmp_path):
     """Its rows stay on disk."""
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])}
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[4])}
     killed = subprocess.run([sys.executable, "-c", KILLED], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
     process, end = int(killed.stdout), time.monotonic() + 60
     with contextlib.suppress(ProcessLookupError):
@@ -153,9 +155,9 @@ def test_a_run_that_is_killed_leaves_no_process(tmp_path):
     assert [(part["rows"], part["codes"]) for part in read_runs(tmp_path)] == [({0: {"loss": 1.0}}, [1])]
 
 
-def served(code: str, tmp_path, messages, limit=30.0) -> Wandb:
+def served(code: str, tmp_path, messages, limit=30.0) -> Sender:
     """Return a wandb logger whose process runs this code."""
-    return Wandb(tmp_path, {}, messages.append, (sys.executable, "-c", f"import json, os, sys, time\n{code}"), limit)
+    return Sender("wandb", tmp_path, {}, messages.append, (sys.executable, "-c", f"import json, os, sys, time\n{code}"), limit)
 
 
 def test_a_process_that_hangs_holds_up_nothing(tmp_path, messages):
@@ -167,7 +169,7 @@ def test_a_process_that_hangs_holds_up_nothing(tmp_path, messages):
 
 
 def test_rows_that_are_never_sent_are_dropped_eventually(tmp_path, messages, monkeypatch):
-    monkeypatch.setattr(wandb, "_MOST_QUEUED", 3)
+    monkeypatch.setattr(sender, "_MOST_QUEUED", 3)
     with served("time.sleep(1e6)", tmp_path, messages, limit=0.1) as log:
         for step in range(2000):
             log.write(step, {"loss": 1.0, "a metric with a long name": 2.0})
@@ -205,7 +207,7 @@ def test_the_url_is_printed_and_the_exit_code_is_that_of_the_run(tmp_path, messa
 def test_a_folder_that_cannot_be_used_is_reported(tmp_path, messages):
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "wandb").symlink_to(tmp_path / "elsewhere")
-    with Wandb(tmp_path, {}, messages.append) as log:
+    with Sender("wandb", tmp_path, {}, messages.append) as log:
         log.write(0, {"loss": 1.0})
     assert len(messages) == 1
     assert messages[0].endswith("it is a symbolic link, which jpipe does not follow there; the run continues without it")

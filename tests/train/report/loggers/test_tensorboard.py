@@ -10,7 +10,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboardX.record_writer import RecordWriter
 
 from jpipe_train.console import interrupt
-from jpipe_train.report.tensorboard import TensorBoard
+from jpipe_train.report.loggers.tensorboard import TensorBoard
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Send a run's values to Weights & Biases from a separate process, so that training never waits for it."""
+"""Send a run's values to Weights & Biases, trackio or MLflow from a separate process, so that training never waits for it."""
 
 import contextlib
 import importlib.util
@@ -19,50 +19,51 @@ from jpipe import InputError
 from jpipe.files import make_folder, read_bytes, shown, write_atomically
 from jpipe_train.console import interrupt
 
-FOLDER = "wandb"  # inside the run's folder
-_ID = "id.txt"  # holds the id by which a resumed run continues in the same wandb run
-_COMMAND = (
-    sys.executable,
-    "-P",
-    str(Path(__file__).with_name("wandb_process.py")),
-)  # -P: no other wandb beside the file or in ./ is imported
+SERVICES = ("wandb", "trackio", "mlflow")
+"""The services: names of Python packages, of keys in `log`, and of folders inside the folder of a run."""
+
+_ID = "id.txt"  # holds the id by which a resumed run continues in the same run of the service
+_COMMAND = (sys.executable, "-P", str(Path(__file__).with_name("process.py")))  # -P: no other wandb beside the file or in ./ is imported
+_KEPT = {"wandb": "wandb sync {folder} sends what is kept there"}
 _MOST_QUEUED = 100_000  # rows that are not sent yet
 _LIMIT, _SHORT = 30.0, 5.0  # seconds that the end of a run waits for the process; after a signal
 
 
-def check_installed() -> None:
-    """Check that the library of Weights & Biases is installed.
+def check_installed(service: str) -> None:
+    """Check that the library of a service is installed.
 
     Raises:
         InputError: it is not installed.
     """
-    spec = importlib.util.find_spec("wandb")
+    spec = importlib.util.find_spec(service)
     if spec is None or spec.origin is None:  # such as a folder ./wandb
-        raise InputError("log: wandb is not installed; install it with pip install wandb, or leave it out")
+        raise InputError(f"log: {service} is not installed; install it with pip install {service}, or leave it out")
 
 
-class Wandb:
-    """Sends rows to Weights & Biases; use it in a `with`, or close it.
+class Sender:
+    """Sends rows to a service; use it in a `with`, or close it.
 
-    Problems are reported in a line, and the run continues: without a login or a network the rows are kept on disk.
+    Problems are reported in a line, and the run continues: without a login or a network wandb keeps the rows on disk.
 
     Args:
+        service: one of `SERVICES`.
         folder: the folder of the run.
         config: the config of the run, as plain data.
         say: prints a line.
-        command: the command of the sending process.
+        command: the command of the sending process; by default that of the service.
         limit: seconds that `close` waits for it.
     """
 
     def __init__(
         self,
+        service: str,
         folder: Path,
         config: Mapping[str, Any],
         say: Callable[[str], None],
-        command: Sequence[str] = _COMMAND,
+        command: Sequence[str] | None = None,
         limit: float = _LIMIT,
     ) -> None:
-        self._folder, self._say, self._limit = folder / FOLDER, say, limit
+        self._service, self._folder, self._say, self._limit = service, folder / service, say, limit
         self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._answers: queue.SimpleQueue[dict[str, str | None]] = queue.SimpleQueue()
         self._process: subprocess.Popen[str] | None = None
@@ -70,12 +71,11 @@ class Wandb:
         self._threads: list[threading.Thread] = []
         try:
             make_folder(self._folder)
-            first_message = {"id": self._id(), "name": os.environ.get("WANDB_NAME", folder.name), "process": os.getpid(), "config": config}
-            first_message |= {"project": os.environ.get("WANDB_PROJECT", "jpipe"), "folder": os.environ.get("WANDB_DIR", str(folder))}
+            first_message = {"id": self._id(), "name": folder.name, "process": os.getpid(), "config": config, "folder": str(folder)}
             with interrupt.delayed():
-                self._start(command)
+                self._start(command or (*_COMMAND, service))
         except OSError as error:
-            self._say(f"wandb: cannot begin in '{shown(self._folder)}': {error.strerror or error}; the run continues without it")
+            self._say(f"{self._service}: cannot begin in '{shown(self._folder)}': {error.strerror or error}; the run continues without it")
         else:
             self._accepts_rows = True
             self._lines.put(json.dumps(first_message))
@@ -88,14 +88,14 @@ class Wandb:
         self._lines.put(json.dumps({"step": step, "row": dict(scalars)}))
         if self._lines.qsize() > _MOST_QUEUED:
             self._accepts_rows = False
-            self._say(f"wandb: {_MOST_QUEUED:,} rows are waiting to be sent; the run continues, and sends no more")
+            self._say(f"{self._service}: {_MOST_QUEUED:,} rows are waiting to be sent; the run continues, and sends no more")
 
     def hurry(self) -> None:
         """Limit the waiting of `close` to a few seconds."""
         self._limit = min(self._limit, _SHORT)
 
     def close(self, code: int = 0) -> None:
-        """End the run in wandb with this exit code, and wait until everything is sent, up to the limit; later values are dropped."""
+        """End the run in the service with this exit code, and wait until everything is sent, up to the limit; later values are dropped."""
         process, self._process = self._process, None
         if process is None:
             return
@@ -114,9 +114,10 @@ class Wandb:
                 thread.join()
         self._print_answers(ended=late or process.returncode == 0)
         if late:
-            self._say(f"wandb: not all was sent in {self._limit:g} s; wandb sync {shown(self._folder)} sends what is kept there")
+            kept = _KEPT.get(self._service, "metrics.jsonl has all rows").format(folder=shown(self._folder))
+            self._say(f"{self._service}: not all was sent in {self._limit:g} s; {kept}")
 
-    def __enter__(self) -> "Wandb":
+    def __enter__(self) -> "Sender":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
@@ -129,13 +130,13 @@ class Wandb:
         pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
         self._process = subprocess.Popen(command, **pipes, text=True, encoding="utf-8", start_new_session=True)  # noqa: S603 # ours
         for work, pipe in ((self._send, self._process.stdin), (self._read_answers, self._process.stdout)):
-            thread = threading.Thread(target=work, args=(pipe,), name="wandb", daemon=True)
+            thread = threading.Thread(target=work, args=(pipe,), name=self._service, daemon=True)
             thread.start()
             self._threads.append(thread)
 
     def _id(self) -> str:
-        """Return the id of the run in wandb, the same after it is resumed."""
-        file, requested = self._folder / _ID, os.environ.get("WANDB_RUN_ID")
+        """Return the id of the run in the service, the same after it is resumed."""
+        file, requested = self._folder / _ID, os.environ.get("WANDB_RUN_ID") if self._service == "wandb" else None
         with contextlib.suppress(OSError):
             stored = read_bytes(file, 2**10).decode("ascii", errors="replace").strip()
             if requested in (None, stored) and re.fullmatch(r"[A-Za-z0-9_-]{1,64}", stored):
@@ -165,10 +166,10 @@ class Wandb:
             answer = self._answers.get()
             problem = answer.get("problem")
             if "url" in answer:
-                self._say(f"wandb: {answer['url']}")
+                self._say(f"{self._service}: {answer['url']}")
             elif "folder" in answer:
                 why, where = (problem or "offline").rstrip("."), shown(Path(answer["folder"] or ""))
-                self._say(f"wandb: {why}; the rows are kept on disk, and wandb sync {where} sends them")
+                self._say(f"{self._service}: {why}; the rows are kept on disk, and wandb sync {where} sends them")
             elif not self._has_failed and (problem or not ended):
                 self._accepts_rows, self._has_failed = False, True
-                self._say(f"wandb: {problem or 'its process has ended'}; the run continues without it")
+                self._say(f"{self._service}: {problem or 'its process has ended'}; the run continues without it")

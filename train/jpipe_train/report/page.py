@@ -1,0 +1,62 @@
+"""Parts of the HTML pages that jpipe writes. A page needs no other file, and all external text is escaped."""
+
+import base64
+import html
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from string import Template
+
+_STYLE = Path(__file__).with_name("page_style.css")
+
+
+def fill(template: Path, parts: Mapping[str, str]) -> str:
+    """Return a page: a template with its parts, which are HTML already, and with the common style as `$style`."""
+    return Template(template.read_text(encoding="utf-8")).substitute(parts, style=_STYLE.read_text(encoding="utf-8"))
+
+
+def escape(words: str) -> str:
+    """Return a text as HTML."""
+    # A path may have bytes that are not UTF-8; Python represents them by surrogates, which cannot be written to a file.
+    return html.escape(words.encode("utf-8", "replace").decode("utf-8"))
+
+
+def note(words: str) -> str:
+    """Return a paragraph."""
+    return f'<p class="note">{escape(words)}</p>'
+
+
+def results(values: Mapping[str, str]) -> str:
+    """Return boxes with the most important results by name; "" without any."""
+    boxes = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in values.items())
+    return f'<dl class="results">{boxes}</dl>' if boxes else ""
+
+
+def table(kind: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table whose first column has the names of the rows; `kind` is a class of the style."""
+    columns = "".join(f'<th scope="col">{escape(name)}</th>' for name in head)
+    lines = "".join(
+        f'<tr><th scope="row">{escape(first)}</th>{"".join(f"<td>{escape(cell)}</td>" for cell in cells)}</tr>' for first, *cells in rows
+    )
+    top = f"<thead><tr>{columns}</tr></thead>" if head else ""
+    return f'<table class="{kind}">{top}<tbody>{lines}</tbody></table>'
+
+
+def scrolling(content: str) -> str:
+    """Return a wide table in a box that scrolls, also by keyboard."""
+    return f'<div class="scrolls" tabindex="0" role="region" aria-label="A table">{content}</div>'
+
+
+def figure(picture: bytes, size: str, alt: str, caption: str, kind: str = "png") -> str:
+    """Return a picture with a caption.
+
+    Args:
+        picture: the content of the file.
+        size: a class of the style, `narrow`, `small` or `wide`; a wide one scrolls on a phone, also by keyboard.
+        alt: what the picture shows, in words.
+        caption: the text below it.
+        kind: `png` or `svg+xml`.
+    """
+    data = base64.b64encode(picture).decode()
+    image = f'<img src="data:image/{kind};base64,{data}" alt="{escape(alt)}">'
+    scrolls = f' tabindex="0" role="region" aria-label="{escape(alt)}"' if size == "wide" else ""
+    return f'<figure><div class="picture {size}"{scrolls}>{image}</div><figcaption>{escape(caption)}</figcaption></figure>'

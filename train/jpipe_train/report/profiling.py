@@ -1,0 +1,73 @@
+"""Profile some steps of a run with JAX's profiler, for XProf."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jpipe.files import make_folder, shown
+from jpipe_train.config.config import ProfileConfig
+from jpipe_train.console.terminal import first_line
+
+FOLDER = "profile"
+"""The folder inside the run's folder that has a folder for each process, such as `process-0`, which XProf reads."""
+
+
+class Profiler:
+    """Starts and stops the profiler of this process; an error is reported in a line, and the run continues.
+
+    Args:
+        config: which steps; None for none.
+        folder: the folder of the run. A process that does not share it with process 0 writes on its own host, under the same name.
+        process: the number of this process.
+        say: prints a line.
+    """
+
+    def __init__(self, config: ProfileConfig | None, folder: Path, process: int, say: Callable[[str], None]) -> None:
+        self._steps = range(0) if config is None else range(config.first, config.first + config.steps)
+        self._folder, self._process, self._say = folder, process, say
+        self._is_on = False
+
+    def before(self, step: int, state: Any) -> None:
+        """Start or stop the profiler if `step`, which is about to begin, is the first one or the one after the last one.
+
+        Args:
+            step: the step; a run that is resumed inside the range profiles the remaining steps.
+            state: the state before the step, a pytree. If the profiler starts or stops here, this waits until the state is computed.
+        """
+        if (step in self._steps) != self._is_on:
+            jax.block_until_ready(state)
+            if self._is_on:
+                self._stop()
+            else:
+                self._start()
+
+    def close(self) -> None:
+        """Stop the profiler, if it is on, and write what it has."""
+        if self._is_on:
+            self._stop()
+
+    def _start(self) -> None:
+        self._is_on = True
+        place = self._folder / FOLDER / f"process-{self._process}"
+        try:
+            for folder in (place.parent, place, place / "plugins", place / "plugins" / "profile"):  # none of them may be a link
+                make_folder(folder)
+            jax.profiler.start_trace(place)
+        except (OSError, RuntimeError, ValueError) as error:
+            self._give_up(error)
+
+    def _stop(self) -> None:
+        self._is_on = False
+        try:
+            jax.profiler.stop_trace()
+        except (OSError, RuntimeError, ValueError) as error:
+            self._give_up(error)
+        else:
+            self._say(f"profile: steps {self._steps.start} to {self._steps.stop - 1} are in {shown(self._folder / FOLDER)}")
+
+    def _give_up(self, error: Exception) -> None:
+        self._is_on, self._steps = False, range(0)
+        reason = getattr(error, "strerror", None) or first_line(error)
+        self._say(f"profile: cannot be written in '{shown(self._folder / FOLDER)}': {reason}; the run continues without it")

@@ -1,0 +1,213 @@
+"""Compare runs: what differs in their configs, and their losses, in the terminal, as a page and as a picture (`jpipe compare`)."""
+
+import contextlib
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from jpipe import InputError
+from jpipe.files import expanded, open_to_read, shown, write_atomically
+from jpipe_train.config.config_file import load_resolved
+from jpipe_train.console.progress import Reporter
+from jpipe_train.console.terminal import count, duration, printable
+from jpipe_train.data import data
+from jpipe_train.report import loss_curve, page
+from jpipe_train.runs import differences, picture
+from jpipe_train.runs.reading import CONFIG, Run, read
+
+_PAGE = Path(__file__).with_name("comparison_page.html")
+_MARK = f'content="{picture.CREATOR}"'.encode(), f">{picture.CREATOR}<".encode()  # in a page; in a picture
+_MARKED = 2**12  # the mark is in that many first bytes
+_PAGE_WIDTH = 90  # characters; if a column for each run needs more, each is a row
+_LONGEST_VALUE, _LONGEST_CELL = 40, 300  # characters of a value in the terminal, and on the page
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Runs beside each other.
+
+    Attributes:
+        names: of the runs, all different and printable.
+        runs: with all their rows.
+        differences: the values of each key of the configs that differs, one for each run.
+        results: the results by name, one for each run.
+        best: the index of the run with the lowest loss, of validation if all have one; None without any loss.
+    """
+
+    names: tuple[str, ...]
+    runs: tuple[Run, ...]
+    differences: dict[str, list[str]]
+    results: dict[str, list[str]]
+    best: int | None
+
+
+def main(runs: Sequence[str], out: str, reporter: Reporter) -> None:
+    """Compare the runs in these folders, of which there are at least two; see `compare`."""
+    paths = [expanded(run, "compare") for run in runs]
+    if len(paths) < 2:
+        raise InputError(f"compare: expected two or more folders of runs, found {len(paths)}; such as jpipe compare runs/0001 runs/0002")
+    repeated = [path for number, path in enumerate(paths) if path.resolve() in [other.resolve() for other in paths[:number]]]
+    if repeated:
+        raise InputError(f"compare: expected each run once, found '{shown(repeated[0])}' twice; leave one out")
+    compare(paths, expanded(out, "--out"), reporter)
+
+
+def compare(paths: Sequence[Path], out: Path, reporter: Reporter) -> None:
+    """Print what differs between runs and their losses, and write a page and a picture of them.
+
+    Args:
+        paths: the folders of the runs.
+        out: the page; the picture has the ending `.svg`.
+        reporter: prints.
+
+    Raises:
+        InputError: a folder is no run, or a file is in the way or cannot be written.
+    """
+    drawing = out.with_suffix(".svg")
+    if out.suffix != ".html":
+        raise InputError(f"--out: expected the name of a page, such as compare.html, found '{shown(out)}'; end it with .html")
+    for path in (out, drawing):
+        _check_replaceable(path)
+    comparison = gather([read(path, whole=True) for path in paths])
+    for table in (comparison.differences, comparison.results):
+        if table:
+            short = {name: [_shortened(value, _LONGEST_VALUE) for value in values] for name, values in table.items()}
+            reporter.table(*_oriented(comparison.names, short, reporter.width), words=comparison.names)
+    if not comparison.differences and len(paths) > 1:
+        reporter.say("the configs do not differ")
+    drawn, unit = _drawn(comparison), _unit(comparison.runs)
+    svg = picture.to_svg(picture.draw([_curve(comparison.names[number], comparison.runs[number]) for number in drawn], unit))
+    try:
+        write_atomically(drawing, svg)
+        write_atomically(out, _page(comparison, svg, unit, len(drawn)))
+    except OSError as error:
+        raise InputError(f"--out: cannot write '{shown(out)}': {error.strerror}; choose another file") from None
+    reporter.say(f"the comparison is in {shown(out)}; its picture is {shown(drawing)}")
+
+
+def gather(runs: Sequence[Run]) -> Comparison:
+    """Find what differs between runs, and their results."""
+    names, results = _names([run.path for run in runs]), [_results(run) for run in runs]
+    table = differences.table([run.config for run in runs])
+    if len({run.plan for run in runs}) > 1 and not any(key.startswith("plan.") and key != "plan.file" for key in table):
+        table |= {"the plan": [run.plan for run in runs]}
+    losses = [[_lowest(run, name)[1] for run in runs] for name in ("val_loss", "loss")]
+    judged = next((each for each in losses if all(map(math.isfinite, each))), [min(pair) for pair in zip(*losses, strict=True)])
+    best = min(range(len(runs)), key=judged.__getitem__)
+    return Comparison(
+        names=names,
+        runs=tuple(runs),
+        differences={printable(key): [printable(value) for value in values] for key, values in table.items()},
+        results={name: [result[name] for result in results] for name in results[0]},
+        best=best if math.isfinite(judged[best]) else None,
+    )
+
+
+def _check_replaceable(path: Path) -> None:
+    """Check that there is no file, or one that an earlier comparison wrote."""
+    is_ours = not os.path.lexists(path)
+    if not is_ours and not path.is_symlink():
+        with contextlib.suppress(OSError), open_to_read(path) as file:
+            beginning = file.read(_MARKED)
+            is_ours = any(mark in beginning for mark in _MARK)
+    if not is_ours:
+        raise InputError(f"--out: expected a new file or an earlier comparison, found another file '{shown(path)}'; choose another name")
+
+
+def _names(paths: Sequence[Path]) -> tuple[str, ...]:
+    """Return a name for each run: the last parts of the paths, as many as make them different."""
+    parts = [path.resolve().parts for path in paths]
+    depth = next(n for n in range(1, max(map(len, parts)) + 1) if len({each[-n:] for each in parts}) == len(parts))
+    return tuple(printable("/".join(each[-depth:])) for each in parts)
+
+
+def _results(run: Run) -> dict[str, str]:
+    seconds = run.last("seconds")
+    results = {"state": run.state.name, "steps": f"{run.done:,} of {run.steps:,}" if run.steps else f"{run.done:,}"}
+    for name, words in (("val_loss", "validation loss"), ("loss", "training loss")):
+        step, lowest = _lowest(run, name)
+        last = run.last(name)
+        results[f"{words}, last"] = "–" if last is None else f"{last:.4f}"
+        results[f"{words}, lowest"] = f"{lowest:.4f} at step {step:,}" if math.isfinite(lowest) else "–"
+    return results | {"time": "–" if seconds is None else duration(seconds)}
+
+
+def _lowest(run: Run, name: str) -> tuple[int, float]:
+    """Return the first step with the lowest value, and the value; (0, inf) without any."""
+    return min(((int(row["step"]), float(row[name])) for row in run.rows if name in row), key=lambda pair: pair[1], default=(0, math.inf))
+
+
+def _drawn(comparison: Comparison) -> list[int]:
+    """Return the runs to draw: all, or those with the lowest losses."""
+    losses = [min(_lowest(run, "val_loss")[1], _lowest(run, "loss")[1]) for run in comparison.runs]
+    best = sorted(range(len(losses)), key=losses.__getitem__)[: picture.MOST_DRAWN]
+    return sorted(best)
+
+
+def _curve(name: str, run: Run) -> picture.Curve:
+    tokens = examples = None
+    try:
+        config = load_resolved(run.path / CONFIG)
+        (amount, what), examples = data.portion(config), config.train.batch_size
+        tokens = amount if what == "tokens" else None
+    except InputError:  # of another version of jpipe
+        section = run.config.get("train")
+        size = section.get("batch_size") if isinstance(section, dict) else None
+        examples = size if type(size) is int and size > 0 else None
+    return picture.Curve(name, run.rows, tokens, examples)
+
+
+def _unit(runs: Sequence[Run]) -> str:
+    """Return the unit of the losses, if it is known and the same for all runs; otherwise ""."""
+    units = set()
+    for run in runs:
+        try:
+            units.add(data.loss_unit(load_resolved(run.path / CONFIG)).strip())
+        except InputError:
+            return ""
+    return units.pop() if len(units) == 1 else ""
+
+
+def _oriented(names: Sequence[str], table: dict[str, list[str]], width: int) -> tuple[list[str], list[list[str]]]:
+    """Return head and rows of a table: a column for each run, or a row if the columns need more characters than `width`."""
+    columns = [[*table], *([name, *values] for name, *values in zip(names, *table.values(), strict=True))]
+    if sum(max(map(len, column)) + 2 for column in columns) <= width:
+        return ["", *names], [[key, *values] for key, values in table.items()]
+    return ["", *table], [[name, *values] for name, *values in zip(names, *table.values(), strict=True)]
+
+
+def _shortened(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[: most - 1]}…"
+
+
+def _page(comparison: Comparison, svg: str, unit: str, drawn: int) -> str:
+    def table(values: dict[str, list[str]]) -> str:
+        short = {name: [_shortened(value, _LONGEST_CELL) for value in row] for name, row in values.items()}
+        return page.scrolling(page.table("numbers runs", *_oriented(comparison.names, short, _PAGE_WIDTH)))
+
+    title, number = f"Comparison of {count(len(comparison.runs), 'run')}", comparison.best
+    values = {}
+    if number is not None:
+        values = {"lowest loss": comparison.names[number]} | {
+            f"{name}, {unit}" if unit else name: comparison.results[name][number]
+            for name in ("validation loss, lowest", "training loss, lowest")
+            if comparison.results[name][number] != "–"
+        }
+    left_out = len(comparison.runs) - drawn
+    caption = (
+        f"Lines are training losses, as running means where there are {loss_curve.SMOOTHED_FROM} or more; points are of data that the "
+        "model does not learn from. The panels show the same losses against steps, data and time."
+        + (f" The {drawn} runs with the lowest losses are drawn; {left_out} are left out." if left_out else "")
+    )
+    lowest = zip(comparison.names, comparison.results["validation loss, lowest"], comparison.results["training loss, lowest"], strict=True)
+    alt = "Losses of the runs. " + " ".join(f"{name}: validation {valid}, training {train}." for name, valid, train in lowest)
+    parts = {
+        "title": page.escape(title),
+        "results": page.results(values),
+        "losses": page.figure(svg.encode(), "narrow", alt, caption, "svg+xml"),
+        "numbers": table(comparison.results),
+        "differences": table(comparison.differences) if comparison.differences else page.note("The configs do not differ."),
+    }
+    return page.fill(_PAGE, parts)

@@ -1,0 +1,46 @@
+"""What differs between the configs of runs."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from jpipe_planner.machine.plain_yaml import parse
+from jpipe_train.config.config import Config
+from jpipe_train.config.config_file import to_yaml
+
+MISSING = "–"
+"""The text in place of the value of a key that a config does not have."""
+
+_OF_THE_FOLDER = "run.dir"  # differs always, and is seen by the name of the run
+
+
+def plain(config: Config) -> dict[str, Any]:
+    """Return a config as plain data, as a run writes it."""
+    data: dict[str, Any] = parse(to_yaml(config), "the config")
+    return data
+
+
+def flat(config: Mapping[str, Any]) -> dict[str, str]:
+    """Return the values of a config as text, by dotted key: `{"train.steps": "200"}`; without the folder of the run."""
+    return {key: value for key, value in _flat(config, "") if key != _OF_THE_FOLDER}
+
+
+def keys(configs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the dotted keys whose values are not the same in all configs, in the order of the first that has them."""
+    return list(table(configs))
+
+
+def table(configs: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
+    """Return the values of each key that differs, one for each config."""
+    texts = [flat(config) for config in configs]
+    every = dict.fromkeys(key for text in texts for key in text)
+    rows = {key: [text.get(key, MISSING) for text in texts] for key in every}
+    return {key: values for key, values in rows.items() if len(set(values)) > 1}
+
+
+def _flat(data: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, str]]:
+    for key, value in data.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value if isinstance(value, str) else json.dumps(value, default=str)

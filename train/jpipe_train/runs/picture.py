@@ -1,0 +1,176 @@
+"""Draw the losses of several runs in one picture, against steps, tokens and time."""
+
+import io
+import re
+import textwrap
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from jaxtyping import Float64, Int64
+
+from jpipe_train.report import loss_curve
+from jpipe_train.runs.reading import Row
+
+if TYPE_CHECKING:
+    import matplotlib.axes
+    import matplotlib.figure
+
+CREATOR = "jpipe compare"
+"""The name in the metadata of the file, by which an earlier comparison is recognized."""
+MOST_DRAWN = 12
+"""The largest number of runs in a picture; more could not be told apart."""
+
+# On a phone, 390 pixels wide, a page leaves 335 pixels for the picture. There a pixel is a point, so no text is smaller than 11 pixels.
+_WIDTH, _PANEL, _LINE = 4.65, 2.5, 0.19  # inches: of the picture; heights of a panel and of a line of the legend
+_TEXT = 11.0  # points
+_LABEL = 36  # characters of a line of the legend
+_MOST_POINTS, _MOST_VALIDATIONS = 500, 30  # of a line, and of the points on it
+
+# People who do not see all colours tell them apart; in grey, the dashes and the markers of neighbours differ.
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#1A1A1A", "#CC79A7", "#E69F00", "#56B4E9")
+_DASHES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1.2, 1.2)), (0, (6, 1.5, 1.2, 1.5)), (0, (9, 2)))
+_MARKERS = "osD^vP"
+
+
+@dataclass(frozen=True)
+class Curve:
+    """The losses of a run.
+
+    Attributes:
+        label: the name of the run; it is printable.
+        rows: its rows, ascending by step.
+        tokens: tokens of a step; None if the data are no text.
+        examples: examples of a step; None if that is not known.
+    """
+
+    label: str
+    rows: Sequence[Row]
+    tokens: int | None
+    examples: int | None
+
+
+def draw(curves: Sequence[Curve], unit: str) -> "matplotlib.figure.Figure":
+    """Draw the training losses, smoothed, as lines and the validation losses as points, in three panels below each other.
+
+    The panels have steps, tokens (or examples, if a run has no tokens) and time.
+
+    Args:
+        curves: at most `MOST_DRAWN`.
+        unit: unit of the losses; may be empty.
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+
+    labels = [_wrapped(curve.label) for curve in curves]
+    height = 3 * _PANEL + _LINE * (sum(label.count("\n") + 1 for label in labels) + 2)
+    figure = Figure(figsize=(_WIDTH, height), layout="constrained")
+    panels = figure.subplots(3, 1)
+    has_tokens = all(curve.tokens is not None for curve in curves)
+    for axes, (name, place) in zip(panels, _axes(curves, has_tokens), strict=True):
+        losses = [_draw_run(axes, curve, number, place) for number, curve in enumerate(curves)]
+        loss_curve.scale(axes, np.concatenate([np.zeros(0), *losses]))
+        axes.margins(y=0.1)
+        loss_curve.dress(axes, f"loss ({unit})" if unit else "loss", name, _TEXT + 0.5)
+    handles = [Line2D([], [], **_look(number), markersize=6) for number in range(len(curves))]
+    style: dict[str, Any] = {"frameon": False, "fontsize": _TEXT, "handlelength": 3.6, "labelspacing": 0.25}
+    title = "lines: training (smoothed); points: validation"
+    legend = figure.legend(
+        handles, ["·"] * len(curves), loc="outside upper left", title=title, title_fontsize=_TEXT, alignment="left", **style
+    )
+    for text, label in zip(legend.get_texts(), labels, strict=True):  # set later, so that names may begin with _
+        text.set_parse_math(False)
+        text.set_text(label)
+    return figure
+
+
+def to_svg(figure: "matplotlib.figure.Figure") -> str:
+    """Return a picture as SVG with text as paths, which looks the same everywhere."""
+    import matplotlib
+
+    file = io.StringIO()
+    with matplotlib.rc_context({"svg.fonttype": "path", "svg.hashsalt": CREATOR}), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph .* missing from font")  # in the name of a run
+        figure.savefig(file, format="svg", metadata={"Date": None, "Creator": CREATOR}, facecolor="white")
+    return re.sub(r"\n *<!--.*?-->", "", file.getvalue(), flags=re.DOTALL)
+
+
+def _axes(curves: Sequence[Curve], has_tokens: bool) -> list[tuple[str, Callable[[Curve], dict[int, float]]]]:
+    """Return the label of each panel, and the function that gives the places of a run's steps in it."""
+
+    def steps(curve: Curve) -> dict[int, float]:
+        return {int(row["step"]): float(row["step"]) for row in curve.rows}
+
+    def amounts(curve: Curve) -> dict[int, float]:
+        per_step = (curve.tokens if has_tokens else curve.examples) or 0
+        return {step: place * per_step for step, place in steps(curve).items()} if per_step else {}
+
+    def seconds(curve: Curve) -> dict[int, float]:
+        times = {int(row["step"]): float(row["seconds"]) for row in curve.rows if "seconds" in row}
+        first = min(times.values(), default=0.0)  # before that, the run starts and compiles
+        return {step: time - first for step, time in times.items()}
+
+    def largest(places: Callable[[Curve], dict[int, float]]) -> float:
+        return max((max(places(curve).values(), default=0.0) for curve in curves), default=0.0)
+
+    amount, words = _unit(largest(amounts), ((1e9, 1e9, "billions"), (1e6, 1e6, "millions"), (1e4, 1e3, "thousands"), (0.0, 1.0, "")))
+    time, time_unit = _unit(largest(seconds), ((7200.0, 3600.0, "hours"), (120.0, 60.0, "minutes"), (0.0, 1.0, "seconds")))
+    what = "tokens" if has_tokens else "examples"
+    return [
+        ("step", steps),
+        (f"{what} ({words})" if words else what, lambda curve: {step: value / amount for step, value in amounts(curve).items()}),
+        (f"time since the first step ({time_unit})", lambda curve: {step: value / time for step, value in seconds(curve).items()}),
+    ]
+
+
+def _unit(largest: float, units: Sequence[tuple[float, float, str]]) -> tuple[float, str]:
+    """Return size and name of the first unit that is for numbers of this size; each begins with the smallest number that it is for."""
+    return next((size, name) for smallest, size, name in units if largest >= smallest)
+
+
+def _draw_run(
+    axes: "matplotlib.axes.Axes", curve: Curve, number: int, places: Callable[[Curve], dict[int, float]]
+) -> Float64[np.ndarray, " n"]:
+    """Draw a run, and return the losses that are drawn."""
+    look, at, drawn = _look(number), places(curve), [np.zeros(0)]
+    steps, losses = loss_curve.finite(curve.rows, "loss")
+    if len(losses) >= loss_curve.SMOOTHED_FROM:
+        losses = loss_curve.running_mean(losses, len(losses) // 40)
+    steps, losses = _known(steps, losses, at)
+    if len(losses):
+        shown = loss_curve.extremes(losses, _MOST_POINTS // 2)
+        marker = "" if len(losses) > 1 else look["marker"]
+        axes.plot([at[int(step)] for step in steps[shown]], losses[shown], **look | {"marker": marker})
+        drawn.append(losses)
+    steps, losses = _known(*loss_curve.finite(curve.rows, "val_loss"), at)
+    if len(losses):
+        shown = loss_curve.extremes(losses, _MOST_VALIDATIONS // 2)
+        points = {"color": look["color"], "marker": look["marker"], "linestyle": "", "markersize": 6, "mec": "white"}
+        axes.plot([at[int(step)] for step in steps[shown]], losses[shown], **points)
+        drawn.append(losses)
+    return np.concatenate(drawn)
+
+
+def _wrapped(label: str) -> str:
+    """Return a label in at most two lines, broken after spaces, commas and slashes."""
+    wrapper = textwrap.TextWrapper(_LABEL, break_on_hyphens=False, max_lines=2, placeholder="…")
+    wrapper.wordsep_simple_re = re.compile(r"(\s+)|(?<=[,/])")
+    return wrapper.fill(label)
+
+
+def _known(
+    steps: Int64[np.ndarray, " n"], values: Float64[np.ndarray, " n"], at: dict[int, float]
+) -> tuple[Int64[np.ndarray, " m"], Float64[np.ndarray, " m"]]:
+    """Return the steps that have a place, and their values."""
+    chosen = np.array([int(step) in at for step in steps], bool)
+    return steps[chosen], values[chosen]
+
+
+def _look(number: int) -> dict[str, Any]:
+    """Return colour, dashes and marker of a run by its number."""
+    return {
+        **{"color": _COLOURS[number % len(_COLOURS)], "linestyle": _DASHES[number % len(_DASHES)]},
+        **{"marker": _MARKERS[number % len(_MARKERS)], "linewidth": 1.8},
+    }

@@ -1,0 +1,181 @@
+"""Train every run of a sweep, one after the other (`jpipe sweep`)."""
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from jpipe import InputError
+from jpipe.files import expanded, shown, write_atomically
+from jpipe_train.checkpoint.run_folder import METRICS, is_training
+from jpipe_train.config import config_file
+from jpipe_train.config.config import Config
+from jpipe_train.console.progress import Reporter
+from jpipe_train.console.terminal import count, printable
+from jpipe_train.launch.launch import GRACE, JOB, JPIPE, recorded_signals
+from jpipe_train.runs import comparing, differences
+from jpipe_train.runs.grid import Combination, Request, combinations
+from jpipe_train.runs.listing import SWEEP
+from jpipe_train.runs.reading import read, saved_steps, state_of
+
+_FREE = frozenset({"train.steps", "log", "compile_cache"})  # keys that another call may change: the run is still the same
+_TICK = 0.05  # seconds between two looks at the process
+
+
+@dataclass(frozen=True)
+class _Run:
+    """A run of a sweep: its combination, its folder and its config."""
+
+    combination: Combination
+    path: Path
+    config: Config
+
+    @property
+    def overrides(self) -> list[str]:
+        return [*self.combination.overrides, f"run.dir={json.dumps(str(self.path))}"]
+
+
+def main(request: Request, task: int | None = None) -> int:
+    """Train the runs of a sweep that are not complete, and compare all; with `task` only that run, without a comparison.
+
+    Returns:
+        The exit code: 1 if a run failed, and 128 plus the number of a signal that ended the sweep.
+
+    Raises:
+        InputError: a combination is no valid config, or a folder holds something else. Nothing was trained.
+    """
+    chosen = combinations(request)
+    _check_task(task, len(chosen))
+    folder = _folder(request)
+    runs = [_run(request, folder, combination) for combination in (chosen if task is None else [chosen[task]])]
+    pending = [run for run in runs if _is_pending(run)]
+    _claim(folder, request)
+    _say(f"sweep: {count(len(chosen), 'run')} in {shown(folder)}" + (f", {len(runs) - len(pending)} complete" if task is None else ""))
+    failed: list[str] = []
+    with recorded_signals() as signals:
+        for number, run in enumerate(pending, 1):
+            _say(f"run {number} of {len(pending)}: {run.combination.name}")
+            code = _train(request, run, signals)
+            if signals:
+                _say(f"sweep: stopped by {signal.Signals(signals[0]).name}; the same command goes on with the runs that are not complete")
+                return 128 + signals[0]
+            if code:
+                failed.append(run.combination.name)
+                _say(f"run {run.combination.name} failed with exit code {code}" + ("; the sweep goes on" if number < len(pending) else ""))
+    if task is None and (written := [run.path for run in runs if (run.path / METRICS).is_file()]):
+        comparing.compare(written, folder / "compare.html", Reporter(1, 1, "steps"))
+    for name in failed:
+        _say(f"sweep: {name} failed; the same command tries it again")
+    return 1 if failed else 0
+
+
+def slurm_script(request: Request, task: int | None = None) -> str:
+    """Return the script of a SLURM job array with a task for each run.
+
+    Raises:
+        InputError: as in `main`.
+    """
+    if task is not None:
+        raise InputError("sweep: expected --slurm or --task, found both; the script that --slurm prints has --task")
+    number = len(combinations(request))
+    words = ["jpipe", "sweep", request.config]
+    words += [word for item in request.grid for word in ("--grid", item)]
+    words += [word for item in request.overrides for word in ("--set", item)]
+    words += [] if request.folder is None else ["--dir", request.folder]
+    words += [] if request.sample is None else ["--sample", str(request.sample), "--seed", str(request.seed)]
+    words += ["--allow-code"] if request.allow_code else []
+    command = shlex.join(words)
+    return f"""#!/bin/bash
+#SBATCH --job-name=jpipe-sweep
+#SBATCH --array=0-{number - 1}
+# Add what a run needs here, such as --time, --gpus and --cpus-per-task. A task that is started again resumes its run.
+# When all have ended, the same command without --task writes the comparison.
+{command} --task "$SLURM_ARRAY_TASK_ID"
+"""
+
+
+def _check_task(task: int | None, number: int) -> None:
+    if task is not None and not 0 <= task < number:
+        raise InputError(f"--task: expected 0 to {number - 1}, one of the {count(number, 'run')}, found {task}")
+
+
+def _folder(request: Request) -> Path:
+    return expanded(str(Path("sweeps", Path(request.config).stem)) if request.folder is None else request.folder, "sweep --dir")
+
+
+def _run(request: Request, folder: Path, combination: Combination) -> _Run:
+    """Return a run with its config, which is checked."""
+    path = folder / combination.name
+    overrides = (*request.overrides, *combination.overrides, f"run.dir={json.dumps(str(path))}")
+    return _Run(combination, path, config_file.load(request.config, overrides, allow_code=request.allow_code))
+
+
+def _is_pending(run: _Run) -> bool:
+    """Return whether a run is to be trained, or resumed.
+
+    Raises:
+        InputError: its folder holds a run of another config, or one that another process is training.
+    """
+    try:
+        found = read(run.path, whole=False)
+    except InputError:  # nothing, or what an attempt has left that was killed at its start
+        return True
+    changed = [key for key in differences.keys([found.config, differences.plain(run.config)]) if key not in _FREE]
+    if changed:
+        raise InputError(
+            f"sweep: expected a run of this config in '{shown(run.path)}', found one with other values for {', '.join(changed[:5])}; "
+            "choose another --dir, or the config as it was"
+        )
+    state = state_of(found.rows, run.config.train.steps, None, saved_steps(run.path), is_training(run.path)).name
+    if state == "running":
+        raise InputError(f"sweep: another process is training in '{shown(run.path)}'; wait for it, or stop it")
+    return state != "complete"
+
+
+def _claim(folder: Path, request: Request) -> None:
+    """Mark a folder as that of a sweep.
+
+    Raises:
+        InputError: it holds something else, or cannot be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not (folder / SWEEP).is_file() and any(folder.iterdir()):
+            raise InputError(f"sweep --dir: expected a new or empty folder, or that of a sweep, found other files in '{shown(folder)}'")
+        about = {"format": "jpipe-sweep/1", "config": request.config, "grid": request.grid, "set": request.overrides}
+        write_atomically(folder / SWEEP, json.dumps(about, indent=2) + "\n")
+    except OSError as error:
+        raise InputError(f"sweep --dir: cannot write '{shown(folder)}': {error.strerror}; choose another folder") from None
+
+
+def _train(request: Request, run: _Run, signals: Sequence[int]) -> int:
+    """Train a run in a process, which gets the first signal that arrives here, and return its exit code; a second one kills it."""
+    overrides = [word for override in (*request.overrides, *run.overrides) for word in ("--set", override)]
+    command = [*JPIPE, "train", request.config, *overrides, *(["--allow-code"] if request.allow_code else [])]
+    # By its job a run that ended before its first checkpoint begins again in its folder.
+    variables = {JOB: f"sweep {run.combination.name}", "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONUNBUFFERED": "1"}
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=os.environ | variables, start_new_session=True)  # noqa: S603, ours
+    passed_on, deadline = 0, float("inf")
+    try:
+        while (code := process.poll()) is None:
+            if len(signals) > passed_on:
+                os.killpg(process.pid, signal.SIGKILL if passed_on else signals[0])
+                passed_on, deadline = len(signals), min(deadline, time.monotonic() + GRACE)
+            if time.monotonic() > deadline:
+                os.killpg(process.pid, signal.SIGKILL)
+            time.sleep(_TICK)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    return 128 - code if code < 0 else code
+
+
+def _say(words: str) -> None:
+    print(printable(words), flush=True)
