@@ -216,10 +216,17 @@ def test_only_text_and_rows_are_prepared_unless_requested(tokenizer, tmp_path):
     as_it_is = ", or --format text to read it as text$"
     for files, message in (
         (Files([str(tmp_path / "a.json")]), f"expected text, found that '{tmp_path}/a.json' is a list of JSON; write a line .*{as_it_is}"),
-        (Files([str(tmp_path / "a.jsonl")]), r"40 lines are wrong: .*expected the key 'text', found .*; correct them, or set --text-key$"),
+        (
+            Files([str(tmp_path / "a.jsonl")]),
+            "expected text, found that .* is JSON lines with prompt, answer, n; add --format prompts, or --format text --text-key none to",
+        ),
+        (
+            Files([str(tmp_path / "a.jsonl")], keys=Keys("n")),
+            r"40 lines are wrong: .*expected text in 'n', found int; .* or set --text-key$",
+        ),
         (
             Files([str(tmp_path / "a.jsonl")], keys=Keys(None)),
-            f"expected text, found that .* is JSON lines with prompt, answer, n; .*{as_it_is}",
+            "expected text, found that .* is JSON lines with prompt, answer, n; .* or --format text --text-key none to read it as text$",
         ),
     ):
         for make in (

@@ -364,7 +364,7 @@ def _find(files: Files, reporter: Reporter) -> _Found:
                 if validation is not None and part == validation:
                     held_out.update(more[1])
                 if files.form == "auto" and part is not None:
-                    _check_kinds(more[1], files.keys.text is not None)
+                    _check_kinds(more[1], files.keys)
         if len(files.paths) > 1:  # one alone is read as a run reads it
             names, paths, twice = _once(names, paths)
             if twice:
@@ -374,19 +374,28 @@ def _find(files: Files, reporter: Reporter) -> _Found:
     return _Found(names, paths, ", ".join(files.paths) or sources.named(None), frozenset(held_out))
 
 
-def _check_kinds(paths: Sequence[Path], rows: bool) -> None:
-    """Check that no file is known to be something other than text and, if `rows`, rows.
+def _check_kinds(paths: Sequence[Path], keys: texts.Keys) -> None:
+    """Check that no file is known to be something other than text or rows with a text.
 
     Raises:
         InputError: the message names the first of them, and what to do with it.
     """
     for path in paths:
         kind = kinds.kind_of(path)
-        if kind is None or (rows and (kind.is_unpacked or kinds.rows_in(path) is not None)):
+        rows = None if kind is None or keys.text is None else kinds.rows_in(path)
+        if kind is None or (rows is None and kind.is_unpacked and keys.text is not None):
             continue
-        columns = f" with {shortened(kind.columns)[:100]}" if kind.columns else ""
+        if rows is not None and (not rows.columns or keys.text in rows.columns):
+            continue
+        hint, columns = kind.hint if rows is None else "set --text-key", (rows or kind).columns
+        if rows is not None and "messages" in columns:
+            hint = "add --format chat"
+        elif rows is not None and {keys.prompt, keys.answer} <= set(columns):
+            hint = "add --format prompts"
+        having = f" with {shortened(columns)[:100]}" if columns else ""
+        as_text = "--format text" if rows is None and keys.text is not None else "--format text --text-key none"
         raise InputError(
-            f"SOURCE: expected text, found that '{path}' is {kind.name}{columns}; {kind.hint}, or --format text to read it as text"
+            f"SOURCE: expected text, found that '{path}' is {(rows or kind).name}{having}; {hint}, or {as_text} to read it as text"
         )
 
 

@@ -1,7 +1,7 @@
 """Read rows of Parquet and Arrow files by pyarrow, one row group or record batch after the other.
 
-A file may come from a stranger: pyarrow checks what it reads, texts that are stored once and used often are not copied before their row is
-read, and no file is mapped into memory, because a process that reads a map of a file that another one cuts off is killed by a signal.
+A file may come from a stranger: pyarrow checks what it reads, and few rows are decoded at once where a file stores a text once for many. No
+file is mapped into memory, because a process that reads a map of a file that another one cuts off is killed by a signal.
 """
 
 import contextlib
@@ -21,7 +21,8 @@ from jpipe_train.data.files.wrong_lines import Place, WrongLine
 Form = Literal["parquet", "arrow file", "arrow stream"]
 NAMES: dict[Form, str] = {"parquet": "a Parquet file", "arrow file": "an Arrow file", "arrow stream": "an Arrow file"}
 _BUFFER = 2**20  # bytes of a column that are read at once
-_BATCH, _MOST_ROWS = 2**24, 1024  # bytes and rows of a Parquet file that are decoded at once
+_BATCH, _MOST_ROWS = 2**24, 1024  # bytes and rows of a Parquet file that are decoded at once, at most
+_SHARED = 4, 64  # the least and the most rows where many may share a value, which decoding copies for each
 _Row = tuple[Place, "dict[str, Any] | WrongLine", int]
 
 
@@ -78,21 +79,17 @@ _Batches = Iterator[tuple[Any, int]]
 
 
 def _parquet(pa: Any, opened: BufferedReader, columns: Sequence[Column], check: Check) -> _Batches:
-    file = pa.parquet.ParquetFile(opened)
+    file = pa.parquet.ParquetFile(opened, buffer_size=_BUFFER, pre_buffer=False)
     _check(pa, file.schema_arrow, columns, check)
     names = [column.name for column in columns if column.name in file.schema_arrow.names]
-    # A text that is stored once for all rows would take as much memory as all rows when it is decoded otherwise.
-    texts = [column.name for column in columns if column.name in names and column.kind == "text"]
-    file = pa.parquet.ParquetFile(opened, metadata=file.metadata, read_dictionary=texts, buffer_size=_BUFFER, pre_buffer=False)
     total, size, done = file.metadata.num_rows, os.fstat(opened.fileno()).st_size, 0
     for group in range(file.metadata.num_row_groups):
         facts = file.metadata.row_group(group)
-        unpacked = sum(
-            chunk.total_uncompressed_size
-            for chunk in map(facts.column, range(facts.num_columns))
-            if chunk.path_in_schema.startswith(tuple(names))
-        )
-        at_once = min(max(_BATCH * facts.num_rows // max(unpacked, 1), 1), _MOST_ROWS)
+        chunks = [chunk for chunk in map(facts.column, range(facts.num_columns)) if chunk.path_in_schema.startswith(tuple(names))]
+        unpacked = max(sum(chunk.total_uncompressed_size for chunk in chunks), 1)
+        least, most = _SHARED
+        most = min(max(2 * _BATCH // unpacked, least), most) if any(chunk.has_dictionary_page for chunk in chunks) else _MOST_ROWS
+        at_once = min(max(_BATCH * facts.num_rows // unpacked, 1), most)
         for batch in file.iter_batches(at_once, row_groups=[group], columns=names, use_threads=False):
             done += batch.num_rows
             yield batch, size * done // max(total, 1)
