@@ -362,7 +362,7 @@ def test_a_text_that_many_rows_share_takes_its_memory_once(written):
     """Decoded for all rows of a batch, the texts would take a gigabyte."""
     pool = pa.default_memory_pool()
     sink = pa.BufferOutputStream()
-    pq.write_table(pa.table({"text": pa.DictionaryArray.from_arrays(np.zeros(1024, np.int32), ["x" * 2**20])}), sink)
+    pq.write_table(pa.table({"text": pa.DictionaryArray.from_arrays(np.zeros(1024, np.int32), ["x" * 2**20])}), sink, store_schema=False)
     path = written("bomb.parquet", sink.getvalue().to_pybytes())
     del sink
     assert path.stat().st_size < 2**20
