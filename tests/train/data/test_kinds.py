@@ -24,6 +24,7 @@ from jpipe_train.config.config import Config
 from jpipe_train.data import data, prepare
 from jpipe_train.data.files import kinds
 from jpipe_train.data.prepare import Files
+from jpipe_train.data.texts import Keys
 from tests.train.data.conftest import quiet
 
 ROWS = [{"prompt": f"what is {i}, or {i + 1}?", "answer": f'the "number"\nis {i}', "n": i} for i in range(40)]
@@ -81,12 +82,12 @@ NOT_TEXT = {
     "jsonl": (lines(ROWS), "JSON lines with prompt, answer, n; set data.format: prompts and data.tokenizer, or set data.format: bytes"),
     "text.jsonl": (
         lines([{"text": "a"}, {"text": "b"}]),
-        "JSON lines with text; data.format: prompts reads prompts with",
+        "JSON lines with text; set data.format: text and data.tokenizer, or set data.format: bytes",
     ),
     "long.jsonl": (lines([{"text": "word " * 30_000}] * 2), "JSON lines; "),
     "marked.jsonl": (b"\xef\xbb\xbf" + lines(ROWS).replace(b"\n", b"\r\n\r\n"), "JSON lines with prompt, answer, n"),
     "json": (json.dumps(ROWS, indent=2).encode(), "a list of JSON; write a line for each object, such as with jq"),
-    "csv": (table(ROWS), r"a table \(CSV\) with prompt, answer, n; convert it to JSON lines, such as with pandas \(read_csv"),
+    "csv": (table(ROWS), r"a table \(CSV\) with prompt, answer, n; set data\.format: prompts and data\.tokenizer"),
     "text.csv": (table([{"text": row["prompt"], "label": "yes"} for row in ROWS]), r"a table \(CSV\) with text, label"),
     "quoted.csv": (table(ROWS, quoting=csv.QUOTE_ALL), r"a table \(CSV\) with prompt, answer, n"),
     "spaced.csv": (b"name, year\nada, 1815\nalan, 1912\n", r"a table \(CSV\) with name, year"),
@@ -95,10 +96,11 @@ NOT_TEXT = {
     "semicolons": (table(ROWS, ";"), "a table with semicolons between columns"),
     "tsv": (table(ROWS, "\t"), r"a table with tabs between columns \(TSV\) with prompt"),
     "parallel.tsv": (b"Good morning, all!\tGuten Morgen!\n" * 9, r"a table with tabs between columns \(TSV\); "),
-    "parquet": (b"PAR1\x15\x04" + bytes(60) + b"PAR1", r"a Parquet file; convert it to JSON lines, such as with pandas \(read_parquet"),
+    "parquet": (b"PAR1\x15\x04" + bytes(60) + b"PAR1", r"a Parquet file; its rows are read by data\.format: text \(data\.text_key\), "),
     "orc": (b"ORC\n\x12" + bytes(60) + b"ORC\x10", "an ORC file"),
     "arrow": (b"ARROW1\0\0" + bytes(60), "an Arrow file"),
     "arrow stream": (b"\xff\xff\xff\xff\x10\0\0\0" + bytes(60), "an Arrow file"),
+    "feather": (b"FEA1\0\0\0\0" + bytes(60), "a Feather file of the first version; write it again with a newer pyarrow"),
     "avro": (b"Obj\x01\x04\x16avro.schema", "an Avro file"),
     "tfrecord": (tfrecord(), "a TFRecord file"),
     "hdf5": (b"\x89HDF\r\n\x1a\n" + bytes(60), "an HDF5 file"),
@@ -110,7 +112,7 @@ NOT_TEXT = {
     "safetensors": (safetensors.numpy.save(ARRAY), "a safetensors file"),
     "gguf": (b"GGUF\x03\0\0\0" + bytes(60), "a GGUF file"),
     "pickle": (pickle.dumps(ROWS), "a pickle, which jpipe never loads"),
-    "gz": (gzip.compress(b"text"), "compressed with gzip; unpack it with gunzip"),
+    "gz": (gzip.compress(b"text"), "compressed with gzip; unpack it, or set data.format: text and data.tokenizer, which unpacks it"),
     "zst": (b"\x28\xb5\x2f\xfd" + bytes(60), "compressed with zstd"),
     "xz": (lzma.compress(b"text"), "compressed with xz"),
     "bz2": (bz2.compress(b"text"), "compressed with bzip2"),
@@ -208,23 +210,30 @@ def test_a_folder_of_tokens_is_recognized(tiny, documents, tokenizer, tmp_path):
         data.load(configured(tiny, tmp_path / "tokens"))
 
 
-def test_only_text_files_are_prepared_unless_requested(tokenizer, tmp_path):
+def test_only_text_and_rows_are_prepared_unless_requested(tokenizer, tmp_path):
+    (tmp_path / "a.json").write_bytes(json.dumps(ROWS).encode())
     (tmp_path / "a.jsonl").write_bytes(lines(ROWS))
-    (tmp_path / "a.csv").write_bytes(table(ROWS))
-    for name, message in (
+    as_it_is = ", or --format text to read it as text$"
+    for files, message in (
+        (Files([str(tmp_path / "a.json")]), f"expected text, found that '{tmp_path}/a.json' is a list of JSON; write a line .*{as_it_is}"),
         (
-            "a.jsonl",
-            "JSON lines with prompt, answer, n; add --format jsonl-text, or --format prompts for prompts with answers, or",
+            Files([str(tmp_path / "a.jsonl")]),
+            "expected text, found that .* is JSON lines with prompt, answer, n; add --format prompts, or --format text --text-key none to",
         ),
         (
-            "a.csv",
-            r"a table \(CSV\) with prompt, answer, n; convert it to JSON lines, .*, or --format text to read it as text",
+            Files([str(tmp_path / "a.jsonl")], keys=Keys("n")),
+            r"40 lines are wrong: .*expected text in 'n', found int; .* or set --text-key$",
+        ),
+        (
+            Files([str(tmp_path / "a.jsonl")], keys=Keys(None)),
+            "expected text, found that .* is JSON lines with prompt, answer, n; .* or --format text --text-key none to read it as text$",
         ),
     ):
         for make in (
             lambda files: prepare.prepare(files, tokenizer, str(tmp_path / "out"), quiet(), 0.0),
             lambda files: prepare.make_tokenizer(files, 300, str(tmp_path / "t.json"), quiet()),
         ):
-            with pytest.raises(InputError, match=rf"^SOURCE: expected text, found that '{tmp_path}/{name}' is {message}"):
-                make(Files([str(tmp_path / name)]))
-    assert prepare.prepare(Files([str(tmp_path / "a.jsonl")], "text"), tokenizer, str(tmp_path / "out"), quiet(), 0.0).kind == "text"
+            with pytest.raises(InputError, match=rf"^SOURCE: {message}"):
+                make(files)
+    as_text = Files([str(tmp_path / "a.jsonl")], "text", Keys(None))
+    assert prepare.prepare(as_text, tokenizer, str(tmp_path / "out"), quiet(), 0.0).kind == "text"

@@ -52,7 +52,7 @@ def test_a_folder_holds_the_tokens_of_every_text(documents, tokenizer, tmp_path,
     printed = capsys.readouterr().out
     held_out = sum(shard.tokens for shard in index.validation)
     assert f"{out}: 58 documents, {tokens:,} tokens ({held_out:,} for validation) of a vocabulary of 300\n" in printed
-    assert f"{out}: {shards} shards of uint16, {2 * tokens:,} bytes of tokens from {size:,} bytes of text\n" in printed
+    assert f"{out}: {shards} shards of uint16, {2 * tokens:,} bytes of tokens from {size:,} bytes of files\n" in printed
     assert f"2 empty documents left out, the first is '{documents}/07.txt'\n" in printed
 
 
@@ -60,7 +60,7 @@ def test_json_lines_of_texts_and_of_prompts_make_folders(tokenizer, tmp_path):
     lines = [{"q": f"question {i}?", "a": f"answer {i}"} for i in range(50)]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, lines)))
     rules = library.Tokenizer.from_file(tokenizer)
-    for form in ("jsonl-text", "prompts"):
+    for form in ("text", "prompts"):
         files = Files([str(tmp_path / "a.jsonl")], form, Keys("q", "q", "a"))
         index = prepare.prepare(files, tokenizer, str(tmp_path / form), quiet(), 0.3)
         assert sum(shard.documents for shard in (*index.train, *index.validation)) == 50

@@ -11,7 +11,8 @@ import tokenizers as library
 from jpipe import InputError
 from jpipe_train.data import texts
 from jpipe_train.data import tokenizer as tokenizers
-from jpipe_train.data.files import json_lines
+from jpipe_train.data.files import wrong_lines
+from jpipe_train.data.files.wrong_lines import Place
 from jpipe_train.data.texts import Assembler, Keys, Piece
 
 
@@ -177,7 +178,7 @@ def assembled(pieces: list[Piece], tokenizer: str) -> tuple[Assembler, list[list
 
 
 def text_piece(text: str, *, last: bool = True) -> Piece:
-    return Piece(text, "text", last, False, (Path("a.txt"), 0), len(text))
+    return Piece(text, "text", last, False, Place(Path("a.txt")), len(text))
 
 
 def test_each_document_ends_with_the_end_of_text_once(tokenizer):
@@ -241,10 +242,10 @@ def test_wrong_lines_are_counted_and_the_first_five_named(tmp_path):
 
 
 def test_an_endless_line_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(json_lines, "_LONGEST", 10)
+    monkeypatch.setattr(wrong_lines, "LONGEST", 10)
     (tmp_path / "a.jsonl").write_bytes(b"x" * 12)
     with pytest.raises(InputError, match="line 1: expected at most 10 bytes, found more"):
-        list(texts.pieces(["a"], [tmp_path / "a.jsonl"], "jsonl-text", 0.0, Keys(), "data.path"))
+        list(texts.pieces(["a"], [tmp_path / "a.jsonl"], "text", 0.0, Keys(), "data.path"))
 
 
 @pytest.mark.parametrize("block", [2**20, 3])
@@ -260,10 +261,9 @@ def test_invalid_utf8_is_found(block, tmp_path, monkeypatch):
     [
         (b"\x80\x04]\x94(K\x00K\x01e.", "a pickle, which jpipe never loads"),
         (b"PK\x03\x04\xff", r"a zip archive \(PyTorch's files are such"),
-        (b"PAR1\xff", "a Parquet file"),
-        (b"\x1f\x8b", "compressed with gzip"),
+        (b"FEA1\0\0\0\0\xff", "a Feather file of the first version"),
     ],
-    ids=["pickle", "zip", "parquet", "gzip"],
+    ids=["pickle", "zip", "feather"],
 )
 def test_files_that_are_not_text_are_recognized(content, words, tmp_path):
     (tmp_path / "a").write_bytes(content)
@@ -287,7 +287,7 @@ def test_which_json_lines_are_held_out_depends_on_their_text_only(tmp_path):
 
     def held_out(name: str, some: list[str]) -> set[str]:
         (tmp_path / name).write_text("\n".join(some))
-        return {piece.text for piece in texts.pieces([name], [tmp_path / name], "jsonl-text", 0.2, Keys(), "") if piece.held_out}
+        return {piece.text for piece in texts.pieces([name], [tmp_path / name], "text", 0.2, Keys(), "") if piece.held_out}
 
     selected = held_out("a", lines)
     assert 20 < len(selected) < 60

@@ -16,7 +16,7 @@ from jpipe_train.report import mfu
 from jpipe_train.report.metrics_log import repeatable
 from jpipe_train.run import loop
 from tests.train.conftest import changed
-from tests.train.report.test_tensorboard import read
+from tests.train.report.loggers.test_tensorboard import read
 
 
 def flops_of(config) -> dict[str, float]:

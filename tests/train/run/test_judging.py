@@ -6,7 +6,7 @@ import re
 import pytest
 
 from jpipe_train import cli
-from jpipe_train.data import prepare
+from jpipe_train.data import prepare, texts
 from jpipe_train.run import loop
 from tests.train.conftest import changed
 from tests.train.data.conftest import quiet
@@ -35,7 +35,8 @@ def home(tmp_path_factory):
     """Write the data and a tokenizer for them."""
     folder = tmp_path_factory.mktemp("judged")
     judged_texts.write(folder)
-    prepare.make_tokenizer(prepare.Files([str(folder / "*.jsonl")], "text"), 400, str(folder / "tokenizer.json"), quiet(), "bert")
+    as_text = prepare.Files([str(folder / "*.jsonl")], "text", texts.Keys(None))
+    prepare.make_tokenizer(as_text, 400, str(folder / "tokenizer.json"), quiet(), "bert")
     return folder
 
 

@@ -24,14 +24,15 @@ from jpipe_train.data.chat import reading, template
 from jpipe_train.data.chat.conversations import conversation
 from jpipe_train.data.chat.renderer import TRAINING_TIME, Renderer
 from jpipe_train.data.chat.tokens import end_of_turn
-from jpipe_train.data.files import kinds, token_files
-from jpipe_train.data.files.json_lines import WrongLines, check_characters, objects
+from jpipe_train.data.files import kinds, token_files, token_rows
+from jpipe_train.data.files.records import records
 from jpipe_train.data.files.token_files import Index, ShardFacts
+from jpipe_train.data.files.wrong_lines import Place, WrongLines, check_characters
 
 SPECIAL = {"decoder": ("<|endoftext|>",), "bert": ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")}
 """The special tokens of a new tokenizer, by the kind of model that it is for."""
 _BYTES = 256
-_Piece = TypeVar("_Piece", texts.Piece, reading.Read)
+_Piece = TypeVar("_Piece", texts.Piece, reading.Read, token_rows.TokenRow)
 
 
 class Files(NamedTuple):
@@ -39,13 +40,14 @@ class Files(NamedTuple):
 
     Attributes:
         paths: files, folders or globs; none: the standard library's source.
-        form: of each file: text, or JSON lines; auto is text, and an error for files that are known to be something else.
-        keys: of JSON lines.
+        form: of the documents: texts, which are whole files or their rows, or rows with prompts, conversations or token ids; auto is text,
+            and an error for files that are known to be neither text nor rows.
+        keys: of rows.
         chat_template: the file of a template in place of that beside the tokenizer, for conversations.
     """
 
     paths: Sequence[str]
-    form: texts.Format | Literal["auto", "chat"] = "auto"
+    form: texts.Format | Literal["auto", "chat", "tokens"] = "auto"
     keys: texts.Keys = texts.Keys()
     chat_template: str | None = None
 
@@ -106,7 +108,7 @@ def described(out: str, index: Index) -> list[str]:
     noun = {"text": "document", "prompts": "example", "chat": "conversation"}[index.kind]
     return [
         f"{out}: {_many(documents, noun)}, {_many(tokens, 'token')} ({held_out:,} for validation) of a vocabulary of {index.vocab_size:,}",
-        f"{out}: {_many(len(shards), 'shard')} of {index.dtype}, {size:,} bytes of tokens from {index.text_bytes:,} bytes of text",
+        f"{out}: {_many(len(shards), 'shard')} of {index.dtype}, {size:,} bytes of tokens from {index.text_bytes:,} bytes of files",
         f"train with it: jpipe train CONFIG --set data.format=tokens --set data.path={shlex.quote(out)} "
         f"--set model.vocab_size={index.vocab_size}",
     ]
@@ -145,10 +147,12 @@ def make_tokenizer(
             f"--vocab-size: expected {least} (the bytes and {count(len(all_special), 'special token')}) to "
             f"{tokenizers.LARGEST_VOCABULARY}, found {vocab_size}; choose one between"
         )
+    if files.form == "tokens":
+        raise InputError("--format: expected text, prompts or chat, found tokens, which have no text; give text")
     target = unused(out, "--out")
     rules, trainer = _untrained(vocab_size, kind, all_special)
     with _interrupt_reported(out):
-        with _open_pieces(files, 0.0, reporter, "reading") as (pieces, _):
+        with _open_pieces(files, _find(files, reporter), 0.0, reporter, "reading") as pieces:
             try:
                 rules.train_from_iterator(pieces, trainer=trainer)
             except InputError:
@@ -189,8 +193,10 @@ def _written(
     dtype: Literal["uint16", "uint32"] = "uint16" if small else "uint32"
     shards = [_Shards(place, part, token_files.DTYPES[dtype], shard_tokens, files.kind) for part in ("train", "validation")]
     assembler = texts.Assembler(tokenizer, {False: shards[0], True: shards[1]})
-    add = _add_conversations if files.kind == "chat" else _add_texts
-    size, source, end = add(files, assembler, validation_fraction, reporter, place)
+    add = {"chat": _add_conversations, "tokens": _add_tokens}.get(files.form, _add_texts)
+    found = _find(files, reporter)
+    size, end = add(files, found, assembler, 0.0 if found.held_out else validation_fraction, reporter, place)
+    source = found.source
     for part in shards:
         part.close()
     if not shards[0].facts or (validation_fraction and not shards[1].facts):
@@ -216,33 +222,57 @@ def _written(
     return index, assembler
 
 
-_Added = tuple[int, str, int | None]  # the bytes that were read, where they come from, and the token that ends a document
+class _Found(NamedTuple):
+    """Files to read: their names and paths, where they come from, and which of them are all for validation."""
+
+    names: list[str]
+    paths: list[Path]
+    source: str
+    held_out: frozenset[Path]
+
+    @property
+    def size(self) -> int:
+        """The bytes of all."""
+        return sum(path.stat().st_size for path in self.paths)
 
 
-def _add_texts(files: Files, assembler: texts.Assembler, fraction: float, reporter: Reporter, place: Path) -> _Added:
+_Added = tuple[int, int | None]  # the bytes of files that were read, and the token that ends a document
+
+
+def _add_texts(files: Files, found: _Found, assembler: texts.Assembler, fraction: float, reporter: Reporter, place: Path) -> _Added:
     size = 0
-    with _open_pieces(files, fraction, reporter, "tokenizing") as (pieces, source):
+    with _open_pieces(files, found, fraction, reporter, "tokenizing") as pieces:
         for piece, tokens in texts.tokenized(pieces, assembler.tokenizer):
-            assembler.add(piece, tokens)
+            assembler.add(piece._replace(held_out=piece.held_out or piece.place.file in found.held_out), tokens)
             size += piece.size
-    return size, source, assembler.tokenizer.end
+    return size, assembler.tokenizer.end
 
 
-def _add_conversations(files: Files, assembler: texts.Assembler, fraction: float, reporter: Reporter, place: Path) -> _Added:
+def _add_tokens(files: Files, found: _Found, assembler: texts.Assembler, fraction: float, reporter: Reporter, place: Path) -> _Added:
+    """Add rows of token ids, as they are."""
+    size, tokenizer = 0, assembler.tokenizer
+    with reporter.reading(f"reading {_many(len(found.paths), 'file')}", found.size) as advance:
+        for row in _shown(token_rows.read(found.paths, files.keys.tokens, fraction, "SOURCE", tokenizer.vocab_size), advance):
+            assembler.add_document(row.tokens, None, row.place, held_out=row.held_out or row.place.file in found.held_out)
+            size += row.size
+    return size, tokenizer.end
+
+
+def _add_conversations(files: Files, found: _Found, assembler: texts.Assembler, fraction: float, reporter: Reporter, place: Path) -> _Added:
     """Add all conversations, and write the template into the folder."""
     size, tokenizer = 0, assembler.tokenizer
-    found = template.find(tokenizer, files.chat_template, "--chat-template")
-    _, paths, source = _find(files, reporter)
+    chosen = template.find(tokenizer, files.chat_template, "--chat-template")
     with (
-        Renderer(found, TRAINING_TIME) as renderer,
-        reporter.reading(f"tokenizing {_many(len(paths), 'file')}", sum(path.stat().st_size for path in paths)) as advance,
+        Renderer(chosen, TRAINING_TIME) as renderer,
+        reporter.reading(f"tokenizing {_many(len(found.paths), 'file')}", found.size) as advance,
     ):
-        for read in _shown(reading.read(paths, renderer, tokenizer, fraction, "SOURCE"), advance):
-            assembler.add_document(read.tokenized.tokens, read.tokenized.answers, read.place, held_out=read.held_out)
+        for read in _shown(reading.read(found.paths, renderer, tokenizer, fraction, "SOURCE"), advance):
+            held_out = read.held_out or read.place.file in found.held_out
+            assembler.add_document(read.tokenized.tokens, read.tokenized.answers, read.place, held_out=held_out)
             size += read.size
         end = next(iter(end_of_turn(renderer, tokenizer)[0]), tokenizer.end)
-    write_atomically(place / template.SETTINGS, json.dumps(found.settings, indent=1) + "\n")
-    return size, source, end
+    write_atomically(place / template.SETTINGS, json.dumps(chosen.settings, indent=1) + "\n")
+    return size, end
 
 
 class _Shards:
@@ -267,7 +297,7 @@ class _Shards:
         self._hash.update(content)
         self._size += tokens.size
 
-    def end(self, answers: texts.Answers | None, place: tuple[Path, int]) -> None:
+    def end(self, answers: texts.Answers | None, place: Place) -> None:
         begin = self._ends[-1] if self._ends else 0
         self._answers.extend(begin + first for first, _ in answers or ())
         self._answer_ends.extend(begin + stop for _, stop in answers or ())
@@ -290,26 +320,24 @@ class _Shards:
 
 
 @contextlib.contextmanager
-def _open_pieces(files: Files, fraction: float, reporter: Reporter, words: str) -> Iterator[tuple[Iterable[Any], str]]:
-    """Find the pieces of all files, with progress shown as they are read, and where they come from.
+def _open_pieces(files: Files, found: _Found, fraction: float, reporter: Reporter, words: str) -> Iterator[Iterable[Any]]:
+    """Yield the pieces of all files, with progress shown as they are read.
 
     For a tokenizer that is trained (`words` is "reading") the pieces are only their texts.
     """
-    names, paths, source = _find(files, reporter)
-    total = sum(path.stat().st_size for path in paths)
-    form: texts.Format = "text" if files.form == "auto" or files.form == "chat" else files.form
-    found = _contents(paths) if files.form == "chat" else texts.pieces(names, paths, form, fraction, files.keys, "SOURCE")
-    with reporter.reading(f"{words} {_many(len(paths), 'file')}", total) as advance:
-        shown = _shown(found, advance)
-        yield ((piece.text for piece in shown) if words == "reading" else shown), source
+    names, paths, form = found.names, found.paths, files.kind
+    pieces = _contents(paths) if form == "chat" else texts.pieces(names, paths, form, fraction, files.keys, "SOURCE")
+    with reporter.reading(f"{words} {_many(len(paths), 'file')}", found.size) as advance:
+        shown = _shown(pieces, advance)
+        yield (piece.text for piece in shown) if words == "reading" else shown
 
 
 def _contents(paths: Sequence[Path]) -> Iterator[texts.Piece]:
     """Yield the contents of the messages of each conversation, without what a template adds to them."""
     wrong = WrongLines("SOURCE", "or leave it out")
     for path in paths:
-        for line, text in objects(path, wrong, "messages", _content):
-            yield texts.Piece(text, "text", True, False, (path, line.number), line.size)
+        for line, text in records(path, wrong, reading.COLUMNS, _content):
+            yield texts.Piece(text, "text", True, False, line.place, line.size)
     wrong.check()
 
 
@@ -319,42 +347,56 @@ def _content(record: Mapping[str, Any]) -> str:
     return text
 
 
-def _find(files: Files, reporter: Reporter) -> tuple[list[str], list[Path], str]:
-    """Return the names and paths of all files, and where they come from."""
-    if files.form == "chat" and not files.paths:
-        raise InputError("SOURCE: expected files of conversations for --format chat, found none; name some")
+def _find(files: Files, reporter: Reporter) -> _Found:
+    """Find all files; those of the split for validation of a saved `DatasetDict` are held out."""
+    if files.form in ("chat", "tokens") and not files.paths:
+        what = {"chat": "conversations", "tokens": "token ids"}[files.form]
+        raise InputError(f"SOURCE: expected files of {what} for --format {files.form}, found none; name some")
+    held_out: set[Path] = set()
     with sources.readable("SOURCE"):
         names, paths = [], []
-        for path in files.paths or (None,):
-            more = sources.find_files(path, "SOURCE")
-            names += more[0]
-            paths += more[1]
-            if files.form == "auto" and path is not None:
-                _check_kinds(more[1])
+        for source in files.paths or (None,):
+            train, validation = sources.with_validation(source, "SOURCE")
+            for part in (train, validation)[: 1 if validation is None else None]:
+                more = sources.find_files(part, "SOURCE")
+                names += more[0] if validation is None else [f"{Path(str(part)).name}/{name}" for name in more[0]]
+                paths += more[1]
+                if validation is not None and part == validation:
+                    held_out.update(more[1])
+                if files.form == "auto" and part is not None:
+                    _check_kinds(more[1], files.keys)
         if len(files.paths) > 1:  # one alone is read as a run reads it
             names, paths, twice = _once(names, paths)
             if twice:
                 reporter.say(f"SOURCE: {_many(twice, 'file')} found more than once; each is read once")
         if len(set(names)) < len(names):  # of different folders
             names = [str(path) for path in paths]
-    return names, paths, ", ".join(files.paths) or sources.named(None)
+    return _Found(names, paths, ", ".join(files.paths) or sources.named(None), frozenset(held_out))
 
 
-def _check_kinds(paths: Sequence[Path]) -> None:
-    """Check that no file is known to be something other than text.
+def _check_kinds(paths: Sequence[Path], keys: texts.Keys) -> None:
+    """Check that no file is known to be something other than text or rows with a text.
 
     Raises:
         InputError: the message names the first of them, and what to do with it.
     """
     for path in paths:
-        if (kind := kinds.kind_of(path)) is not None:
-            columns = f" with {shortened(kind.columns)[:100]}" if kind.columns else ""
-            is_json = kind.name == kinds.JSON_LINES
-            hint = "add --format jsonl-text, or --format prompts for prompts with answers" if is_json else kind.hint
-            hint = "add --format chat" if is_json and "messages" in kind.columns else hint
-            raise InputError(
-                f"SOURCE: expected text, found that '{path}' is {kind.name}{columns}; {hint}, or --format text to read it as text"
-            )
+        kind = kinds.kind_of(path)
+        rows = None if kind is None or keys.text is None else kinds.rows_in(path)
+        if kind is None or (rows is None and kind.is_unpacked and keys.text is not None):
+            continue
+        if rows is not None and (not rows.columns or keys.text in rows.columns):
+            continue
+        hint, columns = kind.hint if rows is None else "set --text-key", (rows or kind).columns
+        if rows is not None and "messages" in columns:
+            hint = "add --format chat"
+        elif rows is not None and {keys.prompt, keys.answer} <= set(columns):
+            hint = "add --format prompts"
+        having = f" with {shortened(columns)[:100]}" if columns else ""
+        as_text = "--format text" if rows is None and keys.text is not None else "--format text --text-key none"
+        raise InputError(
+            f"SOURCE: expected text, found that '{path}' is {(rows or kind).name}{having}; {hint}, or {as_text} to read it as text"
+        )
 
 
 def _once(names: Sequence[str], paths: Sequence[Path]) -> tuple[list[str], list[Path], int]:

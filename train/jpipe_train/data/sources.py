@@ -3,12 +3,15 @@
 import glob
 import hashlib
 import os
+import re
 import sysconfig
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from jpipe import InputError
+from jpipe.errors import shortened
+from jpipe_train.data.files import saved_datasets
 from jpipe_train.data.files.kinds import kind_of
 
 
@@ -34,7 +37,7 @@ def readable(where: str = "data.path") -> Iterator[None]:
 def guess(file: Path) -> str:
     """Describe a file that is not text in UTF-8, as the end of a clause, or return "" if its kind is unknown."""
     kind = kind_of(file)
-    return "" if kind is None else f" (it seems to be {kind.name})"
+    return "" if kind is None or kind.is_unpacked else f" (it seems to be {kind.name})"
 
 
 def validation_names(names: Sequence[str], fraction: float) -> frozenset[str]:
@@ -67,7 +70,7 @@ def find_files(path: str | None, where: str = "data.path") -> tuple[list[str], l
         return _walk(Path(sysconfig.get_path("stdlib")), suffix=".py", leave_out=_NOT_LIBRARY)
     root = Path(path).expanduser()
     if root.is_dir():
-        names, files = _walk(root)
+        names, files = _in_folder(path, root, where)
     elif root.exists():
         names, files = [root.name], [root] if root.is_file() else []
     elif glob.has_magic(path):
@@ -80,6 +83,55 @@ def find_files(path: str | None, where: str = "data.path") -> tuple[list[str], l
     return names, files
 
 
+def with_validation(path: str | None, where: str) -> tuple[str | None, str | None]:
+    """Return the paths of the data for training and for validation at a path, if its folder has splits.
+
+    A folder has them if it is a saved `DatasetDict`, or if files with rows in it are named after them, such as
+    `train-00000-of-00002.parquet`.
+
+    Args:
+        path: as in `find_files`.
+        where: the key or the option that names it, for messages.
+
+    Returns:
+        The path of the split `train`, and that of the split `validation`, or None if there is none. Of other data `path`, and None.
+
+    Raises:
+        InputError: a `DatasetDict` has no split `train`.
+    """
+    root = None if path is None else Path(path).expanduser()
+    if root is None or not root.is_dir():
+        return path, None
+    splits = {name: str(folder) for name, folder in saved_datasets.splits(root, where).items()}
+    if splits and "train" not in splits:
+        raise InputError(f"{where}: expected a split 'train' in '{path}', found {shortened(list(splits))}; name one, such as '{path}/test'")
+    if not splits:
+        with readable(where):
+            named = {match[1] for name in _walk(root)[0] if (match := _OF_SPLIT.fullmatch(Path(name).name))}
+        splits = {name: f"{glob.escape(str(root))}/**/{name}[-.]*" for name in named} if "train" in named else {}
+    return splits.get("train", path), next((splits[name] for name in saved_datasets.VALIDATION if name in splits), None)
+
+
+def _in_folder(path: str, root: Path, where: str) -> tuple[list[str], list[Path]]:
+    """List the files of a folder, and of a dataset that was saved there only those with its rows, in their order."""
+    if splits := saved_datasets.splits(root, where):
+        raise InputError(
+            f"{where}: '{path}' has the splits {shortened(list(splits))}; name one of them, such as '{root / next(iter(splits))}'"
+        )
+    if (saved := saved_datasets.files(root, where)) is not None:
+        return [file.name for file in saved], saved
+    names, files = _walk(root)
+    if any(name.endswith(_COLUMNS) for name in names):
+        kept = {name: file for name, file in zip(names, files, strict=True) if file.name not in _BESIDE}
+        names, files = list(kept), list(kept.values())
+    return names, files
+
+
+_OF_SPLIT = re.compile(r"(train|validation|valid|val|dev|test)[-.].*(?:parquet|arrow|feather|jsonl?|ndjson|csv|tsv)(?:\.gz|\.zst)?")
+"""The names of files with the rows of a split, as on Hugging Face's Hub."""
+_COLUMNS = ".parquet", ".arrow", ".feather"
+_BESIDE = frozenset({"README.md", "LICENSE", "LICENSE.md", "LICENSE.txt", "dataset_info.json", "dataset_infos.json", "state.json"})
+"""Files about a dataset, which are no part of it where a folder has files of columns."""
 _NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
 
 

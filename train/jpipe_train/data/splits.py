@@ -17,13 +17,15 @@ from jpipe.files import expanded
 from jpipe_train.config.config import Config
 from jpipe_train.config.data_config import DataConfig
 from jpipe_train.config.section import AUTO
+from jpipe_train.console.terminal import count
 from jpipe_train.data import sources, texts
 from jpipe_train.data import tokenizer as tokenizers
 from jpipe_train.data.chat import reading, template
 from jpipe_train.data.chat.renderer import TRAINING_TIME, Renderer
 from jpipe_train.data.documents import Documents, Shard
-from jpipe_train.data.files import kinds, token_files
+from jpipe_train.data.files import kinds, token_files, token_rows
 from jpipe_train.data.files.file_array import FileArray
+from jpipe_train.data.files.wrong_lines import Place as FilePlace
 
 BYTES = 256  # symbols of a text that is read as bytes
 _MOST_IN_MEMORY = 2**28  # bytes; files that have more are read where they are needed
@@ -68,10 +70,37 @@ def read(config: Config) -> Split:
         return read_bytes(data.path, data.validation_fraction, data.validation_path)
     check_beside_weights(config)
     if data.format == "tokens":
-        return _of_token_files(config)
-    if data.validation_path is None:
-        return _of_texts(config, [(data.path, data.validation_fraction, "data.path")])
-    return _of_texts(config, [(data.path, 0.0, "data.path"), (data.validation_path, 0.0, "data.validation_path")])
+        return _of_token_files(config) if token_files.is_folder(str(data.path)) else _of_token_rows(config, parts_of(data))
+    return _of_texts(config, parts_of(data))
+
+
+class Part(NamedTuple):
+    """Data at a path, all or a share of which are held out for validation.
+
+    Attributes:
+        path: a file, a folder or a glob.
+        share: to hold out; 1: all.
+        where: the key that names the path, for messages.
+    """
+
+    path: str | None
+    share: float
+    where: str
+
+
+def parts_of(data: DataConfig) -> list[Part]:
+    """Return what is read, and which share of it is held out; a saved `DatasetDict` has a split for training and mostly one for validation.
+
+    Raises:
+        InputError: a `DatasetDict` has no split for training.
+    """
+    train, validation = sources.with_validation(data.path, "data.path")
+    if data.validation_path is not None:
+        own, split = sources.with_validation(data.validation_path, "data.validation_path")
+        return [Part(train, 0.0, "data.path"), Part(split or own, 1.0, "data.validation_path")]
+    if validation is not None:
+        return [Part(train, 0.0, "data.path"), Part(validation, 1.0, "data.path")]
+    return [Part(train, data.validation_fraction, "data.path")]
 
 
 def _check_kinds(data: DataConfig) -> None:
@@ -94,10 +123,12 @@ def _check_kinds(data: DataConfig) -> None:
                 if (kind := kinds.kind_of(file)) is None:
                     continue
                 hint = kind.hint
-                if kind.name == kinds.JSON_LINES and {data.prompt_key, data.answer_key} <= set(kind.columns):
+                if {data.prompt_key, data.answer_key} <= set(kind.columns):
                     hint = "set data.format: prompts and data.tokenizer"
-                if kind.name == kinds.JSON_LINES and "messages" in kind.columns:
+                elif "messages" in kind.columns:
                     hint = "set data.format: chat and data.tokenizer"
+                elif data.text_key in kind.columns:
+                    hint = "set data.format: text and data.tokenizer"
                 columns = f" with {shortened(kind.columns)[:100]}" if kind.columns else ""
                 raise InputError(f"{where}: expected text, found that '{file}' is {kind.name}{columns}; {hint}, {as_it_is}")
 
@@ -155,9 +186,10 @@ def read_whole(config: Config, path: str) -> Split:
             documents = _documents_of_bytes(files)
         source = sources.named(path) if len(files) == 1 else f"{sources.named(path)} ({len(files)} files)"
         return Split(documents, documents, source, functools.partial(_digest, "", documents), unit="bytes")
-    if config.data.format == "tokens":
+    if config.data.format == "tokens" and token_files.is_folder(path):
         return _whole_folder(config, path)
-    split = _of_texts(config, [(path, 0.0, "data.path")])
+    of_parts = _of_token_rows if config.data.format == "tokens" else _of_texts
+    split = of_parts(config, [Part(path, 0.0, "data.path")])
     return replace(split, validation=split.train, place=(split.place[0], split.place[0]))
 
 
@@ -212,7 +244,7 @@ def _documents_of_bytes(files: Sequence[_Bytes]) -> Documents:
 def _whole_folder(config: Config, path: str) -> Split:
     """Read all documents of a folder of tokens, those for training and for validation."""
     folder, index = token_files.read_index(path, "data.path")
-    if os.path.exists(str(config.data.path)):  # without it nothing is known of the tokenizer of the run
+    if token_files.is_folder(str(config.data.path)) and os.path.exists(str(config.data.path)):  # otherwise its tokenizer is not known
         its = token_files.read_index(str(config.data.path), "data.path")[1]
         _check_same_tokenizer(its, index, str(config.data.path), "data.path")
     documents = token_files.documents(folder, index, [*index.train, *index.validation])
@@ -240,6 +272,11 @@ def _tokenizer(folder: Path, index: token_files.Index) -> tokenizers.Tokenizer:
 def _of_token_files(config: Config) -> Split:
     """Read the folder that `jpipe data prepare` wrote."""
     path = str(config.data.path)
+    for key in ("validation_fraction", "tokens_key"):
+        if getattr(config.data, key) != DataConfig.model_fields[key].default:
+            raise InputError(
+                f"data.{key}: would mean nothing with '{path}', which is a folder of tokens and not rows of them; leave it out"
+            )
     folder, index = token_files.read_index(path, "data.path")
     train, held_out = token_files.documents(folder, index, index.train), (folder, index, index.validation)
     digests = [functools.partial(token_files.digest, folder, index)]
@@ -267,42 +304,65 @@ class _Memory:
         self._ends: list[int] = []
         self._answers: list[int] = []
         self._answer_ends: list[int] = []
-        self._lines: list[tuple[Path, int]] = []  # of documents that have answers
+        self._places: list[FilePlace] = []  # of documents that have answers
 
     def add(self, tokens: np.ndarray) -> None:
         self._tokens.append(tokens.astype(self._dtype))
         self._size += tokens.size
 
-    def end(self, answers: texts.Answers | None, place: tuple[Path, int]) -> None:
+    def end(self, answers: texts.Answers | None, place: FilePlace) -> None:
         begin = self._ends[-1] if self._ends else 0
         if answers is not None:
             self._answers += [begin + first for first, _ in answers]
             self._answer_ends += [begin + stop for _, stop in answers]
-            self._lines.append(place)
+            self._places.append(place)
         self._ends.append(self._size)
 
     def documents(self, vocab_size: int) -> Documents:
         whole = np.concatenate([np.zeros(0, self._dtype), *self._tokens])
-        answers = [np.asarray(positions, np.int64) if self._lines else None for positions in (self._answers, self._answer_ends)]
+        answers = [np.asarray(positions, np.int64) if self._places else None for positions in (self._answers, self._answer_ends)]
         return Documents.of(whole, vocab_size, np.asarray(self._ends, np.int64), *answers)
 
     def place(self, example: int) -> str:
-        file, line = self._lines[example]
-        return f"data.path: '{file}', line {line}"
+        return f"data.path: {self._places[example]}"
 
 
-def _of_texts(config: Config, reads: "_Reads") -> Split:
-    """Tokenize text files or JSON lines.
+def _of_token_rows(config: Config, parts: Sequence[Part]) -> Split:
+    """Read rows of token ids into memory."""
+    data = config.data
+    if data.objective == "masked":
+        raise InputError(
+            "data.objective: masked: expected a folder that jpipe data prepare wrote, which has the tokenizer of its tokens, found "
+            f"'{data.path}'; prepare it with jpipe data prepare --format tokens"
+        )
+    memory = [_Memory(np.dtype(np.uint32)) for _ in range(2)]
+    largest, empty = 0, 0
+    for path, share, where in parts:
+        with sources.readable(where):
+            _, files = sources.find_files(path, where)
+            for row in token_rows.read(files, data.tokens_key, share, where):
+                empty += not row.tokens.size
+                if row.tokens.size:
+                    largest = max(largest, int(row.tokens.max()))
+                    memory[row.held_out].add(row.tokens)
+                    memory[row.held_out].end(None, row.place)
+    train, validation = (part.documents(largest + 1) for part in memory)
+    remarks = (f"{count(empty, 'empty document')} left out",) if empty else ()
+    return Split(train, validation, sources.named(data.path), functools.partial(_digest, "", train, validation), remarks=remarks)
+
+
+def _of_texts(config: Config, parts: Sequence[Part]) -> Split:
+    """Tokenize files of text, or of rows with text.
 
     Args:
         config: what they are.
-        reads: paths, the share to hold out of each, and the key that names it.
+        parts: what is read.
     """
     data = config.data
     tokenizer = tokenizers.load(str(data.tokenizer), "data.tokenizer", data.end_of_text)
     memory = [_Memory(np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32)) for _ in range(2)]
     assembler = texts.Assembler(tokenizer, {False: memory[0], True: memory[1]})
-    (_add_conversations if data.format == "chat" else _add_texts)(data, reads, assembler)
+    (_add_conversations if data.format == "chat" else _add_texts)(data, parts, assembler)
     train, validation = (part.documents(tokenizer.vocab_size) for part in memory)
     return Split(
         train,
@@ -315,24 +375,21 @@ def _of_texts(config: Config, reads: "_Reads") -> Split:
     )
 
 
-_Reads = Sequence[tuple[str | None, float, str]]
-
-
-def _add_texts(data: DataConfig, reads: _Reads, assembler: texts.Assembler) -> None:
+def _add_texts(data: DataConfig, parts: Sequence[Part], assembler: texts.Assembler) -> None:
     form: texts.Format = "prompts" if data.format == "prompts" else "text"
-    keys = texts.Keys(prompt=data.prompt_key, answer=data.answer_key)
-    for path, share, where in reads:
+    keys = texts.Keys(data.text_key, data.prompt_key, data.answer_key)
+    for path, share, where in parts:
         with sources.readable(where):
             names, files = sources.find_files(path, where)
-            for piece, tokens in texts.tokenized(texts.pieces(names, files, form, share, keys, where), assembler.tokenizer):
-                assembler.add(piece._replace(held_out=piece.held_out or where == "data.validation_path"), tokens)
+            pieces = texts.pieces(names, files, form, 0.0 if share == 1 else share, keys, where)
+            for piece, tokens in texts.tokenized(pieces, assembler.tokenizer):
+                assembler.add(piece._replace(held_out=piece.held_out or share == 1), tokens)
 
 
-def _add_conversations(data: DataConfig, reads: _Reads, assembler: texts.Assembler) -> None:
+def _add_conversations(data: DataConfig, parts: Sequence[Part], assembler: texts.Assembler) -> None:
     with Renderer(template.find(assembler.tokenizer, data.chat_template), TRAINING_TIME) as renderer:
-        for path, share, where in reads:
+        for path, share, where in parts:
             with sources.readable(where):
                 _, files = sources.find_files(path, where)
                 for read in reading.read(files, renderer, assembler.tokenizer, share, where):
-                    held_out = read.held_out or where == "data.validation_path"
-                    assembler.add_document(read.tokenized.tokens, read.tokenized.answers, read.place, held_out=held_out)
+                    assembler.add_document(read.tokenized.tokens, read.tokenized.answers, read.place, held_out=read.held_out)

@@ -14,10 +14,13 @@ from jpipe import InputError
 from jpipe.files import open_to_read
 from jpipe_train.console.terminal import count
 from jpipe_train.data import sources
-from jpipe_train.data.files.json_lines import WrongLines, objects, text_of, value_of
+from jpipe_train.data.files import kinds, streams
+from jpipe_train.data.files.arrow import Column
+from jpipe_train.data.files.records import records, setting_of
+from jpipe_train.data.files.wrong_lines import Place, WrongLines, text_of, value_of
 from jpipe_train.data.tokenizer import Tokenizer, batched
 
-Format = Literal["text", "jsonl-text", "prompts"]
+Format = Literal["text", "prompts"]
 Part = Literal["text", "prompt", "answer"]
 PIECE = 2**18  # characters of a text that are tokenized at once, at least; at most twice as many
 _BATCH = PIECE * max(4, os.cpu_count() or 1)  # characters that go to the tokenizer together: all cores have some, and Ctrl-C waits for them
@@ -25,11 +28,15 @@ _BLOCK = 2**20  # bytes that are read at once
 
 
 class Keys(NamedTuple):
-    """The keys of a JSON line that hold its text, or its prompt and its answer."""
+    """The columns, or keys of a JSON line, that hold a text, a prompt and its answer, or token ids.
 
-    text: str = "text"
+    `text` is None if files of text are read as they are, even if they have rows.
+    """
+
+    text: str | None = "text"
     prompt: str = "prompt"
     answer: str = "answer"
+    tokens: str = "input_ids"
 
 
 class Piece(NamedTuple):
@@ -40,8 +47,8 @@ class Piece(NamedTuple):
         part: what it is part of.
         last: whether the document ends with it.
         held_out: whether the document is for validation.
-        place: its file and line (0: the whole file), for messages.
-        size: of the text in bytes, as it is in the file.
+        place: its file and line or row, for messages.
+        size: how many bytes of the file, which may be compressed, it takes.
         continues: whether it continues the piece before it.
     """
 
@@ -49,7 +56,7 @@ class Piece(NamedTuple):
     part: Part
     last: bool
     held_out: bool
-    place: tuple[Path, int]
+    place: Place
     size: int
     continues: bool = False
 
@@ -65,7 +72,7 @@ class Sink(Protocol):
     def add(self, tokens: np.ndarray) -> None:
         """Add tokens to the document."""
 
-    def end(self, answers: Answers | None, place: tuple[Path, int]) -> None:
+    def end(self, answers: Answers | None, place: Place) -> None:
         """End the document; its answers are these tokens of it, if it can have some."""
 
 
@@ -75,29 +82,31 @@ def pieces(names: Sequence[str], files: Sequence[Path], form: Format, fraction: 
     Args:
         names: of the files, which decide where whole files are held out.
         files: to read.
-        form: of the files: text, a document each; or JSON lines, each with a text, or with a prompt and an answer.
-        fraction: share to hold out: of files; of the text, its end, if there is one file; of JSON lines those whose hash says so.
-        keys: of JSON lines.
+        form: of the documents: texts, which are whole files or their rows; or prompts with answers, which are rows.
+        fraction: share to hold out: of files; of the text, its end, if there is one file; of rows those whose hash says so.
+        keys: of rows.
         where: the key or the option that names the files, for messages.
 
     Raises:
         InputError: a file is not what it should be.
+        OSError: a file cannot be read.
     """
-    if form != "text":
-        wrong = WrongLines(where)
-        for file in files:
-            yield from _lines(file, form, fraction, keys, wrong)
-        wrong.check()
-        return
-    if len(files) == 1 and fraction:
-        size = files[0].stat().st_size
-        cut = _next_line(files[0], round(size * (1 - fraction)))
+    wrong = WrongLines(where) if form == "prompts" else WrongLines(where, f"or set {setting_of(where, 'text_key')}")
+    have_rows = [form != "text" or (keys.text is not None and kinds.rows_in(file) is not None) for file in files]
+    if len(files) == 1 and fraction and not have_rows[0]:
+        size = streams.size(files[0])
+        cut = _next_line(files[0], round(size * (1 - fraction)), size)
         yield from _of_text(files[0], 0, cut, False, where)
-        yield from _of_text(files[0], cut, size, True, where)
+        yield from _of_text(files[0], cut, None, True, where)
         return
-    held_out = sources.validation_names(names, fraction) if fraction else frozenset()
-    for name, file in zip(names, files, strict=True):
-        yield from _of_text(file, 0, file.stat().st_size, name in held_out, where)
+    texts = [name for name, has_rows in zip(names, have_rows, strict=True) if not has_rows]
+    held_out = sources.validation_names(texts, fraction) if fraction and len(texts) > 1 else frozenset()
+    for name, file, has_rows in zip(names, files, have_rows, strict=True):
+        if has_rows:
+            yield from _of_rows(file, form, fraction, keys, wrong)
+        else:
+            yield from _of_text(file, 0, None, name in held_out, where)
+    wrong.check()
 
 
 def tokenized(texts: Iterable[Piece], tokenizer: Tokenizer) -> Iterator[tuple[Piece, np.ndarray]]:
@@ -138,7 +147,7 @@ class Assembler:
     documents: int = 0
     tokens: int = 0
     empty: int = 0
-    first_empty: tuple[Path, int] | None = None
+    first_empty: Place | None = None
 
     def __post_init__(self) -> None:
         self._began = False  # whether a document is under way
@@ -154,9 +163,9 @@ class Assembler:
         else:
             self._add_example(piece, tokens)
 
-    def add_document(self, tokens: np.ndarray, answers: Answers, place: tuple[Path, int], *, held_out: bool) -> None:
-        """Add a whole document with answers, which has all its tokens already."""
-        if tokens.size < 2 or not answers:
+    def add_document(self, tokens: np.ndarray, answers: Answers | None, place: Place, *, held_out: bool) -> None:
+        """Add a whole document, which has all its tokens already; with answers, unless they are None."""
+        if not tokens.size if answers is None else tokens.size < 2 or not answers:
             self._leave_out(place)
             return
         self._write(held_out, tokens)
@@ -166,8 +175,7 @@ class Assembler:
         """Describe how many documents were empty and where the first of them is, or return "" if there were none."""
         if self.first_empty is None:
             return ""
-        file, line = self.first_empty
-        return f"{count(self.empty, 'empty document')} left out, the first is '{file}'" + (f", line {line}" if line else "")
+        return f"{count(self.empty, 'empty document')} left out, the first is {self.first_empty}"
 
     def _add_text(self, piece: Piece, tokens: np.ndarray) -> None:
         end = self.tokenizer.end
@@ -205,24 +213,29 @@ class Assembler:
             self.sinks[held_out].add(np.asarray(tokens, np.uint32))
             self.tokens += len(tokens)
 
-    def _end(self, held_out: bool, answers: Answers | None, place: tuple[Path, int]) -> None:
+    def _end(self, held_out: bool, answers: Answers | None, place: Place) -> None:
         self.sinks[held_out].end(answers, place)
         self.documents += 1
         self._began = False
 
-    def _leave_out(self, place: tuple[Path, int]) -> None:
+    def _leave_out(self, place: Place) -> None:
         self.empty += 1
         self.first_empty = self.first_empty or place
 
 
-def _of_text(file: Path, start: int, stop: int, held_out: bool, where: str) -> Iterator[Piece]:
-    """Yield the document in the bytes start .. stop - 1 of a file, in pieces that end where most tokenizers split the text too."""
+def _of_text(file: Path, start: int, stop: int | None, held_out: bool, where: str) -> Iterator[Piece]:
+    """Yield the document in the bytes start .. stop - 1 of a file, in pieces that end where most tokenizers split the text too.
+
+    The bytes are those of the decompressed file; without `stop` they are all from `start` on.
+    """
     decode = codecs.getincrementaldecoder("utf-8")()
-    text, yielded, at = "", 0, start
-    with open_to_read(file) as opened:
-        opened.seek(start)
+    text, at, continues = "", start, False
+    with open_to_read(file) as raw:
+        opened = streams.unpacked(raw, file)
+        streams.skip(opened, start)
+        yielded = raw.tell()
         while True:
-            block = opened.read(min(_BLOCK, stop - at))
+            block = opened.read(_BLOCK if stop is None else min(_BLOCK, stop - at))
             try:
                 text += decode.decode(block, final=not block)
             except UnicodeDecodeError as error:
@@ -234,11 +247,11 @@ def _of_text(file: Path, start: int, stop: int, held_out: bool, where: str) -> I
             at += len(block)
             while len(text) > 2 * PIECE:
                 end = _good_end(text)
-                yield Piece(text[:end], "text", False, held_out, (file, 0), at - start - yielded, yielded > 0)
-                text, yielded = text[end:], at - start
+                yield Piece(text[:end], "text", False, held_out, Place(file), raw.tell() - yielded, continues)
+                text, yielded, continues = text[end:], raw.tell(), True
             if not block:
                 break
-    yield Piece(text, "text", True, held_out, (file, 0), at - start - yielded, yielded > 0)
+        yield Piece(text, "text", True, held_out, Place(file), raw.tell() - yielded, continues)
 
 
 def _good_end(text: str) -> int:
@@ -255,34 +268,36 @@ def _good_end(text: str) -> int:
     return 2 * PIECE
 
 
-def _next_line(file: Path, start: int) -> int:
-    """Return the position behind the line that contains byte `start`.
+def _next_line(file: Path, start: int, size: int) -> int:
+    """Return the position behind the line that contains byte `start` of a file of `size` bytes, decompressed.
 
     If the line does not end soon, or is the last one, return the position behind the character.
     """
-    with open_to_read(file) as opened:
-        opened.seek(start)
+    with open_to_read(file) as raw:
+        opened = streams.unpacked(raw, file)
+        streams.skip(opened, start)
         block = opened.read(_BLOCK)
     end = block.find(b"\n") + 1
-    if end == 0 or start + end >= os.path.getsize(file):
+    if end == 0 or start + end >= size:
         end = 0
         while end < len(block) and 0x80 <= block[end] < 0xC0:
             end += 1
     return start + end
 
 
-def _lines(file: Path, form: Format, fraction: float, keys: Keys, wrong: WrongLines) -> Iterator[Piece]:
-    """Yield the text of each line; after a wrong line the remaining ones are only checked."""
-    wanted: Sequence[tuple[Part, str]]
-    if form == "jsonl-text":
-        wanted = [("text", keys.text)]
+def _of_rows(file: Path, form: Format, fraction: float, keys: Keys, wrong: WrongLines) -> Iterator[Piece]:
+    """Yield the text of each row; after a wrong row the remaining ones are only checked."""
+    parts: Sequence[tuple[Part, str]]
+    if form == "text":
+        assert keys.text is not None
+        parts = [("text", keys.text)]
     else:
-        wanted = [("prompt", keys.prompt), ("answer", keys.answer)]
-    names = [key for _, key in wanted]
-    for line, texts in objects(file, wrong, names[0], lambda record: [text_of(value_of(record, key), key) for key in names]):
+        parts = [("prompt", keys.prompt), ("answer", keys.answer)]
+    columns = [Column(name, f"{part}_key", "text") for part, name in parts]
+    for read, texts in records(file, wrong, columns, lambda record: [text_of(value_of(record, name), name) for _, name in parts]):
         if wrong.number:
             continue
         held_out = sources.place_of("\0".join(texts).encode()) < fraction
-        for i, ((part, _), text) in enumerate(zip(wanted, texts, strict=True)):
-            last = i == len(wanted) - 1
-            yield Piece(text, part, last, held_out, (file, line.number), line.size if last else 0, i > 0 and texts[0] != "")
+        for i, ((part, _), text) in enumerate(zip(parts, texts, strict=True)):
+            last = i == len(parts) - 1
+            yield Piece(text, part, last, held_out, read.place, read.size if last else 0, i > 0 and texts[0] != "")

@@ -308,8 +308,7 @@ def run(
         checkpoints = make_checkpoints(config, pipe, path, folder, resumed, reporter, together)
         stops, asked = stopping.Stopping(config, resumed), (lambda: callbacks.stop) if program.callbacks else None
         preemption = Preemption(together.processes, saves=config.checkpoint.every is not None, stops=asked)
-        held_out = batches.held_out(train.eval_batches)
-        chosen = metrics(config.eval, config.model) | dict(program.metrics)
+        held_out, chosen = batches.held_out(train.eval_batches), metrics(config.eval, config.model) | dict(program.metrics)
         profiler = Profiler(train.profile, path, together.index, reporter.say)
         when = preemption, history, stops, profiler, callbacks
         training = Training(train, pipe, batches.train, held_out, chosen, log, measure, checkpoints, *when)
@@ -331,8 +330,9 @@ def run(
                 profiler.close()
                 remarks = {} if folder is None else stopping.remarks(config, path, stops, log.last_step + 1)
                 if folder is not None and (completed or preemption.signal is None):  # after a signal time is short
-                    parts = history.parts(log.last_step + 1)
-                    write_report(config, pipe, folder, measure, reporter, batches, stages, parts, temporary, remarks)
+                    write_report(
+                        config, pipe, folder, measure, reporter, batches, stages, history.parts(log.last_step + 1), temporary, remarks
+                    )
     summary = dataclasses.replace(summary, temporary=temporary, slow=slow_of(pipe, summary.measured), remarks=remarks)
     summary = summary if folder is None else compare_with_prediction(summary, pipe.plan, sizes, folder)
     print_summary(summary, data.loss_unit(config), reporter, in_python=program.build is not None)

@@ -15,7 +15,10 @@ from jpipe_train.data import data
 from tests.train.data.chat.templates import template
 
 ROOT = Path(__file__).parents[4]
-MAKE = "data tokenizer examples/chat/conversations.jsonl --format text --vocab-size 384 --special <|im_start|> --special <|im_end|> --out"
+MAKE = (
+    "data tokenizer examples/chat/conversations.jsonl --format text --text-key none --vocab-size 384 --special <|im_start|> "
+    "--special <|im_end|> --out"
+)
 
 
 def test_the_tokenizer_is_made_of_the_conversations_and_they_fit(tmp_path, monkeypatch, capsys):

@@ -1,11 +1,11 @@
-"""Conversations in JSON lines: an object with `messages`, and with `tools` if there are some."""
+"""Conversations in rows of files: an object with `messages`, and with `tools` if there are some."""
 
 import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from jpipe.errors import short
-from jpipe_train.data.files.json_lines import WrongLine
+from jpipe_train.data.files.wrong_lines import WrongLine
 
 ROLES = "system", "user", "assistant", "tool"
 MOST_BYTES = 2**24  # of a conversation as JSON
@@ -35,7 +35,7 @@ class Conversation(NamedTuple):
 
 
 def conversation(values: Mapping[str, Any]) -> Conversation:
-    """Return the conversation that a JSON line holds. Keys of a message that are null are left out, as in transformers.
+    """Return the conversation that a row holds. Keys of a message that are null are left out, as in transformers.
 
     Raises:
         WrongLine: it is none.

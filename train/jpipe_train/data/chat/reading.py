@@ -11,24 +11,28 @@ from jpipe_train.data import sources
 from jpipe_train.data.chat.conversations import conversation
 from jpipe_train.data.chat.renderer import Ended, Failure, NoTemplate, Rendered, Renderer
 from jpipe_train.data.chat.tokens import Tokenized, tokenized
-from jpipe_train.data.files.json_lines import WrongLine, WrongLines, check_characters, objects
+from jpipe_train.data.files.arrow import Column
+from jpipe_train.data.files.records import records
+from jpipe_train.data.files.wrong_lines import Place, WrongLine, WrongLines, check_characters
 from jpipe_train.data.tokenizer import Tokenizer, batched
 
 _BATCH = 2**22  # characters that go to the tokenizer together
 _HINT = "or change the template"
+COLUMNS = Column("messages"), Column("tools", is_needed=False)
+"""The columns of a conversation."""
 
 
 class Read(NamedTuple):
     """A conversation of a file.
 
     Attributes:
-        place: its file and line.
+        place: its file, and line or row.
         held_out: whether it is for validation.
-        size: of the line in bytes.
+        size: how many bytes of the file it takes.
         tokenized: its text and tokens.
     """
 
-    place: tuple[Path, int]
+    place: Place
     held_out: bool
     size: int
     tokenized: Tokenized
@@ -37,7 +41,7 @@ class Read(NamedTuple):
 class _Pending(NamedTuple):
     """A conversation that is not tokenized yet."""
 
-    place: tuple[Path, int]
+    place: Place
     held_out: bool
     size: int
     rendered: Rendered
@@ -47,7 +51,7 @@ def read(files: Sequence[Path], renderer: Renderer, tokenizer: Tokenizer, fracti
     """Yield the conversations of all files in order; the next ones are rendered while some are tokenized.
 
     Args:
-        files: of JSON lines.
+        files: with a conversation in each row.
         renderer: renders conversations.
         tokenizer: of their text.
         fraction: share to hold out: those whose hash says so.
@@ -76,7 +80,7 @@ def _joined(batch: Sequence[_Pending], result: "Future[list[Tokenized]]") -> lis
 def _rendered(files: Sequence[Path], renderer: Renderer, fraction: float, wrong: WrongLines) -> Iterator[_Pending]:
     """Yield the text of each conversation; after a wrong line the remaining ones are only checked."""
     for file in files:
-        for line, found in objects(file, wrong, "messages", conversation):
+        for line, found in records(file, wrong, COLUMNS, conversation):
             interrupt.check()
             try:
                 rendered = renderer.answers(found.messages, found.tools)
@@ -84,10 +88,10 @@ def _rendered(files: Sequence[Path], renderer: Renderer, fraction: float, wrong:
             except NoTemplate as error:
                 raise InputError(f"chat template: {error}; correct it, or choose another one") from None
             except Ended as error:
-                raise InputError(f"{wrong.where}: '{file}', line {line.number}: {error}; leave the line out, {_HINT}") from None
+                raise InputError(f"{wrong.where}: {line.place}: {error}; leave it out, {_HINT}") from None
             except (Failure, WrongLine) as error:
                 wrong.hint = _HINT
-                wrong.add(file, line.number, f"the chat template fails: {error}")
+                wrong.add(line.place, f"the chat template fails: {error}")
                 continue
             if not wrong.number:
-                yield _Pending((file, line.number), sources.place_of(found.key) < fraction, line.size, rendered)
+                yield _Pending(line.place, sources.place_of(found.key) < fraction, line.size, rendered)

@@ -35,11 +35,10 @@ def lines(config: Config, most: int, *, bold: bool) -> Iterator[str]:
         raise InputError(f"--count: expected 1 or more conversations, found {most}; leave it out for 3")
     tokenizer = tokenizers.load(str(data.tokenizer), "data.tokenizer")
     with sources.readable(), Renderer(template.find(tokenizer, data.chat_template), TRAINING_TIME) as renderer:
-        _, files = sources.find_files(data.path)
+        _, files = sources.find_files(sources.with_validation(data.path, "data.path")[0])
         for read in itertools.islice(reading.read(files, renderer, tokenizer, 0.0, "data.path"), most):
             tokens, learned = read.tokenized.tokens.size, sum(stop - start for start, stop in read.tokenized.answers)
-            file, line = read.place
-            yield printable(f"'{file}', line {line}: {count(tokens, 'token')}, {learned} learned")
+            yield printable(f"{read.place}: {count(tokens, 'token')}, {learned} learned")
             yield from _text(read.tokenized, *(BOLD if bold else BRACKETS)).removesuffix("\n").split("\n")
             yield ""
 

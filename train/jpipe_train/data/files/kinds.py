@@ -1,27 +1,30 @@
-"""Recognize the kind of data in a file by its content, so that only text is trained on byte by byte unless the config says otherwise."""
+"""Recognize the kind of data in a file by its content: which reader its rows need, and whether it is text at all."""
 
 import codecs
 import csv
+import errno
 import json
 import os
 import re
 from collections.abc import Callable, Sequence
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from jpipe.files import open_to_read
+from jpipe_train.data.files import streams
 
 JSON_LINES = "JSON lines"
 _HEAD = 2**16  # bytes at the beginning of a file that are looked at
-_ROWS = 50  # lines of them that are looked at
+_SAMPLE = 50  # lines of them that are looked at
 _FEW_ROWS = 3  # the least number of lines of a table, its header included
 _MORE_ROWS = 5  # the same of a table without a header
 
-_LINES = "convert it to JSON lines, such as with pandas"
-_THEN = (
-    ", of which data.format: prompts reads prompts with answers (data.prompt_key, data.answer_key), chat conversations, and jpipe data "
-    "prepare --format jsonl-text makes token files (data.format: tokens) of text"
-)
+_FORMATS = "data.format: text (data.text_key), prompts (data.prompt_key, data.answer_key), chat and labels"
+_ROWS = f"its rows are read by {_FORMATS}"
+_LINES = "convert it to Parquet or JSON lines, such as with pandas"
+_THEN = f", whose rows are read by {_FORMATS}"
+_PACKED = "unpack it, or set data.format: text and data.tokenizer, which unpacks it"
 _CUSTOM = "read it in a function of your own (data.target: module:function)"
 _PICKLE = "write text, JSON lines or token files"
 _IMAGE = "data.target: examples.papers.data.images:load learns from folders of images"
@@ -35,11 +38,20 @@ class Kind(NamedTuple):
         name: as in "it is a Parquet file".
         hint: what to do with it.
         columns: the keys or the names of columns, for JSON lines and tables.
+        reader: of its rows, if it has some that are read.
+        delimiter: between the cells of a table.
     """
 
     name: str
     hint: str
     columns: tuple[str, ...] = ()
+    reader: Literal["parquet", "arrow file", "arrow stream", "json lines", "table"] | None = None
+    delimiter: str = ","
+
+    @property
+    def is_unpacked(self) -> bool:
+        """Whether it is a compressed file whose content is read."""
+        return self.hint == _PACKED
 
 
 def kind_of(path: Path) -> Kind | None:
@@ -49,43 +61,82 @@ def kind_of(path: Path) -> Kind | None:
         OSError: the file cannot be read, or is not a regular file.
     """
     with open_to_read(path) as file:
-        size = os.fstat(file.fileno()).st_size
-        head = file.read(_HEAD)
-        for name, hint, is_it in _SIGNATURES:
-            if is_it(head, size, file):
-                return Kind(name, hint)
+        return _kind_of_whole(file)
+
+
+def rows_in(path: Path) -> Kind | None:
+    """Return the kind of a file if it has rows that are read, otherwise None.
+
+    Its content decides, decompressed if it is compressed. Only if that is text which does not tell, the name does: a table may have few
+    rows, and a file of JSON lines one line.
+
+    Raises:
+        OSError: the file cannot be read, is not a regular file, or has a kind inside a compressed file that is not read there.
+        InputError: it is compressed with zstd, and pyarrow is not installed.
+    """
+    with open_to_read(path) as file:
+        packed = streams.compression(file.peek(4))
+        if packed is None:
+            kind = _kind_of_whole(file)
+        else:
+            stream = streams.unpacked(file, path)
+            head = stream.read(_HEAD)
+            kind = _kind_of(head, len(head) + len(stream.peek(1)), head[-4:])
+    if packed is not None and kind is not None and kind.reader not in ("json lines", "table"):
+        raise OSError(errno.EINVAL, f"it is {kind.name} inside {packed}, which is not read; unpack it first", str(path))
+    if kind is not None and (kind.reader is None or kind.columns or kind.reader != "table"):
+        return kind if kind.reader is not None else None
+    ending = Path(path.name.lower().removesuffix(".gz").removesuffix(".zst")).suffix
+    if ending in _DELIMITER_BY_NAME:
+        delimiter = _DELIMITER_BY_NAME[ending] if kind is None else kind.delimiter
+        return Kind(_DELIMITERS[delimiter], _ROWS, (), "table", delimiter)
+    return Kind(JSON_LINES, _ROWS, (), "json lines") if ending in (".jsonl", ".ndjson") else None
+
+
+def _kind_of_whole(file: BufferedReader) -> Kind | None:
+    """Return the kind of an open file that is not decompressed."""
+    size, head = os.fstat(file.fileno()).st_size, file.read(_HEAD)
+    file.seek(max(size - 4, 0))
+    return _kind_of(head, size, file.read(4))
+
+
+def _kind_of(head: bytes, size: int, tail: bytes) -> Kind | None:
+    """Return the kind of content with this beginning, this many bytes and this end."""
+    for name, hint, is_it in _SIGNATURES:
+        if is_it(head, size, tail):
+            return Kind(name, hint, reader=_READERS.get(head[:4]) if hint == _ROWS else None)
     text = head.removeprefix(b"\xef\xbb\xbf").decode("utf-8", errors="replace")
     is_whole = len(head) == size
-    lines = [line.removesuffix("\r") for line in text.split("\n")[: None if is_whole else -1] if line.strip()][:_ROWS]
+    lines = [line.removesuffix("\r") for line in text.split("\n")[: None if is_whole else -1] if line.strip()][:_SAMPLE]
     return _json(lines, text, is_whole=is_whole) or _table(lines)
 
 
-_Test = Callable[[bytes, int, BinaryIO], bool]
-"""Whether a file with this beginning and this many bytes is of a kind."""
+_Test = Callable[[bytes, int, bytes], bool]
+"""Whether a file with this beginning, this many bytes and these last four is of a kind."""
 
 
 def _starts(*beginnings: bytes, at: int = 0) -> _Test:
     return lambda head, *_: head.startswith(beginnings, at)
 
 
-def _is_parquet(head: bytes, size: int, file: BinaryIO) -> bool:
-    return head.startswith((b"PAR1", b"PARE")) and (_end(file, size, 4) == head[:4] or not _is_text(head))
+def _is_parquet(head: bytes, _size: int, tail: bytes) -> bool:
+    return head.startswith((b"PAR1", b"PARE")) and (tail == head[:4] or not _is_text(head))
 
 
 def _is_orc(head: bytes, *_: Any) -> bool:
     return head.startswith(b"ORC") and not _is_text(head)
 
 
-def _is_safetensors(head: bytes, size: int, _: BinaryIO) -> bool:
+def _is_safetensors(head: bytes, size: int, _: bytes) -> bool:
     length = int.from_bytes(head[:8], "little")
     return head[8:9] == b"{" and 2 <= length <= min(size - 8, 10**8)
 
 
-def _is_bmp(head: bytes, size: int, _: BinaryIO) -> bool:
+def _is_bmp(head: bytes, size: int, _: bytes) -> bool:
     return head.startswith(b"BM") and int.from_bytes(head[2:6], "little") == size
 
 
-def _is_tfrecord(head: bytes, size: int, _: BinaryIO) -> bool:
+def _is_tfrecord(head: bytes, size: int, _: bytes) -> bool:
     """Return whether the length at the beginning is followed by its checksum, masked as TensorFlow does."""
     length = int.from_bytes(head[:8], "little")
     if not 0 < length <= size - 16:
@@ -108,19 +159,17 @@ def _is_text(head: bytes) -> bool:
     return b"\0" not in head
 
 
-def _end(file: BinaryIO, size: int, count: int) -> bytes:
-    file.seek(max(size - count, 0))
-    return file.read(count)
-
-
+_READERS: dict[bytes, Literal["parquet", "arrow file", "arrow stream"]] = {
+    b"PAR1": "parquet",
+    b"PARE": "parquet",
+    b"ARRO": "arrow file",
+    b"\xff" * 4: "arrow stream",
+}
 _SIGNATURES: tuple[tuple[str, str, _Test], ...] = (
-    ("a Parquet file", f"{_LINES} (read_parquet and to_json(orient='records', lines=True)){_THEN}", _is_parquet),
-    ("an ORC file", f"{_LINES} (read_orc and to_json(orient='records', lines=True)){_THEN}", _is_orc),
-    (
-        "an Arrow file",
-        f"convert it to JSON lines, such as with datasets (Dataset.from_file and to_json){_THEN}",
-        _starts(b"ARROW1\0\0", b"FEA1\0\0\0\0", b"\xff" * 4),
-    ),
+    ("a Parquet file", _ROWS, _is_parquet),
+    ("an ORC file", f"{_LINES} (read_orc and to_parquet){_THEN}", _is_orc),
+    ("an Arrow file", _ROWS, _starts(b"ARROW1\0\0", b"\xff" * 4)),
+    ("a Feather file of the first version", f"write it again with a newer pyarrow{_THEN}", _starts(b"FEA1\0\0\0\0")),
     ("an Avro file", f"{_LINES}{_THEN}", _starts(b"Obj\x01")),
     ("a TFRecord file", _CUSTOM, _is_tfrecord),
     ("an HDF5 file", _CUSTOM, _starts(b"\x89HDF\r\n\x1a\n")),
@@ -134,8 +183,8 @@ _SIGNATURES: tuple[tuple[str, str, _Test], ...] = (
         "unpack it",
         _starts(b"PK\x03\x04", b"PK\x05\x06"),
     ),
-    ("compressed with gzip", "unpack it with gunzip, or tar -xf", _starts(b"\x1f\x8b")),
-    ("compressed with zstd", "unpack it with unzstd, or tar -xf", _starts(b"\x28\xb5\x2f\xfd")),
+    ("compressed with gzip", _PACKED, _starts(b"\x1f\x8b")),
+    ("compressed with zstd", _PACKED, _starts(b"\x28\xb5\x2f\xfd")),
     ("compressed with xz", "unpack it with unxz, or tar -xf", _starts(b"\xfd7zXZ\0")),
     ("compressed with bzip2", "unpack it with bunzip2, or tar -xf", lambda head, *_: re.match(rb"BZh[1-9]1AY&SY", head) is not None),
     ("compressed with LZ4", "unpack it with unlz4", _starts(b"\x04\x22\x4d\x18")),
@@ -166,7 +215,7 @@ def _json(lines: Sequence[str], text: str, *, is_whole: bool) -> Kind | None:
     if _LIST.match(text):
         return Kind("a list of JSON", f"write a line for each object, such as with jq -c '.[]'{_THEN}")
     if not lines and not is_whole and _OBJECT.match(text):
-        return Kind(JSON_LINES, _THEN.removeprefix(", of which "))
+        return Kind(JSON_LINES, _ROWS, reader="json lines")
     if len(lines) < 2:
         return None
     keys: dict[str, None] = {}
@@ -178,13 +227,13 @@ def _json(lines: Sequence[str], text: str, *, is_whole: bool) -> Kind | None:
         except (ValueError, RecursionError):
             return None
         keys |= dict.fromkeys(value)
-    return Kind(JSON_LINES, _THEN.removeprefix(", of which "), tuple(keys))
+    return Kind(JSON_LINES, _ROWS, tuple(keys), "json lines")
 
 
 _DELIMITERS = {"\t": "a table with tabs between columns (TSV)", ",": "a table (CSV)", ";": "a table with semicolons between columns (CSV)"}
 _NAME = re.compile(r"#?[^\W\d].{0,49}")
 _ENDS_OF_SENTENCES = (".", "!", "?", ":", "…")
-_TO_LINES = f"{_LINES} (read_csv and to_json(orient='records', lines=True)){_THEN}"
+_DELIMITER_BY_NAME = {".csv": ",", ".tsv": "\t"}
 
 
 def _table(lines: Sequence[str]) -> Kind | None:
@@ -199,11 +248,11 @@ def _table(lines: Sequence[str]) -> Kind | None:
         if len(rows) < _FEW_ROWS or len(rows[0]) < 2 or any(len(row) != len(rows[0]) for row in rows):
             continue
         if all(_is_number(cell) for row in rows for cell in row):
-            return Kind(name, _TO_LINES)
+            return Kind(name, _ROWS, (), "table", delimiter)
         if _is_header(rows[0], rows[1:]):
-            return Kind(name, _TO_LINES, tuple(cell.strip() for cell in rows[0]))
+            return Kind(name, _ROWS, tuple(cell.strip() for cell in rows[0]), "table", delimiter)
         if delimiter == "\t" and len(rows) >= _MORE_ROWS and all(row[0].strip() for row in rows):
-            return Kind(name, _TO_LINES)
+            return Kind(name, _ROWS, (), "table", delimiter)
     return None
 
 

@@ -6,6 +6,7 @@ for chat `train-00000.answer_ends`, the position behind the last token of each a
 """
 
 import functools
+import glob
 import hashlib
 import os
 import re
@@ -31,6 +32,7 @@ POSITIONS: np.dtype[Any] = np.dtype("<u8")
 _MOST_BYTES = 2**26  # of an index; a hundred thousand shards take a third of that
 _SAMPLE = 4096  # bytes at the beginning, in the middle and at the end of each file that the digest reads
 _SOME = 8  # ends at the beginning and at the end of each file that are checked when it is opened
+_WITH_ROWS = ".parquet", ".arrow", ".feather", ".jsonl", ".ndjson", ".gz", ".zst"  # names of files that may have rows of tokens
 MOST_OPEN = 256  # files at a time, each of which needs a file descriptor
 _Count = Annotated[int, Field(ge=0, le=2**62)]
 
@@ -67,7 +69,7 @@ class Index(_Part):
     """The content of tokens.json: what the tokens are, and the shards for training and for validation.
 
     `end_of_text` is the token that ends each document, `tokenizer_sha256` that of the tokenizer.json beside it, `text_bytes` the size of
-    the text that it was made from.
+    the files that it was made from.
     """
 
     format: Literal["jpipe-tokens/1"]
@@ -86,6 +88,14 @@ class Index(_Part):
         """The ending and the dtype of each file of a shard."""
         positions = (".ends", ".answers", ".answer_ends")[: {"text": 1, "prompts": 2, "chat": 3}[self.kind]]
         return (".bin", DTYPES[self.dtype]), *((ending, POSITIONS) for ending in positions)
+
+
+def is_folder(path: str) -> bool:
+    """Return whether a path is to be read as such a folder: it is one, or neither a file, a glob nor a folder of files with rows."""
+    root = Path(path).expanduser()
+    if not root.is_dir():
+        return not (root.is_file() or glob.has_magic(path))
+    return (root / INDEX).exists() or not any(name.endswith(_WITH_ROWS) for _, _, names in os.walk(root) for name in names)
 
 
 def read_index(path: str, where: str) -> tuple[Path, Index]:

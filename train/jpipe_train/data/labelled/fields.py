@@ -1,20 +1,15 @@
-"""Read texts with labels from JSON lines, and from CSV and TSV files."""
+"""Read texts with labels from rows of files: JSON lines, tables, Parquet and Arrow."""
 
-import csv
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from jpipe.errors import short
-from jpipe.files import open_to_read
 from jpipe_train.config.config import Config
-from jpipe_train.data.files.json_lines import WrongLine, WrongLines, objects, text_of, value_of
-
-_LONGEST = 2**26  # bytes of a line of a table
-_Value = TypeVar("_Value")
-_TABLES: dict[str, dict[str, Any]] = {".csv": {"strict": True}, ".tsv": {"delimiter": "\t", "quoting": csv.QUOTE_NONE}}
-"""Arguments of `csv.reader` for the files that are no JSON lines, by the end of their names. A field has at most 131,072 characters."""
+from jpipe_train.data.files.arrow import Column
+from jpipe_train.data.files.records import records
+from jpipe_train.data.files.wrong_lines import Place, WrongLine, WrongLines, text_of, value_of
 
 
 class Example(NamedTuple):
@@ -23,12 +18,12 @@ class Example(NamedTuple):
     Attributes:
         rows: the texts and pairs.
         label: the number of the class or of the choice, or for regression the number to predict.
-        place: the file and the line.
+        place: the file, and the line or row.
     """
 
     rows: tuple[str | tuple[str, str], ...]
     label: int | float
-    place: tuple[Path, int]
+    place: Place
 
     @property
     def content(self) -> bytes:
@@ -53,61 +48,28 @@ def read(files: Sequence[Path], config: Config, where: str) -> Iterator[Example]
         return _rows(record, config), _label(record, config, numbers)
 
     for file in files:
-        if file.suffix.lower() in _TABLES:
-            records = _of_table(file, wrong, example)
-        else:
-            records = ((line.number, value) for line, value in objects(file, wrong, config.data.text_key, example))
-        for number, (rows, label) in records:
+        for line, (rows, label) in records(file, wrong, _columns(config), example):
             if not wrong.number:
-                yield Example(rows, label, (file, number))
+                yield Example(rows, label, line.place)
     wrong.check()
 
 
-def _of_table(file: Path, wrong: WrongLines, convert: Callable[[Mapping[str, str]], _Value]) -> Iterator[tuple[int, _Value]]:
-    """Yield what the rows of a table hold, as `objects` does; the first row has the names of the columns."""
-    names: list[str] = []
-    with open_to_read(file) as opened:
-        table = csv.reader(_decoded(opened), **_TABLES[file.suffix.lower()])
-        while True:
-            try:
-                record = next(table, None)
-            except (csv.Error, WrongLine) as error:  # nothing behind it can be read
-                wrong.add(file, table.line_num + isinstance(error, WrongLine), str(error))
-                return
-            if record is None:
-                return
-            if not names:
-                names = record
-                if twice := [name for i, name in enumerate(names) if name in names[:i]]:
-                    wrong.add(file, table.line_num, f"expected each column once, found the name {short(twice[0])} twice")
-                    return
-                continue
-            if not record:
-                continue
-            try:
-                if len(record) != len(names):
-                    raise WrongLine(f"expected {len(names)} fields, as in the first line, found {len(record)}")
-                value = convert(dict(zip(names, record, strict=True)))
-            except WrongLine as error:
-                wrong.add(file, table.line_num, str(error))
-                continue
-            yield table.line_num, value
-
-
-def _decoded(opened: BinaryIO) -> Iterator[str]:
-    while line := opened.readline(_LONGEST + 1):
-        if len(line) > _LONGEST:
-            raise WrongLine(f"expected at most {_LONGEST:,} bytes, found more; is this a table?")
-        try:
-            yield line.decode().removeprefix("\ufeff")
-        except UnicodeDecodeError as error:
-            raise WrongLine(f"expected text in UTF-8, found the byte {line[error.start]:#04x} at {error.start}") from None
+def _columns(config: Config) -> list[Column]:
+    """Return the columns that are read."""
+    data, labels = config.data, config.model.labels
+    names = tuple(labels) if isinstance(labels, list) else ()
+    columns = [Column(str(data.text_key), "text_key", "text"), Column(data.label_key, "label_key", "label", labels=names)]
+    if data.second_key is not None:
+        columns.append(Column(data.second_key, "second_key", "text"))
+    if config.model.head == "multiple_choice":
+        columns.append(Column(data.choices_key, "choices_key"))
+    return columns
 
 
 def _rows(record: Mapping[str, Any], config: Config) -> tuple[str | tuple[str, str], ...]:
     """Return the texts of an example."""
     data = config.data
-    text = text_of(value_of(record, data.text_key), data.text_key)
+    text = text_of(value_of(record, str(data.text_key)), str(data.text_key))
     second = None if data.second_key is None else text_of(value_of(record, data.second_key), data.second_key)
     if config.model.head != "multiple_choice":
         return (text,) if second is None else ((text, second),)

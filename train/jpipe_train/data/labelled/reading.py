@@ -4,7 +4,6 @@ import hashlib
 import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +13,7 @@ from jpipe_train.config.config import Config
 from jpipe_train.console.terminal import count
 from jpipe_train.data import sources, splits
 from jpipe_train.data import tokenizer as tokenizers
+from jpipe_train.data.files.wrong_lines import Place
 from jpipe_train.data.labelled import fields
 from jpipe_train.data.labelled.fields import Example
 from jpipe_train.data.labelled.rows import Examples, Memory
@@ -57,12 +57,8 @@ def read(config: Config, path: str | None = None) -> Labelled:
     splits.check_beside_weights(config)
     tokenizer = tokenizers.load(str(data.tokenizer), "data.tokenizer")
     rows = _Rows(config, tokenizer)
-    reads = [(data.path, data.validation_fraction, "data.path")]
-    if path is not None:
-        reads = [(path, 1.0, "data.path")]
-    elif data.validation_path is not None:
-        reads = [(data.path, 0.0, "data.path"), (data.validation_path, 1.0, "data.validation_path")]
-    for file, share, where in reads:
+    parts = splits.parts_of(data) if path is None else [splits.Part(path, 1.0, "data.path")]
+    for file, share, where in parts:
         with sources.readable(where):
             _, files = sources.find_files(file, where)
             rows.add_all(fields.read(files, config, where), share, where)
@@ -115,9 +111,8 @@ class _Rows:
         return (f"{count(self._cut, 'text')} cut to the {self._most} tokens of a row",) if self._cut else ()
 
     def _check(self, row: tokenizers.Row, example: Example, where: str) -> None:
-        file, line = example.place
         if not row.tokens.size:
-            raise InputError(f"{where}: '{file}', line {line}: expected text, found none that has a token; leave the example out")
+            raise InputError(f"{where}: {example.place}: expected text, found none that has a token; leave the example out")
         if self._config.model.kind == "bert" and (types := 1 + int(row.types.max())) > _MOST_TYPES:
             raise InputError(
                 f"{self._tokenizer.where}: expected a tokenizer that tells {_MOST_TYPES} texts apart, as BERT does, found one with "
@@ -132,13 +127,11 @@ class _TooLong:
         self._where, self._most = where, most
         self._number, self._first = 0, ""
 
-    def add(self, size: int, place: tuple[Path, int]) -> None:
+    def add(self, size: int, place: Place) -> None:
         """Count a row of this size if it is too long."""
         if size > self._most:
             if not self._number:
-                self._first = (
-                    f"{self._where}: '{place[0]}', line {place[1]}: expected at most {self._most} tokens (model.seq_len), found {size}"
-                )
+                self._first = f"{self._where}: {place}: expected at most {self._most} tokens (model.seq_len), found {size}"
             self._number += 1
 
     def check(self) -> None:

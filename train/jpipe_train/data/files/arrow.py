@@ -1,0 +1,197 @@
+"""Read rows of Parquet and Arrow files by pyarrow, one row group or record batch after the other.
+
+A file may come from a stranger: pyarrow checks what it reads, and few rows are decoded at once where a file stores a text once for many. No
+file is mapped into memory, because a process that reads a map of a file that another one cuts off is killed by a signal.
+"""
+
+import contextlib
+import errno
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from io import BufferedReader
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from jpipe import InputError
+from jpipe_train.console.terminal import first_line
+from jpipe_train.data.files import streams
+from jpipe_train.data.files.wrong_lines import Place, WrongLine
+
+Form = Literal["parquet", "arrow file", "arrow stream"]
+NAMES: dict[Form, str] = {"parquet": "a Parquet file", "arrow file": "an Arrow file", "arrow stream": "an Arrow file"}
+_BUFFER = 2**20  # bytes of a column that are read at once
+_BATCH, _MOST_ROWS = 2**24, 1024  # bytes and rows of a Parquet file that are decoded at once, at most
+_SHARED = 4, 64  # the least and the most rows where many may share a value, which decoding copies for each
+_Row = tuple[Place, "dict[str, Any] | WrongLine", int]
+
+
+class Column(NamedTuple):
+    """A column that a reader of rows needs.
+
+    Attributes:
+        name: of the column, or the key of a JSON line.
+        key: the key of `data` in a config that names it, or None if it always has this name.
+        kind: what its values are: text, token ids, a label or anything.
+        is_needed: whether it is an error if there is none.
+        labels: of a label, the names of the classes.
+    """
+
+    name: str
+    key: str | None = None
+    kind: Literal["text", "ids", "label", "any"] = "any"
+    is_needed: bool = True
+    labels: tuple[str, ...] = ()
+
+
+Check = Callable[[Sequence[str], Mapping[str, str]], None]
+"""Called with the names of all columns, and with the type of each that has another one than it should; raises if something is wrong."""
+
+
+def rows(opened: BufferedReader, file: Path, form: Form, columns: Sequence[Column], check: Check) -> Iterator[_Row]:
+    """Yield the place of each row, its values in these columns or what is wrong with them, and how many bytes are read.
+
+    Args:
+        opened: the file.
+        file: its path, for messages.
+        form: of the file.
+        columns: those to read.
+        check: see `Check`.
+
+    Raises:
+        OSError: the file is damaged, cut off, or of a kind that pyarrow does not read.
+        InputError: pyarrow is not installed, or `check` raises it.
+    """
+    read = {"parquet": _parquet, "arrow file": _arrow_file, "arrow stream": _arrow_stream}[form]
+    pa = streams.pyarrow(file, NAMES[form])
+    number, before = 0, 0
+    with _errors_reported(pa, file, form):
+        for batch, position in read(pa, opened, columns, check):
+            values = {column.name: _values(batch, column) for column in columns if column.name in batch.schema.names}
+            for i in range(batch.num_rows):
+                number += 1
+                yield Place(file, number, "row"), _record(values, i), before + (position - before) * (i + 1) // batch.num_rows
+            before = position
+
+
+_Batches = Iterator[tuple[Any, int]]
+"""Record batches, each with the position in the file behind it."""
+
+
+def _parquet(pa: Any, opened: BufferedReader, columns: Sequence[Column], check: Check) -> _Batches:
+    file = pa.parquet.ParquetFile(opened, buffer_size=_BUFFER, pre_buffer=False)
+    _check(pa, file.schema_arrow, columns, check)
+    names = [column.name for column in columns if column.name in file.schema_arrow.names]
+    total, size, done = file.metadata.num_rows, os.fstat(opened.fileno()).st_size, 0
+    for group in range(file.metadata.num_row_groups):
+        facts = file.metadata.row_group(group)
+        chunks = [chunk for chunk in map(facts.column, range(facts.num_columns)) if chunk.path_in_schema.startswith(tuple(names))]
+        unpacked = max(sum(chunk.total_uncompressed_size for chunk in chunks), 1)
+        least, most = _SHARED
+        most = min(max(2 * _BATCH // unpacked, least), most) if any(chunk.has_dictionary_page for chunk in chunks) else _MOST_ROWS
+        at_once = min(max(_BATCH * facts.num_rows // unpacked, 1), most)
+        for batch in file.iter_batches(at_once, row_groups=[group], columns=names, use_threads=False):
+            done += batch.num_rows
+            yield batch, size * done // max(total, 1)
+
+
+def _arrow_file(pa: Any, opened: BufferedReader, columns: Sequence[Column], check: Check) -> _Batches:
+    schema = pa.ipc.open_file(opened).schema
+    file = pa.ipc.open_file(opened, options=_options(pa, schema, columns, check))
+    size, count = os.fstat(opened.fileno()).st_size, file.num_record_batches
+    for k in range(count):
+        yield _valid(file.get_batch(k)), size * (k + 1) // count
+
+
+def _arrow_stream(pa: Any, opened: BufferedReader, columns: Sequence[Column], check: Check) -> _Batches:
+    schema = pa.ipc.open_stream(opened).schema
+    opened.seek(0)
+    for batch in pa.ipc.open_stream(opened, options=_options(pa, schema, columns, check)):
+        yield _valid(batch), opened.tell()
+
+
+def _options(pa: Any, schema: Any, columns: Sequence[Column], check: Check) -> Any:
+    """Return options to read only the columns that are needed."""
+    _check(pa, schema, columns, check)
+    fields = [schema.get_field_index(column.name) for column in columns if column.name in schema.names]
+    return pa.ipc.IpcReadOptions(included_fields=sorted(fields), use_threads=False)
+
+
+def _valid(batch: Any) -> Any:
+    batch.validate(full=True)  # offsets of a stranger could lead anywhere
+    return batch
+
+
+def _check(pa: Any, schema: Any, columns: Sequence[Column], check: Check) -> None:
+    wrong = {}
+    for column in columns:
+        if column.name in schema.names and schema.names.count(column.name) == 1:
+            kind = schema.field(column.name).type
+            if not {"text": _is_text, "ids": _is_ids}.get(column.kind, lambda *_: True)(pa, kind):
+                wrong[column.name] = str(kind)
+    check(schema.names, wrong)
+
+
+def _is_text(pa: Any, kind: Any) -> bool:
+    if pa.types.is_dictionary(kind):
+        kind = kind.value_type
+    return pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
+
+
+def _is_ids(pa: Any, kind: Any) -> bool:
+    is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+    return is_list and pa.types.is_integer(kind.value_type)
+
+
+def _values(batch: Any, column: Column) -> Callable[[int], Any]:
+    """Return a function that gives the value of a column in a row of a batch."""
+    array = batch.column(batch.schema.get_field_index(column.name))
+    if column.kind == "ids":
+        return lambda i: None if array[i].values is None else array[i].values.to_numpy(zero_copy_only=False)
+    if column.kind == "text":
+        return lambda i: array[i].as_py()
+    names = _class_names(batch.schema, column.name) if column.labels else []
+    if sorted(names) == sorted(column.labels):
+        return lambda i: _name(array[i].as_py(), names)
+    return lambda i: _without_nulls(array[i].as_py())
+
+
+def _record(values: Mapping[str, Callable[[int], Any]], i: int) -> dict[str, Any] | WrongLine:
+    try:
+        return {name: value(i) for name, value in values.items()}
+    except UnicodeDecodeError as error:
+        return WrongLine(f"expected text in UTF-8, found the byte {error.object[error.start]:#04x} at {error.start}")
+
+
+def _without_nulls(value: Any) -> Any:
+    """Return a value without the keys of objects that are null: rows of a column have all keys that any of them has."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
+def _name(value: Any, names: Sequence[str]) -> Any:
+    return names[value] if isinstance(value, int) and 0 <= value < len(names) else value
+
+
+def _class_names(schema: Any, name: str) -> list[str]:
+    """Return the names of the classes of a column, which Hugging Face's datasets keep beside the schema; [] if there are none."""
+    try:
+        names = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"][name]["names"]
+    except (KeyError, TypeError, ValueError, RecursionError):
+        return []
+    return names if isinstance(names, list) and all(isinstance(each, str) for each in names) else []
+
+
+@contextlib.contextmanager
+def _errors_reported(pa: Any, file: Path, form: Form) -> Iterator[None]:
+    """Turn errors of pyarrow into errors of the system with the name of the file."""
+    try:
+        yield
+    except InputError:
+        raise
+    except MemoryError:
+        raise OSError(errno.ENOMEM, f"a part of this file, {NAMES[form]}, needs more memory than there is", str(file)) from None
+    except (pa.ArrowException, OSError, ValueError, KeyError, IndexError, TypeError, OverflowError) as error:
+        words = f"it begins as {NAMES[form]}, and is damaged, cut off or not supported ({first_line(error)[:200]})"
+        raise OSError(errno.EINVAL, words, str(file)) from None

@@ -1,0 +1,103 @@
+"""Read rows of files of any kind that has them: JSON lines, tables, Parquet and Arrow, in constant memory."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from io import BufferedReader
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from jpipe import InputError
+from jpipe.errors import shortened
+from jpipe.files import open_to_read
+from jpipe_train.data.files import arrow, json_lines, kinds, streams, tables
+from jpipe_train.data.files.arrow import Column
+from jpipe_train.data.files.wrong_lines import Place, WrongLine, WrongLines
+
+_Value = TypeVar("_Value")
+_Rows = Iterator[tuple[Place, Mapping[str, Any] | WrongLine, int]]
+
+
+class Read(NamedTuple):
+    """Where a row was read.
+
+    Attributes:
+        place: its file and number.
+        size: how many bytes of the file, which may be compressed, were read for it.
+    """
+
+    place: Place
+    size: int
+
+
+def records(
+    file: Path, wrong: WrongLines, columns: Sequence[Column], convert: Callable[[Mapping[str, Any]], _Value]
+) -> Iterator[tuple[Read, _Value]]:
+    """Yield what each row of a file holds; rows that are empty or wrong are left out.
+
+    Args:
+        file: to read. What it is decides its content: Parquet, Arrow, a table, or otherwise JSON lines.
+        wrong: where errors go.
+        columns: those that are needed.
+        convert: returns what is yielded for the values of a row by column, or raises WrongLine.
+
+    Raises:
+        InputError: a column is missing or of another type; pyarrow, which reads the file, is not installed.
+        OSError: the file is damaged.
+    """
+    before = 0
+    with open_to_read(file) as opened:
+        for place, record, position in _rows(file, opened, wrong.where, columns):
+            try:
+                if isinstance(record, WrongLine):
+                    raise record
+                value = convert(record)
+            except WrongLine as error:
+                wrong.add(place, str(error))
+                continue
+            yield Read(place, max(position - before, 0)), value
+            before = max(position, before)
+
+
+def _rows(file: Path, opened: BufferedReader, where: str, columns: Sequence[Column]) -> _Rows:
+    def check(names: Sequence[str], other_types: Mapping[str, str]) -> None:
+        _check_columns(file, where, columns, names, other_types)
+
+    kind = kinds.rows_in(file)
+    match None if kind is None else kind.reader:
+        case "parquet" | "arrow file" | "arrow stream" as form:
+            yield from arrow.rows(opened, file, form, columns, check)
+            return
+        case "table":
+            assert kind is not None
+            found: Iterator[tuple[Place, Any]]
+            found = tables.rows(streams.unpacked(opened, file), file, kind.delimiter, lambda names: check(names, {}))
+        case _:
+            found = json_lines.rows(streams.unpacked(opened, file), file, columns[0].name)
+    for place, record in found:
+        yield place, record, opened.tell()
+
+
+def _check_columns(file: Path, where: str, columns: Sequence[Column], names: Sequence[str], other_types: Mapping[str, str]) -> None:
+    """Check that columns are there, once, with their types.
+
+    Raises:
+        InputError: one is not.
+    """
+    for column in columns:
+        setting = "rename it" if column.key is None else f"set {setting_of(where, column.key)}"
+        expected = {"text": "text", "ids": "lists of integers"}.get(column.kind, "values")
+        if column.name not in names and column.is_needed:
+            raise InputError(
+                f"{where}: expected the column {column.name!r} in '{file}', found {shortened(list(map(repr, names)), 20)[:400]}; {setting}"
+            )
+        if names.count(column.name) > 1:
+            raise InputError(f"{where}: expected each column of '{file}' once, found the name {column.name!r} twice; rename one of them")
+        if column.name in other_types:
+            raise InputError(
+                f"{where}: expected {expected} in the column {column.name!r} of '{file}', found {other_types[column.name][:100]}, and the "
+                f"columns {shortened(list(map(repr, names)), 20)[:400]}; {setting}"
+            )
+
+
+def setting_of(where: str, key: str) -> str:
+    """Return the key of a config, or the option of a command, that names a column of the files that `where` names."""
+    return f"data.{key}" if where.startswith("data.") else f"--{key.replace('_', '-')}"

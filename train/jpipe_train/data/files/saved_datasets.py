@@ -1,0 +1,77 @@
+"""Folders that `save_to_disk` of Hugging Face's datasets writes: which Arrow files a dataset has, and which splits a `DatasetDict`."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jpipe import InputError
+from jpipe.errors import short
+from jpipe.files import read_bytes
+
+_STATE, _INFO, _DICT = "state.json", "dataset_info.json", "dataset_dict.json"
+_MOST_BYTES = 2**26  # of one of these files
+VALIDATION = "validation", "valid", "val", "dev"
+"""The names of the split for validation, in order of preference."""
+
+
+def splits(folder: Path, where: str) -> dict[str, Path]:
+    """Return the folder of each split of a `DatasetDict`, or nothing if this folder is none.
+
+    Args:
+        folder: that may be one.
+        where: the key or the option that names it, for messages.
+
+    Raises:
+        InputError: it is a damaged one.
+    """
+    if not (folder / _DICT).is_file():
+        return {}
+    names = _read(folder / _DICT, where).get("splits")
+    return {name: folder / name for name in _names(names, folder / _DICT, "splits", where)}
+
+
+def files(folder: Path, where: str) -> list[Path] | None:
+    """Return the Arrow files of a dataset in the order of its rows, or None if this folder is no dataset.
+
+    Raises:
+        InputError: it is a damaged one, or one whose rows are chosen by another file, as old versions of datasets wrote them.
+    """
+    if not ((folder / _STATE).is_file() and (folder / _INFO).is_file()):
+        return None
+    state = _read(folder / _STATE, where)
+    if state.get("_indices_data_files"):
+        raise InputError(
+            f"{where}: '{folder}' chooses rows by another file, as old versions of datasets did; load it with datasets, and save it again"
+        )
+    listed = state.get("_data_files")
+    names = [item.get("filename") if isinstance(item, dict) else item for item in listed] if isinstance(listed, list) else listed
+    found = [folder / name for name in _names(names, folder / _STATE, "files", where)]
+    if missing := [file for file in found if not file.is_file()]:
+        raise InputError(f"{where}: expected the file '{missing[0]}', which {_STATE} names, found none; copy the folder again")
+    return found
+
+
+def _names(names: Any, file: Path, what: str, where: str) -> Sequence[str]:
+    """Return names that lead out of no folder.
+
+    Raises:
+        InputError: there are others.
+    """
+    if not isinstance(names, list) or not all(isinstance(name, str) and name and Path(name).parts == (name,) for name in names):
+        raise InputError(f"{where}: expected names of {what} in '{file}', found {short(names)}; save the dataset again")
+    if any(name in (".", "..") or "\0" in name for name in names):
+        raise InputError(f"{where}: expected names of {what} in '{file}', found {short(names)}; save the dataset again")
+    return names
+
+
+def _read(file: Path, where: str) -> dict[str, Any]:
+    try:
+        values = json.loads(read_bytes(file, _MOST_BYTES))
+    except (ValueError, RecursionError):
+        values = None
+    if not isinstance(values, dict):
+        raise InputError(
+            f"{where}: expected an object of JSON in '{file}', as datasets writes it, found other text; save the dataset again"
+        )
+    return values

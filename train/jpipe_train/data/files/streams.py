@@ -1,0 +1,109 @@
+"""Open files that may be compressed with gzip or zstd as streams, which decompress them piece by piece, in constant memory."""
+
+import errno
+import gzip
+import io
+import os
+import zlib
+from io import BufferedReader
+from pathlib import Path
+from typing import Any
+
+from jpipe import InputError
+from jpipe.files import open_to_read
+
+GZIP, ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
+"""What compressed files begin with."""
+_BLOCK = 2**20  # bytes that are read at once
+_PACKED = {GZIP: "gzip", ZSTD: "zstd"}
+
+
+def pyarrow(file: Path, what: str) -> Any:
+    """Import the library pyarrow, which is optional.
+
+    Args:
+        file: what is to be read, for the message.
+        what: its kind, such as "a Parquet file".
+
+    Raises:
+        InputError: it is not installed.
+    """
+    try:
+        import pyarrow
+        import pyarrow.ipc
+        import pyarrow.parquet
+    except ImportError:
+        raise InputError(
+            f"'{file}' is {what}: expected the library pyarrow, which reads it, found that it is not installed; install it with "
+            "pip install pyarrow"
+        ) from None
+    return pyarrow
+
+
+def compression(head: bytes) -> str | None:
+    """Return how a file that begins with these bytes is compressed, if its content can be read."""
+    return next((name for start, name in _PACKED.items() if head.startswith(start)), None)
+
+
+def unpacked(opened: BufferedReader, file: Path) -> BufferedReader:
+    """Return a stream of the content of an open file, which is decompressed if it is compressed.
+
+    Args:
+        opened: the file, at its beginning.
+        file: its path, for messages.
+
+    Raises:
+        InputError: pyarrow is not installed, and the file needs it.
+    """
+    kind = compression(opened.peek(4))
+    if kind is None:
+        return opened
+    source: Any
+    if kind == "gzip":
+        source = gzip.GzipFile(fileobj=opened, mode="rb")
+    else:
+        source = pyarrow(file, "compressed with zstd").CompressedInputStream(opened, "zstd")
+    return BufferedReader(_Unpacked(source, file, kind), _BLOCK // 16)
+
+
+class _Unpacked(io.RawIOBase):
+    """The content of a compressed file; errors in it become errors of the system, with the name of the file."""
+
+    def __init__(self, source: Any, file: Path, kind: str) -> None:
+        self._source, self._file, self._kind = source, file, kind
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any, /) -> int:
+        try:
+            content = self._source.read(len(buffer))
+        except (EOFError, zlib.error, OSError, ValueError):  # pyarrow's errors are ValueError or OSError
+            words = f"it is compressed with {self._kind}, and damaged or cut off"
+            raise OSError(errno.EINVAL, words, str(self._file)) from None
+        buffer[: len(content)] = content
+        return len(content)
+
+
+def skip(opened: BufferedReader, count: int) -> None:
+    """Read `count` bytes and forget them, or up to the end."""
+    if opened.seekable():
+        opened.seek(count, os.SEEK_CUR)
+        return
+    while count > 0 and (block := opened.read(min(count, _BLOCK))):
+        count -= len(block)
+
+
+def size(file: Path) -> int:
+    """Return how many bytes a file has when it is decompressed, which reads it all if it is compressed.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    with open_to_read(file) as opened:
+        if compression(opened.peek(4)) is None:
+            return os.fstat(opened.fileno()).st_size
+        stream, total = unpacked(opened, file), 0
+        while block := stream.read(_BLOCK):
+            total += len(block)
+        return total

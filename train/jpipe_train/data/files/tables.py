@@ -1,0 +1,59 @@
+"""Read tables as text: CSV and TSV, whose first row has the names of the columns."""
+
+import csv
+from collections.abc import Callable, Iterator, Sequence
+from io import BufferedReader
+from pathlib import Path
+from typing import Any
+
+from jpipe.errors import short
+from jpipe_train.data.files import wrong_lines
+from jpipe_train.data.files.wrong_lines import Place, WrongLine
+
+
+def rows(
+    opened: BufferedReader, file: Path, delimiter: str, check: Callable[[Sequence[str]], None]
+) -> Iterator[tuple[Place, dict[str, str] | WrongLine]]:
+    """Yield each row by the names of the columns, or what is wrong with it; empty rows are left out.
+
+    Args:
+        opened: the content.
+        file: its path, for messages.
+        delimiter: between cells. Tabs separate cells whatever is in them; others do not inside quotes.
+        check: called with the names of the columns; raises if one is missing.
+    """
+    options: dict[str, Any] = {"quoting": csv.QUOTE_NONE} if delimiter == "\t" else {"strict": True}
+    csv.field_size_limit(wrong_lines.LONGEST)  # of this process; texts are often longer than the default, 131,072 characters
+    table = csv.reader(_decoded(opened), delimiter=delimiter, **options)
+    names: list[str] = []
+    while True:
+        try:
+            record = next(table, None)
+        except (csv.Error, WrongLine) as error:  # nothing behind it can be read
+            yield Place(file, table.line_num + isinstance(error, WrongLine)), WrongLine(str(error))
+            return
+        if record is None:
+            return
+        place = Place(file, table.line_num)
+        if not record:
+            continue
+        if names:
+            is_whole = len(record) == len(names)
+            wrong = WrongLine(f"expected {len(names)} fields, as in the first line, found {len(record)}")
+            yield place, dict(zip(names, record, strict=True)) if is_whole else wrong
+            continue
+        names = record
+        if twice := [name for i, name in enumerate(names) if name in names[:i]]:
+            yield place, WrongLine(f"expected each column once, found the name {short(twice[0])} twice")
+            return
+        check(names)
+
+
+def _decoded(opened: BufferedReader) -> Iterator[str]:
+    while line := opened.readline(wrong_lines.LONGEST + 1):
+        if len(line) > wrong_lines.LONGEST:
+            raise WrongLine(f"expected at most {wrong_lines.LONGEST:,} bytes, found more; is this a table?")
+        try:
+            yield line.decode().removeprefix("\ufeff")
+        except UnicodeDecodeError as error:
+            raise WrongLine(f"expected text in UTF-8, found the byte {line[error.start]:#04x} at {error.start}") from None

@@ -1,0 +1,105 @@
+"""Report lines and rows of files that cannot be used, all together, and check the values in them."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jpipe import InputError
+from jpipe.errors import short
+
+LONGEST = 2**26  # bytes of a line, or of the text in a row
+_MOST_LISTED = 5  # of wrong lines, one by one
+
+
+class Place(NamedTuple):
+    """A place in a file, for messages.
+
+    Attributes:
+        file: the file.
+        number: of the line or row, from 1; 0: the whole file.
+        unit: what is counted.
+    """
+
+    file: Path
+    number: int = 0
+    unit: str = "line"
+
+    def __str__(self) -> str:
+        return f"'{self.file}', {self.unit} {self.number}" if self.number else f"'{self.file}'"
+
+
+class WrongLine(Exception):
+    """An error in a line."""
+
+
+class WrongLines:
+    """Lines that cannot be used, reported together, so that one run finds all of them.
+
+    Attributes:
+        where: the key or the option that names the files, for messages.
+        hint: the end of the message.
+        number: how many there are.
+    """
+
+    def __init__(self, where: str, hint: str = "or name other keys") -> None:
+        self.where, self.hint = where, hint
+        self.number = 0
+        self._unit = "line"
+        self._first: list[tuple[str, str]] = []
+
+    def add(self, place: Place, message: str) -> None:
+        """Add an error in a line."""
+        self.number += 1
+        self._unit = place.unit
+        if len(self._first) < _MOST_LISTED:
+            self._first.append((str(place), message))
+
+    def check(self) -> None:
+        """Raise if a wrong line was added.
+
+        Raises:
+            InputError: with the first of them, and how many there are.
+        """
+        if self.number == 1:
+            raise InputError(f"{self.where}: {self._first[0][0]}: {self._first[0][1]}; correct it, {self.hint}")
+        if self.number:
+            first = "; ".join(": ".join(each) for each in self._first)
+            more = f"; and {self.number - len(self._first):,} more" if self.number > len(self._first) else ""
+            raise InputError(f"{self.where}: {self.number:,} {self._unit}s are wrong: {first}{more}; correct them, {self.hint}")
+
+
+def value_of(record: Mapping[str, Any], key: str) -> Any:
+    """Return the value of a key.
+
+    Raises:
+        WrongLine: there is no such key.
+    """
+    if key not in record:
+        raise WrongLine(f"expected the key {key!r}, found {short(list(record)[:10])}")
+    return record[key]
+
+
+def text_of(value: Any, key: str) -> str:
+    """Return the value of a key, which is to be text.
+
+    Raises:
+        WrongLine: it is none, or very long.
+    """
+    if not isinstance(value, str):
+        raise WrongLine(f"expected text in {key!r}, found {'null' if value is None else type(value).__name__}")
+    if len(value) > LONGEST:
+        raise WrongLine(f"expected at most {LONGEST:,} characters in {key!r}, found {len(value):,}")
+    check_characters(value, f" in {key!r}")
+    return value
+
+
+def check_characters(text: str, where: str = "") -> None:
+    """Check that a text has whole characters, as all is that a tokenizer can read.
+
+    Raises:
+        WrongLine: it has half of one.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise WrongLine(f"expected characters{where}, found half of one (a lone surrogate)") from None
