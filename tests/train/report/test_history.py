@@ -14,8 +14,8 @@ from jpipe_train.checkpoint.run_folder import RunFolder
 from jpipe_train.config.config import Config, OptimizerConfig
 from jpipe_train.run import loop
 from tests.train.conftest import changed
-from tests.train.report.test_report import Page
 from tests.train.report.loggers.test_tensorboard import read
+from tests.train.report.test_report import Page
 
 WARM = {"learning_rate": 0.01, "lr_schedule": "cosine", "warmup_steps": 2}
 OTHER = {"name": "sgd", "learning_rate": 0.5, "lr_schedule": "linear_schedule", "lr_arguments": {"end_value": 0.1, "transition_steps": 3}}
