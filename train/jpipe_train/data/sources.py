@@ -14,6 +14,9 @@ from jpipe.errors import shortened
 from jpipe_train.data.files import saved_datasets
 from jpipe_train.data.files.kinds import kind_of
 
+OR_NULL = ", or null for the standard library's source"
+"""The end of a message about `data.path`, which does not apply to other keys and to options."""
+
 
 def named(path: str | None) -> str:
     """Describe a path in a message; None is the standard library's source."""
@@ -76,8 +79,8 @@ def find_files(path: str | None, where: str = "data.path") -> tuple[list[str], l
     elif glob.has_magic(path):
         names, files = _match(str(root))
     else:
-        none = "null" if where.startswith("data.") else "nothing"  # a key of a config, or the command line
-        raise InputError(f"{where}: '{path}' does not exist; give a file, a folder or a glob, or {none} for the standard library's source")
+        none = OR_NULL if where.startswith("data.") else OR_NULL.replace("null", "nothing")  # a key of a config, or the command line
+        raise InputError(f"{where}: '{path}' does not exist; give a file, a folder or a glob{none}")
     if not files:
         raise InputError(f"{where}: found no regular file at '{path}', so 0 bytes; give a file, a folder or a glob that holds text")
     return names, files

@@ -252,6 +252,25 @@ def _whole_folder(config: Config, path: str) -> Split:
     return Split(documents, documents, f"'{path}'", functools.partial(token_files.digest, folder, index), tokenizer)
 
 
+def check_tokenizers(paths: Sequence[str]) -> None:
+    """Check that all folders of tokens among several sources have the same tokenizer.
+
+    Raises:
+        InputError: one has another.
+    """
+    first: tuple[str, token_files.Index] | None = None
+    for number, path in enumerate(paths):
+        if not token_files.is_folder(path):
+            continue
+        index = token_files.read_index(path, where := f"data.sources[{number}].path")[1]
+        first = first or (path, index)
+        if (index.vocab_size, index.tokenizer_sha256) != (first[1].vocab_size, first[1].tokenizer_sha256):
+            raise InputError(
+                f"{where}: expected tokens of the same tokenizer as in '{first[0]}', found those of another in '{path}'; prepare it with "
+                "the same --tokenizer"
+            )
+
+
 def _check_same_tokenizer(index: token_files.Index, other: token_files.Index, path: str, where: str) -> None:
     """Check that tokens have the same kind and tokenizer as those at `path`."""
     if (other.vocab_size, other.kind, other.tokenizer_sha256) != (index.vocab_size, index.kind, index.tokenizer_sha256):

@@ -16,10 +16,10 @@ from jpipe_train.checkpoint.resume import Resumed
 from jpipe_train.config.config import TrainConfig
 from jpipe_train.console import interrupt
 from jpipe_train.console.preemption import Preemption
-from jpipe_train.data.data import Batches
+from jpipe_train.data.data import Batches, HeldOut
 from jpipe_train.data.position import Ordered
 from jpipe_train.report.measure import Measure
-from jpipe_train.report.metrics_log import MetricsLog, RunStopped, Validation, mean_loss
+from jpipe_train.report.metrics_log import Evaluated, MetricsLog, RunStopped, Validation, mean_loss
 from jpipe_train.report.profiling import Profiler
 from jpipe_train.report.summary import Summary, name_of
 from jpipe_train.run.callbacks import Callbacks
@@ -44,7 +44,7 @@ class Training:
         config: the number of steps, and when to evaluate.
         pipe: the compiled pipeline.
         batches: the training batches by step.
-        held_out: the batches of each evaluation, with the number of copies of each of their rows.
+        held_out: the batches of each evaluation.
         metrics: the metrics of an evaluation in addition to the loss.
         log: records losses.
         measure: traces some batches.
@@ -59,7 +59,7 @@ class Training:
     config: TrainConfig
     pipe: jpipe.Pipeline
     batches: Batches
-    held_out: Sequence[tuple[Any, int]]
+    held_out: Sequence[HeldOut]
     metrics: Mapping[str, Any]
     log: MetricsLog
     measure: Measure
@@ -145,12 +145,13 @@ class Training:
         every = self.config.log_every * math.ceil(self.config.length / self.config.log_every / _MOST_NORMS)
         return step % every == 0 and any(self.pipe.plan.delays)
 
-    def _evaluate(self, state: jpipe.State) -> list[tuple[jpipe.Evaluation, int]]:
-        evaluations = [self.pipe.evaluate(state, batch, self.metrics) for batch, _ in self.held_out]
+    def _evaluate(self, state: jpipe.State) -> list[Evaluated]:
+        evaluations = [self.pipe.evaluate(state, each.batch, self.metrics) for each in self.held_out]
         if self.pipe.ema_decay is not None:
-            averaged = [self.pipe.evaluate(state, batch, self.metrics, weights="ema") for batch, _ in self.held_out]
+            averaged = [self.pipe.evaluate(state, each.batch, self.metrics, weights="ema") for each in self.held_out]
             evaluations = [_with_averaged(newest, ema) for newest, ema in zip(evaluations, averaged, strict=True)]
-        return [(evaluation, copies) for evaluation, (_, copies) in zip(evaluations, self.held_out, strict=True)]
+        each = zip(evaluations, self.held_out, strict=True)
+        return [Evaluated(evaluation, held_out.copies, held_out.source) for evaluation, held_out in each]
 
     def _validation_before(self, state: jpipe.State, resumed: Resumed | None) -> Validation:
         """Log the validation before training and return it; a resumed run reads it from its checkpoint."""
