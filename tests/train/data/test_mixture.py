@@ -30,7 +30,7 @@ def mixed(tiny, tmp_path) -> dict:
     """Return a config with three texts, each of its own symbols and of another length."""
     sources = []
     for letter, weight in WEIGHTS.items():
-        symbols = np.random.default_rng(ord(letter)).integers(0, 32, 8 * (200 + ord(letter)))
+        symbols = np.random.default_rng(ord(letter)).integers(0, 32, 8 * (20 + ord(letter) % 5))
         (tmp_path / f"{letter}.txt").write_bytes(bytes((symbols + 32 * "abc".index(letter)).astype(np.uint8)))
         (tmp_path / f"{letter}.held").write_bytes(letter.encode() * 21 * (1 + ord(letter) % 5))
         sources.append({"path": str(tmp_path / f"{letter}.txt"), "weight": weight, "validation_path": str(tmp_path / f"{letter}.held")})
@@ -65,13 +65,13 @@ def test_any_stretch_of_a_mixture_has_its_proportions_exactly(weights):
 def test_batches_mix_the_rows_of_sources_each_in_an_order_of_its_own(mixed):
     read = data.load(changed(mixed, train={"batch_size": 18}))
     assert [Counter(map(source, rows(read.train, t, t + 1))) for t in (0, 7, 10**6)] == [{"a": 12, "b": 4, "c": 2}] * 3
-    many = rows(read.train, 0, 350)
+    many = rows(read.train, 0, 30)
     for number, (letter, keys) in enumerate(zip("abc", mixed["data"]["sources"], strict=True)):
         alone = data.load(changed(mixed | {"data": {"format": "bytes"} | {key: keys[key] for key in ("path", "validation_path")}}))
-        of_mixture, in_order = [row for row in many if source(row) == letter], rows(alone.train, 0, 100)[: alone.rows]
+        of_mixture, in_order = [row for row in many if source(row) == letter], rows(alone.train, 0, 10)[: alone.rows]
         assert Counter(of_mixture[: alone.rows]) == Counter(in_order), "an epoch has each row once"
         assert of_mixture[: alone.rows] != of_mixture[alone.rows : 2 * alone.rows], "each epoch has an order of its own"
-        assert (of_mixture[:99] == in_order[:99]) == (number == 0), "each further source is shuffled by a seed of its own"
+        assert (of_mixture[: alone.rows] == in_order) == (number == 0), "each further source is shuffled by a seed of its own"
     assert len({read.digest(), data.load(changed(mixed | {"data": {"path": mixed["data"]["sources"][0]["path"]}})).digest()}) == 2
 
 
@@ -83,6 +83,7 @@ def test_a_mixture_goes_on_with_another_batch_size_at_its_next_row(mixed):
 
 @pytest.mark.usefixtures("no_report")
 def test_a_resumed_run_is_equal_and_each_source_has_its_validation_loss(mixed, tmp_path, monkeypatch):
+    mixed["plan"] = {"schedule": "gpipe", "num_stages": 1, "microbatches": 1}
     config = changed(
         mixed, train={"steps": 4, "eval_batches": 100, "stop": {"patience": 9, "metric": "val_loss_c"}}, checkpoint={"every": 2}
     )
