@@ -183,8 +183,8 @@ def test_names_are_those_of_the_files_made_unique():
 def test_a_source_that_cannot_be_read_is_named(mixed, tmp_path):
     (tmp_path / "empty.txt").write_text("")
     for name, message in (
-        ("empty.txt", r"^data\.sources\[1\]\.path: expected at least 2 bytes for training and 2 for validation .* found 0"),
-        ("none.txt", r"^data\.sources\[1\]\.path: '.*none\.txt' does not exist; give a file, a folder or a glob$"),
+        ("empty.txt", r"^data\.sources\.1\.path: expected at least 2 bytes for training and 2 for validation .* found 0"),
+        ("none.txt", r"^data\.sources\.1\.path: '.*none\.txt' does not exist; give a file, a folder or a glob$"),
     ):
         sources = [mixed["data"]["sources"][0], {"path": str(tmp_path / name)}]
         with pytest.raises(jpipe.InputError, match=message):
@@ -197,7 +197,7 @@ def test_folders_of_tokens_of_different_tokenizers_are_an_error(tiny, tokenizer_
         prepare.prepare(prepare.Files([str(tmp_path / "text.txt")]), str(path), str(tmp_path / kind), quiet(), 0.2)
     sources = [{"path": str(tmp_path / kind)} for kind in tokenizer_files]
     config = changed(tiny | {"data": {"format": "tokens", "sources": sources}}, model={"vocab_size": 300})
-    with pytest.raises(jpipe.InputError, match=r"data\.sources\[1\]\.path: expected tokens of the same tokenizer as in '.*decoder', found"):
+    with pytest.raises(jpipe.InputError, match=r"data\.sources\.1\.path: expected tokens of the same tokenizer as in '.*decoder', found"):
         data.load(config)
     one = changed(tiny | {"data": {"format": "tokens", "sources": [sources[0], sources[0]]}}, model={"vocab_size": 300})
     read = data.load(one)

@@ -256,7 +256,7 @@ def _mixture(config: Config, sources: Sequence[SourceConfig], read: Callable[[Co
     for number, train in enumerate(trains):
         if train.spec != trains[0].spec:
             raise InputError(
-                f"data.sources[{number}].path: expected rows like those of '{sources[0].path}', found that only one of the two says where "
+                f"data.sources.{number}.path: expected rows like those of '{sources[0].path}', found that only one of the two says where "
                 "documents end; set data.boundaries: ignore, or prepare both in the same way"
             )
     shares = mixture.proportions([source.weight for source in sources])
@@ -283,7 +283,7 @@ def _errors_name_source(number: int) -> Iterator[None]:
     try:
         yield
     except InputError as error:
-        lines = (re.sub(r"\bdata\.(path|validation_path)\b", rf"data.sources[{number}].\1", str(line)) for line in error.args)
+        lines = (re.sub(r"\bdata\.(path|validation_path)\b", rf"data.sources.{number}.\1", str(line)) for line in error.args)
         raise InputError(*(line.replace(OR_NULL, "") for line in lines)) from None
 
 

@@ -262,7 +262,7 @@ def check_tokenizers(paths: Sequence[str]) -> None:
     for number, path in enumerate(paths):
         if not token_files.is_folder(path):
             continue
-        index = token_files.read_index(path, where := f"data.sources[{number}].path")[1]
+        index = token_files.read_index(path, where := f"data.sources.{number}.path")[1]
         first = first or (path, index)
         if (index.vocab_size, index.tokenizer_sha256) != (first[1].vocab_size, first[1].tokenizer_sha256):
             raise InputError(
