@@ -264,7 +264,7 @@ def _mixture(config: Config, sources: Sequence[SourceConfig], read: Callable[[Co
     return Data(
         mixed,
         mixture.Joined(tuple(part.validation for part in parts)),
-        ", ".join(f"{part.source} ({share / sum(shares):.1%} of the rows)" for part, share in zip(parts, shares, strict=True)),
+        ", ".join(f"{share / sum(shares):.1%} {part.source}" for part, share in zip(parts, shares, strict=True)),
         "; ".join(f"{source.name}: {part.amount}" for source, part in zip(sources, parts, strict=True)),
         lambda: hashlib.sha256(" ".join(part.digest() for part in parts).encode()).hexdigest(),
         tuple(f"{source.name}: {remark}" for source, part in zip(sources, parts, strict=True) for remark in part.remarks),
