@@ -169,7 +169,9 @@ def test_a_slow_minute_is_traced_and_reported_once():
     run = Run(plan)
     run.go(100, 1.1)
     assert (run.traced, run.lines) == ([], [])
-    run.go(50, 2.0, window=window_of(plan, {1: 9.0}))
+    run.go(20, 2.0)
+    assert (run.traced, run.lines) == ([], [])  # not a minute yet
+    run.go(30, 2.0, window=window_of(plan, {1: 9.0}))
     assert len(run.traced) == len(run.lines) == 1
     assert "slow for a minute: " in run.lines[0]
     assert "the cause is stage 1 on rank 1" in run.lines[0]
@@ -228,7 +230,7 @@ def test_without_a_plan_steps_are_compared_with_the_first_window_and_without_tra
     assert "at first; the cause is the data" in run.lines[0]
     assert Run(plan_of(), can_trace=False).go(200, 3.0) is None
     untraced = Run(plan_of(predicted=1.0), can_trace=False)
-    untraced.go(60, 2.0)
+    untraced.go(80, 2.0)
     assert untraced.traced == []
     assert "the cause is an unknown part" in untraced.lines[0]
 
@@ -244,7 +246,7 @@ def test_a_run_with_slow_data_says_so(tiny, monkeypatch, capsys):
     monkeypatch.setattr(BatchesOfRows, "__getitem__", slow)
     monkeypatch.setattr(loop, "Watch", functools.partial(Watch, clock=lambda: clock[0]))
     monkeypatch.setattr(loop, "write_report", lambda *arguments: remarks.append(arguments[-1]))
-    summary = loop.main(changed(tiny, train={"steps": 20, "eval_every": 50}))
+    summary = loop.main(changed(tiny, train={"steps": 24, "eval_every": 50}))
     line = next(line for line in capsys.readouterr().out.splitlines() if "slow for a minute" in line)
     assert "the cause is the data: the loop waits 25 s a step for the next batch" in line
     assert remarks == [summary.remarks] == [{"slow steps": line}]

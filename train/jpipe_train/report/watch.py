@@ -1,6 +1,7 @@
 """Watch the speed of a run: when its steps are slower than predicted, say which part is to blame."""
 
 import itertools
+import math
 import statistics
 import time
 from collections import deque
@@ -270,7 +271,8 @@ class Watch:
         self._processes = [place.process_index for place in places]
         self._shared = len({tuple(place.devices) for place in places}) < len(places)
         self._expected = find_expected(pipe.plan, None)
-        self._steps = deque[Step]()
+        self._steps = deque[Step]()  # those of the last minute
+        self._slow = 0.0  # seconds for which these have been slow
         self._window: jpipe.programs.Window | None = None  # the last one
         self._first: jpipe.programs.Window | None = None  # the one that the steps are compared with
         self._last: float | None = None  # when the last step was finished
@@ -304,9 +306,7 @@ class Watch:
             if self._expected is None:
                 self._first, self._expected = window, find_expected(self._plan, window)
         if not (paused or self._paused or self._last is None or step < self._begins):
-            self._steps.append(Step(now - self._last, self._data))
-            while len(self._steps) > _FEWEST and sum(step.seconds for step in self._steps) - self._steps[0].seconds >= MINUTE:
-                self._steps.popleft()
+            self._add(Step(now - self._last, self._data))
         self._last, self._paused = now, paused
         if self._is_slow and (self._has_window or not self.can_trace):
             self._judge(step, now)
@@ -332,9 +332,16 @@ class Watch:
 
     @property
     def _is_slow(self) -> bool:
-        """Whether the last minute of steps was slow, and a report may follow."""
-        if self._expected is None or len(self._steps) < _FEWEST or self._clock() - self._judged < PAUSE:
-            return False
-        seconds = [step.seconds for step in self._steps]
-        total = sum(seconds)
-        return total >= MINUTE and total - max(seconds) > SLOW * self._expected.seconds * (len(seconds) - 1)
+        """Whether steps have been slow for a minute, and a report may follow."""
+        return self._slow >= MINUTE and self._clock() - self._judged >= PAUSE
+
+    def _add(self, step: Step) -> None:
+        """Add a step to those of the last minute, and count the seconds for which their mean has been slow."""
+        steps = self._steps
+        steps.append(step)
+        while len(steps) > _FEWEST and sum(step.seconds for step in steps) - steps[0].seconds >= MINUTE:
+            steps.popleft()
+        seconds = [step.seconds for step in steps]
+        limit = math.inf if self._expected is None else SLOW * self._expected.seconds
+        is_slow = len(steps) >= _FEWEST and sum(seconds) >= MINUTE and sum(seconds) - max(seconds) > limit * (len(seconds) - 1)
+        self._slow = self._slow + step.seconds if is_slow else 0.0
