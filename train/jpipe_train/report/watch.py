@@ -147,12 +147,8 @@ def stragglers(plan: jpipe.Plan, expected: Expected, window: jpipe.programs.Wind
     """
     rows = microbatch_seconds(plan, window)
     usual = _replicas(rows)
-    should = [[usual.get(s) or expected.stages.get(s) for s in row] for row in rows]
-    ratios = {
-        rank: sum(row.values()) / sum(map(float, of_rank))
-        for rank, (row, of_rank) in enumerate(zip(rows, should, strict=True))
-        if all(of_rank)
-    }
+    should = [[usual.get(s) or expected.stages.get(s, 0.0) for s in row] for row in rows]
+    ratios = {rank: sum(row.values()) / sum(of_rank) for rank, (row, of_rank) in enumerate(zip(rows, should, strict=True)) if all(of_rank)}
     return {rank: ratio for rank, ratio in ratios.items() if ratio >= SLOW and sum(rows[rank].values()) >= SHORT}
 
 
