@@ -99,7 +99,9 @@ def left_out(*paths: str | None) -> tuple[str, ...]:
         root = None if path is None else Path(path).expanduser()
         if root is None or not root.is_dir() or saved_datasets.is_saved(root):
             continue
-        if names := sorted(_beside(_walk(root))):
+        with readable():
+            names = sorted(_beside(_walk(root)))
+        if names:
             lines.append(f"left out of {named(path)}, which has files with rows: {shortened(names)}")
     return tuple(lines)
 
