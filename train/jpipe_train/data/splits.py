@@ -63,6 +63,11 @@ def read(config: Config) -> Split:
     Raises:
         InputError: they cannot be read.
     """
+    split = _read(config)
+    return replace(split, remarks=(*split.remarks, *sources.left_out(config.data.path, config.data.validation_path)))
+
+
+def _read(config: Config) -> Split:
     data = config.data
     if data.read_as == "bytes":
         if data.format == AUTO:
@@ -185,12 +190,14 @@ def read_whole(config: Config, path: str) -> Split:
             files = _files_of_bytes(path, "data.path")[1]
             documents = _documents_of_bytes(files)
         source = sources.named(path) if len(files) == 1 else f"{sources.named(path)} ({len(files)} files)"
-        return Split(documents, documents, source, functools.partial(_digest, "", documents), unit="bytes")
+        digest = functools.partial(_digest, "", documents)
+        return Split(documents, documents, source, digest, unit="bytes", remarks=sources.left_out(path))
     if config.data.format == "tokens" and token_files.is_folder(path):
         return _whole_folder(config, path)
     of_parts = _of_token_rows if config.data.format == "tokens" else _of_texts
     split = of_parts(config, [Part(path, 0.0, "data.path")])
-    return replace(split, validation=split.train, place=(split.place[0], split.place[0]))
+    remarks = *split.remarks, *sources.left_out(path)
+    return replace(split, validation=split.train, place=(split.place[0], split.place[0]), remarks=remarks)
 
 
 class _Bytes(NamedTuple):
