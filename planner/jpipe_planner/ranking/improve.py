@@ -19,7 +19,7 @@ from jpipe_planner.cost.simulated import MOST_FORWARDS, forwards, simulate_plan,
 from jpipe_planner.machine.topology import Topology
 from jpipe_planner.ranking.choose import Choice, Ranked
 from jpipe_planner.ranking.loads import least_loaded
-from jpipe_planner.ranking.neighbours import QuickBound, neighbours, pairs
+from jpipe_planner.ranking.neighbours import QuickBound, neighbours, pairs, recut
 from jpipe_planner.ranking.sum_parts import with_sum_parts
 from jpipe_planner.ranking.variants import priced
 from jpipe_planner.search.candidate import Candidate
@@ -27,11 +27,11 @@ from jpipe_planner.search.parallel import EXTRA
 
 GAIN = 0.002  # relative gain of a step: smaller ones are not worth a simulation
 EQUAL = 1e-6  # relative difference of plans that are equally fast
-MOST_NEAR = 200  # plans with two changes whose bounds are computed
+MOST_NEAR = 200  # plans with several changes whose bounds are computed
 MOST_DEPTHS = 6  # numbers of stages that are tried with stages by load
 STARTS = 3  # plans of different kinds that are improved
 NEAR = 0.05  # relative amount by which such a plan may be slower than the fastest one
-MOST_IN_ALL = 60_000  # forwards of all simulations, with the bounds in forwards: some seconds
+MOST_IN_ALL = 90_000  # forwards of all simulations, with the bounds in forwards: some seconds
 MOST_BY_BOUNDS = MOST_IN_ALL // 6  # of them, up to which steps by bounds are made
 _FREE_FORWARDS = 12  # forwards in `unhindered_seconds` that cost as much as one
 
@@ -102,11 +102,14 @@ class _Improvement:
         return self._fastest(((one, False) for one in near), ranked)
 
     def _step(self, ranked: Ranked) -> Ranked | None:
-        """Return a faster plan near another one, with one change or else with two; None: there is none, or it would take too long."""
+        """Return a faster plan near another one, with one change or else with more; None: there is none, or it would take too long."""
         profile, _ = self._choice.meshes.of(ranked.candidate.degrees)
         candidate, in_parts = dataclasses.replace(ranked.candidate, sum_parts=()), bool(ranked.candidate.sum_parts)
         near = [(one, kept) for one in neighbours(candidate, profile) for kept in {False, in_parts}] + [(candidate, not in_parts)]
-        return self._fastest(near, ranked) or self._fastest(((one, in_parts) for one in pairs(candidate, profile)), ranked)
+        found = self._fastest(near, ranked)
+        for plans in (recut, pairs):
+            found = found or self._fastest(((one, in_parts) for one in plans(candidate, profile)), ranked)
+        return found
 
     def _is_better(self, found: Ranked, ranked: Ranked) -> bool:
         return found.seconds < _enough(found.candidate, ranked) and found.candidate.over is None

@@ -57,6 +57,16 @@ def pairs(candidate: Candidate, profile: Profile) -> Iterator[Candidate]:
             yield further
 
 
+def recut(candidate: Candidate, profile: Profile) -> Iterator[Candidate]:
+    """Yield the plans that differ in one cut, wherever it may be, and in any number of microbatches in flight."""
+    rules, ends = jpipe.schedules.SCHEDULES[candidate.schedule], (*candidate.starts[1:], len(profile.ids))
+    varies = "extra_in_flight" in rules.options and candidate.max_in_flight is None
+    for extra in range(MOST_EXTRA + 1) if varies else (candidate.extra_in_flight,):
+        more = dataclasses.replace(candidate, extra_in_flight=extra)
+        for s in range(1, candidate.depth):
+            yield from (_with_cut(more, s, start) for start in range(candidate.starts[s - 1] + 1, ends[s]))
+
+
 def _changed(candidate: Candidate) -> tuple[object, ...]:
     """Return what differs between neighbours."""
     return candidate.starts, candidate.replicas, candidate.extra_in_flight
