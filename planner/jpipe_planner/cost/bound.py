@@ -3,8 +3,8 @@
 Every port has to carry all messages and sums that go through it, one after the other. And every computation waits for what it needs: its
 worker, the messages with their latencies, the sum for the weight version that it reads. The bounds ignore that messages wait for each
 other, and how long updates wait for other stages: for the norm of the gradients with clipping, and for gradients of shared parameters.
-`rank_seconds`, `flush_seconds` and `port_seconds` hold for all plans,
-`order_seconds` for those that flush, the other bounds for plans with one stage on each rank, where a worker has the number of its rank.
+`rank_seconds`, `flush_seconds` and `port_seconds` hold for all plans, `order_seconds` for those that flush, the other bounds for plans with
+one stage on each rank, where a worker has the number of its rank.
 """
 
 from collections import defaultdict, deque

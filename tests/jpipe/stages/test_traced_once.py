@@ -87,7 +87,7 @@ def checked(layers, trained=WHOLE):
 def test_the_backward_of_layers_that_are_one_object_is_checked_once():
     traced = []
     layer = scaling(traced)
-    check = checked({name: layer for name in "abcdef"})
+    check = checked(dict.fromkeys("abcdef", layer))
     traced.clear()
     check()
     assert len(traced) == 3  # the first one, which needs no gradient of its input, the last one, and one in between
