@@ -2,14 +2,15 @@
 
 Every port has to carry all messages and sums that go through it, one after the other. And every computation waits for what it needs: its
 worker, the messages with their latencies, the sum for the weight version that it reads. The bounds ignore that messages wait for each
-other, and with clipping the wait for the norm of the gradients. `rank_seconds`, `flush_seconds` and `port_seconds` hold for all plans,
-`order_seconds` for those that flush, the other bounds for plans with one stage on each rank, where a worker has the number of its rank.
+other, and how long updates wait for other stages: for the norm of the gradients with clipping, and for gradients of shared parameters.
+`rank_seconds`, `flush_seconds` and `port_seconds` hold for all plans, `order_seconds` for those that flush, the other bounds for plans with
+one stage on each rank, where a worker has the number of its rank.
 """
 
 from collections import defaultdict, deque
 from collections.abc import Hashable, Iterator, Sequence
 from functools import cache, lru_cache
-from itertools import accumulate, pairwise, permutations
+from itertools import accumulate, chain, pairwise, permutations
 from math import lcm
 from typing import NamedTuple
 
@@ -203,11 +204,18 @@ def unhindered_seconds(
 
 
 def order_seconds(
-    plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost], link: jpipe.programs.Network, first: int, batches: int
+    plan: jpipe.Plan,
+    costs: Sequence[jpipe.programs.StageCost],
+    link: jpipe.programs.Network,
+    first: int,
+    batches: int,
+    global_norm: bool = False,
 ) -> float:
     """Return the seconds per batch of a plan that flushes if messages never wait for each other, with any stages on its ranks.
 
-    One of its pipelines is walked through, in the order of its schedule. Its sums begin once it has computed their gradients.
+    One of its pipelines is walked through, in the order of its schedule. Its sums begin once it has computed their gradients. A stage
+    updates after its last gradients, or at the end of the batch if its update needs a sum, the norm, or gradients of other stages; the wait
+    for other stages is not counted.
 
     Args:
         plan: the plan.
@@ -215,6 +223,7 @@ def order_seconds(
         link: the links between its ranks.
         first: the first batch to measure.
         batches: the number of batches to measure.
+        global_norm: whether updates wait for the norm of the gradients of all stages.
 
     Returns:
         The bound; 0 without a flush, or where stages differ in their replicas.
@@ -225,6 +234,8 @@ def order_seconds(
     clocks, summed = [0.0] * len(plan.pipeline_ranks), [0.0] * plan.depth
     known, starts = [0.0] * (2 * plan.depth * plan.microbatches), list[float]()
     rings = [_ring(plan, s, link) for s in range(plan.depth)]
+    sharing = set(chain.from_iterable(jpipe.programs.shared_stages(costs)))
+    at_end = {s for s in range(plan.depth) if rings[s] or global_norm or s in sharing}
     for _ in range(first + batches + 1):
         starts.append(clocks[0])
         for step in steps:
@@ -234,13 +245,14 @@ def order_seconds(
                 known[place] = ends + delay
             if step.ends_batch:
                 s = step.stage
-                if rings[s]:
+                if s in at_end:
                     summed[s] = ends + _summed_after(costs[s], plan.stages[s], step.op, rings[s])
                 else:
                     clocks[step.rank] += costs[s].update
-        for p, stages in enumerate(plan.pipeline_ranks if rings[0] else ()):
-            updated = clocks[p] + sum(costs[s].update for s in stages)
-            clocks[p] = max(updated, *(summed[s] + costs[s].update for s in stages))
+        for p, stages in enumerate(plan.pipeline_ranks):
+            late = [s for s in stages if s in at_end]
+            updated = clocks[p] + sum(costs[s].update for s in late)
+            clocks[p] = max(updated, *(summed[s] + costs[s].update for s in late)) if late else updated
     return (starts[first + batches] - starts[first]) / batches
 
 

@@ -244,7 +244,7 @@ def count_bytes(model: Model, policies: Sequence[str], meter: Meter) -> StageCos
             return dataclasses.asdict(model.stage(ids, rows, policy).cost)
 
         counted, is_linear = count_by_policy(model.sizes, policies, count, is_linear=linear.issuperset(name))
-        linear.update(name if is_linear else ())
+        linear.update(name if is_linear and len(name) == 1 else ())  # that a pair is says nothing of each of its layers
         costs[name] = {key: jpipe.programs.StageCost(**cost) for key, cost in counted.items()}
         meter.step()
     return costs

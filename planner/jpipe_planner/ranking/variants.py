@@ -230,8 +230,10 @@ class _Variants:
         plan, link, *_ = variant.part
         self._spent += math.ceil(_SHARE_OF_BOUND * forwards(plan))
         costs = slowed(variant.plan, variant.costs, self.topology)
-        in_order = unhindered_seconds if has_bounds(plan) else order_seconds
-        least = in_order(plan, costs, link, *window(plan))
+        if has_bounds(plan):
+            least = unhindered_seconds(plan, costs, link, *window(plan))
+        else:
+            least = order_seconds(plan, costs, link, *window(plan), self.global_norm)
         return dataclasses.replace(variant, least=max(variant.least, least / variant.candidate.batch), is_bounded=True)
 
     def _variant(self, candidate: Candidate, schedule: str = "", order_limit: int | None = None) -> "_Variant":

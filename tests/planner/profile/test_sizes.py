@@ -71,10 +71,22 @@ def floats(rows):
     return tuple(jax.ShapeDtypeStruct((rows, 6), np.float32) for _ in "xy")
 
 
-@pytest.mark.parametrize("middle", [Padded, lambda rngs: nnx.Linear(6, 6, rngs=rngs)])
+def linear(rngs):
+    return nnx.Linear(6, 6, rngs=rngs)
+
+
+def pad(x):
+    return x, jnp.pad(x, ((0, -len(x) % 4), (0, 0)))
+
+
+def crop(both):
+    x, padded = both
+    return padded[: len(x)]
+
+
+@pytest.mark.parametrize("middle", [{"mid": Padded}, {"mid": linear}, {"pad": pad, "crop": crop}])  # a linear pair of two that are not
 def test_the_bytes_of_a_layer_are_those_of_each_size_alone(middle):
-    layers = {"in": lambda rngs: nnx.Linear(6, 6, rngs=rngs), "mid": middle, "out": lambda rngs: nnx.Linear(6, 6, rngs=rngs)}
-    stack, policies = jpipe.LayerStack(layers), ("none", "full")
+    stack, policies = jpipe.LayerStack({"in": linear, **middle, "out": linear}), ("none", "full")
     costs = count_bytes(Model(stack, floats, squares, optax.sgd(0.1), SIZES), policies, Meter(None, 0))
     for rows in (2, 8):
         alone = count_bytes(Model(stack, floats, squares, optax.sgd(0.1), (rows,)), policies, Meter(None, 0))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+from functools import partial
 
 import pytest
 
@@ -110,6 +111,21 @@ def test_with_a_known_plan_only_those_that_could_be_better_are_simulated():
     assert {candidate.schedule for candidate in some} == {candidate.schedule for candidate in every}
     fastest, known = (min([best.seconds, *(one.batch_seconds for one in variants.values())]) for variants in (every, some))
     assert known <= fastest * (1 + SLACK)
+
+
+@pytest.mark.parametrize("slow", ["111001", "100111"])
+def test_with_a_global_norm_the_fastest_plan_is_simulated(slow):
+    """Updates wait for the norm, so long ones delay no other chunk: a bound in which they did would rule the plan out."""
+    profile, topology = gpt(4, sizes=(1,)), levels((2, 1e12, 0.0))
+    layers = [
+        layer.model_copy(update={"update": 6.0 if is_slow == "1" else 0.1}) for layer, is_slow in zip(profile.layers, slow, strict=True)
+    ]
+    profile = profile.model_copy(update={"layers": tuple(layers)})
+    search = partial(find_variants, profile, topology, 2, schedules=["interleaved_1f1b"], global_norm=True)
+    every = search().simulated
+    fastest = min(every, key=lambda candidate: candidate.seconds)
+    known = Ranked(fastest, dataclasses.replace(every[fastest], batch_seconds=1.02 * fastest.seconds))
+    assert fastest in search(best=known).simulated
 
 
 def test_where_memory_is_short_fewer_microbatches_in_flight_save_it():
