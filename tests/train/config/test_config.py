@@ -159,6 +159,12 @@ def test_numbers_up_to_64_bits_are_read(number):
         ("[" * 5000, "nested too deeply"),
         ("- seed", "config.yaml: expected a mapping of keys such as 'train:', found list"),
         ("train: 3", "config.yaml: train: expected a valid dictionary or instance of TrainConfig, found 3"),
+        (
+            "train: {stop: {patience: 1, metric: loss}}",
+            "config.yaml: train.stop.metric: expected the name of a result of the validations, val_loss or val_NAME, found 'loss'; did you "
+            "mean 'val_loss'?",
+        ),
+        ("checkpoint: {best: {metric: val_}}", "config.yaml: checkpoint.best.metric: expected the name of a result of the validations"),
         ("train: {steps: 0}", "config.yaml: train.steps: expected greater than or equal to 1, found 0"),
         ("train: {steps: true}", "config.yaml: train.steps: expected a valid integer, found True"),
         ("optimizer: {learning_rate: .nan}", "config.yaml: optimizer.learning_rate: expected a finite number, found nan"),

@@ -8,12 +8,15 @@ from fractions import Fraction
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from rich.console import Console
 
 import jpipe
 from jpipe_train.config import config_file
 from jpipe_train.config.config import TrainConfig
+from jpipe_train.console.progress import Reporter
 from jpipe_train.data import data
 from jpipe_train.data.position import Position
+from jpipe_train.launch.together import Together
 from jpipe_train.models import cross_entropy
 from jpipe_train.run import loop
 from tests.train.conftest import changed
@@ -109,6 +112,16 @@ def test_data_without_a_length_have_no_epochs(tiny):
         data.load(own(tiny, "endless"))
     with pytest.raises(jpipe.InputError, match=r"train\.epochs: expected at most 1,000,000,000 steps, found"):
         data.load(own(tiny, "huge"))
+
+
+def test_a_profile_after_the_last_step_of_the_epochs_is_an_error(tiny):
+    config = with_epochs(tiny, 0.1, profile={"from": 10, "steps": 3})
+    read, reporter = data.load(config), Reporter(1, 1, "tokens", Console(quiet=True))
+    assert read.steps == 12
+    with pytest.raises(jpipe.InputError, match=r"train\.profile: expected steps up to 11, the last one of the run, found 10 to 12"):
+        loop.with_steps(config, read, reporter, Together(None))
+    fits = with_epochs(tiny, 0.1, profile={"from": 9, "steps": 3})
+    assert loop.with_steps(fits, read, reporter, Together(None)).train.length == 12
 
 
 def test_a_run_has_either_steps_or_epochs(tmp_path):

@@ -225,7 +225,15 @@ def test_a_signal_to_the_launcher_saves_and_starts_nothing():
                 f"--elastic {words} -- train x",
                 f"launch --elastic: expected MIN:MAX, the fewest and the most processes, such as 2:4, at most 256, found '{words}'",
             )
-            for words in ("4", "3:2", "0:2", "2:257", "2:x")
+            for words in ("4", "0:2", "2:257", "2:x")
+        ),
+        (
+            "--elastic 3:2 -- train x",
+            "launch --elastic: expected MIN:MAX, found '3:2', in which MIN is larger than MAX; write 2:3",
+        ),
+        *(
+            (f"-n 2 {option} 3 -- train x", f"launch {option}: would mean nothing without --elastic MIN:MAX; leave it out")
+            for option in ("--max-failures", "--retry-after", "--shortage-limit")
         ),
         ("--elastic 1:2 --max-failures 0 -- train x", "launch --max-failures: expected 1 or more, found 0"),
         ("--elastic 1:2 --retry-after nan -- train x", "launch --retry-after: expected seconds, 0 to 1e9, found nan"),

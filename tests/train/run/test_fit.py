@@ -18,9 +18,12 @@ import pytest
 import jpipe
 import jpipe_train
 from examples import mlp
+from jpipe.checkpoints import files as checkpoint_files
 from jpipe_train import cli
+from jpipe_train.checkpoint.best import best_step
 from jpipe_train.models import cross_entropy
 from jpipe_train.run import fit_data, loop
+from jpipe_train.run.callbacks import Callbacks
 from jpipe_train.run.fit_data import RowsOfArrays
 from tests.jpipe.running import check_equal
 from tests.packages import ROOT
@@ -179,6 +182,22 @@ def test_a_callback_that_would_do_nothing_is_refused(callback, message):
         jpipe_train.fit(pipeline(), BATCHES, steps=2, callbacks=[callback], **QUIET)
 
 
+@pytest.mark.parametrize(("callbacks", "found"), [(print, "builtin_function_or_method"), (Stops(1), "Stops"), (None, "NoneType")])
+def test_callbacks_that_are_no_list_are_an_error(callbacks, found):
+    with pytest.raises(jpipe.InputError, match=rf"callbacks: expected a list of objects, found {found}; write it as a list, \[callback\]"):
+        Callbacks.__init__.__wrapped__(object.__new__(Callbacks), callbacks)
+
+
+def test_the_best_checkpoint_of_a_function_stays_and_callbacks_get_each_checkpoint(tmp_path):
+    stops = Stops(None)
+    best = {"every": 1, "keep": 3, "best": {"metric": "val_mine", "mode": "min"}}
+    arguments = {"eval_data": BATCHES[:1], "eval_every": 1, "metrics": {"mine": lambda outputs, labels: (labels.size - labels.size, 1)}}
+    jpipe_train.fit(pipeline(), BATCHES, steps=6, **arguments, **QUIET, checkpoint=best, run_dir=tmp_path / "run", callbacks=[stops])
+    assert [record.step for record in stops.records if isinstance(record, jpipe_train.CheckpointRecord)] == [1, 2, 3, 4, 5, 6]
+    assert checkpoint_files.steps(tmp_path / "run") == [1, 4, 5, 6], "of equal values the first one is the best"
+    assert best_step(tmp_path / "run", "") == 1
+
+
 class Iterated:
     def __iter__(self):
         return iter(BATCHES)
@@ -222,6 +241,11 @@ def test_data_that_can_only_be_iterated_are_refused(data, found, name):
         ({"checkpoint": 5}, "fit: checkpoint would mean nothing without run_dir"),
         ({"resume": "must"}, "fit: resume 'must' would mean nothing without run_dir"),
         ({"metrics": {"a": "acuracy"}}, "fit: eval.metrics: 'a': expected module:function or one of accuracy, "),
+        (
+            {"run_dir": "run", "checkpoint": {"best": {"metric": "val_min"}}, "eval_data": BATCHES, "metrics": {"mine": squares}},
+            "checkpoint.best.metric: expected a result of the validations of this run, found 'val_min'; did you mean 'val_mine'",
+        ),
+        ({"run_dir": "run", "checkpoint": {"best": {}}}, "fit: checkpoint.best would mean nothing without eval_data, .* give it, or"),
         ({"run_dir": "run", "checkpoint": {"evry": 5}}, "fit: unknown key 'checkpoint.evry'; did you mean 'checkpoint.every'"),
     ],
 )

@@ -2,6 +2,7 @@
 
 import math
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +19,7 @@ from jpipe_train.checkpoint.checkpoints import Checkpoints
 from jpipe_train.checkpoint.resume import Facts, Resumed
 from jpipe_train.config.config import BestConfig, CheckpointConfig, Config
 from jpipe_train.config.config_file import to_yaml
+from jpipe_train.console.preemption import Preemption
 from jpipe_train.launch.together import Together
 from jpipe_train.run import loop, training
 from jpipe_train.run.stopping import Stopping, check, stopped_words
@@ -126,7 +128,7 @@ VALUES = {0: 5.0, 1: 4.5, 2: 3.0, 3: 2.5, 4: 2.0, 6: 2.5, 8: 2.4, 10: 2.3, 12: 1
 def scripted(tiny, monkeypatch):
     """Return a config of a run whose validation losses are `VALUES`; it stops before step 8."""
     monkeypatch.setattr(loop, "write_report", lambda *_: None)
-    monkeypatch.setattr(training.Training, "_evaluate", lambda self, state: {"val_loss": VALUES[state.batch]})
+    monkeypatch.setattr(training.Training, "_evaluate", lambda self, state: {"val_loss": VALUES.get(state.batch, 9.0)})
     train = tiny["train"] | {"steps": 12, "stop": {"patience": 2}}
     return tiny | {"train": train, "checkpoint": {"every": 5, "keep": 1, "best": {}}}
 
@@ -175,6 +177,30 @@ def test_a_run_that_was_interrupted_stops_at_the_same_step(schedule, cut, script
     assert rows_of(parts.folder) == rows_of(whole.folder)
     assert checkpoint_files.steps(parts.folder) == checkpoint_files.steps(whole.folder) == [4, 6, 7, 8]
     np.testing.assert_equal(weights_of(parts.folder), weights_of(whole.folder))
+
+
+def signal_before(monkeypatch, step):
+    """Send SIGTERM just before the run decides what to do before a step."""
+    real = Preemption.decide
+
+    def decide(self, at, is_saved):
+        if at == step:
+            signal.raise_signal(signal.SIGTERM)
+        return real(self, at, is_saved)
+
+    monkeypatch.setattr(Preemption, "decide", decide)
+
+
+@pytest.mark.parametrize(("at", "steps", "kept"), [(6, 7, [4, 7]), (8, 8, [4, 8])])
+def test_the_validation_at_which_a_signal_arrives_counts(at, steps, kept, scripted, monkeypatch):
+    config = changed(scripted, train={"steps": 10**5})  # the run goes on until its checkpoint is written
+    with monkeypatch.context() as patched:
+        signal_before(patched, at)
+        summary = loop.main(config)
+    assert (summary.steps, checkpoint_files.steps(summary.folder)) == (steps, kept)
+    assert summary.stopped_by == (signal.SIGTERM if steps < 8 else None), "the rule ends the run at step 8 without a signal"
+    if steps < 8:
+        assert loop.main(config).steps == 8
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ several such parts, from whose means `combined` computes it at the end.
 import inspect
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 
 from jpipe import InputError
-from jpipe.errors import nearest
 from jpipe_train.config import entry_point
 from jpipe_train.config.config import BestConfig, Config, EvalConfig, Mode, StopConfig
 from jpipe_train.config.model_config import ModelConfig
@@ -48,36 +47,24 @@ def metrics(config: EvalConfig, model: ModelConfig | None = None) -> dict[str, A
     return functions
 
 
-def results(config: Config) -> dict[str, Mode]:
+def results(config: Config, functions: Iterable[str] = ()) -> dict[str, Mode]:
     """Return the results of a validation by their names in a row, each with whether lower ("min") or higher values are better.
 
     Args:
         config: of the run.
+        functions: names of metrics that are functions of a Python program, which the config does not have.
     """
     has_experts = config.model.target is None and config.model.experts is not None
     kinds = {"loss": "loss"} | {name: name for name in (_OF_EXPERTS if has_experts else ())} | config.eval.metrics
+    kinds |= dict.fromkeys(functions, "function")
     modes: dict[str, Mode] = {f"val_{name}": "min" if kind in _LOWER_IS_BETTER else "max" for name, kind in kinds.items()}
     modes |= {} if config.optimizer.ema_decay is None else {f"{name}_ema": mode for name, mode in modes.items()}
     return modes | {f"val_loss_{source.name}": "min" for source in config.data.sources or ()}
 
 
-def mode_of(config: Config, chosen: StopConfig | BestConfig, key: str) -> Mode:
-    """Return whether lower or higher values of the chosen result are better.
-
-    Args:
-        config: of the run.
-        chosen: names the result.
-        key: where it does, for messages.
-
-    Raises:
-        InputError: the validations of the run have no such result.
-    """
-    known = results(config)
-    if chosen.metric not in known:
-        raise InputError(
-            f"{key}.metric: expected a result of the validations of this run, found '{chosen.metric}'; {nearest(chosen.metric, known)}"
-        )
-    return chosen.mode or known[chosen.metric]
+def mode_of(config: Config, chosen: StopConfig | BestConfig) -> Mode:
+    """Return whether lower or higher values of the chosen result are better; of functions of a Python program, higher ones."""
+    return chosen.mode or results(config).get(chosen.metric, "max")
 
 
 def combined(means: Mapping[str, float]) -> dict[str, float]:

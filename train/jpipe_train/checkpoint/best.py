@@ -154,5 +154,5 @@ def find(folder: Path, config: Config) -> tuple[int, float] | None:
     if best is None:
         return None
     values = values_in(folder, best.metric)
-    steps = ranked(values, mode_of(config, best, "checkpoint.best"))
+    steps = ranked(values, mode_of(config, best))
     return (steps[0], values[steps[0]]) if steps else None

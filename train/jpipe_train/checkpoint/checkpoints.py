@@ -67,7 +67,7 @@ class Checkpoints:
         self._thread = ThreadPoolExecutor(1, "checkpoints")
         # Kept open to notice when another folder takes its place. Without checkpoints only process 0 needs the folder.
         self._open_folder = None if config.every is None else os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        self.written: int | None = None  # the step of the last complete checkpoint, in process 0
+        self.written: list[int] = []  # the steps of the checkpoints that are complete, in order, in process 0
 
     def schedule_snapshot(self, step: int) -> None:
         """Begin the snapshot after `step`, which is about to run, if one is due."""
@@ -167,10 +167,11 @@ class Checkpoints:
             return None
         from jpipe.checkpoints import files
 
-        if self.written == step and files.has_all_files(self._folder, step):
+        is_written = self.written[-1:] == [step]
+        if is_written and files.has_all_files(self._folder, step):
             return None
         last_complete = self._last_complete("there is no other", step)
-        what = "could not be written" if self.written != step else "is not in the run folder any more"
+        what = "is not in the run folder any more" if is_written else "could not be written"
         return f"the checkpoint of step {step} {what}; {last_complete}"
 
     def close(self) -> None:
@@ -207,7 +208,7 @@ class Checkpoints:
         save(self._folder, snapshot, facts=dict(facts), rows=self._rows, limit=_PATIENCE, processes=self._together.processes)
         if not self._together.is_first:
             return
-        self.written = snapshot.batch
+        self.written.append(snapshot.batch)
         progress.report(snapshot.batch, self._steps)
         try:
             best = () if self._best is None else self._best.in_folder(self._folder)

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import tyro
 
-from jpipe_train.commands.parsing import Count, Flag, OptionalCount, Seconds
+from jpipe_train.commands.parsing import Flag, OptionalCount
 from jpipe_train.console.terminal import fail, printable
 
 LAUNCHED = "-- train CONFIG [--KEY …] | -- plan CONFIG … | -- evaluate RUN … | -- generate RUN … | -- doctor"
@@ -17,9 +17,9 @@ def launch(
     pin: Flag = False,
     max_restarts: OptionalCount = None,
     elastic: Annotated[str | None, tyro.conf.arg(metavar="MIN:MAX")] = None,
-    max_failures: Count = 3,
-    retry_after: Seconds = 300.0,
-    shortage_limit: Seconds = 900.0,
+    max_failures: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="(default: 3)")] = None,
+    retry_after: Annotated[float | None, tyro.conf.arg(metavar="SECONDS", help_behavior_hint="(default: 300)")] = None,
+    shortage_limit: Annotated[float | None, tyro.conf.arg(metavar="SECONDS", help_behavior_hint="(default: 900)")] = None,
 ) -> int:
     """Start several processes on this machine, such as `jpipe launch -n 4 -- train configs/gpt-bytes.yaml`.
 
@@ -40,10 +40,14 @@ def launch(
 
     if message := launcher.problem(num_processes, command, pin=pin, max_restarts=max_restarts, elastic=elastic):
         return fail(printable(message), 2)
+    options = {"max_failures": max_failures, "retry_after": retry_after, "shortage_limit": shortage_limit}
+    given = {name: value for name, value in options.items() if value is not None}
     if elastic is None:
         assert num_processes is not None
+        if given:
+            return fail(f"launch --{next(iter(given)).replace('_', '-')}: would mean nothing without --elastic MIN:MAX; leave it out", 2)
         return launcher.main(num_processes, command, pin=pin, max_restarts=max_restarts or 0)
-    limits = elastic_launcher.limits(elastic, max_failures, retry_after, shortage_limit)
+    limits = elastic_launcher.limits(elastic, given)
     if isinstance(limits, str):
         return fail(printable(limits), 2)
     return elastic_launcher.main(limits, command, pin=pin)

@@ -1,14 +1,27 @@
 """The sections `train` and `checkpoint` of a config: how long a run trains, when it stops early, and which checkpoints it keeps."""
 
+import re
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_serializer, model_serializer, model_validator
+from pydantic import AfterValidator, Field, field_serializer, model_serializer, model_validator
 
+from jpipe.errors import short
 from jpipe_train.config.section import MOST_ROWS, Count, Section
 
 Mode = Literal["min", "max"]
 """Whether lower or higher values of a result are better."""
-_ResultName = Annotated[str, Field(pattern=r"^val_[A-Za-z]\w{0,80}$")]
+_RESULT = re.compile(r"val_[A-Za-z]\w{0,80}")
+
+
+def _checked_result(name: str) -> str:
+    """Return the name of a result unchanged, or raise ValueError if no result can have it."""
+    if _RESULT.fullmatch(name) is None:
+        hint = f"did you mean 'val_{name}'?" if _RESULT.fullmatch(f"val_{name}") else "write val_loss or another name in metrics.jsonl"
+        raise ValueError(f"expected the name of a result of the validations, val_loss or val_NAME, found {short(name)}; {hint}")
+    return name
+
+
+_ResultName = Annotated[str, AfterValidator(_checked_result)]
 
 
 class StopConfig(Section):
@@ -82,12 +95,16 @@ class TrainConfig(Section):
 
     @model_validator(mode="after")
     def _profiled_steps_exist(self) -> "TrainConfig":
-        if self.profile is not None and self.profile.first + self.profile.steps > self.length:
-            last = self.profile.first + self.profile.steps - 1
-            raise ValueError(
-                f"profile: expected steps up to {self.length - 1}, the last one of the run, found {self.profile.first} to {last}"
-            )
+        if problem := self.profile_problem():
+            raise ValueError(problem)
         return self
+
+    def profile_problem(self) -> str | None:
+        """Return an error message if a step that is to be profiled comes after the end of the run, as far as that is known."""
+        if self.profile is None or self.profile.first + self.profile.steps <= self.length:
+            return None
+        last = self.profile.first + self.profile.steps - 1
+        return f"profile: expected steps up to {self.length - 1}, the last one of the run, found {self.profile.first} to {last}"
 
     @field_serializer("steps")
     def _epochs_stay(self, steps: int | None) -> int | None:

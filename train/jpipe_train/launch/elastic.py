@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from jpipe_train.launch import launch, progress, slots
 from jpipe_train.launch.process_group import BAD_INPUT, ProcessGroup, say
@@ -22,18 +23,26 @@ from jpipe_train.launch.slots import GiveUp, Limits, Slot, Start
 _GPUS = "CUDA_VISIBLE_DEVICES"
 
 
-def limits(text: str, max_failures: int, retry_after: float, shortage_limit: float) -> Limits | str:
-    """Return the limits that the options `--elastic MIN:MAX` and so on describe, or an error message."""
-    match = re.fullmatch(r"(\d{1,4}):(\d{1,4})", text, re.ASCII)
-    if not match or not 1 <= (minimum := int(match[1])) <= (maximum := int(match[2])) <= launch.MOST_PROCESSES:
-        most = launch.MOST_PROCESSES
+def limits(text: str, options: Mapping[str, Any]) -> Limits | str:
+    """Return the limits that the options `--elastic MIN:MAX` and so on describe, or an error message.
+
+    Args:
+        text: the value of `--elastic`.
+        options: the remaining fields of `Limits` that are given.
+    """
+    match, most = re.fullmatch(r"(\d{1,4}):(\d{1,4})", text, re.ASCII), launch.MOST_PROCESSES
+    minimum, maximum = (int(match[1]), int(match[2])) if match else (0, 0)
+    if not 1 <= minimum <= most or not 1 <= maximum <= most:
         return f"launch --elastic: expected MIN:MAX, the fewest and the most processes, such as 2:4, at most {most}, found '{text}'"
-    if max_failures < 1:
-        return f"launch --max-failures: expected 1 or more, found {max_failures}"
-    for name, seconds in (("--retry-after", retry_after), ("--shortage-limit", shortage_limit)):
+    if minimum > maximum:
+        return f"launch --elastic: expected MIN:MAX, found '{text}', in which MIN is larger than MAX; write {maximum}:{minimum}"
+    chosen = Limits(minimum, maximum, **options)
+    if chosen.max_failures < 1:
+        return f"launch --max-failures: expected 1 or more, found {chosen.max_failures}"
+    for name, seconds in (("--retry-after", chosen.retry_after), ("--shortage-limit", chosen.shortage_limit)):
         if not 0 <= seconds <= 1e9:
             return f"launch {name}: expected seconds, 0 to 1e9, found {seconds:g}"
-    return Limits(minimum, maximum, max_failures, retry_after, shortage_limit)
+    return chosen
 
 
 def main(

@@ -1,7 +1,7 @@
 """Callbacks of a run: the records that they get, and how they end the run."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,7 +48,7 @@ class CheckpointRecord:
 
     Attributes:
         step: the number of batches before it.
-        path: the folder of the checkpoint.
+        path: the folder of the checkpoint, which is gone already if newer checkpoints have taken its place.
     """
 
     step: int
@@ -65,14 +65,16 @@ class Callbacks:
         stop: whether a callback has returned "stop".
 
     Raises:
-        InputError: an object has none of these methods, or one of a similar name.
+        InputError: `callbacks` is no list, or an object has none of these methods, or one of a similar name.
     """
 
     def __init__(self, callbacks: Sequence[object] = ()) -> None:
-        for number, callback in enumerate(callbacks):
-            _check(callback, f"callbacks[{number}]")
+        if not isinstance(callbacks, Iterable):
+            raise InputError(f"callbacks: expected a list of objects, found {type(callbacks).__name__}; write it as a list, [callback]")
         self._callbacks = tuple(callbacks)
-        self._saved: int | None = None  # the step of the last checkpoint that was reported
+        for number, callback in enumerate(self._callbacks):
+            _check(callback, f"callbacks[{number}]")
+        self._saved = 0  # the number of checkpoints that were reported
         self.stop = False
 
     def __bool__(self) -> bool:
@@ -92,10 +94,15 @@ class Callbacks:
             loss = means.pop("loss")
             self._call("on_eval", EvalRecord(step, loss, means))
 
-    def saved(self, step: int | None, folder: Path) -> None:
-        """Report the last complete checkpoint of a run folder, unless there is none or it was reported before."""
-        if step is not None and step != self._saved:
-            self._saved = step
+    def saved(self, steps: Sequence[int], folder: Path) -> None:
+        """Report the checkpoints that were not reported before.
+
+        Args:
+            steps: of all checkpoints of this run that are complete, in order.
+            folder: of the run.
+        """
+        for step in steps[self._saved :]:
+            self._saved += 1
             self._call("on_checkpoint", CheckpointRecord(step, folder / "checkpoints" / str(step)))
 
     def _call(self, method: str, record: StepRecord | EvalRecord | CheckpointRecord) -> None:

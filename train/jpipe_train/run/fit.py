@@ -25,7 +25,7 @@ from jpipe_train.data.data import Data
 from jpipe_train.launch.together import Together, code_facts, joined
 from jpipe_train.report import logs
 from jpipe_train.report.summary import Summary
-from jpipe_train.run import fit_data
+from jpipe_train.run import fit_data, stopping
 from jpipe_train.run.callbacks import Callbacks
 from jpipe_train.run.loop import FromPython, already_complete, start
 from jpipe_train.run.starting import begin, read_checkpoint
@@ -200,7 +200,12 @@ def _run(
 
 
 def _checked(pipe: jpipe.Pipeline, config: Config, batches: Data, program: FromPython) -> Data:
-    """Return the data, if the pipeline can train on them."""
+    """Return the data, if the pipeline can train on them, and the evaluations have the result that orders the checkpoints."""
+    if config.checkpoint.best is not None and not len(batches.validation):
+        raise InputError(
+            "fit: checkpoint.best would mean nothing without eval_data, on which checkpoints are judged; give it, or leave out best"
+        )
+    stopping.check(config, program.metrics)
     pipe.check(batches.like, {**built_in_metrics(config.eval, config.model), **program.metrics})
     return batches
 

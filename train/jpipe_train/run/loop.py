@@ -243,7 +243,7 @@ def with_steps(config: Config, batches: data.Data, reporter: Reporter, together:
     """Return the config with the number of steps that its epochs have, if it gives epochs.
 
     Raises:
-        jpipe.InputError: there would be no update.
+        jpipe.InputError: there would be no update, or a step to be profiled comes after the last one.
     """
     steps, epochs = batches.steps, config.train.epochs
     if epochs is None or steps is None:
@@ -255,8 +255,11 @@ def with_steps(config: Config, batches: data.Data, reporter: Reporter, together:
                 f"train.epochs {epochs:g}, so that there would be no update; change one of them"
             )
         )
+    train = config.train.model_copy(update={"steps": steps})
+    if problem := train.profile_problem():
+        raise together.shared(jpipe.InputError(f"train.{problem}"))
     reporter.plan_steps(steps)
-    return config.model_copy(update={"train": config.train.model_copy(update={"steps": steps})})
+    return config.model_copy(update={"train": train})
 
 
 def is_complete(resumed: Resumed, config: Config) -> bool:

@@ -2,12 +2,13 @@
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from jpipe import InputError
-from jpipe_train.assemble.metrics import mode_of
+from jpipe.errors import nearest
+from jpipe_train.assemble.metrics import mode_of, results
 from jpipe_train.checkpoint import best as best_checkpoints
 from jpipe_train.checkpoint.best import Best, StopState
 from jpipe_train.checkpoint.resume import Resumed
@@ -15,15 +16,22 @@ from jpipe_train.config.config import Config
 from jpipe_train.launch.together import Together
 
 
-def check(config: Config) -> None:
+def check(config: Config, functions: Iterable[str] = ()) -> None:
     """Check that the results that stop a run, or order its checkpoints, are results of its validations.
+
+    Args:
+        config: of the run.
+        functions: names of metrics that are functions of a Python program.
 
     Raises:
         InputError: one of them is not.
     """
+    known = results(config, functions)
     for key, chosen in (("train.stop", config.train.stop), ("checkpoint.best", config.checkpoint.best)):
-        if chosen is not None:
-            mode_of(config, chosen, key)
+        if chosen is not None and chosen.metric not in known:
+            raise InputError(
+                f"{key}.metric: expected a result of the validations of this run, found '{chosen.metric}'; {nearest(chosen.metric, known)}"
+            )
 
 
 class Stopping:
@@ -38,7 +46,7 @@ class Stopping:
         self._config = config.train.stop
         self._states: list[StopState] = []  # after each validation, in order
         if self._config is not None:
-            mode = mode_of(config, self._config, "train.stop")
+            mode = mode_of(config, self._config)
             state = None if resumed is None else resumed.facts.stop
             self._first = StopState(metric=self._config.metric, mode=mode, step=0)
             self._states = [state] if state is not None and state.continues(self._config, mode) else []
@@ -111,4 +119,4 @@ def find_best(config: Config, folder: Path, resumed: Resumed | None, together: T
         return json.dumps(best_checkpoints.values_in(folder, best.metric, steps))
 
     values = json.loads(together.from_first("the best checkpoints", read))
-    return Best(best, mode_of(config, best, "checkpoint.best"), {int(step): value for step, value in values.items()})
+    return Best(best, mode_of(config, best), {int(step): value for step, value in values.items()})

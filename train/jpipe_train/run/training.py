@@ -141,13 +141,14 @@ class Training:
             self.measure.request(step)
 
     def _report_saved(self) -> None:
-        """Report the last complete checkpoint to the callbacks, in process 0, if it is a new one."""
+        """Report the checkpoints that have become complete to the callbacks, in process 0."""
         if self.log.folder is not None:
             self.callbacks.saved(self.checkpoints.written, self.log.folder)
 
     def _stops(self, step: int) -> bool:
-        """Return whether the run stops early before `step`; if a signal ends it earlier, it decides when it is resumed."""
-        if not self.stopping.is_active or step % self.config.eval_every or self.preemption.cut not in (None, step):
+        """Return whether the run stops early before `step`; after the checkpoint of a signal, it decides when it is resumed."""
+        cut = self.preemption.cut
+        if not self.stopping.is_active or step % self.config.eval_every or (cut is not None and cut < step):
             return False
         return self.stopping.record(step, self.log.validated(step) or {})
 
