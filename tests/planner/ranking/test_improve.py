@@ -12,7 +12,7 @@ from jpipe_planner.profile.profile import Profile
 from jpipe_planner.ranking.choose import choose
 from jpipe_planner.ranking.improve import GAIN, improve
 from jpipe_planner.ranking.loads import least_loaded
-from jpipe_planner.ranking.neighbours import QuickBound, neighbours, pairs
+from jpipe_planner.ranking.neighbours import QuickBound, neighbours, pairs, recut
 from jpipe_planner.search.candidates import find_candidates
 
 SECONDS = (2.0, 1.0, 1.0, 1.0, 1.0, 2.0)  # the first three layers compute as long as the last three
@@ -124,6 +124,13 @@ def test_pairs_are_two_changes_away():
     found = {(c.starts, c.extra_in_flight) for c in pairs(base, one)}
     assert {((0, 2), 2), ((0, 4), 1)} <= found
     assert not found & {(c.starts, c.extra_in_flight) for c in [base, *neighbours(base, one)]}
+
+
+def test_one_cut_moves_anywhere_with_any_number_in_flight():
+    one, topology = profile((1.0,) * 9), Topology.flat(2, 1e9)
+    base = best_of(one, topology, schedules=["pipedream_2bw"]).ranked[0].candidate
+    found = {(c.starts, c.extra_in_flight) for c in recut(base, one)}
+    assert found == {((0, start), extra) for start in range(1, 9) for extra in range(5)}
 
 
 def test_the_least_loaded_stages_are_those_of_all_cuts_and_replicas():
