@@ -334,7 +334,7 @@ def run(
                         config, pipe, folder, measure, reporter, batches, stages, history.parts(log.last_step + 1), temporary, remarks
                     )
     summary = dataclasses.replace(summary, temporary=temporary, slow=slow_of(pipe, summary.measured), remarks=remarks)
-    summary = summary if folder is None else compare_with_prediction(summary, pipe.plan, sizes, folder)
+    summary = summary if folder is None else complete(summary, config, pipe.plan, sizes, folder)
     print_summary(summary, data.loss_unit(config), reporter, in_python=program.build is not None)
     return summary
 
@@ -409,6 +409,14 @@ def facts_of_run(config: Config, pipe: jpipe.Pipeline) -> dict[str, Any]:
         "devices": jax.device_count(),
         "versions": VERSIONS | numeric_settings(),
     }
+
+
+def complete(summary: Summary, config: Config, plan: jpipe.Plan, sizes: Sequence[jpipe.programs.StageCost], folder: RunFolder) -> Summary:
+    """Mark the end of the run in its folder, unless a signal ended it, and return the summary with the planner's prediction."""
+    if summary.stopped_by is None:
+        reason = None if summary.steps >= config.train.length else summary.remarks.get("stopped early", f"at step {summary.steps}")
+        folder.mark_end(summary.steps, config.train.length, reason)
+    return compare_with_prediction(summary, plan, sizes, folder)
 
 
 def compare_with_prediction(summary: Summary, plan: jpipe.Plan, sizes: Sequence[jpipe.programs.StageCost], folder: RunFolder) -> Summary:
