@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jpipe import InputError
+from jpipe.checkpoints import files
 from jpipe.files import expanded, open_to_read, shown, write_atomically
+from jpipe_train.checkpoint.history import Part
 from jpipe_train.checkpoint.run_folder import METRICS
 from jpipe_train.config.config_file import load_resolved
 from jpipe_train.console.progress import Reporter
@@ -17,7 +19,7 @@ from jpipe_train.data import data
 from jpipe_train.report import loss_curve, page
 from jpipe_train.runs import differences, picture
 from jpipe_train.runs.listing import SWEEP, folders
-from jpipe_train.runs.reading import CONFIG, Run, read
+from jpipe_train.runs.reading import CONFIG, Run, read, saved_steps
 
 _PAGE = Path(__file__).with_name("comparison_page.html")
 _MARK = f'content="{picture.CREATOR}"'.encode(), f">{picture.CREATOR}<".encode()  # in a page; in a picture
@@ -37,6 +39,7 @@ class Comparison:
         differences: the values of each key of the configs that differs, one for each run.
         results: the results by name, one for each run.
         losses: the lowest loss of each run, of one kind: of validation if all have one, otherwise of training; infinite without one.
+        unit: of the losses; "" if it is not known or differs.
         best: the index of the run with the lowest of these; None if there is none, or if the units of the losses differ.
     """
 
@@ -45,6 +48,7 @@ class Comparison:
     differences: dict[str, list[str]]
     results: dict[str, list[str]]
     losses: list[float]
+    unit: str
     best: int | None
 
 
@@ -85,8 +89,7 @@ def compare(paths: Sequence[Path], out: Path, reporter: Reporter) -> None:
             reporter.table(*_oriented(comparison.names, short, reporter.width), words=comparison.names)
     if not comparison.differences and len(paths) > 1:
         reporter.say("the configs do not differ")
-    drawn, units = _drawn(comparison), _units(comparison.runs)
-    unit = units.pop() if len(units) == 1 else ""
+    drawn, unit = _drawn(comparison), comparison.unit
     svg = picture.to_svg(picture.draw([_curve(comparison.names[number], comparison.runs[number]) for number in drawn], unit))
     try:
         write_atomically(drawing, svg)
@@ -113,14 +116,15 @@ def gather(runs: Sequence[Run]) -> Comparison:
     each = [[_lowest(run, name)[1] for run in runs] for name in ("val_loss", "loss")]
     losses = next((kind for kind in each if all(map(math.isfinite, kind))), each[1])
     best = min(range(len(runs)), key=losses.__getitem__)
-    has_best = math.isfinite(losses[best]) and len(_units(runs) - {""}) <= 1
+    units = {_unit(run) for run, loss in zip(runs, losses, strict=True) if math.isfinite(loss)}
     return Comparison(
         names=names,
         runs=tuple(runs),
         differences={printable(key): [printable(value) for value in values] for key, values in table.items()},
         results={name: [result[name] for result in results] for name in results[0]},
         losses=losses,
-        best=best if has_best else None,
+        unit=min(units) if len(units) == 1 else "",
+        best=best if len(units) == 1 else None,
     )
 
 
@@ -178,18 +182,26 @@ def _curve(name: str, run: Run) -> picture.Curve:
         section = run.config.get("train")
         size = section.get("batch_size") if isinstance(section, dict) else None
         examples = size if type(size) is int and size > 0 else None
-    return picture.Curve(name, run.rows, tokens, examples)
+    return picture.Curve(name, run.rows, tokens, examples, _earlier_sizes(run))
 
 
-def _units(runs: Sequence[Run]) -> set[str]:
-    """Return the units of the losses; "" is one that is not known."""
-    units = set()
-    for run in runs:
-        try:
-            units.add(data.loss_unit(load_resolved(run.path / CONFIG)).strip())
-        except InputError:
-            units.add("")
-    return units
+def _earlier_sizes(run: Run) -> list[tuple[int, int, int]]:
+    """Return first step, end and batch size of the parts of a run up to its newest checkpoint, as far as they are known."""
+    steps = saved_steps(run.path)
+    try:
+        known = files.read_facts(run.path, steps[-1]) if steps else {}
+        parts = [Part.model_validate(part) for part in known.get("history", [])] if isinstance(known, dict) else []
+    except (InputError, OSError, ValueError, TypeError):  # damaged, or of another version of jpipe
+        return []
+    return [(part.first, part.end, part.batch_size) for part in parts if part.batch_size is not None]
+
+
+def _unit(run: Run) -> str:
+    """Return the unit of the losses of a run; "" if it is not known."""
+    try:
+        return data.loss_unit(load_resolved(run.path / CONFIG)).strip()
+    except InputError:  # of another version of jpipe
+        return ""
 
 
 def _oriented(names: Sequence[str], table: dict[str, list[str]], width: int) -> tuple[list[str], list[list[str]]]:

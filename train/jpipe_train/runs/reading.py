@@ -24,7 +24,7 @@ Row = dict[str, int | float]
 _MOST_CONFIG, _MOST_END, _MOST_METRICS, _TAIL = 2**20, 2**16, 2**28, 2**18  # bytes; the tail has hundreds of rows
 _FAR, _LONGEST_LINE = 2**24, 2**20  # bytes: in which the last validation is searched; of a row
 _MOST_IN_MEMORY = 2**17  # rows; of more, about every second one is left out, as often as needed
-_LARGEST = {"loss": 1e300, "val_loss": 1e300, "seconds": 1e9}  # the numbers of a row that are kept, and how large they may be
+_LARGEST = {"loss": 1e100, "val_loss": 1e100, "seconds": 1e9}  # the numbers of a row that are kept, and how large they may be
 
 
 class State(NamedTuple):
@@ -154,9 +154,9 @@ def end_of(path: Path) -> End | None:
         return None
     if not isinstance(data, dict) or data.get("format") != "jpipe-end/1":
         return None
-    end = End(*(data.get(name) for name in End._fields))
-    are_numbers = all(type(number) is int and 0 <= number <= MOST_ROWS for number in end[:2])
-    return end if are_numbers and isinstance(end.stopped_early, str | None) else None
+    steps, length, reason = (data.get(name) for name in End._fields)
+    are_numbers = all(type(number) is int and 0 <= number <= MOST_ROWS for number in (steps, length))
+    return End(steps, length, reason) if are_numbers and isinstance(reason, str | None) else None
 
 
 def saved_steps(path: Path) -> list[int]:
@@ -262,5 +262,5 @@ def _row(line: bytes) -> Row | None:
         return None
     if not isinstance(data, dict) or type(step := data.get("step")) is not int or not 0 <= step <= MOST_ROWS:
         return None
-    values = {name: (data.get(name), most) for name, most in _LARGEST.items()}
-    return {"step": step} | {name: value for name, (value, most) in values.items() if type(value) in (int, float) and -most < value < most}
+    found = {name: data[name] for name, most in _LARGEST.items() if type(data.get(name)) in (int, float) and -most < data[name] < most}
+    return {"step": step} | {name: float(value) for name, value in found.items()}
