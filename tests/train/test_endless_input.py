@@ -15,7 +15,7 @@ from jpipe_planner import Topology, read_graph_txt
 from jpipe_planner.machine.plain_yaml import dump, parse
 from jpipe_train import cli
 from jpipe_train.plan.profiling import sizes_for
-from jpipe_train.report.metrics_log import mean_loss, means
+from jpipe_train.report.metrics_log import Evaluated, mean_loss, means
 
 COMMANDS = {
     "train": ["train", "{}.yaml"],
@@ -154,7 +154,7 @@ def evaluation(weight: float) -> jpipe.Evaluation:
 
 def test_a_validation_without_counted_labels_is_reported():
     with pytest.raises(jpipe.InputError, match=r"^validation: the weights that the loss returns for the 2 validation batches sum to 0, so"):
-        mean_loss([(evaluation(0), 1), (evaluation(0), 1)])
-    result = means([(evaluation(0), 1), (evaluation(2), 1)])
+        mean_loss([Evaluated(evaluation(0)), Evaluated(evaluation(0))])
+    result = means([Evaluated(evaluation(0)), Evaluated(evaluation(2))])
     assert result["val_loss"] == 0
     assert math.isnan(result["val_hits"])

@@ -254,6 +254,18 @@ def test_where_one_process_gets_the_signal_all_save_at_one_step(saved, tmp_path,
     assert rows_of(whole.folder)[-1]["step"] == step + 2
 
 
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("saves", [False, True])
+def test_all_processes_trace_the_step_that_process_0_decides(seed, saves):
+    chance, everyone, decisions = random.Random(seed), [], ([], [], [])
+    wants = [lambda: len(decisions[0]) == 5, lambda: True, lambda: False]  # only what process 0 measures counts
+    preemptions = [Preemption(Mailbox(index, everyone), saves=saves, traces=wants[index]) for index in range(3)]
+    while unfinished := [k for k in range(3) if len(decisions[k]) < 10]:
+        k = chance.choice([k for k in unfinished if len(decisions[k]) <= len(decisions[0]) + (k == 0)])
+        decisions[k].append(preemptions[k].decide(7 + len(decisions[k]), lambda: False))
+    assert decisions[0] == decisions[1] == decisions[2] == [*["continue"] * 6, "trace", *["continue"] * 3]
+
+
 @pytest.mark.parametrize("seed", range(10))
 @pytest.mark.parametrize("saves", [False, True])
 def test_all_processes_end_after_the_step_that_process_0_decides(seed, saves):

@@ -81,6 +81,7 @@ KINDS = {  # by the name of the file; content decides where that tells
     "a.jsonl.gz": lambda rows: gzip.compress(lines(rows)),
     "a.json.zst": lambda rows: zstd(lines(rows)),
     "a.csv": table,
+    "a.tsv": lambda rows: table(rows, "\t"),
     "gz": lambda rows: gzip.compress(table(rows)),
     "parquet": parquet,
     "a.arrow": lambda rows: arrow(rows, pa.ipc.new_file),
@@ -141,9 +142,6 @@ def test_each_kind_of_file_gives_the_batches_of_json_lines(form, tiny, tokenizer
         path = written(f"{name}.d/{name}", content(ROWS))
         assert equal(expected, data.load(config(tiny, path if len(name) % 2 else path.parent, tokenizer, form, model))), name
     assert equal(expected, data.load(config(tiny, saved(tmp_path / "saved", ROWS), tokenizer, form, model)))
-    plain = [{name: value.replace("\n", " ").replace('"', "'") for name, value in row.items()} for row in ROWS]
-    tabs, same_rows = written("a.tsv", table(plain, "\t")), written("plain", lines(plain))
-    assert equal(*(data.load(config(tiny, path, tokenizer, form, model)) for path in (tabs, same_rows)))
 
 
 def test_conversations_in_columns_are_those_of_json_lines(tiny, tokenizer, written, tmp_path, capsys):
@@ -272,6 +270,11 @@ MISTAKES = {
         {},
         r"cannot read '.*/file': it is a Parquet file inside gzip, which is not read; unpack it first",
     ),
+    "quote": (
+        b"text\tlabel\n" + b"a\tb\n" * 9 + b'"Yes" is it\tb\n',
+        {},
+        r"line 11: a tab expected after '\"'; a cell that begins with a quote ends with one, and has each quote of its text twice; correct",
+    ),
     "key": (
         lines([{"body": "a"}] * 9),
         {},
@@ -384,13 +387,41 @@ def test_lines_that_unpack_to_more_than_the_limit_are_an_error(tiny, tokenizer, 
         data.load(config(tiny, written("a.parquet", parquet([{"text": "x" * 2000}])), tokenizer))
 
 
-def test_files_beside_a_dataset_are_left_out_where_there_are_columns(written):
-    for name in ("README.md", "a.parquet", "LICENSE", "notes.txt"):
-        written(f"folder/{name}", b"")
-    folder = written("folder/dataset_infos.json", b"").parent
-    assert sources.find_files(str(folder))[0] == ["a.parquet", "notes.txt"]
-    (folder / "a.parquet").unlink()
-    assert sources.find_files(str(folder))[0] == ["LICENSE", "README.md", "dataset_infos.json", "notes.txt"]
+@pytest.mark.parametrize("name", ["a.parquet", "a.jsonl", "a.csv.gz", "a.tsv", "a.json"])
+def test_files_about_a_dataset_are_left_out_where_there_are_rows(name, written):
+    for about in ("README.md", "LICENSE", "notes.txt"):
+        written(f"folder/{about}", b"")
+    folder = written("folder/dataset_infos.json", b'{"default": 1}\n').parent
+    about = ["LICENSE", "README.md", "dataset_infos.json", "notes.txt"]
+    assert (sources.find_files(str(folder))[0], sources.left_out(str(folder), None)) == (about, ())
+    written(f"folder/{name}", lines([{"text": "a"}] * 2))
+    assert sources.find_files(str(folder))[0] == [name, "notes.txt"]
+    assert sources.left_out(str(folder)) == (f"left out of '{folder}', which has files with rows: LICENSE, README.md, dataset_infos.json",)
+
+
+def test_a_readme_beside_rows_is_no_document_and_the_run_says_so(tiny, tokenizer, written, tmp_path, capsys):
+    folder = written("rows/data.jsonl", lines(ROWS)).parent
+    rows = {form: data.load(config(tiny, folder, tokenizer, form, LABELS if form == "labels" else {})) for form in ("text", "labels")}
+    written("rows/README.md", b"# about")
+    line = f"left out of '{folder}', which has files with rows: README.md"
+    for form, expected in rows.items():
+        of_form = config(tiny, folder, tokenizer, form, LABELS if form == "labels" else {})
+        assert equal(expected, data.load(of_form))
+        assert (expected.remarks.count(line), data.load(of_form).remarks.count(line)) == (0, 1)
+        assert line in data.held_out(of_form, str(folder)).remarks
+    assert cli.main(["data", "prepare", str(folder), "--tokenizer", tokenizer, "--out", str(tmp_path / "tokens")]) == 0
+    printed = capsys.readouterr().out
+    assert f"{line}\n" in printed
+    assert "tokens: 80 documents" in printed
+
+
+def test_a_snapshot_of_the_hub_is_read_through_its_links(tiny, tokenizer, written, tmp_path):
+    (tmp_path / "snapshot").mkdir()
+    for part, rows in {"train": ROWS[:60], "validation": ROWS[60:]}.items():
+        blob = written(f"blobs/{part}", parquet(rows))
+        written(f"hub/{part}-00000-of-00001.parquet", blob.read_bytes())
+        (tmp_path / "snapshot" / f"{part}-00000-of-00001.parquet").symlink_to(f"../blobs/{part}")
+    assert equal(*(data.load(config(tiny, tmp_path / name, tokenizer)) for name in ("hub", "snapshot")))
 
 
 MEASURE = """

@@ -122,15 +122,30 @@ def test_the_standard_library_is_read_without_tests_and_packages():
     assert not {"site-packages", "test", "tests", "__pycache__"} & set(itertools.chain(*(Path(name).parts for name in names)))
 
 
-def test_hidden_files_links_and_pipes_are_skipped(tmp_path):
-    (tmp_path / "a.txt").write_text("a")
-    (tmp_path / ".hidden").write_text("b")
-    (tmp_path / ".git").mkdir()
-    (tmp_path / ".git" / "c").write_text("c")
-    (tmp_path / "link").symlink_to(tmp_path / "a.txt")
-    (tmp_path / "loop").symlink_to(tmp_path)
-    os.mkfifo(tmp_path / "pipe")
-    assert sources.find_files(str(tmp_path))[0] == ["a.txt"]
+def test_hidden_files_and_pipes_are_skipped_and_links_lead_to_a_file_once(tmp_path):
+    folder, outside = tmp_path / "folder", tmp_path / "outside"
+    (folder / ".git").mkdir(parents=True)
+    outside.mkdir()
+    for file in (folder / "b.txt", folder / ".hidden", folder / ".git" / "c", outside / "blob"):
+        file.write_text("text")
+    links = {
+        "a": "b.txt",
+        "first": "../outside/blob",
+        "second": "first",
+        "a-loop": ".",
+        "self": "self",
+        "far": "../outside",
+        "no": "nowhere",
+    }
+    for name, target in links.items():
+        (folder / name).symlink_to(target)
+    os.mkfifo(folder / "pipe")
+    assert sources.find_files(str(folder)) == (["b.txt", "first"], [folder / "b.txt", folder / "first"])
+    assert sources.find_files(str(folder / "**"))[0] == ["b.txt", "far/blob"]  # a glob goes through links to folders
+    for name in ("b.txt", "first", "second", "a"):
+        (folder / name).unlink()
+    with pytest.raises(InputError, match=r"found no regular file at '.*/folder', without links to folders, which are not followed, so 0 b"):
+        sources.find_files(str(folder))
 
 
 def test_a_glob_names_files_below_its_fixed_part(tmp_path):

@@ -95,6 +95,7 @@ NOT_TEXT = {
     "numbers.csv": (b"1,2.5,3\n4,5,6e3\n7,-8,9\n", r"a table \(CSV\); "),
     "semicolons": (table(ROWS, ";"), "a table with semicolons between columns"),
     "tsv": (table(ROWS, "\t"), r"a table with tabs between columns \(TSV\) with prompt"),
+    "quoted.tsv": (table(ROWS, "\t", quoting=csv.QUOTE_ALL), r"a table with tabs between columns \(TSV\) with prompt, answer, n"),
     "parallel.tsv": (b"Good morning, all!\tGuten Morgen!\n" * 9, r"a table with tabs between columns \(TSV\); "),
     "parquet": (b"PAR1\x15\x04" + bytes(60) + b"PAR1", r"a Parquet file; its rows are read by data\.format: text \(data\.text_key\), "),
     "orc": (b"ORC\n\x12" + bytes(60) + b"ORC\x10", "an ORC file"),

@@ -133,7 +133,7 @@ def test_all_rows_are_validated_where_fewer_than_a_batch_are_held_out(tiny, toke
     run = config(tiny, tokenizer, one, CLASSES, validation_fraction=0.05, validation_path=str(other))
     run = run.model_copy(update={"train": run.train.model_copy(update={"batch_size": 8})})
     batches = data.load(run).with_some_validation(4).held_out(1)
-    assert [(len(labels), copies) for (_, labels), copies in batches] == [(4, 1), (12, 4)]
+    assert [(len(labels), copies) for (_, labels), copies, _ in batches] == [(4, 1), (12, 4)]
 
 
 NAMES, NUMBERS = CLASSES, {"head": "classification", "labels": 3}

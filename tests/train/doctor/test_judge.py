@@ -36,7 +36,7 @@ def test_processes_without_problems_have_clocks_and_links_too():
         ({"devices": {"error": "no CUDA-capable device"}}, "problem", "devices", "no CUDA-capable device", "try JAX alone"),
         ({"devices": {"platform": "cpu", "kinds": ["cpu"]}}, "problem", "devices", "CPUs alone, and this host has 4 NVIDIA GPUs", "cuda13"),
         ({"devices": {"kinds": ["A100", "V100"]}}, "problem", "devices", "several kinds in one process: A100, V100", "CUDA_VISIBLE_DEV"),
-        ({"cores": {"limit": 2.0}}, "note", "cores", "32 of 64 usable, the control group pays for 2", "--cpus"),
+        ({"cores": {"limit": 2.0}}, "note", "cores", "32 of 64 usable, the control group limits it to 2", "--cpus"),
         ({"cores": {"usable": 1}}, "note", "cores", "1 of 64 usable", "srun --cpus-per-task"),
         ({"memory": {"available": GB // 2}}, "problem", "memory", "540.0 GB, 0.5 GB free", "--mem"),
         (

@@ -6,6 +6,8 @@ import sys
 import pytest
 
 from jpipe_train.doctor import devices, local, system
+from jpipe_train.doctor.judge import judge
+from tests.train.doctor.recorded import recorded
 
 
 def write(root, files):
@@ -99,6 +101,25 @@ def test_devices_that_do_not_start_are_reported(program, message, tmp_path, monk
 def test_passwords_are_not_shown():
     variables = {"https_proxy": "http://me:word@proxy:1", "JPIPE_SECRET": "word", "JAX_X": "1", "HOME": "/"}
     assert local.environment(variables) == {"https_proxy": "http://proxy:1", "JAX_X": "1", "JPIPE_SECRET": "(set)"}
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        ("user:s3cret@proxy:3128", "proxy:3128"),
+        ("http://u:p@s3cret2@proxy:3128", "http://proxy:3128"),
+        ("http://u:s3/cr@et@proxy:3128/", "http://proxy:3128/"),
+        ("s3cret://x@proxy", "proxy"),
+        ("socks5h://s3cret@proxy", "socks5h://proxy"),
+        ("http://proxy:3128", "http://proxy:3128"),
+    ],
+)
+def test_proxies_are_shown_without_users_and_passwords_in_facts_and_findings(value, shown):
+    environment = local.environment({"http_proxy": value, "XLA_FLAGS": "--a=http://u:s3/cr@et@host --b"})
+    assert environment == {"http_proxy": shown, "XLA_FLAGS": "--a=http://host --b"}
+    facts = recorded(process={"count": 2, "coordinator": "10.0.0.1"}, environment=environment)
+    found = [finding.found for finding in judge([facts]) if "http_proxy" in finding.found]
+    assert found == [f"http_proxy={shown} may catch the connection to the coordinator 10.0.0.1"]
 
 
 def test_a_probe_that_fails_is_an_error_among_the_facts(monkeypatch, tmp_path):

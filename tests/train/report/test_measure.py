@@ -28,7 +28,7 @@ class NullTracer(jpipe.Tracer):
         pass
 
 
-def windows(monkeypatch, tiny, steps, every, batches, schedule="pipedream_2bw"):
+def windows(monkeypatch, tiny, steps, every, batches, schedule="pipedream_2bw", requested=()):
     """Return (traced steps, first batch and number of batches) of each window."""
     pipe, _ = build.build(changed(tiny, plan={"schedule": schedule}), Reporter(1, 1, "tokens"))
     measure, result = Measure(pipe, (), steps, every, batches), []
@@ -42,6 +42,8 @@ def windows(monkeypatch, tiny, steps, every, batches, schedule="pipedream_2bw"):
     monkeypatch.setattr(measure, "finish", finish)
     last = None
     for step in range(steps):
+        if step in requested:
+            measure.request(step)
         tracer = measure.observer(step)
         if tracer is not None and tracer is not last:
             result.append(([],))
@@ -69,6 +71,16 @@ def test_no_evaluation_falls_into_a_window(monkeypatch, tiny):
     assert windows(monkeypatch, tiny, steps=14, every=6, batches=3) == [([2, 3, 4, 5], (3, 2)), ([6, 7, 8, 9, 10], (7, 3))]
     assert windows(monkeypatch, tiny, steps=20, every=3, batches=3)[0] == ([3, 4, 5], (4, 1))
     assert windows(monkeypatch, tiny, steps=20, every=2, batches=3) == []
+
+
+def test_a_requested_window_has_no_evaluation(monkeypatch, tiny):
+    regular = [([2, 3, 4, 5, 6], (3, 3)), ([20, 21, 22, 23, 24], (21, 3))]
+    assert windows(monkeypatch, tiny, steps=30, every=20, batches=3, requested=[4, 9, 16, 18]) == [
+        regular[0],
+        ([9, 10, 11, 12, 13], (10, 3)),
+        ([16, 17, 18, 19], (17, 2)),
+        regular[1],
+    ]
 
 
 def test_a_prediction_that_would_take_minutes_is_left_out(tiny, monkeypatch):

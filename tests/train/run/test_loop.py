@@ -26,11 +26,11 @@ from jpipe_train.data import data
 from jpipe_train.models import cross_entropy
 from jpipe_train.models import layers as built_in
 from jpipe_train.report import metrics_log, report
-from jpipe_train.report.metrics_log import mean_loss, repeatable
+from jpipe_train.report.metrics_log import Evaluated, mean_loss, repeatable
 from jpipe_train.run import loop, training
 from tests.train.conftest import SENTENCE, changed
 
-FILES = {".lock", "config.yaml", "plan.json", "metrics.jsonl", "tensorboard", "trace.json", "report.html"}
+FILES = {".lock", "config.yaml", "plan.json", "metrics.jsonl", "end.json", "tensorboard", "trace.json", "report.html"}
 FILES |= {f"{name}.png" for name in ("loss", "timeline", "memory", "delay")}
 
 
@@ -127,7 +127,7 @@ def validation_losses_after_each_update(config, steps) -> list[float]:
     losses = []
     for step in range(steps + 1):
         drained = pipe.drain(jax.tree.map(jax.numpy.copy, state))
-        losses.append(mean_loss([(pipe.evaluate(drained, batch), copies) for batch, copies in batches.held_out(2)]))
+        losses.append(mean_loss([Evaluated(pipe.evaluate(drained, each.batch), each.copies) for each in batches.held_out(2)]))
         state, _ = pipe.step(state, batches.train[step])
     return losses
 

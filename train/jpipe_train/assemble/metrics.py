@@ -57,7 +57,8 @@ def results(config: Config) -> dict[str, Mode]:
     has_experts = config.model.target is None and config.model.experts is not None
     kinds = {"loss": "loss"} | {name: name for name in (_OF_EXPERTS if has_experts else ())} | config.eval.metrics
     modes: dict[str, Mode] = {f"val_{name}": "min" if kind in _LOWER_IS_BETTER else "max" for name, kind in kinds.items()}
-    return modes if config.optimizer.ema_decay is None else modes | {f"{name}_ema": mode for name, mode in modes.items()}
+    modes |= {} if config.optimizer.ema_decay is None else {f"{name}_ema": mode for name, mode in modes.items()}
+    return modes | {f"val_loss_{source.name}": "min" for source in config.data.sources or ()}
 
 
 def mode_of(config: Config, chosen: StopConfig | BestConfig, key: str) -> Mode:

@@ -95,6 +95,11 @@ class Checkpoints:
         """Whether the snapshot of `schedule_last` is written or has failed; in process 0, that of all processes."""
         return self._is_last and not self._snapshots and (self._writing is None or self._writing.done())
 
+    @property
+    def has_snapshots(self) -> bool:
+        """Whether snapshots are being taken, or wait to be written."""
+        return bool(self._snapshots)
+
     def observing(self, other: Observer | None = None) -> Observer | None:
         """Return the observer for `Pipeline.step`, which passes events to unfinished snapshots and to `other`."""
         observers: list[Observer] = [snapshot for snapshot in self._snapshots if not snapshot.complete]

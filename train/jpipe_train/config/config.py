@@ -330,6 +330,19 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _sources_fit_the_run(self) -> "Config":
+        sources = self.data.sources or []
+        if sources and self.train.epochs is not None:
+            raise ValueError(
+                "train.epochs is for data.path: sources of data have passes of different lengths; set train.steps and train.epochs=null"
+            )
+        for source in sources:
+            result = f"loss_{source.name}"
+            if result in self.eval.metrics or result.removesuffix("_ema") in self.eval.metrics:
+                raise ValueError(f"eval.metrics has '{result}', which is the loss of a source of data.sources; rename one of them")
+        return self
+
+    @model_validator(mode="after")
     def _f1_has_classes(self) -> "Config":
         classes = None if self.model.target is not None else self.model.label_count
         for name, metric in self.eval.metrics.items():

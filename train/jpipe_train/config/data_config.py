@@ -1,10 +1,12 @@
 """The section `data` of a config: what is read, and how it becomes batches."""
 
+import re
+from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
-from jpipe_train.config.section import AUTO, FilePath, Fraction, TargetSection
+from jpipe_train.config.section import AUTO, FilePath, Fraction, Section, TargetSection
 
 _Word = Annotated[str, Field(min_length=1, max_length=256)]
 _ONLY_WITH = {  # the formats that a key applies to; with any other it is an error
@@ -32,8 +34,52 @@ _PATHS = {  # what the path of a format names that has no default
 }
 
 
+class SourceConfig(Section):
+    """One of several sources of data: its share of the rows is its `weight` among all weights; its loss is named after it.
+
+    Without `validation_path` a share of `path` is for validation, as in `DataConfig`. Without a `name` it is that of the file or folder.
+    """
+
+    path: FilePath
+    weight: Annotated[float, Field(gt=0, le=10**6)] = 1.0
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_]{1,64}$")] | None = None
+    validation_path: FilePath | None = None
+
+
+def _named(sources: list[SourceConfig]) -> list[SourceConfig]:
+    """Return the sources with names, those without one named after their files, or raise ValueError if two have the same."""
+    given = [source.name for source in sources if source.name is not None]
+    if _AVERAGED in given:
+        raise ValueError(f"name {_AVERAGED} would be that of the averaged weights (val_loss_{_AVERAGED}); choose another")
+    if twice := next((name for name in given if given.count(name) > 1), None):
+        raise ValueError(f"expected a name of its own for each source, found '{twice}' twice; change one of them")
+    taken, named = {*given, _AVERAGED}, []
+    for source in sources:
+        name, number = source.name or _name_of(source.path), 1
+        base = name
+        while source.name is None and name in taken:
+            number += 1
+            name = f"{base}_{number}"
+        taken.add(name)
+        named.append(source.model_copy(update={"name": name}))
+    return named
+
+
+def _name_of(path: str) -> str:
+    """Return the name of a file or folder as a word; of a glob that of the part before its wildcards."""
+    parts = [
+        re.sub(r"[^A-Za-z0-9]+", "_", part).strip("_") for part in (Path(path).stem, *reversed(Path(path).parts[:-1])) if "*" not in part
+    ]
+    return next((part[:60] for part in parts if part), "source")
+
+
+_AVERAGED = "ema"
+
+
 class DataConfig(TargetSection):
     """The data of a run: `path` is a file, folder or glob; null means the source code of the running Python's standard library.
+
+    In place of `path`, `sources` are several of them, whose rows are mixed in proportion to their weights. The other keys hold for all.
 
     The `format` is bytes, text (which needs a `tokenizer`), tokens (a folder that `jpipe data prepare` wrote, or rows of token ids),
     prompts (rows with a prompt and an answer), chat (rows with conversations) or labels (rows with texts and a label); auto means bytes,
@@ -44,6 +90,7 @@ class DataConfig(TargetSection):
 
     format: Literal["auto", "bytes", "text", "tokens", "prompts", "chat", "labels"] = AUTO
     path: FilePath | None = None
+    sources: Annotated[list[SourceConfig], Field(min_length=1, max_length=1000), AfterValidator(_named)] | None = None
     validation_path: FilePath | None = None
     validation_fraction: Fraction = 0.05
     tokenizer: FilePath | None = None
@@ -71,6 +118,27 @@ class DataConfig(TargetSection):
         """Whether the tokens of a batch are bytes."""
         return self.target is None and self.read_as == "bytes"
 
+    @property
+    def first_path(self) -> str | None:
+        """The path, or that of the first source."""
+        return self.path if self.sources is None else self.sources[0].path
+
+    def of_source(self, source: SourceConfig) -> "DataConfig":
+        """Return the section for the data of one source alone."""
+        return self.model_copy(update={"sources": None, "path": source.path, "validation_path": source.validation_path})
+
+    @model_validator(mode="after")
+    def _sources_are_in_place_of_a_path(self) -> "DataConfig":
+        if self.sources is None:
+            return self
+        if self.path is not None:
+            raise ValueError("path would mean nothing beside sources; make it one of them, or leave it out")
+        if self.validation_path is not None:
+            raise ValueError("validation_path would mean nothing beside sources; give each source its own")
+        if all(source.validation_path is not None for source in self.sources) and self._is_changed("validation_fraction"):
+            raise ValueError("validation_fraction would mean nothing if each source has a validation_path; leave it out")
+        return self
+
     @model_validator(mode="after")
     def _keys_fit_the_format(self) -> "DataConfig":
         if self.target is not None:
@@ -80,7 +148,7 @@ class DataConfig(TargetSection):
                 raise ValueError(f"{key} would mean nothing with format {self.read_as}: it is for {' and '.join(formats)}; leave it out")
         if self.format == "labels" and self.text_key is None:
             raise ValueError("text_key: expected a column for format labels, found null; name one")
-        if self.path is None and self.format in _PATHS:
+        if self.first_path is None and self.format in _PATHS:
             raise ValueError(f"path is missing, which format {self.format} needs; name {_PATHS[self.format]}")
         if self.tokenizer is None and self.format in _ONLY_WITH["tokenizer"]:
             raise ValueError(f"tokenizer is missing, which format {self.format} needs; name a tokenizer.json (see jpipe data tokenizer)")

@@ -47,8 +47,8 @@ class TrainConfig(Section):
     """The length of the run and its batches: `batch_size` rows per step; validation at step 0, every `eval_every` steps and at the end.
 
     Either `steps` or `epochs` is given: an epoch has each row of the training data once. `stop` ends the run earlier. `trace_batches`
-    batches are measured for the report once the pipeline is full and after each evaluation; 0 measures none. JAX's profiler records the
-    steps in `profile`.
+    batches are measured for the report once the pipeline is full, after each evaluation, and when steps are slow; 0 measures none. JAX's
+    profiler records the steps in `profile`.
     """
 
     steps: Count | None = 200

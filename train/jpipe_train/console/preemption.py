@@ -16,8 +16,8 @@ from typing import Literal, get_args
 import jpipe
 from jpipe_train.console import interrupt, signals
 
-Decision = Literal["continue", "save", "leave", "last"]
-"""What all processes do before a step: continue, take a snapshot after it, end without it, or end after it."""
+Decision = Literal["continue", "save", "leave", "last", "trace"]
+"""What all processes do before a step: continue, take a snapshot after it, end without it, end after it, or trace it and the next ones."""
 
 _DECISIONS: tuple[Decision, ...] = get_args(Decision)
 _CAME = "signal"  # the topic by which a process sends its signal to the other processes
@@ -39,13 +39,21 @@ class Preemption:
         processes: the processes of the run; None if there is only one.
         saves: whether the run writes checkpoints; if not, the signals end the process as usual.
         stops: returns, in process 0, whether a callback has asked to end the run; None in all processes if there is no callback.
+        traces: returns, in process 0, whether the next steps are to be traced; None in all processes if they never are.
 
     Attributes:
         cut: the step of the checkpoint that is taken because of a signal; None before.
     """
 
-    def __init__(self, processes: jpipe.processes.Processes | None, *, saves: bool, stops: Callable[[], bool] | None = None) -> None:
-        self._processes, self._saves, self._stops = processes, saves, stops
+    def __init__(
+        self,
+        processes: jpipe.processes.Processes | None,
+        *,
+        saves: bool,
+        stops: Callable[[], bool] | None = None,
+        traces: Callable[[], bool] | None = None,
+    ) -> None:
+        self._processes, self._saves, self._stops, self._traces = processes, saves, stops, traces
         self._received: int | None = None  # the first signal to this process
         self._passed_on = False
         self._until_end = contextlib.ExitStack()
@@ -70,7 +78,7 @@ class Preemption:
         Raises:
             PeerLost: the run is lost.
         """
-        if not self._saves and self._stops is None:
+        if not self._saves and self._stops is None and self._traces is None:
             return "continue"
         decision = self._decide_alone(is_saved) if self._processes is None else self._decided(self._processes, step)
         if decision == "save":
@@ -100,7 +108,9 @@ class Preemption:
 
     def _decide_alone(self, is_saved: Callable[[], bool]) -> Decision:
         if self.signal is None or not self._saves:
-            return "last" if self._stops is not None and self._stops() else "continue"
+            if self._stops is not None and self._stops():
+                return "last"
+            return "trace" if self._traces is not None and self._traces() else "continue"
         if self.cut is None:
             return "save"
         return "leave" if is_saved() else "continue"

@@ -4,21 +4,26 @@ Batch t is a pure function of (seed, t): `batches[t]` may be read in any order, 
 they are needed.
 """
 
-from collections.abc import Callable, Iterator
+import hashlib
+import re
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import grain
+import numpy as np
 
 from jpipe import InputError
 from jpipe_train.config import entry_point
 from jpipe_train.config.config import Config
+from jpipe_train.config.data_config import SourceConfig
 from jpipe_train.config.section import MOST_ROWS
 from jpipe_train.console.terminal import count
-from jpipe_train.data import labelled, masked, position, splits, target_data, windows
+from jpipe_train.data import labelled, masked, mixture, position, splits, target_data, windows
 from jpipe_train.data.position import Ordered, Position
 from jpipe_train.data.rows import Batch, BatchesOfRows, Divisible, Elements
+from jpipe_train.data.sources import OR_NULL
 from jpipe_train.data.splits import Split
 
 Rows = windows.Windows | windows.Examples | masked.Masked
@@ -32,6 +37,14 @@ class Batches(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int, /) -> Batch: ...
+
+
+class HeldOut(NamedTuple):
+    """A batch of an evaluation, the number of copies of each of its rows, and the source of its rows, if there are several."""
+
+    batch: Batch
+    copies: int = 1
+    source: SourceConfig | None = None
 
 
 @dataclass(frozen=True)
@@ -53,6 +66,7 @@ class Data:
         copies: how many copies of each of its rows a batch of `validation` has, where that is not one.
         rows: the number of rows of an epoch, if the loader knows it.
         steps: the number of steps of the run's `train.epochs`, if these are given.
+        parts: the sources of a mixture, each with its own data; their validation batches follow each other in `validation`.
     """
 
     train: Batches
@@ -67,17 +81,25 @@ class Data:
     copies: tuple[int, ...] = ()
     rows: int | None = None
     steps: int | None = None
+    parts: "tuple[tuple[SourceConfig, Data], ...]" = ()
 
     @property
     def like(self) -> Batch:
         """A batch of which only shapes and dtypes are used, the largest one if they differ."""
         return self.shapes[0] if self.shapes else self.train[self.first]
 
-    def held_out(self, most: int) -> list[tuple[Batch, int]]:
-        """Return the first batches of `validation`, up to `most`, or all if they are less than one; each with the copies of its rows."""
+    def held_out(self, most: int) -> list[HeldOut]:
+        """Return the first batches of `validation`, of each source, up to `most`, or all if they are less than one."""
+        if self.parts:
+            ends = np.cumsum([len(part.validation) for _, part in self.parts]).tolist()
+            return [
+                HeldOut(self.validation[end - len(part.validation) + i], copies, source)
+                for end, (source, part) in zip(ends, self.parts, strict=True)
+                for i, (_, copies, _) in enumerate(part.held_out(most))
+            ]
         if self.copies:
-            return [(self.validation[i], self.copies[i]) for i in range(len(self.validation))]
-        return [(self.validation[i], 1) for i in range(min(most, len(self.validation)))]
+            return [HeldOut(self.validation[i], self.copies[i]) for i in range(len(self.validation))]
+        return [HeldOut(self.validation[i]) for i in range(min(most, len(self.validation)))]
 
     def with_some_validation(self, microbatch: int) -> "Data":
         """Return these data; if they are held out for no batch, all rows of that part in smaller batches.
@@ -85,6 +107,9 @@ class Data:
         Args:
             microbatch: rows of a microbatch.
         """
+        if self.parts:
+            parts = tuple((source, part.with_some_validation(microbatch)) for source, part in self.parts)
+            return replace(self, parts=parts, validation=mixture.Joined(tuple(part.validation for _, part in parts)))
         if len(self.validation) or not isinstance(self.validation, Divisible):
             return self
         every = self.validation.with_remainder(microbatch)
@@ -159,6 +184,8 @@ def _may_be_padded(config: Config) -> bool:
 def _read(config: Config) -> Data:
     if config.data.target is not None:
         return _from_target(config)
+    if config.data.sources is not None:
+        return _mixture(config, config.data.sources, _read)
     if config.data.format == "labels":
         return _of_labels(config)
     _check_objective(config)
@@ -189,6 +216,10 @@ def held_out(config: Config, path: str | None = None) -> Data:
         raise InputError(f"data.path: the data come from '{target}' (data.target), found the path '{path}'; change data.arguments")
     if target is not None:
         return _read(config)
+    if config.data.sources is not None and path is None:
+        return _mixture(config, config.data.sources, held_out)
+    if config.data.sources is not None:
+        config = _of_source(config, config.data.sources[0])
     if config.data.format == "labels":
         return _held_out_labels(config, path)
     _check_objective(config)
@@ -201,6 +232,59 @@ def held_out(config: Config, path: str | None = None) -> Data:
     _check_some(config, split, rows)
     batches = _batches(config, rows, 1, apart=apart)
     return Data(batches, batches, split.source, f"{split.validation.size:,} tokens", split.digest, _remarks(split, rows))
+
+
+def _mixture(config: Config, sources: Sequence[SourceConfig], read: Callable[[Config], Data]) -> Data:
+    """Return the data of several sources, whose rows are in proportion to their weights.
+
+    Args:
+        config: of the run.
+        sources: with their names.
+        read: reads the data of one source.
+
+    Raises:
+        InputError: as `read`; the rows of the sources differ in form or tokenizer.
+    """
+    if config.data.format == "tokens":
+        splits.check_tokenizers([source.path for source in sources])
+    parts = []
+    for number, source in enumerate(sources):
+        with _errors_name_source(number):
+            parts.append(read(_of_source(config, source, number)))
+    trains = [part.train for part in parts if isinstance(part.train, BatchesOfRows)]
+    assert len(trains) == len(parts)
+    for number, train in enumerate(trains):
+        if train.spec != trains[0].spec:
+            raise InputError(
+                f"data.sources.{number}.path: expected rows like those of '{sources[0].path}', found that only one of the two says where "
+                "documents end; set data.boundaries: ignore, or prepare both in the same way"
+            )
+    shares = mixture.proportions([source.weight for source in sources])
+    mixed = replace(trains[0], elements=mixture.Mixed(tuple(train.elements for train in trains), shares))
+    return Data(
+        mixed,
+        mixture.Joined(tuple(part.validation for part in parts)),
+        ", ".join(f"{share / sum(shares):.1%} {part.source}" for part, share in zip(parts, shares, strict=True)),
+        "; ".join(f"{source.name}: {part.amount}" for source, part in zip(sources, parts, strict=True)),
+        lambda: hashlib.sha256(" ".join(part.digest() for part in parts).encode()).hexdigest(),
+        tuple(f"{source.name}: {remark}" for source, part in zip(sources, parts, strict=True) for remark in part.remarks),
+        parts=tuple(zip(sources, parts, strict=True)),
+    )
+
+
+def _of_source(config: Config, source: SourceConfig, number: int = 0) -> Config:
+    """Return the config for one source alone, with an order of its own."""
+    seed = int(np.random.SeedSequence((config.seed, number)).generate_state(1)[0]) if number else config.seed
+    return config.model_copy(update={"seed": seed, "data": config.data.of_source(source)})
+
+
+@contextmanager
+def _errors_name_source(number: int) -> Iterator[None]:
+    try:
+        yield
+    except InputError as error:
+        lines = (re.sub(r"\bdata\.(path|validation_path)\b", rf"data.sources.{number}.\1", str(line)) for line in error.args)
+        raise InputError(*(line.replace(OR_NULL, "") for line in lines)) from None
 
 
 def _from_target(config: Config, **optional: bool) -> Data:

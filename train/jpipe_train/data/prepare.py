@@ -365,6 +365,8 @@ def _find(files: Files, reporter: Reporter) -> _Found:
                     held_out.update(more[1])
                 if files.form == "auto" and part is not None:
                     _check_kinds(more[1], files.keys)
+        for line in sources.left_out(*files.paths):
+            reporter.say(line)
         if len(files.paths) > 1:  # one alone is read as a run reads it
             names, paths, twice = _once(names, paths)
             if twice:

@@ -1,11 +1,12 @@
 """Find files to train on under a path, in a fixed order, and split them into training and validation files."""
 
+import functools
 import glob
 import hashlib
 import os
 import re
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -13,6 +14,9 @@ from jpipe import InputError
 from jpipe.errors import shortened
 from jpipe_train.data.files import saved_datasets
 from jpipe_train.data.files.kinds import kind_of
+
+OR_NULL = ", or null for the standard library's source"
+"""The end of a message about `data.path`, which does not apply to other keys and to options."""
 
 
 def named(path: str | None) -> str:
@@ -67,7 +71,7 @@ def find_files(path: str | None, where: str = "data.path") -> tuple[list[str], l
         InputError: the file does not exist, or there is no regular file.
     """
     if path is None:
-        return _walk(Path(sysconfig.get_path("stdlib")), suffix=".py", leave_out=_NOT_LIBRARY)
+        return _ordered(_walk(Path(sysconfig.get_path("stdlib")), suffix=".py", leave_out=_NOT_LIBRARY, links=False))
     root = Path(path).expanduser()
     if root.is_dir():
         names, files = _in_folder(path, root, where)
@@ -76,11 +80,33 @@ def find_files(path: str | None, where: str = "data.path") -> tuple[list[str], l
     elif glob.has_magic(path):
         names, files = _match(str(root))
     else:
-        none = "null" if where.startswith("data.") else "nothing"  # a key of a config, or the command line
-        raise InputError(f"{where}: '{path}' does not exist; give a file, a folder or a glob, or {none} for the standard library's source")
+        none = OR_NULL if where.startswith("data.") else OR_NULL.replace("null", "nothing")  # a key of a config, or the command line
+        raise InputError(f"{where}: '{path}' does not exist; give a file, a folder or a glob{none}")
     if not files:
-        raise InputError(f"{where}: found no regular file at '{path}', so 0 bytes; give a file, a folder or a glob that holds text")
+        links = ", without links to folders, which are not followed" if root.is_dir() and any(map(Path.is_symlink, root.iterdir())) else ""
+        raise InputError(f"{where}: found no regular file at '{path}'{links}, so 0 bytes; give a file, a folder or a glob that holds text")
     return names, files
+
+
+def left_out(*paths: str | None) -> tuple[str, ...]:
+    """Say which files `find_files` leaves out of folders because they are about the data.
+
+    Args:
+        paths: as in `find_files`.
+
+    Returns:
+        A line for each folder that has some.
+    """
+    lines = []
+    for path in paths:
+        root = None if path is None else Path(path).expanduser()
+        if root is None or not root.is_dir() or saved_datasets.is_saved(root):
+            continue
+        with readable():
+            names = sorted(_beside(_walk(root)))
+        if names:
+            lines.append(f"left out of {named(path)}, which has files with rows: {shortened(names)}")
+    return tuple(lines)
 
 
 def with_validation(path: str | None, where: str) -> tuple[str | None, str | None]:
@@ -107,7 +133,7 @@ def with_validation(path: str | None, where: str) -> tuple[str | None, str | Non
         raise InputError(f"{where}: expected a split 'train' in '{path}', found {shortened(list(splits))}; name one, such as '{path}/test'")
     if not splits:
         with readable(where):
-            named = {match[1] for name in _walk(root)[0] if (match := _OF_SPLIT.fullmatch(Path(name).name))}
+            named = {match[1] for name in _walk(root) if (match := _OF_SPLIT.fullmatch(Path(name).name))}
         splits = {name: f"{glob.escape(str(root))}/**/{name}[-.]*" for name in named} if "train" in named else {}
     return splits.get("train", path), next((splits[name] for name in saved_datasets.VALIDATION if name in splits), None)
 
@@ -120,31 +146,53 @@ def _in_folder(path: str, root: Path, where: str) -> tuple[list[str], list[Path]
         )
     if (saved := saved_datasets.files(root, where)) is not None:
         return [file.name for file in saved], saved
-    names, files = _walk(root)
-    if any(name.endswith(_COLUMNS) for name in names):
-        kept = {name: file for name, file in zip(names, files, strict=True) if file.name not in _BESIDE}
-        names, files = list(kept), list(kept.values())
-    return names, files
+    found = _walk(root)
+    beside = _beside(found)
+    return _ordered({name: file for name, file in found.items() if name not in beside})
 
 
 _OF_SPLIT = re.compile(r"(train|validation|valid|val|dev|test)[-.].*(?:parquet|arrow|feather|jsonl?|ndjson|csv|tsv)(?:\.gz|\.zst)?")
 """The names of files with the rows of a split, as on Hugging Face's Hub."""
-_COLUMNS = ".parquet", ".arrow", ".feather"
-_BESIDE = frozenset({"README.md", "LICENSE", "LICENSE.md", "LICENSE.txt", "dataset_info.json", "dataset_infos.json", "state.json"})
-"""Files about a dataset, which are no part of it where a folder has files of columns."""
+_ROWS = re.compile(r".*\.(?:parquet|arrow|feather|jsonl|ndjson|csv|tsv)(?:\.gz|\.zst)?")
+_ABOUT = frozenset({"README.md", "LICENSE", "LICENSE.md", "LICENSE.txt", "dataset_info.json", "dataset_infos.json", "state.json"})
+"""Files about a dataset, which are no part of it where a folder has files with rows."""
 _NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
 
 
-def _walk(root: Path, suffix: str = "", leave_out: frozenset[str] = frozenset()) -> tuple[list[str], list[Path]]:
-    """List every regular file under `root`, without hidden ones and symbolic links (loops, doubles)."""
+def _beside(found: Mapping[str, Path]) -> frozenset[str]:
+    """Return the names of the files about the others, if these have rows: by their endings, or JSON lines in a `.json`."""
+    about = frozenset(name for name, file in found.items() if file.name in _ABOUT)
+    if not about:
+        return about
+    have_rows = any(_ROWS.fullmatch(name) for name in found) or any(
+        file.suffix == ".json" and (kind := kind_of(file)) is not None and kind.reader is not None
+        for name, file in found.items()
+        if name not in about
+    )
+    return about if have_rows else frozenset()
+
+
+def _walk(root: Path, suffix: str = "", leave_out: frozenset[str] = frozenset(), *, links: bool = True) -> dict[str, Path]:
+    """Find every regular file under `root`, except hidden ones; links to files are followed if `links`, those to folders never (loops)."""
     files = {}
     for folder, subfolders, names in os.walk(root, onerror=_raise):
         subfolders[:] = [name for name in subfolders if name not in leave_out and not name.startswith(".")]
         for name in names:
             file = Path(folder, name)
-            if name.endswith(suffix) and not name.startswith(".") and file.is_file() and not file.is_symlink():
+            if name.endswith(suffix) and not name.startswith(".") and file.is_file() and (links or not file.is_symlink()):
                 files[file.relative_to(root).as_posix()] = file
-    return sorted(files), [files[name] for name in sorted(files)]
+    return files
+
+
+def _ordered(found: Mapping[str, Path]) -> tuple[list[str], list[Path]]:
+    """Order files by name, each once: under its own name, or else that of a link to it; of several names the shortest path counts."""
+    real = functools.cache(os.path.realpath)
+    first: dict[str, str] = {}
+    for is_link, _, name in sorted((file.is_symlink(), len(file.parts), name) for name, file in found.items()):
+        file = found[name]
+        first.setdefault(real(file) if is_link else os.path.join(real(file.parent), file.name), name)
+    names = sorted(first.values())
+    return names, [found[name] for name in names]
 
 
 def _raise(error: OSError) -> None:
@@ -152,9 +200,9 @@ def _raise(error: OSError) -> None:
 
 
 def _match(pattern: str) -> tuple[list[str], list[Path]]:
-    """List every regular file that matches, named relative to the part of the pattern before its first wildcard."""
+    """List every regular file that matches, each once, named relative to the part of the pattern before its first wildcard."""
     parts = Path(pattern).parts
     fixed = next(i for i, part in enumerate(parts) if glob.has_magic(part))
     root = Path(*parts[:fixed])
     files = {Path(match).relative_to(root).as_posix(): Path(match) for match in glob.glob(pattern, recursive=True) if Path(match).is_file()}
-    return sorted(files), [files[name] for name in sorted(files)]
+    return _ordered(files)

@@ -63,6 +63,11 @@ def read(config: Config) -> Split:
     Raises:
         InputError: they cannot be read.
     """
+    split = _read(config)
+    return replace(split, remarks=(*split.remarks, *sources.left_out(config.data.path, config.data.validation_path)))
+
+
+def _read(config: Config) -> Split:
     data = config.data
     if data.read_as == "bytes":
         if data.format == AUTO:
@@ -185,12 +190,14 @@ def read_whole(config: Config, path: str) -> Split:
             files = _files_of_bytes(path, "data.path")[1]
             documents = _documents_of_bytes(files)
         source = sources.named(path) if len(files) == 1 else f"{sources.named(path)} ({len(files)} files)"
-        return Split(documents, documents, source, functools.partial(_digest, "", documents), unit="bytes")
+        digest = functools.partial(_digest, "", documents)
+        return Split(documents, documents, source, digest, unit="bytes", remarks=sources.left_out(path))
     if config.data.format == "tokens" and token_files.is_folder(path):
         return _whole_folder(config, path)
     of_parts = _of_token_rows if config.data.format == "tokens" else _of_texts
     split = of_parts(config, [Part(path, 0.0, "data.path")])
-    return replace(split, validation=split.train, place=(split.place[0], split.place[0]))
+    remarks = *split.remarks, *sources.left_out(path)
+    return replace(split, validation=split.train, place=(split.place[0], split.place[0]), remarks=remarks)
 
 
 class _Bytes(NamedTuple):
@@ -250,6 +257,25 @@ def _whole_folder(config: Config, path: str) -> Split:
     documents = token_files.documents(folder, index, [*index.train, *index.validation])
     tokenizer = _tokenizer(folder, index) if config.data.objective == "masked" else None
     return Split(documents, documents, f"'{path}'", functools.partial(token_files.digest, folder, index), tokenizer)
+
+
+def check_tokenizers(paths: Sequence[str]) -> None:
+    """Check that all folders of tokens among several sources have the same tokenizer.
+
+    Raises:
+        InputError: one has another.
+    """
+    first: tuple[str, token_files.Index] | None = None
+    for number, path in enumerate(paths):
+        if not token_files.is_folder(path):
+            continue
+        index = token_files.read_index(path, where := f"data.sources.{number}.path")[1]
+        first = first or (path, index)
+        if (index.vocab_size, index.tokenizer_sha256) != (first[1].vocab_size, first[1].tokenizer_sha256):
+            raise InputError(
+                f"{where}: expected tokens of the same tokenizer as in '{first[0]}', found those of another in '{path}'; prepare it with "
+                "the same --tokenizer"
+            )
 
 
 def _check_same_tokenizer(index: token_files.Index, other: token_files.Index, path: str, where: str) -> None:

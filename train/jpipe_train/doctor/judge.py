@@ -110,9 +110,9 @@ def _cores(facts: Facts) -> Iterator[Finding]:
         yield failed_probe("cores", cores, level="note")
         return
     usable, limit = cores["usable"], cores["limit"]
-    found = f"{usable} of {cores['machine']} usable" + ("" if limit is None else f", the control group pays for {limit:g}")
+    found = f"{usable} of {cores['machine']} usable" + ("" if limit is None else f", the control group limits it to {limit:g}")
     if limit is not None and limit < 0.75 * usable:
-        advice = "ask for more CPU (docker --cpus, resources.limits.cpu), or pin the process: more threads than paid cores are throttled"
+        advice = "ask for more CPU (docker --cpus, resources.limits.cpu), or pin the process: threads beyond the limit are throttled"
         yield Finding("note", "cores", found, advice)
     elif usable == 1 and (cores["machine"] or 1) > 1:
         advice = "with SLURM give srun --cpus-per-task; elsewhere check taskset and the CPU set of the container"

@@ -32,6 +32,8 @@ _NAMES = (
 )
 _PREFIXES = "JAX_", "XLA_", "NCCL_", "TPU_", "FLAX_", "SLURM_CPUS_", "SLURM_LOCALID", "SLURM_NTASKS"
 _SECRET = "JPIPE_SECRET"
+_USER = re.compile(r"//\S*@"), "//"  # in an address among other text; a password may have any character, "/" and "@" too
+_USER_OF_PROXY = re.compile(r"^\s*((?:https?|socks\w*)://)?.*@", re.DOTALL | re.IGNORECASE), r"\1"
 _RUNS = "runs"  # where runs without run.dir are
 
 
@@ -65,7 +67,13 @@ def environment(variables: Mapping[str, str]) -> dict[str, str]:
     chosen = {name: value for name, value in sorted(variables.items()) if name in (*_NAMES, *PROXIES) or name.startswith(_PREFIXES)}
     if variables.get(_SECRET):
         chosen[_SECRET] = "(set)"
-    return {name: re.sub(r"//[^@/]*@", "//", value) for name, value in chosen.items()}
+    return {name: _without_user(name, value) for name, value in chosen.items()}
+
+
+def _without_user(name: str, value: str) -> str:
+    """Return the value of a variable without user names and passwords; what follows the last `@` is the host."""
+    pattern, kept = _USER_OF_PROXY if name in PROXIES else _USER
+    return pattern.sub(kept, value)
 
 
 def _attempt(probe: Callable[[], dict[str, Any]]) -> dict[str, Any]:

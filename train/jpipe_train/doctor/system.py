@@ -17,7 +17,7 @@ _UNLIMITED = 2**60  # bytes: control groups of version 1 write a number that lar
 
 
 def cores(root: Path = ROOT) -> dict[str, Any]:
-    """Return the cores of the `machine`, those that are `usable` by this process, and how many its control group pays for (`limit`)."""
+    """Return the cores of the `machine`, those that are `usable` by this process, and the `limit` of its control group."""
     limits = [limit for folder in _groups(root, "cpu") if (limit := _cpu_limit(folder)) is not None]
     return {"machine": os.cpu_count(), "usable": usable_cores(), "limit": min(limits, default=None)}
 

@@ -237,9 +237,9 @@ def _load_tokenizer(file: Path, where: str, end: str | None = AUTO) -> tokenizer
 
 def _end_tokens(config: Config) -> tuple[int, ...]:
     """Return the token that ends each document of a folder of tokens; none if the folder no longer exists."""
-    if config.data.target is None and config.data.format == "tokens" and config.data.path is not None:
+    if config.data.target is None and config.data.format == "tokens" and config.data.first_path is not None:
         with contextlib.suppress(InputError):
-            end = token_files.read_index(config.data.path, "data.path")[1].end_of_text
+            end = token_files.read_index(config.data.first_path, "data.path")[1].end_of_text
             return () if end is None else (end,)
     return ()
 

@@ -12,9 +12,9 @@ MOST_FORWARDS = 100_000  # limit for a prediction: some seconds
 class Measure:
     """Traces windows of steps, and compares the last one with its prediction.
 
-    A window has up to `batches` batches, when the pipeline is full and again after each evaluation. There is no evaluation inside it. One
-    batch before it and one after it are traced as well. The prediction simulates the schedule with the median times of the window's own
-    computations: it shows the effect of the order of computations, not the speed of the devices.
+    A window has up to `batches` batches, when the pipeline is full, after each evaluation, and when one is requested. There is no
+    evaluation inside it. One batch before it and one after it are traced as well. The prediction simulates the schedule with the median
+    times of the window's own computations: it shows the effect of the order of computations, not the speed of the devices.
 
     Args:
         pipe: the compiled pipeline.
@@ -46,6 +46,7 @@ class Measure:
         self._tracer: jpipe.Tracer | None = None
         self._first = self._batches = 0  # first batch and number of batches of the window being traced
         self._window = 0, 0  # the same for the last measured window
+        self._requested: int | None = None  # the step at which a further window is to begin
         self.measured: jpipe.programs.Window | None = None
 
     def observer(self, step: int) -> jpipe.Tracer | None:
@@ -58,6 +59,15 @@ class Measure:
                 self._processes.barrier(f"the trace from step {step}")
             self._tracer = jpipe.Tracer(self._pipe.plan)
         return self._tracer
+
+    def request(self, step: int) -> None:
+        """Trace a window from `step` on, if none is being traced and there is room; all processes request the same one."""
+        self._requested = step
+
+    @property
+    def is_tracing(self) -> bool:
+        """Whether a window is being traced."""
+        return self._tracer is not None
 
     def finish(self) -> None:
         """Finish the current trace, if there is one."""
@@ -99,4 +109,4 @@ class Measure:
         """Return the number of batches of a window whose trace begins at `step`, or 0 if none begins."""
         due = step % self._every == 0 if self._window[1] else step >= self._start + self._full
         room = min(self._steps - step, self._every - step % self._every)  # steps until the end, or until the next evaluation
-        return min(self._most, max(room - 2, 0)) if due else 0
+        return min(self._most, max(room - 2, 0)) if due or step == self._requested else 0

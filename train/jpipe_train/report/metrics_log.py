@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import jpipe
 from jpipe.files import shown
@@ -11,13 +12,23 @@ from jpipe_train.assemble.optimizer import learning_rate
 from jpipe_train.checkpoint.history import History
 from jpipe_train.checkpoint.run_folder import METRICS, FolderChanged, RunFolder
 from jpipe_train.config.config import Config
+from jpipe_train.config.data_config import SourceConfig
 from jpipe_train.console.progress import Reporter
 from jpipe_train.launch.together import Together
 from jpipe_train.report.logs import Logs
 from jpipe_train.report.measure import Measure
 from jpipe_train.report.mfu import Utilization
 
-Validation = Mapping[str, float] | Sequence[tuple[jpipe.Evaluation, int]]
+
+class Evaluated(NamedTuple):
+    """The evaluation of a batch, the number of copies of each of its rows, and the source of its rows, if there are several."""
+
+    evaluation: jpipe.Evaluation
+    copies: int = 1
+    source: SourceConfig | None = None
+
+
+Validation = Mapping[str, float] | Sequence[Evaluated]
 """Results of one step: `{"val_loss": 2.3, "val_accuracy": 0.4}`, or what `means_of` computes them from."""
 
 
@@ -254,7 +265,7 @@ def means(results: Validation) -> dict[str, float]:
     """Return the loss and the metrics of a validation in the form of a row, as means weighted by the batches' weights."""
     if isinstance(results, Mapping):
         return dict(results)
-    return mean_of([means_of(evaluation, copies) for evaluation, copies in results])
+    return mean_of([means_of(each.evaluation, each.copies) for each in results], [each.source for each in results])
 
 
 def means_of(evaluation: jpipe.Evaluation, copies: int = 1) -> dict[str, tuple[float, float]]:
@@ -270,13 +281,36 @@ def means_of(evaluation: jpipe.Evaluation, copies: int = 1) -> dict[str, tuple[f
     return {f"val_{name}": (mean, weight / copies) for name, (mean, weight) in centred_numbers.items()}
 
 
-def mean_of(batches: Sequence[Mapping[str, tuple[float, float]]]) -> dict[str, float]:
+Means = Mapping[str, tuple[float, float]]
+"""(mean, weight) by name, of a batch."""
+
+
+def mean_of(batches: Sequence[Means], sources: Sequence[SourceConfig | None] = ()) -> dict[str, float]:
     """Return the mean loss and the metrics over all of these batches, by name.
+
+    Args:
+        batches: the results of each batch.
+        sources: of their rows, if there are several. Then the means of the sources are averaged by the weights of the sources, and each
+            source has its loss as `val_loss_NAME`.
 
     Raises:
         jpipe.InputError: the weights of the loss sum to 0.
     """
-    return combined({name: _mean(name, [batch[name] for batch in batches]) for name in batches[0]})
+    groups: dict[SourceConfig, list[Means]] = {}
+    for batch, source in zip(batches, sources, strict=False):
+        if source is not None:
+            groups.setdefault(source, []).append(batch)
+    losses = {f"val_loss_{source.name}": _mean("val_loss", [batch["val_loss"] for batch in of]) for source, of in groups.items()}
+    weighted = [batch for source, of in groups.items() for batch in _summing_to(source.weight, of)] or batches
+    return combined({name: _mean(name, [batch[name] for batch in weighted]) for name in weighted[0]}) | losses
+
+
+def _summing_to(total: float, batches: Sequence[Means]) -> list[Means]:
+    """Return the same means with weights that sum to `total`, for each name of which a batch has a weight."""
+    sums = {name: sum(batch[name][1] for batch in batches) for name in batches[0]}
+    return [
+        {name: (mean, weight * total / sums[name] if sums[name] else 0.0) for name, (mean, weight) in batch.items()} for batch in batches
+    ]
 
 
 def _mean(name: str, batches: Sequence[tuple[float, float]]) -> float:

@@ -55,7 +55,8 @@ def _layers(ids: Sequence[str]) -> str:
 
 
 _SLOW = 1.15  # ratio to the other ranks
-_SHORT = 2e-3  # seconds of a microbatch, below which starting its computations takes a large part
+SHORT = 2e-3
+"""Seconds of a microbatch, below which starting its computations takes a large part of them."""
 
 
 def slow_ranks(plan: jpipe.Plan, window: jpipe.programs.Window) -> dict[int, float]:
@@ -67,11 +68,8 @@ def slow_ranks(plan: jpipe.Plan, window: jpipe.programs.Window) -> dict[int, flo
         plan: the plan of the run.
         window: the measured batches.
     """
-    seconds = [
-        {plan.workers[w][0]: _microbatch_seconds([span for span in row if span.chunk == chunk]) for chunk, w in enumerate(workers)}
-        for workers, row in zip(plan.rank_workers, window.timeline, strict=True)
-    ]
-    if not all(all(row.values()) for row in seconds) or max(sum(row.values()) for row in seconds) < _SHORT:
+    seconds = microbatch_seconds(plan, window)
+    if not all(all(row.values()) for row in seconds) or max(sum(row.values()) for row in seconds) < SHORT:
         return {}
     predicted = plan.predicted.stage_seconds if plan.predicted is not None else ()
     if not predicted or not all(predicted):
@@ -81,13 +79,35 @@ def slow_ranks(plan: jpipe.Plan, window: jpipe.programs.Window) -> dict[int, flo
     return {rank: ratio / usual for rank, ratio in enumerate(ratios) if ratio > _SLOW * usual}
 
 
-def _microbatch_seconds(spans: Sequence[jpipe.programs.Span]) -> float:
-    """Return the seconds that a stage computes for a microbatch, from the medians of its computations; 0: not measured."""
-    by_op = defaultdict[str, list[float]](list)
+def microbatch_seconds(plan: jpipe.Plan, window: jpipe.programs.Window) -> list[dict[int, float]]:
+    """Return for each rank the seconds that each of its stages computes for a microbatch; 0: not measured."""
+    return [
+        {
+            plan.workers[w][0]: _microbatch_seconds([span for span in row if span.chunk == chunk], window.seconds)
+            for chunk, w in enumerate(workers)
+        }
+        for workers, row in zip(plan.rank_workers, window.timeline, strict=True)
+    ]
+
+
+def _microbatch_seconds(spans: Sequence[jpipe.programs.Span], end: float) -> float:
+    """Return the seconds that a stage computes for a microbatch, from the medians of its computations; 0: not measured.
+
+    Computations that the window, which ends at `end`, cuts off count only where there are no others. A short window may have more
+    backwards than forwards, or fewer, so only the shares of ops that do the same part of the work are counted.
+    """
+    whole, cut = defaultdict[str, list[float]](list), defaultdict[str, list[float]](list)
     for span in jpipe.programs.whole_spans(spans):
-        by_op[span.op].append(span.end - span.start)
-    count = sum(len(times) for op, times in by_op.items() if jpipe.ops.OPS[op].begins)
-    return sum(len(times) * statistics.median(times) for times in by_op.values()) / count if count else 0.0
+        (whole if span.start > 0 and span.end < end else cut)[span.op].append(span.end - span.start)
+    seconds = {op: statistics.median(times) for op, times in {**cut, **whole}.items()}
+    shares: dict[str, float] = {}
+    for part in "FIW":  # each microbatch has each of them once
+        remaining = 1.0 - sum(share for op, share in shares.items() if part in jpipe.ops.OPS[op].parts)
+        beginning = {op: len(whole[op]) + len(cut[op]) for op in seconds if jpipe.ops.OPS[op].parts[0] == part}
+        shares |= {op: remaining * count / sum(beginning.values()) for op, count in beginning.items()}
+        if not shares:
+            return 0.0
+    return sum(share * seconds[op] for op, share in shares.items())
 
 
 def slow_words(slow: Mapping[int, float], devices: Sequence[Sequence[int]], processes: Sequence[int]) -> str:

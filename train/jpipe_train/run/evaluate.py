@@ -1,5 +1,6 @@
 """`jpipe evaluate`: compute loss, perplexity and metrics of a checkpoint over a whole data set, through the run's pipeline."""
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -20,18 +21,20 @@ from jpipe_train.checkpoint.best import Step
 from jpipe_train.checkpoint.export import Weights, check_steps, step_of
 from jpipe_train.config import config_file
 from jpipe_train.config.config import Config, OptimizerConfig, ResumeConfig
+from jpipe_train.config.data_config import SourceConfig
 from jpipe_train.console import interrupt
 from jpipe_train.console.progress import Reporter
 from jpipe_train.console.terminal import count
 from jpipe_train.data import data
+from jpipe_train.data.mixture import Joined
 from jpipe_train.data.rows import BatchesOfRows, Divisible, WithRemainder, like_a_batch
+from jpipe_train.data.sources import OR_NULL
 from jpipe_train.launch.together import facts, joined
 from jpipe_train.report.metrics_log import RunStopped, mean_of, means_of
 from jpipe_train.run.loop import reason
 from jpipe_train.run.starting import begin, read_checkpoint
 
 _MOST_PENDING = 2  # batches whose results are read later, so that devices always have work
-_OR_NULL = ", or null for the standard library's source"  # applies to a config key, not to an option
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,7 @@ class Request:
         data: the path of data other than the run's validation data.
         step: the step of the checkpoint, or "best"; None for the newest complete one.
         weights: the newest weights, or their moving average.
-        batches: the largest number of batches; None for all, including an incomplete last one.
+        batches: the largest number of batches, of each source of the data; None for all, including an incomplete last one.
         overrides: replacements of keys of the run's config.
         allow_code: whether the config may name functions to import and call.
     """
@@ -161,15 +164,19 @@ def _ready(config: Config, request: Request, reporter: Reporter) -> tuple[jpipe.
         except InputError as error:
             if request.data is None:
                 raise
-            lines = (line.replace("data.path: ", "--data: ", 1).replace(_OR_NULL, "") for line in error.args)
+            lines = (line.replace("data.path: ", "--data: ", 1).replace(OR_NULL, "") for line in error.args)
             raise InputError(*lines) from None
         rows = held_out.validation
-        return replace(held_out, train=[like_a_batch(rows)] if isinstance(rows, BatchesOfRows) else rows)
+        first = rows.parts[0] if isinstance(rows, Joined) else rows
+        return replace(held_out, train=[like_a_batch(first)] if isinstance(first, BatchesOfRows) else first)
 
     pipe, batches = build(config, reporter, load=load)
     if isinstance(rows := batches.validation, Divisible):
         batches = replace(batches, validation=rows.with_remainder(config.train.batch_size // pipe.plan.microbatches))
-    return pipe, check(config, pipe, batches), _select_batches(config, request, batches.validation)
+    if not isinstance(rows := batches.validation, Joined):
+        return pipe, check(config, pipe, batches), _select_batches(config, request, rows)
+    selections = [_select_batches(config, request, part) for part in rows.parts]
+    return pipe, check(config, pipe, batches), _of_sources([source for source, _ in batches.parts], rows, selections)
 
 
 @dataclass(frozen=True)
@@ -177,14 +184,18 @@ class _Selection:
     """The rows to evaluate, by batch.
 
     Attributes:
+        numbers: of the batches.
         rows: the number of rows in each batch.
         copies: how often each row is repeated in its batch.
         total: the number of rows of the data, including those not evaluated.
+        sources: of the rows of each batch, if there are several.
     """
 
+    numbers: Sequence[int]
     rows: list[int]
     copies: list[int]
     total: int
+    sources: Sequence[SourceConfig] = ()
 
 
 def _select_batches(config: Config, request: Request, batches: data.Batches) -> _Selection:
@@ -196,7 +207,19 @@ def _select_batches(config: Config, request: Request, batches: data.Batches) -> 
         whole = batches.whole
         rows, copies = ([of(i) for i in range(len(batches))] for of in (batches.rows_of, batches.copies_of))
     number = len(batches) if request.batches is None or request.batches > whole else request.batches
-    return _Selection(rows[:number], copies[:number], sum(rows))
+    return _Selection(range(number), rows[:number], copies[:number], sum(rows))
+
+
+def _of_sources(sources: Sequence[SourceConfig], batches: Joined, selections: Sequence[_Selection]) -> _Selection:
+    """Return the selections from the parts of `batches` as one."""
+    starts = itertools.accumulate((len(part) for part in batches.parts), initial=0)
+    return _Selection(
+        [start + number for start, each in zip(starts, selections, strict=False) for number in each.numbers],
+        [rows for each in selections for rows in each.rows],
+        [copies for each in selections for copies in each.copies],
+        sum(each.total for each in selections),
+        [source for source, each in zip(sources, selections, strict=True) for _ in each.numbers],
+    )
 
 
 def _evaluate(
@@ -218,7 +241,7 @@ def _evaluate(
         results.append(means_of(pending.pop(0), selection.copies[len(results)]))
 
     with reporter.counting(f"evaluating {count(total, 'row')}") as progress:
-        for index, rows in enumerate(selection.rows):
+        for index, rows in zip(selection.numbers, selection.rows, strict=True):
             interrupt.check()
             pending.append(pipe.evaluate(state, batches[index], functions, weights=request.weights))
             if len(pending) > _MOST_PENDING:
@@ -227,7 +250,7 @@ def _evaluate(
                 progress(done, total)
         while pending:
             finish()
-    return mean_of(results), sum(batch["val_loss"][1] for batch in results)
+    return mean_of(results, selection.sources), sum(batch["val_loss"][1] for batch in results)
 
 
 def _print(config: Config, request: Request, result: Result, source: str, reporter: Reporter) -> None:

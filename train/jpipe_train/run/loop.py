@@ -22,7 +22,7 @@ from jpipe_train.checkpoint.resume import VERSIONS, Resume, Resumed, passed_over
 from jpipe_train.checkpoint.resume import find as find_resumed
 from jpipe_train.checkpoint.resume import history as find_history
 from jpipe_train.checkpoint.run_folder import FolderChanged, RunFolder
-from jpipe_train.config.config import AUTO, Config
+from jpipe_train.config.config import AUTO, Config, TrainConfig
 from jpipe_train.config.config_file import to_yaml
 from jpipe_train.console import interrupt
 from jpipe_train.console.exit_codes import reported_by_system
@@ -38,6 +38,7 @@ from jpipe_train.report.measure import Measure
 from jpipe_train.report.metrics_log import MetricsLog, NonFiniteLoss, RunStopped
 from jpipe_train.report.profiling import Profiler
 from jpipe_train.report.summary import Summary, epochs_words, print_summary, slow_of, stages_of, write_report
+from jpipe_train.report.watch import Watch
 from jpipe_train.run import stopping
 from jpipe_train.run.callbacks import Callbacks
 from jpipe_train.run.starting import begin, check_shared, continue_on_all, initial_params, make_folder, read_checkpoint, report_resumed
@@ -306,11 +307,12 @@ def run(
         utilization = None if folder is None else utilization_of(pipe, batches)
         log = MetricsLog(config, folder, row_logs, reporter, measure, together, history, pipe.plan, utilization, callbacks.finished)
         checkpoints = make_checkpoints(config, pipe, path, folder, resumed, reporter, together)
-        stops, asked = stopping.Stopping(config, resumed), (lambda: callbacks.stop) if program.callbacks else None
-        preemption = Preemption(together.processes, saves=config.checkpoint.every is not None, stops=asked)
+        stops = stopping.Stopping(config, resumed)
+        watch = make_watch(train, pipe, batches, measure, reporter if together.is_first else None, state.batch)
+        preemption = make_preemption(config, together, callbacks if program.callbacks else None, watch)
         held_out, chosen = batches.held_out(train.eval_batches), metrics(config.eval, config.model) | dict(program.metrics)
         profiler = Profiler(train.profile, path, together.index, reporter.say)
-        when = preemption, history, stops, profiler, callbacks
+        when = preemption, history, stops, profiler, watch, callbacks
         training = Training(train, pipe, batches.train, held_out, chosen, log, measure, checkpoints, *when)
         completed = False
         try:
@@ -328,15 +330,44 @@ def run(
                 checkpoints.close()
                 measure.close()
                 profiler.close()
-                remarks = {} if folder is None else stopping.remarks(config, path, stops, log.last_step + 1)
+                remarks = {} if folder is None else stopping.remarks(config, path, stops, log.last_step + 1) | watch.remarks
                 if folder is not None and (completed or preemption.signal is None):  # after a signal time is short
-                    write_report(
-                        config, pipe, folder, measure, reporter, batches, stages, history.parts(log.last_step + 1), temporary, remarks
-                    )
+                    parts = history.parts(log.last_step + 1)
+                    write_report(config, pipe, folder, measure, reporter, batches, stages, parts, temporary, remarks)
     summary = dataclasses.replace(summary, temporary=temporary, slow=slow_of(pipe, summary.measured), remarks=remarks)
-    summary = summary if folder is None else complete(summary, config, pipe.plan, sizes, folder)
-    print_summary(summary, data.loss_unit(config), reporter, in_python=program.build is not None)
+    return conclude(summary, config, pipe.plan, sizes, folder, reporter, in_python=program.build is not None)
+
+
+def conclude(
+    summary: Summary,
+    config: Config,
+    plan: jpipe.Plan,
+    sizes: Sequence[jpipe.programs.StageCost],
+    folder: RunFolder | None,
+    reporter: Reporter,
+    *,
+    in_python: bool,
+) -> Summary:
+    """Mark the end of a run in its folder, print its summary, and return it with the planner's prediction, if there is one."""
+    summary = summary if folder is None else complete(summary, config, plan, sizes, folder)
+    print_summary(summary, data.loss_unit(config), reporter, in_python=in_python)
     return summary
+
+
+def make_preemption(config: Config, together: Together, callbacks: Callbacks | None, watch: Watch) -> Preemption:
+    """Return what decides before each step whether the run ends, for a signal or as callbacks ask, and whether it is traced."""
+    stops = None if callbacks is None else (lambda: callbacks.stop)
+    traces = watch.wants_trace if watch.can_trace else None
+    return Preemption(together.processes, saves=config.checkpoint.every is not None, stops=stops, traces=traces)
+
+
+def make_watch(
+    train: TrainConfig, pipe: jpipe.Pipeline, batches: data.Data, measure: Measure, reporter: Reporter | None, first: int
+) -> Watch:
+    """Return what times the steps of a run from `first` on; only process 0 has a reporter, and batches of several shapes have no time."""
+    judges = reporter is not None and not batches.shapes
+    can_trace = train.trace_batches > 0 and train.eval_every > 2 and not batches.shapes
+    return Watch(pipe, measure, reporter.say if judges and reporter is not None else None, first, can_trace)
 
 
 def make_checkpoints(

@@ -15,13 +15,14 @@ from jpipe_train.checkpoint.history import History
 from jpipe_train.checkpoint.resume import Resumed
 from jpipe_train.config.config import TrainConfig
 from jpipe_train.console import interrupt
-from jpipe_train.console.preemption import Preemption
-from jpipe_train.data.data import Batches
+from jpipe_train.console.preemption import Decision, Preemption
+from jpipe_train.data.data import Batches, HeldOut
 from jpipe_train.data.position import Ordered
 from jpipe_train.report.measure import Measure
-from jpipe_train.report.metrics_log import MetricsLog, RunStopped, Validation, mean_loss
+from jpipe_train.report.metrics_log import Evaluated, MetricsLog, RunStopped, Validation, mean_loss
 from jpipe_train.report.profiling import Profiler
 from jpipe_train.report.summary import Summary, name_of
+from jpipe_train.report.watch import Watch
 from jpipe_train.run.callbacks import Callbacks
 from jpipe_train.run.stopping import Stopping
 
@@ -44,7 +45,7 @@ class Training:
         config: the number of steps, and when to evaluate.
         pipe: the compiled pipeline.
         batches: the training batches by step.
-        held_out: the batches of each evaluation, with the number of copies of each of their rows.
+        held_out: the batches of each evaluation.
         metrics: the metrics of an evaluation in addition to the loss.
         log: records losses.
         measure: traces some batches.
@@ -53,13 +54,14 @@ class Training:
         history: the earlier parts of a resumed run.
         stopping: decides whether the run stops early.
         profiler: profiles some steps.
+        watch: times the steps, and reports when they are slow.
         callbacks: get the checkpoints that are complete, in process 0.
     """
 
     config: TrainConfig
     pipe: jpipe.Pipeline
     batches: Batches
-    held_out: Sequence[tuple[Any, int]]
+    held_out: Sequence[HeldOut]
     metrics: Mapping[str, Any]
     log: MetricsLog
     measure: Measure
@@ -68,6 +70,7 @@ class Training:
     history: History
     stopping: Stopping
     profiler: Profiler
+    watch: Watch
     callbacks: Callbacks = field(default_factory=Callbacks)
 
     def run(self, state: jpipe.State, resumed: Resumed | None) -> Summary:
@@ -89,23 +92,22 @@ class Training:
             decision = self.preemption.decide(step, lambda: checkpoints.last_is_done)
             if decision == "leave":
                 return self._stopped(state, mean_loss(before))
-            if self.held_out and step % self.config.eval_every == 0 and log.validated(step) is None:
+            if validates := bool(self.held_out) and step % self.config.eval_every == 0 and log.validated(step) is None:
                 log.validation(step, self._evaluate(state))
             if self._stops(step) and step > first:
                 steps = step
                 checkpoints.end_at(step)
                 break
-            if decision in ("save", "last"):
-                checkpoints.schedule_last(step)
-            else:
-                checkpoints.schedule_snapshot(step)
+            self._schedule(step, decision)
             self.profiler.before(step, state)
-            state, metrics = self.pipe.step(state, self.batches[step], observe=checkpoints.observing(self.measure.observer(step)))
+            observe = checkpoints.observing(self.measure.observer(step))
+            state, metrics = self.pipe.step(state, self.watch.load(self.batches, step), observe=observe)
             if self._measures_delay(step):
                 log.delay_norms(step, self.pipe.delay_norms(state))
             log.finished(finished)  # of the step before: reading a loss waits for it, while the devices have this step's work
             checkpoints.flush_finished(log.last_step, facts_of)
             self._report_saved()
+            self.watch.finished(step, paused=validates or checkpoints.has_snapshots)
             finished = metrics
             if decision == "last":
                 steps = log.steps = step + 1
@@ -129,6 +131,15 @@ class Training:
         windows = self.measure.predicted, self.measure.measured
         return Summary(steps, mean_loss(before), mean_loss(after), log.seconds, log.folder, *windows, state=state)
 
+    def _schedule(self, step: int, decision: Decision) -> None:
+        """Schedule the snapshot after a step and the window that begins with it, if they are due."""
+        if decision in ("save", "last"):
+            self.checkpoints.schedule_last(step)
+        else:
+            self.checkpoints.schedule_snapshot(step)
+        if decision == "trace":
+            self.measure.request(step)
+
     def _report_saved(self) -> None:
         """Report the last complete checkpoint to the callbacks, in process 0, if it is a new one."""
         if self.log.folder is not None:
@@ -145,12 +156,13 @@ class Training:
         every = self.config.log_every * math.ceil(self.config.length / self.config.log_every / _MOST_NORMS)
         return step % every == 0 and any(self.pipe.plan.delays)
 
-    def _evaluate(self, state: jpipe.State) -> list[tuple[jpipe.Evaluation, int]]:
-        evaluations = [self.pipe.evaluate(state, batch, self.metrics) for batch, _ in self.held_out]
+    def _evaluate(self, state: jpipe.State) -> list[Evaluated]:
+        evaluations = [self.pipe.evaluate(state, each.batch, self.metrics) for each in self.held_out]
         if self.pipe.ema_decay is not None:
-            averaged = [self.pipe.evaluate(state, batch, self.metrics, weights="ema") for batch, _ in self.held_out]
+            averaged = [self.pipe.evaluate(state, each.batch, self.metrics, weights="ema") for each in self.held_out]
             evaluations = [_with_averaged(newest, ema) for newest, ema in zip(evaluations, averaged, strict=True)]
-        return [(evaluation, copies) for evaluation, (_, copies) in zip(evaluations, self.held_out, strict=True)]
+        each = zip(evaluations, self.held_out, strict=True)
+        return [Evaluated(evaluation, held_out.copies, held_out.source) for evaluation, held_out in each]
 
     def _validation_before(self, state: jpipe.State, resumed: Resumed | None) -> Validation:
         """Log the validation before training and return it; a resumed run reads it from its checkpoint."""

@@ -209,8 +209,8 @@ def _end_of_text(config: Config) -> int | None:
     data = config.data
     with contextlib.suppress(InputError):
         if data.target is None and data.format == "tokens":
-            assert data.path is not None
-            return token_files.read_index(data.path, "data.path")[1].end_of_text
+            assert data.first_path is not None
+            return token_files.read_index(data.first_path, "data.path")[1].end_of_text
         if data.target is None and data.tokenizer is not None:
             loaded = tokenizer.load(data.tokenizer, "data.tokenizer", data.end_of_text)
             return loaded.end if data.format != "chat" else _end_of_turn(loaded, data.chat_template)

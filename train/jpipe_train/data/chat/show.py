@@ -35,7 +35,7 @@ def lines(config: Config, most: int, *, bold: bool) -> Iterator[str]:
         raise InputError(f"--count: expected 1 or more conversations, found {most}; leave it out for 3")
     tokenizer = tokenizers.load(str(data.tokenizer), "data.tokenizer")
     with sources.readable(), Renderer(template.find(tokenizer, data.chat_template), TRAINING_TIME) as renderer:
-        _, files = sources.find_files(sources.with_validation(data.path, "data.path")[0])
+        _, files = sources.find_files(sources.with_validation(data.first_path, "data.path")[0])
         for read in itertools.islice(reading.read(files, renderer, tokenizer, 0.0, "data.path"), most):
             tokens, learned = read.tokenized.tokens.size, sum(stop - start for start, stop in read.tokenized.answers)
             yield printable(f"{read.place}: {count(tokens, 'token')}, {learned} learned")

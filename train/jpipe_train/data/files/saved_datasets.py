@@ -15,6 +15,11 @@ VALIDATION = "validation", "valid", "val", "dev"
 """The names of the split for validation, in order of preference."""
 
 
+def is_saved(folder: Path) -> bool:
+    """Return whether a folder is a dataset, or a `DatasetDict`."""
+    return (folder / _DICT).is_file() or ((folder / _STATE).is_file() and (folder / _INFO).is_file())
+
+
 def splits(folder: Path, where: str) -> dict[str, Path]:
     """Return the folder of each split of a `DatasetDict`, or nothing if this folder is none.
 
@@ -37,7 +42,7 @@ def files(folder: Path, where: str) -> list[Path] | None:
     Raises:
         InputError: it is a damaged one, or one whose rows are chosen by another file, as old versions of datasets wrote them.
     """
-    if not ((folder / _STATE).is_file() and (folder / _INFO).is_file()):
+    if not is_saved(folder):
         return None
     state = _read(folder / _STATE, where)
     if state.get("_indices_data_files"):

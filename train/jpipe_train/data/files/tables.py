@@ -4,11 +4,13 @@ import csv
 from collections.abc import Callable, Iterator, Sequence
 from io import BufferedReader
 from pathlib import Path
-from typing import Any
 
 from jpipe.errors import short
 from jpipe_train.data.files import wrong_lines
 from jpipe_train.data.files.wrong_lines import Place, WrongLine
+
+_TAB = "'\t'"  # in messages of csv
+_QUOTES = "a cell that begins with a quote ends with one, and has each quote of its text twice"
 
 
 def rows(
@@ -19,18 +21,20 @@ def rows(
     Args:
         opened: the content.
         file: its path, for messages.
-        delimiter: between cells. Tabs separate cells whatever is in them; others do not inside quotes.
+        delimiter: between cells, except inside quotes.
         check: called with the names of the columns; raises if one is missing.
     """
-    options: dict[str, Any] = {"quoting": csv.QUOTE_NONE} if delimiter == "\t" else {"strict": True}
     csv.field_size_limit(wrong_lines.LONGEST)  # of this process; texts are often longer than the default, 131,072 characters
-    table = csv.reader(_decoded(opened), delimiter=delimiter, **options)
+    table = csv.reader(_decoded(opened), delimiter=delimiter, strict=True)
     names: list[str] = []
     while True:
         try:
             record = next(table, None)
-        except (csv.Error, WrongLine) as error:  # nothing behind it can be read
-            yield Place(file, table.line_num + isinstance(error, WrongLine)), WrongLine(str(error))
+        except csv.Error as error:  # nothing behind it can be read
+            yield Place(file, table.line_num), WrongLine(f"{str(error).replace(_TAB, 'a tab')}; {_QUOTES}")
+            return
+        except WrongLine as error:
+            yield Place(file, table.line_num + 1), error
             return
         if record is None:
             return

@@ -32,7 +32,7 @@ class Labelled:
         source: a phrase that says where they come from.
         vocab_size: every token is below this.
         digest: its result is the same in two processes only if their examples are.
-        remarks: lines that say what was cut.
+        remarks: lines that say what was cut or left out.
     """
 
     train: Examples
@@ -67,7 +67,8 @@ def read(config: Config, path: str | None = None) -> Labelled:
     def digest() -> str:
         return hashlib.sha256(" ".join([tokenizer.sha256, train.digest(), validation.digest()]).encode()).hexdigest()
 
-    return Labelled(train, validation, sources.named(path or data.path), tokenizer.vocab_size, digest, rows.remarks())
+    remarks = *rows.remarks(), *sources.left_out(*((data.path, data.validation_path) if path is None else (path,)))
+    return Labelled(train, validation, sources.named(path or data.path), tokenizer.vocab_size, digest, remarks)
 
 
 class _Rows:

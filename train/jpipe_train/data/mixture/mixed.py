@@ -1,0 +1,83 @@
+"""Which row of which source comes next, from its number alone, and the validation batches of several sources."""
+
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+from jpipe_train.data.rows import Batch, Divisible, Elements
+
+
+def proportions(weights: Sequence[float]) -> tuple[int, ...]:
+    """Return the smallest whole numbers in the proportion of `weights`, each of which counts as the decimal number that it shows."""
+    fractions = [Fraction(repr(weight)) for weight in weights]
+    whole = [int(fraction * math.lcm(*(each.denominator for each in fractions))) for fraction in fractions]
+    return tuple(number // math.gcd(*whole) for number in whole)
+
+
+def source_of(index: int, shares: Sequence[int]) -> tuple[int, int]:
+    """Return the source of a row of the mixture, and the number of the row in that source.
+
+    Of the first k rows, source i has its share of k, rounded, if it is the last one; the other sources divide the remaining rows in the
+    same way. So any stretch of `sum(shares)` rows has exactly `shares[i]` of source i. Grain's `MapDataset.mix` has this rule, too, but it
+    rounds the shares.
+
+    Args:
+        index: the number of the row in the mixture.
+        shares: the proportion of each source.
+    """
+    for source in range(len(shares) - 1, 0, -1):
+        total = sum(shares[: source + 1])
+        before, after = ((2 * k * shares[source] + total) // (2 * total) for k in (index, index + 1))
+        if after > before:
+            return source, before
+        index -= before
+    return 0, index
+
+
+@dataclass(frozen=True)
+class Mixed:
+    """The rows of several sources without end, in proportion to `shares`.
+
+    Attributes:
+        sources: the rows of each, without end.
+        shares: the proportion of each, whole numbers.
+    """
+
+    sources: tuple[Elements, ...]
+    shares: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return sys.maxsize
+
+    def __getitem__(self, index: int) -> Batch:
+        source, row = source_of(index, self.shares)
+        return self.sources[source][row]
+
+
+@dataclass(frozen=True)
+class Joined:
+    """The batches of several sources, one source after the other.
+
+    Attributes:
+        parts: the batches of each.
+    """
+
+    parts: tuple[Any, ...]
+
+    def __len__(self) -> int:
+        return sum(map(len, self.parts))
+
+    def __getitem__(self, index: int) -> Batch:
+        for part in self.parts:
+            if index < len(part):
+                batch: Batch = part[index]
+                return batch
+            index -= len(part)
+        raise IndexError(index)
+
+    def with_remainder(self, microbatch: int) -> "Joined":
+        """Return the same with the remaining rows of each source in smaller batches after its own."""
+        return Joined(tuple(part.with_remainder(microbatch) if isinstance(part, Divisible) else part for part in self.parts))
