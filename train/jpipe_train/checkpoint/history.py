@@ -130,8 +130,8 @@ def part(plan: jpipe.Plan, config: Mapping[str, Any], devices: int, first: int, 
     optimizer = optimizer_words(config.get("optimizer"))
     train = config.get("train")
     size = train.get("batch_size") if isinstance(train, Mapping) else None
-    known = {"updates": updates, "batch_size": size if type(size) is int and size > 0 else None}
-    return Part(first=first, end=end, plan=words[:300], optimizer=optimizer[:300], devices=devices, **known)
+    size = size if type(size) is int and size > 0 else None
+    return Part(first=first, end=end, plan=words[:300], optimizer=optimizer[:300], devices=devices, updates=updates, batch_size=size)
 
 
 def optimizer_words(config: Any) -> str:

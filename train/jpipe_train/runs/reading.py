@@ -154,9 +154,10 @@ def end_of(path: Path) -> End | None:
         return None
     if not isinstance(data, dict) or data.get("format") != "jpipe-end/1":
         return None
-    steps, length, reason = (data.get(name) for name in End._fields)
-    are_numbers = all(type(number) is int and 0 <= number <= MOST_ROWS for number in (steps, length))
-    return End(steps, length, reason) if are_numbers and isinstance(reason, str | None) else None
+    steps, length, reason = data.get("steps"), data.get("length"), data.get("stopped_early")
+    if not (type(steps) is int and type(length) is int and 0 <= steps <= length <= MOST_ROWS and isinstance(reason, str | None)):
+        return None
+    return End(steps, length, reason)
 
 
 def saved_steps(path: Path) -> list[int]:
