@@ -33,11 +33,21 @@ def test_the_chosen_steps_are_profiled(profiler, tmp_path):
 
 
 def test_a_run_that_resumes_or_ends_inside_profiles_the_rest(profiler):
-    profiler, calls, _ = profiler
+    profiler, calls, lines = profiler
     profiler.before(4, ())
-    profiler.close()
+    profiler.after(5, ())
     profiler.close()
     assert calls == ["process-1", "stop"]
+    for steps in ((2, 3), (3,)):
+        for step in steps:
+            profiler.before(step, ())
+        profiler.after(4, ())
+    profiler.before(2, ())
+    profiler.close()
+    profiler.after(2, ())
+    words = ["profile: step 4 is", "profile: steps 2 to 3 are", "profile: step 3 is", "profile: the beginning of step 2 is"]
+    assert [line.partition(" in ")[0] for line in lines] == words
+    assert calls == ["process-1", "stop"] * 4
 
 
 def test_a_profile_that_cannot_be_written_is_reported_once(profiler, tmp_path):

@@ -30,7 +30,7 @@ from jpipe_train.report.metrics_log import Evaluated, mean_loss, repeatable
 from jpipe_train.run import loop, training
 from tests.train.conftest import SENTENCE, changed
 
-FILES = {".lock", "config.yaml", "plan.json", "metrics.jsonl", "tensorboard", "trace.json", "report.html"}
+FILES = {".lock", "config.yaml", "plan.json", "metrics.jsonl", "end.json", "tensorboard", "trace.json", "report.html"}
 FILES |= {f"{name}.png" for name in ("loss", "timeline", "memory", "delay")}
 
 

@@ -18,13 +18,23 @@ def rows_of(steps: int, first: float = 5.0) -> list[dict]:
     return rows
 
 
-def write_run(path: Path, rows: list[dict], saved: tuple[int, ...] = (), runs: jpipe.Plan = PLAN, **sections) -> Path:
-    """Write the folder of a run of the plan `runs` with these rows, checkpoints and sections of its config; by default of 4 steps."""
+def write_run(
+    path: Path,
+    rows: list[dict],
+    saved: tuple[int, ...] = (),
+    runs: jpipe.Plan = PLAN,
+    end: tuple[int, int, str | None] | None = None,
+    **sections,
+) -> Path:
+    """Write the folder of a run of the plan `runs` with these rows, checkpoints, end and sections of its config; by default of 4 steps."""
     config = Config.model_validate({"train": {"steps": 4, "batch_size": 4}} | sections)
     path.mkdir(parents=True)
     (path / "config.yaml").write_text(to_yaml(config))
     (path / "plan.json").write_text(runs.to_json())
     (path / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    if end is not None:
+        names = "steps", "length", "stopped_early"
+        (path / "end.json").write_text(json.dumps({"format": "jpipe-end/1", **dict(zip(names, end, strict=True))}))
     for step in saved:
         (path / "checkpoints" / str(step)).mkdir(parents=True)
         (path / "checkpoints" / str(step) / "checkpoint.json").touch()

@@ -5,6 +5,7 @@ import re
 
 import pytest
 
+from jpipe_train.checkpoint.history import part
 from jpipe_train.cli import main
 from jpipe_train.runs import comparing, picture
 from jpipe_train.runs.reading import read
@@ -97,6 +98,42 @@ def test_plans_and_keys_of_other_versions_are_compared_too(tmp_path):
     assert "the plan" not in comparison.differences
     assert comparison.results["training loss, last"] == ["4.2500", "–"]
     assert comparison.best == 0
+
+
+def test_no_run_is_the_best_if_the_units_differ_and_one_kind_of_loss_decides(tmp_path):
+    def best(*names):
+        return comparing.gather([read(tmp_path / name, whole=True) for name in names]).best
+
+    write_run(tmp_path / "text", rows_of(4))
+    write_run(tmp_path / "other", rows_of(4, first=3.0), loss={"target": "a:b"})
+    assert (best("text", "other"), best("text")) == (None, 0)
+    write_run(tmp_path / "validated", [{"step": 0, "loss": 3.0, "val_loss": 1.0}])
+    write_run(tmp_path / "trained", [{"step": 0, "loss": 2.0}])
+    assert best("validated", "trained") == 1
+
+
+def test_tokens_count_the_batch_sizes_of_the_earlier_parts_of_a_run(tmp_path, monkeypatch):
+    path = write_run(tmp_path / "run", rows_of(4), saved=(3,))
+    parts = [part(PLAN, {"train": {"batch_size": size}}, 1, first, end, 0) for first, end, size in ((0, 2, 16), (2, 3, 4))]
+    monkeypatch.setattr(comparing.files, "read_facts", lambda *_: {"history": [part.model_dump(mode="json") for part in parts]})
+    drawn = comparing._curve("run", read(path, whole=True))
+    assert drawn.earlier == [(0, 2, 16), (2, 3, 4)]
+    figure = picture.draw([picture.Curve("run", rows_of(4), None, 4, drawn.earlier)], "")
+    assert list(figure.axes[1].lines[0].get_xdata()) == [0, 16, 32, 36]
+    figure = picture.draw([picture.Curve("run", rows_of(4), 40, 4, drawn.earlier)], "")
+    assert list(figure.axes[1].lines[0].get_xdata()) == [0, 160, 320, 360]
+
+
+@pytest.mark.parametrize("arguments", [["s"], ["s/sweep.json", "s/compare.html", "s/one", "s/two"]])
+def test_the_folder_of_a_sweep_stands_for_its_runs(tmp_path, monkeypatch, arguments, capsys):
+    monkeypatch.chdir(tmp_path)
+    for seed, name in enumerate(("one", "two")):
+        write_run(tmp_path / "s" / name, rows_of(4), seed=seed)
+    (tmp_path / "s" / "empty").mkdir()
+    for name in ("sweep.json", "compare.html"):
+        (tmp_path / "s" / name).touch()
+    assert main(["compare", *arguments]) == 0
+    assert "seed  0    1  " in capsys.readouterr().out
 
 
 def test_plans_from_files_are_compared_in_words(tmp_path):

@@ -39,6 +39,36 @@ def test_the_state_is_read_from_rows_and_checkpoints(tmp_path, rows, saved, stat
     assert reading.read(write_run(tmp_path / "run", rows, saved, checkpoint={"every": every}), whole=True).state == (state, why)
 
 
+EPOCHS = {"train": {"epochs": 2, "batch_size": 4}}
+
+
+@pytest.mark.parametrize(
+    ("rows", "saved", "end", "sections", "state", "steps"),
+    [
+        (rows_of(4), (4,), (4, 4, None), EPOCHS, ("complete", "end.json says that it has done all steps"), "4/4"),
+        (rows_of(2), (2,), (2, 20, "at step 2: why"), {"train": {"steps": 20}}, ("stopped early", "at step 2: why"), "2/20"),
+        (
+            rows_of(4)[:3],
+            (2,),
+            (4, 4, None),
+            EPOCHS | {"checkpoint": {"every": 2}},
+            ("unfinished", "it ended after 3 steps without saving them"),
+            "3/?",
+        ),
+        (rows_of(4), (4,), (4, 4, 7), EPOCHS, ("stopped", "everything up to step 4 is saved"), "4/?"),
+        (rows_of(4), (4,), (4, -1, None), EPOCHS, ("stopped", "everything up to step 4 is saved"), "4/?"),
+    ],
+)
+def test_a_run_that_has_come_to_its_end_is_known_by_its_mark(tmp_path, rows, saved, end, sections, state, steps):
+    path = write_run(tmp_path / "run", rows, saved, end=end, **sections)
+    found = reading.read(path, whole=False).state
+    assert (found.name, found.why.startswith(state[1])) == (state[0], True)
+    assert f" {steps} " in listed(path)[1]
+    with open(path / ".lock", "ab") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert reading.read(path, whole=False).state.name == "running"
+
+
 def test_a_run_whose_folder_is_locked_is_running(tmp_path):
     path = write_run(tmp_path / "run", rows_of(4)[:2], (2,))
     with open(path / ".lock", "ab") as lock:
@@ -96,6 +126,36 @@ def test_of_a_long_run_only_the_last_rows_are_read(tmp_path, monkeypatch):
     assert run.done == 50
     assert 1 < len(run.rows) < 5
     assert run.damaged == 0
+
+
+def test_the_last_validation_is_found_further_back(tmp_path, monkeypatch):
+    monkeypatch.setattr(reading, "_TAIL", 100)
+    rows = [{"step": step, "loss": 1.0} | ({"val_loss": 3.0 - step / 20} if step in (10, 20) else {}) for step in range(50)]
+    path = write_run(tmp_path / "run", rows)
+    run = reading.read(path, whole=False)
+    assert (run.last("val_loss"), run.done, len(run.rows) < 6) == (2.0, 50, True)
+    monkeypatch.setattr(reading, "_FAR", 500)
+    assert reading.read(path, whole=False).last("val_loss") is None
+
+
+def test_a_row_with_huge_numbers_does_not_widen_the_tables(tmp_path, capsys):
+    rows = [*rows_of(4)[:3], {"step": 3, "loss": 1e90, "val_loss": 10**99, "seconds": 1e290, "more": 1}]
+    paths = [str(write_run(tmp_path / name, rows)) for name in "ab"]
+    assert max(map(len, listed(tmp_path))) < 120
+    assert reading.read(tmp_path / "a", whole=True).last("seconds") == 3.0
+    assert main(["compare", *paths, "--out", str(tmp_path / "c.html")]) == 0
+    assert max(map(len, capsys.readouterr().out.splitlines()[:-1])) < 120
+
+
+def test_of_very_many_rows_the_lowest_losses_and_the_validations_stay(tmp_path, monkeypatch):
+    monkeypatch.setattr(reading, "_MOST_IN_MEMORY", 64)
+    rows = [{"step": step, "loss": 1.0 if step == 333 else 2.0} | ({"val_loss": 3.0} if step == 401 else {}) for step in range(1000)]
+    run = reading.read(write_run(tmp_path / "run", rows), whole=True)
+    assert len(run.rows) <= 65
+    assert (run.done, run.rows[0]["step"], run.last("val_loss"), min(row["loss"] for row in run.rows)) == (1000, 0, 3.0, 1.0)
+    many = [{"step": step, "loss": 2.0, "val_loss": 2.0, "more": 1} for step in range(1000)]
+    run = reading.read(write_run(tmp_path / "many", many), whole=True)
+    assert (len(run.rows) <= 65, run.done, set(run.rows[0])) == (True, 1000, {"step", "loss", "val_loss"})
 
 
 def test_a_pipe_or_a_folder_in_place_of_a_file_holds_up_nothing(tmp_path):

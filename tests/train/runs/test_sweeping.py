@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import yaml
@@ -130,8 +131,95 @@ def test_runs_that_ended_early_or_have_more_steps_now_are_trained_again(config, 
     monkeypatch.setattr(sweeping, "_train", lambda request, run, signals: names.append(run.combination.name))
     assert main(["sweep", config, "--grid", RATES]) == 0
     assert names[2:] == ["learning_rate=0.003"]
+    for path in (tmp_path / "sweeps" / "tiny").glob("learning_rate=*"):
+        (path / "checkpoints" / "4").mkdir(parents=True)
+        (path / "checkpoints" / "4" / "checkpoint.json").touch()
     assert main(["sweep", config, "--grid", RATES, "--set", "train.steps=9"]) == 0
     assert names[3:] == ["learning_rate=0.001", "learning_rate=0.003"]
+
+
+def test_a_finished_run_without_a_checkpoint_is_not_trained_anew(config, trained, tmp_path, capsys):
+    assert main(["sweep", config, "--grid", RATES]) == 0
+    for change in ("train.steps=9", "train.epochs=3"):
+        assert main(["sweep", config, "--grid", RATES, "--set", change]) == 2
+        assert "learning_rate=0.001' has ended and has no checkpoint from which more steps could be trained; choose another --dir" in (
+            capsys.readouterr().err
+        )
+    assert len(trained[0]) == 2
+
+
+@pytest.mark.parametrize("damaged", ["plan.json", "config.yaml", "metrics.jsonl"])
+def test_a_damaged_run_is_an_error_and_is_not_replaced(config, trained, tmp_path, damaged, capsys):
+    assert main(["sweep", config, "--grid", RATES]) == 0
+    folder = tmp_path / "sweeps" / "tiny" / "learning_rate=0.003"
+    (folder.parent / "learning_rate=0.001").rename(tmp_path / "away")
+    (folder / damaged).unlink()
+    (folder / damaged).mkdir() if damaged == "metrics.jsonl" else (folder / damaged).write_text("{")
+    assert main(["sweep", config, "--grid", RATES, "--set", "seed=7"]) == 2
+    words = "the run in 'sweeps/tiny/learning_rate=0.003' cannot be read; restore its files, move it away, or choose another --dir: "
+    assert words in capsys.readouterr().err
+    assert len(trained[0]) == 2
+
+
+@pytest.mark.parametrize("left", [(), ("metrics.jsonl",), ("metrics.jsonl", "config.yaml")])
+def test_what_a_start_that_was_killed_has_left_is_trained_again(config, trained, tmp_path, monkeypatch, left):
+    folder = tmp_path / "sweeps" / "tiny"
+    (folder / "learning_rate=0.001").mkdir(parents=True)
+    (folder / "sweep.json").touch()
+    for name in left:
+        (folder / "learning_rate=0.001" / name).touch()
+    monkeypatch.setattr(sweeping, "_train", lambda request, run, signals: trained[0].append(run.combination.name))
+    monkeypatch.setattr(sweeping.comparing, "compare", lambda *_: None)
+    assert main(["sweep", config, "--grid", RATES]) == 0
+    assert trained[0] == ["learning_rate=0.001", "learning_rate=0.003"]
+
+
+@pytest.mark.parametrize(
+    ("end", "changes", "pending"),
+    [
+        ((4, 4, None), ("train.epochs=2",), 0),
+        ((4, 4, None), ("train.epochs=1.5",), 0),
+        ((4, 4, None), ("train.epochs=3",), 1),
+        ((4, 4, None), ("train.steps=4",), 0),
+        ((4, 9, "at step 4: why"), ("train.epochs=3",), 0),
+        (None, ("train.epochs=2",), 1),
+    ],
+)
+def test_runs_of_epochs_and_runs_that_stopped_early_are_complete_by_their_mark(config, trained, tmp_path, end, changes, pending):
+    path = tmp_path / "sweeps" / "tiny" / "seed=3"
+    write_run(path, rows_of(4), saved=(4,), end=end, train={"epochs": 2, "batch_size": 4}, seed=3, run={"dir": str(path)})
+    (path.parent / "sweep.json").touch()
+    request = Request(config, ("seed=3",), overrides=changes)
+    (combination,) = combinations(request)
+    assert sweeping._is_pending(sweeping._run(request, sweeping._folder(request), combination)) == bool(pending)
+
+
+def test_many_tasks_may_begin_a_sweep_at_once(config, tmp_path):
+    """Each claims the folder and begins its run there at once, as the tasks of a job array do."""
+    for attempt in range(10):
+        request, barrier = Request(config, ("seed=3",), folder=str(tmp_path / f"sweep {attempt}")), threading.Barrier(6)
+
+        def task(number, request=request, barrier=barrier):
+            barrier.wait(30)
+            sweeping._claim(sweeping._folder(request), request)
+            (sweeping._folder(request) / f"run {number}").mkdir()
+
+        with ThreadPoolExecutor(6) as pool:
+            list(pool.map(task, range(6)))
+
+
+def test_a_folder_that_is_being_claimed_is_that_of_a_sweep(config, tmp_path, monkeypatch):
+    request = Request(config, ("seed=3",), folder=str(tmp_path / "sweep"))
+    (tmp_path / "sweep").mkdir()
+    (tmp_path / "sweep" / ".jpipe-0123.tmp").touch()
+    sweeping._claim(tmp_path / "sweep", request)
+    (tmp_path / "sweep" / "run").mkdir()
+    mark = tmp_path / "sweep" / "sweep.json"
+    before = mark.stat()
+    looks = iter([False, True])  # another task writes the mark between two looks
+    monkeypatch.setattr(sweeping.Path, "is_file", lambda path: next(looks))
+    sweeping._claim(tmp_path / "sweep", request)
+    assert mark.stat().st_size == before.st_size
 
 
 def test_a_run_that_fails_does_not_end_the_sweep(config, trained, capsys):
@@ -156,6 +244,7 @@ def test_a_task_trains_one_run_and_compares_nothing(config, trained, tmp_path):
         (["--grid", "optimizer.learning_rate=1,-1"], "optimizer.learning_rate: expected greater than 0, found -1"),
         (["--grid", "optimizer.rate=1"], "unknown key 'optimizer.rate'"),
         (["--grid", RATES, "--set", "optimizer.learning_rate=1"], "expected each key once"),
+        (["--grid", "optimizer.learning_rate=1,-1", "--slurm"], "optimizer.learning_rate: expected greater than 0, found -1"),
         (["--grid", RATES, "--task", "2"], "--task: expected 0 to 1, one of the 2 runs, found 2"),
         (["--grid", RATES, "--slurm", "--task", "0"], "sweep: expected --slurm or --task, found both"),
         (["--grid", RATES, "--dir", "."], "sweep --dir: expected a new or empty folder, or that of a sweep, found other files in "),
@@ -246,6 +335,8 @@ def test_a_real_sweep_trains_resumes_and_compares(tiny, tmp_path, monkeypatch, c
     assert main([*arguments, "--set", "train.steps=3"]) == 0
     folder = tmp_path / "sweeps" / "tiny" / "seed=2"
     rows = folder / "metrics.jsonl"
+    assert json.loads((folder / "end.json").read_text()) == {"format": "jpipe-end/1", "steps": 3, "length": 3, "stopped_early": None}
+    (folder / "end.json").unlink()
     rows.write_text(rows.read_text().splitlines()[0] + "\n")  # as after a failure, without a checkpoint
     assert main([*arguments, "--set", "train.steps=3"]) == 0
     assert len(rows.read_text().splitlines()) == 3

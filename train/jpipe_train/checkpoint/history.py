@@ -32,6 +32,7 @@ class Part(pydantic.BaseModel):
         updates: the number of optimizer updates before `first`; None if it differs between stages.
         pause: seconds from the last step that the part before logged to the first step of this part that is new.
         repeated: how many steps this part trained again, because the part before had ended without a checkpoint of them.
+        batch_size: the examples of each of its steps.
     """
 
     model_config = pydantic.ConfigDict(extra="ignore", frozen=True)
@@ -46,6 +47,7 @@ class Part(pydantic.BaseModel):
     updates: Count | None = None
     pause: Annotated[float, pydantic.Field(ge=0, lt=1e12)] | None = None
     repeated: Count | None = None
+    batch_size: Count | None = None
 
 
 class LastStep(NamedTuple):
@@ -126,7 +128,10 @@ def part(plan: jpipe.Plan, config: Mapping[str, Any], devices: int, first: int, 
     words = f"{schedule}, {count(plan.depth, 'stage')}{ranks}{meshes}{replicas}, {count(plan.microbatches, 'microbatch', 'es')}"
     words += f", {count(plan.flush_first, 'batch', 'es')} flushed first" if plan.flush_first else ""
     optimizer = optimizer_words(config.get("optimizer"))
-    return Part(first=first, end=end, plan=words[:300], optimizer=optimizer[:300], devices=devices, updates=updates)
+    train = config.get("train")
+    size = train.get("batch_size") if isinstance(train, Mapping) else None
+    size = size if type(size) is int and size > 0 else None
+    return Part(first=first, end=end, plan=words[:300], optimizer=optimizer[:300], devices=devices, updates=updates, batch_size=size)
 
 
 def optimizer_words(config: Any) -> str:

@@ -27,11 +27,14 @@ from jpipe_train.launch.launch import JOB
 
 _RUNS = Path("runs")
 METRICS = "metrics.jsonl"
+END = "end.json"
+"""The file that a run writes when it has come to its end; a run that continues removes it."""
 _JOB, _LOCK = ".job", ".lock"
 _LAST_BYTES = 2**20  # of `metrics.jsonl`, that are read for its last row
 _BETWEEN_TRIES = 0.05  # seconds between two tries to lock a folder
 _FILES = ("config.yaml", "plan.json", METRICS)
 OUTPUTS = (
+    END,
     *("report.html", "loss.png", "delay.png", "metrics.png", "timeline.png", "memory.png", "trace.json", "planned.json"),
     *("tensorboard", "wandb", "trackio", "mlflow", "profile"),
 )
@@ -174,6 +177,20 @@ class RunFolder:
         both = {"predicted": predicted.model_dump(mode="json"), "measured": measured.model_dump(mode="json")}
         write_atomically(self.path / "planned.json", json.dumps(both, indent=2) + "\n")
 
+    def mark_end(self, steps: int, length: int, stopped_early: str | None) -> None:
+        """Write the mark that the run has come to its end.
+
+        Args:
+            steps: the steps that it has done.
+            length: the steps that it was to do, with epochs counted in steps.
+            stopped_early: why it has done fewer; None if it has not.
+
+        Raises:
+            OSError: the disk is full, for example.
+        """
+        mark = {"format": "jpipe-end/1", "steps": steps, "length": length, "stopped_early": stopped_early}
+        write_atomically(self.path / END, json.dumps(mark, indent=2) + "\n")
+
     def logged(self) -> bytes:
         """Return the lines of `metrics.jsonl`, with those for which the disk had no space yet.
 
@@ -216,6 +233,7 @@ class RunFolder:
             undo.pop_all()
 
     def _open(self, rows: str) -> None:
+        (self.path / END).unlink(missing_ok=True)
         for name, text in self._texts.items():
             write_atomically(self.path / name, text)
         if job := os.environ.get(JOB):

@@ -28,6 +28,7 @@ class Profiler:
         self._steps = range(0) if config is None else range(config.first, config.first + config.steps)
         self._folder, self._process, self._say = folder, process, say
         self._is_on = False
+        self._first = self._next = 0  # of the steps that were profiled, and after them
 
     def before(self, step: int, state: Any) -> None:
         """Start or stop the profiler if `step`, which is about to begin, is the first one or the one after the last one.
@@ -36,12 +37,22 @@ class Profiler:
             step: the step; a run that is resumed inside the range profiles the remaining steps.
             state: the state before the step, a pytree. If the profiler starts or stops here, this waits until the state is computed.
         """
+        if self._is_on:
+            self._next = step
         if (step in self._steps) != self._is_on:
             jax.block_until_ready(state)
             if self._is_on:
                 self._stop()
             else:
+                self._first = self._next = step
                 self._start()
+
+    def after(self, step: int, state: Any) -> None:
+        """Stop the profiler, if it is on, after the last step of the run; as in `before`, `step` is the one that would follow."""
+        if self._is_on:
+            self._next = step
+            jax.block_until_ready(state)
+            self._stop()
 
     def close(self) -> None:
         """Stop the profiler, if it is on, and write what it has."""
@@ -65,7 +76,10 @@ class Profiler:
         except (OSError, RuntimeError, ValueError) as error:
             self._give_up(error)
         else:
-            self._say(f"profile: steps {self._steps.start} to {self._steps.stop - 1} are in {shown(self._folder / FOLDER)}")
+            first, last = self._first, self._next - 1
+            words = f"steps {first} to {last} are" if first < last else f"step {first} is"
+            words = words if first <= last else f"the beginning of step {first} is"
+            self._say(f"profile: {words} in {shown(self._folder / FOLDER)}")
 
     def _give_up(self, error: Exception) -> None:
         self._is_on, self._steps = False, range(0)

@@ -351,8 +351,8 @@ def conclude(
     *,
     in_python: bool,
 ) -> Summary:
-    """Print the summary of a run, and return it with the planner's prediction, if there is one."""
-    summary = summary if folder is None else compare_with_prediction(summary, plan, sizes, folder)
+    """Mark the end of a run in its folder, print its summary, and return it with the planner's prediction, if there is one."""
+    summary = summary if folder is None else complete(summary, config, plan, sizes, folder)
     print_summary(summary, data.loss_unit(config), reporter, in_python=in_python)
     return summary
 
@@ -443,6 +443,14 @@ def facts_of_run(config: Config, pipe: jpipe.Pipeline) -> dict[str, Any]:
         "devices": jax.device_count(),
         "versions": VERSIONS | numeric_settings(),
     }
+
+
+def complete(summary: Summary, config: Config, plan: jpipe.Plan, sizes: Sequence[jpipe.programs.StageCost], folder: RunFolder) -> Summary:
+    """Mark the end of the run in its folder, unless a signal ended it, and return the summary with the planner's prediction."""
+    if summary.stopped_by is None:
+        reason = None if summary.steps >= config.train.length else summary.remarks.get("stopped early", f"at step {summary.steps}")
+        folder.mark_end(summary.steps, config.train.length, reason)
+    return compare_with_prediction(summary, plan, sizes, folder)
 
 
 def compare_with_prediction(summary: Summary, plan: jpipe.Plan, sizes: Sequence[jpipe.programs.StageCost], folder: RunFolder) -> Summary:

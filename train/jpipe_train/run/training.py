@@ -115,7 +115,7 @@ class Training:
                 break
         interrupt.check()
         self.measure.finish()
-        self.profiler.before(steps, state)
+        self.profiler.after(steps, state)
         state, drained = self.pipe.drain(state, observe=checkpoints.observing(), with_metrics=True)
         after, earlier = self._evaluate(state), log.validated(steps - 1)
         if after:

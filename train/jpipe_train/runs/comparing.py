@@ -8,19 +8,24 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jpipe import InputError
+from jpipe.checkpoints import files
 from jpipe.files import expanded, open_to_read, shown, write_atomically
+from jpipe_train.checkpoint.history import Part
+from jpipe_train.checkpoint.run_folder import METRICS
 from jpipe_train.config.config_file import load_resolved
 from jpipe_train.console.progress import Reporter
 from jpipe_train.console.terminal import count, duration, printable
 from jpipe_train.data import data
 from jpipe_train.report import loss_curve, page
 from jpipe_train.runs import differences, picture
-from jpipe_train.runs.reading import CONFIG, Run, read
+from jpipe_train.runs.listing import SWEEP, folders
+from jpipe_train.runs.reading import CONFIG, Run, read, saved_steps
 
 _PAGE = Path(__file__).with_name("comparison_page.html")
 _MARK = f'content="{picture.CREATOR}"'.encode(), f">{picture.CREATOR}<".encode()  # in a page; in a picture
 _MARKED = 2**12  # the mark is in that many first bytes
 _PAGE_WIDTH = 90  # characters; if a column for each run needs more, each is a row
+_LONG_FROM = 1e6  # a loss from here on is written with an exponent
 _LONGEST_VALUE, _LONGEST_CELL = 40, 300  # characters of a value in the terminal, and on the page
 
 
@@ -33,19 +38,26 @@ class Comparison:
         runs: with all their rows.
         differences: the values of each key of the configs that differs, one for each run.
         results: the results by name, one for each run.
-        best: the index of the run with the lowest loss, of validation if all have one; None without any loss.
+        losses: the lowest loss of each run, of one kind: of validation if all have one, otherwise of training; infinite without one.
+        unit: of the losses; "" if it is not known or differs.
+        best: the index of the run with the lowest of these; None if there is none, or if the units of the losses differ.
     """
 
     names: tuple[str, ...]
     runs: tuple[Run, ...]
     differences: dict[str, list[str]]
     results: dict[str, list[str]]
+    losses: list[float]
+    unit: str
     best: int | None
 
 
 def main(runs: Sequence[str], out: str, reporter: Reporter) -> None:
-    """Compare the runs in these folders, of which there are at least two; see `compare`."""
-    paths = [expanded(run, "compare") for run in runs]
+    """Compare the runs in these folders, of which there are at least two; see `compare`.
+
+    A folder of a sweep stands for its runs, and the other files in it are left out.
+    """
+    paths = [path for run in runs for path in _with_sweeps(expanded(run, "compare"))]
     if len(paths) < 2:
         raise InputError(f"compare: expected two or more folders of runs, found {len(paths)}; such as jpipe compare runs/0001 runs/0002")
     repeated = [path for number, path in enumerate(paths) if path.resolve() in [other.resolve() for other in paths[:number]]]
@@ -77,7 +89,7 @@ def compare(paths: Sequence[Path], out: Path, reporter: Reporter) -> None:
             reporter.table(*_oriented(comparison.names, short, reporter.width), words=comparison.names)
     if not comparison.differences and len(paths) > 1:
         reporter.say("the configs do not differ")
-    drawn, unit = _drawn(comparison), _unit(comparison.runs)
+    drawn, unit = _drawn(comparison), comparison.unit
     svg = picture.to_svg(picture.draw([_curve(comparison.names[number], comparison.runs[number]) for number in drawn], unit))
     try:
         write_atomically(drawing, svg)
@@ -87,21 +99,32 @@ def compare(paths: Sequence[Path], out: Path, reporter: Reporter) -> None:
     reporter.say(f"the comparison is in {shown(out)}; its picture is {shown(drawing)}")
 
 
+def _with_sweeps(path: Path) -> list[Path]:
+    """Return the folder of a run, the folders of the runs of a sweep, or nothing for a file that a sweep writes."""
+    if (path / SWEEP).is_file():
+        return [inner for inner in folders(str(path)) if (inner / METRICS).is_file()]
+    is_of_sweep = path.name in (SWEEP, "compare.html", "compare.svg") and path.is_file() and (path.parent / SWEEP).is_file()
+    return [] if is_of_sweep else [path]
+
+
 def gather(runs: Sequence[Run]) -> Comparison:
     """Find what differs between runs, and their results."""
     names, results = _names([run.path for run in runs]), [_results(run) for run in runs]
     table = differences.table([run.config for run in runs])
     if len({run.plan for run in runs}) > 1 and not any(key.startswith("plan.") and key != "plan.file" for key in table):
         table |= {"the plan": [run.plan for run in runs]}
-    losses = [[_lowest(run, name)[1] for run in runs] for name in ("val_loss", "loss")]
-    judged = next((each for each in losses if all(map(math.isfinite, each))), [min(pair) for pair in zip(*losses, strict=True)])
-    best = min(range(len(runs)), key=judged.__getitem__)
+    each = [[_lowest(run, name)[1] for run in runs] for name in ("val_loss", "loss")]
+    losses = next((kind for kind in each if all(map(math.isfinite, kind))), each[1])
+    best = min(range(len(runs)), key=losses.__getitem__)
+    units = {_unit(run) for run, loss in zip(runs, losses, strict=True) if math.isfinite(loss)}
     return Comparison(
         names=names,
         runs=tuple(runs),
         differences={printable(key): [printable(value) for value in values] for key, values in table.items()},
         results={name: [result[name] for result in results] for name in results[0]},
-        best=best if math.isfinite(judged[best]) else None,
+        losses=losses,
+        unit=min(units) if len(units) == 1 else "",
+        best=best if len(units) == 1 else None,
     )
 
 
@@ -129,9 +152,13 @@ def _results(run: Run) -> dict[str, str]:
     for name, words in (("val_loss", "validation loss"), ("loss", "training loss")):
         step, lowest = _lowest(run, name)
         last = run.last(name)
-        results[f"{words}, last"] = "–" if last is None else f"{last:.4f}"
-        results[f"{words}, lowest"] = f"{lowest:.4f} at step {step:,}" if math.isfinite(lowest) else "–"
+        results[f"{words}, last"] = "–" if last is None else _loss(last)
+        results[f"{words}, lowest"] = f"{_loss(lowest)} at step {step:,}" if math.isfinite(lowest) else "–"
     return results | {"time": "–" if seconds is None else duration(seconds)}
+
+
+def _loss(value: float) -> str:
+    return f"{value:.4f}" if abs(value) < _LONG_FROM else f"{value:.4g}"
 
 
 def _lowest(run: Run, name: str) -> tuple[int, float]:
@@ -141,8 +168,7 @@ def _lowest(run: Run, name: str) -> tuple[int, float]:
 
 def _drawn(comparison: Comparison) -> list[int]:
     """Return the runs to draw: all, or those with the lowest losses."""
-    losses = [min(_lowest(run, "val_loss")[1], _lowest(run, "loss")[1]) for run in comparison.runs]
-    best = sorted(range(len(losses)), key=losses.__getitem__)[: picture.MOST_DRAWN]
+    best = sorted(range(len(comparison.runs)), key=comparison.losses.__getitem__)[: picture.MOST_DRAWN]
     return sorted(best)
 
 
@@ -156,18 +182,26 @@ def _curve(name: str, run: Run) -> picture.Curve:
         section = run.config.get("train")
         size = section.get("batch_size") if isinstance(section, dict) else None
         examples = size if type(size) is int and size > 0 else None
-    return picture.Curve(name, run.rows, tokens, examples)
+    return picture.Curve(name, run.rows, tokens, examples, _earlier_sizes(run))
 
 
-def _unit(runs: Sequence[Run]) -> str:
-    """Return the unit of the losses, if it is known and the same for all runs; otherwise ""."""
-    units = set()
-    for run in runs:
-        try:
-            units.add(data.loss_unit(load_resolved(run.path / CONFIG)).strip())
-        except InputError:
-            return ""
-    return units.pop() if len(units) == 1 else ""
+def _earlier_sizes(run: Run) -> list[tuple[int, int, int]]:
+    """Return first step, end and batch size of the parts of a run up to its newest checkpoint, as far as they are known."""
+    steps = saved_steps(run.path)
+    try:
+        known = files.read_facts(run.path, steps[-1]) if steps else {}
+        parts = [Part.model_validate(part) for part in known.get("history", [])] if isinstance(known, dict) else []
+    except (InputError, OSError, ValueError, TypeError):  # damaged, or of another version of jpipe
+        return []
+    return [(part.first, part.end, part.batch_size) for part in parts if part.batch_size is not None]
+
+
+def _unit(run: Run) -> str:
+    """Return the unit of the losses of a run; "" if it is not known."""
+    try:
+        return data.loss_unit(load_resolved(run.path / CONFIG)).strip()
+    except InputError:  # of another version of jpipe
+        return ""
 
 
 def _oriented(names: Sequence[str], table: dict[str, list[str]], width: int) -> tuple[list[str], list[list[str]]]:

@@ -44,12 +44,14 @@ class Curve:
         rows: its rows, ascending by step.
         tokens: tokens of a step; None if the data are no text.
         examples: examples of a step; None if that is not known.
+        earlier: first step, end and examples of a step of parts of the run that may have had other batches.
     """
 
     label: str
     rows: Sequence[Row]
     tokens: int | None
     examples: int | None
+    earlier: Sequence[tuple[int, int, int]] = ()
 
 
 def draw(curves: Sequence[Curve], unit: str) -> "matplotlib.figure.Figure":
@@ -104,8 +106,9 @@ def _axes(curves: Sequence[Curve], has_tokens: bool) -> list[tuple[str, Callable
         return {int(row["step"]): float(row["step"]) for row in curve.rows}
 
     def amounts(curve: Curve) -> dict[int, float]:
-        per_step = (curve.tokens if has_tokens else curve.examples) or 0
-        return {step: place * per_step for step, place in steps(curve).items()} if per_step else {}
+        size = curve.examples or 0
+        scale = (curve.tokens or 0) / size if has_tokens and size else 1.0
+        return {step: scale * _examples_before(step, size, curve.earlier) for step in steps(curve)} if size else {}
 
     def seconds(curve: Curve) -> dict[int, float]:
         times = {int(row["step"]): float(row["seconds"]) for row in curve.rows if "seconds" in row}
@@ -123,6 +126,11 @@ def _axes(curves: Sequence[Curve], has_tokens: bool) -> list[tuple[str, Callable
         (f"{what} ({words})" if words else what, lambda curve: {step: value / amount for step, value in amounts(curve).items()}),
         (f"time since the first step ({time_unit})", lambda curve: {step: value / time for step, value in seconds(curve).items()}),
     ]
+
+
+def _examples_before(step: int, size: int, earlier: Sequence[tuple[int, int, int]]) -> int:
+    """Return the number of examples of all steps before `step`, of which those in no earlier part have `size`."""
+    return step * size + sum((max(min(step, end), first) - first) * (other - size) for first, end, other in earlier)
 
 
 def _unit(largest: float, units: Sequence[tuple[float, float, str]]) -> tuple[float, str]:

@@ -2,17 +2,18 @@
 
 import errno
 import json
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, BinaryIO, Literal, NamedTuple
 
 import jpipe
 from jpipe import InputError
-from jpipe.files import open_to_read, read_text, shown
+from jpipe.files import open_to_read, read_bytes, read_text, shown
 from jpipe_planner.machine.plain_yaml import parse
-from jpipe_train.checkpoint.run_folder import METRICS, is_training
+from jpipe_train.checkpoint.run_folder import END, METRICS, is_training
 from jpipe_train.config.config import MOST_PLAN_BYTES
 from jpipe_train.config.section import MOST_ROWS
 from jpipe_train.console.terminal import count
@@ -20,20 +21,36 @@ from jpipe_train.console.terminal import count
 CONFIG, PLAN = "config.yaml", "plan.json"
 Row = dict[str, int | float]
 
-_MOST_CONFIG, _MOST_METRICS, _TAIL = 2**20, 2**28, 2**18  # bytes; the tail has hundreds of rows
-_LARGEST = 1e300  # numbers in rows; a larger one is no loss
+_MOST_CONFIG, _MOST_END, _MOST_METRICS, _TAIL = 2**20, 2**16, 2**28, 2**18  # bytes; the tail has hundreds of rows
+_FAR, _LONGEST_LINE = 2**24, 2**20  # bytes: in which the last validation is searched; of a row
+_MOST_IN_MEMORY = 2**17  # rows; of more, about every second one is left out, as often as needed
+_LARGEST = {"loss": 1e100, "val_loss": 1e100, "seconds": 1e9}  # the numbers of a row that are kept, and how large they may be
 
 
 class State(NamedTuple):
     """The state of a run.
 
     Attributes:
-        name: `running`, `complete`, `stopped` or `unfinished`.
+        name: `running`, `complete`, `stopped early`, `stopped` or `unfinished`.
         why: how that is known.
     """
 
-    name: Literal["running", "complete", "stopped", "unfinished"]
+    name: Literal["running", "complete", "stopped early", "stopped", "unfinished"]
     why: str
+
+
+class End(NamedTuple):
+    """The mark of a run that has come to its end.
+
+    Attributes:
+        steps: the steps that it has done.
+        length: the steps that it was to do, with epochs counted in steps.
+        stopped_early: why it has done fewer; None if it has not.
+    """
+
+    steps: int
+    length: int
+    stopped_early: str | None
 
 
 @dataclass(frozen=True)
@@ -44,11 +61,13 @@ class Run:
         path: the folder.
         config: the resolved config as plain data; its keys may be those of another version of jpipe.
         plan: the plan in a few words.
-        steps: the number of steps in the config, if it is known.
-        rows: the rows of `metrics.jsonl`, ascending by step: all of them, or the last ones.
+        steps: the number of steps that the run was to do, if it is known.
+        rows: step, losses and seconds of the rows of `metrics.jsonl`, ascending by step: all of them, or the last ones and the last one
+            with a validation. Of very many, about every second one is left out, as often as needed.
         damaged: the number of lines that are no such rows, and were left out.
         state: the state.
         changed: the time at which `metrics.jsonl` was changed last, in seconds since the epoch.
+        end: the mark of its end; None if it has none, or a process is training.
     """
 
     path: Path
@@ -59,6 +78,7 @@ class Run:
     damaged: int
     state: State
     changed: float
+    end: End | None
 
     @property
     def done(self) -> int:
@@ -88,12 +108,16 @@ def read(path: Path, *, whole: bool) -> Run:
         rows, damaged, changed = _rows(path / METRICS, whole)
     except OSError as error:
         raise InputError(f"'{shown(path)}' cannot be read: {error.strerror or error}") from None
-    steps = _number(config, "train", "steps")
-    state = state_of(rows, steps, _number(config, "checkpoint", "every"), saved_steps(path), is_training(path))
-    return Run(path, config, plan_words(_plan(path / PLAN)), steps, rows, damaged, state, changed)
+    training, end = is_training(path), end_of(path)
+    end = end if end is not None and not training and rows and rows[-1]["step"] + 1 >= end.steps else None
+    steps = _number(config, "train", "steps") if end is None else end.length
+    state = state_of(rows, steps, _number(config, "checkpoint", "every"), saved_steps(path), training, end)
+    return Run(path, config, plan_words(_plan(path / PLAN)), steps, rows, damaged, state, changed, end)
 
 
-def state_of(rows: Sequence[Row], steps: int | None, every: int | None, saved: Sequence[int], training: bool | None) -> State:
+def state_of(
+    rows: Sequence[Row], steps: int | None, every: int | None, saved: Sequence[int], training: bool | None, end: End | None
+) -> State:
     """Return the state of a run.
 
     Args:
@@ -102,9 +126,14 @@ def state_of(rows: Sequence[Row], steps: int | None, every: int | None, saved: S
         every: the steps between two checkpoints in its config.
         saved: the steps of its checkpoints, ascending.
         training: whether a process is training in its folder; None if that cannot be known.
+        end: the mark of its end.
     """
     if training:
         return State("running", "a process holds the lock of the folder")
+    if end is not None and end.stopped_early is not None:
+        return State("stopped early", end.stopped_early)
+    if end is not None:
+        return State("complete", f"{END} says that it has done all steps")
     done, newest = int(rows[-1]["step"]) + 1 if rows else 0, saved[-1] if saved else 0
     unknown = "" if training is False else "; the file system does not tell whether a process trains in the folder"
     if steps is not None and done >= steps and "val_loss" in rows[-1] and (not saved or newest >= steps):
@@ -115,6 +144,20 @@ def state_of(rows: Sequence[Row], steps: int | None, every: int | None, saved: S
         return State("stopped", f"a signal made it save step {newest}, which is no multiple of checkpoint.every; it resumes there{unknown}")
     where = f"it resumes at step {newest}" if saved else "there is no checkpoint"
     return State("unfinished", f"it ended after {count(done, 'step')} without saving them, by a failure or killed; {where}{unknown}")
+
+
+def end_of(path: Path) -> End | None:
+    """Return the mark of the end of a run; None if it has none that can be read."""
+    try:
+        data = json.loads(read_bytes(path / END, _MOST_END))
+    except (OSError, ValueError, RecursionError):
+        return None
+    if not isinstance(data, dict) or data.get("format") != "jpipe-end/1":
+        return None
+    steps, length, reason = data.get("steps"), data.get("length"), data.get("stopped_early")
+    if not (type(steps) is int and type(length) is int and 0 <= steps <= length <= MOST_ROWS and isinstance(reason, str | None)):
+        return None
+    return End(steps, length, reason)
 
 
 def saved_steps(path: Path) -> list[int]:
@@ -169,24 +212,56 @@ def _rows(path: Path, whole: bool) -> tuple[list[Row], int, float]:
             raise OSError(errno.EFBIG, f"{METRICS} is larger than {_MOST_METRICS // 2**20} MiB")
         start = 0 if whole else max(0, status.st_size - _TAIL)
         file.seek(start)
-        lines = file.read(_MOST_METRICS if whole else _TAIL).split(b"\n")[:-1]  # the last one is empty, or is being written
-    rows: list[Row] = []
-    damaged = 0
-    for line in lines[1:] if start else lines:
-        row = _row(line)
-        if row is None or (rows and row["step"] <= rows[-1]["step"]):
-            damaged += 1
-        else:
-            rows.append(row)
+        if start:
+            file.readline(_TAIL)  # the end of a row
+        rows, damaged = _parsed(file, status.st_size)
+        if start and rows and not any("val_loss" in row for row in rows):
+            file.seek(max(0, status.st_size - _FAR))
+            row = _last_validation(file.read(_FAR))
+            rows = [row, *rows] if row is not None and row["step"] < rows[0]["step"] else rows
     return rows, damaged, status.st_mtime
 
 
+def _parsed(file: BinaryIO, end: int) -> tuple[list[Row], int]:
+    """Return the rows from here to the position `end`, and the number of other lines; the last line may be one that is being written."""
+    rows: list[Row] = []
+    damaged, last = 0, -1
+    while file.tell() < end:
+        line = file.readline(_LONGEST_LINE)
+        if not line.endswith(b"\n") and len(line) < _LONGEST_LINE:
+            break
+        row = _row(line)
+        if row is None or row["step"] <= last:
+            damaged += 1
+            continue
+        rows.append(row)
+        last = int(row["step"])
+        if len(rows) > _MOST_IN_MEMORY:
+            rows = _thinned(rows)
+    return rows, damaged
+
+
+def _thinned(rows: list[Row]) -> list[Row]:
+    """Leave out every second row, but not the last one, the lowest training loss, or a validation unless these are too many."""
+    lowest = min(range(len(rows)), key=lambda number: rows[number].get("loss", math.inf))
+    kept = [row for number, row in enumerate(rows) if number % 2 == 0 or number in (lowest, len(rows) - 1) or "val_loss" in row]
+    return kept if len(kept) < 0.75 * len(rows) else rows[::2]
+
+
+def _last_validation(text: bytes) -> Row | None:
+    """Return the last row with a validation in a part of `metrics.jsonl`; None if it has none."""
+    at = text.rfind(b'"val_loss"')
+    begin, end = text.rfind(b"\n", 0, max(at, 0)) + 1, text.find(b"\n", max(at, 0))
+    return _row(text[begin:end]) if at >= 0 and end >= 0 else None
+
+
 def _row(line: bytes) -> Row | None:
-    """Return the numbers of a row, or None if it is none."""
+    """Return step, losses and seconds of a row, or None if it is none."""
     try:
         data = json.loads(line)
     except (ValueError, RecursionError):
         return None
     if not isinstance(data, dict) or type(step := data.get("step")) is not int or not 0 <= step <= MOST_ROWS:
         return None
-    return {name: value for name, value in data.items() if type(value) in (int, float) and -_LARGEST < value < _LARGEST}
+    found = {name: data[name] for name, most in _LARGEST.items() if type(data.get(name)) in (int, float) and -most < data[name] < most}
+    return {"step": step} | {name: float(value) for name, value in found.items()}

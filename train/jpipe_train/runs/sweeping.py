@@ -1,5 +1,6 @@
 """Train every run of a sweep, one after the other (`jpipe sweep`)."""
 
+import fnmatch
 import json
 import os
 import shlex
@@ -12,19 +13,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jpipe import InputError
-from jpipe.files import expanded, shown, write_atomically
-from jpipe_train.checkpoint.run_folder import METRICS, is_training
+from jpipe.files import TEMPORARY, expanded, shown, write_atomically
+from jpipe_train.checkpoint.run_folder import METRICS
 from jpipe_train.config import config_file
-from jpipe_train.config.config import Config
+from jpipe_train.config.config import Config, TrainConfig
 from jpipe_train.console.progress import Reporter
 from jpipe_train.console.terminal import count, printable
 from jpipe_train.launch.launch import GRACE, JOB, JPIPE, recorded_signals
 from jpipe_train.runs import comparing, differences
 from jpipe_train.runs.grid import Combination, Request, combinations
 from jpipe_train.runs.listing import SWEEP
-from jpipe_train.runs.reading import read, saved_steps, state_of
+from jpipe_train.runs.reading import Run, read, saved_steps
 
-_FREE = frozenset({"train.steps", "log", "compile_cache"})  # keys that another call may change: the run is still the same
+_FREE = frozenset({"train.steps", "train.epochs", "log", "compile_cache"})  # keys that another call may change: the run is still the same
 _TICK = 0.05  # seconds between two looks at the process
 
 
@@ -83,7 +84,9 @@ def slurm_script(request: Request, task: int | None = None) -> str:
     """
     if task is not None:
         raise InputError("sweep: expected --slurm or --task, found both; the script that --slurm prints has --task")
-    number = len(combinations(request))
+    chosen = combinations(request)
+    for combination in chosen:
+        _run(request, _folder(request), combination)
     words = ["jpipe", "sweep", request.config]
     words += [word for item in request.grid for word in ("--grid", item)]
     words += [word for item in request.overrides for word in ("--set", item)]
@@ -93,7 +96,7 @@ def slurm_script(request: Request, task: int | None = None) -> str:
     command = shlex.join(words)
     return f"""#!/bin/bash
 #SBATCH --job-name=jpipe-sweep
-#SBATCH --array=0-{number - 1}
+#SBATCH --array=0-{len(chosen) - 1}
 # Add what a run needs here, such as --time, --gpus and --cpus-per-task. A task that is started again resumes its run.
 # When all have ended, the same command without --task writes the comparison.
 {command} --task "$SLURM_ARRAY_TASK_ID"
@@ -120,36 +123,70 @@ def _is_pending(run: _Run) -> bool:
     """Return whether a run is to be trained, or resumed.
 
     Raises:
-        InputError: its folder holds a run of another config, or one that another process is training.
+        InputError: its folder holds a run of another config, one that cannot be read, one that another process is training, or one that
+            has ended and cannot go on, because it has no checkpoint.
     """
+    if not _has_results(run.path):  # nothing, or what an attempt has left that was killed at its start
+        return True
     try:
         found = read(run.path, whole=False)
-    except InputError:  # nothing, or what an attempt has left that was killed at its start
-        return True
+    except InputError as error:
+        raise InputError(
+            f"sweep: the run in '{shown(run.path)}' cannot be read; restore its files, move it away, or choose another --dir: {error}"
+        ) from None
     changed = [key for key in differences.keys([found.config, differences.plain(run.config)]) if key not in _FREE]
     if changed:
         raise InputError(
             f"sweep: expected a run of this config in '{shown(run.path)}', found one with other values for {', '.join(changed[:5])}; "
             "choose another --dir, or the config as it was"
         )
-    state = state_of(found.rows, run.config.train.steps, None, saved_steps(run.path), is_training(run.path)).name
-    if state == "running":
+    if found.state.name == "running":
         raise InputError(f"sweep: another process is training in '{shown(run.path)}'; wait for it, or stop it")
-    return state != "complete"
+    if _is_complete(found, run.config.train):
+        return False
+    if found.state.name == "complete" and not saved_steps(run.path):
+        raise InputError(
+            f"sweep: the run in '{shown(run.path)}' has ended and has no checkpoint from which more steps could be trained; "
+            "choose another --dir, or train.steps and train.epochs as they were"
+        )
+    return True
+
+
+def _has_results(path: Path) -> bool:
+    """Return whether a folder has rows or a checkpoint of a run."""
+    try:
+        return os.stat(path / METRICS).st_size > 0 or bool(saved_steps(path))
+    except FileNotFoundError:
+        return bool(saved_steps(path))
+    except OSError:
+        return True
+
+
+def _is_complete(found: Run, wanted: TrainConfig) -> bool:
+    """Return whether a run has stopped early, or has done all the steps or epochs that are wanted now."""
+    if found.state.name != "complete":
+        return found.state.name == "stopped early"
+    if wanted.steps is not None:
+        return found.done >= wanted.steps
+    section = found.config.get("train")
+    epochs = section.get("epochs") if isinstance(section, dict) else None
+    return wanted.epochs is not None and isinstance(epochs, int | float) and epochs >= wanted.epochs
 
 
 def _claim(folder: Path, request: Request) -> None:
-    """Mark a folder as that of a sweep.
+    """Mark a folder as that of a sweep; several tasks may do so at once.
 
     Raises:
         InputError: it holds something else, or cannot be written.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if not (folder / SWEEP).is_file() and any(folder.iterdir()):
+        if (folder / SWEEP).is_file():
+            return
+        others = [name for name in os.listdir(folder) if not fnmatch.fnmatch(name, TEMPORARY)]
+        if others and not (folder / SWEEP).is_file():  # which another task may have written since
             raise InputError(f"sweep --dir: expected a new or empty folder, or that of a sweep, found other files in '{shown(folder)}'")
-        about = {"format": "jpipe-sweep/1", "config": request.config, "grid": request.grid, "set": request.overrides}
-        write_atomically(folder / SWEEP, json.dumps(about, indent=2) + "\n")
+        write_atomically(folder / SWEEP, json.dumps({"format": "jpipe-sweep/1", "config": request.config}, indent=2) + "\n")
     except OSError as error:
         raise InputError(f"sweep --dir: cannot write '{shown(folder)}': {error.strerror}; choose another folder") from None
 

@@ -14,8 +14,8 @@ def runs(
 ) -> int:
     """List the runs in a folder with their state, step, losses, plan, time, and how long ago they logged a step.
 
-    A run is running while a process holds the lock of its folder; complete with the final validation; stopped if it saved at a signal,
-    such as Ctrl-C; and unfinished if it failed or was killed after its last checkpoint.
+    A run is running while a process holds the lock of its folder; complete, or stopped early, when it has come to its end; stopped if it
+    saved at a signal, such as Ctrl-C; and unfinished if it failed or was killed after its last checkpoint.
 
     Args:
         folder: The folder that holds the folders of the runs, or the folder of one run.
