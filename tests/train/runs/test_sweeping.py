@@ -1,5 +1,6 @@
 """Sweeps: combinations of values, what is trained and what is skipped, failures, and signals."""
 
+import fcntl
 import json
 import os
 import shlex
@@ -172,6 +173,18 @@ def test_what_a_start_that_was_killed_has_left_is_trained_again(config, trained,
     monkeypatch.setattr(sweeping.comparing, "compare", lambda *_: None)
     assert main(["sweep", config, "--grid", RATES]) == 0
     assert trained[0] == ["learning_rate=0.001", "learning_rate=0.003"]
+
+
+@pytest.mark.parametrize("rows", [[], rows_of(4)])
+def test_a_run_that_another_process_trains_is_an_error_from_its_start_on(config, trained, tmp_path, rows, capsys):
+    path = tmp_path / "sweeps" / "tiny" / "seed=3"
+    write_run(path, rows, train={"steps": 4, "batch_size": 4}, seed=3, run={"dir": str(path)})
+    (path.parent / "sweep.json").touch()
+    with open(path / ".lock", "ab") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert main(["sweep", config, "--grid", "seed=3"]) == 2
+    assert "sweep: another process is training in 'sweeps/tiny/seed=3'; wait for it, or stop it" in capsys.readouterr().err
+    assert trained[0] == []
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from jpipe import InputError
 from jpipe.files import TEMPORARY, expanded, shown, write_atomically
-from jpipe_train.checkpoint.run_folder import METRICS
+from jpipe_train.checkpoint.run_folder import METRICS, is_training
 from jpipe_train.config import config_file
 from jpipe_train.config.config import Config, TrainConfig
 from jpipe_train.console.progress import Reporter
@@ -126,6 +126,8 @@ def _is_pending(run: _Run) -> bool:
         InputError: its folder holds a run of another config, one that cannot be read, one that another process is training, or one that
             has ended and cannot go on, because it has no checkpoint.
     """
+    if is_training(run.path):  # it may not have written anything yet
+        raise InputError(f"sweep: another process is training in '{shown(run.path)}'; wait for it, or stop it")
     if not _has_results(run.path):  # nothing, or what an attempt has left that was killed at its start
         return True
     try:
@@ -140,8 +142,6 @@ def _is_pending(run: _Run) -> bool:
             f"sweep: expected a run of this config in '{shown(run.path)}', found one with other values for {', '.join(changed[:5])}; "
             "choose another --dir, or the config as it was"
         )
-    if found.state.name == "running":
-        raise InputError(f"sweep: another process is training in '{shown(run.path)}'; wait for it, or stop it")
     if _is_complete(found, run.config.train):
         return False
     if found.state.name == "complete" and not saved_steps(run.path):
