@@ -14,7 +14,7 @@ import jpipe
 from jpipe_train.config.config import Config
 from jpipe_train.data import data, prepare
 from jpipe_train.data.mixture import proportions
-from jpipe_train.data.mixture.mixed import source_of
+from jpipe_train.data.mixture.mixed import Mixed, source_of
 from jpipe_train.report.metrics_log import mean_of
 from jpipe_train.run import evaluate, loop
 from tests.train.checkpoint.test_resume import run_in_two, weights_of
@@ -60,6 +60,21 @@ def test_any_stretch_of_a_mixture_has_its_proportions_exactly(weights):
     if period == sum(shares):
         for start in (0, 1, period // 2, period):
             assert Counter(of for of, _ in drawn[start : start + period]) == Counter(dict(enumerate(shares)))
+
+
+def test_the_shares_of_many_sources_are_summed_once():
+    added = []
+
+    class Share(int):
+        def __radd__(self, other):
+            added.append(other)
+            return int(self) + int(other)
+
+        __add__ = __radd__
+
+    mixture = Mixed(tuple([(number, row) for row in range(20)] for number in range(500)), tuple(map(Share, range(1, 501))))
+    assert [mixture[i] for i in range(20)] == [source_of(i, range(1, 501)) for i in range(20)]
+    assert 0 < len(added) < 500
 
 
 def test_batches_mix_the_rows_of_sources_each_in_an_order_of_its_own(mixed):

@@ -1,5 +1,7 @@
 """Which row of which source comes next, from its number alone, and the validation batches of several sources."""
 
+import functools
+import itertools
 import math
 import sys
 from collections.abc import Sequence
@@ -17,7 +19,7 @@ def proportions(weights: Sequence[float]) -> tuple[int, ...]:
     return tuple(number // math.gcd(*whole) for number in whole)
 
 
-def source_of(index: int, shares: Sequence[int]) -> tuple[int, int]:
+def source_of(index: int, shares: Sequence[int], totals: Sequence[int] | None = None) -> tuple[int, int]:
     """Return the source of a row of the mixture, and the number of the row in that source.
 
     Of the first k rows, source i has its share of k, rounded, if it is the last one; the other sources divide the remaining rows in the
@@ -27,9 +29,11 @@ def source_of(index: int, shares: Sequence[int]) -> tuple[int, int]:
     Args:
         index: the number of the row in the mixture.
         shares: the proportion of each source.
+        totals: the cumulative sums of `shares`, for a caller that keeps them from row to row.
     """
+    totals = totals or list(itertools.accumulate(shares))
     for source in range(len(shares) - 1, 0, -1):
-        total = sum(shares[: source + 1])
+        total = totals[source]
         before, after = ((2 * k * shares[source] + total) // (2 * total) for k in (index, index + 1))
         if after > before:
             return source, before
@@ -53,8 +57,12 @@ class Mixed:
         return sys.maxsize
 
     def __getitem__(self, index: int) -> Batch:
-        source, row = source_of(index, self.shares)
+        source, row = source_of(index, self.shares, self._totals)
         return self.sources[source][row]
+
+    @functools.cached_property
+    def _totals(self) -> tuple[int, ...]:
+        return tuple(itertools.accumulate(self.shares))
 
 
 @dataclass(frozen=True)
