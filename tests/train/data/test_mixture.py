@@ -11,13 +11,15 @@ import pydantic
 import pytest
 
 import jpipe
+from jpipe.checkpoints import files as checkpoint_files
+from jpipe_train.checkpoint.best import values_in
 from jpipe_train.config.config import Config
 from jpipe_train.data import data, prepare
 from jpipe_train.data.mixture import proportions
 from jpipe_train.data.mixture.mixed import Mixed, source_of
 from jpipe_train.report.metrics_log import mean_of
 from jpipe_train.run import evaluate, loop
-from tests.train.checkpoint.test_resume import run_in_two, weights_of
+from tests.train.checkpoint.test_resume import Killed, run_in_two, stop_before, weights_of
 from tests.train.conftest import changed
 from tests.train.data.conftest import SENTENCES, quiet, same
 from tests.train.run.test_loop import rows_of
@@ -115,6 +117,30 @@ def test_a_resumed_run_is_equal_and_each_source_has_its_validation_loss(mixed, t
     assert all_of_them.metrics == pytest.approx({f"loss_{letter}": last[f"val_loss_{letter}"] for letter in WEIGHTS}, rel=1e-6)
     alone = evaluate.main(evaluate.Request(str(whole), data=mixed["data"]["sources"][1]["validation_path"]))
     assert alone.loss == pytest.approx(last["val_loss_b"], rel=1e-6)
+
+
+@pytest.mark.usefixtures("no_report")
+def test_a_run_that_goes_on_with_other_weights_forgets_validations_of_the_old_mixture(mixed, monkeypatch, capsys):
+    mixed["plan"] = {"schedule": "gpipe", "num_stages": 1, "microbatches": 1}
+    mixed["train"] |= {"steps": 4, "eval_every": 2, "stop": {"patience": 9}}
+    mixed["checkpoint"] = {"every": 2, "keep": 5, "best": {}}
+    weights = {"a": 1, "b": 5, "c": 20}
+    sources = [each | {"weight": weight} for each, weight in zip(mixed["data"]["sources"], weights.values(), strict=True)]
+    with monkeypatch.context() as patched:
+        stop_before(patched, 3)
+        with pytest.raises(Killed):
+            loop.main(changed(mixed))
+    folder = loop.main(changed(mixed | {"data": mixed["data"] | {"sources": sources}})).folder
+    assert "data.sources has changed: earlier validations do not count for train.stop and checkpoint.best\n" in capsys.readouterr().out
+    validations = [row for row in rows_of(folder) if "val_loss" in row]
+    for row, of in zip(validations, (WEIGHTS, weights, weights), strict=True):
+        mean = sum(weight * row[f"val_loss_{letter}"] for letter, weight in of.items()) / sum(of.values())
+        assert row["val_loss"] == pytest.approx(mean, rel=1e-12)
+    assert checkpoint_files.steps(folder) == [2, 4]
+    assert values_in(folder, "val_loss") == {4: validations[-1]["val_loss"]}
+    facts = checkpoint_files.read_facts(folder, 4)
+    assert (facts["stop"]["best_step"], facts["stop"]["best"]) == (2, validations[1]["val_loss"])
+    assert (facts["val_loss_before"], facts["val_since"]) == (None, 2)
 
 
 def test_means_of_sources_are_averaged_by_the_weights_of_the_sources():

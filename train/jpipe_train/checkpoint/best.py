@@ -92,13 +92,14 @@ def ranked(values: Mapping[int, float], mode: Mode) -> list[int]:
     return sorted(values, key=lambda step: (values[step] if mode == "min" else -values[step], step))
 
 
-def values_in(folder: Path, metric: str, steps: Iterable[int] | None = None) -> dict[int, float]:
+def values_in(folder: Path, metric: str, steps: Iterable[int] | None = None, since: int = 0) -> dict[int, float]:
     """Return the values of a result for the complete checkpoints of a run that have one, by step; damaged ones are left out.
 
     Args:
         folder: the run's.
         metric: the name of the result.
         steps: the steps to look at; None for all.
+        since: steps up to this one, or that of a later change of the data of validations (`val_since` of a checkpoint), are left out.
     """
     from jpipe.checkpoints import files as checkpoint_files
 
@@ -108,10 +109,13 @@ def values_in(folder: Path, metric: str, steps: Iterable[int] | None = None) -> 
             facts = checkpoint_files.read_facts(folder, step)
         except InputError:
             continue
-        value = _value(facts, metric) if isinstance(facts, Mapping) else None
+        if not isinstance(facts, Mapping):
+            continue
+        changed, value = facts.get("val_since"), _value(facts, metric)
+        since = max(since, changed) if type(changed) is int else since
         if value is not None:
             values[step] = value
-    return values
+    return {step: value for step, value in values.items() if not since or step > since}
 
 
 def _value(facts: Mapping[str, Any], metric: str) -> float | None:

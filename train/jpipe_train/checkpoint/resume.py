@@ -4,7 +4,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -66,13 +66,14 @@ class Facts(pydantic.BaseModel):
         config: as resolved, in YAML.
         plan: as JSON.
         devices: the number of devices.
-        val_loss_before: the validation loss before the first step; None in a run without validation.
+        val_loss_before: the validation loss before the first step; None in a run without validation, or if it is of other data.
         val_loss: the validation loss of the next step, if it is already evaluated; its row is not logged yet.
         val_metrics: the other validation metrics of that step, by their names in a row.
         versions: of jpipe and JAX, and the settings that can change numbers.
         history: the parts of the run up to this checkpoint; empty if the version of jpipe kept no history.
         data: the position in the training data; None if the version of jpipe counted batches only.
         stop: the state of early stopping, with the validation of the next step if there is one; None without it.
+        val_since: the last step at which the run went on with other `data.sources`; validations up to there are of other data.
     """
 
     model_config = pydantic.ConfigDict(extra="ignore")
@@ -87,6 +88,7 @@ class Facts(pydantic.BaseModel):
     history: Annotated[list[Part], pydantic.Field(max_length=MOST_PARTS)] = []
     data: DataFacts | None = None
     stop: StopState | None = None
+    val_since: Count = 0
 
     @pydantic.field_validator("config")
     @classmethod
@@ -174,6 +176,13 @@ class Resumed:
         flat, earlier = _flat(now), _flat(before)
         changed = [key for key in flat if key in earlier and flat[key] != earlier[key] and key != "run.dir"]
         return (["plan"] if _differs(*plans) else []) + changed
+
+    def with_data_of(self, config: Config) -> "Resumed":
+        """Return the same without the validations, if they are not of the data of `config` because `data.sources` has changed."""
+        if "data.sources" not in self.changes(config):
+            return self
+        none: dict[str, Any] = {"val_loss_before": None, "val_loss": None, "val_metrics": {}, "stop": None, "val_since": self.step}
+        return replace(self, facts=self.facts.model_copy(update=none))
 
     def other_versions(self) -> list[str]:
         """Describe changed versions and settings that can change numbers, such as `JAX 0.10.1, now 0.10.2`."""

@@ -133,6 +133,7 @@ def start(
     interrupt.check()
     config = with_steps(config, batches, reporter, together)
     if resumed is not None:
+        resumed = resumed.with_data_of(config)
         if is_complete(resumed, config):
             return already_complete(resumed, config, reporter)
         report_resumed(resumed, config, pipe.plan, batches, reporter)

@@ -26,6 +26,8 @@ def report_resumed(resumed: Resumed, config: Config, plan: jpipe.Plan, batches: 
     """Print where the run resumes, and what has changed since the checkpoint."""
     changes = resumed.changes(config)
     reporter.say(f"resumes at step {resumed.step}" + (f", with other values for {', '.join(changes)}" if changes else ""))
+    if "data.sources" in changes:
+        reporter.say("data.sources has changed: earlier validations do not count for train.stop and checkpoint.best")
     if batches.first:
         assert isinstance(batches.train, Ordered)
         reporter.say(f"the training data continue at row {batches.train.position(resumed.step).total:,}")

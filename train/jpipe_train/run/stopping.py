@@ -115,8 +115,10 @@ def find_best(config: Config, folder: Path, resumed: Resumed | None, together: T
         return None
 
     def read() -> str:
-        steps = () if resumed is None else [step for step in resumed.steps if step <= resumed.step]
-        return json.dumps(best_checkpoints.values_in(folder, best.metric, steps))
+        if resumed is None:
+            return "{}"
+        steps = [step for step in resumed.steps if step <= resumed.step]
+        return json.dumps(best_checkpoints.values_in(folder, best.metric, steps, resumed.facts.val_since))
 
     values = json.loads(together.from_first("the best checkpoints", read))
     return Best(best, mode_of(config, best), {int(step): value for step, value in values.items()})

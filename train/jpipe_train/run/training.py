@@ -85,7 +85,7 @@ class Training:
         first = state.batch
         interrupt.check()
         before = self._validation_before(state, resumed)
-        facts_of = functools.partial(self._facts, before)
+        facts_of = functools.partial(self._facts, before, 0 if resumed is None else resumed.facts.val_since)
         finished: jpipe.Metrics | None = None
         for step in range(first, steps):
             interrupt.check()
@@ -176,11 +176,14 @@ class Training:
             self.log.validation(resumed.step, {"val_loss": resumed.facts.val_loss} | resumed.facts.val_metrics)
         return {} if resumed.facts.val_loss_before is None else {"val_loss": resumed.facts.val_loss_before}
 
-    def _facts(self, before: Validation, step: int, end: int | None = None, earlier: dict[str, float] | None = None) -> dict[str, Any]:
+    def _facts(
+        self, before: Validation, since: int, step: int, end: int | None = None, earlier: dict[str, float] | None = None
+    ) -> dict[str, Any]:
         """Return the facts about the run that a checkpoint of a step holds.
 
         Args:
             before: the validation before training.
+            since: validations up to this step are of other data.
             step: of the checkpoint.
             end: the step at which the run has ended; the last row has the validation of its weights.
             earlier: the validation before the last step, if there was one, which is not in the last row any more.
@@ -195,6 +198,7 @@ class Training:
             "val_final": self.log.validated(step - 1) if step == end else None,
             "stop": self.stopping.facts(step),
             "val_loss_before": mean_loss(before),
+            "val_since": since,
             "history": self.history.facts(step),
             "data": {"batch_size": self.config.batch_size}
             | {name: position.model_dump(mode="json") for name, position in positions.items()},
