@@ -228,7 +228,8 @@ def _metrics(report: Report, picture: bytes | None) -> str:
     undrawn = len(names) - len(drawn)
     note += f" {count(undrawn, 'metric')} more {'is' if undrawn == 1 else 'are'} in metrics.jsonl." if undrawn else ""
     alt = "Metrics over the steps. " + " ".join(f"{name}: from {each[0]:.4g} to {each[-1]:.4g}." for name, each in values.items())
-    return title + page.figure(picture, "small", alt, f"Each panel is a metric (eval.metrics), of data that is not learned from.{note}")
+    caption = f"Each panel is a metric (eval.metrics) or the loss of a source, of data that is not learned from.{note}"
+    return title + page.figure(picture, "small", alt, caption)
 
 
 def _comparison_table(report: Report) -> str:
