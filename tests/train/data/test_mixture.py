@@ -99,7 +99,7 @@ def test_a_mixture_goes_on_with_another_batch_size_at_its_next_row(mixed):
 
 
 @pytest.mark.usefixtures("no_report")
-def test_a_resumed_run_is_equal_and_each_source_has_its_validation_loss(mixed, tmp_path, monkeypatch):
+def test_a_resumed_run_is_equal_and_each_source_has_its_validation_loss(mixed, tmp_path, monkeypatch, capsys):
     mixed["plan"] = {"schedule": "gpipe", "num_stages": 1, "microbatches": 1}
     config = changed(
         mixed, train={"steps": 4, "eval_batches": 100, "stop": {"patience": 9, "metric": "val_loss_c"}}, checkpoint={"every": 2}
@@ -113,6 +113,7 @@ def test_a_resumed_run_is_equal_and_each_source_has_its_validation_loss(mixed, t
     mean = sum(weight * last[f"val_loss_{letter}"] for letter, weight in WEIGHTS.items()) / sum(WEIGHTS.values())
     assert last["val_loss"] == pytest.approx(mean, rel=1e-12)
     all_of_them = evaluate.main(evaluate.Request(str(whole)))
+    assert f"by the weights of the sources, {all_of_them.labels:,.10g} labels\n" in capsys.readouterr().out
     assert all_of_them.loss == pytest.approx(last["val_loss"], rel=1e-6)
     assert all_of_them.metrics == pytest.approx({f"loss_{letter}": last[f"val_loss_{letter}"] for letter in WEIGHTS}, rel=1e-6)
     alone = evaluate.main(evaluate.Request(str(whole), data=mixed["data"]["sources"][1]["validation_path"]))

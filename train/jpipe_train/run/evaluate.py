@@ -129,7 +129,7 @@ def main(request: Request, num_processes: int = 1, connect_limit: float = 300.0,
         loss = means.pop("val_loss")
         of_config = {name.removeprefix("val_"): mean for name, mean in means.items()}
         result = Result(step, sum(selection.rows), selection.total, labels, loss, of_config)
-        _print(config, request, result, batches.source, reporter)
+        _print(config, request, result, batches.source, reporter, over="by the weights of the sources," if selection.sources else "over")
         return result
 
 
@@ -253,7 +253,7 @@ def _evaluate(
     return mean_of(results, selection.sources), sum(batch["val_loss"][1] for batch in results)
 
 
-def _print(config: Config, request: Request, result: Result, source: str, reporter: Reporter) -> None:
+def _print(config: Config, request: Request, result: Result, source: str, reporter: Reporter, over: str) -> None:
     """Print the result as a line and a small table."""
     of_all = "" if result.rows == result.total else f" of {result.total:,}"
     suffix = "" if request.weights == "newest" else ", moving average of the weights"
@@ -268,7 +268,7 @@ def _print(config: Config, request: Request, result: Result, source: str, report
     for name, metric in config.eval.metrics.items():
         if metric == "cross_entropy" and "perplexity" not in rows:
             rows["perplexity"] = math.exp(min(result.metrics[name], 700.0))
-    reporter.table(("", f"over {result.labels:,.10g} {_labels(config)}"), [(name, f"{value:.6g}") for name, value in rows.items()])
+    reporter.table(("", f"{over} {result.labels:,.10g} {_labels(config)}"), [(name, f"{value:.6g}") for name, value in rows.items()])
 
 
 def _labels(config: Config) -> Literal["labels", "in weight"]:
