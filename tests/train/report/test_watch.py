@@ -266,15 +266,17 @@ def test_without_a_plan_steps_are_compared_with_the_first_window_and_without_tra
     assert "the cause is an unknown part" in untraced.lines[0]
 
 
-def test_a_run_with_slow_data_says_so(tiny, monkeypatch, capsys):
+@pytest.mark.parametrize("name", ["__getitem__", "_element"])  # a batch that is slow to make, and one whose rows are slow to read
+def test_a_run_with_slow_data_says_so(name, tiny, monkeypatch, capsys):
     clock, remarks = [0.0], []
-    read = BatchesOfRows.__getitem__
+    read = getattr(BatchesOfRows, name)
+    rows = 1 if name == "__getitem__" else tiny["train"]["batch_size"]
 
     def slow(self, index):
-        clock[0] += 25.0 if index > 6 else 0.001
+        clock[0] += 25.0 / rows if index > 6 * rows else 0.001
         return read(self, index)
 
-    monkeypatch.setattr(BatchesOfRows, "__getitem__", slow)
+    monkeypatch.setattr(BatchesOfRows, name, slow)
     monkeypatch.setattr(loop, "Watch", functools.partial(Watch, clock=lambda: clock[0]))
     monkeypatch.setattr(loop, "write_report", lambda *arguments: remarks.append(arguments[-1]))
     summary = loop.main(changed(tiny, train={"steps": 24, "eval_every": 50}))

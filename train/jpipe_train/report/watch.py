@@ -2,15 +2,19 @@
 
 import functools
 import itertools
+import operator
 import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
+
+import jax
 
 import jpipe
 from jpipe_train.data.data import Batches
+from jpipe_train.data.rows import Rows
 from jpipe_train.report.comparison import time_text
 from jpipe_train.report.measure import Measure
 from jpipe_train.report.stage_times import SHORT, microbatch_seconds
@@ -293,11 +297,20 @@ class Watch:
         self.remarks: dict[str, str] = {}
 
     def load(self, batches: Batches, step: int) -> Any:
-        """Return the batch of a step, and note how long that takes."""
+        """Return the batch of a step, and note how long that takes, and later how long its rows take that are read when they are sliced."""
+        self._data = 0.0
+        batch = self._timed(functools.partial(operator.getitem, batches), step)
+        return batch if self._say is None else jax.tree.map(self._with_time, batch)
+
+    def _with_time(self, leaf: Any) -> Any:
+        return replace(leaf, read=functools.partial(self._timed, leaf.read)) if isinstance(leaf, Rows) else leaf
+
+    def _timed(self, read: Callable[..., Any], *arguments: int) -> Any:
+        """Call `read`, and count its seconds as those of the data of this step."""
         began = self._clock()
-        batch = batches[step]
-        self._data = self._clock() - began
-        return batch
+        result = read(*arguments)
+        self._data += self._clock() - began
+        return result
 
     def finished(self, step: int, *, paused: bool) -> None:
         """Note that the loop has finished a step, and report if the recent ones are slow.
