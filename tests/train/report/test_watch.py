@@ -40,8 +40,8 @@ def window_of(plan, slow=None, link=FAST):
     return dataclasses.replace(window, timeline=tuple(rows))
 
 
-def steps_of(seconds, data=0.0):
-    return [Step(seconds, data)] * 40
+def steps_of(seconds, data=0.0, late=0.0):
+    return [Step(seconds, data, late)] * 40
 
 
 @pytest.mark.parametrize("planned", [False, True])
@@ -102,10 +102,10 @@ def test_data_that_takes_longer_than_a_step_is_the_cause():
     plan = plan_of()
     window = window_of(plan)
     expected = find_expected(plan, window)
-    verdict = judge(plan, expected, steps_of(2.0 * expected.seconds, 1.9 * expected.seconds), window)
-    assert verdict.part == "the data"
-    assert judge(plan, expected, steps_of(2.0 * expected.seconds, 1.9 * expected.seconds), None).part == "the data"
-    rare = [Step(expected.seconds)] * 36 + [Step(11 * expected.seconds, 11 * expected.seconds)] * 5
+    late = steps_of(2.0 * expected.seconds, 1.9 * expected.seconds, 0.9 * expected.seconds)
+    assert judge(plan, expected, late, window).part == "the data"
+    assert judge(plan, expected, late, None).part == "the data"
+    rare = [Step(expected.seconds)] * 36 + [Step(11 * expected.seconds, 11 * expected.seconds, 10 * expected.seconds)] * 5
     assert judge(plan, expected, rare, window).part == "the data"
     slow_stage = judge(plan, expected, steps_of(1.6 * expected.seconds, 0.9 * expected.seconds), window_of(plan, {0: 1.6}))
     assert slow_stage.part == "stage 0 on rank 0"  # loading goes on beside the computations
@@ -184,6 +184,37 @@ def test_a_slow_minute_is_traced_and_reported_once():
     assert run.watch.remarks == {"slow steps": "; ".join(run.lines)}
 
 
+def test_a_minute_of_many_short_steps_is_few_entries_with_the_same_verdict():
+    run = Run(plan_of(predicted=0.0005), can_trace=False)
+    run.go(130_000, 0.001)  # a minute until they are slow, and another of slowness
+    assert len(run.lines) == 1
+    assert "1 ms a step, 500 µs planned" in run.lines[0]
+    entries = run.watch._steps
+    assert len(entries) < 1000
+    assert sum(step.number for step in entries) == pytest.approx(60_000, rel=0.01)
+    run.go(300, 0.25)
+    assert [step.number for step in entries] == [1] * len(entries)  # longer ones stay alone
+    assert run.watch._seconds == pytest.approx(sum(step.seconds for step in entries))
+    assert run.watch._count == len(entries) == pytest.approx(60 / 0.25, abs=1)
+
+
+def test_steps_before_anything_is_expected_are_not_kept():
+    run = Run(plan_of())
+    run.go(100, 0.001)
+    assert not run.watch._steps
+    run.measure.measured = window_of(run.plan)
+    run.go(100, 0.25)
+    assert 90 < len(run.watch._steps) <= 100
+
+
+def test_rare_late_batches_of_short_steps_are_the_cause():
+    run = Run(plan_of(predicted=0.001), can_trace=False)
+    for _ in range(8000):
+        run.go(9, 0.001)
+        run.go(1, 0.011, data=0.011)
+    assert "the cause is the data" in run.lines[0]
+
+
 def test_parts_that_change_are_reported_every_ten_minutes_at_most():
     run = Run(plan_of(predicted=1.0))
     windows, times = [window_of(run.plan, {n: 9.0}) for n in range(3)], []
@@ -235,15 +266,17 @@ def test_without_a_plan_steps_are_compared_with_the_first_window_and_without_tra
     assert "the cause is an unknown part" in untraced.lines[0]
 
 
-def test_a_run_with_slow_data_says_so(tiny, monkeypatch, capsys):
+@pytest.mark.parametrize("name", ["__getitem__", "_element"])  # a batch that is slow to make, and one whose rows are slow to read
+def test_a_run_with_slow_data_says_so(name, tiny, monkeypatch, capsys):
     clock, remarks = [0.0], []
-    read = BatchesOfRows.__getitem__
+    read = getattr(BatchesOfRows, name)
+    rows = 1 if name == "__getitem__" else tiny["train"]["batch_size"]
 
     def slow(self, index):
-        clock[0] += 25.0 if index > 6 else 0.001
+        clock[0] += 25.0 / rows if index > 6 * rows else 0.001
         return read(self, index)
 
-    monkeypatch.setattr(BatchesOfRows, "__getitem__", slow)
+    monkeypatch.setattr(BatchesOfRows, name, slow)
     monkeypatch.setattr(loop, "Watch", functools.partial(Watch, clock=lambda: clock[0]))
     monkeypatch.setattr(loop, "write_report", lambda *arguments: remarks.append(arguments[-1]))
     summary = loop.main(changed(tiny, train={"steps": 24, "eval_every": 50}))

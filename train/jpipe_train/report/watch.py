@@ -1,16 +1,20 @@
 """Watch the speed of a run: when its steps are slower than predicted, say which part is to blame."""
 
+import functools
 import itertools
-import math
+import operator
 import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
+
+import jax
 
 import jpipe
 from jpipe_train.data.data import Batches
+from jpipe_train.data.rows import Rows
 from jpipe_train.report.comparison import time_text
 from jpipe_train.report.measure import Measure
 from jpipe_train.report.stage_times import SHORT, microbatch_seconds
@@ -25,14 +29,28 @@ PAUSE = 600.0
 """Least number of seconds between two reports."""
 
 _FEWEST = 3  # steps that a minute has, however long they are
+_JOINED = 0.1  # most seconds of steps that are kept as one entry, so that a minute has some 1,200 entries at most
 _SUMS = "sum", "changes"
 
 
 class Step(NamedTuple):
-    """The seconds of a step, and those in which the loop waited for its batch."""
+    """The seconds of a step, or of several short ones that follow each other.
+
+    Attributes:
+        seconds: of all of them.
+        data: those in which the loop waited for their batches.
+        late: those by which it waited longer for a batch than a step should take.
+        number: of steps.
+    """
 
     seconds: float
     data: float = 0.0
+    late: float = 0.0
+    number: int = 1
+
+    def joined(self, other: "Step") -> "Step":
+        """Return both as one entry."""
+        return Step(self.seconds + other.seconds, self.data + other.data, self.late + other.late, self.number + other.number)
 
 
 @dataclass(frozen=True)
@@ -117,12 +135,10 @@ def judge(
         processes: the process of each rank if there are several.
         shared: whether ranks share devices, so that they wait for each other; no straggler is named then.
     """
-    usual = sorted(steps)[:-1]
-    seconds = statistics.fmean(step.seconds for step in usual)
+    usual = functools.reduce(Step.joined, sorted(steps)[:-1])
+    seconds, waited, late = (total / usual.number for total in usual[:3])
     if seconds <= SLOW * expected.seconds:
         return None
-    waited = statistics.fmean(step.data for step in usual)
-    late = statistics.fmean(max(0.0, step.data - expected.seconds) for step in usual)
     blames = [_Blame("the data", late, f"the loop waits {time_text(waited)} a step for the next batch")]
     if window is not None:
         blames += _stages(plan, expected, window, processes) + _links(expected, window, processes)
@@ -268,6 +284,8 @@ class Watch:
         self._shared = len({tuple(place.devices) for place in places}) < len(places)
         self._expected = find_expected(pipe.plan, None)
         self._steps = deque[Step]()  # those of the last minute
+        self._seconds, self._count = 0.0, 0  # their sums
+        self._exceeds = False  # whether their mean was slow when the last entry began
         self._slow = 0.0  # seconds for which these have been slow
         self._window: jpipe.programs.Window | None = None  # the last one
         self._first: jpipe.programs.Window | None = None  # the one that the steps are compared with
@@ -279,11 +297,20 @@ class Watch:
         self.remarks: dict[str, str] = {}
 
     def load(self, batches: Batches, step: int) -> Any:
-        """Return the batch of a step, and note how long that takes."""
+        """Return the batch of a step, and note how long that takes, and later how long its rows take that are read when they are sliced."""
+        self._data = 0.0
+        batch = self._timed(functools.partial(operator.getitem, batches), step)
+        return batch if self._say is None else jax.tree.map(self._with_time, batch)
+
+    def _with_time(self, leaf: Any) -> Any:
+        return replace(leaf, read=functools.partial(self._timed, leaf.read)) if isinstance(leaf, Rows) else leaf
+
+    def _timed(self, read: Callable[..., Any], *arguments: int) -> Any:
+        """Call `read`, and count its seconds as those of the data of this step."""
         began = self._clock()
-        batch = batches[step]
-        self._data = self._clock() - began
-        return batch
+        result = read(*arguments)
+        self._data += self._clock() - began
+        return result
 
     def finished(self, step: int, *, paused: bool) -> None:
         """Note that the loop has finished a step, and report if the recent ones are slow.
@@ -301,8 +328,8 @@ class Watch:
             self._window, self._measured, paused = window, now, True
             if self._expected is None:
                 self._first, self._expected = window, find_expected(self._plan, window)
-        if not (paused or self._paused or self._last is None or step < self._begins):
-            self._add(Step(now - self._last, self._data))
+        if self._expected is not None and not (paused or self._paused or self._last is None or step < self._begins):
+            self._add(Step(now - self._last, self._data, max(0.0, self._data - self._expected.seconds)), SLOW * self._expected.seconds)
         self._last, self._paused = now, paused
         if self._is_slow and (self._has_window or not self.can_trace):
             self._judge(step, now)
@@ -331,13 +358,22 @@ class Watch:
         """Whether steps have been slow for a minute, and a report may follow."""
         return self._slow >= MINUTE and self._clock() - self._judged >= PAUSE
 
-    def _add(self, step: Step) -> None:
-        """Add a step to those of the last minute, and count the seconds for which their mean has been slow."""
+    def _add(self, step: Step, limit: float) -> None:
+        """Add a step to those of the last minute, and count the seconds for which their mean has been above the limit.
+
+        Steps of a millisecond are many in a minute: so they share entries, and all entries are read only when one begins.
+        """
         steps = self._steps
-        steps.append(step)
-        while len(steps) > _FEWEST and sum(step.seconds for step in steps) - steps[0].seconds >= MINUTE:
-            steps.popleft()
-        seconds = [step.seconds for step in steps]
-        limit = math.inf if self._expected is None else SLOW * self._expected.seconds
-        is_slow = len(steps) >= _FEWEST and sum(seconds) >= MINUTE and sum(seconds) - max(seconds) > limit * (len(seconds) - 1)
-        self._slow = self._slow + step.seconds if is_slow else 0.0
+        self._seconds, self._count = self._seconds + step.seconds, self._count + step.number
+        if steps and steps[-1].seconds + step.seconds <= _JOINED:
+            steps[-1] = steps[-1].joined(step)
+        else:
+            steps.append(step)
+            while len(steps) > _FEWEST and self._seconds - steps[0].seconds >= MINUTE:
+                oldest = steps.popleft()
+                self._seconds, self._count = self._seconds - oldest.seconds, self._count - oldest.number
+            self._exceeds = len(steps) >= _FEWEST and self._seconds >= MINUTE and self._seconds > limit * (self._count - 1)
+            if self._exceeds:
+                longest = max(steps)
+                self._exceeds = self._seconds - longest.seconds > limit * (self._count - longest.number)
+        self._slow = self._slow + step.seconds if self._exceeds else 0.0
