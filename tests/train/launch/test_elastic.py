@@ -17,6 +17,7 @@ from jpipe.checkpoints import files as checkpoint_files
 from jpipe_train.checkpoint.history import Part, changes_of_plan
 from jpipe_train.cli import main
 from jpipe_train.config.config import Config
+from jpipe_train.launch.process_group import ProcessGroup
 from jpipe_train.run import loop
 from tests.train.conftest import changed
 from tests.train.report.test_report import Page
@@ -27,6 +28,7 @@ LIMIT = 60  # seconds, for what should take one or two
 LAUNCH = """
 import json, sys
 from jpipe_train.launch import elastic
+from jpipe_train.launch.process_group import ProcessGroup
 from jpipe_train.launch.slots import Limits
 limits, script, *more = sys.argv[1:]
 code = elastic.main(Limits(**json.loads(limits)), more, program=(sys.executable, "-c", script), grace=0.5, pause=0.0)
@@ -161,6 +163,28 @@ save(10)
     assert (code, started) == (0, ["1 0", "2 0", "2 1"])
     assert lines[0] == "jpipe: process 0 ended with exit code 1; ending the other processes"
     assert lines[1].startswith("jpipe: slot 1 has failed once")
+
+
+def test_a_killed_process_is_to_blame_even_if_another_is_seen_to_end_first(tmp_path, capfd):
+    """A process that is killed closes its connections before it can be seen to have ended."""
+    file = tmp_path / "process 0"
+    first = f"import os, pathlib, sys; pathlib.Path({str(file)!r}).write_text(str(os.getpid())); sys.exit(1)"
+    second = f"""
+import os, pathlib, signal, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+file = pathlib.Path({str(file)!r})
+while not file.exists() or not file.read_text(): time.sleep(0.01)
+try:
+    while True: os.kill(int(file.read_text()), 0); time.sleep(0.01)
+except ProcessLookupError:  # the launcher has seen its end
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    with contextlib.closing(ProcessGroup(60.0, {})) as group:
+        for number, script in enumerate((first, second)):
+            group.start([sys.executable, "-c", script], number, None)
+        assert group.watch([]) == 1
+        assert group.to_blame == [1]
+    assert "process 0 ended with exit code 1" in capfd.readouterr().err
 
 
 def test_failures_are_forgiven_after_a_checkpoint(tmp_path):

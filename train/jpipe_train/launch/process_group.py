@@ -111,14 +111,16 @@ class ProcessGroup:
     def to_blame(self) -> list[int]:
         """The numbers of the processes that failed by themselves, after `watch`; empty if none did.
 
-        The others of a run end with an error when one is lost. If a process only hangs, the others fail first, and it has to be killed.
+        The others of a run end with an error when one is lost, and may be seen to have ended before it: a process that is killed closes
+        its connections first. If a process only hangs, the others fail first, and it has to be killed.
         """
         if self._first is None:
             return []
         if self._processes[self._first].returncode > 0 and self._killed:
             return sorted(self._killed)
         ended = self._ended_before or range(len(self._processes))
-        return [n for n in sorted(ended) if n == self._first or self._processes[n].returncode == -signal.SIGKILL]
+        killed = [n for n in sorted(ended) if self._processes[n].returncode == -signal.SIGKILL]
+        return killed or [self._first]
 
     def close(self) -> None:
         """Kill all remaining processes."""
