@@ -78,7 +78,7 @@ def _draw_shares(axes: Any, table: Table) -> None:
             axes.barh([0], [0], color=colours[shade], label=m if shade else f"{kind}, {m}")
     axes.axvline(1, color=style.BLACK, linewidth=1)
     style.label_rows(axes, names)
-    axes.set_xlim(0, 1.05)
+    axes.set_xlim(0, 1.2)
     style.title(axes, "Throughput, as a share of the ceiling")
     style.legend_below(axes, 2, 0.08, -0.55)
 

@@ -1,8 +1,8 @@
 """`python -m benchmarks.peers.jpipe_pipeline SCHEDULE M PROCESS PROCESSES PORT`: run the same model in jpipe, one rank per process.
 
 SCHEDULE is one of jpipe's (`+1`: one more microbatch in flight, `/2`: two stages on each rank), or `dp`, data parallelism: one stage with
-one replica per process (`/4`: which sum their gradients in four parts). With one process the stages share its core, and the times of their
-computations are measured as well.
+one replica per process (`/4`: which sum their gradients in four parts; `+shared`: which share the optimizer state). With one process the
+stages share its core, and the times of their computations are measured as well.
 """
 
 import itertools
@@ -30,7 +30,8 @@ def main() -> None:
     stack, batch = gpt.stack(PEERS), gpt.data(PEERS, microbatches)
     schedule, _, chunks = kind.partition("/")
     if schedule == "dp":
-        plan = jpipe.Plan.even(stack.ids, 1, "pipedream_flush", microbatches, replicas=processes, sum_parts=int(chunks or 1))
+        options = {"sum_parts": int(chunks or 1), "shard_optimizer": extra == "shared"}
+        plan = jpipe.Plan.even(stack.ids, 1, "pipedream_flush", microbatches, replicas=processes, **options)
     else:
         stages, ranks = _cut(stack.ids, schedule, int(chunks or 1))
         plan = jpipe.Plan(schedule=schedule, microbatches=microbatches, stages=stages, ranks=ranks, extra_in_flight=int(extra or 0))
