@@ -61,6 +61,7 @@ class StageCost:
         sum_error: with compressed sums (`Links.sums`), what rounding has lost of the gradients of a replica.
         compressed_sums: likewise for each part of the stage (one without `Stage.sum_parts`) what a replica sends to each other one; empty:
             sums are not compressed.
+        remembered: with `Links.rows`, what the stage remembers of the activations of all rows, as received and as sent.
     """
 
     forward: float = 1.0
@@ -90,6 +91,7 @@ class StageCost:
     part_accumulators: tuple[int, ...] = ()
     sum_error: int = 0
     compressed_sums: tuple[int, ...] = ()
+    remembered: int = 0
 
     @property
     def trained(self) -> int:
@@ -287,7 +289,7 @@ def shared_stages(costs: Sequence[StageCost]) -> tuple[tuple[int, ...], ...]:
 
 
 def sum_layer_costs(
-    plan: Plan, layers: Mapping[str, LayerCost], *, inputs: int = 0, labels: int = 0, shared: Sequence[SharedCost] = ()
+    plan: Plan, layers: Mapping[str, LayerCost], *, inputs: int = 0, labels: int = 0, shared: Sequence[SharedCost] = (), rows: int = 1
 ) -> tuple[StageCost, ...]:
     """Return the costs of the stages of a plan from those of their layers.
 
@@ -297,6 +299,7 @@ def sum_layer_costs(
         inputs: bytes of one microbatch's inputs.
         labels: bytes of one microbatch's labels.
         shared: the parameters that several layers share; a stage with several of these layers has it once.
+        rows: rows of a microbatch, which only what is remembered of rows (`Links.rows`) depends on.
 
     Returns:
         One cost for each stage. The residuals that a stage makes again count as temporary, and those of a last stage whose forward and
@@ -306,11 +309,13 @@ def sum_layer_costs(
         InputError: a layer without a cost, or without residual bytes for its stage's recomputation policy.
     """
     _check_layers(plan, layers)
-    costs, flows, sent = list[StageCost](), _gradient_flows(plan, layers), (plan.links or Links()).compressed_bytes
+    links = plan.links or Links()
+    costs, flows, sent = list[StageCost](), _gradient_flows(plan, layers), links.compressed_bytes
     for s, stage in enumerate(plan.stages):
         layer_costs = [layers[layer_id] for layer_id in stage.layers]
         last, forward = s == plan.depth - 1, sum(layer.forward for layer in layer_costs)
         before = layers[plan.stages[s - 1].layers[-1]].outputs if s else inputs
+        at_cuts = (before if s else 0) + (0 if last else layer_costs[-1].outputs)
         of_input, has_backward = s > 0 and flows[s], flows[s + 1]
         message = layer_costs[-1].outputs if has_backward and not last else 0
         again = forward if has_backward and repeats_forward(stage.recompute) else 0.0
@@ -341,6 +346,7 @@ def sum_layer_costs(
                 state=sum(layer.state for layer in layer_costs),
                 accumulators=sum(layer.summed for layer in layer_costs),
                 temporary=_scratch(layer_costs, inside, max(inside - (0 if fused else residuals), 0), before),
+                remembered=math.ceil((links.rows or 0) * at_cuts / rows),
             )
         )
     costs = [_with_shares(stage, cost, layers) if plan.shard_optimizer else cost for stage, cost in zip(plan.stages, costs, strict=True)]
