@@ -168,8 +168,8 @@ def _check_rows(plan: "jpipe.Plan", links: Links) -> None:
         raise ValueError(f"links.rows: expected links.activations with it, found {links.rows} without; set activations, or remove rows")
     if max(plan.replicas) > 1:
         raise ValueError(
-            f"links.rows: expected stages without replicas, between which rows would move from epoch to epoch, found {list(plan.replicas)}; "
-            "remove rows, or give each stage one replica"
+            "links.rows: expected stages without replicas, between which rows would move from epoch to epoch, found "
+            f"{list(plan.replicas)}; remove rows, or give each stage one replica"
         )
     if meshes := [s for s, stage in enumerate(plan.stages) if stage.shape]:
         found = f"{dict(plan.stages[meshes[0]].mesh)} at stage {meshes[0]}"

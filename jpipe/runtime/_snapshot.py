@@ -374,8 +374,8 @@ def _sum_error_in(f: StageFunctions, layers: Mapping[str, Plain], replica: int, 
 def _remembered_in(f: StageFunctions, layers: Mapping[str, Plain], fresh: bool) -> dict[End, Tree]:
     """Return the activations of rows that a stage remembers at its cuts.
 
-    They begin with zeros with new optimizer state, and at a cut of which the snapshot has none, or of other rows, shapes or dtypes. Both ends
-    of a cut begin alike, because a snapshot has both or none.
+    They begin with zeros with new optimizer state, and at a cut of which the snapshot has none, or of other rows, shapes or dtypes. Both
+    ends of a cut begin alike, because a snapshot has both or none.
     """
     remembered = dict[End, Tree]()
     for end, specs in f.remembered_specs.items():

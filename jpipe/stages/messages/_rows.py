@@ -1,6 +1,6 @@
 """Activations as changes against what both ends of a cut remember of the same rows, as pure functions: see `jpipe.plan.Links` for the rule.
 
-The number of a row on the devices is `NO_ROW` where nothing is remembered, outside of every array of rows: it reads zeros, and writes nothing.
+The number of a row on the devices is `NO_ROW` where nothing is remembered, outside of every array of rows: it reads zeros and writes nothing.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jpipe.model._precision import wider
-from jpipe.plan import Kind, Links
+from jpipe.plan import Links
 from jpipe.stages.messages._compress import decompress, shrinks
 from jpipe.stages.messages._messages import compress_message
 

@@ -29,7 +29,7 @@ def labelled(tiny, tokenizer_files, tmp_path) -> dict:
     records = [{"text": f"the {['fox', 'dog'][i % 2]} {i}", "label": i % 2} for i in range(20)]
     for name, part in (("train", records[:12]), ("held", records[12:])):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in part))
-    files = {"path": str(tmp_path / "train.jsonl"), "validation_path": str(tmp_path / "held.jsonl"), "validation_fraction": None}
+    files = {"path": str(tmp_path / "train.jsonl"), "validation_path": str(tmp_path / "held.jsonl")}
     model = {"vocab_size": 300, "seq_len": 16, "head": "classification", "labels": ["0", "1"]}
     return tiny | {
         "data": {"format": "labels", "tokenizer": str(tokenizer_files["decoder"]), **files},
@@ -63,6 +63,7 @@ def test_padding_after_the_last_epoch_has_no_number(labelled):
     assert [int(np.count_nonzero(loaded.train.numbers(t) < 0)) for t in range(5)] == [0, 0, 0, 0, 2]
 
 
+@pytest.mark.slow
 def test_a_run_remembers_rows_over_epochs_and_resumes_with_the_same_bits(labelled, tmp_path, monkeypatch):
     """Three epochs of three batches; the error falls, so the losses are nearer to those without rounding."""
     losses = {}
@@ -91,7 +92,13 @@ def test_arrays_of_fit_have_numbers_and_batches_have_none():
 
 
 def test_rows_that_do_not_come_back_and_too_few_are_refused(tiny, labelled, tokenizer_files, documents, tmp_path, capsys):
-    masked = {"format": "text", "objective": "masked", "path": str(documents), "tokenizer": str(tokenizer_files["bert"])}
+    masked = {
+        "format": "text",
+        "objective": "masked",
+        "validation_fraction": 0.4,
+        "path": str(documents),
+        "tokenizer": str(tokenizer_files["bert"]),
+    }
     (tmp_path / "other.txt").write_text("another text " * 200)
     sources = [{"path": path, "weight": 1} for path in (tiny["data"]["path"], str(tmp_path / "other.txt"))]
     several = {"format": "bytes", "sources": sources, "validation_fraction": 0.2}
