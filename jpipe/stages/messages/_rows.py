@@ -1,6 +1,6 @@
 """Activations as changes against what both ends of a cut remember of the same rows, as pure functions: see `jpipe.plan.Links` for the rule.
 
-The number of a row on the devices is `NO_ROW` where nothing is remembered, outside of every array of rows: it reads zeros and writes nothing.
+The number of a row on the devices is `NO_ROW` where nothing is remembered: it is outside of every array, reads zeros and writes nothing.
 """
 
 from collections.abc import Sequence

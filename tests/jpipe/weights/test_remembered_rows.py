@@ -109,7 +109,7 @@ def rule(pipe, batches, numbers, params, key):
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.thinned(most=4)
+@pytest.mark.thinned(most=3)
 def test_equals_the_rule_and_both_ends_remember_the_same_bits(name, kind, rounding):
     plan = plan_with_rows(name, kind, rounding)
     pipe, batches = pipeline(plan), batches_of(plan)
@@ -170,6 +170,7 @@ def test_a_run_from_a_snapshot_equals_the_run_that_continued(name):
     running.check_equal(*([worker.remembered for worker in one.workers] for one in (again, state)))
 
 
+@pytest.mark.slow
 def test_another_plan_keeps_what_is_remembered_at_the_same_cuts():
     plan = plan_with_rows("pipedream_flush", num_stages=3)
     pipe, batches = pipeline(plan), models.masked_batches(2, plan.microbatches)
@@ -228,6 +229,7 @@ def test_evaluations_round_to_nearest_and_change_nothing_that_is_remembered():
     running.check_equal([worker.remembered for worker in state.workers], before)
 
 
+@pytest.mark.slow
 def test_arrays_without_rows_are_sent_as_without_memory():
     """Whole numbers, thin arrays and ones that do not begin with the rows of the microbatch, beside one of 16 bits that is remembered."""
 
@@ -298,6 +300,7 @@ def test_wrong_numbers_of_rows_are_refused_and_the_state_stays():
         pipe.init(jax.random.key(0), batches[0], buckets=models.masked_batches(1, 4, dtype=np.float16))
 
 
+@pytest.mark.slow
 def test_an_interrupted_step_is_not_made_twice():
     """The numbers of the rows are a part of the batch."""
     plan = plan_with_rows("pipedream_2bw")

@@ -137,8 +137,9 @@ class Training:
     def _rows(self, step: int) -> np.ndarray | None:
         """Return the numbers of the rows of a batch, if the plan remembers activations of rows."""
         links = self.pipe.plan.links
-        wants = links is not None and links.rows is not None and isinstance(self.batches, Numbered)
-        return self.batches.numbers(step) if wants else None
+        if links is None or links.rows is None or not isinstance(self.batches, Numbered):
+            return None
+        return self.batches.numbers(step)
 
     def _schedule(self, step: int, decision: Decision) -> None:
         """Schedule the snapshot after a step and the window that begins with it, if they are due."""
