@@ -1,5 +1,6 @@
 """Costs of computations in seconds and bytes, the input of `simulate`: given by hand, summed over layers, or measured."""
 
+import itertools
 import math
 import numbers
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -296,8 +297,7 @@ def sum_layer_costs(
     Args:
         plan: the cut, and the recomputation of each stage.
         layers: the cost of each layer of the plan, by layer id.
-        inputs: bytes of one microbatch's inputs.
-        labels: bytes of one microbatch's labels.
+        inputs, labels: bytes of one microbatch's inputs and labels.
         shared: the parameters that several layers share; a stage with several of these layers has it once.
         rows: rows of a microbatch, which only what is remembered of rows (`Links.rows`) depends on.
 
@@ -309,13 +309,11 @@ def sum_layer_costs(
         InputError: a layer without a cost, or without residual bytes for its stage's recomputation policy.
     """
     _check_layers(plan, layers)
-    links = plan.links or Links()
-    costs, flows, sent = list[StageCost](), _gradient_flows(plan, layers), links.compressed_bytes
+    costs, flows, sent = list[StageCost](), _gradient_flows(plan, layers), (plan.links or Links()).compressed_bytes
     for s, stage in enumerate(plan.stages):
         layer_costs = [layers[layer_id] for layer_id in stage.layers]
         last, forward = s == plan.depth - 1, sum(layer.forward for layer in layer_costs)
         before = layers[plan.stages[s - 1].layers[-1]].outputs if s else inputs
-        at_cuts = (before if s else 0) + (0 if last else layer_costs[-1].outputs)
         of_input, has_backward = s > 0 and flows[s], flows[s + 1]
         message = layer_costs[-1].outputs if has_backward and not last else 0
         again = forward if has_backward and repeats_forward(stage.recompute) else 0.0
@@ -346,12 +344,11 @@ def sum_layer_costs(
                 state=sum(layer.state for layer in layer_costs),
                 accumulators=sum(layer.summed for layer in layer_costs),
                 temporary=_scratch(layer_costs, inside, max(inside - (0 if fused else residuals), 0), before),
-                remembered=math.ceil((links.rows or 0) * at_cuts / rows),
             )
         )
     costs = [_with_shares(stage, cost, layers) if plan.shard_optimizer else cost for stage, cost in zip(plan.stages, costs, strict=True)]
     costs = [_with_parts(stage, cost, layers) for stage, cost in zip(plan.stages, costs, strict=True)]
-    return _with_compressed_sums(plan, _with_shared(plan, costs, shared))
+    return _with_compressed_sums(plan, _with_remembered(plan, _with_shared(plan, costs, shared), layers, rows))
 
 
 def _optimizer(plan: Plan, s: int, layers: Sequence[LayerCost]) -> int:
@@ -369,6 +366,15 @@ def _with_parts(stage: Stage, cost: StageCost, layers: Mapping[str, LayerCost]) 
     return replace(
         cost, part_times=(1 - sum(later), *later), part_accumulators=tuple(sum(layer.summed for layer in part) for part in parts)
     )
+
+
+def _with_remembered(plan: Plan, costs: Sequence[StageCost], layers: Mapping[str, LayerCost], rows: int) -> tuple[StageCost, ...]:
+    """Return the costs of the stages with what they remember of all rows; `rows` are those of a microbatch."""
+    if plan.links is None or plan.links.rows is None:
+        return tuple(costs)
+    at_cuts = [0, *(layers[stage.layers[-1]].outputs for stage in plan.stages[:-1]), 0]
+    sizes = [math.ceil(plan.links.rows * (before + after) / rows) for before, after in itertools.pairwise(at_cuts)]
+    return tuple(replace(cost, remembered=size) for cost, size in zip(costs, sizes, strict=True))
 
 
 def _with_compressed_sums(plan: Plan, costs: Sequence[StageCost]) -> tuple[StageCost, ...]:
