@@ -322,9 +322,8 @@ def fitting(
             )
             for layer_id in (entries if share is None else share.part(f.optimizer_spec))
         }
-    state = {layer_id: state_of(layer_id) for layer_id in f.stage.layers}
     optional = _agreed_in(f, layers, entries), _sum_error_in(f, layers, replica, fresh), _remembered_in(f, layers, fresh)
-    return versions, optimizer, state, *optional
+    return versions, optimizer, {layer_id: state_of(layer_id) for layer_id in f.stage.layers}, *optional
 
 
 def _own_entries(layers: Mapping[str, Plain], entries: Iterable[str], replica: int, pipelines: int) -> dict[str, Plain]:
