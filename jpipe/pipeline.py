@@ -21,6 +21,7 @@ from jpipe._arguments import (
     check_weights,
     checked_delay_factor,
     checked_metrics,
+    checked_rows,
     initial_arrays,
     log_correction,
 )
@@ -47,6 +48,7 @@ from jpipe.runtime.state import State, WorkerState, check_state, fresh_worker, i
 from jpipe.schedules import SCHEDULES
 from jpipe.stages._batch import (
     Batch,
+    BatchOfRows,
     Bucket,
     bucket_of,
     bucket_of_inputs,
@@ -323,7 +325,9 @@ class Pipeline:
             raise InputError("snapshot: this pipeline has no run yet; call init or restore first")
         return Snapshot(self.plan, batch, self._executor.stages)
 
-    def step(self, state: State, batch: Batch, *, observe: Observer | None = None) -> tuple[State, Metrics]:
+    def step(
+        self, state: State, batch: Batch, *, rows: Sequence[int] | np.ndarray | jax.Array | None = None, observe: Observer | None = None
+    ) -> tuple[State, Metrics]:
         """Feed one batch: m microbatches enter the pipeline, and every computation that is ready is dispatched.
 
         Asynchronous schedules do not finish all of it: the remaining work stays in flight in the state.
@@ -341,31 +345,37 @@ class Pipeline:
             batch: (inputs, labels), pytrees of arrays whose first dim is the batch, divisible by the plan's microbatches. Anything with
                 a shape, a dtype and slices of rows will do: only the rows that this process's workers need are read. In a run of several
                 processes all pass the same batch; of NumPy and JAX arrays some rows are compared.
+            rows: with `jpipe.plan.Links.rows`, and only then, the number of each row of the batch in the training data, integers below
+                that, or -1 for a row of which nothing is remembered, such as padding. The same in all processes.
             observe: called with an `Event` after each instruction is dispatched; see `Tracer`.
 
         Returns:
             The next state, and the losses of the batches that this step finished.
 
         Raises:
-            InputError: a state that was used already, or that a failed step has lost, or a batch unlike those given to `init`.
+            InputError: a state that was used already, or that a failed step has lost, a batch unlike those given to `init`, or numbers of
+                rows that are missing, needless or out of range.
         """
         check_observer(observe)
-        rows = 0  # of a microbatch, once it is known
+        rows_each = 0  # of a microbatch, once it is known
+        fed: Batch | BatchOfRows = batch
         try:
             with isolated_context():
                 executor, current, carried = self._running(state)
-                bucket, rows = bucket_of(microbatch_spec(batch, self.plan.microbatches), executor.specs), rows_of(executor.specs[0])
-                if self._results.is_of(state, batch, rows):
+                bucket = bucket_of(microbatch_spec(batch, self.plan.microbatches), executor.specs)
+                numbers = checked_rows(rows, self.plan, rows_of(batch))
+                fed, rows_each = batch if numbers is None else (*batch, numbers), rows_of(executor.specs[0])
+                if self._results.is_of(state, fed, rows_each):
                     return current, carried
-                read = executor.read(current, batch)
+                read = executor.read(current, fed)
                 outcome, result = consume(
                     self._results, state, current, carried, lambda before, observer: executor.step(before, read, bucket, observer), observe
                 )
             outcome.result = None  # from here to the caller's assignment Python lets no signal in
             return result
         except BaseException:
-            if rows:
-                self._results.note_batch(state, batch, rows)
+            if rows_each:
+                self._results.note_batch(state, fed, rows_each)
             raise
 
     @overload
@@ -633,7 +643,7 @@ class Pipeline:
         specs = [microbatch_spec(each, self.plan.microbatches) for each in (batch, *other_batches)]
         distinct = [spec for i, spec in enumerate(specs) if spec not in specs[:i]]
         buckets = [Bucket(spec, self._builder.build(spec)) for spec in distinct]
-        check_buckets(buckets)
+        check_buckets(buckets, self.plan)
         for where in filter(None, (f.repeated_effects for f in buckets[0].functions if jax.process_index() == 0)):
             _LOG.warning(
                 "%s: recomputation runs its side effects (host callbacks, prints) once more in each backward; with recompute 'none' they "

@@ -161,7 +161,8 @@ class _Memory:
         self.cost, self.rank = cost, rank
         self.away: set[tuple[Kept, int]] = {("optimizer", 0)} if optimizer_in_host else set()  # what is in host memory
         self.weights = dict.fromkeys(sorted(versions), cost.trained)  # by version; replaced and not changed: samples share it
-        self.at_first = len(versions) * cost.trained + cost.frozen + self.optimizer + cost.state + cost.accumulators + cost.sum_error
+        constant = cost.frozen + cost.state + cost.accumulators + cost.sum_error + cost.remembered
+        self.at_first = len(versions) * cost.trained + self.optimizer + constant
         self.most_versions = len(versions)
         self.waiting = {"residuals": 0, "stash": 0}  # how many microbatches have left each of these for a later op
         self.accumulates = True  # whether there is memory for gradients: not between a batch set aside and the next backward
@@ -233,14 +234,17 @@ class _Memory:
         self.add(outputs - inputs)
 
     def parts(self) -> tuple[int, int, int]:
-        """Return the bytes of optimizer state (with what compressed sums have lost), of accumulators, and of residuals and stashes."""
+        """Return the bytes of optimizer state, of accumulators, and of residuals and stashes.
+
+        What compressed sums have lost, and what is remembered of rows, is with the optimizer state.
+        """
         cost = self.cost
         waiting = dict(self.waiting)
         for what, _ in self.away:
             if what in waiting:
                 waiting[what] -= 1
         return (
-            self.optimizer + cost.sum_error,
+            self.optimizer + cost.sum_error + cost.remembered,
             cost.accumulators,
             waiting["residuals"] * cost.residuals + waiting["stash"] * cost.stash,
         )

@@ -1,7 +1,7 @@
 """Snapshots of a running pipeline: what each worker holds after its update, as arrays by layer id; and workers restored from them."""
 
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -24,7 +24,7 @@ from jpipe.stages._agreement import Agreed
 from jpipe.stages._arrays import Arrays, Share, shardings_of
 from jpipe.stages._compiled_stage import CompiledStage
 from jpipe.stages.functions._floats import floats_of, with_floats
-from jpipe.stages.functions._stage import StageFunctions
+from jpipe.stages.functions._stage import End, StageFunctions
 
 Tree = Any
 
@@ -94,7 +94,8 @@ class Snapshot:
         in the entry of the replica that updates it. With `Plan.agree` the one version in `params` is that on which the pipelines last
         agreed, `outer_momentum` is that of the outer optimizer, and each replica's entry has in `own` the trained parameters of its
         pipeline, by version as `params` otherwise, and in `optimizer` its optimizer state. With `Links.sums` the entry of each replica has
-        in `sum_error` what rounding has lost of its gradients. Parts without arrays are left out.
+        in `sum_error` what rounding has lost of its gradients. With `Links.rows` the last layer of each stage has in `remembered` what is
+        `sent` to the next one, and the first layer what is `received`. Parts without arrays are left out.
         """
         assert self.complete
         return {name: plain for part in self._parts.values() for name, plain in part.layers().items()}
@@ -141,6 +142,7 @@ class _Part:
         self._agreed: Agreed | None = None
         self._last_part = len(plan.stages[s].sum_parts) - 1
         self._error: dict[str, Tree] = {}  # what rounding has lost of the gradients of the updates before the batch
+        self._remembered: Mapping[End, Tree] = {}  # the activations of rows, after the last forward before the batch
         self._open: int | None = None  # the version on which the pipelines have still to agree
         self._has_begun = False  # whether the first forward of the batch has run
 
@@ -160,15 +162,15 @@ class _Part:
         if type(i) is Compute and OPS[i.op].begins:
             self._has_begun |= i.microbatch >= self._first
             if self._first - self._replicas <= i.microbatch < self._first:  # the worker's last one before the batch
-                self._state = _copied(state.layer_state)
+                self._state, self._remembered = _copied((state.layer_state, state.remembered))
         if isinstance(i, AllReduce) and i.batch + 1 == self._newest and i.part in (None, self._last_part):
             self._error = _copied(state.sum_error or {})
         if isinstance(i, (Update, Agree)):
             self._open = i.batch + 1 if type(i) is Update and self._plan.agrees(self._stage, i.batch) else None
         if isinstance(i, self._last) and i.batch + 1 == self._newest:
             self._optimizer, self._agreed = self._copied("optimizer", state.optimizer), _copied(state.agreed)
-            if not self._has_begun:
-                self._state = _copied(state.layer_state)  # perhaps with the mean over the replicas
+            if not self._has_begun:  # the layer state perhaps has the mean over the replicas
+                self._state, self._remembered = _copied((state.layer_state, state.remembered))
         if self._has_begun or self._optimizer is not None:  # the oldest version that the batch reads may be retired before the last update
             for version in set(state.weights.versions) - self._versions.keys() - {self._open}:
                 params = state.weights.read(version)
@@ -210,6 +212,8 @@ class _Part:
                 plain["state"] = to_plain(self._state[layer_id])
             if layer_id in self._error:
                 plain["sum_error"] = to_plain(self._error[layer_id])
+        for end, arrays in self._remembered.items():
+            layers[_layer_at(self._ids, end)].setdefault("remembered", {})[end] = to_plain(arrays)
         named = {entry_name(layer_id, self._replica): _without_empty(plain) for layer_id, plain in layers.items()}
         return {name: plain for name, plain in named.items() if plain or self._replica == 0}
 
@@ -224,6 +228,11 @@ class _Part:
             "params": {"0": to_plain(params[layer_id])},
             "outer_momentum": to_plain(self._agreed.momentum.get(layer_id, {})),
         }
+
+
+def _layer_at(ids: Sequence[str], end: End) -> str:
+    """Return the layer of a stage at one of its cuts."""
+    return ids[0] if end == "received" else ids[-1]
 
 
 def layer_of(name: str, ids: Iterable[str]) -> str | None:
@@ -257,8 +266,8 @@ def with_optimizers(layers: Mapping[str, Plain]) -> dict[str, Plain]:
 
 def fitting(
     plan: Plan, worker: int, f: StageFunctions, share: Share | None, layers: Mapping[str, Plain], batch: int, fresh: bool
-) -> tuple[dict[int, Tree], Tree, Tree, Agreed | None, Tree]:
-    """Return a worker's weights by version, optimizer state, layer state, and what is in `agreed` and `sum_error`, from a snapshot.
+) -> tuple[dict[int, Tree], Tree, Tree, Agreed | None, Tree, dict[End, Tree]]:
+    """Return a worker's weights by version, optimizer state, layer state, `agreed`, `sum_error` and `remembered`, from a snapshot.
 
     The newest version replaces a version that is missing in the snapshot. Layer state is that of the same replica if the pipeline does not
     flush and the number of replicas is the same, otherwise the mean over the saved replicas; without `sync_state` it is that of one.
@@ -313,8 +322,8 @@ def fitting(
             )
             for layer_id in (entries if share is None else share.part(f.optimizer_spec))
         }
-    state = {layer_id: state_of(layer_id) for layer_id in f.stage.layers}
-    return versions, optimizer, state, _agreed_in(f, layers, entries), _sum_error_in(f, layers, replica, fresh)
+    optional = _agreed_in(f, layers, entries), _sum_error_in(f, layers, replica, fresh), _remembered_in(f, layers, fresh)
+    return versions, optimizer, {layer_id: state_of(layer_id) for layer_id in f.stage.layers}, *optional
 
 
 def _own_entries(layers: Mapping[str, Plain], entries: Iterable[str], replica: int, pipelines: int) -> dict[str, Plain]:
@@ -361,6 +370,28 @@ def _sum_error_in(f: StageFunctions, layers: Mapping[str, Plain], replica: int, 
     return errors
 
 
+def _remembered_in(f: StageFunctions, layers: Mapping[str, Plain], fresh: bool) -> dict[End, Tree]:
+    """Return the activations of rows that a stage remembers at its cuts.
+
+    They begin with zeros with new optimizer state, and at a cut of which the snapshot has none, or of other rows, shapes or dtypes. Both
+    ends of a cut begin alike, because a snapshot has both or none.
+    """
+    remembered = dict[End, Tree]()
+    for end, specs in f.remembered_specs.items():
+        layer_id = _layer_at(f.stage.layers, end)
+        where = f"checkpoint: layer '{layer_id}', activations of rows"
+        saved = checked_dict(checked_dict(layers[layer_id].get("remembered", {}), where).get(end, {}), where)
+        are_alike = not fresh and _shapes(to_plain(specs)) == _shapes(saved)
+        zeros = [np.zeros(spec.shape, spec.dtype) for spec in specs]
+        remembered[end] = from_plain(specs, saved, where) if are_alike else zeros
+    return remembered
+
+
+def _shapes(plain: Plain) -> dict[str, Any]:
+    """Return the shapes and dtypes of the arrays of a dict, by name; None for what is no array."""
+    return {name: (leaf.shape, np.dtype(leaf.dtype)) if hasattr(leaf, "dtype") else None for name, leaf in plain.items()}
+
+
 def _of_trained(f: StageFunctions, layer_id: str, plain: Any) -> Any:
     """Return the optimizer state of a layer in a snapshot, without what an older jpipe kept for frozen parameters."""
     if layer_id not in f.trained.chosen or not isinstance(plain, dict):
@@ -397,7 +428,7 @@ def restored_worker(
     f, place = stage.functions, stage.place
     layers = _for_stage(f, with_optimizers(layers), fresh)
     a = Arrays(f, place, share=stage.share)
-    versions, optimizer, state, agreed, error = fitting(plan, worker, f, stage.share, layers, batch, fresh)
+    versions, optimizer, state, agreed, error, remembered = fitting(plan, worker, f, stage.share, layers, batch, fresh)
     if fresh:
         newest = a.updated(versions[max(versions)])
         masters = {layer_id: masters_in(layers[layer_id]) if f.precision.has_masters else None for layer_id in newest}
@@ -415,13 +446,20 @@ def restored_worker(
     last = max(versions)
     parts = {v: params if v == last else f.trained.part(params) for v, params in versions.items()}
     param_specs = {v: a.params if v == last else a.trained for v in versions}
-    specs: Tree = param_specs, a.optimizer, a.state, a.accumulators, a.whole(key), dict.fromkeys(scales, a.scale), a.agreed, a.sum_error
+    optional: dict[str, Tree] = {"loss_scales": scales, "agreed": agreed, "sum_error": error, "remembered": remembered}
+    optional_specs = {
+        "loss_scales": dict.fromkeys(scales, a.scale),
+        "agreed": a.agreed,
+        "sum_error": a.sum_error,
+        "remembered": a.remembered,
+    }
+    specs: Tree = param_specs, a.optimizer, a.state, a.accumulators, a.whole(key), optional_specs
     # Copied, because a CPU device shares the memory of NumPy arrays, into which an update cannot write.
-    placed = jax.device_put((parts, optimizer, state, accumulators, key, scales, agreed, error), shardings_of(specs))
-    copied, optimizer, state, accumulators, key, scales, agreed, error = jax.tree.map(jnp.copy, placed)
+    placed = jax.device_put((parts, optimizer, state, accumulators, key, optional), shardings_of(specs))
+    copied, optimizer, state, accumulators, key, optional = jax.tree.map(jnp.copy, placed)
     whole = {v: f.trained.joined(params, copied[last]) for v, params in copied.items()}
     weights = weights_of(whole, SCHEDULES[plan.schedule].versions_alive(plan, plan.workers[worker][0]))
-    return WorkerState(weights, optimizer, state, accumulators, key, loss_scales=scales, agreed=agreed, sum_error=error)
+    return WorkerState(weights, optimizer, state, accumulators, key, **optional)
 
 
 def _restored_scales(f: StageFunctions, layers: Mapping[str, Plain], versions: Iterable[int]) -> dict[int, LossScale]:

@@ -208,7 +208,8 @@ class _Watcher:
         count = 0 if state.accumulators is None else len(state.accumulators.get("gradients", ()))  # fewer while parts of them are set aside
         summed = f"accumulators of {count} entries"
         optimizer = "optimizer in host memory" if any(map(in_host, jax.tree.leaves(state.optimizer))) else "optimizer"
-        named = (optimizer, (state.optimizer, state.agreed, state.sum_error)), (summed, state.accumulators), ("state", state.layer_state)
+        like_optimizer = state.optimizer, state.agreed, state.sum_error, state.remembered
+        named = (optimizer, like_optimizer), (summed, state.accumulators), ("state", state.layer_state)
         for name, tree in named:
             if sizes.get(name, 0) == 0:  # accumulators may be missing at first
                 sizes[name] = sum(map(_on_each_device, jax.tree.leaves(tree)))

@@ -84,7 +84,7 @@ class StageBuilder:
             scale = stage.replicas / self._plan.replicas[0] if self._plan.scale_learning_rate else 1.0
             options = {"update_scale": scale, "average_state": self._average_state, "sharing": sharing, **self._options}
             options |= {"number": s} if sharing.counted or self._plan.links is not None else {}
-            options |= {"partition": split[s], "agreement": self._plan.agree, "links": self._plan.links or Links()}
+            options |= {"partition": split[s], "agreement": self._plan.agree, "links": self._plan.links or Links(), "rows": rows_of(spec)}
             functions.append(stage_functions(self._stack, stage, layers, labels, self._loss, unprobed, self._precision, **options))
         layerwise = self._layerwise({layer_id: spec.params for layer_id, spec in layers.items()})
         check_gradients(self._stack, layers, len(self._plan.stages[0].layers), self._loss, labels, layerwise.trained)
@@ -139,9 +139,17 @@ def stage_functions(
     loss: Loss,
     optimizer: LayerwiseOptimizer,
     precision: Precision,
+    rows: int = 0,
     **options: Any,
 ) -> StageFunctions:
-    """Return the functions of one stage of a model; `options` are further fields of `StageFunctions`.
+    """Return the functions of one stage of a model.
+
+    Args:
+        stack, stage, loss, optimizer, precision: fields of `StageFunctions`.
+        layers: from `LayerStack.specs`, all of them.
+        labels: shapes and dtypes of the labels of a microbatch.
+        rows: of a microbatch, which only `Links.rows` needs.
+        options: further fields of `StageFunctions`.
 
     Raises:
         InputError: a loss that does not fit.
@@ -154,7 +162,9 @@ def stage_functions(
     state = {layer_id: layers[layer_id].state for layer_id in stage.layers}
     x = layers[stage.layers[0]].x
     received = x if first else compressed_specs(x, links.activations)
-    specs = Specs(params, state, received, labels if last else None, rng, fresh, x)
+    numbers = jax.ShapeDtypeStruct((rows,), np.int32)
+    plain, arrives = (received, received) if links.rows is None else (x, (received, numbers))
+    specs = Specs(params, state, plain, labels if last else None, rng, fresh, x, arrives)
     options = {"input_gradient": not first, **options}
     if last:
         check_loss(loss, "loss", stage.layers[-1], layers[stage.layers[-1]].output, labels)

@@ -65,6 +65,12 @@ CASES: dict[str, dict[str, dict]] = {
             "microbatches": 3,
             "links": {"activations": "fp8", "gradients": "int8", "rounding": "stochastic"},
         },
+        "changes of rows": {
+            "num_stages": 2,
+            "schedule": "pipedream_2bw",
+            "microbatches": 3,
+            "links": {"activations": "int8", "rounding": "stochastic", "rows": 8},
+        },
         "compressed sums": {
             "num_stages": 2,
             "schedule": "pipedream_flush",
@@ -233,7 +239,8 @@ def train(fields: dict) -> dict[str, np.ndarray]:
     pipe, batches = pipeline(dict(fields))
     state, numbers = pipe.init(jax.random.key(7), batches[0], buckets=batches), {}
     for t, batch in enumerate(batches):
-        state, metrics = pipe.step(state, batch)
+        rows = None if pipe.plan.links is None or pipe.plan.links.rows is None else (np.arange(len(batch[0])) * 3 + t) % 8
+        state, metrics = pipe.step(state, batch, rows=rows)
         numbers |= numbers_of(metrics)
         if t == 2:
             numbers |= {f"{name} in flight": number for name, number in evaluated(pipe, state, batches[1]).items()}

@@ -18,11 +18,12 @@ class Specs:
     Attributes:
         params: the parameters of the weight versions.
         state: the layer state.
-        x: the stage input, as it is received: perhaps compressed.
+        x: the stage input, as the forward gets it: perhaps compressed.
         labels: at the last stage.
         rng: (microbatch, key), or Nones without randomness.
         fresh: the parameters as the layers initialize them.
         input: the stage input, as the layers read it.
+        arrives: the stage input as it is loaded or received: x, or (x or what is sent of it, the numbers of its rows) with `Links.rows`.
     """
 
     params: Tree
@@ -32,6 +33,7 @@ class Specs:
     rng: tuple[Any, Any]
     fresh: Tree
     input: Tree
+    arrives: Tree
 
     @property
     def arguments(self) -> tuple[Tree, Tree, Tree]:

@@ -22,6 +22,7 @@ from jpipe_train.assemble.optimizer import optimizer
 from jpipe_train.config.config import AUTO, MOST_MICROBATCHES, MOST_PLAN_BYTES, Config, PlanConfig, PrecisionConfig
 from jpipe_train.console.progress import Reporter
 from jpipe_train.data import data
+from jpipe_train.data.rows import Numbered
 
 
 def build(
@@ -203,6 +204,22 @@ def check_microbatches(plan: jpipe.Plan, batch_size: int) -> None:
         )
     if plan.microbatches > MOST_MICROBATCHES:
         raise jpipe.InputError(f"plan: expected at most {MOST_MICROBATCHES} microbatches, found {plan.microbatches}; use fewer")
+
+
+def check_rows(plan: jpipe.Plan, batches: data.Data) -> None:
+    """Check that the rows of the data have numbers, and that the plan remembers the activations of all of them, if it does of any."""
+    rows = None if plan.links is None else plan.links.rows
+    if rows is None:
+        return
+    if batches.rows is None or not isinstance(batches.train, Numbered) or batches.train.numbers(batches.first) is None:
+        raise jpipe.InputError(
+            f"plan.links.rows: expected training data whose rows come back with each epoch, found {batches.source}, whose rows have no "
+            "numbers, as rows of several sources, masked ones and batches of your own code; remove it"
+        )
+    if rows < batches.rows:
+        raise jpipe.InputError(
+            f"plan.links.rows: expected at least {batches.rows}, the rows of the training data, found {rows}; set it to {batches.rows}"
+        )
 
 
 def check_delay(plan: jpipe.Plan, most: float | None) -> None:

@@ -260,7 +260,7 @@ def _mixture(config: Config, sources: Sequence[SourceConfig], read: Callable[[Co
                 "documents end; set data.boundaries: ignore, or prepare both in the same way"
             )
     shares = mixture.proportions([source.weight for source in sources])
-    mixed = replace(trains[0], elements=mixture.Mixed(tuple(train.elements for train in trains), shares))
+    mixed = replace(trains[0], elements=mixture.Mixed(tuple(train.elements for train in trains), shares), order=None)
     return Data(
         mixed,
         mixture.Joined(tuple(part.validation for part in parts)),
@@ -379,7 +379,7 @@ def _held_out_labels(config: Config, path: str | None) -> Data:
 
 
 def _batches_of_labels(config: Config, examples: labelled.Examples, part: int) -> BatchesOfRows:
-    return BatchesOfRows(_ordered(config, examples, part), config.train.batch_size, examples.spec)
+    return BatchesOfRows(_ordered(config, examples, part), config.train.batch_size, examples.spec, order=_order(config, examples, part))
 
 
 def _check_vocabulary(config: Config, need: int) -> None:
@@ -419,7 +419,7 @@ def _batches(config: Config, rows: AnyRows, part: int, *, apart: bool) -> Batche
     """Batch the rows of one part."""
     seq_len = config.model.seq_len
     spec = masked.row_spec(seq_len) if config.data.objective == "masked" else windows.row_spec(seq_len, segments=apart)
-    return BatchesOfRows(_ordered(config, rows, part), config.train.batch_size, spec)
+    return BatchesOfRows(_ordered(config, rows, part), config.train.batch_size, spec, order=_order(config, rows, part))
 
 
 def _ordered(config: Config, rows: AnyRows, part: int) -> Elements:
@@ -428,6 +428,14 @@ def _ordered(config: Config, rows: AnyRows, part: int) -> Elements:
         return masked.Drawn(rows, epochs=part == 0)
     shuffled = grain.MapDataset.source(rows).shuffle(seed=_seed(config, part))
     return shuffled.repeat() if part == 0 else shuffled
+
+
+def _order(config: Config, rows: AnyRows, part: int) -> Callable[[int], int] | None:
+    """Return what gives the number of a row to train on by its place in the order of the batches; None for rows that are drawn anew."""
+    if part or isinstance(rows, masked.Masked):
+        return None
+    numbers = grain.MapDataset.range(len(rows)).shuffle(seed=_seed(config, part)).repeat()
+    return lambda place: int(numbers[place])
 
 
 def _seed(config: Config, part: int) -> int:

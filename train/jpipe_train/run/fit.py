@@ -13,6 +13,7 @@ from rich.console import Console
 import jpipe
 from jpipe import InputError
 from jpipe.errors import explain, nearest
+from jpipe_train.assemble.build import check_rows
 from jpipe_train.assemble.metrics import metrics as built_in_metrics
 from jpipe_train.checkpoint.resume import Resume, Resumed
 from jpipe_train.checkpoint.resume import find as find_resumed
@@ -206,6 +207,7 @@ def _checked(pipe: jpipe.Pipeline, config: Config, batches: Data, program: FromP
             "fit: checkpoint.best would mean nothing without eval_data, on which checkpoints are judged; give it, or leave out best"
         )
     stopping.check(config, program.metrics)
+    check_rows(pipe.plan, batches)
     pipe.check(batches.like, {**built_in_metrics(config.eval, config.model), **program.metrics})
     return batches
 

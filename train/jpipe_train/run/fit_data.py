@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import grain
@@ -41,7 +41,9 @@ def load(train: Any, held_out: Any, batch_size: int | None, microbatches: int, s
         rows = len(jax.tree.leaves(batches[0])[0])
     validation, copies = ([], ()) if held_out is None else _held_out(held_out, rows, max(rows // microbatches, 1))
     amount = f"{count(len(validation), 'batch', 'es')} for evaluation" if len(validation) else "no evaluation"
-    return Data(batches, validation, _source(train), amount, lambda: _digest(batches, validation), copies=copies), rows
+    in_epoch = None if batch_size is None else len(jax.tree.leaves(train)[0])
+    digest = partial(_digest, batches, validation)
+    return Data(batches, validation, _source(train), amount, digest, copies=copies, rows=in_epoch), rows
 
 
 def continued(data: Data, resumed: Resumed | None, rows: int) -> Data:
@@ -204,7 +206,9 @@ def _shuffled_rows(train: Any, batch_size: int, seed: int) -> BatchesOfRows:
     rows = _rows(train, "data")
     if not isinstance(batch_size, int) or not 1 <= batch_size <= len(rows):
         raise InputError(f"batch_size: expected a number from 1 to {len(rows):,}, the rows of data, found {batch_size}; change it")
-    return BatchesOfRows(grain.MapDataset.source(rows).shuffle(seed=seed).repeat(), batch_size, rows.spec)
+    numbers = grain.MapDataset.range(len(rows)).shuffle(seed=seed).repeat()
+    shuffled = grain.MapDataset.source(rows).shuffle(seed=seed).repeat()
+    return BatchesOfRows(shuffled, batch_size, rows.spec, order=lambda place: int(numbers[place]))
 
 
 def _held_out(held_out: Any, batch_size: int, microbatch: int) -> tuple[Batches, tuple[int, ...]]:

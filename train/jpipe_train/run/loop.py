@@ -12,7 +12,7 @@ from rich.console import Console
 import jpipe
 from jpipe.files import shown
 from jpipe_train.assemble import compile_cache, frozen, smaller_plan
-from jpipe_train.assemble.build import build, check, param_specs, prepare_devices
+from jpipe_train.assemble.build import build, check, check_rows, param_specs, prepare_devices
 from jpipe_train.assemble.delay import correction_words, delay_words
 from jpipe_train.assemble.meshes import has_meshes, mesh_words
 from jpipe_train.assemble.metrics import metrics
@@ -231,6 +231,7 @@ def build_and_check(
     stopping.check(config)
     position = None if resumed is None else resumed.position(config.train.batch_size)
     pipe, batches = build(config, reporter, plan, lambda config: data.load(config, position))
+    check_rows(pipe.plan, batches)
     batches = batches.with_some_validation(config.train.batch_size // pipe.plan.microbatches)
     params = pipe.stack.ties.without_seconds(param_specs(pipe.stack, pipe.plan, batches.like))
     if (line := frozen.words(config.tune, params, random=resumed is None and config.warm_start.file is None)) is not None:
