@@ -41,7 +41,7 @@ def masked(line: str) -> str:
     line = re.sub("|".join(sorted(SCHEDULES, key=len, reverse=True)) + "|data parallel", "@", line).replace("@ early", "@")
     line = re.sub(r"\d+(?:[.,:]\d+)*", "#", line)
     line = re.sub(r"# × # stages?|# stages?", "# stages", line)
-    line = re.sub(r"# ([kMG]?B|ms|s|us)\b", "# unit", line)
+    line = re.sub(r"# ([kMG]?B|ms|s|us|min|h)\b", "# unit", line)
     return " ".join(line.split())
 
 
@@ -104,6 +104,7 @@ def test_a_tutorial_shows_what_its_commands_print(page):
         ("time of a step            60 ms    174 ms   2.90", "time of a step     1.2 s   3 s   2.50"),
         ("chosen: gpipe with 2 stages", "chosen: data parallel with 1 × 2 stages"),
         ("chosen: gpipe with 2 stages", "chosen: pipedream_flush early with 2 stages"),
+        ("two  complete  50/50  3.148  pipedream_2bw, 4 stages  1:06  24 s", "two  complete  50/50  3.15  gpipe, 2 stages  0:59  2 min"),
     ],
 )
 def test_what_differs_from_run_to_run_is_masked(shown, printed):

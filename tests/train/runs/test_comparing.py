@@ -144,6 +144,19 @@ def test_plans_from_files_are_compared_in_words(tmp_path):
     assert comparison.differences == {"plan.file": ["a.json", "b.json"], "the plan": ["gpipe, 2 stages", "pipedream_flush, 2 stages"]}
 
 
+def test_a_plan_from_a_file_and_one_from_keys_are_compared_in_words(tmp_path):
+    keys = {"schedule": "pipedream_flush", "num_stages": 2, "microbatches": 2}
+    one = write_run(tmp_path / "one", rows_of(4), plan={"file": "a.json"})
+    other = write_run(tmp_path / "two", [], runs=OTHER, plan=keys)
+    third = write_run(tmp_path / "three", [], runs=OTHER, plan=keys | {"recompute": "full"})
+    one, other, third = (read(path, whole=True) for path in (one, other, third))
+    assert comparing.gather([one, other]).differences == {
+        "plan.file": ["a.json", "null"],
+        "the plan": ["gpipe, 2 stages", "pipedream_flush, 2 stages"],
+    }
+    assert comparing.gather([one, other, third]).differences["plan.recompute"] == ["–", "none", "full"]
+
+
 def test_of_many_runs_the_best_are_drawn_and_each_is_a_line_of_the_tables(tmp_path):
     paths = [write_run(tmp_path / f"run {n}", rows_of(4, first=9.0 - n / 4), seed=n) for n in range(picture.MOST_DRAWN + 2)]
     comparison = comparing.gather([read(path, whole=True) for path in paths])

@@ -110,7 +110,7 @@ def _with_sweeps(path: Path) -> list[Path]:
 def gather(runs: Sequence[Run]) -> Comparison:
     """Find what differs between runs, and their results."""
     names, results = _names([run.path for run in runs]), [_results(run) for run in runs]
-    table = differences.table([run.config for run in runs])
+    table = differences.without_missing_plans(differences.table([run.config for run in runs]))
     if len({run.plan for run in runs}) > 1 and not any(key.startswith("plan.") and key != "plan.file" for key in table):
         table |= {"the plan": [run.plan for run in runs]}
     each = [[_lowest(run, name)[1] for run in runs] for name in ("val_loss", "loss")]

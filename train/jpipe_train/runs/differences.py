@@ -38,6 +38,13 @@ def table(configs: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
     return {key: values for key, values in rows.items() if len(set(values)) > 1}
 
 
+def without_missing_plans(rows: Mapping[str, list[str]]) -> dict[str, list[str]]:
+    """Leave out keys of the plan that only runs with a plan file lack: the file has all of them."""
+    if {*rows.get("plan.file", ())} <= {MISSING, "null"}:  # no run has a plan file
+        return dict(rows)
+    return {key: values for key, values in rows.items() if not key.startswith("plan.") or len({*values} - {MISSING}) > 1}
+
+
 def _flat(data: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, str]]:
     for key, value in data.items():
         if isinstance(value, Mapping) and value:
