@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol, runtime_checkable
 
+import jax
 import numpy as np
 
 from jpipe import InputError
@@ -19,7 +20,7 @@ from jpipe_train.config.config import Config
 from jpipe_train.config.data_config import SourceConfig
 from jpipe_train.config.section import MOST_ROWS
 from jpipe_train.console.terminal import count
-from jpipe_train.data import labelled, masked, mixture, position, splits, target_data, windows
+from jpipe_train.data import arrays, labelled, masked, mixture, position, splits, target_data, windows
 from jpipe_train.data.batched import of_documents
 from jpipe_train.data.batched.order import ordered
 from jpipe_train.data.position import Ordered, Position
@@ -173,9 +174,9 @@ def _with_epochs(config: Config, epochs: float, data: Data) -> Data:
 
 def _may_be_padded(config: Config) -> bool:
     """Return whether the loss ignores rows whose labels are below zero."""
-    if config.data.target is not None or config.loss.target is not None or config.data.objective == "masked":
+    if config.data.target is not None or config.data.objective == "masked":
         return False
-    return config.model.target is not None or config.model.head != "regression"
+    return config.loss.name_for(config.model.head) == "cross_entropy"
 
 
 def _read(config: Config) -> Data:
@@ -183,8 +184,8 @@ def _read(config: Config) -> Data:
         return _from_target(config)
     if config.data.sources is not None:
         return _mixture(config, config.data.sources, _read)
-    if config.data.format == "labels":
-        return _of_labels(config)
+    if config.data.has_examples:
+        return _of_examples(config)
     of_documents.check_objective(config)
     split = splits.read(config)
     of_documents.check_vocabulary(config, split.train.vocab_size)
@@ -217,8 +218,8 @@ def held_out(config: Config, path: str | None = None) -> Data:
         return _mixture(config, config.data.sources, held_out)
     if config.data.sources is not None:
         config = _of_source(config, config.data.sources[0])
-    if config.data.format == "labels":
-        return _held_out_labels(config, path)
+    if config.data.has_examples:
+        return _held_out_examples(config, path)
     of_documents.check_objective(config)
     split = splits.read(config) if path is None else splits.read_whole(config, path)
     if path is not None:
@@ -252,10 +253,7 @@ def _mixture(config: Config, sources: Sequence[SourceConfig], read: Callable[[Co
     assert len(trains) == len(parts)
     for number, train in enumerate(trains):
         if train.spec != trains[0].spec:
-            raise InputError(
-                f"data.sources.{number}.path: expected rows like those of '{sources[0].path}', found that only one of the two says where "
-                "documents end; set data.boundaries: ignore, or prepare both in the same way"
-            )
+            raise InputError(f"data.sources.{number}.path: {_differing(config, sources[0].path, trains[0].spec, train.spec)}")
     shares = mixture.proportions([source.weight for source in sources])
     mixed = replace(trains[0], elements=mixture.Mixed(tuple(train.elements for train in trains), shares))
     return Data(
@@ -267,6 +265,15 @@ def _mixture(config: Config, sources: Sequence[SourceConfig], read: Callable[[Co
         tuple(f"{source.name}: {remark}" for source, part in zip(sources, parts, strict=True) for remark in part.remarks),
         parts=tuple(zip(sources, parts, strict=True)),
     )
+
+
+def _differing(config: Config, path: str, first: Batch, other: Batch) -> str:
+    """Say how the rows of a source differ from those of the first one, at `path`, and what to change."""
+    expected = f"expected rows like those of '{path}', found"
+    if not config.data.has_examples:
+        return f"{expected} that only one of the two says where documents end; set data.boundaries: ignore, or prepare both in the same way"
+    one, two = (" and ".join(f"{leaf.dtype}{list(leaf.shape)}" for leaf in jax.tree.leaves(spec)) for spec in (first, other))
+    return f"{expected} inputs and targets {two} in place of {one}; make both alike"
 
 
 def _of_source(config: Config, source: SourceConfig, number: int = 0) -> Config:
@@ -311,34 +318,31 @@ def unread(config: Config) -> Data:
 
 def portion(config: Config) -> tuple[int, str]:
     """Return how much a step processes, and in which unit: tokens of a text, or samples of other data."""
-    if config.data.target is None and config.data.format != "labels":
+    if config.data.target is None and not config.data.has_examples:
         return config.train.batch_size * config.model.seq_len, "tokens"
     return config.train.batch_size, "samples"
 
 
 def loss_unit(config: Config) -> str:
     """Return the unit that follows a loss in messages, or "" if it is unknown."""
-    if config.loss.target is not None:
-        return ""
-    if config.model.target is None and config.model.head == "regression":
+    if config.loss.name_for(config.model.head) != "cross_entropy":
         return ""
     if config.model.has_router_loss:
         return " nats"  # per label, and of the routers
-    if config.data.target is not None or config.data.format == "labels":
+    if config.data.target is not None or config.data.has_examples:
         return " nats per label"
     if config.data.objective == "masked":
         return " nats"  # the sum of two means: per masked token, and per row
     return " nats per byte" if config.data.read_as == "bytes" else " nats per token"
 
 
-def _of_labels(config: Config) -> Data:
-    """Read texts with labels.
+def _of_examples(config: Config) -> Data:
+    """Read texts with labels, or arrays.
 
     Raises:
         InputError: as `load`.
     """
-    read = labelled.read(config)
-    of_documents.check_vocabulary(config, read.vocab_size)
+    read = _examples(config)
     have, need = (len(read.train), len(read.validation)), config.train.batch_size
     expected = f"expected at least {need} examples for training (train.batch_size) and 1 for validation"
     if have[0] < need:
@@ -346,20 +350,28 @@ def _of_labels(config: Config) -> Data:
     if not have[1]:
         more = "" if config.data.validation_path is not None else ", or raise data.validation_fraction"
         raise InputError(f"data.path: {expected}, found {have[0]:,} and none in {read.source}; give more{more}")
-    batches = [_batches_of_labels(config, part, number) for number, part in enumerate((read.train, read.validation))]
+    batches = [_batches_of_examples(config, part, number) for number, part in enumerate((read.train, read.validation))]
     amount = f"{have[0]:,} examples for training, {have[1]:,} for validation"
     return Data(batches[0], batches[1], read.source, amount, read.digest, read.remarks, rows=have[0])
 
 
-def _held_out_labels(config: Config, path: str | None) -> Data:
-    """Read all texts with labels that are held out."""
-    read = labelled.read(config, path)
-    of_documents.check_vocabulary(config, read.vocab_size)
+def _held_out_examples(config: Config, path: str | None) -> Data:
+    """Read all texts with labels, or rows of arrays, that are held out."""
+    read = _examples(config, path)
     if not len(read.validation):
         raise InputError(f"data.path: expected at least 1 example, found none in {read.source}; give more")
-    batches = _batches_of_labels(config, read.validation, 1)
+    batches = _batches_of_examples(config, read.validation, 1)
     return Data(batches, batches, read.source, count(len(read.validation), "example"), read.digest, read.remarks)
 
 
-def _batches_of_labels(config: Config, examples: labelled.Examples, part: int) -> BatchesOfRows:
+def _examples(config: Config, path: str | None = None) -> labelled.Labelled | arrays.Arrays:
+    """Read what the config names, or what is at `path`."""
+    if config.data.format == "arrays":
+        return arrays.read(config, path)
+    read = labelled.read(config, path)
+    of_documents.check_vocabulary(config, read.vocab_size)
+    return read
+
+
+def _batches_of_examples(config: Config, examples: labelled.Examples | arrays.RowsOfArrays, part: int) -> BatchesOfRows:
     return BatchesOfRows(ordered(config, examples, part), config.train.batch_size, examples.spec)
