@@ -334,9 +334,15 @@ def test_the_squared_error_is_the_mean_over_all_numbers():
     outputs, targets = jnp.asarray([[1.0], [3.0]]), jnp.asarray([0.0, 1.0])
     np.testing.assert_array_equal(loss(outputs, targets), (5, 2))
     np.testing.assert_array_equal(loss(outputs, jnp.asarray([[0], [1]])), (5, 2))
-    with pytest.raises(InputError, match=r"loss\.name: squared_error: expected one output per .* \[2\], found outputs of shape \[2, 2\]"):
+    with pytest.raises(
+        InputError, match=r"loss\.name: squared_error: expected outputs of the shape of the targets, \[2\], found \[2, 2\]; "
+    ):
         loss(jnp.ones((2, 2)), targets)
     assert model.loss(LossConfig(name="cross_entropy")) is model.loss(LossConfig())
+    with pytest.raises(
+        InputError, match=r"loss: cross_entropy: expected outputs with one more dim than the labels, \[2, 1\], found \[2, 3\]; "
+    ):
+        model.loss(LossConfig())(jnp.ones((2, 3)), jnp.ones((2, 1), jnp.int32))
 
 
 def test_classes_that_the_model_does_not_have_are_errors(tiny, tmp_path):

@@ -73,8 +73,8 @@ def squared_error(outputs: Any, labels: Any) -> tuple[Any, Any]:
         scores = scores[..., 0]
     if scores.shape != labels.shape:
         raise InputError(
-            f"loss.name: squared_error: expected one output per number of targets of shape {list(labels.shape)}, found outputs of "
-            f"shape {list(scores.shape)}; change the last layer of the model, or the targets"
+            f"loss.name: squared_error: expected outputs of the shape of the targets, {list(labels.shape)}, found {list(scores.shape)}; "
+            "change the last layer of the model, or the targets"
         )
     wide = wider(scores.dtype)
     errors = scores.astype(wide) - labels.astype(wide)

@@ -176,7 +176,7 @@ def _array(pa: Any, column: Any) -> np.ndarray | None:
     if isinstance(column.type, pa.FixedShapeTensorType):
         return None if column.null_count else column.to_numpy_ndarray()
     numbers = column.storage if isinstance(column.type, pa.BaseExtensionType) else column
-    shape = []
+    shape: list[int] = []
     while _is_list(pa, numbers.type):
         lengths = {numbers.type.list_size} if pa.types.is_fixed_size_list(numbers.type) else {*numbers.value_lengths().to_pylist()}
         if numbers.null_count or len(lengths) != 1:
