@@ -123,6 +123,15 @@ def test_rows_of_numpys_files_stay_there(tiny, tmp_path):
             everything(loaded)
 
 
+def test_rows_in_memory_are_the_same_in_blocks_of_any_size(tiny, tmp_path, monkeypatch):
+    (tmp_path / "a.jsonl").write_bytes(lines(ROWS))
+    first = data.load(configured(tiny, tmp_path / "a.jsonl"))
+    monkeypatch.setattr("jpipe_train.data.arrays.rows._BLOCK", 5 * 3 * 4)  # bytes of five rows of inputs
+    other = data.load(configured(tiny, tmp_path / "a.jsonl"))
+    assert first.digest() == other.digest()
+    assert all(same(first.train[t], other.train[t]) for t in range(20))
+
+
 def test_images_keep_their_shape_and_their_integers(tiny, tmp_path):
     images = np.random.default_rng(0).integers(0, 256, (40, 2, 3, 1), np.uint8)
     labels = np.arange(40) % 3 == 0
@@ -235,6 +244,7 @@ WRONG = {
         {},
         "row 91: expected numbers in 'targets', found nu",
     ),
+    "null list": (parquet([*ROWS[:30], {"inputs": None, "targets": 1}]), {}, "row 31: expected numbers in 'inputs', found null"),
     "words": (json_lines({"inputs": ["a", "b", "c"], "targets": 0}), {}, r"expected numbers in 'inputs', found \['a', 'b', 'c'\]"),
     "empty": (json_lines({"inputs": [], "targets": 0}), {}, "expected numbers in 'inputs', found an empty list"),
     "cell": (table([*CELLS, CELLS[0] | {"b": ""}]), {"inputs_key": ["a", "b"]}, "line 92: expected a number in 'b', found ''"),
