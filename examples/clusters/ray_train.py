@@ -1,12 +1,13 @@
 """Run the processes of a jpipe command as actors of a Ray cluster, and start them again if they fail.
 
-From a machine that the cluster accepts drivers from, in a folder without large files; the run folder is on storage that all nodes share:
+From a machine that the cluster accepts drivers from; the run folder is on storage that all nodes share:
 
     python ray_train.py --processes 4 --gpus 1 --cpus 8 --max-restarts 3 -- train /shared/gpt.yaml --set run.dir=/shared/runs/gpt
     python ray_train.py --processes 4 --gpus 1 -- doctor
 
 Each actor reserves CPUs and GPUs, and starts `jpipe` as a process of its own on its node, so that an actor outlives whatever ends training,
-and can report it. Process 0 is the coordinator of all. jpipe and Ray are installed on all nodes.
+and can report it. It runs in the driver's folder if the node has one of that name. Process 0 is the coordinator of all. jpipe and Ray are
+installed on all nodes.
 """
 
 import argparse
@@ -41,10 +42,14 @@ class Process:
             listener.bind(("", 0))
             return f"{ray.util.get_node_ip_address()}:{listener.getsockname()[1]}"
 
-    def run(self, arguments: Sequence[str], secret: str) -> int:
-        """Run `jpipe` with these arguments, and return its exit code. Its output goes where Ray shows that of the actor."""
+    def run(self, arguments: Sequence[str], secret: str, folder: str) -> int:
+        """Run `jpipe` with these arguments in a folder, or Ray's own if this node has none of that name, and return its exit code.
+
+        Its output goes where Ray shows that of the actor.
+        """
         command = [sys.executable, "-P", "-m", "jpipe_train.cli", *arguments]
-        self._process = process = subprocess.Popen(command, env=os.environ | {"JPIPE_SECRET": secret})  # noqa: S603 - jpipe itself
+        where, environment = folder if os.path.isdir(folder) else None, os.environ | {"JPIPE_SECRET": secret}
+        self._process = process = subprocess.Popen(command, cwd=where, env=environment)  # noqa: S603 - jpipe itself
         code = process.wait()
         self._process = None
         return code if code >= 0 else 128 - code
@@ -98,7 +103,7 @@ def attempt(group: PlacementGroup, processes: int, gpus: float, cpus: float, com
     try:
         coordinator = ray.get(actors[0].address.remote())
         flags = ["--coordinator", coordinator, "--num-processes", str(processes), "--process-id"]
-        runs = [actor.run.remote([*command, *flags, str(n)], secret) for n, actor in enumerate(actors)]
+        runs = [actor.run.remote([*command, *flags, str(n)], secret, os.getcwd()) for n, actor in enumerate(actors)]
         return _exit_codes(runs, actors, stopped)
     except ray.exceptions.RayActorError:  # the node of process 0 died before all started
         return [LOST]

@@ -107,7 +107,10 @@ NOT_TEXT = {
     "hdf5": (b"\x89HDF\r\n\x1a\n" + bytes(60), "an HDF5 file"),
     "sqlite": (b"SQLite format 3\0" + bytes(60), "an SQLite database"),
     "npy": (written(lambda file: np.save(file, np.ones(3))), "a NumPy file"),
-    "npz": (written(lambda file: np.savez(file, np.ones(3))), "a zip archive"),
+    "npz": (
+        written(lambda file: np.savez(file, np.ones(3))),
+        r"an archive of NumPy's \(.npz\); its numbers are read by data.format: arrays",
+    ),
     "zip": (in_zip(), "a zip archive"),
     "tar": (in_tar(), "a tar archive; unpack it with tar -xf, or set data.format: bytes"),
     "safetensors": (safetensors.numpy.save(ARRAY), "a safetensors file"),

@@ -21,10 +21,10 @@ from examples import mlp
 from jpipe.checkpoints import files as checkpoint_files
 from jpipe_train import cli
 from jpipe_train.checkpoint.best import best_step
+from jpipe_train.data.arrays import RowsOfArrays
 from jpipe_train.models import cross_entropy
 from jpipe_train.run import fit_data, loop
 from jpipe_train.run.callbacks import Callbacks
-from jpipe_train.run.fit_data import RowsOfArrays
 from tests.jpipe.running import check_equal
 from tests.packages import ROOT
 from tests.train.checkpoint.test_resume import weights_of

@@ -132,9 +132,8 @@ def _input_limits(config: Config) -> dict[str, Limit]:
 
 def _label_limits(config: Config, outputs: Any) -> dict[str, Limit]:
     """Return the limits of labels if the built-in loss reads labels other than its own; labels below zero are not counted."""
-    if config.loss.target is not None or (
-        config.model.target is None and (config.data.target is None or config.model.head == "regression")
-    ):
+    has_own_labels = config.model.target is None and config.data.target is None
+    if has_own_labels or config.loss.name_for(config.model.head) != "cross_entropy":
         return {}
     count = cross_entropy.vocab_size(outputs)
     symbols = _NEVER_COUNTED, count - 1, f"the model has {count} outputs for each"

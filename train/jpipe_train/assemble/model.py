@@ -75,7 +75,7 @@ def _spec(rows: Any) -> jax.ShapeDtypeStruct:
 
 
 def loss(config: LossConfig, head: str = "language") -> Any:
-    """Return the loss, `(outputs, labels) -> (sum, weight)`: that of the head, or `loss.target` with its arguments.
+    """Return the loss, `(outputs, labels) -> (sum, weight)`: `loss.name`, that of the head, or `loss.target` with its arguments.
 
     Args:
         config: the section `loss`.
@@ -84,14 +84,15 @@ def loss(config: LossConfig, head: str = "language") -> Any:
     Raises:
         InputError: the target does not exist, or has other arguments.
     """
-    if config.target is None:
-        return heads.squared_error if head == "regression" else cross_entropy.loss
-    function = entry_point.load(config.target, "loss.target")
+    if (name := config.name_for(head)) is not None:
+        return {"squared_error": heads.squared_error, "cross_entropy": cross_entropy.loss}[name]
+    target = str(config.target)
+    function = entry_point.load(target, "loss.target")
     first_two, remaining = list(parameters_of(function).values())[:2], list(parameters_of(function).values())[2:]
     random = [p for p in remaining if p.name in ("rngs", "key") and p.default in (None, p.empty)]
     filled = dict.fromkeys([p.name for p in (*first_two, *random)], "is given by jpipe")
     with entry_point.errors_about("loss.arguments"):
-        check_names(function, config.target, config.arguments, filled)
+        check_names(function, target, config.arguments, filled)
     return partial(function, **config.arguments)
 
 

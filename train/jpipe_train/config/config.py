@@ -122,18 +122,33 @@ class PrecisionConfig(Section):
 
 
 class LossConfig(TargetSection):
-    """The mean cross-entropy of integer labels, or a function of the user's.
+    """The mean cross-entropy of integer labels, the mean squared error, or a function of the user's.
 
-    `target(outputs, labels, **arguments)` returns (sum of the losses, weight). The logits of built-in models are computed `chunk` positions
-    at a time, and again in the backward, so that they are never all in memory; null: all at once; "auto": all at once for small
+    `name` chooses between the first two for a `model.target`; null means the cross-entropy, or with `model.head: regression` the squared
+    error. `target(outputs, labels, **arguments)` returns (sum of the losses, weight). The logits of built-in models are computed `chunk`
+    positions at a time, and again in the backward, so that they are never all in memory; null: all at once; "auto": all at once for small
     vocabularies.
     """
 
     keeps_meaning: ClassVar[frozenset[str]] = TargetSection.keeps_meaning | {
-        "chunk"
+        "chunk",
+        "name",
     }  # so that a target can override a file that has all keys
 
+    name: Literal["cross_entropy", "squared_error"] | None = None
     chunk: Count | Literal["auto"] | None = "auto"
+
+    @model_validator(mode="after")
+    def _named_or_of_the_user(self) -> "LossConfig":
+        if self.name is not None and self.target is not None:
+            raise ValueError(f"name would mean nothing to '{self.target}', found {self.name}; leave one of them out")
+        return self
+
+    def name_for(self, head: str) -> Literal["cross_entropy", "squared_error"] | None:
+        """Return the name of the loss of a model with this `model.head`; None if it is a function of the user's."""
+        if self.target is not None:
+            return None
+        return self.name or ("squared_error" if head == "regression" else "cross_entropy")
 
     def chunk_for(self, symbols: int) -> int | None:
         """Return the number of positions whose logits are computed at a time, or None for all.
@@ -319,6 +334,11 @@ class Config(Section):
                 "data.format labels is for the built-in models with model.head classification, regression or multiple_choice; set it, or "
                 "use data.target"
             )
+        if self.data.format == "arrays" and self.model.target is None:
+            raise ValueError(
+                "data.format arrays is for a model of your own, which gets the arrays as they are, found none; set model.target, or read "
+                "texts with another format"
+            )
         if built_in and self.data.target is None and not has_labels:
             raise ValueError(f"model.head {self.model.head} learns from data.format labels, found {self.data.format}; change one of them")
         if built_in and self.tune.lora is not None and not matches_any("head/score/kernel", self.tune.train_only):
@@ -343,6 +363,15 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _loss_fits_the_model(self) -> "Config":
+        if self.loss.name is not None and self.model.target is None:
+            raise ValueError(
+                f"loss.name would mean nothing without model.target: the loss of a built-in model follows from model.head, found "
+                f"{self.loss.name}; leave it out"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _f1_has_classes(self) -> "Config":
         classes = None if self.model.target is not None else self.model.label_count
         for name, metric in self.eval.metrics.items():
@@ -364,8 +393,10 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _seq_len_is_for_something(self) -> "Config":
-        if self.model.target and self.data.target and "seq_len" in self.model.model_fields_set:
-            raise ValueError("model.seq_len would mean nothing beside model.target and data.target; leave it out")
+        has_tokens = self.data.target is None and not self.data.has_examples
+        if self.model.target and not has_tokens and "seq_len" in self.model.model_fields_set:
+            beside = "data.target" if self.data.target is not None else f"data.format {self.data.format}"
+            raise ValueError(f"model.seq_len would mean nothing beside model.target and {beside}; leave it out")
         return self
 
     @property

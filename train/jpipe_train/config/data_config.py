@@ -1,6 +1,7 @@
 """The section `data` of a config: what is read, and how it becomes batches."""
 
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -8,11 +9,19 @@ from pydantic import AfterValidator, Field, model_validator
 
 from jpipe_train.config.section import AUTO, FilePath, Fraction, Section, TargetSection
 
+
+def _each_once(names: list[str]) -> list[str]:
+    if twice := next((name for name, number in Counter(names).items() if number > 1), None):
+        raise ValueError(f"expected each column once, found '{twice}' twice; leave out one of them")
+    return names
+
+
 _Word = Annotated[str, Field(min_length=1, max_length=256)]
+_Columns = _Word | Annotated[list[_Word], Field(min_length=1, max_length=10**5), AfterValidator(_each_once)]
 _ONLY_WITH = {  # the formats that a key applies to; with any other it is an error
     "tokenizer": ("text", "prompts", "chat", "labels"),
     "end_of_text": ("text", "prompts"),
-    "validation_fraction": ("bytes", "text", "tokens", "prompts", "chat", "labels"),
+    "validation_fraction": ("bytes", "text", "tokens", "prompts", "chat", "labels", "arrays"),
     "boundaries": ("bytes", "text", "tokens"),
     "objective": ("text", "tokens"),
     "too_long": ("tokens", "prompts", "chat", "labels"),
@@ -24,6 +33,8 @@ _ONLY_WITH = {  # the formats that a key applies to; with any other it is an err
     "choices_key": ("labels",),
     "label_key": ("labels",),
     "tokens_key": ("tokens",),
+    "inputs_key": ("arrays",),
+    "targets_key": ("arrays",),
 }
 
 _PATHS = {  # what the path of a format names that has no default
@@ -31,6 +42,7 @@ _PATHS = {  # what the path of a format names that has no default
     "prompts": "files with prompts and answers, such as JSON lines or Parquet",
     "chat": "files with conversations, such as JSON lines or Parquet",
     "labels": "files with texts and labels, such as JSON lines, CSV or Parquet",
+    "arrays": "files with rows of numbers, such as Parquet or CSV, or NumPy's files",
 }
 
 
@@ -82,13 +94,14 @@ class DataConfig(TargetSection):
     In place of `path`, `sources` are several of them, whose rows are mixed in proportion to their weights. The other keys hold for all.
 
     The `format` is bytes, text (which needs a `tokenizer`), tokens (a folder that `jpipe data prepare` wrote, or rows of token ids),
-    prompts (rows with a prompt and an answer), chat (rows with conversations) or labels (rows with texts and a label); auto means bytes,
-    and rejects files that are known not to be text. Rows are in JSON lines, CSV, TSV, Parquet or Arrow files, and `…_key` names a column of
-    them; with `text_key: null` text is whole files, even of rows. A `target` is a function: `target(seed, batch_size, **arguments)` returns
+    prompts (rows with a prompt and an answer), chat (rows with conversations), labels (rows with texts and a label) or arrays (rows of
+    numbers, or NumPy's files, for a model of the user's); auto means bytes, and rejects files that are known not to be text. Rows are in
+    JSON lines, CSV, TSV, Parquet or Arrow files, and `…_key` names a column of them, or with `arrays` a list of several; with
+    `text_key: null` text is whole files, even of rows. A `target` is a function: `target(seed, batch_size, **arguments)` returns
     (train, validation), or a `jpipe_train.data.data.Data`.
     """
 
-    format: Literal["auto", "bytes", "text", "tokens", "prompts", "chat", "labels"] = AUTO
+    format: Literal["auto", "bytes", "text", "tokens", "prompts", "chat", "labels", "arrays"] = AUTO
     path: FilePath | None = None
     sources: Annotated[list[SourceConfig], Field(min_length=1, max_length=1000), AfterValidator(_named)] | None = None
     validation_path: FilePath | None = None
@@ -106,10 +119,12 @@ class DataConfig(TargetSection):
     choices_key: _Word = "choices"
     label_key: _Word = "label"
     tokens_key: _Word = "input_ids"
+    inputs_key: _Columns = "inputs"
+    targets_key: _Columns = "targets"
     too_long: Literal["refuse", "cut"] = "refuse"
 
     @property
-    def read_as(self) -> Literal["bytes", "text", "tokens", "prompts", "chat", "labels"]:
+    def read_as(self) -> Literal["bytes", "text", "tokens", "prompts", "chat", "labels", "arrays"]:
         """The format, with bytes in place of auto."""
         return "bytes" if self.format == AUTO else self.format
 
@@ -117,6 +132,11 @@ class DataConfig(TargetSection):
     def reads_bytes(self) -> bool:
         """Whether the tokens of a batch are bytes."""
         return self.target is None and self.read_as == "bytes"
+
+    @property
+    def has_examples(self) -> bool:
+        """Whether a row is an example with its label or target, in place of tokens."""
+        return self.target is None and self.format in ("labels", "arrays")
 
     @property
     def first_path(self) -> str | None:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol, runtime_checkable
 
-import grain
+import jax
 import numpy as np
 
 from jpipe import InputError
@@ -20,14 +20,12 @@ from jpipe_train.config.config import Config
 from jpipe_train.config.data_config import SourceConfig
 from jpipe_train.config.section import MOST_ROWS
 from jpipe_train.console.terminal import count
-from jpipe_train.data import labelled, masked, mixture, position, splits, target_data, windows
+from jpipe_train.data import arrays, labelled, masked, mixture, position, splits, target_data, windows
+from jpipe_train.data.batched import of_documents
+from jpipe_train.data.batched.order import numbers_of, ordered
 from jpipe_train.data.position import Ordered, Position
-from jpipe_train.data.rows import Batch, BatchesOfRows, Divisible, Elements
+from jpipe_train.data.rows import Batch, BatchesOfRows, Divisible
 from jpipe_train.data.sources import OR_NULL
-from jpipe_train.data.splits import Split
-
-Rows = windows.Windows | windows.Examples | masked.Masked
-AnyRows = Rows | windows.Filled | labelled.Examples
 
 
 @runtime_checkable
@@ -176,9 +174,9 @@ def _with_epochs(config: Config, epochs: float, data: Data) -> Data:
 
 def _may_be_padded(config: Config) -> bool:
     """Return whether the loss ignores rows whose labels are below zero."""
-    if config.data.target is not None or config.loss.target is not None or config.data.objective == "masked":
+    if config.data.target is not None or config.data.objective == "masked":
         return False
-    return config.model.target is not None or config.model.head != "regression"
+    return config.loss.name_for(config.model.head) == "cross_entropy"
 
 
 def _read(config: Config) -> Data:
@@ -186,18 +184,18 @@ def _read(config: Config) -> Data:
         return _from_target(config)
     if config.data.sources is not None:
         return _mixture(config, config.data.sources, _read)
-    if config.data.format == "labels":
-        return _of_labels(config)
-    _check_objective(config)
+    if config.data.has_examples:
+        return _of_examples(config)
+    of_documents.check_objective(config)
     split = splits.read(config)
-    _check_vocabulary(config, split.train.vocab_size)
-    apart = _apart(config, split)
-    rows = [_rows(config, split, part, apart=apart) for part in (0, 1)]
-    _check_amount(config, split, *rows)
+    of_documents.check_vocabulary(config, split.train.vocab_size)
+    apart = of_documents.keeps_apart(config, split)
+    rows = [of_documents.rows_of(config, split, part, apart=apart) for part in (0, 1)]
+    of_documents.check_amount(config, split, *rows)
     held_out = rows[1] if isinstance(rows[1], masked.Masked) else windows.Filled(rows[1], config.train.batch_size)
-    batches = _batches(config, rows[0], 0, apart=apart), _batches(config, held_out, 1, apart=apart)
-    remarks = *_remarks(split, *rows), *_few_rows(config, *rows)
-    return Data(*batches, split.source, _amount(split, *rows), split.digest, remarks, rows=len(rows[0]))
+    batches = of_documents.batches_of(config, rows[0], 0, apart=apart), of_documents.batches_of(config, held_out, 1, apart=apart)
+    remarks = *of_documents.remarks_of(split, *rows), *of_documents.few_rows(config, *rows)
+    return Data(*batches, split.source, of_documents.amount_of(split, *rows), split.digest, remarks, rows=len(rows[0]))
 
 
 @_memory_errors_reported()
@@ -220,18 +218,18 @@ def held_out(config: Config, path: str | None = None) -> Data:
         return _mixture(config, config.data.sources, held_out)
     if config.data.sources is not None:
         config = _of_source(config, config.data.sources[0])
-    if config.data.format == "labels":
-        return _held_out_labels(config, path)
-    _check_objective(config)
+    if config.data.has_examples:
+        return _held_out_examples(config, path)
+    of_documents.check_objective(config)
     split = splits.read(config) if path is None else splits.read_whole(config, path)
     if path is not None:
         config = config.model_copy(update={"data": config.data.model_copy(update={"path": path})})
-    _check_vocabulary(config, split.train.vocab_size)
-    apart = _apart(config, split)
-    rows = _rows(config, split, 1, apart=apart)
-    _check_some(config, split, rows)
-    batches = _batches(config, rows, 1, apart=apart)
-    return Data(batches, batches, split.source, f"{split.validation.size:,} tokens", split.digest, _remarks(split, rows))
+    of_documents.check_vocabulary(config, split.train.vocab_size)
+    apart = of_documents.keeps_apart(config, split)
+    rows = of_documents.rows_of(config, split, 1, apart=apart)
+    of_documents.check_some(config, split, rows)
+    batches = of_documents.batches_of(config, rows, 1, apart=apart)
+    return Data(batches, batches, split.source, f"{split.validation.size:,} tokens", split.digest, of_documents.remarks_of(split, rows))
 
 
 def _mixture(config: Config, sources: Sequence[SourceConfig], read: Callable[[Config], Data]) -> Data:
@@ -255,10 +253,7 @@ def _mixture(config: Config, sources: Sequence[SourceConfig], read: Callable[[Co
     assert len(trains) == len(parts)
     for number, train in enumerate(trains):
         if train.spec != trains[0].spec:
-            raise InputError(
-                f"data.sources.{number}.path: expected rows like those of '{sources[0].path}', found that only one of the two says where "
-                "documents end; set data.boundaries: ignore, or prepare both in the same way"
-            )
+            raise InputError(f"data.sources.{number}.path: {_differing(config, sources[0].path, trains[0].spec, train.spec)}")
     shares = mixture.proportions([source.weight for source in sources])
     mixed = replace(trains[0], elements=mixture.Mixed(tuple(train.elements for train in trains), shares), order=None)
     return Data(
@@ -270,6 +265,15 @@ def _mixture(config: Config, sources: Sequence[SourceConfig], read: Callable[[Co
         tuple(f"{source.name}: {remark}" for source, part in zip(sources, parts, strict=True) for remark in part.remarks),
         parts=tuple(zip(sources, parts, strict=True)),
     )
+
+
+def _differing(config: Config, path: str, first: Batch, other: Batch) -> str:
+    """Say how the rows of a source differ from those of the first one, at `path`, and what to change."""
+    expected = f"expected rows like those of '{path}', found"
+    if not config.data.has_examples:
+        return f"{expected} that only one of the two says where documents end; set data.boundaries: ignore, or prepare both in the same way"
+    one, two = (" and ".join(f"{leaf.dtype}{list(leaf.shape)}" for leaf in jax.tree.leaves(spec)) for spec in (first, other))
+    return f"{expected} inputs and targets {two} in place of {one}; make both alike"
 
 
 def _of_source(config: Config, source: SourceConfig, number: int = 0) -> Config:
@@ -314,48 +318,31 @@ def unread(config: Config) -> Data:
 
 def portion(config: Config) -> tuple[int, str]:
     """Return how much a step processes, and in which unit: tokens of a text, or samples of other data."""
-    if config.data.target is None and config.data.format != "labels":
+    if config.data.target is None and not config.data.has_examples:
         return config.train.batch_size * config.model.seq_len, "tokens"
     return config.train.batch_size, "samples"
 
 
 def loss_unit(config: Config) -> str:
     """Return the unit that follows a loss in messages, or "" if it is unknown."""
-    if config.loss.target is not None:
-        return ""
-    if config.model.target is None and config.model.head == "regression":
+    if config.loss.name_for(config.model.head) != "cross_entropy":
         return ""
     if config.model.has_router_loss:
         return " nats"  # per label, and of the routers
-    if config.data.target is not None or config.data.format == "labels":
+    if config.data.target is not None or config.data.has_examples:
         return " nats per label"
     if config.data.objective == "masked":
         return " nats"  # the sum of two means: per masked token, and per row
     return " nats per byte" if config.data.read_as == "bytes" else " nats per token"
 
 
-def _check_objective(config: Config) -> None:
-    """Check that the built-in model and loss support the objective."""
-    if config.model.target is not None or config.loss.target is not None:
-        return
-    kind, objective = config.model.kind, config.data.objective
-    if kind == "bert" and objective != "masked":
-        raise InputError(
-            f"data.objective: expected masked, which model.kind bert learns, found {objective}; set it to masked, with data.format text "
-            "or tokens"
-        )
-    if kind != "bert" and objective == "masked":
-        raise InputError(f"data.objective: expected next, which model.kind {kind} learns, found masked; change one of them")
-
-
-def _of_labels(config: Config) -> Data:
-    """Read texts with labels.
+def _of_examples(config: Config) -> Data:
+    """Read texts with labels, or arrays.
 
     Raises:
         InputError: as `load`.
     """
-    read = labelled.read(config)
-    _check_vocabulary(config, read.vocab_size)
+    read = _examples(config)
     have, need = (len(read.train), len(read.validation)), config.train.batch_size
     expected = f"expected at least {need} examples for training (train.batch_size) and 1 for validation"
     if have[0] < need:
@@ -363,142 +350,29 @@ def _of_labels(config: Config) -> Data:
     if not have[1]:
         more = "" if config.data.validation_path is not None else ", or raise data.validation_fraction"
         raise InputError(f"data.path: {expected}, found {have[0]:,} and none in {read.source}; give more{more}")
-    batches = [_batches_of_labels(config, part, number) for number, part in enumerate((read.train, read.validation))]
+    batches = [_batches_of_examples(config, part, number) for number, part in enumerate((read.train, read.validation))]
     amount = f"{have[0]:,} examples for training, {have[1]:,} for validation"
     return Data(batches[0], batches[1], read.source, amount, read.digest, read.remarks, rows=have[0])
 
 
-def _held_out_labels(config: Config, path: str | None) -> Data:
-    """Read all texts with labels that are held out."""
-    read = labelled.read(config, path)
-    _check_vocabulary(config, read.vocab_size)
+def _held_out_examples(config: Config, path: str | None) -> Data:
+    """Read all texts with labels, or rows of arrays, that are held out."""
+    read = _examples(config, path)
     if not len(read.validation):
         raise InputError(f"data.path: expected at least 1 example, found none in {read.source}; give more")
-    batches = _batches_of_labels(config, read.validation, 1)
+    batches = _batches_of_examples(config, read.validation, 1)
     return Data(batches, batches, read.source, count(len(read.validation), "example"), read.digest, read.remarks)
 
 
-def _batches_of_labels(config: Config, examples: labelled.Examples, part: int) -> BatchesOfRows:
-    return BatchesOfRows(_ordered(config, examples, part), config.train.batch_size, examples.spec, order=_order(config, examples, part))
+def _examples(config: Config, path: str | None = None) -> labelled.Labelled | arrays.Arrays:
+    """Read what the config names, or what is at `path`."""
+    if config.data.format == "arrays":
+        return arrays.read(config, path)
+    read = labelled.read(config, path)
+    of_documents.check_vocabulary(config, read.vocab_size)
+    return read
 
 
-def _check_vocabulary(config: Config, need: int) -> None:
-    """Check that the built-in model has a symbol for every token."""
-    if config.model.target is None and need > (have := config.model.vocab_size):
-        of_folder = f"the tokens of '{config.data.path}'"
-        name = {"bytes": "bytes", "tokens": of_folder}.get(config.data.read_as, f"the tokens of '{config.data.tokenizer}'")
-        raise InputError(f"model.vocab_size: expected at least {need}, for {name}, found {have}; set model.vocab_size to {need}")
-
-
-def _apart(config: Config, split: Split) -> bool:
-    """Return whether the documents in a row are kept apart, as segments."""
-    known = split.train.have_ends and split.validation.have_ends
-    if config.data.boundaries == "keep" and not known:
-        raise InputError(
-            f"data.boundaries: expected '{config.data.path}' to say where documents end, for keep, found a tokens.json that does not; "
-            "prepare it again, or ignore them"
-        )
-    default = "ignore" if config.data.read_as == "bytes" or config.data.objective == "masked" else "keep"
-    return split.train.have_answers or ((config.data.boundaries or default) == "keep" and known)
-
-
-def _rows(config: Config, split: Split, part: int, *, apart: bool) -> Rows:
-    """Return the rows of one part, each once."""
-    documents, data, seq_len = (split.train, split.validation)[part], config.data, config.model.seq_len
-    if split.train.have_answers or data.format in ("prompts", "chat"):
-        if data.objective == "masked":
-            raise InputError("data.objective: masked: expected text, found prompts with answers; leave it out")
-        return windows.Examples(documents, seq_len, cut=data.too_long == "cut", place=split.place[part])
-    if data.objective == "masked":
-        assert split.tokenizer is not None
-        return masked.Masked(documents, split.tokenizer, seq_len, data.masked_fraction, _seed(config, part))
-    return windows.Windows(documents, seq_len, apart=apart)
-
-
-def _batches(config: Config, rows: AnyRows, part: int, *, apart: bool) -> BatchesOfRows:
-    """Batch the rows of one part."""
-    seq_len = config.model.seq_len
-    spec = masked.row_spec(seq_len) if config.data.objective == "masked" else windows.row_spec(seq_len, segments=apart)
-    return BatchesOfRows(_ordered(config, rows, part), config.train.batch_size, spec, order=_order(config, rows, part))
-
-
-def _ordered(config: Config, rows: AnyRows, part: int) -> Elements:
-    """Return the rows in the order of their batches, endlessly for training."""
-    if isinstance(rows, masked.Masked):
-        return masked.Drawn(rows, epochs=part == 0)
-    shuffled = grain.MapDataset.source(rows).shuffle(seed=_seed(config, part))
-    return shuffled.repeat() if part == 0 else shuffled
-
-
-def _order(config: Config, rows: AnyRows, part: int) -> Callable[[int], int] | None:
-    """Return what gives the number of a row to train on by its place in the order of the batches; None for rows that are drawn anew."""
-    if part or isinstance(rows, masked.Masked):
-        return None
-    numbers = grain.MapDataset.range(len(rows)).shuffle(seed=_seed(config, part)).repeat()
-    return lambda place: int(numbers[place])
-
-
-def _seed(config: Config, part: int) -> int:
-    return config.seed if part == 0 else 0  # validation is spread over the files, but never by config.seed
-
-
-def _check_amount(config: Config, split: Split, train: Rows, validation: Rows) -> None:
-    """Check that there is at least one row for training and one for validation, and a batch of masked ones, which cannot be padded.
-
-    Raises:
-        InputError: there are fewer rows.
-    """
-    batch_size, seq_len = config.train.batch_size, config.model.seq_len
-    if min(len(train), len(validation)) >= (batch_size if isinstance(train, masked.Masked) else 1):
-        return
-    need, unit, have, why = 2, split.unit, (split.train.size, split.validation.size), "one that is read and one that is predicted"
-    if isinstance(train, windows.Examples):
-        need, unit, have = 1, "row of examples", (len(train), len(validation))
-        why = "a row has whole examples with answers"
-    elif isinstance(train, masked.Masked):
-        each = seq_len - masked.SPECIAL
-        need = batch_size * each
-        why = f"train.batch_size {batch_size} windows of {each} tokens, model.seq_len {seq_len} without special tokens"
-    more = "prepare more" if config.data.format == "tokens" else "give more text"
-    if config.data.format != "tokens" and config.data.validation_path is None:
-        more += ", raise data.validation_fraction"
-    raise InputError(
-        f"data.path: expected at least {need} {unit} for training and {need} for validation ({why}), found {have[0]} and {have[1]} in "
-        f"{split.source}; {more}{', or lower train.batch_size or model.seq_len' if isinstance(train, masked.Masked) else ''}"
-    )
-
-
-def _check_some(config: Config, split: Split, rows: Rows) -> None:
-    """Check that there is at least one row."""
-    if len(rows):
-        return
-    seq_len = config.model.seq_len
-    need, what, have = 2, f"{split.unit} (one that is read and one that is predicted)", split.validation.size
-    if isinstance(rows, masked.Masked):
-        need, what = seq_len - masked.SPECIAL, f"{split.unit} (a window of model.seq_len {seq_len} without special tokens)"
-    elif isinstance(rows, windows.Examples):
-        need, what, have = 1, "example with an answer", 0
-    raise InputError(f"data.path: expected at least {need} {what}, found {have} in {split.source}; give more")
-
-
-def _amount(split: Split, train: Rows, validation: Rows) -> str:
-    """Describe how much there is to train on."""
-    words = f"{split.train.size:,} tokens for training, {split.validation.size:,} for validation"
-    if isinstance(train, windows.Examples):
-        words += f"; {len(train):,} and {len(validation):,} rows of whole examples, {train.fill:.0%} full"
-    return words
-
-
-def _few_rows(config: Config, train: Rows, validation: Rows) -> tuple[str, ...]:
-    """Say that there are fewer rows than a batch has."""
-    size = config.train.batch_size
-    in_training = f"{count(len(train), 'row')} for training: a batch of {size} has rows several times"
-    in_validation = f"{count(len(validation), 'row')} for validation: a batch of {size} is filled with padding"
-    return tuple(words for rows, words in ((train, in_training), (validation, in_validation)) if len(rows) < size)
-
-
-def _remarks(split: Split, *rows: Rows) -> tuple[str, ...]:
-    """Describe what was left out."""
-    left_out = sum(part.left_out for part in rows if isinstance(part, windows.Examples))
-    too_long = f"{count(left_out, 'example')} left out: prompts so long that nothing of the answer remains"
-    return (*split.remarks, too_long) if left_out else split.remarks
+def _batches_of_examples(config: Config, examples: labelled.Examples | arrays.RowsOfArrays, part: int) -> BatchesOfRows:
+    numbers = numbers_of(config, examples, part)
+    return BatchesOfRows(ordered(config, examples, part), config.train.batch_size, examples.spec, order=numbers)

@@ -12,6 +12,8 @@ import optax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, UInt8
 
+from jpipe import InputError
+
 Labels = Any  # integers, or {"tokens": integers, "next": integers of each row}
 Outputs = Any  # logits or an `Unprojected`, or {"tokens": one of these, "next": logits of each row, "experts": a `Routing`}
 
@@ -139,6 +141,11 @@ def _nats(outputs: Any, labels: Int[Array, "*n"] | UInt8[Array, "*n"]) -> Float[
     """Sum the nats of the labels, from logits or an `Unprojected`."""
     if isinstance(outputs, Unprojected):
         return _nats_in_chunks(*_in_chunks(outputs, labels))
+    if outputs.shape[:-1] != labels.shape:
+        raise InputError(
+            f"loss: cross_entropy: expected outputs with one more dim than the labels, {list(labels.shape)}, found {list(outputs.shape)}; "
+            "change the last layer of the model, or the labels"
+        )
     wide = outputs.astype(wider(outputs.dtype))
     nats = optax.softmax_cross_entropy_with_integer_labels(wide, jnp.maximum(labels, 0))
     return jnp.where(labels >= 0, nats, jnp.zeros((), nats.dtype)).sum()

@@ -14,6 +14,7 @@ from jpipe import InputError
 from jpipe_train.checkpoint.resume import Resumed
 from jpipe_train.console.terminal import count
 from jpipe_train.data import position
+from jpipe_train.data.arrays import RowsOfArrays
 from jpipe_train.data.data import Batches, Data
 from jpipe_train.data.position import Ordered, Position
 from jpipe_train.data.rows import Batch, BatchesOfRows, Rows, when_sliced
@@ -62,30 +63,6 @@ def continued(data: Data, resumed: Resumed | None, rows: int) -> Data:
             "make them as large, or begin another run in another run_dir"
         )
     return replace(data, train=data.train.continued(begins), first=begins.batch)
-
-
-@dataclass(frozen=True)
-class RowsOfArrays:
-    """Row i of all arrays of a batch.
-
-    Attributes:
-        arrays: (inputs, labels), NumPy arrays with as many rows each.
-    """
-
-    arrays: Batch
-
-    def __len__(self) -> int:
-        return len(jax.tree.leaves(self.arrays)[0])
-
-    def __getitem__(self, index: int) -> Batch:
-        row: Batch = jax.tree.map(lambda leaf: leaf[index], self.arrays)
-        return row
-
-    @property
-    def spec(self) -> Batch:
-        """Shapes and dtypes of a row."""
-        row: Batch = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), self.arrays)
-        return row
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,8 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
+
 from jpipe import InputError
 from jpipe_train.console.terminal import first_line
 from jpipe_train.data.files import streams
@@ -32,14 +34,14 @@ class Column(NamedTuple):
     Attributes:
         name: of the column, or the key of a JSON line.
         key: the key of `data` in a config that names it, or None if it always has this name.
-        kind: what its values are: text, token ids, a label or anything.
+        kind: what its values are: text, token ids, numbers or lists of them as arrays, a label or anything.
         is_needed: whether it is an error if there is none.
         labels: of a label, the names of the classes.
     """
 
     name: str
     key: str | None = None
-    kind: Literal["text", "ids", "label", "any"] = "any"
+    kind: Literal["text", "ids", "numbers", "label", "any"] = "any"
     is_needed: bool = True
     labels: tuple[str, ...] = ()
 
@@ -67,7 +69,7 @@ def rows(opened: BufferedReader, file: Path, form: Form, columns: Sequence[Colum
     number, before = 0, 0
     with _errors_reported(pa, file, form):
         for batch, position in read(pa, opened, columns, check):
-            values = {column.name: _values(batch, column) for column in columns if column.name in batch.schema.names}
+            values = {column.name: _values(pa, batch, column) for column in columns if column.name in batch.schema.names}
             for i in range(batch.num_rows):
                 number += 1
                 yield Place(file, number, "row"), _record(values, i), before + (position - before) * (i + 1) // batch.num_rows
@@ -127,7 +129,7 @@ def _check(pa: Any, schema: Any, columns: Sequence[Column], check: Check) -> Non
     for column in columns:
         if column.name in schema.names and schema.names.count(column.name) == 1:
             kind = schema.field(column.name).type
-            if not {"text": _is_text, "ids": _is_ids}.get(column.kind, lambda *_: True)(pa, kind):
+            if not {"text": _is_text, "ids": _is_ids, "numbers": _is_numbers}.get(column.kind, lambda *_: True)(pa, kind):
                 wrong[column.name] = str(kind)
     check(schema.names, wrong)
 
@@ -138,14 +140,27 @@ def _is_text(pa: Any, kind: Any) -> bool:
     return pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
 
 
+def _is_list(pa: Any, kind: Any) -> bool:
+    return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+
+
 def _is_ids(pa: Any, kind: Any) -> bool:
-    is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
-    return is_list and pa.types.is_integer(kind.value_type)
+    return _is_list(pa, kind) and pa.types.is_integer(kind.value_type)
 
 
-def _values(batch: Any, column: Column) -> Callable[[int], Any]:
+def _is_numbers(pa: Any, kind: Any) -> bool:
+    """Return whether values are numbers, lists of them, lists of lists, or tensors of one shape."""
+    kind = kind.storage_type if isinstance(kind, pa.BaseExtensionType) else kind
+    while _is_list(pa, kind):
+        kind = kind.value_type
+    return pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)
+
+
+def _values(pa: Any, batch: Any, column: Column) -> Callable[[int], Any]:
     """Return a function that gives the value of a column in a row of a batch."""
     array = batch.column(batch.schema.get_field_index(column.name))
+    if column.kind == "numbers" and (numbers := _array(pa, array)) is not None:
+        return numbers.__getitem__
     if column.kind == "ids":
         return lambda i: None if array[i].values is None else array[i].values.to_numpy(zero_copy_only=False)
     if column.kind == "text":
@@ -154,6 +169,21 @@ def _values(batch: Any, column: Column) -> Callable[[int], Any]:
     if sorted(names) == sorted(column.labels):
         return lambda i: _name(array[i].as_py(), names)
     return lambda i: _without_nulls(array[i].as_py())
+
+
+def _array(pa: Any, column: Any) -> np.ndarray | None:
+    """Return the numbers of a column as an array of rows; None if one is null, or lists differ in length."""
+    if isinstance(column.type, pa.FixedShapeTensorType):
+        return None if column.null_count else column.to_numpy_ndarray()
+    numbers = column.storage if isinstance(column.type, pa.BaseExtensionType) else column
+    shape: list[int] = []
+    while _is_list(pa, numbers.type):
+        lengths = {numbers.type.list_size} if pa.types.is_fixed_size_list(numbers.type) else {*numbers.value_lengths().to_pylist()}
+        if numbers.null_count or len(lengths) != 1:
+            return None
+        shape += lengths
+        numbers = numbers.flatten()
+    return None if numbers.null_count else numbers.to_numpy(zero_copy_only=False).reshape(len(column), *shape)
 
 
 def _record(values: Mapping[str, Callable[[int], Any]], i: int) -> dict[str, Any] | WrongLine:

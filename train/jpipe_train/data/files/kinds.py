@@ -14,18 +14,19 @@ from typing import Any, Literal, NamedTuple
 from jpipe.files import open_to_read
 from jpipe_train.data.files import streams
 
-JSON_LINES = "JSON lines"
+JSON_LINES, NPY, NPZ = "JSON lines", "a NumPy file", "an archive of NumPy's (.npz)"
 _HEAD = 2**16  # bytes at the beginning of a file that are looked at
 _SAMPLE = 50  # lines of them that are looked at
 _FEW_ROWS = 3  # the least number of lines of a table, its header included
 _MORE_ROWS = 5  # the same of a table without a header
 
-_FORMATS = "data.format: text (data.text_key), prompts (data.prompt_key, data.answer_key), chat and labels"
+_FORMATS = "data.format: text (data.text_key), prompts (data.prompt_key, data.answer_key), chat, labels and arrays"
 _ROWS = f"its rows are read by {_FORMATS}"
 _LINES = "convert it to Parquet or JSON lines, such as with pandas"
 _THEN = f", whose rows are read by {_FORMATS}"
 _PACKED = "unpack it, or set data.format: text and data.tokenizer, which unpacks it"
 _CUSTOM = "read it in a function of your own (data.target: module:function)"
+_NUMPY = "its numbers are read by data.format: arrays (data.inputs_key, data.targets_key)"
 _PICKLE = "write text, JSON lines or token files"
 _IMAGE = "data.target: examples.papers.data.images:load learns from folders of images"
 _MEDIA = "write text about it, or read it in a function of your own (data.target: module:function)"
@@ -151,6 +152,11 @@ def _is_tfrecord(head: bytes, size: int, _: bytes) -> bool:
     return int.from_bytes(head[8:12], "little") == masked
 
 
+def _is_npz(head: bytes, *_: Any) -> bool:
+    """Return whether this is an archive whose first file is one of NumPy's."""
+    return head.startswith(b"PK\x03\x04") and head[30 : 30 + int.from_bytes(head[26:28], "little")].endswith(b".npy")
+
+
 def _is_text(head: bytes) -> bool:
     try:
         codecs.getincrementaldecoder("utf-8")().decode(head)  # the last character may be cut off
@@ -174,7 +180,8 @@ _SIGNATURES: tuple[tuple[str, str, _Test], ...] = (
     ("a TFRecord file", _CUSTOM, _is_tfrecord),
     ("an HDF5 file", _CUSTOM, _starts(b"\x89HDF\r\n\x1a\n")),
     ("an SQLite database", f"{_LINES}{_THEN}", _starts(b"SQLite format 3\0")),
-    ("a NumPy file", _CUSTOM, _starts(b"\x93NUMPY")),
+    (NPY, _NUMPY, _starts(b"\x93NUMPY")),
+    (NPZ, _NUMPY, _is_npz),
     ("a safetensors file", "weights to begin with are named by warm_start.file", _is_safetensors),
     ("a GGUF file", "weights are no data to learn from", _starts(b"GGUF\1\0\0\0", b"GGUF\2\0\0\0", b"GGUF\3\0\0\0")),
     ("a pickle, which jpipe never loads", _PICKLE, _starts(b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")),

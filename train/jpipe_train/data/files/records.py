@@ -84,7 +84,7 @@ def _check_columns(file: Path, where: str, columns: Sequence[Column], names: Seq
     """
     for column in columns:
         setting = "rename it" if column.key is None else f"set {setting_of(where, column.key)}"
-        expected = {"text": "text", "ids": "lists of integers"}.get(column.kind, "values")
+        expected = {"text": "text", "ids": "lists of integers", "numbers": "numbers or lists of them"}.get(column.kind, "values")
         if column.name not in names and column.is_needed:
             raise InputError(
                 f"{where}: expected the column {column.name!r} in '{file}', found {shortened(list(map(repr, names)), 20)[:400]}; {setting}"

@@ -1,0 +1,386 @@
+"""Arrays of numbers: every kind of file gives the same rows, dtypes and splits are as documented, and mistakes are named."""
+
+import contextlib
+import io
+import json
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pydantic
+import pytest
+
+from jpipe import InputError
+from jpipe_train import cli
+from jpipe_train.assemble import model
+from jpipe_train.assemble.labels import check_labels
+from jpipe_train.config.config import Config, LossConfig
+from jpipe_train.data import data
+from jpipe_train.data.position import Position
+from tests.train.conftest import changed
+from tests.train.data.conftest import same
+from tests.train.data.test_columns import arrow, lines, parquet, table
+
+PAGE = Path(__file__).parents[3] / "docs" / "how-to" / "arrays.md"
+X = np.random.default_rng(0).normal(size=(90, 3)).astype(np.float32).astype(np.float64)  # exact in both
+Y = np.arange(90) % 4
+ROWS = [{"inputs": x.tolist(), "targets": int(y)} for x, y in zip(X, Y, strict=True)]
+CELLS = [dict(zip("abc", row["inputs"], strict=True)) | {"targets": row["targets"]} for row in ROWS]
+MODEL = {"model": {"target": "a:b"}, "plan": {"microbatches": 2}}
+
+
+def configured(tiny, path, loss=None, train=None, **keys) -> Config:
+    section = {"format": "arrays", "path": str(path), "validation_fraction": 0.3, **keys}
+    return changed(tiny | MODEL | {"data": section, "loss": loss or {}}, train=train or {})
+
+
+def everything(loaded) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Return all rows of both parts, each once, those for training as their elements come in the first epoch."""
+    parts = {"train": [loaded.train.elements[i] for i in range(loaded.rows)]}
+    parts["validation"] = [loaded.validation.elements[i] for i in range(len(loaded.validation.elements))]
+    return {name: (np.stack([x for x, _ in rows]), np.stack([y for _, y in rows])) for name, rows in parts.items()}
+
+
+def sorted_rows(loaded) -> tuple[np.ndarray, np.ndarray]:
+    inputs, targets = (np.concatenate(arrays) for arrays in zip(*everything(loaded).values(), strict=True))
+    order = np.lexsort(inputs.reshape(len(inputs), -1).T)
+    return inputs[order], targets[order]
+
+
+def fixed_size(_) -> bytes:
+    sink = pa.BufferOutputStream()
+    columns = {"inputs": pa.FixedSizeListArray.from_arrays(pa.array(X.ravel()), 3), "targets": pa.array(Y)}
+    pq.write_table(pa.table(columns), sink)
+    return sink.getvalue().to_pybytes()
+
+
+OF_ROWS = {
+    "parquet": (parquet, ROWS, "inputs"),
+    "fixed.parquet": (fixed_size, ROWS, "inputs"),
+    "arrow": (arrow, ROWS, "inputs"),
+    "jsonl": (lines, ROWS, "inputs"),
+    "csv": (table, CELLS, ["a", "b", "c"]),
+    "columns.parquet": (parquet, CELLS, ["a", "b", "c"]),
+}
+
+
+@pytest.mark.parametrize("kind", OF_ROWS)
+def test_every_kind_of_file_with_rows_gives_the_same_batches(kind, tiny, tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(lines(ROWS))
+    write, rows, key = OF_ROWS[kind]
+    (tmp_path / f"a.{kind}").write_bytes(write(rows))
+    first, other = data.load(configured(tiny, tmp_path / "a.jsonl")), data.load(configured(tiny, tmp_path / f"a.{kind}", inputs_key=key))
+    assert first.digest() == other.digest()
+    for t in range(3):
+        assert same(first.train[t], other.train[t])
+    inputs, targets = sorted_rows(other)
+    order = np.lexsort(X.T)
+    assert np.array_equal(inputs, X[order]), "each row is there once"
+    assert np.array_equal(targets, Y[order])
+    assert (inputs.dtype, targets.dtype) == (np.float32, np.int32)
+
+
+def of_numpy(folder: Path, kind: str, x: np.ndarray, y: np.ndarray) -> Path:
+    """Write arrays in NumPy's files, and return their path."""
+    folder.mkdir()
+    if kind == "npy":
+        np.save(folder / "inputs.npy", x)
+        np.save(folder / "targets.npy", y)
+        (folder / "README.md").write_text("about it")
+        return folder
+    {"npz": np.savez, "compressed": np.savez_compressed}[kind](folder / "arrays.npz", inputs=x, targets=y, other=np.zeros(2))
+    return folder / "arrays.npz"
+
+
+@pytest.mark.parametrize("kind", ["npy", "npz", "compressed"])
+@pytest.mark.parametrize("form", ["C", "F", ">f8"])
+def test_every_kind_of_file_of_numpy_gives_the_same_batches(kind, form, tiny, tmp_path):
+    x = np.asarray(X, order=form) if form in "CF" else X.astype(form)
+    loaded = data.load(configured(tiny, of_numpy(tmp_path / "other", kind, x, Y)))
+    first = data.load(configured(tiny, of_numpy(tmp_path / "npy", "npy", X.astype(np.float32), Y.astype(np.uint8))))
+    assert all(same(first.train[t], loaded.train[t]) for t in range(3))
+    inputs, targets = sorted_rows(loaded)
+    order = np.lexsort(X.T)
+    assert np.array_equal(inputs, X[order])
+    assert np.array_equal(targets, Y[order])
+    assert (inputs.dtype, targets.dtype) == (np.float32, np.int32)
+
+
+def test_rows_of_numpys_files_stay_there(tiny, tmp_path):
+    for kind in ("npy", "npz"):
+        path = of_numpy(tmp_path / kind, kind, X.astype(np.float32), Y)
+        loaded = data.load(configured(tiny, path))
+        file = path / "inputs.npy" if kind == "npy" else path
+        content = file.read_bytes()
+        file.write_bytes(content.replace(X.astype(np.float32).tobytes(), (2 * X).astype(np.float32).tobytes()))
+        assert np.array_equal(sorted_rows(loaded)[0], 2 * X[np.lexsort(X.T)])
+        file.write_bytes(content[:200])
+        with pytest.raises(InputError, match=r"it was cut off while it was read"):  # and no signal ends the process
+            everything(loaded)
+
+
+def test_rows_in_memory_are_the_same_in_blocks_of_any_size(tiny, tmp_path, monkeypatch):
+    (tmp_path / "a.jsonl").write_bytes(lines(ROWS))
+    first = data.load(configured(tiny, tmp_path / "a.jsonl"))
+    monkeypatch.setattr("jpipe_train.data.arrays.rows._BLOCK", 5 * 3 * 4)  # bytes of five rows of inputs
+    other = data.load(configured(tiny, tmp_path / "a.jsonl"))
+    assert first.digest() == other.digest()
+    assert all(same(first.train[t], other.train[t]) for t in range(20))
+
+
+def test_images_keep_their_shape_and_their_integers(tiny, tmp_path):
+    images = np.random.default_rng(0).integers(0, 256, (40, 2, 3, 1), np.uint8)
+    labels = np.arange(40) % 3 == 0
+    tensors = pa.FixedShapeTensorArray.from_numpy_ndarray(images)
+    nested = pa.array(images.tolist(), pa.list_(pa.list_(pa.list_(pa.uint8()))))
+    for name, column in (("tensors", tensors), ("nested", nested)):
+        pq.write_table(pa.table({"inputs": column, "targets": labels}), tmp_path / f"{name}.parquet", row_group_size=7)
+    loaded = [data.load(configured(tiny, tmp_path / f"{name}.parquet")) for name in ("tensors", "nested")]
+    assert same(loaded[0].train[0], loaded[1].train[0])
+    inputs, targets = sorted_rows(loaded[0])
+    assert (inputs.dtype, inputs.shape, targets.dtype) == (np.uint8, images.shape, np.int32)
+    by_image = {image.tobytes(): label for image, label in zip(images, labels, strict=True)}
+    assert [by_image[image.tobytes()] for image in inputs] == targets.tolist()
+
+
+def test_numbers_without_types_are_floating_point_inputs_and_integer_targets(tiny, tmp_path):
+    for name, targets, dtype in (("a", ["1", "-2"], np.int32), ("b", ["1", "0.5"], np.float32)):
+        (tmp_path / name).write_text("inputs,targets\n" + "".join(f"{i},{targets[i % 2]}\n" for i in range(40)))
+        loaded = data.load(configured(tiny, tmp_path / name, {"target": "a:b"}))
+        inputs, labels = loaded.train[0]
+        assert (inputs.dtype, inputs.shape, labels.dtype, labels.shape) == (np.float32, (4,), dtype, (4,))
+        assert {*sorted_rows(loaded)[1].tolist()} == {*map(float, targets)}
+
+
+def test_with_64_bits_numbers_keep_them(tiny, tmp_path):
+    path = of_numpy(tmp_path / "a", "npy", np.arange(40) / 3, np.arange(40) + 2**40)
+    with jax.enable_x64(True):
+        inputs, targets = sorted_rows(data.load(configured(tiny, path, {"target": "a:b"})))
+    assert np.array_equal(inputs, np.arange(40) / 3)
+    assert np.array_equal(targets, np.arange(40) + 2**40)
+    assert (inputs.dtype, targets.dtype) == (np.float64, np.int64)
+
+
+def test_equal_inputs_are_on_one_side_and_appended_rows_move_no_other(tiny, tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(lines([{"inputs": i % 20, "targets": i} for i in range(200)]))
+    parts = everything(data.load(configured(tiny, tmp_path / "a.jsonl", {"target": "a:b"})))
+    train, validation = ({*parts[name][0].tolist()} for name in ("train", "validation"))
+    assert train | validation == {*range(20)}
+    assert train
+    assert validation
+    assert not train & validation
+    ranges = [np.arange(1000.0), np.arange(1100.0)]
+    held_out = [
+        {*everything(data.load(configured(tiny, of_numpy(tmp_path / f"{len(x)}", "npy", x, x.astype(int)))))["validation"][1].tolist()}
+        for x in ranges
+    ]
+    assert held_out[0] == {y for y in held_out[1] if y < 1000}
+    assert 250 < len(held_out[0]) < 350
+
+
+def test_all_of_another_path_is_for_validation(tiny, tmp_path):
+    path = of_numpy(tmp_path / "a", "npz", X, Y)
+    (tmp_path / "b.jsonl").write_bytes(lines(ROWS[:7]))
+    config = configured(tiny, path, validation_path=str(tmp_path / "b.jsonl"), validation_fraction=0.05, train={"batch_size": 8})
+    loaded = data.load(config)
+    assert (loaded.rows, len(loaded.validation.elements)) == (90, 7)
+    assert len(data.held_out(config).validation.elements) == 7
+    assert len(data.held_out(config, str(path)).validation.elements) == 90
+    assert [copies for _, copies, _ in loaded.with_some_validation(2).held_out(4)] == [1, 2], "all 7 rows count once"
+
+
+def test_a_run_resumes_with_another_batch_size_and_ends_with_its_epochs(tiny, tmp_path):
+    path = of_numpy(tmp_path / "a", "npy", X, Y)
+    whole = data.load(configured(tiny, path))
+    then = data.load(configured(tiny, path, train={"batch_size": 6}), Position(batch=2, rows=(8,), pieces=4))
+    assert np.array_equal(then.train[2][0][:6], np.concatenate([whole.train[2][0][:4], whole.train[3][0][:2]]))
+    for loss, last in (({}, -1), ({"name": "squared_error"}, None)):  # only the cross-entropy leaves out rows
+        epochs = {"epochs": 1.0, "steps": None, "batch_size": 50}
+        loaded = data.load(configured(tiny, path, loss, train=epochs))
+        assert loaded.steps == 2
+        labels = loaded.train[1][1][:50]
+        assert (labels[loaded.rows - 50 :] == -1).all() == (last == -1)
+
+
+def test_several_sources_are_mixed(tiny, tmp_path):
+    sources = [{"path": str(of_numpy(tmp_path / name, "npy", X + shift, Y)), "weight": 1} for name, shift in (("one", 0), ("two", 100))]
+    config = changed(tiny | MODEL | {"data": {"format": "arrays", "sources": sources}})
+    assert [(row > 50).all() for row in data.load(config).train[0][0][:4]] in ([False, True] * 2, [True, False] * 2)
+    sources[1]["path"] = str(of_numpy(tmp_path / "three", "npy", X[:, :2], Y))
+    with pytest.raises(
+        InputError, match=r"data.sources.1.path: .* found inputs and targets float32\[2\] and int32\[\] in place of float32\[3\]"
+    ):
+        data.load(changed(tiny | MODEL | {"data": {"format": "arrays", "sources": sources}}))
+
+
+def json_lines(*rows: dict) -> bytes:
+    return lines([*ROWS, *rows, *ROWS])
+
+
+def with_objects(_) -> bytes:
+    file = io.BytesIO()
+    np.savez(file, inputs=np.asarray([{}, None]), targets=Y)
+    return file.getvalue()
+
+
+def archive(**arrays) -> bytes:
+    file = io.BytesIO()
+    np.savez(file, **arrays)
+    return file.getvalue()
+
+
+WRONG = {
+    "ragged": (json_lines({"inputs": [1.0, 2.0], "targets": 0}), {}, r"a', line 91: expected the shape \[3\] .* 'inputs', found \[2\]; "),
+    "ragged inside": (lines([{"inputs": [[1, 2], [3]], "targets": 0}]), {}, "line 1: expected lists of the same length in 'inputs', found"),
+    "ragged parquet": (parquet([*ROWS, {"inputs": [1.0], "targets": 1}]), {}, r"a', row 91: expected the shape \[3\] .*, found \[1\]"),
+    "ragged lists": (parquet([{"inputs": [[1.0], [1.0, 2.0]], "targets": 1}]), {}, "row 1: expected lists of the same length in 'inputs'"),
+    "null": (json_lines({"inputs": None, "targets": 0}), {}, "line 91: expected numbers in 'inputs', found null"),
+    "null in parquet": (
+        parquet([*ROWS, {"inputs": ROWS[0]["inputs"], "targets": None}]),
+        {},
+        "row 91: expected numbers in 'targets', found nu",
+    ),
+    "null list": (parquet([*ROWS[:30], {"inputs": None, "targets": 1}]), {}, "row 31: expected numbers in 'inputs', found null"),
+    "words": (json_lines({"inputs": ["a", "b", "c"], "targets": 0}), {}, r"expected numbers in 'inputs', found \['a', 'b', 'c'\]"),
+    "empty": (json_lines({"inputs": [], "targets": 0}), {}, "expected numbers in 'inputs', found an empty list"),
+    "cell": (table([*CELLS, CELLS[0] | {"b": ""}]), {"inputs_key": ["a", "b"]}, "line 92: expected a number in 'b', found ''"),
+    "list among columns": (
+        lines(ROWS),
+        {"inputs_key": ["inputs", "targets"]},
+        r"a number in 'inputs', one of several columns, found .* \[3\]",
+    ),
+    "text column": (
+        parquet([{"inputs": "a", "targets": 1}]),
+        {},
+        "expected numbers or lists of them in the column 'inputs' of .*string.*set data.inp",
+    ),
+    "no column": (parquet(CELLS), {}, "expected the column 'inputs' in '.*a', found 'a', 'b', 'c', 'targets'; set data.inputs_key"),
+    "classes": (
+        lines([row | {"targets": 0.5} for row in ROWS]),
+        {},
+        "90 lines are wrong: .* expected integers in 'targets', which are classes",
+    ),
+    "large": (
+        json_lines({"inputs": [1e39, 0, 0], "targets": 0}),
+        {},
+        r"line 91: expected numbers up to 3.4e\+38 \(float32\), found 1e\+39",
+    ),
+    "large integer": (json_lines({"inputs": [0, 0, 0], "targets": 2**40}), {}, "line 91: expected integers from .* to 2,147,483,647 "),
+    "an image": (b"\x89PNG\r\n\x1a\n" + bytes(60), {}, r"it seems to be an image"),
+    "few": (lines(ROWS[:3]), {}, r"expected at least 4 examples for training .* found \d and"),
+    "objects": (with_objects(0), {}, "expected numbers in '.*a', inputs, found objects, which are a pickle that jpipe never loads"),
+    "no array": (archive(x=X), {}, "expected an array 'inputs' in '.*a', found 'x'; name others in data.inputs_key"),
+    "other rows": (
+        archive(inputs=X, targets=Y[:7]),
+        {},
+        "expected arrays with as many rows each, found 90 in .*, inputs, 7 in .*, targets",
+    ),
+    "several names": (archive(inputs=X, targets=Y), {"inputs_key": ["inputs"]}, "expected one name in a key, found a list; name one"),
+    "a number": (archive(inputs=np.float32(3), targets=Y), {}, r"expected an array of rows in .*, inputs, found the shape \[\]; save one"),
+    "floating classes": (
+        archive(inputs=X, targets=X[:, 0]),
+        {},
+        "a', targets: expected integers in 'targets', which are classes for the cross",
+    ),
+    "complex": (archive(inputs=X + 1j, targets=Y), {}, "expected numbers in .*, inputs, found complex128"),
+    "cut off": (archive(inputs=X, targets=Y)[:-40], {}, "cannot read '.*a': it begins as an archive of NumPy's .* damaged, cut off"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_mistakes_name_the_file_and_the_row(name, tiny, tmp_path):
+    content, keys, message = WRONG[name]
+    (tmp_path / "a").write_bytes(content)
+    with pytest.raises(InputError, match=rf"^data\.path: .*{message}"):
+        data.load(configured(tiny, tmp_path / "a", **keys))
+
+
+def test_a_number_that_does_not_fit_is_named_when_it_is_read(tiny, tmp_path):
+    x = X.copy()
+    x[17, 1] = 1e300
+    loaded = data.load(configured(tiny, of_numpy(tmp_path / "a", "npy", x, Y)))
+    with pytest.raises(InputError, match=r"^data: '.*inputs\.npy'\[17\]: expected numbers up to 3\.4e\+38 \(float32\), found 1e\+300; "):
+        everything(loaded)
+
+
+def test_folders_without_the_arrays_are_errors(tiny, tmp_path):
+    folder = of_numpy(tmp_path / "a", "npy", X, Y)
+    with pytest.raises(InputError, match=r"data\.path: expected the file 'pixels\.npy' in a folder of NumPy's files, found 'inputs\.npy'"):
+        data.load(configured(tiny, folder, inputs_key="pixels"))
+    (folder / "arrays.npz").write_bytes(archive(inputs=X, targets=Y))
+    with pytest.raises(
+        InputError, match=r"expected one \.npz, or a folder of \.npy files, found 'arrays\.npz', 'inputs\.npy', 'targets\.npy'"
+    ):
+        data.load(configured(tiny, folder))
+    (folder / "inputs.npy").write_bytes((folder / "inputs.npy").read_bytes()[:500])
+    (folder / "arrays.npz").unlink()
+    with pytest.raises(InputError, match=r"cannot read '.*inputs\.npy': it is cut off: expected 2,160 bytes, found 372; give files"):
+        data.load(configured(tiny, folder))
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"model": {}}, "data.format arrays is for a model of your own, .* set model.target"),
+        ({"data": {"format": "arrays"}}, "path is missing, which format arrays needs; name files with rows of numbers"),
+        ({"data": {"inputs_key": "a"}}, "inputs_key would mean nothing with format bytes: it is for arrays"),
+        ({"data": {"format": "arrays", "path": "a", "inputs_key": ["a", "a"]}}, "expected each column once, found 'a' twice"),
+        ({"model": {"target": "a:b", "seq_len": 8}}, "model.seq_len would mean nothing beside model.target and data.format arrays"),
+        ({"loss": {"name": "squared_error", "target": "a:b"}}, "name would mean nothing to 'a:b', found squared_error"),
+        ({"model": {}, "data": {}, "loss": {"name": "squared_error"}}, "loss.name would mean nothing without model.target"),
+    ],
+)
+def test_keys_that_do_not_fit_are_errors(sections, message):
+    with pytest.raises(pydantic.ValidationError, match=message):
+        Config.model_validate({"model": {"target": "a:b"}, "data": {"format": "arrays", "path": "a"}} | sections)
+
+
+def test_the_squared_error_is_the_mean_over_all_numbers():
+    loss = model.loss(LossConfig(name="squared_error"))
+    outputs, targets = jnp.asarray([[1.0], [3.0]]), jnp.asarray([0.0, 1.0])
+    np.testing.assert_array_equal(loss(outputs, targets), (5, 2))
+    np.testing.assert_array_equal(loss(outputs, jnp.asarray([[0], [1]])), (5, 2))
+    with pytest.raises(
+        InputError, match=r"loss\.name: squared_error: expected outputs of the shape of the targets, \[2\], found \[2, 2\]; "
+    ):
+        loss(jnp.ones((2, 2)), targets)
+    assert model.loss(LossConfig(name="cross_entropy")) is model.loss(LossConfig())
+    with pytest.raises(
+        InputError, match=r"loss: cross_entropy: expected outputs with one more dim than the labels, \[2, 1\], found \[2, 3\]; "
+    ):
+        model.loss(LossConfig())(jnp.ones((2, 3)), jnp.ones((2, 1), jnp.int32))
+
+
+def test_classes_that_the_model_does_not_have_are_errors(tiny, tmp_path):
+    path = of_numpy(tmp_path / "a", "npy", X, Y)
+    config = configured(tiny, path, train={"batch_size": 40})
+    outputs = jax.ShapeDtypeStruct((4, 3), jnp.float32)
+    with pytest.raises(
+        InputError, match=r"data: expected every label to be at most 2 \(the model has 3 outputs for each\), found 3 in train"
+    ):
+        check_labels(config, data.load(config), outputs)
+    numbers = configured(tiny, path, {"name": "squared_error"})
+    assert check_labels(numbers, loaded := data.load(numbers), outputs) is loaded
+
+
+@pytest.mark.slow
+def test_the_example_of_the_page_learns(tmp_path, monkeypatch, no_report):
+    """A whole model, Parquet and a config, without code for the data; then another file is evaluated."""
+    monkeypatch.chdir(tmp_path)
+    (net, write), (config, _) = (re.findall(rf"^```{kind}\n(.*?)^```", PAGE.read_text(), re.M | re.S) for kind in ("python", "yaml"))
+    Path("net.py").write_text(net)
+    Path("features.yaml").write_text(config)
+    exec(write, {})
+    small = ["run.dir=run", "compile_cache=null", "log=[]", "checkpoint.every=200", "train.trace_batches=0"]
+    assert cli.main(["train", "features.yaml", "--allow-code", *(word for key in small for word in ("--set", key))]) == 0
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    evaluations = [row["val_accuracy"] for row in rows if "val_accuracy" in row]
+    assert evaluations[0] < 0.7
+    assert evaluations[-1] > 0.9
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        assert cli.main(["evaluate", "run", "--data", "features.parquet", "--allow-code"]) == 0
+    assert "2,000 rows" in printed.getvalue()

@@ -1,0 +1,6 @@
+"""Arrays of numbers for a model of the user's: inputs and targets, from rows of files or from NumPy's files."""
+
+from jpipe_train.data.arrays.reading import Arrays, read
+from jpipe_train.data.arrays.rows import RowsOfArrays
+
+__all__ = ["Arrays", "RowsOfArrays", "read"]

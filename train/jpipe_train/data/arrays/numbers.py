@@ -1,0 +1,108 @@
+"""The numbers of a row: values of columns as an array, and the dtypes in which batches have them."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jpipe.errors import short
+from jpipe_train.data.files.wrong_lines import WrongLine, value_of
+
+Key = str | Sequence[str]
+"""The name of a column of numbers or lists of them, or the names of several columns with a number each."""
+KINDS = "biuf"
+"""NumPy's kinds of dtypes that are read: booleans, integers and floating-point numbers."""
+
+
+def result_type(dtype: np.dtype[Any], *, is_target: bool) -> np.dtype[Any]:
+    """Return the dtype in which a batch has numbers: JAX's own for it; of targets all integers have the same one.
+
+    Without JAX's 64 bits float64 becomes float32, and int64 int32.
+    """
+    whole = is_target and dtype.kind in "biu"
+    return np.dtype(jax.dtypes.canonicalize_dtype(np.int64 if whole else dtype.newbyteorder("=")))
+
+
+def fitted(numbers: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray:
+    """Return numbers in a dtype.
+
+    Raises:
+        WrongLine: it does not hold one of them.
+    """
+    if numbers.dtype == dtype:
+        return numbers
+    if dtype.kind in "iu":
+        limits = np.iinfo(dtype)
+        if numbers.size and (numbers.min() < limits.min or numbers.max() > limits.max):
+            wrong = numbers.min() if numbers.min() < limits.min else numbers.max()
+            raise WrongLine(f"expected integers from {limits.min:,} to {limits.max:,} ({dtype}), found {wrong:,}")
+        return numbers.astype(dtype)
+    with np.errstate(over="ignore"):
+        result = numbers.astype(dtype)
+    if dtype.kind == "f" and (too_large := np.isinf(result) & ~np.isinf(numbers)).any():
+        raise WrongLine(f"expected numbers up to {np.finfo(dtype).max:.3g} ({dtype}), found {numbers[too_large].flat[0]}")
+    return result
+
+
+def array_of(record: Mapping[str, Any], key: Key, *, is_target: bool) -> np.ndarray:
+    """Return the numbers of a row in the dtype of a batch.
+
+    A file without types, such as CSV or JSON lines, gives floating-point inputs, and integer targets where they are written so.
+
+    Args:
+        record: the values of the row by column.
+        key: the column, or several, which make a vector.
+        is_target: whether these are targets.
+
+    Raises:
+        WrongLine: there are no numbers, or lists of different lengths.
+    """
+    names = [key] if isinstance(key, str) else list(key)
+    values = [value_of(record, name) for name in names]
+    has_types = all(isinstance(value, np.ndarray | np.generic) for value in values)
+    cells = [value for value in values if isinstance(value, str)]
+    arrays = [_array(value, name) for value, name in zip(values, names, strict=True)] if len(cells) < len(values) else None
+    if not isinstance(key, str) and arrays is not None:
+        for name, array in zip(names, arrays, strict=True):
+            if array.ndim:
+                raise WrongLine(f"expected a number in {name!r}, one of several columns, found the shape {list(array.shape)}")
+    numbers = _of_cells(cells, names, is_target=is_target) if arrays is None else np.stack(arrays)
+    if isinstance(key, str):
+        numbers = np.asarray(numbers[0])
+    stored = numbers.dtype if has_types or is_target else np.dtype(np.float64)
+    return fitted(numbers, result_type(stored, is_target=is_target))
+
+
+def _of_cells(cells: Sequence[str], names: Sequence[str], *, is_target: bool) -> np.ndarray:
+    """Return the numbers in cells of a table."""
+    if is_target and all(cell.strip().removeprefix("-").isdecimal() and len(cell) <= 18 for cell in cells):
+        return np.asarray([int(cell) for cell in cells], np.int64)
+    try:
+        return np.asarray(list(map(float, cells)), np.float64)
+    except ValueError:
+        name, cell = next((name, cell) for name, cell in zip(names, cells, strict=True) if not _is_number(cell))
+        raise WrongLine(f"expected a number in {name!r}, found {short(cell)[:100]}") from None
+
+
+def _is_number(cell: str) -> bool:
+    try:
+        float(cell)
+    except ValueError:
+        return False
+    return True
+
+
+def _array(value: Any, name: str) -> np.ndarray:
+    """Return the numbers in a value: a number, or lists of them, perhaps as an array."""
+    if value is None or not isinstance(value, np.ndarray | np.generic | int | float | list):
+        raise WrongLine(f"expected numbers in {name!r}, found {'null' if value is None else short(value)[:100]}")
+    try:
+        array = np.asarray(value)
+    except ValueError:
+        raise WrongLine(f"expected lists of the same length in {name!r}, found different lengths in {short(value)[:100]}") from None
+    if array.dtype.kind not in KINDS or array.dtype.itemsize > 8:
+        raise WrongLine(f"expected numbers in {name!r}, found {short(value)[:100]}")
+    if not array.size:
+        raise WrongLine(f"expected numbers in {name!r}, found an empty list")
+    return array

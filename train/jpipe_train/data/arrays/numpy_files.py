@@ -1,0 +1,200 @@
+"""Arrays in NumPy's files: a folder of `.npy` files, or an `.npz` archive. No pickle is loaded.
+
+Rows stay in the file, except where they are not stored one after the other: in a compressed archive, or in Fortran's order.
+"""
+
+import errno
+import hashlib
+import math
+import os
+import struct
+import zipfile
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from io import BufferedReader
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jpipe import InputError
+from jpipe.errors import shortened
+from jpipe.files import open_to_read
+from jpipe_train.console.terminal import first_line
+from jpipe_train.data.arrays.numbers import KINDS, Key
+from jpipe_train.data.files import kinds
+from jpipe_train.data.files.file_array import FileArray
+
+_LOCAL = 30  # bytes of the header of a file in an archive, before its name
+_LONGEST_HEADER = 10_000  # characters
+_HEADERS: Mapping[tuple[int, int], Callable[..., Any]] = {
+    (1, 0): np.lib.format.read_array_header_1_0,
+    (2, 0): np.lib.format.read_array_header_2_0,
+}
+
+
+@dataclass(frozen=True)
+class FileRows:
+    """An array of numbers whose rows are read from its file when they are needed, or that is in memory.
+
+    Attributes:
+        numbers: all of them, in C's order.
+        shape: of the array.
+        name: says where it is, for messages.
+    """
+
+    numbers: FileArray | np.ndarray
+    shape: tuple[int, ...]
+    name: str
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, row: int) -> np.ndarray:
+        size = math.prod(self.shape[1:])
+        return self.numbers[row * size : (row + 1) * size].reshape(self.shape[1:])
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The dtype in the file."""
+        return self.numbers.dtype
+
+    def place(self, row: int) -> str:
+        """Name a row for messages."""
+        return f"{self.name}[{row}]"
+
+    def digest(self) -> str:
+        """Hash shape, dtype and some rows."""
+        hasher = hashlib.sha256(f"{self.shape} {self.dtype}".encode())
+        for row in sorted({0, len(self) // 2, len(self) - 1}) if len(self) else ():
+            hasher.update(self[row].tobytes())
+        return hasher.hexdigest()
+
+
+def find(names: Sequence[str], files: Sequence[Path], keys: Sequence[Key], where: str) -> list[FileRows] | None:
+    """Open the arrays of these names, or return None if none of the files is one of NumPy's.
+
+    Args:
+        names: of the files, relative to their folder.
+        files: what a path leads to.
+        keys: the names of the arrays.
+        where: the key of the config that names the path, for messages.
+
+    Raises:
+        InputError: there is no array of a name, or not one of numbers; there are several archives; arrays differ in their number of rows.
+        OSError: a file is damaged.
+    """
+    found = {name: file for name, file in zip(names, files, strict=True) if _kind(file) in (kinds.NPY, kinds.NPZ)}
+    if not found:
+        return None
+    wanted = [key for key in keys if isinstance(key, str)]
+    if len(wanted) < len(keys):
+        raise InputError(
+            f"{where}: '{next(iter(found.values()))}' is one of NumPy's files: expected one name in a key, found a list; name one"
+        )
+    archives = [file for file in found.values() if _kind(file) == kinds.NPZ]
+    if archives and len(found) > 1:
+        listed = shortened([f"'{name}'" for name in found])
+        raise InputError(f"{where}: expected one .npz, or a folder of .npy files, found {listed}; name one of them")
+    arrays = _of_archive(archives[0], wanted, where) if archives else _of_folder(found, wanted, where)
+    if len({len(array) for array in arrays}) > 1:
+        counts = ", ".join(f"{len(array):,} in {array.name}" for array in arrays)
+        raise InputError(f"{where}: expected arrays with as many rows each, found {counts}; correct one of them")
+    return arrays
+
+
+def _kind(file: Path) -> str | None:
+    kind = kinds.kind_of(file)
+    return None if kind is None else kind.name
+
+
+def _of_folder(found: Mapping[str, Path], wanted: Sequence[str], where: str) -> list[FileRows]:
+    missing = [name for name in wanted if f"{name}.npy" not in found]
+    if missing:
+        listed = shortened([f"'{name}'" for name in found])
+        raise InputError(
+            f"{where}: expected the file '{missing[0]}.npy' in a folder of NumPy's files, found {listed}; name the folder, and its arrays "
+            "in data.inputs_key and data.targets_key"
+        )
+    arrays = []
+    for name in wanted:
+        file = found[f"{name}.npy"]
+        with open_to_read(file) as opened:
+            shape, dtype, is_fortran = _header(opened, f"'{file}'", where, file)
+            start, end = opened.tell(), os.fstat(opened.fileno()).st_size
+        _check_size(math.prod(shape) * dtype.itemsize, end - start, file)
+        numbers: FileArray | np.ndarray = FileArray(file, dtype, start, math.prod(shape))
+        arrays.append(FileRows(_in_order(numbers[:], shape) if is_fortran else numbers, shape, f"'{file}'"))
+    return arrays
+
+
+def _of_archive(file: Path, wanted: Sequence[str], where: str) -> list[FileRows]:
+    try:
+        with open_to_read(file) as opened, zipfile.ZipFile(opened) as archive:
+            members = {info.filename.removesuffix(".npy"): info for info in archive.infolist()}
+            if missing := [name for name in wanted if name not in members]:
+                listed = shortened([f"'{name}'" for name in members])
+                raise InputError(
+                    f"{where}: expected an array '{missing[0]}' in '{file}', found {listed}; name others in data.inputs_key and "
+                    "data.targets_key"
+                )
+            return [_of_member(file, opened, archive, members[name], where) for name in wanted]
+    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as error:
+        raise OSError(
+            errno.EINVAL, f"it begins as {kinds.NPZ}, and is damaged, cut off or not supported ({first_line(error)[:100]})", str(file)
+        ) from None
+
+
+def _of_member(file: Path, opened: BufferedReader, archive: zipfile.ZipFile, info: zipfile.ZipInfo, where: str) -> FileRows:
+    """Return an array of an archive: its place in the file if it is stored as it is, or else its numbers."""
+    name = f"'{file}', {info.filename.removesuffix('.npy')}"
+    with archive.open(info) as stream:
+        shape, dtype, is_fortran = _header(stream, name, where, file)
+        header, count = stream.tell(), math.prod(shape)
+        _check_size(count * dtype.itemsize, info.file_size - header, file)
+        if is_fortran or info.compress_type != zipfile.ZIP_STORED:
+            content = stream.read(count * dtype.itemsize)
+            _check_size(count * dtype.itemsize, len(content), file)
+            numbers = np.frombuffer(content, dtype)
+            return FileRows(_in_order(numbers, shape) if is_fortran else numbers, shape, name)
+    opened.seek(info.header_offset)
+    local = opened.read(_LOCAL)
+    start = info.header_offset + _LOCAL + sum(struct.unpack("<HH", local[26:])) + header
+    _check_size(start + count * dtype.itemsize, os.fstat(opened.fileno()).st_size, file)
+    return FileRows(FileArray(file, dtype, start, count), shape, name)
+
+
+def _header(stream: Any, name: str, where: str, file: Path) -> tuple[tuple[int, ...], np.dtype[Any], bool]:
+    """Read the header of an array, and return its shape, its dtype and whether it is in Fortran's order.
+
+    Raises:
+        InputError: it has no numbers, or no rows.
+        OSError: it is damaged.
+    """
+    try:
+        version = np.lib.format.read_magic(stream)
+        read = _HEADERS.get(version)
+        shape, is_fortran, dtype = ((), False, np.dtype(object)) if read is None else read(stream, max_header_size=_LONGEST_HEADER)
+    except (ValueError, TypeError, SyntaxError) as error:
+        words = f"it begins as {kinds.NPY}, and is damaged ({first_line(error)[:100]})"
+        raise OSError(errno.EINVAL, words, str(file)) from None
+    if dtype.kind not in KINDS or dtype.itemsize > 8:
+        found = "objects, which are a pickle that jpipe never loads" if dtype.hasobject else str(dtype)
+        raise InputError(f"{where}: expected numbers in {name}, found {found}; save it as float32 or integers")
+    if not shape or min(shape) < 0 or not math.prod(shape[1:]):
+        raise InputError(
+            f"{where}: expected an array of rows in {name}, found the shape {list(shape)}; save one whose first dim is the row"
+        )
+    return tuple(shape), dtype, is_fortran
+
+
+def _check_size(need: int, have: int, file: Path) -> None:
+    """Check that a file has all numbers that it says it has."""
+    if have < need:
+        raise OSError(errno.EINVAL, f"it is cut off: expected {need:,} bytes, found {have:,}", str(file))
+
+
+def _in_order(numbers: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """Return numbers that are in Fortran's order in C's."""
+    return numbers.reshape(shape, order="F").ravel()

@@ -1,0 +1,159 @@
+"""Read the arrays that a config names, and split their rows into those for training and for validation."""
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jpipe import InputError
+from jpipe_train.config.config import Config
+from jpipe_train.data import sources, splits
+from jpipe_train.data.arrays import numpy_files
+from jpipe_train.data.arrays.numbers import Key, array_of, result_type
+from jpipe_train.data.arrays.rows import Chosen, Memory, RowsOfArrays, Stored
+from jpipe_train.data.files.arrow import Column
+from jpipe_train.data.files.records import records
+from jpipe_train.data.files.wrong_lines import WrongLine, WrongLines
+
+_Rows = tuple[Stored, np.ndarray | None]
+"""What is stored, and the numbers of the rows that are chosen; None: all."""
+
+
+@dataclass(frozen=True)
+class Arrays:
+    """Rows for training and for validation.
+
+    Attributes:
+        train: to learn from.
+        validation: rows that are held out.
+        source: a phrase that says where they come from.
+        digest: its result is the same in two processes only if their rows are, up to a sample of NumPy's files.
+        remarks: lines that say what was left out.
+    """
+
+    train: RowsOfArrays
+    validation: RowsOfArrays
+    source: str
+    digest: Callable[[], str]
+    remarks: tuple[str, ...]
+
+
+def read(config: Config, path: str | None = None) -> Arrays:
+    """Read the arrays that `config.data` names.
+
+    Args:
+        config: of the run.
+        path: other arrays, all of them for validation.
+
+    Raises:
+        InputError: they cannot be read, have rows of different shapes, or are no classes where the loss needs these.
+    """
+    data, classes = config.data, config.loss.name_for(config.model.head) == "cross_entropy"
+    both = _Array(data.inputs_key, "inputs_key"), _Array(data.targets_key, "targets_key", is_target=True, has_classes=classes)
+    parts = splits.parts_of(data) if path is None else [splits.Part(path, 1.0, "data.path")]
+    stored = []
+    for part in parts:
+        with sources.readable(part.where):
+            names, files = sources.find_files(part.path, part.where)
+            opened = numpy_files.find(names, files, [array.key for array in both], part.where)
+            stored.append(_of_rows(files, both, part) if opened is None else _of_numpy(opened, both, part))
+    train, validation = (RowsOfArrays((both[0].chosen(of[0]), both[1].chosen(of[1]))) for of in (stored[0][0], stored[-1][1]))
+
+    def digest() -> str:
+        every = [array.digest() for rows in (train, validation) for array in rows.arrays]
+        return hashlib.sha256(" ".join(every).encode()).hexdigest()
+
+    remarks = sources.left_out(*((data.path, data.validation_path) if path is None else (path,)))
+    return Arrays(train, validation, sources.named(path or data.path), digest, remarks)
+
+
+class _Array:
+    """The inputs or the targets of all parts: the shape that all rows have, and the dtype that holds all numbers.
+
+    Attributes:
+        key: its name, or the names of its columns.
+        setting: the key of `data` that has this name.
+        is_target: whether these are targets.
+        shape: of a row; None before there is one.
+    """
+
+    def __init__(self, key: Key, setting: str, *, is_target: bool = False, has_classes: bool = False) -> None:
+        self.key, self.setting, self.is_target, self._has_classes = key, setting, is_target, has_classes
+        self.shape: tuple[int, ...] | None = None
+        self._dtype = np.dtype(np.int32 if has_classes else np.float32)
+
+    def of_row(self, record: Mapping[str, Any]) -> np.ndarray:
+        """Return the numbers of a row.
+
+        Raises:
+            WrongLine: there are none, or they do not fit those before.
+        """
+        numbers = array_of(record, self.key, is_target=self.is_target)
+        self.add(numbers.shape, numbers.dtype)
+        return numbers
+
+    def add(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
+        """Note the shape of a row and the dtype of its numbers.
+
+        Raises:
+            WrongLine: they do not fit those before, or the loss.
+        """
+        if self._has_classes and dtype.kind == "f":
+            raise WrongLine(
+                f"expected integers in {self._named}, which are classes for the cross-entropy, found {dtype}; for other numbers set "
+                "loss.name: squared_error"
+            )
+        if self.shape is None:
+            self.shape, self._dtype = shape, dtype
+        if shape != self.shape:
+            raise WrongLine(f"expected the shape {list(self.shape)} of the first row in {self._named}, found {list(shape)}")
+        if dtype != self._dtype:
+            self._dtype = result_type(np.result_type(dtype, self._dtype), is_target=self.is_target)
+
+    def chosen(self, rows: _Rows) -> Chosen:
+        """Return rows in that dtype."""
+        return Chosen(*rows, self.shape or (), self._dtype)
+
+    @property
+    def columns(self) -> list[Column]:
+        """The columns of files that are read."""
+        return [Column(name, self.setting, "numbers") for name in ([self.key] if isinstance(self.key, str) else self.key)]
+
+    @property
+    def _named(self) -> str:
+        return repr(self.key) if isinstance(self.key, str) else ", ".join(map(repr, self.key[:3])) + (", …" if len(self.key) > 3 else "")
+
+
+def _of_numpy(opened: Sequence[numpy_files.FileRows], both: Sequence[_Array], part: splits.Part) -> list[list[_Rows]]:
+    """Return the rows of NumPy's files for training and those held out: the ones whose hashed number says so."""
+    for array, file in zip(both, opened, strict=True):
+        try:
+            array.add(file.shape[1:], result_type(file.dtype, is_target=array.is_target))
+        except WrongLine as error:
+            raise InputError(f"{part.where}: {file.name}: {error}; correct it, or name other arrays") from None
+    held_out = place_of_numbers(len(opened[0])) < part.share
+    return [[(file, np.flatnonzero(held_out == side)) for file in opened] for side in (False, True)]
+
+
+def _of_rows(files: Sequence[Path], both: Sequence[_Array], part: splits.Part) -> list[list[_Rows]]:
+    """Read rows into memory, and return those for training and those held out: the ones whose hashed inputs say so."""
+    wrong, memory = WrongLines(part.where), [[Memory() for _ in both] for _ in (False, True)]
+    columns = {column.name: column for array in both for column in array.columns}
+    for file in files:
+        for _, arrays in records(file, wrong, list(columns.values()), lambda record: [array.of_row(record) for array in both]):
+            if not wrong.number:
+                for kept, numbers in zip(memory[sources.place_of(arrays[0].tobytes()) < part.share], arrays, strict=True):
+                    kept.add(numbers)
+    wrong.check()
+    return [[(kept, None) for kept in side] for side in memory]
+
+
+def place_of_numbers(count: int) -> np.ndarray:
+    """Hash the numbers below `count`, each to a number that is uniform between 0 and 1, by SplitMix64 (Steele et al., OOPSLA 2014)."""
+    z = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return ((z ^ (z >> np.uint64(31))) >> np.uint64(11)) / 2.0**53

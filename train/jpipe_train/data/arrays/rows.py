@@ -1,0 +1,131 @@
+"""Rows of arrays by their number: pairs of (inputs, targets), whatever holds the arrays."""
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+import numpy as np
+
+from jpipe import InputError
+from jpipe_train.data.arrays.numbers import fitted
+from jpipe_train.data.files.wrong_lines import WrongLine
+from jpipe_train.data.rows import Batch
+
+_BLOCK = 2**24  # bytes of rows that are copied into one array at a time
+_MOST_ROWS = 4096  # of such an array
+
+
+@dataclass(frozen=True)
+class RowsOfArrays:
+    """Row i of all arrays of a batch.
+
+    Attributes:
+        arrays: (inputs, targets), trees of arrays with as many rows each: of NumPy, or with its `shape`, `dtype`, `len()` and `[i]`.
+    """
+
+    arrays: Batch
+
+    def __len__(self) -> int:
+        return len(jax.tree.leaves(self.arrays)[0])
+
+    def __getitem__(self, index: int) -> Batch:
+        row: Batch = jax.tree.map(lambda leaf: leaf[index], self.arrays)
+        return row
+
+    @property
+    def spec(self) -> Batch:
+        """Shapes and dtypes of a row."""
+        row: Batch = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), self.arrays)
+        return row
+
+
+@runtime_checkable
+class Stored(Protocol):
+    """Rows of numbers that were read from files, or that stay in a file."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, row: int, /) -> np.ndarray: ...
+
+    def place(self, row: int, /) -> str:
+        """Name a row for messages."""
+        ...
+
+    def digest(self) -> str:
+        """Hash the rows, or a sample of those in a file."""
+        ...
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """Some rows of what is stored, as one array of numbers.
+
+    Attributes:
+        stored: all rows.
+        numbers: those that are chosen, in this order; None: all.
+        row_shape: of each row.
+        dtype: in which rows are given.
+    """
+
+    stored: Stored
+    numbers: np.ndarray | None
+    row_shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+    def __len__(self) -> int:
+        return len(self.stored) if self.numbers is None else int(self.numbers.size)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the whole array."""
+        return (len(self), *self.row_shape)
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        row = index if self.numbers is None else int(self.numbers[index])
+        try:
+            return fitted(self.stored[row], self.dtype)
+        except WrongLine as error:
+            raise InputError(f"data: {self.stored.place(row)}: {error}; correct it") from None
+
+    def digest(self) -> str:
+        """Hash what is stored, with the chosen rows and their dtype."""
+        hasher = hashlib.sha256(f"{self.stored.digest()} {self.shape} {self.dtype}".encode())
+        hasher.update(b"" if self.numbers is None else np.ascontiguousarray(self.numbers).data)
+        return hasher.hexdigest()
+
+
+class Memory:
+    """Rows in memory, collected one by one and kept in blocks, so that they are never all copied at once."""
+
+    def __init__(self) -> None:
+        self._blocks: list[np.ndarray] = []
+        self._rows: list[np.ndarray] = []
+        self._each = 1  # rows of a block
+
+    def add(self, row: np.ndarray) -> None:
+        """Add a row, of the shape of those before it."""
+        if not self._blocks and not self._rows:
+            self._each = min(max(_BLOCK // max(row.nbytes, 1), 1), _MOST_ROWS)
+        self._rows.append(row)
+        if len(self._rows) == self._each:
+            self._blocks.append(np.stack(self._rows))
+            self._rows = []
+
+    def __len__(self) -> int:
+        return len(self._blocks) * self._each + len(self._rows)
+
+    def __getitem__(self, row: int) -> np.ndarray:
+        block, place = divmod(row, self._each)
+        return np.asarray(self._blocks[block][place]) if block < len(self._blocks) else self._rows[place]
+
+    def place(self, row: int) -> str:
+        """Name a row for messages."""
+        return f"row {row}"
+
+    def digest(self) -> str:
+        """Hash all rows."""
+        hasher = hashlib.sha256()
+        for array in (*self._blocks, *self._rows):
+            hasher.update(np.ascontiguousarray(array).data)
+        return hasher.hexdigest()
