@@ -17,7 +17,7 @@ from jpipe.checkpoints import files as checkpoint_files
 from jpipe_train.checkpoint.history import Part, changes_of_plan
 from jpipe_train.cli import main
 from jpipe_train.config.config import Config
-from jpipe_train.launch.process_group import ProcessGroup
+from jpipe_train.launch.local.process_group import ProcessGroup
 from jpipe_train.run import loop
 from tests.train.conftest import changed
 from tests.train.report.test_report import Page
@@ -27,9 +27,9 @@ LIMIT = 60  # seconds, for what should take one or two
 
 LAUNCH = """
 import json, sys
-from jpipe_train.launch import elastic
-from jpipe_train.launch.process_group import ProcessGroup
-from jpipe_train.launch.slots import Limits
+from jpipe_train.launch.local import elastic
+from jpipe_train.launch.local.process_group import ProcessGroup
+from jpipe_train.launch.local.slots import Limits
 limits, script, *more = sys.argv[1:]
 code = elastic.main(Limits(**json.loads(limits)), more, program=(sys.executable, "-c", script), grace=0.5, pause=0.0)
 assert "jax" not in sys.modules, "to start processes JAX is not needed"

@@ -20,8 +20,8 @@ from jpipe import InputError, Plan
 from jpipe_train.checkpoint.run_folder import RunFolder, of_same_job
 from jpipe_train.cli import main
 from jpipe_train.config.config import Config
-from jpipe_train.launch import launch
-from jpipe_train.launch.process_group import ProcessGroup
+from jpipe_train.launch.local import launch
+from jpipe_train.launch.local.process_group import ProcessGroup
 from jpipe_train.run import loop
 from tests.train.conftest import changed
 
@@ -30,7 +30,7 @@ LIMIT = 60  # seconds, for what should take one
 
 LAUNCH = """
 import sys
-from jpipe_train.launch import launch
+from jpipe_train.launch.local import launch
 number, restarts, pause, grace, script, *more = sys.argv[1:]
 seconds = {"pause": float(pause), "grace": float(grace)}
 code = launch.main(int(number), more, pin="--pin" in more, max_restarts=int(restarts), program=(sys.executable, "-c", script), **seconds)

@@ -15,7 +15,7 @@ import grain
 import numpy as np
 
 from jpipe import InputError
-from jpipe_train.config import entry_point
+from jpipe_train.config.functions import entry_point
 from jpipe_train.config.config import Config
 from jpipe_train.config.data_config import SourceConfig
 from jpipe_train.config.section import MOST_ROWS

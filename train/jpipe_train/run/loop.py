@@ -33,12 +33,13 @@ from jpipe_train.data import data
 from jpipe_train.launch.numeric_settings import numeric_settings
 from jpipe_train.launch.together import Together, facts, joined
 from jpipe_train.plan.auto import find_plan
-from jpipe_train.report import comparison, logs, mfu
-from jpipe_train.report.measure import Measure
+from jpipe_train.report import logs
+from jpipe_train.report.performance import comparison, mfu
+from jpipe_train.report.performance.measure import Measure
 from jpipe_train.report.metrics_log import MetricsLog, NonFiniteLoss, RunStopped
-from jpipe_train.report.profiling import Profiler
+from jpipe_train.report.performance.profiling import Profiler
 from jpipe_train.report.summary import Summary, epochs_words, print_summary, slow_of, stages_of, write_report
-from jpipe_train.report.watch import Watch
+from jpipe_train.report.performance.watch import Watch
 from jpipe_train.run import stopping
 from jpipe_train.run.callbacks import Callbacks
 from jpipe_train.run.starting import begin, check_shared, continue_on_all, initial_params, make_folder, read_checkpoint, report_resumed

@@ -21,7 +21,6 @@ from jpipe_train.runs import differences, picture
 from jpipe_train.runs.listing import SWEEP, folders
 from jpipe_train.runs.reading import CONFIG, Run, read, saved_steps
 
-_PAGE = Path(__file__).with_name("comparison_page.html")
 _MARK = f'content="{picture.CREATOR}"'.encode(), f">{picture.CREATOR}<".encode()  # in a page; in a picture
 _MARKED = 2**12  # the mark is in that many first bytes
 _PAGE_WIDTH = 90  # characters; if a column for each run needs more, each is a row
@@ -237,11 +236,9 @@ def _page(comparison: Comparison, svg: str, unit: str, drawn: int) -> str:
     )
     lowest = zip(comparison.names, comparison.results["validation loss, lowest"], comparison.results["training loss, lowest"], strict=True)
     alt = "Losses of the runs. " + " ".join(f"{name}: validation {valid}, training {train}." for name, valid, train in lowest)
-    parts = {
-        "title": page.escape(title),
-        "results": page.results(values),
-        "losses": page.figure(svg.encode(), "narrow", alt, caption, "svg+xml"),
-        "numbers": table(comparison.results),
-        "differences": table(comparison.differences) if comparison.differences else page.note("The configs do not differ."),
+    sections = {
+        "Losses": page.figure(svg.encode(), "narrow", alt, caption, "svg+xml"),
+        "Results": table(comparison.results),
+        "What differs in the configs": table(comparison.differences) if comparison.differences else page.note("The configs do not differ."),
     }
-    return page.fill(_PAGE, parts)
+    return page.document(title, page.results(values), sections, picture.CREATOR)

@@ -19,7 +19,7 @@ from jpipe_train.config import config_file
 from jpipe_train.config.config import Config, TrainConfig
 from jpipe_train.console.progress import Reporter
 from jpipe_train.console.terminal import count, printable
-from jpipe_train.launch.launch import GRACE, JOB, JPIPE, recorded_signals
+from jpipe_train.launch.local.launch import GRACE, JOB, JPIPE, recorded_signals
 from jpipe_train.runs import comparing, differences
 from jpipe_train.runs.grid import Combination, Request, combinations
 from jpipe_train.runs.listing import SWEEP

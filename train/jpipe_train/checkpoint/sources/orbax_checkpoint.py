@@ -11,7 +11,7 @@ import jax
 
 from jpipe import InputError
 from jpipe.files import read_bytes, shown
-from jpipe_train.checkpoint.source import Names, Source, Spec
+from jpipe_train.checkpoint.sources.source import Names, Source, Spec
 
 _TREE = "_METADATA"  # the file that makes a folder an Orbax item
 _STEP = re.compile(r"(?:.*_)?(\d+)")

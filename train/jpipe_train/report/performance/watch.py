@@ -15,9 +15,9 @@ import jax
 import jpipe
 from jpipe_train.data.data import Batches
 from jpipe_train.data.rows import Rows
-from jpipe_train.report.comparison import time_text
-from jpipe_train.report.measure import Measure
-from jpipe_train.report.stage_times import SHORT, microbatch_seconds
+from jpipe_train.report.performance.comparison import time_text
+from jpipe_train.report.performance.measure import Measure
+from jpipe_train.report.performance.stage_times import SHORT, microbatch_seconds
 
 SLOW = 1.25
 """How many times as long as predicted steps or computations take that are reported."""

@@ -15,10 +15,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jpipe_train.launch import launch, progress, slots
-from jpipe_train.launch.process_group import BAD_INPUT, ProcessGroup, say
-from jpipe_train.launch.progress import Progress
-from jpipe_train.launch.slots import GiveUp, Limits, Slot, Start
+from jpipe_train.launch.local import launch, progress, slots
+from jpipe_train.launch.local.process_group import BAD_INPUT, ProcessGroup, say
+from jpipe_train.launch.local.progress import Progress
+from jpipe_train.launch.local.slots import GiveUp, Limits, Slot, Start
 
 _GPUS = "CUDA_VISIBLE_DEVICES"
 

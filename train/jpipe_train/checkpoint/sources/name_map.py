@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from jpipe_train.checkpoint.source import FLOATS, Names, Source, Spec
+from jpipe_train.checkpoint.sources.source import FLOATS, Names, Source, Spec
 
 _NUMBER = re.compile(r"\{(\w+)\}")
 

@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 from types import FrameType
 
-from jpipe_train.launch.process_group import BAD_INPUT, ProcessGroup, say
+from jpipe_train.launch.local.process_group import BAD_INPUT, ProcessGroup, say
 
 MOST_PROCESSES = 256  # more is a typo: JAX needs some hundred megabytes in each
 GRACE = 30.0  # seconds from the signal that asks the processes to end, at which they save, to the one that kills them
@@ -31,7 +31,7 @@ _RESERVED = ("--coordinator", "--num-processes", "--process-id")
 def problem(
     num_processes: int | None, command: Sequence[str], *, pin: bool = False, max_restarts: int | None = None, elastic: str | None = None
 ) -> str | None:
-    """Return an error message for invalid arguments of `main`, or of `jpipe_train.launch.elastic`, or None; JAX is not imported."""
+    """Return an error message for invalid arguments of `main`, or of `jpipe_train.launch.local.elastic`, or None; JAX is not imported."""
     if elastic is not None:
         options = {"-n": num_processes, "--max-restarts": max_restarts}
         if given := [name for name, value in options.items() if value is not None]:

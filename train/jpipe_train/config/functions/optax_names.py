@@ -9,7 +9,7 @@ import optax
 import optax.contrib
 
 import jpipe
-from jpipe_train.config.arguments import alternatives, kind_of, parameters_of
+from jpipe_train.config.functions.arguments import alternatives, kind_of, parameters_of
 
 # The config's learning rate is passed as the first of these arguments that a schedule has.
 RATES = ("peak_value", "init_value", "value")

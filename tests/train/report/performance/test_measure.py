@@ -16,7 +16,7 @@ from jpipe.processes import _channel
 from jpipe_train.assemble import build
 from jpipe_train.console.progress import Reporter
 from jpipe_train.launch import gather
-from jpipe_train.report.measure import Measure
+from jpipe_train.report.performance.measure import Measure
 from jpipe_train.run import loop
 from tests.train.conftest import changed
 
@@ -84,7 +84,7 @@ def test_a_requested_window_has_no_evaluation(monkeypatch, tiny):
 
 
 def test_a_prediction_that_would_take_minutes_is_left_out(tiny, monkeypatch):
-    monkeypatch.setattr("jpipe_train.report.measure.MOST_FORWARDS", 10)
+    monkeypatch.setattr("jpipe_train.report.performance.measure.MOST_FORWARDS", 10)
     summary = loop.main(changed(tiny, train={"eval_every": 50}))
     assert summary.measured is not None
     assert summary.predicted is None

@@ -10,9 +10,9 @@ import pytest
 
 import jpipe
 from jpipe_train.data.rows import BatchesOfRows
-from jpipe_train.report import watch as watch_module
-from jpipe_train.report.measure import Measure
-from jpipe_train.report.watch import Expected, Step, Watch, find_expected, judge, stragglers
+from jpipe_train.report.performance import watch as watch_module
+from jpipe_train.report.performance.measure import Measure
+from jpipe_train.report.performance.watch import Expected, Step, Watch, find_expected, judge, stragglers
 from jpipe_train.run import loop
 from tests.train.conftest import changed
 

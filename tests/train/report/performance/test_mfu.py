@@ -12,7 +12,7 @@ from rich.console import Console
 from jpipe_planner import count_products
 from jpipe_train.assemble.build import build
 from jpipe_train.console.progress import Reporter
-from jpipe_train.report import mfu
+from jpipe_train.report.performance import mfu
 from jpipe_train.report.metrics_log import repeatable
 from jpipe_train.run import loop
 from tests.train.conftest import changed
@@ -111,7 +111,7 @@ def test_the_peak_of_a_device(kind, dtype, expected):
 
 
 def test_the_page_shows_the_same_peaks():
-    page = (Path(__file__).parents[3] / "docs" / "how-to" / "logging.md").read_text()
+    page = (Path(__file__).parents[4] / "docs" / "how-to" / "logging.md").read_text()
     rows = re.findall(r"^\| (.*?)(?: \(float16\)|, per core)? \| ([\d.]+) \| ([\d.]+) \| ([\d.]*) ?\|$", page, re.MULTILINE)
     kinds = [kind for kinds, *_ in rows for kind in kinds.replace("V100 SXM", "V100-SXM").replace("V100 PCIe", "V100-PCIE").split(", ")]
     assert {pattern for pattern, _ in mfu.PEAKS} == {next(p for p, _ in mfu.PEAKS if re.search(p, kind)) for kind in kinds}

@@ -18,7 +18,7 @@ from typing import Any
 import jpipe
 from jpipe import InputError
 from jpipe.errors import nearest
-from jpipe_train.config.arguments import check_names, parameters_of
+from jpipe_train.config.functions.arguments import check_names, parameters_of
 from jpipe_train.console import interrupt
 
 _OUR_PACKAGES = ("jpipe", "jpipe_planner", "jpipe_train")
@@ -27,7 +27,7 @@ IN_PYTHON = "python"
 _FORM = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 _NOT_USER_CODE = (
     "<",  # code without a file
-    *(str(package) + os.sep for package in (Path(__file__).parents[1], Path(jpipe.__file__).parent)),
+    *(str(package) + os.sep for package in (Path(__file__).parents[2], Path(jpipe.__file__).parent)),
     *(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")),
 )
 

@@ -15,9 +15,10 @@ from safetensors.numpy import save_file
 from jpipe import InputError
 from jpipe.checkpoints.files import complete, write_layers
 from jpipe_train.assemble.build import build, param_specs
-from jpipe_train.checkpoint import export, orbax_checkpoint, warm_start
-from jpipe_train.checkpoint.name_map import name_in_file, renamed
-from jpipe_train.checkpoint.source import Spec
+from jpipe_train.checkpoint import export, warm_start
+from jpipe_train.checkpoint.sources import orbax_checkpoint
+from jpipe_train.checkpoint.sources.name_map import name_in_file, renamed
+from jpipe_train.checkpoint.sources.source import Spec
 from jpipe_train.checkpoint.warm_start import fitting
 from jpipe_train.config.config import Config, WarmStartConfig
 from jpipe_train.console.progress import Reporter

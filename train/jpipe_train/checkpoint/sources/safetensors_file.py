@@ -15,7 +15,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from jpipe.files import open_to_read
-from jpipe_train.checkpoint.source import FLOATS, Spec
+from jpipe_train.checkpoint.sources.source import FLOATS, Spec
 
 _DTYPES = {
     **{code: np.dtype(name) for code, name in FLOATS.items() if code != "BF16"},
