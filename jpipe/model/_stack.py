@@ -439,7 +439,7 @@ class LayerStack:
             evaluated, _ = jax.eval_shape(lambda p, s, v, k: layer.apply(p, s, v, k, False), params, state, x, drawn)
         _reject_complex(layer_id, params)
         if not layer.of_model:  # else it was checked with the model
-            again = lambda: jax.make_jaxpr(lambda *arguments: forward(*arguments))(params, state, x, key)  # noqa: E731
+            again = lambda: jax.make_jaxpr(lambda *arguments: forward(*arguments))(params, state, x, key)  # noqa: E731 - traced anew
             reject_constants(layer_id, original, traced, again)
         _require_equal(f"layer '{layer_id}': the state that a forward returns", new_state, "the state it was given", state)
         _require_equal(f"layer '{layer_id}': its output in evaluation", evaluated, "its output in training", y)

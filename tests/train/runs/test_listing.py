@@ -22,11 +22,18 @@ def listed(folder, as_json=False, now=None) -> list[str]:
     return lines
 
 
+def losses(steps: int) -> list[dict]:
+    """Return the rows of a run without validations."""
+    return [{"step": step, "loss": 5.0} for step in range(steps)]
+
+
 @pytest.mark.parametrize(
     ("rows", "saved", "state", "why"),
     [
         (rows_of(4), (), "complete", "the row of the last step has the final validation"),
-        (rows_of(4), (2, 4), "complete", "the row of the last step has the final validation"),
+        (rows_of(4), (2, 4), "complete", "the checkpoint of its last step is saved"),
+        (losses(4), (2, 4), "complete", "the checkpoint of its last step is saved"),
+        (losses(2), (2,), "stopped", "everything up to step 2 is saved, where it resumes"),
         (rows_of(4), (2,), "unfinished", "it ended after 4 steps without saving them, by a failure or killed; it resumes at step 2"),
         (rows_of(4)[:2], (2,), "stopped", "everything up to step 2 is saved, where it resumes"),
         (rows_of(4)[:3], (2,), "unfinished", "it ended after 3 steps without saving them, by a failure or killed; it resumes at step 2"),
@@ -47,6 +54,7 @@ EPOCHS = {"train": {"epochs": 2, "batch_size": 4}}
     [
         (rows_of(4), (4,), (4, 4, None), EPOCHS, ("complete", "end.json says that it has done all steps"), "4/4"),
         (rows_of(2), (2,), (2, 20, "at step 2: why"), {"train": {"steps": 20}}, ("stopped early", "at step 2: why"), "2/20"),
+        (rows_of(2), (2,), None, {"train": {"steps": 20, "stop": {"patience": 1}}}, ("stopped", "everything up to step 2 is saved"), "2/20"),
         (
             rows_of(4)[:3],
             (2,),

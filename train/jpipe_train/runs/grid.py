@@ -108,9 +108,9 @@ def _sampled(values: Sequence[list[str] | Range], number: int, seed: int) -> lis
     lists = [options for options in values if not isinstance(options, Range)]
     if len(lists) == len(values) and (size := math.prod(map(len, lists))) <= MOST_RUNS:
         rows = list(itertools.product(*lists))
-        random.Random(seed).shuffle(rows)  # noqa: S311
+        random.Random(seed).shuffle(rows)  # noqa: S311 - values of a config, not secrets
         return rows[: min(number, size)]
-    sources = [random.Random(f"{seed} {draw}") for draw in range(number)]  # noqa: S311
+    sources = [random.Random(f"{seed} {draw}") for draw in range(number)]  # noqa: S311 - the same
     return [tuple(o.draw(source) if isinstance(o, Range) else source.choice(o) for o in values) for source in sources]
 
 

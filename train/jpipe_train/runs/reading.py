@@ -136,7 +136,9 @@ def state_of(
         return State("complete", f"{END} says that it has done all steps")
     done, newest = int(rows[-1]["step"]) + 1 if rows else 0, saved[-1] if saved else 0
     unknown = "" if training is False else "; the file system does not tell whether a process trains in the folder"
-    if steps is not None and done >= steps and "val_loss" in rows[-1] and (not saved or newest >= steps):
+    if steps is not None and newest >= steps:
+        return State("complete", f"the checkpoint of its last step is saved{unknown}")
+    if steps is not None and not saved and done >= steps and "val_loss" in rows[-1]:
         return State("complete", f"the row of the last step has the final validation{unknown}")
     if saved and newest >= done:
         return State("stopped", f"everything up to step {newest} is saved, where it resumes{unknown}")
@@ -186,10 +188,7 @@ def _number(config: Mapping[str, Any], section: str, key: str) -> int | None:
 
 
 def _config(path: Path) -> dict[str, Any]:
-    where = f"'{shown(path)}'"
-    text = read_text(
-        path, _MOST_CONFIG, f"{where} cannot be read", "restore the file", f"{where}: expected text in UTF-8, found other bytes"
-    )
+    text, where = _text(path, _MOST_CONFIG)
     data = parse(text, where)
     if not isinstance(data, dict):
         raise InputError(f"{where}: expected a mapping of keys, found {type(data).__name__}")
@@ -197,11 +196,15 @@ def _config(path: Path) -> dict[str, Any]:
 
 
 def _plan(path: Path) -> jpipe.Plan:
-    where = f"'{shown(path)}'"
-    text = read_text(
-        path, MOST_PLAN_BYTES, f"{where} cannot be read", "restore the file", f"{where}: expected text in UTF-8, found other bytes"
-    )
+    text, where = _text(path, MOST_PLAN_BYTES)
     return jpipe.Plan.from_json(text, where=where)
+
+
+def _text(path: Path, most: int) -> tuple[str, str]:
+    """Return the text of a file of at most that many bytes, and its name for messages."""
+    where = f"'{shown(path)}'"
+    unread = f"{where} cannot be read", "restore the file", f"{where}: expected text in UTF-8, found other bytes"
+    return read_text(path, most, *unread), where
 
 
 def _rows(path: Path, whole: bool) -> tuple[list[Row], int, float]:

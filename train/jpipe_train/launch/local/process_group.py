@@ -1,7 +1,6 @@
 """The processes of `jpipe launch`: each in its own session, with output marked by process, and ended together."""
 
 import contextlib
-import ctypes
 import math
 import os
 import selectors
@@ -13,13 +12,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import IO, TextIO
 
+from jpipe_train.launch.local.child import ending_with
+
 BAD_INPUT = 2  # the exit code of a job that would fail again
 _REPORT_LIMIT = 3.0  # seconds from the first failure to the signal that ends the other processes
 _SAVE_LIMIT = 600.0  # seconds that a run may take to save and end when there is no hurry
 _TICK = 0.05  # seconds between two looks at the processes
 _LONGEST_LINE = 1 << 16
 _GLOO = b"[Gloo] Rank "  # gloo prints it for every connection, and it cannot be turned off
-_PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
 class ProcessGroup:
@@ -225,14 +225,10 @@ def _environment(slot: int, *, one_thread: bool) -> dict[str, str]:
 
 def _child_setup(core: int | None) -> Callable[[], None]:
     """Return a function for a child to call before the command: it ends with this process, and moves to its core."""
-    parent = os.getpid()
-    prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
+    end_with_parent = ending_with(os.getpid())
 
     def prepare() -> None:
-        if prctl is not None:
-            prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # this process was killed just before
-            os._exit(1)
+        end_with_parent()
         if core is not None:
             os.sched_setaffinity(0, {core})
 
