@@ -192,6 +192,38 @@ def test_process_0_gathers_all_traces_in_pieces_and_no_process_keeps_them(monkey
     assert [process.kept for process in processes] == [{}, {}, {}]
 
 
+def test_each_process_gets_the_numbers_of_all():
+    everyone: list[ThreadProcesses] = []
+    processes = [ThreadProcesses(index, everyone) for index in range(3)]
+    with ThreadPoolExecutor(3) as pool:
+        shared = list(pool.map(lambda process: gather.share(process, "wait", 0.5 * process.index), processes))
+    assert shared == [[0.0, 0.5, 1.0]] * 3
+    assert [process.kept for process in processes] == [{}, {}, {}]
+
+
+def test_with_a_window_processes_share_how_long_they_waited_for_its_data(monkeypatch):
+    shared = []
+
+    def share(processes, name, number):
+        shared.append((name, number))
+        return [0.0, number]
+
+    monkeypatch.setattr(jpipe, "Tracer", NullTracer)
+    monkeypatch.setattr(NullTracer, "finish", lambda tracer: None)
+    for name, function in (("share", share), ("gather", lambda *_: None)):
+        monkeypatch.setattr(f"jpipe_train.report.performance.measure.{name}", function)
+    plan = jpipe.Plan.even("ab", 2, "gpipe", 2)
+    measure = Measure(
+        NonCallableMock(spec=jpipe.Pipeline, plan=plan), (), 30, 10, 3, NonCallableMock(spec=jpipe.processes.Processes)
+    )
+    for step in range(10):
+        measure.observer(step)
+        measure.waited(float(step))
+    first = jpipe.programs.batches_until_full(plan)
+    assert shared == [(f"wait for the data from batch {first + 1}", first + 2.0)]  # the mean of five steps
+    assert measure.data_waits == [0.0, first + 2.0]
+
+
 def test_a_piece_fits_into_a_line_of_the_channel():
     message = {"broadcast": "trace of batch 1000000, rank 1000, piece 1000", "values": "0" * 16 * (gather._PIECE + 1)}
     assert len(_channel._line(message)) < _channel._LINE

@@ -6,10 +6,11 @@ import itertools
 import types
 from unittest.mock import NonCallableMock
 
+import numpy as np
 import pytest
 
 import jpipe
-from jpipe_train.data.rows import BatchesOfRows
+from jpipe_train.data.rows import BatchesOfRows, Rows
 from jpipe_train.report.performance import watch as watch_module
 from jpipe_train.report.performance.measure import Measure
 from jpipe_train.report.performance.watch import Expected, Step, Watch, find_expected, judge, stragglers
@@ -111,6 +112,31 @@ def test_data_that_takes_longer_than_a_step_is_the_cause():
     assert slow_stage.part == "stage 0 on rank 0"  # loading goes on beside the computations
 
 
+def test_data_of_another_process_that_takes_longer_than_a_step_is_the_cause():
+    plan = plan_of()
+    window = window_of(plan)
+    expected = find_expected(plan, window)
+    waits = [0.1 * expected.seconds, 1.8 * expected.seconds, 0.0]
+    verdict = judge(plan, expected, steps_of(1.9 * expected.seconds), window, [0, 1, 2], data_waits=waits)
+    assert verdict.part == "the data in process 1"
+    late = steps_of(2.0 * expected.seconds, 1.9 * expected.seconds, 0.9 * expected.seconds)
+    assert judge(plan, expected, late, window, [0, 1, 2], data_waits=[1.9 * expected.seconds, 0.0, 0.0]).part == "the data in process 0"
+    hidden = [0.0, 0.9 * expected.seconds, 0.0]  # behind the step before
+    assert judge(plan, expected, steps_of(1.6 * expected.seconds), window, [0, 1, 2], data_waits=hidden).part == "the host"
+
+
+def test_a_process_that_does_not_judge_counts_its_data_during_traces():
+    rows, read = Rows((4,), np.dtype("int32"), lambda start, stop: np.arange(start, stop)), []
+    run = Run(plan_of())
+    watch = Watch(run.pipe, run.measure, None, 0, can_trace=True, clock=itertools.count().__next__)
+    for tracing in (False, True):
+        run.measure.is_tracing = tracing
+        read.append(watch.load([rows], 0)[:2])
+        watch.finished(0, paused=False)
+    assert [call.args for call in run.measure.waited.call_args_list] == [(1,), (2,)]  # the rows are read, too
+    assert [list(part) for part in read] == [[0, 1], [0, 1]]
+
+
 def test_the_host_is_the_cause_when_nothing_else_explains_slow_steps():
     plan = plan_of()
     window = window_of(plan)
@@ -135,10 +161,10 @@ class Run:
     def __init__(self, plan, can_trace=True):
         self.now, self.step, self.lines, self.plan, self.tracing = 0.0, 0, [], plan, 0
         self.traced: list[int] = []
-        self.measure = NonCallableMock(spec=Measure, measured=None, is_tracing=False)
+        self.measure = NonCallableMock(spec=Measure, measured=None, is_tracing=False, data_waits=())
         places = [types.SimpleNamespace(process_index=0, devices=(n,)) for n in range(len(plan.rank_workers))]
-        pipe = NonCallableMock(spec=jpipe.Pipeline, plan=plan, places=[places[plan.rank_of[w]] for w in range(len(plan.workers))])
-        self.watch = Watch(pipe, self.measure, self.lines.append, 0, can_trace, lambda: self.now)
+        self.pipe = NonCallableMock(spec=jpipe.Pipeline, plan=plan, places=[places[plan.rank_of[w]] for w in range(len(plan.workers))])
+        self.watch = Watch(self.pipe, self.measure, self.lines.append, 0, can_trace, lambda: self.now)
 
     def __len__(self):
         return 10**6

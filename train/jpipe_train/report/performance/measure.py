@@ -1,10 +1,11 @@
 """Measure a few steps of a run from time to time, and predict the same steps by simulation."""
 
+import statistics
 from collections.abc import Sequence
 from functools import cached_property
 
 import jpipe
-from jpipe_train.launch.gather import gather
+from jpipe_train.launch.gather import gather, share
 
 MOST_FORWARDS = 100_000  # limit for a prediction: some seconds
 
@@ -28,6 +29,7 @@ class Measure:
 
     Attributes:
         measured: the last window; None before the first one.
+        data_waits: for each of several processes the mean seconds that it waited for the data of a step of the last trace; empty before.
     """
 
     def __init__(
@@ -46,8 +48,10 @@ class Measure:
         self._tracer: jpipe.Tracer | None = None
         self._first = self._batches = 0  # first batch and number of batches of the window being traced
         self._window = 0, 0  # the same for the last measured window
+        self._waits: list[float] = []  # seconds that this process waited for the data of each step of the current trace
         self._requested: int | None = None  # the step at which a further window is to begin
         self.measured: jpipe.programs.Window | None = None
+        self.data_waits: Sequence[float] = ()
 
     def observer(self, step: int) -> jpipe.Tracer | None:
         """Return the observer for `Pipeline.step` at `step`, if any, and finish a window that ended with the previous step."""
@@ -57,12 +61,17 @@ class Measure:
             self._first, self._batches = step + 1, batches
             if self._processes is not None:  # all clocks start now, up to the latency of a message
                 self._processes.barrier(f"the trace from step {step}")
-            self._tracer = jpipe.Tracer(self._pipe.plan)
+            self._tracer, self._waits = jpipe.Tracer(self._pipe.plan), []
         return self._tracer
 
     def request(self, step: int) -> None:
         """Trace a window from `step` on, if none is being traced and there is room; all processes request the same one."""
         self._requested = step
+
+    def waited(self, seconds: float) -> None:
+        """Note how long this process waited for the data of a step."""
+        if self._tracer is not None:
+            self._waits.append(seconds)
 
     @property
     def is_tracing(self) -> bool:
@@ -76,6 +85,8 @@ class Measure:
         trace, self._tracer = self._tracer.finish(), None
         self._window = self._first, self._batches
         if self._processes is not None:
+            wait = statistics.fmean(self._waits) if self._waits else 0.0
+            self.data_waits = share(self._processes, f"wait for the data from batch {self._first}", wait)
             gathered = gather(self._processes, self._pipe, f"trace of batch {self._first}", trace)
             if gathered is None:
                 return

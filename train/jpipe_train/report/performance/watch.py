@@ -120,12 +120,14 @@ def judge(
     window: jpipe.programs.Window | None,
     processes: Sequence[int] = (),
     shared: bool = False,
+    data_waits: Sequence[float] = (),
 ) -> Verdict | None:
     """Return which part makes steps slower than expected; None if they are not.
 
     The longest of the steps does not count, because a single pause is not slowness. Each part gets the seconds by which it makes a step
-    longer: data, those that a batch takes longer than a whole step should; a stage, those that its computations take longer than
-    expected; a link, those that a rank waits longer for it than expected. The host is to blame if they explain less than half.
+    longer: data, those that a process waits for its rows beyond the seconds that a whole step should take; a stage, those that its
+    computations take longer than expected; a link, those that a rank waits longer for it than expected. The host is to blame if they
+    explain less than half.
 
     Args:
         plan: the plan of the run.
@@ -134,13 +136,17 @@ def judge(
         window: the last measured window, if there is one.
         processes: the process of each rank if there are several.
         shared: whether ranks share devices, so that they wait for each other; no straggler is named then.
+        data_waits: for each of several processes the seconds of a step in which it waited for data while the window was measured. Those of
+            process 0 are in the steps.
     """
     usual = functools.reduce(Step.joined, sorted(steps)[:-1])
     seconds, waited, late = (total / usual.number for total in usual[:3])
     if seconds <= SLOW * expected.seconds:
         return None
-    blames = [_Blame("the data", late, f"the loop waits {time_text(waited)} a step for the next batch")]
+    data = "the data in process 0" if data_waits else "the data"
+    blames = [_Blame(data, late, f"the loop waits {time_text(waited)} a step for the next batch")]
     if window is not None:
+        blames += [_data_of(k, wait, expected) for k, wait in enumerate(data_waits) if k]
         blames += _stages(plan, expected, window, processes) + _links(expected, window, processes)
     most = max(blames, key=lambda blame: blame.excess)
     if most.excess < (seconds - expected.seconds) / 2:
@@ -203,6 +209,11 @@ def _union(intervals: Sequence[tuple[float, float]]) -> list[tuple[float, float]
     return merged
 
 
+def _data_of(process: int, seconds: float, expected: Expected) -> _Blame:
+    """Return the data that a process waits for, these seconds a step."""
+    return _Blame(f"the data in process {process}", seconds - expected.seconds, f"its loop waits {time_text(seconds)} a step for its rows")
+
+
 def _stages(plan: jpipe.Plan, expected: Expected, window: jpipe.programs.Window, processes: Sequence[int]) -> list[_Blame]:
     """Return the stages that take longer than expected, or than their replicas where nothing else is known."""
     rows, blames = microbatch_seconds(plan, window), []
@@ -253,7 +264,7 @@ class Watch:
     """Times the steps of a run, and reports once when they are slower than expected for a minute.
 
     It reports again only if another part is to blame, at most every ten minutes. The first steps, and those during and after evaluations,
-    snapshots and traces do not count. Only process 0 judges, by its own loop and the windows of all processes.
+    snapshots and traces do not count. Only process 0 judges, by its own loop, and by the windows and the data of all processes.
 
     Args:
         pipe: the pipeline of the run.
@@ -300,7 +311,8 @@ class Watch:
         """Return the batch of a step, and note how long that takes, and later how long its rows take that are read when they are sliced."""
         self._data = 0.0
         batch = self._timed(functools.partial(operator.getitem, batches), step)
-        return batch if self._say is None else jax.tree.map(self._with_time, batch)
+        counts = self._say is not None or self._measure.is_tracing
+        return jax.tree.map(self._with_time, batch) if counts else batch
 
     def _with_time(self, leaf: Any) -> Any:
         return replace(leaf, read=functools.partial(self._timed, leaf.read)) if isinstance(leaf, Rows) else leaf
@@ -319,6 +331,7 @@ class Watch:
             step: its number.
             paused: whether the run did something else in addition, so that the step does not count; nor does the next one.
         """
+        self._measure.waited(self._data)
         if self._say is None:
             return
         now, window = self._clock(), self._measure.measured
@@ -341,7 +354,9 @@ class Watch:
     def _judge(self, step: int, now: float) -> None:
         assert self._expected is not None
         assert self._say is not None
-        verdict = judge(self._plan, self._expected, self._steps, self._window, self._processes, self._shared)
+        verdict = judge(
+            self._plan, self._expected, self._steps, self._window, self._processes, self._shared, self._measure.data_waits
+        )
         self._judged = now
         if verdict is not None and verdict.part != self._part:
             self._part = verdict.part
