@@ -17,9 +17,10 @@ from jpipe.programs._steps import Steps
 from jpipe.programs.lowering import lower_evaluation
 from jpipe.runtime._interpreter import Observer, read_data, run
 from jpipe.runtime._join import BatchComparison
-from jpipe.runtime._lanes import arrived
+from jpipe.runtime.transport._lanes import arrived
 from jpipe.runtime._metrics import DelayNorms, Evaluation, Metrics, MetricsExchange
-from jpipe.runtime._transport import Sent, Transport, share_rows, to_host
+from jpipe.runtime.transport._host_rows import share_rows, to_host
+from jpipe.runtime.transport._transport import Sent, Transport
 from jpipe.runtime._worker import Data, RunResults
 from jpipe.runtime.state import (
     Latest,

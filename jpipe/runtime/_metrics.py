@@ -16,7 +16,7 @@ from jpipe.errors import PeerLost
 from jpipe.plan import Plan
 from jpipe.processes._membership import Processes
 from jpipe.programs._instructions import Program
-from jpipe.runtime._lanes import arrived
+from jpipe.runtime.transport._lanes import arrived
 from jpipe.runtime._worker import RunResults
 
 Tree = Any

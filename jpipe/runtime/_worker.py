@@ -27,8 +27,8 @@ from jpipe.programs._instructions import (
     Update,
     op_of,
 )
-from jpipe.runtime._lanes import PendingTransfer, arrived
-from jpipe.runtime._transport import Transport
+from jpipe.runtime.transport._lanes import PendingTransfer, arrived
+from jpipe.runtime.transport._transport import Transport
 from jpipe.runtime.state import (
     Consumed,
     Fields,
