@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jpipe_planner.cost.memory import waiting_gradients
-from jpipe_planner.search.fast_ranges import FastRanges
-from jpipe_planner.search.fitting_ranges import FittingRanges
-from jpipe_planner.search.partition import Placed
+from jpipe_planner.search.pipedream.fast_ranges import FastRanges
+from jpipe_planner.search.pipedream.fitting_ranges import FittingRanges
+from jpipe_planner.search.pipedream.partition import Placed
 
 _NEVER = 2**30  # stages
 

@@ -7,7 +7,7 @@ import numpy as np
 from jpipe_planner.cost.devices import Kind
 from jpipe_planner.cost.memory import stage_bytes, temporary_bytes
 from jpipe_planner.cost.price import Number, all_reduce_seconds, stage_seconds
-from jpipe_planner.search.partition import Problem
+from jpipe_planner.search.pipedream.partition import Problem
 
 _ENOUGH = 2**50  # bytes or waiting inputs: in effect no limit
 

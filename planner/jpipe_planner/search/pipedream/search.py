@@ -1,4 +1,4 @@
-"""PipeDream's partitioning (SOSP 2019, section 3.1), exact for the cost and memory defined in `jpipe_planner.search.partition`.
+"""PipeDream's partitioning (SOSP 2019, section 3.1), exact for the cost and memory defined in `jpipe_planner.search.pipedream.partition`.
 
 A bound on the seconds per microbatch determines which stages and cuts are fast enough. `fast_ranges`, or `fitting_placement` with limited
 memory, tests quickly whether they make a pipeline. Bisection finds the smallest bound under which they do.
@@ -9,11 +9,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from jpipe.plan import repeats_forward
-from jpipe_planner.search.fast_ranges import FastPlacement, FastRanges
-from jpipe_planner.search.fitting_placement import FittingPlacement
-from jpipe_planner.search.fitting_ranges import FittingRanges
-from jpipe_planner.search.partition import Partition, Placed, Problem, evaluate_partition, placed_seconds
-from jpipe_planner.search.ranges import Ranges
+from jpipe_planner.search.pipedream.fast_ranges import FastPlacement, FastRanges
+from jpipe_planner.search.pipedream.fitting_placement import FittingPlacement
+from jpipe_planner.search.pipedream.fitting_ranges import FittingRanges
+from jpipe_planner.search.pipedream.partition import Partition, Placed, Problem, evaluate_partition, placed_seconds
+from jpipe_planner.search.pipedream.ranges import Ranges
 
 TIE = 1e-9
 """Relative difference below which times count as equal: neither profiles nor floating-point sums are more exact."""

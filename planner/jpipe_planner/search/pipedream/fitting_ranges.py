@@ -5,8 +5,8 @@ from typing import Any
 import numpy as np
 
 from jpipe.plan import repeats_forward
-from jpipe_planner.search.fast_ranges import FastRanges
-from jpipe_planner.search.partition import Problem
+from jpipe_planner.search.pipedream.fast_ranges import FastRanges
+from jpipe_planner.search.pipedream.partition import Problem
 
 
 class FittingRanges:

@@ -14,8 +14,8 @@ import numpy as np
 import jpipe
 from jpipe_planner.cost.devices import MOST_DIFFERING, Kind, level_links
 from jpipe_planner.cost.price import cut_seconds
-from jpipe_planner.search.partition import Placed, Problem
-from jpipe_planner.search.ranges import Ranges
+from jpipe_planner.search.pipedream.partition import Placed, Problem
+from jpipe_planner.search.pipedream.ranges import Ranges
 
 _AT_A_TIME = 32  # numbers of replicas
 
