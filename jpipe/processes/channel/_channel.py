@@ -16,7 +16,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 
-from jpipe.processes._coordinator import Beat, Coordinator, Message
+from jpipe.processes.channel._coordinator import Beat, Coordinator, Message
 from jpipe.processes._rendezvous import Store, connect_to_first, listen_for_processes
 from jpipe.processes.handshake import Caller, Door
 

@@ -3,8 +3,8 @@
 import threading
 from collections.abc import Callable
 
-from jpipe.processes._coordinator import Beat
-from jpipe.processes._main_thread import main_thread_calls
+from jpipe.processes.channel._coordinator import Beat
+from jpipe.processes.channel._main_thread import main_thread_calls
 
 LOOK_AFTER = 5
 """Beats without progress after which heartbeats say where the main thread is. A process is blamed after ten or more."""
