@@ -85,7 +85,7 @@ def test_values_may_have_commas_and_any_character():
         (("run.dir=a,b",), {}, "a sweep chooses the folder of each run; leave it out, or name their folder with --dir"),
         (("a=[1",), {}, "--grid a=[1, line 1, column 3: this YAML cannot be read"),
         (("a=.inf",), {}, "--grid a=.inf: .inf is no value of a config"),
-        (("a=log:1:10",), {}, "--grid a: a range has no end of values; add --sample N, which draws N of them"),
+        (("a=log:1:10",), {}, "--grid a: a range has no list of values to try; add --sample N, which draws N of them"),
         (("a=log:0:10",), {"sample": 1}, "expected log:LOW:HIGH with two numbers above 0, the first of which is the smaller"),
         (("a=uniform:2:1",), {"sample": 1}, "expected uniform:LOW:HIGH with two numbers, the first of which is the smaller"),
         (("a=1",), {"sample": 0}, "sweep: expected 1 to 10,000 runs, found --sample of 0; give fewer values, or --sample N"),

@@ -22,7 +22,7 @@ from jpipe_train.runs.listing import SWEEP, folders
 from jpipe_train.runs.reading import CONFIG, Run, read, saved_steps
 
 _MARK = f'content="{picture.CREATOR}"'.encode(), f">{picture.CREATOR}<".encode()  # in a page; in a picture
-_MARKED = 2**12  # the mark is in that many first bytes
+_MARKED = 2**12  # bytes at the beginning of a file, in which the mark is
 _PAGE_WIDTH = 90  # characters; if a column for each run needs more, each is a row
 _LONG_FROM = 1e6  # a loss from here on is written with an exponent
 _LONGEST_VALUE, _LONGEST_CELL = 40, 300  # characters of a value in the terminal, and on the page

@@ -14,7 +14,7 @@ from jpipe import InputError
 from jpipe_planner.machine.plain_yaml import parse
 
 MOST_RUNS = 10_000
-"""The largest number of runs of a sweep; more is a typing error."""
+"""The largest number of runs of a sweep; more are probably a typing error."""
 
 _RANGE = re.compile(r"(log|uniform):([^:,]+):([^:,]+)")
 _LONGEST_NAME = 120  # of a folder; file systems allow 255 bytes
@@ -87,7 +87,7 @@ def combinations(request: Request) -> list[Combination]:
     grid = _parsed(request.grid)
     if request.sample is None:
         if (key := next((key for key, values in grid.items() if isinstance(values, Range)), None)) is not None:
-            raise InputError(f"--grid {key}: a range has no end of values; add --sample N, which draws N of them")
+            raise InputError(f"--grid {key}: a range has no list of values to try; add --sample N, which draws N of them")
         lists = [values for values in grid.values() if not isinstance(values, Range)]
         _check_count(math.prod(map(len, lists)), "the grid")
         rows = list(itertools.product(*lists))

@@ -22,7 +22,7 @@ CONFIG, PLAN = "config.yaml", "plan.json"
 Row = dict[str, int | float]
 
 _MOST_CONFIG, _MOST_END, _MOST_METRICS, _TAIL = 2**20, 2**16, 2**28, 2**18  # bytes; the tail has hundreds of rows
-_FAR, _LONGEST_LINE = 2**24, 2**20  # bytes: in which the last validation is searched; of a row
+_FAR, _LONGEST_LINE = 2**24, 2**20  # bytes at the end of the file in which the last validation is searched; bytes of a row
 _MOST_IN_MEMORY = 2**17  # rows; of more, about every second one is left out, as often as needed
 _LARGEST = {"loss": 1e100, "val_loss": 1e100, "seconds": 1e9}  # the numbers of a row that are kept, and how large they may be
 
@@ -135,7 +135,7 @@ def state_of(
     if end is not None:
         return State("complete", f"{END} says that it has done all steps")
     done, newest = int(rows[-1]["step"]) + 1 if rows else 0, saved[-1] if saved else 0
-    unknown = "" if training is False else "; the file system does not tell whether a process trains in the folder"
+    unknown = "" if training is False else "; the file system cannot tell whether a process is training in the folder"
     if steps is not None and newest >= steps:
         return State("complete", f"the checkpoint of its last step is saved{unknown}")
     if steps is not None and not saved and done >= steps and "val_loss" in rows[-1]:
@@ -145,7 +145,7 @@ def state_of(
     if saved and every is not None and newest % every:
         return State("stopped", f"a signal made it save step {newest}, which is no multiple of checkpoint.every; it resumes there{unknown}")
     where = f"it resumes at step {newest}" if saved else "there is no checkpoint"
-    return State("unfinished", f"it ended after {count(done, 'step')} without saving them, by a failure or killed; {where}{unknown}")
+    return State("unfinished", f"it failed or was killed after {count(done, 'step')}, not all of which are saved; {where}{unknown}")
 
 
 def end_of(path: Path) -> End | None:

@@ -20,16 +20,16 @@ from jpipe_train.report.performance.measure import Measure
 from jpipe_train.report.performance.stage_times import SHORT, microbatch_seconds
 
 SLOW = 1.25
-"""How many times as long as predicted steps or computations take that are reported."""
+"""The smallest ratio of measured to expected seconds at which steps or computations count as slow."""
 
 MINUTE = 60.0
-"""Seconds of slow steps before a report, and at least between two traces that it needs."""
+"""Seconds for which steps have to be slow before a report, and the least number of seconds between two traces for it."""
 
 PAUSE = 600.0
 """Least number of seconds between two reports."""
 
-_FEWEST = 3  # steps that a minute has, however long they are
-_JOINED = 0.1  # most seconds of steps that are kept as one entry, so that a minute has some 1,200 entries at most
+_FEWEST = 3  # the least number of steps that count as a minute, however long they are
+_JOINED = 0.1  # the largest number of seconds of steps that are kept as one entry; a minute then has at most some 1,200 entries
 _SUMS = "sum", "changes"
 
 
@@ -252,7 +252,7 @@ def _usual(rows: Sequence[Mapping[int, float]]) -> dict[int, float]:
 
 
 def _replicas(rows: Sequence[Mapping[int, float]]) -> dict[int, float]:
-    """Return the same for the stages that several ranks have."""
+    """Return the median over its ranks of the seconds of each stage that several ranks have."""
     return {s: seconds for s, seconds in _usual(rows).items() if sum(s in row for row in rows) > 1}
 
 
@@ -295,7 +295,7 @@ class Watch:
         self._shared = len({tuple(place.devices) for place in places}) < len(places)
         self._expected = find_expected(pipe.plan, None)
         self._steps = deque[Step]()  # those of the last minute
-        self._seconds, self._count = 0.0, 0  # their sums
+        self._seconds, self._count = 0.0, 0  # of all of these together: seconds, and the number of steps
         self._exceeds = False  # whether their mean was slow when the last entry began
         self._slow = 0.0  # seconds for which these have been slow
         self._window: jpipe.programs.Window | None = None  # the last one
