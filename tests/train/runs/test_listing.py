@@ -34,11 +34,11 @@ def losses(steps: int) -> list[dict]:
         (rows_of(4), (2, 4), "complete", "the checkpoint of its last step is saved"),
         (losses(4), (2, 4), "complete", "the checkpoint of its last step is saved"),
         (losses(2), (2,), "stopped", "everything up to step 2 is saved, where it resumes"),
-        (rows_of(4), (2,), "unfinished", "it failed or was killed after 4 steps, not all of which are saved; it resumes at step 2"),
+        (rows_of(4), (2,), "unfinished", "it failed or was killed after 4 steps, and resumes at step 2"),
         (rows_of(4)[:2], (2,), "stopped", "everything up to step 2 is saved, where it resumes"),
-        (rows_of(4)[:3], (2,), "unfinished", "it failed or was killed after 3 steps, not all of which are saved; it resumes at step 2"),
+        (rows_of(4)[:3], (2,), "unfinished", "it failed or was killed after 3 steps, and resumes at step 2"),
         (rows_of(4)[:3], (1, 2), "stopped", "a signal made it save step 2, which is no multiple of checkpoint.every; it resumes there"),
-        ([], (), "unfinished", "it failed or was killed after 0 steps, not all of which are saved; there is no checkpoint"),
+        ([], (), "unfinished", "it failed or was killed after 0 steps, and has no checkpoint"),
     ],
 )
 def test_the_state_is_read_from_rows_and_checkpoints(tmp_path, rows, saved, state, why):
@@ -60,7 +60,7 @@ EPOCHS = {"train": {"epochs": 2, "batch_size": 4}}
             (2,),
             (4, 4, None),
             EPOCHS | {"checkpoint": {"every": 2}},
-            ("unfinished", "it failed or was killed after 3 steps, not all of which are saved"),
+            ("unfinished", "it failed or was killed after 3 steps, and"),
             "3/?",
         ),
         (rows_of(4), (4,), (4, 4, 7), EPOCHS, ("stopped", "everything up to step 4 is saved"), "4/?"),

@@ -144,8 +144,8 @@ def state_of(
         return State("stopped", f"everything up to step {newest} is saved, where it resumes{unknown}")
     if saved and every is not None and newest % every:
         return State("stopped", f"a signal made it save step {newest}, which is no multiple of checkpoint.every; it resumes there{unknown}")
-    where = f"it resumes at step {newest}" if saved else "there is no checkpoint"
-    return State("unfinished", f"it failed or was killed after {count(done, 'step')}, not all of which are saved; {where}{unknown}")
+    where = f"resumes at step {newest}" if saved else "has no checkpoint"
+    return State("unfinished", f"it failed or was killed after {count(done, 'step')}, and {where}{unknown}")
 
 
 def end_of(path: Path) -> End | None:
