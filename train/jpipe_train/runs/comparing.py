@@ -14,7 +14,7 @@ from jpipe_train.checkpoint.history import Part
 from jpipe_train.checkpoint.run_folder import METRICS
 from jpipe_train.config.config_file import load_resolved
 from jpipe_train.console.progress import Reporter
-from jpipe_train.console.terminal import count, duration, printable
+from jpipe_train.console.terminal import count, duration, printable, shortened
 from jpipe_train.data import data
 from jpipe_train.report import loss_curve, page
 from jpipe_train.runs import differences, picture
@@ -84,7 +84,7 @@ def compare(paths: Sequence[Path], out: Path, reporter: Reporter) -> None:
     comparison = gather([read(path, whole=True) for path in paths])
     for table in (comparison.differences, comparison.results):
         if table:
-            short = {name: [_shortened(value, _LONGEST_VALUE) for value in values] for name, values in table.items()}
+            short = {name: [shortened(value, _LONGEST_VALUE) for value in values] for name, values in table.items()}
             reporter.table(*_oriented(comparison.names, short, reporter.width), words=comparison.names)
     if not comparison.differences and len(paths) > 1:
         reporter.say("the configs do not differ")
@@ -211,13 +211,9 @@ def _oriented(names: Sequence[str], table: dict[str, list[str]], width: int) -> 
     return ["", *table], [[name, *values] for name, *values in zip(names, *table.values(), strict=True)]
 
 
-def _shortened(text: str, most: int) -> str:
-    return text if len(text) <= most else f"{text[: most - 1]}…"
-
-
 def _page(comparison: Comparison, svg: str, unit: str, drawn: int) -> str:
     def table(values: dict[str, list[str]]) -> str:
-        short = {name: [_shortened(value, _LONGEST_CELL) for value in row] for name, row in values.items()}
+        short = {name: [shortened(value, _LONGEST_CELL) for value in row] for name, row in values.items()}
         return page.scrolling(page.table("numbers runs", *_oriented(comparison.names, short, _PAGE_WIDTH)))
 
     title, number = f"Comparison of {count(len(comparison.runs), 'run')}", comparison.best
