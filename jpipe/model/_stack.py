@@ -13,7 +13,7 @@ from flax import linen, nnx
 
 from jpipe.context import without_mesh
 from jpipe.errors import InputError, callers_code, cause, short, shortened
-from jpipe.model._adapters import adapt, initial_arrays, is_constructor, layers_by_id
+from jpipe.model._adapters import adapt, initial_arrays, layers_by_id
 from jpipe.model._layer import Layer, LayerSpec, describe, key_spec, reject_python_values, spec_of, untrainable, with_arrays
 from jpipe.model._shared_modules import reject_shared_modules, reject_shared_owners
 from jpipe.model._ties import Tie, Ties

@@ -16,8 +16,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 
-from jpipe.processes.channel._coordinator import Beat, Coordinator, Message
 from jpipe.processes._rendezvous import Store, connect_to_first, listen_for_processes
+from jpipe.processes.channel._coordinator import Beat, Coordinator, Message
 from jpipe.processes.handshake import Caller, Door
 
 _LOOK = 0.01  # seconds between two polls of the door

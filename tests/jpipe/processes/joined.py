@@ -18,8 +18,8 @@ if not NAME.startswith("jax"):
 
 import jpipe.processes.channel._inbox  # noqa: E402 - after the stand-in
 from jpipe.errors import InputError, PeerLost  # noqa: E402 - after the stand-in
-from jpipe.processes.channel._channel import Limits  # noqa: E402 - after the stand-in
 from jpipe.processes._membership import Processes  # noqa: E402 - after the stand-in
+from jpipe.processes.channel._channel import Limits  # noqa: E402 - after the stand-in
 
 NUMBERS = bytes.fromhex("000000000000f03f00000000000000800100000000000000000000000000f07f000000000000f0ff0123456789abf87f")
 

@@ -20,10 +20,10 @@ import pytest
 
 from jpipe import InputError
 from jpipe.processes import _rendezvous, handshake, jax_internals
+from jpipe.processes._membership import Processes
 from jpipe.processes.channel import _inbox
 from jpipe.processes.channel._channel import Channel
 from jpipe.processes.channel._coordinator import Beat, Coordinator
-from jpipe.processes._membership import Processes
 from jpipe.runtime import _metrics
 from jpipe.runtime.transport import _lanes
 

@@ -54,7 +54,14 @@ EPOCHS = {"train": {"epochs": 2, "batch_size": 4}}
     [
         (rows_of(4), (4,), (4, 4, None), EPOCHS, ("complete", "end.json says that it has done all steps"), "4/4"),
         (rows_of(2), (2,), (2, 20, "at step 2: why"), {"train": {"steps": 20}}, ("stopped early", "at step 2: why"), "2/20"),
-        (rows_of(2), (2,), None, {"train": {"steps": 20, "stop": {"patience": 1}}}, ("stopped", "everything up to step 2 is saved"), "2/20"),
+        (
+            rows_of(2),
+            (2,),
+            None,
+            {"train": {"steps": 20, "stop": {"patience": 1}}},
+            ("stopped", "everything up to step 2 is saved"),
+            "2/20",
+        ),
         (
             rows_of(4)[:3],
             (2,),

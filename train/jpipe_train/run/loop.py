@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +34,12 @@ from jpipe_train.launch.numeric_settings import numeric_settings
 from jpipe_train.launch.together import Together, facts, joined
 from jpipe_train.plan.auto import find_plan
 from jpipe_train.report import logs
+from jpipe_train.report.metrics_log import MetricsLog, NonFiniteLoss, RunStopped
 from jpipe_train.report.performance import comparison, mfu
 from jpipe_train.report.performance.measure import Measure
-from jpipe_train.report.metrics_log import MetricsLog, NonFiniteLoss, RunStopped
 from jpipe_train.report.performance.profiling import Profiler
-from jpipe_train.report.summary import Summary, epochs_words, slow_of, stages_of, write_report
 from jpipe_train.report.performance.watch import Watch
+from jpipe_train.report.summary import Summary, epochs_words, slow_of, stages_of, write_report
 from jpipe_train.run import stopping
 from jpipe_train.run.callbacks import Callbacks
 from jpipe_train.run.ending import conclude, reason

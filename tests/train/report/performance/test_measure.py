@@ -213,9 +213,7 @@ def test_with_a_window_processes_share_how_long_they_waited_for_its_data(monkeyp
     for name, function in (("share", share), ("gather", lambda *_: None)):
         monkeypatch.setattr(f"jpipe_train.report.performance.measure.{name}", function)
     plan = jpipe.Plan.even("ab", 2, "gpipe", 2)
-    measure = Measure(
-        NonCallableMock(spec=jpipe.Pipeline, plan=plan), (), 30, 10, 3, NonCallableMock(spec=jpipe.processes.Processes)
-    )
+    measure = Measure(NonCallableMock(spec=jpipe.Pipeline, plan=plan), (), 30, 10, 3, NonCallableMock(spec=jpipe.processes.Processes))
     for step in range(10):
         measure.observer(step)
         measure.waited(float(step))

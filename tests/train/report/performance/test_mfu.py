@@ -12,8 +12,8 @@ from rich.console import Console
 from jpipe_planner import count_products
 from jpipe_train.assemble.build import build
 from jpipe_train.console.progress import Reporter
-from jpipe_train.report.performance import mfu
 from jpipe_train.report.metrics_log import repeatable
+from jpipe_train.report.performance import mfu
 from jpipe_train.run import loop
 from tests.train.conftest import changed
 from tests.train.report.loggers.test_tensorboard import read

@@ -354,9 +354,7 @@ class Watch:
     def _judge(self, step: int, now: float) -> None:
         assert self._expected is not None
         assert self._say is not None
-        verdict = judge(
-            self._plan, self._expected, self._steps, self._window, self._processes, self._shared, self._measure.data_waits
-        )
+        verdict = judge(self._plan, self._expected, self._steps, self._window, self._processes, self._shared, self._measure.data_waits)
         self._judged = now
         if verdict is not None and verdict.part != self._part:
             self._part = verdict.part
