@@ -1,7 +1,7 @@
 """Start processes that end with the one that starts them, even if that is killed; only Linux has this.
 
-`python -m jpipe_train.launch.local.child PID COMMAND …` replaces itself by the command. A program with threads, such as those of
-JAX, starts its processes in this way: a `preexec_fn` would run in a copy of the program, in which threads that the copy lacks may hold locks.
+`python -m jpipe_train.launch.local.child PID COMMAND …` replaces itself by the command. A program with threads, such as those of JAX,
+starts processes in this way: a `preexec_fn` would run in a copy of the program without its threads, and may wait for locks that they hold.
 """
 
 import ctypes
