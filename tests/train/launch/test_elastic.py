@@ -167,12 +167,18 @@ save(10)
 
 def test_a_killed_process_is_to_blame_even_if_another_is_seen_to_end_first(tmp_path, capfd):
     """A process that is killed closes its connections before it can be seen to have ended."""
-    file = tmp_path / "process 0"
-    first = f"import os, pathlib, sys; pathlib.Path({str(file)!r}).write_text(str(os.getpid())); sys.exit(1)"
+    file, ready = tmp_path / "process 0", tmp_path / "ready"
+    first = f"""
+import os, pathlib, sys, time
+while not pathlib.Path({str(ready)!r}).exists(): time.sleep(0.01)
+pathlib.Path({str(file)!r}).write_text(str(os.getpid()))
+sys.exit(1)
+"""
     second = f"""
 import os, pathlib, signal, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 file = pathlib.Path({str(file)!r})
+pathlib.Path({str(ready)!r}).touch()
 while not file.exists() or not file.read_text(): time.sleep(0.01)
 try:
     while True: os.kill(int(file.read_text()), 0); time.sleep(0.01)
