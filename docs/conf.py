@@ -7,7 +7,7 @@ from pathlib import Path
 DOCS = Path(__file__).parent
 sys.path[:0] = [str(DOCS.parent)]
 
-from docs import extension  # noqa: E402
+from docs import extension  # noqa: E402 - found by the path that is set above
 
 PROJECT = tomllib.loads((DOCS.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 

@@ -17,8 +17,8 @@ import numpy as np
 from jpipe.errors import InputError
 from jpipe.runtime._interpreter import Event, Observer
 from jpipe.runtime._metrics import Metrics
-from jpipe.runtime._transport import to_host
 from jpipe.runtime.state import CONSUMED, State, is_consumed
+from jpipe.runtime.transport._host_rows import to_host
 
 Tree = Any
 

@@ -5,19 +5,16 @@ is a part of it.
 """
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 import jax
 
-from benchmarks.learning import report
+from benchmarks.learning import report, results
 from benchmarks.learning.draw import draw_all
 from benchmarks.learning.grid import FULL, SHORT, SHORT_SECONDS, SHORT_SEEDS, Part, Row, study
 from benchmarks.machine import describe
-from benchmarks.papers.document import write_pages
 from jpipe import InputError, keep_freed_memory
 
 UPDATES, EVALUATIONS, SEEDS = 600, 20, 3
@@ -31,14 +28,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """
     options = _parser().parse_args(arguments)
     try:
-        rows, platform = _read(options.from_json) if options.from_json else _run(options)
+        rows, platform = results.read(options.from_json) if options.from_json else _run(options)
         if not rows:
             raise InputError("--seconds-limit: no run ended in this time; allow more, or lower --updates")
-        tables = report.tables(rows, ", on a CPU" if platform == "cpu" else "")
-        for table in tables:
-            print(f"\n{table.name}\n\n{table.text}", end="")
-        if options.documents:
-            write_pages(options.documents, {table.name: table.text for table in tables})
+        results.show(report.tables(rows, ", on a CPU" if platform == "cpu" else ""), options.documents)
     except InputError as error:
         sys.exit(f"bench-learning: {error}")
     if options.pictures is not None:
@@ -54,10 +47,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--at-once", type=int, help="how many runs are vectorized; default: 1 on CPUs, otherwise 52")
     limit = f"start no further runs after this time; default: none with --full, otherwise {SHORT_SECONDS:.0f}"
     parser.add_argument("--seconds-limit", type=float, help=limit)
-    parser.add_argument("--json", type=Path, default=Path("benchmarks/learning.json"), help="default: %(default)s")
-    parser.add_argument("--from-json", type=Path, metavar="FILE", help="run nothing; make tables and pictures of these results")
-    parser.add_argument("--documents", nargs="+", type=Path, metavar="FILE", help="put the tables into these, in place of their own")
-    parser.add_argument("--pictures", type=Path, metavar="FOLDER", help="draw pictures into this folder")
+    results.add_options(parser, "benchmarks/learning.json")
     return parser
 
 
@@ -87,14 +77,6 @@ def _parts(parts: Sequence[Part], names: Sequence[str] | None) -> list[Part]:
     if unknown := [name for name in names or () if name not in known]:
         raise InputError(f"--parts: unknown part '{unknown[0]}'; known: {'; '.join(known)}")
     return [known[name] for name in names or known]
-
-
-def _read(path: Path) -> tuple[list[Row], str]:
-    try:
-        results = json.loads(path.read_text(encoding="utf-8"))
-        return [Row(**row) for row in results["rows"]], results["machine"]["platform"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InputError(f"--from-json: expected results that this program wrote in '{path}': {error}") from None
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import numpy as np
 
+from benchmarks.learning import results
 from benchmarks.learning.emulation import Emulation, Recipe, warm_up_and_cosine
 from benchmarks.learning.exchange import Exchange, Pipelines, format_of
 from benchmarks.learning.grid import OPTIMIZERS, Row, Variant, batches_of_run, initial, stacked, stages_of
@@ -23,7 +24,7 @@ from benchmarks.learning.report import Recipe as Measured
 from benchmarks.learning.report import recipes_by_rate
 from benchmarks.learning.tasks import make_gpt
 from benchmarks.machine import describe
-from benchmarks.papers.document import Table, write_pages
+from benchmarks.papers.document import Table
 from jpipe import InputError, files, keep_freed_memory
 from jpipe.plan import Agreement, OuterOptimizer
 
@@ -169,12 +170,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """
     options = _parser().parse_args(arguments)
     try:
-        rows, platform = _read(options.from_json) if options.from_json else _run(options)
-        of_rows = tables(rows, ", on a CPU" if platform == "cpu" else "")
-        for table in of_rows:
-            print(f"\n{table.name}\n\n{table.text}", end="")
-        if options.documents:
-            write_pages(options.documents, {table.name: table.text for table in of_rows})
+        rows, platform = results.read(options.from_json) if options.from_json else _run(options)
+        results.show(tables(rows, ", on a CPU" if platform == "cpu" else ""), options.documents)
     except InputError as error:
         sys.exit(f"bench-learning: {error}")
     if options.pictures is not None:
@@ -195,10 +192,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seeds", type=int, default=SEEDS, help="default: %(default)s")
     parser.add_argument("--at-once", type=int, help=f"how many runs are vectorized; default: 1 on CPUs, otherwise {AT_ONCE}")
     parser.add_argument("--seconds-limit", type=float, default=SECONDS, help="start no further runs after this time; default: %(default)s")
-    parser.add_argument("--json", type=Path, default=Path("benchmarks/agree.json"), help="default: %(default)s")
-    parser.add_argument("--from-json", type=Path, metavar="FILE", help="run nothing; make tables and pictures of these results")
-    parser.add_argument("--documents", nargs="+", type=Path, metavar="FILE", help="put the tables into these, in place of their own")
-    parser.add_argument("--pictures", type=Path, metavar="FOLDER", help="draw pictures into this folder")
+    results.add_options(parser, "benchmarks/agree.json")
     return parser
 
 
@@ -226,14 +220,6 @@ def _run(options: argparse.Namespace) -> tuple[list[Row], str]:
             print(f"{part.name}: {len(rows)} runs in all after {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
     print(f"written to {options.json}", file=sys.stderr)
     return rows, machine["platform"]
-
-
-def _read(path: Path) -> tuple[list[Row], str]:
-    try:
-        results = json.loads(path.read_text(encoding="utf-8"))
-        return [Row(**row) for row in results["rows"]], results["machine"]["platform"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InputError(f"--from-json: expected results that this program wrote in '{path}': {error}") from None
 
 
 def run(part: Part, seeds: int, at_once: int, deadline: float) -> Iterator[list[Row]]:

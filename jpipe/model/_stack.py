@@ -2,7 +2,6 @@
 
 import copy
 import hashlib
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple, get_args
@@ -14,8 +13,9 @@ from flax import linen, nnx
 
 from jpipe.context import without_mesh
 from jpipe.errors import InputError, callers_code, cause, short, shortened
-from jpipe.model._adapters import adapt, initial_arrays, is_constructor, layers_by_id
+from jpipe.model._adapters import adapt, initial_arrays, layers_by_id
 from jpipe.model._layer import Layer, LayerSpec, describe, key_spec, reject_python_values, spec_of, untrainable, with_arrays
+from jpipe.model._shared_modules import reject_shared_modules, reject_shared_owners
 from jpipe.model._ties import Tie, Ties
 from jpipe.model.jaxprs._constants import built_module, reject_constants
 from jpipe.model.traced._cuts import Granularity
@@ -90,7 +90,7 @@ class LayerStack:
         for layer_id in layers:
             if not isinstance(layer_id, str) or not layer_id:
                 raise InputError(f"LayerStack: a layer id is a non-empty string, found {layer_id!r}")
-        _reject_shared_modules(layers)
+        reject_shared_modules(layers)
         same: dict[int, Layer] = {}
         for layer_id, layer in layers.items():
             if id(layer) not in same:
@@ -105,7 +105,7 @@ class LayerStack:
         self.traced: TracedModel | None = None
         self.whole: Whole | None = None
         self._abstract: InputError | None = None  # why the model cannot make its parameters
-        _reject_shared_owners(self.layers)
+        reject_shared_owners(self.layers)
         self.ties = Ties(ties, self.ids)
         self.carries_rows, self.mixes_rows = carries_rows, mixes_rows
 
@@ -439,7 +439,7 @@ class LayerStack:
             evaluated, _ = jax.eval_shape(lambda p, s, v, k: layer.apply(p, s, v, k, False), params, state, x, drawn)
         _reject_complex(layer_id, params)
         if not layer.of_model:  # else it was checked with the model
-            again = lambda: jax.make_jaxpr(lambda *arguments: forward(*arguments))(params, state, x, key)  # noqa: E731
+            again = lambda: jax.make_jaxpr(lambda *arguments: forward(*arguments))(params, state, x, key)  # noqa: E731 - traced anew
             reject_constants(layer_id, original, traced, again)
         _require_equal(f"layer '{layer_id}': the state that a forward returns", new_state, "the state it was given", state)
         _require_equal(f"layer '{layer_id}': its output in evaluation", evaluated, "its output in training", y)
@@ -466,53 +466,3 @@ def _reject_complex(layer_id: str, params: Tree) -> None:
     for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
         if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
             raise untrainable(f"{layer_id}{jax.tree_util.keystr(path)}", leaf.dtype)
-
-
-def _reject_shared_modules(layers: Mapping[str, Any]) -> None:
-    """Raise `InputError` for two NNX modules with the same variable, built or returned by constructors, from a closure."""
-    constructors = {layer_id: layer for layer_id, layer in layers.items() if is_constructor(layer)}
-    seen: dict[int, str] = {}
-
-    def see(layer_id: str, module: nnx.Module) -> None:
-        params = {id(node): ".".join(map(str, path)) for path, node in nnx.iter_graph(module) if isinstance(node, nnx.Param)}
-        for identity, name in params.items():
-            if identity in seen:
-                raise _shared(seen[identity], layer_id, name)
-        seen.update(dict.fromkeys(params, layer_id))
-
-    for layer_id, layer in layers.items():
-        if isinstance(layer, nnx.Module):
-            see(layer_id, layer)
-
-    def record(key: jax.Array) -> None:
-        alive = []  # keeps the built modules alive, so that an id() is not used twice
-        calls = Counter[int]()
-        for layer_id, layer in constructors.items():
-            calls[id(layer)] += 1
-            if calls[id(layer)] > 2:
-                continue  # one constructor that returns a module twice is detected by two calls
-            try:
-                with nnx.use_eager_sharding(False):
-                    module = layer(rngs=nnx.Rngs(key))
-                alive.append(module)
-                see(layer_id, module)
-            except (InputError, KeyboardInterrupt):
-                raise
-            except BaseException:  # noqa: S112 - a constructor that fails is reported by the adapter, with its layer id
-                continue
-
-    jax.eval_shape(record, key_spec())
-
-
-def _reject_shared_owners(layers: Mapping[str, Layer]) -> None:
-    seen: dict[int, str] = {}
-    for layer_id, layer in layers.items():
-        if layer.owner is not None and seen.setdefault(id(layer.owner), layer_id) != layer_id:
-            raise _shared(seen[id(layer.owner)], layer_id, type(layer.owner).__name__)
-
-
-def _shared(first: str, second: str, name: str) -> InputError:
-    return InputError(
-        f"layers '{first}' and '{second}' share the parameter or module '{name}', which a pipeline cannot see: two stages would train two "
-        f"copies of it; give '{second}' its own (for a Linen module: module.clone()), and to share a parameter a jpipe.Tie"
-    )

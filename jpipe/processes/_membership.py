@@ -11,11 +11,11 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from jpipe.errors import InputError, PeerLost
-from jpipe.processes._channel import Channel, Limits
-from jpipe.processes._coordinator import END, Message
-from jpipe.processes._inbox import Inbox
 from jpipe.processes._rendezvous import JaxStore, Store
-from jpipe.processes._waits import Wait, Waits
+from jpipe.processes.channel._channel import Channel, Limits
+from jpipe.processes.channel._coordinator import END, Message
+from jpipe.processes.channel._inbox import Inbox
+from jpipe.processes.channel._waits import Wait, Waits
 
 
 class Processes:

@@ -17,9 +17,7 @@ from jpipe.programs._steps import Steps
 from jpipe.programs.lowering import lower_evaluation
 from jpipe.runtime._interpreter import Observer, read_data, run
 from jpipe.runtime._join import BatchComparison
-from jpipe.runtime._lanes import arrived
 from jpipe.runtime._metrics import DelayNorms, Evaluation, Metrics, MetricsExchange
-from jpipe.runtime._transport import Sent, Transport, share_rows, to_host
 from jpipe.runtime._worker import Data, RunResults
 from jpipe.runtime.state import (
     Latest,
@@ -32,6 +30,9 @@ from jpipe.runtime.state import (
     model_of,
     to_host_memory,
 )
+from jpipe.runtime.transport._host_rows import share_rows, to_host
+from jpipe.runtime.transport._lanes import arrived
+from jpipe.runtime.transport._transport import Sent, Transport
 from jpipe.schedules import SCHEDULES
 from jpipe.stages._arrays import Arrays, shardings_of
 from jpipe.stages._batch import Batch, BatchOfRows, Bucket, Padded, check_outputs, describe_shapes, joined_rows, rows_of

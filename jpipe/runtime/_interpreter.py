@@ -26,9 +26,10 @@ from jpipe.programs._instructions import (
     shifted,
 )
 from jpipe.runtime._nan_check import checked, is_on
-from jpipe.runtime._transport import Transport, rows
 from jpipe.runtime._worker import ConsumedArrays, Data, RunResults, Worker
 from jpipe.runtime.state import WorkerState
+from jpipe.runtime.transport._host_rows import rows
+from jpipe.runtime.transport._transport import Transport
 from jpipe.stages._compiled_stage import CompiledStage
 
 Tree = Any

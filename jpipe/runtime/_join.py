@@ -10,10 +10,10 @@ import numpy as np
 
 from jpipe.errors import InputError
 from jpipe.model._layer import describe
-from jpipe.processes._channel import Limits
 from jpipe.processes._membership import Processes
+from jpipe.processes.channel._channel import Limits
 from jpipe.processes.handshake import find_secret
-from jpipe.runtime._transport import progress
+from jpipe.runtime.transport._transport import progress
 
 _joined: list[Processes] = []  # the processes of this run, once they have joined
 

@@ -27,8 +27,6 @@ from jpipe.programs._instructions import (
     Update,
     op_of,
 )
-from jpipe.runtime._lanes import PendingTransfer, arrived
-from jpipe.runtime._transport import Transport
 from jpipe.runtime.state import (
     Consumed,
     Fields,
@@ -41,6 +39,8 @@ from jpipe.runtime.state import (
     to_host_memory,
     unpack,
 )
+from jpipe.runtime.transport._lanes import PendingTransfer, arrived
+from jpipe.runtime.transport._transport import Transport
 from jpipe.stages._agreement import Agreed
 from jpipe.stages._compiled_stage import CompiledStage, UpdateNumber, update_kind
 from jpipe.stages.functions._stage import End

@@ -12,7 +12,7 @@ Only the last backwards of a rank are split. The forward and the backward of a p
 transfers of the one with the computing of the other. Bubble of a batch: (d - 1) F / 2 for equal stages, each of which takes F / 2, I / 2
 and W / 2, where F = I = W; otherwise near it. Needs m >= 2 d for each replica.
 Reference: DeepSeek 2025, github.com/deepseek-ai/DualPipe, DualPipeV; Sea AI Lab 2025, "cut-in-half".
-"""  # noqa: E501
+"""  # noqa: E501 - the timeline
 
 from collections.abc import Iterator, Sequence
 

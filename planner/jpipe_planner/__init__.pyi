@@ -26,10 +26,10 @@ from .ranking.variants import Variants, find_variants, variant_schedules
 from .search.balance import balance
 from .search.candidate import USUAL, Asked, Candidate
 from .search.candidates import Updates, as_candidate, find_candidates, has_searchable_stages, on_meshes
-from .search.paper import search_paper
 from .search.parallel import search_parallel
-from .search.partition import Partition, Placed, Problem, evaluate_partition, placed_seconds
-from .search.pipedream import search_pipedream
+from .search.pipedream.paper import search_paper
+from .search.pipedream.partition import Partition, Placed, Problem, evaluate_partition, placed_seconds
+from .search.pipedream.search import search_pipedream
 
 __all__ = [
     "NO_MESH",

@@ -328,7 +328,7 @@ def differ(file: str) -> None:
     errors = {}
     for name, changed, seed, rows in (("clip", {"clip": 2.0}, 7, 1), ("key", {}, 8, 1), ("rows", {}, 7, 2)):
         pipe, batches = pipeline(fields | (changed if other else {}))
-        batch = jax.tree.map(lambda leaf: leaf.repeat(rows if other else 1, axis=0), batches[0])  # noqa: B023
+        batch = jax.tree.map(lambda leaf: leaf.repeat(rows if other else 1, axis=0), batches[0])  # noqa: B023 - called at once
         try:
             pipe.init(jax.random.key(seed if other else 7), batch)
         except InputError as error:

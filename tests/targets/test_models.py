@@ -1,5 +1,7 @@
 """Layers, whole models and generation compile for GPUs and TPUs; products of 16 bits stay in 16 bits where the device has them."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -89,7 +91,7 @@ def test_generation(window, devices):
     """The programs of a decoder with a cache of keys and values, which are updated in place, and the choice of a token."""
     config = ModelConfig(**{**GPT, **LLAMA, "heads": 2, "kv_heads": 1, "window": window}, compute_dtype="bfloat16")
     one = jax.sharding.SingleDeviceSharding(devices[0])
-    spec = lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=one)  # noqa: E731
+    spec = functools.partial(jax.ShapeDtypeStruct, sharding=one)
     params = {i: jax.tree.map(lambda leaf: spec(leaf.shape, jnp.bfloat16), layer.specs) for i, layer in layers_of(config).items()}
     decoder = Decoder(config, params, dict.fromkeys(params, devices[0]))
     with tracing_for(devices[0].platform):

@@ -69,6 +69,11 @@ def is_literal(var: Any) -> bool:
     return hasattr(var, "val")
 
 
+def nbytes(var: Any) -> int:
+    """Return the bytes of a variable; a random key counts as 8."""
+    return int(np.prod(var.aval.shape, dtype=np.int64)) * getattr(var.aval.dtype, "itemsize", 8)
+
+
 _ZERO_OF_ZERO = {
     *("abs", "broadcast_in_dim", "ceil", "convert_element_type", "copy", "cumsum", "div", "dynamic_slice", "expand_dims", "floor"),
     *("gather", "imag", "neg", "real", "reduce_precision", "reduce_sum", "reshape", "rev", "round", "sharding_constraint", "sign"),

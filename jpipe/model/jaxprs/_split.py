@@ -16,9 +16,8 @@ from typing import Any
 
 import jax
 import jax.extend.core as jex
-import numpy as np
 
-from jpipe.model.jaxprs._dependence import body_of, is_call, is_literal, scan_parts
+from jpipe.model.jaxprs._dependence import body_of, is_call, is_literal, nbytes, scan_parts
 from jpipe.model.jaxprs._min_cut import cheapest_cut
 from jpipe.model.jaxprs._wanted import UNKNOWN, bind, needed, scan_like, scan_needs
 
@@ -236,7 +235,7 @@ def _inputs_of_second(jaxpr: Any, wanted: Mapping[bool, Sequence[Any]], free: se
         var = to_do.pop()
         if var in costs:
             continue
-        costs[var] = _nbytes(var)
+        costs[var] = nbytes(var)
         if var in producers and producers[var].primitive.name in _CHEAP:
             inputs_of[var] = [v for v in producers[var].invars if not is_literal(v) and v not in from_free]
             to_do += inputs_of[var]
@@ -251,8 +250,3 @@ def _function(closed: Any, inputs: Sequence[Any], outputs: Sequence[Any], number
     equations = [jaxpr.eqns[number] for number in numbers]
     part = jex.Jaxpr(jaxpr.constvars, list(inputs), list(outputs), equations, jaxpr.effects, UNKNOWN)
     return jex.jaxpr_as_fun(jex.ClosedJaxpr(part, closed.consts))
-
-
-def _nbytes(var: Any) -> int:
-    """Return the bytes of a variable; a random key counts as 8."""
-    return int(np.prod(var.aval.shape, dtype=np.int64)) * getattr(var.aval.dtype, "itemsize", 8)

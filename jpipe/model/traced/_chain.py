@@ -9,7 +9,7 @@ import jax.extend.core as jex
 import numpy as np
 
 from jpipe.errors import InputError
-from jpipe.model.jaxprs._dependence import is_literal
+from jpipe.model.jaxprs._dependence import is_literal, nbytes
 from jpipe.model.traced.flat._flatten import CUT as MARK
 
 
@@ -220,11 +220,6 @@ _CHEAP = {
 def is_cheap(equation: Any) -> bool:
     """Return whether a later layer may compute the equation again."""
     return equation.primitive.name in _CHEAP
-
-
-def nbytes(var: Any) -> int:
-    """Return the bytes of a variable; a random key counts as 8."""
-    return int(np.prod(var.aval.shape, dtype=np.int64)) * getattr(var.aval.dtype, "itemsize", 8)
 
 
 def operations(equation: Any) -> int:

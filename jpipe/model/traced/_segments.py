@@ -11,10 +11,10 @@ import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
 
-from jpipe.model.jaxprs._dependence import is_literal
+from jpipe.model.jaxprs._dependence import is_literal, nbytes
 from jpipe.model.jaxprs._min_cut import cheapest_cut
 from jpipe.model.jaxprs._wanted import UNKNOWN
-from jpipe.model.traced._chain import Chain, is_cheap, nbytes, operations
+from jpipe.model.traced._chain import Chain, is_cheap, operations
 
 _WORTH = 0.99  # a smaller set of values passes a cut if it has no more than this share of the bytes
 _AGAIN = 0.05  # share of a layer's operations that may be computed again for it

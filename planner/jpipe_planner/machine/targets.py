@@ -437,7 +437,7 @@ def _release(ptxas: str) -> int:
     """Return the release of CUDA that an assembler is of, or 0 if it does not tell."""
     try:
         command = [ptxas, "--version"]
-        words = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False).stdout  # noqa: S603
+        words = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False).stdout  # noqa: S603 - NVIDIA's assembler
     except (OSError, subprocess.TimeoutExpired):
         return 0
     match = re.search(r"release (\d+)", words)

@@ -15,10 +15,10 @@ from jpipe_planner.machine.topology import Topology
 from jpipe_planner.profile.profile import Profile
 from jpipe_planner.profile.sharded import NO_MESH, Degrees, Meshes
 from jpipe_planner.search.candidate import USUAL, Asked, Candidate
-from jpipe_planner.search.paper import search_paper
 from jpipe_planner.search.parallel import EXTRA, in_orders, pipelines_seconds, search_parallel
-from jpipe_planner.search.partition import SCHEDULE, Partition, Placed, Problem, evaluate_partition
-from jpipe_planner.search.pipedream import search_pipedream
+from jpipe_planner.search.pipedream.paper import search_paper
+from jpipe_planner.search.pipedream.partition import SCHEDULE, Partition, Placed, Problem, evaluate_partition
+from jpipe_planner.search.pipedream.search import search_pipedream
 
 Updates = Literal["batch", "replicas", "text", "code"]
 """How PipeDream's stages update and are searched; see `find_candidates`."""

@@ -11,7 +11,7 @@ from docs import optimizers
 from jpipe import InputError, Tie
 from jpipe.model._ties import Ties
 from jpipe.model.layerwise._probe import find_layerwise
-from jpipe_train.config import optax_names
+from jpipe_train.config.functions import optax_names
 
 RATE = 1e-2
 

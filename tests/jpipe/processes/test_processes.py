@@ -19,11 +19,13 @@ import numpy as np
 import pytest
 
 from jpipe import InputError
-from jpipe.processes import _inbox, _rendezvous, handshake, jax_internals
-from jpipe.processes._channel import Channel
-from jpipe.processes._coordinator import Beat, Coordinator
+from jpipe.processes import _rendezvous, handshake, jax_internals
 from jpipe.processes._membership import Processes
-from jpipe.runtime import _lanes, _metrics
+from jpipe.processes.channel import _inbox
+from jpipe.processes.channel._channel import Channel
+from jpipe.processes.channel._coordinator import Beat, Coordinator
+from jpipe.runtime import _metrics
+from jpipe.runtime.transport import _lanes
 
 PROGRAM = Path(__file__).parent / "joined.py"
 ENDED = "process {} disconnected unexpectedly: it was killed or crashed, see its own output"

@@ -113,7 +113,7 @@ def test_waiting_for_it_costs_two_thirds_of_a_flush(depth):
     for m in MICROBATCHES:
         plan, flush = plan_of(depth, m), plan_of(depth, m).model_copy(update={"schedule": "pipedream_flush"})
         last = [{reader(plan, s, t): t for t in range(batches_for(plan))} for s in range(depth)]
-        times, t = run(plan, batches_for(plan), [(F, B)] * depth, lambda s, k: last[s].get(k)), steady(plan)  # noqa: B023
+        times, t = run(plan, batches_for(plan), [(F, B)] * depth, lambda s, k: last[s].get(k)), steady(plan)  # noqa: B023 - called at once
         assert known(plan, times, t) - known(plan, times, t - 1) == m * (F + B) + (depth - 1) * B
         times = run(flush, 3, [(F, B)] * depth)
         assert known(flush, times, 2) - known(flush, times, 1) == (m + depth - 1) * (F + B)

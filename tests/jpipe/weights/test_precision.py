@@ -78,7 +78,10 @@ def test_a_step_with_masters_by_hand():
     )
     stack, x = LayerStack({"one": layer}), np.array([[0.5], [-2.0]], np.float32)
     labels = np.random.default_rng(0).normal(size=(2, 3)).astype(np.float32)
-    loss = lambda y, labels: (((y - labels) ** 2).sum(), 1.0)  # noqa: E731
+
+    def loss(y, labels):
+        return ((y - labels) ** 2).sum(), 1.0
+
     pipe = Pipeline(stack, Plan.even(stack.ids, 1, "gpipe", 2), loss, optax.sgd(0.5), precision=MASTERS)
     state = pipe.init(jax.random.key(0), (x, labels))
     masters = np.asarray(pipe.params(state)["one"]["w"])

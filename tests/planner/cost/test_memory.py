@@ -8,7 +8,7 @@ import pytest
 import jpipe
 from jpipe_planner.cost.memory import stage_bytes, waiting_gradients, waiting_inputs
 from jpipe_planner.machine.topology import Topology
-from jpipe_planner.search.partition import Placed, Problem, evaluate_partition
+from jpipe_planner.search.pipedream.partition import Placed, Problem, evaluate_partition
 
 
 def shares(replicas, rng):

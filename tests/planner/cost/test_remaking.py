@@ -8,8 +8,8 @@ import jpipe
 from jpipe_planner import Topology
 from jpipe_planner.cost.shape import Pipelines, planned_schedules, schedule_facts
 from jpipe_planner.profile.profile import Profile
-from jpipe_planner.search.partition import Placed, Problem, memory_of
-from jpipe_planner.search.ranges import Ranges
+from jpipe_planner.search.pipedream.partition import Placed, Problem, memory_of
+from jpipe_planner.search.pipedream.ranges import Ranges
 from jpipe_planner.search.stages import Layers
 
 RESIDUALS = {"none": 100, "dots_saveable": 50, "full": 0}

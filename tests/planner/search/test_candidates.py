@@ -11,7 +11,7 @@ from jpipe_planner.profile.sharded import NO_MESH, Degrees, Meshes, possible_deg
 from jpipe_planner.ranking.choose import choose
 from jpipe_planner.search.candidates import as_candidate, find_candidates
 from jpipe_planner.search.parallel import search_parallel
-from jpipe_planner.search.partition import Placed, Problem, evaluate_partition
+from jpipe_planner.search.pipedream.partition import Placed, Problem, evaluate_partition
 
 
 def blocks(count: int = 4, weights: int = 1_000) -> Profile:

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 import jpipe
 from jpipe_planner.machine.topology import Topology
-from jpipe_planner.search.paper import search_paper
-from jpipe_planner.search.partition import Problem
+from jpipe_planner.search.pipedream.paper import search_paper
+from jpipe_planner.search.pipedream.partition import Problem
 
 NUMBERS = st.tuples(st.integers(0, 9), st.integers(0, 9), st.sampled_from([0, 1, 5, 30]), st.sampled_from([0, 2, 20]))
 

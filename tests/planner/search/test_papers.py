@@ -9,9 +9,9 @@ from benchmarks.papers.models import with_blocks
 from benchmarks.planner import __main__ as bench
 from benchmarks.planner import speed
 from jpipe_planner.machine.topology import Topology
-from jpipe_planner.search.paper import search_paper
-from jpipe_planner.search.partition import evaluate_partition
-from jpipe_planner.search.pipedream import search_pipedream
+from jpipe_planner.search.pipedream.paper import search_paper
+from jpipe_planner.search.pipedream.partition import evaluate_partition
+from jpipe_planner.search.pipedream.search import search_pipedream
 from tests.planner.paper_profiles import read, topology
 
 FLAT = {

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 import jpipe
 from jpipe_planner.machine.topology import Topology
-from jpipe_planner.search.partition import Placed, Problem, evaluate_partition
-from jpipe_planner.search.pipedream import TIE, search_pipedream
-from jpipe_planner.search.ranges import Ranges
+from jpipe_planner.search.pipedream.partition import Placed, Problem, evaluate_partition
+from jpipe_planner.search.pipedream.ranges import Ranges
+from jpipe_planner.search.pipedream.search import TIE, search_pipedream
 
 SHAPES = [(2,), (5,), (6,), (2, 2), (3, 2), (2, 3), (1, 4), (2, 1, 2), (2, 2, 2)]
 POLICIES = [("none",), ("full",), ("none", "full"), ("none", "dots_saveable", "full"), ("full", "none")]

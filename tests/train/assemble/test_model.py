@@ -15,8 +15,9 @@ from jpipe.model._losses import call_with_randomness, random_parameter
 from jpipe_train import cli
 from jpipe_train.assemble import build, model
 from jpipe_train.assemble.metrics import metrics
-from jpipe_train.config import config_file, entry_point
+from jpipe_train.config import config_file
 from jpipe_train.config.config import Config, EvalConfig, LossConfig, ModelConfig
+from jpipe_train.config.functions import entry_point
 from tests.train.run.test_loop import rows_of
 
 OWN_PARTS = '''

@@ -12,8 +12,9 @@ import pytest
 from safetensors.numpy import save_file
 
 from jpipe import InputError
-from jpipe_train.checkpoint import huggingface, safetensors_file, warm_start
+from jpipe_train.checkpoint import huggingface, warm_start
 from jpipe_train.checkpoint.huggingface.folder import INDEX, WHOLE
+from jpipe_train.checkpoint.sources import safetensors_file
 from tests.train.checkpoint import folders
 from tests.train.checkpoint.folders import GOLDEN
 

@@ -16,7 +16,7 @@ from jpipe_train.checkpoint import checkpoints
 from jpipe_train.checkpoint.resume import Facts, Resumed
 from jpipe_train.checkpoint.run_folder import RunFolder, write_atomically
 from jpipe_train.config.config import Config
-from jpipe_train.launch.launch import JOB
+from jpipe_train.launch.local.launch import JOB
 from jpipe_train.launch.numeric_settings import numeric_settings
 from jpipe_train.launch.together import Together
 from jpipe_train.report.metrics_log import RunStopped

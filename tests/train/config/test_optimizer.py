@@ -15,8 +15,8 @@ import jpipe
 from jpipe import InputError
 from jpipe_train.assemble.build import check_accumulation, check_per_stage
 from jpipe_train.assemble.optimizer import learning_rate, lr_schedule, optimizer
-from jpipe_train.config import optax_names
 from jpipe_train.config.config import OptimizerConfig
+from jpipe_train.config.functions import optax_names
 from tests.jpipe.running import check_equal
 from tests.optimizers import lenient
 

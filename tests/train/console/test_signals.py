@@ -19,7 +19,8 @@ from jpipe_train.checkpoint import checkpoints
 from jpipe_train.config.config_file import to_yaml
 from jpipe_train.console import interrupt, output, preemption, signals
 from jpipe_train.console.preemption import Preemption
-from jpipe_train.launch import jax_runtime, launch, process_group
+from jpipe_train.launch import jax_runtime
+from jpipe_train.launch.local import launch, process_group
 from jpipe_train.launch.rendezvous import Address
 from jpipe_train.run import loop
 from tests.train.conftest import changed

@@ -92,7 +92,7 @@ def test_an_unfinished_folder_leaves_nothing(error, at, documents, tokenizer, tm
         raise error
 
     monkeypatch.setattr(prepare._Shards, at, fail)
-    with pytest.raises(BaseException) as caught:  # noqa: PT011
+    with pytest.raises(BaseException) as caught:  # noqa: PT011 - whatever is raised
         prepare.prepare(Files([str(documents)]), tokenizer, str(tmp_path / "out"), quiet())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["documents"]
     if isinstance(error, OSError):

@@ -160,7 +160,7 @@ def assembled(pieces: list[Piece], tokenizer: str) -> tuple[Assembler, list[list
     loaded, done = load(tokenizer), []
 
     class Sink:
-        under_way: list[int] = []  # noqa: RUF012
+        under_way: list[int] = []  # noqa: RUF012 - replaced, never changed
 
         def add(self, tokens):
             self.under_way = [*self.under_way, *tokens.tolist()]

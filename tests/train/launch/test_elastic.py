@@ -17,7 +17,7 @@ from jpipe.checkpoints import files as checkpoint_files
 from jpipe_train.checkpoint.history import Part, changes_of_plan
 from jpipe_train.cli import main
 from jpipe_train.config.config import Config
-from jpipe_train.launch.process_group import ProcessGroup
+from jpipe_train.launch.local.process_group import ProcessGroup
 from jpipe_train.run import loop
 from tests.train.conftest import changed
 from tests.train.report.test_report import Page
@@ -27,9 +27,9 @@ LIMIT = 60  # seconds, for what should take one or two
 
 LAUNCH = """
 import json, sys
-from jpipe_train.launch import elastic
-from jpipe_train.launch.process_group import ProcessGroup
-from jpipe_train.launch.slots import Limits
+from jpipe_train.launch.local import elastic
+from jpipe_train.launch.local.process_group import ProcessGroup
+from jpipe_train.launch.local.slots import Limits
 limits, script, *more = sys.argv[1:]
 code = elastic.main(Limits(**json.loads(limits)), more, program=(sys.executable, "-c", script), grace=0.5, pause=0.0)
 assert "jax" not in sys.modules, "to start processes JAX is not needed"
@@ -167,12 +167,18 @@ save(10)
 
 def test_a_killed_process_is_to_blame_even_if_another_is_seen_to_end_first(tmp_path, capfd):
     """A process that is killed closes its connections before it can be seen to have ended."""
-    file = tmp_path / "process 0"
-    first = f"import os, pathlib, sys; pathlib.Path({str(file)!r}).write_text(str(os.getpid())); sys.exit(1)"
+    file, ready = tmp_path / "process 0", tmp_path / "ready"
+    first = f"""
+import os, pathlib, sys, time
+while not pathlib.Path({str(ready)!r}).exists(): time.sleep(0.01)
+pathlib.Path({str(file)!r}).write_text(str(os.getpid()))
+sys.exit(1)
+"""
     second = f"""
 import os, pathlib, signal, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 file = pathlib.Path({str(file)!r})
+pathlib.Path({str(ready)!r}).touch()
 while not file.exists() or not file.read_text(): time.sleep(0.01)
 try:
     while True: os.kill(int(file.read_text()), 0); time.sleep(0.01)

@@ -20,8 +20,8 @@ from jpipe import InputError, Plan
 from jpipe_train.checkpoint.run_folder import RunFolder, of_same_job
 from jpipe_train.cli import main
 from jpipe_train.config.config import Config
-from jpipe_train.launch import launch
-from jpipe_train.launch.process_group import ProcessGroup
+from jpipe_train.launch.local import child, launch
+from jpipe_train.launch.local.process_group import ProcessGroup
 from jpipe_train.run import loop
 from tests.train.conftest import changed
 
@@ -30,7 +30,7 @@ LIMIT = 60  # seconds, for what should take one
 
 LAUNCH = """
 import sys
-from jpipe_train.launch import launch
+from jpipe_train.launch.local import launch
 number, restarts, pause, grace, script, *more = sys.argv[1:]
 seconds = {"pause": float(pause), "grace": float(grace)}
 code = launch.main(int(number), more, pin="--pin" in more, max_restarts=int(restarts), program=(sys.executable, "-c", script), **seconds)
@@ -261,6 +261,21 @@ def test_no_process_outlives_a_launcher_that_is_killed():
         process.kill()
         process.wait(LIMIT)
         wait_for_exit(numbers)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a process when its parent is killed")
+def test_a_command_ends_with_the_process_that_started_it():
+    parent = "import subprocess, sys; from jpipe_train.launch.local.child import command; "
+    parent += "subprocess.run(command([sys.executable, *sys.argv[1:]]))"
+    deaf = f"import os, signal, time; signal.signal(15, signal.SIG_IGN); print(os.getpid(), flush=True); time.sleep({LIMIT})"
+    with subprocess.Popen([sys.executable, "-c", parent, "-c", deaf], cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        number = int(process.stdout.readline())
+        process.kill()
+        process.wait(LIMIT)
+        wait_for_exit([number])
+    words = [sys.executable, "-m", child.__name__, "1", sys.executable, "-c", "print(1)"]  # as if the parent had been killed before
+    late = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT, check=False)
+    assert (late.returncode, late.stdout, late.stderr) == (1, "", "")
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="this system has no way to give a process a core")

@@ -2,8 +2,8 @@
 
 import pytest
 
-from jpipe_train.launch import slots
-from jpipe_train.launch.slots import GiveUp, Limits, Slot, Start, Wait
+from jpipe_train.launch.local import slots
+from jpipe_train.launch.local.slots import GiveUp, Limits, Slot, Start, Wait
 
 LIMITS = Limits(2, 4, max_failures=2, retry_after=100.0, shortage_limit=250.0)
 ALL = (Slot(),) * 4

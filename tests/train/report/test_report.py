@@ -14,11 +14,12 @@ import pytest
 
 import jpipe
 from jpipe_train.checkpoint.history import Part
-from jpipe_train.report import comparison, loss_curve, stage_times
+from jpipe_train.report import loss_curve
 from jpipe_train.report import report as report_module
-from jpipe_train.report.comparison import Comparison, as_predicted, compare, compare_with_plan, why_slower
+from jpipe_train.report.performance import comparison, stage_times
+from jpipe_train.report.performance.comparison import Comparison, as_predicted, compare, compare_with_plan, why_slower
+from jpipe_train.report.performance.stage_times import Stage, slow_ranks, slow_words
 from jpipe_train.report.report import Report, write_report
-from jpipe_train.report.stage_times import Stage, slow_ranks, slow_words
 from jpipe_train.report.summary import slow_of
 from tests.train import browser
 

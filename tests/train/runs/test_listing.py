@@ -22,16 +22,23 @@ def listed(folder, as_json=False, now=None) -> list[str]:
     return lines
 
 
+def losses(steps: int) -> list[dict]:
+    """Return the rows of a run without validations."""
+    return [{"step": step, "loss": 5.0} for step in range(steps)]
+
+
 @pytest.mark.parametrize(
     ("rows", "saved", "state", "why"),
     [
         (rows_of(4), (), "complete", "the row of the last step has the final validation"),
-        (rows_of(4), (2, 4), "complete", "the row of the last step has the final validation"),
-        (rows_of(4), (2,), "unfinished", "it ended after 4 steps without saving them, by a failure or killed; it resumes at step 2"),
+        (rows_of(4), (2, 4), "complete", "the checkpoint of its last step is saved"),
+        (losses(4), (2, 4), "complete", "the checkpoint of its last step is saved"),
+        (losses(2), (2,), "stopped", "everything up to step 2 is saved, where it resumes"),
+        (rows_of(4), (2,), "unfinished", "it failed or was killed after 4 steps, and resumes at step 2"),
         (rows_of(4)[:2], (2,), "stopped", "everything up to step 2 is saved, where it resumes"),
-        (rows_of(4)[:3], (2,), "unfinished", "it ended after 3 steps without saving them, by a failure or killed; it resumes at step 2"),
+        (rows_of(4)[:3], (2,), "unfinished", "it failed or was killed after 3 steps, and resumes at step 2"),
         (rows_of(4)[:3], (1, 2), "stopped", "a signal made it save step 2, which is no multiple of checkpoint.every; it resumes there"),
-        ([], (), "unfinished", "it ended after 0 steps without saving them, by a failure or killed; there is no checkpoint"),
+        ([], (), "unfinished", "it failed or was killed after 0 steps, and has no checkpoint"),
     ],
 )
 def test_the_state_is_read_from_rows_and_checkpoints(tmp_path, rows, saved, state, why):
@@ -48,11 +55,19 @@ EPOCHS = {"train": {"epochs": 2, "batch_size": 4}}
         (rows_of(4), (4,), (4, 4, None), EPOCHS, ("complete", "end.json says that it has done all steps"), "4/4"),
         (rows_of(2), (2,), (2, 20, "at step 2: why"), {"train": {"steps": 20}}, ("stopped early", "at step 2: why"), "2/20"),
         (
+            rows_of(2),
+            (2,),
+            None,
+            {"train": {"steps": 20, "stop": {"patience": 1}}},
+            ("stopped", "everything up to step 2 is saved"),
+            "2/20",
+        ),
+        (
             rows_of(4)[:3],
             (2,),
             (4, 4, None),
             EPOCHS | {"checkpoint": {"every": 2}},
-            ("unfinished", "it ended after 3 steps without saving them"),
+            ("unfinished", "it failed or was killed after 3 steps, and"),
             "3/?",
         ),
         (rows_of(4), (4,), (4, 4, 7), EPOCHS, ("stopped", "everything up to step 4 is saved"), "4/?"),

@@ -85,7 +85,7 @@ def test_values_may_have_commas_and_any_character():
         (("run.dir=a,b",), {}, "a sweep chooses the folder of each run; leave it out, or name their folder with --dir"),
         (("a=[1",), {}, "--grid a=[1, line 1, column 3: this YAML cannot be read"),
         (("a=.inf",), {}, "--grid a=.inf: .inf is no value of a config"),
-        (("a=log:1:10",), {}, "--grid a: a range has no end of values; add --sample N, which draws N of them"),
+        (("a=log:1:10",), {}, "--grid a: a range has no list of values to try; add --sample N, which draws N of them"),
         (("a=log:0:10",), {"sample": 1}, "expected log:LOW:HIGH with two numbers above 0, the first of which is the smaller"),
         (("a=uniform:2:1",), {"sample": 1}, "expected uniform:LOW:HIGH with two numbers, the first of which is the smaller"),
         (("a=1",), {"sample": 0}, "sweep: expected 1 to 10,000 runs, found --sample of 0; give fewer values, or --sample N"),
@@ -276,6 +276,12 @@ def test_a_run_of_another_config_is_not_taken_for_one_of_the_sweep(config, train
     assert "with other values for seed; choose another --dir, or the config as it was" in capsys.readouterr().err
 
 
+def options_of(words: list[str]) -> list[list[str]]:
+    """Return the options of a command line with their values, sorted."""
+    pairs = sorted(words[i : i + 2] for i in range(len(words)) if words[i].startswith("--"))
+    return [pair[:1] if pair[0] == "--allow-code" else pair for pair in pairs]
+
+
 def test_the_job_array_has_a_task_for_each_run(config, capsys):
     arguments = ["sweep", config, "--grid", RATES, "--grid", "optimizer.arguments={b2: 0.9},{b2: 0.95}", "--set", "seed=3", "--allow-code"]
     assert main([*arguments, "--slurm"]) == 0
@@ -283,11 +289,8 @@ def test_the_job_array_has_a_task_for_each_run(config, capsys):
     assert "\n#SBATCH --array=0-3\n" in script
     assert subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True, check=False).stderr == ""
     *words, task, index = shlex.split(script.splitlines()[-1])
-    given = lambda words: sorted(words[i : i + 2] for i in range(len(words)) if words[i].startswith("--"))  # noqa: E731
     assert words[:3] == ["jpipe", "sweep", config]
-    assert [pair[:1] if pair[0] == "--allow-code" else pair for pair in given(words)] == [
-        pair[:1] if pair[0] == "--allow-code" else pair for pair in given(arguments)
-    ]
+    assert options_of(words) == options_of(arguments)
     assert (task, index) == ("--task", "$SLURM_ARRAY_TASK_ID")
 
 
@@ -305,6 +308,12 @@ def test_a_run_gets_the_config_its_values_its_folder_and_its_job(config, monkeyp
     words, job = json.loads((tmp_path / "seen").read_text())
     assert words == ["train", config, "--set", "train.steps=5", "--set", "seed=3", "--set", 'run.dir="sweeps/tiny/seed=3"']
     assert job == "sweep seed=3"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a process when its parent is killed")
+def test_a_run_ends_with_a_sweep_that_is_killed(config, monkeypatch):
+    code = "import ctypes, sys; number = ctypes.c_int(); ctypes.CDLL(None).prctl(2, ctypes.byref(number)); sys.exit(number.value)"
+    assert run_program(code, config, monkeypatch) == signal.SIGKILL  # prctl(PR_GET_PDEATHSIG): the signal at the death of the parent
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 
 from jpipe import InputError
-from jpipe_train.config import entry_point
 from jpipe_train.config.config import BestConfig, Config, EvalConfig, Mode, StopConfig
+from jpipe_train.config.functions import entry_point
 from jpipe_train.config.model_config import ModelConfig
 from jpipe_train.models import cross_entropy, heads
 

@@ -13,9 +13,9 @@ import optax
 
 import jpipe
 from jpipe import InputError
-from jpipe_train.config import entry_point, optax_names
-from jpipe_train.config.arguments import LARGEST, check_names, convert, kind_of, parameters_of
 from jpipe_train.config.config import OptimizerConfig
+from jpipe_train.config.functions import entry_point, optax_names
+from jpipe_train.config.functions.arguments import LARGEST, check_names, convert, kind_of, parameters_of
 
 Tree = Any
 _BLOCK = 1024  # updates whose learning rates are computed together

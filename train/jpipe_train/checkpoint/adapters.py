@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jpipe_train.checkpoint.source import Names, Source, Spec
+from jpipe_train.checkpoint.sources.source import Names, Source, Spec
 from jpipe_train.config.model_config import ModelConfig
 from jpipe_train.config.tune_config import LoraConfig, TuneConfig
 from jpipe_train.models.lora import is_of_adapter, widths_of

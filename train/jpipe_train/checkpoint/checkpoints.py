@@ -12,7 +12,7 @@ from jpipe_train.checkpoint.best import Best
 from jpipe_train.checkpoint.run_folder import FolderChanged
 from jpipe_train.config.config import CheckpointConfig
 from jpipe_train.console.exit_codes import reported_by_system
-from jpipe_train.launch import progress
+from jpipe_train.launch.local import progress
 from jpipe_train.launch.together import Together
 
 Observer = Callable[[jpipe.runtime.Event], None]

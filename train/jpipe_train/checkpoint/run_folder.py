@@ -23,7 +23,7 @@ from jpipe.plan import Predicted
 from jpipe_train.config.config import Config
 from jpipe_train.config.config_file import MOST_BYTES, to_yaml
 from jpipe_train.console import interrupt
-from jpipe_train.launch.launch import JOB
+from jpipe_train.launch.local.launch import JOB
 
 _RUNS = Path("runs")
 METRICS = "metrics.jsonl"

@@ -17,12 +17,13 @@ from jpipe.checkpoints import layers_to_read
 from jpipe.checkpoints.records import describe
 from jpipe.files import resolved, shown
 from jpipe_train.assemble.build import param_specs
-from jpipe_train.checkpoint import huggingface, orbax_checkpoint
+from jpipe_train.checkpoint import huggingface
 from jpipe_train.checkpoint.adapters import for_adapters, whole_names
 from jpipe_train.checkpoint.export import by_name, by_path, state_name, step_of
-from jpipe_train.checkpoint.name_map import of_whole_model, renamed
-from jpipe_train.checkpoint.safetensors_file import TensorsFile, tensors_file
-from jpipe_train.checkpoint.source import Names, Source, Spec
+from jpipe_train.checkpoint.sources import orbax_checkpoint
+from jpipe_train.checkpoint.sources.name_map import of_whole_model, renamed
+from jpipe_train.checkpoint.sources.safetensors_file import TensorsFile, tensors_file
+from jpipe_train.checkpoint.sources.source import Names, Source, Spec
 from jpipe_train.config.config import TuneConfig, WarmStartConfig
 from jpipe_train.config.huggingface import read as read_description
 from jpipe_train.console.terminal import count

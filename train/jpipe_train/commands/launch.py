@@ -35,8 +35,8 @@ def launch(
         retry_after: Elastic: when such a process is tried again, at a checkpoint; twice as long each time that it fails again.
         shortage_limit: Elastic: how long to wait while fewer than MIN processes can be started.
     """
-    from jpipe_train.launch import elastic as elastic_launcher
-    from jpipe_train.launch import launch as launcher
+    from jpipe_train.launch.local import elastic as elastic_launcher
+    from jpipe_train.launch.local import launch as launcher
 
     if message := launcher.problem(num_processes, command, pin=pin, max_restarts=max_restarts, elastic=elastic):
         return fail(printable(message), 2)

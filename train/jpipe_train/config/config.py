@@ -10,8 +10,8 @@ from pydantic import AfterValidator, BeforeValidator, Field, field_validator, mo
 
 import jpipe
 from jpipe.errors import nearest
-from jpipe_train.config import entry_point, optax_names
 from jpipe_train.config.data_config import DataConfig as DataConfig
+from jpipe_train.config.functions import entry_point, optax_names
 from jpipe_train.config.model_config import ModelConfig as ModelConfig
 from jpipe_train.config.plan_config import MOST_MICROBATCHES as MOST_MICROBATCHES
 from jpipe_train.config.plan_config import PlanConfig as PlanConfig

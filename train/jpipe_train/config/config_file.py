@@ -12,7 +12,7 @@ from jpipe.files import expanded, read_text, resolved
 from jpipe_planner.machine.plain_yaml import dump, parse
 from jpipe_train.config import huggingface
 from jpipe_train.config.config import Config
-from jpipe_train.config.entry_point import IN_PYTHON
+from jpipe_train.config.functions.entry_point import IN_PYTHON
 from jpipe_train.config.model_config import OF_THE_RUN
 from jpipe_train.config.section import AUTO
 

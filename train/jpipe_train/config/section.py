@@ -17,7 +17,7 @@ from pydantic import (
     model_validator,
 )
 
-from jpipe_train.config import entry_point
+from jpipe_train.config.functions import entry_point
 
 # The upper limits are far beyond what runs; they keep a typo from counting for hours or out of 32 bits.
 MOST_ROWS = 10**9

@@ -15,6 +15,11 @@ def count(number: int, one: str, plural: str = "s") -> str:
     return f"{number} {one}{'' if number == 1 else plural}"
 
 
+def shortened(text: str, most: int) -> str:
+    """Return a text of at most that many characters; `…` stands for the end of a longer one."""
+    return text if len(text) <= most else f"{text[: most - 1]}…"
+
+
 def duration(seconds: float) -> str:
     """Return a text such as `0:07` or `1:02:03`."""
     minutes, remainder = divmod(round(seconds), 60)

@@ -15,9 +15,9 @@ import jax
 import numpy as np
 
 from jpipe import InputError
-from jpipe_train.config import entry_point
 from jpipe_train.config.config import Config
 from jpipe_train.config.data_config import SourceConfig
+from jpipe_train.config.functions import entry_point
 from jpipe_train.config.section import MOST_ROWS
 from jpipe_train.console.terminal import count
 from jpipe_train.data import arrays, labelled, masked, mixture, position, splits, target_data, windows

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from jpipe import InputError
-from jpipe_train.config import entry_point
+from jpipe_train.config.functions import entry_point
 from jpipe_train.data import position
 from jpipe_train.data.position import Position
 from jpipe_train.data.rows import Batch, when_sliced

@@ -1,4 +1,4 @@
-"""Gather in process 0 the traces that each process measured of its own ranks, as messages with numbers for each rank."""
+"""Gather numbers of all processes: one of each in all, and in process 0 the traces that each process measured of its own ranks."""
 
 import itertools
 from collections.abc import Sequence
@@ -7,6 +7,22 @@ import jpipe
 
 _OPS = tuple(jpipe.ops.OPS)
 _PIECE = 2**16  # numbers in a message: a megabyte of text; a line of the channel may have sixteen
+
+
+def share(processes: jpipe.processes.Processes, name: str, number: float, what: str | None = None) -> list[float]:
+    """Return the numbers of all processes, by process; all processes call it.
+
+    Args:
+        processes: the processes of the run.
+        name: of these numbers, the same in all processes and unique in a run.
+        number: of this process.
+        what: a description of the numbers for messages; by default their name.
+
+    Raises:
+        jpipe.PeerLost: the run is lost.
+    """
+    processes.broadcast(f"{name} of process {processes.index}", [number])
+    return [processes.receive(f"{name} of process {k}", k, what)[0] for k in range(processes.count)]
 
 
 def gather(processes: jpipe.processes.Processes, pipe: jpipe.Pipeline, name: str, trace: jpipe.runtime.Trace) -> jpipe.runtime.Trace | None:

@@ -22,6 +22,7 @@ from jpipe_train.config import config_file
 from jpipe_train.config.config import Config
 from jpipe_train.console.exit_codes import code_of, may_pass
 from jpipe_train.launch import distributed
+from jpipe_train.launch.gather import share
 from jpipe_train.launch.numeric_settings import numeric_settings
 
 T = TypeVar("T")
@@ -176,11 +177,7 @@ class Together:
 
     def largest(self, what: str, number: float) -> float:
         """Return the largest of the numbers of all processes, which all call this; `what` describes them in messages."""
-        if self.processes is None:
-            return number
-        name = f"number {next(self._numbers)} of process"
-        self.processes.broadcast(f"{name} {self.index}", [number])
-        return max(self.processes.receive(f"{name} {k}", k, what)[0] for k in range(self.processes.count))
+        return number if self.processes is None else max(share(self.processes, f"number {next(self._numbers)}", number, what))
 
     def start_devices(self, limit: float) -> None:
         """Start the devices of all processes, if there are several, and continue only if they are of one kind.

@@ -66,8 +66,8 @@ class Adapted(nnx.Module):
             y = y + self.bias[...].astype(x.dtype)[(None,) * (y.ndim - 1)]
         if not self.lora:
             return y
-        nothing = lambda width: jnp.zeros((*y.shape[:-1], width), y.dtype)  # noqa: E731
-        return y + jnp.concatenate([self.lora[name](x) if name in self.lora else nothing(width) for name, width in self.widths], axis=-1)
+        changes = [self.lora[name](x) if name in self.lora else jnp.zeros((*y.shape[:-1], width), y.dtype) for name, width in self.widths]
+        return y + jnp.concatenate(changes, axis=-1)
 
 
 def tuned(layers: Mapping[str, Callable[..., nnx.Module]], config: ModelConfig, tune: TuneConfig) -> dict[str, Callable[..., nnx.Module]]:

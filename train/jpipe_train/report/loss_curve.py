@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from jaxtyping import Float64, Int64
 
+from jpipe_train.console.terminal import shortened
+
 if TYPE_CHECKING:
     import matplotlib.axes
     import matplotlib.figure
@@ -84,8 +86,7 @@ def _mark(axes: "matplotlib.axes.Axes", changes: Sequence[tuple[int, str]]) -> N
     for step, _ in changes[-MOST_CHANGES:]:
         axes.axvline(step, color=_CHANGE, linewidth=0.9, linestyle=(0, (4, 3)), zorder=1)
     for step, words in changes if len(changes) <= _MOST_WORDS else ():
-        text = words if len(words) <= _LONGEST_WORDS else f"{words[: _LONGEST_WORDS - 1]}…"
-        point = step, 0.02
+        text, point = shortened(words, _LONGEST_WORDS), (step, 0.02)
         style: dict[str, Any] = {"xytext": (3, 0), "ha": "left", "va": "bottom", "rotation": 90, "parse_math": False}
         axes.annotate(text, point, xycoords=("data", "axes fraction"), textcoords="offset points", color=_CHANGE, fontsize=7.5, **style)
 
@@ -142,7 +143,7 @@ def draw_metrics(rows: Sequence[Mapping[str, int | float]], names: Sequence[str]
         axes.margins(y=0.2)
         axes.xaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
         axes.xaxis.set_major_formatter(lambda step, _: f"{step:,.0f}")
-        axes.set_title(name if len(name) <= _LONGEST_NAME else f"{name[: _LONGEST_NAME - 1]}…", fontsize=10, loc="left", parse_math=False)
+        axes.set_title(shortened(name, _LONGEST_NAME), fontsize=10, loc="left", parse_math=False)
         dress(axes, "")
     return figure
 

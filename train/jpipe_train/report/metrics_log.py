@@ -16,8 +16,8 @@ from jpipe_train.config.data_config import SourceConfig
 from jpipe_train.console.progress import Reporter
 from jpipe_train.launch.together import Together
 from jpipe_train.report.logs import Logs
-from jpipe_train.report.measure import Measure
-from jpipe_train.report.mfu import Utilization
+from jpipe_train.report.performance.measure import Measure
+from jpipe_train.report.performance.mfu import Utilization
 
 
 class Evaluated(NamedTuple):

@@ -6,12 +6,27 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from string import Template
 
+_TEMPLATE = Path(__file__).with_name("page.html")
 _STYLE = Path(__file__).with_name("page_style.css")
 
 
-def fill(template: Path, parts: Mapping[str, str]) -> str:
-    """Return a page: a template with its parts, which are HTML already, and with the common style as `$style`."""
-    return Template(template.read_text(encoding="utf-8")).substitute(parts, style=_STYLE.read_text(encoding="utf-8"))
+def document(title: str, results: str, sections: Mapping[str, str], generator: str) -> str:
+    """Return a page.
+
+    Args:
+        title: its title, as text.
+        results: what stands below the title, as HTML; may be empty.
+        sections: the content of each section as HTML, by its heading as text.
+        generator: the program that wrote the page, for its metadata.
+    """
+    bodies = (f"<section>\n<h2>{escape(heading)}</h2>\n{content}\n</section>" for heading, content in sections.items())
+    return Template(_TEMPLATE.read_text(encoding="utf-8")).substitute(
+        title=escape(title),
+        results=results,
+        sections="\n".join(bodies),
+        generator=escape(generator),
+        style=_STYLE.read_text(encoding="utf-8"),
+    )
 
 
 def escape(words: str) -> str:

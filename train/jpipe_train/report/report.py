@@ -12,8 +12,9 @@ from jpipe.files import write_atomically
 from jpipe_train.checkpoint import history
 from jpipe_train.checkpoint.history import Part
 from jpipe_train.console.terminal import count, duration
-from jpipe_train.report import loss_curve, page, stage_times
-from jpipe_train.report.comparison import (
+from jpipe_train.report import loss_curve, page
+from jpipe_train.report.performance import stage_times
+from jpipe_train.report.performance.comparison import (
     WITHOUT_TEMPORARIES,
     Comparison,
     bytes_text,
@@ -23,12 +24,11 @@ from jpipe_train.report.comparison import (
     time_text,
     why_slower,
 )
-from jpipe_train.report.stage_times import Stage
+from jpipe_train.report.performance.stage_times import Stage
 
 if TYPE_CHECKING:
     import matplotlib.figure
 
-_PAGE = Path(__file__).with_name("report_page.html")
 _MOST_PARTS = 50  # the last parts of a resumed run that are listed
 _MOST_METRICS, _MOST_RESULTS = 24, 4  # validation metrics that are drawn, and that the top of the page shows
 
@@ -103,16 +103,14 @@ def write_report(folder: Path, report: Report) -> None:
 
 
 def _page(report: Report, pictures: Mapping[str, bytes]) -> str:
-    parts = {
-        "title": page.escape(report.title),
-        "results": _results(report),
-        "facts": page.table("facts", [], report.facts.items()) + _history(report),
-        "loss": _loss(report, pictures.get("loss")) + _delay(report, pictures.get("delay")) + _metrics(report, pictures.get("metrics")),
-        "comparison": _comparison_table(report),
-        "timeline": _stages(report) + _timeline(report, pictures.get("timeline")),
-        "memory": _memory(report, pictures.get("memory")),
+    sections = {
+        "What ran": page.table("facts", [], report.facts.items()) + _history(report),
+        "Loss": _loss(report, pictures.get("loss")) + _delay(report, pictures.get("delay")) + _metrics(report, pictures.get("metrics")),
+        "Predicted against measured": _comparison_table(report),
+        "Timeline": _stages(report) + _timeline(report, pictures.get("timeline")),
+        "Memory": _memory(report, pictures.get("memory")),
     }
-    return page.fill(_PAGE, parts)
+    return page.document(report.title, _results(report), sections, "jpipe")
 
 
 def _results(report: Report) -> str:

@@ -22,9 +22,10 @@ from jpipe_train.config.config import Config, TrainConfig
 from jpipe_train.console.progress import Reporter
 from jpipe_train.console.terminal import count, duration, first_line
 from jpipe_train.data import data
-from jpipe_train.report import comparison, report
-from jpipe_train.report.measure import Measure
-from jpipe_train.report.stage_times import Stage, slow_ranks, slow_words
+from jpipe_train.report import report
+from jpipe_train.report.performance import comparison
+from jpipe_train.report.performance.measure import Measure
+from jpipe_train.report.performance.stage_times import Stage, slow_ranks, slow_words
 
 
 @dataclass(frozen=True)

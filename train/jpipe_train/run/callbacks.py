@@ -32,7 +32,7 @@ class EvalRecord:
     """The results of an evaluation, for `on_eval`.
 
     Attributes:
-        step: the row of `metrics.jsonl` that has them: they are of the weights before this step, at the end of a run of the final weights.
+        step: the step whose row of `metrics.jsonl` has them. They are of the weights before this step; the last ones, of the final weights.
         loss: the mean loss over the evaluation data.
         metrics: the means of the metrics by name.
     """
@@ -48,7 +48,7 @@ class CheckpointRecord:
 
     Attributes:
         step: the number of batches before it.
-        path: the folder of the checkpoint, which is gone already if newer checkpoints have taken its place.
+        path: the folder of the checkpoint, which may have been removed already if newer checkpoints have taken its place.
     """
 
     step: int
@@ -56,7 +56,7 @@ class CheckpointRecord:
 
 
 class Callbacks:
-    """Calls the callbacks of a run, and remembers whether one of them has asked to end it.
+    """Calls the callbacks of a run, and records whether one of them has asked to end it.
 
     Args:
         callbacks: objects with at least one of the methods `METHODS`, each of which gets a record and returns None or "stop".

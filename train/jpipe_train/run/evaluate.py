@@ -31,7 +31,7 @@ from jpipe_train.data.rows import BatchesOfRows, Divisible, WithRemainder, like_
 from jpipe_train.data.sources import OR_NULL
 from jpipe_train.launch.together import facts, joined
 from jpipe_train.report.metrics_log import RunStopped, mean_of, means_of
-from jpipe_train.run.loop import reason
+from jpipe_train.run.ending import reason
 from jpipe_train.run.starting import begin, read_checkpoint
 
 _MOST_PENDING = 2  # batches whose results are read later, so that devices always have work

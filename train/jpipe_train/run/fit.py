@@ -19,7 +19,7 @@ from jpipe_train.checkpoint.resume import Resume, Resumed
 from jpipe_train.checkpoint.resume import find as find_resumed
 from jpipe_train.config.config import CheckpointConfig, Config, EvalConfig
 from jpipe_train.config.config_file import to_yaml
-from jpipe_train.config.entry_point import name_in_python
+from jpipe_train.config.functions.entry_point import name_in_python
 from jpipe_train.console import interrupt
 from jpipe_train.console.progress import Reporter
 from jpipe_train.data.data import Data

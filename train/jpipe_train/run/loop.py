@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,19 +28,21 @@ from jpipe_train.console import interrupt
 from jpipe_train.console.exit_codes import reported_by_system
 from jpipe_train.console.preemption import Preemption
 from jpipe_train.console.progress import Reporter
-from jpipe_train.console.terminal import count, first_line
+from jpipe_train.console.terminal import count
 from jpipe_train.data import data
 from jpipe_train.launch.numeric_settings import numeric_settings
 from jpipe_train.launch.together import Together, facts, joined
 from jpipe_train.plan.auto import find_plan
-from jpipe_train.report import comparison, logs, mfu
-from jpipe_train.report.measure import Measure
+from jpipe_train.report import logs
 from jpipe_train.report.metrics_log import MetricsLog, NonFiniteLoss, RunStopped
-from jpipe_train.report.profiling import Profiler
-from jpipe_train.report.summary import Summary, epochs_words, print_summary, slow_of, stages_of, write_report
-from jpipe_train.report.watch import Watch
+from jpipe_train.report.performance import comparison, mfu
+from jpipe_train.report.performance.measure import Measure
+from jpipe_train.report.performance.profiling import Profiler
+from jpipe_train.report.performance.watch import Watch
+from jpipe_train.report.summary import Summary, epochs_words, slow_of, stages_of, write_report
 from jpipe_train.run import stopping
 from jpipe_train.run.callbacks import Callbacks
+from jpipe_train.run.ending import conclude, reason
 from jpipe_train.run.starting import begin, check_shared, continue_on_all, initial_params, make_folder, read_checkpoint, report_resumed
 from jpipe_train.run.training import Training
 
@@ -343,22 +345,6 @@ def run(
     return conclude(summary, config, pipe.plan, sizes, folder, reporter, in_python=program.build is not None)
 
 
-def conclude(
-    summary: Summary,
-    config: Config,
-    plan: jpipe.Plan,
-    sizes: Sequence[jpipe.programs.StageCost],
-    folder: RunFolder | None,
-    reporter: Reporter,
-    *,
-    in_python: bool,
-) -> Summary:
-    """Mark the end of a run in its folder, print its summary, and return it with the planner's prediction, if there is one."""
-    summary = summary if folder is None else complete(summary, config, plan, sizes, folder)
-    print_summary(summary, data.loss_unit(config), reporter, in_python=in_python)
-    return summary
-
-
 def make_preemption(config: Config, together: Together, callbacks: Callbacks | None, watch: Watch) -> Preemption:
     """Return what decides before each step whether the run ends, for a signal or as callbacks ask, and whether it is traced."""
     stops = None if callbacks is None else (lambda: callbacks.stop)
@@ -445,49 +431,3 @@ def facts_of_run(config: Config, pipe: jpipe.Pipeline) -> dict[str, Any]:
         "devices": jax.device_count(),
         "versions": VERSIONS | numeric_settings(),
     }
-
-
-def complete(summary: Summary, config: Config, plan: jpipe.Plan, sizes: Sequence[jpipe.programs.StageCost], folder: RunFolder) -> Summary:
-    """Mark the end of the run in its folder, unless a signal ended it, and return the summary with the planner's prediction."""
-    if summary.stopped_by is None:
-        reason = None if summary.steps >= config.train.length else summary.remarks.get("stopped early", f"at step {summary.steps}")
-        folder.mark_end(summary.steps, config.train.length, reason)
-    return compare_with_prediction(summary, plan, sizes, folder)
-
-
-def compare_with_prediction(summary: Summary, plan: jpipe.Plan, sizes: Sequence[jpipe.programs.StageCost], folder: RunFolder) -> Summary:
-    """Return the summary with the planner's prediction, and write both into the folder."""
-    if summary.measured is None or plan.predicted is None:
-        return summary
-    measured = comparison.as_predicted(plan, summary.measured, sizes)
-    folder.keep_planned(plan.predicted, measured)
-    return dataclasses.replace(summary, planned=tuple(comparison.compare_with_plan(plan, plan.predicted, measured)))
-
-
-def describe_newest(folder: RunFolder | None) -> str:
-    """Return the end of an error message about a changed run folder: which checkpoint is left; empty if the folder is unknown."""
-    from jpipe.checkpoints import files
-
-    if folder is None:
-        return ""
-    try:
-        whole = files.steps(folder.path)
-    except (jpipe.InputError, OSError):
-        whole = []
-    return f"; its newest checkpoint is of step {whole[-1]}, from which it resumes" if whole else "; no checkpoint is left there"
-
-
-def reason(error: Exception, folder: RunFolder | None = None) -> str:
-    """Return the message of a device or disk error in one line."""
-    if isinstance(error, FolderChanged):
-        return f"{error.strerror}{describe_newest(folder)}"
-    if isinstance(error, OSError):
-        file = error.filename if isinstance(error.filename, str) else None
-        if file is not None and (folder is None or not Path(file).is_relative_to(folder.path)):
-            return f"'{file}' cannot be read or written: {error.strerror or error}"
-        return f"the run folder cannot be written: {error.strerror or error}"
-    message = first_line(error)
-    if isinstance(error, jpipe.runtime.CopiesDiffer):
-        return message
-    hint = "; use more stages, recomputation or smaller microbatches" if "RESOURCE_EXHAUSTED" in message else ""
-    return f"a device failed: {message}{hint}"

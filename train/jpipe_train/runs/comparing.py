@@ -14,16 +14,15 @@ from jpipe_train.checkpoint.history import Part
 from jpipe_train.checkpoint.run_folder import METRICS
 from jpipe_train.config.config_file import load_resolved
 from jpipe_train.console.progress import Reporter
-from jpipe_train.console.terminal import count, duration, printable
+from jpipe_train.console.terminal import count, duration, printable, shortened
 from jpipe_train.data import data
 from jpipe_train.report import loss_curve, page
 from jpipe_train.runs import differences, picture
 from jpipe_train.runs.listing import SWEEP, folders
 from jpipe_train.runs.reading import CONFIG, Run, read, saved_steps
 
-_PAGE = Path(__file__).with_name("comparison_page.html")
 _MARK = f'content="{picture.CREATOR}"'.encode(), f">{picture.CREATOR}<".encode()  # in a page; in a picture
-_MARKED = 2**12  # the mark is in that many first bytes
+_MARKED = 2**12  # bytes at the beginning of a file, in which the mark is
 _PAGE_WIDTH = 90  # characters; if a column for each run needs more, each is a row
 _LONG_FROM = 1e6  # a loss from here on is written with an exponent
 _LONGEST_VALUE, _LONGEST_CELL = 40, 300  # characters of a value in the terminal, and on the page
@@ -85,7 +84,7 @@ def compare(paths: Sequence[Path], out: Path, reporter: Reporter) -> None:
     comparison = gather([read(path, whole=True) for path in paths])
     for table in (comparison.differences, comparison.results):
         if table:
-            short = {name: [_shortened(value, _LONGEST_VALUE) for value in values] for name, values in table.items()}
+            short = {name: [shortened(value, _LONGEST_VALUE) for value in values] for name, values in table.items()}
             reporter.table(*_oriented(comparison.names, short, reporter.width), words=comparison.names)
     if not comparison.differences and len(paths) > 1:
         reporter.say("the configs do not differ")
@@ -212,13 +211,9 @@ def _oriented(names: Sequence[str], table: dict[str, list[str]], width: int) -> 
     return ["", *table], [[name, *values] for name, *values in zip(names, *table.values(), strict=True)]
 
 
-def _shortened(text: str, most: int) -> str:
-    return text if len(text) <= most else f"{text[: most - 1]}…"
-
-
 def _page(comparison: Comparison, svg: str, unit: str, drawn: int) -> str:
     def table(values: dict[str, list[str]]) -> str:
-        short = {name: [_shortened(value, _LONGEST_CELL) for value in row] for name, row in values.items()}
+        short = {name: [shortened(value, _LONGEST_CELL) for value in row] for name, row in values.items()}
         return page.scrolling(page.table("numbers runs", *_oriented(comparison.names, short, _PAGE_WIDTH)))
 
     title, number = f"Comparison of {count(len(comparison.runs), 'run')}", comparison.best
@@ -237,11 +232,9 @@ def _page(comparison: Comparison, svg: str, unit: str, drawn: int) -> str:
     )
     lowest = zip(comparison.names, comparison.results["validation loss, lowest"], comparison.results["training loss, lowest"], strict=True)
     alt = "Losses of the runs. " + " ".join(f"{name}: validation {valid}, training {train}." for name, valid, train in lowest)
-    parts = {
-        "title": page.escape(title),
-        "results": page.results(values),
-        "losses": page.figure(svg.encode(), "narrow", alt, caption, "svg+xml"),
-        "numbers": table(comparison.results),
-        "differences": table(comparison.differences) if comparison.differences else page.note("The configs do not differ."),
+    sections = {
+        "Losses": page.figure(svg.encode(), "narrow", alt, caption, "svg+xml"),
+        "Results": table(comparison.results),
+        "What differs in the configs": table(comparison.differences) if comparison.differences else page.note("The configs do not differ."),
     }
-    return page.fill(_PAGE, parts)
+    return page.document(title, page.results(values), sections, picture.CREATOR)

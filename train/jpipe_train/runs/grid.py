@@ -14,7 +14,7 @@ from jpipe import InputError
 from jpipe_planner.machine.plain_yaml import parse
 
 MOST_RUNS = 10_000
-"""The largest number of runs of a sweep; more is a typing error."""
+"""The largest number of runs of a sweep; more are probably a typing error."""
 
 _RANGE = re.compile(r"(log|uniform):([^:,]+):([^:,]+)")
 _LONGEST_NAME = 120  # of a folder; file systems allow 255 bytes
@@ -87,7 +87,7 @@ def combinations(request: Request) -> list[Combination]:
     grid = _parsed(request.grid)
     if request.sample is None:
         if (key := next((key for key, values in grid.items() if isinstance(values, Range)), None)) is not None:
-            raise InputError(f"--grid {key}: a range has no end of values; add --sample N, which draws N of them")
+            raise InputError(f"--grid {key}: a range has no list of values to try; add --sample N, which draws N of them")
         lists = [values for values in grid.values() if not isinstance(values, Range)]
         _check_count(math.prod(map(len, lists)), "the grid")
         rows = list(itertools.product(*lists))
@@ -108,9 +108,9 @@ def _sampled(values: Sequence[list[str] | Range], number: int, seed: int) -> lis
     lists = [options for options in values if not isinstance(options, Range)]
     if len(lists) == len(values) and (size := math.prod(map(len, lists))) <= MOST_RUNS:
         rows = list(itertools.product(*lists))
-        random.Random(seed).shuffle(rows)  # noqa: S311
+        random.Random(seed).shuffle(rows)  # noqa: S311 - values of a config, not secrets
         return rows[: min(number, size)]
-    sources = [random.Random(f"{seed} {draw}") for draw in range(number)]  # noqa: S311
+    sources = [random.Random(f"{seed} {draw}") for draw in range(number)]  # noqa: S311 - the same
     return [tuple(o.draw(source) if isinstance(o, Range) else source.choice(o) for o in values) for source in sources]
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from jpipe import InputError
 from jpipe.files import expanded, shown
 from jpipe_train.checkpoint.run_folder import METRICS
-from jpipe_train.console.terminal import align, count, duration, printable
+from jpipe_train.console.terminal import align, count, duration, printable, shortened
 from jpipe_train.runs.reading import Run, read
 
 SWEEP = "sweep.json"
@@ -91,7 +91,7 @@ def _cells(run: Run, now: float) -> list[str]:
     seconds = run.last("seconds")
     losses = [f"{value:.4g}" if value is not None else "–" for value in (run.last("loss"), run.last("val_loss"))]
     return [
-        name if len(name) <= _LONGEST else f"{name[: _LONGEST - 1]}…",
+        shortened(name, _LONGEST),
         run.state.name,
         f"{run.done}/{run.steps or '?'}",
         *losses,

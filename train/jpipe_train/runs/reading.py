@@ -22,7 +22,7 @@ CONFIG, PLAN = "config.yaml", "plan.json"
 Row = dict[str, int | float]
 
 _MOST_CONFIG, _MOST_END, _MOST_METRICS, _TAIL = 2**20, 2**16, 2**28, 2**18  # bytes; the tail has hundreds of rows
-_FAR, _LONGEST_LINE = 2**24, 2**20  # bytes: in which the last validation is searched; of a row
+_FAR, _LONGEST_LINE = 2**24, 2**20  # bytes at the end of the file in which the last validation is searched; bytes of a row
 _MOST_IN_MEMORY = 2**17  # rows; of more, about every second one is left out, as often as needed
 _LARGEST = {"loss": 1e100, "val_loss": 1e100, "seconds": 1e9}  # the numbers of a row that are kept, and how large they may be
 
@@ -135,15 +135,17 @@ def state_of(
     if end is not None:
         return State("complete", f"{END} says that it has done all steps")
     done, newest = int(rows[-1]["step"]) + 1 if rows else 0, saved[-1] if saved else 0
-    unknown = "" if training is False else "; the file system does not tell whether a process trains in the folder"
-    if steps is not None and done >= steps and "val_loss" in rows[-1] and (not saved or newest >= steps):
+    unknown = "" if training is False else "; the file system cannot tell whether a process is training in the folder"
+    if steps is not None and newest >= steps:
+        return State("complete", f"the checkpoint of its last step is saved{unknown}")
+    if steps is not None and not saved and done >= steps and "val_loss" in rows[-1]:
         return State("complete", f"the row of the last step has the final validation{unknown}")
     if saved and newest >= done:
         return State("stopped", f"everything up to step {newest} is saved, where it resumes{unknown}")
     if saved and every is not None and newest % every:
         return State("stopped", f"a signal made it save step {newest}, which is no multiple of checkpoint.every; it resumes there{unknown}")
-    where = f"it resumes at step {newest}" if saved else "there is no checkpoint"
-    return State("unfinished", f"it ended after {count(done, 'step')} without saving them, by a failure or killed; {where}{unknown}")
+    where = f"resumes at step {newest}" if saved else "has no checkpoint"
+    return State("unfinished", f"it failed or was killed after {count(done, 'step')}, and {where}{unknown}")
 
 
 def end_of(path: Path) -> End | None:
@@ -186,10 +188,7 @@ def _number(config: Mapping[str, Any], section: str, key: str) -> int | None:
 
 
 def _config(path: Path) -> dict[str, Any]:
-    where = f"'{shown(path)}'"
-    text = read_text(
-        path, _MOST_CONFIG, f"{where} cannot be read", "restore the file", f"{where}: expected text in UTF-8, found other bytes"
-    )
+    text, where = _text(path, _MOST_CONFIG)
     data = parse(text, where)
     if not isinstance(data, dict):
         raise InputError(f"{where}: expected a mapping of keys, found {type(data).__name__}")
@@ -197,11 +196,15 @@ def _config(path: Path) -> dict[str, Any]:
 
 
 def _plan(path: Path) -> jpipe.Plan:
-    where = f"'{shown(path)}'"
-    text = read_text(
-        path, MOST_PLAN_BYTES, f"{where} cannot be read", "restore the file", f"{where}: expected text in UTF-8, found other bytes"
-    )
+    text, where = _text(path, MOST_PLAN_BYTES)
     return jpipe.Plan.from_json(text, where=where)
+
+
+def _text(path: Path, most: int) -> tuple[str, str]:
+    """Return the text of a file of at most that many bytes, and its name for messages."""
+    where = f"'{shown(path)}'"
+    unread = f"{where} cannot be read", "restore the file", f"{where}: expected text in UTF-8, found other bytes"
+    return read_text(path, most, *unread), where
 
 
 def _rows(path: Path, whole: bool) -> tuple[list[Row], int, float]:

@@ -19,7 +19,8 @@ from jpipe_train.config import config_file
 from jpipe_train.config.config import Config, TrainConfig
 from jpipe_train.console.progress import Reporter
 from jpipe_train.console.terminal import count, printable
-from jpipe_train.launch.launch import GRACE, JOB, JPIPE, recorded_signals
+from jpipe_train.launch.local import child
+from jpipe_train.launch.local.launch import GRACE, JOB, JPIPE, recorded_signals
 from jpipe_train.runs import comparing, differences
 from jpipe_train.runs.grid import Combination, Request, combinations
 from jpipe_train.runs.listing import SWEEP
@@ -192,12 +193,17 @@ def _claim(folder: Path, request: Request) -> None:
 
 
 def _train(request: Request, run: _Run, signals: Sequence[int]) -> int:
-    """Train a run in a process, which gets the first signal that arrives here, and return its exit code; a second one kills it."""
+    """Train a run in a process, which gets the first signal that arrives here, and return its exit code; a second one kills it.
+
+    On Linux it is also killed if this process is.
+    """
     overrides = [word for override in (*request.overrides, *run.overrides) for word in ("--set", override)]
     command = [*JPIPE, "train", request.config, *overrides, *(["--allow-code"] if request.allow_code else [])]
     # By its job a run that ended before its first checkpoint begins again in its folder.
     variables = {JOB: f"sweep {run.combination.name}", "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONUNBUFFERED": "1"}
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=os.environ | variables, start_new_session=True)  # noqa: S603, ours
+    process = subprocess.Popen(  # noqa: S603 - jpipe itself
+        child.command(command), stdin=subprocess.DEVNULL, env=os.environ | variables, start_new_session=True
+    )
     passed_on, deadline = 0, float("inf")
     try:
         while (code := process.poll()) is None:

@@ -13,7 +13,7 @@ from jpipe.errors import short
 from jpipe.files import shown
 from jpipe_train.checkpoint.huggingface.folder import ADAPTER_WEIGHTS, Folder, look_into_adapters
 from jpipe_train.checkpoint.huggingface.names import Layout, Row, Shape, layout
-from jpipe_train.checkpoint.source import FLOATS, Names, Source, Spec
+from jpipe_train.checkpoint.sources.source import FLOATS, Names, Source, Spec
 from jpipe_train.config import huggingface
 from jpipe_train.config.huggingface import Adapters, Description
 from jpipe_train.config.model_config import ModelConfig

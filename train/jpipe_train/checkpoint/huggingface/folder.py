@@ -16,8 +16,8 @@ from safetensors import SafetensorError
 from jpipe import InputError
 from jpipe.errors import explain, short
 from jpipe.files import expanded, open_to_read, read_bytes, shown
-from jpipe_train.checkpoint.safetensors_file import TensorsFile, tensors_file
-from jpipe_train.checkpoint.source import Spec
+from jpipe_train.checkpoint.sources.safetensors_file import TensorsFile, tensors_file
+from jpipe_train.checkpoint.sources.source import Spec
 from jpipe_train.config.huggingface import ADAPTER_CONFIG, CONFIG, MOST_BYTES, inside, load_json
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"

@@ -11,7 +11,7 @@ from jpipe.errors import short
 from jpipe.files import shown
 from jpipe_train.checkpoint.huggingface.folder import Folder, look_into
 from jpipe_train.checkpoint.huggingface.names import Layout, Row, layout
-from jpipe_train.checkpoint.source import FLOATS, Names, Source, Spec
+from jpipe_train.checkpoint.sources.source import FLOATS, Names, Source, Spec
 from jpipe_train.config import huggingface
 
 _SHOWN = 5  # tensors that a message names

@@ -8,7 +8,7 @@ import numpy as np
 
 from jpipe.files import create, write_atomically
 from jpipe_train.checkpoint.huggingface.folder import INDEX, WHOLE
-from jpipe_train.checkpoint.source import FLOATS, Spec
+from jpipe_train.checkpoint.sources.source import FLOATS, Spec
 
 _CODES = {name: code for code, name in FLOATS.items()}
 _ALIGNED = 8

@@ -19,7 +19,7 @@ from jpipe_train.checkpoint.best import Step
 from jpipe_train.checkpoint.export import Weights, by_name, by_path, step_of, with_ema
 from jpipe_train.checkpoint.huggingface.names import Layout, layout
 from jpipe_train.checkpoint.huggingface.tensors_file import write_tensors
-from jpipe_train.checkpoint.source import Spec
+from jpipe_train.checkpoint.sources.source import Spec
 from jpipe_train.config import config_file, huggingface
 from jpipe_train.config.config import Config
 from jpipe_train.console.terminal import count

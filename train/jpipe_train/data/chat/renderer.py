@@ -128,7 +128,7 @@ class Renderer:
         # A session of its own: Ctrl-C on the terminal does not reach it.
         options: dict[str, Any] = {"env": environment, "cwd": "/", "bufsize": 0, "start_new_session": True}
         try:
-            self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=nowhere, **options)  # noqa: S603
+            self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=nowhere, **options)  # noqa: S603 - our own program
         except OSError as error:
             raise Ended(f"cannot start a process for the template: {error.strerror}") from None
         limits = {"seconds": self._limits.seconds, "memory": self._limits.memory, "characters": self._limits.characters}

@@ -128,7 +128,7 @@ class Sender:
     def _start(self, command: Sequence[str]) -> None:
         """Start the process in its own session, where Ctrl-C does not reach it."""
         pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-        self._process = subprocess.Popen(command, **pipes, text=True, encoding="utf-8", start_new_session=True)  # noqa: S603 # ours
+        self._process = subprocess.Popen(command, **pipes, text=True, encoding="utf-8", start_new_session=True)  # noqa: S603 - ours
         for work, pipe in ((self._send, self._process.stdin), (self._read_answers, self._process.stdout)):
             thread = threading.Thread(target=work, args=(pipe,), name=self._service, daemon=True)
             thread.start()

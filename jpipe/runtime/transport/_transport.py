@@ -1,0 +1,422 @@
+"""Transfers of arrays between workers: messages from stage to stage, sums over replicas, and host arrays."""
+
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from functools import cache, partial
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jpipe.meshes._place import Place
+from jpipe.meshes._routes import Route, Shards, joined, same_shards
+from jpipe.processes._collectives import Collective
+from jpipe.processes._connections import Connection, Handover, Reduction
+from jpipe.processes._membership import Processes
+from jpipe.programs._instructions import AllReduce, Receive, Send, SumChanges
+from jpipe.runtime.transport._lanes import PendingTransfer, arrived, lane_of
+from jpipe.stages._arrays import shardings_of
+
+Tree = Any
+Devices = tuple[jax.Device, ...]
+_Key = tuple[int, int, str, int]  # of a kind of message: its sender, its receiver, its name, its bucket
+
+
+class Sent(NamedTuple):
+    """A kind of message, with the specs of its arrays at both ends.
+
+    Attributes:
+        send: one of the sends of it.
+        bucket: of the batches that it is about; 0 if it is the same for all of them.
+        leaving: specs of what it moves, with their shardings at the sender.
+        arriving: the same with those at the receiver.
+    """
+
+    send: Send
+    bucket: int
+    leaving: Tree
+    arriving: Tree
+
+
+class Transport:
+    """Moves arrays between workers: in one process by `jax.device_put`, between processes by collectives over just their devices.
+
+    Workers on meshes send each other shards, from device to device (`Route`), and replicas sum shard by shard (`Shards`).
+
+    On CPUs such a collective blocks the thread that calls it until all have come, so each directed link and each group of replicas
+    has its thread, and transfers overlap computations. On GPUs it is one more entry of the device's queue: all are called
+    in the order of the program, which is the same in all processes, and never from two threads. Where JAX's own `device_put` moves
+    arrays between processes, as a probe at the start shows, messages go that way instead.
+
+    Args:
+        places: of each worker; those of this process are served.
+        stage_workers: the workers of each stage, replica by replica.
+        processes: the processes of the run; None where there is one.
+        threads: whether collectives run in threads; by default on CPUs only.
+
+    Attributes:
+        calls: how many messages this process has loaded, sent, received or summed, by all transports: while it grows, nothing hangs.
+        way: how messages go between processes: by "collectives", or by JAX's "device_put".
+    """
+
+    calls = 0
+
+    def __init__(
+        self,
+        places: Sequence[Place],
+        stage_workers: Sequence[Sequence[int]],
+        processes: Processes | None = None,
+        threads: bool | None = None,
+    ) -> None:
+        process_index = jax.process_index()
+        self._places = places
+        self._processes = processes
+        self._threads = all(place.first.platform == "cpu" for place in places) if threads is None else threads
+        self._local = frozenset(w for w, place in enumerate(places) if place.process_index == process_index)
+        self._replicas = {worker: tuple(workers) for workers in stage_workers for worker in workers}
+        self._used: dict[Hashable, Connection | Reduction] = {}  # by lane, in the order in which all processes connect
+        self._routes: dict[_Key, Route] = {}  # to and from other processes, to other shards
+        self._arriving: dict[_Key, Tree] = {}  # specs of messages
+        self._targets: dict[_Key, Any] = {}  # of messages in this process: a device or shardings, None: they stay
+        self._loads: dict[tuple[int, str], Any] = {}  # likewise of host arrays, by worker and name
+        self.way: Literal["collectives", "device_put"] = "collectives"
+        self._mailbox: dict[tuple[int, str, int], Tree] = {}  # messages in this process that are not yet received
+        self._parts: dict[tuple[int, int, int | None], dict[int, Tree]] = {}  # of a sum, by first replica, batch and part (-1: changes)
+
+    def compile(
+        self,
+        sends: Iterable[Sent],
+        sums: Iterable[tuple[int, Tree]],
+        loads: Mapping[tuple[int, str], Tree],
+        gathers: Iterable[tuple[int, Tree]] = (),
+    ) -> None:
+        """Compile the transfers; all processes call it with the same kinds of messages, before any of them moves anything.
+
+        Args:
+            sends: the kinds of messages of all workers.
+            sums: a stage's first worker, and specs of what its replicas sum, as sharded there; perhaps several for a stage.
+            loads: for workers of this process and data the shardings of host arrays that are loaded.
+            gathers: likewise as `sums` what each replica gives to a sum that all of them make.
+        """
+        for (w, name), shardings in loads.items():
+            self._loads[w, name] = shardings
+        for send, bucket, leaving, arriving in sends:
+            source, to, key = self._places[send.worker], self._places[send.to], (send.worker, send.to, send.message, bucket)
+            self._arriving[key] = arriving
+            self._targets[key] = None if source == to else shardings_of(arriving) if to.mesh else to.first
+            if source.process_index == to.process_index and source != to and not same_shards(leaving, arriving):
+                self._routes[key] = Route(leaving, arriving)  # `device_put` would gather such an array on the host
+            if source.process_index != to.process_index and not self._local.isdisjoint((send.worker, send.to)):
+                self._routes[key] = Route(leaving, arriving)
+                for pair in self._routes[key].pieces:
+                    link_between(*pair).compile(self._routes[key].specs[pair])
+                    self._used[pair] = link_between(*pair)
+        for first, spec in sums:
+            for reduction, shards in self._reductions(first, spec):
+                reduction.compile(shards)
+        for first, spec in gathers:
+            for reduction, shards in self._reductions(first, [spec] * max(map(len, self._by_process(self._replicas[first])))):
+                reduction.compile_gather(shards)
+
+    def _reductions(self, first: int, spec: Tree) -> Iterator[tuple[Reduction, Tree]]:
+        """Return for the shards of a tree that the replicas of a stage sum what sums them; nothing for those of other processes."""
+        group = self._group(self._replicas[first])
+        if len(group) > 1 and not self._local.isdisjoint(self._replicas[first]):
+            for number, shards in Shards(spec, self._places[first].devices).specs.items():
+                devices = tuple(place.devices[number] for place in group)
+                self._used[frozenset(devices)] = reduction_over(devices)
+                yield reduction_over(devices), shards
+
+    def connect(self, name: str) -> None:
+        """Open the connections to other processes; all processes call it, once all have compiled.
+
+        One after the other, and each in its lane: what another pipeline may still have under way there comes first.
+
+        Args:
+            name: of the pipeline, the same in all processes.
+
+        Raises:
+            JaxRuntimeError: they cannot be connected.
+        """
+        other_processes = tuple(sorted({place.process_index for place in self._places} - {jax.process_index()}))
+        for lane, collective in self._used.items():
+            try:
+                arrived(self._call(lane, collective.connect, (), "all processes to connect", other_processes))
+            except jax.errors.JaxRuntimeError as error:
+                raise jax.errors.JaxRuntimeError(
+                    f"the processes cannot be connected: {(str(error).splitlines() or [''])[0]}; gloo and NCCL, which carry arrays, fail "
+                    "like this if another program connects to their ports at that moment, as port scanners do; start the run again"
+                ) from error
+        if self._processes is not None and not self._threads:
+            self._probe(self._processes, name)
+
+    def _probe(self, processes: Processes, name: str) -> None:
+        """Check whether `device_put` moves arrays over all links of all processes; only then do they use it."""
+        if all(place.first.platform == "cpu" for place in self._places):
+            return  # it is not dependable there
+        pairs = dict.fromkeys(pair for pair in self._used if isinstance(pair, tuple))
+        with processes.waiting("a number to arrive by jax.device_put"):
+            works = [handover_between(*pair).works() for pair in pairs]  # each is tried, as the other process does
+        processes.broadcast(f"{name}: device_put works in process {processes.index}", [float(all(works))])
+        votes = [processes.receive(f"{name}: device_put works in process {index}", index) for index in range(processes.count)]
+        if all(vote == (1.0,) for vote in votes):
+            self.way = "device_put"
+
+    def load(self, worker: int, name: str, data: Tree) -> Tree:
+        """Bring host arrays that nobody will write to (see `rows`), inputs or labels, to a worker of this process."""
+        Transport.calls += 1
+        return jax.tree.map(_put, data, self._loads[worker, name])
+
+    def send(self, i: Send, k: int, tree: Tree, bucket: int = 0) -> None:
+        """Start moving a message about microbatch `k`, which is of a bucket, to the worker `i.to`."""
+        Transport.calls += 1
+        key = i.worker, i.to, i.message, bucket
+        if i.to in self._local:
+            target = self._targets[key]
+            if key in self._routes:
+                cut = self._routes[key].cut(tree)
+                tree = self._routes[key].join({pair: jax.device_put(pieces, pair[1]) for pair, pieces in cut.items()})
+            elif target is not None:
+                tree = jax.device_put(tree, target)
+            elif i.message == "weights":  # both workers will write into them
+                tree = jax.tree.map(jnp.copy, tree)
+            self._mailbox[i.to, i.message, k] = tree
+            return
+        words, on = _Words(i, k), (self._places[i.to].process_index,)
+        for pair, pieces in self._routes[key].cut(tree).items():
+            self._call(pair, partial(self._link(pair).send, pieces), pieces, words, on)
+
+    def forget(self) -> None:
+        """Drop messages that were sent inside this process and will not be received, because the program that sent them has failed."""
+        self._mailbox.clear()
+        self._parts.clear()
+
+    def receive(self, i: Receive, k: int, bucket: int = 0) -> Tree:
+        """Take a message that was sent to the worker; from another process perhaps a `PendingTransfer`."""
+        Transport.calls += 1
+        if i.source in self._local:
+            return self._mailbox.pop((i.worker, i.message, k))
+        key = i.source, i.worker, i.message, bucket
+        route, words, on = self._routes[key], _Words(i, k), (self._places[i.source].process_index,)
+        calls = {pair: partial(self._link(pair).receive, spec) for pair, spec in route.specs.items()}
+        return self._call_all(calls, (), words, on, route.join, lambda: self._arriving[key])
+
+    def all_reduce(
+        self, i: AllReduce | SumChanges, batch: int, part: Tree, add: Callable[[Tree, Tree], Tree], finish: jax.stages.Compiled
+    ) -> Mapping[int, Tree]:
+        """Contribute a replica's part to the sum of `batch`, consuming the part.
+
+        Args:
+            i: the instruction.
+            batch: as counted in the run.
+            part: what this replica has.
+            add: the sum of two parts, on the device of the first replica of this process.
+            finish: what the replicas get of the sum.
+
+        Returns:
+            After the last replica of this process has called: for each of them `finish` of the sum over all replicas, perhaps
+            a `PendingTransfer`; added in the order of the replicas, or where several are in a process in the order of processes.
+            Before: nothing.
+        """
+        replicas = self._replicas[i.worker]
+        local = [w for w in replicas if w in self._local]
+        key = replicas[0], batch, i.part if isinstance(i, AllReduce) else -1
+        parts = self._parts.setdefault(key, {})
+        parts[i.worker] = part, add, finish
+        if len(parts) < len(local):
+            return {}
+        del self._parts[key]
+        _, add, finish = parts[local[0]]
+        return self.sum_replicas(replicas, {w: parts.pop(w)[0] for w in local}, add, finish, _Words(i, batch))
+
+    def sum_replicas(
+        self, replicas: Sequence[int], parts: dict[int, Tree], add: Callable[[Tree, Tree], Tree], finish: jax.stages.Compiled, words: object
+    ) -> Mapping[int, Tree]:
+        """Sum the parts of a stage's replicas; all processes that hold some of them call it.
+
+        Args:
+            replicas: the workers.
+            parts: of those of this process; is emptied.
+            add: as in `all_reduce`.
+            finish: as in `all_reduce`.
+            words: what is waited for.
+
+        Returns:
+            As `all_reduce`, for each of them in this process.
+        """
+        local, group = list(parts), self._group(replicas)
+        first, total = self._places[local[0]], parts.pop(local[0])
+        for w in local[1:]:
+            total = add(total, jax.device_put(parts[w], first.like(parts[w]) if first.mesh else first.first))
+            del parts[w]
+        if len(group) == 1:
+            return self._copies(finish(total), local)
+        other_processes = tuple(place.process_index for place in group if place.process_index != jax.process_index())
+        shards, shardings = Shards(total, first.devices), [leaf.sharding for leaf in jax.tree.leaves(total)]
+        cut = shards.cut(total, first.devices)
+        del total
+        calls = {}
+        for number, arrays in cut.items():
+            devices = tuple(place.devices[number] for place in group)
+            calls[frozenset(devices)] = partial(reduction_over(devices), arrays)
+        numbers = dict(zip(calls, cut, strict=True))
+
+        def join(sums: Mapping[Any, list[jax.Array]]) -> Tree:
+            whole = shards.join({numbers[lane]: arrays for lane, arrays in sums.items()}, shardings)
+            return self._copies(finish(whole), local)
+
+        coming = self._call_all(calls, cut, words, other_processes, join, lambda: dict.fromkeys(local, finish.out_info))
+        return {w: coming[w] for w in local}
+
+    def sum_gathered(self, i: AllReduce, batch: int, part: Tree, total: jax.stages.Compiled) -> Mapping[int, Tree]:
+        """Give what a replica sends to the sum of `batch`, which each replica makes for itself.
+
+        Args:
+            i: the instruction.
+            batch: as counted in the run.
+            part: what this replica sends.
+            total: what it makes of what all replicas have sent, in their order.
+
+        Returns:
+            As `all_reduce`: for each replica of this process `total` of all parts.
+        """
+        replicas = self._replicas[i.worker]
+        local = [w for w in replicas if w in self._local]
+        waiting = self._parts.setdefault((replicas[0], batch, i.part), {})
+        waiting[i.worker] = part, total
+        if len(waiting) < len(local):
+            return {}
+        del self._parts[replicas[0], batch, i.part]
+        own = [waiting[w][0] for w in local]
+        totals = {w: waiting[w][1] for w in local}
+
+        def sums(parts: list[Tree]) -> dict[int, Tree]:
+            return {w: total([self._moved(part, self._places[w]) for part in parts]) for w, total in totals.items()}
+
+        by_process = self._by_process(replicas)
+        if len(by_process) == 1:
+            return sums(own)
+        first, group, most = self._places[local[0]], self._group(replicas), max(map(len, by_process))
+        sent = [self._moved(part, first) for part in (*own, *[own[-1]] * (most - len(own)))]
+        shards, shardings = Shards(sent, first.devices), [leaf.sharding for leaf in jax.tree.leaves(sent)]
+        lanes = {number: tuple(place.devices[number] for place in group) for number in shards.specs}
+        cut = shards.cut(sent, first.devices)
+        calls = {frozenset(devices): partial(reduction_over(devices).gather, cut[number]) for number, devices in lanes.items()}
+
+        def join(gathered: Mapping[Any, list[list[jax.Array]]]) -> dict[int, Tree]:
+            found: dict[int, Tree] = {}
+            for n, workers in enumerate(by_process):
+                each = shards.join({number: gathered[frozenset(devices)][n] for number, devices in lanes.items()}, shardings)
+                found |= dict(zip(workers, each, strict=False))
+            return sums([found[w] for w in replicas])
+
+        on = tuple(place.process_index for place in group if place.process_index != jax.process_index())
+        coming = self._call_all(calls, cut, _Words(i, batch), on, join, lambda: {w: total.out_info for w, total in totals.items()})
+        return {w: coming[w] for w in local}
+
+    # Inside ------------------------------------------------------------------------------------------------------------
+
+    def _link(self, pair: tuple[jax.Device, jax.Device]) -> Connection | Handover:
+        return link_between(*pair) if self.way == "collectives" else handover_between(*pair)
+
+    def _group(self, replicas: Sequence[int]) -> tuple[Place, ...]:
+        """Return the place of the first of these replicas in each process that holds some."""
+        first: dict[int, Place] = {}
+        for w in replicas:
+            first.setdefault(self._places[w].process_index, self._places[w])
+        return tuple(first.values())
+
+    def _by_process(self, replicas: Sequence[int]) -> list[list[int]]:
+        """Return these replicas by process, in the order of the first of each."""
+        found: dict[int, list[int]] = {}
+        for w in replicas:
+            found.setdefault(self._places[w].process_index, []).append(w)
+        return list(found.values())
+
+    def _moved(self, tree: Tree, place: Place) -> Tree:
+        """Return arrays of one worker at the place of another, which only reads them."""
+        return jax.device_put(tree, place.like(tree) if place.mesh else place.first)
+
+    def _copies(self, total: Tree, workers: Sequence[int]) -> dict[int, Tree]:
+        """Copy the sum to each worker's devices; each gets separate memory, because it will write into it."""
+        copies, first = {workers[0]: total}, self._places[workers[0]]
+        for w in workers[1:]:
+            place = self._places[w]
+            moved = jax.device_put(total, place.like(total) if place.mesh else place.first)
+            copies[w] = jax.tree.map(jnp.copy, moved) if place == first else moved
+        return copies
+
+    def _call_all(
+        self,
+        calls: Mapping[Any, Callable[[], Tree]],
+        needs: Tree,
+        words: object,
+        on: tuple[int, ...],
+        join: Callable[[Mapping[Any, Tree]], Tree],
+        specs: Callable[[], Tree],
+    ) -> Tree:
+        """Start these transfers and return what `join` makes of their results, by lane."""
+        assert self._processes is not None
+        if not calls:  # a message without arrays
+            return join({})
+        if not self._threads:
+            return join({lane: self._call(lane, call, needs, words, on) for lane, call in calls.items()})
+        self._processes.check()
+        if len(calls) == 1:
+            ((lane, call),) = calls.items()
+            future = lane_of(lane).put(lambda: join({lane: call()}), needs, self._processes.fail)
+            return PendingTransfer(future, words, on, self._processes, specs)
+        futures = [lane_of(lane).put(call, needs, self._processes.fail) for lane, call in calls.items()]
+        whole = joined(futures, lambda results: join(dict(zip(calls, results, strict=True))), self._processes.fail)
+        return PendingTransfer(whole, words, on, self._processes, specs)
+
+    def _call(
+        self,
+        lane: Hashable,
+        transfer: Callable[[], Tree],
+        needs: Tree,
+        words: object,
+        on: tuple[int, ...],
+        specs: Callable[[], Tree] = tuple,
+    ) -> Tree:
+        """Do a transfer at once, or queue it in the lane's thread, which waits for what the transfer needs."""
+        assert self._processes is not None
+        if not self._threads:
+            with self._processes.waiting(words, on):
+                return transfer()
+        self._processes.check()
+        return PendingTransfer(lane_of(lane).put(transfer, needs, self._processes.fail), words, on, self._processes, specs)
+
+
+class _Words(NamedTuple):
+    """The description of what a process waits for, as text only when it is printed."""
+
+    instruction: Send | Receive | AllReduce | SumChanges
+    number: int
+
+    def __str__(self) -> str:
+        match self.instruction:
+            case AllReduce(worker=worker):
+                return f"the sum of the gradients of batch {self.number} over the replicas of worker {worker}"
+            case SumChanges(worker=worker):
+                return f"the mean of what the pipelines have changed up to update {self.number} of the stage of worker {worker}"
+            case Receive(message=message, source=source):
+                return f"the {message} of microbatch {self.number} from worker {source}"
+            case Send(message=message, to=to):
+                return f"worker {to} to take the {message} of microbatch {self.number}"
+
+
+def progress() -> int:
+    """Return a number that grows as long as this process moves anything, or begins to."""
+    return Collective.done + Transport.calls
+
+
+def _put(array: np.ndarray, sharding: jax.sharding.Sharding) -> jax.Array:
+    """Copy a host array to its devices. `device_put` gives the same array in three times the time."""
+    return jax.make_array_from_callback(array.shape, sharding, array.__getitem__)
+
+
+# One of each for the devices concerned, whatever pipelines there are: gloo would mix what two carry.
+link_between = cache(Connection)
+reduction_over = cache(Reduction)
+handover_between = cache(Handover)

@@ -1,0 +1,1 @@
+"""Searches for stages that each have their own number of replicas, as PipeDream has them."""

@@ -1,0 +1,117 @@
+"""The names of a model's parameters in a file of another program, or of the whole model that its layers were cut from."""
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from jpipe_train.checkpoint.sources.source import FLOATS, Names, Source, Spec
+
+_NUMBER = re.compile(r"\{(\w+)\}")
+
+
+def name_in_file(name: str, names: Mapping[str, str]) -> str:
+    """Return what a parameter is called in a file.
+
+    Args:
+        name: in the model, such as "block_0/qkv/kernel".
+        names: by the start of a name in the model, of whole parts between slashes, the start in the file. `{n}` stands for a number, the
+            same in both, and an empty start fits every name. The first entry that fits counts; other names stay.
+    """
+    for start, instead in names.items():
+        pattern = "".join(rf"(?P<{part}>\d+)" if i % 2 else re.escape(part) for i, part in enumerate(_NUMBER.split(start.rstrip("/"))))
+        if match := re.match(rf"{pattern}(?=/|$)" if pattern else "", name):
+            begin = _NUMBER.sub(lambda number: match[number[1]], instead.rstrip("/"))
+            return f"{begin}/{name[match.end() :].removeprefix('/')}".strip("/")
+    return name
+
+
+def renamed(source: Source, names: Mapping[str, str], wanted: list[str]) -> Source:
+    """Return a source with the names of the model in place of those of the file.
+
+    Args:
+        source: the arrays in the file.
+        names: as in `name_in_file`.
+        wanted: the names in the model.
+    """
+    in_file = {name: name_in_file(name, names) for name in wanted}
+    used = set(in_file.values())
+    specs = {name: spec for name, spec in source.specs.items() if name not in used and name not in in_file}
+    specs |= {name: source.specs[other] for name, other in in_file.items() if other in source.specs}
+
+    def read(layers: Names) -> Iterator[dict[str, Any]]:
+        for layer_id, inner in layers.items():
+            arrays: dict[str, Any] = {}
+            for part in source.read({layer_id: [in_file[name] for name in inner]}):
+                arrays |= part
+            yield {name: arrays[in_file[name]] for name in inner}
+
+    return Source(source.where, specs, read, _digest_with(source, names), source.converts, source.optional, in_file)
+
+
+Places = Mapping[str, tuple[str, tuple[int, ...], tuple[int, ...]]]
+"""By name in an export: the path of an array in the whole model, and the index and axes of the slice that it is."""
+
+
+def of_whole_model(source: Source, places: Mapping[str, Places], names: Mapping[str, str], separator: str) -> Source:
+    """Return a source with the names of layers, from one with the paths of the whole model that the layers were cut from.
+
+    Layer state and integers in the file are left out: they are no parameters.
+
+    Args:
+        source: the arrays in the file, in which those of a stack of layers are one array.
+        places: of the "params" and the "state" of all layers.
+        names: as in `name_in_file`; the names of the model are its paths.
+        separator: between the parts of a name in the file; in `names` it is a slash.
+    """
+    paths = {path for kind in places.values() for path, _, _ in kind.values()}
+    in_file = {path: name_in_file(path, names).replace("/", separator) for path in paths}
+    counts: dict[str, tuple[int, ...]] = {}  # of the slices along each axis, by path
+    for path, index, _ in places["params"].values():
+        counts[path] = tuple(max(i + 1, count) for i, count in zip(index, counts.get(path, index), strict=True))
+
+    def spec_of(name: str) -> Spec:
+        path, _, axes = places["params"][name]
+        stored = source.specs[in_file[path]]
+        if len(stored.shape) <= max(axes, default=-1) or tuple(stored.shape[axis] for axis in axes) != counts[path]:
+            return stored  # of another depth: it does not fit
+        return stored._replace(shape=tuple(size for axis, size in enumerate(stored.shape) if axis not in axes))
+
+    used = set(in_file.values())
+    specs = {name: spec for name, spec in source.specs.items() if name not in used and spec.dtype in FLOATS.values()}
+    specs |= {name: spec_of(name) for name, (path, _, _) in places["params"].items() if in_file[path] in source.specs}
+
+    def read(layers: Names) -> Iterator[dict[str, Any]]:
+        wanted: dict[str, dict[str, list[str]]] = {}  # by group that is read together, and name in the file
+        for layer_id, inner in layers.items():
+            for name in inner:
+                path, _, axes = places["params"][name]
+                wanted.setdefault(path if axes else f"layer {layer_id}", {}).setdefault(in_file[path], []).append(name)
+        for group, users in wanted.items():
+            for arrays in source.read({group: list(users)}):
+                yield {
+                    name: _slice(arrays[stored], places["params"][name])
+                    for stored in users.keys() & arrays.keys()
+                    for name in users[stored]
+                }
+
+    return Source(
+        source.where,
+        specs,
+        read,
+        _digest_with(source, names),
+        in_file={name: in_file[place[0]] for name, place in places["params"].items()},
+    )
+
+
+def _slice(array: Any, place: tuple[str, tuple[int, ...], tuple[int, ...]]) -> Any:
+    _, index, axes = place
+    position: list[Any] = [slice(None)] * array.ndim
+    for axis, i in zip(axes, index, strict=True):
+        position[axis] = i
+    return array[tuple(position)] if axes else array
+
+
+def _digest_with(source: Source, names: Mapping[str, str]) -> Callable[[], str]:
+    return lambda: hashlib.sha256((source.digest() + json.dumps(names)).encode()).hexdigest()

@@ -1,0 +1,85 @@
+"""Reading of safetensors files: the safetensors library checks the header, and tensors are read without a memory map.
+
+A process that reads a memory map is killed by a signal if another process cuts the file off.
+"""
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+import jax.numpy as jnp
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from jpipe.files import open_to_read
+from jpipe_train.checkpoint.sources.source import FLOATS, Spec
+
+_DTYPES = {
+    **{code: np.dtype(name) for code, name in FLOATS.items() if code != "BF16"},
+    **{f"{kind}{bits}": np.dtype(f"{name}{bits}") for kind, name in (("I", "int"), ("U", "uint")) for bits in (8, 16, 32, 64)},
+    "BF16": np.dtype(jnp.bfloat16),
+    "BOOL": np.dtype(bool),
+}
+
+
+class TensorsFile:
+    """The tensors of an open file.
+
+    Attributes:
+        specs: shapes and dtypes of the tensors, in their order in the file.
+    """
+
+    def __init__(self, file: BinaryIO, path: Path) -> None:
+        with safe_open(path, "np") as checked:
+            self.specs: dict[str, Spec] = {}
+            codes: dict[str, str] = {}
+            for name in checked.offset_keys():
+                part = checked.get_slice(name)
+                codes[name] = part.get_dtype()
+                self.specs[name] = Spec(tuple(part.get_shape()), FLOATS.get(codes[name], codes[name]))
+        self._file, self._codes = file, codes
+        length = int.from_bytes(os.pread(file.fileno(), 8, 0), "little")
+        header = json.loads(os.pread(file.fileno(), length, 8))
+        self._offsets = {name: 8 + length + int(header[name]["data_offsets"][0]) for name in self.specs}
+
+    def read(self, name: str) -> np.ndarray:
+        """Return a tensor.
+
+        Raises:
+            SafetensorError: the file was cut off while it was read, or numbers of this type cannot be read.
+            OSError: the disk fails.
+        """
+        shape, code = self.specs[name].shape, self._codes[name]
+        if code not in _DTYPES:
+            raise SafetensorError(f"'{name}' is of the type {code}, which jpipe cannot read")
+        tensor = np.empty(shape, _DTYPES[code])
+        content, at = tensor.reshape(-1).view(np.uint8).data, self._offsets[name]
+        while content:
+            if not (count := os.preadv(self._file.fileno(), [content], at)):
+                raise SafetensorError(f"'{name}' ends too early: the file was cut off while it was read")
+            content, at = content[count:], at + count
+        return tensor
+
+
+@contextmanager
+def tensors_file(path: Path) -> Iterator[TensorsFile]:
+    """Open a safetensors file.
+
+    Args:
+        path: a regular file, or a symbolic link to one.
+
+    Raises:
+        SafetensorError: it is not a safetensors file.
+        OSError: it cannot be read, or is not a regular file.
+    """
+    with open_to_read(path) as file:
+        try:
+            tensors = TensorsFile(file, path)
+        except (OSError, SafetensorError):
+            raise
+        except Exception as error:  # the file was changed after the library had checked it
+            raise SafetensorError(f"the header cannot be read: {error}") from None
+        yield tensors

@@ -1,0 +1,36 @@
+"""Start processes that end with the one that starts them, even if that is killed; only Linux has this.
+
+`python -m jpipe_train.launch.local.child PID COMMAND …` replaces itself by the command. A program with threads, such as those of JAX,
+starts processes in this way: a `preexec_fn` would run in a copy of the program without its threads, and may wait for locks that they hold.
+"""
+
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+
+_PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+
+
+def ending_with(parent: int) -> Callable[[], None]:
+    """Return a function that makes the process that calls it end with its parent, the process with the id `parent`."""
+    prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
+
+    def prepare() -> None:
+        if prctl is not None:
+            prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # the parent was killed just before
+            os._exit(1)
+
+    return prepare
+
+
+def command(words: Sequence[str]) -> list[str]:
+    """Return a command that runs the command `words`, which begins with the path of a program, and ends it with this process."""
+    return [sys.executable, "-P", "-m", __name__, str(os.getpid()), *words]
+
+
+if __name__ == "__main__":
+    ending_with(int(sys.argv[1]))()
+    os.execv(sys.argv[2], sys.argv[2:])  # noqa: S606 - the command is that of the process that starts this one

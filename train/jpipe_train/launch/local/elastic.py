@@ -1,0 +1,196 @@
+"""`jpipe launch --elastic MIN:MAX`: train on with the processes that are left when some are lost, and with more when they return.
+
+The processes of a run cannot change while it trains, so a job is a sequence of runs that resume from each other's checkpoints. Each has new
+processes, a new port and a plan for their number (`jpipe train --elastic`). Which processes are started, and when, is in `slots`.
+"""
+
+import contextlib
+import os
+import re
+import secrets
+import signal
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jpipe_train.launch.local import launch, progress, slots
+from jpipe_train.launch.local.process_group import BAD_INPUT, ProcessGroup, say
+from jpipe_train.launch.local.progress import Progress
+from jpipe_train.launch.local.slots import GiveUp, Limits, Slot, Start
+
+_GPUS = "CUDA_VISIBLE_DEVICES"
+
+
+def limits(text: str, options: Mapping[str, Any]) -> Limits | str:
+    """Return the limits that the options `--elastic MIN:MAX` and so on describe, or an error message.
+
+    Args:
+        text: the value of `--elastic`.
+        options: the remaining fields of `Limits` that are given.
+    """
+    match, most = re.fullmatch(r"(\d{1,4}):(\d{1,4})", text, re.ASCII), launch.MOST_PROCESSES
+    minimum, maximum = (int(match[1]), int(match[2])) if match else (0, 0)
+    if not 1 <= minimum <= most or not 1 <= maximum <= most:
+        return f"launch --elastic: expected MIN:MAX, the fewest and the most processes, such as 2:4, at most {most}, found '{text}'"
+    if minimum > maximum:
+        return f"launch --elastic: expected MIN:MAX, found '{text}', in which MIN is larger than MAX; write {maximum}:{minimum}"
+    chosen = Limits(minimum, maximum, **options)
+    if chosen.max_failures < 1:
+        return f"launch --max-failures: expected 1 or more, found {chosen.max_failures}"
+    for name, seconds in (("--retry-after", chosen.retry_after), ("--shortage-limit", chosen.shortage_limit)):
+        if not 0 <= seconds <= 1e9:
+            return f"launch {name}: expected seconds, 0 to 1e9, found {seconds:g}"
+    return chosen
+
+
+def main(
+    limits: Limits,
+    command: Sequence[str],
+    *,
+    pin: bool = False,
+    program: Sequence[str] = launch.JPIPE,
+    grace: float = launch.GRACE,
+    pause: float = launch.PAUSE,
+) -> int:
+    """Train with `limits.maximum` processes, or with those that are left, until the run is complete.
+
+    When a process fails, all end, and new ones start: all again, or without those that have failed `limits.max_failures` times in a row.
+    One that was left out is tried again after `limits.retry_after` seconds: once the smaller run has written a checkpoint, it is asked to
+    save and end, and a larger one resumes there. Signals are handled as in `launch.main`; after one, and after bad input, nothing starts.
+
+    Args:
+        limits: numbers of processes, of failures and of seconds.
+        command: arguments of each process; `--elastic`, the coordinator, the number of processes and the process number are added.
+        pin: whether each process has one CPU core, as in `launch.main`.
+        program: the program that gets these arguments.
+        grace: seconds from SIGTERM to SIGKILL after a failure.
+        pause: seconds before the first restart; doubled each time, up to a minute, until there is a new checkpoint.
+
+    Returns:
+        The exit code: 0 if the run is complete or was saved at a signal; otherwise as in `launch.main`, of the last attempt.
+    """
+    with launch.recorded_signals() as signals, tempfile.TemporaryDirectory(prefix="jpipe-") as folder:
+        job = _Job(limits, [*program, *command], pin, grace, Path(folder) / "progress", signals)
+        code, failures = 1, 0
+        while job.wait_for_members(_pause(pause, failures)):
+            before = job.progress
+            code = job.run()
+            if signals or code == BAD_INPUT or (code == 0 and not job.is_unfinished(before)):
+                return code
+            failures = 0 if job.progress != before else failures + 1
+        return 128 + signals[0] if signals else code
+
+
+def _pause(first: float, failures: int) -> float:
+    """Return the seconds to wait after that many failures in a row without a new checkpoint."""
+    return min(first * 2 ** min(failures - 1, 10), launch.LONGEST_PAUSE) if failures else 0.0
+
+
+def _only_gpu(slot: int, environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variable by which a single process uses the GPU of its slot: only several processes read `JAX_LOCAL_DEVICE_IDS`."""
+    if "JAX_LOCAL_DEVICE_IDS" in environment:  # the user's choice for all
+        return {}
+    visible = [name for name in environment.get(_GPUS, "").split(",") if name]
+    return {_GPUS: visible[slot] if slot < len(visible) else str(slot)}
+
+
+def _slots(numbers: Sequence[int]) -> str:
+    return f"slot{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
+
+
+class _Job:
+    """The processes of an elastic job, one run after the other.
+
+    Attributes:
+        members: the slots in which the next run has processes; process i is in slot `members[i]`.
+    """
+
+    def __init__(
+        self, limits: Limits, arguments: Sequence[str], pin: bool, grace: float, progress_file: Path, signals: Sequence[int]
+    ) -> None:
+        self._limits, self._arguments, self._grace, self._signals = limits, arguments, grace, signals
+        self._cores = sorted(os.sched_getaffinity(0)) if pin else [None]
+        self._progress_file = progress_file
+        self._variables = {launch.SECRET: secrets.token_hex(32), launch.JOB: secrets.token_hex(8), progress.VARIABLE: str(progress_file)}
+        self._slots = (Slot(),) * limits.maximum
+        self._short_since: float | None = None  # since when fewer than the minimum can be started
+        self.members: tuple[int, ...] = ()
+
+    @property
+    def progress(self) -> Progress | None:
+        """The newest checkpoint, as the processes report it."""
+        return progress.read(self._progress_file)
+
+    def is_unfinished(self, before: Progress | None) -> bool:
+        """Return whether a run that has succeeded was only saved; `before` is the progress when it began."""
+        now = self.progress
+        return now is not None and now != before and not now.is_complete
+
+    def wait_for_members(self, pause: float) -> bool:
+        """Wait until enough processes can be started, and then a pause, and return whether to start them."""
+        while not self._signals:
+            now = time.monotonic()
+            decision = slots.decide(self._slots, now, self._short_since or now, self._limits)
+            if isinstance(decision, Start):
+                self._announce(decision.members, pause)
+                self.members = decision.members
+                launch.wait(pause, self._signals)
+                break
+            short = f"{len(slots.startable(self._slots, now))} of at least {self._limits.minimum} processes can be started"
+            if isinstance(decision, GiveUp):
+                resumes = "" if self.progress is None else "; the same command, with the same run.dir, resumes from the newest checkpoint"
+                say(f"{short}, and no more within {self._limits.shortage_limit:g} s (--shortage-limit); giving up{resumes}")
+                return False
+            self._short_since = self._short_since or now
+            say(f"{short}; waiting {decision.until - now:.0f} s for another one")
+            launch.wait(decision.until - now, self._signals)
+        if self._signals:
+            say(f"{signal.Signals(self._signals[0]).name} received; not starting again")
+        return not self._signals
+
+    def run(self) -> int:
+        """Start a process in each slot of `members`, wait until all have ended, and return the exit code."""
+        count, before = len(self.members), self.progress
+        flags = "--elastic", str(self._limits.maximum), "--coordinator", f"127.0.0.1:{launch.free_port()}", "--num-processes", str(count)
+        variables = self._variables | (_only_gpu(self.members[0], os.environ) if count == 1 else {})
+        with contextlib.closing(ProcessGroup(self._grace, variables)) as group:
+            for number, slot in enumerate(self.members):
+                core = self._cores[slot % len(self._cores)]
+                group.start([*self._arguments, *flags, "--process-id", str(number)], number, core, slot)
+            code = group.watch(self._signals, stop=lambda: self._should_grow(before))
+            failed = [self.members[number] for number in group.to_blame]
+        if self.progress != before:
+            self._slots = slots.after_checkpoint(self._slots, self.members)
+            self._short_since = None
+        if code not in (0, BAD_INPUT) and not self._signals:
+            self._slots = slots.after_failure(self._slots, failed, time.monotonic(), self._limits)
+            for slot in failed:
+                self._report_failure(slot)
+        return code
+
+    def _should_grow(self, before: Progress | None) -> bool:
+        """Return whether the processes that run are to end for more to start: once they have written a checkpoint of their own."""
+        back = [slot for slot in slots.startable(self._slots, time.monotonic()) if slot not in self.members]
+        if not back or not self.is_unfinished(before):
+            return False
+        count = len(self.members) + len(back)
+        say(f"{_slots(back)} can be used again: the run saves, and goes on with {count} of {self._limits.maximum} processes")
+        return True
+
+    def _report_failure(self, slot: int) -> None:
+        failures, limit = self._slots[slot].failures, self._limits.max_failures
+        if failures >= limit:
+            times = "once" if failures == 1 else f"{failures} times"
+            seconds = self._slots[slot].back_at - time.monotonic()
+            say(f"slot {slot} has failed {times} without a new checkpoint; it is left out for {seconds:.0f} s")
+
+    def _announce(self, members: tuple[int, ...], pause: float) -> None:
+        """Say which processes start, except for the first run of all of them."""
+        if not self.members and len(members) == self._limits.maximum:
+            return
+        left_out = [slot for slot in range(self._limits.maximum) if slot not in members]
+        without = f", without {_slots(left_out)}" if left_out else ""
+        after = f" in {pause:g} s" if pause else ""
+        say(f"starting {len(members)} of {self._limits.maximum} processes{after}{without}")

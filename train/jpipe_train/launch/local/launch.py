@@ -1,0 +1,144 @@
+"""`jpipe launch`: start several processes of one command on this machine, for development, and restart them if they fail.
+
+They always end together. Process 0 uses the terminal, if there is one, as a single process does, and reads what is piped in; each line of
+another process is printed with its number: `[2] …`.
+"""
+
+import contextlib
+import os
+import secrets
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from types import FrameType
+
+from jpipe_train.launch.local.process_group import BAD_INPUT, ProcessGroup, say
+
+MOST_PROCESSES = 256  # more is a typo: JAX needs some hundred megabytes in each
+GRACE = 30.0  # seconds from the signal that asks the processes to end, at which they save, to the one that kills them
+PAUSE = 1.0  # seconds before a failed job is restarted
+SECRET = "JPIPE_SECRET"  # the variable with the secret of the processes; also in jpipe.processes.handshake, which imports more
+JOB = "JPIPE_JOB"  # the variable that identifies a job; it is the same for all its attempts
+LONGEST_PAUSE = 60.0  # limits the load of a job that always fails immediately
+JPIPE = (sys.executable, "-P", "-m", "jpipe_train.cli")  # -P: no module of the current folder replaces a library
+_TICK = 0.05  # seconds between two looks at the signals
+_SEVERAL = ("train", "plan", "evaluate", "generate", "doctor")  # commands that run in several processes
+_RESERVED = ("--coordinator", "--num-processes", "--process-id")
+
+
+def problem(
+    num_processes: int | None, command: Sequence[str], *, pin: bool = False, max_restarts: int | None = None, elastic: str | None = None
+) -> str | None:
+    """Return an error message for invalid arguments of `main`, or of `jpipe_train.launch.local.elastic`, or None; JAX is not imported."""
+    if elastic is not None:
+        options = {"-n": num_processes, "--max-restarts": max_restarts}
+        if given := [name for name, value in options.items() if value is not None]:
+            return f"launch --elastic: expected neither -n nor --max-restarts beside it, found {given[0]}; leave out one of them"
+        if command and command[0] != "train":
+            return f"launch --elastic: expected `train CONFIG …` after --, found '{command[0]}'; the other commands have no checkpoints"
+    elif num_processes is None:
+        return "launch: expected -n N or --elastic MIN:MAX, found neither; such as jpipe launch -n 2 -- train CONFIG"
+    elif not 1 <= num_processes <= MOST_PROCESSES:
+        return f"launch -n: expected 1 to {MOST_PROCESSES} processes, found {num_processes}"
+    if max_restarts is not None and max_restarts < 0:
+        return f"launch --max-restarts: expected 0 or more, found {max_restarts}; 0 starts nothing again"
+    if not command:
+        return "launch: expected a command after --, found none; such as jpipe launch -n 2 -- train CONFIG"
+    if command[0] not in _SEVERAL:
+        some = ", ".join(_SEVERAL[:-1])
+        return f"launch: expected `train CONFIG …` after --, found '{command[0]}'; only {some} and {_SEVERAL[-1]} run in several processes"
+    reserved = _RESERVED if elastic is None else (*_RESERVED, "--elastic")
+    for argument in command:
+        if (name := argument.partition("=")[0].replace("_", "-")) in reserved:
+            return f"launch: {name} after -- is given to each process by launch; leave it out there"
+    if pin and not hasattr(os, "sched_setaffinity"):
+        return f"launch --pin: {sys.platform} has no way to give a process a core; leave it out"
+    return None
+
+
+def main(
+    num_processes: int,
+    command: Sequence[str],
+    *,
+    pin: bool = False,
+    max_restarts: int = 0,
+    program: Sequence[str] = JPIPE,
+    grace: float = GRACE,
+    pause: float = PAUSE,
+) -> int:
+    """Start the processes, forward their output, and wait for all; if one fails, restart all, up to `max_restarts` times.
+
+    If one fails, all other processes are ended, by SIGTERM and `grace` seconds later by SIGKILL. The same happens if this process gets
+    SIGINT (Ctrl-C), SIGTERM or SIGHUP; a second signal kills all processes. A run that writes checkpoints saves at these signals, and ends
+    normally if `grace` is long enough (`jpipe_train.console.preemption`). On Linux the processes also end if this one is killed; on other
+    systems they continue.
+
+    A job that such a signal or bad input ended is not restarted. All attempts have the same command and the same `JPIPE_JOB`, by which
+    they find their run folder (`jpipe_train.checkpoint.run_folder`), but different ports. The processes of a job share a secret that nobody
+    else knows, and listen on loopback addresses only.
+
+    Args:
+        num_processes: the number of processes.
+        command: arguments of each; the coordinator, the number of processes and the process number are added.
+        pin: whether each process has one CPU core, in turn, and XLA uses one thread.
+        max_restarts: how often all are restarted.
+        program: the program that gets these arguments.
+        grace: seconds from SIGTERM to SIGKILL.
+        pause: seconds before the first restart; doubled each time, up to a minute.
+
+    Returns:
+        The exit code: 0 if all have ended with it, that of the process that failed first, or 128 plus the number of the signal that ended
+        it or this process.
+    """
+    cores = sorted(os.sched_getaffinity(0)) if pin else [None]
+    variables = {SECRET: secrets.token_hex(32)} | ({JOB: secrets.token_hex(8)} if max_restarts else {})
+    restarts = 0
+    with recorded_signals() as signals:
+        while True:
+            again = f"starting all again in {pause:g} s ({restarts + 1} of {max_restarts})" if restarts < max_restarts else ""
+            flags = "--coordinator", f"127.0.0.1:{free_port()}", "--num-processes", str(num_processes), "--process-id"
+            with contextlib.closing(ProcessGroup(grace, variables)) as group:
+                for number in range(num_processes):
+                    group.start([*program, *command, *flags, str(number)], number, cores[number % len(cores)])
+                code = group.watch(signals, again)
+            if code in (0, BAD_INPUT) or not again:
+                return code
+            wait(pause, signals)
+            if signals:
+                say(f"{signal.Signals(signals[0]).name} received; not starting again")
+                return 128 + signals[0]
+            restarts, pause = restarts + 1, min(2 * pause, LONGEST_PAUSE)
+
+
+def wait(seconds: float, signals: Sequence[int]) -> None:
+    """Sleep for some seconds, or until a signal arrives; `time.sleep` alone continues after one."""
+    end = time.monotonic() + seconds
+    while not signals and (remaining := end - time.monotonic()) > 0:
+        time.sleep(min(remaining, _TICK))
+
+
+def free_port() -> int:
+    """Return a port that is free now; if another program takes it before process 0 does, process 0 reports that."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+        return port
+
+
+@contextlib.contextmanager
+def recorded_signals() -> Iterator[list[int]]:
+    """Yield the signals that ask this process to end, as they arrive; ignored ones, as under nohup, stay ignored."""
+    received: list[int] = []
+    numbers = [number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is not signal.SIG_IGN]
+
+    def record(number: int, frame: FrameType | None) -> None:
+        if number != signal.SIGHUP or not received:  # when a connection drops, several arrive, also with SIGTERM
+            received.append(number)
+
+    before = {number: signal.signal(number, record) for number in numbers}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,235 @@
+"""The processes of `jpipe launch`: each in its own session, with output marked by process, and ended together."""
+
+import contextlib
+import math
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import IO, TextIO
+
+from jpipe_train.launch.local.child import ending_with
+
+BAD_INPUT = 2  # the exit code of a job that would fail again
+_REPORT_LIMIT = 3.0  # seconds from the first failure to the signal that ends the other processes
+_SAVE_LIMIT = 600.0  # seconds that a run may take to save and end when there is no hurry
+_TICK = 0.05  # seconds between two looks at the processes
+_LONGEST_LINE = 1 << 16
+_GLOO = b"[Gloo] Rank "  # gloo prints it for every connection, and it cannot be turned off
+
+
+class ProcessGroup:
+    """The processes, from the start of the first to the end of the last.
+
+    Args:
+        grace: seconds from the signal that asks them to end to the one that kills them.
+        variables: additional environment variables for all of them.
+    """
+
+    def __init__(self, grace: float, variables: dict[str, str]) -> None:
+        self._grace = grace
+        self._variables = variables
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._outputs = selectors.DefaultSelector()
+        self._deadline: float | None = None  # time at which processes that were asked to end are killed
+        self._report_deadline: float | None = None  # time until which the other processes may report after a failure
+        self._first: int | None = None  # the number of the process that failed first
+        self._ended_before: set[int] = set()  # numbers of the processes that had ended before any was asked to
+        self._killed: set[int] = set()  # numbers of those that did not end when they were asked to
+        self.was_stopped = False  # because `watch` was told to, without a failure
+
+    def start(self, arguments: Sequence[str], number: int, core: int | None, slot: int | None = None) -> None:
+        """Start process `number`, on CPU core `core` unless it is None, and on GPU `slot`, by default `number`."""
+        outputs = [None if number == 0 and target.isatty() else subprocess.PIPE for target in (sys.stdout, sys.stderr)]
+        piped = number == 0 and sys.stdin is not None and not sys.stdin.isatty()  # a terminal is not its session's
+        process = subprocess.Popen(  # noqa: S603, the command is the user's own
+            arguments,
+            stdin=None if piped else subprocess.DEVNULL,
+            stdout=outputs[0],
+            stderr=outputs[1],
+            env=_environment(number if slot is None else slot, one_thread=core is not None) | self._variables,
+            start_new_session=True,  # only the launcher gets Ctrl-C; and processes that it starts are ended with it
+            preexec_fn=_child_setup(core),  # safe: no thread runs here that could hold a lock
+        )
+        self._processes.append(process)
+        for stream, target in (process.stdout, sys.stdout), (process.stderr, sys.stderr):
+            if stream is not None:
+                self._outputs.register(stream, selectors.EVENT_READ, _Output(stream, f"[{number}] " if number else "", target))
+
+    def watch(self, signals: Sequence[int], again: str = "", stop: Callable[[], bool] | None = None) -> int:
+        """Copy their output until all have ended; if one fails, report it and end the other processes.
+
+        Args:
+            signals: the signals to this process, as they arrive: the first one is forwarded, the second kills all processes.
+            again: text that announces what follows a failure, except after `BAD_INPUT`.
+            stop: returns whether the processes are to save and end now; then no exit code counts as a failure. Called again and again.
+
+        Returns:
+            The exit code: 0 if all have ended with it, for any reason; that of the process that failed first; or 128 plus the number of
+            the signal that ended it or this process.
+        """
+        code: int | None = None
+        living = True
+        while living:
+            living = self._reap()
+            self._copy(_TICK)
+            failed = self._failed()
+            if code is None and signals:
+                code = 128 + signals[0]
+                self._end(signals[0])
+            elif code is None and failed is not None and self.was_stopped:
+                self._deadline = min(self._deadline or math.inf, time.monotonic() + self._grace)
+            elif code is None and failed is not None:
+                self._first = failed
+                code, description = _describe_end(self._processes[failed].returncode)
+                parts = [
+                    f"process {failed} {description}",
+                    "ending the other processes" if living else "",
+                    again if code != BAD_INPUT else "",
+                ]
+                say("; ".join(filter(None, parts)))
+                self._report_deadline = time.monotonic() + min(_REPORT_LIMIT, self._grace)
+            if self._report_deadline is not None and time.monotonic() > self._report_deadline and self._deadline is None:
+                self._end(signal.SIGTERM)
+            if code is None and failed is None and living and not self.was_stopped and stop is not None and stop():
+                self.was_stopped = True
+                self._end(signal.SIGTERM, _SAVE_LIMIT)
+            if len(signals) > 1 or (self._deadline is not None and time.monotonic() > self._deadline):
+                self._end(signal.SIGKILL)
+        end = time.monotonic() + self._grace
+        while self._copy(_TICK) and time.monotonic() < end:  # output left in the pipes; processes that left the group may continue to print
+            pass
+        if sys.stdout.isatty():
+            _print("\x1b[?25h", sys.stdout)  # an interrupted progress bar has hidden the cursor
+        return code if code and any(process.returncode for process in self._processes) else 0
+
+    @property
+    def to_blame(self) -> list[int]:
+        """The numbers of the processes that failed by themselves, after `watch`; empty if none did.
+
+        The others of a run end with an error when one is lost, and may be seen to have ended before it: a process that is killed closes
+        its connections first. If a process only hangs, the others fail first, and it has to be killed.
+        """
+        if self._first is None:
+            return []
+        if self._processes[self._first].returncode > 0 and self._killed:
+            return sorted(self._killed)
+        ended = self._ended_before or range(len(self._processes))
+        killed = [n for n in sorted(ended) if self._processes[n].returncode == -signal.SIGKILL]
+        return killed or [self._first]
+
+    def close(self) -> None:
+        """Kill all remaining processes."""
+        self._end(signal.SIGKILL)
+        for process in self._processes:
+            process.wait()
+        for key in self._outputs.get_map().values():
+            key.data.source.close()
+        self._outputs.close()
+
+    def _reap(self) -> bool:
+        """Record which processes have ended, kill their children, and return whether any is alive."""
+        for process in self._processes:
+            if process.returncode is None and process.poll() is not None:
+                _signal(process, signal.SIGKILL)
+        return any(process.returncode is None for process in self._processes)
+
+    def _failed(self) -> int | None:
+        """Return the number of a process that has failed, if possible of one that a signal ended: others may fail because of it."""
+        failed = [(process.returncode > 0, number) for number, process in enumerate(self._processes) if process.returncode]
+        return min(failed)[1] if failed else None
+
+    def _end(self, number: int, limit: float | None = None) -> None:
+        """Send the signal to the processes that are alive, and set the time after which they are killed, `limit` seconds from now."""
+        alive = {n for n, process in enumerate(self._processes) if process.returncode is None}
+        self._ended_before = self._ended_before or set(range(len(self._processes))) - alive
+        if number == signal.SIGKILL:
+            self._killed |= alive
+        for n in alive:
+            _signal(self._processes[n], number)
+        self._deadline = None if number == signal.SIGKILL else time.monotonic() + (self._grace if limit is None else limit)
+
+    def _copy(self, seconds: float) -> bool:
+        """Wait for output, copy it, and return whether there was any."""
+        ready = self._outputs.select(seconds)
+        for key, _ in ready:
+            if data := os.read(key.fd, 1 << 16):
+                key.data.take(data)
+            else:
+                key.data.take(b"\n" if key.data.remainder else b"")
+                self._outputs.unregister(key.fileobj)
+                key.data.source.close()
+        return bool(ready)
+
+
+@dataclass
+class _Output:
+    """One output stream of a process: whole lines go from `source` to `target`, each after `prefix`."""
+
+    source: IO[bytes]
+    prefix: str
+    target: TextIO
+    remainder: bytes = b""  # an incomplete line
+
+    def take(self, data: bytes) -> None:
+        """Copy the complete lines, except those of gloo."""
+        *lines, self.remainder = (self.remainder + data).split(b"\n")
+        if len(self.remainder) > _LONGEST_LINE:
+            lines, self.remainder = [*lines, self.remainder], b""
+        for line in lines:
+            if not line.startswith(_GLOO):
+                _print(f"{self.prefix}{line.decode(errors='replace')}\n", self.target)
+
+
+def say(message: str) -> None:
+    """Print a line from the launcher."""
+    _print(f"jpipe: {message}\n", sys.stderr)
+
+
+def _print(text: str, target: TextIO) -> None:
+    # On a terminal this may overwrite the progress bar of process 0, which is drawn again below.
+    target.write(f"\r\x1b[2K{text}" if target.isatty() else text)
+    target.flush()
+
+
+def _describe_end(returncode: int) -> tuple[int, str]:
+    """Return the exit code as in a shell, and a description of how the process ended."""
+    if returncode < 0:
+        return 128 - returncode, f"was ended by {signal.Signals(-returncode).name}"
+    return returncode, f"ended with exit code {returncode}"
+
+
+def _signal(process: subprocess.Popen[bytes], number: int) -> None:
+    """Send a signal to the process and to those that it started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, number)
+
+
+def _environment(slot: int, *, one_thread: bool) -> dict[str, str]:
+    current = os.environ
+    # The same import path as here; unbuffered lines; one GPU each, as NCCL requires, listening at a loopback address; and no warning
+    # that recoverability is experimental.
+    changes = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONUNBUFFERED": "1"}
+    changes["JPIPE_LAUNCHER"] = str(os.getpid())  # jpipe_train.console.preemption, which imports JAX, has the name too
+    changes["JAX_LOCAL_DEVICE_IDS"] = current.get("JAX_LOCAL_DEVICE_IDS", str(slot))
+    changes["NCCL_SOCKET_IFNAME"] = current.get("NCCL_SOCKET_IFNAME", "lo")
+    changes["TF_CPP_MIN_LOG_LEVEL"] = current.get("TF_CPP_MIN_LOG_LEVEL", "2")
+    if one_thread:
+        changes["XLA_FLAGS"] = f"{current.get('XLA_FLAGS', '')} --xla_cpu_multi_thread_eigen=false".strip()
+    return current | changes
+
+
+def _child_setup(core: int | None) -> Callable[[], None]:
+    """Return a function for a child to call before the command: it ends with this process, and moves to its core."""
+    end_with_parent = ending_with(os.getpid())
+
+    def prepare() -> None:
+        end_with_parent()
+        if core is not None:
+            os.sched_setaffinity(0, {core})
+
+    return prepare

@@ -1,0 +1,123 @@
+"""Measure a few steps of a run from time to time, and predict the same steps by simulation."""
+
+import statistics
+from collections.abc import Sequence
+from functools import cached_property
+
+import jpipe
+from jpipe_train.launch.gather import gather, share
+
+MOST_FORWARDS = 100_000  # limit for a prediction: some seconds
+
+
+class Measure:
+    """Traces windows of steps, and compares the last one with its prediction.
+
+    A window has up to `batches` batches, when the pipeline is full, after each evaluation, and when one is requested. There is no
+    evaluation inside it. One batch before it and one after it are traced as well. The prediction simulates the schedule with the median
+    times of the window's own computations: it shows the effect of the order of computations, not the speed of the devices.
+
+    Args:
+        pipe: the compiled pipeline.
+        costs: bytes of its stages, from `pipe.costs`.
+        steps: number of steps of the run.
+        every: steps between two evaluations.
+        batches: largest number of batches in a window; 0 measures nothing.
+        processes: the processes of the run, if there are several: all measure the same steps, each its own workers, and process 0 gets
+            the windows.
+        first: the first step of the run.
+
+    Attributes:
+        measured: the last window; None before the first one.
+        data_waits: for each of several processes the mean seconds that it waited for the data of a step of the last trace; empty before.
+    """
+
+    def __init__(
+        self,
+        pipe: jpipe.Pipeline,
+        costs: Sequence[jpipe.programs.StageCost],
+        steps: int,
+        every: int,
+        batches: int,
+        processes: jpipe.processes.Processes | None = None,
+        first: int = 0,
+    ) -> None:
+        self._processes, self._start = processes, first
+        self._pipe, self._costs, self._steps, self._every, self._most = pipe, costs, steps, every, batches
+        self._full = jpipe.programs.batches_until_full(pipe.plan)
+        self._tracer: jpipe.Tracer | None = None
+        self._first = self._batches = 0  # first batch and number of batches of the window being traced
+        self._window = 0, 0  # the same for the last measured window
+        self._waits: list[float] = []  # seconds that this process waited for the data of each step of the current trace
+        self._requested: int | None = None  # the step at which a further window is to begin
+        self.measured: jpipe.programs.Window | None = None
+        self.data_waits: Sequence[float] = ()
+
+    def observer(self, step: int) -> jpipe.Tracer | None:
+        """Return the observer for `Pipeline.step` at `step`, if any, and finish a window that ended with the previous step."""
+        if self._tracer is not None and step > self._first + self._batches:
+            self.finish()
+        if self._tracer is None and (batches := self._window_size(step)):
+            self._first, self._batches = step + 1, batches
+            if self._processes is not None:  # all clocks start now, up to the latency of a message
+                self._processes.barrier(f"the trace from step {step}")
+            self._tracer, self._waits = jpipe.Tracer(self._pipe.plan), []
+        return self._tracer
+
+    def request(self, step: int) -> None:
+        """Trace a window from `step` on, if none is being traced and there is room; all processes request the same one."""
+        self._requested = step
+
+    def waited(self, seconds: float) -> None:
+        """Note how long this process waited for the data of a step."""
+        if self._tracer is not None:
+            self._waits.append(seconds)
+
+    @property
+    def is_tracing(self) -> bool:
+        """Whether a window is being traced."""
+        return self._tracer is not None
+
+    def finish(self) -> None:
+        """Finish the current trace, if there is one."""
+        if self._tracer is None:
+            return
+        trace, self._tracer = self._tracer.finish(), None
+        self._window = self._first, self._batches
+        if self._processes is not None:
+            wait = statistics.fmean(self._waits) if self._waits else 0.0
+            self.data_waits = share(self._processes, f"wait for the data from batch {self._first}", wait)
+            gathered = gather(self._processes, self._pipe, f"trace of batch {self._first}", trace)
+            if gathered is None:
+                return
+            trace = gathered
+        self._costs = jpipe.runtime.fit_costs(self._costs, trace.timeline, self._pipe.plan)
+        self.measured = jpipe.programs.extract_window(
+            trace.timeline, trace.memory, self._pipe.plan.microbatches, *self._window, trace.transfers
+        )
+
+    def ends_at(self, steps: int) -> None:
+        """Drop the current trace if its window needs batches that the run will not have, because it ends after `steps` of them."""
+        if self._tracer is not None and self._first + self._batches >= steps:
+            self.close()
+
+    def close(self) -> None:
+        """Drop the current trace, if there is one, because the run stops."""
+        if self._tracer is not None:
+            self._tracer.close()
+            self._tracer = None
+
+    @cached_property
+    def predicted(self) -> jpipe.programs.Window | None:
+        """The prediction of the measured window, or None if it would take minutes; computed at first access, which takes some time."""
+        plan = self._pipe.plan
+        forwards = plan.depth * plan.microbatches * (2 * self._full + self._window[1] + 1)
+        if self.measured is None or forwards > MOST_FORWARDS:
+            return None
+        return jpipe.programs.predict_window(plan, self._costs, *self._window, global_norm=self._pipe.uses_global_norm)
+
+    def _window_size(self, step: int) -> int:
+        """Return the number of batches of a window whose trace begins at `step`, or 0 if none begins."""
+        due = step % self._every == 0 if self._window[1] else step >= self._start + self._full
+        room = min(self._steps - step, self._every - step % self._every)  # steps until the end, or until the next evaluation
+        return min(self._most, max(room - 2, 0)) if due or step == self._requested else 0

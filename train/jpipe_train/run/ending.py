@@ -1,0 +1,76 @@
+"""The end of a run: its mark, its summary and the comparison with its plan; or an error in one line."""
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+import jpipe
+from jpipe_train.checkpoint.run_folder import FolderChanged, RunFolder
+from jpipe_train.config.config import Config
+from jpipe_train.console.progress import Reporter
+from jpipe_train.console.terminal import first_line
+from jpipe_train.data import data
+from jpipe_train.report.performance import comparison
+from jpipe_train.report.summary import Summary, print_summary
+
+
+def conclude(
+    summary: Summary,
+    config: Config,
+    plan: jpipe.Plan,
+    sizes: Sequence[jpipe.programs.StageCost],
+    folder: RunFolder | None,
+    reporter: Reporter,
+    *,
+    in_python: bool,
+) -> Summary:
+    """Mark the end of a run in its folder, print its summary, and return it with the planner's prediction, if there is one."""
+    summary = summary if folder is None else complete(summary, config, plan, sizes, folder)
+    print_summary(summary, data.loss_unit(config), reporter, in_python=in_python)
+    return summary
+
+
+def complete(summary: Summary, config: Config, plan: jpipe.Plan, sizes: Sequence[jpipe.programs.StageCost], folder: RunFolder) -> Summary:
+    """Mark the end of the run in its folder, unless a signal ended it, and return the summary with the planner's prediction."""
+    if summary.stopped_by is None:
+        early = None if summary.steps >= config.train.length else summary.remarks.get("stopped early", f"at step {summary.steps}")
+        folder.mark_end(summary.steps, config.train.length, early)
+    return compare_with_prediction(summary, plan, sizes, folder)
+
+
+def compare_with_prediction(summary: Summary, plan: jpipe.Plan, sizes: Sequence[jpipe.programs.StageCost], folder: RunFolder) -> Summary:
+    """Return the summary with the planner's prediction, and write both into the folder."""
+    if summary.measured is None or plan.predicted is None:
+        return summary
+    measured = comparison.as_predicted(plan, summary.measured, sizes)
+    folder.keep_planned(plan.predicted, measured)
+    return dataclasses.replace(summary, planned=tuple(comparison.compare_with_plan(plan, plan.predicted, measured)))
+
+
+def _describe_newest(folder: RunFolder | None) -> str:
+    """Return the end of an error message about a changed run folder: which checkpoint is left; empty if the folder is unknown."""
+    from jpipe.checkpoints import files
+
+    if folder is None:
+        return ""
+    try:
+        whole = files.steps(folder.path)
+    except (jpipe.InputError, OSError):
+        whole = []
+    return f"; its newest checkpoint is of step {whole[-1]}, from which it resumes" if whole else "; no checkpoint is left there"
+
+
+def reason(error: Exception, folder: RunFolder | None = None) -> str:
+    """Return the message of a device or disk error in one line."""
+    if isinstance(error, FolderChanged):
+        return f"{error.strerror}{_describe_newest(folder)}"
+    if isinstance(error, OSError):
+        file = error.filename if isinstance(error.filename, str) else None
+        if file is not None and (folder is None or not Path(file).is_relative_to(folder.path)):
+            return f"'{file}' cannot be read or written: {error.strerror or error}"
+        return f"the run folder cannot be written: {error.strerror or error}"
+    message = first_line(error)
+    if isinstance(error, jpipe.runtime.CopiesDiffer):
+        return message
+    hint = "; use more stages, recomputation or smaller microbatches" if "RESOURCE_EXHAUSTED" in message else ""
+    return f"a device failed: {message}{hint}"
