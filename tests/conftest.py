@@ -27,6 +27,9 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 for number, usual in {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}.items():
     if signal.getsignal(number) == signal.SIG_IGN:
         signal.signal(number, usual)
+# No test cuts the power: what is written need not be on the disk, for which each test of a run would wait a hundred times.
+os.fsync = lambda number: os.fstat(number if isinstance(number, int) else number.fileno()) and None
+gc.disable()  # until all tests are collected: what their modules create stays
 # Hypothesis would read the source of all modules, for some seconds in each worker, to try the constants that they have.
 providers._get_local_constants = lambda: providers._local_constants
 # The packages are imported from here on, with every annotation checked at each call. Shapes are compared between the arguments of a call
@@ -138,6 +141,7 @@ def pytest_ignore_collect(collection_path, config):
 
 def pytest_collection_finish():
     """Leave out what was imported and collected, millions of objects, when garbage is collected from here on."""
+    gc.enable()
     gc.collect()
     gc.freeze()
 
