@@ -408,20 +408,20 @@ def check_same_as_by_hand(folder: Path, config: dict, history: list[Part], monke
 
 @pytest.mark.slow
 def test_a_run_that_loses_two_processes_ends_as_one_whose_plan_was_changed_by_hand(tmp_path, monkeypatch):
-    deaths = {4: (3, 5), 3: (0, 9)}  # the last of four at step 5, the first of three at step 9
-    config, history, lines = elastic_run(tmp_path, 4, 14, deaths, 0, "--elastic", "2:4", "--retry-after", "10000")
-    assert [(part.first, part.end, part.devices) for part in history] == [(0, 4, 4), (4, 8, 3), (8, 14, 2)]
-    assert changes_of_plan(history) == [(4, "3 stages"), (8, "2 stages")]
+    deaths = {3: (2, 5), 2: (0, 9)}  # the last of three at step 5, the first of two at step 9
+    config, history, lines = elastic_run(tmp_path, 3, 14, deaths, 0, "--elastic", "1:3", "--retry-after", "10000")
+    assert [(part.first, part.end, part.devices) for part in history] == [(0, 4, 3), (4, 8, 2), (8, 14, 1)]
+    assert changes_of_plan(history) == [(4, "2 stages"), (8, "1 stage")]
     assert history[0].pause is history[0].repeated is None
     for part in history[1:]:
         assert part.pause > 0
         assert part.repeated in (0, 1)  # of the batch in which a process died the others know nothing
     for words in (
-        "jpipe: starting 3 of 4 processes, without slot 3",
-        "plan for 3 of 4 processes: num_stages 3 instead of 4",
+        "jpipe: starting 2 of 3 processes, without slot 2",
+        "plan for 2 of 3 processes: num_stages 2 instead of 3",
         "resumes at step 4, with other values for plan",
-        "jpipe: starting 2 of 4 processes, without slots 0, 3",
-        "plan for 2 of 4 processes: num_stages 2 instead of 4",
+        "jpipe: starting 1 of 3 processes, without slots 0, 2",
+        "plan for 1 of 3 processes: num_stages 1 instead of 3",
         "resumes at step 8, with other values for plan",
     ):
         assert words in lines
@@ -433,10 +433,10 @@ def test_a_run_that_loses_two_processes_ends_as_one_whose_plan_was_changed_by_ha
 
 @pytest.mark.slow
 def test_a_run_grows_again_at_a_checkpoint(tmp_path, monkeypatch):
-    config, history, lines = elastic_run(tmp_path, 2, 40, {2: (1, 5)}, 1, "--elastic", "1:2", "--retry-after", "1")
+    config, history, lines = elastic_run(tmp_path, 2, 26, {2: (1, 5)}, 1, "--elastic", "1:2", "--retry-after", "1")
     assert [part.devices for part in history] == [2, 1, 2]
     first, smaller, larger = history
-    assert (first.first, first.end, smaller.first, smaller.end, larger.end) == (0, 4, 4, larger.first, 40)
+    assert (first.first, first.end, smaller.first, smaller.end, larger.end) == (0, 4, 4, larger.first, 26)
     assert larger.first > 6
     assert "jpipe: starting 2 of 2 processes" in lines
     assert f"resumes at step {larger.first}, with other values for plan" in lines
