@@ -35,7 +35,7 @@ help: ## List the commands
 train: .venv/ready ## Train the GPT of configs/gpt-bytes.yaml through a four-stage pipeline, about a minute and a half
 	@$(VENV)/jpipe train configs/gpt-bytes.yaml
 
-test: .venv/ready ## Run all tests except the slow ones, about ten minutes on two cores (PYTEST_ARGS="-k name" for some of them)
+test: .venv/ready ## Run all tests except the slow ones, about six minutes on two cores (PYTEST_ARGS="-k name" for some of them)
 	@$(QUICKLY) $(VENV)/$(PYTEST) -m "not slow and not targets" $(PYTEST_ARGS)
 
 test-slow: .venv/ready ## Run the tests that `make test` leaves out, but for those marked `exhaustive`, which only `make test-all` runs

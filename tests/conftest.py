@@ -27,6 +27,8 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 for number, usual in {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}.items():
     if signal.getsignal(number) == signal.SIG_IGN:
         signal.signal(number, usual)
+# No test cuts the power: what is written need not be on the disk, for which each test of a run would wait a hundred times.
+os.fsync = lambda number: os.fstat(number if isinstance(number, int) else number.fileno()) and None
 # Hypothesis would read the source of all modules, for some seconds in each worker, to try the constants that they have.
 providers._get_local_constants = lambda: providers._local_constants
 # The packages are imported from here on, with every annotation checked at each call. Shapes are compared between the arguments of a call
@@ -136,10 +138,15 @@ def pytest_ignore_collect(collection_path, config):
     return None
 
 
-def pytest_collection_finish():
-    """Leave out what was imported and collected, millions of objects, when garbage is collected from here on."""
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Collect no garbage while tests are imported, nor look for it afterwards in what was imported, millions of objects."""
+    gc.disable()
+    result = yield
+    gc.enable()
     gc.collect()
     gc.freeze()
+    return result
 
 
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks

@@ -41,6 +41,7 @@ PLANS = [
     jpipe.Plan.even("abcd", 1, "naive", 1),
 ]
 PLAN_TEXTS = [plan.to_json() for plan in PLANS]  # not in a strategy, where nothing else may draw random numbers: beartype does
+PARTS_OF_PLANS = {"links": jpipe.plan.Links, "offload": jpipe.plan.HostMemory}  # empty ones are allowed
 KEYS = [f"{section}.{key}" for section, keys in Config().model_dump().items() if section != "seed" for key in keys]
 PATHS = ["seed", *KEYS, "model.arguments.rate", "optimizer.arguments.b"]
 
@@ -400,8 +401,18 @@ def check_plan(answered, monkeypatch, tmp_path, content):
     assert bool(plans) == is_accepted
     for plan in plans:
         data = json.loads(content.decode("utf-8"), object_pairs_hook=unique, parse_constant=refuse)
+        parts = {name: filled(data[name], model.model_fields) for name, model in PARTS_OF_PLANS.items() if data.get(name) is not None}
         stages = [filled(stage, jpipe.Stage.model_fields) for stage in data["stages"]]
-        assert same(plan.model_dump(mode="json"), filled(data | {"stages": stages}, jpipe.Plan.model_fields))
+        meant = filled(data | parts | {"stages": stages}, jpipe.Plan.model_fields)
+        assert same(plan.model_dump(mode="json"), json.loads(json.dumps(meant)))  # a default may be a tuple
+
+
+@pytest.mark.parametrize("left_out", ["stages", *PARTS_OF_PLANS])
+def test_what_a_plan_leaves_out_has_its_default(answered, monkeypatch, tmp_path, left_out):
+    """Stages have their layers alone, or the other parts are there and empty."""
+    data = json.loads(PLAN_TEXTS[0])
+    data[left_out] = [{"layers": stage["layers"]} for stage in data["stages"]] if left_out == "stages" else {}
+    check_plan(answered, monkeypatch, tmp_path, json.dumps(data).encode())
 
 
 @pytest.mark.slow

@@ -48,6 +48,12 @@ def trained(monkeypatch):
     return names, failing
 
 
+@pytest.fixture
+def not_compared(monkeypatch):
+    """Skip the comparison at the end of a sweep, which takes longer than all else there; two tests have it."""
+    monkeypatch.setattr(sweeping.comparing, "compare", lambda *_: None)
+
+
 def names_of(*grid: str, **options) -> list[str]:
     return [combination.name for combination in combinations(Request("tiny.yaml", grid, **options))]
 
@@ -124,6 +130,7 @@ def test_a_sweep_trains_every_run_compares_them_and_skips_them_the_next_time(con
     assert "sweep: 3 runs in sweeps/tiny, 2 complete\nrun 1 of 1: learning_rate=0.01\n" in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("not_compared")
 def test_runs_that_ended_early_or_have_more_steps_now_are_trained_again(config, trained, tmp_path, monkeypatch):
     names, _ = trained
     assert main(["sweep", config, "--grid", RATES]) == 0
@@ -139,6 +146,7 @@ def test_runs_that_ended_early_or_have_more_steps_now_are_trained_again(config, 
     assert names[3:] == ["learning_rate=0.001", "learning_rate=0.003"]
 
 
+@pytest.mark.usefixtures("not_compared")
 def test_a_finished_run_without_a_checkpoint_is_not_trained_anew(config, trained, tmp_path, capsys):
     assert main(["sweep", config, "--grid", RATES]) == 0
     for change in ("train.steps=9", "train.epochs=3"):
@@ -149,6 +157,7 @@ def test_a_finished_run_without_a_checkpoint_is_not_trained_anew(config, trained
     assert len(trained[0]) == 2
 
 
+@pytest.mark.usefixtures("not_compared")
 @pytest.mark.parametrize("damaged", ["plan.json", "config.yaml", "metrics.jsonl"])
 def test_a_damaged_run_is_an_error_and_is_not_replaced(config, trained, tmp_path, damaged, capsys):
     assert main(["sweep", config, "--grid", RATES]) == 0
@@ -162,6 +171,7 @@ def test_a_damaged_run_is_an_error_and_is_not_replaced(config, trained, tmp_path
     assert len(trained[0]) == 2
 
 
+@pytest.mark.usefixtures("not_compared")
 @pytest.mark.parametrize("left", [(), ("metrics.jsonl",), ("metrics.jsonl", "config.yaml")])
 def test_what_a_start_that_was_killed_has_left_is_trained_again(config, trained, tmp_path, monkeypatch, left):
     folder = tmp_path / "sweeps" / "tiny"
@@ -170,7 +180,6 @@ def test_what_a_start_that_was_killed_has_left_is_trained_again(config, trained,
     for name in left:
         (folder / "learning_rate=0.001" / name).touch()
     monkeypatch.setattr(sweeping, "_train", lambda request, run, signals: trained[0].append(run.combination.name))
-    monkeypatch.setattr(sweeping.comparing, "compare", lambda *_: None)
     assert main(["sweep", config, "--grid", RATES]) == 0
     assert trained[0] == ["learning_rate=0.001", "learning_rate=0.003"]
 
@@ -235,6 +244,7 @@ def test_a_folder_that_is_being_claimed_is_that_of_a_sweep(config, tmp_path, mon
     assert mark.stat().st_size == before.st_size
 
 
+@pytest.mark.usefixtures("not_compared")
 def test_a_run_that_fails_does_not_end_the_sweep(config, trained, capsys):
     names, failing = trained
     failing.append("learning_rate=0.001")
@@ -270,6 +280,7 @@ def test_mistakes_are_reported_before_a_run_begins(config, trained, arguments, m
     assert trained[0] == []
 
 
+@pytest.mark.usefixtures("not_compared")
 def test_a_run_of_another_config_is_not_taken_for_one_of_the_sweep(config, trained, capsys):
     assert main(["sweep", config, "--grid", RATES]) == 0
     assert main(["sweep", config, "--grid", RATES, "--set", "seed=5"]) == 2
