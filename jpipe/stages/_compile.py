@@ -295,10 +295,10 @@ def compile_for_analysis(program: jax.stages.Lowered, device: jax.Device) -> jax
                 if unknown is None or unknown[1] not in options:
                     break
                 del options[unknown[1]]  # other versions of XLA do not have it
-    return program.compile({"xla_gpu_autotune_level": 0})  # such as a program whose products are not all XLA's own kernels
+    return program.compile({"xla_gpu_autotune_level": 0})  # products or convolutions of libraries need other tiles, or none
 
 
-_LITTLE_EFFORT: Mapping[str, str | int | bool] = {
+_LITTLE_EFFORT: Mapping[str, Any] = {
     "xla_gpu_autotune_level": 0,
     "xla_force_config": "backend: TRITON backend_config { triton { block_m: 16 block_n: 16 block_k: 16 num_stages: 1 "
     "num_warps: 1 num_ctas: 1 } }",
