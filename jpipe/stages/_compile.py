@@ -1,11 +1,16 @@
 """The calls of the stages compiled ahead of time for the devices of their workers."""
 
+import contextlib
+import functools
 import hashlib
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import tempfile
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from queue import Empty, LifoQueue
 from typing import Any, get_args
 
 import jax
@@ -270,14 +275,58 @@ _RESULT_NAME = re.compile(r'jax\.result_info = "[^"]*"')  # such as that of a la
 def compile_for_analysis(program: jax.stages.Lowered, device: jax.Device) -> jax.stages.Compiled:
     """Compile a program that will not run, to read its memory.
 
-    For a GPU that is not here no kernels are tried: there none can be timed, and the ones that are taken need the same memory.
+    XLA assigns memory before it makes kernels, which take most of the time. So for a GPU that is not here kernels are made with little
+    effort: none are tried, products have the smallest tiles, and those that an earlier program needed are used again. The memory is the
+    same.
 
     Args:
         program: lowered for the device.
         device: of this process, or one that is not here.
     """
-    is_here = device in jax.local_devices()
-    return program.compile({"xla_gpu_autotune_level": 0} if device.platform == "gpu" and not is_here else None)
+    if device.platform != "gpu" or device in jax.local_devices():
+        return program.compile()
+    with _kernel_file() as kernels:
+        options = {**_LITTLE_EFFORT, "xla_gpu_kernel_cache_file": kernels}
+        while True:
+            try:
+                return program.compile(options)
+            except jax.errors.JaxRuntimeError as error:
+                unknown = _UNKNOWN_OPTION.search(str(error))
+                if unknown is None or unknown[1] not in options:
+                    break
+                del options[unknown[1]]  # other versions of XLA do not have it
+    return program.compile({"xla_gpu_autotune_level": 0})  # products or convolutions of libraries need other tiles, or none
+
+
+_LITTLE_EFFORT: Mapping[str, Any] = {
+    "xla_gpu_autotune_level": 0,
+    "xla_force_config": "backend: TRITON backend_config { triton { block_m: 16 block_n: 16 block_k: 16 num_stages: 1 "
+    "num_warps: 1 num_ctas: 1 } }",
+    "xla_gpu_experimental_enable_tiling_propagation": False,  # the older search for tiles of fusions takes a quarter of the time
+    "xla_backend_optimization_level": 0,
+    "xla_llvm_disable_expensive_passes": True,
+    "xla_gpu_disable_gpuasm_optimizations": True,
+}
+_UNKNOWN_OPTION = re.compile(r"No such compile option: '(\w+)'")
+_KERNEL_FILES = LifoQueue[str]()  # that no program is using
+
+
+@contextlib.contextmanager
+def _kernel_file() -> Iterator[str]:
+    """Give a file with the kernels of earlier programs, which no other thread uses at the same time."""
+    try:
+        name = _KERNEL_FILES.get_nowait()
+    except Empty:
+        name = os.path.join(_folder_of_kernels().name, uuid.uuid4().hex)
+    try:
+        yield name
+    finally:
+        _KERNEL_FILES.put(name)
+
+
+@functools.cache
+def _folder_of_kernels() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="jpipe-kernels-", ignore_cleanup_errors=True)
 
 
 def compile_in_parallel(

@@ -45,6 +45,37 @@ def test_a_plan_is_profiled_and_compiled_for_the_target(target):
         assert compiled.ranked.memory == pytest.approx(compiled.estimated, rel=0.2)
 
 
+def attention_loss(q, k, v):
+    weights = jax.nn.softmax((q @ k.T).astype(jnp.float32)).astype(q.dtype)
+    return jnp.sum(jnp.tanh(weights @ v).astype(jnp.float32) ** 2)
+
+
+def convolution_loss(x, kernel):  # cuDNN's, for which XLA makes no kernel
+    return jax.lax.conv_general_dilated(x, kernel, (1, 1), "SAME").sum()
+
+
+@pytest.mark.parametrize(("function", "shapes"), [(attention_loss, [(256, 128)] * 3), (convolution_loss, [(4, 3, 16, 16), (8, 3, 3, 3)])])
+def test_programs_for_analysis_need_the_same_memory(function, shapes, target):
+    device = devices_of(target)[0]
+    if target.platform != "cuda":
+        pytest.skip("only programs for GPUs are compiled in another way for analysis")
+    where = jax.sharding.SingleDeviceSharding(device)
+    specs = [jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=where) for shape in shapes]
+    program = jax.jit(jax.grad(function, tuple(range(len(shapes))))).lower(*specs)
+    first, again, usual = (
+        compiled.memory_analysis()
+        for compiled in (
+            jpipe.stages.compile_for_analysis(program, device),
+            jpipe.stages.compile_for_analysis(program, device),
+            program.compile(),
+        )
+    )
+    for size in ("temp", "argument", "output", "alias"):
+        sizes = {getattr(analysis, f"{size}_size_in_bytes") for analysis in (first, again, usual)}
+        assert len(sizes) == 1, f"{size}: {sizes}"
+    assert usual.temp_size_in_bytes > 0
+
+
 def test_sixteen_devices_of_a_server_are_compiled_for(target):
     devices_of(target)
     name = "h100-80gb" if target.platform == "cuda" else "v5e"
