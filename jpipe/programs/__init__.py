@@ -3,7 +3,7 @@
 from jpipe.programs._costs import HostLink, LayerCost, Network, Overlap, SharedCost, StageCost, shared_stages, sum_layer_costs, unit_costs
 from jpipe.programs._execution_order import ProgramError
 from jpipe.programs._instructions import Program
-from jpipe.programs._predict import Prediction
+from jpipe.programs.prediction import Prediction
 from jpipe.programs._steps import Steps
 from jpipe.programs._timeline import MemorySample, MemoryTimeline, Span, Timeline, format_grid, parse_grid, to_ticks, whole_spans
 from jpipe.programs._transfers import Transfer

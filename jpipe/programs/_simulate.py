@@ -7,7 +7,7 @@ from jpipe.errors import InputError, short
 from jpipe.programs._costs import OVERLAPS, HostLink, Link, Network, Overlap, StageCost, check_costs, unit_costs
 from jpipe.programs._execution_order import ProgramError, Violation, walk
 from jpipe.programs._instructions import Instruction, Program, Receive, Send
-from jpipe.programs._predict import Prediction, Predictor, draw_grid
+from jpipe.programs.prediction import Prediction, Predictor, draw_grid
 from jpipe.programs._verify import Verifier, rank_computations
 
 

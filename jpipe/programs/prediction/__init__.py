@@ -1,0 +1,6 @@
+"""What a verified program does, for given costs: time, memory and bytes moved."""
+
+from jpipe.programs.prediction._prediction import Prediction, draw_grid
+from jpipe.programs.prediction._predictor import Predictor
+
+__all__ = ["Prediction", "Predictor", "draw_grid"]
