@@ -65,4 +65,3 @@ def draw_grid(
     shortest = min((span.end - span.start for spans in timeline for span in spans), default=1.0)
     tick = tick or shortest or 1.0
     return format_grid(to_ticks(timeline, tick), notes, transfer_rows(transfers, tick))
-

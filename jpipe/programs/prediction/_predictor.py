@@ -1,7 +1,7 @@
 """A simulation that adds up the costs of a program's instructions."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cache
+from functools import cache, partial
 from heapq import heappop, heappush
 from typing import Any
 
@@ -34,6 +34,7 @@ from jpipe.programs._timeline import Timeline
 from jpipe.programs._traffic import Traffic
 from jpipe.programs._transfers import HOST, Transfer
 from jpipe.programs._verify import versions_before
+from jpipe.programs.prediction._batches import Batches
 from jpipe.programs.prediction._prediction import Prediction, draw_grid
 from jpipe.programs.prediction._state import NOT_YET, Key, Rank, Worker, effect_of, share_name, sum_name
 from jpipe.schedules import SCHEDULES
@@ -67,7 +68,8 @@ class Predictor:
         self._host = host
         self._transfers_block, self._sums_block = overlap == "none", overlap != "transfers and sums"
         self._plan, self._program, self._costs = program.plan, program, costs
-        self._averages_state = program.plan.sync_state and SCHEDULES[program.plan.schedule].flushes and program.plan.agree is None
+        self._flushes = SCHEDULES[program.plan.schedule].flushes
+        self._averages_state = program.plan.sync_state and self._flushes and program.plan.agree is None
         self._traffic = Traffic(network)
         self._transfers: list[Transfer] = []
         self._is_brief, self._passes = brief, any(cost.passed for cost in costs)
@@ -96,35 +98,63 @@ class Predictor:
         Raises:
             ProgramError: the ranks deadlock, which verified instructions do not.
         """
+        running = [self._execute(rank, queue) for rank, queue in zip(self._ranks, self._queues(instructions), strict=True)]
+        self._go_on(running, Batches(len(running), 0, False))
+        stuck = [rank for rank, instructions_of_rank in enumerate(running) if next(instructions_of_rank, "done") != "done"]
+        if stuck:
+            raise self._deadlock(stuck)
+
+    def run_batches(self, instructions: Iterable[Instruction], most: int, until_periodic: bool) -> float | None:
+        """Execute the instructions of a batch that is flushed several times, as `Batches`, and return their period."""
+        batches, queues = Batches(self._num_active, most, until_periodic), self._queues(instructions)
+        running = [self._repeat(rank, queue, batches) if queue else iter(()) for rank, queue in zip(self._ranks, queues, strict=True)]
+        self._go_on(running, batches)
+        if batches.behind:
+            raise self._deadlock(batches.stuck())
+        return batches.period
+
+    def _repeat(self, rank: Rank, instructions: Sequence[Instruction], batches: Batches) -> Iterator[None]:
+        begins = next(n for n, i in enumerate(instructions) if type(i) is Compute)
+        return batches.execute(rank.number, instructions, begins, partial(self._execute, rank), partial(rank.end_batch, self._plan))
+
+    def _queues(self, instructions: Iterable[Instruction]) -> list[list[Instruction]]:
+        """Return the instructions of each rank."""
         queues: list[list[Instruction]] = [[] for _ in self._ranks]
         for i in instructions:
             queues[self._plan.rank_of[i.worker]].append(i)
-        running = [self._execute(rank, queue) for rank, queue in zip(self._ranks, queues, strict=True)]
+        return queues
+
+    def _go_on(self, running: Sequence[Iterator[None]], batches: Batches) -> None:
+        """Execute the instructions of all ranks, until none can continue or all have begun the batch after the last one."""
         for instructions_of_rank in running:
             next(instructions_of_rank, None)
-        while self._requests:
-            self._now, _, begin, *arguments = heappop(self._requests)
+        while self._requests and batches.behind:
+            self._now, _, begin, arguments = heappop(self._requests)
             for rank in begin(*arguments):
                 next(running[rank.number], None)
-        stuck = [rank for rank, instructions_of_rank in enumerate(running) if next(instructions_of_rank, "done") != "done"]
-        if stuck:
-            grid = draw_grid(self.timeline(), notes=[(rank, "waits") for rank in stuck])
-            raise ProgramError(f"{self._plan.schedule}: deadlock, ranks {stuck} wait for each other\n{grid}")
+
+    def _deadlock(self, stuck: Sequence[int]) -> ProgramError:
+        grid = draw_grid(self.timeline(), notes=[(rank, "waits") for rank in stuck])
+        return ProgramError(f"{self._plan.schedule}: deadlock, ranks {stuck} wait for each other\n{grid}")
 
     def _execute(self, rank: Rank, instructions: Iterable[Instruction]) -> Iterator[None]:
         """Execute the instructions of a rank, and pause while the time of something that it needs is not known."""
+        workers, needed, times = self._workers, self._needs, rank.times
         for i in instructions:
-            worker, kind = self._workers[i.worker], type(i)
-            needs = self._needs.get(kind)
-            for key in needs(self, worker, i) if needs else ():
-                while (time := worker.ready.get(key, 0.0)) == NOT_YET:
-                    yield
-                if kind is not Send:  # which goes on beside the computations
-                    rank.wait(time)
+            worker, kind = workers[i.worker], type(i)
+            needs = needed.get(kind)
+            if needs is not None:
+                for key in needs(self, worker, i):
+                    while (time := worker.ready.get(key, 0.0)) == NOT_YET:
+                        yield
+                    times.append(time)
+                    if time > rank.clock and kind is not Send:  # which goes on beside the computations
+                        rank.clock = time
             blocking = _HANDLERS[kind](self, worker, i)
             if blocking is not None:
                 while (time := worker.ready[blocking]) == NOT_YET:
                     yield
+                times.append(time)
                 rank.wait(time)
 
     def _request(self, ready: float, order: tuple[Any, ...], begin: Callable[..., Iterable[Rank]], *arguments: object) -> None:
@@ -136,10 +166,11 @@ class Predictor:
             begin: begins it, and returns the ranks that may wait for it.
             arguments: of `begin`.
         """
-        heappush(self._requests, (max(ready, self._now), order, begin, *arguments))
+        heappush(self._requests, (max(ready, self._now), order, begin, arguments))
 
     def _needs_of_compute(self, worker: Worker, i: Compute) -> list[Key]:
-        needed = [(worker.effects[i.op].needs, i.microbatch)]  # which the first part of several takes
+        needs = worker.effects[i.op].needs
+        needed = [(needs, i.microbatch)] if needs else []  # which the first part of several takes
         return needed + [(share, i.version) for share in worker.shares] if worker.shares else needed
 
     def _needs_of_send(self, worker: Worker, i: Send) -> list[Key]:
@@ -179,7 +210,7 @@ class Predictor:
             bubble=1 - busy / (seconds * self._num_active) if seconds else 0.0,
             held_bytes=tuple(rank.most_live for rank in ranks),
             peak_bytes=tuple(max(rank.most_live, rank.peak) for rank in ranks),
-            moved_bytes=tuple(rank.moved for rank in ranks),
+            moved_bytes=tuple(rank.moved if rank.moved_by_batch is None else rank.moved_by_batch for rank in ranks),
             versions_alive=tuple(
                 self._workers[w].memory.most_versions if w in self._workers else 0 for w in range(len(self._plan.workers))
             ),
@@ -318,9 +349,7 @@ class Predictor:
         ready = max(sender.rank.clock, receiver.rank.clock)
         self._request(ready, (0, *transfer), self._transfer, received, i, sender, receiver, ready, size)
 
-    def _transfer(
-        self, received: Key, i: Send | Receive, sender: Worker, receiver: Worker, ready: float, size: int
-    ) -> tuple[Rank, ...]:
+    def _transfer(self, received: Key, i: Send | Receive, sender: Worker, receiver: Worker, ready: float, size: int) -> tuple[Rank, ...]:
         """Begin a transfer that can begin at `ready`, and return the ranks that may wait for it."""
         ranks = sender.rank.number, receiver.rank.number
         times = _, _, arrival = self._traffic.send(*ranks, ready, size)
@@ -427,6 +456,8 @@ class Predictor:
         if memory.accumulates and self._program.sets_aside[worker.stage]:
             memory.add(-cost.accumulators)
         memory.accumulates = True
+        if self._flushes:
+            worker.ready.pop(("norm", last_microbatch(self._plan, i.batch)), None)
         sharing = {s for stages in self._program.shared if worker.stage in stages for s in stages} - {worker.stage}
         if sharing:
             k = last_microbatch(self._plan, i.batch)
@@ -461,7 +492,6 @@ class Predictor:
             self._transfers.append(Transfer(i.what, ranks, i.number, begins, sent, worker.moved[key], size))
         if self._transfers_block:
             rank.wait(worker.moved[key])
-
 
 
 _NEEDS: dict[type, Callable[[Predictor, Worker, Any], Sequence[Key]]] = {

@@ -16,6 +16,9 @@ class Rank:
     def __init__(self, number: int, has_samples: bool) -> None:
         self.number, self.has_samples = number, has_samples
         self.clock, self.busy, self.moved = 0.0, 0.0, 0
+        self.moved_by_batch: int | None = None  # what it moves in each batch, if these are counted
+        self.times: list[float] = []  # when what it needed was there, in the current batch
+        self.spans_before = 0  # the number of spans in earlier batches
         self.spans: list[Span] = []
         self.workers: list[Worker] = []
         self.live = self.most_live = self.peak = 0
@@ -31,6 +34,22 @@ class Rank:
 
     def wait(self, until: float) -> None:
         self.clock = max(self.clock, until)
+
+    def end_batch(self, plan: Plan) -> list[float]:
+        """Count what follows as the next batch, with the same instructions, and return when what happened in this one did.
+
+        Returns:
+            The starts of computations, and when what was needed was there.
+        """
+        if self.moved_by_batch is None:
+            self.moved_by_batch = self.moved
+        times = [span.start for span in self.spans[self.spans_before :]]
+        times += [time for time in self.times if time]  # 0 stands for what did not have to come
+        self.spans_before = len(self.spans)
+        self.times.clear()
+        for worker in self.workers:
+            worker.begin_batch(plan)
+        return times
 
     def add(self, size: int) -> None:
         self.live += size
@@ -71,7 +90,7 @@ class Memory:
         self.cost, self.rank = cost, rank
         self.away: set[tuple[Kept, int]] = {("optimizer", 0)} if optimizer_in_host else set()  # what is in host memory
         self.weights = dict.fromkeys(sorted(versions), cost.trained)  # by version; replaced and not changed: samples share it
-        self.at_first = len(versions) * cost.trained + cost.frozen + self.optimizer + cost.state + cost.accumulators + cost.sum_error
+        self.at_first = bytes_at_first(cost, len(versions), self.optimizer)
         self.most_versions = len(versions)
         self.waiting = {"residuals": 0, "stash": 0}  # how many microbatches have left each of these for a later op
         self.accumulates = True  # whether there is memory for gradients: not between a batch set aside and the next backward
@@ -140,7 +159,7 @@ class Memory:
         running = rank.live + outputs + self.cost.temporary
         if running > rank.peak:
             rank.peak = running
-        self.add(outputs - inputs)
+        rank.add(outputs - inputs)
 
     def parts(self) -> tuple[int, int, int]:
         """Return the bytes of optimizer state (with what compressed sums have lost), of accumulators, and of residuals and stashes."""
@@ -154,6 +173,11 @@ class Memory:
             cost.accumulators,
             waiting["residuals"] * cost.residuals + waiting["stash"] * cost.stash,
         )
+
+
+def bytes_at_first(cost: StageCost, versions: int, optimizer: int) -> int:
+    """Return the bytes of a worker at the beginning, with that many weight versions, and bytes of optimizer state on the device."""
+    return versions * cost.trained + cost.frozen + optimizer + cost.state + cost.accumulators + cost.sum_error
 
 
 class Effect(NamedTuple):
@@ -182,7 +206,7 @@ class Effect(NamedTuple):
 
 def effect_of(op: Op, cost: StageCost, s: int, depth: int) -> Effect:
     """Return what an op does at stage s."""
-    is_last, left = s == depth - 1, {"residuals": cost.residuals, "stash": cost.stash}
+    is_last, is_alone, left = s == depth - 1, s == (0 if op.begins else depth - 1), {"residuals": cost.residuals, "stash": cost.stash}
     waiting: dict[str, int] = {kind: 1 for kind in left if kind in op.leaves}
     allocated = sum(left[kind] for kind in waiting) + (cost.gradient if op.gives_gradient else 0)
     if "output" in op.leaves:
@@ -193,7 +217,7 @@ def effect_of(op: Op, cost: StageCost, s: int, depth: int) -> Effect:
         waiting[op.reads] = waiting.get(op.reads, 0) - 1
     return Effect(
         op=op,
-        needs=_MESSAGES[op.reads],
+        needs="" if is_alone else _MESSAGES[op.reads],
         seconds=cost.seconds(op.name),
         allocated=allocated,
         freed=freed,
@@ -224,6 +248,7 @@ class Worker:
         self.effects = effects  # by op
         self.ready: dict[Key, float] = {}  # when messages were made or arrived, and sums
         self.updated = 0.0  # when its last update was over
+        self.microbatches_before = self.updates_before = 0  # in earlier executions of the same instructions
         self.passed: dict[int, list[Passed]] = {}  # by microbatch, what the stage before on the same rank keeps, too
         parts, others = plan.stages[self.stage].sum_parts, plan.stage_workers[self.stage] if plan.shard_optimizer else ()
         self.sums = [sum_name(part) for part in (range(len(parts)) if parts else (None,))]
@@ -234,13 +259,21 @@ class Worker:
         self.rank.wait(until)
 
     def compute(self, i: Compute, op: Op, seconds: float) -> None:
-        rank = self.rank
-        self.ready.pop((self.effects[i.op].needs, i.microbatch), None)
+        rank, needs = self.rank, self.effects[i.op].needs
+        if needs:
+            self.ready.pop((needs, i.microbatch), None)
         if self.moved:
             rank.wait(max(self.moved.get(("versions", i.version), 0.0), self.moved.pop((op.reads, i.microbatch), 0.0)))
-        starts, rank.clock = rank.clock, rank.clock + seconds
+        starts = rank.clock
+        rank.clock = ends = starts + seconds
         rank.busy += seconds
-        rank.spans.append(Span(op.name, i.microbatch, i.version, starts, rank.clock, False, 0.0, 0.0, self.chunk, i.part))
+        k, version = self.microbatches_before + i.microbatch, self.updates_before + i.version
+        rank.spans.append(Span(op.name, k, version, starts, ends, False, 0.0, 0.0, self.chunk, i.part))
+
+    def begin_batch(self, plan: Plan) -> None:
+        """Count what follows as the batch after the one that was executed."""
+        self.microbatches_before += plan.microbatches
+        self.updates_before += plan.updates_per_batch(self.stage)
 
     def forget(self, version: int) -> None:
         """Remove the times of a version that is no longer alive."""
@@ -255,4 +288,3 @@ def sum_name(part: int | None) -> str:
 
 def share_name(worker: int) -> str:
     return f"weights of {worker}"
-

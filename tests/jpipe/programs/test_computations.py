@@ -12,11 +12,11 @@ import pytest
 import jpipe
 from jpipe import Plan
 from jpipe.ops import OPS, Op
-from jpipe.programs.prediction import _predictor as predictor
 from jpipe.programs import _verify as verify
 from jpipe.programs._instructions import Instruction, Load
 from jpipe.programs._steps import Steps
 from jpipe.programs.lowering import Run
+from jpipe.programs.prediction import _predictor as predictor
 from jpipe.runtime import _interpreter as interpreter
 from jpipe.schedules import SCHEDULES
 from jpipe.stages.functions._stage import StageFunctions
