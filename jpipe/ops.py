@@ -41,7 +41,7 @@ class Op:
         """Whether it is part of training, rather than of an evaluation."""
         return self.leaves != ("output",)
 
-    @property
+    @cached_property
     def begins(self) -> bool:
         """Whether the microbatch enters the stage."""
         return self.reads == "inputs"

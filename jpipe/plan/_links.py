@@ -84,8 +84,10 @@ class Links(pydantic.BaseModel):
 
     def compressed_bytes(self, message: Message, size: int) -> int:
         """Return the bytes of a message of float32 that takes this many bytes uncompressed, in whole blocks."""
-        bits: dict[Kind | None, Fraction] = {None: Fraction(32), "bfloat16": Fraction(16)}
-        return math.ceil(size * bits.get(self.kind(message), 8 + Fraction(32, BLOCK)) / 32)
+        kind = self.kind(message)
+        if kind is None:
+            return math.ceil(size)
+        return math.ceil(size * (Fraction(16) if kind == "bfloat16" else 8 + Fraction(32, BLOCK)) / 32)
 
     @property
     def draws(self) -> bool:

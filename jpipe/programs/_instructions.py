@@ -5,7 +5,7 @@ Each instruction names its worker, one replica of one stage, and so its stage an
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 from jpipe.ops import OPS, Op
 from jpipe.plan import Kept, Plan
@@ -231,6 +231,7 @@ class Program:
             of a rank is the instructions of its workers, in the same order.
         workers: those whose instructions it has; None: all.
         verified: not empty once the instructions have been verified, which the next simulation then leaves out.
+        prepared: what simulations have made of the instructions, for further ones.
     """
 
     plan: Plan
@@ -247,6 +248,7 @@ class Program:
     instructions: tuple[Instruction, ...]
     workers: frozenset[int] | None = None
     verified: set[bool] = field(default_factory=set, init=False, compare=False, repr=False)
+    prepared: dict[str, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def of(self, workers: Collection[int]) -> "Program":
         """Return the program with the instructions of these workers alone."""

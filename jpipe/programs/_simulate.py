@@ -4,11 +4,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jpipe.errors import InputError, short
+from jpipe.plan import Plan
 from jpipe.programs._costs import OVERLAPS, HostLink, Link, Network, Overlap, StageCost, check_costs, unit_costs
 from jpipe.programs._execution_order import ProgramError, Violation, walk
 from jpipe.programs._instructions import Instruction, Program, Receive, Send
-from jpipe.programs._predict import Prediction, Predictor, draw_grid
 from jpipe.programs._verify import Verifier, rank_computations
+from jpipe.programs.prediction import Clocks, Prediction, Predictor, compact, draw_grid
+from jpipe.schedules import SCHEDULES
 
 
 def simulate(
@@ -65,9 +67,75 @@ def simulate(
         predictor = Predictor(program, costs, network, host_link)
         predictor.run(executed)
         raise ProgramError(f"{violation}\n{draw_grid(predictor.timeline(), notes=violation.notes)}") from None
+    if brief and (clocks := _clocks(program, costs, network, overlap)) is not None:
+        clocks.run()
+        return clocks.prediction()
     predictor = Predictor(program, costs, network, host_link, overlap, brief=brief)
     predictor.run(program.instructions)
     return predictor.prediction()
+
+
+def has_equal_batches(plan: Plan) -> bool:
+    """Return whether all batches of a plan have the same program, so that `simulate_batches` can predict them.
+
+    They have if its schedule flushes, unless something that one batch leaves concerns later ones: agreements, weights that replicas send
+    each other, and what is in host memory.
+    """
+    return SCHEDULES[plan.schedule].flushes and plan.agree is None and not plan.shard_optimizer and plan.offload is None
+
+
+def simulate_batches(
+    program: Program,
+    batches: int,
+    costs: Sequence[StageCost],
+    link: Link | Network | None = None,
+    overlap: Overlap = "transfers and sums",
+    *,
+    until_periodic: bool = True,
+) -> tuple[Prediction, float | None]:
+    """Predict some batches up to the first computations of the batch after them, from the program of one batch.
+
+    The program is not verified, and memory over time and transfers are left out. Otherwise the prediction is that of `simulate` with the
+    program of all batches.
+
+    Args:
+        program: of the first batch, from `lower`; its plan has equal batches, see `has_equal_batches`.
+        batches: the most batches to predict.
+        costs: one for each stage.
+        link: as in `simulate`.
+        overlap: as in `simulate`.
+        until_periodic: whether to stop after a batch in which everything happens as in the one before, some seconds later: then it does so
+            in all following ones.
+
+    Returns:
+        The prediction, whose timeline ends there; of each rank it contains at least the first computation of the batch after the last one
+        otherwise. Its seconds and bubble are those of this timeline, and the moved bytes those of one batch. The seconds from one of these
+        equal batches to the next one; None if it did not come to them.
+
+    Raises:
+        ProgramError: the ranks deadlock.
+        InputError: as in `simulate`, or not the program of the first batch of a plan with equal batches.
+    """
+    _check(program, costs, link, overlap, None)
+    if not has_equal_batches(program.plan) or (program.begin, program.end) != (0, 1):
+        raise InputError(
+            "simulate_batches: expected the program of the first batch of a plan with equal batches, as has_equal_batches says, found one "
+            f"of the batches {program.begin} to {program.end - 1} with the schedule '{program.plan.schedule}'; use jpipe.simulate"
+        )
+    if (clocks := _clocks(program, costs, _link_of("", link), overlap)) is not None:
+        period = clocks.run_batches(batches, until_periodic)
+        return clocks.prediction(), period
+    predictor = Predictor(program, costs, _link_of("", link), _link_of("host: ", None), overlap, brief=True)
+    period = predictor.run_batches(program.instructions, batches, until_periodic)
+    return predictor.prediction(), period
+
+
+def _clocks(program: Program, costs: Sequence[StageCost], network: Network, overlap: Overlap) -> Clocks | None:
+    """Return a simulation of a program in compact form; None if it or its costs have what is not simulated so."""
+    if overlap != "transfers and sums" or any(cost.passed or cost.compressed_sums or cost.updated for cost in costs):
+        return None
+    form = compact(program)
+    return None if form is None else Clocks(program, form, costs, network)
 
 
 def _link_of(name: str, link: Link | Callable[..., Link] | None) -> Callable[..., Link]:
@@ -149,5 +217,7 @@ def _check(program: Any, costs: Any, link: Any, overlap: Any, host: Any) -> None
 
 def _is_closed(program: Program, workers: frozenset[int]) -> bool:
     """Return whether all messages of a program are between these workers."""
-    ends = (i.to if isinstance(i, Send) else i.source for i in program.instructions if isinstance(i, Send | Receive))
-    return workers.issuperset(ends)
+    if "is closed" not in program.prepared:
+        ends = (i.to if isinstance(i, Send) else i.source for i in program.instructions if isinstance(i, (Send, Receive)))
+        program.prepared["is closed"] = workers.issuperset(ends)
+    return bool(program.prepared["is closed"])

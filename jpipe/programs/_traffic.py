@@ -1,7 +1,7 @@
 """The arrival times of messages and sums, over links that may share ports."""
 
 import math
-from bisect import bisect_right, insort
+from bisect import bisect_right
 from collections.abc import Hashable, Iterable, Sequence
 from functools import cache
 
@@ -12,14 +12,17 @@ class _Ports:
     """Ports that have been busy at the same times.
 
     Attributes:
-        busy: from when to when they are busy, in order.
+        starts: when they begin to be busy, in order.
+        ends: until when they are then.
         count: the number of ports.
     """
 
-    __slots__ = ("busy", "count")
+    __slots__ = ("count", "ends", "starts")
 
-    def __init__(self, busy: Sequence[tuple[float, float]], count: int) -> None:
-        self.busy, self.count = list(busy), count
+    def __init__(self, like: "_Ports | None", count: int) -> None:
+        self.starts: list[float] = [*like.starts] if like else []
+        self.ends: list[float] = [*like.ends] if like else []
+        self.count = count
 
 
 class Traffic:
@@ -41,7 +44,7 @@ class Traffic:
         """Return when a message of `size` bytes that can be sent from `ready` on begins, ends and arrives."""
         ports, bandwidth, latency = self._route(source, to)
         seconds = size / bandwidth
-        end = self._occupy(ports, ready, seconds)
+        end = self.occupy(ports, ready, seconds)
         return end - seconds, end, end + latency
 
     def all_reduce(self, ranks: Sequence[int], ready: float, size: float, rounds: int = 2) -> tuple[float, float, float]:
@@ -51,8 +54,18 @@ class Traffic:
         """
         ports, bandwidth, latency = self._ring(tuple(ranks))
         seconds = size / bandwidth
-        end = self._occupy(ports, ready, seconds)
+        end = self.occupy(ports, ready, seconds)
         return end - seconds, end, end + rounds * (len(ranks) - 1) * latency
+
+    def link(self, source: int, to: int, size: float) -> tuple[tuple[int, ...], float, float]:
+        """Return the ports of a link, how long they are occupied by a message of `size` bytes, and how much later it arrives."""
+        ports, bandwidth, latency = self._route(source, to)
+        return ports, size / bandwidth, latency
+
+    def ring(self, ranks: Sequence[int], size: float) -> tuple[tuple[int, ...], float, float]:
+        """Return the same of a sum for which each rank sends `size` bytes to its neighbour, twice around a ring."""
+        ports, bandwidth, latency = self._ring(tuple(ranks))
+        return ports, size / bandwidth, 2 * (len(ranks) - 1) * latency
 
     def _find_route(self, source: int, to: int) -> tuple[tuple[int, ...], float, float]:
         """Return the ports of a link, its bandwidth and its latency."""
@@ -69,32 +82,33 @@ class Traffic:
         ports = tuple(dict.fromkeys(port for link_ports, _, _ in ring for port in link_ports))
         return ports, min(bandwidth for _, bandwidth, _ in ring), max(latency for _, _, latency in ring)
 
-    def _occupy(self, numbers: tuple[int, ...], ready: float, seconds: float) -> float:
+    def occupy(self, numbers: tuple[int, ...], ready: float, seconds: float) -> float:
         """Occupy the ports from the first time after `ready` at which all are free for `seconds`, and return the end."""
         if seconds == 0:
             return ready
-        together = self._together(numbers)
-        start, is_free = ready, False
-        while not is_free:
-            is_free = True
+        known = self._known.get(numbers)
+        together = known[1] if known is not None and known[0] == self._divided else self._together(numbers)
+        start, before = ready, math.inf
+        while start != before:
+            before = start
             for ports in together:
-                busy = ports.busy
-                if not busy or busy[-1][1] <= start:
+                starts, ends = ports.starts, ports.ends
+                if not ends or ends[-1] <= start:
                     continue
-                place = max(bisect_right(busy, (start, math.inf)) - 1, 0)
-                while place < len(busy) and busy[place][0] < start + seconds:
-                    if busy[place][1] > start:
-                        start, is_free = busy[place][1], False
+                place = bisect_right(ends, start)
+                while place < len(starts) and starts[place] < start + seconds:
+                    start = ends[place]
                     place += 1
+        end = start + seconds
         for ports in together:
-            insort(ports.busy, (start, start + seconds))
-        return start + seconds
+            starts, ends = ports.starts, ports.ends
+            place = len(ends) if not ends or ends[-1] <= start else bisect_right(starts, start)
+            starts.insert(place, start)
+            ends.insert(place, end)
+        return end
 
     def _together(self, numbers: tuple[int, ...]) -> list[_Ports]:
         """Return the ports in groups that have been busy at the same times; the thousands of a large sum are few groups."""
-        divided, together = self._known.get(numbers, (-1, []))
-        if divided == self._divided:
-            return together
         groups: dict[_Ports | None, list[int]] = {}
         for number in numbers:
             groups.setdefault(self._ports.get(number), []).append(number)
@@ -104,7 +118,7 @@ class Traffic:
                 if ports is not None:
                     ports.count -= len(members)
                     self._divided += 1
-                ports = _Ports(ports.busy if ports else (), len(members))
+                ports = _Ports(ports, len(members))
                 self._ports.update(dict.fromkeys(members, ports))
             together.append(ports)
         self._known[numbers] = self._divided, together

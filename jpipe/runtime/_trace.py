@@ -20,9 +20,9 @@ from jpipe.plan import Plan
 from jpipe.programs._costs import StageCost
 from jpipe.programs._global_norm import route_of
 from jpipe.programs._instructions import Compute, SumSquares, Update, op_of
-from jpipe.programs._predict import draw_grid
 from jpipe.programs._timeline import MemorySample, MemoryTimeline, Span, Timeline, whole_spans
 from jpipe.programs._transfers import Transfer
+from jpipe.programs.prediction import draw_grid
 from jpipe.runtime._interpreter import Event
 from jpipe.runtime.state import Microbatch, PendingUpdate, Weights, WorkerState, in_host
 from jpipe.runtime.timing._moves import Computation

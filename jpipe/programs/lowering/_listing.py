@@ -1,6 +1,8 @@
 """The instructions that a lowering has written, with their times."""
 
+from collections import defaultdict
 from collections.abc import Collection, Iterable
+from itertools import chain
 from typing import Any
 
 from jpipe.plan import Kept, Plan
@@ -19,8 +21,7 @@ class Listing:
     """
 
     def __init__(self, plan: Plan, workers: Collection[int] | None, alike: bool) -> None:
-        self._instructions: list[Instruction] = []
-        self._keys: list[int] = []
+        self._written_at: defaultdict[int, list[Instruction]] = defaultdict(list)  # by time: see `take`
         self.workers = None if workers is None else frozenset(workers)
         self._written = range(len(plan.workers)) if self.workers is None else self.workers
         self._replicas = range(plan.replicas[0]) if alike else range(1)
@@ -35,23 +36,23 @@ class Listing:
     def load(self, time: int, worker: int, k: int, data: Data) -> None:
         """Write the load of a microbatch's inputs or labels."""
         for j in self._copies(worker):
-            self._add(2 * time + 1, Load(worker + j, k + j, data))
+            self._written_at[2 * time + 1].append(Load(worker + j, k + j, data))
 
     def compute(self, time: int, op: str, worker: int, k: int, version: int, part: int | None) -> None:
         """Write a computation."""
         for j in self._copies(worker):
-            self._add(2 * time + 1, Compute(op, worker + j, k + j, version, part))
+            self._written_at[2 * time + 1].append(Compute(op, worker + j, k + j, version, part))
 
     def write(self, time: int, kind: type[Any], worker: int, *fields: int | None) -> None:
         """Write an instruction about a batch or a version, which have the same number in all replicas."""
         for j in self._copies(worker):
-            self._add(2 * time, kind(worker + j, *fields))
+            self._written_at[2 * time].append(kind(worker + j, *fields))
 
     def move(self, time: int, kind: type[Offload | Fetch], worker: int, what: Kept, number: int) -> None:
         """Write a move to host memory or back."""
         of_microbatch = what in ("residuals", "stash")  # versions have the same number in all replicas
         for j in self._copies(worker):
-            self._add(2 * time, kind(worker + j, what, number + j * of_microbatch))
+            self._written_at[2 * time].append(kind(worker + j, what, number + j * of_microbatch))
 
     def transfer(self, time: int, source: int, to: int, k: int, message: Message) -> None:
         """Write a send, and its receive behind it."""
@@ -59,33 +60,31 @@ class Listing:
         if not copies and not others:
             return
         of_microbatch = message in ("activation", "gradient")  # the others are about the batch that ends with k
-        for j in copies if copies == others else sorted({*copies, *others}):
-            for i in transfer(source + j, to + j, k + j * of_microbatch, message):
-                if i.worker in self._written:
-                    self._add(2 * time, i)
+        written = self._written_at[2 * time]
+        if copies == others:
+            for j in copies:
+                written += transfer(source + j, to + j, k + j * of_microbatch, message)
+            return
+        for j in sorted({*copies, *others}):
+            written += (i for i in transfer(source + j, to + j, k + j * of_microbatch, message) if i.worker in self._written)
 
     def once(self, time: int, instructions: Iterable[Instruction]) -> None:
         """Write instructions that already are those of all replicas."""
         for i in instructions:
             if i.worker in self._written:
-                self._add(2 * time, i)
+                self._written_at[2 * time].append(i)
 
     def take(self) -> list[Instruction]:
         """Return what was written since the last call, in order of time.
 
-        Of equal times, transfers, sums and updates come before computations, to overlap with them. A stable sort keeps the topological
-        order in which the instructions were written.
+        Of equal times, transfers, sums and updates come before computations, to overlap with them. Otherwise the topological order remains
+        in which the instructions were written.
         """
-        order = sorted(range(len(self._keys)), key=self._keys.__getitem__)
-        taken = [self._instructions[i] for i in order]
-        self._instructions, self._keys = [], []
+        taken = [*chain.from_iterable(self._written_at[key] for key in sorted(self._written_at))]
+        self._written_at.clear()
         return taken
 
     def computations(self) -> list[tuple[Compute, int]]:
         """Return the computations and their starts, in order for each rank."""
-        pairs = zip(self._instructions, self._keys, strict=True)
-        return [(instruction, key // 2) for instruction, key in pairs if isinstance(instruction, Compute)]
-
-    def _add(self, key: int, instruction: Instruction) -> None:
-        self._instructions.append(instruction)
-        self._keys.append(key)
+        in_order = sorted(self._written_at.items())
+        return [(i, key // 2) for key, written in in_order for i in written if isinstance(i, Compute)]

@@ -37,6 +37,7 @@ class Worker:
         backwards: its backwards since the first batch of the run.
         updates: its updates since then.
         read: the newest version that one of its forwards has read; -1 before the first one.
+        next_version: the version that the next microbatch reads of which it finishes the backward; None before the first one.
         pending: its updates that wait for a sum or a norm, in order.
         shared_due: the batches whose shared gradients it sends next.
         squares_due: the batches whose squares it sums next.
@@ -48,6 +49,7 @@ class Worker:
         self.backwards = start * plan.microbatches // plan.replicas[self.stage]
         self.updates = start * plan.updates_per_batch(self.stage)
         self.read = -1
+        self.next_version: int | None = None
         self.pending: list[Pending] = []
         self.shared_due: list[int] = []
         self.squares_due: list[int] = []
@@ -62,6 +64,39 @@ class Worker:
         self.rank.clock = time
 
 
+class Results:
+    """The times from which the results of one kind are available, and the ranks that wait for them.
+
+    Attributes:
+        times: by the number of a microbatch or batch.
+        waiting: the ranks that wait, by the same.
+    """
+
+    __slots__ = ("_woken", "times", "waiting")
+
+    def __init__(self, woken: deque[int]) -> None:
+        self._woken = woken
+        self.times: dict[int, int] = {}
+        self.waiting: dict[int, list[int]] = {}
+
+    def announce(self, number: int, time: int) -> None:
+        """Store the time from which a result is available, and wake the ranks that wait for it."""
+        self.times[number] = time
+        if self.waiting and (waiting := self.waiting.pop(number, None)):
+            self._woken.extend(waiting)
+
+    def time(self, number: int, rank: int) -> int | None:
+        """Return the time from which a result is available; if there is none yet, return None and wake the rank later."""
+        time = self.times.get(number)
+        if time is None:
+            self.wait(number, rank)
+        return time
+
+    def wait(self, number: int, rank: int) -> None:
+        """Wake a rank once a result is available."""
+        self.waiting.setdefault(number, []).append(rank)
+
+
 class Availability:
     """The times from which outputs, gradients, sums and norms are available, and the ranks that wait for them.
 
@@ -71,33 +106,33 @@ class Availability:
 
     def __init__(self) -> None:
         self.woken: deque[int] = deque()
-        self._times: dict[tuple[str, int, int], int] = {}  # by (what, stage or worker, microbatch or batch)
-        self._waiting: dict[tuple[str, int, int], list[int]] = {}
+        self._results: dict[tuple[str, int], Results] = {}  # by (what, stage or worker)
+
+    def of(self, what: str, s: int) -> Results:
+        """Return the results of one kind, of a stage or worker."""
+        if (what, s) not in self._results:
+            self._results[what, s] = Results(self.woken)
+        return self._results[what, s]
 
     def wake(self, ranks: Iterable[int]) -> deque[int]:
         """Let these ranks continue, in this order, and none wait; return `woken`."""
-        self._waiting.clear()
-        self.woken = deque(ranks)
+        for results in self._results.values():
+            results.waiting.clear()
+        self.woken.clear()
+        self.woken.extend(ranks)
         return self.woken
 
     def announce(self, what: str, s: int, number: int, time: int) -> None:
         """Store the time from which a result is available, and wake the ranks that wait for it."""
-        key = what, s, number
-        self._times[key] = time
-        if waiting := self._waiting.pop(key, None):
-            self.woken.extend(waiting)
+        self.of(what, s).announce(number, time)
 
     def known(self, what: str, s: int, number: int) -> bool:
         """Return whether a result is available."""
-        return (what, s, number) in self._times
+        return number in self.of(what, s).times
 
     def time(self, what: str, s: int, number: int, worker: Worker) -> int | None:
         """Return the time from which a result is available; if there is none yet, return None and wake the worker's rank later."""
-        key = what, s, number
-        time = self._times.get(key)
-        if time is None:
-            self._waiting.setdefault(key, []).append(worker.rank.number)
-        return time
+        return self.of(what, s).time(number, worker.rank.number)
 
     def latest(self, wanted: Iterable[tuple[str, int, int]], worker: Worker) -> int | None:
         """Return the time from which all results are available; if one is not available yet, return None and wait for this one only."""

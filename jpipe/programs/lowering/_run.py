@@ -3,26 +3,46 @@
 import itertools
 from collections.abc import Collection, Iterator, Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 from jpipe.errors import InputError
-from jpipe.ops import OPS, Reads
+from jpipe.ops import OPS, Op
 from jpipe.plan import Plan, repeats_forward
 from jpipe.programs._execution_order import ProgramError
-from jpipe.programs._global_norm import distribute, last_microbatch, norm_alone, norm_of_pipeline, route_of
+from jpipe.programs._global_norm import Route, distribute, last_microbatch, norm_alone, norm_of_pipeline, route_of
 from jpipe.programs._instructions import (
     AddShared,
     Instruction,
     Program,
     SumSquares,
     TakeShared,
-    ends_update,
     parts_of,
 )
 from jpipe.programs._timeline import Span, format_grid
 from jpipe.programs.lowering._listing import Listing
 from jpipe.programs.lowering._moves import Moves
-from jpipe.programs.lowering._progress import Availability, PendingUpdates, Rank, Worker
+from jpipe.programs.lowering._progress import Availability, PendingUpdates, Rank, Results, Worker
 from jpipe.schedules import SCHEDULES, Action
+
+
+class _Effect(NamedTuple):
+    """What an op does at a stage.
+
+    Attributes:
+        op: the op.
+        ticks: how long it takes.
+        needs: the outputs or gradients of another stage, of which it waits for that of its microbatch; None: it waits for none.
+        output: the outputs of the stage, if it makes one for another stage.
+        gradient: the same of gradients.
+        loads: whether something is loaded before it.
+    """
+
+    op: Op
+    ticks: int
+    needs: Results | None
+    output: Results | None
+    gradient: Results | None
+    loads: bool
 
 
 class Run:
@@ -54,17 +74,15 @@ class Run:
         self.plan, self.start, self.last, self.global_norm, self.shared = plan, start, last, global_norm, shared
         self.schedule, self.depth, self.replicas = SCHEDULES[plan.schedule], plan.depth, plan.replicas
         self.sums = [plan.sums_gradients(s) for s in range(plan.depth)]  # whether updates wait for a sum over replicas
+        self.every = [plan.microbatches_per_update(s) for s in range(plan.depth)]  # microbatches for an update
+        self.each = [every // count for every, count in zip(self.every, self.replicas, strict=True)]  # backwards of a replica for an update
+        self.offloads = plan.offload is not None
+        self.in_parts = [bool(stage.sum_parts) for stage in plan.stages]
         self.unit = max(len(stage.sum_parts) or 1 for stage in plan.stages)  # ticks of a forward, so that each part takes some
         again = [int(repeats_forward(stage.recompute)) for stage in plan.stages]  # a forward that is computed again
         self.ticks: dict[tuple[str, int], int] = {}  # of an op at a stage: a unit for each of its halves, and one more if it recomputes
         for (name, op), s in itertools.product(OPS.items(), range(plan.depth)):
             self.ticks[name, s] = self.unit * (len(op.parts) + (again[s] if op.gives_gradient else 0))
-        # By what an op reads, and its stage: the message that it waits for, and the stage from which that comes.
-        self.messages: dict[tuple[Reads, int], tuple[str, int] | None] = {}
-        for s in range(plan.depth):
-            self.messages["inputs", s] = ("output", s - 1) if s > 0 else None
-            self.messages["residuals", s] = ("gradient", s + 1) if s + 1 < plan.depth else None
-            self.messages["stash", s] = None
         # Without a flush the last of a rank's chunks may come to a microbatch only after the step of its batch.
         several = not self.schedule.flushes and plan.depth > len(plan.pipeline_ranks)
         self.labels_with = 0 if several else plan.depth - 1
@@ -82,7 +100,9 @@ class Run:
         for rank, (p, j) in enumerate(plan.rank_positions):
             if not (self.alike and j):
                 self.rank_workers[rank] = [self.worker_at[s, rank] for s in plan.pipeline_ranks[p]]
+        self.of_stage = {rank: {worker.stage: worker for worker in workers} for rank, workers in self.rank_workers.items()}
         self.available, self.listing = Availability(), Listing(plan, workers, self.alike)
+        self.effects = [{name: self._effect(op, s) for name, op in OPS.items()} for s in range(plan.depth)]  # by stage
         # By stage whether its computations are written, and its transfers to the next one.
         self.written = [workers is None or not set(plan.stage_workers[s]).isdisjoint(workers) for s in range(plan.depth)]
         self.linked = [before or after for before, after in pairwise(self.written)] + [False]
@@ -196,7 +216,8 @@ class Run:
         while ready:
             rank = ready.popleft()
             workers, order, n = self.rank_workers[rank], self.orders[rank], self.position[rank]
-            while self._settled(workers) and n < len(order) and self._compute(order[n], rank):
+            of_stage = self.of_stage[rank]
+            while self._settled(workers) and n < len(order) and self._compute(order[n], of_stage[order[n].stage]):
                 n = self.position[rank] = n + 1
 
     def _check_done(self, end: int) -> None:
@@ -225,17 +246,31 @@ class Run:
         change = "move forwards or backwards for inputs that another rank waits for to the front, or use jpipe.schedules.greedy_order"
         return InputError(f"plan: order: {expected}; {what}; {change}", *grid.splitlines())
 
-    def _compute(self, entry: Action, rank: int) -> bool:
-        """Write a computation of a rank and what follows from it; return False if something that it needs is not available yet."""
+    def _effect(self, op: Op, s: int) -> _Effect:
+        of, needs, is_last = self.available.of, None, s == self.depth - 1
+        if op.begins and s > 0:
+            needs = of("output", s - 1)
+        if op.reads == "residuals" and not is_last:
+            needs = of("gradient", s + 1)
+        output = of("output", s) if "output" in op.leaves and not is_last else None
+        gradient = of("gradient", s) if op.gives_gradient and s > 0 else None
+        return _Effect(op, self.ticks[op.name, s], needs, output, gradient, op.begins and s in (0, self.labels_with))
+
+    def _compute(self, entry: Action, worker: Worker) -> bool:
+        """Write a computation of a worker and what follows from it; return False if something that it needs is not available yet."""
         name, s, k = entry
-        op, worker = OPS[name], self.worker_at[s, rank]
-        begins = worker.rank.clock
-        if (message := self.messages[op.reads, s]) is not None:
-            received = self.available.time(*message, k, worker)
+        effect, of_rank = self.effects[s][name], worker.rank
+        op, begins = effect.op, of_rank.clock
+        if effect.needs is not None:
+            received = effect.needs.times.get(k)
             if received is None:
+                effect.needs.wait(k, of_rank.number)
                 return False
-            begins = max(begins, received)
-        version = self.version(self.plan, s, k)
+            if received > begins:
+                begins = received
+        version = worker.next_version if op.finishes else None
+        if version is None:
+            version = self.version(self.plan, s, k)
         if op.begins:
             if version > worker.read or self.routed[s]:
                 weights = self._weights_ready(worker, k, version)
@@ -249,16 +284,22 @@ class Run:
                 if whole is None:
                     return False
                 begins, worker.read = max(begins, whole), version
-            self._load(begins, worker, k)
-        worker.rank.clock = begins
-        if self.plan.offload is not None:
+            if effect.loads:
+                self._load(begins, worker, k)
+        of_rank.clock = begins
+        if self.offloads:
             retired = [pending.retires for pending in worker.pending]
-            self.moves.before(begins, worker.number, self.orders[rank], self.position[rank], retired)
-        ends = worker.rank.clock = self._write(worker, name, k, version)
-        if "output" in op.leaves:
-            self._after_forward(worker, k, ends)
-        if op.gives_gradient:
-            self._after_gradient(worker, k, ends)
+            self.moves.before(begins, worker.number, self.orders[of_rank.number], self.position[of_rank.number], retired)
+        is_simple = not (self.written[s] or self.in_parts[s])
+        ends = of_rank.clock = begins + effect.ticks if is_simple else self._write(worker, effect, k, version)
+        if effect.output is not None:
+            if self.linked[s]:
+                self._send_output(worker, k, ends)
+            effect.output.announce(k, ends)
+        if effect.gradient is not None:
+            if self.linked[s - 1]:
+                self.listing.transfer(ends, worker.number, self.plan.worker(s - 1, k), k, "gradient")
+            effect.gradient.announce(k, ends)
         if op.finishes:
             self._after_backward(worker, k, version)
         return True
@@ -270,35 +311,27 @@ class Run:
         if worker.stage == self.labels_with:
             self.listing.load(time, self.plan.worker(self.plan.depth - 1, k), k, "labels")
 
-    def _write(self, worker: Worker, op: str, k: int, version: int) -> int:
+    def _write(self, worker: Worker, effect: _Effect, k: int, version: int) -> int:
         """Write a computation that begins now, and return when it ends; a part of it is followed by the sum of this part."""
-        s, time = worker.stage, worker.rank.clock
-        if not self.plan.stages[s].sum_parts:
+        op, s, time = effect.op, worker.stage, worker.rank.clock
+        if not self.in_parts[s]:
             if self.written[s]:
-                self.listing.compute(time, op, worker.number, k, version, None)
-            return time + self.ticks[op, s]
-        parts = parts_of(op, self.plan, s, k)
-        later = self.unit * len(OPS[op].parts.strip("F")) // len(parts)  # ticks of each part but the first
+                self.listing.compute(time, op.name, worker.number, k, version, None)
+            return time + effect.ticks
+        parts = parts_of(op.name, self.plan, s, k)
+        later = self.unit * len(op.parts.strip("F")) // len(parts)  # ticks of each part but the first
         for part in parts:
-            self.listing.compute(worker.clock, op, worker.number, k, version, part)
-            worker.clock += later if part else self.ticks[op, s] - later * (len(parts) - 1)
+            self.listing.compute(worker.clock, op.name, worker.number, k, version, part)
+            worker.clock += later if part else effect.ticks - later * (len(parts) - 1)
             if part is not None:
-                self.updates.begin_sum(worker, k // self.plan.microbatches_per_update(s), part)
+                self.updates.begin_sum(worker, k // self.every[s], part)
         return worker.clock
 
-    def _after_forward(self, worker: Worker, k: int, time: int) -> None:
-        s = worker.stage
-        if self.linked[s]:
-            self.listing.transfer(time, worker.number, self.plan.worker(s + 1, k), k, "activation")
-            if self.global_norm and (batch := self._due_with(s + 1, k)) is not None:
-                self.listing.transfer(time, worker.number, self.plan.worker(s + 1, k), last_microbatch(self.plan, batch), "norm")
-        self.available.announce("output", s, k, time)
-
-    def _after_gradient(self, worker: Worker, k: int, time: int) -> None:
-        s = worker.stage
-        if s > 0 and self.linked[s - 1]:
-            self.listing.transfer(time, worker.number, self.plan.worker(s - 1, k), k, "gradient")
-        self.available.announce("gradient", s, k, time)
+    def _send_output(self, worker: Worker, k: int, time: int) -> None:
+        s, to = worker.stage, self.plan.worker(worker.stage + 1, k)
+        self.listing.transfer(time, worker.number, to, k, "activation")
+        if self.global_norm and (batch := self._due_with(s + 1, k)) is not None:
+            self.listing.transfer(time, worker.number, to, last_microbatch(self.plan, batch), "norm")
 
     def _due_with(self, s: int, k: int) -> int | None:
         """Return the batch whose update is due at stage s before the forward of k, if any; the norm arrives with its activation."""
@@ -347,6 +380,8 @@ class Run:
             Whether the rank can continue; False if something that these need is not available yet.
         """
         for worker in workers:
+            if not (worker.pending or worker.shared_due or worker.squares_due):
+                continue
             if worker.shared_due and not self._give_shared(worker):
                 return False
             if worker.squares_due and not self._sum_squares(worker):
@@ -413,15 +448,15 @@ class Run:
     def _after_backward(self, worker: Worker, k: int, version: int) -> None:
         plan, w, s = self.plan, worker.number, worker.stage
         worker.backwards += 1
-        replicas = self.replicas[s]
-        next_version = self.version(plan, s, k + replicas)
-        assert next_version - version in (0, 1), "versions advance one by one"
-        dead = version if next_version > version else None  # microbatches in flight and to come all read later versions
-        batch = k // plan.microbatches_per_update(s) if ends_update(plan, s, k) else None  # that it ends
+        worker.next_version = self.version(plan, s, k + self.replicas[s])
+        assert worker.next_version - version in (0, 1), "versions advance one by one"
+        dead = version if worker.next_version > version else None  # microbatches in flight and to come all read later versions
+        batch = k // self.every[s] if worker.backwards % self.each[s] == 0 else None  # that it ends
         if self.sums[s] or self.waits[s]:
             if batch is not None or dead is not None:
                 self.updates.add(worker, batch, dead)
-            self._note_due(worker, k)
+            if self.route is not None:
+                self._note_due(self.route, worker, k)
         elif batch is not None:
             self.moves.update(worker.clock, w, batch, dead)
             worker.updates += 1
@@ -430,13 +465,11 @@ class Run:
         elif dead is not None:
             self.moves.release(worker.clock, w, dead)
 
-    def _note_due(self, worker: Worker, k: int) -> None:
+    def _note_due(self, route: Route, worker: Worker, k: int) -> None:
         """Note the batches whose shared gradients a worker sends, and whose squares it sums, after its backward of microbatch k."""
-        if self.route is None:
-            return
-        if self.shares[worker.stage] and (batch := self.route.shared_after(worker.stage, k)) is not None and batch >= self.first_free:
+        if self.shares[worker.stage] and (batch := route.shared_after(worker.stage, k)) is not None and batch >= self.first_free:
             worker.shared_due.append(batch)
-        if self.global_norm and (batch := self.route.squares_with(k)) is not None and batch >= self.first_free:
+        if self.global_norm and (batch := route.squares_with(k)) is not None and batch >= self.first_free:
             worker.squares_due.append(batch)
 
     def _drain(self, end: int) -> None:

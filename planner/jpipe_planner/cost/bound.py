@@ -18,6 +18,7 @@ import jpipe
 from jpipe_planner.cost.shape import Shape, is_planned
 
 _MOST_KEPT = 20_000  # forwards of a walk that is kept for other plans of its shape
+_SAME = 1e-9  # relative difference of times that are equal but for rounding
 
 
 def has_bounds(plan: jpipe.Plan) -> bool:
@@ -238,6 +239,7 @@ def order_seconds(
     at_end = {s for s in range(plan.depth) if rings[s] or global_norm or s in sharing}
     for _ in range(first + batches + 1):
         starts.append(clocks[0])
+        before = [*clocks, *(summed[s] for s in at_end)]
         for step in steps:
             ends = max(clocks[step.rank], known[step.needs]) + step.seconds if step.needs >= 0 else clocks[step.rank] + step.seconds
             clocks[step.rank] = ends
@@ -253,6 +255,9 @@ def order_seconds(
             late = [s for s in stages if s in at_end]
             updated = clocks[p] + sum(costs[s].update for s in late)
             clocks[p] = max(updated, *(summed[s] + costs[s].update for s in late)) if late else updated
+        later = [now - then for now, then in zip([*clocks, *(summed[s] for s in at_end)], before, strict=True)]
+        if max(later) - min(later) <= _SAME * max(later):  # so is everything in all following batches
+            return later[0]
     return (starts[first + batches] - starts[first]) / batches
 
 

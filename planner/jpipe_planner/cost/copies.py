@@ -26,13 +26,23 @@ class Part(NamedTuple):
         plan: the pipelines as a plan, with as many microbatches as they have in a batch of the whole plan.
         link: the link between any two of its ranks; between replicas one over which sums take as long as over all replicas.
         pipelines: the number of pipelines of the whole plan.
-        simulated: the number of those that are simulated, the first ones.
+        simulated: the number of pipelines of `plan`, the first ones.
+        executed: the number of those whose instructions are simulated. A sum takes two replicas, of which the second one does the same as
+            the first at the same times.
     """
 
     plan: jpipe.Plan
     link: jpipe.programs.Network
     pipelines: int = 1
     simulated: int = 1
+    executed: int = 1
+
+    @property
+    def workers(self) -> frozenset[int] | None:
+        """The workers whose instructions are simulated; None: all of them."""
+        if self.executed == self.simulated:
+            return None
+        return frozenset(w for w, (_, replica) in enumerate(self.plan.workers) if replica % self.simulated < self.executed)
 
     def ranks(self) -> list[int]:
         """Return for each rank of the whole plan the one that is simulated for it."""
@@ -40,7 +50,7 @@ class Part(NamedTuple):
         for stages in self.plan.pipeline_ranks:
             count = self.plan.replicas[stages[0]]
             for begin in range(first, first + count, self.simulated):
-                alike = range(begin, begin + self.simulated)
+                alike = range(begin, begin + self.executed)
                 ranks += [*itertools.islice(itertools.cycle(alike), self.pipelines)]
             first += count
         return ranks
@@ -51,11 +61,13 @@ class _Layout(NamedTuple):
 
     Attributes:
         simulated: the number of pipelines.
+        executed: the number of those whose instructions are simulated.
         devices: the device of each rank.
         rings: for each pipeline rank what joins neighbouring replicas.
     """
 
     simulated: int
+    executed: int
     devices: tuple[int, ...]
     rings: tuple[jpipe.Link, ...]
 
@@ -87,7 +99,7 @@ def part_of(plan: jpipe.Plan, topology: Topology, waits: bool) -> Part:
             return layout.rings[pipeline_ranks[source]]
         return topology.link(layout.devices[source], layout.devices[target])
 
-    return Part(some, cache(link), count, layout.simulated)
+    return Part(some, cache(link), count, layout.simulated, layout.executed)
 
 
 @lru_cache(maxsize=1024)
@@ -103,27 +115,24 @@ def _layout(
     numbers = np.argsort(np.lexsort(positions.T[::-1] if keeps_replicas else positions.T))
     devices = np.split(numbers, np.cumsum(of_ranks)[:-1])  # of the replicas of each pipeline rank
     rings = [_crossed(topology, of_rank, np.roll(of_rank, 1)) for of_rank in devices]
-    summing: dict[int, list[int]] = {}  # the pipeline ranks whose sums go through a port
-    for p, (_, ports) in enumerate(rings):
-        for port in np.unique(ports).tolist():
-            summing.setdefault(port, []).append(p)
-    kinds: dict[tuple[int, ...], int] = {}
-    sums = np.zeros(2 * len(levels) * topology.num_devices, int)  # by port, a number for the ranks whose sums use it; 0: none
-    for port, ranks in summing.items():
-        sums[port] = kinds.setdefault(tuple(ranks), len(kinds) + 1)
+    sums, last = np.zeros(2 * len(levels) * topology.num_devices, int), 0  # by port, a number for the ranks whose sums use it; 0: none
+    for _, ports in rings:
+        used_by_ring = np.unique(ports)
+        known, places = np.unique(sums[used_by_ring], return_inverse=True)
+        sums[used_by_ring] = last + 1 + places
+        last += len(known)
     crossed, ports = _messages(replicas, {s: p for p, stages in enumerate(pipeline_ranks) for s in stages}, devices, topology)
     size = next(size for size in range(1, count + 1) if count % size == 0 and _are_alike(crossed, ports, sums[ports], count // size))
     simulated = size if min(replicas) * size > count else 2 * size  # a sum takes two replicas
     if simulated >= count:
         return None
-    used, chosen = set(ports[:simulated].ravel().tolist()), np.arange(max(of_ranks)) % count < simulated
+    used, chosen = np.zeros(len(sums), bool), np.arange(max(of_ranks)) % count < simulated
+    used[ports[:simulated]] = True
     of_chosen = [number for of_rank in devices for number in of_rank[chosen[: len(of_rank)]].tolist()]
-    names = [
-        [_name(port, topology) if port in used else ("sums", int(sums[port])) for port in np.unique(ring[1]).tolist()] for ring in rings
-    ]
+    names = [_names_of(np.unique(ring), used, sums, topology) for _, ring in rings]
     counts = [others * simulated // count for others in of_ranks]
     links = (_shortened(levels, ring, others, ports) for ring, others, ports in zip(rings, counts, names, strict=True))
-    return _Layout(simulated, tuple(of_chosen), tuple(links))
+    return _Layout(simulated, size, tuple(of_chosen), tuple(links))
 
 
 def _crossed(topology: Topology, source: Any, target: Any) -> tuple[Any, Any]:
@@ -137,6 +146,12 @@ def _crossed(topology: Topology, source: Any, target: Any) -> tuple[Any, Any]:
 def _name(port: int, topology: Topology) -> Hashable:
     """Return the name of a port in `Topology.link`."""
     return ("in" if port % 2 else "out"), *divmod(port // 2, topology.num_devices)
+
+
+def _names_of(ports: Any, used: Any, sums: Any, topology: Topology) -> list[Hashable]:
+    """Return the names of ports: one for all unused ports of which the sums of the same ranks use each."""
+    others: list[Hashable] = [("sums", number) for number in np.unique(sums[ports[~used[ports]]]).tolist()]
+    return [*(_name(port, topology) for port in ports[used[ports]].tolist()), *others]
 
 
 def _messages(replicas: tuple[int, ...], rank_of: dict[int, int], devices: Sequence[Any], topology: Topology) -> tuple[Any, Any]:

@@ -69,16 +69,10 @@ def simulate_plan(
     costs, shared = slowed(plan, costs, topology), jpipe.programs.shared_stages(costs)
     part = part_of(plan, topology, global_norm or bool(shared))
     plan, link, overlap = part.plan, part.link, topology.device.overlap
-    if (number := forwards(plan)) > MOST_FORWARDS:
+    if forwards(plan) > MOST_FORWARDS:
         return None
     first, batches = window(plan)
-    # Where ranks wait for each other's transfers or sums, the last batches are faster: earlier ranks have nothing left to send.
-    shown = first + batches + (1 if overlap == "transfers and sums" else 1 + jpipe.programs.batches_until_full(plan))
-    shown += -shown % _round_batches(plan)
-    lowered = _lowered if number <= _MOST_KEPT else _lowered.__wrapped__
-    program = lowered(_without_layers(plan), shown, global_norm, shared)
-    prediction = jpipe.simulate(program, costs, link, overlap, host=hosts(plan, topology), brief=True)  # a plan is verified before it runs
-    seconds = _measured(plan, prediction.timeline)
+    prediction, seconds, counted = _predicted(part, costs, topology, global_norm, shared)
     if least is None and has_bounds(plan):
         bounds = unhindered_seconds(plan, costs, link, first, batches), port_seconds(plan, costs, link)
         least = max(*bounds, busy_seconds(plan, costs, None, link, overlap))
@@ -87,7 +81,7 @@ def simulate_plan(
         cut = jpipe.programs.extract_window(prediction.timeline, ((),) * len(prediction.timeline), plan.microbatches, first, batches)
         seconds *= _stretched(cut.timeline, cut.seconds, topology.cores) / cut.seconds
     ranks = part.ranks()
-    sent = _sent_bytes(part, costs, [moved / shown for moved in prediction.moved_bytes])
+    sent = _sent_bytes(part, costs, [moved / counted for moved in prediction.moved_bytes])
     return Simulated(
         batch_seconds=seconds,
         bubble=1 - computing_seconds(plan, costs) / (len(plan.rank_workers) * seconds),
@@ -96,6 +90,32 @@ def simulate_plan(
         sent_bytes=tuple(sent[rank] for rank in ranks),
         host_bytes=tuple(prediction.host_bytes[rank] for rank in ranks),
     )
+
+
+def _predicted(
+    part: Part, costs: Sequence[jpipe.programs.StageCost], topology: Topology, global_norm: bool, shared: tuple[tuple[int, ...], ...]
+) -> tuple[jpipe.programs.Prediction, float, int]:
+    """Return a prediction of what is to be simulated, the seconds of a batch in its window, and the batches whose moved bytes it has."""
+    plan, link, overlap = part.plan, part.link, topology.device.overlap
+    lowered = _lowered if forwards(plan) <= _MOST_KEPT else _lowered.__wrapped__
+    if jpipe.programs.has_equal_batches(plan):
+        program = lowered(_without_layers(plan), 1, global_norm, shared, part.workers)
+        most, is_short = sum(window(plan)), topology.cores is None  # with cores the whole window is looked at
+        prediction, period = jpipe.programs.simulate_batches(program, most, costs, link, overlap, until_periodic=is_short)
+        return prediction, _measured(plan, prediction.timeline) if period is None else period, 1
+    shown = _shown_batches(plan, overlap)
+    program = lowered(_without_layers(plan), shown, global_norm, shared, part.workers)
+    prediction = jpipe.simulate(program, costs, link, overlap, host=hosts(plan, topology), brief=True)  # a plan is verified before it runs
+    return prediction, _measured(plan, prediction.timeline), shown
+
+
+def _shown_batches(plan: jpipe.Plan, overlap: jpipe.programs.Overlap) -> int:
+    """Return how many batches are simulated so that the window has them in steady state."""
+    shown = sum(window(plan)) + 1
+    if overlap != "transfers and sums":
+        # Where ranks wait for each other's transfers or sums, the last batches are faster: earlier ranks have nothing left to send.
+        shown += jpipe.programs.batches_until_full(plan)
+    return shown + -shown % _round_batches(plan)
 
 
 def _between_agreements(
@@ -137,9 +157,11 @@ def _sent_bytes(part: Part, costs: Sequence[jpipe.programs.StageCost], sent: Seq
 
 
 @lru_cache(maxsize=8)
-def _lowered(plan: jpipe.Plan, batches: int, global_norm: bool, shared: tuple[tuple[int, ...], ...]) -> jpipe.programs.Program:
+def _lowered(
+    plan: jpipe.Plan, batches: int, global_norm: bool, shared: tuple[tuple[int, ...], ...], workers: frozenset[int] | None
+) -> jpipe.programs.Program:
     """Return the program of a plan; that of plans that differ in their cuts is the same."""
-    return jpipe.lower(plan, batches, global_norm=global_norm, shared=shared)
+    return jpipe.lower(plan, batches, global_norm=global_norm, shared=shared, workers=workers)
 
 
 def _without_layers(plan: jpipe.Plan) -> jpipe.Plan:
@@ -162,19 +184,19 @@ def hosts(plan: jpipe.Plan, topology: Topology) -> jpipe.programs.HostLink | Non
 
 
 def _measured(plan: jpipe.Plan, timeline: jpipe.programs.Timeline) -> float:
-    """Return the mean seconds per batch of the ranks in the window, because ranks that share links begin batches irregularly.
+    """Return the mean seconds per batch of the simulated ranks in the window, because ranks that share links begin batches irregularly.
 
     Args:
         plan: what was simulated.
         timeline: the spans of the ranks.
     """
     first, batches = window(plan)
-    seconds = 0.0
-    for workers, row in zip(plan.rank_workers, timeline, strict=True):
+    seconds, rows = 0.0, [(workers, row) for workers, row in zip(plan.rank_workers, timeline, strict=True) if row]
+    for workers, row in rows:
         forwards_per_batch = len(workers) * plan.microbatches // plan.replicas[plan.workers[workers[0]][0]]
         starts = [span.start for span in row if jpipe.ops.OPS[span.op].begins]
         seconds += starts[(first + batches) * forwards_per_batch] - starts[first * forwards_per_batch]
-    return seconds / len(timeline) / batches
+    return seconds / len(rows) / batches
 
 
 def window(plan: jpipe.Plan) -> tuple[int, int]:

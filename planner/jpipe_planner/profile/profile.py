@@ -292,6 +292,8 @@ class Profile(_Data):
         costs = jpipe.programs.sum_layer_costs(
             plan, self.costs(rows), inputs=self.inputs[n], labels=self.labels[n], shared=self.shared_costs, rows=rows
         )
+        if not self.dispatch:
+            return costs
         timed = ("forward", "backward", "backward_input", "backward_weight", "update")
         return tuple(dataclasses.replace(cost, **{name: getattr(cost, name) + self.dispatch for name in timed}) for cost in costs)
 

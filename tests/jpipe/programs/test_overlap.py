@@ -10,7 +10,7 @@ from jpipe import Link, Plan, lower, simulate, to_perfetto
 from jpipe.ops import OPS
 from jpipe.programs import StageCost, parse_grid
 from jpipe.programs._instructions import AllReduce, Compute, Send, Update
-from jpipe.programs._predict import Prediction
+from jpipe.programs.prediction import Prediction
 
 LINK = Link(bandwidth=2.0, latency=0.25)
 PLANS = {

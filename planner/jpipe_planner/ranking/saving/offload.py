@@ -101,7 +101,8 @@ class _OfPlan:
             simulation = self._simulated(offload)
             if simulation is None or lacking(_of_ranks(self._plan, simulation.host_bytes), self.host_limits)[1] > 0:
                 continue
-            candidate = dataclasses.replace(self._candidate, offload=offload, on_device=on_device.batch_seconds)
+            seconds = min(on_device.batch_seconds, simulation.batch_seconds)  # moves never gain time, but times are rounded
+            candidate = dataclasses.replace(self._candidate, offload=offload, on_device=seconds)
             if (one := priced(candidate, self._plan, self._costs, simulation, self._topology)).over is None:
                 yield Ranked(one, simulation)
 
