@@ -1,5 +1,6 @@
 """Activations sent as changes against what both ends remember of the same rows: the numbers are those of the rule, in every schedule."""
 
+import gc
 from functools import partial
 
 import jax
@@ -10,6 +11,7 @@ import pytest
 
 from jpipe import InputError, LayerStack, Link, Pipeline, Plan, lower, simulate
 from jpipe.programs import LayerCost, sum_layer_costs
+from jpipe.runtime import _snapshot
 from jpipe.stages.messages._compress import compress, decompress
 from jpipe.stages.messages._messages import compress_message
 from tests.jpipe import models, reference, running
@@ -168,6 +170,47 @@ def test_a_run_from_a_snapshot_equals_the_run_that_continued(name):
     assert found.losses == [float(losses[t]) for t in sorted(losses) if t >= cut]
     running.check_equal(found.params, pipe.params(state))
     running.check_equal(*([worker.remembered for worker in one.workers] for one in (again, state)))
+
+
+def arrays_of(rows) -> int:
+    """Return how many arrays of remembered activations are in the memory of devices."""
+    gc.collect()
+    return sum(array.shape == (rows, WIDTH) for array in jax.live_arrays())
+
+
+def test_a_snapshot_and_a_restored_run_have_each_array_once(monkeypatch):
+    """A snapshot has one end of the cut, whose bits the other end has, too; a restored worker gets each array without copies on the way."""
+    rows, found = 23, []
+
+    def counting(function):
+        def counted(*arguments):
+            result = function(*arguments)
+            found.append(arrays_of(rows))
+            return result
+
+        return counted
+
+    plan = plan_of("pipedream_flush", {"activations": "int8", "rows": rows})
+    pipe, batches = pipeline(plan), models.masked_batches(2, plan.microbatches)
+    state, snapshot = running.fresh(pipe, batches), pipe.snapshot(1)
+    assert arrays_of(rows) == 2
+    monkeypatch.setattr(_snapshot, "_copied", counting(_snapshot._copied))
+    state, _ = pipe.step(state, batches[0], rows=range(8), observe=snapshot)
+    assert max(found) == 3
+    layers, before = jax.tree.map(np.array, (snapshot.layers(), state.workers[0].remembered["sent"]))  # copies
+    saved = [(name, *plain["remembered"]) for name, plain in layers.items() if "remembered" in plain]
+    assert saved == [(plan.stages[1].layers[0], "received")]
+    del state, snapshot
+    found.clear()
+    monkeypatch.setattr(_snapshot, "weights_of", counting(_snapshot.weights_of))
+    for fresh in (False, True):
+        state = pipe.restore(jax.random.key(0), batches[0], layers, 1, fresh_optimizer=fresh)
+        both = [state.workers[0].remembered["sent"], state.workers[1].remembered["received"]]
+        running.check_equal(both, [jax.tree.map(np.zeros_like, before) if fresh else before] * 2)
+        del state, both
+    assert found == [0, 1, 0, 1]
+    del layers[plan.stages[1].layers[0]]["remembered"]
+    assert not np.any(pipe.restore(jax.random.key(0), batches[0], layers, 1).workers[0].remembered["sent"])
 
 
 @pytest.mark.slow
