@@ -201,8 +201,10 @@ def _read(
 
 def _stand_ins(pipe: Pipeline, specs: Mapping[str, Plain], names: Sequence[str]) -> dict[str, Plain]:
     """Return arrays like those of `_read` that need no memory."""
-    chosen = [*names, *(_next_layers(pipe, names) if _remembers(pipe) else ())]
-    return jax.tree.map(lambda spec: np.broadcast_to(np.zeros((), spec.dtype), spec.shape), {name: specs[name] for name in chosen})
+    chosen = {name: specs[name] for name in names}
+    for name in _next_layers(pipe, names) if _remembers(pipe) else ():
+        chosen[name] = {part: arrays for part, arrays in specs[name].items() if not files.all_but_remembered(part)}
+    return jax.tree.map(lambda spec: np.broadcast_to(np.zeros((), spec.dtype), spec.shape), chosen)
 
 
 def _remembers(pipe: Pipeline) -> bool:

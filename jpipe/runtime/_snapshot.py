@@ -272,8 +272,6 @@ def fitting(
 ) -> tuple[dict[int, Tree], Tree, Tree, Agreed | None, Tree, dict[End, list[Any] | None]]:
     """Return a worker's weights by version, optimizer state, layer state, `agreed`, `sum_error` and `remembered`, from a snapshot.
 
-    In `remembered` is None in place of arrays of zeros.
-
     The newest version replaces a version that is missing in the snapshot. Layer state is that of the same replica if the pipeline does not
     flush and the number of replicas is the same, otherwise the mean over the saved replicas; without `sync_state` it is that of one.
 
@@ -282,8 +280,7 @@ def fitting(
         worker: the worker.
         f: the functions of its stage.
         share: what it updates; None: everything.
-        layers: at least the layers of its stage, as from `Snapshot.layers`, with any arrays; with `Links.rows` `remembered` of the next
-            layer as well.
+        layers: those of its stage and, with `Links.rows`, `remembered` of the next one, as from `Snapshot.layers`, with any arrays.
         batch: the first batch of the restored run.
         fresh: leave out the optimizer state.
 
@@ -398,7 +395,7 @@ def _remembered_in(f: StageFunctions, layers: Mapping[str, Plain], fresh: bool) 
 
 
 def _placed_rows(specs: Sequence[Any], saved: Sequence[Any] | None) -> list[jax.Array]:
-    """Return remembered activations on the devices, once: they may take most of the memory."""
+    """Return remembered activations on the devices."""
     if saved is None:
         return [jnp.zeros(spec.shape, spec.dtype, device=spec.sharding) for spec in specs]
     return [_own_copy(leaf, spec.sharding) for leaf, spec in zip(saved, specs, strict=True)]
@@ -407,7 +404,7 @@ def _placed_rows(specs: Sequence[Any], saved: Sequence[Any] | None) -> list[jax.
 def _own_copy(leaf: Any, sharding: jax.sharding.Sharding) -> jax.Array:
     """Return an array on its devices that shares no memory with `leaf`, without another copy on the way."""
     placed = jax.device_put(leaf, sharding, may_alias=False)
-    shares_memory = not isinstance(leaf, jax.Array) and next(iter(sharding.device_set)).platform == "cpu"  # with NumPy arrays, even so
+    shares_memory = not isinstance(leaf, jax.Array) and next(iter(placed.devices())).platform == "cpu"  # with NumPy arrays, even so
     return jnp.copy(placed) if shares_memory else placed
 
 
@@ -478,6 +475,7 @@ def restored_worker(
     copied, optimizer, state, accumulators, key, optional = jax.tree.map(jnp.copy, placed)
     whole = {v: f.trained.joined(params, copied[last]) for v, params in copied.items()}
     weights = weights_of(whole, SCHEDULES[plan.schedule].versions_alive(plan, plan.workers[worker][0]))
+    del placed  # before the activations of rows, which may take most of the memory
     rows = {end: _placed_rows(specs, remembered[end]) for end, specs in a.remembered.items()}
     return WorkerState(weights, optimizer, state, accumulators, key, **optional, remembered=rows)
 

@@ -55,7 +55,10 @@ def test_a_stopped_loop_resumes_with_equal_results(tmp_path):
 
 def test_a_process_reads_of_the_next_layer_what_both_ends_remember(tmp_path, monkeypatch):
     """And an evaluation, whose plan remembers nothing, reads none of it."""
-    stack, batches = LayerStack({name: models.dense(40) for name in "abcd"}), models.masked_batches(1, 2)
+    stack, batches = (
+        LayerStack({"a": models.dense(40), "b": models.dense(40), "c": models.dense(40), "d": models.dense()}),
+        models.masked_batches(1, 2),
+    )
     pipes = [
         Pipeline(
             stack,
