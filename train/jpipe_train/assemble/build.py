@@ -224,9 +224,9 @@ def check_rows(plan: jpipe.Plan, batches: data.Data) -> None:
             f"plan.links.rows: expected training data whose rows come back with each epoch, found {batches.source}, whose rows have no "
             "numbers, as rows of several sources, masked ones and batches of your own code; remove it"
         )
-    if rows < batches.rows:
+    if rows != batches.rows:
         raise jpipe.InputError(
-            f"plan.links.rows: expected at least {batches.rows}, the rows of the training data, found {rows}; set it to {batches.rows}"
+            f"plan.links.rows: expected {batches.rows}, the rows of the training data, found {rows}; set it to {batches.rows}"
         )
 
 
