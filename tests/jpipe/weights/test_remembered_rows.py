@@ -10,8 +10,11 @@ import optax
 import pytest
 
 from jpipe import InputError, LayerStack, Link, Pipeline, Plan, lower, simulate
+from jpipe._arguments import checked_rows
 from jpipe.programs import LayerCost, sum_layer_costs
 from jpipe.runtime import _snapshot
+from jpipe.runtime._placement import place_on
+from jpipe.stages._calls import trace_call
 from jpipe.stages.messages._compress import compress, decompress
 from jpipe.stages.messages._messages import compress_message
 from tests.jpipe import models, reference, running
@@ -209,6 +212,9 @@ def test_a_snapshot_and_a_restored_run_have_each_array_once(monkeypatch):
         running.check_equal(both, [jax.tree.map(np.zeros_like, before) if fresh else before] * 2)
         del state, both
     assert found == [0, 1, 0, 1]
+    of_first = {name: plain for name, plain in layers.items() if name in plan.stages[0].layers}
+    with pytest.raises(InputError, match=r"activations of rows: expected them for the stage before it, too, because of plan\.links\.rows"):
+        pipe.restore(jax.random.key(0), batches[0], of_first, 1)
     del layers[plan.stages[1].layers[0]]["remembered"]
     assert not np.any(pipe.restore(jax.random.key(0), batches[0], layers, 1).workers[0].remembered["sent"])
 
@@ -309,6 +315,41 @@ def test_what_is_remembered_and_sent_is_counted():
 
 
 @pytest.mark.parametrize(
+    ("turn", "back", "found"),
+    [(jnp.transpose, jnp.transpose, r"float32\[40, 2\]"), (lambda x: x[:, 0], lambda x: x[:, None], r"float32\[2\]")],
+)
+def test_a_cut_at_which_nothing_is_remembered_is_refused(turn, back, found):
+    stack = LayerStack({"in": models.dense(WIDTH), "turn": turn, "back": back, "out": models.dense()})
+    words = r"plan: links\.rows: expected between layers 'turn' and 'back' an array that int8 makes smaller, .* 2 rows .*"
+    with pytest.raises(InputError, match=f"{words} found {found}; cut the model elsewhere, or remove rows"):
+        pipeline(Plan.even(stack.ids, 2, "gpipe", 4, links={"activations": "int8", "rows": 5}), stack).check(models.masked_batches(1, 4)[0])
+
+
+def test_the_message_of_a_batch_changes_what_is_remembered_in_place():
+    """The scratch memory of the program does not grow with the rows of the data."""
+    plan = plan_with_rows("gpipe", num_stages=3)
+    plan = plan.model_copy(update={"links": plan.links.model_copy(update={"rows": 2000})})
+    functions = pipeline(plan).stage_functions(models.masked_batches(1, plan.microbatches)[0])
+    for s, end in ((0, "sent"), (1, "received"), (1, "sent"), (2, "received")):
+        memory = (
+            trace_call(functions[s], place_on(jax.devices()[0], functions[s].partition.mesh), f"receive_change {end}")
+            .lower()
+            .compile()
+            .memory_analysis()
+        )
+        assert memory.alias_size_in_bytes >= 2000 * WIDTH * 4
+        assert memory.temp_size_in_bytes < 2000 * WIDTH * 4 / 20
+
+
+def test_the_sender_counts_the_activations_that_it_drops():
+    batch, devices = models.masked_batches(1, 4)[0], jax.devices()[:1]
+    (first, _), (plain, _) = (
+        pipeline(plan).costs(batch, compiled_for=devices[0]) for plan in (plan_with_rows("gpipe"), plan_of("gpipe", None))
+    )
+    assert first.temporary - plain.temporary >= 2 * 2 * WIDTH * 4
+
+
+@pytest.mark.parametrize(
     ("fields", "words"),
     [
         ({"links": {"rows": 5}}, r"plan: links\.rows: expected links\.activations with it, found 5 without"),
@@ -335,6 +376,8 @@ def test_wrong_numbers_of_rows_are_refused_and_the_state_stays():
     ):
         with pytest.raises(InputError, match=expected + found):
             pipe.step(state, batches[0], rows=rows)
+    with pytest.raises(InputError, match=expected + r"\[\[1\], \[1, 2\]\], which is no array \(.*\); give one number for each row"):
+        checked_rows([[1], [1, 2]], plan, 8)  # the types of tests do not let it through `step`
     pipe.step(state, batches[0], rows=range(8))
     plain = pipeline(plan_of("gpipe", {"activations": "int8"}))
     with pytest.raises(InputError, match=r"rows: expected none without links\.rows in the plan, found some"):
