@@ -57,7 +57,10 @@ def checked_rows(rows: Any, plan: Plan, size: int) -> np.ndarray | None:
     expected = f"expected {size} integers from -1 to {count - 1}, the numbers of the rows of the batch, because plan.links.rows is {count}"
     if rows is None:
         raise InputError(f"rows: {expected}, found none; call step(state, batch, rows=...)")
-    numbers = np.asarray(rows)
+    try:
+        numbers = np.asarray(rows)
+    except ValueError as error:  # lists of several lengths
+        raise InputError(f"rows: {expected}, found {short(rows)}, which is no array ({error}); give one number for each row") from None
     if numbers.shape != (size,) or not np.issubdtype(numbers.dtype, np.integer):
         raise InputError(f"rows: {expected}, found {describe(numbers)}; give one number for each row, -1 for none")
     wrong = numbers[(numbers < -1) | (numbers >= count)]

@@ -282,7 +282,8 @@ class Pipeline:
         Args:
             key: of the run, as it was given to `init`.
             batch: as in `init`.
-            layers: from `Snapshot.layers`, with any arrays; those of the layers of this process's workers at least.
+            layers: from `Snapshot.layers`, with any arrays; those of the layers of this process's workers at least, and with `Links.rows`
+                `remembered` of the layers after them.
             at: the batch of the snapshot.
             fresh_optimizer: begin with new optimizer state, as another optimizer has to.
             buckets: as in `init`.
@@ -301,7 +302,7 @@ class Pipeline:
 
         Args:
             batch: (inputs, labels); only shapes and dtypes are used.
-            layers: from `Snapshot.layers`, those of the layers of this process's workers at least.
+            layers: as in `restore`.
             at: the batch of the snapshot.
             fresh_optimizer: whatever the optimizer state is, it will not be used.
 

@@ -24,7 +24,8 @@ So what rounding loses of a row is sent when the row comes again, and the error 
 the next (AQ-SGD: Wang et al., "Fine-tuning language models over slow networks using activation compression with guarantees", NeurIPS 2022).
 m_r has the shape and dtype of the activation; differences and sums are computed in float32 or wider. The row -1 is none: its m is 0, and
 nothing is remembered. A row that comes several times in a batch counts as -1 from the second time on. Arrays that are not compressed, and
-those whose first dim is not the rows of the microbatch, have no m. Evaluations and predictions neither read nor change it.
+those whose first dim is not the rows of the microbatch, have no m; a cut without any m is an error. Evaluations and predictions neither
+read nor change it. Both ends have the same bits on devices of one kind.
 
 Sums of gradients over the replicas of a stage: for each update replica k has the sum G_k over its microbatches, their weight w_k, and the
 error E_k, at first 0, which rounding has left:

@@ -94,8 +94,9 @@ class Snapshot:
         in the entry of the replica that updates it. With `Plan.agree` the one version in `params` is that on which the pipelines last
         agreed, `outer_momentum` is that of the outer optimizer, and each replica's entry has in `own` the trained parameters of its
         pipeline, by version as `params` otherwise, and in `optimizer` its optimizer state. With `Links.sums` the entry of each replica has
-        in `sum_error` what rounding has lost of its gradients. With `Links.rows` the last layer of each stage has in `remembered` what is
-        `sent` to the next one, and the first layer what is `received`. Parts without arrays are left out.
+        in `sum_error` what rounding has lost of its gradients. With `Links.rows` the first layer of each stage but the first has in
+        `remembered` what is remembered of the activations that are `received` there, for both ends of the cut. Parts without arrays are
+        left out.
         """
         assert self.complete
         return {name: plain for part in self._parts.values() for name, plain in part.layers().items()}
@@ -142,7 +143,7 @@ class _Part:
         self._agreed: Agreed | None = None
         self._last_part = len(plan.stages[s].sum_parts) - 1
         self._error: dict[str, Tree] = {}  # what rounding has lost of the gradients of the updates before the batch
-        self._remembered: Mapping[End, Tree] = {}  # the activations of rows, after the last forward before the batch
+        self._received: Tree = None  # the activations of rows that it remembers, after the last forward before the batch
         self._open: int | None = None  # the version on which the pipelines have still to agree
         self._has_begun = False  # whether the first forward of the batch has run
 
@@ -162,7 +163,7 @@ class _Part:
         if type(i) is Compute and OPS[i.op].begins:
             self._has_begun |= i.microbatch >= self._first
             if self._first - self._replicas <= i.microbatch < self._first:  # the worker's last one before the batch
-                self._state, self._remembered = _copied((state.layer_state, state.remembered))
+                self._state, self._received = _copied((state.layer_state, _received(state)))
         if isinstance(i, AllReduce) and i.batch + 1 == self._newest and i.part in (None, self._last_part):
             self._error = _copied(state.sum_error or {})
         if isinstance(i, (Update, Agree)):
@@ -170,7 +171,9 @@ class _Part:
         if isinstance(i, self._last) and i.batch + 1 == self._newest:
             self._optimizer, self._agreed = self._copied("optimizer", state.optimizer), _copied(state.agreed)
             if not self._has_begun:  # the layer state perhaps has the mean over the replicas
-                self._state, self._remembered = _copied((state.layer_state, state.remembered))
+                self._state = _copied(state.layer_state)
+                if self._received is None:  # an update changes none, so that they are copied once
+                    self._received = _copied(_received(state))
         if self._has_begun or self._optimizer is not None:  # the oldest version that the batch reads may be retired before the last update
             for version in set(state.weights.versions) - self._versions.keys() - {self._open}:
                 params = state.weights.read(version)
@@ -212,8 +215,8 @@ class _Part:
                 plain["state"] = to_plain(self._state[layer_id])
             if layer_id in self._error:
                 plain["sum_error"] = to_plain(self._error[layer_id])
-        for end, arrays in self._remembered.items():
-            layers[_layer_at(self._ids, end)].setdefault("remembered", {})[end] = to_plain(arrays)
+        if self._received:
+            layers[self._ids[0]]["remembered"] = {"received": to_plain(self._received)}
         named = {entry_name(layer_id, self._replica): _without_empty(plain) for layer_id, plain in layers.items()}
         return {name: plain for name, plain in named.items() if plain or self._replica == 0}
 
@@ -230,9 +233,9 @@ class _Part:
         }
 
 
-def _layer_at(ids: Sequence[str], end: End) -> str:
-    """Return the layer of a stage at one of its cuts."""
-    return ids[0] if end == "received" else ids[-1]
+def _received(state: WorkerState) -> Sequence[jax.Array]:
+    """Return what a worker remembers of received activations. The sender has the same bits, so that no snapshot needs them twice."""
+    return state.remembered.get("received", ())
 
 
 def layer_of(name: str, ids: Iterable[str]) -> str | None:
@@ -266,7 +269,7 @@ def with_optimizers(layers: Mapping[str, Plain]) -> dict[str, Plain]:
 
 def fitting(
     plan: Plan, worker: int, f: StageFunctions, share: Share | None, layers: Mapping[str, Plain], batch: int, fresh: bool
-) -> tuple[dict[int, Tree], Tree, Tree, Agreed | None, Tree, dict[End, Tree]]:
+) -> tuple[dict[int, Tree], Tree, Tree, Agreed | None, Tree, dict[End, list[Any] | None]]:
     """Return a worker's weights by version, optimizer state, layer state, `agreed`, `sum_error` and `remembered`, from a snapshot.
 
     The newest version replaces a version that is missing in the snapshot. Layer state is that of the same replica if the pipeline does not
@@ -277,7 +280,7 @@ def fitting(
         worker: the worker.
         f: the functions of its stage.
         share: what it updates; None: everything.
-        layers: at least the layers of its stage, as from `Snapshot.layers`, with any arrays.
+        layers: those of its stage and, with `Links.rows`, `remembered` of the next one, as from `Snapshot.layers`, with any arrays.
         batch: the first batch of the restored run.
         fresh: leave out the optimizer state.
 
@@ -370,21 +373,39 @@ def _sum_error_in(f: StageFunctions, layers: Mapping[str, Plain], replica: int, 
     return errors
 
 
-def _remembered_in(f: StageFunctions, layers: Mapping[str, Plain], fresh: bool) -> dict[End, Tree]:
-    """Return the activations of rows that a stage remembers at its cuts.
+def _remembered_in(f: StageFunctions, layers: Mapping[str, Plain], fresh: bool) -> dict[End, list[Any] | None]:
+    """Return the activations of rows that a stage remembers at its cuts, None for those that begin with zeros.
 
     They begin with zeros with new optimizer state, and at a cut of which the snapshot has none, or of other rows, shapes or dtypes. Both
-    ends of a cut begin alike, because a snapshot has both or none.
+    ends of a cut take those of the stage that receives, so that they begin alike.
     """
-    remembered = dict[End, Tree]()
+    remembered = dict[End, list[Any] | None]()
     for end, specs in f.remembered_specs.items():
-        layer_id = _layer_at(f.stage.layers, end)
+        layer_id = f.stage.layers[0] if end == "received" else f.stack.ids[f.stack.ids.index(f.stage.layers[-1]) + 1]
         where = f"checkpoint: layer '{layer_id}', activations of rows"
-        saved = checked_dict(checked_dict(layers[layer_id].get("remembered", {}), where).get(end, {}), where)
+        if layer_id not in layers:
+            raise InputError(
+                f"{where}: expected them for the stage before it, too, because of plan.links.rows, found no such layer; give its "
+                "'remembered' to each process with a layer before it"
+            )
+        saved = checked_dict(checked_dict(layers[layer_id].get("remembered", {}), where).get("received", {}), where)
         are_alike = not fresh and _shapes(to_plain(specs)) == _shapes(saved)
-        zeros = [np.zeros(spec.shape, spec.dtype) for spec in specs]
-        remembered[end] = from_plain(specs, saved, where) if are_alike else zeros
+        remembered[end] = from_plain(specs, saved, where) if are_alike else None
     return remembered
+
+
+def _placed_rows(specs: Sequence[Any], saved: Sequence[Any] | None) -> list[jax.Array]:
+    """Return remembered activations on the devices."""
+    if saved is None:
+        return [jnp.zeros(spec.shape, spec.dtype, device=spec.sharding) for spec in specs]
+    return [_own_copy(leaf, spec.sharding) for leaf, spec in zip(saved, specs, strict=True)]
+
+
+def _own_copy(leaf: Any, sharding: jax.sharding.Sharding) -> jax.Array:
+    """Return an array on its devices that shares no memory with `leaf`, without another copy on the way."""
+    placed = jax.device_put(leaf, sharding, may_alias=False)
+    shares_memory = not isinstance(leaf, jax.Array) and next(iter(placed.devices())).platform == "cpu"  # with NumPy arrays, even so
+    return jnp.copy(placed) if shares_memory else placed
 
 
 def _shapes(plain: Plain) -> dict[str, Any]:
@@ -446,20 +467,17 @@ def restored_worker(
     last = max(versions)
     parts = {v: params if v == last else f.trained.part(params) for v, params in versions.items()}
     param_specs = {v: a.params if v == last else a.trained for v in versions}
-    optional: dict[str, Tree] = {"loss_scales": scales, "agreed": agreed, "sum_error": error, "remembered": remembered}
-    optional_specs = {
-        "loss_scales": dict.fromkeys(scales, a.scale),
-        "agreed": a.agreed,
-        "sum_error": a.sum_error,
-        "remembered": a.remembered,
-    }
+    optional: dict[str, Tree] = {"loss_scales": scales, "agreed": agreed, "sum_error": error}
+    optional_specs = {"loss_scales": dict.fromkeys(scales, a.scale), "agreed": a.agreed, "sum_error": a.sum_error}
     specs: Tree = param_specs, a.optimizer, a.state, a.accumulators, a.whole(key), optional_specs
     # Copied, because a CPU device shares the memory of NumPy arrays, into which an update cannot write.
     placed = jax.device_put((parts, optimizer, state, accumulators, key, optional), shardings_of(specs))
     copied, optimizer, state, accumulators, key, optional = jax.tree.map(jnp.copy, placed)
     whole = {v: f.trained.joined(params, copied[last]) for v, params in copied.items()}
     weights = weights_of(whole, SCHEDULES[plan.schedule].versions_alive(plan, plan.workers[worker][0]))
-    return WorkerState(weights, optimizer, state, accumulators, key, **optional)
+    del placed  # before the activations of rows, which may take most of the memory
+    rows = {end: _placed_rows(specs, remembered[end]) for end, specs in a.remembered.items()}
+    return WorkerState(weights, optimizer, state, accumulators, key, **optional, remembered=rows)
 
 
 def _restored_scales(f: StageFunctions, layers: Mapping[str, Plain], versions: Iterable[int]) -> dict[int, LossScale]:

@@ -1,6 +1,7 @@
 """The builder of the functions of all stages of a plan, for batches of any shape."""
 
 import dataclasses
+import itertools
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -11,7 +12,7 @@ import optax
 from jpipe.context import traced_platform
 from jpipe.errors import InputError
 from jpipe.meshes._partition import partitions
-from jpipe.model._layer import LayerSpec
+from jpipe.model._layer import LayerSpec, describe
 from jpipe.model._losses import Loss, random_parameter
 from jpipe.model._precision import Precision
 from jpipe.model._stack import LayerStack, Probed
@@ -86,6 +87,7 @@ class StageBuilder:
             options |= {"number": s} if sharing.counted or self._plan.links is not None else {}
             options |= {"partition": split[s], "agreement": self._plan.agree, "links": self._plan.links or Links(), "rows": rows_of(spec)}
             functions.append(stage_functions(self._stack, stage, layers, labels, self._loss, unprobed, self._precision, **options))
+        _check_remembered(functions)
         layerwise = self._layerwise({layer_id: spec.params for layer_id, spec in layers.items()})
         check_gradients(self._stack, layers, len(self._plan.stages[0].layers), self._loss, labels, layerwise.trained)
         layerwise = dataclasses.replace(layerwise, ema_decay=self._ema_decay)
@@ -129,6 +131,22 @@ def _check_stage_norm(clip_stage_norm: float | None, sharing: Sharing) -> None:
             f"clip_stage_norm: stages share {names}, and each would clip its copy by another norm; use clip_global_norm, or put the layers "
             "that share a parameter into one stage"
         )
+
+
+def _check_remembered(functions: list[StageFunctions]) -> None:
+    """Check that both ends of each cut remember something of rows, if the plan has `Links.rows`.
+
+    Raises:
+        InputError: no array at a cut is compressed and has the rows of the microbatch as its first dim.
+    """
+    for before, after in itertools.pairwise(functions):
+        if "received" in after.remembered_specs and not after.remembered_specs["received"]:
+            _, numbers = after.specs.arrives
+            raise InputError(
+                f"plan: links.rows: expected between layers '{before.stage.layers[-1]}' and '{after.stage.layers[0]}' an array that "
+                f"{after.links.activations} makes smaller, with the {numbers.shape[0]} rows of a microbatch as first dim, "
+                f"found {describe(after.specs.input)}; cut the model elsewhere, or remove rows"
+            )
 
 
 def stage_functions(

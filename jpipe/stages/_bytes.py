@@ -41,8 +41,9 @@ def measure_stages(
                 costs[s + 1] = replace(costs[s + 1], passed=passed)
     for s, stage in compiled.items():
         a = arrays_of(functions[s])
-        # Between two programs there are the activations that the one receives for the other, and those whose change is sent.
-        between = [tree for end, tree in (("received", a.x), ("sent", a.outputs)) if end in a.remembered]
+        # Between two programs there are the activations that the one receives for the other, and those whose change is sent. The sender
+        # computes what the next stage receives, too, and drops it: only the same program is certain to give the same bits.
+        between = [tree for end, tree in (("received", a.x), ("sent", (a.outputs, a.outputs))) if end in a.remembered]
         costs[s] = replace(costs[s], temporary=stage.temporary_bytes + nbytes(between))
     return tuple(costs)
 

@@ -370,6 +370,21 @@ def save_copies(folder: Path) -> dict[str, np.ndarray]:
     return {"copies": np.asarray(reported), "saved": np.asarray(checkpoints.steps(folder))}
 
 
+def save_rows(folder: Path) -> dict[str, np.ndarray]:
+    """Save a run that remembers rows and load it: return what this process remembers in both, one after the other."""
+    import jax
+
+    from jpipe import checkpoints
+
+    pipe, batches = pipeline(CASES["2"]["changes of rows"] | {"schedule": "gpipe"})
+    state = pipe.init(jax.random.key(7), batches[0])
+    snapshot = pipe.snapshot(1)
+    state, _ = pipe.step(state, batches[0], rows=range(len(batches[0][0])), observe=snapshot)
+    checkpoints.save(folder, snapshot)
+    both = checkpoints.load(pipe, folder, jax.random.key(7), batches[0], 1), state
+    return {"rows saved": np.stack([np.stack(jax.tree.leaves([w.remembered for w in each.workers])) for each in both])}
+
+
 def train_all(group: str, count: int, file: str) -> None:
     from jpipe.runtime import _executor
 
@@ -379,6 +394,7 @@ def train_all(group: str, count: int, file: str) -> None:
         numbers["refused"] = np.asarray(refusal())
         numbers |= {"disagreed": np.asarray(disagreement())} if group == "2, meshes" else {}
         numbers |= save_copies(Path(file).parent) if "tied" in mine else {}
+        numbers |= save_rows(Path(file).parent / "rows") if "changes of rows" in mine else {}
         inline = [case for case in INLINE if case in mine]
         _executor.Transport = functools.partial(_executor.Transport, threads=False)
         numbers |= {f"inline {case}: {name}": value for case in inline for name, value in train(mine[case]).items()}

@@ -1,5 +1,6 @@
 """Activations sent as changes against what both ends remember of the same rows: the numbers are those of the rule, in every schedule."""
 
+import gc
 from functools import partial
 
 import jax
@@ -9,7 +10,11 @@ import optax
 import pytest
 
 from jpipe import InputError, LayerStack, Link, Pipeline, Plan, lower, simulate
+from jpipe._arguments import checked_rows
 from jpipe.programs import LayerCost, sum_layer_costs
+from jpipe.runtime import _snapshot
+from jpipe.runtime._placement import place_on
+from jpipe.stages._calls import trace_call
 from jpipe.stages.messages._compress import compress, decompress
 from jpipe.stages.messages._messages import compress_message
 from tests.jpipe import models, reference, running
@@ -170,6 +175,50 @@ def test_a_run_from_a_snapshot_equals_the_run_that_continued(name):
     running.check_equal(*([worker.remembered for worker in one.workers] for one in (again, state)))
 
 
+def arrays_of(rows) -> int:
+    """Return how many arrays of remembered activations are in the memory of devices."""
+    gc.collect()
+    return sum(array.shape == (rows, WIDTH) for array in jax.live_arrays())
+
+
+def test_a_snapshot_and_a_restored_run_have_each_array_once(monkeypatch):
+    """A snapshot has one end of the cut, whose bits the other end has, too; a restored worker gets each array without copies on the way."""
+    rows, found = 23, []
+
+    def counting(function):
+        def counted(*arguments):
+            result = function(*arguments)
+            found.append(arrays_of(rows))
+            return result
+
+        return counted
+
+    plan = plan_of("pipedream_flush", {"activations": "int8", "rows": rows})
+    pipe, batches = pipeline(plan), models.masked_batches(2, plan.microbatches)
+    state, snapshot = running.fresh(pipe, batches), pipe.snapshot(1)
+    assert arrays_of(rows) == 2
+    monkeypatch.setattr(_snapshot, "_copied", counting(_snapshot._copied))
+    state, _ = pipe.step(state, batches[0], rows=range(8), observe=snapshot)
+    assert max(found) == 3
+    layers, before = jax.tree.map(np.array, (snapshot.layers(), state.workers[0].remembered["sent"]))  # copies
+    saved = [(name, *plain["remembered"]) for name, plain in layers.items() if "remembered" in plain]
+    assert saved == [(plan.stages[1].layers[0], "received")]
+    del state, snapshot
+    found.clear()
+    monkeypatch.setattr(_snapshot, "weights_of", counting(_snapshot.weights_of))
+    for fresh in (False, True):
+        state = pipe.restore(jax.random.key(0), batches[0], layers, 1, fresh_optimizer=fresh)
+        both = [state.workers[0].remembered["sent"], state.workers[1].remembered["received"]]
+        running.check_equal(both, [jax.tree.map(np.zeros_like, before) if fresh else before] * 2)
+        del state, both
+    assert found == [0, 1, 0, 1]
+    of_first = {name: plain for name, plain in layers.items() if name in plan.stages[0].layers}
+    with pytest.raises(InputError, match=r"activations of rows: expected them for the stage before it, too, because of plan\.links\.rows"):
+        pipe.restore(jax.random.key(0), batches[0], of_first, 1)
+    del layers[plan.stages[1].layers[0]]["remembered"]
+    assert not np.any(pipe.restore(jax.random.key(0), batches[0], layers, 1).workers[0].remembered["sent"])
+
+
 @pytest.mark.slow
 def test_another_plan_keeps_what_is_remembered_at_the_same_cuts():
     plan = plan_with_rows("pipedream_flush", num_stages=3)
@@ -266,6 +315,41 @@ def test_what_is_remembered_and_sent_is_counted():
 
 
 @pytest.mark.parametrize(
+    ("turn", "back", "found"),
+    [(jnp.transpose, jnp.transpose, r"float32\[40, 2\]"), (lambda x: x[:, 0], lambda x: x[:, None], r"float32\[2\]")],
+)
+def test_a_cut_at_which_nothing_is_remembered_is_refused(turn, back, found):
+    stack = LayerStack({"in": models.dense(WIDTH), "turn": turn, "back": back, "out": models.dense()})
+    words = r"plan: links\.rows: expected between layers 'turn' and 'back' an array that int8 makes smaller, .* 2 rows .*"
+    with pytest.raises(InputError, match=f"{words} found {found}; cut the model elsewhere, or remove rows"):
+        pipeline(Plan.even(stack.ids, 2, "gpipe", 4, links={"activations": "int8", "rows": 5}), stack).check(models.masked_batches(1, 4)[0])
+
+
+def test_the_message_of_a_batch_changes_what_is_remembered_in_place():
+    """The scratch memory of the program does not grow with the rows of the data."""
+    plan = plan_with_rows("gpipe", num_stages=3)
+    plan = plan.model_copy(update={"links": plan.links.model_copy(update={"rows": 2000})})
+    functions = pipeline(plan).stage_functions(models.masked_batches(1, plan.microbatches)[0])
+    for s, end in ((0, "sent"), (1, "received"), (1, "sent"), (2, "received")):
+        memory = (
+            trace_call(functions[s], place_on(jax.devices()[0], functions[s].partition.mesh), f"receive_change {end}")
+            .lower()
+            .compile()
+            .memory_analysis()
+        )
+        assert memory.alias_size_in_bytes >= 2000 * WIDTH * 4
+        assert memory.temp_size_in_bytes < 2000 * WIDTH * 4 / 20
+
+
+def test_the_sender_counts_the_activations_that_it_drops():
+    batch, devices = models.masked_batches(1, 4)[0], jax.devices()[:1]
+    (first, _), (plain, _) = (
+        pipeline(plan).costs(batch, compiled_for=devices[0]) for plan in (plan_with_rows("gpipe"), plan_of("gpipe", None))
+    )
+    assert first.temporary - plain.temporary >= 2 * 2 * WIDTH * 4
+
+
+@pytest.mark.parametrize(
     ("fields", "words"),
     [
         ({"links": {"rows": 5}}, r"plan: links\.rows: expected links\.activations with it, found 5 without"),
@@ -292,6 +376,8 @@ def test_wrong_numbers_of_rows_are_refused_and_the_state_stays():
     ):
         with pytest.raises(InputError, match=expected + found):
             pipe.step(state, batches[0], rows=rows)
+    with pytest.raises(InputError, match=expected + r"\[\[1\], \[1, 2\]\], which is no array \(.*\); give one number for each row"):
+        checked_rows([[1], [1, 2]], plan, 8)  # the types of tests do not let it through `step`
     pipe.step(state, batches[0], rows=range(8))
     plain = pipeline(plan_of("gpipe", {"activations": "int8"}))
     with pytest.raises(InputError, match=r"rows: expected none without links\.rows in the plan, found some"):

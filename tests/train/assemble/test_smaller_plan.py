@@ -81,8 +81,19 @@ def test_other_plans_are_searched_for():
             4,
             r"^optimizer\.per_stage: cannot be used with --elastic, because its values are for a fixed number of stages",
         ),
+        (
+            {"plan": PARALLEL | {"links": {"sums": "int8"}}},
+            4,
+            r"^plan\.links\.sums: expected a plan with --elastic that has a smaller one for each .* for 3 of 4",
+        ),
     ],
 )
 def test_what_cannot_go_on_with_fewer_processes_is_an_error(sections, processes, message):
     with pytest.raises(jpipe.InputError, match=message):
-        smaller_plan.for_processes(config(ONE_BY_FOUR, **sections), processes, 4)
+        smaller_plan.for_processes(config(**{"plan": ONE_BY_FOUR, **sections}), processes, 4)
+
+
+def test_compressed_sums_and_rows_go_on_where_each_smaller_plan_is_known():
+    rows = ONE_BY_FOUR | {"links": {"activations": "int8", "rows": 5}}
+    assert smaller_plan.for_processes(config(rows), 4, 4) == (config(rows), "")
+    assert smaller_plan.for_processes(config(rows), 3, 4)[0].plan.links == config(rows).plan.links

@@ -332,7 +332,7 @@ def test_an_export_has_the_masters_and_no_other_optimizer_state():
 
 def test_an_export_holds_arrays_of_any_order(home, tmp_path, monkeypatch):
     shuffled = np.asfortranarray(np.arange(6.0).reshape(2, 3))
-    monkeypatch.setattr(checkpoint_files, "read_layers", lambda *_: {"a": {"params": {"0": {"w": shuffled, "n": np.float32(3)}}}})
+    monkeypatch.setattr(checkpoint_files, "read_layers", lambda *_, **__: {"a": {"params": {"0": {"w": shuffled, "n": np.float32(3)}}}})
     export.main(str(home.run), str(tmp_path / "a.safetensors"), None, print)
     check_equal(load_file(tmp_path / "a.safetensors"), {"a/w": np.arange(6.0).reshape(2, 3), "a/n": np.array(3, np.float32)})
 

@@ -260,7 +260,7 @@ def test_shapes_are_checked_against_the_model_before_anything_is_read(tiny, monk
     arrays = jax.tree.map(lambda spec: np.zeros((*spec.shape, 2), spec.dtype), specs)
     write_layers(tmp_path, 20, {layer_id: {"params": {"0": tree}} if tree else {} for layer_id, tree in arrays.items()}, 0)
     complete(tmp_path, 20, 1, FACTS)
-    monkeypatch.setattr(checkpoint_files, "read_layers", lambda *_: pytest.fail("the arrays are read"))
+    monkeypatch.setattr(checkpoint_files, "read_layers", lambda *_, **__: pytest.fail("the arrays are read"))
     with pytest.raises(jpipe.InputError, match=r"checkpoint: layer '.*', parameters: expected '.*' as in the model, .*, found "):
         read_checkpoint(config, pipe, batches, Together(None), Resumed(tmp_path, 20, Facts(**FACTS), (20,)))
 

@@ -1,7 +1,9 @@
 """Rows of training data have numbers, by which both ends of a cut know them again in each epoch (`plan.links.rows`)."""
 
 import json
+import re
 
+import grain
 import jax
 import numpy as np
 import pytest
@@ -9,10 +11,16 @@ import pytest
 import jpipe
 import jpipe_train
 from jpipe import InputError
+from jpipe.checkpoints import files as checkpoint_files
+from jpipe.checkpoints import orbax_item
 from jpipe_train import cli
+from jpipe_train.checkpoint import export
 from jpipe_train.config.config_file import to_yaml
 from jpipe_train.data import data
-from jpipe_train.run import loop
+from jpipe_train.data.batched.order import Shuffled
+from jpipe_train.data.rows import BatchesOfRows
+from jpipe_train.run import evaluate, loop
+from jpipe_train.run.starting import begin
 from tests.jpipe.running import check_equal
 from tests.train.checkpoint.test_resume import run_in_two, weights_of
 from tests.train.conftest import changed
@@ -56,11 +64,47 @@ def test_a_number_stands_for_the_same_row_in_each_epoch(tiny, labelled):
     check_numbers(data.load(changed(tiny, train={"batch_size": 150})), 7, 150)
 
 
+def test_the_number_of_a_row_is_computed_once(monkeypatch):
+    """It gives the row, too, as grain would shuffle the rows themselves."""
+    rows = [(np.full(1, i), np.full(1, i)) for i in range(10)]
+    shuffled, expected = Shuffled(rows, 3, epochs=True), grain.MapDataset.source(rows).shuffle(seed=3).repeat()
+    asked, numbers = list[int](), grain.MapDataset.range(10).shuffle(seed=3).repeat().map(lambda number: asked.append(number) or number)
+    monkeypatch.setitem(shuffled.__dict__, "_numbers", numbers)
+    batches = BatchesOfRows(shuffled, 4, (jax.ShapeDtypeStruct((1,), int),) * 2, order=shuffled.number)
+    for t in range(5):
+        inputs, labels = batches[t]
+        assert inputs[0:4].ravel().tolist() == labels[0:4].ravel().tolist() == batches.numbers(t).tolist()
+        assert batches.numbers(t).tolist() == [int(expected[i][0][0]) for i in range(4 * t, 4 * t + 4)]
+    assert len(asked) == 20
+
+
 def test_padding_after_the_last_epoch_has_no_number(labelled):
     train = {key: value for key, value in labelled["train"].items() if key != "steps"}
     loaded = data.load(changed(labelled | {"train": train | {"epochs": 1.5, "batch_size": 4}}))
     assert loaded.steps == 5
     assert [int(np.count_nonzero(loaded.train.numbers(t) < 0)) for t in range(5)] == [0, 0, 0, 0, 2]
+
+
+def test_a_run_says_what_it_keeps_and_only_training_reads_it(labelled, tmp_path, monkeypatch, capsys):
+    short = labelled["train"] | {"steps": 1}
+    run = str(loop.main(changed(labelled, train=short, checkpoint={"every": 1}, run={"dir": str(tmp_path / "run")})).folder)
+    assert re.search(r"both ends of each cut remember 12 rows: each end keeps \d+(\.\d+)? [kM]?B", capsys.readouterr().out)
+    specs = checkpoint_files.layer_specs(tmp_path / "run", 1)
+    assert [list(plain["remembered"]) for plain in specs.values() if "remembered" in plain] == [["received"]]
+    states, read = list[jpipe.State](), list[str]()
+
+    def reading(*arguments):
+        layers = orbax_item.read_item(*arguments)
+        read.extend(part for plain in layers.values() for part in plain)
+        return layers
+
+    monkeypatch.setattr(checkpoint_files, "read_item", reading)
+    monkeypatch.setattr(evaluate, "begin", lambda *arguments: states.append(begin(*arguments)) or states[0])
+    assert np.isfinite(evaluate.main(evaluate.Request(run)).loss)
+    assert [worker.remembered for worker in states[0].workers] == [{}] * len(states[0].workers)
+    export.main(run, str(tmp_path / "weights.safetensors"), None, print)
+    assert "params" in read
+    assert "remembered" not in read
 
 
 @pytest.mark.slow
@@ -103,7 +147,8 @@ def test_rows_that_do_not_come_back_and_too_few_are_refused(tiny, labelled, toke
     sources = [{"path": path, "weight": 1} for path in (tiny["data"]["path"], str(tmp_path / "other.txt"))]
     several = {"format": "bytes", "sources": sources, "validation_fraction": 0.2}
     for case, words in (
-        (labelled | {"plan": labelled["plan"] | {"links": {**LINKS, "rows": 11}}}, "at least 12, the rows of the training data, found 11"),
+        (labelled | {"plan": labelled["plan"] | {"links": {**LINKS, "rows": 11}}}, "expected 12, the rows of the training data, found 11"),
+        (labelled | {"plan": labelled["plan"] | {"links": {**LINKS, "rows": 13}}}, "found 13; set it to 12"),
         (labelled | {"data": masked, "model": tiny["model"] | {"kind": "bert", "vocab_size": 300, "seq_len": 16}}, "come back"),
         (labelled | {"data": several, "model": tiny["model"]}, "come back"),
     ):

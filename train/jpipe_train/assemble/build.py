@@ -26,7 +26,12 @@ from jpipe_train.data.rows import Numbered
 
 
 def build(
-    config: Config, reporter: Reporter, plan: jpipe.Plan | None = None, load: Callable[[Config], data.Data] | None = None
+    config: Config,
+    reporter: Reporter,
+    plan: jpipe.Plan | None = None,
+    load: Callable[[Config], data.Data] | None = None,
+    *,
+    remembers: bool = True,
 ) -> tuple[jpipe.Pipeline, data.Data]:
     """Build the pipeline and the data that `config` describes, without running anything on a device.
 
@@ -35,6 +40,7 @@ def build(
         reporter: prints the phases that take long.
         plan: the plan; by default the one in the config.
         load: reads the data; by default `jpipe_train.data.data.load`.
+        remembers: whether activations of rows are remembered if the plan says so, which only training needs.
 
     Raises:
         jpipe.InputError: something in the config does not fit.
@@ -50,6 +56,8 @@ def build(
         stack = model.layers(config.model, config.train.batch_size, computes, chunk, lambda: read().like[0], config.tune)
         loss = model.loss(config.loss, config.model.head)
         plan = plan or make_plan(config.plan, stack.ids)
+        if plan.links is not None and not remembers:
+            plan = plan.model_copy(update={"links": plan.links.model_copy(update={"rows": None})})
         check_microbatches(plan, config.train.batch_size)
         check_delay(plan, config.plan.max_delay)
         check_accumulation(plan, config.optimizer.accumulate_batches)
@@ -216,9 +224,9 @@ def check_rows(plan: jpipe.Plan, batches: data.Data) -> None:
             f"plan.links.rows: expected training data whose rows come back with each epoch, found {batches.source}, whose rows have no "
             "numbers, as rows of several sources, masked ones and batches of your own code; remove it"
         )
-    if rows < batches.rows:
+    if rows != batches.rows:
         raise jpipe.InputError(
-            f"plan.links.rows: expected at least {batches.rows}, the rows of the training data, found {rows}; set it to {batches.rows}"
+            f"plan.links.rows: expected {batches.rows}, the rows of the training data, found {rows}; set it to {batches.rows}"
         )
 
 

@@ -19,7 +19,7 @@ def for_processes(config: Config, processes: int, planned: int | None) -> tuple[
         The config, and a line that says what is different; "" if nothing is.
 
     Raises:
-        jpipe.InputError: there are more processes than planned, or the run cannot continue with another number of them.
+        jpipe.InputError: there are more processes than planned, or the run cannot continue with any smaller number of them.
     """
     if planned is None:
         return config, ""
@@ -34,6 +34,7 @@ def for_processes(config: Config, processes: int, planned: int | None) -> tuple[
         raise jpipe.InputError(
             "optimizer.per_stage: cannot be used with --elastic, because its values are for a fixed number of stages; leave out one of them"
         )
+    _check_links(config, planned)
     if processes == planned or config.plan.file == AUTO:
         return config, ""
     ranks = config.plan.ranks * processes // planned
@@ -49,6 +50,24 @@ def for_processes(config: Config, processes: int, planned: int | None) -> tuple[
         if getattr(plan, name) != getattr(config.plan, name)
     ]
     return config.model_copy(update={"plan": plan}), f"{where}: {', '.join(values)}"
+
+
+def _check_links(config: Config, planned: int) -> None:
+    """Check before the first process is lost that no plan has to be searched, if the config has links that no search prices.
+
+    Raises:
+        jpipe.InputError: there is no smaller plan for some number of processes.
+    """
+    links = config.plan.links
+    used = [] if links is None else [f"plan.links.{key}" for key in ("sums", "rows") if getattr(links, key) is not None]
+    if not used or config.plan.file is not None:
+        return
+    for processes in range(planned - 1, 0, -1):
+        if smaller(config.plan, config.plan.ranks * processes // planned, config.train.batch_size) is None:
+            raise jpipe.InputError(
+                f"{used[0]}: expected a plan with --elastic that has a smaller one for each number of processes, found none of fewer even "
+                f"stages or replicas for {processes} of {planned}, and no search of plans prices it; leave out --elastic or {used[0]}"
+            )
 
 
 def smaller(plan: PlanConfig, ranks: int, batch_size: int) -> PlanConfig | None:

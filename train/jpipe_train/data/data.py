@@ -22,7 +22,7 @@ from jpipe_train.config.section import MOST_ROWS
 from jpipe_train.console.terminal import count
 from jpipe_train.data import arrays, labelled, masked, mixture, position, splits, target_data, windows
 from jpipe_train.data.batched import of_documents
-from jpipe_train.data.batched.order import numbers_of, ordered
+from jpipe_train.data.batched.order import ordered
 from jpipe_train.data.position import Ordered, Position
 from jpipe_train.data.rows import Batch, BatchesOfRows, Divisible
 from jpipe_train.data.sources import OR_NULL
@@ -374,5 +374,5 @@ def _examples(config: Config, path: str | None = None) -> labelled.Labelled | ar
 
 
 def _batches_of_examples(config: Config, examples: labelled.Examples | arrays.RowsOfArrays, part: int) -> BatchesOfRows:
-    numbers = numbers_of(config, examples, part)
-    return BatchesOfRows(ordered(config, examples, part), config.train.batch_size, examples.spec, order=numbers)
+    elements, numbers = ordered(config, examples, part)
+    return BatchesOfRows(elements, config.train.batch_size, examples.spec, order=numbers)

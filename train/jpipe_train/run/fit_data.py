@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
-import grain
 import jax
 import numpy as np
 
@@ -15,6 +14,7 @@ from jpipe_train.checkpoint.resume import Resumed
 from jpipe_train.console.terminal import count
 from jpipe_train.data import position
 from jpipe_train.data.arrays import RowsOfArrays
+from jpipe_train.data.batched.order import Shuffled
 from jpipe_train.data.data import Batches, Data
 from jpipe_train.data.position import Ordered, Position
 from jpipe_train.data.rows import Batch, BatchesOfRows, Rows, when_sliced
@@ -183,9 +183,8 @@ def _shuffled_rows(train: Any, batch_size: int, seed: int) -> BatchesOfRows:
     rows = _rows(train, "data")
     if not isinstance(batch_size, int) or not 1 <= batch_size <= len(rows):
         raise InputError(f"batch_size: expected a number from 1 to {len(rows):,}, the rows of data, found {batch_size}; change it")
-    numbers = grain.MapDataset.range(len(rows)).shuffle(seed=seed).repeat()
-    shuffled = grain.MapDataset.source(rows).shuffle(seed=seed).repeat()
-    return BatchesOfRows(shuffled, batch_size, rows.spec, order=lambda place: int(numbers[place]))
+    shuffled = Shuffled(rows, seed, epochs=True)
+    return BatchesOfRows(shuffled, batch_size, rows.spec, order=shuffled.number)
 
 
 def _held_out(held_out: Any, batch_size: int, microbatch: int) -> tuple[Batches, tuple[int, ...]]:

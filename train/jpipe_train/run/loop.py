@@ -43,7 +43,16 @@ from jpipe_train.report.summary import Summary, epochs_words, slow_of, stages_of
 from jpipe_train.run import stopping
 from jpipe_train.run.callbacks import Callbacks
 from jpipe_train.run.ending import conclude, reason
-from jpipe_train.run.starting import begin, check_shared, continue_on_all, initial_params, make_folder, read_checkpoint, report_resumed
+from jpipe_train.run.starting import (
+    begin,
+    check_shared,
+    continue_on_all,
+    initial_params,
+    make_folder,
+    read_checkpoint,
+    remembered_words,
+    report_resumed,
+)
 from jpipe_train.run.training import Training
 
 _MANY_LAYERS = 100  # checking a hundred takes seconds, a thousand about a minute and a half
@@ -240,7 +249,10 @@ def build_and_check(
         reporter.say(line)
     layers = len(pipe.stack.ids)
     with reporter.phase(f"checking {layers:,} layers") if layers >= _MANY_LAYERS else contextlib.nullcontext():
-        return pipe, check(config, pipe, batches)
+        batches = check(config, pipe, batches)
+    if (line := remembered_words(pipe, batches)) is not None:
+        reporter.say(line)
+    return pipe, batches
 
 
 def with_steps(config: Config, batches: data.Data, reporter: Reporter, together: Together) -> Config:

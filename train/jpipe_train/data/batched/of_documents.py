@@ -4,7 +4,7 @@ from jpipe import InputError
 from jpipe_train.config.config import Config
 from jpipe_train.console.terminal import count
 from jpipe_train.data import masked, windows
-from jpipe_train.data.batched.order import numbers_of, ordered, seed_of
+from jpipe_train.data.batched.order import ordered, seed_of
 from jpipe_train.data.rows import BatchesOfRows
 from jpipe_train.data.splits import Split
 
@@ -63,7 +63,8 @@ def batches_of(config: Config, rows: AnyRows, part: int, *, apart: bool) -> Batc
     """Batch the rows of one part."""
     seq_len = config.model.seq_len
     spec = masked.row_spec(seq_len) if config.data.objective == "masked" else windows.row_spec(seq_len, segments=apart)
-    return BatchesOfRows(ordered(config, rows, part), config.train.batch_size, spec, order=numbers_of(config, rows, part))
+    elements, numbers = ordered(config, rows, part)
+    return BatchesOfRows(elements, config.train.batch_size, spec, order=numbers)
 
 
 def check_amount(config: Config, split: Split, train: Rows, validation: Rows) -> None:
