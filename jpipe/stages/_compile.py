@@ -6,6 +6,7 @@ import hashlib
 import os
 import re
 import tempfile
+import threading
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -276,8 +277,8 @@ def compile_for_analysis(program: jax.stages.Lowered, device: jax.Device) -> jax
     """Compile a program that will not run, to read its memory.
 
     XLA assigns memory before it makes kernels, which take most of the time. So for a GPU that is not here kernels are made with little
-    effort: none are tried, products have the smallest tiles, and those that an earlier program needed are used again. The memory is the
-    same.
+    effort: none are tried, products have the smallest tiles, and those that an earlier program needed are used again. The memory was
+    the same in all programs that were compared.
 
     Args:
         program: lowered for the device.
@@ -286,7 +287,7 @@ def compile_for_analysis(program: jax.stages.Lowered, device: jax.Device) -> jax
     if device.platform != "gpu" or device in jax.local_devices():
         return program.compile()
     with _kernel_file() as kernels:
-        options = {**_LITTLE_EFFORT, "xla_gpu_kernel_cache_file": kernels}
+        options = {**_LITTLE_EFFORT, **kernels}
         while True:
             try:
                 return program.compile(options)
@@ -309,17 +310,26 @@ _LITTLE_EFFORT: Mapping[str, Any] = {
 }
 _UNKNOWN_OPTION = re.compile(r"No such compile option: '(\w+)'")
 _KERNEL_FILES = LifoQueue[str]()  # that no program is using
+_KERNEL_LOCK = threading.Lock()  # two threads at once would make two folders
 
 
 @contextlib.contextmanager
-def _kernel_file() -> Iterator[str]:
-    """Give a file with the kernels of earlier programs, which no other thread uses at the same time."""
+def _kernel_file() -> Iterator[dict[str, str]]:
+    """Give the option that names a file with the kernels of earlier programs, which no other thread uses at the same time.
+
+    Without a folder for temporary files there is no such option.
+    """
     try:
         name = _KERNEL_FILES.get_nowait()
     except Empty:
-        name = os.path.join(_folder_of_kernels().name, uuid.uuid4().hex)
+        try:
+            with _KERNEL_LOCK:
+                name = os.path.join(_folder_of_kernels().name, uuid.uuid4().hex)
+        except OSError:
+            yield {}
+            return
     try:
-        yield name
+        yield {"xla_gpu_kernel_cache_file": name}
     finally:
         _KERNEL_FILES.put(name)
 

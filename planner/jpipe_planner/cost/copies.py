@@ -84,6 +84,9 @@ def part_of(plan: jpipe.Plan, topology: Topology, waits: bool) -> Part:
     count = math.gcd(*plan.replicas)
     differs = topology.differing or topology.cores is not None or plan.placement is not None
     sums_otherwise = plan.shard_optimizer or plan.agree is not None or (plan.links is not None and plan.links.sums is not None)
+    # Between stages with different replicas, pipelines stop for a sum in parts at different times.
+    blocks = topology.device.overlap != "transfers and sums" and len(set(plan.replicas)) > 1
+    sums_otherwise |= blocks and any(stage.sum_parts for stage in plan.stages)
     if count == 1 or waits or sums_otherwise or differs or plan.offload is not None:
         return Part(plan, network(plan, topology))
     layout = _layout(plan.replicas, tuple(map(tuple, plan.pipeline_ranks)), plan.keep_together == "replicas", topology.levels)

@@ -14,6 +14,7 @@ from tests.planner.invented import invented_profile
 FLAT, SERVERS = Topology.flat(8, 2e9, latency=1e-5), Topology(levels=({"count": 4, "bandwidth": 1e10}, {"count": 2, "bandwidth": 2e9}))
 SLOW = Topology(levels=({"count": 2, "bandwidth": 2e9}, {"count": 8, "bandwidth": 2e9, "latency": 1e-4}))
 
+BLOCKING_24 = Topology.flat(24, 2e9, latency=1e-5).model_copy(update={"device": FLAT.device.model_copy(update={"overlap": "none"})})
 BLOCKING = FLAT.model_copy(update={"device": FLAT.device.model_copy(update={"overlap": "none"})})
 
 
@@ -22,7 +23,9 @@ def even(replicas, schedule="pipedream", **fields):
 
 
 def in_parts(plan):
-    return plan.model_copy(update={"stages": tuple(stage.model_copy(update={"sum_parts": (3, 5)}) for stage in plan.stages)})
+    return plan.model_copy(
+        update={"stages": tuple(stage.model_copy(update={"sum_parts": (1, len(stage.layers) - 1)}) for stage in plan.stages)}
+    )
 
 
 @pytest.mark.parametrize(
@@ -43,6 +46,8 @@ def in_parts(plan):
         (even([8, 8], keep_together="stages"), SLOW, (2, 2)),
         (even([4, 4], "pipedream_2bw"), BLOCKING, (2, 2)),
         (even([4, 2, 1]), FLAT, (4, 2, 1)),
+        (in_parts(even([4, 4], "pipedream_flush")), BLOCKING, (2, 2)),
+        (in_parts(even([8, 16], "pipedream_flush")), BLOCKING_24, (8, 16)),  # the pipelines stop for the sums at different times
     ],
 )
 def test_a_few_pipelines_are_simulated_for_all(monkeypatch, plan, topology, simulated_replicas):
