@@ -498,7 +498,8 @@ def test_tokens_beyond_the_built_in_vocabulary_are_reported(capsys):
     small = {"depth": 1, "width": 8, "heads": 1, "seq_len": 8}
     code, _, err = run(capsys, "--allow-code", model=small, loss={}, data={"target": "own_parts:tokens"})
     message = (
-        "data: expected every input to be from 0 to 255 (the built-in model has 256 symbols, model.vocab_size), found 256 in train[0]; "
+        "data: expected every input to be from 0 to 255 (the built-in model has 256 symbols, model.vocab_size), found 256 in "
+        "validation[0]; "
     )
     assert (code, err) == (2, f"jpipe: {message}correct the inputs, or the model\n")
 

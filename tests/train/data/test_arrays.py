@@ -4,6 +4,8 @@ import contextlib
 import io
 import json
 import re
+import struct
+import zipfile
 from pathlib import Path
 
 import jax
@@ -233,6 +235,12 @@ def archive(**arrays) -> bytes:
     return file.getvalue()
 
 
+def no_rows() -> bytes:
+    sink = pa.BufferOutputStream()
+    pq.write_table(pa.table({"inputs": pa.array([], pa.float32()), "targets": pa.array([], pa.int64())}), sink)
+    return sink.getvalue().to_pybytes()
+
+
 WRONG = {
     "ragged": (json_lines({"inputs": [1.0, 2.0], "targets": 0}), {}, r"a', line 91: expected the shape \[3\] .* 'inputs', found \[2\]; "),
     "ragged inside": (lines([{"inputs": [[1, 2], [3]], "targets": 0}]), {}, "line 1: expected lists of the same length in 'inputs', found"),
@@ -262,7 +270,29 @@ WRONG = {
     "classes": (
         lines([row | {"targets": 0.5} for row in ROWS]),
         {},
-        "90 lines are wrong: .* expected integers in 'targets', which are classes",
+        r"90 lines are wrong: .* expected integers in 'targets', which .* found 0\.5 \(float32\); save the classes as integers, or",
+    ),
+    "classes in cells": (
+        b"inputs,targets\n1,+1\n2,99999999999999999999\n3,-3\n",
+        {},
+        r"a', line 3: expected integers in 'targets', .* found '99999999999999999999'; save the classes as integers",
+    ),
+    "classes in parquet": (
+        parquet([row | {"targets": float(row["targets"])} for row in ROWS]),
+        {},
+        "expected integers or lists of them in the column 'targets' of '.*a', found double, .* save classes as integers, or for other",
+    ),
+    "no rows in parquet": (no_rows(), {}, "expected rows of numbers in '.*a', found no rows; name files"),
+    "no rows in numpy": (archive(inputs=X[:0], targets=Y[:0]), {}, "expected rows of numbers in '.*a', found no rows; name files"),
+    "a pickle": (
+        b"\x80\x04" + b"a\n" * 11,
+        {},
+        "expected rows of numbers in '.*a', found another kind of file: it seems to be a pickle, which jpipe never loads; give",
+    ),
+    "equal inputs": (
+        lines([row | {"inputs": 1} for row in ROWS]),
+        {},
+        "found .*90.* rows with equal inputs stay on one side: .* data.validation_path",
     ),
     "large": (
         json_lines({"inputs": [1e39, 0, 0], "targets": 0}),
@@ -284,7 +314,7 @@ WRONG = {
     "floating classes": (
         archive(inputs=X, targets=X[:, 0]),
         {},
-        "a', targets: expected integers in 'targets', which are classes for the cross",
+        r"a', targets: expected integers in 'targets', which are classes for the cross-entropy, found -?[\d.]+ \(float64\); save",
     ),
     "complex": (archive(inputs=X + 1j, targets=Y), {}, "expected numbers in .*, inputs, found complex128"),
     "cut off": (archive(inputs=X, targets=Y)[:-40], {}, "cannot read '.*a': it begins as an archive of NumPy's .* damaged, cut off"),
@@ -305,6 +335,88 @@ def test_a_number_that_does_not_fit_is_named_when_it_is_read(tiny, tmp_path):
     loaded = data.load(configured(tiny, of_numpy(tmp_path / "a", "npy", x, Y)))
     with pytest.raises(InputError, match=r"^data: '.*inputs\.npy'\[17\]: expected numbers up to 3\.4e\+38 \(float32\), found 1e\+300; "):
         everything(loaded)
+
+
+def npy(header: bytes, version: tuple[int, int] = (1, 0), content: bytes = b"") -> bytes:
+    return b"\x93NUMPY" + bytes(version) + struct.pack("<H" if version[0] == 1 else "<I", len(header)) + header + content
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (npy(b"{'descr': '<f4, 'fortran_order': False, 'shape': (90, 3)}\n"), "its header is damaged or not supported"),
+        (npy(b"{'descr': '<f4', \0}\n"), "its header is damaged or not supported"),
+        (npy(b"{'descr': ((((\n"), "its header is damaged or not supported"),
+        (npy(b"-" * 9000 + b"1"), "its header is damaged or not supported"),
+        (npy(b"{}\n", (9, 0)), r"its header is damaged or not supported \(version 9\.0 of the format is unknown\)"),
+        (b"", r"expected the content of a \.npy of NumPy's, and it is empty"),
+        (b"\0\1\2" * 40, r"expected the content of a \.npy of NumPy's, and it is damaged"),
+        (b"\x80\x04" + bytes(40), r"expected the content of a \.npy of NumPy's, and it seems to be a pickle, which jpipe never loads"),
+    ],
+    ids=["quote", "nul", "brackets", "deep", "version", "empty", "other", "pickle"],
+)
+def test_damaged_files_of_numpy_are_named(content, message, tiny, tmp_path):
+    folder = of_numpy(tmp_path / "a", "npy", X, Y)
+    (folder / "inputs.npy").write_bytes(content)
+    for path in (folder, folder / "inputs.npy"):
+        if path == folder or not content.startswith(b"\x93"):
+            with pytest.raises(InputError, match=rf"^data\.path: cannot read '.*a/inputs\.npy': .*{message}"):
+                data.load(configured(tiny, path))
+
+
+@pytest.mark.parametrize("method", [zipfile.ZIP_LZMA, zipfile.ZIP_BZIP2])
+def test_a_damaged_archive_is_named(method, tiny, tmp_path):
+    with zipfile.ZipFile(tmp_path / "a.npz", "w", method) as packed, zipfile.ZipFile(io.BytesIO(archive(inputs=X, targets=Y))) as plain:
+        for name in plain.namelist():
+            packed.writestr(name, plain.read(name))
+    assert data.load(configured(tiny, tmp_path / "a.npz")).rows
+    content = bytearray((tmp_path / "a.npz").read_bytes())
+    content[60:200] = bytes(140)
+    (tmp_path / "a.npz").write_bytes(content)
+    with pytest.raises(InputError, match=r"^data\.path: cannot read '.*a\.npz': it begins as .*, and .* damaged"):
+        data.load(configured(tiny, tmp_path / "a.npz"))
+
+
+def test_headers_of_other_versions_are_read(tiny, tmp_path):
+    """Version 3.0, and one that Python 2 wrote, without NumPy's warning; the names of the arrays may have their ending."""
+    expected = sorted_rows(data.load(configured(tiny, of_numpy(tmp_path / "a", "npy", X, Y))))
+    headers = {(3, 0): b"(90, 3)", (1, 0): b"(90L, 3L)"}
+    for version, shape in headers.items():
+        header = b"{'descr': '<f8', 'fortran_order': False, 'shape': " + shape + b"}\n"
+        (tmp_path / "a" / "inputs.npy").write_bytes(npy(header, version, X.tobytes()))
+        loaded = sorted_rows(data.load(configured(tiny, tmp_path / "a", inputs_key="inputs.npy")))
+        assert np.array_equal(loaded[0], expected[0])
+
+
+def test_integers_that_do_not_fit_the_common_dtype_are_named_at_the_start(tiny, tmp_path):
+    for name, dtype, most in (("a", np.int32, 5), ("b", np.uint32, 2**32 - 1)):
+        rows = {"inputs": np.asarray([*range(40), most], dtype), "targets": np.zeros(41, int)}
+        pq.write_table(pa.table(rows), tmp_path / f"{name}.parquet")
+    assert data.load(configured(tiny, tmp_path / "b.parquet")).train[0][0].dtype == np.uint32
+    with pytest.raises(
+        InputError, match=r"^data\.path: '.*b\.parquet', row 41: expected integers .* \(int32\), found 4,294,967,295, .* one dtype"
+    ):
+        data.load(configured(tiny, tmp_path / "*.parquet"))
+
+
+def test_messages_about_paths_are_about_numbers(tiny, tmp_path):
+    for path, message in (("none", "'.*none' does not exist; give a file, a folder or a glob$"), ("*.x", "or a glob that holds numbers$")):
+        with pytest.raises(InputError, match=message):
+            data.load(configured(tiny, tmp_path / path))
+    (tmp_path / "a.csv").write_text("0.1,1\n" * 2 + "0.2,1\n" * 9)
+    with pytest.raises(InputError, match=r"expected the column 'inputs' .*, found '0\.1', '1'; .* the first line .* names"):
+        data.load(configured(tiny, tmp_path / "a.csv"))
+    (tmp_path / "a.csv").write_text("inputs,targets\n")
+    with pytest.raises(InputError, match=r"expected rows of numbers in '.*a\.csv', found no rows"):
+        data.load(configured(tiny, tmp_path / "a.csv"))
+
+
+def test_a_folder_in_place_of_an_array_is_named(tiny, tmp_path):
+    folder = of_numpy(tmp_path / "a", "npy", X, Y)
+    (folder / "inputs.npy").unlink()
+    (folder / "inputs.npy").mkdir()
+    with pytest.raises(InputError, match=r"^data\.path: expected a file '.*a/inputs\.npy', found a folder of this name"):
+        data.load(configured(tiny, folder))
 
 
 def test_folders_without_the_arrays_are_errors(tiny, tmp_path):
@@ -329,6 +441,10 @@ def test_folders_without_the_arrays_are_errors(tiny, tmp_path):
         ({"data": {"format": "arrays"}}, "path is missing, which format arrays needs; name files with rows of numbers"),
         ({"data": {"inputs_key": "a"}}, "inputs_key would mean nothing with format bytes: it is for arrays"),
         ({"data": {"format": "arrays", "path": "a", "inputs_key": ["a", "a"]}}, "expected each column once, found 'a' twice"),
+        ({"data": {"inputs_key": [0, 1]}}, r"data\.inputs_key\n.* expected names of columns as text, found 0; write '0'"),
+        ({"data": {"targets_key": None}}, r"data\.targets_key\n.* expected names of columns as text, found None; quotes in YAML"),
+        ({"data": {"inputs_key": []}}, r"data\.inputs_key\n.* expected the name of a column, or a list of 1 to 100,000 names, found 0"),
+        ({"data": {"inputs_key": ""}}, r"data\.inputs_key\n.* expected names of columns of 1 to 256 characters, found ''"),
         ({"model": {"target": "a:b", "seq_len": 8}}, "model.seq_len would mean nothing beside model.target and data.format arrays"),
         ({"loss": {"name": "squared_error", "target": "a:b"}}, "name would mean nothing to 'a:b', found squared_error"),
         ({"model": {}, "data": {}, "loss": {"name": "squared_error"}}, "loss.name would mean nothing without model.target"),
@@ -355,13 +471,23 @@ def test_the_squared_error_is_the_mean_over_all_numbers():
         model.loss(LossConfig())(jnp.ones((2, 3)), jnp.ones((2, 1), jnp.int32))
 
 
-def test_classes_that_the_model_does_not_have_are_errors(tiny, tmp_path):
+def test_classes_that_the_model_does_not_have_are_errors(tiny, tmp_path, monkeypatch):
     path = of_numpy(tmp_path / "a", "npy", X, Y)
     config = configured(tiny, path, train={"batch_size": 40})
     outputs = jax.ShapeDtypeStruct((4, 3), jnp.float32)
     with pytest.raises(
-        InputError, match=r"data: expected every label to be at most 2 \(the model has 3 outputs for each\), found 3 in train"
+        InputError, match=r"data: expected every label to be at most 2 \(.* 3 outputs for each\), found 3 in '.*targets\.npy'\[3\]; correct"
     ):
+        check_labels(config, data.load(config), outputs)
+    (tmp_path / "a.jsonl").write_bytes(lines(ROWS))
+    for section in ({"path": str(tmp_path / "a.jsonl")}, {"sources": [{"path": str(tmp_path / "a.jsonl")}] * 2}):
+        of_rows = changed(tiny | MODEL | {"data": {"format": "arrays", "validation_fraction": 0.3, **section}})
+        with pytest.raises(InputError, match=r"found 3 in '.*a\.jsonl', line 4; correct the labels, or the model"):
+            check_labels(of_rows, data.load(of_rows), outputs)
+    with pytest.raises(InputError, match=r"found 3 in '.*a\.jsonl', line 4; "):
+        check_labels(config, data.held_out(config, str(tmp_path / "a.jsonl")), outputs)
+    monkeypatch.setattr("jpipe_train.data.arrays.numpy_files._MOST_CHECKED", 8)
+    with pytest.raises(InputError, match=r"found 3 in validation\[0\]; "):
         check_labels(config, data.load(config), outputs)
     numbers = configured(tiny, path, {"name": "squared_error"})
     assert check_labels(numbers, loaded := data.load(numbers), outputs) is loaded
@@ -384,3 +510,11 @@ def test_the_example_of_the_page_learns(tmp_path, monkeypatch, no_report):
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         assert cli.main(["evaluate", "run", "--data", "features.parquet", "--allow-code"]) == 0
     assert "2,000 rows" in printed.getvalue()
+    np.savez("one.npz", features=np.zeros((1, 8)), label=np.zeros(1, int))
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        assert cli.main(["evaluate", "run", "--data", "one.npz", "--allow-code"]) == 0
+    assert re.search(r"one\.npz', 1 row\n(.|\n)*over 1 label\b[^s]", printed.getvalue())
+    np.savez("narrow.npz", features=np.zeros((9, 5)), label=np.zeros(9, int))
+    with contextlib.redirect_stderr(io.StringIO()) as printed:
+        assert cli.main(["evaluate", "run", "--data", "narrow.npz", "--allow-code"]) == 2
+    assert "--data: expected inputs of shape [8], as in training, found [5] in 'narrow.npz'; give rows" in printed.getvalue()

@@ -1,5 +1,6 @@
 """Check the labels and tokens of the built-in losses and models, which would silently turn the loss into NaN."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -99,11 +100,28 @@ def check_labels(config: Config, batches: data.Data, outputs: Any) -> data.Data:
     limits = _input_limits(config), _label_limits(config, outputs)
     if not any(limits):
         return batches
+    if limits[1]:
+        _check_largest(limits[1][""], [batches, *(part for _, part in batches.parts)])
     train, validation = CheckedBatches(batches.train, "train", limits), CheckedBatches(batches.validation, "validation", limits)
     if jax.process_index() == 0:  # the other processes only read what their own workers need
-        for first in (train[batches.first], validation[0]):
+        for first in (validation[0], train[batches.first]):  # in an evaluation the batch of `train` has rows of `validation`
             jax.tree.map(lambda rows: rows[: len(rows)], first)
     return replace(batches, train=train, validation=validation)
+
+
+def _check_largest(limit: Limit, parts: Sequence[data.Data]) -> None:
+    """Check the largest label, if a loader knows it.
+
+    Raises:
+        InputError: it is out of range.
+    """
+    _, most, why = limit
+    for part in parts:
+        if part.largest_class is not None and part.largest_class[0] > most:
+            label, place = part.largest_class
+            raise InputError(
+                f"data: expected every label to be at most {most} ({why}), found {label} in {place}; correct the labels, or the model"
+            )
 
 
 def _check_outputs(need: int, batches: data.Data, outputs: Any) -> None:

@@ -1,23 +1,42 @@
 """The section `data` of a config: what is read, and how it becomes batches."""
 
 import re
+import reprlib
 from collections import Counter
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from jpipe_train.config.section import AUTO, FilePath, Fraction, Section, TargetSection
 
+_Word = Annotated[str, Field(min_length=1, max_length=256)]
+_LONGEST_NAME, _MOST_COLUMNS = 256, 10**5
 
-def _each_once(names: list[str]) -> list[str]:
+
+def _checked_columns(names: object) -> object:
+    if not isinstance(names, list):
+        _check_name(names)
+        return names
+    if not 1 <= len(names) <= _MOST_COLUMNS:
+        raise ValueError(f"expected the name of a column, or a list of 1 to {_MOST_COLUMNS:,} names, found {len(names):,} names")
+    for name in names:
+        _check_name(name)
     if twice := next((name for name, number in Counter(names).items() if number > 1), None):
         raise ValueError(f"expected each column once, found '{twice}' twice; leave out one of them")
     return names
 
 
-_Word = Annotated[str, Field(min_length=1, max_length=256)]
-_Columns = _Word | Annotated[list[_Word], Field(min_length=1, max_length=10**5), AfterValidator(_each_once)]
+def _check_name(name: object) -> None:
+    if not isinstance(name, str):
+        found = reprlib.repr(name)
+        advice = f"write '{found}'" if isinstance(name, int | float) and not isinstance(name, bool) else "quotes in YAML make text"
+        raise ValueError(f"expected names of columns as text, found {found}; {advice}")
+    if not 1 <= len(name) <= _LONGEST_NAME:
+        raise ValueError(f"expected names of columns of 1 to {_LONGEST_NAME} characters, found {reprlib.repr(name)}")
+
+
+_Columns = Annotated[str | list[str], BeforeValidator(_checked_columns)]
 _ONLY_WITH = {  # the formats that a key applies to; with any other it is an error
     "tokenizer": ("text", "prompts", "chat", "labels"),
     "end_of_text": ("text", "prompts"),

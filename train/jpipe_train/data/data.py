@@ -64,6 +64,7 @@ class Data:
         copies: how many copies of each of its rows a batch of `validation` has, where that is not one.
         rows: the number of rows of an epoch, if the loader knows it.
         steps: the number of steps of the run's `train.epochs`, if these are given.
+        largest_class: the largest label of all rows and the name of its row, if labels are classes and the loader knows it.
         parts: the sources of a mixture, each with its own data; their validation batches follow each other in `validation`.
     """
 
@@ -79,6 +80,7 @@ class Data:
     copies: tuple[int, ...] = ()
     rows: int | None = None
     steps: int | None = None
+    largest_class: tuple[int, str] | None = None
     parts: "tuple[tuple[SourceConfig, Data], ...]" = ()
 
     @property
@@ -345,6 +347,11 @@ def _of_examples(config: Config) -> Data:
     read = _examples(config)
     have, need = (len(read.train), len(read.validation)), config.train.batch_size
     expected = f"expected at least {need} examples for training (train.batch_size) and 1 for validation"
+    if config.data.format == "arrays" and config.data.validation_path is None and 0 in have and sum(have) > need:
+        raise InputError(
+            f"data.path: {expected}, found {have[0]:,} and {have[1]:,} in {read.source}; rows with equal inputs stay on one side: give "
+            "more different ones, change data.validation_fraction, or name rows for validation in data.validation_path"
+        )
     if have[0] < need:
         raise InputError(f"data.path: {expected}, found {have[0]:,} and {have[1]:,} in {read.source}; give more, or lower train.batch_size")
     if not have[1]:
@@ -352,7 +359,8 @@ def _of_examples(config: Config) -> Data:
         raise InputError(f"data.path: {expected}, found {have[0]:,} and none in {read.source}; give more{more}")
     batches = [_batches_of_examples(config, part, number) for number, part in enumerate((read.train, read.validation))]
     amount = f"{have[0]:,} examples for training, {have[1]:,} for validation"
-    return Data(batches[0], batches[1], read.source, amount, read.digest, read.remarks, rows=have[0])
+    most = _largest_class(read)
+    return Data(batches[0], batches[1], read.source, amount, read.digest, read.remarks, rows=have[0], largest_class=most)
 
 
 def _held_out_examples(config: Config, path: str | None) -> Data:
@@ -361,7 +369,12 @@ def _held_out_examples(config: Config, path: str | None) -> Data:
     if not len(read.validation):
         raise InputError(f"data.path: expected at least 1 example, found none in {read.source}; give more")
     batches = _batches_of_examples(config, read.validation, 1)
-    return Data(batches, batches, read.source, count(len(read.validation), "example"), read.digest, read.remarks)
+    amount, most = count(len(read.validation), "example"), _largest_class(read)
+    return Data(batches, batches, read.source, amount, read.digest, read.remarks, largest_class=most)
+
+
+def _largest_class(read: labelled.Labelled | arrays.Arrays) -> tuple[int, str] | None:
+    return read.largest_class if isinstance(read, arrays.Arrays) else None
 
 
 def _examples(config: Config, path: str | None = None) -> labelled.Labelled | arrays.Arrays:

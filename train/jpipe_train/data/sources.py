@@ -60,12 +60,13 @@ def place_of(name: bytes) -> float:
     return int.from_bytes(hashlib.sha256(name).digest()[:8]) / 2**64
 
 
-def find_files(path: str | None, where: str = "data.path") -> tuple[list[str], list[Path]]:
+def find_files(path: str | None, where: str = "data.path", content: str = "text") -> tuple[list[str], list[Path]]:
     """List the files to read in a fixed order, with their names relative to the searched folder, which decide the split.
 
     Args:
         path: a file, a folder or a glob; None: the standard library's source.
         where: the key or the option that names it, for messages.
+        content: of the files, for messages; where it is other than text, a path is needed.
 
     Raises:
         InputError: the file does not exist, or there is no regular file.
@@ -81,10 +82,13 @@ def find_files(path: str | None, where: str = "data.path") -> tuple[list[str], l
         names, files = _match(str(root))
     else:
         none = OR_NULL if where.startswith("data.") else OR_NULL.replace("null", "nothing")  # a key of a config, or the command line
+        none = none if content == "text" else ""
         raise InputError(f"{where}: '{path}' does not exist; give a file, a folder or a glob{none}")
     if not files:
         links = ", without links to folders, which are not followed" if root.is_dir() and any(map(Path.is_symlink, root.iterdir())) else ""
-        raise InputError(f"{where}: found no regular file at '{path}'{links}, so 0 bytes; give a file, a folder or a glob that holds text")
+        raise InputError(
+            f"{where}: found no regular file at '{path}'{links}, so 0 bytes; give a file, a folder or a glob that holds {content}"
+        )
     return names, files
 
 

@@ -2,7 +2,8 @@
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -119,7 +120,8 @@ def main(request: Request, num_processes: int = 1, connect_limit: float = 300.0,
         resumed = together.run_on_all(lambda: resume.at(folder, step))
         try:
             with reporter.phase(f"compiling {count(pipe.plan.depth, 'stage')}, reading the checkpoint", compile_cache.CacheCount()):
-                layers, damaged = read_checkpoint(config, pipe, batches, together, resumed)
+                with _other_shapes_named(config, request):
+                    layers, damaged = read_checkpoint(config, pipe, batches, together, resumed)
                 if layers is None:
                     raise together.shared(InputError(damaged))
                 state = begin(config, pipe, batches, resumed, layers)
@@ -156,6 +158,46 @@ def _config(folder: Path, request: Request) -> Config:
 
 
 def _ready(config: Config, request: Request, reporter: Reporter) -> tuple[jpipe.Pipeline, data.Data, "_Selection"]:
+    """Return what `_built` does, with errors that name other shapes."""
+    with _other_shapes_named(config, request):
+        return _built(config, request, reporter)
+
+
+@contextmanager
+def _other_shapes_named(config: Config, request: Request) -> Iterator[None]:
+    """Replace an error by one that says that other arrays than the run's have other shapes, if they do."""
+    try:
+        yield
+    except InputError:
+        if request.data is not None and config.data.target is None and config.data.format == "arrays":
+            _check_shapes(config, request.data)
+        raise
+
+
+def _check_shapes(config: Config, path: str) -> None:
+    """Check that the rows at a path have the shapes of the run's own, if both can be read.
+
+    Raises:
+        InputError: they have others.
+    """
+    specs = []
+    for each in (None, path):
+        try:
+            rows = data.held_out(config, each).validation
+        except InputError:
+            return
+        rows = rows.parts[0] if isinstance(rows, Joined) else rows
+        assert isinstance(rows, BatchesOfRows), "arrays have rows"
+        specs.append(rows.spec)
+    for name, one, other in zip(("inputs", "targets"), *specs, strict=True):
+        if one.shape != other.shape:
+            raise InputError(
+                f"--data: expected {name} of shape {list(one.shape)}, as in training, found {list(other.shape)} in '{path}'; give rows of "
+                "that shape"
+            )
+
+
+def _built(config: Config, request: Request, reporter: Reporter) -> tuple[jpipe.Pipeline, data.Data, "_Selection"]:
     """Build the pipeline and its data, with all rows to evaluate as `validation` and one batch to compile for as `train`."""
 
     def load(config: Config) -> data.Data:
@@ -256,8 +298,9 @@ def _evaluate(
 def _print(config: Config, request: Request, result: Result, source: str, reporter: Reporter, over: str) -> None:
     """Print the result as a line and a small table."""
     of_all = "" if result.rows == result.total else f" of {result.total:,}"
+    amount = f"{result.rows:,}{of_all} row{'' if result.total == 1 else 's'}"
     suffix = "" if request.weights == "newest" else ", moving average of the weights"
-    reporter.say(f"{request.run}, step {result.step}{suffix}; data: {source}, {result.rows:,}{of_all} rows")
+    reporter.say(f"{request.run}, step {result.step}{suffix}; data: {source}, {amount}")
     unit = data.loss_unit(config).strip()
     rows = {f"loss, {unit}" if unit else "loss": result.loss}
     if unit.startswith("nats per"):
@@ -268,8 +311,12 @@ def _print(config: Config, request: Request, result: Result, source: str, report
     for name, metric in config.eval.metrics.items():
         if metric == "cross_entropy" and "perplexity" not in rows:
             rows["perplexity"] = math.exp(min(result.metrics[name], 700.0))
-    reporter.table(("", f"{over} {result.labels:,.10g} {_labels(config)}"), [(name, f"{value:.6g}") for name, value in rows.items()])
+    reporter.table(
+        ("", f"{over} {result.labels:,.10g} {_labels(config, result.labels)}"), [(name, f"{value:.6g}") for name, value in rows.items()]
+    )
 
 
-def _labels(config: Config) -> Literal["labels", "in weight"]:
-    return "labels" if config.loss.target is None else "in weight"
+def _labels(config: Config, number: float) -> Literal["label", "labels", "in weight"]:
+    if config.loss.target is not None:
+        return "in weight"
+    return "label" if number == 1 else "labels"

@@ -5,9 +5,11 @@ Rows stay in the file, except where they are not stored one after the other: in 
 
 import errno
 import hashlib
+import lzma
 import math
 import os
 import struct
+import warnings
 import zipfile
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -31,7 +33,10 @@ _LONGEST_HEADER = 10_000  # characters
 _HEADERS: Mapping[tuple[int, int], Callable[..., Any]] = {
     (1, 0): np.lib.format.read_array_header_1_0,
     (2, 0): np.lib.format.read_array_header_2_0,
+    (3, 0): np.lib.format.read_array_header_2_0,  # names of fields are in UTF-8 there, and arrays of numbers have no fields
 }
+_ENDINGS = ".npy", ".npz"
+_BLOCK, _MOST_CHECKED = 2**24, 2**28  # bytes of numbers that are read at once, and of an array whose extremes are looked for
 
 
 @dataclass(frozen=True)
@@ -64,6 +69,18 @@ class FileRows:
         """Name a row for messages."""
         return f"{self.name}[{row}]"
 
+    def largest(self) -> tuple[int, str] | None:
+        """Return the largest number and the name of its row; None if there is none, or the array is too large to look for it."""
+        most: tuple[int, int] | None = None
+        if self.numbers.size * self.dtype.itemsize <= _MOST_CHECKED:
+            at_once = _BLOCK // self.dtype.itemsize
+            for start in range(0, self.numbers.size, at_once):
+                block = self.numbers[start : start + at_once]
+                place = int(np.argmax(block))
+                if most is None or block[place] > most[0]:
+                    most = int(block[place]), start + place
+        return None if most is None else (most[0], self.place(most[1] // math.prod(self.shape[1:])))
+
     def digest(self) -> str:
         """Hash shape, dtype and some rows."""
         hasher = hashlib.sha256(f"{self.shape} {self.dtype}".encode())
@@ -87,8 +104,10 @@ def find(names: Sequence[str], files: Sequence[Path], keys: Sequence[Key], where
     """
     found = {name: file for name, file in zip(names, files, strict=True) if _kind(file) in (kinds.NPY, kinds.NPZ)}
     if not found:
+        if other := next((file for file in files if file.suffix in _ENDINGS), None):
+            raise _no_array(other)
         return None
-    wanted = [key for key in keys if isinstance(key, str)]
+    wanted = [key.removesuffix(".npy") for key in keys if isinstance(key, str)]
     if len(wanted) < len(keys):
         raise InputError(
             f"{where}: '{next(iter(found.values()))}' is one of NumPy's files: expected one name in a key, found a list; name one"
@@ -97,7 +116,13 @@ def find(names: Sequence[str], files: Sequence[Path], keys: Sequence[Key], where
     if archives and len(found) > 1:
         listed = shortened([f"'{name}'" for name in found])
         raise InputError(f"{where}: expected one .npz, or a folder of .npy files, found {listed}; name one of them")
-    arrays = _of_archive(archives[0], wanted, where) if archives else _of_folder(found, wanted, where)
+    if archives:
+        arrays = _of_archive(archives[0], wanted, where)
+    else:
+        for name, file in zip(names, files, strict=True):
+            if name not in found and name.removesuffix(".npy") in wanted and name.endswith(".npy"):
+                raise _no_array(file)
+        arrays = _of_folder(found, wanted, where)
     if len({len(array) for array in arrays}) > 1:
         counts = ", ".join(f"{len(array):,} in {array.name}" for array in arrays)
         raise InputError(f"{where}: expected arrays with as many rows each, found {counts}; correct one of them")
@@ -109,9 +134,19 @@ def _kind(file: Path) -> str | None:
     return None if kind is None else kind.name
 
 
+def _no_array(file: Path) -> OSError:
+    """Return the error about a file that has the name of one of NumPy's, and another content."""
+    kind = kinds.kind_of(file)
+    it_is = "it is empty" if not file.stat().st_size else "it is damaged" if kind is None else f"it seems to be {kind.name}"
+    return OSError(errno.EINVAL, f"expected the content of a {file.suffix} of NumPy's, and {it_is}", str(file))
+
+
 def _of_folder(found: Mapping[str, Path], wanted: Sequence[str], where: str) -> list[FileRows]:
     missing = [name for name in wanted if f"{name}.npy" not in found]
     if missing:
+        folder = next(iter(found.values())).parent / f"{missing[0]}.npy"
+        if folder.is_dir():
+            raise InputError(f"{where}: expected a file '{folder}', found a folder of this name; save the array as a file there")
         listed = shortened([f"'{name}'" for name in found])
         raise InputError(
             f"{where}: expected the file '{missing[0]}.npy' in a folder of NumPy's files, found {listed}; name the folder, and its arrays "
@@ -140,7 +175,11 @@ def _of_archive(file: Path, wanted: Sequence[str], where: str) -> list[FileRows]
                     "data.targets_key"
                 )
             return [_of_member(file, opened, archive, members[name], where) for name in wanted]
-    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as error:
+    except InputError:
+        raise
+    except (zipfile.BadZipFile, zlib.error, lzma.LZMAError, struct.error, EOFError, RuntimeError, ValueError, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:  # bz2 raises one without a number for damaged content
+            raise
         raise OSError(
             errno.EINVAL, f"it begins as {kinds.NPZ}, and is damaged, cut off or not supported ({first_line(error)[:100]})", str(file)
         ) from None
@@ -174,10 +213,16 @@ def _header(stream: Any, name: str, where: str, file: Path) -> tuple[tuple[int, 
     """
     try:
         version = np.lib.format.read_magic(stream)
-        read = _HEADERS.get(version)
-        shape, is_fortran, dtype = ((), False, np.dtype(object)) if read is None else read(stream, max_header_size=_LONGEST_HEADER)
-    except (ValueError, TypeError, SyntaxError) as error:
-        words = f"it begins as {kinds.NPY}, and is damaged ({first_line(error)[:100]})"
+        if version not in _HEADERS:
+            raise ValueError(f"version {version[0]}.{version[1]} of the format is unknown")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a header that Python 2 wrote is read, too
+            shape, is_fortran, dtype = _HEADERS[version](stream, max_header_size=_LONGEST_HEADER)
+    except OSError:
+        raise
+    except Exception as error:  # NumPy parses the header as Python: damage raises TokenError, RecursionError, MemoryError and more
+        reason = first_line(error)[:100] if str(error) else type(error).__name__
+        words = f"it begins as {kinds.NPY}, and its header is damaged or not supported ({reason})"
         raise OSError(errno.EINVAL, words, str(file)) from None
     if dtype.kind not in KINDS or dtype.itemsize > 8:
         found = "objects, which are a pickle that jpipe never loads" if dtype.hasobject else str(dtype)

@@ -3,8 +3,9 @@
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -12,8 +13,9 @@ from jpipe import InputError
 from jpipe_train.config.config import Config
 from jpipe_train.data import sources, splits
 from jpipe_train.data.arrays import numpy_files
-from jpipe_train.data.arrays.numbers import Key, array_of, result_type
+from jpipe_train.data.arrays.numbers import Key, array_of, first_not_integer, fitted, result_type
 from jpipe_train.data.arrays.rows import Chosen, Memory, RowsOfArrays, Stored
+from jpipe_train.data.files import kinds
 from jpipe_train.data.files.arrow import Column
 from jpipe_train.data.files.records import records
 from jpipe_train.data.files.wrong_lines import WrongLine, WrongLines
@@ -32,6 +34,7 @@ class Arrays:
         source: a phrase that says where they come from.
         digest: its result is the same in two processes only if their rows are, up to a sample of NumPy's files.
         remarks: lines that say what was left out.
+        largest_class: the largest target and the name of its row, where targets are classes and it is known.
     """
 
     train: RowsOfArrays
@@ -39,6 +42,7 @@ class Arrays:
     source: str
     digest: Callable[[], str]
     remarks: tuple[str, ...]
+    largest_class: tuple[int, str] | None = None
 
 
 def read(config: Config, path: str | None = None) -> Arrays:
@@ -54,12 +58,21 @@ def read(config: Config, path: str | None = None) -> Arrays:
     data, classes = config.data, config.loss.name_for(config.model.head) == "cross_entropy"
     both = _Array(data.inputs_key, "inputs_key"), _Array(data.targets_key, "targets_key", is_target=True, has_classes=classes)
     parts = splits.parts_of(data) if path is None else [splits.Part(path, 1.0, "data.path")]
-    stored = []
+    stored: list[list[list[_Rows]]] = []
+    largest: list[tuple[int, str] | None] = []
     for part in parts:
         with sources.readable(part.where):
-            names, files = sources.find_files(part.path, part.where)
+            names, files = sources.find_files(part.path, part.where, content="numbers")
             opened = numpy_files.find(names, files, [array.key for array in both], part.where)
             stored.append(_of_rows(files, both, part) if opened is None else _of_numpy(opened, both, part))
+            largest += [side[1][0].largest() for side in stored[-1]] if classes else []
+            if not sum(len(side[0][0]) for side in stored[-1]):
+                raise InputError(
+                    f"{part.where}: expected rows of numbers in {sources.named(part.path)}, found no rows; name files that have some"
+                )
+    for part, of in zip(parts, stored, strict=True):
+        for side in of:
+            both[0].check_fit(side[0][0], part.where)
     train, validation = (RowsOfArrays((both[0].chosen(of[0]), both[1].chosen(of[1]))) for of in (stored[0][0], stored[-1][1]))
 
     def digest() -> str:
@@ -67,7 +80,8 @@ def read(config: Config, path: str | None = None) -> Arrays:
         return hashlib.sha256(" ".join(every).encode()).hexdigest()
 
     remarks = sources.left_out(*((data.path, data.validation_path) if path is None else (path,)))
-    return Arrays(train, validation, sources.named(path or data.path), digest, remarks)
+    most = max((each for each in largest if each is not None), key=lambda each: each[0], default=None)
+    return Arrays(train, validation, sources.named(path or data.path), digest, remarks, most)
 
 
 class _Array:
@@ -92,19 +106,24 @@ class _Array:
             WrongLine: there are none, or they do not fit those before.
         """
         numbers = array_of(record, self.key, is_target=self.is_target)
-        self.add(numbers.shape, numbers.dtype)
+        self.add(numbers.shape, numbers.dtype, lambda: first_not_integer(record, self.key, numbers))
         return numbers
 
-    def add(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
+    def add(self, shape: tuple[int, ...], dtype: np.dtype[Any], example: Callable[[], str]) -> None:
         """Note the shape of a row and the dtype of its numbers.
+
+        Args:
+            shape: of the row.
+            dtype: of a batch of such rows.
+            example: gives one of the numbers, for a message.
 
         Raises:
             WrongLine: they do not fit those before, or the loss.
         """
         if self._has_classes and dtype.kind == "f":
             raise WrongLine(
-                f"expected integers in {self._named}, which are classes for the cross-entropy, found {dtype}; for other numbers set "
-                "loss.name: squared_error"
+                f"expected integers in {self._named}, which are classes for the cross-entropy, found {example()}; save the classes as "
+                "integers, or for other numbers choose loss.name: squared_error"
             )
         if self.shape is None:
             self.shape, self._dtype = shape, dtype
@@ -113,6 +132,20 @@ class _Array:
         if dtype != self._dtype:
             self._dtype = result_type(np.result_type(dtype, self._dtype), is_target=self.is_target)
 
+    def check_fit(self, stored: Stored, where: str) -> None:
+        """Check that the dtype of all files holds the integers of rows in memory; rows of NumPy's files are checked when they are read.
+
+        Raises:
+            InputError: it does not hold one.
+        """
+        for number, place in stored.extremes if isinstance(stored, Memory) else ():
+            try:
+                fitted(np.asarray(number), self._dtype)
+            except WrongLine as error:
+                raise InputError(
+                    f"{where}: {place}: {error}, which holds the integers of the other rows; correct it, or save all files with one dtype"
+                ) from None
+
     def chosen(self, rows: _Rows) -> Chosen:
         """Return rows in that dtype."""
         return Chosen(*rows, self.shape or (), self._dtype)
@@ -120,7 +153,8 @@ class _Array:
     @property
     def columns(self) -> list[Column]:
         """The columns of files that are read."""
-        return [Column(name, self.setting, "numbers") for name in ([self.key] if isinstance(self.key, str) else self.key)]
+        kind: Literal["numbers", "classes"] = "classes" if self._has_classes else "numbers"
+        return [Column(name, self.setting, kind) for name in ([self.key] if isinstance(self.key, str) else self.key)]
 
     @property
     def _named(self) -> str:
@@ -131,11 +165,17 @@ def _of_numpy(opened: Sequence[numpy_files.FileRows], both: Sequence[_Array], pa
     """Return the rows of NumPy's files for training and those held out: the ones whose hashed number says so."""
     for array, file in zip(both, opened, strict=True):
         try:
-            array.add(file.shape[1:], result_type(file.dtype, is_target=array.is_target))
+            dtype = result_type(file.dtype, is_target=array.is_target)
+            array.add(file.shape[1:], dtype, partial(_example, file))
         except WrongLine as error:
             raise InputError(f"{part.where}: {file.name}: {error}; correct it, or name other arrays") from None
     held_out = place_of_numbers(len(opened[0])) < part.share
     return [[(file, np.flatnonzero(held_out == side)) for file in opened] for side in (False, True)]
+
+
+def _example(file: numpy_files.FileRows) -> str:
+    """Describe the first number of an array for messages."""
+    return f"{file[0].flat[0]} ({file.dtype})" if len(file) else str(file.dtype)
 
 
 def _of_rows(files: Sequence[Path], both: Sequence[_Array], part: splits.Part) -> list[list[_Rows]]:
@@ -143,10 +183,15 @@ def _of_rows(files: Sequence[Path], both: Sequence[_Array], part: splits.Part) -
     wrong, memory = WrongLines(part.where), [[Memory() for _ in both] for _ in (False, True)]
     columns = {column.name: column for array in both for column in array.columns}
     for file in files:
-        for _, arrays in records(file, wrong, list(columns.values()), lambda record: [array.of_row(record) for array in both]):
+        if (kind := kinds.kind_of(file)) is not None and kind.reader is None and not kind.is_unpacked:
+            raise InputError(
+                f"{part.where}: expected rows of numbers in '{file}', found another kind of file: it seems to be {kind.name}; give "
+                "Parquet, JSON lines, CSV or NumPy's files"
+            )
+        for row, arrays in records(file, wrong, list(columns.values()), lambda record: [array.of_row(record) for array in both]):
             if not wrong.number:
                 for kept, numbers in zip(memory[sources.place_of(arrays[0].tobytes()) < part.share], arrays, strict=True):
-                    kept.add(numbers)
+                    kept.add(numbers, row.place)
     wrong.check()
     return [[(kept, None) for kept in side] for side in memory]
 

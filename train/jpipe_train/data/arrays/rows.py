@@ -9,7 +9,7 @@ import numpy as np
 
 from jpipe import InputError
 from jpipe_train.data.arrays.numbers import fitted
-from jpipe_train.data.files.wrong_lines import WrongLine
+from jpipe_train.data.files.wrong_lines import Place, WrongLine
 from jpipe_train.data.rows import Batch
 
 _BLOCK = 2**24  # bytes of rows that are copied into one array at a time
@@ -50,6 +50,10 @@ class Stored(Protocol):
 
     def place(self, row: int, /) -> str:
         """Name a row for messages."""
+        ...
+
+    def largest(self) -> tuple[int, str] | None:
+        """Return the largest integer and the name of its row, or None if it is not known."""
         ...
 
     def digest(self) -> str:
@@ -96,15 +100,28 @@ class Chosen:
 
 
 class Memory:
-    """Rows in memory, collected one by one and kept in blocks, so that they are never all copied at once."""
+    """Rows in memory, collected one by one and kept in blocks, so that they are never all copied at once.
+
+    Attributes:
+        extremes: of integers the smallest and the largest, each with the place of its row.
+    """
 
     def __init__(self) -> None:
         self._blocks: list[np.ndarray] = []
         self._rows: list[np.ndarray] = []
         self._each = 1  # rows of a block
+        self.extremes: list[tuple[int, Place]] = []
 
-    def add(self, row: np.ndarray) -> None:
+    def add(self, row: np.ndarray, place: Place) -> None:
         """Add a row, of the shape of those before it."""
+        if row.dtype.kind in "iu":
+            least, most = int(row.min()), int(row.max())
+            if not self.extremes:
+                self.extremes = [(least, place), (most, place)]
+            elif least < self.extremes[0][0]:
+                self.extremes[0] = least, place
+            if most > self.extremes[1][0]:
+                self.extremes[1] = most, place
         if not self._blocks and not self._rows:
             self._each = min(max(_BLOCK // max(row.nbytes, 1), 1), _MOST_ROWS)
         self._rows.append(row)
@@ -122,6 +139,10 @@ class Memory:
     def place(self, row: int) -> str:
         """Name a row for messages."""
         return f"row {row}"
+
+    def largest(self) -> tuple[int, str] | None:
+        """Return the largest integer and the name of its row, or None if there is none."""
+        return (self.extremes[1][0], str(self.extremes[1][1])) if self.extremes else None
 
     def digest(self) -> str:
         """Hash all rows."""

@@ -34,14 +34,15 @@ class Column(NamedTuple):
     Attributes:
         name: of the column, or the key of a JSON line.
         key: the key of `data` in a config that names it, or None if it always has this name.
-        kind: what its values are: text, token ids, numbers or lists of them as arrays, a label or anything.
+        kind: what its values are: text, token ids, numbers or lists of them as arrays, integers that are classes or lists of them, a label
+            or anything.
         is_needed: whether it is an error if there is none.
         labels: of a label, the names of the classes.
     """
 
     name: str
     key: str | None = None
-    kind: Literal["text", "ids", "numbers", "label", "any"] = "any"
+    kind: Literal["text", "ids", "numbers", "classes", "label", "any"] = "any"
     is_needed: bool = True
     labels: tuple[str, ...] = ()
 
@@ -129,7 +130,9 @@ def _check(pa: Any, schema: Any, columns: Sequence[Column], check: Check) -> Non
     for column in columns:
         if column.name in schema.names and schema.names.count(column.name) == 1:
             kind = schema.field(column.name).type
-            if not {"text": _is_text, "ids": _is_ids, "numbers": _is_numbers}.get(column.kind, lambda *_: True)(pa, kind):
+            if not {"text": _is_text, "ids": _is_ids, "numbers": _is_numbers, "classes": _is_classes}.get(column.kind, lambda *_: True)(
+                pa, kind
+            ):
                 wrong[column.name] = str(kind)
     check(schema.names, wrong)
 
@@ -150,16 +153,27 @@ def _is_ids(pa: Any, kind: Any) -> bool:
 
 def _is_numbers(pa: Any, kind: Any) -> bool:
     """Return whether values are numbers, lists of them, lists of lists, or tensors of one shape."""
+    return _is_classes(pa, kind) or pa.types.is_floating(_of_lists(pa, kind))
+
+
+def _is_classes(pa: Any, kind: Any) -> bool:
+    """Return whether values are integers, or as `_is_numbers` such with integers."""
+    kind = _of_lists(pa, kind)
+    return pa.types.is_integer(kind) or pa.types.is_boolean(kind)
+
+
+def _of_lists(pa: Any, kind: Any) -> Any:
+    """Return the type of what is in lists, lists of lists or tensors."""
     kind = kind.storage_type if isinstance(kind, pa.BaseExtensionType) else kind
     while _is_list(pa, kind):
         kind = kind.value_type
-    return pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)
+    return kind
 
 
 def _values(pa: Any, batch: Any, column: Column) -> Callable[[int], Any]:
     """Return a function that gives the value of a column in a row of a batch."""
     array = batch.column(batch.schema.get_field_index(column.name))
-    if column.kind == "numbers" and (numbers := _array(pa, array)) is not None:
+    if column.kind in ("numbers", "classes") and (numbers := _array(pa, array)) is not None:
         return numbers.__getitem__
     if column.kind == "ids":
         return lambda i: None if array[i].values is None else array[i].values.to_numpy(zero_copy_only=False)

@@ -84,18 +84,31 @@ def _check_columns(file: Path, where: str, columns: Sequence[Column], names: Seq
     """
     for column in columns:
         setting = "rename it" if column.key is None else f"set {setting_of(where, column.key)}"
-        expected = {"text": "text", "ids": "lists of integers", "numbers": "numbers or lists of them"}.get(column.kind, "values")
         if column.name not in names and column.is_needed:
+            first = "; the first line of a table is taken as the names of its columns" if names and all(map(_is_number, names)) else ""
             raise InputError(
                 f"{where}: expected the column {column.name!r} in '{file}', found {shortened(list(map(repr, names)), 20)[:400]}; {setting}"
+                f"{first}"
             )
         if names.count(column.name) > 1:
             raise InputError(f"{where}: expected each column of '{file}' once, found the name {column.name!r} twice; rename one of them")
         if column.name in other_types:
+            more = "; save classes as integers, or for other numbers choose loss.name: squared_error" if column.kind == "classes" else ""
             raise InputError(
-                f"{where}: expected {expected} in the column {column.name!r} of '{file}', found {other_types[column.name][:100]}, and the "
-                f"columns {shortened(list(map(repr, names)), 20)[:400]}; {setting}"
+                f"{where}: expected {_EXPECTED.get(column.kind, 'values')} in the column {column.name!r} of '{file}', found "
+                f"{other_types[column.name][:100]}, and the columns {shortened(list(map(repr, names)), 20)[:400]}; {setting}{more}"
             )
+
+
+_EXPECTED = {"text": "text", "ids": "lists of integers", "numbers": "numbers or lists of them", "classes": "integers or lists of them"}
+
+
+def _is_number(name: str) -> bool:
+    try:
+        float(name)
+    except ValueError:
+        return False
+    return True
 
 
 def setting_of(where: str, key: str) -> str:

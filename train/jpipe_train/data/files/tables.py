@@ -48,7 +48,10 @@ def rows(
             continue
         names = record
         if twice := [name for i, name in enumerate(names) if name in names[:i]]:
-            yield place, WrongLine(f"expected each column once, found the name {short(twice[0])} twice")
+            yield (
+                place,
+                WrongLine(f"expected each column once, found the name {short(twice[0])} twice in the first line, which has the names"),
+            )
             return
         check(names)
 
