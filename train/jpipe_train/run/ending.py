@@ -85,7 +85,7 @@ def _nonfinite_words(batch: Batch) -> str:
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
             if leaf.ndim and jnp.issubdtype(leaf.dtype, jnp.inexact):
                 finite = np.isfinite(np.asarray(leaf[: len(leaf)])).reshape(len(leaf), -1).all(axis=1)
-                places += [] if finite.all() else [f"row {int(finite.argmin())} of {name}{jax.tree_util.keystr(path)}"]
+                places += [] if finite.all() else [f"row {int(np.argmin(finite))} of {name}{jax.tree_util.keystr(path)}"]
     return f"; in the first batch, {shortened(' and '.join(places), _LONGEST_PLACES)} has such values" if places else ""
 
 
