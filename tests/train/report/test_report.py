@@ -340,8 +340,9 @@ def test_changes_of_the_plan_are_marked(tmp_path):
 
 
 def test_the_words_of_a_change_are_inside_the_axes_and_away_from_the_last_loss():
-    rows = rows_of()
-    changes = [(3, "gpipe, 4 stages, 4 microbatches"), (len(rows) - 9, "pipedream_flush, 1 stage, replicas 2, 2 microbatches")]
+    rows = [{"step": step, "loss": 2.3 + 3 * 0.97**step} for step in range(220)]
+    rows[-1]["val_loss"] = 2.2
+    changes = [(3, "gpipe, 4 stages, 4 microbatches"), (200, "pipedream_flush, 1 stage, replicas 2, 2 microbatches")]
     figure = loss_curve.draw_losses(rows, "nats", changes)
     figure.draw_without_rendering()
     (axes,) = figure.axes
