@@ -251,7 +251,8 @@ def _with_policies(choice: Choice, candidate: Candidate, policies: tuple[str, ..
     memory = closed_form_bytes(plan, costs) if simulation is None else Ranked(candidate, simulation).memory
     if candidate.offload is not None:
         on_device = simulate_plan(plan.model_copy(update={"offload": None}), costs, topology, choice.global_norm)
-        candidate = dataclasses.replace(candidate, on_device=0.0 if on_device is None else on_device.batch_seconds)
+        times = [one.batch_seconds for one in (on_device, simulation) if one is not None]  # moves never gain time, but times are rounded
+        candidate = dataclasses.replace(candidate, on_device=0.0 if on_device is None else min(times))
     return Ranked(dataclasses.replace(candidate, seconds=seconds, bubble=bubble, memory=memory), simulation)
 
 

@@ -172,6 +172,20 @@ def test_what_is_reserved_is_subtracted_once_from_the_memory_that_near_misses_ma
     assert one._roomy.device.limit == pytest.approx(1.1 * 70e9)
 
 
+def test_what_moves_gain_by_rounding_is_no_time(monkeypatch):
+    topology = Topology(levels=({"count": 2, "bandwidth": 1e12},), device={"memory": 1e9, "host": {"bandwidth": 1e9}})
+    candidates = [one for one in find_candidates(profile(), topology, 8, schedules=["gpipe"], replicas=False) if one.depth == 2]
+    candidate = dataclasses.replace(candidates[0], offload=jpipe.plan.HostMemory(optimizer="all"))
+
+    def rounded(plan, *arguments):
+        simulation = simulate_plan(plan, *arguments)
+        return simulation if plan.offload else dataclasses.replace(simulation, batch_seconds=2 * simulation.batch_seconds)
+
+    monkeypatch.setattr(module, "simulate_plan", rounded)
+    found = module._with_policies(choose(profile(), topology, candidates), candidate, ("none", "none"))
+    assert found.candidate.on_device <= found.simulated.batch_seconds
+
+
 def test_what_the_compiler_finds_too_large_even_with_recomputation_waits_in_host_memory():
     estimated = profile()
     layers = [

@@ -325,8 +325,9 @@ def test_changes_of_the_plan_are_marked(tmp_path):
         dashed = [line.get_xdata()[0] for line in axes.lines if line.get_linestyle() == "--"]
         return dashed, [text.get_text() for text in axes.texts][1:]  # the first is that of the validation
 
-    changes = [(40, "3 stages"), (170, "x" * 50)]
-    assert marks(changes) == ([40, 170], ["3 stages", "x" * 39 + "…"])
+    changes = [(40, "3\xa0stages"), (170, "pipedream_flush, 1 stage, replicas 2, 2 microbatches"), (175, "x" * 70)]
+    lines = "pipedream_flush, 1\xa0stage,\nreplicas\xa02, 2\xa0microbatches"
+    assert marks(changes) == ([40, 170, 175], ["3\xa0stages", lines, "\n".join(["x" * 30, "x" * 30, "xxx…"])])
     assert marks([]) == ([], [])
     many = [(step, "3 stages") for step in range(0, 300, 5)]
     assert marks(many) == (list(range(50, 300, 5)), [])
@@ -336,6 +337,20 @@ def test_changes_of_the_plan_are_marked(tmp_path):
         page = Page(tmp_path / "report.html")
         assert ("Dashed lines mark the steps from which the run went on with another plan." in page.text) == (len(shown) == 2)
         assert ("The plan changed at step 9: 3 stages." in page.source) == (len(shown) == 2)
+
+
+def test_the_words_of_a_change_are_inside_the_axes_and_away_from_the_last_loss():
+    rows = [{"step": step, "loss": 2.3 + 3 * 0.97**step} for step in range(220)]
+    rows[-1]["val_loss"] = 2.2
+    changes = [(3, "gpipe, 4 stages, 4 microbatches"), (200, "pipedream_flush, 1 stage, replicas 2, 2 microbatches")]
+    figure = loss_curve.draw_losses(rows, "nats", changes)
+    figure.draw_without_rendering()
+    (axes,) = figure.axes
+    inside, (last, *labels) = axes.get_window_extent(), [text.get_window_extent() for text in axes.texts]
+    for label in labels:
+        assert inside.x0 <= label.x0 < label.x1 <= inside.x1
+        assert inside.y0 <= label.y0 < label.y1 <= inside.y1
+        assert not label.overlaps(last)
 
 
 def test_losses_that_are_not_finite_are_left_out_and_counted(tmp_path):

@@ -55,6 +55,17 @@ def losses_of(pipe, data, **arguments) -> tuple[list[float], jpipe_train.FitResu
     return losses, result
 
 
+def test_a_loss_that_is_not_finite_before_any_update_names_the_rows_that_are_not():
+    rows, targets = X.copy(), ARRAYS[1].copy()
+    rows[5, 1], targets[3, 0] = np.nan, np.inf
+    data = [(rows[i : i + 8], targets[i : i + 8]) for i in (0, 8)]
+    words = (
+        "step 0: the loss is .* before any update; look for .*; in the first batch, row 5 of inputs and row 3 of targets has such values"
+    )
+    with pytest.raises(loop.NonFiniteLoss, match=words):
+        jpipe_train.fit(pipeline(), data, steps=2, **QUIET)
+
+
 def test_a_run_from_python_equals_that_of_the_command_line(tmp_path):
     fields = {
         "model": {"target": "examples.mlp:model", "arguments": {"width": 8, "depth": 2}},

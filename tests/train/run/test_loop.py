@@ -221,11 +221,18 @@ def test_a_run_that_flushes_prints_nothing_about_delays(tiny, capsys):
 def test_a_nan_loss_stops_the_run_and_keeps_the_other_rows(tiny, monkeypatch):
     drawn = []
     monkeypatch.setattr(report, "write_report", lambda *inputs: drawn.append(inputs))
-    monkeypatch.setattr(loop.MetricsLog, "finished", _poisoned(loop.MetricsLog.finished))
+    monkeypatch.setattr(loop.MetricsLog, "finished", _poisoned(loop.MetricsLog.finished, 3))
     with pytest.raises(loop.NonFiniteLoss, match=r"step 3: the loss is nan; lower optimizer\.learning_rate"):
         loop.main(changed(tiny))
     assert [row["step"] for row in rows_of(tiny_folder(tiny))] == [0, 1, 2]
     assert len(drawn) == 1
+
+
+@pytest.mark.usefixtures("no_report")
+def test_a_nan_loss_before_any_update_is_no_fault_of_the_learning_rate(tiny, monkeypatch):
+    monkeypatch.setattr(loop.MetricsLog, "finished", _poisoned(loop.MetricsLog.finished, 0))
+    with pytest.raises(loop.NonFiniteLoss, match="step 0: the loss is nan before any update; look for NaN or infinite values in the data"):
+        loop.main(changed(tiny))
 
 
 @pytest.mark.usefixtures("no_report")
@@ -471,12 +478,12 @@ def tiny_folder(tiny):
     return config_file.Path(tiny["run"]["dir"])
 
 
-def _poisoned(finished):
-    """Wrap `MetricsLog.finished` so that the loss of step 3 is NaN."""
+def _poisoned(finished, at):
+    """Wrap `MetricsLog.finished` so that the loss of step `at` is NaN."""
 
     def poisoned(self, metrics):
         if metrics is not None:
-            losses = {step: loss * np.float32("nan" if step == 3 else 1) for step, loss in metrics.losses.items()}
+            losses = {step: loss * np.float32("nan" if step == at else 1) for step, loss in metrics.losses.items()}
             metrics = metrics._replace(losses=losses)
         return finished(self, metrics)
 

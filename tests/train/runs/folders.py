@@ -23,7 +23,7 @@ def write_run(
     rows: list[dict],
     saved: tuple[int, ...] = (),
     runs: jpipe.Plan = PLAN,
-    end: tuple[int, int, str | None] | None = None,
+    end: tuple[int | str | None, ...] | None = None,
     **sections,
 ) -> Path:
     """Write the folder of a run of the plan `runs` with these rows, checkpoints, end and sections of its config; by default of 4 steps."""
@@ -33,8 +33,8 @@ def write_run(
     (path / "plan.json").write_text(runs.to_json())
     (path / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     if end is not None:
-        names = "steps", "length", "stopped_early"
-        (path / "end.json").write_text(json.dumps({"format": "jpipe-end/1", **dict(zip(names, end, strict=True))}))
+        names = "steps", "length", "stopped_early", "stopped_by"
+        (path / "end.json").write_text(json.dumps({"format": "jpipe-end/1", **dict(zip(names, end, strict=False))}))
     for step in saved:
         (path / "checkpoints" / str(step)).mkdir(parents=True)
         (path / "checkpoints" / str(step) / "checkpoint.json").touch()

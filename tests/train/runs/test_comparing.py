@@ -7,6 +7,7 @@ import pytest
 
 from jpipe_train.checkpoint.history import part
 from jpipe_train.cli import main
+from jpipe_train.console.progress import Reporter
 from jpipe_train.runs import comparing, picture
 from jpipe_train.runs.reading import read
 from tests.train.report.test_report import Page
@@ -100,7 +101,7 @@ def test_plans_and_keys_of_other_versions_are_compared_too(tmp_path):
     assert comparison.differences["plan.schedule"] == ["pipedream_flush", "–"]
     assert "the plan" not in comparison.differences
     assert comparison.results["training loss, last"] == ["4.2500", "–"]
-    assert comparison.best == 0
+    assert comparison.best == (0,)
 
 
 def test_no_run_is_the_best_if_the_units_differ_and_one_kind_of_loss_decides(tmp_path):
@@ -109,10 +110,22 @@ def test_no_run_is_the_best_if_the_units_differ_and_one_kind_of_loss_decides(tmp
 
     write_run(tmp_path / "text", rows_of(4))
     write_run(tmp_path / "other", rows_of(4, first=3.0), loss={"target": "a:b"})
-    assert (best("text", "other"), best("text")) == (None, 0)
+    assert (best("text", "other"), best("text")) == ((), (0,))
     write_run(tmp_path / "validated", [{"step": 0, "loss": 3.0, "val_loss": 1.0}])
     write_run(tmp_path / "trained", [{"step": 0, "loss": 2.0}])
-    assert best("validated", "trained") == 1
+    assert best("validated", "trained") == (1,)
+
+
+def test_runs_with_equal_losses_are_all_named(tmp_path):
+    for name, first in (("a", 5.0), ("b", 4.0), ("c", 4.0)):
+        write_run(tmp_path / name, rows_of(4, first))
+
+    def text(*names):
+        comparing.compare([tmp_path / name for name in names], tmp_path / "out.html", Reporter(1, 1, "steps"))
+        return Page(tmp_path / "out.html").text
+
+    assert "lowest lossb, c" in text("a", "b", "c")
+    assert "lowest lossequal in all runs" in text("b", "c")
 
 
 def test_tokens_count_the_batch_sizes_of_the_earlier_parts_of_a_run(tmp_path, monkeypatch):

@@ -13,6 +13,7 @@ from jpipe_train.runs import listing, reading
 from tests.train.runs.folders import rows_of, write_run
 
 PIPEDREAM = jpipe.Plan.even("abcd", num_stages=2, schedule="pipedream_flush", microbatches=2, replicas=2)
+EPOCHS = {"train": {"epochs": 2, "batch_size": 4}}
 PLAN_WORDS = "pipedream_flush,", "2", "stages", "×", "2", "replicas"
 
 
@@ -37,16 +38,38 @@ def losses(steps: int) -> list[dict]:
         (rows_of(4), (2,), "unfinished", "it failed or was killed after 4 steps, and resumes at step 2"),
         (rows_of(4)[:2], (2,), "stopped", "everything up to step 2 is saved, where it resumes"),
         (rows_of(4)[:3], (2,), "unfinished", "it failed or was killed after 3 steps, and resumes at step 2"),
-        (rows_of(4)[:3], (1, 2), "stopped", "a signal made it save step 2, which is no multiple of checkpoint.every; it resumes there"),
         ([], (), "unfinished", "it failed or was killed after 0 steps, and has no checkpoint"),
     ],
 )
 def test_the_state_is_read_from_rows_and_checkpoints(tmp_path, rows, saved, state, why):
-    every = 3 if 1 in saved else 2
-    assert reading.read(write_run(tmp_path / "run", rows, saved, checkpoint={"every": every}), whole=True).state == (state, why)
+    assert reading.read(write_run(tmp_path / "run", rows, saved, checkpoint={"every": 2}), whole=True).state == (state, why)
 
 
-EPOCHS = {"train": {"epochs": 2, "batch_size": 4}}
+def test_a_run_that_a_signal_stopped_is_known_by_its_mark(tmp_path):
+    path = write_run(tmp_path / "run", rows_of(4)[:3], (2,), end=(2, 9, None, "Ctrl-C"), **EPOCHS | {"checkpoint": {"every": 2}})
+    run = reading.read(path, whole=False)
+    assert (run.state, run.steps) == (("stopped", "Ctrl-C made it save step 2, where it resumes"), 9)
+    (path / "checkpoints" / "2" / "checkpoint.json").unlink()
+    assert reading.read(path, whole=False).state.name == "unfinished"
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ('{"format": "jpipe-length/1", "steps": 9}', "2/9"),
+        ('{"format": "jpipe-length/1", "steps": 2}', "2/2"),
+        ('{"format": "jpipe-length/1", "steps": -9}', "2/?"),
+        ('{"format": "jpipe-length/1", "steps": "9"}', "2/?"),
+        ('{"format": "other", "steps": 9}', "2/?"),
+        ("[]", "2/?"),
+        ("{", "2/?"),
+    ],
+)
+def test_epochs_are_counted_in_steps_by_a_file_of_the_run(tmp_path, text, shown):
+    path = write_run(tmp_path / "run", rows_of(4)[:2], (2,), **EPOCHS)
+    (path / "length.json").write_text(text)
+    assert f" {shown} " in listed(path)[1]
+    assert reading.read(path, whole=False).state.name == ("complete" if shown == "2/2" else "stopped")
 
 
 @pytest.mark.parametrize(

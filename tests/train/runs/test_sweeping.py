@@ -368,7 +368,13 @@ def test_a_real_sweep_trains_resumes_and_compares(tiny, tmp_path, monkeypatch, c
     assert main([*arguments, "--set", "train.steps=3"]) == 0
     folder = tmp_path / "sweeps" / "tiny" / "seed=2"
     rows = folder / "metrics.jsonl"
-    assert json.loads((folder / "end.json").read_text()) == {"format": "jpipe-end/1", "steps": 3, "length": 3, "stopped_early": None}
+    assert json.loads((folder / "end.json").read_text()) == {
+        "format": "jpipe-end/1",
+        "steps": 3,
+        "length": 3,
+        "stopped_early": None,
+        "stopped_by": None,
+    }
     (folder / "end.json").unlink()
     rows.write_text(rows.read_text().splitlines()[0] + "\n")  # as after a failure, without a checkpoint
     assert main([*arguments, "--set", "train.steps=3"]) == 0

@@ -22,19 +22,23 @@ from jpipe.files import TEMPORARY, open_to_append, open_to_read, read_bytes, res
 from jpipe.plan import Predicted
 from jpipe_train.config.config import Config
 from jpipe_train.config.config_file import MOST_BYTES, to_yaml
+from jpipe_train.config.section import MOST_ROWS
 from jpipe_train.console import interrupt
 from jpipe_train.launch.local.launch import JOB
 
 _RUNS = Path("runs")
 METRICS = "metrics.jsonl"
 END = "end.json"
-"""The file that a run writes when it has come to its end; a run that continues removes it."""
+"""The file that a run writes when it has come to its end or has saved at a signal; a run that continues removes it."""
+LENGTH = "length.json"
+"""The file with the number of steps of a run that is given in epochs."""
 _JOB, _LOCK = ".job", ".lock"
+_MOST_LENGTH = 2**12  # bytes of a `length.json`
 _LAST_BYTES = 2**20  # of `metrics.jsonl`, that are read for its last row
 _BETWEEN_TRIES = 0.05  # seconds between two tries to lock a folder
 _FILES = ("config.yaml", "plan.json", METRICS)
 OUTPUTS = (
-    END,
+    *(END, LENGTH),
     *("report.html", "loss.png", "delay.png", "metrics.png", "timeline.png", "memory.png", "trace.json", "planned.json"),
     *("tensorboard", "wandb", "trackio", "mlflow", "profile"),
 )
@@ -88,6 +92,8 @@ class RunFolder:
             self._lock = _locked(self.path, undo)
             placed = config.model_copy(update={"run": config.run.model_copy(update={"dir": shown(self.path)})})
             self._texts = {"config.yaml": to_yaml(placed), "plan.json": plan.to_json()}
+            if config.train.epochs is not None and config.train.steps is not None:
+                self._texts[LENGTH] = json.dumps({"format": "jpipe-length/1", "steps": config.train.steps}) + "\n"
             if not resumes:
                 self.begun_anew = anew and self._ended_early(config)
                 ours = self.begun_anew or is_of_this_job(self.path)
@@ -101,7 +107,7 @@ class RunFolder:
                     (self.path / METRICS).touch(exist_ok=False)
                 except FileExistsError:
                     raise _occupied(self.path) from None
-                for name in (*_FILES, _JOB):
+                for name in (*_FILES, LENGTH, _JOB):
                     undo.callback(_try, (self.path / name).unlink)
                 undo.callback(self._close)
                 self._open("")
@@ -177,19 +183,19 @@ class RunFolder:
         both = {"predicted": predicted.model_dump(mode="json"), "measured": measured.model_dump(mode="json")}
         write_atomically(self.path / "planned.json", json.dumps(both, indent=2) + "\n")
 
-    def mark_end(self, steps: int, length: int, stopped_early: str | None) -> None:
-        """Write the mark that the run has come to its end.
+    def mark_end(self, steps: int, length: int, stopped_early: str | None, stopped_by: str | None = None) -> None:
+        """Write the mark that the run has come to its end, or has saved at a signal.
 
         Args:
-            steps: the steps that it has done.
+            steps: the steps that it has done, or saved.
             length: the steps that it was to do, with epochs counted in steps.
-            stopped_early: why it has done fewer; None if it has not.
+            stopped_early: why it came to its end with fewer; None if it did not.
+            stopped_by: the name of the signal; None if the run has come to its end.
 
         Raises:
             OSError: the disk is full, for example.
         """
-        mark = {"format": "jpipe-end/1", "steps": steps, "length": length, "stopped_early": stopped_early}
-        write_atomically(self.path / END, json.dumps(mark, indent=2) + "\n")
+        _write_end(self.path, steps, length, stopped_early, stopped_by)
 
     def logged(self) -> bytes:
         """Return the lines of `metrics.jsonl`, with those for which the disk had no space yet.
@@ -233,7 +239,8 @@ class RunFolder:
             undo.pop_all()
 
     def _open(self, rows: str) -> None:
-        (self.path / END).unlink(missing_ok=True)
+        for name in (END, LENGTH):
+            (self.path / name).unlink(missing_ok=True)
         for name, text in self._texts.items():
             write_atomically(self.path / name, text)
         if job := os.environ.get(JOB):
@@ -285,6 +292,43 @@ def is_training(path: Path) -> bool | None:
     except OSError:
         return None
     return False
+
+
+def length_of(path: Path) -> int | None:
+    """Return the number of steps of a run that is given in epochs, from its folder, which may be a stranger's; None if it is not known."""
+    try:
+        data = json.loads(read_bytes(path / LENGTH, _MOST_LENGTH))
+    except (OSError, ValueError, RecursionError):
+        return None
+    if not isinstance(data, dict) or data.get("format") != "jpipe-length/1" or type(steps := data.get("steps")) is not int:
+        return None
+    return steps if 0 < steps <= MOST_ROWS else None
+
+
+def mark_missing_end(config: Config, path: Path, steps: int, stopped_early: str | None) -> None:
+    """Mark the end of a complete run that was killed before it could do so.
+
+    Nothing is written if the folder holds a run of another config, cannot be written, or is in use by another process, or if the number
+    of steps that the run was to do is not known.
+
+    Args:
+        config: of the run.
+        path: its folder.
+        steps: the steps that it has done.
+        stopped_early: why it came to its end with fewer than it was to do; None if it did not.
+    """
+    placed = config.model_copy(update={"run": config.run.model_copy(update={"dir": shown(path)})})
+    length = config.train.steps or length_of(path)
+    if length is None or length < steps or is_training(path) or os.path.lexists(path / END):
+        return
+    with contextlib.suppress(OSError):
+        if read_bytes(path / "config.yaml", MOST_BYTES) == to_yaml(placed).encode():
+            _write_end(path, steps, length, stopped_early, None)
+
+
+def _write_end(path: Path, steps: int, length: int, stopped_early: str | None, stopped_by: str | None) -> None:
+    mark = {"format": "jpipe-end/1", "steps": steps, "length": length, "stopped_early": stopped_early, "stopped_by": stopped_by}
+    write_atomically(path / END, json.dumps(mark, indent=2) + "\n")
 
 
 def _locked(path: Path, undo: contextlib.ExitStack) -> BinaryIO:

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,7 @@ _LONGEST_NAME = 32  # characters of a metric's name that fit into a panel's titl
 MOST_CHANGES = 50
 """The changes of the plan that are marked, the last ones of a run."""
 _CHANGE = "#777777"
-_MOST_WORDS, _LONGEST_WORDS = 8, 40  # more would overlap, or not fit
+_MOST_WORDS, _LONGEST_WORDS, _LONGEST_LINE = 8, 64, 30  # changes with words, and characters of these; more would overlap, or not fit
 
 
 def draw_losses(
@@ -63,10 +64,9 @@ def draw_losses(
             held_out[shown], values[shown], color=_VALIDATION, linestyle="", marker="o", markersize=5, mec="white", label="validation"
         )
         point, text = (float(held_out[-1]), float(values[-1])), f"{values[-1]:.3f}"
-        if len(losses) and values[-1] < losses[-1]:  # below the point, away from the line
-            side: dict[str, Any] = {"xytext": (0, -5), "va": "top"}
-        else:
-            side = {"xytext": (0, 9), "bbox": {"facecolor": "white", "alpha": 0.85, "linewidth": 0, "pad": 1}}  # the line may run below it
+        below = len(losses) > 0 and values[-1] < losses[-1]  # the point, and so away from the line
+        side: dict[str, Any] = {"xytext": (0, -5), "va": "top", "zorder": 1.5} if below else {"xytext": (0, 9)}
+        side["bbox"] = {"facecolor": "white", "alpha": 0.85, "linewidth": 0, "pad": 1}  # the line, or that of a change, may run behind it
         axes.annotate(text, point, textcoords="offset points", ha="right", color=_VALIDATION, fontsize=10, weight="bold", **side)
     scale(axes, np.concatenate([losses, values]))
     if len(losses) == 1:
@@ -82,12 +82,15 @@ def draw_losses(
 
 
 def _mark(axes: "matplotlib.axes.Axes", changes: Sequence[tuple[int, str]]) -> None:
-    """Draw dashed lines at the changes of the plan, with words if there are few."""
+    """Draw dashed lines at the changes of the plan, with words if there are few: at the top, because losses fall, and inside the axes."""
+    first, last = axes.get_xlim()
     for step, _ in changes[-MOST_CHANGES:]:
         axes.axvline(step, color=_CHANGE, linewidth=0.9, linestyle=(0, (4, 3)), zorder=1)
     for step, words in changes if len(changes) <= _MOST_WORDS else ():
-        text, point = shortened(words, _LONGEST_WORDS), (step, 0.02)
-        style: dict[str, Any] = {"xytext": (3, 0), "ha": "left", "va": "bottom", "rotation": 90, "parse_math": False}
+        parts = shortened(words, _LONGEST_WORDS).replace(" ", "\N{NO-BREAK SPACE}").replace(",\N{NO-BREAK SPACE}", ", ")
+        text, point = textwrap.fill(parts, _LONGEST_LINE), (step, 0.98)  # lines end at commas
+        side = (-3, "right") if step - first > last - step else (3, "left")
+        style: dict[str, Any] = {"xytext": (side[0], 0), "ha": side[1], "va": "top", "rotation": 90, "parse_math": False}
         axes.annotate(text, point, xycoords=("data", "axes fraction"), textcoords="offset points", color=_CHANGE, fontsize=7.5, **style)
 
 

@@ -256,8 +256,10 @@ class MetricsLog:
 
     def _finite(self, step: int, name: str, value: float) -> float:
         if not math.isfinite(value):
-            hint = "lower optimizer.learning_rate or raise optimizer.warmup_steps"
-            raise self._together.shared(NonFiniteLoss(f"step {step}: the {name} is {value}; {hint}"))
+            hint = "; lower optimizer.learning_rate or raise optimizer.warmup_steps"
+            if step == 0 and not (self.steps == 1 and name == "validation loss"):
+                hint = " before any update; look for NaN or infinite values in the data, or in what the model and its loss make of them"
+            raise self._together.shared(NonFiniteLoss(f"step {step}: the {name} is {value}{hint}"))
         return value
 
 

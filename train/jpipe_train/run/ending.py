@@ -1,17 +1,26 @@
 """The end of a run: its mark, its summary and the comparison with its plan; or an error in one line."""
 
+import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
 
 import jpipe
 from jpipe_train.checkpoint.run_folder import FolderChanged, RunFolder
 from jpipe_train.config.config import Config
 from jpipe_train.console.progress import Reporter
-from jpipe_train.console.terminal import first_line
+from jpipe_train.console.terminal import first_line, shortened
 from jpipe_train.data import data
+from jpipe_train.data.rows import Batch
+from jpipe_train.report.metrics_log import MetricsLog, NonFiniteLoss
 from jpipe_train.report.performance import comparison
-from jpipe_train.report.summary import Summary, print_summary
+from jpipe_train.report.summary import Summary, name_of, print_summary
+
+_LONGEST_PLACES = 200  # characters of the names of rows in an error
 
 
 def conclude(
@@ -31,8 +40,11 @@ def conclude(
 
 
 def complete(summary: Summary, config: Config, plan: jpipe.Plan, sizes: Sequence[jpipe.programs.StageCost], folder: RunFolder) -> Summary:
-    """Mark the end of the run in its folder, unless a signal ended it, and return the summary with the planner's prediction."""
-    if summary.stopped_by is None:
+    """Mark the end of the run in its folder, or that a signal made it save, and return the summary with the planner's prediction."""
+    if summary.stopped_by is not None:
+        with contextlib.suppress(OSError):  # the checkpoint is written, which matters more
+            folder.mark_end(summary.steps, config.train.length, None, name_of(summary.stopped_by))
+    else:
         early = None if summary.steps >= config.train.length else summary.remarks.get("stopped early", f"at step {summary.steps}")
         folder.mark_end(summary.steps, config.train.length, early)
     return compare_with_prediction(summary, plan, sizes, folder)
@@ -45,6 +57,36 @@ def compare_with_prediction(summary: Summary, plan: jpipe.Plan, sizes: Sequence[
     measured = comparison.as_predicted(plan, summary.measured, sizes)
     folder.keep_planned(plan.predicted, measured)
     return dataclasses.replace(summary, planned=tuple(comparison.compare_with_plan(plan, plan.predicted, measured)))
+
+
+@contextlib.contextmanager
+def nonfinite_data_named(log: MetricsLog, batches: data.Batches, first: int) -> Iterator[None]:
+    """Add the rows of the first batch that are not finite to the error of a run whose first loss is not, before any update.
+
+    Args:
+        log: has the last step that was finished.
+        batches: the training batches.
+        first: the step at which the run begins.
+
+    Raises:
+        NonFiniteLoss: the inside raised it.
+    """
+    try:
+        yield
+    except NonFiniteLoss as error:
+        words = _nonfinite_words(batches[0]) if first == 0 and log.last_step < 0 else ""
+        raise NonFiniteLoss(f"{error}{words}") from None
+
+
+def _nonfinite_words(batch: Batch) -> str:
+    """Name the first row of each array of a batch with a number that is not finite; empty without one."""
+    places = []
+    for name, tree in zip(("inputs", "targets"), batch, strict=True):
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+            if leaf.ndim and jnp.issubdtype(leaf.dtype, jnp.inexact):
+                finite = np.isfinite(np.asarray(leaf[: len(leaf)])).reshape(len(leaf), -1).all(axis=1)
+                places += [] if finite.all() else [f"row {int(np.argmin(finite))} of {name}{jax.tree_util.keystr(path)}"]
+    return f"; in the first batch, {shortened(' and '.join(places), _LONGEST_PLACES)} has such values" if places else ""
 
 
 def _describe_newest(folder: RunFolder | None) -> str:

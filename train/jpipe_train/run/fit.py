@@ -219,7 +219,7 @@ def _completed(config: Config, built: tuple[jpipe.Pipeline, Data], together: Tog
     if layers is None:
         raise together.shared(InputError(damage))
     state = begin(config, pipe, batches, resumed, layers)
-    return FitResult(state, already_complete(resumed, config, reporter), resumed.folder if together.is_first else None)
+    return FitResult(state, already_complete(resumed, config, reporter, together), resumed.folder if together.is_first else None)
 
 
 def _console(shows: bool) -> Console:

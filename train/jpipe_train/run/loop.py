@@ -21,7 +21,7 @@ from jpipe_train.checkpoint.checkpoints import Checkpoints
 from jpipe_train.checkpoint.resume import VERSIONS, Resume, Resumed, passed_over
 from jpipe_train.checkpoint.resume import find as find_resumed
 from jpipe_train.checkpoint.resume import history as find_history
-from jpipe_train.checkpoint.run_folder import FolderChanged, RunFolder
+from jpipe_train.checkpoint.run_folder import FolderChanged, RunFolder, mark_missing_end
 from jpipe_train.config.config import AUTO, Config, TrainConfig
 from jpipe_train.config.config_file import to_yaml
 from jpipe_train.console import interrupt
@@ -42,7 +42,7 @@ from jpipe_train.report.performance.watch import Watch
 from jpipe_train.report.summary import Summary, epochs_words, slow_of, stages_of, write_report
 from jpipe_train.run import stopping
 from jpipe_train.run.callbacks import Callbacks
-from jpipe_train.run.ending import conclude, reason
+from jpipe_train.run.ending import conclude, nonfinite_data_named, reason
 from jpipe_train.run.starting import (
     begin,
     check_shared,
@@ -95,7 +95,7 @@ def main(
             reporter.say(line)
         resumed = find_resumed(config, resume, together, reporter.say, step=from_checkpoint)
         if resumed is not None and is_complete(resumed, config):
-            return already_complete(resumed, config, reporter)
+            return already_complete(resumed, config, reporter, together)
         return start(config, together, resumed, resume, reporter, from_checkpoint)
 
 
@@ -146,7 +146,7 @@ def start(
     if resumed is not None:
         resumed = resumed.with_data_of(config)
         if is_complete(resumed, config):
-            return already_complete(resumed, config, reporter)
+            return already_complete(resumed, config, reporter, together)
         report_resumed(resumed, config, pipe.plan, batches, reporter)
     initial = initial_params(config, pipe, batches, together, resumed, reporter) or layers
     writes = together.is_first and (program.build is None or config.run.dir is not None)
@@ -283,14 +283,17 @@ def is_complete(resumed: Resumed, config: Config) -> bool:
     return resumed.step >= config.train.length or bool(stopping.stopped_words(config, resumed))
 
 
-def already_complete(resumed: Resumed, config: Config, reporter: Reporter) -> Summary:
-    """Report that the run is complete; a job that died while reporting and is restarted then succeeds."""
+def already_complete(resumed: Resumed, config: Config, reporter: Reporter, together: Together) -> Summary:
+    """Report that the run is complete, and mark its end; a job that died while reporting and is restarted then succeeds."""
     where, why = f"the run in '{shown(resumed.folder)}'", stopping.stopped_words(config, resumed)
     state, change = f"has done {count(resumed.step, 'step')} of {config.train.steps}", "train.steps"
     if resumed.step < config.train.length:
         state, change = f"stopped early at step {resumed.step}: {why}", "train.stop.patience (or leave out train.stop)"
     elif config.train.epochs is not None:
         change = "train.epochs"
+    if together.is_first:
+        early = f"at step {resumed.step}: {why}" if resumed.step < config.train.length else None
+        mark_missing_end(config, resumed.folder, resumed.step, early)
     reporter.say(f"nothing is left to train: {where} {state}; raise {change} to continue, or choose another run.dir")
     return Summary(resumed.step, resumed.facts.val_loss_before, None, reporter.seconds, None, None, None)
 
@@ -335,7 +338,7 @@ def run(
         training = Training(train, pipe, batches.train, held_out, chosen, log, measure, checkpoints, *when)
         completed = False
         try:
-            with reporter.training(), preemption:
+            with reporter.training(), preemption, nonfinite_data_named(log, batches.train, state.batch):
                 summary = training.run(state, resumed)
                 completed = summary.stopped_by is None
         except jpipe.InputError as error:

@@ -39,7 +39,7 @@ class Comparison:
         results: the results by name, one for each run.
         losses: the lowest loss of each run, of one kind: of validation if all have one, otherwise of training; infinite without one.
         unit: of the losses; "" if it is not known or differs.
-        best: the index of the run with the lowest of these; None if there is none, or if the units of the losses differ.
+        best: the indices of the runs with the lowest of these, several if theirs are equal; empty if the units of the losses differ.
     """
 
     names: tuple[str, ...]
@@ -48,7 +48,7 @@ class Comparison:
     results: dict[str, list[str]]
     losses: list[float]
     unit: str
-    best: int | None
+    best: tuple[int, ...]
 
 
 def main(runs: Sequence[str], out: str, reporter: Reporter) -> None:
@@ -114,7 +114,7 @@ def gather(runs: Sequence[Run]) -> Comparison:
         table |= {"the plan": [run.plan for run in runs]}
     each = [[_lowest(run, name)[1] for run in runs] for name in ("val_loss", "loss")]
     losses = next((kind for kind in each if all(map(math.isfinite, kind))), each[1])
-    best = min(range(len(runs)), key=losses.__getitem__)
+    best = tuple(number for number, loss in enumerate(losses) if loss == min(losses))
     units = {_unit(run) for run, loss in zip(runs, losses, strict=True) if math.isfinite(loss)}
     return Comparison(
         names=names,
@@ -123,7 +123,7 @@ def gather(runs: Sequence[Run]) -> Comparison:
         results={name: [result[name] for result in results] for name in results[0]},
         losses=losses,
         unit=min(units) if len(units) == 1 else "",
-        best=best if len(units) == 1 else None,
+        best=best if len(units) == 1 else (),
     )
 
 
@@ -216,10 +216,11 @@ def _page(comparison: Comparison, svg: str, unit: str, drawn: int) -> str:
         short = {name: [shortened(value, _LONGEST_CELL) for value in row] for name, row in values.items()}
         return page.scrolling(page.table("numbers runs", *_oriented(comparison.names, short, _PAGE_WIDTH)))
 
-    title, number = f"Comparison of {count(len(comparison.runs), 'run')}", comparison.best
-    values = {}
-    if number is not None:
-        values = {"lowest loss": comparison.names[number]} | {
+    title, values = f"Comparison of {count(len(comparison.runs), 'run')}", {}
+    if comparison.best:
+        number, *equal = comparison.best
+        names = "equal in all runs" if len(equal) + 1 == len(comparison.runs) else ", ".join(comparison.names[n] for n in comparison.best)
+        values = {"lowest loss": shortened(names, _LONGEST_CELL) if equal else comparison.names[number]} | {
             f"{name}, {unit}" if unit else name: comparison.results[name][number]
             for name in ("validation loss, lowest", "training loss, lowest")
             if comparison.results[name][number] != "–"

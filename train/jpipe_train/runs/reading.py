@@ -13,7 +13,7 @@ import jpipe
 from jpipe import InputError
 from jpipe.files import open_to_read, read_bytes, read_text, shown
 from jpipe_planner.machine.plain_yaml import parse
-from jpipe_train.checkpoint.run_folder import END, METRICS, is_training
+from jpipe_train.checkpoint.run_folder import END, METRICS, is_training, length_of
 from jpipe_train.config.config import MOST_PLAN_BYTES
 from jpipe_train.config.section import MOST_ROWS
 from jpipe_train.console.terminal import count
@@ -40,17 +40,19 @@ class State(NamedTuple):
 
 
 class End(NamedTuple):
-    """The mark of a run that has come to its end.
+    """The mark of a run that has come to its end, or has saved at a signal.
 
     Attributes:
-        steps: the steps that it has done.
+        steps: the steps that it has done, or saved.
         length: the steps that it was to do, with epochs counted in steps.
-        stopped_early: why it has done fewer; None if it has not.
+        stopped_early: why it came to its end with fewer; None if it did not.
+        stopped_by: the signal at which it saved these steps, and has not come to its end; None if there was none.
     """
 
     steps: int
     length: int
     stopped_early: str | None
+    stopped_by: str | None = None
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,7 @@ class Run:
         damaged: the number of lines that are no such rows, and were left out.
         state: the state.
         changed: the time at which `metrics.jsonl` was changed last, in seconds since the epoch.
-        end: the mark of its end; None if it has none, or a process is training.
+        end: the mark of its end, or of a signal; None if it has none, or a process is training.
     """
 
     path: Path
@@ -108,22 +110,21 @@ def read(path: Path, *, whole: bool) -> Run:
         rows, damaged, changed = _rows(path / METRICS, whole)
     except OSError as error:
         raise InputError(f"'{shown(path)}' cannot be read: {error.strerror or error}") from None
-    training, end = is_training(path), end_of(path)
-    end = end if end is not None and not training and rows and rows[-1]["step"] + 1 >= end.steps else None
-    steps = _number(config, "train", "steps") if end is None else end.length
-    state = state_of(rows, steps, _number(config, "checkpoint", "every"), saved_steps(path), training, end)
+    training, end, saved = is_training(path), end_of(path), saved_steps(path)
+    if end is not None:
+        is_there = saved[-1:] == [end.steps] if end.stopped_by is not None else bool(rows) and rows[-1]["step"] + 1 >= end.steps
+        end = end if is_there and not training else None
+    steps = (_number(config, "train", "steps") or length_of(path)) if end is None else end.length
+    state = state_of(rows, steps, saved, training, end)
     return Run(path, config, plan_words(_plan(path / PLAN)), steps, rows, damaged, state, changed, end)
 
 
-def state_of(
-    rows: Sequence[Row], steps: int | None, every: int | None, saved: Sequence[int], training: bool | None, end: End | None
-) -> State:
+def state_of(rows: Sequence[Row], steps: int | None, saved: Sequence[int], training: bool | None, end: End | None) -> State:
     """Return the state of a run.
 
     Args:
         rows: its last rows.
-        steps: the number of steps in its config.
-        every: the steps between two checkpoints in its config.
+        steps: the number of its steps, if it is known.
         saved: the steps of its checkpoints, ascending.
         training: whether a process is training in its folder; None if that cannot be known.
         end: the mark of its end.
@@ -132,6 +133,8 @@ def state_of(
         return State("running", "a process holds the lock of the folder")
     if end is not None and end.stopped_early is not None:
         return State("stopped early", end.stopped_early)
+    if end is not None and end.stopped_by is not None:
+        return State("stopped", f"{end.stopped_by} made it save step {end.steps}, where it resumes")
     if end is not None:
         return State("complete", f"{END} says that it has done all steps")
     done, newest = int(rows[-1]["step"]) + 1 if rows else 0, saved[-1] if saved else 0
@@ -142,24 +145,22 @@ def state_of(
         return State("complete", f"the row of the last step has the final validation{unknown}")
     if saved and newest >= done:
         return State("stopped", f"everything up to step {newest} is saved, where it resumes{unknown}")
-    if saved and every is not None and newest % every:
-        return State("stopped", f"a signal made it save step {newest}, which is no multiple of checkpoint.every; it resumes there{unknown}")
     where = f"resumes at step {newest}" if saved else "has no checkpoint"
     return State("unfinished", f"it failed or was killed after {count(done, 'step')}, and {where}{unknown}")
 
 
 def end_of(path: Path) -> End | None:
-    """Return the mark of the end of a run; None if it has none that can be read."""
+    """Return the mark that a run has come to its end or has saved at a signal; None if it has none that can be read."""
     try:
         data = json.loads(read_bytes(path / END, _MOST_END))
     except (OSError, ValueError, RecursionError):
         return None
     if not isinstance(data, dict) or data.get("format") != "jpipe-end/1":
         return None
-    steps, length, reason = data.get("steps"), data.get("length"), data.get("stopped_early")
-    if not (type(steps) is int and type(length) is int and 0 <= steps <= length <= MOST_ROWS and isinstance(reason, str | None)):
+    steps, length, reasons = data.get("steps"), data.get("length"), (data.get("stopped_early"), data.get("stopped_by"))
+    if not (type(steps) is int and type(length) is int and 0 <= steps <= length <= MOST_ROWS):
         return None
-    return End(steps, length, reason)
+    return End(steps, length, *reasons) if all(isinstance(reason, str | None) for reason in reasons) else None
 
 
 def saved_steps(path: Path) -> list[int]:
