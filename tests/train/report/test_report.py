@@ -506,6 +506,14 @@ def test_slow_ranks_are_those_that_take_longer_for_the_same_work(replicas, predi
     assert bool(words) == bool(found)
 
 
+@pytest.mark.parametrize(("scale", "found"), [(1.0, {1: 2.0}), (0.5, {})])
+def test_ranks_that_compute_less_than_two_milliseconds_are_left_out(scale, found):
+    """Half as fast, one of two replicas takes over 2 ms, and the other one less."""
+    plan = jpipe.Plan.even("ab", 1, microbatches=6, replicas=2)
+    costs = [jpipe.programs.StageCost(forward=0.001 * scale, backward=0.002 * scale, update=0.003)]
+    assert slow_ranks(plan, slowed_window(plan, {1: 2.0}, costs)) == pytest.approx(found, rel=1e-6)
+
+
 def test_a_slow_rank_is_named_with_the_number_of_its_device():
     stack = jpipe.LayerStack({"a": jnp.negative})
     plan = jpipe.Plan.even(stack.ids, 1, microbatches=6, replicas=2).model_copy(update={"placement": ((3, 1),)})

@@ -316,7 +316,8 @@ def cut_grid(grid: str, width: int) -> str:
 def draw(path: Path, plan: jpipe.Plan, prediction: jpipe.programs.Prediction, *, sized: bool) -> list[str]:
     """Draw the timeline and, if sizes are known, the memory; return a line with the paths."""
     title = f"{plan.schedule}, {plan.microbatches} microbatches per batch (a unit is one forward)"
-    save(jpipe.draw_timeline({"predicted": prediction.timeline}, title=title, unit="units", plan=plan), path)
+    shown = {"predicted": [transfer for transfer in prediction.transfers if transfer.end > transfer.start]}
+    save(jpipe.draw_timeline({"predicted": prediction.timeline}, shown, title=title, unit="units", plan=plan), path)
     if not sized:
         return [f"picture: {path}"]
     memory_path = path.with_stem(f"{path.stem}-memory")

@@ -62,21 +62,24 @@ SHORT = 2e-3
 def slow_ranks(plan: jpipe.Plan, window: jpipe.programs.Window) -> dict[int, float]:
     """Return the ranks that compute longer than the others for the same work, and how many times as long.
 
-    The work of a stage is what its plan predicts. Where the plan has no prediction, only replicas of a stage are compared.
+    The work of a stage is what its plan predicts. Where the plan has no prediction, only replicas of a stage are compared. Ranks that take
+    less than `SHORT` for a microbatch are left out.
 
     Args:
         plan: the plan of the run.
         window: the measured batches.
     """
     seconds = microbatch_seconds(plan, window)
-    if not all(all(row.values()) for row in seconds) or max(sum(row.values()) for row in seconds) < SHORT:
+    if not all(all(row.values()) for row in seconds):
         return {}
     predicted = plan.predicted.stage_seconds if plan.predicted is not None else ()
     if not predicted or not all(predicted):
         predicted = tuple(min(row[s] for row in seconds if s in row) for s in range(plan.depth))
-    ratios = [sum(row.values()) / sum(predicted[s] for s in row) for row in seconds]
-    usual = statistics.median_low(ratios)
-    return {rank: ratio / usual for rank, ratio in enumerate(ratios) if ratio > _SLOW * usual}
+    ratios = {rank: sum(row.values()) / sum(predicted[s] for s in row) for rank, row in enumerate(seconds) if sum(row.values()) >= SHORT}
+    if not ratios:
+        return {}
+    usual = statistics.median_low(ratios.values())
+    return {rank: ratio / usual for rank, ratio in ratios.items() if ratio > _SLOW * usual}
 
 
 def microbatch_seconds(plan: jpipe.Plan, window: jpipe.programs.Window) -> list[dict[int, float]]:
