@@ -210,9 +210,40 @@ def test_a_slow_minute_is_traced_and_reported_once():
     assert run.watch.remarks == {"slow steps": "; ".join(run.lines)}
 
 
+@pytest.mark.parametrize("seconds", [0.01, 1.0, 20.0])
+def test_a_run_that_is_slow_from_its_start_is_reported_after_a_minute(seconds):
+    run = Run(plan_of(predicted=seconds / 1.4), can_trace=False)
+    while not run.watch._steps:
+        run.go(1, seconds)
+    began = run.now - seconds
+    while not run.lines and run.now < began + 200:
+        run.go(1, seconds)
+    assert 59.9 <= run.now - began <= 75
+
+
+@pytest.mark.parametrize("before", [0, 20])
+def test_a_short_slowness_is_not_reported(before):
+    run = Run(plan_of(predicted=1.0))
+    run.go(6, 1.0, paused=True)
+    run.go(before, 1.0)
+    run.go(6, 3.0)
+    assert run.watch._exceeds
+    run.go(200, 1.0)
+    assert (run.traced, run.lines) == ([], [])
+
+
+def test_one_or_two_steps_of_a_minute_are_too_few_to_judge():
+    run = Run(plan_of(predicted=1.0), can_trace=False)
+    run.go(6, 1.0, paused=True)
+    run.go(3, 61.0)  # the first does not count, because it follows a pause
+    assert (len(run.watch._steps), run.lines) == (2, [])
+    run.go(1, 61.0)
+    assert len(run.lines) == 1
+
+
 def test_a_minute_of_many_short_steps_is_few_entries_with_the_same_verdict():
     run = Run(plan_of(predicted=0.0005), can_trace=False)
-    run.go(130_000, 0.001)  # a minute until they are slow, and another of slowness
+    run.go(130_000, 0.001)  # over two minutes, of which one is kept
     assert len(run.lines) == 1
     assert "1 ms a step, 500 µs planned" in run.lines[0]
     entries = run.watch._steps

@@ -143,5 +143,5 @@ def share_text(part: int | float) -> str:
 
 
 def _scaled(value: int | float, units: Mapping[float, str]) -> str:
-    factor = next((factor for factor in units if abs(value) >= factor), list(units)[-1])
+    factor = next((factor for factor in units if float(f"{abs(value) / factor:.3g}") >= 1), list(units)[-1])  # 999.9 µs are 1 ms
     return f"{value / factor:.3g} {units[factor]}"

@@ -296,7 +296,7 @@ class Watch:
         self._expected = find_expected(pipe.plan, None)
         self._steps = deque[Step]()  # those of the last minute
         self._seconds, self._count = 0.0, 0  # of all of these together: seconds, and the number of steps
-        self._exceeds = False  # whether their mean was slow when the last entry began
+        self._exceeds = False  # whether their mean was slow when the last entry began, or they were too few to tell
         self._slow = 0.0  # seconds for which these have been slow
         self._window: jpipe.programs.Window | None = None  # the last one
         self._first: jpipe.programs.Window | None = None  # the one that the steps are compared with
@@ -369,12 +369,13 @@ class Watch:
     @property
     def _is_slow(self) -> bool:
         """Whether steps have been slow for a minute, and a report may follow."""
-        return self._slow >= MINUTE and self._clock() - self._judged >= PAUSE
+        return self._slow >= MINUTE and len(self._steps) >= _FEWEST and self._clock() - self._judged >= PAUSE
 
     def _add(self, step: Step, limit: float) -> None:
         """Add a step to those of the last minute, and count the seconds for which their mean has been above the limit.
 
-        Steps of a millisecond are many in a minute: so they share entries, and all entries are read only when one begins.
+        A run's first minute counts, too, so that a run that is slow from its start is reported after one minute and not after two. Steps of a
+        millisecond are many in a minute: so they share entries, and all entries are read only when one begins.
         """
         steps = self._steps
         self._seconds, self._count = self._seconds + step.seconds, self._count + step.number
@@ -385,8 +386,8 @@ class Watch:
             while len(steps) > _FEWEST and self._seconds - steps[0].seconds >= MINUTE:
                 oldest = steps.popleft()
                 self._seconds, self._count = self._seconds - oldest.seconds, self._count - oldest.number
-            self._exceeds = len(steps) >= _FEWEST and self._seconds >= MINUTE and self._seconds > limit * (self._count - 1)
-            if self._exceeds:
+            self._exceeds = len(steps) < _FEWEST or self._seconds > limit * (self._count - 1)
+            if self._exceeds and len(steps) >= _FEWEST:
                 longest = max(steps)
                 self._exceeds = self._seconds - longest.seconds > limit * (self._count - longest.number)
         self._slow = self._slow + step.seconds if self._exceeds else 0.0
