@@ -95,7 +95,7 @@ def fit(
         state: the state of this pipeline that a new run begins with, which is consumed; by default that of `Pipeline.init`.
         run_dir: the run folder, a new one or that of the run to resume; None: nothing is written.
         checkpoint: steps between checkpoints, or the keys of a config's section `checkpoint`: `{"every": 100, "keep": 2}`; None: none.
-        log: further logs in the run folder, "tensorboard" and "wandb".
+        log: further logs of the run: "tensorboard", "wandb", "trackio" and "mlflow".
         log_every: steps between rows of `metrics.jsonl`.
         callbacks: objects with some of the methods `on_step`, `on_eval` and `on_checkpoint`, which get a `StepRecord`, an `EvalRecord` and
             a `CheckpointRecord`, and return None, or "stop" to end the run one or two steps later.
