@@ -321,6 +321,17 @@ def test_files_that_a_page_of_the_root_names_exist(page):
     assert not [name for name in named if not (ROOT / name).exists()]
 
 
+def test_the_table_of_what_libraries_do_names_every_module_of_data():
+    """A package is named as one, and all modules with it; those of `files` are named one by one."""
+    folder = ROOT / "train" / "jpipe_train" / "data"
+    _, _, section = (ROOT / "CONTRIBUTING.md").read_text().partition("## Data and libraries\n")
+    cells = re.findall(r"^\| (`.+?) \|", section.partition("\n## ")[0], re.MULTILINE)
+    named = [name for cell in cells for name in re.findall(r"`([\w.]+)`", cell)]
+    modules = {path.stem for path in [*folder.glob("*.py"), *(init.parent for init in folder.glob("*/__init__.py"))]}
+    modules |= {f"files.{path.stem}" for path in (folder / "files").glob("*.py") if path.stem != "__init__"}
+    assert sorted(named) == sorted(modules - {"__init__", "files"})
+
+
 def test_pages_that_the_code_names_exist():
     """Messages, docstrings, comments and configs name pages by their paths."""
     folders = ("jpipe", "planner", "train", "configs", "examples", "benchmarks", "docs")
