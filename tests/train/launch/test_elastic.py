@@ -423,21 +423,23 @@ def check_same_as_by_hand(folder: Path, config: dict, history: list[Part], monke
 
 
 @pytest.mark.slow
-def test_a_run_that_loses_two_processes_ends_as_one_whose_plan_was_changed_by_hand(tmp_path, monkeypatch):
-    deaths = {3: (2, 5), 2: (0, 9)}  # the last of three at step 5, the first of two at step 9
-    config, history, lines = elastic_run(tmp_path, 3, 14, deaths, 0, "--elastic", "1:3", "--retry-after", "10000")
-    assert [(part.first, part.end, part.devices) for part in history] == [(0, 4, 3), (4, 8, 2), (8, 14, 1)]
-    assert changes_of_plan(history) == [(4, "2 stages"), (8, "1 stage")]
+@pytest.mark.parametrize("most", [3, pytest.param(4, marks=pytest.mark.exhaustive)])
+def test_a_run_that_loses_two_processes_ends_as_one_whose_plan_was_changed_by_hand(most, tmp_path, monkeypatch):
+    fewer, fewest = most - 1, most - 2
+    deaths = {most: (fewer, 5), fewer: (0, 9)}  # the last of all at step 5, the first of those that are left at step 9
+    config, history, lines = elastic_run(tmp_path, most, 14, deaths, 0, "--elastic", f"{fewest}:{most}", "--retry-after", "10000")
+    assert [(part.first, part.end, part.devices) for part in history] == [(0, 4, most), (4, 8, fewer), (8, 14, fewest)]
+    assert changes_of_plan(history) == [(4, f"{fewer} stages"), (8, "1 stage" if fewest == 1 else f"{fewest} stages")]
     assert history[0].pause is history[0].repeated is None
     for part in history[1:]:
         assert part.pause > 0
         assert part.repeated in (0, 1)  # of the batch in which a process died the others know nothing
     for words in (
-        "jpipe: starting 2 of 3 processes, without slot 2",
-        "plan for 2 of 3 processes: num_stages 2 instead of 3",
+        f"jpipe: starting {fewer} of {most} processes, without slot {fewer}",
+        f"plan for {fewer} of {most} processes: num_stages {fewer} instead of {most}",
         "resumes at step 4, with other values for plan",
-        "jpipe: starting 1 of 3 processes, without slots 0, 2",
-        "plan for 1 of 3 processes: num_stages 1 instead of 3",
+        f"jpipe: starting {fewest} of {most} processes, without slots 0, {fewer}",
+        f"plan for {fewest} of {most} processes: num_stages {fewest} instead of {most}",
         "resumes at step 8, with other values for plan",
     ):
         assert words in lines
