@@ -153,6 +153,8 @@ def test_clocks_apart_are_reported_beyond_what_is_known_of_them(offset, level):
     (finding,) = [f for f in judge(several({}, {"clock": {"offset": offset, "uncertainty": 0.01}})) if f.what == "clocks"]
     assert finding.level == level
     assert finding.found == f"at most {offset * 1e3:+.2f} ms from process 0, in process 1 (known to 10.00 ms)"
+    same = several({}, {"clock": {"offset": -1e-6, "uncertainty": 0.01}})
+    assert "at most 0.00 ms from" in next(f for f in judge(same) if f.what == "clocks").found
     unknown = several({}, {"clock": {"offset": offset, "uncertainty": abs(offset)}})
     assert next(f for f in judge(unknown) if f.what == "clocks").level == "ok"
 

@@ -200,7 +200,9 @@ def _clocks(everyone: Sequence[Facts]) -> Iterator[Finding]:
     apart = {index: max(abs(clock["offset"]) - clock["uncertainty"], 0.0) for index, clock in clocks.items()}
     worst = max(apart, key=lambda index: (apart[index], abs(clocks[index]["offset"])))
     offset, uncertainty = (clocks[worst][name] for name in ("offset", "uncertainty"))
-    found = f"at most {offset * 1e3:+.2f} ms from process 0, in process {worst} (known to {uncertainty * 1e3:.2f} ms)"
+    milliseconds = round(offset * 1e3, 2)
+    ahead = f"{milliseconds:+.2f}" if milliseconds else "0.00"  # not -0.00
+    found = f"at most {ahead} ms from process 0, in process {worst} (known to {uncertainty * 1e3:.2f} ms)"
     if apart[worst] > _CLOCK:
         level: Level = "problem" if apart[worst] > _WRONG_CLOCK else "note"
         yield Finding(level, "clocks", found, "synchronize the hosts (chrony or ntpd): certificates, logs and file times depend on it")
