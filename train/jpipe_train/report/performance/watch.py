@@ -374,8 +374,8 @@ class Watch:
     def _add(self, step: Step, limit: float) -> None:
         """Add a step to those of the last minute, and count the seconds for which their mean has been above the limit.
 
-        A run's first minute counts, too, so that a run that is slow from its start is reported after one minute and not after two. Steps of a
-        millisecond are many in a minute: so they share entries, and all entries are read only when one begins.
+        The first minute of a run counts, too: a run that is slow from its start is reported after one minute and not after two. Steps of a
+        millisecond are many in a minute, so they share entries, and all entries are read only when one begins.
         """
         steps = self._steps
         self._seconds, self._count = self._seconds + step.seconds, self._count + step.number
