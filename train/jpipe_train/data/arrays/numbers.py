@@ -7,6 +7,7 @@ import jax
 import numpy as np
 
 from jpipe.errors import short
+from jpipe_train.data.files.kinds import is_number
 from jpipe_train.data.files.wrong_lines import WrongLine, value_of
 
 Key = str | Sequence[str]
@@ -81,7 +82,7 @@ def _of_cells(cells: Sequence[str], names: Sequence[str], *, is_target: bool) ->
     try:
         return np.asarray(list(map(float, cells)), np.float64)
     except ValueError:
-        name, cell = next((name, cell) for name, cell in zip(names, cells, strict=True) if not _is_number(cell))
+        name, cell = next((name, cell) for name, cell in zip(names, cells, strict=True) if not is_number(cell))
         raise WrongLine(f"expected a number in {name!r}, found {short(cell)[:100]}") from None
 
 
@@ -102,14 +103,6 @@ def _is_integer(cell: str) -> bool:
     """Return whether a cell is written as an integer that has 64 bits."""
     cell = cell.strip()
     return (cell[1:] if cell[:1] in ("-", "+") else cell).isdecimal() and len(cell) <= 18
-
-
-def _is_number(cell: str) -> bool:
-    try:
-        float(cell)
-    except ValueError:
-        return False
-    return True
 
 
 def _array(value: Any, name: str) -> np.ndarray:

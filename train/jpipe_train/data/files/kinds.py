@@ -254,7 +254,7 @@ def _table(lines: Sequence[str]) -> Kind | None:
         rows = _cells(lines, delimiter)
         if len(rows) < _FEW_ROWS or len(rows[0]) < 2 or any(len(row) != len(rows[0]) for row in rows):
             continue
-        if all(_is_number(cell) for row in rows for cell in row):
+        if all(is_number(cell) for row in rows for cell in row):
             return Kind(name, _ROWS, (), "table", delimiter)
         if _is_header(rows[0], rows[1:]):
             return Kind(name, _ROWS, tuple(cell.strip() for cell in rows[0]), "table", delimiter)
@@ -286,12 +286,13 @@ def _is_header(header: Sequence[str], rows: Sequence[Sequence[str]]) -> bool:
     spaced = any(cell[:1].isspace() for cell in header[1:])
     if len(set(names)) < len(names) or not any(usual) or (spaced and unusual):
         return False
-    if not all(_is_number(name) or (name == "" == names[0]) for name in unusual):
+    if not all(is_number(name) or (name == "" == names[0]) for name in unusual):
         return False
-    return not (unusual or spaced) or any(all(map(_is_number, column)) for column in zip(*rows, strict=True))
+    return not (unusual or spaced) or any(all(map(is_number, column)) for column in zip(*rows, strict=True))
 
 
-def _is_number(cell: str) -> bool:
+def is_number(cell: str) -> bool:
+    """Return whether a cell is written as a number."""
     try:
         float(cell)
     except ValueError:
