@@ -3,22 +3,26 @@
 Replica k of every stage forms pipeline k, of w. Each pipeline makes its updates from its own microbatches alone, by the schedule, with
 optimizer state of its own; no gradients are summed. All counts from 0; update u makes version u + 1.
 
-    agreement   after update u of stage s, if (u + 1 - o_s) mod H = 0, between that update and the first forward that reads version u + 1
+    begins      after update u of stage s, if (u + 1 - o_s) mod H = 0
     changes     D_k = A - W_k: the agreed weights A since the last agreement (at first the initial weights) less version u + 1 of pipeline k
     mean        D = (D_0 + … + D_{w-1}) / w, each pipeline counting once, whatever the weights of its microbatches
     outer step  V = D + μ V, A = A - η (D + μ V): SGD with Nesterov's momentum; V begins with zeros
-    goes on     version u + 1 of every pipeline is A: its next update starts from A
+    applied     after update u + τ, between that update and the first forward that reads version u + τ + 1: this version becomes A if τ = 0,
+                otherwise α W_k + (1 - α) A with W_k what it was; the next update of each pipeline starts from it
 
-Order: update u, agreement, then whatever reads version u + 1, update u + 1 included. Versions that microbatches in flight have read stay as
-they are until their backwards are done: an agreement changes the newest version only. So a gradient that is late (PipeDream, PipeDream-2BW)
-is applied to the agreed weights, as it is to any newer version. The optimizer state of a pipeline is its own throughout.
+Order: update u, agreement, then whatever reads version u + 1, update u + 1 included. With a delay τ the pipelines go on from their own
+weights while the mean is under way, and its result is applied τ updates later, τ < H, so that one agreement ends before the next begins.
+Versions that microbatches in flight have read stay as they are until their backwards are done: an agreement changes the newest version
+only. So a gradient that is late (PipeDream, PipeDream-2BW) is applied to the agreed weights, as it is to any newer version. The optimizer
+state of a pipeline is its own throughout.
 
 o_s is 0 where all stages agree at once. In F fragments of consecutive stages, fragment f = floor(s F / d) of stage s of d has
-o_s = floor(f H / F): each stage agrees every H updates, and fragments at different updates (Streaming DiLoCo, without its delay). The first
-round of a fragment with o_s > 0 has o_s updates.
+o_s = floor(f H / F): each stage agrees every H updates, and fragments at different updates. The first round of a fragment with o_s > 0 has
+o_s updates. Fragments and a delay together are Streaming DiLoCo; α is its mixing factor.
 
-The agreed weights are what is evaluated and exported; between agreements they are those of the last one, with H = 1, η = 1, μ = 0 and SGD
-those of data parallelism. References: DiLoCo (arXiv:2311.08105), algorithm 1; Streaming DiLoCo (arXiv:2501.18512), section 3.
+The agreed weights are what is evaluated and exported, between agreements those of the last one that has begun, also where it is still to be
+applied; with H = 1, η = 1, μ = 0 and SGD they are those of data parallelism. References: DiLoCo (arXiv:2311.08105), algorithm 1; Streaming
+DiLoCo (arXiv:2501.18512), sections 2 and 3.
 """
 
 import reprlib
@@ -28,6 +32,8 @@ import pydantic
 from pydantic import Field
 
 from jpipe.plan._stage import Int, as_int
+
+_MIXING = 0.5
 
 
 class OuterOptimizer(pydantic.BaseModel):
@@ -54,6 +60,10 @@ class Agreement(pydantic.BaseModel):
         outer: how the agreed weights move.
         fragments: None, the default: all stages agree after the same update. "stages": one stage after the other, at updates that are
             spread over the H. A number: as many fragments of consecutive stages, at most as many as there are stages.
+        delay: τ, how many updates later an agreement is applied, below `every`; meanwhile the pipelines go on from their own weights. 0,
+            the default: a stage waits for the agreement.
+        mixing: α, the share of its own weights that a pipeline keeps when it applies an agreement late, at least 0 and below 1; 0.5 by
+            default. Without a delay nothing is mixed.
     """
 
     model_config = pydantic.ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -61,6 +71,8 @@ class Agreement(pydantic.BaseModel):
     every: Annotated[Int, Field(ge=1, le=10**9)]
     outer: OuterOptimizer = OuterOptimizer()
     fragments: Literal["stages"] | Annotated[Int, Field(ge=1)] | None = None
+    delay: Annotated[Int, Field(ge=0)] = 0
+    mixing: Annotated[float, Field(ge=0, lt=1)] = _MIXING
 
     @pydantic.field_validator("fragments", mode="before")
     @classmethod
@@ -70,8 +82,17 @@ class Agreement(pydantic.BaseModel):
             raise ValueError(f"expected 'stages', a number of 1 or more, or null, found {reprlib.repr(value)}")
         return count
 
+    @pydantic.model_validator(mode="after")
+    def _is_applied_in_time(self) -> "Agreement":
+        if self.delay >= self.every:
+            expected = f"fewer updates than every, {self.every}, because an agreement is applied before the next one begins"
+            raise ValueError(f"delay: expected {expected}, found {self.delay}")
+        if not self.delay and self.mixing != _MIXING:
+            raise ValueError(f"mixing: expected none without a delay, found {self.mixing}; nothing is mixed then: remove it, or give delay")
+        return self
+
     def last(self, s: int, depth: int, updates: int) -> int:
-        """Return the version of stage s at its last agreement, after some updates; 0 before the first agreement.
+        """Return the version of stage s at its last agreement that has begun, after some updates; 0 before the first agreement.
 
         Args:
             s: the stage.
@@ -81,3 +102,14 @@ class Agreement(pydantic.BaseModel):
         fragments = depth if self.fragments == "stages" else self.fragments or 1
         offset = s * fragments // depth * self.every // fragments
         return max(updates - (updates - offset) % self.every, 0)
+
+    def under_way(self, s: int, depth: int, updates: int) -> int | None:
+        """Return the update with which an agreement of stage s has begun that is still to be applied, after some updates, or None.
+
+        Args:
+            s: the stage.
+            depth: the number of stages.
+            updates: how many updates the stage has made.
+        """
+        begun = self.last(s, depth, updates) - 1
+        return begun if begun >= 0 and begun + self.delay >= updates else None

@@ -210,8 +210,17 @@ class Plan(pydantic.BaseModel):
         return self.replicas[s] > 1 and self.agree is None
 
     def agrees(self, s: int, update: int) -> bool:
-        """Return whether the parallel pipelines agree on the weights of stage s after an update, counted from 0."""
+        """Return whether an agreement of parallel pipelines on the weights of stage s begins after an update, counted from 0."""
         return self.agree is not None and self.agree.last(s, self.depth, update + 1) == update + 1
+
+    def agreement_applied(self, s: int, update: int) -> int | None:
+        """Return the update with which the agreement has begun that stage s applies after an update; None: it applies none."""
+        begun = update - (0 if self.agree is None else self.agree.delay)
+        return begun if begun >= 0 and self.agrees(s, begun) else None
+
+    def agreement_under_way(self, s: int, updates: int) -> int | None:
+        """Return the update with which an agreement of stage s has begun that it applies after a later one than the first `updates`."""
+        return None if self.agree is None else self.agree.under_way(s, self.depth, updates)
 
     def delay(self, s: int, update: int) -> float:
         """Return the mean age, in updates, of the weights that the gradients of an update were computed with.

@@ -131,9 +131,10 @@ def _sums_allow(i: Instruction, index: int, parts: _Parts, plan: Plan, sums: Seq
     if isinstance(i, _SUMS):
         parts.setdefault((s, i.batch, type(i) is SumChanges), []).append(index)
     elif isinstance(i, Agree) or (isinstance(i, _NEED_SUM) and plan.sums_gradients(s)):
-        part = parts.get((s, i.batch, type(i) is Agree), [])
+        batch = i.begun if isinstance(i, Agree) else i.batch
+        part = parts.get((s, batch, isinstance(i, Agree)), [])
         if 0 < len(part) < sums[s]:
             return False
         if max(part, default=index) > index:
-            raise Violation.at(plan, i.worker, f"{i} stands before the sum of {i.batch} in the total order")
+            raise Violation.at(plan, i.worker, f"{i} stands before the sum of {batch} in the total order")
     return True

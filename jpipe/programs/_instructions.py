@@ -116,7 +116,7 @@ class Update:
 class SumChanges:
     """Begin to sum over the parallel pipelines how far each has moved the weights of its stage since they last agreed, with update `batch`.
 
-    The instructions of all replicas stand side by side in the total order.
+    The instructions of all replicas stand side by side in the total order. The rank does not wait for the sum: `Agree` does.
     """
 
     worker: int
@@ -125,10 +125,14 @@ class SumChanges:
 
 @dataclass(frozen=True, slots=True)
 class Agree:
-    """Move the agreed weights with the mean of the changes, and go on from them: version `batch + 1` becomes the agreed weights."""
+    """Move the agreed weights with the mean of the changes since update `begun`, and go on from them with version `batch + 1`.
+
+    If the agreement is applied at once, `begun` is `batch`, and the version becomes the agreed weights; otherwise it is mixed with them.
+    """
 
     worker: int
     batch: int
+    begun: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +209,7 @@ def shifted(instruction: Instruction, plan: Plan, batches: int) -> Instruction:
         microbatches = batches * plan.microbatches
         later = {"optimizer": 0, "versions": updates, "residuals": microbatches, "stash": microbatches}[instruction.what]
         return replace(instruction, number=instruction.number + later)
-    moved = {"microbatch": batches * plan.microbatches, "version": updates, "batch": updates, "retires": updates}
+    moved = {"microbatch": batches * plan.microbatches, **dict.fromkeys(("version", "batch", "begun", "retires"), updates)}
     fields = {name: getattr(instruction, name) for name in instruction.__slots__}
     return replace(instruction, **{name: value + moved[name] for name, value in fields.items() if name in moved and value is not None})
 

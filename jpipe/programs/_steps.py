@@ -6,7 +6,7 @@ from functools import cached_property
 from itertools import chain
 
 from jpipe.plan import Plan
-from jpipe.programs._instructions import Agree, Program, SumChanges
+from jpipe.programs._instructions import Agree, Instruction, Program, SumChanges
 from jpipe.programs._simulate import verify
 from jpipe.programs.lowering import Run, batches_until_full
 from jpipe.schedules import SCHEDULES
@@ -24,7 +24,8 @@ class Steps:
     The batches that are flushed first also share one program: that of the first batch of a plan that flushes only this one.
 
     Pipelines that agree after some updates do so after each in what is verified. A step leaves out the agreements that are not due, which
-    removes nothing but waits, so that there are not as many programs as updates between two agreements.
+    removes nothing but waits, so that there are not as many programs as updates between two agreements. Where agreements are applied some
+    updates late, those of what is verified are applied at once, and a step has in their places those that have begun earlier.
 
     Args:
         plan: what runs.
@@ -38,7 +39,7 @@ class Steps:
     ) -> None:
         self.shared = shared
         self._given, self._flushed, self._global_norm = plan, plan.flush_first, global_norm
-        agree = None if plan.agree is None else plan.agree.model_copy(update={"every": 1})
+        agree = None if plan.agree is None else plan.agree.model_copy(update={"every": 1, "delay": 0})
         self._plan = plan.model_copy(update={"flush_first": min(plan.flush_first, 1), "agree": agree})
         everyone = frozenset(range(len(plan.workers)))
         self._workers = None if workers is None or everyone <= set(workers) else frozenset(workers)
@@ -47,7 +48,9 @@ class Steps:
         self._runs: dict[int, Run] = {}  # by the batch before which the pipeline is empty, as are the following
         self._parts: dict[tuple[int, int, bool], Program] = {}  # by batches since then, and whether it is a drain
         self._programs: dict[tuple[int, int, bool], Program] = {}  # the same of the workers alone
-        self._agreeing: dict[tuple[tuple[int, int, bool], tuple[bool, ...]], Program] = {}  # the same with the agreements that are due
+        self._agreeing: dict[
+            tuple[tuple[int, int, bool], tuple[int | None, ...]], Program
+        ] = {}  # the same with the agreements that are due
 
     def of(self, workers: Collection[int]) -> "Steps":
         """Return the programs of some workers, such as those of a process."""
@@ -88,13 +91,24 @@ class Steps:
         return self._programs[name] if self._given.agree is None else self._with_due_agreements(name, shift), shift
 
     def _with_due_agreements(self, name: tuple[int, int, bool], shift: int) -> Program:
-        """Return a program with those of its agreements that are due when it runs `shift` batches later."""
+        """Return a program with the agreements that begin and are applied when it runs `shift` batches later."""
         program, plan = self._programs[name], self._given
-        agreements = [i for i in program.instructions if isinstance(i, (SumChanges, Agree))]
-        due = {(i.worker, i.batch): plan.agrees(plan.workers[i.worker][0], i.batch + shift) for i in agreements}
-        key = name, tuple(due.values())
+
+        def due(i: SumChanges | Agree) -> int | None:
+            """Return the update, as the program counts, with which the agreement of an instruction has begun; None: it is not due."""
+            s, update = plan.workers[i.worker][0], i.batch + shift
+            begun = plan.agreement_applied(s, update) if isinstance(i, Agree) else update if plan.agrees(s, update) else None
+            return None if begun is None else begun - shift
+
+        agreements = {i: due(i) for i in program.instructions if isinstance(i, (SumChanges, Agree))}
+        key = name, tuple(agreements.values())
         if key not in self._agreeing:
-            kept = (i for i in program.instructions if not isinstance(i, (SumChanges, Agree)) or due[i.worker, i.batch])
+            kept = list[Instruction]()
+            for i in program.instructions:
+                if not isinstance(i, (SumChanges, Agree)):
+                    kept.append(i)
+                elif (begun := agreements[i]) is not None:
+                    kept.append(replace(i, begun=begun) if isinstance(i, Agree) else i)
             self._agreeing[key] = replace(program, instructions=tuple(kept))
         return self._agreeing[key]
 

@@ -64,7 +64,7 @@ class Verifier:
         self._computations = computations
         self._most_versions = self._schedule.versions_alive(self._plan, self._stage)
         self._versions = versions_before(self._plan, number, program.start)
-        self._buffers: set[tuple[str, int]] = set()  # (kind, microbatch or batch)
+        self._buffers: set[tuple[str, int]] = self._changes_under_way(program.start)  # (kind, microbatch or batch)
         self._accumulated = 0  # backwards of the batch that is being accumulated
         self._unfinished: list[Compute] = []  # the remaining parts of the last computation, in order
         self._sets_aside = program.sets_aside[self._stage]
@@ -76,7 +76,8 @@ class Verifier:
         self._norms: set[int] = set()  # that the worker has, by the last microbatch of their batch
         # What waits in host memory, and its number.
         self._away: set[tuple[Kept, int]] = {_OPTIMIZER} if self._plan.offloads("optimizer", self._stage) else set()
-        self._to_agree: set[int] = set()  # versions on which the pipelines have still to agree, before anything reads them
+        # Updates, before anything reads their versions: with which an agreement has still to begin, and after which one is to be applied.
+        self._to_begin, self._to_apply = set[int](), set[int]()
 
     def check(self, i: Instruction) -> None:
         """Check the worker's next instruction.
@@ -96,8 +97,9 @@ class Verifier:
             self._fail(f"the program ends before {computation}")
         if self._unfinished:
             self._fail(f"the program ends before {self._unfinished[0]}")
-        if self._buffers:
-            self._fail(f"left behind: {sorted(self._buffers)}")
+        if self._buffers != (under_way := self._changes_under_way(self._program.end)):
+            expected = f", expected {sorted(under_way)}" if under_way else ""
+            self._fail(f"left behind: {sorted(self._buffers)}{expected}")
         needed = versions_before(self._plan, self._number, self._program.end)
         if self._versions != needed:
             self._fail(f"versions {sorted(self._versions)} are left, expected {sorted(needed)}")
@@ -207,18 +209,24 @@ class Verifier:
         self._versions.add(i.batch + 1)
         self._missing[i.batch + 1] = set(self._other_replicas)
         if self._plan.agrees(self._stage, i.batch):
-            self._to_agree.add(i.batch + 1)
+            self._to_begin.add(i.batch)
+        if self._plan.agreement_applied(self._stage, i.batch) is not None:
+            self._to_apply.add(i.batch)
         if len(self._versions) > self._most_versions:
             self._fail(f"{i} leaves versions {sorted(self._versions)} alive, expected at most {self._most_versions}")
 
     def _sum_changes(self, i: SumChanges) -> None:
-        if i.batch + 1 not in self._to_agree:
-            self._fail(f"{i}: version {i.batch + 1} is not one on which the pipelines have to agree, those are {sorted(self._to_agree)}")
+        if i.batch not in self._to_begin:
+            self._fail(f"{i}: no agreement begins there, but with updates {sorted(self._to_begin)}")
         self._put("changes", i.batch)
+        self._to_begin.remove(i.batch)
 
     def _agree(self, i: Agree) -> None:
-        self._take("changes", i.batch)
-        self._to_agree.remove(i.batch + 1)
+        begun = self._plan.agreement_applied(self._stage, i.batch)
+        if i.batch not in self._to_apply or i.begun != begun:
+            self._fail(f"{i}: after this update the agreement of update {begun} is to be applied, once")
+        self._take("changes", i.begun)
+        self._to_apply.remove(i.batch)
 
     def _release(self, i: Release) -> None:
         self._free(i.version, i)
@@ -260,6 +268,11 @@ class Verifier:
         self._check_whole(version, i)
         self._need(("versions", version), i)
 
+    def _changes_under_way(self, batch: int) -> set[tuple[str, int]]:
+        """Return the buffer with the changes of an agreement that has begun before a batch and is applied later, if there is one."""
+        begun = self._plan.agreement_under_way(self._stage, batch * self._plan.updates_per_batch(self._stage))
+        return set() if begun is None else {("changes", begun)}
+
     def _check_kept(self, i: Offload | Fetch) -> None:
         """Check that something is what the plan moves, and that it exists."""
         if not self._plan.offloads(i.what, self._stage):
@@ -283,7 +296,7 @@ class Verifier:
 
     def _check_whole(self, version: int, where: object) -> None:
         """Check that a version has the weights of all replicas that update some of them, and that the pipelines have agreed on it."""
-        if version in self._to_agree:
+        if version - 1 in self._to_begin | self._to_apply:
             self._fail(f"{where}: the pipelines have not agreed on version {version}")
         if missing := self._missing.get(version):
             self._fail(f"{where}: version {version} lacks the weights that workers {sorted(missing)} have updated")

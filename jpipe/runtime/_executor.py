@@ -15,6 +15,7 @@ from jpipe.processes._membership import Processes
 from jpipe.programs._instructions import Program, Receive, Send
 from jpipe.programs._steps import Steps
 from jpipe.programs.lowering import lower_evaluation
+from jpipe.runtime._agreed import agreed_params
 from jpipe.runtime._interpreter import Observer, read_data, run
 from jpipe.runtime._join import BatchComparison
 from jpipe.runtime._metrics import DelayNorms, Evaluation, Metrics, MetricsExchange
@@ -321,7 +322,7 @@ class Executor:
             f, (s, _) = stage.functions, self._plan.workers[w]
             newest = worker.weights.read(worker.weights.newest)
             if worker.agreed is not None:
-                entries = agreed_params(f, worker)
+                entries = agreed_params(stage, worker)
             elif weights == "ema":
                 entries = average_params(f, from_host_memory(worker.optimizer), from_host_memory(newest), f.specs.fresh)
             elif has_masters or f.predicts:
@@ -359,7 +360,7 @@ class Executor:
             number, f = version * self._plan.updates_per_batch(self._plan.workers[w][0]), stage.functions
             newest = worker.weights.read(worker.weights.newest)
             if worker.agreed is not None:
-                params = agreed_params(f, worker)
+                params = agreed_params(stage, worker)
             elif weights == "ema":
                 params = average_params(f, from_host_memory(worker.optimizer), from_host_memory(newest), f.specs.params)
             elif f.predicts:
@@ -391,12 +392,6 @@ class Executor:
             last_stages = {w: stage for w, stage in stages.items() if stage.functions.last}
             self._measuring[key] = with_metrics(last_stages, metrics)
         return stages | self._measuring.get(key, {})
-
-
-def agreed_params(f: StageFunctions, worker: WorkerState) -> Tree:
-    """Return the weights on which the pipelines have agreed last, with the frozen parameters."""
-    assert worker.agreed is not None
-    return f.trained.joined(worker.agreed.params, worker.weights.read(worker.weights.newest))
 
 
 def copy(tree: Tree) -> Tree:

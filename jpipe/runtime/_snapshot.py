@@ -2,6 +2,7 @@
 
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -14,13 +15,14 @@ from jpipe.model._precision import LossScale
 from jpipe.model.layerwise._optimizer import masters_of
 from jpipe.ops import OPS
 from jpipe.plan import Kept, Plan
-from jpipe.programs._instructions import Agree, AllReduce, Compute, Update
+from jpipe.programs._instructions import Agree, AllReduce, Compute, SumChanges, Update
+from jpipe.runtime._agreed import last_agreed
 from jpipe.runtime._interpreter import Event
 from jpipe.runtime._plain import Plain, checked_dict, from_plain, names_in, overlaid, to_plain, without
-from jpipe.runtime.state import WorkerState, copied_to_host, weights_of
+from jpipe.runtime.state import PendingUpdate, WorkerState, copied_to_host, weights_of
 from jpipe.runtime.state._saved_optimizer import masters_in, with_buffers, without_prediction
 from jpipe.schedules import SCHEDULES
-from jpipe.stages._agreement import Agreed
+from jpipe.stages._agreement import ALREADY_AGREED, Agreed
 from jpipe.stages._arrays import Arrays, Share, shardings_of
 from jpipe.stages._compiled_stage import CompiledStage
 from jpipe.stages.functions._floats import floats_of, with_floats
@@ -77,7 +79,12 @@ class Snapshot:
 
     def __call__(self, event: Event) -> None:
         """Observe one instruction."""
-        self._parts[event.instruction.worker].see(event)
+        i = event.instruction
+        self._parts[i.worker].see(event)
+        if isinstance(i, SumChanges):  # with the last replica of this process all of them have the mean
+            for w in self.plan.stage_workers[self.plan.workers[i.worker][0]]:
+                if w in self._parts:
+                    self._parts[w].see_changes(event.state)
 
     @property
     def complete(self) -> bool:
@@ -91,10 +98,10 @@ class Snapshot:
         `optimizer`, of the trained parameters; `state`; and with a dynamic
         loss scale `loss_scale`, by version as `params`. Replicas differ only in layer state: the layer has that of the first replica,
         entries such as "block_0 replica 1" have those of the other replicas. With `Plan.shard_optimizer` the optimizer state of a layer is
-        in the entry of the replica that updates it. With `Plan.agree` the one version in `params` is that on which the pipelines last
-        agreed, `outer_momentum` is that of the outer optimizer, and each replica's entry has in `own` the trained parameters of its
-        pipeline, by version as `params` otherwise, and in `optimizer` its optimizer state. With `Links.sums` the entry of each replica has
-        in `sum_error` what rounding has lost of its gradients. With `Links.rows` the first layer of each stage but the first has in
+        in the entry of the replica that updates it. With `Plan.agree` the one version in `params` is that of the last agreement that began
+        before the batch, `outer_momentum` is that of the outer optimizer, and each replica's entry has in `own` the trained parameters of
+        its pipeline, by version as `params` otherwise, and in `optimizer` its optimizer state. With `Links.sums` the entry of each replica
+        has in `sum_error` what rounding has lost of its gradients. With `Links.rows` the first layer of each stage but the first has in
         `remembered` what is remembered of the activations that are `received` there, for both ends of the cut. Parts without arrays are
         left out.
         """
@@ -126,7 +133,7 @@ class _Part:
     """The part of the snapshot that is copied from one worker."""
 
     def __init__(self, plan: Plan, worker: int, batch: int, stage: CompiledStage) -> None:
-        f, self._share = stage.functions, stage.share
+        f, self._compiled, self._share = stage.functions, stage, stage.share
         s, self._replica = plan.workers[worker]
         self._plan, self._stage = plan, s
         self._replicas = plan.replicas[s]
@@ -139,8 +146,10 @@ class _Part:
         self._scales: dict[int, LossScale] = {}
         self._optimizer: Tree = None
         self._state: Tree = None  # layer state after the last forward before the batch
-        self._last = Agree if plan.agrees(s, self._newest - 1) else Update  # what completes the newest weights
+        self._last = Update if plan.agreement_applied(s, self._newest - 1) is None else Agree  # what completes the newest weights
         self._agreed: Agreed | None = None
+        self._under_way = plan.agreement_under_way(s, self._newest)  # the update of an agreement that is applied after the batch begins
+        self._changes: Tree = None  # the mean of its changes
         self._last_part = len(plan.stages[s].sum_parts) - 1
         self._error: dict[str, Tree] = {}  # what rounding has lost of the gradients of the updates before the batch
         self._received: Tree = None  # the activations of rows that it remembers, after the last forward before the batch
@@ -154,7 +163,13 @@ class _Part:
 
     @property
     def complete(self) -> bool:
-        return self._optimizer is not None and self._newest in self._versions
+        is_known = self._under_way is None or self._changes is not None
+        return self._optimizer is not None and self._newest in self._versions and is_known
+
+    def see_changes(self, state: WorkerState) -> None:
+        """Note the mean of the changes of the agreement that is under way, if a worker of the stage has it."""
+        if self._changes is None and self._under_way is not None and self._under_way in state.updates:
+            self._changes = state.updates[self._under_way].changes
 
     def see(self, event: Event) -> None:
         if self.complete:
@@ -167,13 +182,15 @@ class _Part:
         if isinstance(i, AllReduce) and i.batch + 1 == self._newest and i.part in (None, self._last_part):
             self._error = _copied(state.sum_error or {})
         if isinstance(i, (Update, Agree)):
-            self._open = i.batch + 1 if type(i) is Update and self._plan.agrees(self._stage, i.batch) else None
+            is_open = type(i) is Update and self._plan.agreement_applied(self._stage, i.batch) is not None
+            self._open = i.batch + 1 if is_open else None
         if isinstance(i, self._last) and i.batch + 1 == self._newest:
             self._optimizer, self._agreed = self._copied("optimizer", state.optimizer), _copied(state.agreed)
             if not self._has_begun:  # the layer state perhaps has the mean over the replicas
                 self._state = _copied(state.layer_state)
                 if self._received is None:  # an update changes none, so that they are copied once
                     self._received = _copied(_received(state))
+        self.see_changes(state)
         if self._has_begun or self._optimizer is not None:  # the oldest version that the batch reads may be retired before the last update
             for version in set(state.weights.versions) - self._versions.keys() - {self._open}:
                 params = state.weights.read(version)
@@ -223,14 +240,19 @@ class _Part:
     def _own_parts(self, layer_id: str) -> Plain:
         """Return the weights of a layer of a pipeline that agrees: its own, and for the first pipeline those on which all have agreed."""
         own = {str(self._newest - v): to_plain(self._trained.part(params)[layer_id]) for v, params in self._versions.items()}
-        if self._replica or self._agreed is None:
+        if self._replica or self._last_agreed is None:
             return {"own": own}
-        params = self._trained.joined(self._agreed.params, self._versions[self._newest])
+        params = self._trained.joined(self._last_agreed.params, self._versions[self._newest])
         return {
             "own": own,
             "params": {"0": to_plain(params[layer_id])},
-            "outer_momentum": to_plain(self._agreed.momentum.get(layer_id, {})),
+            "outer_momentum": to_plain(self._last_agreed.momentum.get(layer_id, {})),
         }
+
+    @cached_property
+    def _last_agreed(self) -> Agreed | None:
+        """The result of the last agreement that began before the batch."""
+        return None if self._agreed is None else last_agreed(self._compiled, self._agreed, self._changes)
 
 
 def _received(state: WorkerState) -> Sequence[jax.Array]:
@@ -477,7 +499,9 @@ def restored_worker(
     weights = weights_of(whole, SCHEDULES[plan.schedule].versions_alive(plan, plan.workers[worker][0]))
     del placed  # before the activations of rows, which may take most of the memory
     rows = {end: _placed_rows(specs, remembered[end]) for end, specs in a.remembered.items()}
-    return WorkerState(weights, optimizer, state, accumulators, key, **optional, remembered=rows)
+    begun = plan.agreement_under_way(plan.workers[worker][0], last)
+    updates = {} if begun is None else {begun: PendingUpdate(changes=ALREADY_AGREED)}
+    return WorkerState(weights, optimizer, state, accumulators, key, updates=updates, **optional, remembered=rows)
 
 
 def _restored_scales(f: StageFunctions, layers: Mapping[str, Plain], versions: Iterable[int]) -> dict[int, LossScale]:

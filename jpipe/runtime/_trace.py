@@ -334,12 +334,16 @@ def _waits_for(ranks: Sequence[Sequence[_Computation]], plan: Plan, global_norm:
 
 
 def _agreements_before(ranks: Sequence[Sequence[_Computation]], plan: Plan) -> dict[_Key, list[_Key]]:
-    """Return for each computation that is the first to read what pipelines have agreed on the updates of all of them."""
+    """Return for each computation that is the first to read what pipelines have agreed on the updates of all of them that it is made of."""
     first: dict[tuple[int, int], _Key] = {}  # by worker and version
     for i in (c.instruction for row in ranks if plan.agree is not None for c in row):
         first.setdefault((i.worker, i.batch if isinstance(i, Update) else i.version), _key(i))
-    agreed = {(w, version): key for (w, version), key in first.items() if version and plan.agrees(plan.workers[w][0], version - 1)}
-    return {key: [(other, "U", v - 1, 0) for other in plan.stage_workers[plan.workers[w][0]]] for (w, v), key in agreed.items()}
+    before: dict[_Key, list[_Key]] = {}
+    for (w, version), key in first.items():
+        s = plan.workers[w][0]
+        if version and (begun := plan.agreement_applied(s, version - 1)) is not None:
+            before[key] = [(other, "U", begun, 0) for other in plan.stage_workers[s]]
+    return before
 
 
 def _starts(

@@ -41,7 +41,7 @@ from jpipe.runtime.state import (
 )
 from jpipe.runtime.transport._lanes import PendingTransfer, arrived
 from jpipe.runtime.transport._transport import Transport
-from jpipe.stages._agreement import Agreed
+from jpipe.stages._agreement import ALREADY_AGREED, Agreed
 from jpipe.stages._compiled_stage import CompiledStage, UpdateNumber, update_kind
 from jpipe.stages.functions._stage import End
 from jpipe.stages.functions._sums import joined_sums, shared_with
@@ -513,11 +513,18 @@ class Worker:
             self.workers[w].change_update(update, changes=mean)
 
     def agree(self, i: Agree) -> None:
-        """Move the agreed weights, and go on from them."""
-        state, update = self.state, i.batch + self.version_shift
-        mean = arrived(state.updates[update]["changes"])
-        self.change_update(update, changes=None)
-        state.agreed, params = self.calls["agree"](state.agreed, mean)
+        """Move the agreed weights, and go on from them, or from a mixture of them with those of this pipeline."""
+        state, update, begun = self.state, i.batch + self.version_shift, i.begun + self.version_shift
+        assert self.functions.agreement is not None
+        mean = arrived(state.updates[begun]["changes"])
+        self.change_update(begun, changes=None)
+        if not self.functions.agreement.delay:
+            state.agreed, params = self.calls["agree"](state.agreed, mean)
+        else:
+            if mean != ALREADY_AGREED:
+                state.agreed = self.calls["agree"](state.agreed, mean)
+            assert state.agreed is not None
+            params = self.calls["mix"](self.functions.trained.part(state.weights.read(update + 1)), state.agreed.params)
         self.changed("weights", update + 1)
         state.weights = state.weights.with_params(update + 1, self.functions.trained.joined(params, self.frozen))
 

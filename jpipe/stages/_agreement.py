@@ -11,6 +11,10 @@ from jpipe.plan import OuterOptimizer
 Tree = Any
 
 
+ALREADY_AGREED: Tree = {}
+"""In place of the mean of the changes where a restored run has the agreed weights that were moved with it already."""
+
+
 class Agreed(NamedTuple):
     """What each pipeline keeps of a stage from one agreement to the next, the same in all of them.
 
@@ -38,7 +42,7 @@ def mean_changes(pipelines: int, total: Tree) -> Tree:
     return jax.tree.map(lambda leaf: leaf * (1 / pipelines), total)
 
 
-def agree(outer: OuterOptimizer, agreed: Agreed, mean: Tree) -> tuple[Agreed, Tree]:
+def agree(outer: OuterOptimizer, agreed: Agreed, mean: Tree) -> Agreed:
     """Move the agreed weights.
 
     Args:
@@ -47,11 +51,28 @@ def agree(outer: OuterOptimizer, agreed: Agreed, mean: Tree) -> tuple[Agreed, Tr
         mean: D.
 
     Returns:
-        The result of this one; a copy of its parameters, from which the pipeline goes on.
+        The result of this one.
     """
     momentum: Tree = {}
     if outer.momentum:
         mean, state = optax.trace(outer.momentum, nesterov=True).update(mean, optax.TraceState(agreed.momentum))
         momentum = state.trace
     params = jax.tree.map(lambda leaf, step: leaf - outer.learning_rate * step, agreed.params, mean)
-    return Agreed(params, momentum), jax.tree.map(jnp.copy, params)
+    return Agreed(params, momentum)
+
+
+def agree_at_once(outer: OuterOptimizer, agreed: Agreed, mean: Tree) -> tuple[Agreed, Tree]:
+    """Move the agreed weights as `agree`, and also return a copy of their parameters, from which the pipeline goes on."""
+    new = agree(outer, agreed, mean)
+    return new, jax.tree.map(jnp.copy, new.params)
+
+
+def mix(mixing: float, own: Tree, agreed: Tree) -> Tree:
+    """Return the parameters from which a pipeline goes on that applies an agreement late.
+
+    Args:
+        mixing: α, the share of its own.
+        own: its own parameters.
+        agreed: those of the agreement.
+    """
+    return jax.tree.map(lambda own_leaf, leaf: mixing * own_leaf + (1 - mixing) * leaf, own, agreed)

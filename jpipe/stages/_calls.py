@@ -11,7 +11,7 @@ from jpipe.meshes._place import Place
 from jpipe.model.jaxprs._wanted import without_effects
 from jpipe.ops import OPS, Leaves, Op
 from jpipe.plan import Stage
-from jpipe.stages._agreement import agree, changes, mean_changes
+from jpipe.stages._agreement import agree, agree_at_once, changes, mean_changes, mix
 from jpipe.stages._arrays import Arrays, Share, shardings_of
 from jpipe.stages.functions._accumulators import mean_loss
 from jpipe.stages.functions._evaluation import evaluate, predict
@@ -226,11 +226,19 @@ def _calls_for_agreement(a: Arrays) -> dict[str, Call]:
     f, params = a.functions, a.trained
     if f.agreement is None:
         return {}
-    return {
+    outer = f.agreement.outer
+    sums = {
         "changes": Call(changes, (), (params, params), params),
         "add_changes": Call(add, (), (params, params), params),
         "mean_changes": Call(partial(mean_changes, f.stage.replicas), (0,), (params,), params),
-        "agree": Call(partial(agree, f.agreement.outer), (0, 1), (a.agreed, params), (a.agreed, params)),
+    }
+    if not f.agreement.delay:
+        return {**sums, "agree": Call(partial(agree_at_once, outer), (0, 1), (a.agreed, params), (a.agreed, params))}
+    # A snapshot may still read the mean, and no other program makes the agreed weights, so that their bits are the same everywhere.
+    return {
+        **sums,
+        "agree": Call(partial(agree, outer), (0,), (a.agreed, params), a.agreed),
+        "mix": Call(partial(mix, f.agreement.mixing), (0,), (params, params), params),
     }
 
 

@@ -87,8 +87,8 @@ def compile_workers(
 def _always_used(f: StageFunctions) -> set[str]:
     """Return the calls of a stage that no instruction names, or that every program needs."""
     options = {"stage_norm": f.clip_stage_norm is not None, "next_scale": f.scale_spec is not None}
-    averages = dict.fromkeys(("add_state", "mean_state"), f.averages_when_read)
-    return {"evaluate", *calls_for_changes(f), *(name for name, used in (options | averages).items() if used)}
+    options |= dict.fromkeys(("add_state", "mean_state"), f.averages_when_read) | {"mix": bool(f.agreement and f.agreement.delay)}
+    return {"evaluate", *calls_for_changes(f), *(name for name, used in options.items() if used)}
 
 
 def _for_all(key: tuple[tuple[str, ...], Place, Share | None]) -> tuple[tuple[str, ...], Place, Share | None]:

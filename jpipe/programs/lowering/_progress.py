@@ -214,16 +214,17 @@ class PendingUpdates:
         worker.updates += 1
         if self.plan.shard_optimizer:
             self._exchange_weights(worker.stage, pending.batch, time)
-        if self.plan.agrees(worker.stage, pending.batch):
-            self.agree(worker, pending.batch, time)
+        self.agree(worker, pending.batch, time)
 
     def agree(self, worker: Worker, batch: int, time: int) -> None:
-        """Write the agreement of all pipelines on the weights of a stage, once all have made an update after which they agree."""
+        """Write the agreements on the weights of a stage that begin or are applied after an update, once all pipelines have made it."""
         s = worker.stage
-        if (last := self._last(s, batch, time)) is not None:
-            for kind in (SumChanges, Agree):
-                for w in self.summing[s]:
-                    self.listing.write(last, kind, w, batch)
+        begins, applied = self.plan.agrees(s, batch), self.plan.agreement_applied(s, batch)
+        if (begins or applied is not None) and (last := self._last(s, batch, time)) is not None:
+            for w in self.summing[s] if begins else ():
+                self.listing.write(last, SumChanges, w, batch)
+            for w in () if applied is None else self.summing[s]:
+                self.listing.write(last, Agree, w, batch, applied)
             self.available.announce("agreed", s, batch, last)
 
     def make_early(self, worker: Worker) -> bool:

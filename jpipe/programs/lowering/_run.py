@@ -365,10 +365,10 @@ class Run:
         return self.available.latest(wanted, worker)
 
     def _whole(self, worker: Worker, version: int) -> int | None:
-        """Return the time from which a version has the weights that other replicas update, or on which all pipelines agree, or None."""
-        s = worker.stage
-        if version > self.start and self.plan.agrees(s, version - 1):
-            return self.available.time("agreed", s, version - 1, worker)
+        """Return the time from which a version has the weights that other replicas update, and is agreed on where it has to be, or None."""
+        s, update = worker.stage, version - 1
+        if version > self.start and (self.plan.agrees(s, update) or self.plan.agreement_applied(s, update) is not None):
+            return self.available.time("agreed", s, update, worker)
         if not self.plan.shard_optimizer or self.replicas[s] == 1 or version <= self.start * self.plan.updates_per_batch(s):
             return 0
         return self.available.time("weights", s, version - 1, worker)
@@ -460,8 +460,7 @@ class Run:
         elif batch is not None:
             self.moves.update(worker.clock, w, batch, dead)
             worker.updates += 1
-            if plan.agrees(s, batch):
-                self.updates.agree(worker, batch, worker.clock)
+            self.updates.agree(worker, batch, worker.clock)
         elif dead is not None:
             self.moves.release(worker.clock, w, dead)
 

@@ -86,7 +86,10 @@ class Predictor:
         self._workers: dict[int, Worker] = {}
         for w in written:
             s, rank = plan.workers[w][0], self._ranks[plan.rank_of[w]]
-            self._workers[w] = Worker(plan, w, costs[s], effects[s], rank, versions_before(plan, w, program.start))
+            self._workers[w] = worker = Worker(plan, w, costs[s], effects[s], rank, versions_before(plan, w, program.start))
+            if (begun := plan.agreement_under_way(s, program.start * plan.updates_per_batch(s))) is not None:
+                worker.ready["changes", begun] = 0.0
+                worker.memory.at_first += costs[s].trained
         self._summing = [[w for w in workers if w in self._workers] for workers in plan.stage_workers]  # by stage, those that begin a sum
         self._num_active = len(running)
         for rank in self._ranks:
@@ -191,7 +194,7 @@ class Predictor:
         return [*self._needed_sums(worker, i), *norm]
 
     def _needs_of_agreement(self, worker: Worker, i: Agree) -> list[Key]:
-        return [("changes", i.batch)]
+        return [("changes", i.begun)]
 
     def timeline(self) -> Timeline:
         """Return the spans of each rank so far."""
@@ -416,7 +419,7 @@ class Predictor:
         self._begin_sum(worker, "changes", ("changes", i.batch), worker.rank.clock, worker.cost.trained)
 
     def _agree(self, worker: Worker, i: Agree) -> None:
-        worker.ready.pop(("changes", i.batch))
+        worker.ready.pop(("changes", i.begun))
         worker.memory.add(-worker.cost.trained)
 
     def _take_shared(self, worker: Worker, i: TakeShared) -> None:

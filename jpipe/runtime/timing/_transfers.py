@@ -50,7 +50,8 @@ class TransferWatcher:
         self._sizes: dict[_Moved, float] = {}
         self._lanes: dict[tuple[int, ...], Arrivals[_Moved]] = {}
         self._moves = MoveWatcher(plan, lambda: self._now())
-        self._agreed: dict[int, _Moved] = {}  # by worker, the changes of its last agreement, until a computation reads what it made
+        # By worker the changes of its last agreement and the version that it made of them, until a computation reads that.
+        self._agreed: dict[int, tuple[_Moved, int]] = {}
         self._readers: dict[_Moved, list[Computation]] = {}  # of changes, those computations
 
     def note(self, event: Event) -> None:
@@ -70,8 +71,8 @@ class TransferWatcher:
             if (total := _summed(i, event.state)) is not None:  # once the last replica of this process has given its part
                 self._watch(moved, total, _sent(total if isinstance(i, SumChanges) else total[0], plan, len(replicas)))
         elif isinstance(i, Agree):
-            moved = _Moved("changes", tuple(plan.stage_workers[plan.workers[i.worker][0]]), i.batch)
-            self._agreed[i.worker] = moved
+            moved = _Moved("changes", tuple(plan.stage_workers[plan.workers[i.worker][0]]), i.begun)
+            self._agreed[i.worker] = moved, i.batch + 1
             if moved.workers in self._lanes:  # the agreement has consumed the changes, perhaps before the lane's thread saw them
                 self._lanes[moved.workers].put(moved, event.state.weights.read(i.batch + 1))
         elif isinstance(i, Compute | Update) and i.worker in self._agreed:
@@ -80,8 +81,10 @@ class TransferWatcher:
     def _note_reader(self, i: Compute | Update) -> None:
         """Note the first computation of a worker that reads the weights of its last agreement."""
         version, key = (i.batch, ("U", i.batch, 0)) if isinstance(i, Update) else (i.version, (i.op, i.microbatch, i.part or 0))
-        if version == self._agreed[i.worker].number + 1:
-            self._readers.setdefault(self._agreed.pop(i.worker), []).append((i.worker, *key))
+        moved, made = self._agreed[i.worker]
+        if version == made:
+            self._readers.setdefault(moved, []).append((i.worker, *key))
+            del self._agreed[i.worker]
 
     def close(self) -> None:
         """Stop when all arrays that are awaited have arrived."""

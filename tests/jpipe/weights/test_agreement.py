@@ -51,7 +51,8 @@ def rule(pipe, optimizer, batches, params):
     plan, count = pipe.plan, pipe.plan.replicas[0]
     gradient_of, updated = monolith.compiled(STACK, pipe.loss, optimizer)
     stage_of = {layer_id: s for s, stage in enumerate(plan.stages) for layer_id in stage.layers}
-    agreed, momentum = params, jax.tree.map(np.zeros_like, params)
+    agreed, momentum = params, jax.tree.map(np.zeros_like, params)  # after the last agreement that has begun
+    delay, own_share = plan.agree.delay, plan.agree.mixing if plan.agree.delay else 0.0
     versions, states = [[params] for _ in range(count)], [optimizer.init(params)] * count
     zero, losses, history = jax.tree.map(np.zeros_like, params), [], []
     for t, batch in enumerate(batches):
@@ -70,14 +71,13 @@ def rule(pipe, optimizer, batches, params):
             total, weight = total + float(value) * of_batch, weight + of_batch
         losses.append(total / weight)
         for i, stage in stage_of.items():
-            if not agrees(plan, stage, t + 1):
-                continue
-            mean = jax.tree.map(lambda a, *own: sum(a - w for w in own) / count, agreed[i], *(of[-1][i] for of in versions))
-            momentum[i] = jax.tree.map(lambda v, d: d + plan.agree.outer.momentum * v, momentum[i], mean)
-            step = jax.tree.map(lambda v, d: plan.agree.outer.learning_rate * (d + plan.agree.outer.momentum * v), momentum[i], mean)
-            agreed = agreed | {i: jax.tree.map(np.subtract, agreed[i], step)}
-            for of in versions:
-                of[-1] = of[-1] | {i: agreed[i]}
+            if agrees(plan, stage, t + 1):
+                mean = jax.tree.map(lambda a, *own: sum(a - w for w in own) / count, agreed[i], *(of[-1][i] for of in versions))
+                momentum[i] = jax.tree.map(lambda v, d: d + plan.agree.outer.momentum * v, momentum[i], mean)
+                step = jax.tree.map(lambda v, d: plan.agree.outer.learning_rate * (d + plan.agree.outer.momentum * v), momentum[i], mean)
+                agreed = agreed | {i: jax.tree.map(np.subtract, agreed[i], step)}
+            for of in versions if t + 1 > delay and agrees(plan, stage, t + 1 - delay) else ():
+                of[-1] = of[-1] | {i: jax.tree.map(lambda w, a: own_share * w + (1 - own_share) * a, of[-1][i], agreed[i])}
         history.append((agreed, [of[-1] for of in versions]))
     return losses, history
 
@@ -97,7 +97,7 @@ def check_rule(plan, batches, whole=None, **options):
     for t, batch in enumerate(batches):
         state, metrics = pipe.step(state, batch)
         found |= metrics.losses
-        if t == 4:
+        if t in (2, 4):
             running.check_close(pipe.params(state), history[t][0])
     state, metrics = pipe.drain(state, with_metrics=True)
     found |= metrics.losses
@@ -121,6 +121,24 @@ def test_equals_the_rule(name):
 @pytest.mark.parametrize("name", FRAGMENTS)
 def test_fragment_by_fragment_equals_the_rule(name):
     plan = plan_of(name, {"every": 4, "outer": OUTER, "fragments": FRAGMENTS[name]})
+    check_rule(plan, models.masked_batches(BATCHES, plan.microbatches, dtype=np.float64))
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.thinned(most=3)
+@pytest.mark.parametrize("name", CASES)
+def test_applied_late_it_equals_the_rule(name):
+    plan = plan_of(name, {"every": 3, "outer": OUTER, "delay": 2, "mixing": 0.3})
+    check_rule(plan, models.masked_batches(BATCHES, plan.microbatches, dtype=np.float64))
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.thinned(most=1)
+@pytest.mark.parametrize("delay", [1, 3])
+@pytest.mark.parametrize("name", FRAGMENTS)
+def test_fragments_that_are_applied_late_equal_the_rule(name, delay):
+    """Agreements of several fragments are under way at the same time; without mixing the weights become the agreed ones."""
+    plan = plan_of(name, {"every": 4, "outer": OUTER, "fragments": FRAGMENTS[name], "delay": delay, "mixing": 0.0})
     check_rule(plan, models.masked_batches(BATCHES, plan.microbatches, dtype=np.float64))
 
 
@@ -192,11 +210,13 @@ def trained(pipe, state, batches, cut=None):
 
 
 @pytest.mark.thinned(most=1)
+@pytest.mark.parametrize("delay", [0, 2])
 @pytest.mark.parametrize("cut", [3, 4])
 @pytest.mark.parametrize("name", ["pipedream_flush", "pipedream", "pipedream_2bw"])
-def test_a_run_from_a_snapshot_equals_the_run_that_continued(name, cut):
-    """Right after an agreement, and between two; with layer state and dropout."""
-    fields = {"schedule": name, "microbatches": 6, "replicas": 2, "agree": {"every": 3, "outer": OUTER, "fragments": FRAGMENTS[name]}}
+def test_a_run_from_a_snapshot_equals_the_run_that_continued(name, cut, delay):
+    """Right after an agreement, between two, and while agreements are under way; with layer state and dropout."""
+    agree = {"every": 3, "outer": OUTER, "fragments": FRAGMENTS[name], "delay": delay}
+    fields = {"schedule": name, "microbatches": 6, "replicas": 2, "agree": agree}
     plan = Plan.even(models.rich_stack().ids, 3, **fields)
     pipe = Pipeline(models.rich_stack(), plan, models.masked_squares, models.momentum(), jax.devices()[:1] * 6)
     batches = models.masked_batches(BATCHES, plan.microbatches)
