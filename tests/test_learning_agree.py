@@ -59,12 +59,12 @@ def sending(kind):
 @pytest.mark.parametrize(
     "setting",
     [
-        agreeing("flush", 1),
+        agreeing("2BW", 4, fragments="stages", delay=2, mixing=0.25),
         agreeing("flush", 3, outer={"learning_rate": 0.5, "momentum": 0.0}),
+        agreeing("flush", 1),
         agreeing("flush", 3, fragments="stages"),
         agreeing("flush", 3, delay=1),
         agreeing("2BW", 2),
-        agreeing("2BW", 4, fragments="stages", delay=2, mixing=0.25),
         *map(sending, ("bfloat16", "int8", "fp8")),
     ],
 )
