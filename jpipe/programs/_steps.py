@@ -48,9 +48,8 @@ class Steps:
         self._runs: dict[int, Run] = {}  # by the batch before which the pipeline is empty, as are the following
         self._parts: dict[tuple[int, int, bool], Program] = {}  # by batches since then, and whether it is a drain
         self._programs: dict[tuple[int, int, bool], Program] = {}  # the same of the workers alone
-        self._agreeing: dict[
-            tuple[tuple[int, int, bool], tuple[int | None, ...]], Program
-        ] = {}  # the same with the agreements that are due
+        # The same with the agreements that are due, by the updates with which these have begun.
+        self._agreeing: dict[tuple[tuple[int, int, bool], tuple[int | None, ...]], Program] = {}
 
     def of(self, workers: Collection[int]) -> "Steps":
         """Return the programs of some workers, such as those of a process."""
