@@ -58,6 +58,12 @@ def test_plain_rows_are_converted_at_once(value, is_target):
         assert arrays_of([{"a": [value] * 3 if isinstance(value, int | float) else np.ones(3)}] * 2, "a", is_target=is_target) is not None
 
 
+def test_targets_of_which_some_are_no_integers_are_converted_one_by_one():
+    for others in ({"a": "1_000"}, {"a": "0.5"}):
+        assert arrays_of([{"a": "1"}, others], "a", is_target=True) is None
+    assert arrays_of([{"a": 1}, {"a": 0.5}], "a", is_target=True) is None
+
+
 def test_integers_beside_other_numbers_are_converted_at_once_if_no_rounding_differs():
     for large, is_at_once in ((2**53, True), (TWICE, False)):
         rows = [{"a": large}, {"a": 0.5}]

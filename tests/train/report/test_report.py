@@ -90,7 +90,7 @@ def test_a_whole_report_is_five_files_and_the_page_needs_only_itself(folder):
 
 def test_the_panel_of_a_prediction_says_that_transfers_are_not_predicted(tmp_path, monkeypatch):
     drawn, draw = [], jpipe.draw_timeline
-    monkeypatch.setattr(jpipe, "draw_timeline", lambda timelines, moved, **options: drawn.append((timelines, moved)) or draw(timelines, moved))
+    monkeypatch.setattr(jpipe, "draw_timeline", lambda *panels, **options: drawn.append(panels) or draw(*panels))
     message = jpipe.programs.Transfer("activation", (0, 1), 3, 0.01, 0.02, 0.02, 100.0)
     measured = dataclasses.replace(window(1.1), transfers=(message,))
     write_report(tmp_path, report(measured=measured))

@@ -94,8 +94,14 @@ def write_report(folder: Path, report: Report) -> None:
         pictures["metrics"] = _png(loss_curve.draw_metrics(report.rows, names))
     if timelines:
         titles = {name: _panel_title(report, name) for name in timelines}
-        drawn, moved, lengths = ({titles[name]: each[name] for name in titles} for each in (timelines, transfers, seconds))
-        pictures["timeline"] = _png(jpipe.draw_timeline(drawn, moved, seconds=lengths, plan=report.plan))
+        pictures["timeline"] = _png(
+            jpipe.draw_timeline(
+                {titles[name]: timeline for name, timeline in timelines.items()},
+                {titles[name]: moved for name, moved in transfers.items()},
+                seconds={titles[name]: length for name, length in seconds.items()},
+                plan=report.plan,
+            )
+        )
         write_atomically(folder / "trace.json", jpipe.to_perfetto(timelines, transfers))
     if memories:
         pictures["memory"] = _png(jpipe.draw_memory(memories, seconds=seconds, plan=report.plan))
