@@ -19,7 +19,7 @@ from jpipe_planner.search.candidate import Candidate
 from jpipe_planner.search.candidates import closed_form
 
 SIMULATED = 10  # the least number of kinds
-_EQUAL = 0.005  # relative difference up to which plans count as equally fast
+EQUAL = 0.005  # relative difference up to which plans count as equally fast
 _NO_LINKS = 1e30  # bandwidth of links that cost no time
 _DIFFERENT = 0.1  # relative difference of closed form and simulation above which it is explained
 
@@ -192,12 +192,12 @@ def _best_by_bound(ranked: Sequence[Ranked]) -> list[Ranked]:
 
 
 def in_order(ranked: Sequence[Ranked]) -> list[Ranked]:
-    """Sort plans, fastest first; those that are equally fast, within `_EQUAL`, are sorted by their other properties."""
+    """Sort plans, fastest first; those that are equally fast, within `EQUAL`, are sorted by their other properties."""
     remaining = sorted(ranked, key=lambda one: (-one.samples_per_second, one.candidate.rank))
     ordered: list[Ranked] = []
     while remaining:
         speed = remaining[0].samples_per_second
-        equal = [one for one in remaining if one.samples_per_second >= speed * (1 - _EQUAL)]
+        equal = [one for one in remaining if one.samples_per_second >= speed * (1 - EQUAL)]
         remaining = remaining[len(equal) :]
         merits = {id(one): dataclasses.replace(one.candidate, seconds=one.candidate.batch / speed).rank for one in equal}
         ordered += sorted(equal, key=lambda one: merits[id(one)])

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import jpipe
 from jpipe_planner.cost.simulated import simulate_plan
-from jpipe_planner.ranking.choose import Choice, Ranked
+from jpipe_planner.ranking.choose import EQUAL, Choice, Ranked
 from jpipe_planner.search.candidate import Candidate
 
 
@@ -28,6 +28,11 @@ class PriceOfFlush:
     def ratio(self) -> float:
         """The time per sample with the flush, divided by that without."""
         return self.asynchronous.samples_per_second / self.flushing.samples_per_second
+
+    @property
+    def is_free(self) -> bool:
+        """Whether the plan that flushes is faster than the asynchronous one, or counts as equally fast."""
+        return self.ratio <= 1 + EQUAL
 
     @property
     def is_simulated(self) -> bool:

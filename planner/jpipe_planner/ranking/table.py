@@ -8,7 +8,7 @@ import jpipe
 from jpipe_planner.cost.devices import order_of
 from jpipe_planner.machine.topology import Topology
 from jpipe_planner.profile.profile import Profile
-from jpipe_planner.ranking.choose import Choice, Ranked
+from jpipe_planner.ranking.choose import EQUAL, Choice, Ranked
 from jpipe_planner.ranking.confirm import Attempt
 from jpipe_planner.ranking.price_of_flush import PriceOfFlush
 from jpipe_planner.search.candidate import Candidate
@@ -36,7 +36,6 @@ __all__ = [
     "why_rejected",
 ]
 
-_EQUAL = 0.005  # relative difference up to which plans count as equally fast, as in `choose`
 WORDS = ("schedule", "devices", "recompute", "bound by", "why not", "peak memory of each rank")  # columns of words, which begin at the left
 HEAD = (
     "rank",
@@ -207,8 +206,9 @@ def price(cost: PriceOfFlush) -> list[str]:
     candidate = cost.asynchronous.candidate
     flushing, other = name(cost.flushing.candidate), f"{name(candidate)} (mean delay {delay(candidate)})"
     how = "as simulated" if cost.is_simulated else "by estimate"
-    if cost.ratio <= 1 + _EQUAL:
-        return [f"price of the flush: none; {flushing} is as fast as {other}, {how}, and its weights are newer"]
+    if cost.is_free:
+        speed = "as fast as" if cost.ratio >= 1 - EQUAL else "faster than"
+        return [f"price of the flush: none; {flushing} is {speed} {other}, {how}, and its weights are newer"]
     return [
         f"price of the flush: per sample, {flushing} takes {cost.ratio:.2f} times as long as {other}, {how}",
         f"the asynchronous plan pays if it reaches the same loss with fewer than {cost.ratio:.2f} times the samples "
@@ -280,7 +280,7 @@ def _what_is_worse(best: Ranked, other: Ranked) -> str:
     """Return what a plan lacks in comparison with the chosen one, in words."""
     candidate, chosen = other.candidate, best.candidate
     slower = best.samples_per_second / other.samples_per_second - 1
-    if slower > _EQUAL:
+    if slower > EQUAL:
         more = _bubble(other) - _bubble(best)
         return f"{slower:.1%} slower" + (f", {100 * more:.0f} points more bubble" if more > 0.01 else "")
     reasons = (

@@ -137,3 +137,6 @@ def test_a_flush_that_costs_nothing_is_preferred():
     assert words.startswith(
         "price of the flush: none; pipedream_flush with 4 stages is as fast as pipedream with 4 stages (mean delay 0.188)"
     )
+    assert free.is_free
+    slower = dataclasses.replace(cost, asynchronous=cost.flushing, flushing=free.flushing)
+    assert " is faster than " in table.price(slower)[0]

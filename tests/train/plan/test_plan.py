@@ -12,12 +12,12 @@ import yaml
 from rich.console import Console
 
 import jpipe
-from jpipe_planner import Compiled, Profile, Topology
+from jpipe_planner import Compiled, PriceOfFlush, Profile, Topology
 from jpipe_planner.ranking import variants
 from jpipe_train import cli
 from jpipe_train.config.config import Config
 from jpipe_train.console.progress import Reporter
-from jpipe_train.plan import auto, confirm, profiling
+from jpipe_train.plan import auto, confirm, plan, profiling
 from jpipe_train.plan.inputs import Request
 from jpipe_train.plan.plan import attention_words
 from jpipe_train.plan.profiling import sizes_for
@@ -402,15 +402,17 @@ def test_a_model_without_replicas_on_more_processes_than_layers_is_reported():
     assert str(refused.value).endswith(f"use {layers} devices, or a model of more layers")
 
 
-def test_a_faster_plan_with_delayed_weights_is_one_line_unless_requested(files, capsys):
+def test_a_faster_plan_with_delayed_weights_is_one_line_unless_requested(files, capsys, monkeypatch):
     Path("three.yaml").write_text(yaml.safe_dump(TOPOLOGY | {"levels": [{"count": 3, "bandwidth": "10 GB/s"}], "device": {}}))
     slow = [layer.model_copy(update={"weights": 10**10, "accumulators": 10**10, "optimizer": 0}) for layer in profile().layers]
     Path("heavy.json").write_text(Profile(**dict(profile()) | {"layers": slow, "dispatch": 0.05}).to_json())  # too heavy to replicate
     arguments = "--profile=heavy.json", "--topology=three.yaml", "--batch=4"
     out = " ".join(planned(capsys, *arguments).split())
-    assert re.search(
-        r"only schedules that flush were considered; pipedream(_2bw)?.*, whose weights are delayed, would be about \d+% faster", out
+    faster = re.search(
+        r"only schedules that flush were considered; pipedream(_2bw)?.*, whose weights are delayed, would be about (\d+)% faster, as ", out
     )
+    longer = re.search(r"price of the flush: per sample, .* takes 1\.(\d\d) times as long", out)
+    assert int(faster[2]) == int(longer[1])  # both lines have the simulated speeds
     assert not re.search(r" 1 pipedream(_2bw)? ", out)
     price = (
         r"price of the flush: per sample, [a-z_0-9]+ with 3 stages takes 1\.\d\d times as long as pipedream(_2bw)?( \+\d)? with 3 stages "
@@ -429,6 +431,14 @@ def test_a_faster_plan_with_delayed_weights_is_one_line_unless_requested(files, 
     assert "only schedules that flush" not in bounded
     assert "pipedream_2bw" not in bounded
     assert "price of the flush" not in bounded
+
+    def free(choice, delayed):
+        return PriceOfFlush(choice.ranked[0], dataclasses.replace(choice.ranked[0], candidate=delayed))
+
+    monkeypatch.setattr(plan, "price_of_flush", free)  # as if the plan were faster by its estimate, but not as simulated
+    out = " ".join(planned(capsys, *arguments).split())
+    assert "price of the flush: none; " in out
+    assert "only schedules that flush" not in out
 
 
 @pytest.mark.usefixtures("not_compiled")
@@ -461,6 +471,7 @@ def test_the_delay_is_bounded_by_the_option_or_by_the_config(files, capsys):
 @pytest.mark.usefixtures("not_compiled")
 def test_plans_agree_or_compress_messages_if_the_option_or_the_config_says_so(files, capsys):
     Path("two.yaml").write_text(yaml.safe_dump(TOPOLOGY | {"device": {}}))
+    Path("one.yaml").write_text(yaml.safe_dump(TOPOLOGY | {"levels": [{"count": 1, "bandwidth": "1 GB/s"}], "device": {}}))
 
     def plan_of(*arguments):
         out = planned(capsys, *BOTH, *arguments, "--schedules=pipedream_flush", "--out=plan.json")
@@ -474,6 +485,9 @@ def test_plans_agree_or_compress_messages_if_the_option_or_the_config_says_so(fi
     assert (plan.agree.every, plan.agree.outer.momentum) == (20, 0)
     plan, _ = plan_of("tiny.yaml", "--set=plan.agree={every: 20, outer: {momentum: 0}}", "--agree=7")
     assert (plan.agree.every, plan.agree.outer.momentum) == (7, 0)
+    plan, out = plan_of("--batch=4", "--agree=50", "--topology=one.yaml")
+    assert plan.agree is None
+    assert "no pipelines agree: the chosen plan has only one" in out
     _, out = plan_of("tiny.yaml", "--set=plan.links={activations: int8}")
     assert " links int8/– " in out
     assert cli.main(["plan", *BOTH, "tiny.yaml", "--set=plan.links={sums: int8}", "--out=plan.json"]) == 2

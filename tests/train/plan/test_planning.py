@@ -17,6 +17,7 @@ from jpipe.plan import Agreement
 from jpipe_planner import Asked, Compiled, Profile, Topology
 from jpipe_planner.ranking import variants
 from jpipe_train.config.config import Config
+from jpipe_train.config.plan_config import PlanConfig
 from jpipe_train.console.progress import Reporter
 from jpipe_train.launch.together import Together
 from jpipe_train.plan import auto
@@ -130,6 +131,30 @@ def test_the_gain_of_delayed_weights_is_known_where_they_were_not_requested():
 def test_a_batch_of_too_many_microbatches_is_refused_with_the_limit():
     with pytest.raises(jpipe.InputError, match="no plan has a batch of 10000000 rows in at most 1,024 microbatches of 1, 2 rows"):
         search(profile(), TWO, 10_000_000, Request(), False, silent())
+
+
+def test_the_advice_where_no_plan_has_the_batch_fits_the_request():
+    def advice(sizes: tuple[int, int], batch: int, **options) -> str:
+        layers = [{**layer.model_dump(), "at": layer.at[-2:]} for layer in profile().layers]
+        sized = Profile(**profile().model_dump(exclude={"layers", "sizes"}), sizes=sizes, layers=layers)
+        with pytest.raises(jpipe.InputError) as error:
+            search(sized, TWO, batch, Request(**options), False, silent())
+        return str(error.value)
+
+    other = "other batches or numbers of devices"
+    for schedules in ((), ("all",)):
+        message = advice((2, 4), 5, schedules=schedules)
+        assert message.startswith("plan: no plan has a batch of 5 rows in microbatches of 2, 4 rows on 2 devices; use a batch that")
+        assert advice((1, 2), 10**7, schedules=schedules).endswith(f"; allow {other}")
+        assert advice((1, 2), 10**7, schedules=schedules, max_delay=1).endswith(f"; allow a larger delay, {other}")
+    assert advice((1, 2), 10**7, schedules=("gpipe",)).endswith("; allow other schedules, batches or numbers of devices")
+
+
+def test_updates_between_agreements_that_do_not_fit_the_config_are_reported():
+    config = PlanConfig(agree=Agreement(every=4, fragments=2))
+    assert Request(agree=7).with_asked(config).asked.agree == Agreement(every=7, fragments=2)
+    with pytest.raises(jpipe.InputError, match=r"--agree: every: expected greater than or equal to 1, found 0"):
+        Request(agree=0).with_asked(config)
 
 
 def test_a_plan_that_does_not_fit_when_compiled_gives_way_to_a_smaller_one_of_its_kind(fits):

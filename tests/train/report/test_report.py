@@ -88,6 +88,18 @@ def test_a_whole_report_is_five_files_and_the_page_needs_only_itself(folder):
     assert (folder / "trace.json").read_text() == jpipe.to_perfetto({"predicted": window().timeline, "measured": window(1.1).timeline})
 
 
+def test_the_panel_of_a_prediction_says_that_transfers_are_not_predicted(tmp_path, monkeypatch):
+    drawn, draw = [], jpipe.draw_timeline
+    monkeypatch.setattr(jpipe, "draw_timeline", lambda *panels, **options: drawn.append(panels) or draw(*panels))
+    message = jpipe.programs.Transfer("activation", (0, 1), 3, 0.01, 0.02, 0.02, 100.0)
+    measured = dataclasses.replace(window(1.1), transfers=(message,))
+    write_report(tmp_path, report(measured=measured))
+    assert [list(each) for each in drawn[0]] == [["predicted (transfers are not predicted)", "measured"]] * 2
+    assert drawn[0][1]["measured"] == (message,)
+    write_report(tmp_path, report())
+    assert list(drawn[1][0]) == ["predicted", "measured"]
+
+
 def test_the_page_shows_the_results(folder):
     text = Page(folder / "report.html").text
     losses = [row["val_loss"] for row in rows_of() if "val_loss" in row]

@@ -13,6 +13,7 @@ from jpipe_train.runs.reading import read
 from tests.train.report.test_report import Page
 from tests.train.runs.folders import PLAN, rows_of, write_run
 
+WIDE = 1120 - 2 * 20 - 2 * 13  # pixels of the picture in the narrowest window that shows the wide one
 PHONE = 390  # pixels
 OTHER = PLAN.model_copy(update={"schedule": "pipedream_flush"})
 
@@ -48,7 +49,10 @@ def test_the_page_needs_only_itself_and_shows_hostile_names_as_text(tmp_path):
     assert main(["compare", *map(str, paths), "--out", str(tmp_path / "out.html")]) == 0
     page = Page(tmp_path / "out.html")
     (image,) = page.all("img")
+    (wide,) = page.all("source")
     assert image["src"].startswith("data:image/svg+xml;base64,")
+    assert wide["srcset"].startswith("data:image/svg+xml;base64,")
+    assert wide["srcset"] != image["src"]
     assert {"script", "link", "iframe", "object"}.isdisjoint(tag for tag, _ in page.tags)
     assert r'<img src=x onerror=alert(1)> $title "\x1b[2J' in page.text
     assert "\x1b" not in page.source + (tmp_path / "out.svg").read_text()
@@ -56,7 +60,7 @@ def test_the_page_needs_only_itself_and_shows_hostile_names_as_text(tmp_path):
 
 
 def test_only_earlier_comparisons_are_overwritten(runs, tmp_path, capsys, monkeypatch):
-    drawings = [picture.to_svg(picture.draw([curve()], ""))] * 3  # drawing takes longer than all else
+    drawings = [picture.to_svg(picture.draw([curve()], ""))] * 6  # drawing takes longer than all else
     monkeypatch.setattr(picture, "to_svg", lambda figure: drawings.pop())
     for _ in range(2):
         assert main(["compare", *runs]) == 0
@@ -178,7 +182,7 @@ def test_of_many_runs_the_best_are_drawn_and_each_is_a_line_of_the_tables(tmp_pa
     paths = [write_run(tmp_path / f"run {n}", rows_of(4, first=9.0 - n / 4), seed=n) for n in range(picture.MOST_DRAWN + 2)]
     comparison = comparing.gather([read(path, whole=True) for path in paths])
     assert comparing._drawn(comparison) == list(range(2, picture.MOST_DRAWN + 2))
-    text = comparing._page(comparison, "<svg/>", "nats", picture.MOST_DRAWN)
+    text = comparing._page(comparison, "<svg/>", "<svg/>", "nats", range(picture.MOST_DRAWN))
     assert "The 12 runs with the lowest losses are drawn; 2 are left out." in text
     assert '<tr><th scope="row">run 3</th>' in text
 
@@ -210,6 +214,30 @@ def test_many_losses_are_smoothed_and_few_points_are_drawn():
     assert len(points.get_xdata()) <= 32
     assert line.get_ydata()[0] == 5.0
     assert list(line.get_xdata())[-1] == 4999
+
+
+def test_only_runs_of_many_losses_are_called_smoothed(tmp_path):
+    def words(*steps: int) -> tuple[str, bool]:
+        paths = [write_run(tmp_path / str(steps) / str(each), rows_of(each), seed=each) for each in steps]
+        comparison = comparing.gather([read(path, whole=True) for path in paths])
+        figure = picture.draw([curve(steps=each) for each in steps], "")
+        has_means = "as running means where there are 80 or more" in comparing._page(comparison, "", "", "", range(len(steps)))
+        return figure.legends[0].get_title().get_text(), has_means
+
+    assert words(79, 20) == ("lines: training; points: validation", False)
+    assert words(80, 20) == ("lines: training (in part smoothed); points: validation", True)
+    assert words(80, 100) == ("lines: training (smoothed); points: validation", True)
+
+
+def test_the_picture_for_wide_windows_has_its_panels_beside_each_other_and_can_be_read():
+    curves = [curve(f"learning_rate={n},schedule=gpipe") for n in range(4)]
+    figure = picture.draw(curves, "nats", wide=True)
+    svg = picture.to_svg(figure)
+    width, height = map(float, re.search(r'viewBox="0 0 ([\d.]+) ([\d.]+)', svg).groups())
+    sizes = [100 * float(scale) for scale in re.findall(r"scale\(([\d.]+) -", svg)]
+    assert min(sizes) * WIDE / width >= 11
+    assert width > 2 * height
+    assert len({round(axes.get_position().y0, 3) for axes in figure.axes}) == 1
 
 
 def test_runs_differ_without_their_colours():

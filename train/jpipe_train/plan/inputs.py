@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jax
+import pydantic
 
 import jpipe
 from jpipe import InputError, files
@@ -64,7 +65,8 @@ class Request:
         """Return the request with what plans are to do by `agree` and the config.
 
         Raises:
-            InputError: the config compresses sums or remembers rows, which no search prices, or pipelines agree and `pipedream` is given.
+            InputError: the config compresses sums or remembers rows, which no search prices, `agree` does not fit the config's agreement,
+                or pipelines agree and `pipedream` is given.
         """
         agree, links = (None, None) if plan is None else (plan.agree, plan.links)
         for key, value in () if links is None else (("sums", links.sums), ("rows", links.rows)):
@@ -73,7 +75,7 @@ class Request:
                     f"plan.links.{key}: expected none where a plan is searched, found {value!r}; remove it, or write the plan by hand"
                 )
         if self.agree is not None:
-            agree = (agree or Agreement(every=self.agree)).model_copy(update={"every": self.agree})
+            agree = _agreeing_every(self.agree, agree)
         if agree is not None and self.pipedream is not None:
             where = "plan.agree" if self.agree is None else "--agree"
             raise InputError(
@@ -102,6 +104,15 @@ class Request:
         """
         meshes = self.meshes if self.meshes or self.topology != LOCAL else ("none",)
         return tuple(dict.fromkeys(map(Degrees.read, meshes))) or None
+
+
+def _agreeing_every(updates: int, configured: Agreement | None) -> Agreement:
+    """Return the agreement of the config, or the default one, with `--agree` as the updates from one to the next."""
+    fields = {} if configured is None else configured.model_dump()
+    try:
+        return Agreement.model_validate(fields | {"every": updates})
+    except pydantic.ValidationError as error:
+        raise jpipe.errors.explain(error, Agreement, "--agree") from None
 
 
 def read_topology(file: str, option: str = "--topology") -> Topology:

@@ -19,6 +19,7 @@ from jpipe_planner import (
     Choice,
     Compiled,
     Compiling,
+    PriceOfFlush,
     Profile,
     Ranked,
     Topology,
@@ -191,6 +192,9 @@ def _finish(
     """Print what was found, and write it."""
     result, measured = found.result, found.measured
     _report(reporter, result, found.confirmed, found.batch, found.known_by, measured)
+    configured = None if parts is None else parts.config.plan.agree
+    if result.choice.ranked[0].candidate.agree is None and (request.agree is not None or configured is not None):
+        reporter.say("no pipelines agree: the chosen plan has only one")
     if parts is not None and request.topology != LOCAL and (words := attention_words(parts.config, result.choice)):
         reporter.say(words)
     if explain:
@@ -326,14 +330,8 @@ def _report(
             f"{count(choice.open, 'candidate')} might be faster than the first one: simulating them all would take too long; "
             "fewer --schedules or a smaller --batch leave less to simulate"
         )
-    if result.delayed is not None:
-        faster = result.delayed.samples_per_second / chosen.samples_per_second - 1
-        reporter.say(
-            f"only schedules that flush were considered; {table.name(result.delayed)}, whose weights are delayed, would be about "
-            f"{faster:.0%} faster by its estimate: --schedules all compares these, too, and --max-delay bounds the delay"
-        )
     if cost := price_of_flush(choice if measured is None else measured.searched.choice, result.delayed):
-        for line in table.price(cost):
+        for line in _price_words(cost, only_flushing=cost.asynchronous.candidate is result.delayed):
             reporter.say(line)
     for line in table.signs(choice, SHOWN):
         reporter.say(line)
@@ -358,6 +356,18 @@ def _report(
         reporter.say("memory is estimated from the profile; with a CONFIG the stages are compiled to know it")
     if candidate.batch != batch:
         reporter.say(f"the plan has {table.rows_of(candidate.batch)} between two updates, in place of {batch}")
+
+
+def _price_words(cost: PriceOfFlush, *, only_flushing: bool) -> list[str]:
+    """Compare the best plan that flushes with the best asynchronous one, and say how to get one if none was considered."""
+    if not only_flushing or cost.is_free:
+        return table.price(cost)
+    how = "as simulated" if cost.is_simulated else "by estimate"
+    return [
+        f"only schedules that flush were considered; {table.name(cost.asynchronous.candidate)}, whose weights are delayed, would be about "
+        f"{cost.ratio - 1:.0%} faster, {how}: --schedules all compares these, too, and --max-delay bounds the delay",
+        *table.price(cost),
+    ]
 
 
 def _report_measured(reporter: Reporter, measured: trial.Measured | None) -> None:

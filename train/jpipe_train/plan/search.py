@@ -39,7 +39,7 @@ from jpipe_planner.ranking import table
 from jpipe_train.config.config import MOST_MICROBATCHES
 from jpipe_train.console.progress import Reporter
 from jpipe_train.console.terminal import count
-from jpipe_train.plan.inputs import Request
+from jpipe_train.plan.inputs import ALL, Request
 
 MANY_DEVICES = 4096  # from this number on, a search is announced as long
 
@@ -213,12 +213,13 @@ def _no_candidate(
     profile: Profile, topology: Topology, batch: int, request: Request, considered: list[Candidate], on_all_devices: list[Candidate]
 ) -> InputError:
     """Return the error if no plan is left of all candidates, or of those that use the required number of devices."""
-    conditions = [" or ".join(request.schedules)] if request.schedules else []
+    named = () if ALL in request.schedules else request.schedules
+    conditions = [" or ".join(named)] if named else []
     if request.max_delay is not None:
         conditions.append(f"a mean delay of at most {request.max_delay:g} updates")
     requested = f" with {' and '.join(conditions)}" if conditions else ""
     devices = count(topology.num_devices, "device")
-    allow = "allow " + ("" if request.max_delay is None else "a larger delay, ") + "other " + ("schedules, " if conditions else "")
+    allow = "allow " + ("" if request.max_delay is None else "a larger delay, ") + "other " + ("schedules, " if named else "")
     if considered and not on_all_devices:
         most = max(candidate.devices for candidate in considered)
         why, change = "", f" devices, or {allow}batches"
@@ -231,10 +232,10 @@ def _no_candidate(
         )
     limit = f"at most {MOST_MICROBATCHES:,} " if on_all_devices else ""
     sizes = ", ".join(map(str, profile.sizes))
-    return InputError(
-        f"plan: no plan{requested} has a batch of {batch} rows in {limit}microbatches of {sizes} rows on {devices}; "
-        f"{allow}batches or numbers of devices"
-    )
+    change = f"{allow}batches or numbers of devices"
+    if all(batch % size for size in profile.sizes):
+        change = "use a batch that is a multiple of one of these numbers, or a profile of other microbatches"
+    return InputError(f"plan: no plan{requested} has a batch of {batch} rows in {limit}microbatches of {sizes} rows on {devices}; {change}")
 
 
 def _meshes(profile: Profile, topology: Topology, request: Request, reporter: Reporter) -> tuple[Degrees, ...]:

@@ -61,7 +61,7 @@ def scrolling(content: str) -> str:
     return f'<div class="scrolls" tabindex="0" role="region" aria-label="A table">{content}</div>'
 
 
-def figure(picture: bytes, size: str, alt: str, caption: str, kind: str = "png") -> str:
+def figure(picture: bytes, size: str, alt: str, caption: str, kind: str = "png", wide: bytes | None = None) -> str:
     """Return a picture with a caption.
 
     Args:
@@ -70,8 +70,11 @@ def figure(picture: bytes, size: str, alt: str, caption: str, kind: str = "png")
         alt: what the picture shows, in words.
         caption: the text below it.
         kind: `png` or `svg+xml`.
+        wide: another picture of the same kind for wide windows, in place of a narrow one.
     """
-    data = base64.b64encode(picture).decode()
-    image = f'<img src="data:image/{kind};base64,{data}" alt="{escape(alt)}">'
+    data, other = (f"data:image/{kind};base64,{base64.b64encode(content).decode()}" for content in (picture, wide or b""))
+    image = f'<img src="{data}" alt="{escape(alt)}">'
+    if wide is not None:
+        image = f'<picture><source media="(min-width: 70rem)" srcset="{other}">{image}</picture>'
     scrolls = f' tabindex="0" role="region" aria-label="{escape(alt)}"' if size == "wide" else ""
     return f'<figure><div class="picture {size}"{scrolls}>{image}</div><figcaption>{escape(caption)}</figcaption></figure>'

@@ -93,13 +93,27 @@ def write_report(folder: Path, report: Report) -> None:
     if names := _metrics_to_draw(report):
         pictures["metrics"] = _png(loss_curve.draw_metrics(report.rows, names))
     if timelines:
-        pictures["timeline"] = _png(jpipe.draw_timeline(timelines, transfers, seconds=seconds, plan=report.plan))
+        titles = {name: _panel_title(report, name) for name in timelines}
+        pictures["timeline"] = _png(
+            jpipe.draw_timeline(
+                {titles[name]: timeline for name, timeline in timelines.items()},
+                {titles[name]: moved for name, moved in transfers.items()},
+                seconds={titles[name]: length for name, length in seconds.items()},
+                plan=report.plan,
+            )
+        )
         write_atomically(folder / "trace.json", jpipe.to_perfetto(timelines, transfers))
     if memories:
         pictures["memory"] = _png(jpipe.draw_memory(memories, seconds=seconds, plan=report.plan))
     for name, picture in pictures.items():
         write_atomically(folder / f"{name}.png", picture)
     write_atomically(folder / "report.html", _page(report, pictures))
+
+
+def _panel_title(report: Report, name: str) -> str:
+    """Return the title of a timeline, which says if it has no rows of transfers although the other one has."""
+    lacks = not report.windows[name].transfers and any(window.transfers for window in report.windows.values())
+    return f"{name} (transfers are not {name})" if lacks else name
 
 
 def _page(report: Report, pictures: Mapping[str, bytes]) -> str:

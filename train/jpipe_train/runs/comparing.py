@@ -89,10 +89,11 @@ def compare(paths: Sequence[Path], out: Path, reporter: Reporter) -> None:
     if not comparison.differences and len(paths) > 1:
         reporter.say("the configs do not differ")
     drawn, unit = _drawn(comparison), comparison.unit
-    svg = picture.to_svg(picture.draw([_curve(comparison.names[number], comparison.runs[number]) for number in drawn], unit))
+    curves = [_curve(comparison.names[number], comparison.runs[number]) for number in drawn]
+    svg, wide = (picture.to_svg(picture.draw(curves, unit, wide=wide)) for wide in (False, True))
     try:
         write_atomically(drawing, svg)
-        write_atomically(out, _page(comparison, svg, unit, len(drawn)))
+        write_atomically(out, _page(comparison, svg, wide, unit, drawn))
     except OSError as error:
         raise InputError(f"--out: cannot write '{shown(out)}': {error.strerror}; choose another file") from None
     reporter.say(f"the comparison is in {shown(out)}; its picture is {shown(drawing)}")
@@ -211,7 +212,7 @@ def _oriented(names: Sequence[str], table: dict[str, list[str]], width: int) -> 
     return ["", *table], [[name, *values] for name, *values in zip(names, *table.values(), strict=True)]
 
 
-def _page(comparison: Comparison, svg: str, unit: str, drawn: int) -> str:
+def _page(comparison: Comparison, svg: str, wide: str, unit: str, drawn: Sequence[int]) -> str:
     def table(values: dict[str, list[str]]) -> str:
         short = {name: [shortened(value, _LONGEST_CELL) for value in row] for name, row in values.items()}
         return page.scrolling(page.table("numbers runs", *_oriented(comparison.names, short, _PAGE_WIDTH)))
@@ -225,16 +226,18 @@ def _page(comparison: Comparison, svg: str, unit: str, drawn: int) -> str:
             for name in ("validation loss, lowest", "training loss, lowest")
             if comparison.results[name][number] != "–"
         }
-    left_out = len(comparison.runs) - drawn
+    left_out = len(comparison.runs) - len(drawn)
+    has_means = any(picture.is_smoothed(comparison.runs[number].rows) for number in drawn)
     caption = (
-        f"Lines are training losses, as running means where there are {loss_curve.SMOOTHED_FROM} or more; points are of data that the "
-        "model does not learn from. The panels show the same losses against steps, data and time."
-        + (f" The {drawn} runs with the lowest losses are drawn; {left_out} are left out." if left_out else "")
+        "Lines are training losses"
+        + (f", as running means where there are {loss_curve.SMOOTHED_FROM} or more" if has_means else "")
+        + "; points are of data that the model does not learn from. The panels show the same losses against steps, data and time."
+        + (f" The {len(drawn)} runs with the lowest losses are drawn; {left_out} are left out." if left_out else "")
     )
     lowest = zip(comparison.names, comparison.results["validation loss, lowest"], comparison.results["training loss, lowest"], strict=True)
     alt = "Losses of the runs. " + " ".join(f"{name}: validation {valid}, training {train}." for name, valid, train in lowest)
     sections = {
-        "Losses": page.figure(svg.encode(), "narrow", alt, caption, "svg+xml"),
+        "Losses": page.figure(svg.encode(), "narrow", alt, caption, "svg+xml", wide=wide.encode()),
         "Results": table(comparison.results),
         "What differs in the configs": table(comparison.differences) if comparison.differences else page.note("The configs do not differ."),
     }

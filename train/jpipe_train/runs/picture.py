@@ -26,6 +26,7 @@ MOST_DRAWN = 12
 # On a phone, 390 pixels wide, a page leaves 335 pixels for the picture. There a pixel is a point, so no text is smaller than 11 pixels.
 _WIDTH, _PANEL, _LINE = 4.65, 2.5, 0.19  # inches: of the picture; heights of a panel and of a line of the legend
 _TEXT = 11.0  # points
+_WIDE, _WIDE_PANEL = 13.5, 4.2  # inches: of the picture for wide windows, and the height of its panels
 _LABEL = 36  # characters of a line of the legend
 _MOST_POINTS, _MOST_VALIDATIONS = 500, 30  # of a line, and of the points on it
 
@@ -54,22 +55,24 @@ class Curve:
     earlier: Sequence[tuple[int, int, int]] = ()
 
 
-def draw(curves: Sequence[Curve], unit: str) -> "matplotlib.figure.Figure":
-    """Draw the training losses, smoothed, as lines and the validation losses as points, in three panels below each other.
+def draw(curves: Sequence[Curve], unit: str, *, wide: bool = False) -> "matplotlib.figure.Figure":
+    """Draw the training losses, smoothed if there are many, as lines and the validation losses as points, in three panels.
 
     The panels have steps, tokens (or examples, if a run has no tokens) and time.
 
     Args:
         curves: at most `MOST_DRAWN`.
         unit: unit of the losses; may be empty.
+        wide: whether the panels are beside each other, for wide windows, and not below each other.
     """
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
-    labels = [_wrapped(curve.label) for curve in curves]
-    height = 3 * _PANEL + _LINE * (sum(label.count("\n") + 1 for label in labels) + 2)
-    figure = Figure(figsize=(_WIDTH, height), layout="constrained")
-    panels = figure.subplots(3, 1)
+    labels, columns = [_wrapped(curve.label) for curve in curves], 3 if wide else 1
+    lines = max(sum(label.count("\n") + 1 for label in column) for column in np.array_split(labels, columns))
+    height = 3 // columns * (_WIDE_PANEL if wide else _PANEL) + _LINE * (lines + 2)
+    figure = Figure(figsize=(_WIDE if wide else _WIDTH, height), layout="constrained")
+    panels = figure.subplots(3 // columns, columns)
     has_tokens = all(curve.tokens is not None for curve in curves)
     for axes, (name, place) in zip(panels, _axes(curves, has_tokens), strict=True):
         losses = [_draw_run(axes, curve, number, place) for number, curve in enumerate(curves)]
@@ -77,8 +80,8 @@ def draw(curves: Sequence[Curve], unit: str) -> "matplotlib.figure.Figure":
         axes.margins(y=0.1)
         loss_curve.dress(axes, f"loss ({unit})" if unit else "loss", name, _TEXT + 0.5)
     handles = [Line2D([], [], **_look(number), markersize=6) for number in range(len(curves))]
-    style: dict[str, Any] = {"frameon": False, "fontsize": _TEXT, "handlelength": 3.6, "labelspacing": 0.25}
-    title = "lines: training (smoothed); points: validation"
+    style: dict[str, Any] = {"frameon": False, "fontsize": _TEXT, "handlelength": 3.6, "labelspacing": 0.25, "ncols": columns}
+    title = f"lines: training{_smoothed(curves)}; points: validation"
     legend = figure.legend(
         handles, ["·"] * len(curves), loc="outside upper left", title=title, title_fontsize=_TEXT, alignment="left", **style
     )
@@ -86,6 +89,17 @@ def draw(curves: Sequence[Curve], unit: str) -> "matplotlib.figure.Figure":
         text.set_parse_math(False)
         text.set_text(label)
     return figure
+
+
+def _smoothed(curves: Sequence[Curve]) -> str:
+    """Return the words of the legend about running means, which runs of few losses do not have."""
+    are_smoothed = [is_smoothed(curve.rows) for curve in curves]
+    return " (smoothed)" if all(are_smoothed) else " (in part smoothed)" if any(are_smoothed) else ""
+
+
+def is_smoothed(rows: Sequence[Row]) -> bool:
+    """Return whether a run has so many losses that its line is a running mean."""
+    return len(loss_curve.finite(rows, "loss")[1]) >= loss_curve.SMOOTHED_FROM
 
 
 def to_svg(figure: "matplotlib.figure.Figure") -> str:
@@ -144,7 +158,7 @@ def _draw_run(
     """Draw a run, and return the losses that are drawn."""
     look, at, drawn = _look(number), places(curve), [np.zeros(0)]
     steps, losses = loss_curve.finite(curve.rows, "loss")
-    if len(losses) >= loss_curve.SMOOTHED_FROM:
+    if is_smoothed(curve.rows):
         losses = loss_curve.running_mean(losses, len(losses) // 40)
     steps, losses = _known(steps, losses, at)
     if len(losses):

@@ -77,7 +77,7 @@ def array_of(record: Mapping[str, Any], key: Key, *, is_target: bool) -> np.ndar
 
 def _of_cells(cells: Sequence[str], names: Sequence[str], *, is_target: bool) -> np.ndarray:
     """Return the numbers in cells of a table."""
-    if is_target and all(map(_is_integer, cells)):
+    if is_target and all(map(is_integer, cells)):
         return np.asarray([int(cell) for cell in cells], np.int64)
     try:
         return np.asarray(list(map(float, cells)), np.float64)
@@ -95,11 +95,11 @@ def first_not_integer(record: Mapping[str, Any], key: Key, numbers: np.ndarray) 
         numbers: of the row.
     """
     values = [record[name] for name in ([key] if isinstance(key, str) else key)]
-    cell = next((value for value in values if isinstance(value, str) and not _is_integer(value)), None)
+    cell = next((value for value in values if isinstance(value, str) and not is_integer(value)), None)
     return f"{numbers.flat[0]} ({numbers.dtype})" if cell is None else short(cell)[:100]
 
 
-def _is_integer(cell: str) -> bool:
+def is_integer(cell: str) -> bool:
     """Return whether a cell is written as an integer that has 64 bits."""
     cell = cell.strip()
     return (cell[1:] if cell[:1] in ("-", "+") else cell).isdecimal() and len(cell) <= 18

@@ -1,7 +1,7 @@
 """Read the arrays that a config names, and split their rows into those for training and for validation."""
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,12 +13,13 @@ from jpipe import InputError
 from jpipe_train.config.config import Config
 from jpipe_train.data import sources, splits
 from jpipe_train.data.arrays import numpy_files
+from jpipe_train.data.arrays.blocks import arrays_of
 from jpipe_train.data.arrays.numbers import Key, array_of, first_not_integer, fitted, result_type
 from jpipe_train.data.arrays.rows import Chosen, Memory, RowsOfArrays, Stored
 from jpipe_train.data.files import kinds
 from jpipe_train.data.files.arrow import Column
-from jpipe_train.data.files.records import records
-from jpipe_train.data.files.wrong_lines import WrongLine, WrongLines
+from jpipe_train.data.files.records import blocks
+from jpipe_train.data.files.wrong_lines import Place, WrongLine, WrongLines
 
 _Rows = tuple[Stored, np.ndarray | None]
 """What is stored, and the numbers of the rows that are chosen; None: all."""
@@ -109,6 +110,16 @@ class _Array:
         self.add(numbers.shape, numbers.dtype, lambda: first_not_integer(record, self.key, numbers))
         return numbers
 
+    def of_rows(self, records: Sequence[Mapping[str, Any]]) -> np.ndarray | None:
+        """Return the numbers of all rows, or None if they must be converted one by one, as `blocks.arrays_of` does."""
+        numbers = arrays_of(records, self.key, is_target=self.is_target)
+        if numbers is not None:
+            try:
+                self.add(numbers.shape[1:], numbers.dtype, lambda: "")
+            except WrongLine:
+                return None
+        return numbers
+
     def add(self, shape: tuple[int, ...], dtype: np.dtype[Any], example: Callable[[], str]) -> None:
         """Note the shape of a row and the dtype of its numbers.
 
@@ -188,12 +199,34 @@ def _of_rows(files: Sequence[Path], both: Sequence[_Array], part: splits.Part) -
                 f"{part.where}: expected rows of numbers in '{file}', found another kind of file: it seems to be {kind.name}; give "
                 "Parquet, JSON lines, CSV or NumPy's files"
             )
-        for row, arrays in records(file, wrong, list(columns.values()), lambda record: [array.of_row(record) for array in both]):
-            if not wrong.number:
-                for kept, numbers in zip(memory[sources.place_of(arrays[0].tobytes()) < part.share], arrays, strict=True):
-                    kept.add(numbers, row.place)
+        for block in blocks(file, part.where, list(columns.values())):
+            for place, arrays in _converted(block, both, wrong):
+                if not wrong.number:
+                    for kept, numbers in zip(memory[sources.place_of(arrays[0].tobytes()) < part.share], arrays, strict=True):
+                        kept.add(numbers, place)
     wrong.check()
     return [[(kept, None) for kept in side] for side in memory]
+
+
+def _converted(
+    block: Sequence[tuple[Place, Mapping[str, Any] | WrongLine]], both: Sequence[_Array], wrong: WrongLines
+) -> Iterator[tuple[Place, list[np.ndarray]]]:
+    """Yield the arrays of each row: of all rows at once if they are alike, or else row by row, without those that are wrong."""
+    records = [record for _, record in block if not isinstance(record, WrongLine)]
+    at_once = [array.of_rows(records) for array in both] if len(records) == len(block) else [None]
+    if not any(each is None for each in at_once):
+        for i, (place, _) in enumerate(block):
+            yield place, [each[i, ...] for each in at_once if each is not None]
+        return
+    for place, record in block:
+        try:
+            if isinstance(record, WrongLine):
+                raise record
+            arrays = [array.of_row(record) for array in both]
+        except WrongLine as error:
+            wrong.add(place, str(error))
+            continue
+        yield place, arrays
 
 
 def place_of_numbers(count: int) -> np.ndarray:

@@ -115,7 +115,7 @@ class Memory:
     def add(self, row: np.ndarray, place: Place) -> None:
         """Add a row, of the shape of those before it."""
         if row.dtype.kind in "iu":
-            least, most = int(row.min()), int(row.max())
+            least, most = (int(row.min()), int(row.max())) if row.ndim else (int(row),) * 2
             if not self.extremes:
                 self.extremes = [(least, place), (most, place)]
             elif least < self.extremes[0][0]:

@@ -85,17 +85,24 @@ def _parquet(pa: Any, opened: BufferedReader, columns: Sequence[Column], check: 
     file = pa.parquet.ParquetFile(opened, buffer_size=_BUFFER, pre_buffer=False)
     _check(pa, file.schema_arrow, columns, check)
     names = [column.name for column in columns if column.name in file.schema_arrow.names]
+    flat = {str(c.path) for c in map(file.schema.column, range(len(file.schema))) if _is_flat(c)}
     total, size, done = file.metadata.num_rows, os.fstat(opened.fileno()).st_size, 0
     for group in range(file.metadata.num_row_groups):
         facts = file.metadata.row_group(group)
         chunks = [chunk for chunk in map(facts.column, range(facts.num_columns)) if chunk.path_in_schema.startswith(tuple(names))]
         unpacked = max(sum(chunk.total_uncompressed_size for chunk in chunks), 1)
         least, most = _SHARED
-        most = min(max(2 * _BATCH // unpacked, least), most) if any(chunk.has_dictionary_page for chunk in chunks) else _MOST_ROWS
+        are_shared = any(chunk.has_dictionary_page and chunk.path_in_schema not in flat for chunk in chunks)
+        most = min(max(2 * _BATCH // unpacked, least), most) if are_shared else _MOST_ROWS
         at_once = min(max(_BATCH * facts.num_rows // unpacked, 1), most)
         for batch in file.iter_batches(at_once, row_groups=[group], columns=names, use_threads=False):
             done += batch.num_rows
             yield batch, size * done // max(total, 1)
+
+
+def _is_flat(column: Any) -> bool:
+    """Return whether a row of a Parquet column is a number of at most 8 bytes, however many rows share it."""
+    return column.max_repetition_level == 0 and column.physical_type in ("BOOLEAN", "INT32", "INT64", "FLOAT", "DOUBLE")
 
 
 def _arrow_file(pa: Any, opened: BufferedReader, columns: Sequence[Column], check: Check) -> _Batches:

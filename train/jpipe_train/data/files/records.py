@@ -14,6 +14,7 @@ from jpipe_train.data.files.wrong_lines import Place, WrongLine, WrongLines
 
 _Value = TypeVar("_Value")
 _Rows = Iterator[tuple[Place, Mapping[str, Any] | WrongLine, int]]
+_MOST_ROWS, _MOST_BYTES = 1024, 2**18  # of a block, and of the file that is read for it
 
 
 class Read(NamedTuple):
@@ -55,6 +56,30 @@ def records(
                 continue
             yield Read(place, max(position - before, 0)), value
             before = max(position, before)
+
+
+def blocks(file: Path, where: str, columns: Sequence[Column]) -> Iterator[list[tuple[Place, Mapping[str, Any] | WrongLine]]]:
+    """Yield many rows at a time: for each its place, and its values by column or what is wrong with it; empty ones are left out.
+
+    Args:
+        file: as in `records`.
+        where: the key or the option that names it, for messages.
+        columns: those that are needed.
+
+    Raises:
+        InputError: as `records` does.
+        OSError: the file is damaged.
+    """
+    block: list[tuple[Place, Mapping[str, Any] | WrongLine]] = []
+    start = 0
+    with open_to_read(file) as opened:
+        for place, record, position in _rows(file, opened, where, columns):
+            block.append((place, record))
+            if len(block) == _MOST_ROWS or position - start >= _MOST_BYTES:
+                yield block
+                block, start = [], position
+    if block:
+        yield block
 
 
 def _rows(file: Path, opened: BufferedReader, where: str, columns: Sequence[Column]) -> _Rows:
