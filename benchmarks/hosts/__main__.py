@@ -103,9 +103,10 @@ def add_run(runs: list[dict[str, Any]], run: dict[str, Any]) -> dict[str, Any]:
     """
     for same in runs:
         if (same["workload"], same["hosts"]) == (run["workload"], run["hosts"]):
-            plans, order = {row["plan"] for row in run["rows"]}, list(KINDS)
+            plans = {row["plan"] for row in run["rows"]}
             rows = [*run["rows"], *(row for row in same["rows"] if row["plan"] not in plans)]
-            same.update(run, rows=sorted(rows, key=lambda row: order.index(row["plan"])))
+            order = kinds(WORKLOADS[run["workload"]], run["hosts"])
+            same.update(run, rows=[row for kind in order for row in rows if row["plan"] == kind])
             return same
     runs.append(run)
     return run
