@@ -59,6 +59,14 @@ CASES: dict[str, dict[str, dict]] = {
             "placement": [[0, 1], [0, 1]],
             "agree": {"every": 2, "fragments": "stages"},
         },
+        "agree late": {  # it is evaluated, and ends, with an agreement of a stage under way
+            "num_stages": 2,
+            "schedule": "pipedream_flush",
+            "microbatches": 4,
+            "replicas": 2,
+            "placement": [[0, 1], [0, 1]],
+            "agree": {"every": 3, "fragments": "stages", "delay": 2},
+        },
         "compressed": {
             "num_stages": 2,
             "schedule": "pipedream_2bw",
@@ -201,7 +209,7 @@ CASES: dict[str, dict[str, dict]] = {
     },
 }
 """Cases by group; a group's name begins with the number of its processes. Without a placement each worker has its own device."""
-INLINE = ("2bw", "round_robin", "unlike", "sums in parts", "shared optimizer", "lengths", "agree rarely", "compressed sums")
+INLINE = ("2bw", "round_robin", "unlike", "sums in parts", "shared optimizer", "lengths", "agree rarely", "agree late", "compressed sums")
 """Cases of two processes that run again as on GPUs: without threads, transfers called in the order of the program."""
 BATCHES = 5
 ROOT = Path(__file__).parents[2]
@@ -370,17 +378,18 @@ def save_copies(folder: Path) -> dict[str, np.ndarray]:
     return {"copies": np.asarray(reported), "saved": np.asarray(checkpoints.steps(folder))}
 
 
-def save_rows(folder: Path) -> dict[str, np.ndarray]:
+def save_rows(folder: Path, fields: dict) -> dict[str, np.ndarray]:
     """Save a run that remembers rows and load it: return what this process remembers in both, one after the other."""
     import jax
 
-    from jpipe import checkpoints
+    from jpipe import checkpoints, join_processes
 
-    pipe, batches = pipeline(CASES["2"]["changes of rows"] | {"schedule": "gpipe"})
+    pipe, batches = pipeline(fields | {"schedule": "gpipe"})
     state = pipe.init(jax.random.key(7), batches[0])
     snapshot = pipe.snapshot(1)
     state, _ = pipe.step(state, batches[0], rows=range(len(batches[0][0])), observe=snapshot)
     checkpoints.save(folder, snapshot)
+    join_processes().barrier("the rows are saved")
     both = checkpoints.load(pipe, folder, jax.random.key(7), batches[0], 1), state
     return {"rows saved": np.stack([np.stack(jax.tree.leaves([w.remembered for w in each.workers])) for each in both])}
 
@@ -394,7 +403,7 @@ def train_all(group: str, count: int, file: str) -> None:
         numbers["refused"] = np.asarray(refusal())
         numbers |= {"disagreed": np.asarray(disagreement())} if group == "2, meshes" else {}
         numbers |= save_copies(Path(file).parent) if "tied" in mine else {}
-        numbers |= save_rows(Path(file).parent / "rows") if "changes of rows" in mine else {}
+        numbers |= save_rows(Path(file).parent / "rows", mine["changes of rows"]) if "changes of rows" in mine else {}
         inline = [case for case in INLINE if case in mine]
         _executor.Transport = functools.partial(_executor.Transport, threads=False)
         numbers |= {f"inline {case}: {name}": value for case in inline for name, value in train(mine[case]).items()}

@@ -14,6 +14,7 @@ import pytest
 
 from jpipe import InputError, Pipeline, Plan, Tracer, lower, simulate
 from jpipe.ops import OPS
+from jpipe.plan import Agreement
 from jpipe.programs import StageCost, Window, extract_window
 from jpipe.programs._instructions import Compute, Update
 from jpipe.runtime import Event, fit_costs
@@ -248,6 +249,12 @@ def test_pipelines_that_agree_wait_for_each_other_only_to_read_what_they_have_ag
         both = plan.stage_workers[w // 2]
         assert {(other, "U", 1, 0) for other in both} <= set(updates[w, "F", 8 + w % 2, 0])
         assert (both[1 - w % 2], "U", 0, 0) not in updates[w, "F", 4 + w % 2, 0], "no agreement yet"
+    late = plan.model_copy(update={"agree": Agreement(every=2, delay=1)})
+    program = [i for i in lower(late, 4).instructions if isinstance(i, (Compute, Update))]
+    ranks = [[_Computation(i, jax.devices()[0], 0.0, 0.0) for i in program if i.worker == w] for w in range(4)]
+    for (w, op, k, _), before in _waits_for(ranks, late, False).items():
+        others = {update for other, name, update, _ in before if name == "U" and other != w}
+        assert others == ({1} if op == "F" and k // 4 == 3 and k % 4 < 2 else set()), "the first forward that reads version 3"
 
 
 def finish(worker, microbatch):

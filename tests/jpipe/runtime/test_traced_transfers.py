@@ -27,6 +27,7 @@ PLANS = [
     {"num_stages": 3, "schedule": "pipedream_2bw"},
     {"num_stages": 3, "schedule": "gpipe", "replicas": [2, 1, 2]},
     {"num_stages": 2, "schedule": "pipedream_flush", "replicas": 2, "agree": {"every": 2}},
+    {"num_stages": 2, "schedule": "pipedream_flush", "replicas": 2, "agree": {"every": 2, "delay": 1}},
     {"num_stages": 3, "schedule": "pipedream_2bw", "offload": dict.fromkeys(("optimizer", "versions", "residuals"), "all")},
     {"num_stages": 2, "schedule": "gpipe", "replicas": [2, 1], "links": {"sums": "int8"}},
     {"num_stages": 1, "schedule": "pipedream_flush", "replicas": 2, "sum_parts": 2, "links": {"sums": "bfloat16"}},
@@ -73,11 +74,11 @@ def test_a_trace_has_the_transfers_of_the_plan_and_they_end_before_they_are_used
 
 
 def test_changes_that_nobody_saw_arrive_end_where_their_result_is_read():
-    plan, clock = Plan.even("ab", 1, "gpipe", 2, replicas=2, agree={"every": 1}), itertools.count(1.0)
+    plan, clock = Plan.even("ab", 1, "gpipe", 2, replicas=2, agree={"every": 2, "delay": 1}), itertools.count(1.0)
     watcher = TransferWatcher(plan, 0.0)
     watcher._now = lambda: next(clock)
     state = WorkerState(Latest({}, 0), (), {}, None, jax.random.key(0), {}, {}, {})
-    instructions = [SumChanges(0, 0), SumChanges(1, 0), Agree(0, 0), Agree(1, 0), Compute("F", 0, 2, 1), Compute("F", 1, 3, 1)]
+    instructions = [SumChanges(0, 0), SumChanges(1, 0), Agree(0, 1, 0), Agree(1, 1, 0), Compute("F", 0, 2, 2), Compute("F", 1, 3, 2)]
     for instruction in instructions:
         watcher.note(Event(instruction, None, state))
     watcher.close()

@@ -227,6 +227,22 @@ def test_a_run_from_a_snapshot_equals_the_run_that_continued(name, cut, delay):
     running.check_equal(again, held)
 
 
+@pytest.mark.parametrize("mesh", [{}, pytest.param({"data": 2}, marks=pytest.mark.slow)])
+def test_an_agreement_under_way_is_saved_and_evaluated_on_devices_of_their_own(mesh):
+    plan = plan_of("pipedream_flush", {"every": 3, "outer": OUTER, "delay": 2}, num_stages=1, mesh=mesh)
+    pipe = Pipeline(STACK, plan, models.masked_squares, models.momentum(), jax.devices()[: 4 if mesh else 2])
+    batches = models.masked_batches(6, plan.microbatches)
+    losses, held, layers = trained(pipe, running.fresh(pipe, batches), batches, 4)
+    restored = pipe.restore(jax.random.key(running.KEY), batches[0], layers, 4)
+    evaluated = float(pipe.evaluate(restored, batches[0]).loss)
+    resumed, again, _ = trained(pipe, restored, batches[4:])
+    running.check_equal((resumed, again), ({t: losses[t] for t in (4, 5)}, held))
+    state = running.fresh(pipe, batches)
+    for batch in batches[:4]:
+        state, _ = pipe.step(state, batch)
+    assert float(pipe.evaluate(state, batches[0]).loss) == evaluated
+
+
 @pytest.mark.slow
 def test_what_pipelines_have_agreed_on_is_evaluated_and_restored_under_another_plan():
     plan = plan_of("pipedream_2bw", {"every": 3, "outer": OUTER})
