@@ -1,6 +1,8 @@
 """The study of rare agreement and of messages with few bits: its emulation equals the pipeline, and its tables its results."""
 
+import functools
 import json
+import math
 import re
 from dataclasses import asdict
 
@@ -12,7 +14,7 @@ import pytest
 from benchmarks.learning import agree, exchange, grid
 from benchmarks.learning.emulation import Emulation
 from benchmarks.learning.grid import OPTIMIZERS, Row, Variant
-from jpipe import Pipeline, Plan
+from jpipe import Layer, LayerStack, Pipeline, Plan
 from jpipe.optimizers import compensated_adamw
 from jpipe.plan import Agreement
 from jpipe.stages.messages._compress import compress, decompress
@@ -57,9 +59,11 @@ def sending(kind):
 @pytest.mark.parametrize(
     "setting",
     [
-        agreeing("flush", 1),
+        agreeing("2BW", 4, fragments="stages", delay=2, mixing=0.25),
         agreeing("flush", 3, outer={"learning_rate": 0.5, "momentum": 0.0}),
+        agreeing("flush", 1),
         agreeing("flush", 3, fragments="stages"),
+        agreeing("flush", 3, delay=1),
         agreeing("2BW", 2),
         *map(sending, ("bfloat16", "int8", "fp8")),
     ],
@@ -80,6 +84,75 @@ def test_the_emulation_equals_the_pipeline(setting):
             state, _ = pipe.step(state, batch)
         state = pipe.drain(state)
         running.check_close(models.on_first_device(pipe.params(state)), emulated(setting, batches, start))
+
+
+FACTORS = [0.5, 1.5, -1.0]  # the weights of the layers, which multiply by a number each
+
+
+@functools.cache
+def trained_factors():
+    """Return a program that trains one layer for each stage with SGD, in two pipelines."""
+
+    def apply(params, state, x, key, train):
+        return params["w"] * x, state
+
+    stack = LayerStack({f"layer{s}": Layer(lambda key, x: ({"w": jnp.ones(())}, {}), apply) for s in range(len(FACTORS))})
+    stages = [(layer_id,) for layer_id in stack.ids]
+    emulation = Emulation(stack, stages, models.squares, OPTIMIZERS["SGD"].rule, lambda t: 1.0, 1, 2, None)
+    return jax.jit(exchange.Pipelines(emulation, W, rounds=False).train)
+
+
+def agreed_factors(agree, rate, age, batches):
+    """Return the agreed weights that are read after each update, by the rule of `Agreement` in plain Python.
+
+    Args:
+        agree: the agreements, stage by stage.
+        rate: the learning rate.
+        age: how many updates old the weights are that gradients are computed with.
+        batches: the inputs and labels of each update.
+    """
+    pipelines = [[FACTORS] for _ in range(W)]  # the versions of each
+    agreed, momentum, changes, reads = [*FACTORS], [0.0 for _ in FACTORS], {}, []
+
+    def outer_step(s, change):
+        velocity = change + agree.outer.momentum * momentum[s]
+        return agreed[s] - agree.outer.learning_rate * (change + agree.outer.momentum * velocity), velocity
+
+    for u, batch in enumerate(batches):
+        for k, versions in enumerate(pipelines):
+            x, y = (rows.reshape(M, W, -1)[:, k] for rows in batch)
+            factors = versions[max(u - age, 0)]
+            slope = np.mean(2 * (math.prod(factors) * x - y) * x)
+            versions.append([w - rate * slope * math.prod(factors) / f for w, f in zip(versions[-1], factors, strict=True)])
+        for s in range(len(FACTORS)):
+            if (u + 1 - s * agree.every // len(FACTORS)) % agree.every == 0:
+                changes[s, u + agree.delay] = np.mean([agreed[s] - versions[-1][s] for versions in pipelines])
+            if (s, u) in changes:
+                agreed[s], momentum[s] = outer_step(s, changes.pop((s, u)))
+                for versions in pipelines:
+                    kept = agree.mixing if agree.delay else 0.0
+                    versions[-1][s] = kept * versions[-1][s] + (1 - kept) * agreed[s]
+        under_way = {s: outer_step(s, change)[0] for (s, _), change in changes.items()}
+        reads.append([under_way.get(s, agreed[s]) for s in range(len(FACTORS))])
+    return reads
+
+
+@pytest.mark.parametrize("schedule", ["flush", "2BW"])
+@pytest.mark.parametrize("fields", [{}, {"delay": 1}, {"delay": 1, "mixing": 0.0}, {"delay": 2}, {"delay": 2, "mixing": 0.0}])
+def test_late_agreements_follow_the_rule(fields, schedule):
+    """After each of 8 updates in float64, stage by stage: also what is read while an agreement is under way."""
+    with jax.enable_x64(True):
+        setting = agreeing(schedule, 3, fragments="stages", outer={"learning_rate": 0.75, "momentum": 0.5}, **fields)
+        rng, d, rate = np.random.default_rng(0), len(FACTORS), 1 / 16
+        batches = [tuple(rng.normal(size=(2, M * W * 2, 1))) for _ in range(8)]
+        data = jax.tree.map(lambda *leaves: np.stack(leaves)[:, None], *batches)
+        start = {f"layer{s}": {"w": np.float64(factor)} for s, factor in enumerate(FACTORS)}
+        recipe = setting.variant.recipe(0, rate, 0.0, d, M)
+        losses, weights = trained_factors()(recipe, setting.exchange(d), start, data, batches[0])
+    reads = agreed_factors(setting.agree, rate, int(schedule == "2BW"), batches)
+    x, y = batches[0]
+    np.testing.assert_allclose(losses, [np.mean((math.prod(factors) * x - y) ** 2) for factors in reads], rtol=1e-12)
+    np.testing.assert_allclose([weights[f"layer{s}"]["w"] for s in range(d)], reads[-1], rtol=1e-12)
 
 
 @pytest.mark.parametrize("kind", ["bfloat16", "int8", "fp8"])

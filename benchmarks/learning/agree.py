@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -78,6 +78,8 @@ class Setting:
             np.array(first, np.int32),
             np.float32(agree.outer.learning_rate),
             np.float32(agree.outer.momentum),
+            np.int32(agree.delay),
+            np.float32(agree.mixing if agree.delay else 0),
             format_of(self.messages, self.stochastic),
             format_of(self.messages, self.stochastic),
             format_of(self.sums, self.stochastic),
@@ -103,17 +105,22 @@ class Part(NamedTuple):
     width: int = 128
 
 
-def _agreeing(every: int, name: str, outer: OuterOptimizer | None = None, fragments: Literal["stages"] | None = None) -> Setting:
-    agree = Agreement(every=every, outer=outer or OuterOptimizer(), fragments=fragments)
-    return Setting(AGREED, f"every {every}{name}", agree=agree, rates=(5e-4, 1e-3, 2e-3, 4e-3))
+def _agreeing(every: int, name: str, **fields: Any) -> Setting:
+    return Setting(AGREED, f"every {every}{name}", agree=Agreement(every=every, **fields), rates=(5e-4, 1e-3, 2e-3, 4e-3))
+
+
+def _of_means(every: int, name: str = "", **fields: Any) -> Setting:
+    outer = OuterOptimizer(learning_rate=1.0, momentum=0.0)
+    return replace(_agreeing(every, f", means{name}", outer=outer, **fields), rates=(2e-3, 4e-3, 6e-3))
 
 
 BASE = (Setting(SUMMED, "data parallelism"),)
 RARELY = tuple(_agreeing(every, "") for every in (1, 10, 50, 200))
-LESS_MOMENTUM = tuple(_agreeing(every, ", momentum 0.5", OuterOptimizer(momentum=0.5)) for every in (50, 200))
-OF_MEANS = tuple(
-    replace(_agreeing(every, ", means", OuterOptimizer(learning_rate=1.0, momentum=0.0)), rates=(2e-3, 4e-3, 6e-3))
-    for every in (10, 50, 200)
+LESS_MOMENTUM = tuple(_agreeing(every, ", momentum 0.5", outer=OuterOptimizer(momentum=0.5)) for every in (50, 200))
+OF_MEANS = tuple(_of_means(every) for every in (10, 50, 200))
+LATE = (
+    *(_of_means(50, f", {delay} late", delay=delay) for delay in (1, 5, 25)),
+    _of_means(50, ", 5 late, mixing 0", delay=5, mixing=0.0),
 )
 BY_STAGES = (_agreeing(50, ", stage by stage", fragments="stages"),)
 OF_MESSAGES = (
@@ -143,7 +150,7 @@ PARTS = (
         "600 updates",
         600,
         (
-            *(*BASE, *RARELY, *LESS_MOMENTUM, *OF_MEANS, *BY_STAGES, *OF_MESSAGES, *OF_SUMS, *OF_BOTH),
+            *(*BASE, *RARELY, *LESS_MOMENTUM, *OF_MEANS, *LATE, *BY_STAGES, *OF_MESSAGES, *OF_SUMS, *OF_BOTH),
             *_with((*BASE, *RARELY[2:]), variant=NESTEROV),
             *_with((*BASE, RARELY[2], OF_MESSAGES[1], *OF_BOTH), variant=TWO_BW),
         ),
@@ -153,8 +160,9 @@ PARTS = (
         "small",
         600,
         (
-            *_with((*BASE, RARELY[2], OF_MEANS[1], RARELY[3], OF_MEANS[2], RARELY[1], OF_MESSAGES[1], OF_SUMS[1]), rates=(4e-3,)),
-            *_with((OF_SUMS[2], OF_MESSAGES[3], OF_SUMS[4], *OF_BOTH), rates=(4e-3,)),
+            *_with((*BASE, OF_MEANS[1], *LATE), rates=(2e-3, 4e-3)),
+            *_with((RARELY[1], OF_MEANS[0], RARELY[2], RARELY[3], OF_MEANS[2]), rates=(4e-3,)),
+            *_with((OF_MESSAGES[1], OF_SUMS[1], OF_SUMS[2], OF_MESSAGES[3], OF_SUMS[4], *OF_BOTH), rates=(4e-3,)),
         ),
         d=2,
         width=64,

@@ -20,7 +20,9 @@ AGREEMENTS = {
     "every 10": (style.BLUE, "-"),
     "every 50": (style.GREEN, "-"),
     "every 200": (style.ORANGE, "-"),
+    "every 10, means": (style.BLUE, "--"),
     "every 50, means": (style.GREEN, "--"),
+    "every 50, means, 25 late": (style.GREEN, ":"),
     "every 200, means": (style.ORANGE, "--"),
 }
 OPTIMIZERS = ("Adam", "Muon")
@@ -120,7 +122,7 @@ def draw_agreements(rows: Sequence[Row], folder: Path) -> None:
     tasks = list(dict.fromkeys((row.task, row.d) for row in rows if row.remedy == "every 50, means"))
     if not tasks:
         return
-    figure = style.figure(1.3 + 2.5 * len(tasks))
+    figure = style.figure(1.6 + 2.5 * len(tasks))
     panels = figure.subplots(len(tasks), 1, squeeze=False)[:, 0]
     lines: dict[str, Any] = {}
     for axes, (task, d) in zip(panels, tasks, strict=True):

@@ -55,6 +55,8 @@ class Exchange(NamedTuple):
         offsets: of the agreements of each stage, o_s, of shape (d,).
         rate: the learning rate of the outer optimizer.
         momentum: of the outer optimizer.
+        delay: updates from the one after which an agreement begins to the one after which it is applied, τ, below H.
+        mixing: the weight of the pipeline's own weights when an agreement is applied, α; 0: the pipeline goes on from the agreed weights.
         activations: how messages to the next stage are rounded.
         gradients: how messages to the stage before are rounded.
         sums: how the gradient of each pipeline is rounded before they are summed.
@@ -65,6 +67,8 @@ class Exchange(NamedTuple):
     offsets: Any
     rate: Any
     momentum: Any
+    delay: Any
+    mixing: Any
     activations: Format
     gradients: Format
     sums: Format
@@ -194,20 +198,30 @@ class Pipelines:
         return self._agree(exchange, state._replace(pipelines=pipelines, errors=errors), t)
 
     def _agree(self, exchange: Exchange, state: _State, t: jax.Array) -> _State:
+        """Move the agreed weights of the stages that begin to agree, and mix them into the pipelines of those that apply an agreement.
+
+        Nothing reads the agreed weights in between, except an evaluation, which counts an agreement from its beginning.
+        """
         newest = jax.tree.map(lambda p: p[:, 0], state.pipelines.versions)
         agreed, momentum = [], []
         split = map(self._emulation.split, (state.agreed, state.momentum, newest))
         for offset, before, velocity, own in zip(exchange.offsets, *split, strict=True):
-            due = (exchange.every > 0) & ((t + 1 - offset) % jnp.maximum(exchange.every, 1) == 0)
+            begins = self._due(exchange, t + 1 - offset)
+            applied = self._due(exchange, t + 1 - exchange.delay - offset) & (t + 1 > exchange.delay)
             change = jax.tree.map(lambda a, w: a - w.mean(0), before, own)
             moved = jax.tree.map(lambda d, v: d + exchange.momentum * v, change, velocity)
             after = jax.tree.map(lambda a, d, v: a - exchange.rate * (d + exchange.momentum * v), before, change, moved)
-            agreed.append(jax.tree.map(partial(jnp.where, due), after, before))
-            momentum.append(jax.tree.map(partial(jnp.where, due), moved, velocity))
-            newest = newest | jax.tree.map(partial(jnp.where, due), self._copies(after), own)
+            agreed.append(jax.tree.map(partial(jnp.where, begins), after, before))
+            momentum.append(jax.tree.map(partial(jnp.where, begins), moved, velocity))
+            mixed = jax.tree.map(lambda w, a: exchange.mixing * w + (1 - exchange.mixing) * a, own, self._copies(agreed[-1]))
+            newest = newest | jax.tree.map(partial(jnp.where, applied), mixed, own)
         versions = jax.tree.map(lambda old, new: jnp.concatenate([new[:, None], old[:, 1:]], 1), state.pipelines.versions, newest)
         pipelines = state.pipelines._replace(versions=versions)
         return state._replace(pipelines=pipelines, agreed=self._emulation.merged(agreed), momentum=self._emulation.merged(momentum))
+
+    def _due(self, exchange: Exchange, updates: jax.Array) -> jax.Array:
+        """Return whether pipelines agree and a number of updates is a multiple of those from one agreement to the next."""
+        return (exchange.every > 0) & (updates % jnp.maximum(exchange.every, 1) == 0)
 
     def _weights(self, exchange: Exchange, state: _State) -> Tree:
         of_first = self._emulation.without_prediction(jax.tree.map(lambda a: a[0], state.pipelines))

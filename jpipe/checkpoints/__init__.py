@@ -45,9 +45,8 @@ def save(
 ) -> None:
     """Write a checkpoint, the folder `checkpoints/40` for a snapshot at batch 40; it is complete and on disk when this returns.
 
-    In a run of several processes all call this, each writes its layers, and process 0 completes the checkpoint: it is complete when this
-    returns in process 0, and the other processes do not wait for that. Before that the copies of parameters that stages and their replicas
-    share are compared, bit for bit.
+    In a run of several processes all call this, each writes its layers, and process 0 completes the checkpoint; the others do not wait for
+    that. Before that the copies of parameters that stages and their replicas share are compared, bit for bit.
 
     Args:
         folder: of the run, which all processes share; or, in a run of one process, an `ocp.CheckpointManager`, whose options decide

@@ -2,9 +2,12 @@
 
 from typing import Any
 
+import jax
+
 from jpipe.runtime.state import WorkerState, copied
 from jpipe.runtime.transport._lanes import arrived
 from jpipe.stages._agreement import ALREADY_AGREED, Agreed
+from jpipe.stages._arrays import shardings_of
 from jpipe.stages._compiled_stage import CompiledStage
 
 Tree = Any
@@ -21,10 +24,12 @@ def last_agreed(stage: CompiledStage, agreed: Agreed, changes: Tree) -> Agreed:
     Args:
         stage: of the worker.
         agreed: the result of the last agreement that it has applied.
-        changes: from `changes_under_way`.
+        changes: from `changes_under_way`, of this worker or another replica of its stage.
     """
     mean = arrived(changes)
-    return agreed if mean is None or mean == ALREADY_AGREED else stage.calls["agree"](copied(agreed), mean)
+    if mean is None or mean == ALREADY_AGREED:
+        return agreed
+    return stage.calls["agree"](copied(agreed), jax.device_put(mean, shardings_of(agreed.params)))
 
 
 def agreed_params(stage: CompiledStage, worker: WorkerState) -> Tree:

@@ -139,12 +139,16 @@ def _between_agreements(
 
 
 def _round_batches(plan: jpipe.Plan) -> int:
-    """Return the batches of the longest round of agreements that is simulated: one agreement ends before the next begins; 1 without any."""
+    """Return the batches of the longest round of agreements that is simulated: one agreement ends before the next begins; 1 without any.
+
+    An agreement that is applied late ends with the batch after which it is applied, because the stage waits for its sum there.
+    """
     if plan.agree is None or plan.agree.every >= _NEVER:
         return 1
     fragments = plan.depth if plan.agree.fragments == "stages" else plan.agree.fragments or 1
     flushes = jpipe.schedules.SCHEDULES[plan.schedule].flushes
-    return min(plan.agree.every, fragments * (1 if flushes else jpipe.programs.batches_until_full(plan)))
+    settles = 1 if flushes else jpipe.programs.batches_until_full(plan)
+    return min(plan.agree.every, fragments * (plan.agree.delay + settles))
 
 
 def _sent_bytes(part: Part, costs: Sequence[jpipe.programs.StageCost], sent: Sequence[float]) -> list[float]:
@@ -206,7 +210,10 @@ def window(plan: jpipe.Plan) -> tuple[int, int]:
         The first batch; the number of batches, in whole rounds of agreements.
     """
     first, batches = _steady_batches(plan)
-    return first, batches + -batches % _round_batches(plan)
+    of_round = _round_batches(plan)
+    if plan.agree is not None and plan.agree.delay:
+        first += of_round + plan.agree.delay  # by then each fragment has applied an agreement
+    return first, batches + -batches % of_round
 
 
 def _steady_batches(plan: jpipe.Plan) -> tuple[int, int]:

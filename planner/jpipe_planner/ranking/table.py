@@ -16,6 +16,7 @@ from jpipe_planner.search.candidate import Candidate
 __all__ = [
     "WHY_HEAD",
     "WORDS",
+    "agreement",
     "attempt",
     "delay",
     "devices",
@@ -111,7 +112,7 @@ def schedule(candidate: Candidate) -> str:
     parts = max((len(parts) for parts in candidate.sum_parts), default=1)
     in_parts = f"sum in {parts} parts" if parts > 1 else ""
     waiting = f"offload {offloaded(candidate)}" if candidate.offload is not None else ""
-    agreeing = "" if candidate.agree is None else f"agree every {candidate.agree.every}"
+    agreeing = "" if candidate.agree is None else agreement(candidate.agree)
     if candidate.depth == 1 and candidate.num_ranks > 1 and jpipe.schedules.SCHEDULES[candidate.schedule].data_parallel:
         return ", ".join(["data parallel", *filter(None, (agreeing, in_parts, waiting))])
     if candidate.is_late_data_parallel:
@@ -127,6 +128,11 @@ def schedule(candidate: Candidate) -> str:
     options += [in_parts] if in_parts else []
     options += [*filter(None, (agreeing, "" if candidate.links is None else f"links {compressed(candidate.links)}", waiting))]
     return " ".join([candidate.schedule, *options])
+
+
+def agreement(agree: jpipe.plan.Agreement) -> str:
+    """Return when pipelines agree, as `agree every 50`, or `agree every 50, 5 late`."""
+    return f"agree every {agree.every}" + (f", {agree.delay} late" if agree.delay else "")
 
 
 def compressed(links: jpipe.plan.Links) -> str:
@@ -187,6 +193,8 @@ def signs(choice: Choice, most: int) -> list[str]:
         meanings.append("sum in parts: gradients of the last layers are summed beside the backward of the layers before (sum_parts)")
     if any(candidate.agree for candidate in shown):
         meanings.append("agree every H: parallel pipelines that train by themselves and agree on their weights every H updates (agree)")
+    if any(candidate.agree and candidate.agree.delay for candidate in shown):
+        meanings.append("5 late: an agreement is applied 5 updates after it has begun; they hide its sum (agree: delay)")
     if any(candidate.links for candidate in shown):
         meanings.append("links a/g: what activations and their gradients are rounded to where they are sent (links)")
     if any(candidate.offload for candidate in shown):

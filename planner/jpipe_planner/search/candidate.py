@@ -33,8 +33,8 @@ class Asked(NamedTuple):
 
     @property
     def agreed_copies(self) -> int:
-        """How often the weights are held in addition, for the agreed weights and their momentum."""
-        return 0 if self.agree is None else 1 + bool(self.agree.outer.momentum)
+        """How often the weights are held in addition, for the agreed weights, their momentum, and changes that are applied late."""
+        return 0 if self.agree is None else 1 + bool(self.agree.outer.momentum) + bool(self.agree.delay)
 
     def message_bytes(self, sizes: Sequence[int]) -> list[float]:
         """Return the bytes of messages of these sizes, the mean of activations and gradients."""

@@ -174,7 +174,11 @@ def _slowed(crossing: Crossings, seconds: Any) -> Any:
 
 
 def _times(stages: Stages, width: int, crossing: Crossings, asked: Asked) -> Times:
-    """Return the times that do not depend on the schedule, without recomputation; agreements are spread over all updates."""
+    """Return the times that do not depend on the schedule, without recomputation.
+
+    Agreements are spread over all updates. Those that are applied late are priced as if they were applied at once, so that a plan may be
+    faster: the simulation tells how much of their sums later batches hide.
+    """
     messages = np.array(asked.message_bytes(stages.outputs[:-1].tolist()))
     one_way, both_ways = crossing.ports(messages)
     sizes, every = (stages.accumulators, 1) if asked.agree is None else (stages.weights - stages.frozen, asked.agree.every)
@@ -311,7 +315,7 @@ class _Sweep:
             waiting=waiting_inputs(in_flight, width, sent),
             accumulators=stages.accumulators,
             replicas=width if asked.agree is None else 1,
-            exchanged=stages.exchanged if asked.agree is None else stages.exchanged + trained,
+            exchanged=stages.exchanged + (0 if asked.agree is None or asked.agree.delay else trained),
             ahead=stages.ahead,
         )
         fits = memory <= limits

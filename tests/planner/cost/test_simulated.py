@@ -138,6 +138,46 @@ def test_each_fragment_that_agrees_delays_a_batch_of_its_own(schedule, every, fr
     assert known.sent_bytes == pytest.approx(sent, rel=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("schedule", "every", "fragments", "delay", "bandwidth"),
+    [
+        ("pipedream_flush", 12, None, 1, 4e7),
+        ("pipedream_flush", 12, "stages", 1, 3e5),
+        ("pipedream_flush", 5, 2, 3, 4e7),  # agreements of both fragments are under way at the same time
+        ("gpipe", 5, 2, 3, 4e6),
+        ("gpipe", 12, "stages", 3, 4e7),
+        ("pipedream_2bw", 12, None, 3, 4e7),
+        ("pipedream_2bw", 12, 2, 1, 4e6),
+        ("pipedream_2bw", 5, "stages", 3, 4e6),
+        ("pipedream", 12, "stages", 3, 4e7),
+    ],
+)
+@pytest.mark.parametrize("are_apart", [True, False])
+def test_late_agreements_take_as_long_as_in_a_long_run(schedule, every, fragments, delay, bandwidth, are_apart):
+    """With pipelines in servers of their own only sums take the slow link; otherwise messages between stages take it, too."""
+    layers, agree = [f"layer_{n}" for n in range(8)], {"every": every, "fragments": fragments, "delay": delay}
+    plan = jpipe.Plan.even(layers, 4, schedule, 8, replicas=2, agree=agree, keep_together="stages")
+    topology = _servers(2, 4, inner=1e9, outer=bandwidth) if are_apart else Topology.flat(8, bandwidth)
+    costs, batches = invented_profile(3).stage_costs(plan, 1), 12 // every * every + every
+    short, long = (jpipe.simulate(jpipe.lower(plan, n), costs, network(plan, topology), brief=True) for n in (batches, 2 * batches))
+    known = simulate_plan(plan, costs, topology)
+    assert known.batch_seconds == pytest.approx((long.seconds - short.seconds) / batches, rel=1e-3)
+    assert (known.peak_bytes, known.held_bytes) == (long.peak_bytes, long.held_bytes)
+    sent = [(more - less) / batches for more, less in zip(long.moved_bytes, short.moved_bytes, strict=True)]
+    assert known.sent_bytes == pytest.approx(sent, rel=1e-6)
+
+
+@pytest.mark.parametrize(("overlap", "hidden"), [("transfers and sums", 6.0), ("transfers", 0.0), ("none", 0.0)])
+@pytest.mark.parametrize("delay", [0, 1, 3])
+@pytest.mark.parametrize("seconds", [4, 11, 40])
+def test_ranks_wait_for_what_a_sum_takes_longer_than_the_delay(seconds, delay, overlap, hidden):
+    """A sum goes on beside the computations of the `delay` batches, 6 s each, if the device allows that."""
+    topology = Topology(levels=({"count": 2, "bandwidth": 1.0},), device={"overlap": overlap})
+    plan = _plan(replicas=2, schedule="gpipe", stages=1, agree={"every": 10, "delay": delay})
+    known = simulate_plan(plan, _costs(plan, weights=seconds), topology)
+    assert known.batch_seconds == pytest.approx(6 + max(seconds - hidden * delay, 0) / 10, rel=1e-9)
+
+
 @pytest.mark.parametrize("sum_parts", [(), (3, 5)])
 @pytest.mark.parametrize("schedule", ["pipedream_2bw", "gpipe"])
 @pytest.mark.parametrize("overlap", ["none", "transfers and sums"])

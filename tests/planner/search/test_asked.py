@@ -41,9 +41,10 @@ def test_pipelines_agree_where_there_are_several_and_send_less():
     assert all(one.agree is None and one.links is None for one in found(USUAL))
 
 
+@pytest.mark.parametrize("delay", [0, 1])
 @pytest.mark.parametrize(("schedule", "fragments"), [("pipedream_flush", None), ("gpipe", None), ("pipedream_2bw", "stages")])
-def test_the_time_is_the_mean_over_batches_with_and_without_an_agreement(schedule, fragments):
-    asked = Asked(agree=Agreement(every=4, fragments=fragments))
+def test_the_time_is_the_mean_over_batches_with_and_without_an_agreement(schedule, fragments, delay):
+    asked = Asked(agree=Agreement(every=4, fragments=fragments, delay=delay))
     candidates = [one for one in found(asked, [schedule]) if one.replicas[0] == 2 and one.depth == 2][:3]
     assert candidates
     for candidate in candidates:
@@ -57,7 +58,7 @@ def test_the_time_is_the_mean_over_batches_with_and_without_an_agreement(schedul
             [(more - less) / 8 for more, less in zip(long.moved_bytes, short.moved_bytes, strict=True)]
         )
         assert candidate.seconds == pytest.approx(known.batch_seconds, rel=0.1)
-        assert max(candidate.memory) == pytest.approx(max(known.peak_bytes), rel=0.1)
+        assert max(candidate.memory) == pytest.approx(max(known.peak_bytes), rel=0.02)
         assert closed_form(PROFILE, SLOW, candidate) == pytest.approx(candidate.seconds)
 
 

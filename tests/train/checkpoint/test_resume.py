@@ -77,6 +77,9 @@ def saved(tiny):
         pytest.param({"schedule": "gpipe", "num_stages": 2}, marks=pytest.mark.slow),
         pytest.param({"schedule": "pipedream", "num_stages": 3, "vertical_sync": True, "microbatches": 1}, marks=pytest.mark.slow),
         {"schedule": "pipedream", "num_stages": 2, "replicas": [2, 1]},
+        pytest.param(  # the checkpoint is between the begin of an agreement and its application
+            {"schedule": "pipedream_flush", "num_stages": 2, "replicas": 2, "agree": {"every": 4, "delay": 2}}, marks=pytest.mark.slow
+        ),
     ],
     ids=lambda plan: plan["schedule"],
 )

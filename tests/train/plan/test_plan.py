@@ -302,6 +302,10 @@ def test_a_model_that_does_not_fit_reports_the_missing_bytes_and_advice(files, c
         ([*BOTH, "--batch=0"], r"--batch: expected 1 or more, found 0"),
         ([*BOTH, "--batch=4", "--agree=0"], r"--agree: expected 1 or more, found 0"),
         (
+            ["tiny.yaml", *BOTH, "--set=plan.agree={every: 9, delay: 3}", "--agree=3"],
+            r"--agree: delay: expected fewer updates than every, 3, because .*, found 3",
+        ),
+        (
             [*BOTH, "--batch=4", "--agree=9", "--pipedream=text"],
             r"--pipedream: expected none with --agree, .* as many replicas, found text; leave one of them out",
         ),
@@ -470,8 +474,11 @@ def test_plans_agree_or_compress_messages_if_the_option_or_the_config_says_so(fi
     assert (plan.agree.every, plan.depth) == (50, 1)
     assert "data parallel, agree every 50 " in out
     assert "agree every H: parallel pipelines" in " ".join(out.split())
-    plan, _ = plan_of("tiny.yaml", "--set=plan.agree={every: 20, outer: {momentum: 0}}")
-    assert (plan.agree.every, plan.agree.outer.momentum) == (20, 0)
+    assert " late" not in out
+    plan, out = plan_of("tiny.yaml", "--set=plan.agree={every: 20, delay: 5, outer: {momentum: 0}}")
+    assert (plan.agree.every, plan.agree.delay, plan.agree.outer.momentum) == (20, 5, 0)
+    assert "data parallel, agree every 20, 5 late " in out
+    assert "5 late: an agreement is applied 5 updates after it has begun; they hide its sum (agree: delay)" in " ".join(out.split())
     plan, _ = plan_of("tiny.yaml", "--set=plan.agree={every: 20, outer: {momentum: 0}}", "--agree=7")
     assert (plan.agree.every, plan.agree.outer.momentum) == (7, 0)
     _, out = plan_of("tiny.yaml", "--set=plan.links={activations: int8}")

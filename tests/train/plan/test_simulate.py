@@ -198,11 +198,12 @@ def test_the_time_of_moves_is_that_of_the_link_of_a_device():
     assert words.endswith("rank 1 moves most, 8.0 MB a batch, 4 ms in each direction over the 1.0 GB/s that are assumed of a card")
 
 
+@pytest.mark.parametrize(("delay", "fragments"), [(0, None), (1, None), (7, None), (30, "stages")])
 @pytest.mark.parametrize("schedule", ["pipedream_flush", "pipedream_2bw", "pipedream"])
-def test_pipelines_that_agree_after_the_window_hold_and_send_what_a_long_run_does(schedule):
+def test_pipelines_that_agree_after_the_window_hold_and_send_what_a_long_run_does(schedule, delay, fragments):
     sizes = {"weights": 1000, "accumulators": 1000, "optimizer": 2000, "residuals": 50}
     costs = [jpipe.programs.StageCost(**sizes, outputs=10), jpipe.programs.StageCost(**sizes, inputs=10, gradient=10)]
-    plan = jpipe.Plan.even("ab", 2, schedule, 4, replicas=2, agree={"every": 50})
+    plan = jpipe.Plan.even("ab", 2, schedule, 4, replicas=2, agree={"every": 50, "delay": delay, "fragments": fragments})
     whole = jpipe.simulate(jpipe.lower(plan, 100), costs)
     batches = 2 * jpipe.programs.batches_until_full(plan) + 3
     found, moved = with_agreements(plan, costs, jpipe.simulate(jpipe.lower(plan, batches), costs), batches)

@@ -100,9 +100,10 @@ def main(
 def with_agreements(
     plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost] | None, prediction: jpipe.programs.Prediction, batches: int
 ) -> tuple[jpipe.programs.Prediction, list[float]]:
-    """Return a prediction with an agreement in each batch if pipelines agree, and the mean bytes that each rank sends for a batch.
+    """Return a prediction with agreements if pipelines agree, and the mean bytes that each rank sends for a batch.
 
-    There may be no agreement in so few batches of the plan itself, but its memory has to suffice for one. An H-th of the batches have one.
+    There may be no agreement in so few batches of the plan itself, but its memory has to suffice for one: with all stages in each batch, or
+    for a delay in every other batch, applied after the next one, because each batch holds the same. An H-th of the batches have one.
 
     Args:
         plan: the plan.
@@ -112,12 +113,15 @@ def with_agreements(
     """
     if plan.agree is None or costs is None:
         return prediction, [of_rank / batches for of_rank in prediction.moved_bytes]
-    each, none = (
-        jpipe.simulate(jpipe.lower(plan.model_copy(update={"agree": plan.agree.model_copy(update={"every": every})}), batches), costs)
-        for every in (1, 10**9)
+    every = 2 if plan.agree.delay else 1
+    often, never = ({"every": updates, "delay": every - 1, "fragments": None} for updates in (every, 10**9))
+    agreeing, alone = (
+        jpipe.simulate(jpipe.lower(plan.model_copy(update={"agree": plan.agree.model_copy(update=fields)}), batches), costs)
+        for fields in (often, never)
     )
-    pairs = zip(each.moved_bytes, none.moved_bytes, strict=True)
-    return each, [(without + (all_of_them - without) / plan.agree.every) / batches for all_of_them, without in pairs]
+    share = batches / (batches // every) / plan.agree.every  # of the simulated agreements, for those of so many batches of the plan
+    pairs = zip(agreeing.moved_bytes, alone.moved_bytes, strict=True)
+    return agreeing, [(without + share * (with_sums - without)) / batches for with_sums, without in pairs]
 
 
 def _unit_words(plan: jpipe.Plan, prediction: jpipe.programs.Prediction) -> str:
