@@ -1,5 +1,6 @@
 """The computations of the benchmarks, which must compare equal models."""
 
+import contextlib
 import itertools
 import json
 import os
@@ -8,6 +9,7 @@ import re
 import sys
 import textwrap
 import time
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -18,8 +20,8 @@ from matplotlib.figure import Figure
 import jpipe
 from benchmarks import cross_entropy, dispatch, gpt, gpu, recipes, transfers
 from benchmarks.hosts import __main__ as hosts
-from benchmarks.hosts import accuracy, accuracy_draw, accuracy_program, network, tasks
-from benchmarks.hosts.models import WORKLOADS, kinds, make_plan, sizes
+from benchmarks.hosts import accuracy, accuracy_draw, accuracy_program, links, network, tasks
+from benchmarks.hosts.models import KINDS, WORKLOADS, kinds, make_plan, sizes
 from benchmarks.papers import __main__ as papers
 from benchmarks.papers import draw, stages
 from benchmarks.papers.document import put
@@ -256,6 +258,75 @@ def test_sizes_are_those_of_the_weights_and_of_what_a_sample_passes_on():
     assert layers["conv_0"] == (4 * (3 * 3 * 3 * 32 + 32), 4 * 16 * 16 * 32)
     assert layers["dense_0"] == (4 * (4 * 4 * 64 * 2048 + 2048), 4 * 2048)
     assert hosts._shape("VGG-like", 4)["cuts"] == {"conv_1": 4 * 16 * 16 * 32, "conv_2": 4 * 8 * 8 * 64, "dense_1": 4 * 2048}
+
+
+class Updates:
+    """A program of one host whose updates take some seconds each; it remembers which updates each of its runs makes."""
+
+    def __init__(self, warm_up, seconds):
+        self.next, self.seconds, self.runs = warm_up, seconds, []
+
+    def facts(self):
+        return [{}]
+
+    def run(self, steps):
+        self.runs.append(range(self.next, self.next + steps))
+        self.next += steps
+        return [{"ends": [self.seconds * update for update in self.runs[-1]], "sent_bytes": 100.0, "waiting": 0.5}]
+
+
+@pytest.mark.parametrize("seconds", [0.04, 1.0])
+@pytest.mark.parametrize("kind", [name for name, kind in KINDS.items() if kind.every > 1])
+def test_each_measurement_has_whole_agreements(kind, seconds):
+    plan, program = make_plan(WORKLOADS["GPT"], kind, 4), Updates(KINDS[kind].warm_up, seconds)
+    for _ in range(12):
+        assert hosts._run(program, "GPT", kind)["step_seconds"] == pytest.approx(seconds)
+    for measured in program.runs[1::2]:
+        begun = [update for update in measured[:-1] if plan.agrees(0, update)]
+        assert len(begun) == (len(measured) - 1) / KINDS[kind].every == (3 if seconds < 0.1 else 1)
+        waited_for = [plan.agreement_applied(0, update - 1) for update in measured[1:]]  # the time of the first update does not count
+        assert [update for update in waited_for if update is not None] == begun
+
+
+def test_some_plans_are_measured_again_and_the_others_stay(monkeypatch, tmp_path, capsys):
+    old = [{"plan": name, "rate": 1e8, "labels_per_second": 1.0, "bytes_per_update": 1e3} for name in kinds(WORKLOADS["GPT"], 2)]
+    runs = [{"workload": "GPT", "hosts": count, "rows": list(old), "profile": "old"} for count in (2, 4)]
+    (tmp_path / "hosts.json").write_text(json.dumps({"runs": runs}))
+    fake = SimpleNamespace(hosts=range(2), limit=lambda rate: None)
+    monkeypatch.setattr(hosts, "Network", lambda count: contextlib.nullcontext(fake))
+    monkeypatch.setattr(hosts, "_start", lambda network, name, kind: contextlib.nullcontext(Updates(KINDS[kind].warm_up, 0.5)))
+    monkeypatch.setattr(hosts.signal, "signal", lambda *_: None)
+    late = "replicas that agree every 50, 25 late"
+    arguments = ["--hosts", "2", "--workloads", "GPT", "--plans", late, "--rates", "100", "--keep", "--json", str(tmp_path / "hosts.json")]
+    monkeypatch.setattr(sys, "argv", ["benchmarks.hosts", *arguments])
+    assert hosts.main() == 0
+    assert f"{late}    100.0" in capsys.readouterr().out
+    two, four = json.loads((tmp_path / "hosts.json").read_text())["runs"]
+    assert four == runs[1]
+    assert (two["profile"], list(dict.fromkeys(row["plan"] for row in two["rows"]))) == ("old", kinds(WORKLOADS["GPT"], 2))
+    assert {row["plan"] for row in two["rows"] if row not in old} == {"data parallel", late}
+    assert sum(row["plan"] == "data parallel" for row in two["rows"]) == 2  # without a limit and at the rate
+    table = links.table([two])
+    (shown,) = (row for row in table.rows if row[1] == late)
+    assert shown == [2, late, "1,536", "0"]
+
+
+def test_earlier_results_that_cannot_be_read_are_reported(monkeypatch, tmp_path):
+    monkeypatch.setattr(hosts, "Network", None)
+    monkeypatch.setattr(sys, "argv", ["benchmarks.hosts", "--keep", "--json", str(tmp_path / "none.json")])
+    monkeypatch.setattr(hosts.signal, "signal", lambda *_: None)
+    with pytest.raises(SystemExit, match=r"--keep: cannot read '.*none.json'.*measure without --keep"):
+        hosts.main()
+
+
+@pytest.mark.parametrize("rate", [1e9, 1e10, 1e11])
+def test_a_late_agreement_takes_the_time_that_its_delay_does_not_hide(rate):
+    cost = jpipe.programs.StageCost(forward=0.01, backward=0.02, weights=10**9, accumulators=10**9)
+    computing, summing = 6 * 0.03, 8e9 / rate  # of an update; of an agreement between two hosts
+    for kind, hidden in (("replicas that agree every 50", 0), ("replicas that agree every 50, 25 late", 25)):
+        seconds = links.seconds_per_update(make_plan(WORKLOADS["GPT"], kind, 2), [cost], rate, 50)
+        expected = (50 - hidden) * computing + max(hidden * computing, summing)
+        assert 50 * seconds == pytest.approx(expected, abs=4 * links.LATENCY)
 
 
 def test_missing_root_rights_are_reported(monkeypatch, capsys):

@@ -4,7 +4,8 @@ A host is a network namespace with a process pinned to one core. First data para
 compute time C, and its bytes give the rates at which it should communicate for 50, 80 and 90% of its time. One run at such a rate shows
 how much longer the bytes take than expected, and the rates are corrected by that. The share is measured again at each rate, as
 1 - C / (time of a step), and every plan runs at the same rates. `--rates` gives other rates; those of the GPT are 100 Mbit/s and 1 Gbit/s,
-and it has other plans: pipelines, compressed messages and replicas that agree rarely.
+and it has other plans: pipelines, compressed messages and replicas that agree rarely. `--plans` measures some of them, with data
+parallelism.
 
 For data parallelism the table also has the time of a step divided by the longer one of its computation and its communication: 1 is a sum
 that is hidden completely.
@@ -17,6 +18,7 @@ import os
 import pathlib
 import signal
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -37,7 +39,7 @@ def main() -> int:
     """Measure, print a table for each workload and number of hosts, write JSON."""
     options = _options()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the namespaces are removed, too
-    results: dict[str, Any] = {"machine": describe(), "epoch_samples": EPOCH, "runs": []}
+    results: dict[str, Any] = {"machine": describe(), "epoch_samples": EPOCH, "runs": _earlier_runs(options) if options.keep else []}
     machine = results["machine"]
     try:
         for hosts in options.hosts:
@@ -49,12 +51,11 @@ def main() -> int:
                     shape = _shape(name, hosts)
                     passed = ", ".join(f"{size / 1e3:.1f} kB before {layer}" for layer, size in shape["cuts"].items())
                     print(f"{shape['weights'] / 1e6:.1f} MB of weights; activations of a sample at the cuts, one stage to a host: {passed}")
-                    rows = _measure(network, name, [1e6 * rate for rate in options.rates or WORKLOADS[name].rates])
+                    rows = _measure(network, name, options.plans, [1e6 * rate for rate in options.rates or WORKLOADS[name].rates])
                     _print(rows, goals=not WORKLOADS[name].rates)
-                    run = {"workload": name, "hosts": hosts, **shape, "rows": rows}
-                    results["runs"].append(run)
+                    run = add_run(results["runs"], {"workload": name, "hosts": hosts, **shape, "rows": rows})
                     options.json.write_text(json.dumps(results, indent=2) + "\n")
-                    if WORKLOADS[name].rates and hosts == 2:  # each host has a core
+                    if WORKLOADS[name].rates and hosts == 2 and "profile" not in run:  # each host has a core
                         run["profile"] = _profile(name)
                         options.json.write_text(json.dumps(results, indent=2) + "\n")
     except NoNetwork as missing:
@@ -71,9 +72,44 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.hosts", description=__doc__.splitlines()[0])
     parser.add_argument("--hosts", type=int, nargs="+", default=[2, 4], choices=(2, 4), help="default: 2 4")
     parser.add_argument("--workloads", nargs="+", default=list(WORKLOADS), choices=list(WORKLOADS), help="default: all")
+    parser.add_argument("--plans", nargs="+", default=list(KINDS), choices=list(KINDS), metavar="PLAN", help="default: all")
     parser.add_argument("--rates", type=float, nargs="+", metavar="MBIT", help="Mbit/s of the links; default: found for data parallelism")
     parser.add_argument("--json", type=pathlib.Path, default=pathlib.Path("benchmarks/hosts.json"), help="default: %(default)s")
+    parser.add_argument("--keep", action="store_true", help="keep what that file has of other workloads, numbers of hosts and plans")
     return parser.parse_args()
+
+
+def _earlier_runs(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return the runs of an earlier measurement.
+
+    Raises:
+        SystemExit: the file cannot be read, or is none of this benchmark.
+    """
+    try:
+        return list(json.loads(options.json.read_text(encoding="utf-8"))["runs"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        sys.exit(f"bench-hosts: --keep: cannot read '{options.json}': {error!r}; measure without --keep")
+
+
+def add_run(runs: list[dict[str, Any]], run: dict[str, Any]) -> dict[str, Any]:
+    """Add a run, or replace the rows of its plans in the one of the same workload and hosts.
+
+    Args:
+        runs: those so far.
+        run: the new one.
+
+    Returns:
+        The one of `runs` that has the new rows.
+    """
+    for same in runs:
+        if (same["workload"], same["hosts"]) == (run["workload"], run["hosts"]):
+            plans = {row["plan"] for row in run["rows"]}
+            rows = [*run["rows"], *(row for row in same["rows"] if row["plan"] not in plans)]
+            order = kinds(WORKLOADS[run["workload"]], run["hosts"])
+            same.update(run, rows=[row for kind in order for row in rows if row["plan"] == kind])
+            return same
+    runs.append(run)
+    return run
 
 
 def _shape(name: str, hosts: int) -> dict[str, Any]:
@@ -91,10 +127,11 @@ def _profile(name: str) -> str:
         return str(program.facts()[0]["profile"])
 
 
-def _measure(network: Network, name: str, rates: list[float]) -> list[dict[str, Any]]:
-    """Measure a row for each plan and rate; without rates, find some."""
+def _measure(network: Network, name: str, plans: Sequence[str], rates: list[float]) -> list[dict[str, Any]]:
+    """Measure a row for data parallelism and each of the plans at each rate; without rates, find some."""
     rows: list[dict[str, Any]] = []
-    for kind in kinds(WORKLOADS[name], len(network.hosts)):
+    base, *others = kinds(WORKLOADS[name], len(network.hosts))
+    for kind in (base, *(kind for kind in others if kind in plans)):
         print(f"… {kind}", file=sys.stderr, flush=True)
         try:
             network.limit(None)
@@ -135,7 +172,7 @@ def _start(network: Network, name: str, kind: str) -> Program:
 
 def _run(program: Program, name: str, kind: str) -> dict[str, Any]:
     """Measure once, after a short run that determines how many steps fill the time; each agreement counts with all its updates."""
-    answers, every = program.run(3), KINDS[kind].every
+    answers, every = program.run(KINDS[kind].trial), KINDS[kind].every
     seconds = _step_seconds(answers)
     if 2 * seconds < TIMED_SECONDS or every > 1:
         answers = program.run(1 + every * math.ceil(TIMED_SECONDS / seconds / every))
@@ -171,7 +208,7 @@ def rate_for(share: float, compute_seconds: float, sent_bytes: float) -> float:
 def _print(rows: list[dict[str, Any]], goals: bool) -> None:
     for row in rows:
         if "failed" in row:
-            print(f"{row['plan']:<34} not measured: {row['failed']}")
+            print(f"{row['plan']:<37} not measured: {row['failed']}")
     with_base = {
         row["rate"] for row in rows if row["plan"] == rows[0]["plan"] and "failed" not in row
     }  # rates at which data parallelism was measured
@@ -180,7 +217,7 @@ def _print(rows: list[dict[str, Any]], goals: bool) -> None:
         return
     compute = measured[0]["step_seconds"]
     print(f"batches of {MICROBATCHES} microbatches; an epoch is {EPOCH} samples; data parallel without limit: {compute:.3f} s per step")
-    print(f"{'plan':<34} {'Mbit/s':>8} {'s per epoch':>11} {'labels/s':>9} {'speed-up':>9} {'kB/sample':>12} {'less':>7} {'waiting':>8}")
+    print(f"{'plan':<37} {'Mbit/s':>8} {'s per epoch':>11} {'labels/s':>9} {'speed-up':>9} {'kB/sample':>12} {'less':>7} {'waiting':>8}")
     for rate in dict.fromkeys(row["rate"] for row in measured):
         same = [row for row in measured if row["rate"] == rate]
         base = same[0]  # data parallelism
@@ -195,7 +232,7 @@ def _print(rows: list[dict[str, Any]], goals: bool) -> None:
                 met = ("missed", "met")
                 note = f"  at least {SPEED_UP:.0f}: {met[speed_up >= SPEED_UP]}; {BYTES_LESS:.0%} less: {met[less >= BYTES_LESS]}"
             print(
-                f"{row['plan']:<34} {at:>8} {row['epoch_seconds']:>11.1f} {row['labels_per_second']:>9.0f} {speed_up:>9.2f} "
+                f"{row['plan']:<37} {at:>8} {row['epoch_seconds']:>11.1f} {row['labels_per_second']:>9.0f} {speed_up:>9.2f} "
                 f"{row['bytes_per_sample'] / 1e3:>12.1f} {less:>7.1%} {row['waiting']:>8.0%}{note}"
             )
 

@@ -19,7 +19,7 @@ def main() -> None:
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(coordinator, int(hosts), int(process))
     runner = Runner(*build(workload, kind, int(hosts)))
-    runner(2)
+    runner(KINDS[kind].warm_up)
 
     def run(steps: int) -> dict[str, Any]:
         before = sent_bytes(), time.process_time(), now()

@@ -38,6 +38,7 @@ LOOKS = {
     "PipeDream-2BW": ("2BW", style.ORANGE, "-"),
     "2BW, int8 messages": ("2BW, int8 messages", style.ORANGE, "--"),
     "replicas that agree every 50": ("replicas that agree every 50 updates", style.GREEN, "-"),
+    "replicas that agree every 50, 25 late": ("the same, applied 25 updates late", style.GREEN, "--"),
 }
 
 

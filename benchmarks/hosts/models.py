@@ -43,12 +43,23 @@ class Kind(NamedTuple):
         return int(self.options.get("agree", {}).get("every", 1))
 
     @property
+    def warm_up(self) -> int:
+        """Updates before the first trial: each measurement begins when an agreement has been applied, and has all of the next one."""
+        return self.every + int(self.options.get("agree", {}).get("delay", 0)) + 1
+
+    @property
+    def trial(self) -> int:
+        """Updates of the short run before a measurement; with those of the measurement they are a multiple of `every`."""
+        return 3 if self.every == 1 else self.every - 1
+
+    @property
     def devices(self) -> int:
         """How many devices each host has."""
         return math.prod(self.mesh.values())
 
 
 _AGREE = {"agree": {"every": 50}}
+_LATE = {"agree": {"every": 50, "delay": 25}}
 _INT8 = {"links": {"activations": "int8", "gradients": "int8"}}
 KINDS: dict[str, Kind] = {
     "data parallel": Kind("pipedream_flush", "replicas"),
@@ -60,6 +71,7 @@ KINDS: dict[str, Kind] = {
     "flush": Kind("pipedream_flush", "straight"),
     "2BW, int8 messages": Kind("pipedream_2bw", "straight", _INT8),
     "replicas that agree every 50": Kind("pipedream_flush", "replicas", _AGREE),
+    "replicas that agree every 50, 25 late": Kind("pipedream_flush", "replicas", _LATE),
     "two pipelines that agree every 50": Kind("pipedream_flush", "pipelines", _AGREE, hosts=(4,)),
 }
 OF_THE_PAPERS = ("data parallel", "data parallel, sum in parts", "PipeDream, straight", "PipeDream, replicated", "PipeDream-2BW")
