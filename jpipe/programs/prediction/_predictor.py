@@ -414,9 +414,10 @@ class Predictor:
             worker.ready[key] = summed
         return [worker.rank for worker in summing]
 
-    def _sum_changes(self, worker: Worker, i: SumChanges) -> None:
+    def _sum_changes(self, worker: Worker, i: SumChanges) -> Key | None:
         worker.memory.add(worker.cost.trained)  # the changes, then their mean
         self._begin_sum(worker, "changes", ("changes", i.batch), worker.rank.clock, worker.cost.trained)
+        return ("changes", i.batch) if self._sums_block else None
 
     def _agree(self, worker: Worker, i: Agree) -> None:
         worker.ready.pop(("changes", i.begun))
