@@ -25,7 +25,7 @@ class Steps:
 
     Pipelines that agree after some updates do so after each in what is verified. A step leaves out the agreements that are not due, which
     removes nothing but waits, so that there are not as many programs as updates between two agreements. Where agreements are applied some
-    updates late, those of what is verified are applied at once, and a step has in their places those that have begun earlier.
+    updates late, what is verified applies each of them at once; a step applies in these places those that have begun earlier.
 
     Args:
         plan: what runs.

@@ -99,7 +99,7 @@ class Verifier:
             self._fail(f"the program ends before {self._unfinished[0]}")
         if self._buffers != (under_way := self._changes_under_way(self._program.end)):
             expected = f", expected {sorted(under_way)}" if under_way else ""
-            self._fail(f"left behind: {sorted(self._buffers)}{expected}")
+            self._fail(f"left behind: {sorted(self._buffers) or 'nothing'}{expected}")
         needed = versions_before(self._plan, self._number, self._program.end)
         if self._versions != needed:
             self._fail(f"versions {sorted(self._versions)} are left, expected {sorted(needed)}")
@@ -217,14 +217,15 @@ class Verifier:
 
     def _sum_changes(self, i: SumChanges) -> None:
         if i.batch not in self._to_begin:
-            self._fail(f"{i}: no agreement begins there, but with updates {sorted(self._to_begin)}")
+            self._fail(f"{i}: it has no agreement to begin: expected {_one_of(self._to_begin)}")
         self._put("changes", i.batch)
         self._to_begin.remove(i.batch)
 
     def _agree(self, i: Agree) -> None:
-        begun = self._plan.agreement_applied(self._stage, i.batch)
-        if i.batch not in self._to_apply or i.begun != begun:
-            self._fail(f"{i}: after this update the agreement of update {begun} is to be applied, once")
+        if i.batch not in self._to_apply:
+            self._fail(f"{i}: no agreement is to be applied after update {i.batch}: expected {_one_of(self._to_apply)}")
+        if i.begun != (begun := self._plan.agreement_applied(self._stage, i.batch)):
+            self._fail(f"{i}: expected the agreement that has begun with update {begun}")
         self._take("changes", i.begun)
         self._to_apply.remove(i.batch)
 
@@ -377,6 +378,11 @@ class Verifier:
 
     def _fail(self, what: str) -> NoReturn:
         raise Violation.at(self._plan, self._number, what)
+
+
+def _one_of(updates: set[int]) -> str:
+    """Return what is expected in place of an instruction for a wrong update."""
+    return f"one of update {', '.join(map(str, sorted(updates)))}" if updates else "none here"
 
 
 def _of_part(kind: str, part: int | None) -> str:

@@ -6,7 +6,7 @@ import jax
 
 from jpipe.runtime.state import WorkerState, copied
 from jpipe.runtime.transport._lanes import arrived
-from jpipe.stages._agreement import ALREADY_AGREED, Agreed
+from jpipe.stages._agreement import ALREADY_AGREED, ALREADY_APPLIED, Agreed
 from jpipe.stages._arrays import shardings_of
 from jpipe.stages._compiled_stage import CompiledStage
 
@@ -27,7 +27,7 @@ def last_agreed(stage: CompiledStage, agreed: Agreed, changes: Tree) -> Agreed:
         changes: from `changes_under_way`, of this worker or another replica of its stage.
     """
     mean = arrived(changes)
-    if mean is None or mean == ALREADY_AGREED:
+    if mean is None or mean in (ALREADY_AGREED, ALREADY_APPLIED):
         return agreed
     return stage.calls["agree"](copied(agreed), jax.device_put(mean, shardings_of(agreed.params)))
 

@@ -21,8 +21,9 @@ from jpipe.runtime._interpreter import Event
 from jpipe.runtime._plain import Plain, checked_dict, from_plain, names_in, overlaid, to_plain, without
 from jpipe.runtime.state import PendingUpdate, WorkerState, copied_to_host, weights_of
 from jpipe.runtime.state._saved_optimizer import masters_in, with_buffers, without_prediction
+from jpipe.runtime.transport._lanes import arrived
 from jpipe.schedules import SCHEDULES
-from jpipe.stages._agreement import ALREADY_AGREED, Agreed
+from jpipe.stages._agreement import ALREADY_AGREED, ALREADY_APPLIED, Agreed
 from jpipe.stages._arrays import Arrays, Share, shardings_of
 from jpipe.stages._compiled_stage import CompiledStage
 from jpipe.stages.functions._floats import floats_of, with_floats
@@ -100,10 +101,10 @@ class Snapshot:
         entries such as "block_0 replica 1" have those of the other replicas. With `Plan.shard_optimizer` the optimizer state of a layer is
         in the entry of the replica that updates it. With `Plan.agree` the one version in `params` is that of the last agreement that began
         before the batch, `outer_momentum` is that of the outer optimizer, and each replica's entry has in `own` the trained parameters of
-        its pipeline, by version as `params` otherwise, and in `optimizer` its optimizer state. With `Links.sums` the entry of each replica
-        has in `sum_error` what rounding has lost of its gradients. With `Links.rows` the first layer of each stage but the first has in
-        `remembered` what is remembered of the activations that are `received` there, for both ends of the cut. Parts without arrays are
-        left out.
+        its pipeline, by version as `params` otherwise, in `optimizer` its optimizer state, and in `under_way` the update of an agreement
+        that is still to be applied. With `Links.sums` the entry of each replica has in `sum_error` what rounding has lost of its
+        gradients. With `Links.rows` the first layer of each stage but the first has in `remembered` what is remembered of the activations
+        that are `received` there, for both ends of the cut. Parts without arrays are left out.
         """
         assert self.complete
         return {name: plain for part in self._parts.values() for name, plain in part.layers().items()}
@@ -240,11 +241,13 @@ class _Part:
     def _own_parts(self, layer_id: str) -> Plain:
         """Return the weights of a layer of a pipeline that agrees: its own, and for the first pipeline those on which all have agreed."""
         own = {str(self._newest - v): to_plain(self._trained.part(params)[layer_id]) for v, params in self._versions.items()}
+        plain: Plain = {"own": own}
+        if self._under_way is not None and jax.tree.leaves(own) and arrived(self._changes) != ALREADY_APPLIED:
+            plain["under_way"] = np.asarray(self._under_way)
         if self._replica or self._last_agreed is None:
-            return {"own": own}
+            return plain
         params = self._trained.joined(self._last_agreed.params, self._versions[self._newest])
-        return {
-            "own": own,
+        return plain | {
             "params": {"0": to_plain(params[layer_id])},
             "outer_momentum": to_plain(self._last_agreed.momentum.get(layer_id, {})),
         }
@@ -499,9 +502,19 @@ def restored_worker(
     weights = weights_of(whole, SCHEDULES[plan.schedule].versions_alive(plan, plan.workers[worker][0]))
     del placed  # before the activations of rows, which may take most of the memory
     rows = {end: _placed_rows(specs, remembered[end]) for end, specs in a.remembered.items()}
-    begun = plan.agreement_under_way(plan.workers[worker][0], last)
-    updates = {} if begun is None else {begun: PendingUpdate(changes=ALREADY_AGREED)}
+    updates = _updates_under_way(plan, worker, f, layers, last)
     return WorkerState(weights, optimizer, state, accumulators, key, updates=updates, **optional, remembered=rows)
+
+
+def _updates_under_way(plan: Plan, worker: int, f: StageFunctions, layers: Mapping[str, Plain], updates: int) -> dict[int, PendingUpdate]:
+    """Return what a restored worker holds of an agreement that its plan applies later: whether it has still to be mixed in."""
+    s, replica = plan.workers[worker]
+    if (begun := plan.agreement_under_way(s, updates)) is None:
+        return {}
+    entries = f.stack.ties.entries(f.stage.layers)
+    own = _own_entries(layers, entries, replica, plan.replicas[s])
+    is_under_way = bool(own) and all(np.array_equal(plain.get("under_way"), begun) for plain in own.values())
+    return {begun: PendingUpdate(changes=ALREADY_AGREED if is_under_way else ALREADY_APPLIED)}
 
 
 def _restored_scales(f: StageFunctions, layers: Mapping[str, Plain], versions: Iterable[int]) -> dict[int, LossScale]:

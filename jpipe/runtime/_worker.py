@@ -41,7 +41,7 @@ from jpipe.runtime.state import (
 )
 from jpipe.runtime.transport._lanes import PendingTransfer, arrived
 from jpipe.runtime.transport._transport import Transport
-from jpipe.stages._agreement import ALREADY_AGREED, Agreed
+from jpipe.stages._agreement import ALREADY_AGREED, ALREADY_APPLIED, Agreed
 from jpipe.stages._compiled_stage import CompiledStage, UpdateNumber, update_kind
 from jpipe.stages.functions._stage import End
 from jpipe.stages.functions._sums import joined_sums, shared_with
@@ -518,6 +518,8 @@ class Worker:
         assert self.functions.agreement is not None
         mean = arrived(state.updates[begun]["changes"])
         self.change_update(begun, changes=None)
+        if mean == ALREADY_APPLIED:
+            return
         if not self.functions.agreement.delay:
             state.agreed, params = self.calls["agree"](state.agreed, mean)
         else:

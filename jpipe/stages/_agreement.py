@@ -14,6 +14,9 @@ Tree = Any
 ALREADY_AGREED: Tree = {}
 """In place of the mean of the changes where a restored run has the agreed weights that were moved with it already."""
 
+ALREADY_APPLIED: Tree = ()
+"""In place of the mean of the changes where a restored run goes on from the agreed weights, or has applied the agreement already."""
+
 
 class Agreed(NamedTuple):
     """What each pipeline keeps of a stage from one agreement to the next, the same in all of them.

@@ -31,8 +31,11 @@ def bytes_of_ranks(program: Program, form: Compact, costs: Sequence[StageCost]) 
     changes, running, moved = np.array([_bytes_of(kind, plan, costs[kind.stage]) for kind in form.kinds] or [(0, 0, 0)]).T
     first = [0] * len(plan.rank_workers)
     for w in range(len(plan.workers)) if program.workers is None else program.workers:
-        cost = costs[plan.workers[w][0]]
+        s, _ = plan.workers[w]
+        cost = costs[s]
         first[plan.rank_of[w]] += bytes_at_first(cost, len(versions_before(plan, w, program.start)), cost.optimizer)
+        if plan.agreement_under_way(s, program.start * plan.updates_per_batch(s)) is not None:
+            first[plan.rank_of[w]] += cost.trained  # the changes
     held, peak = [], []
     for at_first, rank in zip(first, form.ranks, strict=True):
         change: Any = changes[rank.kinds]

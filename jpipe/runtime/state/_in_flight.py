@@ -46,7 +46,7 @@ class PendingUpdate:
         norm: the norm of the gradients of all stages; it stays until the next update, since it may have to be sent on.
         shared: the gradients of parameters that other stages hold, too.
         received: those of the other stages, by stage.
-        changes: the mean of the changes of the weights over the pipelines that agree, or `ALREADY_AGREED`.
+        changes: the mean of the changes of the weights over the pipelines that agree, `ALREADY_AGREED`, or `ALREADY_APPLIED`.
         loss: (mean loss, weight), until all updates of the batch are made.
     """
 

@@ -42,6 +42,11 @@ def test_a_program_of_some_workers_is_simulated_briefly():
     check(plan, lower(plan, 3, workers=[workers[1] for workers in plan.stage_workers]))
 
 
+def test_the_changes_of_an_agreement_under_way_count_in_a_part_in_which_it_neither_begins_nor_is_applied():
+    plan = Plan.even("ab", 2, "pipedream_flush", 4, replicas=2, agree={"every": 4, "delay": 3})
+    check(plan, lower(plan, 6, begin=5, start=5))
+
+
 def test_programs_with_other_instructions_are_simulated_one_by_one():
     plan = plan_of("gpipe", 2)
     costs = [dataclasses.replace(cost, shared=(2,)) for cost in costs_of(plan)]

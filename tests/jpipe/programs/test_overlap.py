@@ -9,7 +9,7 @@ import pytest
 from jpipe import Link, Plan, lower, simulate, to_perfetto
 from jpipe.ops import OPS
 from jpipe.programs import StageCost, parse_grid
-from jpipe.programs._instructions import AllReduce, Compute, Send, Update
+from jpipe.programs._instructions import AllReduce, Compute, Send, SumChanges, Update
 from jpipe.programs.prediction import Prediction
 
 LINK = Link(bandwidth=2.0, latency=0.25)
@@ -19,6 +19,7 @@ PLANS = {
     "pipedream, replicas": Plan.even("abc", 3, "pipedream", 4, replicas=[2, 1, 2]),
     "2BW, replicas": Plan.even("ab", 2, "pipedream_2bw", 4, replicas=2),
     "data parallelism in parts": Plan.even("abc", 1, "pipedream_flush", 4, replicas=2, sum_parts=3),
+    "agreements that are applied late": Plan.even("ab", 2, "pipedream_flush", 4, replicas=2, agree={"every": 2, "delay": 1}),
     "interleaved": Plan.even("abcd", 4, "interleaved_1f1b", 4, chunks_per_rank=2),
     "split backward": Plan.even("abc", 3, "zb_h1", 4),
 }
@@ -46,10 +47,11 @@ def end_by_clocks(plan: Plan, batches: int) -> float:
             end = max(clocks[rank] for rank in both) + 3 / 2.0 + 0.25
             for rank in both:
                 clocks[rank] = end
-        elif isinstance(i, AllReduce):
-            ranks = begun.setdefault((s, i.batch, i.part), [])
+        elif isinstance(i, AllReduce | SumChanges):
+            part = i.part if isinstance(i, AllReduce) else None
+            ranks = begun.setdefault((s, i.batch, part), [])
             ranks.append(rank_of[i.worker])
-            size = 4 if i.part is None else costs[s].accumulators_of_part(i.part, plan.stages[s])
+            size = 4 if part is None else costs[s].accumulators_of_part(part, plan.stages[s])
             if (count := len(ranks)) == plan.replicas[s]:
                 end = max(clocks[rank] for rank in ranks) + 2 * (count - 1) / count * size / 2.0 + 2 * (count - 1) * 0.25
                 for rank in ranks:

@@ -243,6 +243,38 @@ def test_an_agreement_under_way_is_saved_and_evaluated_on_devices_of_their_own(m
     assert float(pipe.evaluate(state, batches[0]).loss) == evaluated
 
 
+def resumed(agree, layers, cut, batches, **fields):
+    """Return the weights of each pipeline after each of some batches from a snapshot, what they have agreed on at last, and a snapshot."""
+    pipe = pipeline(plan_of("pipedream_flush", agree, num_stages=1, microbatches=6, **fields))
+    state, snapshot, weights = pipe.restore(jax.random.key(running.KEY), batches[0], layers, cut), pipe.snapshot(cut + 1), []
+    for batch in batches:
+        state, _ = pipe.step(state, batch, observe=None if snapshot.complete else snapshot)
+        weights.append(jax.tree.map(np.asarray, [worker.weights.read(worker.weights.newest) for worker in state.workers]))
+    return weights, jax.tree.map(np.asarray, pipe.params(state)), jax.tree.map(np.asarray, snapshot.layers())
+
+
+@pytest.mark.parametrize("before", [{"replicas": 2}, {"replicas": 3, "agree": {"every": 4, "delay": 3}}, {"agree": {"every": 4}}])
+def test_weights_that_are_agreed_when_a_run_is_restored_are_not_mixed_in_later(before):
+    """Without agreements, with another number of pipelines, and where the agreement has been applied; also in the run after the next."""
+    batches, late = models.masked_batches(8, 6), {"every": 4, "delay": 3, "mixing": 0.0}
+    pipe = pipeline(plan_of("pipedream_flush", num_stages=1, microbatches=6, **before))
+    *_, layers = trained(pipe, running.fresh(pipe, batches), batches[:4], 4)
+    (weights, _, again), (expected, *_) = (resumed(agree, layers, 4, batches[4:7]) for agree in (late, {"every": 4}))
+    running.check_equal(weights, expected)
+    running.check_equal(resumed(late, again, 5, batches[5:7])[0], expected[1:])
+
+
+@pytest.mark.parametrize("delay", [0, 1, 3])
+def test_an_agreement_under_way_is_applied_under_another_delay_if_it_is_not_too_late(delay):
+    batches = models.masked_batches(8, 6)
+    pipe = pipeline(plan_of("pipedream_flush", {"every": 4, "delay": 2, "mixing": 0.0}, num_stages=1, microbatches=6))
+    *_, layers = trained(pipe, running.fresh(pipe, batches), batches[:5], 5)
+    weights, agreed, _ = resumed({"every": 4, "delay": delay, **({"mixing": 0.0} if delay else {})}, layers, 5, batches[5:7])
+    for n, own in enumerate(weights):
+        are_agreed = {bool(np.array_equal(jax.tree.leaves(each)[-1], jax.tree.leaves(agreed)[-1])) for each in own}
+        assert are_agreed == {delay == 3 and n == 1}, "the agreement of update 3 is applied after update 6"
+
+
 @pytest.mark.slow
 def test_what_pipelines_have_agreed_on_is_evaluated_and_restored_under_another_plan():
     plan = plan_of("pipedream_2bw", {"every": 3, "outer": OUTER})
@@ -292,6 +324,27 @@ def test_a_program_without_one_of_its_agreements_is_refused(name):
         simulate(replaced(program, [*program.instructions[:first], program.instructions[first], *program.instructions[first:]]))
 
 
+@pytest.mark.parametrize("name", ["pipedream_flush", "pipedream", "zb_v"])
+def test_a_program_with_another_late_agreement_is_refused(name):
+    """Also those of a part of a run, with agreements under way at its beginning and its end."""
+    plan = Plan.even("abcd", 4, name, 16, replicas=2, agree={"every": 3, "fragments": "stages", "delay": 2})
+    program = lower(plan, 7, begin=3, start=3)
+    simulate(program)
+    items = list(program.instructions)
+    begun, applied = ([n for n, i in enumerate(items) if isinstance(i, kind)] for kind in (SumChanges, Agree))
+    for n in (begun[0], begun[-1], applied[0], applied[-1]):
+        with pytest.raises(ProgramError, match=r"agreed on version|left behind: (nothing, expected )?\[\('changes'"):
+            simulate(replaced(program, [*items[:n], *items[n + 1 :]]))
+        with pytest.raises(ProgramError, match=r"expected none here|expected one of update"):
+            simulate(replaced(program, [*items[: n + 1], *items[n:]]))
+    n = applied[-1]
+    with pytest.raises(ProgramError, match=rf"expected the agreement that has begun with update {items[n].begun}\n"):
+        simulate(replaced(program, [*items[:n], dataclasses.replace(items[n], begun=items[n].begun - 3), *items[n + 1 :]]))
+    n = applied[0]
+    with pytest.raises(ProgramError, match="the pipelines have not agreed on version"):
+        simulate(replaced(program, [*items[:n], *items[n + 1 :], items[n]]))
+
+
 def replaced(program, items):
     return dataclasses.replace(program, instructions=tuple(items))
 
@@ -313,6 +366,10 @@ REFUSED = [
         for found in ("x", 0, True, 2.0)
     ),
     ({"agree": {"every": 0}}, {}, r"plan: agree\.every: "),
+    ({"agree": {"every": 2, "delay": 2}}, {}, r"plan: agree: delay: expected fewer updates than every, 2, .*, found 2"),
+    *(({"agree": {"every": 3, "delay": found}}, {}, rf"plan: agree\.delay: .*, found {found!r}$") for found in (-1, True, 1.0, "1")),
+    ({"agree": {"every": 2, "delay": 1, "mixing": 1.0}}, {}, r"plan: agree\.mixing: expected less than 1, found 1\.0"),
+    ({"agree": {"every": 2, "mixing": 0.3}}, {}, r"plan: agree: mixing: expected none without a delay, found 0\.3; .*: remove it, or give"),
     ({"agree": {"every": 2, "outer": {"momentum": 1.0}}}, {}, r"plan: agree\.outer\.momentum: "),
     (
         {"schedule": "pipedream_2bw"},
