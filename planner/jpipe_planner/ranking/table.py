@@ -289,8 +289,9 @@ def _what_is_worse(best: Ranked, other: Ranked) -> str:
     candidate, chosen = other.candidate, best.candidate
     slower = best.samples_per_second / other.samples_per_second - 1
     if slower > EQUAL:
-        more = _bubble(other) - _bubble(best)
-        return f"{slower:.1%} slower" + (f", {100 * more:.0f} points more bubble" if more > 0.01 else "")
+        more = 100 * (_bubble(other) - _bubble(best))
+        points = f"{more:.0f} {'point' if round(more) == 1 else 'points'}"
+        return f"{slower:.1%} slower" + (f", {points} more bubble" if more > 1 else "")
     reasons = (
         (round(candidate.delay, 9) > round(chosen.delay, 9), "older weights"),
         (candidate.degrees.size > chosen.degrees.size, "larger meshes"),

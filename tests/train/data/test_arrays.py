@@ -22,6 +22,7 @@ from jpipe_train.assemble import model
 from jpipe_train.assemble.labels import check_labels
 from jpipe_train.config.config import Config, LossConfig
 from jpipe_train.data import data
+from jpipe_train.data.arrays import reading
 from jpipe_train.data.position import Position
 from tests.train.conftest import changed
 from tests.train.data.conftest import same
@@ -416,7 +417,7 @@ def test_a_folder_in_place_of_an_array_is_named(tiny, tmp_path):
     (folder / "inputs.npy").unlink()
     (folder / "inputs.npy").mkdir()
     with pytest.raises(InputError, match=r"^data\.path: expected a file '.*a/inputs\.npy', found a folder of this name"):
-        data.load(configured(tiny, folder))
+        data.load(configured(tiny, folder, {"name": "squared_error"}))
 
 
 def test_folders_without_the_arrays_are_errors(tiny, tmp_path):
@@ -427,11 +428,11 @@ def test_folders_without_the_arrays_are_errors(tiny, tmp_path):
     with pytest.raises(
         InputError, match=r"expected one \.npz, or a folder of \.npy files, found 'arrays\.npz', 'inputs\.npy', 'targets\.npy'"
     ):
-        data.load(configured(tiny, folder))
+        data.load(configured(tiny, folder, {"name": "squared_error"}))
     (folder / "inputs.npy").write_bytes((folder / "inputs.npy").read_bytes()[:500])
     (folder / "arrays.npz").unlink()
     with pytest.raises(InputError, match=r"cannot read '.*inputs\.npy': it is cut off: expected 2,160 bytes, found 372; give files"):
-        data.load(configured(tiny, folder))
+        data.load(configured(tiny, folder, {"name": "squared_error"}))
 
 
 @pytest.mark.parametrize(
@@ -518,3 +519,18 @@ def test_the_example_of_the_page_learns(tmp_path, monkeypatch, no_report):
     with contextlib.redirect_stderr(io.StringIO()) as printed:
         assert cli.main(["evaluate", "run", "--data", "narrow.npz", "--allow-code"]) == 2
     assert "--data: expected inputs of shape [8], as in training, found [5] in 'narrow.npz'; give rows" in printed.getvalue()
+
+
+def test_targets_beside_wrong_inputs_decide_no_shape(tiny, tmp_path):
+    (folder := tmp_path / "rows").mkdir()
+    (folder / "a.jsonl").write_bytes(lines([{"inputs": None, "targets": 1.0}] * 2))
+    (folder / "b.jsonl").write_bytes(lines([{"inputs": 1, "targets": [1.0, 2.0]}] * 2))
+    with pytest.raises(InputError, match=r"data\.path: 2 lines are wrong: "):
+        data.load(configured(tiny, folder, {"name": "squared_error"}))
+
+
+def test_a_row_in_memory_keeps_no_other_rows(tiny, tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(lines(ROWS))
+    arrays = reading.read(configured(tiny, tmp_path / "a.jsonl"))
+    for side in (arrays.train, arrays.validation):
+        assert all(array.stored[0].base is None for array in side.arrays)

@@ -1,5 +1,7 @@
 """Many rows of numbers at once: the same as row by row, or not converted at all."""
 
+import json
+
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -10,7 +12,9 @@ from hypothesis import strategies as st
 from jpipe_train.data.arrays.blocks import arrays_of
 from jpipe_train.data.arrays.numbers import array_of
 from jpipe_train.data.files import arrow
+from jpipe_train.data.files.records import blocks
 from jpipe_train.data.files.wrong_lines import WrongLine
+from tests.train.data.test_columns import zstd
 
 TWICE = 2**60 + 2**36 + 1  # in float32 by way of float64 it is another number
 INTEGERS = st.sampled_from([0, 1, -7, 2**31, TWICE, 2**62 + 3, 2**63, 2**70])
@@ -83,3 +87,36 @@ def test_columns_of_numbers_are_decoded_in_large_batches_and_shared_values_of_an
         with file.open("rb") as opened:
             assert sum(1 for _ in arrow.rows(opened, file, "parquet", [arrow.Column(name)], lambda *_: None)) == 3000
     assert sizes == [1024, 64, 64]
+
+
+def test_shared_texts_are_decoded_in_small_batches_beside_numbers_of_the_same_path(tmp_path, monkeypatch):
+    file, sizes = tmp_path / "a.parquet", []
+    pq.write_table(pa.table({"a.b": np.arange(3000) % 7, "a": [{"b": "x" * 9999}] * 3000}), file)
+    monkeypatch.setattr(pq.ParquetFile, "iter_batches", lambda self, size, **options: sizes.append(size) or ())
+    with file.open("rb") as opened:
+        assert list(arrow.rows(opened, file, "parquet", [arrow.Column("a")], lambda *_: None)) == []
+    assert sizes == [64]
+
+
+def compressed_file(folder, kind, length, count=1500):
+    """Write rows with `length` equal numbers, which are compressed to a small part of their size."""
+    rows, file = [{"a": [0] * length}] * count, folder / f"a.{kind}"
+    if kind == "parquet":
+        pq.write_table(pa.table({"a": [row["a"] for row in rows]}), file, compression="zstd", use_dictionary=False)
+    elif kind == "csv.zst":
+        file.write_bytes(zstd(b"a,b\n" + b"0," + b"0" * length + b"\n" + (b"0," + b"0" * length + b"\n") * (count - 1)))
+    else:
+        file.write_bytes(zstd("".join(json.dumps(row) + "\n" for row in rows).encode()))
+    return file
+
+
+@pytest.mark.parametrize("kind", ["parquet", "csv.zst", "jsonl.zst"])
+def test_blocks_are_small_after_decompression(kind, tmp_path):
+    columns = [arrow.Column("a", "inputs_key", "numbers")]
+    sizes = [len(block) for block in blocks(compressed_file(tmp_path, kind, 4), "data.path", columns)]
+    assert sizes == [1024, 476]
+    file = compressed_file(tmp_path, kind, 2**15)
+    assert file.stat().st_size < 2**18  # all rows would be one block by the size of the file
+    sizes = [len(block) for block in blocks(file, "data.path", columns)]
+    assert sum(sizes) == 1500
+    assert max(sizes) <= 9  # rows of 2**15 bytes or more

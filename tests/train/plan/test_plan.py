@@ -494,7 +494,7 @@ def test_plans_agree_or_compress_messages_if_the_option_or_the_config_says_so(fi
     assert (plan.agree.every, plan.agree.outer.momentum) == (7, 0)
     plan, out = plan_of("--batch=4", "--agree=50", "--topology=one.yaml")
     assert plan.agree is None
-    assert "no pipelines agree: the chosen plan has only one" in out
+    assert "agree has no effect: the chosen plan has only one pipeline" in out
     _, out = plan_of("tiny.yaml", "--set=plan.links={activations: int8}")
     assert " links int8/– " in out
     assert cli.main(["plan", *BOTH, "tiny.yaml", "--set=plan.links={sums: int8}", "--out=plan.json"]) == 2

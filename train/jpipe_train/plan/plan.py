@@ -194,7 +194,7 @@ def _finish(
     _report(reporter, result, found.confirmed, found.batch, found.known_by, measured)
     configured = None if parts is None else parts.config.plan.agree
     if result.choice.ranked[0].candidate.agree is None and (request.agree is not None or configured is not None):
-        reporter.say("no pipelines agree: the chosen plan has only one")
+        reporter.say("agree has no effect: the chosen plan has only one pipeline")
     if parts is not None and request.topology != LOCAL and (words := attention_words(parts.config, result.choice)):
         reporter.say(words)
     if explain:

@@ -101,7 +101,7 @@ def _usable_schedules(profile: Profile, request: Request, global_norm: bool, rep
 def _say_how_stages_are_searched(topology: Topology, asked: Asked, reporter: Reporter) -> None:
     """Print why PipeDream's stages are not searched, or that it can take minutes."""
     if asked.agree is not None:
-        reporter.say("left out: different numbers of replicas per stage, because pipelines agree")
+        reporter.say("left out: different numbers of replicas per stage, because pipelines that agree have equal stages")
     elif not has_searchable_stages(topology):
         reporter.say("left out: different numbers of replicas per stage, for so many devices that differ")
     elif topology.num_devices >= MANY_DEVICES:
@@ -234,7 +234,7 @@ def _no_candidate(
     sizes = ", ".join(map(str, profile.sizes))
     change = f"{allow}batches or numbers of devices"
     if all(batch % size for size in profile.sizes):
-        change = "use a batch that is a multiple of one of these numbers, or a profile of other microbatches"
+        change = f"use a multiple of {' or '.join(map(str, profile.sizes))}, or a profile of other microbatches"
     return InputError(f"plan: no plan{requested} has a batch of {batch} rows in {limit}microbatches of {sizes} rows on {devices}; {change}")
 
 

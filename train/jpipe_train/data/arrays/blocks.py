@@ -1,4 +1,4 @@
-"""The numbers of many rows at once, where all of them are alike: several times as fast as row by row, with the same result."""
+"""Convert the numbers of many rows at once, where all rows are alike: several times as fast as row by row, with the same result."""
 
 from collections.abc import Mapping, Sequence
 from itertools import chain
@@ -9,7 +9,7 @@ import numpy as np
 from jpipe_train.data.arrays.numbers import KINDS, Key, fitted, is_integer, result_type
 from jpipe_train.data.files.wrong_lines import WrongLine
 
-_EXACT = 2**53  # up to here float64 has all integers
+_EXACT = 2**53  # float64 holds every integer up to here
 
 
 class _Unlike(Exception):
@@ -43,7 +43,7 @@ def arrays_of(records: Sequence[Mapping[str, Any]], key: Key, *, is_target: bool
 
 
 def _of_numpy(columns: Sequence[Sequence[Any]]) -> np.ndarray:
-    """Return rows × columns of numbers or arrays of NumPy's."""
+    """Return the numbers or arrays of columns that NumPy holds, as rows × columns × the shape of each."""
     for column in columns:
         first = column[0]
         if first.dtype.kind not in KINDS or first.dtype.itemsize > 8 or not first.size:
@@ -54,7 +54,7 @@ def _of_numpy(columns: Sequence[Sequence[Any]]) -> np.ndarray:
 
 
 def _of_python(columns: Sequence[Sequence[Any]], types: set[type], *, is_target: bool) -> np.ndarray:
-    """Return rows × columns of Python's numbers or lists of them, or of the cells of a table."""
+    """Return Python's numbers, lists of numbers or cells of a table in columns, as rows × columns × the length of lists."""
     shape = [len(columns[0]), len(columns)]
     rows: Sequence[Sequence[Any]] = list(zip(*columns, strict=True))
     if types == {list}:

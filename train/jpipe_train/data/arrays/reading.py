@@ -213,10 +213,9 @@ def _converted(
 ) -> Iterator[tuple[Place, list[np.ndarray]]]:
     """Yield the arrays of each row: of all rows at once if they are alike, or else row by row, without those that are wrong."""
     records = [record for _, record in block if not isinstance(record, WrongLine)]
-    at_once = [array.of_rows(records) for array in both] if len(records) == len(block) else [None]
-    if not any(each is None for each in at_once):
+    if len(records) == len(block) and (at_once := _at_once(records, both)) is not None:
         for i, (place, _) in enumerate(block):
-            yield place, [each[i, ...] for each in at_once if each is not None]
+            yield place, [each[i, ...].copy() for each in at_once]  # a view would keep the whole block
         return
     for place, record in block:
         try:
@@ -227,6 +226,17 @@ def _converted(
             wrong.add(place, str(error))
             continue
         yield place, arrays
+
+
+def _at_once(records: Sequence[Mapping[str, Any]], both: Sequence[_Array]) -> list[np.ndarray] | None:
+    """Return the numbers of all rows for each array, or None if one cannot convert them at once; arrays after that one note nothing."""
+    results = []
+    for array in both:
+        numbers = array.of_rows(records)
+        if numbers is None:
+            return None
+        results.append(numbers)
+    return results
 
 
 def place_of_numbers(count: int) -> np.ndarray:

@@ -25,7 +25,7 @@ NAMES: dict[Form, str] = {"parquet": "a Parquet file", "arrow file": "an Arrow f
 _BUFFER = 2**20  # bytes of a column that are read at once
 _BATCH, _MOST_ROWS = 2**24, 1024  # bytes and rows of a Parquet file that are decoded at once, at most
 _SHARED = 4, 64  # the least and the most rows where many may share a value, which decoding copies for each
-_Row = tuple[Place, "dict[str, Any] | WrongLine", int]
+_Row = tuple[Place, "dict[str, Any] | WrongLine", int, int]
 
 
 class Column(NamedTuple):
@@ -52,7 +52,7 @@ Check = Callable[[Sequence[str], Mapping[str, str]], None]
 
 
 def rows(opened: BufferedReader, file: Path, form: Form, columns: Sequence[Column], check: Check) -> Iterator[_Row]:
-    """Yield the place of each row, its values in these columns or what is wrong with them, and how many bytes are read.
+    """Yield the place of each row, its values in these columns or what is wrong with them, and how many bytes are read and decoded.
 
     Args:
         opened: the file.
@@ -67,13 +67,15 @@ def rows(opened: BufferedReader, file: Path, form: Form, columns: Sequence[Colum
     """
     read = {"parquet": _parquet, "arrow file": _arrow_file, "arrow stream": _arrow_stream}[form]
     pa = streams.pyarrow(file, NAMES[form])
-    number, before = 0, 0
+    number, before, decoded = 0, 0, 0
     with _errors_reported(pa, file, form):
         for batch, position in read(pa, opened, columns, check):
             values = {column.name: _values(pa, batch, column) for column in columns if column.name in batch.schema.names}
+            size = batch.get_total_buffer_size() // max(batch.num_rows, 1)  # nbytes raises for string_view in pyarrow 18
             for i in range(batch.num_rows):
-                number += 1
-                yield Place(file, number, "row"), _record(values, i), before + (position - before) * (i + 1) // batch.num_rows
+                number, decoded = number + 1, decoded + size
+                part = (position - before) * (i + 1) // batch.num_rows
+                yield Place(file, number, "row"), _record(values, i), before + part, decoded
             before = position
 
 
@@ -85,14 +87,14 @@ def _parquet(pa: Any, opened: BufferedReader, columns: Sequence[Column], check: 
     file = pa.parquet.ParquetFile(opened, buffer_size=_BUFFER, pre_buffer=False)
     _check(pa, file.schema_arrow, columns, check)
     names = [column.name for column in columns if column.name in file.schema_arrow.names]
-    flat = {str(c.path) for c in map(file.schema.column, range(len(file.schema))) if _is_flat(c)}
     total, size, done = file.metadata.num_rows, os.fstat(opened.fileno()).st_size, 0
     for group in range(file.metadata.num_row_groups):
         facts = file.metadata.row_group(group)
-        chunks = [chunk for chunk in map(facts.column, range(facts.num_columns)) if chunk.path_in_schema.startswith(tuple(names))]
-        unpacked = max(sum(chunk.total_uncompressed_size for chunk in chunks), 1)
+        every = ((facts.column(i), file.schema.column(i)) for i in range(facts.num_columns))
+        chunks = [(chunk, column) for chunk, column in every if chunk.path_in_schema.startswith(tuple(names))]
+        unpacked = max(sum(chunk.total_uncompressed_size for chunk, _ in chunks), 1)
         least, most = _SHARED
-        are_shared = any(chunk.has_dictionary_page and chunk.path_in_schema not in flat for chunk in chunks)
+        are_shared = any(chunk.has_dictionary_page and not _is_flat(column) for chunk, column in chunks)
         most = min(max(2 * _BATCH // unpacked, least), most) if are_shared else _MOST_ROWS
         at_once = min(max(_BATCH * facts.num_rows // unpacked, 1), most)
         for batch in file.iter_batches(at_once, row_groups=[group], columns=names, use_threads=False):

@@ -13,8 +13,8 @@ from jpipe_train.data.files.arrow import Column
 from jpipe_train.data.files.wrong_lines import Place, WrongLine, WrongLines
 
 _Value = TypeVar("_Value")
-_Rows = Iterator[tuple[Place, Mapping[str, Any] | WrongLine, int]]
-_MOST_ROWS, _MOST_BYTES = 1024, 2**18  # of a block, and of the file that is read for it
+_Rows = Iterator[tuple[Place, Mapping[str, Any] | WrongLine, int, int]]
+_MOST_ROWS, _MOST_BYTES = 1024, 2**18  # of a block; bytes that are read for it, after decompression
 
 
 class Read(NamedTuple):
@@ -46,7 +46,7 @@ def records(
     """
     before = 0
     with open_to_read(file) as opened:
-        for place, record, position in _rows(file, opened, wrong.where, columns):
+        for place, record, position, _ in _rows(file, opened, wrong.where, columns):
             try:
                 if isinstance(record, WrongLine):
                     raise record
@@ -73,11 +73,11 @@ def blocks(file: Path, where: str, columns: Sequence[Column]) -> Iterator[list[t
     block: list[tuple[Place, Mapping[str, Any] | WrongLine]] = []
     start = 0
     with open_to_read(file) as opened:
-        for place, record, position in _rows(file, opened, where, columns):
+        for place, record, _, unpacked in _rows(file, opened, where, columns):
             block.append((place, record))
-            if len(block) == _MOST_ROWS or position - start >= _MOST_BYTES:
+            if len(block) == _MOST_ROWS or unpacked - start >= _MOST_BYTES:
                 yield block
-                block, start = [], position
+                block, start = [], unpacked
     if block:
         yield block
 
@@ -94,11 +94,13 @@ def _rows(file: Path, opened: BufferedReader, where: str, columns: Sequence[Colu
         case "table":
             assert kind is not None
             found: Iterator[tuple[Place, Any]]
-            found = tables.rows(streams.unpacked(opened, file), file, kind.delimiter, lambda names: check(names, {}))
+            stream = streams.unpacked(opened, file)
+            found = tables.rows(stream, file, kind.delimiter, lambda names: check(names, {}))
         case _:
-            found = json_lines.rows(streams.unpacked(opened, file), file, columns[0].name)
+            stream = streams.unpacked(opened, file)
+            found = json_lines.rows(stream, file, columns[0].name)
     for place, record in found:
-        yield place, record, opened.tell()
+        yield place, record, opened.tell(), stream.tell()
 
 
 def _check_columns(file: Path, where: str, columns: Sequence[Column], names: Sequence[str], other_types: Mapping[str, str]) -> None:

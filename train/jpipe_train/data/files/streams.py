@@ -70,7 +70,7 @@ class _Unpacked(io.RawIOBase):
     """The content of a compressed file; errors in it become errors of the system, with the name of the file."""
 
     def __init__(self, source: Any, file: Path, kind: str) -> None:
-        self._source, self._file, self._kind = source, file, kind
+        self._source, self._file, self._kind, self._position = source, file, kind, 0
 
     def readable(self) -> bool:
         return True
@@ -82,7 +82,11 @@ class _Unpacked(io.RawIOBase):
             words = f"it is compressed with {self._kind}, and damaged or cut off"
             raise OSError(errno.EINVAL, words, str(self._file)) from None
         buffer[: len(content)] = content
+        self._position += len(content)
         return len(content)
+
+    def tell(self) -> int:
+        return self._position
 
 
 def skip(opened: BufferedReader, count: int) -> None:
