@@ -1,7 +1,8 @@
 """Parallel pipelines that agree rarely (DiLoCo): when their stages agree, and how the agreed weights move.
 
 Replica k of every stage forms pipeline k, of w. Each pipeline makes its updates from its own microbatches alone, by the schedule, with
-optimizer state of its own; no gradients are summed. All counts from 0; update u makes version u + 1.
+optimizer state of its own; no gradients are summed. All counts from 0; update u makes version u + 1. An agreement has the number of the
+update after which it begins.
 
     begins      after update u of stage s, if (u + 1 - o_s) mod H = 0
     changes     D_k = A - W_k: the agreed weights A since the last agreement (at first the initial weights) less version u + 1 of pipeline k
@@ -21,8 +22,8 @@ o_s = floor(f H / F): each stage agrees every H updates, and fragments at differ
 o_s updates. Fragments and a delay together are Streaming DiLoCo; α is its mixing factor.
 
 The agreed weights are what is evaluated and exported, between agreements those of the last one that has begun, also where it is still to be
-applied; with H = 1, η = 1, μ = 0 and SGD they are those of data parallelism. References: DiLoCo (arXiv:2311.08105), algorithm 1; Streaming
-DiLoCo (arXiv:2501.18512), sections 2 and 3.
+applied; with H = 1, η = 1, μ = 0, SGD and microbatches of equal weight they are those of data parallelism. References: DiLoCo
+(arXiv:2311.08105), algorithm 1; Streaming DiLoCo (arXiv:2501.18512), sections 2 and 3.
 """
 
 import reprlib
@@ -85,14 +86,14 @@ class Agreement(pydantic.BaseModel):
     @pydantic.model_validator(mode="after")
     def _is_applied_in_time(self) -> "Agreement":
         if self.delay >= self.every:
-            expected = f"fewer updates than every, {self.every}, because an agreement is applied before the next one begins"
+            expected = f"less than every, {self.every}, because an agreement is applied before the next one begins"
             raise ValueError(f"delay: expected {expected}, found {self.delay}")
         if not self.delay and self.mixing != _MIXING:
-            raise ValueError(f"mixing: expected none without a delay, found {self.mixing}; nothing is mixed then: remove it, or give delay")
+            raise ValueError(f"mixing: expected no value without a delay, found {self.mixing}; remove it, or set delay")
         return self
 
     def last(self, s: int, depth: int, updates: int) -> int:
-        """Return the version of stage s at its last agreement that has begun, after some updates; 0 before the first agreement.
+        """Return the version of stage s with which its last agreement has begun, after some updates; 0 before the first agreement.
 
         Args:
             s: the stage.
@@ -104,7 +105,7 @@ class Agreement(pydantic.BaseModel):
         return max(updates - (updates - offset) % self.every, 0)
 
     def under_way(self, s: int, depth: int, updates: int) -> int | None:
-        """Return the update with which an agreement of stage s has begun that is still to be applied, after some updates, or None.
+        """Return the agreement of stage s that is under way after some updates, by its number, or None.
 
         Args:
             s: the stage.

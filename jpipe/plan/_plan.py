@@ -214,12 +214,12 @@ class Plan(pydantic.BaseModel):
         return self.agree is not None and self.agree.last(s, self.depth, update + 1) == update + 1
 
     def agreement_applied(self, s: int, update: int) -> int | None:
-        """Return the update with which the agreement has begun that stage s applies after an update; None: it applies none."""
+        """Return the agreement, by the update after which it began, that stage s applies after an update, or None."""
         begun = update - (0 if self.agree is None else self.agree.delay)
         return begun if begun >= 0 and self.agrees(s, begun) else None
 
     def agreement_under_way(self, s: int, updates: int) -> int | None:
-        """Return the update with which an agreement of stage s has begun that it applies after a later one than the first `updates`."""
+        """Return the agreement, by the update after which it began, that is under way at stage s after its first `updates`, or None."""
         return None if self.agree is None else self.agree.under_way(s, self.depth, updates)
 
     def delay(self, s: int, update: int) -> float:

@@ -125,7 +125,7 @@ class SumChanges:
 
 @dataclass(frozen=True, slots=True)
 class Agree:
-    """Move the agreed weights with the mean of the changes since update `begun`, and go on from them with version `batch + 1`.
+    """Move the agreed weights with the mean of the changes that `SumChanges` of update `begun` sums, and make version `batch + 1` of them.
 
     If the agreement is applied at once, `begun` is `batch`, and the version becomes the agreed weights; otherwise it is mixed with them.
     """

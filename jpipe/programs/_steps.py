@@ -25,7 +25,8 @@ class Steps:
 
     Pipelines that agree after some updates do so after each in what is verified. A step leaves out the agreements that are not due, which
     removes nothing but waits, so that there are not as many programs as updates between two agreements. Where agreements are applied some
-    updates late, what is verified applies each of them at once; a step applies in these places those that have begun earlier.
+    updates late, what is verified applies each of them at once. A step applies in these places those that have begun earlier, which removes
+    nothing but waits, either.
 
     Args:
         plan: what runs.
@@ -48,8 +49,8 @@ class Steps:
         self._runs: dict[int, Run] = {}  # by the batch before which the pipeline is empty, as are the following
         self._parts: dict[tuple[int, int, bool], Program] = {}  # by batches since then, and whether it is a drain
         self._programs: dict[tuple[int, int, bool], Program] = {}  # the same of the workers alone
-        # The same with the agreements that are due, by the updates with which these have begun.
-        self._agreeing: dict[tuple[tuple[int, int, bool], tuple[int | None, ...]], Program] = {}
+        # The same with the agreements that are due, by the instructions of these.
+        self._agreeing: dict[tuple[tuple[int, int, bool], tuple[Instruction | None, ...]], Program] = {}
 
     def of(self, workers: Collection[int]) -> "Steps":
         """Return the programs of some workers, such as those of a process."""
@@ -91,25 +92,22 @@ class Steps:
 
     def _with_due_agreements(self, name: tuple[int, int, bool], shift: int) -> Program:
         """Return a program with the agreements that begin and are applied when it runs `shift` batches later."""
-        program, plan = self._programs[name], self._given
-
-        def due(i: SumChanges | Agree) -> int | None:
-            """Return the update, as the program counts, with which the agreement of an instruction has begun; None: it is not due."""
-            s, update = plan.workers[i.worker][0], i.batch + shift
-            begun = plan.agreement_applied(s, update) if isinstance(i, Agree) else update if plan.agrees(s, update) else None
-            return None if begun is None else begun - shift
-
-        agreements = {i: due(i) for i in program.instructions if isinstance(i, (SumChanges, Agree))}
-        key = name, tuple(agreements.values())
+        program = self._programs[name]
+        agreements = (i for i in program.instructions if isinstance(i, (SumChanges, Agree)))
+        due: dict[Instruction, Instruction | None] = {i: self._due(i, shift) for i in agreements}
+        key = name, tuple(due.values())
         if key not in self._agreeing:
-            kept = list[Instruction]()
-            for i in program.instructions:
-                if not isinstance(i, (SumChanges, Agree)):
-                    kept.append(i)
-                elif (begun := agreements[i]) is not None:
-                    kept.append(replace(i, begun=begun) if isinstance(i, Agree) else i)
-            self._agreeing[key] = replace(program, instructions=tuple(kept))
+            kept = tuple(new for i in program.instructions if (new := due.get(i, i)) is not None)
+            self._agreeing[key] = replace(program, instructions=kept)
         return self._agreeing[key]
+
+    def _due(self, i: SumChanges | Agree, shift: int) -> SumChanges | Agree | None:
+        """Return an instruction of an agreement as it is when it runs `shift` batches later; None: then there is none."""
+        plan, s, update = self._given, self._given.workers[i.worker][0], i.batch + shift
+        if isinstance(i, SumChanges):
+            return i if plan.agrees(s, update) else None
+        begun = plan.agreement_applied(s, update)
+        return None if begun is None else replace(i, begun=begun - shift)
 
     def common_version(self, since: int, batch: int) -> int | None:
         """Return the newest weights, by their number of batches, that all workers hold before `batch`, or None."""

@@ -76,7 +76,7 @@ class Verifier:
         self._norms: set[int] = set()  # that the worker has, by the last microbatch of their batch
         # What waits in host memory, and its number.
         self._away: set[tuple[Kept, int]] = {_OPTIMIZER} if self._plan.offloads("optimizer", self._stage) else set()
-        # Updates, before anything reads their versions: with which an agreement has still to begin, and after which one is to be applied.
+        # Updates whose versions nothing may read yet: an agreement has to begin after them, or to be applied.
         self._to_begin, self._to_apply = set[int](), set[int]()
 
     def check(self, i: Instruction) -> None:
@@ -99,7 +99,7 @@ class Verifier:
             self._fail(f"the program ends before {self._unfinished[0]}")
         if self._buffers != (under_way := self._changes_under_way(self._program.end)):
             expected = f", expected {sorted(under_way)}" if under_way else ""
-            self._fail(f"left behind: {sorted(self._buffers) or 'nothing'}{expected}")
+            self._fail(f"left behind: {sorted(self._buffers) or 'no buffers'}{expected}")
         needed = versions_before(self._plan, self._number, self._program.end)
         if self._versions != needed:
             self._fail(f"versions {sorted(self._versions)} are left, expected {sorted(needed)}")
@@ -217,7 +217,7 @@ class Verifier:
 
     def _sum_changes(self, i: SumChanges) -> None:
         if i.batch not in self._to_begin:
-            self._fail(f"{i}: it has no agreement to begin: expected {_one_of(self._to_begin)}")
+            self._fail(f"{i}: no agreement begins after update {i.batch}: expected {_one_of(self._to_begin)}")
         self._put("changes", i.batch)
         self._to_begin.remove(i.batch)
 

@@ -334,7 +334,7 @@ def _waits_for(ranks: Sequence[Sequence[_Computation]], plan: Plan, global_norm:
 
 
 def _agreements_before(ranks: Sequence[Sequence[_Computation]], plan: Plan) -> dict[_Key, list[_Key]]:
-    """Return for each computation that is the first to read what pipelines have agreed on the updates of all of them that it is made of."""
+    """Return for each computation that is the first to read agreed weights the updates that their agreement waits for."""
     first: dict[tuple[int, int], _Key] = {}  # by worker and version
     for i in (c.instruction for row in ranks if plan.agree is not None for c in row):
         first.setdefault((i.worker, i.batch if isinstance(i, Update) else i.version), _key(i))

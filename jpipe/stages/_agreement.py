@@ -12,7 +12,10 @@ Tree = Any
 
 
 ALREADY_AGREED: Tree = {}
-"""In place of the mean of the changes where a restored run has the agreed weights that were moved with it already."""
+"""In place of the mean of the changes where a restored run has the agreed weights that were moved with it already.
+
+An empty pytree, as `ALREADY_APPLIED`, because it is part of a state, which is one.
+"""
 
 ALREADY_APPLIED: Tree = ()
 """In place of the mean of the changes where a restored run goes on from the agreed weights, or has applied the agreement already."""
@@ -78,4 +81,6 @@ def mix(mixing: float, own: Tree, agreed: Tree) -> Tree:
         own: its own parameters.
         agreed: those of the agreement.
     """
+    if not mixing:  # even where its own are not finite
+        return jax.tree.map(jnp.copy, agreed)
     return jax.tree.map(lambda own_leaf, leaf: mixing * own_leaf + (1 - mixing) * leaf, own, agreed)

@@ -365,7 +365,7 @@ class Run:
         return self.available.latest(wanted, worker)
 
     def _whole(self, worker: Worker, version: int) -> int | None:
-        """Return the time from which a version has the weights that other replicas update, and is agreed on where it has to be, or None."""
+        """Return when a version is complete, with the weights from other replicas and with agreements begun and applied, or None."""
         s, update = worker.stage, version - 1
         if version > self.start and (self.plan.agrees(s, update) or self.plan.agreement_applied(s, update) is not None):
             return self.available.time("agreed", s, update, worker)

@@ -26,7 +26,13 @@ CASES: dict[str, dict] = {
     "pipedream": {"num_stages": 3},
     "pipedream_2bw": {"num_stages": 3, "microbatches": 6},
     "interleaved_1f1b": {**CHUNKS, "chunks_per_rank": 2},
+    "looped_bfs": {**CHUNKS, "chunks_per_rank": 2},
+    "dualpipe_v": CHUNKS,
+    "zb_h1": {},
+    "zb_h2": {"num_stages": 3, "microbatches": 12},
     "zb_v": CHUNKS,
+    "interleaved_zero_bubble": {**CHUNKS, "chunks_per_rank": 2},
+    "auto_zero_bubble": {"order": ["F0.0 F0.1 I0.0 W0.0 B0.1", "F1.0 F1.1 B1.0 I1.1 W1.1"]},
     "one stage": {"schedule": "gpipe", "num_stages": 1, "replicas": 4},
     "one microbatch": {"schedule": "pipedream", "num_stages": 3, "microbatches": 2},
     "vertical sync": {"schedule": "pipedream", "num_stages": 3, "vertical_sync": True, "microbatches": 2},
@@ -333,7 +339,7 @@ def test_a_program_with_another_late_agreement_is_refused(name):
     items = list(program.instructions)
     begun, applied = ([n for n, i in enumerate(items) if isinstance(i, kind)] for kind in (SumChanges, Agree))
     for n in (begun[0], begun[-1], applied[0], applied[-1]):
-        with pytest.raises(ProgramError, match=r"agreed on version|left behind: (nothing, expected )?\[\('changes'"):
+        with pytest.raises(ProgramError, match=r"agreed on version|left behind: (no buffers, expected )?\[\('changes'"):
             simulate(replaced(program, [*items[:n], *items[n + 1 :]]))
         with pytest.raises(ProgramError, match=r"expected none here|expected one of update"):
             simulate(replaced(program, [*items[: n + 1], *items[n:]]))
@@ -366,10 +372,10 @@ REFUSED = [
         for found in ("x", 0, True, 2.0)
     ),
     ({"agree": {"every": 0}}, {}, r"plan: agree\.every: "),
-    ({"agree": {"every": 2, "delay": 2}}, {}, r"plan: agree: delay: expected fewer updates than every, 2, .*, found 2"),
+    ({"agree": {"every": 2, "delay": 2}}, {}, r"plan: agree: delay: expected less than every, 2, .*, found 2"),
     *(({"agree": {"every": 3, "delay": found}}, {}, rf"plan: agree\.delay: .*, found {found!r}$") for found in (-1, True, 1.0, "1")),
     ({"agree": {"every": 2, "delay": 1, "mixing": 1.0}}, {}, r"plan: agree\.mixing: expected less than 1, found 1\.0"),
-    ({"agree": {"every": 2, "mixing": 0.3}}, {}, r"plan: agree: mixing: expected none without a delay, found 0\.3; .*: remove it, or give"),
+    ({"agree": {"every": 2, "mixing": 0.3}}, {}, r"plan: agree: mixing: expected no value without a delay, found 0\.3; remove it, or set"),
     ({"agree": {"every": 2, "outer": {"momentum": 1.0}}}, {}, r"plan: agree\.outer\.momentum: "),
     (
         {"schedule": "pipedream_2bw"},

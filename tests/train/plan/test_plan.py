@@ -303,7 +303,7 @@ def test_a_model_that_does_not_fit_reports_the_missing_bytes_and_advice(files, c
         ([*BOTH, "--batch=4", "--agree=0"], r"--agree: expected 1 or more, found 0"),
         (
             ["tiny.yaml", *BOTH, "--set=plan.agree={every: 9, delay: 3}", "--agree=3"],
-            r"--agree: delay: expected fewer updates than every, 3, because .*, found 3",
+            r"--agree: delay: expected less than every, 3, because .*, found 3",
         ),
         (
             [*BOTH, "--batch=4", "--agree=9", "--pipedream=text"],

@@ -102,24 +102,25 @@ def with_agreements(
 ) -> tuple[jpipe.programs.Prediction, list[float]]:
     """Return a prediction with agreements if pipelines agree, and the mean bytes that each rank sends for a batch.
 
-    There may be no agreement in so few batches of the plan itself, but its memory has to suffice for one: with all stages in each batch, or
-    for a delay in every other batch, applied after the next one, because each batch holds the same. An H-th of the batches have one.
+    There may be no agreement in these batches of the plan itself, but its memory has to suffice for one: all stages agree with each batch
+    in the simulation, or with a delay every second batch, applied one batch later, so that changes are always held.
 
     Args:
         plan: the plan.
         costs: those of its stages, if they are known.
-        prediction: of so many batches of the plan, which is returned for other plans.
-        batches: how many.
+        prediction: of the plan, which is returned for other plans.
+        batches: how many it has.
     """
     if plan.agree is None or costs is None:
         return prediction, [of_rank / batches for of_rank in prediction.moved_bytes]
     every = 2 if plan.agree.delay else 1
-    often, never = ({"every": updates, "delay": every - 1, "fragments": None} for updates in (every, 10**9))
+    agreements = [{"every": updates, "delay": every - 1, "fragments": None} for updates in (every, 10**9)]
     agreeing, alone = (
         jpipe.simulate(jpipe.lower(plan.model_copy(update={"agree": plan.agree.model_copy(update=fields)}), batches), costs)
-        for fields in (often, never)
+        for fields in agreements
     )
-    share = batches / (batches // every) / plan.agree.every  # of the simulated agreements, for those of so many batches of the plan
+    simulated, expected = batches // every, batches / plan.agree.every  # agreements of each stage
+    share = expected / simulated
     pairs = zip(agreeing.moved_bytes, alone.moved_bytes, strict=True)
     return agreeing, [(without + share * (with_sums - without)) / batches for with_sums, without in pairs]
 
