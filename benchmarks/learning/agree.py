@@ -162,7 +162,7 @@ PARTS = (
         (
             *_with((*BASE, OF_MEANS[1], *LATE), rates=(2e-3, 4e-3)),
             *_with((RARELY[1], OF_MEANS[0], RARELY[2], RARELY[3], OF_MEANS[2]), rates=(4e-3,)),
-            *_with((OF_MESSAGES[1], OF_SUMS[1], OF_SUMS[2], OF_MESSAGES[3], OF_SUMS[4], *OF_BOTH), rates=(4e-3,)),
+            *_with((*OF_MESSAGES, *OF_SUMS[:5], *OF_BOTH), rates=(4e-3,)),
         ),
         d=2,
         width=64,
