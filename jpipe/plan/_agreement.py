@@ -23,7 +23,7 @@ o_s updates. Fragments and a delay together are Streaming DiLoCo; α is its mixi
 
 The agreed weights are what is evaluated and exported, between agreements those of the last one that has begun, also where it is still to be
 applied; with H = 1, η = 1, μ = 0, SGD and microbatches of equal weight they are those of data parallelism. References: DiLoCo
-(arXiv:2311.08105), algorithm 1; Streaming DiLoCo (arXiv:2501.18512), sections 2 and 3.
+(arXiv:2311.08105), algorithm 1; Streaming DiLoCo (arXiv:2501.18512).
 """
 
 import reprlib

@@ -66,7 +66,7 @@ class Plan(pydantic.BaseModel):
         shard_optimizer: replicas of a stage share its optimizer state (ZeRO stage 1): each updates some of the layers, and they send each
             other what they have updated. The numbers are the same. With update_every "batch". False by default.
         agree: the replicas of all stages, equally many, are parallel pipelines: each makes its own updates, without sums of gradients, and
-            they agree on their weights every so many updates (DiLoCo), see `jpipe.plan.Agreement`. None, the default: replicas sum their
+            they agree on their weights rarely (DiLoCo), see `jpipe.plan.Agreement`. None, the default: replicas sum their
             gradients for each update.
         links: messages between stages, and what replicas sum, are compressed, see `jpipe.plan.Links`. None, the default: they are sent
             as they are.

@@ -12,6 +12,7 @@ from jpipe.plan import Agreement
 from jpipe.programs import ProgramError, StageCost
 from jpipe.programs._instructions import Agree, SumChanges
 from jpipe.schedules import SCHEDULES
+from jpipe.stages._agreement import mix
 from tests.jpipe import models, monolith, reference, running
 
 STACK = LayerStack({"first": models.dense(), "second": models.dense(4), "mix": models.dense(), "out": models.dense()})
@@ -136,6 +137,11 @@ def test_fragment_by_fragment_equals_the_rule(name):
 def test_applied_late_it_equals_the_rule(name):
     plan = plan_of(name, {"every": 3, "outer": OUTER, "delay": 2, "mixing": 0.3})
     check_rule(plan, models.masked_batches(BATCHES, plan.microbatches, dtype=np.float64))
+
+
+def test_without_mixing_what_a_pipeline_has_learned_meanwhile_is_dropped_whatever_it_is():
+    agreed = {"w": np.float32([1.0, 2.0])}
+    running.check_equal(mix(0.0, {"w": np.float32([np.nan, np.inf])}, agreed), agreed)
 
 
 @pytest.mark.usefixtures("float64")

@@ -44,14 +44,14 @@ def plan(
         up_to: Allow fewer rows than that, if they train faster.
         rows: Rows of a microbatch of a graph.txt; by default 1.
         schedules: Only these, such as pipedream_2bw,gpipe, or all; by default those that flush, which train as without a pipeline.
-        max_delay: Only plans whose weights are at most so many updates old, in the mean over stages; tries all without --schedules.
+        max_delay: Only plans whose weights are at most this many updates old, in the mean over stages; tries all without --schedules.
         devices: With local, how many to use; by default all, and on CPUs as many as there are cores.
         mesh: Only stages on meshes like this, such as model=4, data=2,model=4,fsdp or expert=8, or none: on one device each. May be given
             several times. By default meshes inside a server are tried for a topology from a file, if the model's logical axes allow them.
         pipedream: How PipeDream's stages update and are found: by default once a batch; or (replicas) after a microbatch of each replica,
             as in the original; or that by the recurrence of its paper, with the costs of the text or of the released code, for comparison.
         measure: With a config and local, run the best plans of so many kinds for some seconds each, and choose the fastest.
-        agree: Let replicas be parallel pipelines that agree on their weights every so many updates; by default as plan.agree says.
+        agree: Let replicas be parallel pipelines that agree on their weights after this many updates each; by default as plan.agree says.
         offload: Try parts of the state in host memory, though plans fit without; if none does, that is tried anyway.
         out: Write the plan into this file, a JSON for plan.file.
         profile_out: Write the profile into this file.
