@@ -181,6 +181,7 @@ def arrays_of(rows) -> int:
     return sum(array.shape == (rows, WIDTH) for array in jax.live_arrays())
 
 
+@pytest.mark.slow
 def test_a_snapshot_and_a_restored_run_have_each_array_once(monkeypatch):
     """A snapshot has one end of the cut, whose bits the other end has, too; a restored worker gets each array without copies on the way."""
     rows, found = 23, []

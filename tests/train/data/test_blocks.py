@@ -110,7 +110,7 @@ def compressed_file(folder, kind, length, count=1500):
     return file
 
 
-@pytest.mark.parametrize("kind", ["parquet", "csv.zst", "jsonl.zst"])
+@pytest.mark.parametrize("kind", ["csv.zst", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("parquet", "jsonl.zst"))])
 def test_blocks_are_small_after_decompression(kind, tmp_path):
     columns = [arrow.Column("a", "inputs_key", "numbers")]
     sizes = [len(block) for block in blocks(compressed_file(tmp_path, kind, 4), "data.path", columns)]

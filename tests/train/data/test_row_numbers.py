@@ -85,6 +85,7 @@ def test_padding_after_the_last_epoch_has_no_number(labelled):
     assert [int(np.count_nonzero(loaded.train.numbers(t) < 0)) for t in range(5)] == [0, 0, 0, 0, 2]
 
 
+@pytest.mark.slow
 def test_a_run_says_what_it_keeps_and_only_training_reads_it(labelled, tmp_path, monkeypatch, capsys):
     short = labelled["train"] | {"steps": 1}
     run = str(loop.main(changed(labelled, train=short, checkpoint={"every": 1}, run={"dir": str(tmp_path / "run")})).folder)

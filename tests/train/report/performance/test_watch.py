@@ -241,6 +241,7 @@ def test_one_or_two_steps_of_a_minute_are_too_few_to_judge():
     assert len(run.lines) == 1
 
 
+@pytest.mark.slow
 def test_a_minute_of_many_short_steps_is_few_entries_with_the_same_verdict():
     run = Run(plan_of(predicted=0.0005), can_trace=False)
     run.go(130_000, 0.001)  # over two minutes, of which one is kept
