@@ -113,6 +113,18 @@ def test_a_program_of_another_cut_and_other_policies_gives_the_numbers_of_ones_o
     assert len({result.batch_seconds for result in results}) > 1
 
 
+def check_long_run(plan, topology, rel):
+    """Compare the price of a plan whose pipelines agree with whole rounds in the middle of a long run; `rel` is that of the seconds."""
+    every = plan.agree.every
+    costs, batches = invented_profile(3).stage_costs(plan, 1), 12 // every * every + every
+    short, long = (jpipe.simulate(jpipe.lower(plan, n), costs, network(plan, topology), brief=True) for n in (batches, 2 * batches))
+    known = simulate_plan(plan, costs, topology)
+    assert known.batch_seconds == pytest.approx((long.seconds - short.seconds) / batches, rel=rel)
+    assert (known.peak_bytes, known.held_bytes) == (long.peak_bytes, long.held_bytes)
+    sent = [(more - less) / batches for more, less in zip(long.moved_bytes, short.moved_bytes, strict=True)]
+    assert known.sent_bytes == pytest.approx(sent, rel=1e-6)
+
+
 @pytest.mark.parametrize(
     ("schedule", "every", "fragments"),
     [
@@ -129,13 +141,7 @@ def test_a_program_of_another_cut_and_other_policies_gives_the_numbers_of_ones_o
 def test_each_fragment_that_agrees_delays_a_batch_of_its_own(schedule, every, fragments):
     layers, agree = [f"layer_{n}" for n in range(8)], {"every": every, "fragments": fragments}
     plan, topology = jpipe.Plan.even(layers, 4, schedule, 8, replicas=2, agree=agree), Topology.flat(8, 4e6)
-    costs, batches = invented_profile(3).stage_costs(plan, 1), 12 // every * every + every
-    short, long = (jpipe.simulate(jpipe.lower(plan, n), costs, network(plan, topology), brief=True) for n in (batches, 2 * batches))
-    known = simulate_plan(plan, costs, topology)
-    assert known.batch_seconds == pytest.approx((long.seconds - short.seconds) / batches, rel=1e-6)
-    assert (known.peak_bytes, known.held_bytes) == (long.peak_bytes, long.held_bytes)
-    sent = [(more - less) / batches for more, less in zip(long.moved_bytes, short.moved_bytes, strict=True)]
-    assert known.sent_bytes == pytest.approx(sent, rel=1e-6)
+    check_long_run(plan, topology, rel=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -158,13 +164,7 @@ def test_late_agreements_take_as_long_as_in_a_long_run(schedule, every, fragment
     layers, agree = [f"layer_{n}" for n in range(8)], {"every": every, "fragments": fragments, "delay": delay}
     plan = jpipe.Plan.even(layers, 4, schedule, 8, replicas=2, agree=agree, keep_together="stages")
     topology = _servers(2, 4, inner=1e9, outer=bandwidth) if are_apart else Topology.flat(8, bandwidth)
-    costs, batches = invented_profile(3).stage_costs(plan, 1), 12 // every * every + every
-    short, long = (jpipe.simulate(jpipe.lower(plan, n), costs, network(plan, topology), brief=True) for n in (batches, 2 * batches))
-    known = simulate_plan(plan, costs, topology)
-    assert known.batch_seconds == pytest.approx((long.seconds - short.seconds) / batches, rel=1e-3)
-    assert (known.peak_bytes, known.held_bytes) == (long.peak_bytes, long.held_bytes)
-    sent = [(more - less) / batches for more, less in zip(long.moved_bytes, short.moved_bytes, strict=True)]
-    assert known.sent_bytes == pytest.approx(sent, rel=1e-6)
+    check_long_run(plan, topology, rel=1e-3)
 
 
 @pytest.mark.parametrize(("overlap", "hidden"), [("transfers and sums", 6.0), ("transfers", 0.0), ("none", 0.0)])
