@@ -16,6 +16,7 @@ from benchmarks.learning import emulation as emulations
 from benchmarks.learning import grid, report
 from benchmarks.learning.emulation import Emulation, warm_up_and_cosine
 from benchmarks.learning.grid import OPTIMIZERS, Row, Variant
+from docs import charts
 from jpipe import Layer, LayerStack, Pipeline, Plan
 from jpipe.optimizers import compensated_adamw, scale_by_delay
 from tests.jpipe import models, running
@@ -181,6 +182,22 @@ def test_the_tables_of_the_pages_are_those_of_the_results(name, capsys):
     assert sorted(tables[::2]) == sorted(places)
     for place, table in zip(tables[::2], tables[1::2], strict=True):
         assert f"<!-- {place} -->\n\n{table}\n" in pages
+
+
+def test_the_readme_compares_recipes_with_a_flush_that_has_the_same_optimizer():
+    """How many times as many updates, as the smallest and the largest of both optimizers and of four and eight stages."""
+    tables = [report.best_recipes(charts.results(), "GPT", d, optimizer) for d in (4, 8) for optimizer in ("Adam", "Muon")]
+
+    def updates(schedule, remedy, remedy_of_flush):
+        found = [{(recipe.schedule, recipe.remedy): recipe for recipe in recipes} for recipes in tables]
+        overheads = [report.whole_run_overhead(recipes[schedule, remedy], recipes["flush", remedy_of_flush]) for recipes in found]
+        return f"{min(overheads):.1f} to {max(overheads):.1f}"
+
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    assert f"{updates('2BW', 'none', 'none')} times as many under 2BW" in readme
+    assert f"and {updates('PipeDream m = d', 'none', 'none')} under PipeDream" in readme
+    remedied = updates("PipeDream m = d", "Nesterov, half prediction", "Nesterov")
+    assert f"{remedied} under PipeDream if both have Nesterov's momentum" in readme
 
 
 def test_tables_and_pictures_are_made_of_the_results_of_a_run(tmp_path, capsys):
