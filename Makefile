@@ -91,7 +91,7 @@ bench-hosts: .venv/ready ## Measure speed on two and four hosts (network namespa
 	@$(VENV)/python -m benchmarks.hosts
 
 bench-accuracy: .venv/ready ## Train to the same loss over slow links, by data parallelism and a planned pipeline; needs root and iproute2
-	@$(VENV)/python -m benchmarks.hosts.accuracy --document docs/explanation/time-to-accuracy.md --pictures docs/pictures
+	@$(VENV)/python -m benchmarks.hosts.accuracy --json benchmarks/hosts/accuracy.json --document docs/explanation/time-to-accuracy.md --pictures docs/pictures
 
 bench-planner: .venv/ready ## Measure the planner: its speed, the papers' examples, predictions against measurements on this machine
 	@$(VENV)/python -m benchmarks.planner
