@@ -46,7 +46,8 @@ def run(tmp_path, fails=NOTHING, lacks=NOTHING, python="python3.11"):
         "browser",
         " test ",
         "test-slow",
-        "check test-targets",
+        " check ",
+        "test-targets test-oldest",
     ],
 )
 def test_whatever_fails_ends_the_run(fails, tmp_path):

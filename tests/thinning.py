@@ -68,29 +68,28 @@ def levels(cases: Sequence[pytest.Item], part: int, every: bool) -> list[int]:
 
 
 def _chosen(drawn: Sequence[pytest.Item], turn: Collection[pytest.Item], part: int, options: Mapping[str, int]) -> dict[pytest.Item, int]:
-    """Return the combinations that `make test` and `make test-slow` run, beginning with those whose turn it is."""
+    """Return the combinations that `make test` and `make test-slow` run for what they cover."""
     begin = len(drawn) * part // PARTS
-    cases = [*turn, *(item for item in (*drawn[begin:], *drawn[:begin]) if item not in turn)]
+    cases = [*drawn[begin:], *drawn[:begin]]
     size = options.get("size", 1)
-    few = _covering(cases, size, options.get("most", len(cases)), turn)
-    more = _covering(cases, size + 1, options.get("most_slow", 0 if few else 1), turn, few)
+    few = _covering(cases, turn, size, options.get("most", len(cases)))
+    more = _covering(cases, turn, size + 1, options.get("most_slow", 0 if few else 1), few)
     return dict.fromkeys(more, SLOW) | dict.fromkeys(few, TEST)
 
 
 def _covering(
-    cases: Sequence[pytest.Item], size: int, most: int, turn: Collection[pytest.Item], before: Collection[pytest.Item] = ()
+    cases: Sequence[pytest.Item], turn: Collection[pytest.Item], size: int, most: int, before: Collection[pytest.Item] = ()
 ) -> list[pytest.Item]:
     """Return few cases, at most `most`, that together have each combination of `size` values that those before lack.
 
-    Those whose turn it is come first.
+    Those whose turn it is come first, as long as they add something.
     """
     values = {item: sorted((name, repr(value)) for name, value in item.callspec.params.items()) for item in cases}
     covers = {item: set(itertools.combinations(params, min(size, len(params)))) for item, params in values.items()}
-    selected = [item for item in turn if item not in before][:most]
-    left = set().union(*covers.values()).difference(*(covers[item] for item in (*before, *selected)))
-    remaining = dict.fromkeys(item for item in cases if item not in before and item not in selected)
+    left = set().union(*covers.values()).difference(*(covers[item] for item in before))
+    remaining, selected = dict.fromkeys(item for item in cases if item not in before), []
     while left and len(selected) < most:
-        best = max(remaining, key=lambda item: len(covers[item] & left))
+        best = max(remaining, key=lambda item: (item in turn and not left.isdisjoint(covers[item]), len(covers[item] & left)))
         left -= covers[best]
         selected.append(best)
         del remaining[best]
