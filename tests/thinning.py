@@ -14,8 +14,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PARTS = 10
 VARIABLE = "JPIPE_TEST_PART"
-FIRST_RUN_BY = TEST, SLOW, ALL = range(3)
-"""The first command that runs a combination: `make test`, `make test-slow` or `make test-all`."""
+TEST, SLOW, ALL = range(3)  # the first command that runs a combination: `make test`, `make test-slow` or `make test-all`
 
 
 @functools.cache
@@ -32,17 +31,18 @@ def part_of_commit() -> tuple[int, str]:
     """
     if VARIABLE in os.environ:
         return int(os.environ[VARIABLE]) % PARTS, VARIABLE
-    if _git("rev-parse", "--is-shallow-repository") == "false":
-        return int(_git("rev-list", "--count", "--first-parent", "HEAD")) % PARTS, "the number of commits"
+    if _git("rev-parse", "--is-shallow-repository") == "false" and (count := _git("rev-list", "--count", "--first-parent", "HEAD")):
+        return int(count) % PARTS, "the number of commits"
     if commit := _git("rev-parse", "HEAD"):
         return int(commit, 16) % PARTS, "the commit's hash"
     return 0, "no Git here"
 
 
 def _git(*words: str) -> str:
-    """Return what git prints, which is empty where there is no git or no repository."""
+    """Return what git prints, which is empty where there is no git, no repository or no commit."""
+    command = ["git", "-c", f"safe.directory={ROOT}", *words]  # in a container the folder may be another user's
     try:
-        return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
     except OSError:
         return ""
 
@@ -84,8 +84,7 @@ def _covering(
 
     Those whose turn it is come first, as long as they add something.
     """
-    values = {item: sorted((name, repr(value)) for name, value in item.callspec.params.items()) for item in cases}
-    covers = {item: set(itertools.combinations(params, min(size, len(params)))) for item, params in values.items()}
+    covers = {item: _combinations(item, size) for item in cases}
     left = set().union(*covers.values()).difference(*(covers[item] for item in before))
     remaining, selected = dict.fromkeys(item for item in cases if item not in before), []
     while left and len(selected) < most:
@@ -94,6 +93,13 @@ def _covering(
         selected.append(best)
         del remaining[best]
     return selected
+
+
+@functools.cache
+def _combinations(item: pytest.Item, size: int) -> frozenset[tuple[tuple[str, str], ...]]:
+    """Return each combination of `size` values that a case has."""
+    params = sorted((name, repr(value)) for name, value in item.callspec.params.items())
+    return frozenset(itertools.combinations(params, min(size, len(params))))
 
 
 def never_run(cases: Sequence[pytest.Item], every: bool) -> list[str]:
