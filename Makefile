@@ -27,7 +27,7 @@ else $(MAKE) --no-print-directory .venv-oldest/ready && \
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-slow test-oldest test-all test-targets test-gpu check check-types check-docs check-imports check-wheel wheel format bench bench-peers bench-hosts bench-accuracy bench-planner bench-papers bench-faults bench-learning docs docs-links pictures clean
+.PHONY: help train test test-slow test-both test-oldest test-all test-targets test-gpu check check-types check-docs check-imports check-wheel wheel format bench bench-peers bench-hosts bench-accuracy bench-planner bench-papers bench-faults bench-learning docs docs-links pictures clean
 
 help: ## List the commands
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/make \1\t\2/' | expand -t 20
@@ -41,6 +41,10 @@ test: .venv/ready ## Run all tests except the slow ones, about six minutes on tw
 test-slow: .venv/ready ## Run the tests that `make test` leaves out, but for those marked `exhaustive`, which only `make test-all` runs
 	@$(VENV)/$(PYTEST) -m "numbers and not exhaustive" $(PYTEST_ARGS) $(NONE_IS_FINE)
 	@$(QUICKLY) $(VENV)/$(PYTEST) -m "slow and not exhaustive and not numbers" $(PYTEST_ARGS) $(NONE_IS_FINE)
+
+test-both: .venv/ready ## Run the tests of `make test` and `make test-slow` in two sessions in place of three, as .ci/run does
+	@$(VENV)/$(PYTEST) -m "numbers and not exhaustive" $(PYTEST_ARGS) $(NONE_IS_FINE)
+	@$(QUICKLY) $(VENV)/$(PYTEST) -m "not targets and not exhaustive and not (slow and numbers)" $(PYTEST_ARGS)
 
 test-oldest: .venv/ready ## Run the tests marked `oldest` on Python 3.11 and the JAX for it, where .venv has a newer one
 	@$(call on_oldest,oldest and not exhaustive)

@@ -44,8 +44,7 @@ def run(tmp_path, fails=NOTHING, lacks=NOTHING, python="python3.11"):
         ".venv-targets/ready",
         ".venv-torch/ready",
         "browser",
-        " test ",
-        "test-slow",
+        "test-both",
         " check ",
         "test-targets test-oldest",
     ],
@@ -67,7 +66,7 @@ def test_whatever_fails_ends_the_run(fails, tmp_path):
 def test_the_last_line_says_what_was_left_out(lacks, line, tmp_path):
     code, last, log = run(tmp_path, lacks=lacks)
     assert (code, last) == (0, line)
-    assert ("test-slow torch=1" in log) == ("torch" not in lacks)
+    assert ("test-both torch=1" in log) == ("torch" not in lacks)
 
 
 def test_without_python_3_11_its_tests_are_left_out(tmp_path):
