@@ -70,9 +70,11 @@ def _draw_shares(axes: Any, table: Table) -> None:
     names = [str(row[0]).replace("`", "") for row in table.rows]
     columns = {m: table.head.index(m) for m in ("m = 8", "m = 2")}
     for shift, (m, column) in zip((-0.19, 0.19), columns.items(), strict=True):
-        values = [float(str(row[column])) for row in table.rows]
+        ends = [_ends(str(row[column])) for row in table.rows]
         colours = [_colour(name)[m == "m = 2"] for name in names]
-        axes.barh([n + shift for n in range(len(names))], values, 0.36, color=colours)
+        places = [n + shift for n in range(len(names))]
+        axes.barh(places, [(low + high) / 2 for low, high in ends], 0.36, color=colours)
+        axes.hlines(places, [low for low, _ in ends], [high for _, high in ends], color=style.BLACK, linewidth=1)
     for shade, m in enumerate(columns):  # a column of the legend for each
         for kind, colours in LOOKS.items():
             axes.barh([0], [0], color=colours[shade], label=m if shade else f"{kind}, {m}")
@@ -81,6 +83,12 @@ def _draw_shares(axes: Any, table: Table) -> None:
     axes.set_xlim(0, 1.2)
     style.title(axes, "Throughput, as a share of the ceiling")
     style.legend_below(axes, 2, 0.08, -0.55)
+
+
+def _ends(cell: str) -> tuple[float, float]:
+    """Return both ends of a range such as "0.97 to 1.02", of a single number twice; of an empty cell zeros."""
+    numbers = [float(number) for number in cell.split(" to ")] if cell else [0.0]
+    return numbers[0], numbers[-1]
 
 
 LOOKS = {

@@ -1,15 +1,18 @@
-"""Provide the help of every command for the page of the command line: what `jpipe COMMAND --help` prints."""
+"""Write the help of every command, which `jpipe COMMAND --help` prints, into the page of the command line: `python -m docs.commands`."""
 
 import contextlib
 import io
 import os
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from unittest import mock
 
 from jpipe_train import cli, commands
 
 COLUMNS = 80
+PAGE = Path(__file__).parent / "reference" / "cli.md"
+_HELP = re.compile(r"\n```\nusage: .*?\n```\n", re.DOTALL)
 
 
 def names() -> Iterator[str]:
@@ -29,11 +32,19 @@ def help_text(name: str = "") -> str:
 
 
 def with_help(page: str) -> str:
-    """Return the page with the help of each command at the end of its section, which is headed `jpipe COMMAND`."""
-    sections = re.split(r"(?=^## )", page, flags=re.MULTILINE)
-    return "".join(f"{section.rstrip()}\n{_help_of(section)}\n" for section in sections)
+    """Return the page with the help of each command at the end of its section, which is headed `jpipe COMMAND`.
+
+    Args:
+        page: with or without the help, which is put in place of what the page has.
+    """
+    sections = re.split(r"(?=^## )", _HELP.sub("\n", page), flags=re.MULTILINE)
+    return "\n".join(f"{section.rstrip()}\n{_help_of(section)}" for section in sections)
 
 
 def _help_of(section: str) -> str:
     heading = re.match(r"## `jpipe ?([a-z ]*)`\n", section)
-    return f"\n```text\n{help_text(heading[1])}\n```\n" if heading else ""
+    return f"\n```\n{help_text(heading[1])}\n```\n" if heading else ""
+
+
+if __name__ == "__main__":
+    PAGE.write_text(with_help(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

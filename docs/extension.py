@@ -15,7 +15,7 @@ from sphinx.application import Sphinx
 from sphinx.ext.napoleon import Config, GoogleDocstring
 from sphinx.pycode import ModuleAnalyzer
 
-from docs import annotations, api, commands
+from docs import annotations, api
 
 ROOT = Path(__file__).parents[1]
 FOREIGN_NAMES = [("py:.*", r"(?!jpipe).*")]
@@ -63,8 +63,6 @@ def full_name(name: str) -> str | None:
 def _source_read(app: Sphinx, docname: str, content: list[str]) -> None:
     """Fill in what a page shows of the program, and direct links to files and folders of the repository."""
     folder = (Path(app.srcdir) / docname).parent
-    if docname == "reference/cli":
-        content[0] = commands.with_help(content[0])
     if docname == "reference/changelog":
         content[0] = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").replace("](docs/", "](../")
     content[0] = direct_links(content[0], folder, Path(app.srcdir))

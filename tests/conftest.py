@@ -2,7 +2,6 @@
 
 import collections
 import gc
-import itertools
 import os
 import pathlib
 import re
@@ -17,6 +16,7 @@ from hypothesis.internal.conjecture import providers
 from jax.experimental.compilation_cache import compilation_cache
 from jaxtyping import install_import_hook
 
+from tests import thinning
 from tests.packages import PACKAGES, module_name
 
 jax.config.update("jax_num_cpu_devices", 8)
@@ -149,50 +149,44 @@ def pytest_collection():
     return result
 
 
+PART = pytest.StashKey[tuple[int, str]]()
+NEVER_RUN = pytest.StashKey[dict[str, list[str]]]()
+
+
+def pytest_configure(config):
+    """Choose the part of ten that runs, for all workers: a commit in the meantime changes nothing."""
+    config.stash[PART] = part, _ = thinning.part_of_commit()
+    os.environ[thinning.VARIABLE] = str(part)
+
+
+def pytest_report_header(config):
+    """Say which part of ten runs, and how to repeat it."""
+    part, source = config.stash[PART]
+    return f"thinned tests: part {part} of 0 to {thinning.PARTS - 1}, by {source}; {thinning.VARIABLE}={part} repeats it"
+
+
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     """Mark all but a few combinations of each `thinned` test `slow`, and most of these `exhaustive`; see pyproject.toml.
 
     Of a test about numbers, mark the first combination that `make test` runs `numbers`, or else the first that `make test-slow` runs.
     """
+    part, _ = config.stash[PART]
+    never_run = config.stash[NEVER_RUN] = {}
     matrices = collections.defaultdict(list)
     for item in items:
         matrices[item.nodeid.split("[")[0]].append(item)
     for name, cases in matrices.items():
-        if cases[0].get_closest_marker("thinned") and hasattr(cases[0], "callspec"):
-            _thin(cases)
-        for item in cases:
-            if item.get_closest_marker("exhaustive"):
-                item.add_marker("slow")
+        is_invariant = name in thinning.invariants()
+        if is_invariant:
+            never_run[name] = thinning.never_run(cases, every=True)
+        for item, level in zip(cases, thinning.levels(cases, part, every=is_invariant), strict=True):
+            item.own_markers[:] = [mark for mark in item.own_markers if mark.name != "exhaustive"]
+            for mark in ("slow", "exhaustive")[:level]:
+                item.add_marker(mark)
         is_numbers = name.removeprefix("tests/").startswith(NUMBERS) and OPTIMIZATION_MATTERS.search(name)
         if is_numbers and not SAME_KINDS_OF_STAGES.search(name):
             min(cases, key=lambda item: [*map(bool, map(item.get_closest_marker, ("exhaustive", "slow")))]).add_marker("numbers")
-
-
-def _thin(cases):
-    options = cases[0].get_closest_marker("thinned").kwargs
-    size = options.get("size", 1)
-    few = _covering(cases, size, options.get("most", len(cases)))
-    more = _covering(cases, size + 1, options.get("most_slow", 0 if few else 1), few)
-    for item in cases:
-        if item not in few:
-            item.add_marker("slow")
-        if item not in few and item not in more:
-            item.add_marker("exhaustive")
-
-
-def _covering(cases, size, most, chosen=()):
-    """Return few cases, at most `most`, that together have each combination of `size` values that the chosen cases lack."""
-    values = {item: sorted((name, repr(value)) for name, value in item.callspec.params.items()) for item in cases}
-    covers = {item: set(itertools.combinations(params, min(size, len(params)))) for item, params in values.items()}
-    left = set().union(*covers.values()).difference(*(covers[item] for item in chosen))
-    remaining, selected = dict.fromkeys(item for item in cases if item not in chosen), []
-    while left and len(selected) < most:
-        best = max(remaining, key=lambda item: len(covers[item] & left))
-        left -= covers[best]
-        selected.append(best)
-        del remaining[best]
-    return selected
 
 
 @pytest.fixture

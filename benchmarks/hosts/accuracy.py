@@ -31,6 +31,7 @@ from examples.papers.samples import make
 from jpipe_planner import Profile, Ranked
 
 PLACE = "time to accuracy"  # in the document
+RESULTS = Path(__file__).parent / "accuracy.json"  # what the table of the page is made from, where it exists
 PICTURE = "time-to-accuracy.svg"
 _COMPILING, _TRAINING = 600.0, 300.0  # seconds that a program may take to be ready, and for the steps between two validations
 

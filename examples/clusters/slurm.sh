@@ -32,7 +32,10 @@ srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 \
     jpipe train "$config" --set run.dir="$run" --set train.steps="$steps" "$@"
 code=$?
 
-count=$(cat "$failures" 2>/dev/null || echo 0)
+count=$([ -f "$failures" ] && head -c 4 "$failures")
+case $count in
+    "" | *[!0-9]* | ????*) count=0 ;;                      # not a number: bash would run a command inside it, as in a[$(command)]
+esac
 case $code in
     0)
         if [ -d "$run/checkpoints/$steps" ]; then          # finished
@@ -41,8 +44,8 @@ case $code in
         fi
         count=0 ;;                                         # saved at SIGTERM: continue
     2 | 130) exit "$code" ;;                               # change something, or Ctrl-C
-    *) count=$((count + 1)) ;;
+    *) count=$((10#$count + 1)) ;;
 esac
-echo "$count" > "$failures"
+written=$(mktemp "$failures.XXXXXX") && echo "$count" > "$written" && mv -f "$written" "$failures"  # a link there is not followed
 if [ "$count" -ge 3 ]; then exit "$code"; fi               # three failures in a row, such as a divergence
 scontrol requeue "$SLURM_JOB_ID"                           # the job resumes from the newest checkpoint in $run

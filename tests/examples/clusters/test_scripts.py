@@ -77,8 +77,12 @@ def test_too_few_arguments_are_bad_input():
     assert (done.returncode, done.stderr) == (2, "usage: train-to-end RUN STEPS CONFIG [OPTION ...]\n")
 
 
-def submit(environment, tmp_path, **variables):
-    """Run slurm.sh as SLURM does, and return its exit code and the words that srun and scontrol got."""
+def submit(environment, tmp_path, errors="", **variables):
+    """Run slurm.sh as SLURM does, and return its exit code and the words that srun and scontrol got.
+
+    Args:
+        errors: what standard error has; empty: nothing.
+    """
     of_slurm = {"SLURM_JOB_ID": "4097", "SLURM_CPUS_PER_TASK": "8", "SLURM_NTASKS_PER_NODE": "4", "SLURM_GPUS_ON_NODE": "4"}
     command = ["bash", CLUSTERS / "slurm.sh", "config.yaml", environment["RUN"], "20", "--set", "seed=1"]
     for name in ("srun", "scontrol"):
@@ -86,7 +90,7 @@ def submit(environment, tmp_path, **variables):
     done = subprocess.run(
         command, env=environment | of_slurm | variables, cwd=tmp_path, timeout=LIMIT, capture_output=True, text=True, check=False
     )
-    assert done.stderr == ""
+    assert errors in done.stderr if errors else done.stderr == ""
     files = [tmp_path / f"{name}.words" for name in ("srun", "scontrol")]
     return done.returncode, *(file.read_text() if file.exists() else None for file in files)
 
@@ -122,12 +126,71 @@ def test_three_failures_in_a_row_end_the_job(programs, tmp_path):
     assert codes == [(0, True)] * 5 + [(1, False)]
 
 
+HOSTILE = "a[$(touch hacked)]"
+
+
+@pytest.mark.parametrize(
+    ("content", "counted"),
+    [(HOSTILE, "1"), (f"2+{HOSTILE}", "1"), ("2\ntouch hacked", "1"), ("srun", "1"), ("", "1"), ("9" * 99, "1"), ("08", "9")],
+)
+def test_a_number_is_all_that_is_read_from_the_file_of_failures(content, counted, programs, tmp_path):
+    """In $((…)) bash would run a command that stands in the value of a variable."""
+    failures = tmp_path / "run.failures"
+    failures.write_text(content)
+    environment = programs(srun=SRUN + "exit 1", scontrol=SCONTROL)
+    submit(environment, tmp_path)
+    assert failures.read_text() == f"{counted}\n"
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
+        ["bin", "run.failures", "srun.words", *(["scontrol.words"] if counted == "1" else [])]
+    )
+
+
+def test_the_file_of_failures_is_replaced_where_it_is_a_link(programs, tmp_path):
+    other = tmp_path / "other"
+    other.write_text("kept")
+    (tmp_path / "run.failures").symlink_to(other)
+    submit(programs(srun=SRUN + "exit 1", scontrol=SCONTROL), tmp_path)
+    assert (other.read_text(), (tmp_path / "run.failures").read_text()) == ("kept", "1\n")
+
+
+# Where a stranger's text could be run, or could lead a write elsewhere.
+RISKS = re.compile(
+    r"""\beval\b | \blet\b | ` | [\s"=>]/tmp/(?!wheels|constraints)  # a name in /tmp that others can guess; the image has no others
+    | \(\(\s* (?!failures\b | 10\#\$count\b | SLURM_GPUS_ON_NODE\b) [\w$]  # arithmetic, but of these, which have digits alone""",
+    re.VERBOSE,
+)
+
+
+def shell_examples():
+    """Yield (name, text) of each shell script that is shipped, run by continuous integration, or shown on a page."""
+    for path in [*CLUSTERS.iterdir(), *(ROOT / ".ci").iterdir()]:
+        if path.is_file() and (
+            path.suffix == ".sh" or path.name == "Dockerfile" or path.read_text().startswith(("#!/bin/", "#!/usr/bin/env bash"))
+        ):
+            yield path.name, path.read_text()
+    for page in sorted((ROOT / "docs").rglob("*.md")):
+        for number, block in enumerate(re.findall(r"^```bash\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)):
+            yield f"{page.stem} {number}", block
+
+
+@pytest.mark.parametrize("text", [pytest.param(text, id=name) for name, text in shell_examples()])
+def test_no_shell_example_runs_text_or_writes_to_a_name_that_others_can_guess(text):
+    code = re.sub(r"(^|\s)#.*", "", text)
+    assert not RISKS.search(code), RISKS.search(code)
+
+
 def test_one_task_of_a_node_has_all_its_gpus(programs, tmp_path):
     environment = programs(srun=SRUN + SAVES.format(20), scontrol=SCONTROL)
     _, words, _ = submit(environment, tmp_path, SLURM_NTASKS_PER_NODE="1")
     assert "; 0,1,2,3; " in words
     _, words, _ = submit(environment, tmp_path, SLURM_NTASKS_PER_NODE="1", SLURM_GPUS_ON_NODE="")
     assert "; ; " in words
+
+
+def test_a_number_of_gpus_is_not_computed(programs, tmp_path):
+    environment = programs(srun=SRUN + SAVES.format(20), scontrol=SCONTROL)
+    submit(environment, tmp_path, SLURM_NTASKS_PER_NODE="1", SLURM_GPUS_ON_NODE=HOSTILE, errors="integer")
+    assert not (tmp_path / "hacked").exists()
 
 
 def test_the_image_has_every_file_that_it_copies_and_that_the_wheel_needs():

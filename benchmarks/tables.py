@@ -1,0 +1,55 @@
+"""Make the tables of measurements on the pages of docs/explanation/ from the data that the repository has.
+
+`python -m benchmarks.tables` writes them into the pages. `benchmarks/data/PAGE.json` has tables of a page with the command and the machine;
+its `source` says where the figures come from. Where results of a benchmark are kept, in `benchmarks/hosts/links.json`,
+`benchmarks/hosts/accuracy.json` and `benchmarks/peers/*.json`, tables are made from these.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from benchmarks.hosts import accuracy, links
+from benchmarks.papers.document import Table, write
+from benchmarks.peers import report
+
+DATA = Path(__file__).parent / "data"
+PAGES = Path(__file__).parents[1] / "docs" / "explanation"
+
+
+def transcribed(page: str) -> dict[str, Table]:
+    """Return the tables of a page that its file in `benchmarks/data/` has, by name.
+
+    Args:
+        page: the name without its ending.
+    """
+    tables = json.loads((DATA / f"{page}.json").read_text(encoding="utf-8"))["tables"]
+    return {table["name"]: Table(table["name"], table["head"], table["rows"]) for table in tables}
+
+
+def from_results() -> list[Table]:
+    """Return the tables that are made from results of benchmarks."""
+    tables = [links.table(links.read(links.RESULTS)), *report.tables(report.RESULTS)]
+    if accuracy.RESULTS.exists():
+        tables.append(accuracy.table(json.loads(accuracy.RESULTS.read_text(encoding="utf-8"))["runs"]))
+    return tables
+
+
+def of_pages() -> Mapping[str, Mapping[str, Table]]:
+    """Return the tables of each page by name."""
+    pages = {path.stem: transcribed(path.stem) for path in sorted(DATA.glob("*.json"))}
+    for table in from_results():
+        for page, tables in pages.items():
+            if f"<!-- {table.name} -->" in (PAGES / f"{page}.md").read_text(encoding="utf-8"):
+                tables[table.name] = table
+    return pages
+
+
+def main() -> None:
+    """Write all tables into their pages."""
+    for page, tables in of_pages().items():
+        write(PAGES / f"{page}.md", {name: table.text for name, table in tables.items()})
+
+
+if __name__ == "__main__":
+    main()
