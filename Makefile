@@ -27,7 +27,7 @@ else $(MAKE) --no-print-directory .venv-oldest/ready && \
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-slow test-both test-oldest test-all test-targets test-gpu check check-types check-docs check-imports check-wheel wheel format bench bench-peers bench-hosts bench-accuracy bench-planner bench-papers bench-faults bench-learning docs docs-links pictures clean
+.PHONY: help train test test-slow test-oldest test-all test-targets test-gpu check check-types check-docs check-imports check-wheel wheel format bench bench-peers bench-hosts bench-accuracy bench-planner bench-papers bench-faults bench-learning docs docs-links pictures clean
 
 help: ## List the commands
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/make \1\t\2/' | expand -t 20
@@ -41,10 +41,6 @@ test: .venv/ready ## Run all tests except the slow ones, about six minutes on tw
 test-slow: .venv/ready ## Run the tests that `make test` leaves out, but for those marked `exhaustive`, which only `make test-all` runs
 	@$(VENV)/$(PYTEST) -m "numbers and not exhaustive" $(PYTEST_ARGS) $(NONE_IS_FINE)
 	@$(QUICKLY) $(VENV)/$(PYTEST) -m "slow and not exhaustive and not numbers" $(PYTEST_ARGS) $(NONE_IS_FINE)
-
-test-both: .venv/ready ## Run the tests of `make test` and `make test-slow` in two sessions in place of three, as .ci/run does
-	@$(VENV)/$(PYTEST) -m "numbers and not exhaustive" $(PYTEST_ARGS) $(NONE_IS_FINE)
-	@$(QUICKLY) $(VENV)/$(PYTEST) -m "not targets and not exhaustive and not (slow and numbers)" $(PYTEST_ARGS)
 
 test-oldest: .venv/ready ## Run the tests marked `oldest` on Python 3.11 and the JAX for it, where .venv has a newer one
 	@$(call on_oldest,oldest and not exhaustive)
@@ -88,7 +84,7 @@ format: .venv/ready ## Format the code and fix what the linter can
 bench: .venv/ready ## Measure speed; prints a table and writes JSON
 	@$(VENV)/python -m benchmarks
 
-bench-peers: .venv/ready .venv-torch/ready ## Compare speed with PyTorch (TORCH_INDEX=URL of another index with its CPU builds) and plain JAX
+bench-peers: .venv/ready .venv-torch/ready ## Compare speed with PyTorch (TORCH_INDEX=URL of an index with its CPU builds) and plain JAX
 	@$(VENV)/python -m benchmarks.peers
 
 bench-hosts: .venv/ready ## Measure speed on two and four hosts (network namespaces, slow links); needs root and iproute2
@@ -147,7 +143,6 @@ clean: ## Remove the virtual environments and everything else that was built (no
 # PyTorch's CPU build (200 MB; the CUDA build has gigabytes) and transformers. Without them the benchmark omits its rows, and slow tests
 # are skipped. PyTorch's pipelines need numpy.
 TORCH ?= torch==2.13.0+cpu
-TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 TRANSFORMERS ?= transformers==5.23.0 safetensors==0.8.0 peft==0.21.2
 .venv-torch/ready: Makefile
 	@echo "Setting up .venv-torch (once) ..."

@@ -44,7 +44,8 @@ def run(tmp_path, fails=NOTHING, lacks=NOTHING, python="python3.11"):
         ".venv-targets/ready",
         ".venv-torch/ready",
         "browser",
-        "test-both",
+        "test",
+        "test-slow",
         " check ",
         "test-targets test-oldest",
     ],
@@ -66,7 +67,7 @@ def test_whatever_fails_ends_the_run(fails, tmp_path):
 def test_the_last_line_says_what_was_left_out(lacks, line, tmp_path):
     code, last, log = run(tmp_path, lacks=lacks)
     assert (code, last) == (0, line)
-    assert ("test-both torch=1" in log) == ("torch" not in lacks)
+    assert ("test-slow torch=1" in log) == ("torch" not in lacks)
 
 
 def test_without_python_3_11_its_tests_are_left_out(tmp_path):
@@ -83,7 +84,8 @@ RETRY = "WARNING: Retrying (Retry(total={}, connect=None)) after connection brok
     [
         ("exit 0", 0, True),
         ('case "$*" in *=further*) exit 0 ;; *) exit 1 ;; esac', 0, True),
-        ("echo 'ERROR: No matching distribution found' >&2; exit 1", 1, False),
+        ("echo 'ERROR: No matching distribution found for it==1' >&2; exit 1", 1, False),
+        ("echo 'ERROR: No matching distribution found for it==1+cpu' >&2; exit 1", 0, False),
         (f'echo "{RETRY.format(1)}" >&2; exit 1', 1, False),
         (f'echo "{RETRY.format(0)}" >&2; exit 1', 0, False),
     ],
