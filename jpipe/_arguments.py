@@ -11,6 +11,7 @@ import numpy as np
 import optax
 from flax import nnx
 
+from jpipe._numbers import is_int, is_number
 from jpipe.errors import InputError, nearest, short
 from jpipe.model._layer import LayerSpec, describe, key_spec
 from jpipe.model._losses import Loss
@@ -160,6 +161,13 @@ def check_model(stack: Any, plan: Any, loss: Any) -> None:
         )
 
 
+def checked_batch(name: str, batch: Any) -> int:
+    """Return the number of a batch, which is the argument of this name."""
+    if not is_int(batch) or batch < 0:
+        raise InputError(f"{name}: expected the number of a batch, 0 or more, found {batch!r}")
+    return int(batch)
+
+
 def check_observer(observe: Any) -> None:
     if observe is not None and not callable(observe):
         raise InputError(f"observe: expected a function of an Event, such as a Tracer or a Snapshot, found {type(observe).__name__}")
@@ -168,7 +176,7 @@ def check_observer(observe: Any) -> None:
 def check_norm_options(clip_global_norm: Any, clip_stage_norm: Any, skip_nonfinite: Any, precision: Precision, plan: Plan) -> None:
     """Check clipping, and the options that need the global norm of the gradients, which not every schedule has in time."""
     for option, norm in (("clip_global_norm", clip_global_norm), ("clip_stage_norm", clip_stage_norm)):
-        if norm is not None and (not _is_number(norm) or not 0 < norm < math.inf):
+        if norm is not None and (not is_number(norm) or not 0 < norm < math.inf):
             raise InputError(f"{option}: expected a finite number above 0, found {norm!r}")
     if clip_global_norm is not None and clip_stage_norm is not None:
         raise InputError(
@@ -206,7 +214,7 @@ def check_agreement(plan: Plan, precision: Precision, ema_decay: float | None, d
 
 
 def check_ema_decay(ema_decay: Any, plan: Plan) -> None:
-    if ema_decay is not None and not (_is_number(ema_decay) and 0 <= ema_decay < 1):
+    if ema_decay is not None and not (is_number(ema_decay) and 0 <= ema_decay < 1):
         raise InputError(f"ema_decay: expected a number of at least 0 and below 1, such as 0.999, found {ema_decay!r}")
     if ema_decay is not None and plan.shard_optimizer:
         raise InputError(
@@ -223,7 +231,7 @@ def checked_delay_factor(delay_correction: Any) -> float | None:
     if delay_correction is None or delay_correction == "predict":
         return None if delay_correction is None else 1.0
     number = delay_correction.item() if getattr(delay_correction, "shape", None) == () else delay_correction
-    if not _is_number(number) or not 0 <= number <= _LARGEST_FACTOR:
+    if not is_number(number) or not 0 <= number <= _LARGEST_FACTOR:
         raise InputError(
             f"delay_correction: expected 'predict', or a number from 0 to {_LARGEST_FACTOR} such as 0.5, found {short(delay_correction)}"
         )
@@ -241,10 +249,6 @@ def log_correction(plan: Plan, optimizer: optax.GradientTransformation, factor: 
             "which is stable at higher learning rates",
             factor,
         )
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
 
 
 def check_weights(weights: Any, ema_decay: float | None) -> None:

@@ -4,7 +4,7 @@ import contextlib
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
-from typing import Any, Literal, overload
+from typing import Any, Literal, SupportsFloat, SupportsIndex, overload
 
 import jax
 import numpy as np
@@ -19,6 +19,7 @@ from jpipe._arguments import (
     check_observer,
     check_to,
     check_weights,
+    checked_batch,
     checked_delay_factor,
     checked_metrics,
     checked_rows,
@@ -26,6 +27,7 @@ from jpipe._arguments import (
     log_correction,
 )
 from jpipe._interrupts import Results, consume, delayed_signals
+from jpipe._numbers import as_python
 from jpipe.context import isolated_context, tracing_for
 from jpipe.errors import InputError
 from jpipe.meshes._place import Place
@@ -43,7 +45,7 @@ from jpipe.runtime._join import join_processes
 from jpipe.runtime._metrics import DelayNorms, Evaluation, Metrics
 from jpipe.runtime._placement import checked_devices, place, place_names, place_on
 from jpipe.runtime._plain import Plain
-from jpipe.runtime._snapshot import Snapshot, fitting, restored_worker
+from jpipe.runtime._snapshot import Snapshot, fitting, for_stage, restored_worker
 from jpipe.runtime.state import State, WorkerState, check_state, fresh_worker, initialized_at, is_fresh
 from jpipe.schedules import SCHEDULES
 from jpipe.stages._batch import (
@@ -133,12 +135,12 @@ class Pipeline:
         optimizer: optax.GradientTransformation,
         devices: Sequence[jax.Device] | None = None,
         *,
-        clip_global_norm: float | None = None,
-        clip_stage_norm: float | None = None,
+        clip_global_norm: SupportsFloat | None = None,
+        clip_stage_norm: SupportsFloat | None = None,
         skip_nonfinite: bool = False,
-        ema_decay: float | None = None,
+        ema_decay: SupportsFloat | None = None,
         precision: Precision = PLAIN,
-        delay_correction: Literal["predict"] | float | None = None,
+        delay_correction: Literal["predict"] | SupportsFloat | None = None,
     ) -> None:
         check_model(stack, plan, loss)
         check_precision(precision)
@@ -147,13 +149,13 @@ class Pipeline:
         if plan.order is not None:
             lower(plan, 1, workers=())  # raises an error for one that deadlocks, before anything is compiled
         self.stack, self.plan, self.loss, self.optimizer = cast_layers(stack, precision), plan, loss, optimizer
-        self.clip_global_norm, self.clip_stage_norm = clip_global_norm, clip_stage_norm
+        self.clip_global_norm, self.clip_stage_norm = as_python(clip_global_norm), as_python(clip_stage_norm)
         self.skip_nonfinite, self.precision = skip_nonfinite, precision
         self.ema_decay = None if ema_decay is None else float(ema_decay)
         self.delay_factor = checked_delay_factor(delay_correction)
         check_agreement(plan, precision, self.ema_decay, self.delay_factor)
         self._explicit_devices = None if devices is None else checked_devices(devices)
-        options = {"clip_global_norm": clip_global_norm, "clip_stage_norm": clip_stage_norm, "skip_nonfinite": self._skips}
+        options = {"clip_global_norm": self.clip_global_norm, "clip_stage_norm": self.clip_stage_norm, "skip_nonfinite": self._skips}
         self._builder = StageBuilder(self.stack, plan, loss, optimizer, precision, self.ema_decay, self.delay_factor, **options)
         self._steps = Steps(plan, self.uses_global_norm, self._shared_stages())
         self._executor: Executor | None = None  # once `init` or `restore` has compiled
@@ -267,7 +269,7 @@ class Pipeline:
         key: jax.Array,
         batch: Batch,
         layers: Mapping[str, Plain],
-        at: int,
+        at: SupportsIndex,
         *,
         fresh_optimizer: bool = False,
         buckets: Sequence[Batch] = (),
@@ -291,13 +293,13 @@ class Pipeline:
         Raises:
             InputError: as `init`; a layer that is missing, or of another shape, or optimizer state of another optimizer.
         """
-        key = as_key(key)
+        key, at = as_key(key), checked_batch("at", at)
         executor = self._compile(batch, buckets, {"key": _bits(key), "first batch": str(at)})
         workers = [restored_worker(self.plan, w, stage, layers, at, key, fresh_optimizer) for w, stage in executor.stages.items()]
         return self._start(executor, workers, at)
 
     @isolated_context()
-    def check_layers(self, batch: Batch, layers: Mapping[str, Plain], at: int, *, fresh_optimizer: bool = False) -> None:
+    def check_layers(self, batch: Batch, layers: Mapping[str, Plain], at: SupportsIndex, *, fresh_optimizer: bool = False) -> None:
         """Raise InputError for layers that `restore` cannot use, without compiling or waiting for other processes.
 
         Args:
@@ -309,19 +311,19 @@ class Pipeline:
         Raises:
             InputError: a layer that is missing, or of another shape, or optimizer state of another optimizer.
         """
-        functions = self.stage_functions(batch)
+        functions, at = self.stage_functions(batch), checked_batch("at", at)
         for w, (s, replica) in enumerate(self.plan.workers):
             if self.places[w].process_index == jax.process_index():
-                fitting(self.plan, w, functions[s], shares_of(self.plan, functions[s])[replica], layers, at, fresh_optimizer)
+                f = functions[s]
+                fitting(self.plan, w, f, shares_of(self.plan, f)[replica], for_stage(f, layers, fresh_optimizer), at, fresh_optimizer)
 
-    def snapshot(self, batch: int) -> Snapshot:
+    def snapshot(self, batch: SupportsIndex) -> Snapshot:
         """Return the `Snapshot` that copies a checkpoint of this run before `batch`; call `init` or `restore` first.
 
         Raises:
             InputError: neither has been called, or `batch` is no integer of 0 or more.
         """
-        if not isinstance(batch, int | np.integer) or isinstance(batch, bool) or batch < 0:
-            raise InputError(f"snapshot: expected the number of a batch, 0 or more, found {batch!r}")
+        batch = checked_batch("snapshot", batch)
         if self._executor is None:
             raise InputError("snapshot: this pipeline has no run yet; call init or restore first")
         return Snapshot(self.plan, batch, self._executor.stages)
@@ -427,11 +429,11 @@ class Pipeline:
         Layers, loss and metrics that draw random numbers get other keys than in training, of the key of the run and the position of the
         microbatch in the batch: the same call gives the same numbers.
 
-        The version is the newest that all replicas of all stages hold. Where there is none, as under weight stashing without replicas
-        while microbatches are in flight, a copy of the state is drained, which costs that memory for the time of the call; no schedule
-        holds a common average of the weights then. With `Plan.agree` the weights are those on which the pipelines have
-        agreed last, after a drain likewise. Layer state (batch statistics) is what each stage holds, ahead of that version by the
-        microbatches in flight; over replicas it is the mean, unless the plan has `sync_state` false.
+        The version is the newest that all replicas of all stages hold. Where there is none while microbatches are in flight, as under
+        weight stashing without replicas, or mostly under 2BW with replicas, a copy of the state is drained, which costs that memory for the
+        time of the call. So it is for the average of the weights, and with `delay_correction`. With `Plan.agree` the weights are those on
+        which the pipelines have agreed last, after a drain likewise. Layer state (batch statistics) is what each stage holds, ahead of that
+        version by the microbatches in flight; over replicas it is the mean, unless the plan has `sync_state` false.
 
         Args:
             state: any state that is not consumed.
@@ -515,8 +517,8 @@ class Pipeline:
 
         They are copies: the next step may write into the memory of the originals. In a run of several processes each gets the layers of
         its own workers. Where `precision` keeps masters, these are returned, in float32. There are none of older versions: if microbatches
-        are in flight, a copy of the state is drained, and the masters are those after its last update. With `Plan.shard_optimizer` the
-        masters of a layer are in the process of the replica that updates it.
+        are in flight, a copy of the state is drained, and the masters are those after its last update. With `Plan.shard_optimizer` each
+        process gets the masters, and with `delay_correction` the weights without prediction, of the layers that its replicas update.
 
         Args:
             state: any state that is not consumed.

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from jpipe import InputError
+from jpipe._numbers import is_int
 from jpipe.checkpoints.orbax_item import ITEM
 from jpipe.checkpoints.records import MARKER, read_marker, read_parts, read_rows, verify_files
 from jpipe.files import make_folder, resolved, to_disk
@@ -141,7 +142,7 @@ def check_keep(keep: Any) -> None:
     Raises:
         InputError: it is not.
     """
-    if not isinstance(keep, int) or isinstance(keep, bool) or keep < 1:
+    if not is_int(keep) or keep < 1:
         raise InputError(f"keep: expected a number of checkpoints, 1 or more, found {keep!r}")
 
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jpipe._numbers import is_int, is_number
 from jpipe.errors import InputError, nearest
 from jpipe.model._layer import Layer
 from jpipe.model._stack import LayerStack
@@ -53,16 +54,17 @@ class DynamicLossScale:
     growth_every: int = 2000
 
     def __post_init__(self) -> None:
-        if not _is_number(self.initial) or not 1 <= self.initial <= _LARGEST_SCALE:
+        if not is_number(self.initial) or not 1 <= self.initial <= _LARGEST_SCALE:
             raise InputError(
                 f"precision: loss_scale: initial: expected a number from 1 to 2**100, found {self.initial!r}; the default is 32768"
             )
-        if not isinstance(self.growth_every, int) or isinstance(self.growth_every, bool) or not 1 <= self.growth_every < 2**31:
+        if not is_int(self.growth_every) or not 1 <= self.growth_every < 2**31:
             raise InputError(
                 f"precision: loss_scale: growth_every: expected a number of batches, at least 1, found {self.growth_every!r}; "
                 "the default is 2000"
             )
         object.__setattr__(self, "initial", float(self.initial))
+        object.__setattr__(self, "growth_every", int(self.growth_every))
 
     def first(self) -> LossScale:
         """Return the scale of the first batch."""
@@ -159,16 +161,12 @@ def _checked_scale(scale: Any) -> float | DynamicLossScale:
         return scale
     if scale == "dynamic":
         return DynamicLossScale()
-    if not _is_number(scale) or not 0 < scale < math.inf:
+    if not is_number(scale) or not 0 < scale < math.inf:
         raise InputError(
             f'precision: loss_scale: expected a finite number above 0, "dynamic", a DynamicLossScale or None, found {scale!r}; '
             "give one such as 1024"
         )
     return float(scale)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def check_precision(precision: Any) -> None:

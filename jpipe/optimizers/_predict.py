@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jpipe._numbers import is_number
 from jpipe.errors import InputError
 
 Tree = Any
@@ -60,7 +61,7 @@ def predict_delay(factor: float = 1.0) -> optax.GradientTransformationExtraArgs:
 
     Reference: Zmushko et al., One-Step Gradient Delay is Not a Barrier (2026), arXiv:2606.30634.
     """
-    if isinstance(factor, bool) or not isinstance(factor, int | float) or not 0 <= factor < math.inf:
+    if not is_number(factor) or not 0 <= factor < math.inf:
         raise InputError(f"predict_delay: expected a factor of at least 0 such as 0.5, found {factor!r}")
 
     def init(params: Tree) -> PredictDelayState:

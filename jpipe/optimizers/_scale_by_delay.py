@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
+from jpipe._numbers import is_int
 from jpipe.errors import InputError
 
 Tree = Any
@@ -39,7 +40,7 @@ def scale_by_delay(steps: int) -> optax.GradientTransformationExtraArgs:
     Reference:
         Yang, Zhang, Li, Ré, Aberger, De Sa: PipeMare: Asynchronous Pipeline Parallel DNN Training, 2019, https://arxiv.org/abs/1910.05124.
     """
-    if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
+    if not is_int(steps) or steps < 1:
         raise InputError(f"scale_by_delay: expected steps of at least 1, found {steps!r}")
 
     def init(params: Tree) -> ScaleByDelayState:
@@ -48,7 +49,7 @@ def scale_by_delay(steps: int) -> optax.GradientTransformationExtraArgs:
     def update(
         updates: Tree, state: ScaleByDelayState, params: Tree = None, *, delay: ArrayLike = 0.0, **extra_args: Any
     ) -> tuple[Tree, ScaleByDelayState]:
-        exponent = jnp.minimum(state.count.astype(float) / steps, 1) - 1
+        exponent = jnp.minimum(state.count.astype(float) / int(steps), 1) - 1
         factor = jnp.maximum(jnp.asarray(delay, float), 1) ** exponent
         return jax.tree.map(lambda u: factor.astype(u.dtype) * u, updates), ScaleByDelayState(optax.safe_increment(state.count))
 

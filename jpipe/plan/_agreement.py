@@ -32,7 +32,7 @@ from typing import Annotated, Literal
 import pydantic
 from pydantic import Field
 
-from jpipe.plan._stage import Int, as_int
+from jpipe._numbers import Float, Int, as_python
 
 _MIXING = 0.5
 
@@ -49,8 +49,8 @@ class OuterOptimizer(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(frozen=True, extra="forbid", strict=True)
 
     optimizer: Literal["nesterov"] = "nesterov"
-    learning_rate: Annotated[float, Field(gt=0, le=100, allow_inf_nan=False)] = 0.7
-    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    learning_rate: Annotated[Float, Field(gt=0, le=100, allow_inf_nan=False)] = 0.7
+    momentum: Annotated[Float, Field(ge=0, lt=1)] = 0.9
 
 
 class Agreement(pydantic.BaseModel):
@@ -73,12 +73,12 @@ class Agreement(pydantic.BaseModel):
     outer: OuterOptimizer = OuterOptimizer()
     fragments: Literal["stages"] | Annotated[Int, Field(ge=1)] | None = None
     delay: Annotated[Int, Field(ge=0)] = 0
-    mixing: Annotated[float, Field(ge=0, lt=1)] = _MIXING
+    mixing: Annotated[Float, Field(ge=0, lt=1)] = _MIXING
 
     @pydantic.field_validator("fragments", mode="before")
     @classmethod
     def _stages_or_count(cls, value: object) -> object:
-        count = as_int(value)
+        count = as_python(value)
         if count not in (None, "stages") and not (type(count) is int and count >= 1):
             raise ValueError(f"expected 'stages', a number of 1 or more, or null, found {reprlib.repr(value)}")
         return count

@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
-import numpy as np
 import pydantic
 
 from jpipe._frozen import FrozenMapping
+from jpipe._numbers import is_int
 from jpipe.errors import short
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def _mesh(value: Any) -> FrozenMapping[int]:
     for axis, size in value.items():
         if not isinstance(axis, str) or not axis.isidentifier():
             raise ValueError(f"expected the name of an axis, such as 'model', found {short(axis)}")
-        if not isinstance(size, (int, np.integer)) or isinstance(size, bool) or not 1 <= size <= 65536:
+        if not is_int(size) or not 1 <= size <= 65536:
             raise ValueError(f"expected a size of 1 to 65536 for the axis '{axis}', found {short(size)}")
     return FrozenMapping({axis: int(size) for axis, size in value.items()})
 

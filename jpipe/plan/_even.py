@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from jpipe._numbers import is_int
 from jpipe.errors import InputError, short
 from jpipe.plan._stage import even_numbers
 from jpipe.schedules import SCHEDULES, Ranks, arranged
@@ -16,7 +17,7 @@ def even_stages(
 ) -> list[dict[str, Any]]:
     """Return the fields of stages that hold equally many layers, with the arguments of `Plan.even`."""
     layers = _layer_ids(layers)
-    if not isinstance(num_stages, (int, np.integer)) or isinstance(num_stages, bool):
+    if not is_int(num_stages):
         raise InputError(f"plan: num_stages: expected an integer, found {short(num_stages)}")
     num_stages = int(num_stages)
     if not 1 <= num_stages <= len(layers):
@@ -27,7 +28,7 @@ def even_stages(
     for what, values in (("recomputation policy", policies), ("number of replicas", counts), ("mesh", meshes)):
         if len(values) != num_stages:
             raise InputError(f"plan: expected one {what} for all or one for each of {num_stages} stages, found a list of {len(values)}")
-    if not isinstance(sum_parts, (int, np.integer)) or isinstance(sum_parts, bool) or sum_parts < 1:
+    if not is_int(sum_parts) or sum_parts < 1:
         raise InputError(f"plan: sum_parts: expected an integer of 1 or more, found {short(sum_parts)}")
     if sum_parts > 1 and all(count == 1 for count in counts):
         raise InputError(f"plan: sum_parts: expected a stage with replicas, found none; remove sum_parts {sum_parts}, or give replicas")
@@ -49,7 +50,7 @@ def _layer_ids(layers: Any) -> Sequence[str]:
 
 def even_ranks(schedule: str, num_stages: int, num_layers: int, chunks: Any) -> Ranks | None:
     """Return the ranks of `chunks` stages each in the layout of the schedule; None for the default ranks."""
-    if not isinstance(chunks, (int, np.integer)) or isinstance(chunks, bool) or chunks < 1:
+    if not is_int(chunks) or chunks < 1:
         raise InputError(f"plan: chunks_per_rank: expected an integer of 1 or more, found {short(chunks)}")
     if schedule not in SCHEDULES:
         return None  # the plan raises the error

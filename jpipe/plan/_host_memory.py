@@ -16,8 +16,8 @@ from typing import Annotated, Any, Literal
 
 import pydantic
 
+from jpipe._numbers import as_python
 from jpipe.errors import short
-from jpipe.plan._stage import as_int
 
 Kept = Literal["optimizer", "versions", "residuals", "stash"]
 """What may wait in host memory."""
@@ -28,7 +28,7 @@ def _checked(value: Any) -> Any:
     if isinstance(value, str) and value == "all":
         return value
     if isinstance(value, Collection) and not isinstance(value, str | bytes | Mapping):
-        stages = tuple(map(as_int, value))
+        stages = tuple(map(as_python, value))
         if all(type(s) is int and s >= 0 for s in stages):
             return stages
     raise ValueError(f"expected 'all' or a list of stages counted from 0, found {short(value)}")

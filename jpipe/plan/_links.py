@@ -30,7 +30,7 @@ read nor change it. Both ends have the same bits on devices of one kind.
 Sums of gradients over the replicas of a stage: for each update replica k has the sum G_k over its microbatches, their weight w_k, and the
 error E_k, at first 0, which rounding has left:
 
-    sent        C_k = the rounded G_k + w_k E_k; blocks of at most 256 neighbouring values of a whole array
+    sent        C_k = the rounded G_k + w_k E_k; blocks of at most 256 neighbouring values of an array, on a mesh of a shard
     error       E_k = (G_k + w_k E_k - C_k) / w_k, 0 where that is not finite; unchanged if w_k = 0
     sum         C_0 + C_1 + ..., added by each replica in this order: all get the same bits
 
@@ -45,7 +45,7 @@ from typing import Annotated, Literal
 import pydantic
 from pydantic import Field
 
-from jpipe.plan._stage import Int
+from jpipe._numbers import Int
 
 Kind = Literal["bfloat16", "int8", "fp8"]
 """What the values of a message are rounded to."""

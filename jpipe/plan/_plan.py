@@ -10,6 +10,7 @@ import pydantic
 from pydantic import Field
 
 from jpipe._frozen import NOTHING
+from jpipe._numbers import Int
 from jpipe.errors import InputError, explain, short
 from jpipe.plan._agreement import Agreement
 from jpipe.plan._axes import ParamAxes, Rules
@@ -17,7 +18,7 @@ from jpipe.plan._checks import check, check_layers_of_model
 from jpipe.plan._even import even_ranks, even_stages
 from jpipe.plan._host_memory import HostMemory, Kept
 from jpipe.plan._links import Links
-from jpipe.plan._stage import Int, Predicted, Stage
+from jpipe.plan._stage import Predicted, Stage
 from jpipe.plan._text import FORMAT, html_of_plan, read_json, text_of_plan
 from jpipe.schedules import SCHEDULES, Ranks, arranged
 

@@ -5,11 +5,11 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
-import numpy as np
 import pydantic
 from pydantic import Field
 
 from jpipe._frozen import NOTHING, FrozenMapping
+from jpipe._numbers import Float, Int
 from jpipe.errors import nearest
 from jpipe.plan._axes import Mesh
 
@@ -36,15 +36,6 @@ def repeats_forward(policy: str) -> bool:
         policy: one of `RECOMPUTE`.
     """
     return policy not in ("none", "elementwise")
-
-
-def as_int(value: Any) -> Any:
-    """Return an integer of NumPy as one of Python, and anything else as it is."""
-    return int(value) if isinstance(value, np.integer) else value
-
-
-Int = Annotated[int, pydantic.BeforeValidator(as_int)]
-"""An integer, Python's or NumPy's; in a JSON file Python's."""
 
 
 class Stage(pydantic.BaseModel):
@@ -124,11 +115,11 @@ class Predicted(pydantic.BaseModel):
 
     model_config = pydantic.ConfigDict(frozen=True, extra="forbid", strict=True)
 
-    batch_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)]
-    bubble: Annotated[float, Field(ge=0, le=1)]
+    batch_seconds: Annotated[Float, Field(gt=0, allow_inf_nan=False)]
+    bubble: Annotated[Float, Field(ge=0, le=1)]
     peak_bytes: Annotated[tuple[Annotated[Int, Field(ge=0)], ...], Field(strict=False)]
-    delay: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
-    stage_seconds: Annotated[tuple[Annotated[float, Field(ge=0, allow_inf_nan=False)], ...], Field(strict=False)] = ()
+    delay: Annotated[Float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    stage_seconds: Annotated[tuple[Annotated[Float, Field(ge=0, allow_inf_nan=False)], ...], Field(strict=False)] = ()
     devices: Annotated[tuple[str, ...], Field(strict=False)] = ()
 
     @pydantic.model_serializer(mode="wrap")

@@ -2,11 +2,11 @@
 
 import itertools
 import math
-import numbers
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, get_args
 
+from jpipe._numbers import is_number
 from jpipe.errors import InputError, nearest, short
 from jpipe.ops import OPS
 from jpipe.plan import Links, Plan, Stage, repeats_forward
@@ -228,7 +228,7 @@ class Link:
 
 
 def _is_amount(value: Any) -> bool:
-    return not isinstance(value, bool) and isinstance(value, numbers.Real) and bool(value >= 0)  # type: ignore[operator]
+    return is_number(value) and bool(value >= 0)
 
 
 def check_costs(plan: Plan, costs: Sequence[StageCost]) -> None:

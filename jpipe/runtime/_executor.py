@@ -14,7 +14,7 @@ from jpipe.plan import Plan
 from jpipe.processes._membership import Processes
 from jpipe.programs._instructions import Program, Receive, Send
 from jpipe.programs._steps import Steps
-from jpipe.programs.lowering import lower_evaluation
+from jpipe.programs.lowering import lower_evaluation, lower_weights
 from jpipe.runtime._agreed import agreed_params
 from jpipe.runtime._interpreter import Observer, read_data, run
 from jpipe.runtime._join import BatchComparison
@@ -250,9 +250,8 @@ class Executor:
         if self._comparison is not None:
             self._comparison.evaluation(host, {"the names of the metrics": ", ".join(metrics) or "none", "the kind of weights": weights})
         host |= self._no_rows(count)
-        state, version = self.settle(state, weights)
-        stages = self._evaluating(bucket, metrics)
-        results = self._forward(self.average(state), version, host, range(count), bucket, stages, weights)
+        workers, version = self._for_evaluation(state, weights)
+        results = self._forward(workers, version, host, range(count), bucket, self._evaluating(bucket, metrics))
         return self._exchange.evaluation(results, version, list(metrics), count)
 
     def predict(self, state: State, inputs: Tree, bucket: int, weights: Weights, to: To) -> Tree | None:
@@ -268,14 +267,13 @@ class Executor:
                 self._processes.barrier(f"{self._exchange.name}: predictions of bucket {bucket} compiled")
         count = -(-size // rows_each)
         padded = jax.tree.map(lambda leaf: Padded(leaf, count * rows_each), to_host(inputs)) if size % rows_each else to_host(inputs)
-        state, version = self.settle(state, weights)
-        state = self.average(state)
+        workers, version = self._for_evaluation(state, weights)
         parts: dict[int, Tree] = {}
         at_once = max(self._plan.microbatches, _FILLS * self._plan.depth * max(self._plan.replicas))  # the devices hold their outputs
         for first in range(0, count, at_once):
             numbers = range(first, min(first + at_once, count))
             inputs_of_rows = {"inputs": padded, **self._no_rows(count)}
-            results = self._forward(state, version, inputs_of_rows, numbers, bucket, self._predicting[bucket], weights)
+            results = self._forward(workers, version, inputs_of_rows, numbers, bucket, self._predicting[bucket])
             parts |= {k: jax.tree.map(np.asarray, results.evaluations.pop(k)) for k in sorted(results.evaluations)}
         if self._processes is not None:
             sources = [self._places[self._plan.worker(self._plan.depth - 1, k)].process_index for k in range(count)]
@@ -292,21 +290,15 @@ class Executor:
 
     def _forward(
         self,
-        state: State,
+        workers: Mapping[int, WorkerState],
         version: int,
         data: dict[str, Tree],
         numbers: range,
         bucket: int,
         stages: Mapping[int, CompiledStage],
-        weights: Weights,
     ) -> RunResults:
         """Forward these microbatches of a bucket through these stages, with the weights of one version, in batches."""
         program = lower_evaluation(self._plan, len(numbers), version, first=numbers.start, labels="labels" in data, workers=self.stages)
-        read_weights = self._weights(state, version, weights)
-        workers = {
-            w: dataclasses.replace(worker, weights=read_weights[w], microbatches={}, updates={}, loss_scales={})
-            for w, worker in zip(self.stages, state.workers, strict=True)
-        }
         loads = read_data(program, data, rows_of(self.specs[0]))
         by_bucket = {w: [*compiled[:bucket], stages[w], *compiled[bucket + 1 :]] for w, compiled in self._by_bucket.items()}
         _, results = run(program, 0, by_bucket, lambda _: bucket, workers, self._transport, loads, consume=False)
@@ -318,17 +310,10 @@ class Executor:
         # A stage has masters of its newest version only, which is the same in all stages once nothing is in flight.
         state, version = (self.drained_copy(state), state.batch) if has_masters else self.settle(state, weights)
         params: dict[str, Tree] = {}
-        for (w, stage), worker in zip(self.stages.items(), state.workers, strict=True):
-            f, (s, _) = stage.functions, self._plan.workers[w]
-            newest = worker.weights.read(worker.weights.newest)
-            if worker.agreed is not None:
-                entries = agreed_params(stage, worker)
-            elif weights == "ema":
-                entries = average_params(f, from_host_memory(worker.optimizer), from_host_memory(newest), f.specs.fresh)
-            elif has_masters or f.predicts:
-                entries = newest_params(f, from_host_memory(worker.optimizer), from_host_memory(newest))
-            else:
-                entries = from_host_memory(worker.weights.read(version * self._plan.updates_per_batch(s)))
+        for w, entries in self._read(state, version, weights, masters=True).items():
+            f = self.stages[w].functions
+            if weights == "ema":
+                entries = jax.tree.map(lambda mean, spec: mean.astype(spec.dtype), entries, f.specs.fresh)
             layers = (layer_id for layer_id in f.stage.layers if layer_id in entries and layer_id not in params)  # replicas hold the same
             params |= {layer_id: f.stack.ties.whole(layer_id, entries) for layer_id in layers}
         return copy({layer_id: params[layer_id] for layer_id in self._plan.layers if layer_id in params})
@@ -342,34 +327,61 @@ class Executor:
         return copy(layer_state)
 
     def delay_norms(self, state: State) -> DelayNorms:
-        """Return the norms of the prediction and of the distance of the newest versions, over the first replica of each stage."""
+        """Return the norms of the prediction and of the distance of the newest versions. Replicas report the entries that they update."""
         squares = {}
         for (w, stage), worker in zip(self.stages.items(), state.workers, strict=True):
-            s, replica = self._plan.workers[w]
-            if not replica:
-                versions = worker.weights.versions
-                newest = worker.weights.read(versions[-1])
-                before = worker.weights.read(versions[-2]) if len(versions) > 1 else None
-                squares[s] = delay_squares(stage.functions, *from_host_memory(jax.tree.map(arrived, (newest, before, worker.optimizer))))
+            (_, replica), share, versions = self._plan.workers[w], stage.share, worker.weights.versions
+            if replica and share is None:
+                continue
+            part = dict if share is None else share.outgoing if replica else share.part  # the newest version may still lack other entries
+            newest = part(worker.weights.read(versions[-1]))
+            before = part(worker.weights.read(versions[-2])) if len(versions) > 1 else None
+            arrays = jax.tree.map(arrived, (newest, before, part(worker.optimizer)))
+            squares[w] = delay_squares(stage.functions, *from_host_memory(arrays))
         return self._exchange.delay_norms(squares)
 
-    def _weights(self, state: State, version: int, weights: Weights) -> dict[int, Latest]:
-        """Return the weights of one version, in batches, or the average at that version, for each worker of this process."""
-        latest = {}
+    def _read(self, state: State, version: int, weights: Weights, *, masters: bool = False) -> dict[int, dict[str, Tree]]:
+        """Return the weights of one version, without prediction, or their average, for each worker of this process.
+
+        Args:
+            state: the state, from `settle`.
+            version: the version, in batches.
+            weights: which weights.
+            masters: whether to return the masters where there are any; nothing may be in flight then.
+
+        Returns:
+            By worker the entries that it has: if they follow from optimizer state that replicas share, those that it updates.
+        """
+        read = {}
         for (w, stage), worker in zip(self.stages.items(), state.workers, strict=True):
-            number, f = version * self._plan.updates_per_batch(self._plan.workers[w][0]), stage.functions
-            newest = worker.weights.read(worker.weights.newest)
+            f, (s, _), newest = stage.functions, self._plan.workers[w], worker.weights.read(worker.weights.newest)
             if worker.agreed is not None:
-                params = agreed_params(stage, worker)
+                read[w] = agreed_params(stage, worker)
             elif weights == "ema":
-                params = average_params(f, from_host_memory(worker.optimizer), from_host_memory(newest), f.specs.params)
-            elif f.predicts:
-                precise = newest_params(f, from_host_memory(worker.optimizer), from_host_memory(newest))
-                params = jax.tree.map(lambda leaf, spec: leaf.astype(spec.dtype), precise, f.specs.params)
+                read[w] = average_params(f, from_host_memory(worker.optimizer), from_host_memory(newest))
+            elif f.predicts or (masters and f.precision.has_masters):
+                read[w] = newest_params(f, from_host_memory(worker.optimizer), from_host_memory(newest))
             else:
-                params = from_host_memory(worker.weights.read(number))
-            latest[w] = Latest(params, number)
-        return latest
+                read[w] = from_host_memory(worker.weights.read(version * self._plan.updates_per_batch(s)))
+        return read
+
+    def _for_evaluation(self, state: State, weights: Weights) -> tuple[dict[int, WorkerState], int]:
+        """Return the workers of this process with what an evaluation reads, and the version of the weights in batches."""
+        state, version = self.settle(state, weights)
+        state = self.average(state)
+        workers = dict(zip(self.stages, state.workers, strict=True))
+        for w, params in self._read(state, version, weights).items():
+            specs, held = self.stages[w].functions.specs.params, workers[w].weights
+            whole = jax.tree.map(lambda leaf, spec: leaf.astype(spec.dtype), params, {entry: specs[entry] for entry in params})
+            if len(whole) < len(specs):  # the other entries come from other replicas
+                whole = {**from_host_memory(held.read(held.newest)), **whole}
+            latest = Latest(whole, version * self._plan.updates_per_batch(self._plan.workers[w][0]))
+            workers[w] = dataclasses.replace(workers[w], weights=latest, microbatches={}, updates={}, loss_scales={})
+        predicting = [s for s, f in enumerate(self.functions) if f.predicts and self._plan.shard_optimizer]
+        if predicting:  # each replica has these weights of the entries that it updates
+            program = lower_weights(self._plan, predicting, version, workers=self.stages)
+            workers, _ = run(program, 0, self._by_bucket, lambda _: 0, workers, self._transport, {}, consume=False)
+        return workers, version
 
     def _run(
         self,

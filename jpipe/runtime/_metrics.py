@@ -40,9 +40,10 @@ class Metrics(NamedTuple):
     """Results of the batches that a step finished, the same in all processes. Numbers may still be computing: `float(…)` waits.
 
     Attributes:
-        losses: mean loss of each finished batch, by batch index. With `Plan.agree` the mean over all pipelines, or over those that have not
-            skipped their update of the batch (`skip_nonfinite`), if there are any.
-        weights: total weight of each of those batches, of the pipelines whose mean the loss is.
+        losses: mean loss of each finished batch over its labels, by batch index. With `Plan.agree` each pipeline computes its microbatches
+            with its own weights. Those of pipelines that have skipped their update of the batch (`skip_nonfinite`) do not count, unless
+            all have.
+        weights: total weight of each of those batches, over the microbatches that count.
         norms: global norm of the gradient of each of those batches, before clipping; empty without `clip_global_norm` and
             `skip_nonfinite`. Under a schedule that does not flush a step later than the loss, or in the metrics of `drain`. With
             `Plan.agree` that of the first pipeline.
@@ -202,7 +203,7 @@ class MetricsExchange:
     def _share_losses(
         self, batches: Sequence[int], results: RunResults, metrics: Metrics, nonfinite: Sequence[Mapping[int, Any]] | None
     ) -> None:
-        """Put the losses and weights of these batches into the metrics; with pipelines that agree, the means over all of them.
+        """Put the losses and weights of these batches into the metrics; with pipelines that agree, those over all of them.
 
         Args:
             batches: the batches.
@@ -300,20 +301,22 @@ class MetricsExchange:
         """Return the norms over all stages.
 
         Args:
-            local: the squares of the norms, (correction, distance), of the stages whose first replica is in this process, by stage.
+            local: the squares of the norms, (correction, distance), of the workers of this process that report some, by worker: the first
+                replica of each stage, with `Plan.shard_optimizer` all replicas.
         """
-        first_devices = [self._devices[workers[0]] for workers in self._plan.stage_workers]
+        plan = self._plan
+        reporting = [w for w, (_, replica) in enumerate(plan.workers) if not replica or plan.shard_optimizer]
         if self._processes is None:
-            return DelayNorms(*_norms(jax.device_put([local[s] for s in range(self._plan.depth)], first_devices[-1])))
+            return DelayNorms(*_norms(jax.device_put([local[w] for w in reporting], self._devices[reporting[-1]])))
         self._delay_norms += 1
         processes, topic = self._processes, f"{self.name}: norms {self._delay_norms} of the delay"
-        for s, squares in local.items():
-            _send(processes, f"{topic}, stage {s}", functools.partial(list, squares))
+        for w, squares in local.items():
+            _send(processes, f"{topic}, worker {w}", functools.partial(list, squares))
 
         @functools.cache
         def read() -> list[float]:
             words = "the norms of the delay"
-            received = [processes.receive(f"{topic}, stage {s}", device.process_index, words) for s, device in enumerate(first_devices)]
+            received = [processes.receive(f"{topic}, worker {w}", self._devices[w].process_index, words) for w in reporting]
             return [float(norm) for norm in _norms([np.array(squares, jax.dtypes.canonicalize_dtype(np.float64)) for squares in received])]
 
         return DelayNorms(RemoteScalar(lambda: read()[0]), RemoteScalar(lambda: read()[1]))

@@ -305,14 +305,13 @@ def fitting(
         worker: the worker.
         f: the functions of its stage.
         share: what it updates; None: everything.
-        layers: those of its stage and, with `Links.rows`, `remembered` of the next one, as from `Snapshot.layers`, with any arrays.
+        layers: from `for_stage`, those of its stage and, with `Links.rows`, `remembered` of the next one.
         batch: the first batch of the restored run.
         fresh: leave out the optimizer state.
 
     Raises:
         InputError: a layer is missing, or has another shape.
     """
-    layers = _for_stage(f, with_optimizers(layers), fresh)
     s, replica = plan.workers[worker]
     newest = batch * plan.updates_per_batch(s)
     oldest = SCHEDULES[plan.schedule].version(plan, s, batch * plan.microbatches + replica)
@@ -449,9 +448,19 @@ def _of_trained(f: StageFunctions, layer_id: str, plain: Any) -> Any:
     return without(plain, lambda names: names not in stored and any(names[-len(path) :] == path for path in frozen))
 
 
-def _for_stage(f: StageFunctions, layers: Mapping[str, Plain], fresh: bool) -> Mapping[str, Plain]:
-    """Return the layers without prediction, unless the stage continues with it."""
-    return layers if f.predicts and not fresh else {name: without_prediction(plain) for name, plain in layers.items()}
+def for_stage(f: StageFunctions, layers: Mapping[str, Plain], fresh: bool) -> Mapping[str, Plain]:
+    """Return the layers, each of the stage with its optimizer state, and without prediction unless the stage continues with it.
+
+    Args:
+        f: the functions of the stage.
+        layers: as from `Snapshot.layers`, with any arrays.
+        fresh: whether the optimizer state is left out.
+    """
+    layers = with_optimizers(layers)
+    if f.predicts and not fresh:
+        return layers
+    names = layers.keys() & {*f.stack.ties.entries(f.stage.layers), *f.stage.layers}
+    return {**layers, **{name: without_prediction(layers[name]) for name in names}}
 
 
 def restored_worker(
@@ -463,7 +472,7 @@ def restored_worker(
         plan: the plan of the restored run.
         worker: the worker.
         stage: its stage.
-        layers: as in `fitting`.
+        layers: as in `for_stage`, those that `fitting` needs.
         batch: the first batch of the restored run.
         key: the random key of the run.
         fresh: begin with new optimizer state.
@@ -472,7 +481,7 @@ def restored_worker(
         InputError: as `fitting`.
     """
     f, place = stage.functions, stage.place
-    layers = _for_stage(f, with_optimizers(layers), fresh)
+    layers = for_stage(f, layers, fresh)
     a = Arrays(f, place, share=stage.share)
     versions, optimizer, state, agreed, error, remembered = fitting(plan, worker, f, stage.share, layers, batch, fresh)
     if fresh:

@@ -122,6 +122,15 @@ CASES: dict[str, dict[str, dict]] = {
             "frozen": "track",
             "correction": 0.5,
         },
+        "shared optimizer, corrected": {  # an evaluation needs what the other process knows of the prediction
+            "num_stages": 2,
+            "schedule": "pipedream_2bw",
+            "microbatches": 4,
+            "replicas": 2,
+            "placement": [[0, 1], [0, 1]],
+            "shard_optimizer": True,
+            "correction": "predict",
+        },
     },
     "2, more": {
         "gpipe": {"num_stages": 2, "schedule": "gpipe", "microbatches": 3, "clip": 3.0},

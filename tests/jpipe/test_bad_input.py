@@ -5,13 +5,16 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
 
 import jpipe
-from jpipe import InputError, Pipeline, Plan, lower
+from jpipe import DynamicLossScale, InputError, Pipeline, Plan, lower
+from jpipe._arguments import checked_batch
+from jpipe.plan import Agreement, Predicted
 from jpipe.programs import StageCost
 from jpipe.runtime import fit_costs
 from tests.jpipe import models
@@ -437,6 +440,35 @@ def test_integers_may_be_those_of_numpy():
     for replicas in (np.array([1, 2]), [np.int64(1), np.int64(2)]):
         assert Plan.even(IDS, np.int64(2), "gpipe", np.int32(4), replicas=replicas, placement=placement) == expected
     assert json.loads(Plan.even(IDS, 2, "gpipe", 2, replicas=np.int64(1)).to_json())["stages"][0]["replicas"] == 1
+
+
+def test_numbers_of_options_may_be_those_of_numpy():
+    scale = SimpleNamespace(initial=np.float32(1024), growth_every=np.int32(7))
+    DynamicLossScale.__post_init__(scale)
+    assert json.dumps(vars(scale)) == '{"initial": 1024.0, "growth_every": 7}'
+    outer = {"learning_rate": np.float32(0.5), "momentum": np.float16(0.25)}
+    rare = Agreement(every=np.int64(4), delay=np.int8(2), mixing=np.float32(0.25), outer=outer, fragments=np.int64(2))
+    assert json.loads(rare.model_dump_json()) == {
+        **{"every": 4, "fragments": 2, "delay": 2, "mixing": 0.25},
+        "outer": {"optimizer": "nesterov", "learning_rate": 0.5, "momentum": 0.25},
+    }
+    predicted = Predicted(batch_seconds=np.float32(0.5), bubble=np.float32(0.25), peak_bytes=(np.int64(2),), delay=np.int64(1))
+    assert predicted == Predicted(batch_seconds=0.5, bubble=0.25, peak_bytes=(2,), delay=1.0)
+    given = {"clip_global_norm": np.float64(0.5), "ema_decay": np.float32(0.5), "delay_correction": np.float32(0.5)}
+    pipe = Pipeline(STACK, Plan.even(IDS, 1, "gpipe", 2), models.squares, models.momentum(), **given)
+    assert [type(value) for value in (pipe.clip_global_norm, pipe.ema_decay, pipe.delay_factor)] == [float] * 3
+    state = pipe.init(jax.random.key(0), (X, X))
+    snapshot = pipe.snapshot(np.int64(1))
+    for _ in range(2):
+        state, _ = pipe.step(state, (X, X), observe=snapshot)
+    pipe.drain(state, observe=snapshot)
+    assert type(pipe.restore(jax.random.key(0), (X, X), snapshot.layers(), np.int64(1)).batch) is int
+    for wrong in (True, np.bool_(True), np.float64(1.0), -1):
+        with pytest.raises(InputError, match=r"^at: expected the number of a batch, 0 or more, found"):
+            checked_batch("at", wrong)
+    for wrong in (True, np.bool_(True), np.float64(3)):
+        with pytest.raises(InputError, match="growth_every: expected a number of batches"):
+            DynamicLossScale.__post_init__(SimpleNamespace(initial=2.0, growth_every=wrong))
 
 
 def test_a_batch_of_another_shape_than_that_of_init_is_refused():

@@ -65,9 +65,10 @@ def difference(layerwise: LayerwiseOptimizer, blank: Mapping[str, Tree], params:
 
 
 def has_momentum(layerwise: LayerwiseOptimizer, blank: Mapping[str, Tree], params: Mapping[str, Tree]) -> bool:
-    """Return whether an optimizer has momentum: gradients of zero still move parameters after other gradients.
+    """Return whether an optimizer has momentum: after other gradients, a gradient of zero still moves parameters.
 
-    Parameters are zero, so that weight decay moves nothing. An optimizer that has not moved them at all counts as one with momentum.
+    Parameters are zero, so that weight decay moves nothing. At a step at which no gradient moves any, because the learning rate is zero,
+    nothing is known. If that is so at all steps, it counts as an optimizer with momentum.
 
     Args:
         layerwise: the optimizer.
@@ -78,12 +79,17 @@ def has_momentum(layerwise: LayerwiseOptimizer, blank: Mapping[str, Tree], param
     extra = {name: jnp.asarray(1, dtype) for name, dtype in (("delay", np.float32), ("stage", np.int32)) if name in layerwise.accepted}
     state = _prepared(layerwise.transformation.init, zeros)(zeros)
     update = _prepared(lambda gradients, state: layerwise.transformation.update(gradients, state, zeros, **extra), zeros, state)
-    moved = [False, False]
+
+    def moves(updates: Tree) -> bool:
+        return any(np.any(_to_numpy(leaf)) for leaf in jax.tree.leaves(updates))
+
+    has_moved = False
     for step in range(_NAN_STEP):
-        is_late = step >= _NAN_STEP // 2
-        updates, state = update(zeros if is_late else {**blank, **_gradients(params, step)}, state)
-        moved[is_late] |= any(np.any(_to_numpy(leaf)) for leaf in jax.tree.leaves(updates))
-    return moved[True] or not moved[False]
+        if step and moves(update(zeros, state)[0]):
+            return True
+        updates, state = update({**blank, **_gradients(params, step)}, state)
+        has_moved |= step > 0 and moves(updates)
+    return not has_moved
 
 
 class _Run:

@@ -1,12 +1,12 @@
 """Lower a plan: insert loads, transfers, sums, updates and releases into the schedule's order of computations."""
 
 from collections.abc import Collection, Sequence
-from itertools import chain
-from numbers import Integral
+from itertools import chain, permutations
 
+from jpipe._numbers import is_int
 from jpipe.errors import InputError, short
 from jpipe.plan import Plan
-from jpipe.programs._global_norm import transfer
+from jpipe.programs._global_norm import last_microbatch, transfer
 from jpipe.programs._instructions import Compute, Instruction, Load, Program
 from jpipe.programs.lowering._run import Run
 from jpipe.schedules import SCHEDULES
@@ -48,7 +48,7 @@ def lower(
     """
     if not isinstance(plan, Plan):
         raise InputError(f"lower: expected a jpipe.Plan, found {type(plan).__name__}; make one with Plan.even(…)")
-    if not all(not isinstance(number, bool) and isinstance(number, Integral) for number in (batches, begin, start)):
+    if not all(map(is_int, (batches, begin, start))):
         raise InputError(f"lower: expected integers, found start {short(start)}, begin {short(begin)}, batches {short(batches)}")
     if not 0 <= start <= begin <= batches:
         raise InputError(f"lower: expected 0 ≤ start ≤ begin ≤ batches, found start {start}, begin {begin}, batches {batches}")
@@ -119,5 +119,24 @@ def lower_evaluation(
                 instructions.append(Compute("E", w, k, versions[s]))
             if after is not None and (w in written or after in written):
                 instructions += (i for i in transfer(w, after, k, "activation") if i.worker in written)
+    return _without_training(plan, instructions, workers)
+
+
+def lower_weights(plan: Plan, stages: Collection[int], batch: int, *, workers: Collection[int]) -> Program:
+    """Write the programs with which the replicas of stages send each other what each of them updates, of the weights after `batch` batches.
+
+    Args:
+        plan: the plan, whose replicas share the optimizer state.
+        stages: of which stages.
+        batch: number of batches.
+        workers: those whose instructions are written.
+    """
+    pairs = chain.from_iterable(permutations(plan.stage_workers[s], 2) for s in stages)
+    moves = chain.from_iterable(transfer(w, other, last_microbatch(plan, batch - 1), "weights") for w, other in pairs)
+    return _without_training(plan, [i for i in moves if i.worker in workers], workers)
+
+
+def _without_training(plan: Plan, instructions: Sequence[Instruction], workers: Collection[int] | None) -> Program:
+    """Return a program that neither updates nor ends any batch."""
     chosen, no_batches = None if workers is None else frozenset(workers), (range(0),) * plan.depth
     return Program(plan, 0, 0, 1, True, False, (), (False,) * plan.depth, (), range(0), no_batches, tuple(instructions), chosen)

@@ -102,10 +102,13 @@ def _fits(part: Any, whole: Any) -> bool:
 
 
 def _less(tree: Any, ahead: Any) -> Any:
-    """Return the leaves of nested dicts that are in `ahead`, less those; specs are returned as they are."""
+    """Return the leaves of nested dicts that are in `ahead`, less those; specs are returned as they are.
+
+    With NumPy, because the arrays of a live snapshot may be on several devices, and in host memory.
+    """
     if isinstance(ahead, dict):
         return {name: _less(tree[name], inner) for name, inner in ahead.items()}
-    return tree if isinstance(tree, jax.ShapeDtypeStruct) else tree - ahead
+    return tree if isinstance(tree, jax.ShapeDtypeStruct) else np.asarray(tree) - np.asarray(ahead)
 
 
 def _in_dtypes(part: Any, whole: Any) -> Any:
@@ -117,4 +120,4 @@ def _in_dtypes(part: Any, whole: Any) -> Any:
 
 def _in_float32(leaf: Any) -> Any:
     dtype = master_dtype(leaf.dtype)
-    return jax.ShapeDtypeStruct(leaf.shape, dtype) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf.astype(dtype)
+    return jax.ShapeDtypeStruct(leaf.shape, dtype) if isinstance(leaf, jax.ShapeDtypeStruct) else np.asarray(leaf).astype(dtype)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jpipe.model._precision import wider
+from jpipe.stages.functions._loss import loss_dtype
 from jpipe.stages.functions._stage import StageFunctions
 
 Tree = Any
@@ -17,12 +18,12 @@ def delay_squares(f: StageFunctions, newest: Tree, before: Tree | None, optimize
 
     Args:
         f: of the stage.
-        newest: the parameters of the newest version, by entry.
+        newest: the parameters of the newest version, by entry, of the entries to count.
         before: those of the version before; None if the stage holds one version, which gives NaN for the distance.
-        optimizer_state: of all its entries.
+        optimizer_state: of these entries.
 
     Returns:
-        Two numbers, shape (2,), in float32 or wider.
+        Two numbers, shape (2,), in the dtype of losses.
     """
     ahead = {entry: f.optimizer.ahead(state) for entry, state in optimizer_state.items()} if f.predicts else {}
     return _squares(ahead, newest, newest if before is None else before, has_two=before is not None)
@@ -35,7 +36,9 @@ def _squares(ahead: Tree, newest: Tree, before: Tree, has_two: bool) -> jax.Arra
 
 
 def _sum_of_squares(tree: Tree) -> jax.Array:
-    return sum((jnp.sum(jnp.square(_precise(leaf))) for leaf in jax.tree.leaves(tree)), start=jnp.zeros((), jnp.float32))
+    return sum(
+        (jnp.sum(jnp.square(_precise(leaf)), dtype=loss_dtype()) for leaf in jax.tree.leaves(tree)), start=jnp.zeros((), loss_dtype())
+    )
 
 
 def _precise(leaf: jax.Array) -> jax.Array:

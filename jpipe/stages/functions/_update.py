@@ -126,29 +126,33 @@ def next_scale(f: StageFunctions, scale: LossScale, norm: GlobalNorm) -> LossSca
     return f.precision.dynamic_scale.after(scale, norm.nonfinite == 0)
 
 
-def average_params(f: StageFunctions, optimizer_state: Tree, newest: Tree, like: Tree) -> Tree:
-    """Return the moving average of the parameters; needs `optimizer.ema_decay`.
+def average_params(f: StageFunctions, optimizer_state: Tree, newest: Tree) -> dict[str, Tree]:
+    """Return the moving average of the parameters, in the dtypes in which it is kept; needs `optimizer.ema_decay`.
 
     Args:
         f: of the stage.
-        optimizer_state: of all its entries.
+        optimizer_state: of the entries that the worker updates; the result has these entries alone.
         newest: the newest parameters, whose frozen ones are their own average.
-        like: specs with the dtypes of the result.
     """
-    average = f.trained.joined({i: f.optimizer.average(optimizer_state[i]) for i in f.specs.params}, newest)
-    return jax.tree.map(lambda mean, leaf: mean.astype(leaf.dtype), average, like)
+    return f.trained.joined({entry: f.optimizer.average(state) for entry, state in optimizer_state.items()}, newest)
 
 
-def newest_params(f: StageFunctions, optimizer_state: Tree, newest: Tree) -> Tree:
-    """Return the newest parameters without prediction: the masters where there are any, else in the dtypes of `newest`."""
-    if f.precision.has_masters:  # a frozen parameter has none: it is that of the newest version, as precise
-        frozen = masters_of(f.trained.unchosen(newest))
-        newest = f.trained.joined({entry: state.masters for entry, state in optimizer_state.items()}, frozen)
-    if not f.predicts:
-        return newest
-    ahead = {entry: f.optimizer.ahead(state) for entry, state in optimizer_state.items()}
-    trained = f.trained.part(newest)
-    return f.trained.joined({**trained, **_without_prediction({entry: trained[entry] for entry in ahead}, ahead)}, newest)
+def newest_params(f: StageFunctions, optimizer_state: Tree, newest: Tree) -> dict[str, Tree]:
+    """Return the newest parameters without prediction: the masters where there are any, else in the dtypes of `newest`.
+
+    Args:
+        f: of the stage.
+        optimizer_state: of the entries that the worker updates; the result has these entries alone.
+        newest: the newest parameters, at least of these entries.
+    """
+    if f.precision.has_masters:
+        trained: Tree = {entry: state.masters for entry, state in optimizer_state.items()}
+        frozen = masters_of(f.trained.unchosen(newest))  # a frozen parameter has none: it is that of the newest version, as precise
+    else:
+        trained, frozen = f.trained.part({entry: newest[entry] for entry in optimizer_state}), newest
+    if f.predicts:
+        trained = _without_prediction(trained, {entry: f.optimizer.ahead(state) for entry, state in optimizer_state.items()})
+    return f.trained.joined(trained, frozen)
 
 
 _without_prediction = jax.jit(without_prediction)

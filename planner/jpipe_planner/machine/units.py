@@ -4,6 +4,7 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any
 
+import numpy as np
 import pydantic
 from pydantic import AfterValidator, BeforeValidator, Field
 
@@ -94,7 +95,21 @@ Share = AfterValidator(_share)
 Rates = Annotated[dict[str, Annotated[float, in_unit("FLOP/s"), Positive, Possible]], AfterValidator(_of_known_dtypes)]  # by dtype
 
 
+def _with_python_numbers(value: Any) -> Any:
+    """Return a value, or the values of dicts and lists, with Python's numbers in place of NumPy's."""
+    match value:
+        case np.generic():
+            return value.item()
+        case dict():
+            return {key: _with_python_numbers(inner) for key, inner in value.items()}
+        case list() | tuple():
+            return [_with_python_numbers(inner) for inner in value]
+    return value
+
+
 class Data(pydantic.BaseModel):
     """Immutable fields, and no others."""
 
     model_config = pydantic.ConfigDict(frozen=True, extra="forbid")
+
+    _python_numbers = pydantic.model_validator(mode="before")(_with_python_numbers)

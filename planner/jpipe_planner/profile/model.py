@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 import optax
 
 import jpipe
@@ -71,9 +72,9 @@ class Model:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stack", jpipe.model.cast_layers(self.stack, self.precision))
-        if not self.sizes or any(not isinstance(rows, int) or isinstance(rows, bool) or rows < 1 for rows in self.sizes):
+        if not self.sizes or any(not isinstance(rows, int | np.integer) or isinstance(rows, bool) or rows < 1 for rows in self.sizes):
             raise InputError(f"sizes: expected microbatch sizes, whole numbers of rows above 0, found {list(self.sizes)}")
-        object.__setattr__(self, "sizes", tuple(sorted(set(self.sizes))))
+        object.__setattr__(self, "sizes", tuple(sorted(set(map(int, self.sizes)))))
 
     @cached_property
     def first_equal(self) -> dict[str, str]:

@@ -214,7 +214,7 @@ class _Sweep:
         is_restricted: bool,
         asked: Asked,
     ) -> None:
-        self.profile, self.topology, self.batch, self.exact, self.price = profile, topology, batch, exact, price
+        self.profile, self.topology, self.batch, self.exact, self.price = profile, topology, int(batch), exact, price
         self.max_delay, self.is_restricted, self.asked = max_delay, is_restricted, asked
         self.layers = Layers(profile)
         self.tried = tuple((name, extra) for name in schedules for extra in _extras(jpipe.schedules.SCHEDULES[name]))

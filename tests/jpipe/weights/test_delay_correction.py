@@ -385,13 +385,6 @@ def test_frozen_layers_have_no_buffer():
     assert not jax.tree.leaves(pipe.drain(state).workers[2].optimizer)
 
 
-@pytest.mark.slow
-def test_replicas_that_share_the_optimizer_state_are_of_schedules_without_a_delay():
-    plan = Plan.even(STACK.ids, 2, "pipedream_flush", 2, replicas=2, shard_optimizer=True)
-    batches = models.masked_batches(2, 2)
-    running.check_equal(*(running.train(pipeline(plan, correction=correction), batches).params for correction in (None, "predict")))
-
-
 def reading(seen):
     """Return momentum whose state also keeps the delay and the stage of each update."""
     inner = models.momentum()
@@ -447,8 +440,9 @@ def test_an_optimizer_that_does_not_read_them_is_compiled_as_before():
         optax.sign_sgd(0.1),
         optax.rmsprop(0.1),
         optax.adam(0.1, b1=0.0),
+        optax.sgd(optax.linear_schedule(0.1, 0, 3)),
     ],
-    ids=["sgd", "sgd, momentum 0", "decay", "sign", "rmsprop", "adam, b1 0"],
+    ids=["sgd", "sgd, momentum 0", "decay", "sign", "rmsprop", "adam, b1 0", "sgd, three steps"],
 )
 def test_an_optimizer_without_momentum_is_refused(optimizer):
     batch = models.masked_batches(1, 3)[0]
@@ -457,9 +451,17 @@ def test_an_optimizer_without_momentum_is_refused(optimizer):
     pipeline(plan_of("flush"), optimizer=optimizer).check(batch)
 
 
-def test_an_optimizer_that_is_warming_up_has_momentum():
-    rate = optax.warmup_cosine_decay_schedule(0.0, 0.1, 100, 1000)
-    pipeline(plan_of("2BW"), optimizer=optax.adam(rate)).check(models.masked_batches(1, 3)[0])
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        optax.adam(optax.warmup_cosine_decay_schedule(0.0, 0.1, 100, 1000)),
+        optax.sgd(optax.linear_schedule(0.1, 0, 3), momentum=0.9),
+        optax.sgd(optax.linear_schedule(0.1, 0, 2), momentum=0.9),
+    ],
+    ids=["warm-up", "three steps", "two steps"],
+)
+def test_an_optimizer_has_momentum_whatever_its_rate(optimizer):
+    pipeline(plan_of("2BW"), optimizer=optimizer).check(models.masked_batches(1, 3)[0])
 
 
 @pytest.mark.parametrize(

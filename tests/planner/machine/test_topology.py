@@ -3,9 +3,11 @@
 import pathlib
 import re
 
+import numpy as np
 import pytest
 
 import jpipe
+from jpipe import InputError
 from jpipe_planner.machine.targets import find_target
 from jpipe_planner.machine.topology import Level, Topology
 
@@ -67,6 +69,16 @@ def test_numbers_with_units_are_converted():
     assert (topology.device.memory, topology.device.flops, topology.device.memory_bandwidth) == (16e9, {"float32": 15.7e12}, 900e9)
     assert Topology.from_yaml(GOOD.replace("16 GB", "16 GiB")).device.memory == 16 * 2**30
     assert Topology.from_yaml(GOOD.replace("16 GB", "17000")).device.memory == 17000
+
+
+def test_numbers_may_be_those_of_numpy():
+    levels = [{"count": np.int64(2), "bandwidth": np.float32(1e9), "latency": np.float32(0)}]
+    device = {"memory": np.int64(8), "flops": {"float32": np.float32(1e12)}, "efficiency": np.float32(0.5)}
+    given = Topology(levels=levels, device=device, differing=[{"devices": np.int64(1), "speed": np.float32(0.5)}])
+    device = {"memory": 8.0, "flops": {"float32": float(np.float32(1e12))}, "efficiency": 0.5}
+    assert given == Topology(levels=[{"count": 2, "bandwidth": 1e9}], device=device, differing=[{"devices": [1], "speed": 0.5}])
+    with pytest.raises(InputError, match=r"levels\.0\.count: expected a valid integer"):
+        Topology(levels=[{"count": np.bool_(True), "bandwidth": 1e9}])
 
 
 def test_a_message_costs_the_highest_level_that_it_crosses():

@@ -93,7 +93,8 @@ def test_a_run_from_python_equals_that_of_the_command_line(tmp_path):
 
 def test_a_run_without_a_folder_writes_nothing_and_returns_the_trained_state(tmp_path):
     pipe = pipeline()
-    losses, result = losses_of(pipe, ARRAYS, steps=30, batch_size=8, eval_data=ARRAYS)
+    sizes = {"steps": np.int64(30), "batch_size": np.int32(8), "eval_every": np.int64(50), "log_every": np.uint8(1), "seed": np.int64(0)}
+    losses, result = losses_of(pipe, ARRAYS, **sizes, eval_data=ARRAYS)
     assert not list(tmp_path.iterdir())
     assert result.folder is None
     assert len(losses) == 30
@@ -237,6 +238,7 @@ def test_data_that_can_only_be_iterated_are_refused(data, found, name):
     [
         ({"data": ARRAYS}, "data: expected batches .* found arrays; give batch_size"),
         ({"batch_size": 8}, "batch_size: would mean nothing to data of type list"),
+        ({"data": ARRAYS, "batch_size": True}, "batch_size: expected a number from 1 to 20, the rows of data, found True"),
         ({"data": ARRAYS, "batch_size": 21}, "batch_size: expected a number from 1 to 20, the rows of data, found 21"),
         ({"data": (X, X[:5]), "batch_size": 4}, r"data: expected arrays with as many rows each.* found the shapes \[20, 4\], \[5, 4\]"),
         ({"steps": 13}, "data: expected a batch for each of 13 steps, found a list of 12; repeat them, or lower steps"),

@@ -6,6 +6,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Final
 
+import numpy as np
 from pydantic import (
     AfterValidator,
     BaseModel,
@@ -49,6 +50,14 @@ class Section(BaseModel):
     """A section with typed keys; unknown keys are errors."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_numbers_of_python(cls, keys: Any) -> Any:
+        """Let programs give numbers of NumPy, as to `jpipe_train.fit`."""
+        if not isinstance(keys, dict):
+            return keys
+        return {key: value.item() if isinstance(value, np.generic) else value for key, value in keys.items()}
 
 
 MOVED: Final[Mapping[str, str]] = MappingProxyType(

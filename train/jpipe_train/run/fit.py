@@ -4,7 +4,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, SupportsIndex, get_args
 
 import jax
 import pydantic
@@ -61,17 +61,17 @@ def fit(
     pipe: jpipe.Pipeline,
     data: Any,
     *,
-    steps: int,
-    batch_size: int | None = None,
+    steps: SupportsIndex,
+    batch_size: SupportsIndex | None = None,
     eval_data: Any = None,
-    eval_every: int = 50,
+    eval_every: SupportsIndex = 50,
     metrics: Mapping[str, Any] | None = None,
-    seed: int = 0,
+    seed: SupportsIndex = 0,
     state: jpipe.State | None = None,
     run_dir: str | os.PathLike[str] | None = None,
-    checkpoint: int | Mapping[str, Any] | None = 10,
+    checkpoint: SupportsIndex | Mapping[str, Any] | None = 10,
     log: Sequence[str] = ("tensorboard",),
-    log_every: int = 1,
+    log_every: SupportsIndex = 1,
     callbacks: Sequence[object] = (),
     resume: Resume = "auto",
     progress: bool = True,
@@ -118,7 +118,7 @@ def fit(
         return _run(pipe, config, batches, program, resume, together, progress)
 
 
-def _folder(run_dir: str | os.PathLike[str] | None, checkpoint: int | Mapping[str, Any] | None, resume: Resume) -> str | None:
+def _folder(run_dir: str | os.PathLike[str] | None, checkpoint: SupportsIndex | Mapping[str, Any] | None, resume: Resume) -> str | None:
     """Return the run folder as text.
 
     Raises:
@@ -139,9 +139,9 @@ def _config(
     train: Mapping[str, Any],
     batches: Data,
     metrics: Mapping[str, Any],
-    seed: int,
+    seed: SupportsIndex,
     folder: str | None,
-    checkpoint: int | Mapping[str, Any] | None,
+    checkpoint: SupportsIndex | Mapping[str, Any] | None,
     log: Sequence[str],
 ) -> Config:
     """Return the config of a run, in which the parts that are objects of the program have names that say so.

@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, SupportsIndex
 
 import jax
 import numpy as np
@@ -20,7 +20,9 @@ from jpipe_train.data.position import Ordered, Position
 from jpipe_train.data.rows import Batch, BatchesOfRows, Rows, when_sliced
 
 
-def load(train: Any, held_out: Any, batch_size: int | None, microbatches: int, seed: int, steps: int) -> tuple[Data, int]:
+def load(
+    train: Any, held_out: Any, batch_size: SupportsIndex | None, microbatches: int, seed: SupportsIndex, steps: SupportsIndex
+) -> tuple[Data, int]:
     """Return the data of a run that begins, and the number of rows of a training batch.
 
     Args:
@@ -36,15 +38,20 @@ def load(train: Any, held_out: Any, batch_size: int | None, microbatches: int, s
     """
     batches: Batches
     if batch_size is not None:
-        batches, rows = _shuffled_rows(train, batch_size, seed), batch_size
+        rows = _python_number(batch_size)
+        batches = _shuffled_rows(train, rows, _python_number(seed))
     else:
-        batches = _training_batches(train, steps)
+        batches = _training_batches(train, _python_number(steps))
         rows = len(jax.tree.leaves(batches[0])[0])
     validation, copies = ([], ()) if held_out is None else _held_out(held_out, rows, max(rows // microbatches, 1))
     amount = f"{count(len(validation), 'batch', 'es')} for evaluation" if len(validation) else "no evaluation"
     in_epoch = None if batch_size is None else len(jax.tree.leaves(train)[0])
     digest = partial(_digest, batches, validation)
     return Data(batches, validation, _source(train), amount, digest, copies=copies, rows=in_epoch), rows
+
+
+def _python_number(value: Any) -> Any:
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def continued(data: Data, resumed: Resumed | None, rows: int) -> Data:
@@ -181,7 +188,7 @@ def _shuffled_rows(train: Any, batch_size: int, seed: int) -> BatchesOfRows:
             "and let each element be a batch"
         )
     rows = _rows(train, "data")
-    if not isinstance(batch_size, int) or not 1 <= batch_size <= len(rows):
+    if isinstance(batch_size, bool) or not isinstance(batch_size, int) or not 1 <= batch_size <= len(rows):
         raise InputError(f"batch_size: expected a number from 1 to {len(rows):,}, the rows of data, found {batch_size}; change it")
     shuffled = Shuffled(rows, seed, epochs=True)
     return BatchesOfRows(shuffled, batch_size, rows.spec, order=shuffled.number)
