@@ -80,17 +80,16 @@ _NUMBERS: dict[str, Callable[..., Any]] = {
 def _numbers(equation: Any, arguments: Sequence[Origin], out: Any) -> np.ndarray | None:
     """Return the values of integers that are computed from known ones."""
     name, dtype, shape = equation.primitive.name, out.aval.dtype, _shape(out)
-    if name == "select_n" and arguments[0].numbers is not None:
+    values: list[Any] = [each.numbers for each in arguments]
+    if name == "select_n" and arguments[0].numbers is not None:  # the values of a case that is not chosen need not be known
         is_known = [True, *(np.isin(i, arguments[0].numbers) for i in range(len(arguments) - 1))]
         values = [each.numbers if is_read else np.zeros(1) for each, is_read in zip(arguments, is_known, strict=True)]
-    else:
-        values = [each.numbers for each in arguments]
     is_bitwise = name in ("and", "or", "not") and jnp.issubdtype(dtype, jnp.integer)
     if name not in _NUMBERS or any(value is None for value in values) or not is_whole(dtype) or is_bitwise:
         return None
     aligned = [value if value.ndim == len(shape) + 1 else value.reshape(1, *[1] * len(shape)) for value in values]
     with np.errstate(all="ignore"):
-        unknown = np.isnan(sum(0 * value for value in aligned))
+        unknown = np.isnan(sum([0 * value for value in aligned]))
         result = _NUMBERS[name](*(np.nan_to_num(value) for value in aligned))
     return np.where(unknown, np.nan, result)
 
@@ -274,7 +273,7 @@ def _dot_general(equation: Any, arguments: Sequence[Origin]) -> list[Origin]:
         parts.append(array.reshape(*array.shape[:first], *middle, *array.shape[last:]))
     whole(parts[0], np.broadcast_shapes(*(part.shape for part in parts))[1:])  # not too many
     products = together(parts) if _is_linear(equation, arguments) else mixed(together(parts))
-    return [Origin(np.minimum.reduce(products, axis=tuple(range(products.ndim - len(contracted[0]), products.ndim))))]
+    return [Origin(products.min(tuple(range(products.ndim - len(contracted[0]), products.ndim))))]
 
 
 def _conv(equation: Any, arguments: Sequence[Origin]) -> list[Origin]:
@@ -418,9 +417,10 @@ def _dynamic_update_slice(equation: Any, arguments: Sequence[Origin]) -> list[Or
     shape, sizes = map(_shape, equation.invars[:2])
     rows = update.rows
     for dim, begin in enumerate(map(_start_of, starts, shape, sizes)):
-        if begin is None or rows.shape[dim + 1] == 1:
+        if begin is None:
             rows = over(rows, [dim])  # perhaps everywhere along this dim
-        else:
+        elif sizes[dim] < shape[dim]:
+            rows = np.repeat(rows, sizes[dim], dim + 1) if rows.shape[dim + 1] < sizes[dim] else rows
             sides = [(begin, shape[dim] - begin - sizes[dim]) if axis == dim + 1 else (0, 0) for axis in range(rows.ndim)]
             rows = np.pad(rows, sides, constant_values=NO_ROW)
     return [Origin(_with_starts(together([operand.rows, rows]), starts))]

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -99,4 +98,4 @@ def smallest(array: np.ndarray) -> np.ndarray:
 
 def is_whole(dtype: Any) -> bool:
     """Return whether numbers of this dtype are integers or booleans, whose values are followed."""
-    return not jax.dtypes.issubdtype(dtype, jax.dtypes.extended) and any(jnp.issubdtype(dtype, kind) for kind in (jnp.integer, jnp.bool_))
+    return any(jnp.issubdtype(dtype, kind) for kind in (jnp.integer, jnp.bool_))

@@ -70,7 +70,7 @@ def rows_together(stack: LayerStack, layers: Mapping[str, LayerSpec], labels: Tr
     x = layers[stack.ids[0]].x
     known = [x, labels, [(layer.params, layer.state, layer.output) for layer in layers.values()]]
     dims = {dim for leaf in jax.tree.leaves(known) for dim in leaf.shape if dim}
-    rows = jax.tree.leaves(labels)[0].shape[0]
+    rows = jax.tree.leaves((x, labels))[0].shape[0]
     count = next((count for count in _COUNTS if not any(dim % count == 0 for dim in dims)), _COUNTS[0])
     mixing: list[str] = []
     for number in (count, rows):
@@ -102,9 +102,9 @@ def _rows_together(stack: LayerStack, x: Tree, labels: Tree, loss: Loss, count: 
 
 
 def _in_rows(tree: Tree, count: int, *, of_model: bool = True) -> list[Origin]:
-    """Return the origins of arrays with one dim of rows, the first that has as many elements; other arrays depend on no row."""
+    """Return the origins of arrays with one dim of rows, the first of `count` elements; arrays without such a dim depend on no row."""
     shapes = [leaf.shape for leaf in jax.tree.leaves(tree)]
-    return [origin_of(shape, shape.index(count) if count in shape else None, of_model=of_model) for shape in shapes]
+    return [origin_of(shape, shape.index(count) if count and count in shape else None, of_model=of_model) for shape in shapes]
 
 
 def _of_layer(stack: LayerStack, layer_id: str, x: Tree, inputs: Sequence[Origin], count: int) -> tuple[Tree, list[Origin], bool]:
@@ -112,8 +112,9 @@ def _of_layer(stack: LayerStack, layer_id: str, x: Tree, inputs: Sequence[Origin
     layer = stack.layers[layer_id]
     params, state = jax.eval_shape(layer.init, key_spec(), x)
     traced, (y, _) = jax.make_jaxpr(lambda p, s, k, v: layer.apply(p, s, v, k, True), return_shape=True)(params, state, key_spec(), x)
-    apart = [origin_of(leaf.shape) for leaf in jax.tree.leaves((params, state, key_spec()))]
-    results = [origin._replace(numbers=None) for origin in follow(traced.jaxpr, traced.consts, [*apart, *inputs])]
+    held = _in_rows(state, count if stack.carries_rows else 0)
+    arguments = [*_in_rows(params, 0), *held, origin_of(()), *inputs]
+    results = [origin._replace(numbers=None) for origin in follow(traced.jaxpr, traced.consts, arguments)]
     outputs, mixes = results[: len(jax.tree.leaves(y))], not all(origin.is_apart(count) for origin in results)
     return y, [new if new.is_apart(count) else old for new, old in zip(outputs, _in_rows(y, count), strict=True)], mixes
 

@@ -172,6 +172,10 @@ OF_ROWS = {
     "scan": lambda x: jax.lax.scan(lambda c, row: (c, row * c), 2.0, x)[1],
     "map": lambda x: jax.lax.map(lambda row: row / row.sum(), x),
     "loop": lambda x: jax.lax.fori_loop(0, len(x), lambda i, y: y.at[i].set(jnp.sin(x[i])), jnp.zeros_like(x)),
+    "loop of updates": lambda x: jax.lax.fori_loop(
+        0, len(x), lambda i, y: jax.lax.dynamic_update_slice(y, jax.lax.dynamic_slice_in_dim(x, i, 1) * 2, (i, 0)), x
+    ),
+    "update of one column": lambda x: jax.lax.dynamic_update_slice(x, x[:, :2], (0, 3)),
     "loop over time": lambda x: jax.lax.fori_loop(0, x.shape[1], lambda t, y: y.at[:, t].add(x[:, t]), x),
     "while": jax.vmap(halved_while(lambda c: (c > 0.1).any())),
     "branch": jax.vmap(lambda row: jax.lax.cond(row[0] > 0, jnp.sin, jnp.cos, row)),
