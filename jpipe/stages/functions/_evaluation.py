@@ -38,11 +38,12 @@ def check_evaluation(last: StageFunctions, metrics: Mapping[str, Loss]) -> None:
     Raises:
         InputError: names the loss or the metric.
     """
-    layer, layer_id, functions = last.last_layer, last.stage.layers[-1], {f"metrics: '{name}'": metric for name, metric in metrics.items()}
-    if layer.evaluated != layer.output:  # else the loss was checked with the stage
-        functions = {"loss": last.loss, **functions}
+    spec, layer = last.last_layer, f"'{last.stage.layers[-1]}'"
+    functions = {f"metrics: '{name}'": metric for name, metric in metrics.items()}
+    if spec.evaluated != spec.output:  # else the loss was checked with the stage
+        functions, layer = {"loss": last.loss, **functions}, f"{layer} in evaluation"
     for where, function in functions.items():
-        check_loss(function, where, f"'{layer_id}' in evaluation", layer.evaluated, last.specs.labels)
+        check_loss(function, where, layer, spec.evaluated, last.specs.labels)
 
 
 def can_evaluate(f: StageFunctions) -> bool:
