@@ -66,7 +66,7 @@ from jpipe.stages._compile import CompiledPrograms, compile_stages
 from jpipe.stages._compiled_stage import CompiledStage
 from jpipe.stages._initializers import compile_initializers
 from jpipe.stages._shares import shares_of
-from jpipe.stages.functions._evaluation import check_metrics
+from jpipe.stages.functions._evaluation import check_evaluation
 from jpipe.stages.functions._stage import StageFunctions
 
 Tree = Any
@@ -214,13 +214,15 @@ class Pipeline:
 
         Args:
             batch: as in `init`.
-            metrics: as in `evaluate`.
+            metrics: as in `evaluate`; None checks training alone, and neither metrics nor the loss in evaluation.
 
         Raises:
             InputError: a batch that is not a pair (inputs, labels), rows not divisible by the microbatches, layers that do not fit, an
-                optimizer that cannot be applied layer by layer, a metric that does not fit.
+                optimizer that cannot be applied layer by layer, a loss or a metric that does not fit.
         """
-        check_metrics(self.stage_functions(batch)[-1], checked_metrics(metrics))
+        last = self.stage_functions(batch)[-1]
+        if metrics is not None:
+            check_evaluation(last, checked_metrics(metrics))
 
     @isolated_context()
     def init(self, key: jax.Array, batch: Batch, params: Tree | None = None, *, buckets: Sequence[Batch] = ()) -> State:
@@ -447,8 +449,8 @@ class Pipeline:
             The mean of the loss and of each metric.
 
         Raises:
-            InputError: a state that was used already, a batch unlike those given to `init`, a metric that does not fit, or
-                weights="ema" without `ema_decay`.
+            InputError: a state that was used already, a batch unlike those given to `init`, a loss or a metric that does not take what the
+                model returns in evaluation, or weights="ema" without `ema_decay`.
 
         Example:
             >>> def accuracy(logits, labels):
@@ -483,8 +485,8 @@ class Pipeline:
                 processes.
 
         Returns:
-            The outputs as NumPy arrays, in the order of the rows and in the structure of the last layer's output; None in processes that
-            do not get them.
+            The outputs as NumPy arrays, in the order of the rows and in the structure that the last layer returns in evaluation; None in
+            processes that do not get them.
 
         Raises:
             InputError: a state that was used already, inputs unlike those given to `init`, outputs that do not have one row for each row

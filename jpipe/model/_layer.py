@@ -47,7 +47,8 @@ class LayerSpec:
         x: its input.
         params: its parameters.
         state: its state.
-        output: its output.
+        output: its output in training.
+        evaluated: its output in evaluation; only that of the last layer may have another structure or other shapes.
         axes: as in `Layer`.
     """
 
@@ -55,6 +56,7 @@ class LayerSpec:
     params: Tree
     state: Tree
     output: Tree
+    evaluated: Tree
     axes: Mapping[str, tuple[str | None, ...]] = field(default_factory=dict)
 
 

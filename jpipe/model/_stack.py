@@ -388,7 +388,7 @@ class LayerStack:
 
         Raises:
             InputError: a layer cannot take the output of the one before (names both, with shapes); its parameters are
-                complex; its state or its output in evaluation has other shapes than in training.
+                complex; its state, or before the last layer its output in evaluation, has other shapes than in training.
         """
         specs: dict[str, LayerSpec] = {}
         try:
@@ -442,12 +442,13 @@ class LayerStack:
             again = lambda: jax.make_jaxpr(lambda *arguments: forward(*arguments))(params, state, x, key)  # noqa: E731 - traced anew
             reject_constants(layer_id, original, traced, again)
         _require_equal(f"layer '{layer_id}': the state that a forward returns", new_state, "the state it was given", state)
-        _require_equal(f"layer '{layer_id}': its output in evaluation", evaluated, "its output in training", y)
+        if layer_id != self.ids[-1]:
+            _require_equal(f"layer '{layer_id}': its output in evaluation", evaluated, "its output in training", y)
         axes: Any = layer.axes
         if not isinstance(axes, Mapping):
             expected = "logical axes by path, such as {'kernel': ('embed', 'mlp')}"
             raise InputError(f"layer '{layer_id}': axes: expected {expected}, found {axes!r}")
-        return LayerSpec(x, params, state, y, dict(layer.axes))
+        return LayerSpec(x, params, state, y, evaluated, dict(layer.axes))
 
 
 def _fold(key: jax.Array, layer_id: str) -> jax.Array:

@@ -41,7 +41,7 @@ from jpipe.stages._compile import compile_workers, with_metrics, with_outputs
 from jpipe.stages._compiled_stage import CompiledStage
 from jpipe.stages._shares import shares_of
 from jpipe.stages.functions._delay_norms import delay_squares
-from jpipe.stages.functions._evaluation import check_metrics
+from jpipe.stages.functions._evaluation import check_evaluation
 from jpipe.stages.functions._stage import StageFunctions
 from jpipe.stages.functions._sums import shared_with
 from jpipe.stages.functions._update import average_params, newest_params, squares_spec
@@ -257,7 +257,7 @@ class Executor:
     def predict(self, state: State, inputs: Tree, bucket: int, weights: Weights, to: To) -> Tree | None:
         """Return the outputs for any number of rows of a bucket; see `Pipeline.predict`."""
         last = self._buckets[bucket].functions[-1]
-        outputs = last.stack.specs(last.specs.input, last.stage.layers)[last.stage.layers[-1]].output
+        outputs = last.last_layer.evaluated
         rows_each, size = rows_of(self.specs[0]), rows_of(inputs)
         check_outputs(outputs, rows_each, last.stage.layers[-1])
         if bucket not in self._predicting:
@@ -399,11 +399,11 @@ class Executor:
     def _evaluating(self, bucket: int, metrics: Mapping[str, Loss]) -> dict[int, CompiledStage]:
         """Return the stages of this process with these metrics in the last one's evaluation, compiled at their first use."""
         key, stages = (bucket, tuple((name, id(metric)) for name, metric in metrics.items())), self._compiled[bucket]
-        if metrics and key not in self._measuring:
-            check_metrics(self._buckets[bucket].functions[-1], metrics)
+        if key not in self._measuring:
+            check_evaluation(self._buckets[bucket].functions[-1], metrics)
             last_stages = {w: stage for w, stage in stages.items() if stage.functions.last}
-            self._measuring[key] = with_metrics(last_stages, metrics)
-        return stages | self._measuring.get(key, {})
+            self._measuring[key] = with_metrics(last_stages, metrics) if metrics else {}
+        return stages | self._measuring[key]
 
 
 def copy(tree: Tree) -> Tree:

@@ -185,5 +185,5 @@ def stage_functions(
     specs = Specs(params, state, plain, labels if last else None, rng, fresh, x, arrives)
     options = {"input_gradient": not first, **options}
     if last:
-        check_loss(loss, "loss", stage.layers[-1], layers[stage.layers[-1]].output, labels)
+        check_loss(loss, "loss", f"'{stage.layers[-1]}'", layers[stage.layers[-1]].output, labels)
     return StageFunctions(stack, stage, first, last, loss, optimizer, specs, precision=precision, **options)

@@ -36,6 +36,7 @@ from jpipe.programs._instructions import (
 from jpipe.stages._arrays import Share
 from jpipe.stages._calls import UpdateKind, calls_for_changes, op_of_call, ops_by_call, trace_call
 from jpipe.stages._compiled_stage import CompiledStage, choices, sharded_by_xla, update_kind
+from jpipe.stages.functions._evaluation import can_evaluate
 from jpipe.stages.functions._stage import StageFunctions
 
 Tree = Any
@@ -63,7 +64,7 @@ def compile_workers(
     of_key = {key: f for w, (f, _, _) in workers.items() for key in (_for_all(keys[w]), keys[w])}
     used: dict[Any, set[str]] = {key: set() for key in of_key}
     for w, (f, _, _) in workers.items():
-        used[_for_all(keys[w])].update({"evaluate"} if like is not None else _always_used(f))
+        used[_for_all(keys[w])].update(name for name in _always_used(f) if like is None or name == "evaluate")
     for program in programs:
         for instruction in program.instructions:
             if instruction.worker in workers:
@@ -88,7 +89,8 @@ def _always_used(f: StageFunctions) -> set[str]:
     """Return the calls of a stage that no instruction names, or that every program needs."""
     options = {"stage_norm": f.clip_stage_norm is not None, "next_scale": f.scale_spec is not None}
     options |= dict.fromkeys(("add_state", "mean_state"), f.averages_when_read) | {"mix": bool(f.agreement and f.agreement.delay)}
-    return {"evaluate", *calls_for_changes(f), *(name for name, used in options.items() if used)}
+    options["evaluate"] = can_evaluate(f)
+    return {*calls_for_changes(f), *(name for name, used in options.items() if used)}
 
 
 def _for_all(key: tuple[tuple[str, ...], Place, Share | None]) -> tuple[tuple[str, ...], Place, Share | None]:

@@ -2,7 +2,7 @@
 
 import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -13,11 +13,7 @@ CALLS = frozenset({"jit", "pjit", "closed_call", "core_call", "remat2", "checkpo
 """Primitives that only run their body."""
 
 
-Adds = Callable[[Any, Sequence[int], Any, int], int]
-"""(equation, marks of its inputs, one of its outputs, the marks of that) -> marks to add to those of the output."""
-
-
-def reached(jaxpr: Any, marks: Sequence[int], host: int = 0, adds: Adds | None = None) -> list[int]:
+def reached(jaxpr: Any, marks: Sequence[int], host: int = 0) -> list[int]:
     """Return for each output of a jaxpr the union of the marks (sets as bits of an int) of all inputs that it depends on.
 
     It looks into nested calls, loops and branches; results of unknown equations depend on all their inputs.
@@ -27,15 +23,12 @@ def reached(jaxpr: Any, marks: Sequence[int], host: int = 0, adds: Adds | None =
         marks: of its inputs.
         host: the mark of results with side effects or of a host callback. With it, an equation that is not a call or a scan is one piece,
             as for `evaluate_wanted`: each of its results depends on all its inputs.
-        adds: returns more marks, for each output of each equation that depends on a marked input.
     """
     mark_of = {var: mark for var, mark in zip(jaxpr.invars, marks, strict=True) if mark}
     for equation in jaxpr.eqns:
         into = [0 if is_literal(var) else mark_of.get(var, 0) for var in equation.invars]
         if host or any(into):
-            results = propagate(equation, into, host, adds)
-            if adds is not None and any(into):
-                results = [mark | adds(equation, into, var, mark) for var, mark in zip(equation.outvars, results, strict=True)]
+            results = propagate(equation, into, host)
             mark_of.update((var, mark) for var, mark in zip(equation.outvars, results, strict=True) if mark)
     return [0 if is_literal(var) else mark_of.get(var, 0) for var in jaxpr.outvars]
 
@@ -166,47 +159,47 @@ def passed_on(jaxpr: Any) -> list[int | None]:
     return [None if is_literal(var) else position.get(var) for var in jaxpr.outvars]
 
 
-def propagate(equation: Any, into: list[int], host: int = 0, adds: Adds | None = None) -> list[int]:
+def propagate(equation: Any, into: list[int], host: int = 0) -> list[int]:
     """Return the marks of an equation's outputs; the arguments are as in `reached`."""
     name, params = equation.primitive.name, equation.params
     body, _ = body_of(equation)
     if host:
         if is_call(equation):
-            return reached(body, into, host, adds)
+            return reached(body, into, host)
         if name == "scan":
-            return _propagate_scan(body, into, *scan_parts(equation, body), host, adds)
+            return _propagate_scan(body, into, *scan_parts(equation, body), host)
         return [_union(into) | (host if _calls_host(equation) else 0)] * len(equation.outvars)
     if name == "cond":
-        branches = [reached(branch.jaxpr, into[1:], adds=adds) for branch in params["branches"]]
+        branches = [reached(branch.jaxpr, into[1:]) for branch in params["branches"]]
         return [into[0] | _union(marks) for marks in zip(*branches, strict=True)]
     if name == "while":
-        return _propagate_while(params, into, adds)
+        return _propagate_while(params, into)
     if not (hasattr(body, "eqns") and len(body.invars) == len(into) and len(body.outvars) == len(equation.outvars)):
         return [_union(into)] * len(equation.outvars)
     if name == "scan":
-        return _propagate_scan(body, into, *scan_parts(equation, body), 0, adds)
-    return reached(body, into, adds=adds)
+        return _propagate_scan(body, into, *scan_parts(equation, body))
+    return reached(body, into)
 
 
-def _propagate_while(params: Any, into: list[int], adds: Adds | None) -> list[int]:
+def _propagate_while(params: Any, into: list[int]) -> list[int]:
     """Propagate marks through a while loop until nothing changes; all results depend on the condition, too."""
     of_condition, of_body = params["cond_nconsts"], params["body_nconsts"]
     for_condition, for_body = into[:of_condition], into[of_condition : of_condition + of_body]
     carried = into[of_condition + of_body :]
     while True:
-        (condition,) = reached(params["cond_jaxpr"].jaxpr, for_condition + carried, adds=adds)
-        results = reached(params["body_jaxpr"].jaxpr, for_body + carried, adds=adds)
+        (condition,) = reached(params["cond_jaxpr"].jaxpr, for_condition + carried)
+        results = reached(params["body_jaxpr"].jaxpr, for_body + carried)
         fed_back = [old | new | condition for old, new in zip(carried, results, strict=True)]
         if fed_back == carried:
             return carried
         carried = fed_back
 
 
-def _propagate_scan(body: Any, into: list[int], consts: int, carry: int, host: int = 0, adds: Adds | None = None) -> list[int]:
+def _propagate_scan(body: Any, into: list[int], consts: int, carry: int, host: int = 0) -> list[int]:
     """Propagate marks through a scan until nothing changes."""
     into = list(into)
     while True:
-        results = reached(body, into, host, adds)
+        results = reached(body, into, host)
         fed_back = [old | new for old, new in zip(into[consts : consts + carry], results[:carry], strict=True)]
         if fed_back == into[consts : consts + carry]:
             return [*fed_back, *results[carry:]]

@@ -63,7 +63,8 @@ def one_per_block(chain: Chain, paths: Sequence[Path], positions: Sequence[int])
     """Return the positions that remain where the pieces of one layer are joined.
 
     These are the pieces of one numbered block; a piece that multiplies by no matrix, such as a norm, with one that does; those of one
-    module with up to a quarter of the model's operations; and a small piece that is in no numbered block with its neighbour.
+    module with up to a quarter of the model's operations; and a small piece that is in no numbered block with its neighbour. A rule that
+    would join all pieces is left out.
 
     Args:
         chain: the model.
@@ -72,7 +73,8 @@ def one_per_block(chain: Chain, paths: Sequence[Path], positions: Sequence[int])
     """
     pieces = _Pieces(chain, paths, positions)
     for join in (_within_blocks, _without_light, _within_modules, _without_small):
-        pieces = join(pieces)
+        joined = join(pieces)
+        pieces = joined if joined.positions else pieces  # a small model has at least two layers, too
     return tuple(pieces.positions)
 
 

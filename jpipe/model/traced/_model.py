@@ -33,14 +33,14 @@ class _Cut:
         segments: in training (True) and in evaluation (False).
         carries: the specs of what passes before each layer; in one of the two a value may be missing.
         slots: in training and in evaluation, for each layer the positions in its carry of what its segment takes.
-        outputs: makes the outputs of the model from what the last segment gives.
+        outputs: in training and in evaluation, makes the outputs of the model from what the last segment gives.
         equal: for each layer the number of the first one that computes the same; their parameters may have other values.
     """
 
     segments: Mapping[bool, Sequence[Segment]]
     carries: Sequence[tuple[jax.ShapeDtypeStruct, ...]]
     slots: Mapping[bool, Sequence[tuple[int, ...]]]
-    outputs: Callable[[Sequence[Any]], Tree]
+    outputs: Mapping[bool, Callable[[Sequence[Any]], Tree]]
     equal: tuple[int, ...] = ()
 
 
@@ -192,7 +192,7 @@ class TracedModel:
         values |= dict(zip(segment.written, written, strict=True))
         new_state = jax.tree.unflatten(state_def, [values[number] for number in state_numbers]) if train else state
         if k == len(self.parts) - 1:
-            return cut.outputs(given), new_state
+            return cut.outputs[train](given), new_state
         filled = dict(zip(cut.slots[train][k + 1], given, strict=True))
         carry = [filled[i] if i in filled else jnp.zeros(spec.shape, spec.dtype) for i, spec in enumerate(cut.carries[k + 1])]
         return carry[0] if len(carry) == 1 else tuple(carry), new_state
@@ -239,7 +239,7 @@ class TracedModel:
         positions = {train: same_cuts(trace.chain, self.chain, self.positions, ids, self.leaves.names) for train, trace in traces.items()}
         evaluation = segments_of(traces[False].chain, positions[False])
         training = segments_of(traces[True].chain, positions[True], evaluation)
-        cut = _joined({True: training, False: evaluation}, traces[True].outputs)
+        cut = _joined({True: training, False: evaluation}, {train: trace.outputs for train, trace in traces.items()})
         return replace(cut, equal=self._equal(cut))
 
     def _trace(self, inputs: Tree, train: bool) -> Trace:
@@ -317,7 +317,7 @@ def _hashable(tree: Tree) -> tuple[Any, ...]:
     return treedef, tuple((leaf.shape, str(leaf.dtype)) for leaf in leaves)
 
 
-def _joined(segments: Mapping[bool, Sequence[Segment]], outputs: Callable[[Sequence[Any]], Tree]) -> _Cut:
+def _joined(segments: Mapping[bool, Sequence[Segment]], outputs: Mapping[bool, Callable[[Sequence[Any]], Tree]]) -> _Cut:
     """Return the cut whose carries hold what passes in training and what passes in evaluation."""
     carries, slots = [], {True: list[tuple[int, ...]](), False: list[tuple[int, ...]]()}
     for k, (training, evaluation) in enumerate(zip(segments[True], segments[False], strict=True)):

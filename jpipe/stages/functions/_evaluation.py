@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from jpipe.errors import InputError
 from jpipe.model._losses import Loss
 from jpipe.stages.functions._loss import call_loss, check_loss
 from jpipe.stages.functions._stage import StageFunctions
@@ -31,14 +32,25 @@ def predict(f: StageFunctions, params: Tree, state: Tree, x: Tree, labels: None,
     return f.apply(f.whole(params), state, x if f.first else decompress(x, f.links.activations, f.specs.input), rng, train=False)[0]
 
 
-def check_metrics(last: StageFunctions, metrics: Mapping[str, Loss]) -> None:
-    """Check that metrics take the outputs and labels of the last stage.
+def check_evaluation(last: StageFunctions, metrics: Mapping[str, Loss]) -> None:
+    """Check that the loss and the metrics take the labels and what the last stage returns in evaluation.
 
     Raises:
-        InputError: names the metric.
+        InputError: names the loss or the metric.
     """
-    if metrics:
-        layer_id = last.stage.layers[-1]
-        outputs = last.stack.specs(last.specs.input, last.stage.layers)[layer_id].output
-        for name, metric in metrics.items():
-            check_loss(metric, f"metrics: '{name}'", layer_id, outputs, last.specs.labels)
+    spec, layer = last.last_layer, f"'{last.stage.layers[-1]}'"
+    functions = {f"metrics: '{name}'": metric for name, metric in metrics.items()}
+    if spec.evaluated != spec.output:  # else the loss was checked with the stage
+        functions, layer = {"loss": last.loss, **functions}, f"{layer} in evaluation"
+    for where, function in functions.items():
+        check_loss(function, where, layer, spec.evaluated, last.specs.labels)
+
+
+def can_evaluate(f: StageFunctions) -> bool:
+    """Return whether a stage can be evaluated: at the last one, whether the loss takes what the model returns in evaluation."""
+    try:
+        if f.last:
+            check_evaluation(f, {})
+    except InputError:  # raised again by an evaluation; training and predictions need none
+        return False
+    return True

@@ -47,12 +47,12 @@ def call_loss(function: Loss, where: str, outputs: Tree, labels: Tree, key: jax.
     return jnp.asarray(total, loss_dtype()), jnp.asarray(weight, loss_dtype())
 
 
-def check_loss(function: Loss, where: str, layer_id: str, outputs: Tree, labels: Tree) -> None:
+def check_loss(function: Loss, where: str, layer: str, outputs: Tree, labels: Tree) -> None:
     """Check by tracing that a loss or a metric takes the outputs and labels of the last stage.
 
     Args:
         function, where: as in `call_loss`.
-        layer_id: the last layer, for messages.
+        layer: the last layer, for messages.
         outputs, labels: specs for one microbatch.
 
     Raises:
@@ -61,7 +61,7 @@ def check_loss(function: Loss, where: str, layer_id: str, outputs: Tree, labels:
 
     def message(error: BaseException) -> str:
         return (
-            f"{where}: it does not take outputs {describe(outputs)} of layer '{layer_id}' and labels {describe(labels)}; "
+            f"{where}: it does not take outputs {describe(outputs)} of layer {layer} and labels {describe(labels)}; "
             f"it says: {cause(error)}; fix the function"
         )
 

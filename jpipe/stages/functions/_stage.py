@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jpipe.context import tracing_on
 from jpipe.errors import callers_code, cause
 from jpipe.meshes._partition import ONE_DEVICE, Partition
+from jpipe.model._layer import LayerSpec
 from jpipe.model._losses import Loss, random_parameter
 from jpipe.model._precision import PLAIN, LossScale, Precision
 from jpipe.model._stack import LayerStack
@@ -434,10 +435,15 @@ class StageFunctions:
         gradient = compressed_specs(floats_of(self.specs.input), self.links.gradients) if self.input_gradient else []
         return gradient, jax.ShapeDtypeStruct((), loss_dtype())
 
-    @cached_property
+    @property
     def _output(self) -> Tree:
         """Shapes and dtypes of what the last layer returns."""
-        return self.stack.specs(self.specs.input, self.stage.layers)[self.stage.layers[-1]].output
+        return self.last_layer.output
+
+    @cached_property
+    def last_layer(self) -> LayerSpec:
+        """Shapes and dtypes around the last layer."""
+        return self.stack.specs(self.specs.input, self.stage.layers)[self.stage.layers[-1]]
 
     @cached_property
     def evaluation_rng(self) -> tuple[Any, Any]:

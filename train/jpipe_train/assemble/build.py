@@ -97,7 +97,8 @@ def check(config: Config, pipe: jpipe.Pipeline, batches: data.Data) -> data.Data
         params = {layer_id: layer.params for layer_id, layer in layers.items()}
         devices, is_trained = started_devices(pipe), trained(config.tune)
         check_memory(params, pipe.optimizer, pipe.plan, devices, pipe.precision.has_masters, is_trained)
-        pipe.check(batch, metrics(config.eval, config.model))
+        functions = metrics(config.eval, config.model)
+        pipe.check(batch, functions if functions or len(batches.validation) else None)
     return labels.check_labels(config, batches, layers[pipe.stack.ids[-1]].output)
 
 

@@ -208,7 +208,8 @@ def _checked(pipe: jpipe.Pipeline, config: Config, batches: Data, program: FromP
         )
     stopping.check(config, program.metrics)
     check_rows(pipe.plan, batches)
-    pipe.check(batches.like, {**built_in_metrics(config.eval, config.model), **program.metrics})
+    metrics = {**built_in_metrics(config.eval, config.model), **program.metrics}
+    pipe.check(batches.like, metrics if metrics or len(batches.validation) else None)
     return batches
 
 

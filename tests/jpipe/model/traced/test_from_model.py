@@ -1,7 +1,9 @@
 """Whole models cut into layers: where, under which names, and that the layers compute what the model computes."""
 
 import functools
+import itertools
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -333,6 +335,103 @@ def test_models_that_cannot_be_cut_are_rejected_by_name(model, message):
         return
     with pytest.raises(InputError, match=message):
         LayerStack.from_function(model, params, X)
+
+
+class Small(nnx.Module):
+    """Two layers with something between them."""
+
+    def __init__(self, sizes, between, rngs):
+        self.first, self.last = nnx.Linear(*sizes[:2], rngs=rngs), nnx.Linear(*sizes[1:], rngs=rngs)
+        self.between = between
+
+    def __call__(self, x):
+        return self.last(self.between(self.first(x)))
+
+
+class SmallLinen(linen.Module):
+    between: object
+
+    @linen.compact
+    def __call__(self, x):
+        return linen.Dense(1, name="last")(self.between(linen.Dense(32, name="first")(x)))
+
+
+class SmallEquinox(eqx.Module):
+    first: eqx.nn.Linear
+    last: eqx.nn.Linear
+    between: object = eqx.field(static=True)
+
+    def __call__(self, x):
+        return jax.vmap(self.last)(self.between(jax.vmap(self.first)(x)))
+
+
+def small_function(between):
+    return lambda p, x: between(x @ p["first"]["w"] + p["first"]["b"]) @ p["last"]["w"]
+
+
+BETWEEN = {
+    "gelu": nnx.gelu,
+    "exact gelu": functools.partial(nnx.gelu, approximate=False),
+    "swish": nnx.swish,
+    "softplus": nnx.softplus,
+    "mish": jax.nn.mish,
+    "norm": lambda x: nnx.LayerNorm(x.shape[-1], rngs=nnx.Rngs(0))(x),
+    "two halves": lambda x: nnx.glu(jnp.concatenate([x, x], -1)),
+    "nested": jax.jit(lambda x: jax.jit(nnx.gelu)(x) + sum(jnp.sin(k * x) for k in range(9))),
+    "recomputed": jax.checkpoint(nnx.gelu),
+}
+
+
+@pytest.mark.parametrize("name", BETWEEN)
+def test_the_smallest_models_have_a_layer_for_each_module(name):
+    between, x = BETWEEN[name], X[:, :4]
+    models = [Small(sizes, between, nnx.Rngs(0)) for sizes in ((4, 32, 1), (4, 2, 64), (4, 1, 1))]
+    models.append(Small((4, 32, 1), nnx.Sequential(nnx.LayerNorm(32, rngs=nnx.Rngs(0)), between), nnx.Rngs(0)))
+    keys = jax.random.split(jax.random.key(0))
+    models += [SmallLinen(between), SmallEquinox(eqx.nn.Linear(4, 32, key=keys[0]), eqx.nn.Linear(32, 1, key=keys[1]), between)]
+    ids = [LayerStack.from_model(model, x).ids for model in models]
+    params = {"first": {"w": jnp.ones((4, 32)), "b": jnp.ones(32)}, "last": {"w": jnp.ones((32, 1))}}
+    assert [*ids, LayerStack.from_function(small_function(between), params, x).ids] == [("first", "last")] * (len(models) + 1)
+
+
+class Nested(nnx.Module):
+    """All modules in one block."""
+
+    def __init__(self, rngs):
+        self.blocks = nnx.List([Small((8, 32, 8), nnx.gelu, rngs)])
+
+    def __call__(self, x):
+        return self.blocks[0](x)
+
+
+def test_one_block_a_norm_and_small_neighbours_have_two_layers_at_least():
+    rngs = nnx.Rngs(0)
+    assert LayerStack.from_model(Nested(rngs), X).ids == ("blocks.0.first", "blocks.0.last")
+    assert LayerStack.from_model(nnx.Sequential(nnx.Linear(8, 8, rngs=rngs), nnx.LayerNorm(8, rngs=rngs)), X).ids == (
+        "layers.0",
+        "layers.1",
+    )
+    sizes = (8, 1, 300, 1, 1)
+    narrow = [part for pair in itertools.pairwise(sizes) for part in (nnx.Linear(*pair, rngs=rngs), nnx.gelu)]
+    assert len(LayerStack.from_model(nnx.Sequential(*narrow), X).ids) > 1
+
+
+def test_a_small_model_trains_in_two_stages_as_in_one():
+    model = Small((8, 32, 1), nnx.gelu, nnx.Rngs(0))
+    stack = LayerStack.from_model(model, X[:2])
+    pipe = jpipe.Pipeline(
+        stack,
+        jpipe.Plan.even(stack.ids, 2, "pipedream_flush", 2),
+        lambda y, labels: (((y - labels) ** 2).sum(), labels.size),
+        optax.sgd(0.1),
+    )
+    state, metrics = pipe.step(pipe.init(jax.random.key(0), (X, X[:, :1])), (X, X[:, :1]))
+    graph, params = nnx.split(model)
+    expected, gradients = jax.value_and_grad(lambda p: ((nnx.merge(graph, p)(X) - X[:, :1]) ** 2).mean())(params)
+    np.testing.assert_allclose(float(metrics.losses[0]), expected, rtol=1e-5)
+    trained = jax.tree.leaves(nnx.state(pipe.model(state)))
+    for new, old, g in zip(trained, jax.tree.leaves(params), jax.tree.leaves(gradients), strict=True):
+        np.testing.assert_allclose(new, old - 0.1 * g, rtol=1e-5, atol=1e-6)
 
 
 def noisy(x, ordered):

@@ -1,0 +1,452 @@
+"""The origins of what each primitive returns: which rows its elements are computed from."""
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from jpipe.model.jaxprs._origins import NO_ROW, Origin, is_whole, mixed, origin_of, over, together, whole
+
+_Arrange = Callable[[np.ndarray], np.ndarray]
+
+
+def origins_of(equation: Any, arguments: Sequence[Origin]) -> list[Origin]:
+    """Return the origins of the results of an equation that has no body, from those of its arguments."""
+    name = equation.primitive.name
+    if name in _ARRANGE:
+        arrange = _ARRANGE[name](equation)
+        numbers = arguments[0].numbers
+        return [Origin(arrange(arguments[0].rows), None if numbers is None else arrange(numbers))]
+    if name in _RULES:
+        return _RULES[name](equation, arguments)
+    if name in _REDUCTIONS or (name.startswith("reduce_") and "axes" in equation.params):
+        return _reduce(equation, arguments)
+    if name.startswith("scatter"):
+        return _scatter(equation, arguments)
+    if name.startswith("reduce_window"):
+        return _reduce_window(equation, arguments)
+    return [_aligned(equation, arguments, out) for out in equation.outvars]
+
+
+def _shape(var: Any) -> tuple[int, ...]:
+    return tuple(var.aval.shape)
+
+
+# Elementwise, and unknown ------------------------------------------------------------------------------------------------
+
+_LINEAR = {"add", "add_any", "sub", "neg", "convert_element_type", "reduce_precision", "copy", "sharding_constraint", "real", "imag"}
+
+
+def _aligned(equation: Any, arguments: Sequence[Origin], out: Any) -> Origin:
+    """Return the origin of an elementwise result. Of an unknown primitive the rows are taken to stay along the first dim."""
+    shape, parts = _shape(out), []
+    for var, argument in zip(equation.invars, arguments, strict=True):
+        rank = len(_shape(var))
+        if rank == len(shape) and all(size in (1, whole_size) for size, whole_size in zip(_shape(var), shape, strict=True)):
+            parts.append(argument.rows)
+        elif argument.depends:
+            is_first = rank and shape and _shape(var)[0] == shape[0]
+            kept = over(argument.rows, range(1 if is_first else 0, rank))
+            parts.append(kept.reshape(2, *(kept.shape[1:2] if is_first else ()), *[1] * (len(shape) - bool(is_first))))
+    rows = together([origin_of(shape).rows, *parts])
+    return Origin(rows if _is_linear(equation, arguments) else mixed(rows), _numbers(equation, arguments, out))
+
+
+def _is_linear(equation: Any, arguments: Sequence[Origin]) -> bool:
+    """Return whether an equation is linear in what depends on rows."""
+    name, depends = equation.primitive.name, [argument.depends for argument in arguments]
+    match name:
+        case "mul" | "dot_general" | "conv_general_dilated":
+            return sum(depends) < 2
+        case "div":
+            return not depends[1]
+        case "select_n":
+            return not depends[0]
+    return name in _LINEAR
+
+
+_NUMBERS: dict[str, Callable[..., Any]] = {
+    **{"add": np.add, "sub": np.subtract, "mul": np.multiply, "neg": np.negative, "min": np.minimum, "max": np.maximum, "rem": np.fmod},
+    **{"lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal, "eq": np.equal, "ne": np.not_equal},
+    **{"and": np.logical_and, "or": np.logical_or, "not": np.logical_not, "sign": np.sign, "convert_element_type": np.positive},
+    "div": lambda a, b: np.trunc(a / b),
+    "select_n": lambda which, *cases: np.choose(which.astype(int), cases),
+    "clamp": lambda low, x, high: np.clip(x, low, high),
+}
+
+
+def _numbers(equation: Any, arguments: Sequence[Origin], out: Any) -> np.ndarray | None:
+    """Return the values of integers that are computed from known ones."""
+    name, dtype, shape = equation.primitive.name, out.aval.dtype, _shape(out)
+    values: list[Any] = [each.numbers for each in arguments]
+    if name == "select_n" and arguments[0].numbers is not None:  # the values of a case that is not chosen need not be known
+        is_known = [True, *(np.isin(i, arguments[0].numbers) for i in range(len(arguments) - 1))]
+        values = [each.numbers if is_read else np.zeros(1) for each, is_read in zip(arguments, is_known, strict=True)]
+    is_bitwise = name in ("and", "or", "not") and jnp.issubdtype(dtype, jnp.integer)
+    if name not in _NUMBERS or any(value is None for value in values) or not is_whole(dtype) or is_bitwise:
+        return None
+    aligned = [value if value.ndim == len(shape) + 1 else value.reshape(1, *[1] * len(shape)) for value in values]
+    with np.errstate(all="ignore"):
+        unknown = np.isnan(sum([0 * value for value in aligned]))
+        result = _NUMBERS[name](*(np.nan_to_num(value) for value in aligned))
+    return np.where(unknown, np.nan, result)
+
+
+# Arrangements ------------------------------------------------------------------------------------------------------------
+
+
+def _reshape(equation: Any) -> _Arrange:
+    old, new = _shape(equation.invars[0]), _shape(equation.outvars[0])
+
+    def arrange(array: np.ndarray) -> np.ndarray:
+        before, after, i, j = list[int](), list[int](), 0, 0
+        while i < len(old) or j < len(new):  # the smallest groups of dims with as many elements
+            first, second = i, j
+            i, j = min(i + 1, len(old)), min(j + 1, len(new))
+            while np.prod(old[first:i], dtype=np.int64) != np.prod(new[second:j], dtype=np.int64):
+                if (np.prod(old[first:i], dtype=np.int64) < np.prod(new[second:j], dtype=np.int64) or j == len(new)) and i < len(old):
+                    i += 1
+                else:
+                    j += 1
+            is_equal = all(size == 1 for size in array.shape[first + 1 : i + 1])
+            before += [1] * (i - first) if is_equal else old[first:i]
+            after += [1] * (j - second) if is_equal else new[second:j]
+        return whole(array, before).reshape(-1, *after)
+
+    return arrange if 0 not in old else lambda array: array[(slice(None), *[slice(1)] * len(old))].reshape(-1, *[1] * len(new))
+
+
+def _broadcast(equation: Any) -> _Arrange:
+    rank, dims = len(_shape(equation.outvars[0])), equation.params["broadcast_dimensions"]
+    return lambda array: array.reshape(len(array), *(array.shape[1 + dims.index(dim)] if dim in dims else 1 for dim in range(rank)))
+
+
+def _slice(equation: Any) -> _Arrange:
+    params = equation.params
+    strides = params["strides"] or [1] * len(params["start_indices"])
+    slices = list(map(slice, params["start_indices"], params["limit_indices"], strides))
+    return lambda array: _take(array, slices)
+
+
+def _take(array: np.ndarray, slices: Sequence[slice]) -> np.ndarray:
+    return array[(slice(None), *(each if size > 1 else slice(1) for each, size in zip(slices, array.shape[1:], strict=True)))]
+
+
+def _transpose(equation: Any) -> _Arrange:
+    return lambda array: array.transpose(0, *(dim + 1 for dim in equation.params["permutation"]))
+
+
+def _times(array: np.ndarray, reps: Sequence[Any]) -> list[int]:
+    return [count if size > 1 else 1 for count, size in zip(reps, array.shape[1:], strict=True)]
+
+
+_ARRANGE: dict[str, Callable[[Any], _Arrange]] = {
+    "reshape": _reshape,
+    "broadcast_in_dim": _broadcast,
+    "slice": _slice,
+    "transpose": _transpose,
+    "squeeze": lambda equation: lambda array: array.squeeze(tuple(dim + 1 for dim in equation.params["dimensions"])),
+    "expand_dims": lambda equation: lambda array: np.expand_dims(array, tuple(dim + 1 for dim in equation.params["dimensions"])),
+    "tile": lambda equation: lambda array: np.tile(array, (1, *(_times(array, equation.params["reps"])))),
+    "rev": lambda equation: lambda array: np.flip(array, tuple(dim + 1 for dim in equation.params["dimensions"])),
+}
+
+
+def _iota(equation: Any, arguments: Sequence[Origin]) -> list[Origin]:
+    shape, dim = _shape(equation.outvars[0]), equation.params["dimension"]
+    numbers = np.arange(shape[dim], dtype=np.float64).reshape(1, *(size if i == dim else 1 for i, size in enumerate(shape)))
+    return [Origin(origin_of(shape).rows, numbers)]
+
+
+def _concatenate(equation: Any, arguments: Sequence[Origin]) -> list[Origin]:
+    dim, shapes = equation.params["dimension"], list(map(_shape, equation.invars))
+
+    def joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
+        others = np.broadcast_shapes(*((*array.shape[1 : dim + 1], 1, *array.shape[dim + 2 :]) for array in arrays))
+        sizes = ((*others[:dim], shape[dim], *others[dim + 1 :]) for shape in shapes)
+        return np.concatenate(list(map(whole, arrays, sizes)), axis=dim + 1)
+
+    numbers = None
+    if any(argument.numbers is not None for argument in arguments):
+        unknown = np.full((1, *[1] * len(shapes[0])), np.nan)
+        numbers = joined([unknown if argument.numbers is None else argument.numbers for argument in arguments])
+    return [Origin(joined([argument.rows for argument in arguments]), numbers)]
+
+
+def _stack(equation: Any, arguments: Sequence[Origin]) -> list[Origin]:
+    return [Origin(np.stack(np.broadcast_arrays(*(argument.rows for argument in arguments)), axis=equation.params["axis"] + 1))]
+
+
+def _unstack(equation: Any, arguments: Sequence[Origin]) -> list[Origin]:
+    rows = np.moveaxis(arguments[0].rows, equation.params["axis"] + 1, 0)
+    return [Origin(rows[number if len(rows) > 1 else 0]) for number in range(len(equation.outvars))]
+
+
+def _split(equation: Any, arguments: Sequence[Origin]) -> list[Origin]:
+    (argument,), axis, bounds = arguments, equation.params["axis"], np.cumsum([0, *equation.params["sizes"]])
+    rank = len(_shape(equation.invars[0]))
+    slices = [[slice(a, b) if dim == axis else slice(None) for dim in range(rank)] for a, b in itertools.pairwise(bounds)]
+    return [Origin(_take(argument.rows, each)) for each in slices]
+
+
+def _pad(equation: Any, arguments: Sequence[Origin]) -> list[Origin]:
+    array = arguments[0].rows
+    for dim, (low, high, interior) in enumerate(equation.params["padding_config"]):
+        size = array.shape[dim + 1]
+        if size > 1 or (_shape(equation.invars[0])[dim] == 1 and (low or high)):
+            spread = np.full((2, *array.shape[1 : dim + 1], size + (size - 1) * interior, *array.shape[dim + 2 :]), NO_ROW, array.dtype)
+            at = (slice(None),) * (dim + 1)
+            spread[(*at, slice(None, None, interior + 1))] = array
+            spread = spread[(*at, slice(max(-low, 0), spread.shape[dim + 1] - max(-high, 0)))]
+            sides = [(max(low, 0), max(high, 0)) if axis == dim + 1 else (0, 0) for axis in range(array.ndim)]
+            array = np.pad(spread, sides, constant_values=NO_ROW)
+    return [Origin(together([array, arguments[1].rows.reshape(2, *[1] * (array.ndim - 1))]))]
+
+
+# Sums, sorts and products --------------------------------------------------------------------------------------------------
+
+_REDUCTIONS = {"argmax", "argmin", "reduce"}
+
+
+def _reduce(equation: Any, arguments: Sequence[Origin]) -> list[Origin]:
+    dims = [int(dim) for dim in equation.params.get("axes", equation.params.get("dimensions", ()))]
+    count, axes = len(equation.outvars), tuple(dim + 1 for dim in dims)
+    parts = [over(argument.rows, dims).squeeze(axes) for argument in arguments[:count]]
+    if equation.primitive.name == "reduce_sum":
+        return [Origin(parts[0])]
+    return [Origin(mixed(together(parts)))] * count
+
+
+def _along(equation: Any, arguments: Sequence[Origin]) -> list[Origin]:
+    """Sort, or select the largest, along one dim."""
+    params, rank = equation.params, len(_shape(equation.invars[0]))
+    dim = next((params[name] for name in ("dimension", "axis", "reduction_dimension") if name in params), -1) % rank
+    return [Origin(mixed(over(together([argument.rows for argument in arguments]), [dim])))] * len(equation.outvars)
+
+
+def _cumulate(equation: Any, arguments: Sequence[Origin]) -> list[Origin]:
+    axis, step = equation.params["axis"] + 1, -1 if equation.params["reverse"] else 1
+    array = np.flip(arguments[0].rows, axis) if step < 0 else arguments[0].rows
+    array = np.minimum.accumulate(array, axis)
+    array = np.flip(array, axis) if step < 0 else array
+    return [Origin(array if equation.primitive.name == "cumsum" else mixed(array))]
+
+
+def _reduce_window(equation: Any, arguments: Sequence[Origin]) -> list[Origin]:
+    """Windows along a dim see all of it."""
+    shapes = _shape(equation.invars[0]), _shape(equation.outvars[0])
+    windows = equation.params.get("window_dimensions", shapes[0])
+    dims = [i for i, (size, before, after) in enumerate(zip(windows, *shapes, strict=True)) if size > 1 or before != after]
+    count = len(equation.outvars)
+    rows = over(together([argument.rows for argument in arguments[:count]]), dims)
+    return [Origin(rows if equation.primitive.name == "reduce_window_sum" else mixed(rows))] * count
+
+
+def _of_matrices(equation: Any, arguments: Sequence[Origin]) -> list[Origin]:
+    """Return the origins of results in linear algebra: each matrix or vector as a whole; the dims before are the same in all arrays."""
+    batch = max(len(_shape(var)) for var in equation.invars) - 2
+    return _of_leading(equation, arguments, batch)
+
+
+def _fft(equation: Any, arguments: Sequence[Origin]) -> list[Origin]:
+    return _of_leading(equation, arguments, len(_shape(equation.invars[0])) - len(equation.params["fft_lengths"]))
+
+
+def _of_leading(equation: Any, arguments: Sequence[Origin], count: int) -> list[Origin]:
+    parts = [over(argument.rows, range(count, argument.rows.ndim - 1)) for argument in arguments]
+    rows = mixed(together([part.reshape(2, *part.shape[1 : count + 1]) for part in parts]))
+    return [Origin(rows.reshape(*rows.shape, *[1] * (len(_shape(out)) - count))) for out in equation.outvars]
+
+
+def _dot_general(equation: Any, arguments: Sequence[Origin]) -> list[Origin]:
+    contracted, batch = equation.params["dimension_numbers"]
+    ranks = [len(_shape(var)) for var in equation.invars]
+    free = [[dim for dim in range(ranks[i]) if dim not in (*contracted[i], *batch[i])] for i in (0, 1)]
+    parts = []
+    for i, argument in enumerate(arguments):
+        array = argument.rows.transpose(0, *(dim + 1 for dim in (*batch[i], *free[i], *contracted[i])))
+        first, last = 1 + len(batch[i]), array.ndim - len(contracted[i])
+        ones = [1] * len(free[1 - i])
+        middle = (*array.shape[first:last], *ones) if i == 0 else (*ones, *array.shape[first:last])
+        parts.append(array.reshape(*array.shape[:first], *middle, *array.shape[last:]))
+    whole(parts[0], np.broadcast_shapes(*(part.shape for part in parts))[1:])  # not too many
+    products = together(parts) if _is_linear(equation, arguments) else mixed(together(parts))
+    return [Origin(products.min(tuple(range(products.ndim - len(contracted[0]), products.ndim))))]
+
+
+def _conv(equation: Any, arguments: Sequence[Origin]) -> list[Origin]:
+    """Windows along a dim see all of it; each group of features sees its own."""
+    params, out = equation.params, _shape(equation.outvars[0])
+    spec, groups = params["dimension_numbers"], params["feature_group_count"]
+    rows, kernel = (
+        over(argument.rows.transpose(0, *(dim + 1 for dim in dims)), range(2, len(dims))).reshape(
+            2, *map(argument.rows.shape.__getitem__, (dims[0] + 1, dims[1] + 1))
+        )
+        for argument, dims in zip(arguments, (spec.lhs_spec, spec.rhs_spec), strict=True)
+    )  # (pair, rows, features) and (pair, features that it makes, features)
+    if groups > 1 and rows.shape[2] > 1:
+        rows = np.repeat(rows.reshape(*rows.shape[:2], groups, -1).min(-1), out[spec.out_spec[1]] // groups, axis=2)
+    else:
+        rows = over(rows, [1])
+    rows = over(rows, [0]) if params["batch_group_count"] > 1 else rows
+    products = together([rows, over(kernel, [1]).reshape(2, 1, -1)])
+    products = products if _is_linear(equation, arguments) else mixed(products)
+    return [Origin(products.reshape(*products.shape, *[1] * (len(out) - 2)).transpose(0, *(i + 1 for i in np.argsort(spec.out_spec))))]
+
+
+# Look-ups ------------------------------------------------------------------------------------------------------------------
+
+
+class _Windows(NamedTuple):
+    """Where a gather reads, or a scatter writes.
+
+    Attributes:
+        shape: of the operand.
+        sizes: of a window, for each dim of the operand.
+        rank: of what is read or written.
+        window_dims: its dims that are windows; the others are those of the indices.
+        absent: the dims of the operand that windows lack.
+        indexed: the dims of the operand that the indices count.
+        batch: dims of the operand and of the indices that go together.
+    """
+
+    shape: tuple[int, ...]
+    sizes: Sequence[Any]
+    rank: int
+    window_dims: Sequence[Any]
+    absent: Sequence[Any]
+    indexed: Sequence[Any]
+    batch: tuple[Sequence[Any], Sequence[Any]]
+
+    def positions(self, indices: Origin) -> list[np.ndarray | None]:
+        """Return for each dim of the operand the position of each element; None where it is unknown."""
+        outer = [dim for dim in range(self.rank) if dim not in self.window_dims]
+        windows, positions = iter(self.window_dims), list[np.ndarray | None]()
+        for dim, (size, window) in enumerate(zip(self.shape, self.sizes, strict=True)):
+            position: np.ndarray | None = np.zeros([1] * self.rank, np.int64)
+            if dim in self.batch[0]:
+                position = self._along(outer[self.batch[1][self.batch[0].index(dim)]], size)
+            elif dim not in self.absent:
+                position = self._along(next(windows), window)
+            if dim in self.indexed and window < size:
+                start = self._starts(indices, self.indexed.index(dim), outer)
+                position = None if start is None else position + np.clip(start, 0, size - window)
+            positions.append(position)
+        return positions
+
+    def _along(self, place: Any, size: Any) -> np.ndarray:
+        return np.arange(size).reshape([-1 if i == place else 1 for i in range(self.rank)])
+
+    def _starts(self, indices: Origin, component: int, outer: Sequence[Any]) -> np.ndarray | None:
+        if indices.numbers is None:
+            return None
+        starts = indices.numbers[0, ..., component if indices.numbers.shape[-1] > 1 else 0]
+        sizes = dict(zip(outer, starts.shape, strict=True))
+        return None if np.isnan(starts).any() else starts.astype(np.int64).reshape([sizes.get(i, 1) for i in range(self.rank)])
+
+    def with_indices(self, rows: np.ndarray, indices: Origin) -> np.ndarray:
+        """Return the rows of what is read or written, with those of the indices."""
+        if not indices.depends:
+            return rows
+        sizes = iter(indices.rows.shape[1:])
+        own = over(indices.rows, [indices.rows.ndim - 2])
+        return mixed(together([rows, own.reshape(2, *(1 if dim in self.window_dims else next(sizes) for dim in range(self.rank)))]))
+
+
+def _gather(equation: Any, arguments: Sequence[Origin]) -> list[Origin]:
+    (operand, indices), params, dims = arguments, equation.params, equation.params["dimension_numbers"]
+    batch = dims.operand_batching_dims, dims.start_indices_batching_dims
+    absent, out = (*dims.collapsed_slice_dims, *batch[0]), _shape(equation.outvars[0])
+    shape = _shape(equation.invars[0])
+    windows = _Windows(shape, params["slice_sizes"], len(out), dims.offset_dims, absent, dims.start_index_map, batch)
+    positions, rows = windows.positions(indices), operand.rows
+    if unknown := [dim for dim, position in enumerate(positions) if position is None]:
+        rows = mixed(over(rows, unknown))  # any of them
+    nowhere = np.zeros([1] * len(out), np.int64)
+    index = [nowhere if p is None or rows.shape[dim + 1] == 1 else p for dim, p in enumerate(positions)]
+    whole(nowhere[None], np.broadcast_shapes(nowhere.shape, *(each.shape for each in index)))  # not too many
+    return [Origin(windows.with_indices(rows[(slice(None), *index)] if index else rows.reshape(2, *nowhere.shape), indices))]
+
+
+def _scatter(equation: Any, arguments: Sequence[Origin]) -> list[Origin]:
+    """Write to known places, or perhaps to all places along a dim; what was there before counts, too."""
+    (operand, indices, updates), dims = arguments, equation.params["dimension_numbers"]
+    shape, batch = _shape(equation.invars[0]), (dims.operand_batching_dims, dims.scatter_indices_batching_dims)
+    absent, places, update_shape = (*dims.inserted_window_dims, *batch[0]), iter(dims.update_window_dims), _shape(equation.invars[2])
+    place_of = [None if dim in absent else next(places) for dim in range(len(shape))]
+    sizes = [1 if place is None else update_shape[place] for place in place_of]
+    windows = _Windows(shape, sizes, len(update_shape), dims.update_window_dims, absent, dims.scatter_dims_to_operand_dims, batch)
+    rows, nowhere = windows.with_indices(updates.rows, indices), np.zeros([1] * len(update_shape), np.int64)
+    index, target = [], []
+    for dim, position in enumerate(windows.positions(indices)):
+        place = place_of[dim]
+        is_whole = place is not None and sizes[dim] == shape[dim] and rows.shape[place + 1] == 1
+        index.append(nowhere if position is None or is_whole else position)
+        target.append(1 if position is None or is_whole else shape[dim])
+    written = np.full((2, *target), NO_ROW, np.int16)
+    for pair, values in zip(written, rows, strict=True):
+        *where, values = np.broadcast_arrays(*index, values)
+        np.minimum.at(pair, tuple(where), values)
+    joined = together([operand.rows, written])
+    is_sum = equation.primitive.name in ("scatter-add", "scatter-sub") and not indices.depends
+    return [Origin(joined if is_sum else mixed(joined))]
+
+
+def _start_of(start: Origin, size: Any, window: Any) -> int | None:
+    """Return where a window begins, or None if that is unknown."""
+    if window == size:
+        return 0
+    return None if start.numbers is None or np.isnan(start.numbers).any() else int(np.clip(start.numbers.item(), 0, size - window))
+
+
+def _dynamic_slice(equation: Any, arguments: Sequence[Origin]) -> list[Origin]:
+    operand, *starts = arguments
+    sizes = equation.params["slice_sizes"]
+    begins = list(map(_start_of, starts, _shape(equation.invars[0]), sizes))
+    rows = operand.rows
+    if unknown := [dim for dim, begin in enumerate(begins) if begin is None]:
+        rows = mixed(over(rows, unknown))  # any of them
+    slices = [slice(begin or 0, (begin or 0) + size) for begin, size in zip(begins, sizes, strict=True)]
+    return [Origin(_with_starts(_take(rows, slices), starts))]
+
+
+def _dynamic_update_slice(equation: Any, arguments: Sequence[Origin]) -> list[Origin]:
+    operand, update, *starts = arguments
+    shape, sizes = map(_shape, equation.invars[:2])
+    rows = update.rows
+    for dim, begin in enumerate(map(_start_of, starts, shape, sizes)):
+        if begin is None:
+            rows = over(rows, [dim])  # perhaps everywhere along this dim
+        elif sizes[dim] < shape[dim]:
+            rows = np.repeat(rows, sizes[dim], dim + 1) if rows.shape[dim + 1] < sizes[dim] else rows
+            sides = [(begin, shape[dim] - begin - sizes[dim]) if axis == dim + 1 else (0, 0) for axis in range(rows.ndim)]
+            rows = np.pad(rows, sides, constant_values=NO_ROW)
+    return [Origin(_with_starts(together([operand.rows, rows]), starts))]
+
+
+def _with_starts(rows: np.ndarray, starts: Sequence[Origin]) -> np.ndarray:
+    moving = [start.rows.reshape(2, *[1] * (rows.ndim - 1)) for start in starts if start.depends]
+    return mixed(together([rows, *moving])) if moving else rows
+
+
+_RULES: dict[str, Callable[[Any, Sequence[Origin]], list[Origin]]] = {
+    "iota": _iota,
+    "concatenate": _concatenate,
+    "split": _split,
+    "stack": _stack,
+    "unstack": _unstack,
+    "pad": _pad,
+    "dot_general": _dot_general,
+    "conv_general_dilated": _conv,
+    "gather": _gather,
+    "dynamic_slice": _dynamic_slice,
+    "dynamic_update_slice": _dynamic_update_slice,
+    "fft": _fft,
+    "optimization_barrier": lambda equation, arguments: [Origin(argument.rows, argument.numbers) for argument in arguments],
+    **dict.fromkeys(("sort", "top_k", "approx_top_k"), _along),
+    **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"), _cumulate),
+    **dict.fromkeys(("cholesky", "triangular_solve", "lu", "qr", "geqrf", "householder_product", "eigh", "eig", "svd"), _of_matrices),
+    **dict.fromkeys(("geqp3", "ormqr", "schur", "hessenberg", "tridiagonal", "tridiagonal_solve", "custom_linear_solve"), _of_matrices),
+}
