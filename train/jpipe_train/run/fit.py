@@ -3,6 +3,7 @@
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from numbers import Real
 from pathlib import Path
 from typing import Any, get_args
 
@@ -12,7 +13,7 @@ from rich.console import Console
 
 import jpipe
 from jpipe import InputError
-from jpipe.errors import explain, nearest
+from jpipe.errors import explain, nearest, short
 from jpipe_train.assemble.build import check_rows
 from jpipe_train.assemble.metrics import metrics as built_in_metrics
 from jpipe_train.checkpoint.resume import Resume, Resumed
@@ -20,6 +21,7 @@ from jpipe_train.checkpoint.resume import find as find_resumed
 from jpipe_train.config.config import CheckpointConfig, Config, EvalConfig
 from jpipe_train.config.config_file import to_yaml
 from jpipe_train.config.functions.entry_point import name_in_python
+from jpipe_train.config.train_config import MOST_EPOCHS
 from jpipe_train.console import interrupt
 from jpipe_train.console.progress import Reporter
 from jpipe_train.data.data import Data
@@ -61,7 +63,8 @@ def fit(
     pipe: jpipe.Pipeline,
     data: Any,
     *,
-    steps: int,
+    steps: int | None = None,
+    epochs: float | None = None,
     batch_size: int | None = None,
     eval_data: Any = None,
     eval_every: int = 50,
@@ -87,6 +90,8 @@ def fit(
         data: batches as for `Pipeline.step`: an object with `data[t]`, such as a `grain.MapDataset` of batches, or a function of t; with
             `batch_size` the pair (inputs, labels) of arrays or trees of arrays, whose rows are shuffled anew in each epoch.
         steps: the number of batches, including those before a resume.
+        epochs: passes over `data`, in place of `steps`: as many batches as have all their rows, so that the last batch may have some rows
+            of the next pass. `data` that are batches need a length; a list starts over after its last batch.
         batch_size: rows of a batch, where `data` are arrays.
         eval_data: arrays, or an object with some batches; all are evaluated before the first step, every `eval_every`, and at the end.
         eval_every: steps between evaluations.
@@ -109,11 +114,13 @@ def fit(
         KeyboardInterrupt: Ctrl-C, in a run without checkpoints.
     """
     folder = _folder(run_dir, checkpoint, resume)
+    epochs = _epochs(steps, epochs)
     functions = {name: metric for name, metric in (metrics or {}).items() if not isinstance(metric, str)}
     program = FromPython(state=state, metrics=functions, callbacks=Callbacks(callbacks))
     with interrupt.watched(), joined(jax.process_count(), _CONNECT_LIMIT, _WAIT_LIMIT) as together:
-        batches, rows = together.run_on_all(lambda: fit_data.load(data, eval_data, batch_size, pipe.plan.microbatches, seed, steps))
-        train = {"steps": steps, "batch_size": rows, "log_every": log_every, "eval_every": eval_every}
+        batches, rows = together.run_on_all(lambda: fit_data.load(data, eval_data, batch_size, pipe.plan.microbatches, seed, steps, epochs))
+        length = {"steps": steps} if epochs is None else {"epochs": epochs}
+        train = {**length, "batch_size": rows, "log_every": log_every, "eval_every": eval_every}
         config = together.run_on_all(lambda: _config(pipe, train, batches, metrics or {}, seed, folder, checkpoint, log))
         return _run(pipe, config, batches, program, resume, together, progress)
 
@@ -132,6 +139,22 @@ def _folder(run_dir: str | os.PathLike[str] | None, checkpoint: int | Mapping[st
         if is_used:
             raise InputError(f"fit: {name} would mean nothing without run_dir, the folder of the run; give one, or leave it out")
     return None
+
+
+def _epochs(steps: int | None, epochs: float | None) -> float | None:
+    """Return the number of epochs, or None if the run has steps.
+
+    Raises:
+        InputError: both are given or none, or it is no positive number.
+    """
+    if (steps is None) == (epochs is None):
+        found = "neither" if steps is None else f"steps={steps} and epochs={epochs}"
+        raise InputError(f"fit: expected either steps or epochs, found {found}; give one of them")
+    if epochs is None:
+        return None
+    if isinstance(epochs, bool) or not isinstance(epochs, Real) or not 0 < float(epochs) <= MOST_EPOCHS:
+        raise InputError(f"fit: epochs: expected a number above 0 and at most {MOST_EPOCHS:,}, found {short(epochs)}; change it")
+    return float(epochs)
 
 
 def _config(
@@ -179,12 +202,13 @@ def _run(
     together.run_on_all(lambda: logs.check(config) if together.is_first else None)
     facts = {"resume": str(resume), "callbacks": "some" if program.callbacks else "none"}
     together.agree(lambda: {"arguments of fit": to_yaml(config), **facts, **code_facts()})
-    rows, steps = config.train.batch_size, config.train.length
-    reporter = Reporter(steps, rows, "samples", _console(progress and together.is_first))
+    rows, epochs = config.train.batch_size, config.train.epochs
+    reporter = Reporter(batches.steps or config.train.length, rows, "samples", _console(progress and together.is_first))
     resumed = find_resumed(config, resume, together, reporter.say)
+    steps = together.run_on_all(lambda: fit_data.continued(batches, resumed, rows, epochs)).steps or config.train.length
 
     def build(resumed: Resumed | None) -> tuple[jpipe.Pipeline, Data]:
-        continued = together.run_on_all(lambda: _checked(pipe, config, fit_data.continued(batches, resumed, rows), program))
+        continued = together.run_on_all(lambda: _checked(pipe, config, fit_data.continued(batches, resumed, rows, epochs), program))
         together.agree(lambda: {"plan": pipe.plan.to_json(), "data": continued.digest()})
         return pipe, continued
 
@@ -192,6 +216,7 @@ def _run(
         if program.state is not None:
             reporter.say("state is ignored: it is for new runs, and this one resumes")
         if resumed.step >= steps:
+            config = config.model_copy(update={"train": config.train.model_copy(update={"steps": steps})})
             return _completed(config, build(resumed), together, resumed, reporter)
     elif program.state is not None and program.state.batch >= steps:
         raise InputError(f"fit: steps: expected more than the {program.state.batch} batches before state, found {steps}; raise it")
