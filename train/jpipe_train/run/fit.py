@@ -141,7 +141,7 @@ def _folder(run_dir: str | os.PathLike[str] | None, checkpoint: int | Mapping[st
     return None
 
 
-def _epochs(steps: int | None, epochs: float | None) -> float | None:
+def _epochs(steps: int | None, epochs: Any) -> float | None:
     """Return the number of epochs, or None if the run has steps.
 
     Raises:

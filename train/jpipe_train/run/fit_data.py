@@ -42,7 +42,7 @@ def load(
     batches: Batches
     if batch_size is not None:
         batches, rows = _shuffled_rows(train, batch_size, seed), batch_size
-        in_epoch = len(jax.tree.leaves(train)[0])
+        in_epoch: int | None = len(jax.tree.leaves(train)[0])
     else:
         length = None if epochs is None or _is_arrays(train) else _batches_in_epoch(train)
         needed = steps or 1 if epochs is None or length is None else position.rows_in(epochs, length)
