@@ -322,9 +322,9 @@ MANY = TWICE | {
     "special_tokens": {"b": {"id": "b", "ids": [1] * 1001, "tokens": ["b"] * 1001}},
 }
 ADDED = {"id": 2, "content": "a" * 2**16, "single_word": False, "lstrip": False, "rstrip": False, "normalized": True, "special": False}
-GROWTH = "to make at most 16,384 characters of one, found"
+GROWTH = "to make at most 4,096 characters of one, found"
 HOSTILE = {
-    "issue": (chain("normalizer", "normalizers", [replace("a", "aa")] * 30), f"the normalizer and pre_tokenizer {GROWTH} up to 32,768"),
+    "issue": (chain("normalizer", "normalizers", [replace("a", "aa")] * 30), f"the normalizer and pre_tokenizer {GROWTH} up to 8,192"),
     "longer": (chain("normalizer", "normalizers", [replace("ab", "abb"), replace("b", "ab")] * 30), GROWTH),
     "expression": (chain("normalizer", "normalizers", [replace("(?=.)", "aa", "Regex")] * 30), GROWTH),
     "class": (chain("normalizer", "normalizers", [replace("[a-z]", "aa", "Regex")] * 30), GROWTH),

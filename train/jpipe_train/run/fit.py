@@ -82,16 +82,14 @@ def fit(
     """Train a pipeline in the loop of `jpipe train`, with evaluation, and with checkpoints, logs and a report in a run folder.
 
     A run that resumes equals one that was not interrupted, bit for bit. Ctrl-C and SIGTERM end a run that writes checkpoints once one is
-    written; otherwise Ctrl-C raises KeyboardInterrupt, and the state is lost. All processes of a run call this once, with the same
-    arguments. Process 0 alone prints, writes and calls callbacks; all end after the same step.
+    written. All processes of a run call this once, with the same arguments. Process 0 alone prints, writes and calls callbacks.
 
     Args:
         pipe: the pipeline, compiled or not.
         data: batches as for `Pipeline.step`: an object with `data[t]`, such as a `grain.MapDataset` of batches, or a function of t; with
             `batch_size` the pair (inputs, labels) of arrays or trees of arrays, whose rows are shuffled anew in each epoch.
         steps: the number of batches, including those before a resume.
-        epochs: passes over `data`, in place of `steps`: as many batches as have all their rows, so that the last batch may have some rows
-            of the next pass. `data` that are batches need a length; a list starts over after its last batch.
+        epochs: passes over `data`, in place of `steps`; batches need a length for it.
         batch_size: rows of a batch, where `data` are arrays.
         eval_data: arrays, or an object with some batches; all are evaluated before the first step, every `eval_every`, and at the end.
         eval_every: steps between evaluations.
@@ -111,15 +109,13 @@ def fit(
         InputError: an argument does not fit, such as data that can only be iterated; nothing was trained.
         RuntimeError: a loss is not finite, a device failed, or the disk is full.
         PeerLost: another process died, hung or stopped.
-        KeyboardInterrupt: Ctrl-C, in a run without checkpoints.
+        KeyboardInterrupt: Ctrl-C, in a run without checkpoints; the state is lost.
     """
     folder = _folder(run_dir, checkpoint, resume)
-    epochs = _epochs(steps, epochs)
-    functions = {name: metric for name, metric in (metrics or {}).items() if not isinstance(metric, str)}
-    program = FromPython(state=state, metrics=functions, callbacks=Callbacks(callbacks))
+    length = _length(steps, epochs)
+    program = FromPython(None, state, {name: m for name, m in (metrics or {}).items() if not isinstance(m, str)}, Callbacks(callbacks))
     with interrupt.watched(), joined(jax.process_count(), _CONNECT_LIMIT, _WAIT_LIMIT) as together:
-        batches, rows = together.run_on_all(lambda: fit_data.load(data, eval_data, batch_size, pipe.plan.microbatches, seed, steps, epochs))
-        length = {"steps": steps} if epochs is None else {"epochs": epochs}
+        batches, rows = together.run_on_all(lambda: fit_data.load(data, eval_data, batch_size, pipe.plan.microbatches, seed, **length))
         train = {**length, "batch_size": rows, "log_every": log_every, "eval_every": eval_every}
         config = together.run_on_all(lambda: _config(pipe, train, batches, metrics or {}, seed, folder, checkpoint, log))
         return _run(pipe, config, batches, program, resume, together, progress)
@@ -141,20 +137,20 @@ def _folder(run_dir: str | os.PathLike[str] | None, checkpoint: int | Mapping[st
     return None
 
 
-def _epochs(steps: int | None, epochs: Any) -> float | None:
-    """Return the number of epochs, or None if the run has steps.
+def _length(steps: int | None, epochs: Any) -> dict[str, Any]:
+    """Return the length of the run as a key of a config's section `train`.
 
     Raises:
-        InputError: both are given or none, or it is no positive number.
+        InputError: both are given or none, or `epochs` is no positive number.
     """
     if (steps is None) == (epochs is None):
         found = "neither" if steps is None else f"steps={steps} and epochs={epochs}"
         raise InputError(f"fit: expected either steps or epochs, found {found}; give one of them")
     if epochs is None:
-        return None
+        return {"steps": steps}
     if isinstance(epochs, bool) or not isinstance(epochs, Real) or not 0 < float(epochs) <= MOST_EPOCHS:
         raise InputError(f"fit: epochs: expected a number above 0 and at most {MOST_EPOCHS:,}, found {short(epochs)}; change it")
-    return float(epochs)
+    return {"epochs": float(epochs)}
 
 
 def _config(

@@ -23,7 +23,13 @@ from jpipe_train.data.target_data import Repeated
 
 
 def load(
-    train: Any, held_out: Any, batch_size: int | None, microbatches: int, seed: int, steps: int | None, epochs: float | None = None
+    train: Any,
+    held_out: Any,
+    batch_size: int | None,
+    microbatches: int,
+    seed: int,
+    steps: int | None = None,
+    epochs: float | None = None,
 ) -> tuple[Data, int]:
     """Return the data of a run that begins, and the number of rows of a training batch.
 

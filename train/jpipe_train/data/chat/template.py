@@ -73,7 +73,8 @@ def find(tokenizer: Tokenizer, chosen: str | None = None, where: str = "data.cha
         place = f"'{folder / FOLDER}'" if more else f"'{folder / FILE}'"
         sources = {name: _read(path, "chat template") for name, path in files.items()}
         return Template(_with_default(sources, f"{place}: expected {FILE} beside it"), variables, place)
-    for name, content in ((SETTINGS, settings), (LEGACY, _settings(folder / LEGACY))):
+    for name in (SETTINGS, LEGACY):
+        content = settings if name == SETTINGS else _settings(folder / name)
         if content.get("chat_template") is not None:
             place = f"'{folder / name}'"
             return Template(_named(content["chat_template"], place), variables, place)

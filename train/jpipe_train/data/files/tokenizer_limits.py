@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-MOST_GROWTH = 2**14  # characters that one may become; for chains such as ALBERT's the bound is below 2,000
+MOST_GROWTH = 2**12  # characters that one may become; for chains such as ALBERT's the bound is below 2,000
 MOST_STEPS = 1000  # of a chain, and characters of a text that one step adds
 LONGEST_TOKEN = 4096  # characters; the longest of well-known tokenizers have a few hundred
 MOST_ADDED = 2**26  # characters of all added tokens, once they are normalized
