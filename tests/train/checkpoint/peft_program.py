@@ -21,7 +21,10 @@ from tests.train.checkpoint.golden.write_golden import GPT2, LLAMA, RATE, comput
 
 WRITTEN = {
     "llama": {"r": 2, "lora_alpha": 6, "target_modules": "all-linear"},
-    "qwen2": {"r": 3, "lora_alpha": 5, "target_modules": ["q_proj", "v_proj", "mlp.down_proj"], "use_rslora": True},
+    "qwen2": {
+        **{"r": 3, "lora_alpha": 5, "use_rslora": True},
+        **{"target_modules": ["q_proj", "v_proj", "o_proj", "mlp.down_proj"], "exclude_modules": ["o_proj", "lm_head"]},
+    },
     "qwen2-moe": {"r": 2, "lora_alpha": 6, "target_modules": ["q_proj", "o_proj", "up_proj"]},
     "gpt2": {"r": 2, "lora_alpha": 6, "target_modules": ["c_attn", "mlp.c_proj"], "fan_in_fan_out": True},
 }

@@ -114,6 +114,12 @@ REFUSED = {
     "alpha": (changed({"alpha_pattern": {"layers.0.self_attn.q_proj": 8}}), "expected rank 2 and alpha 6 of .*q_proj, found 2 and 8"),
     "a pattern": (changed({"alpha_pattern": {"(a+)+": 8}}), "expected names of modules, found '\\(a\\+\\)\\+'"),
     "patterns of targets": (changed({"target_modules": ".*q_proj"}), "target_modules: expected a list of names, found '.\\*q_proj'"),
+    "patterns that exclude": (changed({"exclude_modules": ".*o_proj"}), "exclude_modules: expected a list of names, found '.\\*o_proj'"),
+    "excluded in one block": (
+        changed({"exclude_modules": ["layers.1.self_attn.q_proj"]}),
+        "exclude_modules: expected to leave out a module of all blocks or of none, found model.layers.1.self_attn.q_proj left out and",
+    ),
+    "all excluded": (changed({"exclude_modules": ["q_proj", "v_proj", "down_proj"]}), "exclude_modules: expected to leave some of target"),
     "logits": (
         changed({"target_modules": ["q_proj", "lm_head"]}),
         "names of linear layers of the blocks, such as .*q_proj, found 'lm_head'",
@@ -164,6 +170,16 @@ def test_folders_that_jpipe_cannot_follow_are_refused(case, ours, tmp_path):
 
     with pytest.raises(InputError, match=message):
         read()
+
+
+def test_excluded_modules_have_no_adapters(ours, tmp_path):
+    folder = shutil.copytree(ours[0] / "peft", tmp_path / "peft")
+    base = huggingface.read(folders.GOLDEN / "llama")
+    expected = huggingface.read_adapters(folder, base)
+    excluded = ["o_proj", "gate_proj", "lm_head", "vision_tower", "layers.7.self_attn.q_proj"]
+    targets = ["q_proj", "v_proj", "down_proj", "o_proj"]
+    changed({"target_modules": targets, "exclude_modules": excluded})(folder)
+    assert huggingface.read_adapters(folder, base) == expected
 
 
 def test_modules_are_saved_whole_as_peft_matches_them(ours, tmp_path):

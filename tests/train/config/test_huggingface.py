@@ -28,13 +28,13 @@ YARN = {
 }
 
 
-def content_of(name: str, **changes) -> dict:
+def content_of(name: str, /, **changes) -> dict:
     """Return a golden `config.json` with other values; `...` removes a key."""
     content = json.loads((GOLDEN / name / "config.json").read_text()) | changes
     return {key: value for key, value in content.items() if value is not ...}
 
 
-def keys(name: str, **changes) -> dict:
+def keys(name: str, /, **changes) -> dict:
     return huggingface.parse(content_of(name, **changes)).keys
 
 
@@ -216,6 +216,51 @@ def test_a_published_config_is_the_preset_of_the_model(name):
     assert expected["architectures"] == [architecture]
 
 
+OLD = {  # what files of these models have beside the sizes
+    "gpt2-medium": ("gpt2", {"n_special": 0, "predict_special_tokens": True, "n_ctx": 1024, "summary_type": "cls_index"}),
+    "gpt2-xl": ("gpt2", {"output_past": True, "n_ctx": 1024}),
+    "distilgpt2": ("gpt2", {"_num_labels": 1, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}),
+    "ruGPT-3": ("gpt2", {"xla_device": None, "output_past": True, "gradient_checkpointing": False, "num_labels": 2}),
+    "transformers 2": ("gpt2", {"pruned_heads": {}, "eos_token_ids": 0, "use_bfloat16": False, "torchscript": False, "do_sample": False}),
+    "LLaMA 1": ("llama", {"architectures": ["LLaMAForCausalLM"], "max_sequence_length": 2048, "pad_token_id": -1}),
+    "Vicuna": ("llama", {"max_sequence_length": 2048, "pretraining_tp": 1, "_name_or_path": "vicuna-7b"}),
+    "FARM": ("bert", {"language": "german", "name": "Bert", "xla_device": None, "output_past": True, "pruned_heads": {}}),
+}
+
+
+@pytest.mark.parametrize("name", OLD)
+def test_keys_of_older_files_that_change_nothing_are_passed_over(name):
+    family, further = OLD[name]
+    assert keys(family, **further) == keys(family)
+    assert keys("llama", max_position_embeddings=...)["max_positions"] == 2048  # as LlamaConfig of transformers
+    with pytest.raises(InputError, match="n_special: expected 0, found 2"):
+        keys("gpt2", n_special=2)
+
+
+def test_every_key_that_transformers_gives_a_configuration_is_known_of_each_family():
+    """The keys of PretrainedConfig of transformers 1 to 4, with the values that change nothing."""
+    written = json.loads(OLD_DEFAULTS)
+    for architecture, content in MODELS.values():
+        huggingface.parse({**written, "architectures": [architecture], **content})
+
+
+OLD_DEFAULTS = """{
+  "output_attentions": false, "output_hidden_states": false, "output_hiddend_states": false, "output_past": true, "use_cache": true,
+  "torchscript": false, "torch_dtype": null, "use_bfloat16": false, "tf_legacy_loss": false, "pruned_heads": {}, "return_dict": true,
+  "chunk_size_feed_forward": 0, "is_encoder_decoder": false, "is_decoder": false, "cross_attention_hidden_size": null,
+  "add_cross_attention": false, "tie_encoder_decoder": false, "max_length": 20, "min_length": 0, "do_sample": false,
+  "early_stopping": false, "num_beams": 1, "num_beam_groups": 1, "diversity_penalty": 0.0, "temperature": 1.0, "top_k": 50, "top_p": 1.0,
+  "typical_p": 1.0, "repetition_penalty": 1.0, "length_penalty": 1.0, "no_repeat_ngram_size": 0, "encoder_no_repeat_ngram_size": 0,
+  "bad_words_ids": null, "num_return_sequences": 1, "output_scores": false, "return_dict_in_generate": false,
+  "forced_bos_token_id": null, "forced_eos_token_id": null, "remove_invalid_values": false, "exponential_decay_length_penalty": null,
+  "suppress_tokens": null, "begin_suppress_tokens": null, "finetuning_task": null, "id2label": {"0": "LABEL_0"}, "num_labels": 1,
+  "_num_labels": 1, "label2id": {"LABEL_0": 0}, "tokenizer_class": null, "prefix": null, "bos_token_id": 0, "pad_token_id": 0,
+  "eos_token_id": 0, "eos_token_ids": 0, "sep_token_id": null, "decoder_start_token_id": null, "task_specific_params": null,
+  "problem_type": null, "xla_device": null, "_name_or_path": "", "_commit_hash": null, "_attn_implementation_autoset": false,
+  "_flash_attn_2_enabled": true, "transformers_version": "4.4.0", "gradient_checkpointing": false
+}"""
+
+
 OF_FAMILIES = {
     "mistral": ({"sliding_window": ...}, {"window": 4096, "window_layers": None, "head_size": 6}),
     "qwen2": ({"use_sliding_window": False}, {"window": None, "window_layers": None, "bias": "qkv", "rope_scaling": {**YARN}}),
@@ -251,6 +296,8 @@ def test_the_keys_of_families_decide_keys_of_the_model(name):
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
+        ("mistral", {"pruned_heads": {"0": [1]}}, "pruned_heads: expected "),
+        ("mistral", {"max_sequence_length": 8}, "unknown key 'max_sequence_length'"),
         ("mistral", {"num_key_value_heads": ...}, "key 'num_key_value_heads' is missing; add it"),
         ("mistral", {"attention_sinks": 4}, "unknown key 'attention_sinks'; jpipe does not know whether it changes the model; remove it"),
         ("qwen2", {"use_sliding_window": False, "layer_types": ["sliding_attention"] * 3}, "layer_types: expected no sliding_attention"),

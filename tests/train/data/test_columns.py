@@ -2,6 +2,8 @@
 
 import contextlib
 import csv
+import datetime
+import decimal
 import gzip
 import io
 import json
@@ -20,6 +22,8 @@ import pytest
 from jpipe import InputError
 from jpipe_train import cli
 from jpipe_train.data import data, prepare, sources
+from jpipe_train.data.chat import reading
+from jpipe_train.data.chat.conversations import conversation
 from jpipe_train.data.files import wrong_lines
 from jpipe_train.data.files.arrow import Column
 from jpipe_train.data.files.records import records
@@ -161,6 +165,72 @@ def test_conversations_in_columns_are_those_of_json_lines(tiny, tokenizer, writt
     file.write_text(json.dumps(of(tmp_path / "a.parquet").model_dump(exclude_unset=True)))
     assert cli.main(["data", "show", str(file), "--count", "1"]) == 0
     assert capsys.readouterr().out.startswith(f"'{tmp_path / 'a.parquet'}', row 1: ")
+
+
+TIME = datetime.datetime(2024, 2, 29, 12, 30, 15, 7)
+VALUES = {  # by Arrow's type: what a file has, and what a line of JSON has for it; None: JSON has no such value
+    pa.timestamp("us"): (TIME, "2024-02-29 12:30:15.000007"),
+    pa.timestamp("ns"): (1, "1970-01-01 00:00:00.000000001"),
+    pa.timestamp("ms", "UTC"): (TIME.replace(microsecond=0), "2024-02-29 12:30:15.000Z"),
+    pa.timestamp("s"): (10**15, None),
+    pa.date32(): (TIME.date(), "2024-02-29"),
+    pa.date64(): (TIME.date(), "2024-02-29"),
+    pa.time64("us"): (TIME.time(), "12:30:15.000007"),
+    pa.decimal128(5, 2): (decimal.Decimal("1.20"), 1.2),
+    pa.decimal256(40, 0): (decimal.Decimal(10**30), 10**30),
+    pa.decimal128(30, 20): (decimal.Decimal("1.00000000000000000001"), None),
+    pa.map_(pa.string(), pa.list_(pa.int8())): ([("a", [1]), ("b", [])], {"a": [1], "b": []}),
+    pa.map_(pa.string(), pa.float16()): ([], {}),
+    pa.map_(pa.int8(), pa.int8()): ([(1, 2)], None),
+    pa.float16(): (np.float16(0.5), 0.5),
+    pa.bool_(): (True, True),
+    pa.large_list(pa.dictionary(pa.int8(), pa.string())): (["a", None], ["a", None]),
+    pa.struct([("a", pa.int8()), ("b", pa.null())]): ({"a": 1}, {"a": 1}),
+    pa.duration("s"): (datetime.timedelta(1), None),
+    pa.duration("ns"): (1, None),
+    pa.month_day_nano_interval(): ((1, 2, 3), None),
+    pa.binary(): (b"a", None),
+    pa.large_binary(): (b"a", None),
+    pa.binary(1): (b"a", None),
+}
+PLACES = {  # whatever a row of a conversation may have beside the keys that are read
+    "message": lambda x: {"messages": [{"role": "user", "content": "a", "x": x}]},
+    "part": lambda x: {"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "x": x}]}]},
+    "arguments": lambda x: {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"x": x}}}]}]},
+    "tool": lambda x: {"messages": [{"role": "user", "content": "a"}], "tools": [{"name": "f", "x": x}]},
+}
+
+
+def nested(example, kind: pa.DataType) -> pa.DataType:
+    """Return the type of a value in which `...` has another type."""
+    if example is ...:
+        return kind
+    if isinstance(example, dict):
+        return pa.struct([(name, nested(value, kind)) for name, value in example.items()])
+    return pa.list_(nested(example[0], kind)) if isinstance(example, list) else pa.string()
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_values_of_every_type_are_those_of_json_or_an_error_that_names_them(place, tmp_path):
+    """Dates and times are text, maps are objects, and decimals are numbers, wherever they are."""
+    row, file = PLACES[place], tmp_path / "a.parquet"
+    for kind, (value, expected) in VALUES.items():
+        whole = pa.struct([(name, nested(example, kind)) for name, example in row(...).items()])
+        table = pa.Table.from_struct_array(pa.array([row(value), row(None)], whole))
+        wrong = WrongLines("data.path")
+        try:
+            pq.write_table(table, file)
+        except pa.ArrowNotImplementedError:  # Parquet has no such type
+            with pa.ipc.new_file(str(file), table.schema) as writer:
+                writer.write_table(table)
+        found = [each for _, each in records(file, wrong, reading.COLUMNS, conversation)]
+        if expected is not None:
+            wrong.check()
+            assert json.loads(found[0].key) == json.loads(conversation(row(expected)).key), kind
+            assert b'"x"' not in found[1].key, kind
+            continue
+        with pytest.raises(InputError, match=r"^data\.path: '.*a\.parquet', row 1: expected .* in '.*x', found "):
+            wrong.check()
 
 
 def test_rows_of_token_ids_are_documents_as_they_are(tiny, tokenizer, written, tmp_path):

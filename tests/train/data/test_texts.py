@@ -1,5 +1,6 @@
 """Tokenizers are read within limits; texts are split and joined to documents without changes."""
 
+import base64
 import json
 import re
 from pathlib import Path
@@ -64,15 +65,16 @@ def test_a_tokenizer_lists_its_ids(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "found one that fails: Cannot instantiate Tokenizer"),
+        (b"", "found one that fails: Expecting value"),
         (b"{}", "found one that fails: Cannot instantiate Tokenizer"),
-        (b"\xff\xfe", "found one that fails: Cannot instantiate Tokenizer"),
-        (b"[" * 10**6, "found one that fails: Cannot instantiate Tokenizer"),
+        (b'{"model": {}, "model": {}}', "found one that fails: expected each key of an object once, found one twice"),
+        (b"\xff\xfe", "found one that fails: "),
+        (b"[" * 10**6, "found one that fails: maximum recursion depth exceeded"),
         (b'{"version": "1.0", "added_tokens": [], "model": {"type": "BPE", "vocab": {}, "merges": []}}', "expected 1 to 16,777,216 tokens"),
         (words_of({"a": 0, "b": 2**31}), "expected ids below 16,777,216, found 2,147,483,648; give a tokenizer with smaller"),
         (None, "cannot read .*: it is larger than 128 MiB"),
     ],
-    ids=["empty", "no keys", "bytes", "deep", "no tokens", "large id", "large"],
+    ids=["empty", "no keys", "twice", "bytes", "deep", "no tokens", "large id", "large"],
 )
 def test_a_file_that_is_not_a_tokenizer_is_refused(content, message, tmp_path):
     path = tmp_path / "tokenizer.json"
@@ -194,7 +196,7 @@ def test_each_document_ends_with_the_end_of_text_once(tokenizer):
     assembler, documents = assembled(pieces, tokenizer)
     assert documents == [f"one more{end}", f"two{end}", f"three{end}", f"four{end}"]
     assert (assembler.documents, assembler.empty) == (4, 2)
-    assert assembler.left_out() == "2 empty documents left out, the first is 'a.txt'"
+    assert next(assembler.remarks()) == "2 empty documents left out, the first is 'a.txt'"
 
 
 def test_prompts_and_answers_are_one_document(tokenizer, tmp_path):
@@ -203,7 +205,7 @@ def test_prompts_and_answers_are_one_document(tokenizer, tmp_path):
     pieces = list(texts.pieces(["a"], [tmp_path / "a.jsonl"], "prompts", 0.0, Keys(), "data.path"))
     assembler, documents = assembled(pieces, tokenizer)
     assert documents == [("2 + 2 = ", "2 + 2 = 4<|endoftext|>"), ("", "all<|endoftext|>")]
-    assert assembler.left_out().endswith("a.jsonl', line 3")
+    assert next(assembler.remarks()).endswith("a.jsonl', line 3")
 
 
 @pytest.mark.parametrize(
@@ -293,3 +295,88 @@ def test_which_json_lines_are_held_out_depends_on_their_text_only(tmp_path):
     assert 20 < len(selected) < 60
     assert held_out("b", lines[50:] + lines[:50]) == selected
     assert held_out("c", lines[:100]) == selected & {f"line {i}" for i in range(100)}
+
+
+def declared(**parts) -> bytes:
+    """Return a tokenizer.json with these parts."""
+    return json.dumps(json.loads(words_of({"a": 0, "b": 1})) | parts).encode()
+
+
+def chain(kind: str, name: str, steps: list) -> dict:
+    return {kind: {"type": "Sequence", name: steps}}
+
+
+def replace(pattern: str, content: str, kind: str = "String") -> dict:
+    return {"type": "Replace", "pattern": {kind: pattern}, "content": content}
+
+
+def charsmap(text: str) -> dict:
+    """Return the map of SentencePiece in which no trie leads to this text; the library reads it only where a text is tokenized."""
+    return {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(bytes(4) + text.encode() + b"\0").decode()}
+
+
+BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+TWICE = {"type": "TemplateProcessing", "single": [{"Sequence": {"id": "A", "type_id": 0}}] * 2, "pair": [], "special_tokens": {}}
+MANY = TWICE | {
+    "single": [{"Sequence": {"id": "A", "type_id": 0}}, {"SpecialToken": {"id": "b", "type_id": 0}}],
+    "special_tokens": {"b": {"id": "b", "ids": [1] * 1001, "tokens": ["b"] * 1001}},
+}
+ADDED = {"id": 2, "content": "a" * 2**16, "single_word": False, "lstrip": False, "rstrip": False, "normalized": True, "special": False}
+GROWTH = "to make at most 4,096 characters of one, found"
+HOSTILE = {
+    "issue": (chain("normalizer", "normalizers", [replace("a", "aa")] * 30), f"the normalizer and pre_tokenizer {GROWTH} up to 8,192"),
+    "longer": (chain("normalizer", "normalizers", [replace("ab", "abb"), replace("b", "ab")] * 30), GROWTH),
+    "expression": (chain("normalizer", "normalizers", [replace("(?=.)", "aa", "Regex")] * 30), GROWTH),
+    "class": (chain("normalizer", "normalizers", [replace("[a-z]", "aa", "Regex")] * 30), GROWTH),
+    "begin": (chain("normalizer", "normalizers", [{"type": "Prepend", "prepend": "a" * 10**5}]), f"{GROWTH} up to 100,001"),
+    "nested": (chain("normalizer", "normalizers", [chain("x", "normalizers", [replace("a", "a" * 200)] * 2)["x"]] * 2), GROWTH),
+    "hidden": ({"normalizer": {"type": "Replace", "normalizers": []} | replace("a", "a" * 10**5)}, GROWTH),
+    "bytes": (chain("normalizer", "normalizers", [{"type": "ByteLevel"}] * 30), GROWTH),
+    "unicode": (chain("normalizer", "normalizers", [replace("a", "\ufdfa"), {"type": "NFKD"}] * 30), GROWTH),
+    "map": (chain("normalizer", "normalizers", [charsmap("x" * 10**5)]), GROWTH),
+    "steps": (chain("normalizer", "normalizers", [{"type": "Lowercase"}] * 1001), "at most 1,000 steps of the normalizer, found more"),
+    "words": (chain("pre_tokenizer", "pretokenizers", [BYTES] * 30), GROWTH),
+    "both": (chain("pre_tokenizer", "pretokenizers", [BYTES] * 4) | {"normalizer": replace("a", "a" * 100)}, GROWTH),
+    "decoder": (chain("decoder", "decoders", [replace("a", "aa")] * 30), f"the decoder {GROWTH}"),
+    "template": (chain("post_processor", "processors", [TWICE] * 30), "each text once in single of the post_processor, found one twice"),
+    "around": (chain("post_processor", "processors", [MANY]), "at most 1,000 tokens around a text in single of the .*, found 1,001"),
+    "added": (
+        {"added_tokens": [ADDED], "normalizer": replace("a", "a" * 2000)},
+        "added_tokens of at most 67,108,864 .*, found 131,072,000",
+    ),
+    "token": (words_of({"a": 0, "b" * 5000: 1}), "tokens of at most 4,096 characters, found one of 5,000"),
+    "slow": ({"pre_tokenizer": {"type": "Split", "pattern": {"Regex": "(a+a?a+)+$"}, "behavior": "Isolated", "invert": False}}, "found"),
+    "prefix": ({"model": {"type": "BPE", "vocab": {"a": 0}, "merges": [], "continuing_subword_prefix": "a" * 2000}}, "found 2,000"),
+    "word": ({"model": {"type": "WordPiece", "vocab": {"a": 0}, "max_input_chars_per_word": 10**6, "unk_token": "a"}}, "found 1,000,000"),
+}
+
+
+@pytest.mark.parametrize(("parts", "message"), HOSTILE.values(), ids=HOSTILE)
+def test_a_tokenizer_that_makes_texts_much_longer_or_takes_long_is_refused(parts, message, tmp_path):
+    (tmp_path / "tokenizer.json").write_bytes(parts if isinstance(parts, bytes) else declared(**parts))
+    with pytest.raises(InputError, match=rf"^data\.tokenizer: .*: expected .*{message}.*"):
+        load(tmp_path / "tokenizer.json")
+
+
+N = library.normalizers
+USUAL = {  # as well-known models have them
+    "albert": N.Sequence([N.Replace("``", '"'), N.Replace("''", '"'), N.NFKD(), N.StripAccents(), N.Lowercase()]),
+    "bert": N.BertNormalizer(),
+    "clip": N.Sequence([N.NFC(), N.Replace(library.Regex(r"\s+"), " "), N.Lowercase()]),
+    "llama": N.Sequence([N.Prepend("\u2581"), N.Replace(" ", "\u2581")]),
+    "signs": N.Sequence([N.Replace(chr(0x2010 + i), "...") for i in range(40)] + [N.Replace(library.Regex(r"[a-z]{2,}|\s\s+"), "ab")] * 40),
+}
+
+
+@pytest.mark.parametrize("name", USUAL)
+def test_usual_normalizers_and_expressions_are_read(name, tmp_path):
+    rules = library.Tokenizer(library.models.WordLevel({"a": 0}, unk_token="a"))
+    rules.normalizer = USUAL[name]
+    expression = library.Regex(
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
+    rules.pre_tokenizer = library.pre_tokenizers.Sequence(
+        [library.pre_tokenizers.Split(expression, "isolated"), library.pre_tokenizers.ByteLevel()]
+    )
+    rules.save(str(tmp_path / "tokenizer.json"))
+    load(tmp_path / "tokenizer.json")

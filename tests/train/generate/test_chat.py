@@ -90,7 +90,7 @@ def test_ctrl_c_stops_an_answer_and_the_conversation_goes_on(run, folder, monkey
 
 def test_a_conversation_leaves_no_process(run, folder, monkeypatch):
     processes = []
-    monkeypatch.setattr(Renderer, "close", lambda self, close=Renderer.close: (processes.append(self._process), close(self)))
+    monkeypatch.setattr(Renderer, "close", lambda self, close=Renderer.close: (processes.extend(self._processes.values()), close(self)))
     assert run(str(folder), "--chat", said="w3\n")[0] == 0
     assert processes[-1].returncode is not None
 

@@ -23,6 +23,7 @@ from jpipe.processes.addresses import is_loopback, private_loopback
 from jpipe.processes.channel._channel import Channel, Limits
 from jpipe.processes.channel._coordinator import Beat
 from jpipe_train.launch import distributed, jax_runtime, rendezvous
+from jpipe_train.launch.local import launch
 from jpipe_train.launch.numeric_settings import _MAY_DIFFER, numeric_settings
 from jpipe_train.launch.rendezvous import Address, Meeting
 
@@ -452,6 +453,47 @@ def test_gloo_listens_at_a_loopback_address(monkeypatch):
     monkeypatch.setattr(xla_bridge, "make_cpu_client", lambda collectives: collectives)
     jax_internals.keep_gloo_at("127.0.0.1")
     assert (registered["cpu"](), hostnames) == ("gloo", ["127.0.0.1"])
+
+
+DISTURBED = """
+import pathlib, sys
+import jax
+from jpipe.processes import _connections
+from jpipe_train import cli
+
+def connect(self):
+    raise jax.errors.JaxRuntimeError("Gloo context initialization failed: Connection closed by peer")
+
+if sys.argv[-1] == "1" and not pathlib.Path("disturbed").exists():
+    pathlib.Path("disturbed").touch()
+    for kind in vars(_connections).values():
+        if isinstance(kind, type) and hasattr(kind, "connect"):
+            kind.connect = connect
+sys.exit(cli.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.slow
+def test_a_start_in_which_gloo_is_disturbed_is_started_again(tmp_path, monkeypatch, capfd):
+    """In one process the connections fail at the first start, as they do when somebody else connects to gloo's ports."""
+    (tmp_path / "text.txt").write_text("the quick brown fox " * 500)
+    config = {
+        "run": {"dir": "run"},
+        "data": {"format": "bytes", "path": "text.txt"},
+        "model": {"vocab_size": 256, "seq_len": 16, "width": 16, "depth": 2, "heads": 2},
+        "train": {"steps": 2, "batch_size": 4, "eval_every": 2, "eval_batches": 1, "trace_batches": 0},
+        "plan": {"num_stages": 2, "microbatches": 2},
+        "log": [],
+    }
+    (tmp_path / "config.yaml").write_text(json.dumps(config))
+    monkeypatch.chdir(tmp_path)
+    code = launch.main(2, ["train", "config.yaml"], max_restarts=1, program=(sys.executable, "-c", DISTURBED), pause=0.0)
+    printed = "".join(capfd.readouterr())
+    assert code == 0
+    assert "the processes cannot be connected: Gloo context initialization failed" in printed
+    assert "; start the run again" in printed
+    assert re.search(r"process [01] ended with exit code 1; .*starting all again in 0 s \(1 of 1\)", printed)
+    assert (tmp_path / "run" / "checkpoints").is_dir()
 
 
 def test_a_secret_comes_from_a_file_or_the_environment(tmp_path, monkeypatch):

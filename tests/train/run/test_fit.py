@@ -118,6 +118,29 @@ def test_a_resumed_run_equals_an_undisturbed_one_bit_for_bit(tmp_path):
     np.testing.assert_array_equal(pipe.predict(complete.state, X), pipe.predict(result.state, X))
 
 
+def test_epochs_are_the_steps_that_have_all_their_rows(tmp_path):
+    """30 rows of 20 are four batches of eight; the fifth batch of a list of four is its first one again."""
+    assert fit_data.load(ARRAYS, None, 8, 2, 0, None, 1.5)[0].steps == 4
+    data, _ = fit_data.load(BATCHES[:4], None, None, 2, 0, None, 1.25)
+    assert data.steps == 5
+    np.testing.assert_array_equal(data.train[4][0][:], BATCHES[0][0])
+    for losses in (2, 0):  # the second call finds nothing left to train
+        found, result = losses_of(pipeline(), ARRAYS, epochs=0.5, batch_size=8, run_dir=tmp_path / "run")
+        assert (len(found), result.summary.steps) == (losses, 2)
+
+
+@pytest.mark.slow
+def test_a_run_in_epochs_resumes_with_more_of_them(tmp_path):
+    whole, _ = losses_of(pipeline(), ARRAYS, steps=8, batch_size=8)
+    arguments = {"run_dir": tmp_path / "run"}
+    first, _ = losses_of(pipeline(), ARRAYS, epochs=2, batch_size=8, **arguments)
+    second, result = losses_of(pipeline(), ARRAYS, epochs=3, batch_size=8, **arguments)
+    assert first + second == whole
+    assert (len(first), result.summary.steps) == (5, 8)
+    _, result = losses_of(pipeline(), ARRAYS, epochs=4, batch_size=4, **arguments)  # 16 rows are left
+    assert result.summary.steps == 12
+
+
 @pytest.mark.slow
 def test_a_run_goes_on_from_a_state(tmp_path):
     whole, _ = losses_of(pipeline(), ARRAYS, steps=8, batch_size=8)
@@ -242,6 +265,14 @@ def test_data_that_can_only_be_iterated_are_refused(data, found, name):
         ({"data": ARRAYS, "batch_size": 21}, "batch_size: expected a number from 1 to 20, the rows of data, found 21"),
         ({"data": (X, X[:5]), "batch_size": 4}, r"data: expected arrays with as many rows each.* found the shapes \[20, 4\], \[5, 4\]"),
         ({"steps": 13}, "data: expected a batch for each of 13 steps, found a list of 12; repeat them, or lower steps"),
+        ({"epochs": 2}, "fit: expected either steps or epochs, found steps=2 and epochs=2; give one of them"),
+        ({"steps": None}, "fit: expected either steps or epochs, found neither; give one of them"),
+        ({"steps": None, "epochs": -1}, "fit: epochs: expected a number above 0 and at most 1,000,000, found -1"),
+        (
+            {"steps": None, "epochs": 1, "data": lambda t: BATCHES[t]},
+            "fit: epochs: expected data of known length, .* found a function without",
+        ),
+        ({"steps": None, "epochs": 1, "data": ARRAYS}, "data: expected batches .* found arrays; give batch_size"),
         ({"steps": 0}, "fit: train.steps: expected greater than or equal to 1, found 0"),
         ({"data": [[1, 2]] * 2}, r"data: expected batch 0 to be \(inputs, labels\).* found a list; return a tuple of two"),
         ({"data": [(X[:8], 1)] * 2}, r"found in it a int; use np\.asarray"),

@@ -8,6 +8,7 @@ from pydantic import AfterValidator, Field, field_serializer, model_serializer, 
 from jpipe.errors import short
 from jpipe_train.config.section import MOST_ROWS, Count, Section
 
+MOST_EPOCHS = 10**6
 Mode = Literal["min", "max"]
 """Whether lower or higher values of a result are better."""
 _RESULT = re.compile(r"val_[A-Za-z]\w{0,80}")
@@ -65,7 +66,7 @@ class TrainConfig(Section):
     """
 
     steps: Count | None = 200
-    epochs: Annotated[float, Field(gt=0, le=10**6)] | None = None
+    epochs: Annotated[float, Field(gt=0, le=MOST_EPOCHS)] | None = None
     batch_size: Count = 32
     log_every: Count = 1
     eval_every: Count = 50

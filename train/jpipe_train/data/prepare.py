@@ -91,8 +91,8 @@ def prepare(
     loaded = tokenizers.load(tokenizer, "--tokenizer", end_of_text)
     with _interrupt_reported(out), new_folder(target, "--out") as place:
         index, assembler = _written(place, files, loaded, validation_fraction, shard_tokens, reporter)
-    if left_out := assembler.left_out():
-        reporter.say(left_out)
+    for line in assembler.remarks():
+        reporter.say(line)
     for line in described(out, index):
         reporter.say(line)
     return index
@@ -268,6 +268,7 @@ def _add_conversations(files: Files, found: _Found, assembler: texts.Assembler, 
     ):
         for read in _shown(reading.read(found.paths, renderer, tokenizer, fraction, "SOURCE"), advance):
             held_out = read.held_out or read.place.file in found.held_out
+            assembler.divided += read.number == 2
             assembler.add_document(read.tokenized.tokens, read.tokenized.answers, read.place, held_out=held_out)
             size += read.size
         end = next(iter(end_of_turn(renderer, tokenizer)[0]), tokenizer.end)

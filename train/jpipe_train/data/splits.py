@@ -397,7 +397,7 @@ def _of_texts(config: Config, parts: Sequence[Part]) -> Split:
         functools.partial(_digest, tokenizer.sha256, train, validation),
         tokenizer,
         place=(memory[0].place, memory[1].place) if data.format in ("prompts", "chat") else (None, None),
-        remarks=(assembler.left_out(),) if assembler.empty else (),
+        remarks=tuple(assembler.remarks()),
     )
 
 
@@ -418,4 +418,5 @@ def _add_conversations(data: DataConfig, parts: Sequence[Part], assembler: texts
             with sources.readable(where):
                 _, files = sources.find_files(path, where)
                 for read in reading.read(files, renderer, assembler.tokenizer, share, where):
+                    assembler.divided += read.number == 2
                     assembler.add_document(read.tokenized.tokens, read.tokenized.answers, read.place, held_out=read.held_out)

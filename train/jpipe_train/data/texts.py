@@ -140,6 +140,7 @@ class Assembler:
         tokens: how many tokens.
         empty: how many documents were left out: those without text, and prompts and conversations without an answer.
         first_empty: where the first of them is.
+        divided: how many conversations became several documents.
     """
 
     tokenizer: Tokenizer
@@ -148,6 +149,7 @@ class Assembler:
     tokens: int = 0
     empty: int = 0
     first_empty: Place | None = None
+    divided: int = 0
 
     def __post_init__(self) -> None:
         self._began = False  # whether a document is under way
@@ -171,11 +173,15 @@ class Assembler:
         self._write(held_out, tokens)
         self._end(held_out, answers, place)
 
-    def left_out(self) -> str:
-        """Describe how many documents were empty and where the first of them is, or return "" if there were none."""
-        if self.first_empty is None:
-            return ""
-        return f"{count(self.empty, 'empty document')} left out, the first is {self.first_empty}"
+    def remarks(self) -> Iterator[str]:
+        """Yield lines about documents that were left out, and conversations that became several."""
+        if self.first_empty is not None:
+            yield f"{count(self.empty, 'empty document')} left out, the first is {self.first_empty}"
+        if self.divided:
+            yield (
+                f"{count(self.divided, 'conversation')} learned as several texts, because the chat template writes an answer otherwise "
+                "once messages follow it"
+            )
 
     def _add_text(self, piece: Piece, tokens: np.ndarray) -> None:
         end = self.tokenizer.end

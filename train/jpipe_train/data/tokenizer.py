@@ -17,6 +17,7 @@ from jpipe.errors import nearest
 from jpipe.files import expanded, read_bytes
 from jpipe_train.config.section import AUTO
 from jpipe_train.console.terminal import first_line
+from jpipe_train.data.files import tokenizer_limits
 
 FILE = "tokenizer.json"
 MOST_BYTES = 2**27  # of a tokenizer.json; those of the largest vocabularies take a quarter of that
@@ -217,13 +218,19 @@ def load(path: str | Path, where: str, end_of_text: str | None = AUTO) -> Tokeni
     import tokenizers  # only here: most runs need none
 
     try:
+        expressions = tokenizer_limits.check_content(content)
         rules = tokenizers.Tokenizer.from_buffer(content)
         rules.no_padding()
         rules.no_truncation()
         if getattr(rules.model, "dropout", None):
             rules.model.dropout = None
         size = rules.get_vocab_size(with_added_tokens=True)
+        tokenizer_limits.check_vocabulary(rules.get_vocab(with_added_tokens=True))
+        if expressions:
+            tokenizer_limits.check_time(rules, expressions)
         plain, whole = (rules.encode("a", add_special_tokens=special).ids for special in (False, True))
+    except tokenizer_limits.TooMuch as error:
+        raise InputError(f"{where}: expected {error}; use the tokenizer of a model that you trust") from None
     except BaseException as error:
         raise _failed(error, f"{where}: expected a tokenizer.json of the tokenizers library") from None
     if not 1 <= size <= LARGEST_VOCABULARY:

@@ -3,8 +3,9 @@
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from numbers import Real
 from pathlib import Path
-from typing import Any, SupportsIndex, get_args
+from typing import Any, SupportsFloat, SupportsIndex, get_args
 
 import jax
 import pydantic
@@ -12,7 +13,7 @@ from rich.console import Console
 
 import jpipe
 from jpipe import InputError
-from jpipe.errors import explain, nearest
+from jpipe.errors import explain, nearest, short
 from jpipe_train.assemble.build import check_rows
 from jpipe_train.assemble.metrics import metrics as built_in_metrics
 from jpipe_train.checkpoint.resume import Resume, Resumed
@@ -20,6 +21,7 @@ from jpipe_train.checkpoint.resume import find as find_resumed
 from jpipe_train.config.config import CheckpointConfig, Config, EvalConfig
 from jpipe_train.config.config_file import to_yaml
 from jpipe_train.config.functions.entry_point import name_in_python
+from jpipe_train.config.train_config import MOST_EPOCHS
 from jpipe_train.console import interrupt
 from jpipe_train.console.progress import Reporter
 from jpipe_train.data.data import Data
@@ -61,7 +63,8 @@ def fit(
     pipe: jpipe.Pipeline,
     data: Any,
     *,
-    steps: SupportsIndex,
+    steps: SupportsIndex | None = None,
+    epochs: SupportsFloat | None = None,
     batch_size: SupportsIndex | None = None,
     eval_data: Any = None,
     eval_every: SupportsIndex = 50,
@@ -79,14 +82,14 @@ def fit(
     """Train a pipeline in the loop of `jpipe train`, with evaluation, and with checkpoints, logs and a report in a run folder.
 
     A run that resumes equals one that was not interrupted, bit for bit. Ctrl-C and SIGTERM end a run that writes checkpoints once one is
-    written; otherwise Ctrl-C raises KeyboardInterrupt, and the state is lost. All processes of a run call this once, with the same
-    arguments. Process 0 alone prints, writes and calls callbacks; all end after the same step.
+    written. All processes of a run call this once, with the same arguments. Process 0 alone prints, writes and calls callbacks.
 
     Args:
         pipe: the pipeline, compiled or not.
         data: batches as for `Pipeline.step`: an object with `data[t]`, such as a `grain.MapDataset` of batches, or a function of t; with
             `batch_size` the pair (inputs, labels) of arrays or trees of arrays, whose rows are shuffled anew in each epoch.
         steps: the number of batches, including those before a resume.
+        epochs: passes over `data`, in place of `steps`; batches need a length for it.
         batch_size: rows of a batch, where `data` are arrays.
         eval_data: arrays, or an object with some batches; all are evaluated before the first step, every `eval_every`, and at the end.
         eval_every: steps between evaluations.
@@ -106,14 +109,14 @@ def fit(
         InputError: an argument does not fit, such as data that can only be iterated; nothing was trained.
         RuntimeError: a loss is not finite, a device failed, or the disk is full.
         PeerLost: another process died, hung or stopped.
-        KeyboardInterrupt: Ctrl-C, in a run without checkpoints.
+        KeyboardInterrupt: Ctrl-C, in a run without checkpoints; the state is lost.
     """
     folder = _folder(run_dir, checkpoint, resume)
-    functions = {name: metric for name, metric in (metrics or {}).items() if not isinstance(metric, str)}
-    program = FromPython(state=state, metrics=functions, callbacks=Callbacks(callbacks))
+    length = _length(steps, epochs)
+    program = FromPython(None, state, {name: m for name, m in (metrics or {}).items() if not isinstance(m, str)}, Callbacks(callbacks))
     with interrupt.watched(), joined(jax.process_count(), _CONNECT_LIMIT, _WAIT_LIMIT) as together:
-        batches, rows = together.run_on_all(lambda: fit_data.load(data, eval_data, batch_size, pipe.plan.microbatches, seed, steps))
-        train = {"steps": steps, "batch_size": rows, "log_every": log_every, "eval_every": eval_every}
+        batches, rows = together.run_on_all(lambda: fit_data.load(data, eval_data, batch_size, pipe.plan.microbatches, seed, **length))
+        train = {**length, "batch_size": rows, "log_every": log_every, "eval_every": eval_every}
         config = together.run_on_all(lambda: _config(pipe, train, batches, metrics or {}, seed, folder, checkpoint, log))
         return _run(pipe, config, batches, program, resume, together, progress)
 
@@ -132,6 +135,22 @@ def _folder(run_dir: str | os.PathLike[str] | None, checkpoint: SupportsIndex | 
         if is_used:
             raise InputError(f"fit: {name} would mean nothing without run_dir, the folder of the run; give one, or leave it out")
     return None
+
+
+def _length(steps: SupportsIndex | None, epochs: Any) -> dict[str, Any]:
+    """Return the length of the run as a key of a config's section `train`.
+
+    Raises:
+        InputError: both are given or none, or `epochs` is no positive number.
+    """
+    if (steps is None) == (epochs is None):
+        found = "neither" if steps is None else f"steps={steps} and epochs={epochs}"
+        raise InputError(f"fit: expected either steps or epochs, found {found}; give one of them")
+    if epochs is None:
+        return {"steps": steps}
+    if isinstance(epochs, bool) or not isinstance(epochs, Real) or not 0 < float(epochs) <= MOST_EPOCHS:
+        raise InputError(f"fit: epochs: expected a number above 0 and at most {MOST_EPOCHS:,}, found {short(epochs)}; change it")
+    return {"epochs": float(epochs)}
 
 
 def _config(
@@ -179,12 +198,13 @@ def _run(
     together.run_on_all(lambda: logs.check(config) if together.is_first else None)
     facts = {"resume": str(resume), "callbacks": "some" if program.callbacks else "none"}
     together.agree(lambda: {"arguments of fit": to_yaml(config), **facts, **code_facts()})
-    rows, steps = config.train.batch_size, config.train.length
-    reporter = Reporter(steps, rows, "samples", _console(progress and together.is_first))
+    rows, epochs = config.train.batch_size, config.train.epochs
+    reporter = Reporter(batches.steps or config.train.length, rows, "samples", _console(progress and together.is_first))
     resumed = find_resumed(config, resume, together, reporter.say)
+    steps = together.run_on_all(lambda: fit_data.continued(batches, resumed, rows, epochs)).steps or config.train.length
 
     def build(resumed: Resumed | None) -> tuple[jpipe.Pipeline, Data]:
-        continued = together.run_on_all(lambda: _checked(pipe, config, fit_data.continued(batches, resumed, rows), program))
+        continued = together.run_on_all(lambda: _checked(pipe, config, fit_data.continued(batches, resumed, rows, epochs), program))
         together.agree(lambda: {"plan": pipe.plan.to_json(), "data": continued.digest()})
         return pipe, continued
 
@@ -192,6 +212,7 @@ def _run(
         if program.state is not None:
             reporter.say("state is ignored: it is for new runs, and this one resumes")
         if resumed.step >= steps:
+            config = config.model_copy(update={"train": config.train.model_copy(update={"steps": steps})})
             return _completed(config, build(resumed), together, resumed, reporter)
     elif program.state is not None and program.state.batch >= steps:
         raise InputError(f"fit: steps: expected more than the {program.state.batch} batches before state, found {steps}; raise it")

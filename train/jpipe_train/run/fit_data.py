@@ -11,6 +11,7 @@ import numpy as np
 
 from jpipe import InputError
 from jpipe_train.checkpoint.resume import Resumed
+from jpipe_train.config.section import MOST_ROWS
 from jpipe_train.console.terminal import count
 from jpipe_train.data import position
 from jpipe_train.data.arrays import RowsOfArrays
@@ -18,10 +19,17 @@ from jpipe_train.data.batched.order import Shuffled
 from jpipe_train.data.data import Batches, Data
 from jpipe_train.data.position import Ordered, Position
 from jpipe_train.data.rows import Batch, BatchesOfRows, Rows, when_sliced
+from jpipe_train.data.target_data import Repeated
 
 
 def load(
-    train: Any, held_out: Any, batch_size: SupportsIndex | None, microbatches: int, seed: SupportsIndex, steps: SupportsIndex
+    train: Any,
+    held_out: Any,
+    batch_size: SupportsIndex | None,
+    microbatches: int,
+    seed: SupportsIndex,
+    steps: SupportsIndex | None = None,
+    epochs: float | None = None,
 ) -> tuple[Data, int]:
     """Return the data of a run that begins, and the number of rows of a training batch.
 
@@ -31,30 +39,51 @@ def load(
         batch_size: rows of a batch, if `train` has rows; None if it has batches.
         microbatches: the number of microbatches of a batch.
         seed: shuffles rows.
-        steps: the number of batches of the run.
+        steps: the number of batches of the run; None: the run has `epochs`.
+        epochs: the number of passes over the data, if that is given in place of `steps`.
 
     Raises:
-        InputError: something has another form, or there is less data than the run needs.
+        InputError: something has another form, or there is less data than the run needs, or the length of an epoch is not known.
     """
     batches: Batches
     if batch_size is not None:
         rows = _python_number(batch_size)
         batches = _shuffled_rows(train, rows, _python_number(seed))
+        in_epoch: int | None = len(jax.tree.leaves(train)[0])
     else:
-        batches = _training_batches(train, _python_number(steps))
+        length = None if epochs is None or _is_arrays(train) else _batches_in_epoch(train)
+        needed = _python_number(steps) or 1 if epochs is None or length is None else position.rows_in(epochs, length)
+        again = length is not None and isinstance(train, list | tuple)
+        batches = _training_batches(Repeated(train) if again else train, needed)
         rows = len(jax.tree.leaves(batches[0])[0])
+        in_epoch = None if length is None else length * rows
     validation, copies = ([], ()) if held_out is None else _held_out(held_out, rows, max(rows // microbatches, 1))
     amount = f"{count(len(validation), 'batch', 'es')} for evaluation" if len(validation) else "no evaluation"
-    in_epoch = None if batch_size is None else len(jax.tree.leaves(train)[0])
     digest = partial(_digest, batches, validation)
-    return Data(batches, validation, _source(train), amount, digest, copies=copies, rows=in_epoch), rows
+    loaded = Data(batches, validation, _source(train), amount, digest, copies=copies, rows=in_epoch)
+    return _with_steps(loaded, position.start(rows), rows, epochs), rows
 
 
 def _python_number(value: Any) -> Any:
     return value.item() if isinstance(value, np.generic) else value
 
 
-def continued(data: Data, resumed: Resumed | None, rows: int) -> Data:
+def _with_steps(data: Data, first: Position, rows: int, epochs: float | None) -> Data:
+    """Return the data with the number of steps that its epochs have, if the run has epochs.
+
+    Raises:
+        InputError: they have too many.
+    """
+    if epochs is None:
+        return data
+    assert data.rows is not None
+    steps = position.steps_until(position.rows_in(epochs, data.rows), first, rows)
+    if steps > MOST_ROWS:
+        raise InputError(f"fit: epochs: expected at most {MOST_ROWS:,} steps, found {steps:,} of {data.rows:,} rows an epoch; lower it")
+    return replace(data, steps=steps)
+
+
+def continued(data: Data, resumed: Resumed | None, rows: int, epochs: float | None = None) -> Data:
     """Return the data of a run that resumes; with another batch size, rows of arrays are batched anew from the next row on.
 
     Raises:
@@ -69,7 +98,7 @@ def continued(data: Data, resumed: Resumed | None, rows: int) -> Data:
             f"data: expected batches of as many rows as those before the checkpoint of step {resumed.step}, found batches of {rows} rows; "
             "make them as large, or begin another run in another run_dir"
         )
-    return replace(data, train=data.train.continued(begins), first=begins.batch)
+    return _with_steps(replace(data, train=data.train.continued(begins), first=begins.batch), begins, rows, epochs)
 
 
 @dataclass(frozen=True)
@@ -146,6 +175,21 @@ def _as_numpy(leaf: Any) -> Any:
     if isinstance(leaf, Rows):
         return leaf[:]
     return np.asarray(leaf) if isinstance(leaf, jax.Array) else leaf
+
+
+def _batches_in_epoch(train: Any) -> int:
+    """Return the number of batches of an epoch.
+
+    Raises:
+        InputError: it is not known.
+    """
+    length = len(train) if hasattr(train, "__getitem__") and hasattr(train, "__len__") else None
+    if not length or length > MOST_ROWS:
+        found = f"a {type(train).__name__} {'without' if length is None else 'of none' if not length else 'without end'}"
+        raise InputError(
+            f"fit: epochs: expected data of known length, arrays with batch_size or batches with a len(), found {found}; give steps instead"
+        )
+    return length
 
 
 def _training_batches(train: Any, steps: int) -> Batches:

@@ -32,7 +32,7 @@ def test_what_the_assistant_writes_is_learned_with_the_end_of_its_turn(style, ma
         for messages, tools, answers in CONVERSATIONS.values():
             if style == "mistral" and tools:
                 continue
-            (conversation,) = tokenized([renderer.answers(messages, tools)], tokenizer)
+            (conversation,) = tokenized(renderer.answers(messages, tools), tokenizer)
             assert tokenizer.rules.decode(conversation.tokens.tolist(), skip_special_tokens=False) == conversation.text
             learned = [
                 tokenizer.rules.decode(conversation.tokens[a:b].tolist(), skip_special_tokens=False) for a, b in conversation.answers
@@ -159,19 +159,33 @@ def test_a_wrong_line_is_named(line, message, tiny, chat_folders, tmp_path):
         data.load(configured(tiny, chat_folders["mistral"], written(tmp_path / "a.jsonl", [line])))
 
 
-def test_several_wrong_lines_are_named_together_and_a_template_that_rewrites_turns_is_refused(tiny, chat_folders, tmp_path):
-    """As a template that leaves out the reasoning of earlier answers does."""
+def test_several_wrong_lines_are_named_together(tiny, chat_folders, tmp_path):
+    path = written(tmp_path / "a.jsonl", [{"messages": [MESSAGE, {"role": "assistant", "content": "a"}]}, {"messages": [MESSAGE] * 2}, 3])
+    with pytest.raises(InputError, match=r"2 lines are wrong: '.*', line 2: the chat template fails: Conversation roles .*; '.*', line 3"):
+        data.load(configured(tiny, chat_folders["mistral"], path))
+
+
+def test_a_template_that_leaves_out_earlier_reasoning_gives_a_text_for_each_question(tiny, chat_folders, tmp_path, capsys):
     source = templates.template("qwen", marked=False).replace(
         "{{- message.content }}", "{{- message.content.split('</think>')[-1] if not loop.last else message.content }}", 1
     )
     (tmp_path / "t.jinja").write_text(source)
     answer = {"role": "assistant", "content": "<think>so</think>yes"}
-    path = written(tmp_path / "a.jsonl", [{"messages": [MESSAGE, answer]}, {"messages": [MESSAGE, answer, MESSAGE, answer]}, 3])
-    with pytest.raises(
-        InputError,
-        match=r"2 lines are wrong: '.*', line 2: the chat template fails: expected the template to write message 2 .*; '.*', line 3",
-    ):
-        data.load(configured(tiny, chat_folders["qwen"], path, chat_template=str(tmp_path / "t.jinja")))
+    path = written(tmp_path / "a.jsonl", [{"messages": [MESSAGE, answer] * 2}] * 2)
+    config = configured(tiny, chat_folders["qwen"], path, chat_template=str(tmp_path / "t.jinja"))
+    loaded = data.load(config)
+    assert loaded.remarks[0] == (
+        "4 conversations learned as several texts, because the chat template writes an answer otherwise once messages follow it"
+    )
+    tokenizer = tokenizers.load(config.data.tokenizer, "data.tokenizer")
+    labels = loaded.train[0][1][:]
+    learned = tokenizer.rules.decode(labels[0][labels[0] >= 0].tolist(), skip_special_tokens=False)
+    assert learned.replace("<think>so</think>yes<|im_end|>", "") == ""
+    (tmp_path / "c.yaml").write_text(json.dumps({"data": config.model_dump()["data"]}))
+    assert cli.main(["data", "show", str(tmp_path / "c.yaml"), "--count", "1"]) == 0
+    shown = capsys.readouterr().out
+    assert re.findall(r"line (\d), text (\d) of 2", shown) == [("1", "1"), ("1", "2")]
+    assert shown.count("[[<think>so</think>yes<|im_end|>]]") == 2
 
 
 def test_a_template_that_cannot_be_compiled_is_one_error(tiny, chat_folders, tmp_path):
@@ -204,17 +218,30 @@ def test_a_template_that_cannot_be_found_or_read_is_reported(settings, chosen, m
         template.find(tokenizers.load(tmp_path / "tokenizer.json", "data.tokenizer"), chosen)
 
 
-def test_the_file_beside_the_tokenizer_comes_first_and_named_templates_are_for_tools(chat_folders, tmp_path):
+def test_templates_are_found_where_transformers_finds_them(chat_folders, tmp_path):
+    """The files of templates come first; conversations with tools have one of their own, whichever came before them."""
+
+    def found(*tools: list | None) -> list[str]:
+        with Renderer(template.find(tokenizers.load(tmp_path / "tokenizer.json", "data.tokenizer"))) as renderer:
+            return [renderer.text([MESSAGE], each) for each in tools]
+
     shutil.copyfile(chat_folders["qwen"] / "tokenizer.json", tmp_path / "tokenizer.json")
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "of a processor"}))
+    assert found(None, [{}]) == ["of a processor"] * 2
     named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "with tools"}]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named, "eos_token": "E"}))
-    tokenizer = tokenizers.load(tmp_path / "tokenizer.json", "data.tokenizer")
-    found = template.find(tokenizer)
-    with Renderer(found) as renderer:
-        assert [renderer.text([MESSAGE], tools) for tools in (None, [{}], None)] == ["plain", "with tools", "plain"]
+    assert found(None, [{}], None, []) == ["plain", "with tools", "plain", "with tools"]
     (tmp_path / "chat_template.jinja").write_text("file{{ eos_token }}")
-    with Renderer(template.find(tokenizer)) as renderer:
-        assert renderer.text([MESSAGE]) == "fileE"
+    assert found(None, [{}]) == ["fileE"] * 2
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("file with tools")
+    (tmp_path / "additional_chat_templates" / "rag.jinja").write_text("file with documents")
+    assert found(None, [{}]) == ["fileE", "file with tools"]
+    (tmp_path / "chat_template.jinja").unlink()
+    with pytest.raises(
+        InputError, match=r"additional_chat_templates': expected chat_template\.jinja beside it, found \['rag', 'tool_use'\]"
+    ):
+        found(None)
 
 
 def test_show_prints_the_text_with_what_is_learned(chat_folders, tmp_path, capsys):

@@ -101,13 +101,13 @@ def _raise(what):
 def test_a_process_that_ended_is_started_again_and_none_is_left(tmp_path):
     with renderer("{% if messages[0].content == 'loop' %}" + NESTED + "{% endif %}{{ messages[0].content }}") as one:
         assert one.text(MESSAGES) == "hi"
-        first = one._process.pid
+        (first,) = (process.pid for process in one._processes.values())
         assert one.text(MESSAGES) == "hi"
-        assert one._process.pid == first
+        assert [process.pid for process in one._processes.values()] == [first]
         with pytest.raises(Ended):
             one.text([{"role": "user", "content": "loop"}])
         assert one.text(MESSAGES) == "hi"
-        last = one._process.pid
+        (last,) = (process.pid for process in one._processes.values())
     for number in (first, last):
         with pytest.raises(ProcessLookupError):
             os.kill(number, 0)
@@ -132,7 +132,7 @@ def test_equal_conversations_give_equal_texts_on_every_day():
         ("{% set t %}{% generation %}{{ messages[1].content }}{% endgeneration %}{% endset %}ab{{ t }}", "outside of macros"),
         (
             "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}<think>{% endif %}",
-            "message 2 to begin as add_gen",
+            "the text up to message 2 to begin as add_gen",
         ),
         ("{{ messages[1].content }}", "the template does not render message 2 or those before it alone"),
     ],
@@ -144,9 +144,58 @@ def test_answers_are_found_or_the_conversation_is_refused(source, spans):
             with pytest.raises(Failure, match=spans):
                 one.answers(MESSAGES)
             return
-        text, answers, is_marked = one.answers(MESSAGES)
+        ((text, answers, is_marked),) = one.answers(MESSAGES)
     assert [text[start:stop].rstrip() for start, stop in answers] == spans
     assert is_marked == ("generation %" in source)
+
+
+REASONING = """{% set ns = namespace(last=-1) %}
+{%- for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}
+{%- for m in messages %}<|{{ m.role }}|>
+{% if m.role == 'assistant' and loop.index0 > ns.last %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}<|end|>
+{% endfor %}{% if add_generation_prompt %}<|assistant|>
+{% endif %}"""
+"""Leaves out the reasoning of answers before the last question, as Qwen3's does."""
+CLOSING = """{% for m in messages %}<|{{ m.role }}|>
+{{ m.content }}<|end|>
+{% endfor %}{% if add_generation_prompt %}<|assistant|>
+{% else %}<|endoftext|>{% endif %}"""
+"""Ends a conversation with one more token, as Phi-3's does."""
+TURNS = [
+    {"role": role, "content": content, "reasoning_content": f"why {content}"}
+    for role, content in (
+        ("system", "s"),
+        ("user", "a"),
+        ("assistant", "call"),
+        ("tool", "b"),
+        ("assistant", "c"),
+        ("user", "d"),
+        ("assistant", "e"),
+        ("user", "f"),
+    )
+]
+
+
+@pytest.mark.parametrize(("source", "each"), [(REASONING, [2, 1]), (CLOSING, [1, 1, 1])], ids=["reasoning", "end of a conversation"])
+def test_an_answer_that_later_messages_change_is_learned_as_it_was_at_its_end(source, each):
+    """Jinja itself says what the model gets before each answer, and what it should write."""
+
+    def rendered(messages: list, asks: bool) -> str:
+        return rendering.environment().from_string(source).render(messages=messages, add_generation_prompt=asks)
+
+    expected = {
+        (before := rendered(TURNS[:i], True), rendered(TURNS[: i + 1], False).removeprefix(before).rstrip())
+        for i, turn in enumerate(TURNS)
+        if turn["role"] == "assistant"
+    }
+    with renderer(source) as one:
+        texts = one.answers(TURNS)
+        assert [len(found.answers) for found in texts] == each
+        learned = [(found.text[:start], found.text[start:stop].rstrip()) for found in texts for start, stop in found.answers]
+        assert (len(learned), set(learned)) == (len(expected), expected)
+        assert one.answers(TURNS[:2]) == [(rendered(TURNS[:2], False), (), False)]
+    with renderer(source, characters=len(texts[0].text) + 10) as small, pytest.raises(Failure, match="expected at most"):
+        small.answers(TURNS)
 
 
 def test_parts_of_a_content_are_given_as_they_are_to_a_template_that_knows_them():
@@ -155,3 +204,5 @@ def test_parts_of_a_content_are_given_as_they_are_to_a_template_that_knows_them(
     for source, text in ((knows, "[a][b]"), ("{{ messages[0].content }}", "ab"), ("{{ '<' + messages[0].content }}", "<ab")):
         with renderer(source) as one:
             assert one.text([{"role": "user", "content": parts}]) == text
+    with renderer(knows) as one:  # a template of a model that reads pictures, too
+        assert one.text([{"role": "user", "content": "ab"}]) == "[ab]"

@@ -55,10 +55,32 @@ def test_texts_tokens_and_masks_equal_those_of_transformers(chat_folders, tmp_pa
         (tmp_path / "t.jinja").write_text(source)
         clean = [{key: value for key, value in message.items() if value is not None} for message in messages]
         with Renderer(template.find(tokenizer, str(tmp_path / "t.jinja"))) as renderer:
-            (ours,) = tokenized([renderer.answers(clean, tools)], tokenizer)
+            (ours,) = tokenized(renderer.answers(clean, tools), tokenizer)
             assert renderer.text(clean[:-1], tools, generation_prompt=True) == prompt
         assert (ours.text, ours.tokens.tolist()) == (text, ids)
         mask = masks if any(masks) else mask
         learned = [int(any(start <= i < stop for start, stop in ours.answers)) for i in range(len(ids))]
         assert learned == mask or source == own
         assert any(mask)
+
+
+SAVES = """
+import json, sys
+from transformers import PreTrainedTokenizerFast
+(folder, out), tools = json.load(sys.stdin)
+tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+tokenizer.chat_template = {"default": "plain", "tool_use": "{{ tools | tojson }}{{ eos_token }}", "rag": "documents"}
+tokenizer.save_pretrained(out)
+tokenizer = PreTrainedTokenizerFast.from_pretrained(out)
+messages = [{"role": "user", "content": "a"}]
+json.dump([tokenizer.apply_chat_template(messages, tokenize=False, tools=each) for each in tools], sys.stdout)
+"""
+
+
+@pytest.mark.slow
+def test_a_folder_with_several_templates_is_read_as_transformers_reads_it(chat_folders, tmp_path):
+    tools = [None, TOOLS, []]
+    request = json.dumps([[str(chat_folders["qwen"]), str(tmp_path / "saved")], tools])
+    texts = json.loads(torch.run("-c", SAVES, request=request))
+    with Renderer(template.find(tokenizers.load(tmp_path / "saved" / "tokenizer.json", "data.tokenizer"))) as renderer:
+        assert [renderer.text([{"role": "user", "content": "a"}], each) for each in tools] == texts

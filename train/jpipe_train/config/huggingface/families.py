@@ -6,7 +6,9 @@ change what the model computes, and how tensors are called. Any other key is an 
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from jpipe_train.config.huggingface.experts import experts
 from jpipe_train.config.huggingface.parts import (
@@ -101,6 +103,9 @@ IGNORED = frozenset(
         # Defaults of generation that older versions of transformers kept here.
         *("max_length", "min_length", "max_new_tokens", "do_sample", "early_stopping", "num_beams", "num_beam_groups", "diversity_penalty"),
         *("temperature", "top_k", "top_p", "typical_p", "repetition_penalty", "length_penalty", "no_repeat_ngram_size", "bad_words_ids"),
+        # What PretrainedConfig of transformers 1 to 4 wrote into each file.
+        *("_num_labels", "output_past", "xla_device", "tf_legacy_loss", "output_hiddend_states", "eos_token_ids", "gradient_checkpointing"),
+        "_flash_attn_2_enabled",
         *("encoder_no_repeat_ngram_size", "num_return_sequences", "output_scores", "return_dict_in_generate", "forced_bos_token_id"),
         *("forced_eos_token_id", "remove_invalid_values", "exponential_decay_length_penalty", "suppress_tokens", "begin_suppress_tokens"),
         *("cache_implementation", "prefix", "transformers.js_config", "unsloth_version", "unsloth_fixed"),
@@ -113,16 +118,21 @@ COMMON = (
     one("vocab_size", "vocab_size", Size),
     *(only(key, False) for key in ("is_decoder", "is_encoder_decoder", "add_cross_attention", "tie_encoder_decoder")),
     *(only(key, None) for key in ("quantization_config", "cross_attention_hidden_size", "per_layer_config")),
+    Part({"pruned_heads": (Annotated[dict[str, Any], Field(max_length=0)], {})}, lambda *_: {}, lambda _: {}),
 )
 """The parts of all families."""
 
-_SIZES = (
-    one("num_hidden_layers", "depth", Depth),
-    one("hidden_size", "width", Size),
-    one("num_attention_heads", "heads", Size),
-    one("intermediate_size", "mlp_width", Size),
-    one("max_position_embeddings", "max_positions", Size),
-)
+
+def _sizes(positions: Any = ...) -> tuple[Part, ...]:
+    return (
+        one("num_hidden_layers", "depth", Depth),
+        one("hidden_size", "width", Size),
+        one("num_attention_heads", "heads", Size),
+        one("intermediate_size", "mlp_width", Size),
+        one("max_position_embeddings", "max_positions", Size, positions),
+    )
+
+
 _GPT_2 = {"kind": "decoder", "positions": "learned", "norm": "layer", "gated_mlp": False, "bias": True}
 _LLAMA = {"kind": "decoder", "positions": "rope", "norm": "rms", "gated_mlp": True, "bias": False}
 _GEMMA = {**_LLAMA, "norm": "rms_plus_one", "post_norms": True, "embed_scale": True}
@@ -131,10 +141,10 @@ _GEMMA = {**_LLAMA, "norm": "rms_plus_one", "post_norms": True, "embed_scale": T
 _WITHOUT_WINDOWS = only("use_sliding_window", False), without_windows()
 
 
-def _like_llama(default_epsilon: float = 1e-6, tied: bool = False, kv_heads: Any = ...) -> tuple[Part, ...]:
+def _like_llama(default_epsilon: float = 1e-6, tied: bool = False, kv_heads: Any = ..., positions: Any = ...) -> tuple[Part, ...]:
     """Return the parts that Llama and those that came after it share; `kv_heads` is None where a missing number means that of heads."""
     epsilon, tie = one("rms_norm_eps", "norm_epsilon", Number, default_epsilon), one("tie_word_embeddings", "tied", bool, tied)
-    return *_SIZES, one("num_key_value_heads", "kv_heads", Size | None, kv_heads), epsilon, tie
+    return *_sizes(positions), one("num_key_value_heads", "kv_heads", Size | None, kv_heads), epsilon, tie
 
 
 def _head_size(default: int | None) -> Part:
@@ -189,6 +199,7 @@ FAMILIES: tuple[Family, ...] = (
             only("scale_attn_weights", True),
             only("scale_attn_by_inverse_layer_idx", False),
             only("reorder_and_upcast_attn", False),
+            only("n_special", 0),  # further rows of the embedding, before transformers had its name
         ),
         _GPT_2,
         Tensors(
@@ -206,16 +217,16 @@ FAMILIES: tuple[Family, ...] = (
         frozenset(
             {
                 *("n_ctx", "resid_pdrop", "embd_pdrop", "attn_pdrop", "summary_type", "summary_use_proj", "summary_activation"),
-                *("summary_proj_to_labels", "summary_first_dropout", "gradient_checkpointing"),
+                *("summary_proj_to_labels", "summary_first_dropout", "predict_special_tokens"),
             }
         ),
     ),
     Family(
-        ("LlamaForCausalLM",),
+        ("LlamaForCausalLM", "LLaMAForCausalLM"),  # the latter is in conversions that are older than the model in transformers
         {"classification": "LlamaForSequenceClassification"},
         "llama",
         (
-            *_like_llama(kv_heads=None),
+            *_like_llama(kv_heads=None, positions=2048),
             _head_size(None),
             activation("hidden_act", "silu"),
             biases("attention_bias", "mlp_bias"),
@@ -224,7 +235,8 @@ FAMILIES: tuple[Family, ...] = (
         ),
         _LLAMA,
         _tensors_like_llama(_TWO_NORMS, _ATTENTION, _MLP),
-        frozenset({"pretraining_tp", "is_llama_config"}),  # the former divides products, which changes their rounding
+        # pretraining_tp divides products, which changes their rounding; transformers reads max_position_embeddings.
+        frozenset({"pretraining_tp", "is_llama_config", "max_sequence_length"}),
     ),
     Family(
         ("MistralForCausalLM",),
@@ -414,7 +426,7 @@ FAMILIES: tuple[Family, ...] = (
         {"classification": "BertForSequenceClassification", "multiple_choice": "BertForMultipleChoice"},
         "bert",
         (
-            *_SIZES,
+            *_sizes(),
             activation("hidden_act", "gelu"),
             one("layer_norm_eps", "norm_epsilon", Number, 1e-12),
             written("type_vocab_size", 2),
@@ -453,7 +465,8 @@ FAMILIES: tuple[Family, ...] = (
         ),
         frozenset(
             {
-                *("hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout", "gradient_checkpointing", "directionality"),
+                *("hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout", "directionality"),
+                *("language", "name"),  # of FARM
                 *("pooler_fc_size", "pooler_num_attention_heads", "pooler_num_fc_layers", "pooler_size_per_head", "pooler_type"),
             }
         ),

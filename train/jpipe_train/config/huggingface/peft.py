@@ -26,7 +26,7 @@ _OFF: dict[str, tuple[Any, ...]] = {
     "bias": ("none",),
     "init_lora_weights": (True, False, "gaussian", "orthogonal"),  # others change the weights of the model as well
     "loftq_config": ({}, None),
-    **dict.fromkeys(("exclude_modules", "layer_replication", "layers_pattern", "layers_to_transform", "target_parameters"), (None, [])),
+    **dict.fromkeys(("layer_replication", "layers_pattern", "layers_to_transform", "target_parameters"), (None, [])),
     **dict.fromkeys(("alora_invocation_tokens", "trainable_token_indices"), (None, [])),
     **dict.fromkeys(("arrow_config", "kasa_config", "megatron_config", "monteclora_config", "velora_config"), (None,)),
 }
@@ -50,6 +50,7 @@ class _Json(BaseModel):
     lora_alpha: _Alpha = 8.0
     lora_dropout: Annotated[float, Field(ge=0, lt=1, strict=False)] = 0.0
     target_modules: Annotated[list[_Name], Field(min_length=1, max_length=_MOST_NAMES)]
+    exclude_modules: Annotated[list[_Name], Field(max_length=_MOST_NAMES)] | None = None
     use_rslora: bool = False
     rank_pattern: Annotated[dict[_Name, _Rank], Field(max_length=_MOST_NAMES)] | None = None
     alpha_pattern: Annotated[dict[_Name, _Alpha], Field(max_length=_MOST_NAMES)] | None = None
@@ -100,8 +101,9 @@ def read_adapters(folder: Path, base: Description) -> Adapters:
             raise InputError(f"{where}: {key}: expected {_in_json(_OFF[key][0])}, found {short(value)}; {_HINT}")
         if key not in _OFF and key not in _Json.model_fields and value is not None:
             raise InputError(f"{where}: unknown key {short(key)}; {_UNKNOWN}")
-    if isinstance(pattern := known.get("target_modules"), str):
-        raise InputError(f"{where}: target_modules: expected a list of names, found {short(pattern)}; write the names in its place")
+    for key in ("target_modules", "exclude_modules"):
+        if isinstance(pattern := known.get(key), str):
+            raise InputError(f"{where}: {key}: expected a list of names, found {short(pattern)}; write the names in its place")
     json = validated(_Json, {key: value for key, value in known.items() if key in _Json.model_fields}, where)
     ranks, alphas = json.rank_pattern or {}, json.alpha_pattern or {}
     if json.use_rslora and (ranks or alphas):
@@ -116,7 +118,7 @@ def read_adapters(folder: Path, base: Description) -> Adapters:
     lora = {
         "rank": json.r,
         "alpha": alpha,
-        "targets": _targets(json.target_modules, base, where),
+        "targets": _targets(json.target_modules, json.exclude_modules or [], base, where),
         "dropout": json.lora_dropout,
     }
     classifiers = ("classifier", "score") if json.task_type == "SEQ_CLS" else ()
@@ -159,19 +161,31 @@ def module_parts(names: list[str], linears: list[tuple[str, ...]]) -> list[tuple
     return [(name, (part,)) for name, part in zip(names, parts, strict=True)] if len(names) == len(parts) else [(names[0], parts)]
 
 
-def _targets(wanted: list[str], base: Description, where: str) -> list[str]:
-    """Return the parts of linear layers that the names, or ends of names, of modules mean."""
+def _targets(wanted: list[str], excluded: list[str], base: Description, where: str) -> list[str]:
+    """Return the parts of linear layers that the names, or ends of names, of modules mean, without those that are excluded."""
     found: set[str] = set()
     used: set[str] = set()
+    without: dict[str, str] = {}  # a module that is excluded, by its part
     for module, parts in _modules(base):
-        if ends := [name for name in wanted if is_or_ends(module, name)]:
+        if not (ends := [name for name in wanted if is_or_ends(module, name)]):
+            continue
+        used.update(ends)
+        if any(is_or_ends(module, name) for name in excluded):
+            without |= dict.fromkeys(parts, module)
+        else:
             found.update(parts)
-            used.update(ends)
     if unknown := [name for name in wanted if name not in used]:
         raise InputError(
             f"{where}: target_modules: expected names of linear layers of the blocks, such as {next(_modules(base))[0]}, found "
             f"{short(unknown[0])}; {_HINT}"
         )
+    if some := sorted(found & without.keys()):
+        raise InputError(
+            f"{where}: exclude_modules: expected to leave out a module of all blocks or of none, found {without[some[0]]} left out and "
+            f"others like it not; {_HINT}"
+        )
+    if not found:
+        raise InputError(f"{where}: exclude_modules: expected to leave some of target_modules, found none left; {_HINT}")
     return [target for target in TARGETS if target in found]
 
 

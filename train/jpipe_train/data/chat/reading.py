@@ -23,32 +23,38 @@ COLUMNS = Column("messages"), Column("tools", is_needed=False)
 
 
 class Read(NamedTuple):
-    """A conversation of a file.
+    """A text of a conversation, mostly the only one.
 
     Attributes:
         place: its file, and line or row.
         held_out: whether it is for validation.
-        size: how many bytes of the file it takes.
-        tokenized: its text and tokens.
+        size: how many bytes of the file it takes; 0 for all texts of a conversation but the first.
+        number: of the text, from 1.
+        texts: of this conversation.
+        tokenized: the text and its tokens.
     """
 
     place: Place
     held_out: bool
     size: int
+    number: int
+    texts: int
     tokenized: Tokenized
 
 
 class _Pending(NamedTuple):
-    """A conversation that is not tokenized yet."""
+    """A text that is not tokenized yet."""
 
     place: Place
     held_out: bool
     size: int
+    number: int
+    texts: int
     rendered: Rendered
 
 
 def read(files: Sequence[Path], renderer: Renderer, tokenizer: Tokenizer, fraction: float, where: str) -> Iterator[Read]:
-    """Yield the conversations of all files in order; the next ones are rendered while some are tokenized.
+    """Yield the texts of all conversations in order; the next ones are rendered while some are tokenized.
 
     Args:
         files: with a conversation in each row.
@@ -74,17 +80,18 @@ def read(files: Sequence[Path], renderer: Renderer, tokenizer: Tokenizer, fracti
 
 
 def _joined(batch: Sequence[_Pending], result: "Future[list[Tokenized]]") -> list[Read]:
-    return [Read(*each[:3], done) for each, done in zip(batch, result.result(), strict=True)]
+    return [Read(*each[:-1], done) for each, done in zip(batch, result.result(), strict=True)]
 
 
 def _rendered(files: Sequence[Path], renderer: Renderer, fraction: float, wrong: WrongLines) -> Iterator[_Pending]:
-    """Yield the text of each conversation; after a wrong line the remaining ones are only checked."""
+    """Yield the texts of each conversation; after a wrong line the remaining ones are only checked."""
     for file in files:
         for line, found in records(file, wrong, COLUMNS, conversation):
             interrupt.check()
             try:
-                rendered = renderer.answers(found.messages, found.tools)
-                check_characters(rendered.text)
+                texts = renderer.answers(found.messages, found.tools)
+                for rendered in texts:
+                    check_characters(rendered.text)
             except NoTemplate as error:
                 raise InputError(f"chat template: {error}; correct it, or choose another one") from None
             except Ended as error:
@@ -93,5 +100,8 @@ def _rendered(files: Sequence[Path], renderer: Renderer, fraction: float, wrong:
                 wrong.hint = _HINT
                 wrong.add(line.place, f"the chat template fails: {error}")
                 continue
-            if not wrong.number:
-                yield _Pending(line.place, sources.place_of(found.key) < fraction, line.size, rendered)
+            if wrong.number:
+                continue
+            held_out = sources.place_of(found.key) < fraction
+            for i, rendered in enumerate(texts):
+                yield _Pending(line.place, held_out, 0 if i else line.size, i + 1, len(texts), rendered)

@@ -52,10 +52,10 @@ class Limits:
 
 
 class Rendered(NamedTuple):
-    """A conversation as text.
+    """A conversation as text, or a part of one that ends with an answer.
 
     Attributes:
-        text: of the whole conversation.
+        text: all of it.
         answers: where what assistants wrote begins and ends in it, in characters.
         is_marked: whether the template marks answers; otherwise an answer may have spaces after the token that ends it.
     """
@@ -66,7 +66,7 @@ class Rendered(NamedTuple):
 
 
 class Renderer:
-    """Renders conversations with a template, as a context that ends the process.
+    """Renders conversations with a template, as a context that ends its processes.
 
     Args:
         template: what to render.
@@ -76,8 +76,7 @@ class Renderer:
 
     def __init__(self, template: Template, now: str | None = None, limits: Limits | None = None) -> None:
         self._template, self._now, self._limits = template, now, limits or Limits()
-        self._process: subprocess.Popen[bytes] | None = None
-        self._compiled: str | None = None
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}  # by the source of a template
 
     def __enter__(self) -> Self:
         return self
@@ -86,14 +85,21 @@ class Renderer:
         self.close()
 
     def close(self) -> None:
-        """End the process."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.communicate()
-            self._process = None
+        """End the processes."""
+        for source in list(self._processes):
+            self._end(source)
 
-    def answers(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None) -> Rendered:
+    def _end(self, source: str) -> None:
+        process = self._processes.pop(source)
+        process.kill()
+        process.communicate()
+
+    def answers(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None) -> list[Rendered]:
         """Render a whole conversation, and find what assistants wrote.
+
+        Returns:
+            Mostly one text. There are several if the template writes an answer otherwise once messages follow it: then each ends with an
+            answer, and has the answers that are still written as they were.
 
         Raises:
             Failure: the template does not render it.
@@ -112,77 +118,79 @@ class Renderer:
             Failure: the template does not render it.
         """
         request = {"messages": messages, "tools": tools, "answers": False, "generation_prompt": generation_prompt}
-        return self._ask(request).text
+        return self._ask(request)[0].text
 
-    def _ask(self, request: Mapping[str, Any]) -> Rendered:
+    def _ask(self, request: Mapping[str, Any]) -> list[Rendered]:
         source = self._template.source(with_tools=request["tools"] is not None)
-        if self._process is None or self._compiled != source:
+        if source not in self._processes:
             self._start(source)
-        return self._exchange(request)
+        return self._exchange(source, request)
 
     def _start(self, source: str) -> None:
-        self.close()
         command = [sys.executable, "-P", str(_PROGRAM)]
         environment = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
         pipe, nowhere = subprocess.PIPE, subprocess.DEVNULL
         # A session of its own: Ctrl-C on the terminal does not reach it.
         options: dict[str, Any] = {"env": environment, "cwd": "/", "bufsize": 0, "start_new_session": True}
         try:
-            self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=nowhere, **options)  # noqa: S603 - our own program
+            process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=nowhere, **options)  # noqa: S603 - our own program
         except OSError as error:
             raise Ended(f"cannot start a process for the template: {error.strerror}") from None
+        self._processes[source] = process
         limits = {"seconds": self._limits.seconds, "memory": self._limits.memory, "characters": self._limits.characters}
         try:
-            self._exchange({"template": source, "variables": dict(self._template.variables), "now": self._now, **limits})
+            self._exchange(source, {"template": source, "variables": dict(self._template.variables), "now": self._now, **limits})
         except Failure as error:
-            self.close()
+            if source in self._processes:
+                self._end(source)
             raise NoTemplate(f"{self._template.where}: {error}") from None
-        self._compiled = source
 
-    def _exchange(self, request: Mapping[str, Any]) -> Rendered:
+    def _exchange(self, source: str, request: Mapping[str, Any]) -> list[Rendered]:
         """Send a request and return the reply, which is as little trusted as the template."""
         try:
-            line = self._reply(json.dumps(request).encode() + b"\n")
+            line = self._reply(self._processes[source], json.dumps(request).encode() + b"\n")
         except BaseException:  # Ctrl-C, too: a reply that is still to come would be taken for that of the next request
-            self.close()
+            self._end(source)
             raise
         try:
             reply = json.loads(line)
             if "error" in reply:
                 raise Failure(printable(str(reply["error"])))
-            text, spans = reply["text"], tuple((start, stop) for start, stop in reply["spans"])
-            if not isinstance(text, str) or not all(type(number) is int for span in spans for number in span):
+            is_marked = reply.get("is_marked") is True
+            found = [Rendered(text, tuple((start, stop) for start, stop in spans), is_marked) for text, spans in reply["texts"]]
+            numbers = [number for each in found for span in each.answers for number in span]
+            if not all(isinstance(each.text, str) for each in found) or not all(type(number) is int for number in numbers):
                 raise ValueError("another form")
         except (ValueError, TypeError, KeyError, RecursionError):
-            self.close()
+            self._end(source)
             raise Ended("expected text from the template, found other data") from None
-        ends = [0, *(number for span in spans for number in span), len(text)]
-        if ends != sorted(ends):
-            raise Failure("expected answers one after the other, found that they overlap")
-        return Rendered(text, spans, reply.get("is_marked") is True)
+        for each in found:
+            ends = [0, *(number for span in each.answers for number in span), len(each.text)]
+            if ends != sorted(ends):
+                raise Failure("expected answers one after the other, found that they overlap")
+        return found
 
-    def _reply(self, request: bytes) -> bytes:
+    def _reply(self, process: subprocess.Popen[bytes], request: bytes) -> bytes:
         """Send a request, and return a line.
 
         Raises:
             Ended: the process has ended, or does not answer.
         """
-        assert self._process is not None
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
+        assert process.stdin is not None
+        assert process.stdout is not None
         until = (
             time.monotonic() + 60 + 10 * self._limits.seconds
         )  # the system counts the time of computation; this is for a stopped process
         most = 12 * self._limits.characters + 2**20  # of a character as JSON
         try:
-            self._process.stdin.write(request)
+            process.stdin.write(request)
         except OSError:
             raise self._ended() from None
         parts: list[bytes] = []
         size = 0
         while True:
-            ready, _, _ = select.select([self._process.stdout], [], [], max(until - time.monotonic(), 0))
-            part = os.read(self._process.stdout.fileno(), _BLOCK) if ready else b""
+            ready, _, _ = select.select([process.stdout], [], [], max(until - time.monotonic(), 0))
+            part = os.read(process.stdout.fileno(), _BLOCK) if ready else b""
             parts.append(part)
             size += len(part)
             if part.endswith(b"\n"):

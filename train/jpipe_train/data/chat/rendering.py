@@ -152,6 +152,7 @@ def compiled(
 
     def with_tools(tools: Sequence[Any] | None) -> Render:
         def render(messages: Sequence[Message], add_generation_prompt: bool) -> tuple[str, list[Span]]:
+            random.seed(0)  # for the filter `random`: equal conversations give equal texts
             generation.begin()
             texts: list[str] = []
             given = {"tools": tools, "documents": None, "add_generation_prompt": add_generation_prompt}
@@ -169,10 +170,12 @@ def compiled(
     return with_tools, generation.is_used
 
 
-def with_answers(messages: Sequence[Message], render: Render, is_marked: bool) -> tuple[str, list[Span]]:
+def with_answers(messages: Sequence[Message], render: Render, is_marked: bool) -> list[tuple[str, list[Span]]]:
     """Render a conversation, and find what assistants wrote.
 
-    Where the template does not mark it, an answer is what the conversation up to its end has more than the conversation before it.
+    Where the template does not mark it, an answer is what the conversation up to its end has more than the conversation before it, as when
+    the answer was asked for. Some templates write an answer otherwise once messages follow it, for instance without its reasoning. The
+    conversation up to that answer is then a text of its own, so that every answer is learned once, after the text that a model gets.
 
     Args:
         messages: the conversation.
@@ -180,33 +183,37 @@ def with_answers(messages: Sequence[Message], render: Render, is_marked: bool) -
         is_marked: whether the template marks what assistants write.
 
     Returns:
-        The text, and the first character of each answer with the one after its last.
+        The texts, mostly one. Each with the first character of each of its answers and the one after its last.
 
     Raises:
-        Refused: the template changes what it wrote before, so that answers cannot be found in this way.
+        Refused: the template begins an answer otherwise than it asks for one, or cannot render a part of the conversation.
     """
     text, marked = render(messages, False)
     if is_marked:
-        return text, marked
-    spans = []
-    for i, message in enumerate(messages):
-        if message["role"] != "assistant":
+        return [(text, marked)]
+    texts: list[tuple[str, list[Span]]] = [(text, [])]  # the last answer first
+    for i in reversed(range(len(messages))):
+        if messages[i]["role"] != "assistant":
             continue
         try:
             before = render(messages[:i], True)[0]
             after = text if i == len(messages) - 1 else render(messages[: i + 1], False)[0]
         except Exception as error:
             raise Refused(f"the template does not render message {i + 1} or those before it alone ({_words(error)}); {_MARK}") from None
-        after = after if text.startswith(after) else after.rstrip()  # the spaces between messages
-        if not text.startswith(after):
-            raise Refused(
-                f"expected the template to write message {i + 1} and those before it as it does at the end of a conversation, found that "
-                f"later messages change them; {_MARK}"
-            )
         if not after.startswith(before):
-            raise Refused(f"expected message {i + 1} to begin as add_generation_prompt begins an answer, found another beginning; {_MARK}")
-        spans.append((len(before), len(after)))
-    return text, spans
+            raise Refused(
+                f"expected the text up to message {i + 1} to begin as add_generation_prompt begins an answer, found another beginning; "
+                f"{_MARK}"
+            )
+        later, spans = texts[-1]
+        end = after if later.startswith(after) else after.rstrip()  # the spaces between messages
+        if not (later.startswith(end) and end.startswith(before)):
+            spans, end = [], after
+            texts.append((after, spans))
+        spans.insert(0, (len(before), len(end)))
+    if len(texts) > 1 and not texts[0][1]:
+        del texts[0]  # it only adds what others say after the last answer
+    return texts[::-1]
 
 
 def with_texts_joined(messages: Sequence[Message]) -> list[Message]:
@@ -218,19 +225,39 @@ def with_texts_joined(messages: Sequence[Message]) -> list[Message]:
     return [{**message, "content": joined(message["content"])} if "content" in message else message for message in messages]
 
 
-def answer(request: Mapping[str, Any], with_tools: Callable[[Sequence[Any] | None], Render], is_marked: bool) -> dict[str, Any]:
-    """Return the reply to a request: the text and the spans of answers.
+def with_parts(messages: Sequence[Message]) -> list[Message]:
+    """Return messages in which a content that is a text is a list with one part."""
 
-    Content in parts is given to the template as it is, and as one text to a template that does not know parts.
+    def parted(content: Any) -> Any:
+        return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+    return [{**message, "content": parted(message["content"])} if "content" in message else message for message in messages]
+
+
+def reads_only_parts(render: Render) -> bool:
+    """Return whether a template leaves out a content that is a text, as those of models that read pictures do."""
+    question: list[Message] = [{"role": "user", "content": "question"}]
+    try:
+        return "question" not in render(question, True)[0] and "question" in render(with_parts(question), True)[0]
+    except Exception:
+        return False
+
+
+def answer(request: Mapping[str, Any], render: Render, is_marked: bool, only_parts: bool) -> dict[str, Any]:
+    """Return the reply to a request: the texts, each with the spans of its answers.
+
+    Content is given to the template as it is. A template that does not know parts gets them as one text, and one that knows only parts
+    (`only_parts`) gets a text as a part.
     """
-    render, messages = with_tools(request["tools"]), request["messages"]
+    messages = request["messages"]
 
     def reply(messages: Sequence[Message]) -> dict[str, Any]:
         if not request["answers"]:
-            return {"text": render(messages, request["generation_prompt"])[0], "spans": []}
-        text, spans = with_answers(messages, render, is_marked)
-        return {"text": text, "spans": spans, "is_marked": is_marked}
+            return {"texts": [(render(messages, request["generation_prompt"])[0], [])]}
+        return {"texts": with_answers(messages, render, is_marked), "is_marked": is_marked}
 
+    if only_parts:
+        return reply(with_parts(messages))
     parts = [message["content"] for message in messages if isinstance(message.get("content"), list)]
     if not parts:
         return reply(messages)
@@ -238,7 +265,8 @@ def answer(request: Mapping[str, Any], with_tools: Callable[[Sequence[Any] | Non
         result = reply(messages)
     except Exception:
         return reply(with_texts_joined(messages))
-    return reply(with_texts_joined(messages)) if any(str(part) in result["text"] for part in parts) else result
+    is_shown = any(str(part) in text for part in parts for text, _ in result["texts"])
+    return reply(with_texts_joined(messages)) if is_shown else result
 
 
 def _with_reasoning(message: Message) -> Message:
@@ -297,15 +325,21 @@ def _serve() -> None:
     _allow_seconds(first["seconds"])
     try:
         with_tools, is_marked = compiled(first["template"], first["variables"], first["characters"], now=now)
-        send({"text": "", "spans": []})
+        send({"texts": []})
     except Exception as error:
         send({"error": _words(error)})
         return
+    only_parts = None
     for line in sys.stdin:
         _allow_seconds(first["seconds"])
-        random.seed(0)  # for the filter `random`: equal conversations give equal texts
         try:
-            reply = answer(json.loads(line), with_tools, is_marked)
+            request = json.loads(line)
+            render = with_tools(request["tools"])
+            if only_parts is None:
+                only_parts = reads_only_parts(render)
+            reply = answer(request, render, is_marked, only_parts)
+            if sum(len(text) for text, _ in reply["texts"]) > first["characters"]:
+                raise Refused(f"expected at most {first['characters']:,} characters of a conversation, found more")
         except Exception as error:
             reply = {"error": _words(error)}
         send(reply)

@@ -1,6 +1,5 @@
 """Show conversations as a model gets them, and what is learned of them (`jpipe data show`)."""
 
-import itertools
 from collections.abc import Iterator
 
 from jpipe import InputError
@@ -36,9 +35,14 @@ def lines(config: Config, most: int, *, bold: bool) -> Iterator[str]:
     tokenizer = tokenizers.load(str(data.tokenizer), "data.tokenizer")
     with sources.readable(), Renderer(template.find(tokenizer, data.chat_template), TRAINING_TIME) as renderer:
         _, files = sources.find_files(sources.with_validation(data.first_path, "data.path")[0])
-        for read in itertools.islice(reading.read(files, renderer, tokenizer, 0.0, "data.path"), most):
+        shown = 0
+        for read in reading.read(files, renderer, tokenizer, 0.0, "data.path"):
+            shown += read.number == 1
+            if shown > most:
+                break
+            part = f", text {read.number} of {read.texts}" if read.texts > 1 else ""
             tokens, learned = read.tokenized.tokens.size, sum(stop - start for start, stop in read.tokenized.answers)
-            yield printable(f"{read.place}: {count(tokens, 'token')}, {learned} learned")
+            yield printable(f"{read.place}{part}: {count(tokens, 'token')}, {learned} learned")
             yield from _text(read.tokenized, *(BOLD if bold else BRACKETS)).removesuffix("\n").split("\n")
             yield ""
 

@@ -12,8 +12,11 @@ from jpipe.files import expanded, read_text
 from jpipe_train.data.tokenizer import Tokenizer
 
 FILE = "chat_template.jinja"
+FOLDER = "additional_chat_templates"
+LEGACY = "chat_template.json"
 SETTINGS = "tokenizer_config.json"
 MOST_BYTES = 2**20  # of a template; the largest have a hundredth of it
+_MOST_TEMPLATES = 100
 _MOST_SETTINGS = 2**26  # bytes of a tokenizer_config.json, which may list all special tokens of a large vocabulary
 _DEFAULT, _WITH_TOOLS = "default", "tool_use"
 
@@ -45,7 +48,10 @@ class Template:
 
 
 def find(tokenizer: Tokenizer, chosen: str | None = None, where: str = "data.chat_template") -> Template:
-    """Find the template of a tokenizer.
+    """Find the template of a tokenizer, where transformers finds it.
+
+    Files of templates come before those in the settings of the tokenizer. `chat_template.json`, which transformers reads only for models
+    of pictures and text, comes last.
 
     Args:
         tokenizer: the tokenizer, read from a file.
@@ -56,19 +62,26 @@ def find(tokenizer: Tokenizer, chosen: str | None = None, where: str = "data.cha
         InputError: there is none; a file cannot be read or is too large.
     """
     folder = tokenizer.path.parent
-    settings = _settings(folder / SETTINGS) if (folder / SETTINGS).is_file() else {}
+    settings = _settings(folder / SETTINGS)
     variables = _special_tokens(settings, tokenizer)
     if chosen is not None:
         return Template({_DEFAULT: _read(expanded(chosen, where), where)}, variables, f"'{chosen}'")
-    if (folder / FILE).is_file():
-        return Template({_DEFAULT: _read(folder / FILE, "chat template")}, variables, f"'{folder / FILE}'")
-    if settings.get("chat_template") is None:
-        raise InputError(
-            f"{where}: expected a chat template beside '{tokenizer.path}' ({FILE}, or chat_template in {SETTINGS}), found none; give a "
-            "tokenizer of a model that chats, or name a template with data.chat_template"
-        )
-    place = f"'{folder / SETTINGS}'"
-    return Template(_named(settings["chat_template"], place), variables, place)
+    more = sorted(path for path in (folder / FOLDER).glob("*.jinja") if path.is_file())[:_MOST_TEMPLATES]
+    files = {_DEFAULT: folder / FILE} if (folder / FILE).is_file() else {}
+    files |= {path.name.removesuffix(".jinja"): path for path in more}
+    if files:
+        place = f"'{folder / FOLDER}'" if more else f"'{folder / FILE}'"
+        sources = {name: _read(path, "chat template") for name, path in files.items()}
+        return Template(_with_default(sources, f"{place}: expected {FILE} beside it"), variables, place)
+    for name in (SETTINGS, LEGACY):
+        content = settings if name == SETTINGS else _settings(folder / name)
+        if content.get("chat_template") is not None:
+            place = f"'{folder / name}'"
+            return Template(_named(content["chat_template"], place), variables, place)
+    raise InputError(
+        f"{where}: expected a chat template beside '{tokenizer.path}' ({FILE}, or chat_template in {SETTINGS}), found none; give a "
+        "tokenizer of a model that chats, or name a template with data.chat_template"
+    )
 
 
 def _read(path: Path, where: str) -> str:
@@ -84,20 +97,31 @@ def _named(value: Any, place: str) -> dict[str, str]:
         InputError: they have another form, are too large, or none is the default.
     """
     items = [{"name": _DEFAULT, "template": value}] if isinstance(value, str) else value if isinstance(value, list) else []
-    pairs = [(item.get("name"), item.get("template")) for item in items[:100] if isinstance(item, dict)]
-    sources = {name: source for name, source in pairs if isinstance(name, str) and isinstance(source, str)}
-    if _DEFAULT not in sources:
-        found = short(sorted(sources)) if sources else type(value).__name__
-        raise InputError(
-            f"{place}: chat_template: expected a template, or a list of objects with name and template, one with the name 'default', found "
-            f"{found}; name a template with data.chat_template"
-        )
+    pairs = [(item.get("name"), item.get("template")) for item in items[:_MOST_TEMPLATES] if isinstance(item, dict)]
+    expected = f"{place}: chat_template: expected a template, or a list of objects with name and template, one with the name 'default'"
+    named = {name: source for name, source in pairs if isinstance(name, str) and isinstance(source, str)}
+    sources = _with_default(named, expected, type(value).__name__)
     if (size := max(len(source.encode(errors="replace")) for source in sources.values())) > MOST_BYTES:
         raise InputError(f"{place}: chat_template: expected at most {MOST_BYTES:,} bytes, found {size:,}; is it a template?")
     return sources
 
 
+def _with_default(sources: dict[str, str], expected: str, otherwise: str = "") -> dict[str, str]:
+    """Return templates by name, one of which is for conversations without tools.
+
+    Raises:
+        InputError: there is none for them; `otherwise` is what was found if there is none at all.
+    """
+    if _DEFAULT not in sources:
+        found = short(sorted(sources)) if sources else otherwise
+        raise InputError(f"{expected}, found {found}; name a template with data.chat_template")
+    return sources
+
+
 def _settings(path: Path) -> dict[str, Any]:
+    """Return the object in a file of JSON, which is empty if there is no file."""
+    if not path.is_file():
+        return {}
     text = read_text(
         path,
         _MOST_SETTINGS,

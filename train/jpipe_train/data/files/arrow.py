@@ -5,6 +5,7 @@ file is mapped into memory, because a process that reads a map of a file that an
 """
 
 import contextlib
+import decimal
 import errno
 import json
 import os
@@ -16,6 +17,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from jpipe import InputError
+from jpipe.errors import short
 from jpipe_train.console.terminal import first_line
 from jpipe_train.data.files import streams
 from jpipe_train.data.files.wrong_lines import Place, WrongLine
@@ -189,9 +191,9 @@ def _values(pa: Any, batch: Any, column: Column) -> Callable[[int], Any]:
     if column.kind == "text":
         return lambda i: array[i].as_py()
     names = _class_names(batch.schema, column.name) if column.labels else []
-    if sorted(names) == sorted(column.labels):
+    if names and sorted(names) == sorted(column.labels):
         return lambda i: _name(array[i].as_py(), names)
-    return lambda i: _without_nulls(array[i].as_py())
+    return lambda i: _as_json(pa, array[i], column.name)
 
 
 def _array(pa: Any, column: Any) -> np.ndarray | None:
@@ -214,13 +216,54 @@ def _record(values: Mapping[str, Callable[[int], Any]], i: int) -> dict[str, Any
         return {name: value(i) for name, value in values.items()}
     except UnicodeDecodeError as error:
         return WrongLine(f"expected text in UTF-8, found the byte {error.object[error.start]:#04x} at {error.start}")
+    except WrongLine as wrong:
+        return wrong
 
 
-def _without_nulls(value: Any) -> Any:
-    """Return a value without the keys of objects that are null: rows of a column have all keys that any of them has."""
-    if isinstance(value, dict):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
-    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+def _as_json(pa: Any, scalar: Any, where: str) -> Any:
+    """Return a value as a line of JSON has it: a map as an object, a decimal as a number, dates and times as text.
+
+    Keys of objects that are null are left out, because all rows of a column have all keys that any of them has.
+
+    Args:
+        pa: pyarrow.
+        scalar: the value.
+        where: the column and the keys that lead to it, for messages.
+
+    Raises:
+        WrongLine: JSON has no such value.
+    """
+    kind, types, value = scalar.type, pa.types, None
+    if not scalar.is_valid:
+        return None
+    if types.is_struct(kind):
+        found = {name: _as_json(pa, value, f"{where}.{name}") for name, value in scalar.items()}
+        return {name: value for name, value in found.items() if value is not None}
+    if types.is_map(kind):
+        pairs = [(_as_json(pa, pair[0], where), _as_json(pa, pair[1], where)) for pair in scalar.values]
+        if len({name for name, _ in pairs if isinstance(name, str)}) < len(pairs):
+            raise WrongLine(f"expected different texts as keys of a map in {short(where)}, found {short([name for name, _ in pairs])}")
+        return dict(pairs)
+    if _is_list(pa, kind) or types.is_list_view(kind) or types.is_large_list_view(kind):
+        return [_as_json(pa, value, where) for value in scalar.values]
+    if isinstance(kind, pa.BaseExtensionType):
+        value = scalar.as_py()
+        return value if isinstance(value, bool) else _as_json(pa, scalar.value, where)
+    if types.is_dictionary(kind) or types.is_run_end_encoded(kind) or types.is_union(kind):
+        return _as_json(pa, scalar.value, where)
+    if types.is_timestamp(kind) or types.is_date(kind) or types.is_time(kind):
+        value = scalar.cast(pa.string()).as_py()
+        is_known = not value.startswith("<")  # which is how pyarrow writes a year that no calendar has
+    elif types.is_decimal(kind):
+        exact = scalar.as_py()
+        value = int(exact) if kind.scale <= 0 else float(exact)
+        is_known = exact == decimal.Decimal(repr(value))
+    elif is_known := _is_text(pa, kind) or types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind):
+        value = scalar.as_py()
+        value = value.item() if isinstance(value, np.generic) else value
+    if not is_known:
+        raise WrongLine(f"expected values that JSON has in {short(where)}, found {kind}{'' if value is None else f' with {short(value)}'}")
+    return value
 
 
 def _name(value: Any, names: Sequence[str]) -> Any:

@@ -1,0 +1,229 @@
+"""Limit how much longer a tokenizer of a stranger can make a text, and how long its regular expressions may search."""
+
+import base64
+import itertools
+import json
+import math
+import re
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+MOST_GROWTH = 2**12  # characters that one may become; for chains such as ALBERT's the bound is below 2,000
+MOST_STEPS = 1000  # of a chain, and characters of a text that one step adds
+LONGEST_TOKEN = 4096  # characters; the longest of well-known tokenizers have a few hundred
+MOST_ADDED = 2**26  # characters of all added tokens, once they are normalized
+MOST_SECONDS = 1.0  # for a few hundred short texts, of which usual expressions need a hundredth
+_MOST_TEXTS = 200
+_PARTS = "normalizer", "pre_tokenizer", "decoder", "post_processor"
+_CHAINS = "normalizers", "pretokenizers", "decoders", "processors"
+_LARGEST_FACTOR = 36
+_FACTORS = {"ByteLevel": 4, "Lowercase": 3, "NFC": 3, "NFD": 4, "NFKC": 18, "NFKD": 18} | dict.fromkeys(
+    (
+        *("BPEDecoder", "BertPreTokenizer", "BertProcessing", "ByteFallback", "CTC", "CharDelimiterSplit", "Digits", "FixedLength", "Fuse"),
+        *("Metaspace", "Nmt", "Punctuation", "RobertaProcessing", "Split", "Strip", "StripAccents", "UnicodeScripts", "Whitespace"),
+        *("WhitespaceSplit", "WordPiece"),
+    ),
+    1,
+)
+"""Into how many characters of any kind a step can turn one; steps that are not here get the largest factor."""
+_ATOM = r"(?:\\[sSdDwW]|\\[pP]\{\w+\}|\\[^\w]|\[[^\[\]]+\]|[^\\\[\](){}*+?|^$.&])(?:\+|\{(\d+)(?:,\d*)?\})?"
+"""What a regular expression matches at least once, or the number of times that it says."""
+
+
+class TooMuch(Exception):
+    """A tokenizer beyond the limits; the message is the end of a sentence that says what was expected, and found."""
+
+
+def check_content(content: bytes) -> set[str]:
+    """Check what a tokenizer.json declares, before the library reads it.
+
+    Returns:
+        Its regular expressions.
+
+    Raises:
+        TooMuch: it is beyond the limits.
+        ValueError: it is not JSON, or says something twice, so that the library may read it otherwise.
+    """
+    declared = json.loads(content, object_pairs_hook=_object)
+    if not isinstance(declared, dict):
+        return set()  # the library says what is wrong
+    steps = {part: _steps(declared.get(part), part) for part in _PARTS}
+    lengths = _Lengths()
+    for step in reversed([*steps["normalizer"], *steps["pre_tokenizer"]]):
+        lengths.before(step, "the normalizer and pre_tokenizer")
+    added = declared.get("added_tokens")
+    texts = [token.get("content") for token in added if isinstance(token, dict)] if isinstance(added, list) else []
+    if (size := sum(lengths.of(text) for text in texts if isinstance(text, str))) > MOST_ADDED:
+        raise TooMuch(f"added_tokens of at most {MOST_ADDED:,} characters once normalized, found {size:,.0f}")
+    decoded = _Lengths()
+    for step in reversed(steps["decoder"]):
+        decoded.before(step, "the decoder")
+    _check_template(steps["post_processor"])
+    _check_model(declared.get("model"))
+    return {step["pattern"]["Regex"] for part in steps.values() for step in part if _has_regex(step)}
+
+
+def check_vocabulary(tokens: Mapping[str, int]) -> None:
+    """Check the length of all tokens, whichever form the file has them in.
+
+    Raises:
+        TooMuch: one is longer than the limit.
+    """
+    if (longest := max(map(len, tokens), default=0)) > LONGEST_TOKEN:
+        raise TooMuch(f"tokens of at most {LONGEST_TOKEN:,} characters, found one of {longest:,}")
+
+
+def check_time(rules: Any, expressions: Iterable[str]) -> None:
+    """Tokenize and decode short texts, on which a regular expression that tries all ways to match takes long.
+
+    The library itself ends a search after ten million steps, so even the first text takes a bounded time.
+
+    Args:
+        rules: the tokenizer, of the tokenizers library.
+        expressions: its regular expressions.
+
+    Raises:
+        TooMuch: the texts take longer than the limit.
+    """
+    words = {word for expression in expressions for word in re.findall(r"[^\W_]{1,20}", expression)[:_MOST_TEXTS]}
+    letters = {letter for word in words for letter in word}
+    start = time.process_time()
+    for text, times in itertools.product(sorted({*words, *letters, " ", "\n", "!", "é", "中"})[:_MOST_TEXTS], (4, 16, 64)):
+        rules.encode(text * times + "\0", add_special_tokens=False)
+        if rules.decoder is not None:
+            rules.decoder.decode([text * times + "\0"])
+        if (taken := time.process_time() - start) > MOST_SECONDS:
+            raise TooMuch(f"regular expressions that take at most {MOST_SECONDS:g} s for short texts, found {taken:.1f} s")
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("expected each key of an object once, found one twice")
+    return found
+
+
+def _has_regex(step: Mapping[str, Any]) -> bool:
+    return isinstance(step.get("pattern"), dict) and isinstance(step["pattern"].get("Regex"), str)
+
+
+def _shortest_match(expression: str) -> int:
+    """Return how many characters a match has at least; 0 if that is not seen at once, or it may stand between any two."""
+    parts = expression.split("|")
+    if not all(re.fullmatch(f"(?:{_ATOM})+", part) for part in parts):
+        return 0
+    return min(sum(int(times or 1) for times in re.findall(_ATOM, part)) for part in parts)
+
+
+def _steps(declared: Any, part: str) -> list[dict[str, Any]]:
+    """Return the steps of a part in order, without the sequences around them."""
+    found: list[dict[str, Any]] = []
+    waiting = [declared]
+    while waiting:
+        step = waiting.pop()
+        if not isinstance(step, dict):
+            continue
+        inner = [each for key in reversed(_CHAINS) if isinstance(step.get(key), list) for each in reversed(step[key])]
+        if step.get("type") != "Sequence":
+            found.append(step)
+        waiting += inner
+        if len(found) + len(waiting) > MOST_STEPS:
+            raise TooMuch(f"at most {MOST_STEPS:,} steps of the {part}, found more")
+    return found
+
+
+class _Lengths:
+    """How many characters one becomes, at most, from some step on; it starts behind the last step."""
+
+    def __init__(self) -> None:
+        self._of: dict[str, float] = {}
+        self._other = 1.0  # of characters that `_of` does not have
+
+    def of(self, text: str) -> float:
+        """Return the length of what a text becomes."""
+        return sum(self._of.get(character, self._other) for character in text)
+
+    def before(self, step: Mapping[str, Any], chain: str) -> None:
+        """Go on to the place before a step.
+
+        Raises:
+            TooMuch: a character becomes more than the limit.
+        """
+        kind, pattern = str(step.get("type")), step.get("pattern")
+        content = step.get("content") if kind == "Replace" else step.get("prepend") if kind == "Prepend" else None
+        literal = pattern.get("String") if isinstance(pattern, dict) else None
+        if isinstance(content, str):
+            new = self.of(content)
+            if isinstance(literal, str) and literal:
+                self._of |= {character: max(self.of(character), new / len(literal)) for character in literal}
+            elif shortest := _shortest_match(step["pattern"]["Regex"]) if _has_regex(step) else 0:
+                self._of = {character: max(length, new / shortest) for character, length in self._of.items()}
+                self._other = max(self._other, new / shortest)
+            else:
+                self._all(1, new)
+        else:
+            factor = _longest_of_map(step) if kind == "Precompiled" else _FACTORS.get(kind, _LARGEST_FACTOR)
+            self._all(factor, int(kind in ("ByteLevel", "Metaspace")))
+        if (most := max([self._other, *self._of.values()])) > MOST_GROWTH:
+            found = "very many" if math.isinf(most) else f"up to {most:,.0f}"
+            raise TooMuch(f"{chain} to make at most {MOST_GROWTH:,} characters of one, found {found}")
+
+    def _all(self, times: int, more: float) -> None:
+        """Let any character become so many, of any kind, and some more."""
+        if times == 1:
+            self._of = {character: length + more for character, length in self._of.items()}
+            self._other += more
+        else:
+            self._other = times * max([self._other, *self._of.values()]) + more
+            self._of = {}
+
+
+def _longest_of_map(step: Mapping[str, Any]) -> int:
+    """Return the length of the longest text in the map of characters of SentencePiece: a size, a trie of that size, and the texts."""
+    try:
+        content = base64.b64decode(step["precompiled_charsmap"])
+    except (KeyError, TypeError, ValueError):
+        return _LARGEST_FACTOR  # the library says what is wrong
+    texts = content[4 + int.from_bytes(content[:4], "little") :].decode(errors="replace").split("\0")
+    return max(map(len, texts))
+
+
+def _check_template(steps: Sequence[Mapping[str, Any]]) -> None:
+    """Check that tokens around a text are few, and that none of its tokens stands twice.
+
+    Raises:
+        TooMuch: there are more.
+    """
+    for step in steps:
+        for name in ("single", "pair"):
+            pieces = step.get(name)
+            texts = list(_ids(pieces, "Sequence"))
+            if len(set(texts)) < len(texts):
+                raise TooMuch(f"each text once in {name} of the post_processor, found one twice")
+            special = step.get("special_tokens")
+            numbers = {key: len(value.get("ids", ())) for key, value in special.items()} if isinstance(special, dict) else {}
+            if (count := sum(numbers.get(key, 1) for key in _ids(pieces, "SpecialToken"))) > MOST_STEPS:
+                raise TooMuch(f"at most {MOST_STEPS:,} tokens around a text in {name} of the post_processor, found {count:,}")
+
+
+def _ids(pieces: Any, kind: str) -> Iterator[str]:
+    for piece in pieces if isinstance(pieces, list) else []:
+        if isinstance(piece, dict) and isinstance(piece.get(kind), dict):
+            yield str(piece[kind].get("id"))
+
+
+def _check_model(model: Any) -> None:
+    """Check what a model adds to each character or word, and how long a word may be that it tries all parts of.
+
+    Raises:
+        TooMuch: it is beyond the limits.
+    """
+    if not isinstance(model, dict):
+        return
+    longest = model.get("max_input_chars_per_word")
+    if isinstance(longest, int) and longest > MOST_STEPS:
+        raise TooMuch(f"model.max_input_chars_per_word of at most {MOST_STEPS:,}, found {longest:,}")
+    for key in ("continuing_subword_prefix", "end_of_word_suffix", "unk_token"):
+        if isinstance(value := model.get(key), str) and len(value) > MOST_STEPS:
+            raise TooMuch(f"model.{key} of at most {MOST_STEPS:,} characters, found {len(value):,}")
