@@ -7,6 +7,7 @@ that can be guessed, and a file is written completely or not at all.
 import contextlib
 import errno
 import os
+import re
 import secrets
 import shutil
 import stat
@@ -15,7 +16,7 @@ from io import BufferedReader
 from pathlib import Path
 from typing import BinaryIO
 
-from jpipe.errors import InputError
+from jpipe.errors import InputError, short
 
 __all__ = [
     "TEMPORARY",
@@ -29,12 +30,44 @@ __all__ = [
     "read_text",
     "resolved",
     "shown",
+    "unusable",
     "unused",
     "write_atomically",
 ]
 
 TEMPORARY = ".jpipe-*.tmp"
 """The pattern of the names of files that are being written; a file that a killed process has left can be removed."""
+
+
+def unusable(path: str) -> str | None:
+    """Return why a path cannot be one of this machine, and what to change, as the end of a message; None if it can. No disk is asked.
+
+    Args:
+        path: from a user.
+
+    Example:
+        >>> unusable("s3://bucket/run")
+        "expected a path on this machine, found the URL 's3://bucket/run'; copy what is there to a folder or mount it, and give its path"
+    """
+    try:
+        os.fsencode(path)
+        if "\0" in path:
+            raise ValueError("a null character")
+    except ValueError:  # surrogates that encode no byte, from an escape in YAML or JSON
+        return f"{short(path)} has a character that no path can have; choose another name"
+    if _URL.match(path):
+        return (
+            f"expected a path on this machine, found the URL {short(path)}; copy what is there to a folder or mount it, and give its path"
+        )
+    try:
+        Path(path).expanduser()
+    except RuntimeError:
+        return f"{path!r} begins with an unknown user's home folder; give the full path"
+    return None
+
+
+_URL = re.compile(r"\s*[^\s/\\][^/\\]+:/")
+"""What begins as a URL, also as `Path` writes it, with one slash; a drive has one letter, and `./` begins the name of any folder."""
 
 
 def expanded(path: str, where: str) -> Path:
@@ -45,18 +78,17 @@ def expanded(path: str, where: str) -> Path:
         where: its config key or option, for messages.
 
     Raises:
-        InputError: there is no such home folder, or no file can have the name.
+        InputError: no file of this machine can have the name: it is a URL, too long, or begins with no user's home folder.
     """
+    if problem := unusable(path):
+        raise InputError(f"{where}: {problem}")
+    file = Path(path).expanduser()
     try:
-        os.fsencode(path)
-        if "\0" in path:
-            raise ValueError("a null character")
-    except ValueError:  # surrogates that encode no byte, from an escape in YAML or JSON
-        raise InputError(f"{where}: {path!a} has a character that no path can have; choose another name") from None
-    try:
-        return Path(path).expanduser()
-    except RuntimeError:
-        raise InputError(f"{where}: {path!r} begins with an unknown user's home folder; give the full path") from None
+        os.lstat(file)
+    except OSError as error:  # it may be missing or unreadable, which its readers report
+        if error.errno == errno.ENAMETOOLONG:
+            raise InputError(f"{where}: cannot find '{path}': {error.strerror}; choose another") from None
+    return file
 
 
 def resolved(path: str, where: str) -> Path:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from jpipe import InputError, files
+from jpipe import InputError, checkpoints, files
 from tests.packages import PACKAGES
 
 
@@ -140,6 +140,48 @@ def test_names_that_no_file_can_have_are_refused(text):
         files.expanded(text, "--out")
     with pytest.raises(InputError, match=r"^run.dir: '.*' has a character"):
         files.resolved(text, "run.dir")
+
+
+URLS = [
+    "s3://bucket/run",
+    "gs://b",
+    "hf://datasets/a/b",
+    "file:///tmp/run",
+    "S3A://b/*.csv",
+    "dbfs:/mnt/run",
+    "simplecache::s3://b",
+    " s3://b",
+]
+
+
+@pytest.mark.parametrize("url", [*URLS, str(Path("s3://bucket/run"))])
+def test_a_url_is_refused_and_nothing_is_made(url, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for use in (files.expanded, files.resolved, files.unused, lambda path, _: checkpoints.steps(path)):
+        with pytest.raises(InputError, match=rf"^(--out|folder): expected a path on this machine, found the URL '{re.escape(url)}'; copy "):
+            use(url, "--out")
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize(
+    "path", ["C:/data", "C:\\data", "./s3:/run", "a/b:/c", "a:b", "12:30:00", "runs/2024-01-01T10:00", "s3:", "~/s3:/b"]
+)
+def test_other_names_with_a_colon_are_paths(path, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert files.expanded(path, "--out") == Path(path).expanduser()
+
+
+def test_a_path_that_is_too_long_is_refused():
+    for path in ("a" * 300, "a/" * 2500):
+        for use in (files.expanded, files.resolved, files.unused):
+            with pytest.raises(InputError, match=r"^--out: cannot find 'a.*': File name too long; choose another$"):
+                use(path, "--out")
+
+
+def test_a_home_folder_is_put_in_by_one_module():
+    """It also refuses what is no path of this machine, such as a URL."""
+    sources = [path for package in PACKAGES.values() for path in package.rglob("*.py") if ".expanduser(" in path.read_text("utf-8")]
+    assert [path.name for path in sources] == ["files.py"]
 
 
 def test_a_cycle_of_links_that_python_does_not_resolve_is_refused(tmp_path, monkeypatch):

@@ -248,7 +248,7 @@ def test_invalid_files_are_refused(home, tmp_path):
             r"--out: there is no folder for 'no/new\.safetensors'; make it first, or choose another",
         ),
         (["{run}", "--out", "new.safetensors", "--step", "30"], r"--step: expected one of 20, 40, the checkpoints in '{run}', found 30"),
-        (["{run}", "--out", "x" * 300 + ".safetensors"], r"--out: cannot write 'x+\.safetensors': File name too long; choose another file"),
+        (["{run}", "--out", "x" * 300 + ".safetensors"], r"--out: cannot find 'x+\.safetensors': File name too long; choose another"),
     ],
 )
 def test_impossible_exports_are_refused_in_one_line(words, message, home, tmp_path, monkeypatch, capsys):

@@ -208,7 +208,7 @@ def test_a_mistake_in_the_file_is_reported_with_its_place(write, text, message):
     ("path", "message"),
     [
         ("~nosuchuser/x", "'~nosuchuser/x' begins with an unknown user's home folder; give the full path"),
-        ('"a\\0b"', "'a\\x00b' holds a null character, which no path can have; choose another name"),
+        ('"a\\0b"', "'a\\x00b' has a character that no path can have; choose another name"),
         ('"a\\ud800b"', "expected a valid string, unable to parse raw data as a unicode string, found 'a\\ud800b'"),
         ('""', "expected String should have at least 1 character, found ''"),
     ],

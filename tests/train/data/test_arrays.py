@@ -1,6 +1,7 @@
 """Arrays of numbers: every kind of file gives the same rows, dtypes and splits are as documented, and mistakes are named."""
 
 import contextlib
+import gzip
 import io
 import json
 import re
@@ -23,6 +24,7 @@ from jpipe_train.assemble.labels import check_labels
 from jpipe_train.config.config import Config, LossConfig
 from jpipe_train.data import data
 from jpipe_train.data.arrays import reading
+from jpipe_train.data.files import streams
 from jpipe_train.data.position import Position
 from tests.train.conftest import changed
 from tests.train.data.conftest import same
@@ -159,6 +161,25 @@ def test_numbers_without_types_are_floating_point_inputs_and_integer_targets(tin
         assert {*sorted_rows(loaded)[1].tolist()} == {*map(float, targets)}
 
 
+def test_cells_may_have_spaces_signs_and_exponents(tiny, tmp_path):
+    cells = {" 1.5": 1.5, "2\t": 2.0, "+3": 3.0, "-4e0": -4.0, "nan": np.nan, ".5": 0.5, "6.": 6.0, "1E1": 10.0, "007": 7.0}
+    rows = [f"{cell},{i % 3}\n" for i, cell in enumerate(cells)] * 5 + [f" {i}, +{i % 2} \n" for i in range(20, 60)]
+    (tmp_path / "a.csv").write_text("inputs,targets\n" + "".join(rows))
+    inputs, targets = sorted_rows(data.load(configured(tiny, tmp_path / "a.csv")))
+    assert np.array_equal(np.sort(inputs), np.sort([*cells.values()] * 5 + [*map(float, range(20, 60))]), equal_nan=True)
+    assert (targets.dtype, {*targets.tolist()}) == (np.int32, {0, 1, 2})
+
+
+def test_with_64_bits_integers_in_text_keep_all_digits(tiny, tmp_path):
+    large = [2**63 - 1, -(2**63), 2**53 + 1, 1234567890123456789]
+    (tmp_path / "a.csv").write_text("inputs,targets\n" + "".join(f"{i},{large[i % 4]}\n" for i in range(40)))
+    (tmp_path / "a.jsonl").write_bytes(lines([{"inputs": float(i), "targets": large[i % 4]} for i in range(40)]))
+    for name in ("a.csv", "a.jsonl"):
+        with jax.enable_x64(True):
+            targets = sorted_rows(data.load(configured(tiny, tmp_path / name, {"target": "a:b"})))[1]
+        assert (targets.dtype, sorted(targets.tolist())) == (np.int64, sorted(large * 10))
+
+
 def test_with_64_bits_numbers_keep_them(tiny, tmp_path):
     path = of_numpy(tmp_path / "a", "npy", np.arange(40) / 3, np.arange(40) + 2**40)
     with jax.enable_x64(True):
@@ -230,9 +251,9 @@ def with_objects(_) -> bytes:
     return file.getvalue()
 
 
-def archive(**arrays) -> bytes:
+def archive(save=np.savez, **arrays) -> bytes:
     file = io.BytesIO()
-    np.savez(file, **arrays)
+    save(file, **arrays)
     return file.getvalue()
 
 
@@ -257,6 +278,26 @@ WRONG = {
     "words": (json_lines({"inputs": ["a", "b", "c"], "targets": 0}), {}, r"expected numbers in 'inputs', found \['a', 'b', 'c'\]"),
     "empty": (json_lines({"inputs": [], "targets": 0}), {}, "expected numbers in 'inputs', found an empty list"),
     "cell": (table([*CELLS, CELLS[0] | {"b": ""}]), {"inputs_key": ["a", "b"]}, "line 92: expected a number in 'b', found ''"),
+    **{
+        f"cell {cell!a}": (table([*CELLS, CELLS[0] | {"b": cell}]), {"inputs_key": ["a", "b"]}, f"line 92: {expected} in 'b', found '")
+        for cell, expected in {
+            "1_000": "expected a number",
+            "\uff11\uff12": "expected a number",
+            "\u0661": "expected a number",
+            "\u20091": "expected a number",
+            "1e400": "expected a finite number",
+            "-inf": "expected a finite number",
+        }.items()
+    },
+    "a class with an underscore": (b"inputs,targets\n1,0\n2,1_0\n3,0\n", {}, "line 3: expected a number in 'targets', found '1_0'"),
+    "a class in other digits": ("inputs,targets\n1,0\n2,\uff11\n".encode(), {}, "line 3: expected a number in 'targets', found '"),
+    "infinite in JSON": (
+        lines([*ROWS, ROWS[0]]).replace(b'{"inputs"', b'{"targets": 0, "inputs": [1, 2.5, 1e400], "x"', 1),
+        {},
+        "line 1: expected finite numbers in 'inputs', found inf",
+    ),
+    "huge in JSON": (json_lines({"inputs": [10**39, 0, 1], "targets": 0}), {}, "line 91: expected numbers in 'inputs', found "),
+    "huge target in JSON": (json_lines({"inputs": [0, 0, 1], "targets": 2**64}), {}, "line 91: expected numbers in 'targets', found "),
     "list among columns": (
         lines(ROWS),
         {"inputs_key": ["inputs", "targets"]},
@@ -353,8 +394,22 @@ def npy(header: bytes, version: tuple[int, int] = (1, 0), content: bytes = b"") 
         (b"", r"expected the content of a \.npy of NumPy's, and it is empty"),
         (b"\0\1\2" * 40, r"expected the content of a \.npy of NumPy's, and it is damaged"),
         (b"\x80\x04" + bytes(40), r"expected the content of a \.npy of NumPy's, and it seems to be a pickle, which jpipe never loads"),
+        *(
+            (
+                npy(b"{'descr': '<f8', 'fortran_order': %s, 'shape': (%s), }\n" % (order, shape), content=bytes(2160)),
+                r"its header is damaged or not supported \(the shape \(.*",
+            )
+            for order, shape in (
+                (b"True", b"True, 3"),
+                (b"False", b"90, True"),
+                (b"False", b"90, 3, " + b"1, " * 68),
+                (b"True", b"1, " * 33),
+                (b"True", b"0, 9223372036854775807"),
+                (b"False", b"0, 2, 4611686018427387904"),
+            )
+        ),
     ],
-    ids=["quote", "nul", "brackets", "deep", "version", "empty", "other", "pickle"],
+    ids=["quote", "nul", "brackets", "deep", "version", "empty", "other", "pickle", *("shape" + str(i) for i in range(6))],
 )
 def test_damaged_files_of_numpy_are_named(content, message, tiny, tmp_path):
     folder = of_numpy(tmp_path / "a", "npy", X, Y)
@@ -375,6 +430,24 @@ def test_a_damaged_archive_is_named(method, tiny, tmp_path):
     content[60:200] = bytes(140)
     (tmp_path / "a.npz").write_bytes(content)
     with pytest.raises(InputError, match=r"^data\.path: cannot read '.*a\.npz': it begins as .*, and .* damaged"):
+        data.load(configured(tiny, tmp_path / "a.npz"))
+
+
+def test_a_file_that_unpacks_to_far_more_than_its_size_is_an_error(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(streams, "_FREE", 10**5)
+    (tmp_path / "a.npz").write_bytes(packed := archive(np.savez_compressed, inputs=np.zeros((10**4, 50)), targets=Y))
+    (tmp_path / "a.csv.gz").write_bytes(gzip.compress(b"inputs,targets\n" + b"0,0\n" * 10**5))
+    rows = pa.table({"inputs": np.zeros(10**5, np.int64), "targets": np.zeros(10**5, np.int64)})
+    pq.write_table(rows, tmp_path / "a.parquet", compression="zstd")
+    for name in ("a.npz", "a.csv.gz", "a.parquet"):
+        message = (
+            rf"^data\.path: cannot read '.*{name}': it has [\d,]+ bytes and unpacks to more than [\d,]+, as no file of data does; save it"
+        )
+        with pytest.raises(InputError, match=message):
+            data.load(configured(tiny, tmp_path / name))
+    monkeypatch.setattr(streams, "_FREE", 10**4 * 50 * 8)
+    assert len(packed) * 200 < streams._FREE
+    with pytest.raises(InputError, match="as many rows each"):
         data.load(configured(tiny, tmp_path / "a.npz"))
 
 

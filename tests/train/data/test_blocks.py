@@ -86,16 +86,17 @@ def test_columns_of_numbers_are_decoded_in_large_batches_and_shared_values_of_an
     for name in ("number", "text", "list"):
         with file.open("rb") as opened:
             assert sum(1 for _ in arrow.rows(opened, file, "parquet", [arrow.Column(name)], lambda *_: None)) == 3000
-    assert sizes == [1024, 64, 64]
+    assert [size for size in sizes if size > 1] == [1024, 64, 64]  # of each row group one row is read first
 
 
 def test_shared_texts_are_decoded_in_small_batches_beside_numbers_of_the_same_path(tmp_path, monkeypatch):
     file, sizes = tmp_path / "a.parquet", []
     pq.write_table(pa.table({"a.b": np.arange(3000) % 7, "a": [{"b": "x" * 9999}] * 3000}), file)
-    monkeypatch.setattr(pq.ParquetFile, "iter_batches", lambda self, size, **options: sizes.append(size) or ())
+    read = pq.ParquetFile.iter_batches
+    monkeypatch.setattr(pq.ParquetFile, "iter_batches", lambda self, size, **options: sizes.append(size) or read(self, size, **options))
     with file.open("rb") as opened:
-        assert list(arrow.rows(opened, file, "parquet", [arrow.Column("a")], lambda *_: None)) == []
-    assert sizes == [64]
+        assert sum(1 for _ in arrow.rows(opened, file, "parquet", [arrow.Column("a")], lambda *_: None)) == 3000
+    assert sizes == [1, 64]
 
 
 def compressed_file(folder, kind, length, count=1500):
@@ -120,3 +121,15 @@ def test_blocks_are_small_after_decompression(kind, tmp_path):
     sizes = [len(block) for block in blocks(file, "data.path", columns)]
     assert sum(sizes) == 1500
     assert max(sizes) <= 9  # rows of 2**15 bytes or more
+
+
+@pytest.mark.parametrize("form", ["csv", "parquet"])
+def test_a_file_may_have_many_columns(form, tmp_path):
+    """No name is searched for among all names, which would take minutes for a hundred thousand."""
+    names = [f"x{i}" for i in range(20_000 if form == "csv" else 1000)]
+    if form == "csv":
+        (tmp_path / "a.csv").write_text(",".join(names) + "\n" + "0.5," * (len(names) - 1) + "1\n")
+    else:
+        pq.write_table(pa.table({name: [1.0 if name == names[-1] else 0.5] for name in names}), tmp_path / "a.parquet")
+    [[(_, row)]] = blocks(tmp_path / f"a.{form}", "data.path", [arrow.Column(name, "inputs_key", "numbers") for name in names])
+    assert np.array_equal(array_of(row, names, is_target=False), [0.5] * (len(names) - 1) + [1])

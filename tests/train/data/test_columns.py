@@ -431,6 +431,18 @@ def test_any_damage_is_reported(written):
                 assert len(list(records(path, WrongLines("data.path"), columns, dict))) <= 10**6
 
 
+def test_any_damage_in_the_footer_of_a_parquet_file_is_reported(written):
+    """Of some damaged columns pyarrow can give no facts, and ends the process when it is asked for them."""
+    sink = pa.BufferOutputStream()
+    pq.write_table(pa.table({"text": ["a", "b"]}), sink, store_schema=False, use_dictionary=False)
+    content = sink.getvalue().to_pybytes()
+    for place in range(len(content) - 8 - int.from_bytes(content[-8:-4], "little"), len(content) - 8):
+        for byte in (0, 255, content[place] ^ 1):
+            path = written("a.parquet", content[:place] + bytes([byte]) + content[place + 1 :])
+            with contextlib.suppress(OSError, InputError):
+                assert len(list(records(path, WrongLines("data.path"), [Column("text", "text_key", "text")], dict))) <= 10**6
+
+
 def test_a_text_that_many_rows_share_takes_its_memory_once(written):
     """Decoded for all rows of a batch, the texts would take a gigabyte."""
     pool = pa.default_memory_pool()

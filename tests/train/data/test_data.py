@@ -184,7 +184,7 @@ def test_an_unreadable_file_is_named(module, function, tmp_path, text, monkeypat
 
 
 def test_a_path_too_long_is_refused():
-    with pytest.raises(InputError, match=r"data\.path: cannot read 'a{400}': File name too long; give files that can be read"):
+    with pytest.raises(InputError, match=r"data\.path: cannot find 'a{400}': File name too long; choose another"):
         splits.read_bytes("a" * 400, 0.5)
 
 

@@ -87,6 +87,24 @@ NOT_TEXT = {
     "long.jsonl": (lines([{"text": "word " * 30_000}] * 2), "JSON lines; "),
     "marked.jsonl": (b"\xef\xbb\xbf" + lines(ROWS).replace(b"\n", b"\r\n\r\n"), "JSON lines with prompt, answer, n"),
     "json": (json.dumps(ROWS, indent=2).encode(), "a list of JSON; write a line for each object, such as with jq"),
+    "data.json": (
+        json.dumps({"version": "1", "data": ROWS}, indent=2).encode(),
+        "an object of JSON with its rows inside; write a line for",
+    ),
+    "long data.json": (
+        json.dumps({"data": [{"text": "word " * 30_000}]}, indent=2).encode(),
+        "an object of JSON with its rows inside; write",
+    ),
+    "data.json in a line": (json.dumps({"data": ROWS}).encode(), "JSON lines with data; "),
+    "of pandas": (json.dumps({"prompt": {"0": "a", "1": "b"}}, indent=1).encode(), "an object of JSON with its rows inside; "),
+    "text.json": (json.dumps({"text": "a", "n": 1}, indent=2).encode(), "an object of JSON over several lines; write a line"),
+    "text.json in a line": (b'{"text": "a"}\n', "JSON lines with text; "),
+    "texts.json": (json.dumps(["word " * 99, "b"], indent=2).encode(), "a list of JSON; write a line for each object"),
+    "rows.json": (json.dumps([["a", 1], ["b", 2]]).encode(), "a list of JSON; "),
+    "numbers.json": (json.dumps([[0.5, 1], [2, 3]] * 9999).encode(), "a list of JSON; "),
+    "indented objects": (b"".join(json.dumps(row, indent=1).encode() for row in ROWS), "objects of JSON over several lines each; "),
+    "lists": (b'["a", 1]\n' * 9, "lists of JSON; "),
+    "damaged.jsonl": (lines(ROWS) + b"{", "JSON lines with prompt, answer, n; set data.format: prompts"),
     "csv": (table(ROWS), r"a table \(CSV\) with prompt, answer, n; set data\.format: prompts and data\.tokenizer"),
     "text.csv": (table([{"text": row["prompt"], "label": "yes"} for row in ROWS]), r"a table \(CSV\) with text, label"),
     "quoted.csv": (table(ROWS, quoting=csv.QUOTE_ALL), r"a table \(CSV\) with prompt, answer, n"),
@@ -131,7 +149,7 @@ NOT_TEXT = {
 }
 
 
-def configured(tiny, path: Path, **keys: str) -> Config:
+def configured(tiny, path: Path | str, **keys: str) -> Config:
     return Config.model_validate(tiny | {"data": {"path": str(path), "validation_fraction": 0.5, **keys}})
 
 
@@ -169,6 +187,10 @@ TEXTS = {
     "Python": "a, b = 1, 2\nc, d = 3, 4\ne, f = 5, 6\n",
     "a dict in Python": '{"a": 1,\n "b": 2}\n',
     "braces": "{a}\n{b}\n{c}\n",
+    "settings": '{\n "name": "a",\n "files": ["b", "c"],\n "scripts": {"d": "e"}\n}\n',
+    "links": "[[Category: a]]\n[[1]](#cite), [2]\n",
+    "a list in Python": "[1, 2]\n",
+    "quoted": '["Yes," he said, "or no"]\n',
     "numbered": "".join(f"some words, {i}\n" for i in range(90)),
     "one object": '{"private": true}\n',
     "indented": "def f():\n\treturn 1\n\ndef g():\n\treturn 2\n",
@@ -217,7 +239,7 @@ def test_a_folder_of_tokens_is_recognized(tiny, documents, tokenizer, tmp_path):
 def test_only_text_and_rows_are_prepared_unless_requested(tokenizer, tmp_path):
     (tmp_path / "a.json").write_bytes(json.dumps(ROWS).encode())
     (tmp_path / "a.jsonl").write_bytes(lines(ROWS))
-    as_it_is = ", or --format text to read it as text$"
+    as_it_is = ", or --format text --text-key none to read it as text$"
     for files, message in (
         (Files([str(tmp_path / "a.json")]), f"expected text, found that '{tmp_path}/a.json' is a list of JSON; write a line .*{as_it_is}"),
         (
@@ -241,3 +263,65 @@ def test_only_text_and_rows_are_prepared_unless_requested(tokenizer, tmp_path):
                 make(files)
     as_text = Files([str(tmp_path / "a.jsonl")], "text", Keys(None))
     assert prepare.prepare(as_text, tokenizer, str(tmp_path / "out"), quiet(), 0.0).kind == "text"
+
+
+JSON = {
+    "list": (json.dumps(ROWS, indent=2), "a list of JSON"),
+    "data": (json.dumps({"data": ROWS}, indent=2), "an object of JSON with its rows inside"),
+    "document": (json.dumps({"text": "a"}, indent=2), "an object of JSON over several lines"),
+}
+
+
+@pytest.mark.parametrize("form", JSON)
+def test_json_in_another_form_than_lines_is_no_text_unless_requested(form, tiny, tokenizer, tmp_path):
+    content, name = JSON[form]
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "0.txt").write_text("some text\n" * 50)
+        (tmp_path / folder / "1").write_text(content)
+    (tmp_path / "b" / "1").rename(tmp_path / "b" / "1.txt")
+    keys = {"format": "text", "tokenizer": tokenizer}
+    model = {"model": tiny["model"] | {"vocab_size": 300}}
+    for path in (tmp_path / "a", tmp_path / "a" / "1", tmp_path / "b"):
+        with pytest.raises(
+            InputError, match=rf"^data\.path: expected text, or rows with it, found .* is {name}; .* jq .* data\.text_key to null"
+        ):
+            data.load(configured(tiny | model, path, **keys))
+    assert data.load(configured(tiny | model, tmp_path / "a", text_key=None, **keys)).rows
+    with pytest.raises(InputError, match=r"^SOURCE: expected text, or rows with it, .* or set --text-key to none to read it as text$"):
+        prepare.prepare(Files([str(tmp_path / "a")], "text"), tokenizer, str(tmp_path / "out"), quiet(), 0.0)
+
+
+def test_files_with_the_name_of_rows_are_not_learned_as_bytes(tiny, tmp_path):
+    """Not even those in which few lines, a broken one or a single column leave their kind open."""
+    for name, content in (
+        ("a.csv", "text\n" + "some words\n" * 9),
+        ("a.tsv", "a\tb\n"),
+        ("a.JSONL", '{"n": 1}\n'),
+        ("b.csv", "a,b\n1\n1,2\n"),
+    ):
+        (tmp_path / name).write_text(content)
+        with pytest.raises(
+            InputError, match=rf"^data\.path: expected text, found that '.*{name}' is .*, or set data.format: bytes to learn"
+        ):
+            data.load(configured(tiny, tmp_path / name))
+    (tmp_path / "c.csv").touch()
+    for name in "de":
+        (tmp_path / f"{name}.txt").write_text("some words\n" * 9)
+    assert data.load(configured(tiny, tmp_path / "[cde].*")).rows
+
+
+@pytest.mark.parametrize("form", ["bytes", "text", "prompts", "chat", "tokens", "labels", "arrays"])
+def test_a_path_that_no_file_has_is_an_error_in_each_format(form, tiny, tokenizer, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("loop").symlink_to("loop")
+    Path("template").write_text("{% for m in messages %}{% generation %}{{ m['content'] }}{% endgeneration %}{% endfor %}")
+    keys = {"format": form, "validation_fraction": 0.05}
+    keys |= {} if form in ("bytes", "tokens", "arrays") else {"tokenizer": tokenizer}
+    keys |= {"chat_template": "template"} if form == "chat" else {}
+    model = tiny["model"] | {"vocab_size": 300} | ({"head": "regression"} if form == "labels" else {})
+    model = {"model": {"target": "a:b"} if form == "arrays" else model}
+    for path in ("a" * 300, "a/" * 2500, "loop", "loop/a"):
+        for read in (data.load, lambda config: data.held_out(config, config.data.path)):
+            with pytest.raises(InputError, match=r"^data\.path: .*(File name too long|does not exist|cannot read).*"):
+                read(configured(tiny | model, path, **keys))

@@ -152,6 +152,8 @@ NAMES, NUMBERS = CLASSES, {"head": "classification", "labels": 3}
         ("a.jsonl", '{"text": 3, "label": 0}\n', NAMES, {}, "expected text in 'text', found int"),
         ("a.jsonl", '{"text": "a", "label": 0}\n', NAMES, {"second_key": "b"}, "expected the key 'b'"),
         ("a.jsonl", '{"text": "a", "label": "x"}\n', {"head": "regression"}, {}, "expected a number in 'label', found 'x'"),
+        ("a.csv", "text,label\na,1_000\n", {"head": "regression"}, {}, "line 2: expected a number in 'label', found '1_000'"),
+        ("a.jsonl", '{"text": "a", "label": 1e400}\n', {"head": "regression"}, {}, "line 1: expected a number in 'label', found inf"),
         ("a.jsonl", '{"text": "a", "label": NaN}\n', {"head": "regression"}, {}, "expected a number in 'label'"),
         ("a.jsonl", '{"text": "a", "choices": ["b"], "label": 0}\n', CHOICES, {}, r"expected a list of 2 choices .* found 1 of them"),
         ("a.jsonl", '{"text": "a", "choices": "bc", "label": 0}\n', CHOICES, {}, r"expected a list of 2 choices .* found str"),

@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import grain
@@ -289,6 +290,7 @@ def test_data_that_can_only_be_iterated_are_refused(data, found, name):
             {"run_dir": "run", "checkpoint": {"best": {"metric": "val_min"}}, "eval_data": BATCHES, "metrics": {"mine": squares}},
             "checkpoint.best.metric: expected a result of the validations of this run, found 'val_min'; did you mean 'val_mine'",
         ),
+        ({"run_dir": Path("s3://bucket/run")}, "fit: run.dir: expected a path on this machine, found the URL 's3:/bucket/run'; copy what"),
         ({"run_dir": "run", "checkpoint": {"best": {}}}, "fit: checkpoint.best would mean nothing without eval_data, .* give it, or"),
         ({"run_dir": "run", "checkpoint": {"evry": 5}}, "fit: unknown key 'checkpoint.evry'; did you mean 'checkpoint.every'"),
     ],

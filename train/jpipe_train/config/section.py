@@ -1,8 +1,6 @@
 """Base classes for the sections of a config, and types of keys that several sections share."""
 
-import os
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Final
 
@@ -18,6 +16,7 @@ from pydantic import (
     model_validator,
 )
 
+from jpipe.files import unusable
 from jpipe_train.config.functions import entry_point
 
 # The upper limits are far beyond what runs; they keep a typo from counting for hours or out of 32 bits.
@@ -28,16 +27,8 @@ Arguments = Annotated[dict[str, Any], BeforeValidator(lambda value: {} if value 
 
 def _usable_path(path: str) -> str:
     """Return the path unchanged, or raise ValueError if no file can have that name."""
-    try:
-        os.fsencode(path)
-    except UnicodeEncodeError:  # an escape in YAML
-        raise ValueError(f"{path!a} has a character that no path can have; choose another name") from None
-    try:
-        Path(path).expanduser()
-    except RuntimeError:
-        raise ValueError(f"{path!r} begins with an unknown user's home folder; give the full path") from None
-    if "\0" in path:
-        raise ValueError(f"{path!r} holds a null character, which no path can have; choose another name")
+    if problem := unusable(path):
+        raise ValueError(problem)
     return path
 
 

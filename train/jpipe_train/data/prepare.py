@@ -384,8 +384,8 @@ def _check_kinds(paths: Sequence[Path], keys: texts.Keys) -> None:
         InputError: the message names the first of them, and what to do with it.
     """
     for path in paths:
-        kind = kinds.kind_of(path)
-        rows = None if kind is None or keys.text is None else kinds.rows_in(path)
+        kind = kinds.kind_of(path, keys.text)
+        rows = None if kind is None or keys.text is None else kinds.rows_in(path, keys.text)
         if kind is None or (rows is None and kind.is_unpacked and keys.text is not None):
             continue
         if rows is not None and (not rows.columns or keys.text in rows.columns):
@@ -396,9 +396,9 @@ def _check_kinds(paths: Sequence[Path], keys: texts.Keys) -> None:
         elif rows is not None and {keys.prompt, keys.answer} <= set(columns):
             hint = "add --format prompts"
         having = f" with {shortened(columns)[:100]}" if columns else ""
-        as_text = "--format text" if rows is None and keys.text is not None else "--format text --text-key none"
         raise InputError(
-            f"SOURCE: expected text, found that '{path}' is {(rows or kind).name}{having}; {hint}, or {as_text} to read it as text"
+            f"SOURCE: expected text, found that '{path}' is {(rows or kind).name}{having}; {hint}, or "
+            "--format text --text-key none to read it as text"
         )
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from jpipe import InputError
 from jpipe.errors import shortened
+from jpipe.files import expanded
 from jpipe_train.data.files import saved_datasets
 from jpipe_train.data.files.kinds import kind_of
 
@@ -73,7 +74,7 @@ def find_files(path: str | None, where: str = "data.path", content: str = "text"
     """
     if path is None:
         return _ordered(_walk(Path(sysconfig.get_path("stdlib")), suffix=".py", leave_out=_NOT_LIBRARY, links=False))
-    root = Path(path).expanduser()
+    root = expanded(path, where)
     if root.is_dir():
         names, files = _in_folder(path, root, where)
     elif root.exists():
@@ -103,7 +104,7 @@ def left_out(*paths: str | None) -> tuple[str, ...]:
     """
     lines = []
     for path in paths:
-        root = None if path is None else Path(path).expanduser()
+        root = None if path is None else expanded(path, "data.path")
         if root is None or not root.is_dir() or saved_datasets.is_saved(root):
             continue
         with readable():
@@ -129,7 +130,7 @@ def with_validation(path: str | None, where: str) -> tuple[str | None, str | Non
     Raises:
         InputError: a `DatasetDict` has no split `train`.
     """
-    root = None if path is None else Path(path).expanduser()
+    root = None if path is None else expanded(path, where)
     if root is None or not root.is_dir():
         return path, None
     splits = {name: str(folder) for name, folder in saved_datasets.splits(root, where).items()}

@@ -63,8 +63,9 @@ def read(config: Config) -> Split:
     Raises:
         InputError: they cannot be read.
     """
-    split = _read(config)
-    return replace(split, remarks=(*split.remarks, *sources.left_out(config.data.path, config.data.validation_path)))
+    with sources.readable():
+        split = _read(config)
+        return replace(split, remarks=(*split.remarks, *sources.left_out(config.data.path, config.data.validation_path)))
 
 
 def _read(config: Config) -> Split:
@@ -99,9 +100,11 @@ def parts_of(data: DataConfig) -> list[Part]:
     Raises:
         InputError: a `DatasetDict` has no split for training.
     """
-    train, validation = sources.with_validation(data.path, "data.path")
+    with sources.readable():
+        train, validation = sources.with_validation(data.path, "data.path")
     if data.validation_path is not None:
-        own, split = sources.with_validation(data.validation_path, "data.validation_path")
+        with sources.readable("data.validation_path"):
+            own, split = sources.with_validation(data.validation_path, "data.validation_path")
         return [Part(train, 0.0, "data.path"), Part(split or own, 1.0, "data.validation_path")]
     if validation is not None:
         return [Part(train, 0.0, "data.path"), Part(validation, 1.0, "data.path")]
@@ -125,7 +128,8 @@ def _check_kinds(data: DataConfig) -> None:
                     f"{where}: '{path}' is a folder of tokens, as jpipe data prepare writes it; set data.format: tokens, {as_it_is}"
                 )
             for file in files:
-                if (kind := kinds.kind_of(file)) is None:
+                kind = kinds.kind_of(file, data.text_key) or (kinds.kind_by_name(file) if file.stat().st_size else None)
+                if kind is None:
                     continue
                 hint = kind.hint
                 if {data.prompt_key, data.answer_key} <= set(kind.columns):
@@ -141,7 +145,7 @@ def _check_kinds(data: DataConfig) -> None:
 def check_beside_weights(config: Config) -> None:
     """Check that tokens mean the same as those of the weights that the run starts from, if their tokenizer is known."""
     ours, file = tokenizers.file_of(config), config.warm_start.file
-    beside = None if file is None else Path(file).expanduser() / tokenizers.FILE
+    beside = None if file is None else expanded(file, "warm_start.file") / tokenizers.FILE
     if ours is None or beside is None or config.warm_start.mode == "partial" or not (ours.is_file() and beside.is_file()):
         return
     key = "data.path" if config.data.format == "tokens" else "data.tokenizer"
@@ -183,12 +187,16 @@ def read_whole(config: Config, path: str) -> Split:
     Raises:
         InputError: they cannot be read, or are tokens of another tokenizer.
     """
+    with sources.readable():
+        return _read_whole(config, path)
+
+
+def _read_whole(config: Config, path: str) -> Split:
     if config.data.read_as == "bytes":
         if config.data.format == AUTO:
             _check_kinds(config.data.model_copy(update={"path": path, "validation_path": None}))
-        with sources.readable():
-            files = _files_of_bytes(path, "data.path")[1]
-            documents = _documents_of_bytes(files)
+        files = _files_of_bytes(path, "data.path")[1]
+        documents = _documents_of_bytes(files)
         source = sources.named(path) if len(files) == 1 else f"{sources.named(path)} ({len(files)} files)"
         digest = functools.partial(_digest, "", documents)
         return Split(documents, documents, source, digest, unit="bytes", remarks=sources.left_out(path))

@@ -92,7 +92,7 @@ def pieces(names: Sequence[str], files: Sequence[Path], form: Format, fraction: 
         OSError: a file cannot be read.
     """
     wrong = WrongLines(where) if form == "prompts" else WrongLines(where, f"or set {setting_of(where, 'text_key')}")
-    have_rows = [form != "text" or (keys.text is not None and kinds.rows_in(file) is not None) for file in files]
+    have_rows = [form != "text" or (keys.text is not None and _has_rows(file, keys.text, where)) for file in files]
     if len(files) == 1 and fraction and not have_rows[0]:
         size = streams.size(files[0])
         cut = _next_line(files[0], round(size * (1 - fraction)), size)
@@ -107,6 +107,21 @@ def pieces(names: Sequence[str], files: Sequence[Path], form: Format, fraction: 
         else:
             yield from _of_text(file, 0, None, name in held_out, where)
     wrong.check()
+
+
+def _has_rows(file: Path, key: str, where: str) -> bool:
+    """Return whether a file has rows with a text, otherwise it is text.
+
+    Raises:
+        InputError: it is JSON in another form.
+    """
+    kind = kinds.content_of(file, key)
+    if kind is not None and kind.is_json:
+        raise InputError(
+            f"{where}: expected text, or rows with it, found that '{file}' is {kind.name}; {kind.hint}, or set "
+            f"{setting_of(where, 'text_key')} to {'null' if where.startswith('data.') else 'none'} to read it as text"
+        )
+    return kind is not None and kind.reader is not None
 
 
 def tokenized(texts: Iterable[Piece], tokenizer: Tokenizer) -> Iterator[tuple[Piece, np.ndarray]]:

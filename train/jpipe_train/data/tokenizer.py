@@ -249,8 +249,8 @@ def load(path: str | Path, where: str, end_of_text: str | None = AUTO) -> Tokeni
 def file_of(config: Any) -> Path | None:
     """Return the tokenizer.json of a run with this `jpipe_train.config.config.Config`, or None if it reads bytes or has a `data.target`."""
     if config.data.target is None and config.data.format == "tokens":
-        return Path(config.data.first_path).expanduser() / FILE
-    return None if config.data.tokenizer is None else Path(config.data.tokenizer).expanduser()
+        return expanded(config.data.first_path, "data.path") / FILE
+    return None if config.data.tokenizer is None else expanded(config.data.tokenizer, "data.tokenizer")
 
 
 def _with_end(tokenizer: Tokenizer, after: tuple[int, ...], end_of_text: str | None) -> Tokenizer:

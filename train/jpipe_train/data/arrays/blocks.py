@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from jpipe_train.data.arrays.numbers import KINDS, Key, fitted, is_integer, result_type
+from jpipe_train.data.arrays.numbers import KINDS, Key, fitted, floats_of, is_integer, result_type
 from jpipe_train.data.files.wrong_lines import WrongLine
 
 _EXACT = 2**53  # float64 holds every integer up to here
@@ -68,12 +68,10 @@ def _of_python(columns: Sequence[Sequence[Any]], types: set[type], *, is_target:
     types = set(map(type, values))
     if types == {int}:
         return np.fromiter(values, np.int64, len(values)).reshape(shape)
-    if types == {float}:
-        return np.fromiter(values, np.float64, len(values)).reshape(shape)
-    if types != {int, float} or is_target:  # a target of integers alone has another dtype
+    if types != {float} and (types != {int, float} or is_target):  # a target of integers alone has another dtype
         raise _Unlike
     numbers = np.fromiter(values, np.float64, len(values)).reshape(shape)
-    if (np.abs(numbers) > _EXACT).any():
+    if np.isinf(numbers).any() or (int in types and (np.abs(numbers) > _EXACT).any()):
         raise _Unlike
     return numbers
 
@@ -84,4 +82,6 @@ def _of_cells(cells: Sequence[str], *, is_target: bool) -> np.ndarray:
         if integers < len(cells):
             raise _Unlike
         return np.fromiter(map(int, cells), np.int64, len(cells))
-    return np.fromiter(map(float, cells), np.float64, len(cells))
+    if (numbers := floats_of(cells)) is None:
+        raise _Unlike
+    return numbers

@@ -79,11 +79,22 @@ def _of_cells(cells: Sequence[str], names: Sequence[str], *, is_target: bool) ->
     """Return the numbers in cells of a table."""
     if is_target and all(map(is_integer, cells)):
         return np.asarray([int(cell) for cell in cells], np.int64)
+    if (numbers := floats_of(cells)) is None:
+        name, cell = next((name, cell) for name, cell in zip(names, cells, strict=True) if floats_of([cell]) is None)
+        raise WrongLine(f"expected a {'finite ' if is_number(cell) else ''}number in {name!r}, found {short(cell)[:100]}")
+    return numbers
+
+
+def floats_of(cells: Sequence[str]) -> np.ndarray | None:
+    """Return the numbers in cells of a table, or None if one is none, as in `kinds.is_number`, or infinite, as Python reads 1e400."""
+    whole = "".join(cells)
+    if not whole.isascii() or "_" in whole:
+        return None
     try:
-        return np.asarray(list(map(float, cells)), np.float64)
+        numbers = np.fromiter(map(float, cells), np.float64, len(cells))
     except ValueError:
-        name, cell = next((name, cell) for name, cell in zip(names, cells, strict=True) if not is_number(cell))
-        raise WrongLine(f"expected a number in {name!r}, found {short(cell)[:100]}") from None
+        return None
+    return None if np.isinf(numbers).any() else numbers
 
 
 def first_not_integer(record: Mapping[str, Any], key: Key, numbers: np.ndarray) -> str:
@@ -102,7 +113,8 @@ def first_not_integer(record: Mapping[str, Any], key: Key, numbers: np.ndarray) 
 def is_integer(cell: str) -> bool:
     """Return whether a cell is written as an integer that has 64 bits."""
     cell = cell.strip()
-    return (cell[1:] if cell[:1] in ("-", "+") else cell).isdecimal() and len(cell) <= 18
+    digits = cell[1:] if cell[:1] in ("-", "+") else cell
+    return digits.isdecimal() and digits.isascii() and len(digits) <= 19 and -(2**63) <= int(cell) < 2**63
 
 
 def _array(value: Any, name: str) -> np.ndarray:
@@ -117,4 +129,6 @@ def _array(value: Any, name: str) -> np.ndarray:
         raise WrongLine(f"expected numbers in {name!r}, found {short(value)[:100]}")
     if not array.size:
         raise WrongLine(f"expected numbers in {name!r}, found an empty list")
+    if not isinstance(value, np.ndarray | np.generic) and np.isinf(array).any():  # 1e400 in JSON
+        raise WrongLine(f"expected finite numbers in {name!r}, found {array[np.isinf(array)].flat[0]}")
     return array

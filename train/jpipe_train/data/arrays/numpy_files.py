@@ -21,15 +21,17 @@ from typing import Any
 import numpy as np
 
 from jpipe import InputError
-from jpipe.errors import shortened
+from jpipe.errors import short, shortened
 from jpipe.files import open_to_read
 from jpipe_train.console.terminal import first_line
 from jpipe_train.data.arrays.numbers import KINDS, Key
 from jpipe_train.data.files import kinds
 from jpipe_train.data.files.file_array import FileArray
+from jpipe_train.data.files.streams import check_unpacked
 
 _LOCAL = 30  # bytes of the header of a file in an archive, before its name
 _LONGEST_HEADER = 10_000  # characters
+_MOST_DIMS, _MOST_NUMBERS = 32, 2**59  # of an array
 _HEADERS: Mapping[tuple[int, int], Callable[..., Any]] = {
     (1, 0): np.lib.format.read_array_header_1_0,
     (2, 0): np.lib.format.read_array_header_2_0,
@@ -193,6 +195,7 @@ def _of_member(file: Path, opened: BufferedReader, archive: zipfile.ZipFile, inf
         header, count = stream.tell(), math.prod(shape)
         _check_size(count * dtype.itemsize, info.file_size - header, file)
         if is_fortran or info.compress_type != zipfile.ZIP_STORED:
+            check_unpacked(count * dtype.itemsize, os.fstat(opened.fileno()).st_size, file)
             content = stream.read(count * dtype.itemsize)
             _check_size(count * dtype.itemsize, len(content), file)
             numbers = np.frombuffer(content, dtype)
@@ -218,6 +221,13 @@ def _header(stream: Any, name: str, where: str, file: Path) -> tuple[tuple[int, 
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a header that Python 2 wrote is read, too
             shape, is_fortran, dtype = _HEADERS[version](stream, max_header_size=_LONGEST_HEADER)
+        # NumPy accepts booleans, and sizes that no array has.
+        if (
+            len(shape) > _MOST_DIMS
+            or any(type(size) is not int for size in shape)
+            or math.prod(size or 1 for size in shape) > _MOST_NUMBERS
+        ):
+            raise ValueError(f"the shape {short(shape)}")
     except OSError:
         raise
     except Exception as error:  # NumPy parses the header as Python: damage raises TokenError, RecursionError, MemoryError and more

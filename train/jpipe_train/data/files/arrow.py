@@ -9,6 +9,7 @@ import decimal
 import errno
 import json
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from io import BufferedReader
 from pathlib import Path
@@ -69,10 +70,10 @@ def rows(opened: BufferedReader, file: Path, form: Form, columns: Sequence[Colum
     """
     read = {"parquet": _parquet, "arrow file": _arrow_file, "arrow stream": _arrow_stream}[form]
     pa = streams.pyarrow(file, NAMES[form])
-    number, before, decoded = 0, 0, 0
+    number, before, decoded, needed = 0, 0, 0, {column.name: column for column in columns}
     with _errors_reported(pa, file, form):
         for batch, position in read(pa, opened, columns, check):
-            values = {column.name: _values(pa, batch, column) for column in columns if column.name in batch.schema.names}
+            values = {name: _values(pa, batch, needed[name]) for name in batch.schema.names if name in needed}
             size = batch.get_total_buffer_size() // max(batch.num_rows, 1)  # nbytes raises for string_view in pyarrow 18
             for i in range(batch.num_rows):
                 number, decoded = number + 1, decoded + size
@@ -88,12 +89,16 @@ _Batches = Iterator[tuple[Any, int]]
 def _parquet(pa: Any, opened: BufferedReader, columns: Sequence[Column], check: Check) -> _Batches:
     file = pa.parquet.ParquetFile(opened, buffer_size=_BUFFER, pre_buffer=False)
     _check(pa, file.schema_arrow, columns, check)
-    names = [column.name for column in columns if column.name in file.schema_arrow.names]
+    present = {*file.schema_arrow.names}
+    names = [column.name for column in columns if column.name in present]
+    leaves = _leaves(file.schema, names)
     total, size, done = file.metadata.num_rows, os.fstat(opened.fileno()).st_size, 0
     for group in range(file.metadata.num_row_groups):
+        if next(file.iter_batches(1, row_groups=[group], columns=names, use_threads=False), None) is None:
+            continue
         facts = file.metadata.row_group(group)
-        every = ((facts.column(i), file.schema.column(i)) for i in range(facts.num_columns))
-        chunks = [(chunk, column) for chunk, column in every if chunk.path_in_schema.startswith(tuple(names))]
+        # Of a damaged chunk `column` ends the process, but reading a row of it, as above, raises an error.
+        chunks = [(facts.column(i), file.schema.column(i)) for i in leaves]
         unpacked = max(sum(chunk.total_uncompressed_size for chunk, _ in chunks), 1)
         least, most = _SHARED
         are_shared = any(chunk.has_dictionary_page and not _is_flat(column) for chunk, column in chunks)
@@ -102,6 +107,13 @@ def _parquet(pa: Any, opened: BufferedReader, columns: Sequence[Column], check: 
         for batch in file.iter_batches(at_once, row_groups=[group], columns=names, use_threads=False):
             done += batch.num_rows
             yield batch, size * done // max(total, 1)
+
+
+def _leaves(schema: Any, names: Sequence[str]) -> list[int]:
+    """Return the numbers of the columns in a Parquet schema that pyarrow reads for these names: also those nested in them."""
+    wanted, nested = {*names}, tuple(f"{name}." for name in names if "." in name)
+    paths = (schema.column(i).path for i in range(len(schema)))
+    return [i for i, path in enumerate(paths) if path in wanted or path.partition(".")[0] in wanted or path.startswith(nested)]
 
 
 def _is_flat(column: Any) -> bool:
@@ -127,7 +139,8 @@ def _arrow_stream(pa: Any, opened: BufferedReader, columns: Sequence[Column], ch
 def _options(pa: Any, schema: Any, columns: Sequence[Column], check: Check) -> Any:
     """Return options to read only the columns that are needed."""
     _check(pa, schema, columns, check)
-    fields = [schema.get_field_index(column.name) for column in columns if column.name in schema.names]
+    names = {column.name for column in columns}
+    fields = [i for i, name in enumerate(schema.names) if name in names]
     return pa.ipc.IpcReadOptions(included_fields=sorted(fields), use_threads=False)
 
 
@@ -137,15 +150,16 @@ def _valid(batch: Any) -> Any:
 
 
 def _check(pa: Any, schema: Any, columns: Sequence[Column], check: Check) -> None:
-    wrong = {}
+    wrong, names = {}, schema.names
+    counts = Counter(names)
     for column in columns:
-        if column.name in schema.names and schema.names.count(column.name) == 1:
+        if counts[column.name] == 1:
             kind = schema.field(column.name).type
             if not {"text": _is_text, "ids": _is_ids, "numbers": _is_numbers, "classes": _is_classes}.get(column.kind, lambda *_: True)(
                 pa, kind
             ):
                 wrong[column.name] = str(kind)
-    check(schema.names, wrong)
+    check(names, wrong)
 
 
 def _is_text(pa: Any, kind: Any) -> bool:

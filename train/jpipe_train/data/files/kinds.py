@@ -41,6 +41,7 @@ class Kind(NamedTuple):
         columns: the keys or the names of columns, for JSON lines and tables.
         reader: of its rows, if it has some that are read.
         delimiter: between the cells of a table.
+        is_json: whether it is text of JSON without a line for each row.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Kind(NamedTuple):
     columns: tuple[str, ...] = ()
     reader: Literal["parquet", "arrow file", "arrow stream", "json lines", "table"] | None = None
     delimiter: str = ","
+    is_json: bool = False
 
     @property
     def is_unpacked(self) -> bool:
@@ -55,21 +57,28 @@ class Kind(NamedTuple):
         return self.hint == _PACKED
 
 
-def kind_of(path: Path) -> Kind | None:
+def kind_of(path: Path, key: str | None = None) -> Kind | None:
     """Return the kind of data in a file if it is known not to be plain text, otherwise None.
+
+    Args:
+        path: the file.
+        key: one that has text in the objects of JSON that the user means, if any: an object with it is no plain text.
 
     Raises:
         OSError: the file cannot be read, or is not a regular file.
     """
     with open_to_read(path) as file:
-        return _kind_of_whole(file)
+        return _kind_of_whole(file, key)
 
 
-def rows_in(path: Path) -> Kind | None:
-    """Return the kind of a file if it has rows that are read, otherwise None.
+def content_of(path: Path, key: str | None = None) -> Kind | None:
+    """Return the kind of data in a file, decompressed if it is compressed, or None if it is plain text.
 
-    Its content decides, decompressed if it is compressed. Only if that is text which does not tell, the name does: a table may have few
-    rows, and a file of JSON lines one line.
+    Its content decides. Only if that is text which does not tell, the name does, as in `kind_by_name`.
+
+    Args:
+        path: the file.
+        key: as in `kind_of`.
 
     Raises:
         OSError: the file cannot be read, is not a regular file, or has a kind inside a compressed file that is not read there.
@@ -78,38 +87,49 @@ def rows_in(path: Path) -> Kind | None:
     with open_to_read(path) as file:
         packed = streams.compression(file.peek(4))
         if packed is None:
-            kind = _kind_of_whole(file)
+            kind = _kind_of_whole(file, key)
         else:
             stream = streams.unpacked(file, path)
             head = stream.read(_HEAD)
-            kind = _kind_of(head, len(head) + len(stream.peek(1)), head[-4:])
+            kind = _kind_of(head, len(head) + len(stream.peek(1)), head[-4:], key)
     if packed is not None and kind is not None and kind.reader not in ("json lines", "table"):
         raise OSError(errno.EINVAL, f"it is {kind.name} inside {packed}, which is not read; unpack it first", str(path))
-    if kind is not None and (kind.reader is None or kind.columns or kind.reader != "table"):
-        return kind if kind.reader is not None else None
+    if kind is not None and (kind.columns or kind.reader != "table"):
+        return kind
+    return kind_by_name(path, None if kind is None else kind.delimiter)
+
+
+def kind_by_name(path: Path, delimiter: str | None = None) -> Kind | None:
+    """Return the kind of rows that the name of a file tells, otherwise None: it may have too few lines to be known by them."""
     ending = Path(path.name.lower().removesuffix(".gz").removesuffix(".zst")).suffix
     if ending in _DELIMITER_BY_NAME:
-        delimiter = _DELIMITER_BY_NAME[ending] if kind is None else kind.delimiter
+        delimiter = delimiter or _DELIMITER_BY_NAME[ending]
         return Kind(_DELIMITERS[delimiter], _ROWS, (), "table", delimiter)
     return Kind(JSON_LINES, _ROWS, (), "json lines") if ending in (".jsonl", ".ndjson") else None
 
 
-def _kind_of_whole(file: BufferedReader) -> Kind | None:
+def rows_in(path: Path, key: str | None = None) -> Kind | None:
+    """Return the kind of a file, as `content_of` does, if it has rows that are read, otherwise None."""
+    kind = content_of(path, key)
+    return None if kind is None or kind.reader is None else kind
+
+
+def _kind_of_whole(file: BufferedReader, key: str | None) -> Kind | None:
     """Return the kind of an open file that is not decompressed."""
     size, head = os.fstat(file.fileno()).st_size, file.read(_HEAD)
     file.seek(max(size - 4, 0))
-    return _kind_of(head, size, file.read(4))
+    return _kind_of(head, size, file.read(4), key)
 
 
-def _kind_of(head: bytes, size: int, tail: bytes) -> Kind | None:
-    """Return the kind of content with this beginning, this many bytes and this end."""
+def _kind_of(head: bytes, size: int, tail: bytes, key: str | None) -> Kind | None:
+    """Return the kind of content with this beginning, this many bytes and this end, and perhaps this key with text."""
     for name, hint, is_it in _SIGNATURES:
         if is_it(head, size, tail):
             return Kind(name, hint, reader=_READERS.get(head[:4]) if hint == _ROWS else None)
     text = head.removeprefix(b"\xef\xbb\xbf").decode("utf-8", errors="replace")
     is_whole = len(head) == size
     lines = [line.removesuffix("\r") for line in text.split("\n")[: None if is_whole else -1] if line.strip()][:_SAMPLE]
-    return _json(lines, text, is_whole=is_whole) or _table(lines)
+    return _json_lines(lines, text, key, is_whole=is_whole) or _json(text, key) or _table(lines)
 
 
 _Test = Callable[[bytes, int, bytes], bool]
@@ -213,18 +233,18 @@ _SIGNATURES: tuple[tuple[str, str, _Test], ...] = (
 )
 
 
-_OBJECT = re.compile(r'\s*\{\s*"(?:[^"\\]|\\.){0,200}"\s*:')
-_LIST = re.compile(rf"\s*\[{_OBJECT.pattern}")
+_STRING = r'"(?:[^"\\]|\\.)*"'
+_OBJECT = re.compile(rf"\s*\{{\s*{_STRING}\s*:")
+_LIST = re.compile(rf"\s*\[\s*(?:\{{\s*{_STRING}\s*:|{_STRING}\s*,\s*[\"\[{{\d-]|\[\s*(?:{_STRING}|-?\d[^\s,\]]{{0,50}})\s*\]?\s*,)")
+"""The beginning of a list of objects, of texts, or of lists."""
+_INSIDE = re.compile(r':\s*(?:\[\s*(?:\{\s*"|\[)|\{\s*"0"\s*:)')
+"""A list of objects or of lists somewhere inside an object, or a column as pandas writes it."""
 
 
-def _json(lines: Sequence[str], text: str, *, is_whole: bool) -> Kind | None:
-    """Recognize JSON lines, each an object and at least two or one longer than the sample, or a list of objects."""
-    if _LIST.match(text):
-        return Kind("a list of JSON", f"write a line for each object, such as with jq -c '.[]'{_THEN}")
+def _json_lines(lines: Sequence[str], text: str, key: str | None, *, is_whole: bool) -> Kind | None:
+    """Recognize JSON lines, each an object: at least two, or one that is longer than the sample, has the key, or a list of objects."""
     if not lines and not is_whole and _OBJECT.match(text):
         return Kind(JSON_LINES, _ROWS, reader="json lines")
-    if len(lines) < 2:
-        return None
     keys: dict[str, None] = {}
     for line in lines:
         if not _OBJECT.match(line):  # cheaper than to parse, and few texts pass it
@@ -234,7 +254,32 @@ def _json(lines: Sequence[str], text: str, *, is_whole: bool) -> Kind | None:
         except (ValueError, RecursionError):
             return None
         keys |= dict.fromkeys(value)
-    return Kind(JSON_LINES, _ROWS, tuple(keys), "json lines")
+    is_data = len(lines) > 1 or key in keys or (keys and _INSIDE.search(text))
+    return Kind(JSON_LINES, _ROWS, tuple(keys), "json lines") if is_data else None
+
+
+def _json(text: str, key: str | None) -> Kind | None:
+    """Recognize a list of JSON, objects one after the other, and one object over several lines, with its rows in it or with the key."""
+    text = text.strip()
+    is_list = _LIST.match(text) is not None
+    if not is_list and not _OBJECT.match(text):
+        return None
+    try:
+        value, end = json.JSONDecoder().raw_decode(text)
+    except (ValueError, RecursionError):  # it is longer than the sample, or damaged
+        value, end = None, len(text)
+    what, way = "a list of JSON", "jq -c '.[]'"
+    if text[end:].lstrip()[:1] == text[0]:
+        if not is_list and "\n" not in text[:end]:  # a later line is damaged
+            return Kind(JSON_LINES, _ROWS, tuple(value), "json lines")
+        what, way = ("lists of JSON", way) if is_list else ("objects of JSON over several lines each", "jq -c .")
+    elif isinstance(value, dict) and isinstance(value.get(key), str):
+        what, way = "an object of JSON over several lines", "jq -c ."
+    elif not is_list:
+        what, way = "an object of JSON with its rows inside", "jq -c '.data[]'"
+        if not _INSIDE.search(text):
+            return None
+    return Kind(what, f"write a line for each object, such as with {way}{_THEN}", is_json=True)
 
 
 _DELIMITERS = {"\t": "a table with tabs between columns (TSV)", ",": "a table (CSV)", ";": "a table with semicolons between columns (CSV)"}
@@ -292,9 +337,9 @@ def _is_header(header: Sequence[str], rows: Sequence[Sequence[str]]) -> bool:
 
 
 def is_number(cell: str) -> bool:
-    """Return whether a cell is written as a number."""
+    """Return whether a cell is written as a number: in ASCII, without the underscores that Python allows in its own."""
     try:
         float(cell)
     except ValueError:
         return False
-    return True
+    return cell.isascii() and "_" not in cell

@@ -1,5 +1,7 @@
 """Read rows of files of any kind that has them: JSON lines, tables, Parquet and Arrow, in constant memory."""
 
+import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from io import BufferedReader
 from pathlib import Path
@@ -68,14 +70,16 @@ def blocks(file: Path, where: str, columns: Sequence[Column]) -> Iterator[list[t
 
     Raises:
         InputError: as `records` does.
-        OSError: the file is damaged.
+        OSError: the file is damaged, or unpacks to too much.
     """
     block: list[tuple[Place, Mapping[str, Any] | WrongLine]] = []
     start = 0
     with open_to_read(file) as opened:
+        size = os.fstat(opened.fileno()).st_size
         for place, record, _, unpacked in _rows(file, opened, where, columns):
             block.append((place, record))
             if len(block) == _MOST_ROWS or unpacked - start >= _MOST_BYTES:
+                streams.check_unpacked(unpacked, size, file)
                 yield block
                 block, start = [], unpacked
     if block:
@@ -109,15 +113,16 @@ def _check_columns(file: Path, where: str, columns: Sequence[Column], names: Seq
     Raises:
         InputError: one is not.
     """
+    counts = Counter(names)
     for column in columns:
         setting = "rename it" if column.key is None else f"set {setting_of(where, column.key)}"
-        if column.name not in names and column.is_needed:
-            first = "; the first line of a table is taken as the names of its columns" if names and all(map(_is_number, names)) else ""
+        if not counts[column.name] and column.is_needed:
+            first = "; the first line of a table is taken as the names of its columns" if names and all(map(kinds.is_number, names)) else ""
             raise InputError(
                 f"{where}: expected the column {column.name!r} in '{file}', found {shortened(list(map(repr, names)), 20)[:400]}; {setting}"
                 f"{first}"
             )
-        if names.count(column.name) > 1:
+        if counts[column.name] > 1:
             raise InputError(f"{where}: expected each column of '{file}' once, found the name {column.name!r} twice; rename one of them")
         if column.name in other_types:
             more = "; save classes as integers, or for other numbers choose loss.name: squared_error" if column.kind == "classes" else ""
@@ -128,14 +133,6 @@ def _check_columns(file: Path, where: str, columns: Sequence[Column], names: Seq
 
 
 _EXPECTED = {"text": "text", "ids": "lists of integers", "numbers": "numbers or lists of them", "classes": "integers or lists of them"}
-
-
-def _is_number(name: str) -> bool:
-    try:
-        float(name)
-    except ValueError:
-        return False
-    return True
 
 
 def setting_of(where: str, key: str) -> str:

@@ -1,4 +1,4 @@
-"""Open files that may be compressed with gzip or zstd as streams, which decompress them piece by piece, in constant memory."""
+"""Open files that may be compressed with gzip or zstd as streams, in constant memory and within limits."""
 
 import errno
 import gzip
@@ -16,6 +16,7 @@ GZIP, ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
 """What compressed files begin with."""
 _BLOCK = 2**20  # bytes that are read at once
 _PACKED = {GZIP: "gzip", ZSTD: "zstd"}
+_FREE, _MOST_TIMES = 2**28, 200  # bytes that any file may unpack to; otherwise how many times its own
 
 
 def pyarrow(file: Path, what: str) -> Any:
@@ -38,6 +39,24 @@ def pyarrow(file: Path, what: str) -> Any:
             "pip install pyarrow"
         ) from None
     return pyarrow
+
+
+def check_unpacked(count: int, packed: int, file: Path) -> None:
+    """Check that a compressed file does not unpack to far more than data do, which would fill memory or disk.
+
+    Args:
+        count: the bytes that it unpacks to.
+        packed: its own.
+        file: its path, for messages.
+
+    Raises:
+        OSError: they are too many.
+    """
+    if count > max(_FREE, most := _MOST_TIMES * packed):
+        words = (
+            f"it has {packed:,} bytes and unpacks to more than {max(_FREE, most):,}, as no file of data does; save it without compression"
+        )
+        raise OSError(errno.EFBIG, words, str(file))
 
 
 def compression(head: bytes) -> str | None:
@@ -63,14 +82,14 @@ def unpacked(opened: BufferedReader, file: Path) -> BufferedReader:
         source = gzip.GzipFile(fileobj=opened, mode="rb")
     else:
         source = pyarrow(file, "compressed with zstd").CompressedInputStream(opened, "zstd")
-    return BufferedReader(_Unpacked(source, file, kind), _BLOCK // 16)
+    return BufferedReader(_Unpacked(source, file, kind, os.fstat(opened.fileno()).st_size), _BLOCK // 16)
 
 
 class _Unpacked(io.RawIOBase):
     """The content of a compressed file; errors in it become errors of the system, with the name of the file."""
 
-    def __init__(self, source: Any, file: Path, kind: str) -> None:
-        self._source, self._file, self._kind, self._position = source, file, kind, 0
+    def __init__(self, source: Any, file: Path, kind: str, size: int) -> None:
+        self._source, self._file, self._kind, self._size, self._position = source, file, kind, size, 0
 
     def readable(self) -> bool:
         return True
@@ -83,6 +102,7 @@ class _Unpacked(io.RawIOBase):
             raise OSError(errno.EINVAL, words, str(self._file)) from None
         buffer[: len(content)] = content
         self._position += len(content)
+        check_unpacked(self._position, self._size, self._file)
         return len(content)
 
     def tell(self) -> int:

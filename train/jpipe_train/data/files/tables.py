@@ -1,6 +1,7 @@
 """Read tables as text: CSV and TSV, whose first row has the names of the columns."""
 
 import csv
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from io import BufferedReader
 from pathlib import Path
@@ -47,7 +48,7 @@ def rows(
             yield place, dict(zip(names, record, strict=True)) if is_whole else wrong
             continue
         names = record
-        if twice := [name for i, name in enumerate(names) if name in names[:i]]:
+        if twice := [name for name, number in Counter(names).items() if number > 1]:
             yield (
                 place,
                 WrongLine(f"expected each column once, found the name {short(twice[0])} twice in the first line, which has the names"),

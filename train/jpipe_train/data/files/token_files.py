@@ -92,7 +92,7 @@ class Index(_Part):
 
 def is_folder(path: str) -> bool:
     """Return whether a path is to be read as such a folder: it is one, or neither a file, a glob nor a folder of files with rows."""
-    root = Path(path).expanduser()
+    root = expanded(path, "data.path")
     if not root.is_dir():
         return not (root.is_file() or glob.has_magic(path))
     return (root / INDEX).exists() or not any(name.endswith(_WITH_ROWS) for _, _, names in os.walk(root) for name in names)

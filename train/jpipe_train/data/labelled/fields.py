@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from jpipe.errors import short
 from jpipe_train.config.config import Config
 from jpipe_train.data.files.arrow import Column
+from jpipe_train.data.files.kinds import is_number
 from jpipe_train.data.files.records import records
 from jpipe_train.data.files.wrong_lines import Place, WrongLine, WrongLines, text_of, value_of
 
@@ -106,8 +107,9 @@ def _described(config: Config) -> str:
 
 def _number(label: Any, key: str) -> float:
     try:
-        number = math.nan if isinstance(label, bool) or not isinstance(label, int | float | str) else float(label)
-    except (ValueError, OverflowError):
+        is_one = is_number(label) if isinstance(label, str) else isinstance(label, int | float) and not isinstance(label, bool)
+        number = float(label) if is_one else math.nan
+    except OverflowError:
         number = math.nan
     if not abs(number) <= 3e38:  # the largest number of float32
         raise WrongLine(f"expected a number in {key!r}, found {short(label)}")
