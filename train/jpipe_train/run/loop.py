@@ -30,6 +30,7 @@ from jpipe_train.console.preemption import Preemption
 from jpipe_train.console.progress import Reporter
 from jpipe_train.console.terminal import count
 from jpipe_train.data import data
+from jpipe_train.launch.local import progress
 from jpipe_train.launch.numeric_settings import numeric_settings
 from jpipe_train.launch.together import Together, facts, joined
 from jpipe_train.plan.auto import find_plan
@@ -42,7 +43,7 @@ from jpipe_train.report.performance.watch import Watch
 from jpipe_train.report.summary import Summary, epochs_words, slow_of, stages_of, write_report
 from jpipe_train.run import stopping
 from jpipe_train.run.callbacks import Callbacks
-from jpipe_train.run.ending import conclude, nonfinite_data_named, reason
+from jpipe_train.run.ending import conclude, left_words, nonfinite_data_named, reason
 from jpipe_train.run.starting import (
     begin,
     check_shared,
@@ -156,13 +157,15 @@ def start(
             return run(config, pipe, batches, folder, reporter, together, resumed, initial, program)
     except BaseException as error:
         in_place = None if isinstance(error, FolderChanged) else folder
-        logged = "" if in_place is None else f"; the steps logged so far are in {shown(in_place.path)}"
+        logged = "" if in_place is None else left_words(in_place, config, in_python=program.build is not None)
         if isinstance(error, KeyboardInterrupt) or interrupt.pressed():
             raise KeyboardInterrupt(f"interrupted{logged}") from None
         if isinstance(error, (jpipe.PeerLost, NonFiniteLoss)):
             raise type(error)(f"{error}{logged}") from None
         if isinstance(error, (OSError, jax.errors.JaxRuntimeError, jpipe.runtime.CopiesDiffer)):
             raise RunStopped(f"{reason(error, folder)}{logged}") from error
+        if logged and not isinstance(error, jpipe.InputError):
+            reporter.say(logged.removeprefix("; "))
         raise
 
 
@@ -323,6 +326,8 @@ def run(
             stages = [] if folder is None else stages_of(pipe, batches.like)
         report_transfers(pipe, reporter)
         earlier = continue_on_all(config, folder, resumed, together, reporter.say)
+        if folder is not None:
+            progress.begin(shown(path), None if resumed is None else resumed.step, saves=config.checkpoint.every is not None)
         train = config.train
         measure = Measure(pipe, sizes, train.length, train.eval_every, train.trace_batches, together.processes, state.batch)
         history = find_history(config, pipe.plan, resumed, lambda: reporter.seconds, earlier)
