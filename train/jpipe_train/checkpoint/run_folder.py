@@ -39,7 +39,7 @@ _BETWEEN_TRIES = 0.05  # seconds between two tries to lock a folder
 _FILES = ("config.yaml", "plan.json", METRICS)
 OUTPUTS = (
     *(END, LENGTH),
-    *("report.html", "loss.png", "delay.png", "metrics.png", "timeline.png", "memory.png", "trace.json", "planned.json"),
+    *("report.html", "loss.png", "metrics.png", "timeline.png", "memory.png", "trace.json", "planned.json"),
     *("tensorboard", "wandb", "trackio", "mlflow", "profile"),
 )
 """The other files and folders that a run writes into its folder."""
