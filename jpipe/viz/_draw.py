@@ -156,6 +156,11 @@ def draw_memory(
     heights = [min(max(8.0 / rows, 0.7), 1.6)] * rows
     figure, panels = _figure(page, heights, len(memories), title, legend, under, gap=0.14, sharey=True, left=left)
     highest = max((sample.total for memory in memories.values() for samples in memory for sample in samples), default=0)
+    shared = panels[0][0]  # all panels have its axes, which are set before anything is drawn: each area would scale them anew
+    _time_axis(shared, lengths, scale)
+    shared.set_ylim(0, 1.35 * (highest or 1))  # leaves space for the label of the peak
+    shared.locator_params(axis="y", nbins=3)
+    shared.yaxis.set_major_formatter(lambda count, _: size(count))
     for column, (name, memory) in enumerate(memories.items()):
         for w, samples in enumerate(memory):
             _draw_areas(panels[w][column], samples, lengths[name], font_size)
@@ -164,10 +169,6 @@ def draw_memory(
     for name, row in zip(names, panels, strict=True):
         row[0].set_ylabel(name, fontsize=page.size(8))
         for axes in row:
-            _time_axis(axes, lengths, scale)
-            axes.set_ylim(0, 1.35 * (highest or 1))  # leaves space for the label of the peak
-            axes.locator_params(axis="y", nbins=3)
-            axes.yaxis.set_major_formatter(lambda count, _: size(count))
             axes.tick_params(labelsize=font_size)
     return figure
 
@@ -320,21 +321,28 @@ def _last_end(timeline: Timeline) -> float:
 
 
 def _draw_areas(axes: "matplotlib.axes.Axes", samples: Sequence[MemorySample], length: float, font_size: float) -> None:
+    from matplotlib.collections import PolyCollection
+
     if not samples:
         return
     times = [*(sample.time for sample in samples), length]
     base = [0] * len(samples)
+    areas: list[list[tuple[float, float]]] = []
+    colours: list[str] = []
     for version in sorted({version for sample in samples for version in sample.weights}):
         alive = [i for i, sample in enumerate(samples) if version in sample.weights]
         first, last = alive[0], alive[-1]
         top = [below + sample.weights.get(version, 0) for below, sample in zip(base, samples, strict=True)]
-        shade = _VERSIONS[version % len(_VERSIONS)]
-        _fill(axes, times[first : last + 2], base[first : last + 1], top[first : last + 1], shade)
+        areas.append(_area(times[first : last + 2], base[first : last + 1], top[first : last + 1]))
+        colours.append(_VERSIONS[version % len(_VERSIONS)])
         base = top
     for part, colour in _PARTS.items():
         top = [below + getattr(sample, part) for below, sample in zip(base, samples, strict=True)]
-        _fill(axes, times, base, top, colour)
+        if any(high > low for high, low in zip(top, base, strict=True)):
+            areas.append(_area(times, base, top))
+            colours.append(colour)
         base = top
+    axes.add_collection(PolyCollection(areas, facecolors=colours, linewidths=0), autolim=False)
     peak = max(base)
     axes.axhline(peak, color="black", linewidth=0.6, linestyle=(0, (4, 3)))
     axes.plot([times[base.index(peak)]], [peak], color="black", marker="o", markersize=2.5)
@@ -344,9 +352,13 @@ def _draw_areas(axes: "matplotlib.axes.Axes", samples: Sequence[MemorySample], l
     )  # fmt: skip
 
 
-def _fill(axes: "matplotlib.axes.Axes", times: list[float], bottom: list[int], top: list[int], colour: str) -> None:
-    """Fill an area in steps: each value holds until the next time."""
-    axes.fill_between(times, [*bottom, bottom[-1]], [*top, top[-1]], step="post", color=colour, linewidth=0)
+def _area(times: Sequence[float], bottom: Sequence[int], top: Sequence[int]) -> list[tuple[float, float]]:
+    """Return the corners of an area in steps: each value holds until the next time."""
+    corners = [
+        [(time, value) for i, value in enumerate(values) for time in (times[i], times[i + 1])]  # the ends of each step
+        for values in (top, bottom)
+    ]
+    return [*corners[0], *reversed(corners[1])]
 
 
 # Both ------------------------------------------------------------------------------------------------------------------

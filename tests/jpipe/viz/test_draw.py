@@ -199,11 +199,11 @@ def test_memory_is_stacked_in_steps_a_shade_a_version():
 
     def stack_at(time: float) -> list[tuple[str, float]]:
         stacked = []
-        for collection in axes.collections:
-            path = collection.get_paths()[0]
+        (areas,) = axes.collections
+        for path, colour in zip(areas.get_paths(), areas.get_facecolor(), strict=True):
             inside = [y for y in np.arange(0.25e6, 14e6, 0.5e6) if path.contains_point((time, y))]
             if inside:
-                stacked.append((matplotlib.colors.to_hex(collection.get_facecolor()[0]), len(inside) / 2))
+                stacked.append((matplotlib.colors.to_hex(colour), len(inside) / 2))
         return stacked
 
     zero, one = "#08519c", "#6baed6"
