@@ -23,7 +23,8 @@ def document(title: str, results: str, sections: Mapping[str, str], generator: s
     """
     names, bodies = list(sections), []
     for i, (heading, content) in enumerate(sections.items()):
-        place = "" if beside is None else ' class="right"' if heading == beside else ' class="left"' if beside in names[max(i - 1, 0) : i + 2] else ""
+        side = "right" if heading == beside else "left" if beside in names[max(i - 1, 0) : i + 2] else ""
+        place = f' class="{side}"' if side else ""
         bodies.append(f"<section{place}>\n<h2>{escape(heading)}</h2>\n{content}\n</section>")
     return Template(_TEMPLATE.read_text(encoding="utf-8")).substitute(
         title=escape(title),

@@ -12,7 +12,7 @@ from rich.console import Console
 import jpipe
 from jpipe.files import shown
 from jpipe_train.assemble import compile_cache, frozen, smaller_plan
-from jpipe_train.assemble.build import build, check, check_rows, param_specs, prepare_devices
+from jpipe_train.assemble.build import build, check, check_by_reading, check_rows, param_specs, prepare_devices
 from jpipe_train.assemble.delay import correction_words, delay_words
 from jpipe_train.assemble.meshes import has_meshes, mesh_words
 from jpipe_train.assemble.metrics import metrics
@@ -21,7 +21,7 @@ from jpipe_train.checkpoint.checkpoints import Checkpoints
 from jpipe_train.checkpoint.resume import VERSIONS, Resume, Resumed, passed_over
 from jpipe_train.checkpoint.resume import find as find_resumed
 from jpipe_train.checkpoint.resume import history as find_history
-from jpipe_train.checkpoint.run_folder import FolderChanged, RunFolder, mark_missing_end
+from jpipe_train.checkpoint.run_folder import FolderChanged, RunFolder, check_folder, mark_missing_end
 from jpipe_train.config.config import AUTO, Config, TrainConfig
 from jpipe_train.config.config_file import to_yaml
 from jpipe_train.console import interrupt
@@ -90,13 +90,14 @@ def main(
         interrupt.check()
         options = {"--resume": resume, "--from-checkpoint": str(from_checkpoint), "--elastic": str(elastic)}
         config, remarks = agree_on_config(config, num_processes, elastic, options, together)
-        together.start_devices(connect_limit)
         reporter = Reporter(config.train.length, *data.portion(config), None if together.is_first else Console(quiet=True))
         for line in remarks:
             reporter.say(line)
         resumed = find_resumed(config, resume, together, reporter.say, step=from_checkpoint)
         if resumed is not None and is_complete(resumed, config):
             return already_complete(resumed, config, reporter, together)
+        together.run_on_all(lambda: check_early(config, together, resumed, resume))
+        together.start_devices(connect_limit)
         return start(config, together, resumed, resume, reporter, from_checkpoint)
 
 
@@ -186,6 +187,23 @@ def agree_on_config(
     together.run_on_all(lambda: logs.check(config) if together.is_first else None)
     cache_problem = together.run_on_all(lambda: compile_cache.use(config.compile_cache))
     return config, [line for line in (cache_problem, remark) if line]
+
+
+def check_early(config: Config, together: Together, resumed: Resumed | None, resume: Resume) -> None:
+    """Check what can be told before devices start and data are read, so that a mistake is reported in seconds.
+
+    Raises:
+        jpipe.InputError: something in the config, or the run folder, does not fit.
+    """
+    stopping.check(config)
+    check_by_reading(config)
+    if resumed is None:
+        if config.warm_start.file is not None:
+            from jpipe_train.checkpoint import warm_start
+
+            warm_start.check_files(config.warm_start, config.model.head)
+        if together.is_first:
+            check_folder(config, anew=resume == "auto")
 
 
 def prepare(
