@@ -3,6 +3,7 @@
 Matplotlib is imported where it is used, so that `import jpipe` stays fast. Its global state is not changed.
 """
 
+import math
 import statistics
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -105,11 +106,14 @@ def draw_timeline(
     scale, unit = _time_unit(max(lengths.values()), unit)
     points, spans = page.points(left) / max(lengths.values()), _spans(timelines)  # of one unit of time
     versions = all(_fits(_label(span, versions=True), _room(span, points), points, font_size) for span in spans)
+    labelled = sum(_fits(_label(span, versions), _room(span, points), points, font_size) for span in spans)
+    written = font_size if labelled > len(spans) / 4 else math.inf  # a number in a few boxes would look like something special
     legend = _names_of_colours(timelines, lengths, rows)
-    under = page.wrap(f"time ({unit}){_inside(spans, points, versions, font_size)}{note}", page.points(left))
+    under = page.wrap(f"time ({unit}){_inside(spans, points, versions, written)}{note}", page.points(left))
     figure, panels = _figure(page, [row * count for count in counts], 1, title, legend, under, gap=0.42, sharey=False, left=left)
     for (axes,), (name, timeline) in zip(panels, timelines.items(), strict=True):
-        _draw_rows(axes, timeline, lengths[name], points, versions, font_size)
+        _draw_rows(axes, timeline, lengths[name], points, versions, written)
+        axes.tick_params(axis="x", labelsize=font_size)
         _draw_transfers(axes, rows[name], len(timeline), points, font_size)
         _name_rows(axes, [*names[: len(timeline)], *rows[name]], page.size(8))
         words = f"{lengths[name] / scale:.4g} {unit}, bubble {_bubble(timeline, lengths[name]):.1%}"
@@ -200,7 +204,6 @@ def _draw_rows(axes: "matplotlib.axes.Axes", timeline: Timeline, length: float, 
         for line, intervals in lines.items():
             axes.broken_barh(intervals, (rank + 0.82 - min(0.13, 0.5 / len(lines)) * line, 0.05), facecolor="white", linewidth=0)
     axes.tick_params(axis="y", length=0)
-    axes.tick_params(axis="x", labelsize=font_size)
     for side in ("left", "right", "top"):
         axes.spines[side].set_visible(False)
 
