@@ -224,6 +224,8 @@ class Pipeline:
     def init(self, key: jax.Array, batch: Batch, params: Tree | None = None, *, buckets: Sequence[Batch] = ()) -> State:
         """Compile for batches like this one, and put fresh weights, or those in `params`, on their devices.
 
+        A pipeline that has compiled for such batches under the same settings of JAX does not compile again.
+
         Logs a warning, once, if a layer computes with several rows together, as batch normalization does, or the loss is more than a sum
         over rows: such a layer or loss sees the rows of a microbatch, not those of a batch.
 
