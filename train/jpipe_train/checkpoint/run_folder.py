@@ -253,8 +253,9 @@ def check_folder(config: Config, *, anew: bool) -> None:
             _parent(path, made)
         else:
             _named(path, made)
-            ours = (anew and _ended_early(path, config)) or is_of_this_job(path)
-            if not ours:
+            # A run of epochs is compared once its steps are known, and one that is training now has a message of its own.
+            is_known = config.train.epochs is None and not is_training(path)
+            if is_known and not is_of_this_job(path) and not (anew and _ended_early(path, config)):
                 _check_free(path, ours=False)
         if not os.access(path, os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
