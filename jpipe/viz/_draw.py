@@ -106,19 +106,16 @@ def draw_timeline(
     scale, unit = _time_unit(max(lengths.values()), unit)
     points, spans = page.points(left) / max(lengths.values()), _spans(timelines)  # of one unit of time
     versions = all(_fits(_label(span, versions=True), _room(span, points), points, font_size) for span in spans)
-    labelled = sum(_fits(_label(span, versions), _room(span, points), points, font_size) for span in spans)
-    written = font_size if labelled > len(spans) / 4 else math.inf  # a number in a few boxes would look like something special
-    legend = _names_of_colours(timelines, lengths, rows)
+    written, legend = _size_in_boxes(spans, points, versions, font_size), _names_of_colours(timelines, lengths, rows)
     under = page.wrap(f"time ({unit}){_inside(spans, points, versions, written)}{note}", page.points(left))
     figure, panels = _figure(page, [row * count for count in counts], 1, title, legend, under, gap=0.42, sharey=False, left=left)
     for (axes,), (name, timeline) in zip(panels, timelines.items(), strict=True):
         _draw_rows(axes, timeline, lengths[name], points, versions, written)
-        axes.tick_params(axis="x", labelsize=font_size)
         _draw_transfers(axes, rows[name], len(timeline), points, font_size)
         _name_rows(axes, [*names[: len(timeline)], *rows[name]], page.size(8))
-        words = f"{lengths[name] / scale:.4g} {unit}, bubble {_bubble(timeline, lengths[name]):.1%}"
-        axes.set_title(f"{name}: {words}", loc="left", fontsize=page.size(9), pad=4)
-        _time_axis(axes, lengths, scale)
+        words = f"{name}: {lengths[name] / scale:.4g} {unit}, bubble {_bubble(timeline, lengths[name]):.1%}"
+        axes.set_title(words, loc="left", fontsize=page.size(9), pad=4)
+        _time_axis(axes, lengths, scale, font_size)
     panels[-1][0].set_xlabel(under, fontsize=page.size(8))
     return figure
 
@@ -161,7 +158,7 @@ def draw_memory(
     figure, panels = _figure(page, heights, len(memories), title, legend, under, gap=0.14, sharey=True, left=left)
     highest = max((sample.total for memory in memories.values() for samples in memory for sample in samples), default=0)
     shared = panels[0][0]  # all panels have its axes, which are set before anything is drawn: each area would scale them anew
-    _time_axis(shared, lengths, scale)
+    _time_axis(shared, lengths, scale, font_size)
     shared.set_ylim(0, 1.35 * (highest or 1))  # leaves space for the label of the peak
     shared.locator_params(axis="y", nbins=3)
     shared.yaxis.set_major_formatter(lambda count, _: size(count))
@@ -311,6 +308,12 @@ def _inside(spans: Sequence[Span], points: float, versions: bool, font_size: flo
     return f";  in a box: {'microbatch.version of its weights' if versions else 'its microbatch'}" + (f"; {numbers}: its chunk" * chunks)
 
 
+def _size_in_boxes(spans: Sequence[Span], points: float, versions: bool, font_size: float) -> float:
+    """Return the size of labels, infinite where few boxes have room for theirs: one in a few would look like something special."""
+    labelled = sum(_fits(_label(span, versions), _room(span, points), points, font_size) for span in spans)
+    return font_size if labelled > len(spans) / 4 else math.inf
+
+
 def _fits(label: str, room: tuple[float, float], points: float, font_size: float) -> bool:
     width = font_size * sum(0.32 if letter == "." else 0.64 if letter in "0123456789" else 0.42 for letter in label)
     return (room[1] - room[0]) * points >= width + 1.4
@@ -383,7 +386,8 @@ def _time_unit(longest: float, unit: str) -> tuple[float, str]:
     return next((scale, name) for scale, name in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")) if longest >= scale or name == "µs")
 
 
-def _time_axis(axes: "matplotlib.axes.Axes", lengths: Mapping[str, float], scale: float) -> None:
+def _time_axis(axes: "matplotlib.axes.Axes", lengths: Mapping[str, float], scale: float, font_size: float) -> None:
+    axes.tick_params(axis="x", labelsize=font_size)
     axes.set_xlim(0, max(lengths.values()))
     axes.xaxis.set_major_formatter(lambda time, _: f"{time / scale:.4g}")
 

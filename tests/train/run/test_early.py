@@ -55,7 +55,7 @@ def nothing_starts(monkeypatch, tmp_path):
         ({"warm_start": {"file": "missing"}}, "warm_start.file: 'missing': expected a safetensors file"),
         ({"run": {"dir": "broken/run"}}, "run.dir: cannot write 'broken/run': Not a directory"),
         ({"run": {"dir": "used"}}, "run.dir: expected a new or empty folder, found 'loss.png' of something else in 'used'"),
-        ({"plan": {"num_stages": 9}}, "plan: expected between 1 and 3 stages"),
+        ({"plan": {"num_stages": 8}}, "plan: expected between 1 and 3 stages"),
         ({"plan": {"num_stages": 2, "max_delay": 0.5}}, "plan.max_delay: expected a plan with a mean delay of at most 0.5"),
         ({"plan": {"num_stages": 2, "mesh": {"model": 4}, "rules": {"heads": "model"}}}, "model.heads"),
         ({"optimizer": {"per_stage": {"learning_rate": [0.1, 0.1, 0.1]}, "learning_rate": None}}, "optimizer.per_stage: learning_rate"),

@@ -86,7 +86,7 @@ class RunFolder:
         self._unwritten = b""  # rows for which the disk had no space yet
         self._written, self._size = hashlib.sha256(), 0  # of the rows in the file
         self._writes_rows = threading.Lock()
-        with _writing(self.path) as undo:
+        with _writing(lambda: self.path) as undo:
             if not resumes:
                 self.path = _numbered(self.path, undo) if config.run.dir is None else _named(self.path, undo)
             self._lock = _locked(self.path, undo)
@@ -130,7 +130,7 @@ class RunFolder:
         Raises:
             InputError: the folder cannot be written.
         """
-        with _writing(self.path):
+        with _writing(lambda: self.path):
             self._open(rows)
 
     def log(self, *rows: Mapping[str, int | float]) -> None:
@@ -248,7 +248,7 @@ def check_folder(config: Config, *, anew: bool) -> None:
         InputError: as `RunFolder`, except that a process is training there.
     """
     path = folder_of(config) or resolved(str(_RUNS), "run.dir")
-    with _writing(path) as made, made:  # what is made is removed
+    with _writing(lambda: path) as made, made:  # what is made is removed
         if config.run.dir is None:
             _parent(path, made)
         else:
@@ -262,13 +262,13 @@ def check_folder(config: Config, *, anew: bool) -> None:
 
 
 @contextlib.contextmanager
-def _writing(path: Path) -> Iterator[contextlib.ExitStack]:
+def _writing(path: Callable[[], Path]) -> Iterator[contextlib.ExitStack]:
     """Yield a stack of undo functions, called if the inside fails, and report errors of the system as `InputError`."""
     with contextlib.ExitStack() as undo:
         try:
             yield undo
         except OSError as error:
-            where = shown(Path(os.fsdecode(error.filename or path)))  # a full disk has no file's name
+            where = shown(Path(os.fsdecode(error.filename or path())))  # a full disk has no file's name
             raise InputError(f"run.dir: cannot write '{where}': {error.strerror}; choose another folder") from None
         undo.pop_all()
 

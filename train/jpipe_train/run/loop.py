@@ -30,7 +30,6 @@ from jpipe_train.console.preemption import Preemption
 from jpipe_train.console.progress import Reporter
 from jpipe_train.console.terminal import count
 from jpipe_train.data import data
-from jpipe_train.launch.local import progress
 from jpipe_train.launch.numeric_settings import numeric_settings
 from jpipe_train.launch.together import Together, facts, joined
 from jpipe_train.plan.auto import find_plan
@@ -344,8 +343,6 @@ def run(
             stages = [] if folder is None else stages_of(pipe, batches.like)
         report_transfers(pipe, reporter)
         earlier = continue_on_all(config, folder, resumed, together, reporter.say)
-        if folder is not None:
-            progress.begin(shown(path), None if resumed is None else resumed.step, saves=config.checkpoint.every is not None)
         train = config.train
         measure = Measure(pipe, sizes, train.length, train.eval_every, train.trace_batches, together.processes, state.batch)
         history = find_history(config, pipe.plan, resumed, lambda: reporter.seconds, earlier)
