@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
+from matplotlib.legend_handler import HandlerTuple
+from matplotlib.patches import Patch
 
 import jpipe
 from benchmarks.learning.draw import draw_curve
@@ -75,14 +77,17 @@ def _draw_shares(axes: Any, table: Table) -> None:
         places = [n + shift for n in range(len(names))]
         axes.barh(places, [(low + high) / 2 for low, high in ends], 0.36, color=colours)
         axes.hlines(places, [low for low, _ in ends], [high for _, high in ends], color=style.BLACK, linewidth=1)
-    for shade, m in enumerate(columns):  # a column of the legend for each
-        for kind, colours in LOOKS.items():
-            axes.barh([0], [0], color=colours[shade], label=m if shade else f"{kind}, {m}")
     axes.axvline(1, color=style.BLACK, linewidth=1)
     style.label_rows(axes, names)
     axes.set_xlim(0, 1.2)
+    slowest = min(range(len(names)), key=lambda n: max(_ends(str(table.rows[n][column]))[1] for column in columns.values()))
+    axes.annotate("the ceiling", (1, slowest), xytext=(-4, 0), textcoords="offset points", ha="right", va="center")
     style.title(axes, "Throughput, as a share of the ceiling")
-    style.legend_below(axes, 2, 0.08, -0.55)
+    both = {kind: tuple(Patch(color=colour) for colour in colours) for kind, colours in LOOKS.items()}
+    shades = "dark: {}, light: {} microbatches".format(*(m.removeprefix("m = ") for m in columns))
+    place = {"loc": "upper left", "bbox_to_anchor": (-0.55, -0.08), "borderaxespad": 0, "labelspacing": 0.3}
+    handles = {"handler_map": {tuple: HandlerTuple(ndivide=None, pad=0.3)}, "handlelength": 3}
+    axes.legend(both.values(), both.keys(), title=shades, alignment="left", **handles, **place)
 
 
 def _ends(cell: str) -> tuple[float, float]:

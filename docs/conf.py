@@ -39,6 +39,7 @@ html_theme = "sphinx_book_theme"
 html_title = f"jpipe {release}"
 html_static_path = ["static"]
 html_css_files = ["site.css"]
+html_search_scorer = str(DOCS / "static" / "scorer.js")
 html_theme_options = {
     "show_navbar_depth": 1,
     "show_toc_level": 2,

@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from bs4 import BeautifulSoup
 from docutils import nodes
 from sphinx import addnodes
 from sphinx.application import Sphinx
@@ -21,6 +22,7 @@ ROOT = Path(__file__).parents[1]
 FOREIGN_NAMES = [("py:.*", r"(?!jpipe).*")]
 """Names without a page here: those of Python, JAX and other libraries."""
 _LINK_OUT = re.compile(r"(?<!!)\[(?P<text>[^\]]*)\]\((?P<path>(?:\.\./)+[^)#\s]*)(?:#[^)\s]*)?\)")  # relative, above the page's folder
+_LINE = 76  # characters of code that fit beside the contents of a page in a window of 1,280 pixels
 _GOOGLE = Config(napoleon_use_rtype=False, napoleon_attr_annotations=False)
 _PAGES = {"README.md": "index.md", "CHANGELOG.md": "reference/changelog.md"}  # files of the repository that the site has as pages
 
@@ -35,8 +37,10 @@ def setup(app: Sphinx) -> Mapping[str, Any]:
     app.connect("autodoc-skip-member", _skip_member)
     app.connect("doctree-read", _add_types, priority=400)  # before the links to the source, which stand last
     app.connect("doctree-read", _link_names)
+    app.connect("doctree-read", _widen)
     app.connect("missing-reference", _missing_reference)
     app.connect("html-page-context", _describe)
+    app.connect("html-page-context", _group_sidebar, priority=900)  # after the theme, which makes the sidebar
     return {"parallel_read_safe": True, "parallel_write_safe": True}
 
 
@@ -93,6 +97,40 @@ def _describe(app: Sphinx, pagename: str, template: str, context: dict[str, Any]
         context["metatags"] += f'<meta name="description" content="{html.escape(text)}">\n'
 
 
+def groups(index: str) -> dict[str, str]:
+    """Return the headings of an index page by the first page that is listed below each, relative to its folder and without `.md`."""
+    found = re.findall(r"^## (.+)\n\n?- \[[^\]]*\]\(([\w/-]+)\.md\)", index, re.MULTILINE)
+    return {page: heading for heading, page in found}
+
+
+def _group_sidebar(app: Sphinx, pagename: str, template: str, context: dict[str, Any], doctree: nodes.document | None) -> None:
+    """Give the sidebar the groups of the index pages: Sphinx leaves out the captions of inner tables of contents."""
+    generate = context["generate_toctree_html"]
+
+    def grouped(kind: str, **options: Any) -> Any:
+        tree = generate(kind, **options)
+        soup = tree if isinstance(tree, BeautifulSoup) else BeautifulSoup(str(tree), "html.parser")
+        for href, heading in _first_pages(app.srcdir).items():
+            link = soup.find("a", href="#" if href == pagename else app.builder.get_relative_uri(pagename, href))  # type: ignore[union-attr]
+            if link is not None and link.parent is not None:
+                item = soup.new_tag("li", attrs={"class": "group"})
+                item.string = heading
+                link.parent.insert_before(item)
+        return soup if tree is soup else str(soup)
+
+    context["generate_toctree_html"] = grouped
+
+
+@cache
+def _first_pages(docs: str) -> Mapping[str, str]:
+    """Return the heading of each group in the sidebar by its first page."""
+    pages = {}
+    for index in Path(docs).glob("*/index.md"):
+        folder = index.parent.name
+        pages |= {f"{folder}/{page}": heading for page, heading in groups(index.read_text(encoding="utf-8")).items()}
+    return pages
+
+
 def _process_signature(app: Sphinx, what: str, name: str, value: Any, options: object, signature: str | None, returned: str | None) -> Any:
     return annotations.signature(value) if signature else None
 
@@ -117,6 +155,17 @@ def _link_names(app: Sphinx, doctree: nodes.document) -> None:
         )
         if is_qualified and not isinstance(literal.parent, nodes.reference | nodes.title | addnodes.pending_xref):
             literal.replace_self(_reference(name, literal.deepcopy()))
+
+
+def _widen(app: Sphinx, doctree: nodes.document) -> None:
+    """Let long lines of code and wide tables reach into the margin below the contents of the page, where the theme has nothing."""
+    for block in doctree.findall(nodes.literal_block):
+        if max(map(len, block.astext().splitlines()), default=0) > _LINE:
+            block["classes"].append("full-width")
+    for table in doctree.findall(nodes.table):
+        rows = [[len(entry.astext()) for entry in row.findall(nodes.entry)] for row in table.findall(nodes.row)]
+        if sum(map(max, zip(*rows, strict=False))) > _LINE:
+            table["classes"].append("full-width")
 
 
 def _linked(written: str) -> list[nodes.Node]:

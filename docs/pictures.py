@@ -59,8 +59,14 @@ def timeline(schedule: str, batches: int, microbatches: int, chunks: int = 1, **
 def batch_of(schedule: str, chunks: int) -> jpipe.programs.Window:
     """Return the window of a batch of eight microbatches in a long run, with times from 0."""
     plan, costs = plan_and_costs(schedule, 8, chunks)
-    window = jpipe.programs.predict_window(plan, costs, first=2, batches=1)
-    counted = tuple(tuple(span._replace(microbatch=span.microbatch % 8, version=0) for span in spans) for spans in window.timeline)
+    return _counted(jpipe.programs.predict_window(plan, costs, first=2, batches=1), 8)
+
+
+def _counted(window: jpipe.programs.Window, microbatches: int) -> jpipe.programs.Window:
+    """Return a window in which the microbatches of each batch are counted from 0, so that their numbers fit into the boxes."""
+    counted = tuple(
+        tuple(span._replace(microbatch=span.microbatch % microbatches, version=0) for span in spans) for spans in window.timeline
+    )
     return dataclasses.replace(window, timeline=counted)
 
 
@@ -159,7 +165,8 @@ def draw_run() -> None:
     with tempfile.TemporaryDirectory() as folder:
         config = config_file.load(str(CONFIGS / "gpt-bytes.yaml"), (f"run.dir={folder}/run",), allow_code=False)
         summary = loop.main(config)
-    windows = {"predicted": summary.predicted, "measured": summary.measured}
+    windows = {name: _counted(window, config.plan.microbatches) for name, window in
+               (("predicted", summary.predicted), ("measured", summary.measured))}  # fmt: skip
     seconds = {name: window.seconds for name, window in windows.items()}
     timelines = {name: window.timeline for name, window in windows.items()}
     style.write(jpipe.draw_timeline(timelines, seconds=seconds, **style.SIZES), FOLDER / "run-timeline.svg")

@@ -28,7 +28,7 @@ from jpipe._arguments import (
 )
 from jpipe._interrupts import Results, consume, delayed_signals
 from jpipe._numbers import as_python
-from jpipe.context import isolated_context, tracing_for
+from jpipe.context import isolated_context, traced_platform, tracing_for
 from jpipe.errors import InputError
 from jpipe.meshes._place import Place
 from jpipe.model._losses import Loss
@@ -228,6 +228,8 @@ class Pipeline:
     def init(self, key: jax.Array, batch: Batch, params: Tree | None = None, *, buckets: Sequence[Batch] = ()) -> State:
         """Compile for batches like this one, and put fresh weights, or those in `params`, on their devices.
 
+        A pipeline that has compiled for such batches under the same settings of JAX does not compile again.
+
         Logs a warning, once, if a layer computes with several rows together, as batch normalization does, or the loss is more than a sum
         over rows: such a layer or loss sees the rows of a microbatch, not those of a batch.
 
@@ -258,9 +260,9 @@ class Pipeline:
         executor = self._compile(batch, buckets, {"key": _bits(key)})
         warn_of_mixed_rows(self.stack, specs, spec[1], self.loss, rows_of(spec), self.plan.microbatches)
         places = [(layer_id, stage.place) for stage in executor.stages.values() for layer_id in initialized_at(stage)]
-        initializers = compile_initializers(
-            self.stack, specs, [(layer_id, place) for layer_id, place in places if is_fresh(initial[layer_id])]
-        )
+        initializers = executor.initializers
+        missing = [each for each in places if is_fresh(initial[each[0]]) and each not in initializers]
+        initializers.update(compile_initializers(self.stack, specs, missing))
         return self._start(
             executor, [fresh_worker(stage, self._most_versions(stage), initializers, key, initial) for stage in executor.stages.values()], 0
         )
@@ -644,10 +646,15 @@ class Pipeline:
         return self._builder.build(microbatch_spec(batch, self.plan.microbatches))
 
     def _compile(self, batch: Batch, other_batches: Sequence[Batch], facts: Mapping[str, str]) -> Executor:
-        """Compile the stages; `facts` and the arguments of this pipeline have to be the same in all processes."""
+        """Compile the stages, or take those of the last run if shapes and the settings of JAX are still the same.
+
+        `facts` and the arguments of this pipeline have to be the same in all processes.
+        """
         specs = [microbatch_spec(each, self.plan.microbatches) for each in (batch, *other_batches)]
         distinct = [spec for i, spec in enumerate(specs) if spec not in specs[:i]]
-        buckets = [Bucket(spec, self._builder.build(spec)) for spec in distinct]
+        depends_on = distinct, traced_platform(), {name: getattr(jax.config, name, None) for name in jax.config.values}
+        before = self._executor if self._executor is not None and self._executor.depends_on == depends_on else None
+        buckets = before.buckets if before is not None else [Bucket(spec, self._builder.build(spec)) for spec in distinct]
         check_buckets(buckets, self.plan)
         for where in filter(None, (f.repeated_effects for f in buckets[0].functions if jax.process_index() == 0)):
             _LOG.warning(
@@ -659,7 +666,8 @@ class Pipeline:
             log_correction(self.plan, self.optimizer, self.delay_factor)
         options = ("clip_global_norm", "clip_stage_norm", "skip_nonfinite", "ema_decay", "precision", "delay_factor")
         facts = {**{name: str(getattr(self, name)) for name in options}, **facts}
-        return Executor(self.plan, self._steps_of(buckets[0].functions), buckets, self.places, join_processes(), facts)
+        steps = self._steps_of(buckets[0].functions)
+        return Executor(self.plan, steps, buckets, self.places, join_processes(), facts, depends_on, before)
 
     def _steps_of(self, functions: Sequence[StageFunctions]) -> Steps:
         """Return the programs of the plan, in which stages sum no gradients of shared parameters that are frozen."""

@@ -138,6 +138,48 @@ def pytest_ignore_collect(collection_path, config):
     return None
 
 
+PART = pytest.StashKey[tuple[int, str]]()
+NEVER_RUN = pytest.StashKey[dict[str, list[str]]]()
+
+
+def pytest_configure(config):
+    """Choose the part of ten that runs, for all workers: a commit in the meantime changes nothing.
+
+    Say at once that no test matches `-k`, where a word of it occurs nowhere: importing all tests to find that out takes minutes.
+    """
+    config.stash[PART] = part, _ = thinning.part_of_commit()
+    os.environ[thinning.VARIABLE] = str(part)
+    keywords, in_worker = config.option.keyword, hasattr(config, "workerinput")
+    if not keywords or in_worker or (unknown := unknown_word(keywords)) is None:
+        return
+    raise pytest.UsageError(f"nothing matches -k '{keywords}': '{unknown}' is in no test and in nothing that is tested; correct it")
+
+
+def unknown_word(keywords: str) -> str | None:
+    """Return a word of the expression of `-k` without which no test matches it, and that occurs in no Python file; None without one.
+
+    Names of tests are made of words of tests, and of what these find in the packages, such as the names of schedules.
+    """
+    words = re.findall(r"[^\W\d_]\w{3,}", keywords)
+    if {"not", "or"} & {*re.findall(r"\w+", keywords)}:
+        return None
+    root = pathlib.Path(__file__).parents[1]
+    files = [file for folder in ("tests", "examples", "benchmarks", "docs", *PACKAGES.values()) for file in (root / folder).rglob("*.py")]
+    text = "\n".join([*map(str, files), *(file.read_text("utf-8") for file in files)]).lower()
+    return next((word for word in words if word.lower() not in text), None)
+
+
+def pytest_terminal_summary(terminalreporter, exitstatus, config):
+    """Say why nothing ran."""
+    if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
+        chosen = " and ".join(
+            f"{option} '{value}'" for option, value in (("-k", config.option.keyword), ("-m", config.option.markexpr)) if value
+        )
+        terminalreporter.write_line(
+            f"nothing matches {chosen or 'these arguments'}: no test ran; slow tests are in make test-slow and test-all"
+        )
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection():
     """Collect no garbage while tests are imported, nor look for it afterwards in what was imported, millions of objects."""
@@ -147,16 +189,6 @@ def pytest_collection():
     gc.collect()
     gc.freeze()
     return result
-
-
-PART = pytest.StashKey[tuple[int, str]]()
-NEVER_RUN = pytest.StashKey[dict[str, list[str]]]()
-
-
-def pytest_configure(config):
-    """Choose the part of ten that runs, for all workers: a commit in the meantime changes nothing."""
-    config.stash[PART] = part, _ = thinning.part_of_commit()
-    os.environ[thinning.VARIABLE] = str(part)
 
 
 def pytest_report_header(config):

@@ -2,10 +2,12 @@
 
 import html
 import inspect
+import json
 import os
 import re
 import subprocess
 import sys
+import types
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Literal
@@ -19,6 +21,7 @@ import jpipe
 from docs import annotations, api, extension
 from jpipe.errors import InputError
 from tests.packages import ROOT
+from tests.train import browser
 
 
 @pytest.fixture
@@ -52,6 +55,41 @@ def test_the_site_is_complete_and_needs_no_network(site):
     assert '<meta name="description" content="jpipe trains JAX and Flax models that do not fit one accelerator' in pages["index.html"]
     assert "Show this one with its sources" in pages["reference/cli.html"]
     assert "semantic versioning" in pages["reference/changelog.html"]
+
+
+def test_the_sidebar_has_the_groups_of_the_index_pages():
+    for folder in ("how-to", "explanation"):
+        index = (ROOT / "docs" / folder / "index.md").read_text()
+        groups = extension.groups(index)
+        assert [*groups.values()] == re.findall(r"^## (.+)", index, re.MULTILINE)
+        listed = re.findall(r"^- \[[^\]]*\]\(([\w/-]+)\.md\)", index, re.MULTILINE)
+        assert re.search(r":hidden:\n\n([^`]*)```", index)[1].split() == listed, "the pages of a group follow each other"
+    items = "".join(f'<li class="toctree-l2"><a href="{href}">x</a></li>' for href in ("#", "train.html", "any-model.html", "plan.html"))
+    context = {"generate_toctree_html": lambda kind, depth: f"<ul>{items}</ul>" if (kind, depth) == ("sidebar", 1) else None}
+    relative = types.SimpleNamespace(get_relative_uri=lambda page, other: other.removeprefix("how-to/") + ".html")
+    app = types.SimpleNamespace(srcdir=str(ROOT / "docs"), builder=relative)
+    extension._group_sidebar(app, "how-to/install", "page.html", context, None)
+    found = re.findall(
+        r'<li class="group">([^<]*)</li><li class="toctree-l2"><a href="([^"]*)"', context["generate_toctree_html"]("sidebar", depth=1)
+    )
+    assert found == [("Your model", "any-model.html"), ("A plan for your machines", "plan.html")]
+
+
+def test_a_search_has_pages_first_whose_titles_have_all_its_words(tmp_path):
+    results = [
+        ["explanation/checkpoints", "How checkpoints work", "", None, 15],
+        ["how-to/fit", "Train from Python > Resume", "#resume", None, 15],
+        ["how-to/compare-runs", "Compare runs", "", None, 15],
+        ["how-to/checkpoints", "Stop and resume a run", "", None, 5],
+    ]
+    program = f"""<body><script>class Stemmer {{ stemWord(word) {{ return word.replace(/s$/, ""); }} }}</script>
+        <script>{(ROOT / "docs" / "static" / "scorer.js").read_text()}</script><script>
+        const first = (query) => {json.dumps(results)}.map((result) => [rank(query, result), result[0]]).sort((a, b) => b[0] - a[0])[0];
+        document.body.textContent = ["resume", "Resume runs", "run", "nothing"].map((query) => first(query).join(" ")).join(", ");
+        </script></body>"""
+    (tmp_path / "page.html").write_text(program)
+    shown = browser.run(tmp_path / "page.html", "--dump-dom")
+    assert "100 how-to/checkpoints, 100 how-to/checkpoints, 113 how-to/compare-runs, 15 explanation/checkpoints" in shown
 
 
 def descriptions(page: str) -> dict[str, tuple[str, str]]:

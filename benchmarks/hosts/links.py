@@ -33,13 +33,14 @@ RATES = tuple(float(rate) for rate in np.geomspace(1e8, 1e11, 13))  # bits per s
 LATENCY = 0.5e-3  # seconds of a message between two hosts
 HOSTS, ROWS, LENGTH = 4, 2, 1024  # of the simulated model: rows of a microbatch, tokens of a row
 LOOKS = {
-    "data parallel": ("data parallelism", style.BLACK, "-"),
-    "flush": ("flush", style.BLUE, "-"),
-    "PipeDream-2BW": ("2BW", style.ORANGE, "-"),
-    "2BW, int8 messages": ("2BW, int8 messages", style.ORANGE, "--"),
-    "replicas that agree every 50": ("replicas that agree every 50 updates", style.GREEN, "-"),
-    "replicas that agree every 50, 25 late": ("the same, applied 25 updates late", style.GREEN, "--"),
+    "data parallel": ("data parallelism", style.BLACK, "-", "o"),
+    "flush": ("flush", style.BLUE, "-", "s"),
+    "PipeDream-2BW": ("2BW", style.ORANGE, "-", "x"),
+    "2BW, int8 messages": ("2BW, int8 messages", style.ORANGE, "--", "D"),
+    "replicas that agree every 50": ("replicas that agree every 50 updates", style.GREEN, "-", "o"),
+    "replicas that agree every 50, 25 late": ("the same, applied 25 updates late", style.GREEN, "--", "D"),
 }
+"""By plan: its name in the picture, its colour, its line and the mark of what was measured."""
 
 
 class Curves(NamedTuple):
@@ -211,14 +212,16 @@ def draw(panels: Sequence[Curves]) -> Figure:
     Args:
         panels: from top to bottom.
     """
-    figure = style.figure(1.5 + 3.0 * len(panels))
+    figure = style.figure(2.2 + 3.0 * len(panels))
     lines: dict[str, Any] = {}
     for axes, curves in zip(figure.subplots(len(panels), 1, squeeze=False)[:, 0], panels, strict=True):
-        for kind, (label, colour, dashes) in LOOKS.items():
+        for kind, (label, colour, dashes, mark) in LOOKS.items():
+            look = {"color": colour, "markersize": 7, "fillstyle": "none", "markeredgewidth": 1.6}
             if kind in curves.simulated:
-                (lines[label],) = axes.plot(*_gigabits(curves.simulated[kind]), dashes, color=colour)
+                axes.plot(*_gigabits(curves.simulated[kind]), dashes, color=colour)
+                (lines[label],) = axes.plot([], [], dashes, marker=mark, **look)
             if kind in curves.measured:
-                axes.plot(*_gigabits(curves.measured[kind]), "o" if dashes == "-" else "D", color=colour, markersize=6, zorder=3)
+                axes.plot(*_gigabits(curves.measured[kind]), mark, zorder=3, **look)
         axes.set(xscale="log", yscale="log")
         axes.set_xticks([0.1, 1, 10, 100], ["0.1", "1", "10", "100"])
         axes.set_xticks([], minor=True)
@@ -226,6 +229,8 @@ def draw(panels: Sequence[Curves]) -> Figure:
         axes.set_xlabel("speed of each link (Gbit/s)")
         axes.grid()
         style.title(axes, curves.title)
+    note = "Lines are simulated, marks were measured. Marks below\ntheir line: computations took longer than in the profile."
+    figure.supxlabel(note, x=0.01, ha="left", fontsize=style.TEXT)
     style.share_legend(figure, lines, 1)
     return figure
 

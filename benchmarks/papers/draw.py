@@ -118,6 +118,8 @@ def _draw_waits(figure: Any, tables: Mapping[str, Table]) -> None:
     for axes in panels:
         axes.set_xlim(0, 100)
         style.legend_below(axes, 2, 0.6 if axes is panels[3] else 0.13)
+    ends = "A bar is a range. Its left end: sums overlap with the\ncomputation. Its right end: they begin after it."
+    figure.legend([], [], title=ends, loc="outside upper left", alignment="left", borderaxespad=0.3)
 
 
 def _range(axes: Any, place: float, cell: object, colour: str, label: str) -> None:
@@ -214,7 +216,7 @@ def _draw_2bw(figure: Any, tables: Mapping[str, Table]) -> None:
 PICTURES = {
     "plans": Picture(("table 1", "table 1, sums"), 8.6, _draw_plans),
     "bytes": Picture(("figure 17", "figure 17, claims"), 9.6, _draw_bytes),
-    "waits": Picture(("figure 1", "figure 12"), 10.8, _draw_waits),
+    "waits": Picture(("figure 1", "figure 12"), 11.3, _draw_waits),
     "memory": Picture(("figure 16", "figure 18"), 9.2, _draw_memory),
     "2bw": Picture(("figure 6", "figure 7", "figure 8"), 10.6, _draw_2bw),
 }

@@ -1,7 +1,7 @@
 """Windows of a run in steady state: step time and bubble, computed the same way for predictions and measurements."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from jpipe.errors import InputError
 from jpipe.ops import OPS
@@ -26,12 +26,12 @@ class Window:
         transfers: the messages and sums inside that take time, cut off at both ends like the spans.
     """
 
-    timeline: Timeline
-    memory: MemoryTimeline
+    timeline: Timeline = field(repr=False)  # thousands of spans
+    memory: MemoryTimeline = field(repr=False)
     seconds: float
     batches: int
     bubble: float
-    transfers: tuple[Transfer, ...] = ()
+    transfers: tuple[Transfer, ...] = field(default=(), repr=False)
 
     @property
     def step_seconds(self) -> float:

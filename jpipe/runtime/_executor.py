@@ -66,12 +66,16 @@ class Executor:
         places: where each worker computes.
         processes: the processes of the run, if there are several.
         facts: what else has to be the same in all processes, by name.
+        depends_on: what the compiled programs depend on beside the other arguments, such as settings of JAX.
+        before: an executor whose compiled programs this one runs, because nothing that they depend on has changed.
 
     Attributes:
         specs: of one microbatch of each bucket.
         functions: of the first bucket.
+        buckets, depends_on: as given.
         stages: the compiled stage of each worker of this process, by worker; for the first bucket.
         fingerprint: what determines the content of a state; states with another fingerprint do not fit.
+        initializers: the programs that initialize layers, as `init` has compiled them.
     """
 
     def __init__(
@@ -82,13 +86,15 @@ class Executor:
         places: Sequence[Place],
         processes: Processes | None,
         facts: Mapping[str, str],
+        depends_on: Any = None,
+        before: "Executor | None" = None,
     ) -> None:
         functions, self.specs = buckets[0].functions, [bucket.spec for bucket in buckets]
         if processes is not None:  # without this, a difference would be noticed late or never
             processes.agree(
                 {"plan": plan.to_json(), "shape of a microbatch": describe_shapes(self.specs), "model": model_of(functions), **facts}
             )
-        self.functions, self._buckets = functions, buckets
+        self.functions, self.buckets, self.depends_on = functions, buckets, depends_on
         process = jax.process_index()
         if plan.offload is not None:
             check_host_memory([device for place in places for device in place.devices if device.process_index == process])
@@ -99,8 +105,8 @@ class Executor:
             [Arrays(bucket.functions[s], places[w], share=shares[s][replica]) for w, (s, replica) in enumerate(plan.workers)]
             for bucket in buckets
         ]
-        self._compiled: list[dict[int, CompiledStage]] = []  # by bucket
-        for of_bucket in arrays:
+        self._compiled: list[dict[int, CompiledStage]] = [] if before is None else [*before._compiled]  # by bucket
+        for of_bucket in arrays[len(self._compiled) :]:
             local = {w: (a.functions, places[w], a.share) for w, a in enumerate(of_bucket) if places[w].process_index == process}
             like = self._compiled[0] if self._compiled else None
             self._compiled.append(compile_workers(local, steps.verified_runs, [len(f.counted) for f in functions], like))
@@ -127,6 +133,9 @@ class Executor:
         # The last stage, by bucket, and names and ids of metrics.
         self._measuring: dict[tuple[int, tuple[tuple[str, int], ...]], dict[int, CompiledStage]] = {}
         self._predicting: dict[int, dict[int, CompiledStage]] = {}  # by bucket, compiled at the first use
+        self.initializers: dict[tuple[str, Place], jax.stages.Compiled] = {}
+        if before is not None:
+            self._measuring, self._predicting, self.initializers = before._measuring, before._predicting, before.initializers
         self._predictions = 0
         self.fingerprint = fingerprint(plan, places, self.specs, functions)
 
@@ -145,7 +154,7 @@ class Executor:
     def compiled_for(self, functions: Sequence[StageFunctions]) -> dict[int, CompiledStage]:
         """Return the stages of this process as compiled for the bucket of these functions, or else for the first bucket."""
         inputs = functions[0].specs.x
-        return next((stages for stages, bucket in zip(self._compiled, self._buckets, strict=True) if bucket.spec[0] == inputs), self.stages)
+        return next((stages for stages, bucket in zip(self._compiled, self.buckets, strict=True) if bucket.spec[0] == inputs), self.stages)
 
     @property
     def transfers(self) -> str | None:
@@ -256,7 +265,7 @@ class Executor:
 
     def predict(self, state: State, inputs: Tree, bucket: int, weights: Weights, to: To) -> Tree | None:
         """Return the outputs for any number of rows of a bucket; see `Pipeline.predict`."""
-        last = self._buckets[bucket].functions[-1]
+        last = self.buckets[bucket].functions[-1]
         outputs = last.last_layer.evaluated
         rows_each, size = rows_of(self.specs[0]), rows_of(inputs)
         check_outputs(outputs, rows_each, last.stage.layers[-1])
@@ -400,7 +409,7 @@ class Executor:
         """Return the stages of this process with these metrics in the last one's evaluation, compiled at their first use."""
         key, stages = (bucket, tuple((name, id(metric)) for name, metric in metrics.items())), self._compiled[bucket]
         if key not in self._measuring:
-            check_evaluation(self._buckets[bucket].functions[-1], metrics)
+            check_evaluation(self.buckets[bucket].functions[-1], metrics)
             last_stages = {w: stage for w, stage in stages.items() if stage.functions.last}
             self._measuring[key] = with_metrics(last_stages, metrics) if metrics else {}
         return stages | self._measuring[key]

@@ -46,6 +46,9 @@ class Trace:
     memory: MemoryTimeline
     transfers: tuple[Transfer, ...] = ()
 
+    def __repr__(self) -> str:
+        return f"Trace({sum(map(len, self.timeline))} computations of {len(self.timeline)} ranks, {len(self.transfers)} transfers)"
+
     def grid(self, tick: float | None = None, transfers: bool = False) -> str:
         """Return the timeline as text, as `Prediction.grid` does.
 

@@ -217,15 +217,18 @@ def _calls(instruction: Instruction, program: Program) -> tuple[str, ...]:
     return ()
 
 
-def compile_start(functions: StageFunctions, place: Place, share: Share | None) -> Callable[[Tree], tuple[Tree, Tree, Tree]]:
-    """Compile `fresh params -> (weight version, optimizer state, accumulators)` of a stage before training."""
-    names = ["init_optimizer", "zero_accumulators"] + ["first_version"] * functions.precision.has_masters
-    lowered = [_lower_call(functions, place, name, (), {}, share) for name in names]
-    init_optimizer, zero_accumulators, *first_version = compile_in_parallel(lowered)
+def compile_start(stage: CompiledStage) -> Callable[[Tree], tuple[Tree, Tree, Tree]]:
+    """Compile `fresh params -> (weight version, optimizer state, accumulators)` of a stage before training, once for each stage."""
+    f, starts = stage.functions, stage.starts
+    if not starts:
+        names = ["init_optimizer", "zero_accumulators"] + ["first_version"] * f.precision.has_masters
+        lowered = [_lower_call(f, stage.place, name, (), {}, stage.share) for name in names]
+        starts.update(zip(names, compile_in_parallel(lowered), strict=True))
 
     def start(fresh: Tree) -> tuple[Tree, Tree, Tree]:
-        version = first_version[0](fresh) if first_version else fresh
-        return version, init_optimizer(fresh if share is None else share.part(fresh)), zero_accumulators(version)
+        version = starts["first_version"](fresh) if "first_version" in starts else fresh
+        optimizer = starts["init_optimizer"](fresh if stage.share is None else stage.share.part(fresh))
+        return version, optimizer, starts["zero_accumulators"](version)
 
     return start
 

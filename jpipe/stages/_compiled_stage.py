@@ -1,7 +1,7 @@
 """The compiled programs of a stage, as the runtime calls them."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
@@ -64,13 +64,14 @@ class CompiledStage:
     `add 0` and `backward 0`; if they average their layer state when it is read, `add_state` and `mean_state`; if they are pipelines that
     agree, `changes`, `add_changes`, `mean_changes` and `agree`, with a delay also `mix`; if both ends of each cut remember the activations
     of all rows, `send_change`, and `receive_change received` and `receive_change sent`, which return `done`, too. With a `share`, updates
-    are of this part of the weights.
+    are of this part of the weights. `starts` keeps what runs once before batch 0, compiled at the first use.
     """
 
     functions: StageFunctions
     place: Place
     calls: dict[str, Any]  # of `jax.stages.Compiled`, or of what stands for them
     share: Share | None = None
+    starts: dict[str, jax.stages.Compiled] = field(default_factory=dict, compare=False)
 
     @property
     def chosen(self) -> dict[str, Sequence[Any]]:

@@ -3,6 +3,7 @@
 Matplotlib is imported where it is used, so that `import jpipe` stays fast. Its global state is not changed.
 """
 
+import math
 import statistics
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -105,16 +106,16 @@ def draw_timeline(
     scale, unit = _time_unit(max(lengths.values()), unit)
     points, spans = page.points(left) / max(lengths.values()), _spans(timelines)  # of one unit of time
     versions = all(_fits(_label(span, versions=True), _room(span, points), points, font_size) for span in spans)
-    legend = _names_of_colours(timelines, lengths, rows)
-    under = page.wrap(f"time ({unit}){_inside(spans, points, versions, font_size)}{note}", page.points(left))
+    written, legend = _size_in_boxes(spans, points, versions, font_size), _names_of_colours(timelines, lengths, rows)
+    under = page.wrap(f"time ({unit}){_inside(spans, points, versions, written)}{note}", page.points(left))
     figure, panels = _figure(page, [row * count for count in counts], 1, title, legend, under, gap=0.42, sharey=False, left=left)
     for (axes,), (name, timeline) in zip(panels, timelines.items(), strict=True):
-        _draw_rows(axes, timeline, lengths[name], points, versions, font_size)
+        _draw_rows(axes, timeline, lengths[name], points, versions, written)
         _draw_transfers(axes, rows[name], len(timeline), points, font_size)
         _name_rows(axes, [*names[: len(timeline)], *rows[name]], page.size(8))
-        words = f"{lengths[name] / scale:.4g} {unit}, bubble {_bubble(timeline, lengths[name]):.1%}"
-        axes.set_title(f"{name}: {words}", loc="left", fontsize=page.size(9), pad=4)
-        _time_axis(axes, lengths, scale)
+        words = f"{name}: {lengths[name] / scale:.4g} {unit}, bubble {_bubble(timeline, lengths[name]):.1%}"
+        axes.set_title(words, loc="left", fontsize=page.size(9), pad=4)
+        _time_axis(axes, lengths, scale, font_size)
     panels[-1][0].set_xlabel(under, fontsize=page.size(8))
     return figure
 
@@ -156,6 +157,11 @@ def draw_memory(
     heights = [min(max(8.0 / rows, 0.7), 1.6)] * rows
     figure, panels = _figure(page, heights, len(memories), title, legend, under, gap=0.14, sharey=True, left=left)
     highest = max((sample.total for memory in memories.values() for samples in memory for sample in samples), default=0)
+    shared = panels[0][0]  # all panels have its axes, which are set before anything is drawn: each area would scale them anew
+    _time_axis(shared, lengths, scale, font_size)
+    shared.set_ylim(0, 1.35 * (highest or 1))  # leaves space for the label of the peak
+    shared.locator_params(axis="y", nbins=3)
+    shared.yaxis.set_major_formatter(lambda count, _: size(count))
     for column, (name, memory) in enumerate(memories.items()):
         for w, samples in enumerate(memory):
             _draw_areas(panels[w][column], samples, lengths[name], font_size)
@@ -164,10 +170,6 @@ def draw_memory(
     for name, row in zip(names, panels, strict=True):
         row[0].set_ylabel(name, fontsize=page.size(8))
         for axes in row:
-            _time_axis(axes, lengths, scale)
-            axes.set_ylim(0, 1.35 * (highest or 1))  # leaves space for the label of the peak
-            axes.locator_params(axis="y", nbins=3)
-            axes.yaxis.set_major_formatter(lambda count, _: size(count))
             axes.tick_params(labelsize=font_size)
     return figure
 
@@ -199,7 +201,6 @@ def _draw_rows(axes: "matplotlib.axes.Axes", timeline: Timeline, length: float, 
         for line, intervals in lines.items():
             axes.broken_barh(intervals, (rank + 0.82 - min(0.13, 0.5 / len(lines)) * line, 0.05), facecolor="white", linewidth=0)
     axes.tick_params(axis="y", length=0)
-    axes.tick_params(axis="x", labelsize=font_size)
     for side in ("left", "right", "top"):
         axes.spines[side].set_visible(False)
 
@@ -307,6 +308,12 @@ def _inside(spans: Sequence[Span], points: float, versions: bool, font_size: flo
     return f";  in a box: {'microbatch.version of its weights' if versions else 'its microbatch'}" + (f"; {numbers}: its chunk" * chunks)
 
 
+def _size_in_boxes(spans: Sequence[Span], points: float, versions: bool, font_size: float) -> float:
+    """Return the size of labels, infinite where few boxes have room for theirs: one in a few would look like something special."""
+    labelled = sum(_fits(_label(span, versions), _room(span, points), points, font_size) for span in spans)
+    return font_size if labelled > len(spans) / 4 else math.inf
+
+
 def _fits(label: str, room: tuple[float, float], points: float, font_size: float) -> bool:
     width = font_size * sum(0.32 if letter == "." else 0.64 if letter in "0123456789" else 0.42 for letter in label)
     return (room[1] - room[0]) * points >= width + 1.4
@@ -320,21 +327,28 @@ def _last_end(timeline: Timeline) -> float:
 
 
 def _draw_areas(axes: "matplotlib.axes.Axes", samples: Sequence[MemorySample], length: float, font_size: float) -> None:
+    from matplotlib.collections import PolyCollection
+
     if not samples:
         return
     times = [*(sample.time for sample in samples), length]
     base = [0] * len(samples)
+    areas: list[list[tuple[float, float]]] = []
+    colours: list[str] = []
     for version in sorted({version for sample in samples for version in sample.weights}):
         alive = [i for i, sample in enumerate(samples) if version in sample.weights]
         first, last = alive[0], alive[-1]
         top = [below + sample.weights.get(version, 0) for below, sample in zip(base, samples, strict=True)]
-        shade = _VERSIONS[version % len(_VERSIONS)]
-        _fill(axes, times[first : last + 2], base[first : last + 1], top[first : last + 1], shade)
+        areas.append(_area(times[first : last + 2], base[first : last + 1], top[first : last + 1]))
+        colours.append(_VERSIONS[version % len(_VERSIONS)])
         base = top
     for part, colour in _PARTS.items():
         top = [below + getattr(sample, part) for below, sample in zip(base, samples, strict=True)]
-        _fill(axes, times, base, top, colour)
+        if any(high > low for high, low in zip(top, base, strict=True)):
+            areas.append(_area(times, base, top))
+            colours.append(colour)
         base = top
+    axes.add_collection(PolyCollection(areas, facecolors=colours, linewidths=0), autolim=False)
     peak = max(base)
     axes.axhline(peak, color="black", linewidth=0.6, linestyle=(0, (4, 3)))
     axes.plot([times[base.index(peak)]], [peak], color="black", marker="o", markersize=2.5)
@@ -344,9 +358,13 @@ def _draw_areas(axes: "matplotlib.axes.Axes", samples: Sequence[MemorySample], l
     )  # fmt: skip
 
 
-def _fill(axes: "matplotlib.axes.Axes", times: list[float], bottom: list[int], top: list[int], colour: str) -> None:
-    """Fill an area in steps: each value holds until the next time."""
-    axes.fill_between(times, [*bottom, bottom[-1]], [*top, top[-1]], step="post", color=colour, linewidth=0)
+def _area(times: Sequence[float], bottom: Sequence[int], top: Sequence[int]) -> list[tuple[float, float]]:
+    """Return the corners of an area in steps: each value holds until the next time."""
+    corners = [
+        [(time, value) for i, value in enumerate(values) for time in (times[i], times[i + 1])]  # the ends of each step
+        for values in (top, bottom)
+    ]
+    return [*corners[0], *reversed(corners[1])]
 
 
 # Both ------------------------------------------------------------------------------------------------------------------
@@ -368,7 +386,8 @@ def _time_unit(longest: float, unit: str) -> tuple[float, str]:
     return next((scale, name) for scale, name in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")) if longest >= scale or name == "µs")
 
 
-def _time_axis(axes: "matplotlib.axes.Axes", lengths: Mapping[str, float], scale: float) -> None:
+def _time_axis(axes: "matplotlib.axes.Axes", lengths: Mapping[str, float], scale: float, font_size: float) -> None:
+    axes.tick_params(axis="x", labelsize=font_size)
     axes.set_xlim(0, max(lengths.values()))
     axes.xaxis.set_major_formatter(lambda time, _: f"{time / scale:.4g}")
 

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 
-from jpipe import InputError, Pipeline, Plan, State
+from jpipe import InputError, Pipeline, Plan, State, lower, simulate
 from jpipe._arguments import checked_metrics
 from jpipe.programs._instructions import Compute, Update
 from tests.jpipe import models
@@ -259,6 +259,7 @@ def test_users_print_one_short_line():
         "[layer 6, layer 7] × 2, …, [layer 998, layer 999] × 2, vertical_sync=True)"
     )
     assert repr(many) == str(many) == expected
+    assert len(repr(simulate(lower(pipe.plan, 3), pipe.costs(BATCHES[0])))) < 300
 
 
 def shown_table(html: str) -> tuple[str, list[list[str]]]:

@@ -13,6 +13,7 @@ import pydantic
 import jpipe
 from docs import api
 from jpipe_planner import Profile
+from tests.conftest import unknown_word
 from tests.packages import PACKAGES, module_name
 
 ROOT = Path(jpipe.__file__).parent
@@ -174,3 +175,10 @@ def test_a_changed_copy_recomputes_cached_properties():
     changed = profile.model_copy(update={"layers": (profile.layers[0].model_copy(update={"id": "b"}),)})
     assert vars(changed).keys() == Profile.model_fields.keys()
     assert (changed.ids, profile.ids) == (("b",), ("a",))
+
+
+def test_a_word_of_pytests_k_that_no_test_can_have_is_told_at_once():
+    nowhere = "".join(("zq", "xj", "vw"))
+    assert unknown_word(f"gpipe and {nowhere}") == nowhere
+    for keywords in ("gpipe and ZB_V", f"gpipe or {nowhere}", f"not {nowhere}", "test_policies.py", "a-1"):
+        assert unknown_word(keywords) is None

@@ -22,8 +22,8 @@ def compile_pipeline(pipe: Pipeline, batch, devices, *, start: bool = False) -> 
             w: (functions[s], place_on(devices, functions[s].partition.mesh), shares[s][r]) for w, (s, r) in enumerate(pipe.plan.workers)
         }
         stages = compile_workers(workers, pipe._steps_of(functions).verified_runs, [len(f.counted) for f in functions])
-        for worker in workers.values() if start else ():
-            compile_start(*worker)
+        for stage in stages.values() if start else ():
+            compile_start(stage)
     for stage in stages.values():
         for name, program in stage.calls.items():
             check_donations(name, program)

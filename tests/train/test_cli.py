@@ -384,7 +384,8 @@ def test_ctrl_c_is_handled_at_every_moment(write_config, tiny, capsys, monkeypat
     assert err == ""
     folder = Path(tiny["run"]["dir"])
     began = moment in ("jpipe.Pipeline.init", "jpipe.Pipeline.evaluate")
-    message = f"interrupted; the steps logged so far are in {folder}" if began else "interrupted before the run began"
+    none = "the run writes no checkpoints (checkpoint.every) from which it could go on"
+    message = f"interrupted; the steps logged so far are in {folder}; {none}" if began else "interrupted before the run began"
     assert out.splitlines()[-1] == message
     assert out.count("interrupted") == 1
     assert folder.exists() == began

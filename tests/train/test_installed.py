@@ -33,10 +33,15 @@ def test_configs_are_copied_and_nothing_is_overwritten_unasked(tmp_path, monkeyp
     assert user_file.read_text() == "mine"
     assert not (tmp_path / "configs").exists()
     assert main(["configs", "copy", "--overwrite"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert "overwritten: examples/mlp.py" in lines
-    assert lines[-1].startswith("already up to date: 2 of ")
-    assert all((tmp_path / name).read_bytes() == file.read_bytes() for name, file in shipped_configs.shipped().items())
+    every = shipped_configs.shipped()
+    counts = [sum(name.startswith(folder) for name in every) for folder in ("configs/", "examples/")]
+    assert capsys.readouterr().out.splitlines() == [
+        f"copied: {counts[0]} files in configs",
+        f"copied: {counts[1] - 3} files in examples",
+        "overwritten: examples/mlp.py",
+        f"already up to date: 2 of {len(every)} files",
+    ]
+    assert all((tmp_path / name).read_bytes() == file.read_bytes() for name, file in every.items())
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """The predicted time, memory and bytes moved of a program, and its timeline as text."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from jpipe.programs._timeline import MemoryTimeline, Timeline, format_grid, to_ticks
 from jpipe.programs._transfers import Transfer, transfer_rows
@@ -26,9 +26,9 @@ class Prediction:
         host_moved_bytes: for each rank the bytes that it moves to host memory and back.
     """
 
-    timeline: Timeline
-    transfers: tuple[Transfer, ...]
-    memory: MemoryTimeline
+    timeline: Timeline = field(repr=False)  # thousands of spans
+    transfers: tuple[Transfer, ...] = field(repr=False)
+    memory: MemoryTimeline = field(repr=False)
     seconds: float
     bubble: float
     held_bytes: tuple[int, ...]

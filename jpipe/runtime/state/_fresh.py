@@ -45,7 +45,7 @@ def fresh_worker(
         if layer_id in a.fresh and not f.stack.ties.names([layer_id]):  # the first device of a mesh need not have room for all layers
             params[layer_id] = jax.device_put(params[layer_id], shardings_of(a.fresh[layer_id]))
     entries = jax.device_put(f.stack.ties.split(params, f.stage.layers), shardings_of(a.fresh))
-    version, optimizer, accumulators = compile_start(f, stage.place, stage.share)(entries)
+    version, optimizer, accumulators = compile_start(stage)(entries)
     state = jax.device_put({layer_id: state[layer_id] for layer_id in f.stage.layers}, shardings_of(a.state))
     dynamic = f.precision.dynamic_scale
     scales = {} if dynamic is None else jax.device_put({0: dynamic.first()}, stage.place.sharding())

@@ -185,6 +185,13 @@ def test_labels_name_microbatch_and_version_where_there_is_room_for_all_and_noth
     assert labels(60) == []
 
 
+def test_no_number_stands_in_a_single_box_that_has_room_for_it():
+    spans = tuple(Span("F", k, 0, 0.1 * k, 0.1 * k + 0.09) for k in range(100, 160))
+    (axes,) = jpipe.draw_timeline({"": ((*spans, Span("F", 160, 0, 16.0, 18.0)),)}, width=5.0).axes
+    assert not axes.texts
+    assert "in a box" not in axes.get_xlabel()
+
+
 def sample(time: float, weights: dict[int, int], residuals: int = 0, other: int = 0) -> MemorySample:
     return MemorySample(time, weights, 5_000_000, 1_000_000, residuals, other)
 
@@ -199,11 +206,11 @@ def test_memory_is_stacked_in_steps_a_shade_a_version():
 
     def stack_at(time: float) -> list[tuple[str, float]]:
         stacked = []
-        for collection in axes.collections:
-            path = collection.get_paths()[0]
+        (areas,) = axes.collections
+        for path, colour in zip(areas.get_paths(), areas.get_facecolor(), strict=True):
             inside = [y for y in np.arange(0.25e6, 14e6, 0.5e6) if path.contains_point((time, y))]
             if inside:
-                stacked.append((matplotlib.colors.to_hex(collection.get_facecolor()[0]), len(inside) / 2))
+                stacked.append((matplotlib.colors.to_hex(colour), len(inside) / 2))
         return stacked
 
     zero, one = "#08519c", "#6baed6"

@@ -131,6 +131,40 @@ time.sleep({LIMIT})
     assert (process.returncode, err) == (code, f"jpipe: {message}\n")
 
 
+BEGUN = """
+from jpipe_train.launch.local import progress
+if me == 0: progress.begin("runs/a b", {resumed}, saves={saves})
+"""
+AGAIN = "the same command with --set run.dir='runs/a b'"
+SAVED = f"the checkpoint of step {{}} is written, and {AGAIN} resumes there"
+
+
+@pytest.mark.parametrize(
+    ("resumed", "saves", "end", "code", "words"),
+    [
+        ("None", True, "progress.report(40, 90); sys.exit(1)", 1, SAVED.format(40)),
+        ("30", True, "os.kill(os.getpid(), signal.SIGKILL)", 137, f"{SAVED.format(30)}; dmesg says whether memory ran out"),
+        ("30", True, "progress.report(40, 90); sys.exit(1)", 1, SAVED.format(40)),
+        ("None", True, "sys.exit(1)", 1, f"no checkpoint is written, so {AGAIN} begins anew"),
+        ("None", False, "sys.exit(1)", 1, "the run writes no checkpoints (checkpoint.every) from which it could go on"),
+        ("30", True, "sys.exit(2)", 2, None),  # bad input
+    ],
+)
+def test_after_a_failure_it_says_what_is_saved_and_how_to_go_on(resumed, saves, end, code, words):
+    with launched(1, BEGUN.format(resumed=resumed, saves=saves) + end) as process:
+        _, err = process.communicate(timeout=LIMIT)
+    assert (process.returncode, err.splitlines()[1:]) == (code, [] if words is None else [f"jpipe: {words}"])
+
+
+def test_a_signal_leaves_the_last_word_to_the_run():
+    script = f"signal.signal(signal.SIGINT, lambda *_: sys.exit(130)); ready(); time.sleep({LIMIT})"
+    with launched(1, BEGUN.format(resumed=None, saves=True) + script) as process:
+        pids(process, 1)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=LIMIT / 2)
+    assert (process.returncode, err) == (130, "")
+
+
 def test_the_launcher_does_not_wait_for_a_detached_process():
     script = 'subprocess.Popen(["yes"], start_new_session=True)'  # ends when nobody reads what it prints
     with launched(1, script, grace=0.2) as process:
@@ -197,7 +231,7 @@ sys.exit(7 + count)
     assert err.splitlines() == [
         "jpipe: process 1 was ended by SIGKILL; ending the other processes; starting all again in 0 s (1 of 2)",
         "jpipe: process 1 ended with exit code 8; ending the other processes; starting all again in 0 s (2 of 2)",
-        "jpipe: process 1 ended with exit code 9; ending the other processes",
+        "jpipe: process 1 ended with exit code 9; ending the other processes; --max-restarts 2 is used up",
     ]
     assert process.returncode == 9
     of_0 = [line.split() for line in out.splitlines() if not line.startswith("[1] ")]

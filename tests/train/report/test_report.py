@@ -14,7 +14,7 @@ import pytest
 
 import jpipe
 from jpipe_train.checkpoint.history import Part
-from jpipe_train.report import loss_curve
+from jpipe_train.report import loss_curve, page
 from jpipe_train.report import report as report_module
 from jpipe_train.report.performance import comparison, stage_times
 from jpipe_train.report.performance.comparison import Comparison, as_predicted, compare, compare_with_plan, why_slower
@@ -82,8 +82,8 @@ def written(path) -> set[str]:
 @pytest.mark.oldest
 def test_a_whole_report_is_five_files_and_the_page_needs_only_itself(folder):
     assert written(folder) == {"loss.png", "timeline.png", "memory.png", "trace.json", "report.html"}
-    page = Page(folder / "report.html")
-    images = [image["src"].removeprefix("data:image/png;base64,") for image in page.all("img")]
+    whole = Page(folder / "report.html")
+    images = [image["src"].removeprefix("data:image/png;base64,") for image in whole.all("img")]
     assert [base64.b64decode(data) for data in images] == [(folder / f"{name}.png").read_bytes() for name in ("loss", "timeline", "memory")]
     assert (folder / "trace.json").read_text() == jpipe.to_perfetto({"predicted": window().timeline, "measured": window(1.1).timeline})
 
@@ -124,6 +124,20 @@ STAGES = [
 ]
 
 
+def test_the_duration_is_that_of_the_parts_and_stands_once(tmp_path):
+    rows = [row | {"seconds": 598.0} for row in rows_of()]
+    write_report(tmp_path, report(rows=rows, parts=parts(1), predicted=None, measured=None))
+    text = Page(tmp_path / "report.html").text
+    assert (text.count("duration"), text.count("1:01"), text.count("9:58")) == (1, 1, 0)
+
+
+@pytest.mark.parametrize(("boxes", "columns"), [(2, (3, 4)), (5, (3, 5)), (7, (4, 7)), (8, (4, 4)), (9, (3, 5)), (13, (4, 7))])
+def test_no_result_stands_alone_in_a_row_of_a_wide_page(boxes, columns):
+    assert boxes % columns[1] != 1
+    text = page.results({str(number): "1" for number in range(boxes)})
+    assert f'class="results few-{columns[0]} many-{columns[1]}"' in text
+
+
 @pytest.mark.slow
 def test_the_page_shows_the_times_of_each_stage_and_the_parts_of_a_run(tmp_path):
     rows = rows_of()
@@ -141,7 +155,7 @@ def test_the_page_shows_the_times_of_each_stage_and_the_parts_of_a_run(tmp_path)
         ("2", "a … d (4)", "65,000", "–", "–", "33"),
         ("0 to 99", "plan 0", "adamw", "3", "2026-01-01 10:00:00", "1:01"),
         ("100 to 199", "plan 1"),
-        ("duration", "9:58", "tokens per second", "12,300", "learning rate", "1e-05 → 0.00151 → 2e-05"),
+        ("duration", "2:02", "tokens per second", "12,300", "learning rate", "1e-05 → 0.00151 → 2e-05"),
     ):
         assert "".join(cells) in text
     assert "Medians over the microbatches that were measured" in text
@@ -462,24 +476,6 @@ def test_the_page_could_not_reach_the_network_if_it_tried(folder, tmp_path):
         (tmp_path / "open.html").write_text(f"<main>{tries}")  # without the policy it would
         browser.inspect(tmp_path / "open.html")
         assert sorted(requests) == ["/image", "/script", "/style"]
-
-
-def test_the_norms_of_a_delay_are_drawn_beside_the_loss(tmp_path):
-    rows = rows_of()
-    for row in rows[::3]:
-        row |= {"version_distance": 2.0 / (1 + row["step"]), "correction_norm": 1.0 / (1 + row["step"])}
-    rows[6]["correction_norm"] = float("inf")
-    write_report(tmp_path, report(rows=rows))
-    assert "delay.png" in written(tmp_path)
-    page = Page(tmp_path / "report.html")
-    alt = next(image["alt"] for image in page.all("img") if "Norms" in image["alt"])
-    assert alt.startswith("Norms over the steps. Distance of the two newest versions: from 2 to 0.00")
-    assert "Delay correction: from 1 to 0.00" in alt
-    axes = loss_curve.draw_delay(rows).axes[0]
-    assert [line.get_label() for line in axes.lines] == ["distance of the two newest versions", "delay correction"]
-    assert [len(line.get_xdata()) for line in axes.lines] == [len(rows[::3]), len(rows[::3]) - 1]
-    without = [{name: value for name, value in row.items() if name != "correction_norm"} for row in rows]
-    assert len(loss_curve.draw_delay(without).axes[0].lines) == 1
 
 
 def slowed_window(plan, slow, costs):

@@ -90,6 +90,27 @@ def test_a_run_from_python_equals_that_of_the_command_line(tmp_path):
     check_equal(weights_of(tmp_path / "fit"), weights_of(tmp_path / "cli"))
     assert (tmp_path / "fit" / "plan.json").read_text() == (tmp_path / "cli" / "plan.json").read_text()
     assert repr(result).startswith("FitResult(steps=6, val_loss_before=1.")
+    assert result.summary.measured.timeline  # which is not in its text
+    assert len(repr(result.summary)) < 500
+
+
+def test_a_second_call_with_the_same_pipeline_compiles_nothing(nothing_shared):
+    compiled = []
+
+    def listen(event, seconds, **_):
+        compiled.extend([event] if event.endswith("backend_compile_duration") else [])
+
+    pipe, arguments = pipeline(), {"steps": 3, "batch_size": 8, "eval_data": ARRAYS, "metrics": {"correlation": "pearson"}}
+    first, _ = losses_of(pipe, ARRAYS, **arguments)
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        again, _ = losses_of(pipe, ARRAYS, **arguments)
+        assert (again, compiled) == (first, [])
+        with jax.default_matmul_precision("float32"):  # compiles other programs
+            losses_of(pipe, ARRAYS, **arguments)
+        assert compiled
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
 
 
 def test_a_run_without_a_folder_writes_nothing_and_returns_the_trained_state(tmp_path):

@@ -18,7 +18,7 @@ from jpipe_train.assemble import labels, meshes, model
 from jpipe_train.assemble.delay import words_by_stage
 from jpipe_train.assemble.frozen import part_of, trained, trains_part
 from jpipe_train.assemble.metrics import metrics
-from jpipe_train.assemble.optimizer import optimizer
+from jpipe_train.assemble.optimizer import checked_arguments, optimizer
 from jpipe_train.config.config import AUTO, MOST_MICROBATCHES, MOST_PLAN_BYTES, Config, PlanConfig, PrecisionConfig
 from jpipe_train.console.progress import Reporter
 from jpipe_train.data import data
@@ -58,12 +58,8 @@ def build(
         plan = plan or make_plan(config.plan, stack.ids)
         if plan.links is not None and not remembers:
             plan = plan.model_copy(update={"links": plan.links.model_copy(update={"rows": None})})
-        check_microbatches(plan, config.train.batch_size)
-        check_delay(plan, config.plan.max_delay)
-        check_accumulation(plan, config.optimizer.accumulate_batches)
-        check_per_stage(plan, config.optimizer.per_stage)
+        check_plan(config, plan)
         plan.check_layers(stack.ids)
-        meshes.check_heads(config.model, plan)
         batches = read()
         for remark in batches.remarks:
             reporter.say(remark)
@@ -80,6 +76,42 @@ def build(
         options = config.optimizer.of_pipeline | {"precision": precision(config.precision, reporter)}
         pipe = jpipe.Pipeline(stack, plan, loss, rule, **options)
     return pipe, batches
+
+
+def check_by_reading(config: Config) -> None:
+    """Check what a config says by reading what it names: before a device starts, data are read or the model is traced.
+
+    Raises:
+        jpipe.InputError: a file is missing, or no library reads it; a function does not exist or has other arguments; sizes do not divide.
+    """
+    metrics(config.eval, config.model)
+    model.loss(config.loss, config.model.head)
+    checked_arguments(config.optimizer, config.train.length)
+    with errors_name_config_keys(config.plan.file):
+        plan = None if config.plan.file in (None, AUTO) else read_plan(config.plan.file)
+        if config.model.target is not None:
+            model.check_target(config.model)
+        else:
+            stack = model.layers(config.model, config.train.batch_size, config.precision.computes, config.logits_chunk, None, config.tune)
+            plan = make_plan(config.plan, stack.ids) if config.plan.file is None else plan
+            if plan is not None:
+                plan.check_layers(stack.ids)
+        if plan is not None:
+            check_plan(config, plan)
+    data.check_files(config)
+
+
+def check_plan(config: Config, plan: jpipe.Plan) -> None:
+    """Check that a plan fits the other sections of the config.
+
+    Raises:
+        jpipe.InputError: it does not.
+    """
+    check_microbatches(plan, config.train.batch_size)
+    check_delay(plan, config.plan.max_delay)
+    check_accumulation(plan, config.optimizer.accumulate_batches)
+    check_per_stage(plan, config.optimizer.per_stage)
+    meshes.check_heads(config.model, plan)
 
 
 def check(config: Config, pipe: jpipe.Pipeline, batches: data.Data) -> data.Data:

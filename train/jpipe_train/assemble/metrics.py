@@ -4,6 +4,7 @@ The pipeline sums pairs of numbers, (sum, weight), over microbatches, replicas a
 several such parts, from whose means `combined` computes it at the end.
 """
 
+import functools
 import inspect
 import math
 import re
@@ -39,7 +40,7 @@ def metrics(config: EvalConfig, model: ModelConfig | None = None) -> dict[str, A
     for name, metric in config.metrics.items():
         if metric in _IN_PARTS:
             count = _IN_PARTS[metric].count(classes or 0)
-            functions |= {f"{metric}:{i}:{name}": _Part(_IN_PARTS[metric].sums, count, i) for i in range(count)}
+            functions |= {f"{metric}:{i}:{name}": _part(_IN_PARTS[metric].sums, count, i) for i in range(count)}
         elif metric in _MEANS:
             functions[name] = _MEANS[metric]
         else:
@@ -135,6 +136,10 @@ class _Part:
     def __call__(self, outputs: Any, labels: Any) -> Pair:
         sums, weight = self.sums(_without_experts(outputs), labels, self.count)
         return sums[self.index], weight
+
+
+_part = functools.cache(_Part)
+"""Gives the same object for the same part, because an evaluation is compiled for objects."""
 
 
 @dataclass(frozen=True)

@@ -52,6 +52,19 @@ def layers(
     return jpipe.LayerStack.from_model(model, *arguments)
 
 
+def check_target(config: ModelConfig) -> None:
+    """Check that `model.target` exists and takes its arguments, without calling it.
+
+    Raises:
+        InputError: it does not.
+    """
+    target, function = str(config.target), entry_point.load(str(config.target), "model.target")
+    signed = getattr(function, "__init__") if inspect.isclass(function) else function  # noqa: B009 - read, never called
+    supplied = [name for name in ("self", "rngs", "batch_size") if name in parameters_of(signed) and name not in config.arguments]
+    with entry_point.errors_about("model.arguments"):
+        check_names(signed, target, config.arguments, dict.fromkeys(supplied, "is given by jpipe"))
+
+
 def _of_target(target: str, arguments: Mapping[str, Any], batch_size: int) -> Any:
     """Call a target with these arguments; bind them instead if it has a parameter `rngs`, and so is a constructor."""
     function = entry_point.load(target, "model.target")

@@ -33,6 +33,27 @@ def optimizer(config: OptimizerConfig, steps: int, params: Tree) -> optax.Gradie
     Raises:
         InputError: arguments are unknown, missing or rejected; a pattern of `decay` matches no parameter.
     """
+    factory, arguments, of_stages = checked_arguments(config, steps)
+    _check_patterns(config.decay or (), params)
+    if config.inject_hyperparams:
+        numbers = {"learning_rate"} | {name for name, value in config.arguments.items() if isinstance(value, float)}
+        factory = optax.inject_hyperparams(factory, static_args=set(parameters_of(factory)) - numbers)
+    with entry_point.user_errors(f"optimizer: '{config.name}' does not accept its arguments"):
+        factory = functools.partial(factory, **arguments)
+        rule = jpipe.optimizers.per_stage(factory, **of_stages) if of_stages else factory()
+    if not isinstance(rule, optax.GradientTransformation):
+        raise InputError(f"optimizer.name: expected '{config.name}' to return an optax.GradientTransformation, found {type(rule).__name__}")
+    if config.lr_delay_steps is not None:
+        rule = optax.chain(rule, jpipe.optimizers.scale_by_delay(config.lr_delay_steps))
+    return rule if config.accumulate_batches == 1 else _accumulated(rule, config.accumulate_batches)
+
+
+def checked_arguments(config: OptimizerConfig, steps: int) -> tuple[Callable[..., Any], dict[str, Any], dict[str, Any]]:
+    """Return the function that makes the optimizer, its arguments, and those that differ from stage to stage, without calling it.
+
+    Raises:
+        InputError: the function does not exist; arguments are unknown or missing.
+    """
     is_of_user = ":" in config.name
     factory = entry_point.load(config.name, "optimizer.name") if is_of_user else optax_names.optimizers()[config.name]
     parameters = parameters_of(factory)
@@ -52,18 +73,7 @@ def optimizer(config: OptimizerConfig, steps: int, params: Tree) -> optax.Gradie
         raise InputError(
             f"optimizer.decay: '{config.name}' cannot choose what decays (it has none of the arguments {' and '.join(MASKS)}); leave it out"
         )
-    _check_patterns(config.decay or (), params)
-    if config.inject_hyperparams:
-        numbers = {"learning_rate"} | {name for name, value in config.arguments.items() if isinstance(value, float)}
-        factory = optax.inject_hyperparams(factory, static_args=set(parameters) - numbers)
-    with entry_point.user_errors(f"optimizer: '{config.name}' does not accept its arguments"):
-        factory = functools.partial(factory, **arguments)
-        rule = jpipe.optimizers.per_stage(factory, **of_stages) if of_stages else factory()
-    if not isinstance(rule, optax.GradientTransformation):
-        raise InputError(f"optimizer.name: expected '{config.name}' to return an optax.GradientTransformation, found {type(rule).__name__}")
-    if config.lr_delay_steps is not None:
-        rule = optax.chain(rule, jpipe.optimizers.scale_by_delay(config.lr_delay_steps))
-    return rule if config.accumulate_batches == 1 else _accumulated(rule, config.accumulate_batches)
+    return factory, arguments, of_stages
 
 
 def same_at_all_stages(config: OptimizerConfig) -> OptimizerConfig:

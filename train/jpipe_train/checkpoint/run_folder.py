@@ -39,7 +39,7 @@ _BETWEEN_TRIES = 0.05  # seconds between two tries to lock a folder
 _FILES = ("config.yaml", "plan.json", METRICS)
 OUTPUTS = (
     *(END, LENGTH),
-    *("report.html", "loss.png", "delay.png", "metrics.png", "timeline.png", "memory.png", "trace.json", "planned.json"),
+    *("report.html", "loss.png", "metrics.png", "timeline.png", "memory.png", "trace.json", "planned.json"),
     *("tensorboard", "wandb", "trackio", "mlflow", "profile"),
 )
 """The other files and folders that a run writes into its folder."""
@@ -86,23 +86,19 @@ class RunFolder:
         self._unwritten = b""  # rows for which the disk had no space yet
         self._written, self._size = hashlib.sha256(), 0  # of the rows in the file
         self._writes_rows = threading.Lock()
-        with self._writing() as undo:
+        with _writing(lambda: self.path) as undo:
             if not resumes:
                 self.path = _numbered(self.path, undo) if config.run.dir is None else _named(self.path, undo)
             self._lock = _locked(self.path, undo)
-            placed = config.model_copy(update={"run": config.run.model_copy(update={"dir": shown(self.path)})})
-            self._texts = {"config.yaml": to_yaml(placed), "plan.json": plan.to_json()}
+            self._texts = {"config.yaml": _text_in(self.path, config), "plan.json": plan.to_json()}
             if config.train.epochs is not None and config.train.steps is not None:
                 self._texts[LENGTH] = json.dumps({"format": "jpipe-length/1", "steps": config.train.steps}) + "\n"
             if not resumes:
-                self.begun_anew = anew and self._ended_early(config)
+                self.begun_anew = anew and _ended_early(self.path, config)
                 ours = self.begun_anew or is_of_this_job(self.path)
                 for name in _FILES if ours else ():
                     (self.path / name).unlink(missing_ok=True)
-                if any(os.path.lexists(self.path / name) for name in _FILES) or self._has_checkpoints():
-                    raise _occupied(self.path)
-                if not ours and (existing := [name for name in OUTPUTS if os.path.lexists(self.path / name)]):
-                    raise _foreign(self.path, existing[0])
+                _check_free(self.path, ours)
                 try:  # rejects one of two runs that start at once, even if the file system has no locks
                     (self.path / METRICS).touch(exist_ok=False)
                 except FileExistsError:
@@ -134,7 +130,7 @@ class RunFolder:
         Raises:
             InputError: the folder cannot be written.
         """
-        with self._writing():
+        with _writing(lambda: self.path):
             self._open(rows)
 
     def log(self, *rows: Mapping[str, int | float]) -> None:
@@ -227,17 +223,6 @@ class RunFolder:
         if self._metrics is not None:
             self._metrics.close()
 
-    @contextlib.contextmanager
-    def _writing(self) -> Iterator[contextlib.ExitStack]:
-        """Yield a stack of undo functions, called if the inside fails, and report errors of the system as `InputError`."""
-        with contextlib.ExitStack() as undo:
-            try:
-                yield undo
-            except OSError as error:
-                where = shown(Path(os.fsdecode(error.filename or self.path)))  # a full disk has no file's name
-                raise InputError(f"run.dir: cannot write '{where}': {error.strerror}; choose another folder") from None
-            undo.pop_all()
-
     def _open(self, rows: str) -> None:
         for name in (END, LENGTH):
             (self.path / name).unlink(missing_ok=True)
@@ -251,16 +236,67 @@ class RunFolder:
         for path in self.path.glob(TEMPORARY):  # by a process that was killed; nobody else writes here now
             path.unlink(missing_ok=True)
 
-    def _ended_early(self, config: Config) -> bool:
-        """Return whether the folder holds a run of this config that ended before the first of its checkpoints."""
-        try:
-            same = read_bytes(self.path / "config.yaml", MOST_BYTES) == self._texts["config.yaml"].encode()
-        except OSError:
-            return False
-        return same and config.checkpoint.every is not None and not self._has_checkpoints()
 
-    def _has_checkpoints(self) -> bool:
-        return any(self.path.glob("checkpoints/*/checkpoint.json"))
+def check_folder(config: Config, *, anew: bool) -> None:
+    """Check that a new run can begin in its folder, without leaving anything there.
+
+    Args:
+        config: of the run.
+        anew: as in `RunFolder`.
+
+    Raises:
+        InputError: as `RunFolder`, except that a process is training there.
+    """
+    path = folder_of(config) or resolved(str(_RUNS), "run.dir")
+    with _writing(lambda: path) as made, made:  # what is made is removed
+        if config.run.dir is None:
+            _parent(path, made)
+        else:
+            _named(path, made)
+            # A run of epochs is compared once its steps are known, and one that is training now has a message of its own.
+            is_known = config.train.epochs is None and not is_training(path)
+            if is_known and not is_of_this_job(path) and not (anew and _ended_early(path, config)):
+                _check_free(path, ours=False)
+        if not os.access(path, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+
+@contextlib.contextmanager
+def _writing(path: Callable[[], Path]) -> Iterator[contextlib.ExitStack]:
+    """Yield a stack of undo functions, called if the inside fails, and report errors of the system as `InputError`."""
+    with contextlib.ExitStack() as undo:
+        try:
+            yield undo
+        except OSError as error:
+            where = shown(Path(os.fsdecode(error.filename or path())))  # a full disk has no file's name
+            raise InputError(f"run.dir: cannot write '{where}': {error.strerror}; choose another folder") from None
+        undo.pop_all()
+
+
+def _text_in(path: Path, config: Config) -> str:
+    """Return the text of the config of a run in this folder."""
+    return to_yaml(config.model_copy(update={"run": config.run.model_copy(update={"dir": shown(path)})}))
+
+
+def _ended_early(path: Path, config: Config) -> bool:
+    """Return whether the folder holds a run of this config that ended before the first of its checkpoints."""
+    try:
+        same = read_bytes(path / "config.yaml", MOST_BYTES) == _text_in(path, config).encode()
+    except OSError:
+        return False
+    return same and config.checkpoint.every is not None and not _has_checkpoints(path)
+
+
+def _has_checkpoints(path: Path) -> bool:
+    return any(path.glob("checkpoints/*/checkpoint.json"))
+
+
+def _check_free(path: Path, ours: bool) -> None:
+    """Check that a folder has no run, and if it is not ours nothing else that a run would overwrite."""
+    if any(os.path.lexists(path / name) for name in _FILES) or _has_checkpoints(path):
+        raise _occupied(path)
+    if not ours and (existing := [name for name in OUTPUTS if os.path.lexists(path / name)]):
+        raise _foreign(path, existing[0])
 
 
 def folder_of(config: Config) -> Path | None:
@@ -379,10 +415,15 @@ def is_of_this_job(path: Path) -> bool:
         return False
 
 
+def _parent(path: Path, undo: contextlib.ExitStack) -> None:
+    """Create the folder of the numbered runs."""
+    if path.exists() and not path.is_dir():
+        raise InputError(f"run.dir: expected a folder '{shown(path)}' for the runs, found a file; move it away, or choose a folder")
+    _make(path, undo)
+
+
 def _numbered(parent: Path, undo: contextlib.ExitStack) -> Path:
-    if parent.exists() and not parent.is_dir():
-        raise InputError(f"run.dir: expected a folder '{shown(parent)}' for the runs, found a file; move it away, or choose a folder")
-    _make(parent, undo)
+    _parent(parent, undo)
     numbers = [int(entry.name) for entry in parent.iterdir() if entry.name.isdecimal()]
     for number in count(max(numbers, default=0) + 1):
         try:

@@ -26,6 +26,7 @@ from jpipe_train.checkpoint.sources.safetensors_file import TensorsFile, tensors
 from jpipe_train.checkpoint.sources.source import Names, Source, Spec
 from jpipe_train.config.config import TuneConfig, WarmStartConfig
 from jpipe_train.config.huggingface import read as read_description
+from jpipe_train.config.huggingface import read_adapters
 from jpipe_train.console.terminal import count
 from jpipe_train.launch.together import Together
 from jpipe_train.models.lora import is_of_adapter
@@ -97,6 +98,18 @@ def load(
     together.agree(lambda: {"warm_start.file": source.digest()})
     say(_summary(source, model, matching))
     return together.run_on_all(read)
+
+
+def check_files(config: WarmStartConfig, head: str = "language") -> None:
+    """Check that the file or folder and the adapters can be read, by their headers alone; the arguments are those of `load`.
+
+    Raises:
+        InputError: they cannot.
+    """
+    path = resolved(str(config.file), "warm_start.file")
+    _source(path, config.mode == "strict", head, lambda _: None)
+    if config.adapters is not None:
+        read_adapters(resolved(config.adapters, "warm_start.adapters"), read_description(path))
 
 
 def _by_name(source: Source, config: WarmStartConfig, pipe: jpipe.Pipeline, model: Mapping[str, Spec], tune: TuneConfig | None) -> Source:

@@ -1,6 +1,7 @@
 """List the configs and examples that come with jpipe, and copy them to the user's folder."""
 
 import os
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -14,6 +15,7 @@ _SUFFIXES = ".yaml", ".py", ".md", ".sh", ".ipynb", *_DATA
 _NAMES = ("Dockerfile",)
 _PACKAGE = Path(__file__).parents[1]
 _PAPERS = "examples.papers"
+_FEW = 8  # files that are named one by one
 
 
 def list_all(say: Callable[[str], None]) -> None:
@@ -34,7 +36,7 @@ def copy(names: Sequence[str], folder: Path, overwrite: bool, say: Callable[[str
         names: configs such as `configs/gpt-bytes.yaml` or `gpt-bytes`; all files if empty. A config brings the files it names.
         folder: the destination.
         overwrite: whether to replace existing files that differ.
-        say: prints a line for each file.
+        say: prints a line for each file, or for each folder where there are many.
 
     Raises:
         InputError: there is no such config; an existing file differs; the folder cannot be written.
@@ -53,12 +55,22 @@ def copy(names: Sequence[str], folder: Path, overwrite: bool, say: Callable[[str
         for name, content in changed.items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             write_atomically(folder / name, content)
-            say(f"{'overwritten' if name in existing else 'copied'}: {folder / name}")
     except OSError as error:
         where = error.filename or folder
         raise InputError(f"configs copy: cannot write '{where}': {error.strerror}; choose another folder with --to") from None
+    for done, files in (("copied", [name for name in changed if name not in existing]), ("overwritten", existing)):
+        for line in _counted(folder, files):
+            say(f"{done}: {line}")
     if len(changed) < len(wanted):
         say(f"already up to date: {len(wanted) - len(changed)} of {len(wanted)} files")
+
+
+def _counted(folder: Path, names: Sequence[str]) -> list[str]:
+    """Return the paths of a few files, or of many the number in each folder."""
+    if len(names) <= _FEW:
+        return [str(folder / name) for name in names]
+    counts = Counter(name.partition("/")[0] for name in names)
+    return [f"{number} {'file' if number == 1 else 'files'} in {folder / top}" for top, number in counts.items()]
 
 
 def shipped() -> dict[str, Path]:

@@ -309,6 +309,26 @@ def _from_target(config: Config, **optional: bool) -> Data:
     return Data(train, validation, target, amount, lambda: target_data.digest(train, validation), rows=train.rows)
 
 
+def check_files(config: Config) -> None:
+    """Check the files that `config.data` names, its tokenizer and its chat template, without reading any data.
+
+    Raises:
+        InputError: as `load`.
+    """
+    data = config.data
+    if data.target is not None:
+        entry_point.checked(data.target, "data.target", data.arguments, ("seed", "batch_size"))
+    elif data.sources is not None:
+        for number, source in enumerate(data.sources):
+            with _errors_name_source(number):
+                check_files(_of_source(config, source, number))
+    else:
+        if not data.has_examples:
+            of_documents.check_objective(config)
+        if (symbols := splits.check_files(config)) is not None:
+            of_documents.check_vocabulary(config, symbols)
+
+
 def unread(config: Config) -> Data:
     """Load data if only the shapes of a batch are needed; a `data.target` with a parameter `shapes_only` then need not read anything.
 

@@ -21,9 +21,9 @@ from jpipe_train.console.terminal import count
 from jpipe_train.data import sources, texts
 from jpipe_train.data import tokenizer as tokenizers
 from jpipe_train.data.chat import reading, template
-from jpipe_train.data.chat.renderer import TRAINING_TIME, Renderer
+from jpipe_train.data.chat.renderer import TRAINING_TIME, Failure, NoTemplate, Renderer
 from jpipe_train.data.documents import Documents, Shard
-from jpipe_train.data.files import kinds, token_files, token_rows
+from jpipe_train.data.files import arrow, kinds, streams, token_files, token_rows
 from jpipe_train.data.files.file_array import FileArray
 from jpipe_train.data.files.wrong_lines import Place as FilePlace
 
@@ -78,6 +78,43 @@ def _read(config: Config) -> Split:
     if data.format == "tokens":
         return _of_token_files(config) if token_files.is_folder(str(data.path)) else _of_token_rows(config, parts_of(data))
     return _of_texts(config, parts_of(data))
+
+
+def check_files(config: Config) -> int | None:
+    """Check that the files of `config.data` can be read, without reading them, and return the number of its tokens, if it is known.
+
+    Raises:
+        InputError: there is no such file, no library reads it, or the tokenizer or the chat template cannot be used.
+    """
+    data = config.data
+    if data.read_as == "bytes":
+        if data.format == AUTO:
+            _check_kinds(data)
+        for path, where in ((data.path, "data.path"), (data.validation_path, "data.validation_path")):
+            if path is not None:
+                with sources.readable(where):
+                    sources.find_files(path, where)
+        return BYTES
+    if data.format == "tokens" and token_files.is_folder(str(data.path)):
+        return token_files.read_index(str(data.path), "data.path")[1].vocab_size
+    for path, _, where in parts_of(data):
+        with sources.readable(where):
+            _, files = sources.find_files(path, where, content="numbers" if data.format == "arrays" else "text")
+            if (kind := kinds.rows_in(files[0])) is not None and kind.reader in arrow.NAMES:
+                streams.pyarrow(files[0], arrow.NAMES[kind.reader])
+    if data.tokenizer is None:
+        return None
+    check_beside_weights(config)
+    tokenizer = tokenizers.load(data.tokenizer, "data.tokenizer", data.end_of_text)
+    if data.format == "chat":
+        with Renderer(template.find(tokenizer, data.chat_template), TRAINING_TIME) as renderer:
+            try:
+                renderer.start()
+            except NoTemplate as error:
+                raise reading.no_template(error) from None
+            except Failure:  # reported with the first conversation
+                pass
+    return tokenizer.vocab_size
 
 
 class Part(NamedTuple):

@@ -151,40 +151,6 @@ def draw_metrics(rows: Sequence[Mapping[str, int | float]], names: Sequence[str]
     return figure
 
 
-DELAY_NORMS = {"version_distance": "distance of the two newest versions", "correction_norm": "delay correction"}
-"""Norms in the rows of a run with a delay, by name, with their labels in the picture."""
-
-
-def draw_delay(rows: Sequence[Mapping[str, int | float]]) -> "matplotlib.figure.Figure":
-    """Draw how far the two newest weight versions are apart, and how far the correction of the delay moves the weights.
-
-    Values that are not finite are left out. Of very many values only the highest and the lowest of each interval are drawn.
-
-    Args:
-        rows: as in `metrics.jsonl`, with the names of `DELAY_NORMS`.
-
-    Returns:
-        The figure.
-    """
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
-
-    figure = Figure(figsize=(5.8, 2.9), dpi=220, layout="constrained")
-    axes = figure.subplots()
-    for (name, label), colour in zip(DELAY_NORMS.items(), (_MEAN, _VALIDATION), strict=True):
-        steps, values = finite(rows, name)
-        if len(values):
-            shown = extremes(values, _MOST_POINTS // 2)
-            marker = "o" if len(values) == 1 else ""
-            axes.plot(steps[shown], values[shown], color=colour, linewidth=1.6, marker=marker, label=label)
-    axes.set_ylim(bottom=0)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.xaxis.set_major_formatter(lambda step, _: f"{step:,.0f}")
-    dress(axes, "norm over all parameters")
-    axes.legend(frameon=False, fontsize=9.5)
-    return figure
-
-
 def dress(axes: "matplotlib.axes.Axes", label: str, along: str = "step", size: float = 10) -> None:
     """Give a panel its labels and its look.
 

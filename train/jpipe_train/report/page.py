@@ -2,6 +2,7 @@
 
 import base64
 import html
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from string import Template
@@ -10,7 +11,7 @@ _TEMPLATE = Path(__file__).with_name("page.html")
 _STYLE = Path(__file__).with_name("page_style.css")
 
 
-def document(title: str, results: str, sections: Mapping[str, str], generator: str) -> str:
+def document(title: str, results: str, sections: Mapping[str, str], generator: str, beside: str | None = None) -> str:
     """Return a page.
 
     Args:
@@ -18,8 +19,13 @@ def document(title: str, results: str, sections: Mapping[str, str], generator: s
         results: what stands below the title, as HTML; may be empty.
         sections: the content of each section as HTML, by its heading as text.
         generator: the program that wrote the page, for its metadata.
+        beside: the heading of the section that stands in wide windows beside the one before it and the one after it.
     """
-    bodies = (f"<section>\n<h2>{escape(heading)}</h2>\n{content}\n</section>" for heading, content in sections.items())
+    names, bodies = list(sections), []
+    for i, (heading, content) in enumerate(sections.items()):
+        side = "right" if heading == beside else "left" if beside in names[max(i - 1, 0) : i + 2] else ""
+        place = f' class="{side}"' if side else ""
+        bodies.append(f"<section{place}>\n<h2>{escape(heading)}</h2>\n{content}\n</section>")
     return Template(_TEMPLATE.read_text(encoding="utf-8")).substitute(
         title=escape(title),
         results=results,
@@ -43,7 +49,13 @@ def note(words: str) -> str:
 def results(values: Mapping[str, str]) -> str:
     """Return boxes with the most important results by name; "" without any."""
     boxes = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in values.items())
-    return f'<dl class="results">{boxes}</dl>' if boxes else ""
+    columns = " ".join(f"{name}-{_columns(len(values), *limits)}" for name, limits in (("few", (3, 4)), ("many", (4, 7))))
+    return f'<dl class="results {columns}">{boxes}</dl>' if boxes else ""
+
+
+def _columns(boxes: int, least: int, most: int) -> int:
+    """Return the number of columns with the fewest rows, and of these the one that leaves the last row least empty."""
+    return min(range(least, most + 1), key=lambda columns: (math.ceil(boxes / columns), -boxes % columns))
 
 
 def table(kind: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

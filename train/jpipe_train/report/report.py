@@ -76,7 +76,7 @@ def write_report(folder: Path, report: Report) -> None:
     """Write the pictures, the trace and the page into an existing folder, each file completely or not at all.
 
     A run without losses has no `loss.png`, one without windows no `timeline.png`, `memory.png` or `trace.json`; the page says so. One
-    without `eval.metrics` has no `metrics.png`, and one without a delay no `delay.png`.
+    without `eval.metrics` has no `metrics.png`.
 
     Raises:
         OSError: the folder cannot be written.
@@ -88,8 +88,6 @@ def write_report(folder: Path, report: Report) -> None:
     pictures: dict[str, bytes] = {}
     if any(len(loss_curve.finite(report.rows, name)[0]) for name in ("loss", "val_loss")):
         pictures["loss"] = _png(loss_curve.draw_losses(report.rows, report.unit, history.changes_of_plan(report.parts)))
-    if any(len(loss_curve.finite(report.rows, name)[0]) for name in loss_curve.DELAY_NORMS):
-        pictures["delay"] = _png(loss_curve.draw_delay(report.rows))
     if names := _metrics_to_draw(report):
         pictures["metrics"] = _png(loss_curve.draw_metrics(report.rows, names))
     if timelines:
@@ -119,12 +117,12 @@ def _panel_title(report: Report, name: str) -> str:
 def _page(report: Report, pictures: Mapping[str, bytes]) -> str:
     sections = {
         "What ran": page.table("facts", [], report.facts.items()) + _history(report),
-        "Loss": _loss(report, pictures.get("loss")) + _delay(report, pictures.get("delay")) + _metrics(report, pictures.get("metrics")),
+        "Loss": _loss(report, pictures.get("loss")) + _metrics(report, pictures.get("metrics")),
         "Predicted against measured": _comparison_table(report),
         "Timeline": _stages(report) + _timeline(report, pictures.get("timeline")),
         "Memory": _memory(report, pictures.get("memory")),
     }
-    return page.document(report.title, _results(report), sections, "jpipe")
+    return page.document(report.title, _results(report), sections, "jpipe", beside="Loss")
 
 
 def _results(report: Report) -> str:
@@ -145,15 +143,15 @@ def _results(report: Report) -> str:
             if len(peaks) == sum(map(bool, window.held_bytes)):
                 results[f"peak memory, {kind}"] = bytes_text(max(peaks))
             results[f"{WITHOUT_TEMPORARIES}, {kind}"] = bytes_text(max(window.held_bytes))
-    results |= _progress(report.rows)
+    results |= _progress(report)
     return page.results(results)
 
 
-def _progress(rows: Sequence[Mapping[str, int | float]]) -> dict[str, str]:
-    """Return time, speed and learning rate, if the rows have them."""
-    results = {}
-    if seconds := [row["seconds"] for row in rows if "seconds" in row]:
-        results["duration"] = duration(seconds[-1])
+def _progress(report: Report) -> dict[str, str]:
+    """Return time, speed and learning rate, as far as they are known."""
+    rows, results = report.rows, {}
+    if seconds := [part.seconds for part in report.parts if part.seconds is not None]:
+        results["duration"] = duration(sum(seconds))
     for unit in ("tokens", "samples"):
         if speeds := [row[f"{unit}_per_second"] for row in rows if f"{unit}_per_second" in row]:
             results[f"{unit} per second"] = f"{float(f'{statistics.median(speeds):.3g}'):,.10g}"
@@ -205,20 +203,6 @@ def _loss(report: Report, picture: bytes | None) -> str:
         caption += " Dashed lines mark the steps from which the run went on with another plan."
         alt += " The plan changed at " + "; ".join(f"step {step}: {words}" for step, words in changes) + "."
     return page.figure(picture, "small", alt, f"{caption}{note}")
-
-
-def _delay(report: Report, picture: bytes | None) -> str:
-    if picture is None:
-        return ""
-    alt = "Norms over the steps."
-    for name, label in loss_curve.DELAY_NORMS.items():
-        values = loss_curve.finite(report.rows, name)[1]
-        alt += f" {label.capitalize()}: from {values[0]:.3g} to {values[-1]:.3g}." if len(values) else ""
-    caption = (
-        "How far apart the two newest weight versions are, at the stages that hold two between steps, and how far the correction of the "
-        "delay moves the newest one ahead: norms over all parameters."
-    )
-    return "<h3>Delay of the weights</h3>" + page.figure(picture, "small", alt, caption)
 
 
 def _metrics_to_draw(report: Report) -> list[str]:

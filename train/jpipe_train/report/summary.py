@@ -22,6 +22,7 @@ from jpipe_train.config.config import Config, TrainConfig
 from jpipe_train.console.progress import Reporter
 from jpipe_train.console.terminal import count, duration, first_line
 from jpipe_train.data import data
+from jpipe_train.launch.local import progress
 from jpipe_train.report import report
 from jpipe_train.report.performance import comparison
 from jpipe_train.report.performance.measure import Measure
@@ -44,11 +45,11 @@ class Summary:
     folder: Path | None
     predicted: jpipe.programs.Window | None
     measured: jpipe.programs.Window | None
-    planned: tuple[comparison.Comparison, ...] = ()  # with the planner's prediction
+    planned: tuple[comparison.Comparison, ...] = field(default=(), repr=False)  # with the planner's prediction
     stopped_by: int | None = None
-    temporary: tuple[int | None, ...] = ()
-    slow: str = ""  # which ranks are slow, as from `slow_of`
-    remarks: Mapping[str, str] = field(default_factory=dict)  # why it stopped early, and which checkpoint is the best
+    temporary: tuple[int | None, ...] = field(default=(), repr=False)
+    slow: str = field(default="", repr=False)  # which ranks are slow, as from `slow_of`
+    remarks: Mapping[str, str] = field(default_factory=dict, repr=False)  # why it stopped early, and which checkpoint is the best
     state: jpipe.State | None = field(default=None, repr=False, compare=False)
 
 
@@ -100,7 +101,7 @@ def write_report(
         "optimizer": optimizer_words(config.optimizer.model_dump()),
         "steps": f"{config.train.length:,}{epochs_words(config.train)} of {per_step:,} {unit} each",
         **remarks,
-        "duration": _durations(parts),
+        **({"duration": _durations(parts)} if len(parts) > 1 else {}),  # that of a single part is among the results
         "devices": f"{len(kinds)} × {kinds[0]}" + (f" in {processes} processes" if processes > 1 else ""),
         "seed": str(config.seed),
         "versions": f"jpipe {jpipe.__version__}, JAX {jax.__version__}",
@@ -166,9 +167,8 @@ def print_summary(summary: Summary, unit: str, reporter: Reporter, *, in_python:
     if summary.planned:
         reporter.table(("", "planned", "measured", "ratio"), summary.planned)
     if summary.stopped_by is not None and summary.folder is not None:
-        again = "the same call of fit" if in_python else f"the same command with --set run.dir={shlex.quote(shown(summary.folder))}"
-        stopped = f"stopped by {name_of(summary.stopped_by)}; the checkpoint of step {summary.steps} is written"
-        reporter.say(f"{stopped}, and {again} resumes there")
+        words = progress.goes_on(shown(summary.folder), summary.steps, in_python=in_python)
+        reporter.say(f"stopped by {name_of(summary.stopped_by)}; {words}")
         return
     for name, words in summary.remarks.items():
         reporter.say(f"{name}: {words}")

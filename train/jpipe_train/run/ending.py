@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -10,12 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 
 import jpipe
+from jpipe.files import shown
 from jpipe_train.checkpoint.run_folder import FolderChanged, RunFolder
 from jpipe_train.config.config import Config
 from jpipe_train.console.progress import Reporter
 from jpipe_train.console.terminal import first_line, shortened
 from jpipe_train.data import data
 from jpipe_train.data.rows import Batch
+from jpipe_train.launch.local import progress
 from jpipe_train.report.metrics_log import MetricsLog, NonFiniteLoss
 from jpipe_train.report.performance import comparison
 from jpipe_train.report.summary import Summary, name_of, print_summary
@@ -89,17 +92,31 @@ def _nonfinite_words(batch: Batch) -> str:
     return f"; in the first batch, {shortened(' and '.join(places), _LONGEST_PLACES)} has such values" if places else ""
 
 
-def _describe_newest(folder: RunFolder | None) -> str:
-    """Return the end of an error message about a changed run folder: which checkpoint is left; empty if the folder is unknown."""
+def left_words(folder: RunFolder, config: Config, *, in_python: bool) -> str:
+    """Return the end of a message about a run that has failed: what is saved, and how it goes on; `jpipe launch` says the latter itself."""
+    words = f"; the steps logged so far are in {shown(folder.path)}"
+    if progress.VARIABLE in os.environ:
+        return words
+    saves = config.checkpoint.every is not None
+    return f"{words}; {progress.goes_on(shown(folder.path), _newest(folder), saves=saves, in_python=in_python)}"
+
+
+def _newest(folder: RunFolder) -> int | None:
+    """Return the step of the newest checkpoint in a run folder; None if there is none, or the disk has failed."""
     from jpipe.checkpoints import files
 
+    try:
+        return max(files.steps(folder.path), default=None)
+    except (jpipe.InputError, OSError):
+        return None
+
+
+def _describe_newest(folder: RunFolder | None) -> str:
+    """Return the end of an error message about a changed run folder: which checkpoint is left; empty if the folder is unknown."""
     if folder is None:
         return ""
-    try:
-        whole = files.steps(folder.path)
-    except (jpipe.InputError, OSError):
-        whole = []
-    return f"; its newest checkpoint is of step {whole[-1]}, from which it resumes" if whole else "; no checkpoint is left there"
+    newest = _newest(folder)
+    return "; no checkpoint is left there" if newest is None else f"; its newest checkpoint is of step {newest}, from which it resumes"
 
 
 def reason(error: Exception, folder: RunFolder | None = None) -> str:

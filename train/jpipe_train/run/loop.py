@@ -12,7 +12,7 @@ from rich.console import Console
 import jpipe
 from jpipe.files import shown
 from jpipe_train.assemble import compile_cache, frozen, smaller_plan
-from jpipe_train.assemble.build import build, check, check_rows, param_specs, prepare_devices
+from jpipe_train.assemble.build import build, check, check_by_reading, check_rows, param_specs, prepare_devices
 from jpipe_train.assemble.delay import correction_words, delay_words
 from jpipe_train.assemble.meshes import has_meshes, mesh_words
 from jpipe_train.assemble.metrics import metrics
@@ -21,7 +21,7 @@ from jpipe_train.checkpoint.checkpoints import Checkpoints
 from jpipe_train.checkpoint.resume import VERSIONS, Resume, Resumed, passed_over
 from jpipe_train.checkpoint.resume import find as find_resumed
 from jpipe_train.checkpoint.resume import history as find_history
-from jpipe_train.checkpoint.run_folder import FolderChanged, RunFolder, mark_missing_end
+from jpipe_train.checkpoint.run_folder import FolderChanged, RunFolder, check_folder, mark_missing_end
 from jpipe_train.config.config import AUTO, Config, TrainConfig
 from jpipe_train.config.config_file import to_yaml
 from jpipe_train.console import interrupt
@@ -42,7 +42,7 @@ from jpipe_train.report.performance.watch import Watch
 from jpipe_train.report.summary import Summary, epochs_words, slow_of, stages_of, write_report
 from jpipe_train.run import stopping
 from jpipe_train.run.callbacks import Callbacks
-from jpipe_train.run.ending import conclude, nonfinite_data_named, reason
+from jpipe_train.run.ending import conclude, left_words, nonfinite_data_named, reason
 from jpipe_train.run.starting import (
     begin,
     check_shared,
@@ -89,13 +89,14 @@ def main(
         interrupt.check()
         options = {"--resume": resume, "--from-checkpoint": str(from_checkpoint), "--elastic": str(elastic)}
         config, remarks = agree_on_config(config, num_processes, elastic, options, together)
-        together.start_devices(connect_limit)
         reporter = Reporter(config.train.length, *data.portion(config), None if together.is_first else Console(quiet=True))
         for line in remarks:
             reporter.say(line)
         resumed = find_resumed(config, resume, together, reporter.say, step=from_checkpoint)
         if resumed is not None and is_complete(resumed, config):
             return already_complete(resumed, config, reporter, together)
+        together.run_on_all(lambda: check_early(config, together, resumed, resume))
+        together.start_devices(connect_limit)
         return start(config, together, resumed, resume, reporter, from_checkpoint)
 
 
@@ -156,13 +157,15 @@ def start(
             return run(config, pipe, batches, folder, reporter, together, resumed, initial, program)
     except BaseException as error:
         in_place = None if isinstance(error, FolderChanged) else folder
-        logged = "" if in_place is None else f"; the steps logged so far are in {shown(in_place.path)}"
+        logged = "" if in_place is None else left_words(in_place, config, in_python=program.build is not None)
         if isinstance(error, KeyboardInterrupt) or interrupt.pressed():
             raise KeyboardInterrupt(f"interrupted{logged}") from None
         if isinstance(error, (jpipe.PeerLost, NonFiniteLoss)):
             raise type(error)(f"{error}{logged}") from None
         if isinstance(error, (OSError, jax.errors.JaxRuntimeError, jpipe.runtime.CopiesDiffer)):
             raise RunStopped(f"{reason(error, folder)}{logged}") from error
+        if logged and not isinstance(error, jpipe.InputError):
+            reporter.say(logged.removeprefix("; "))
         raise
 
 
@@ -183,6 +186,23 @@ def agree_on_config(
     together.run_on_all(lambda: logs.check(config) if together.is_first else None)
     cache_problem = together.run_on_all(lambda: compile_cache.use(config.compile_cache))
     return config, [line for line in (cache_problem, remark) if line]
+
+
+def check_early(config: Config, together: Together, resumed: Resumed | None, resume: Resume) -> None:
+    """Check what can be told before devices start and data are read, so that a mistake is reported in seconds.
+
+    Raises:
+        jpipe.InputError: something in the config, or the run folder, does not fit.
+    """
+    stopping.check(config)
+    check_by_reading(config)
+    if resumed is None:
+        if config.warm_start.file is not None:
+            from jpipe_train.checkpoint import warm_start
+
+            warm_start.check_files(config.warm_start, config.model.head)
+        if together.is_first:
+            check_folder(config, anew=resume == "auto")
 
 
 def prepare(

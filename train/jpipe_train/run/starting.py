@@ -20,6 +20,7 @@ from jpipe_train.console import interrupt
 from jpipe_train.console.progress import Reporter
 from jpipe_train.data import data
 from jpipe_train.data.position import Ordered
+from jpipe_train.launch.local import progress
 from jpipe_train.launch.together import Together
 from jpipe_train.report.performance.comparison import bytes_text
 
@@ -68,7 +69,7 @@ def remembered_words(pipe: jpipe.Pipeline, batches: data.Data) -> str | None:
 
 
 def make_folder(config: Config, plan: jpipe.Plan, resume: Resume, resumed: Resumed | None, reporter: Reporter) -> RunFolder:
-    """Create the run folder, completely or not at all even if Ctrl-C is pressed, or open that of a resumed run."""
+    """Create the run folder, completely or not at all even if Ctrl-C is pressed, or open that of a resumed run; tell a launcher of it."""
 
     def prepare(path: Path) -> None:
         if resumed is None:
@@ -78,6 +79,7 @@ def make_folder(config: Config, plan: jpipe.Plan, resume: Resume, resumed: Resum
 
     with interrupt.delayed():
         folder = RunFolder(config, plan, resumes=resumed is not None, anew=resume == "auto", prepare=prepare)
+    progress.begin(shown(folder.path), None if resumed is None else resumed.step, saves=config.checkpoint.every is not None)
     if folder.begun_anew:
         reporter.say(f"the run in '{shown(folder.path)}' ended before its first checkpoint; it begins anew")
     return folder

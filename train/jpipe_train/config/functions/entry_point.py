@@ -10,7 +10,7 @@ import re
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -91,6 +91,18 @@ def load(target: str, key: str) -> Callable[..., Any]:
     return value
 
 
+def checked(target: str, key: str, arguments: Mapping[str, Any], supplied: Iterable[str]) -> Callable[..., Any]:
+    """Import the function `target`, which takes these arguments of a config and those of jpipe's, by name.
+
+    Raises:
+        InputError: as in `load`; the arguments do not fit.
+    """
+    function = load(target, key)
+    with errors_about(f"{key.rpartition('.')[0]}.arguments"):
+        check_names(function, target, arguments, dict.fromkeys(supplied, "is given by jpipe"))
+    return function
+
+
 def call(
     target: str,
     key: str,
@@ -110,12 +122,10 @@ def call(
     Raises:
         InputError: as in `load`; the arguments do not fit; the function raises an exception, which is reported with the user's line.
     """
-    function = load(target, key)
-    parameters = parameters_of(function)
+    parameters = parameters_of(load(target, key))
     wanted = {name: value for name, value in (optional or {}).items() if name in parameters and name not in arguments}
     supplied = {**wanted, **(supplied or {})}
-    with errors_about(f"{key.rpartition('.')[0]}.arguments"):
-        check_names(function, target, arguments, dict.fromkeys(supplied, "is given by jpipe"))
+    function = checked(target, key, arguments, supplied)
     with user_errors(f"{key}: '{target}' fails"):
         return function(**supplied, **arguments)
 

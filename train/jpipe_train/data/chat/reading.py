@@ -79,6 +79,11 @@ def read(files: Sequence[Path], renderer: Renderer, tokenizer: Tokenizer, fracti
     wrong.check()
 
 
+def no_template(error: NoTemplate) -> InputError:
+    """Return the error of the user for a template that cannot be compiled."""
+    return InputError(f"chat template: {error}; correct it, or choose another one")
+
+
 def _joined(batch: Sequence[_Pending], result: "Future[list[Tokenized]]") -> list[Read]:
     return [Read(*each[:-1], done) for each, done in zip(batch, result.result(), strict=True)]
 
@@ -93,7 +98,7 @@ def _rendered(files: Sequence[Path], renderer: Renderer, fraction: float, wrong:
                 for rendered in texts:
                     check_characters(rendered.text)
             except NoTemplate as error:
-                raise InputError(f"chat template: {error}; correct it, or choose another one") from None
+                raise no_template(error) from None
             except Ended as error:
                 raise InputError(f"{wrong.where}: {line.place}: {error}; leave it out, {_HINT}") from None
             except (Failure, WrongLine) as error:

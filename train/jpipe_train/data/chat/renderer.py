@@ -94,6 +94,14 @@ class Renderer:
         process.kill()
         process.communicate()
 
+    def start(self) -> None:
+        """Compile the template, which the first conversation does otherwise.
+
+        Raises:
+            NoTemplate: it cannot be compiled.
+        """
+        self._start(self._template.source())
+
     def answers(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None) -> list[Rendered]:
         """Render a whole conversation, and find what assistants wrote.
 

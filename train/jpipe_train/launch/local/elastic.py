@@ -140,7 +140,8 @@ class _Job:
                 break
             short = f"{len(slots.startable(self._slots, now))} of at least {self._limits.minimum} processes can be started"
             if isinstance(decision, GiveUp):
-                resumes = "" if self.progress is None else "; the same command, with the same run.dir, resumes from the newest checkpoint"
+                words = progress.how_it_goes_on(self._progress_file)
+                resumes = f"; {words}" if words else ""
                 say(f"{short}, and no more within {self._limits.shortage_limit:g} s (--shortage-limit); giving up{resumes}")
                 return False
             self._short_since = self._short_since or now

@@ -10,10 +10,13 @@ import secrets
 import signal
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from types import FrameType
 
+from jpipe_train.launch.local import progress
 from jpipe_train.launch.local.process_group import BAD_INPUT, ProcessGroup, say
 
 MOST_PROCESSES = 256  # more is a typo: JAX needs some hundred megabytes in each
@@ -70,6 +73,8 @@ def main(
 ) -> int:
     """Start the processes, forward their output, and wait for all; if one fails, restart all, up to `max_restarts` times.
 
+    After the last failure it says what is saved of the run, and how it goes on.
+
     If one fails, all other processes are ended, by SIGTERM and `grace` seconds later by SIGKILL. The same happens if this process gets
     SIGINT (Ctrl-C), SIGTERM or SIGHUP; a second signal kills all processes. A run that writes checkpoints saves at these signals, and ends
     normally if `grace` is long enough (`jpipe_train.console.preemption`). On Linux the processes also end if this one is killed; on other
@@ -95,15 +100,20 @@ def main(
     cores = sorted(os.sched_getaffinity(0)) if pin else [None]
     variables = {SECRET: secrets.token_hex(32)} | ({JOB: secrets.token_hex(8)} if max_restarts else {})
     restarts = 0
-    with recorded_signals() as signals:
+    with recorded_signals() as signals, tempfile.TemporaryDirectory(prefix="jpipe-") as folder:
+        variables[progress.VARIABLE] = os.path.join(folder, "progress")
         while True:
             again = f"starting all again in {pause:g} s ({restarts + 1} of {max_restarts})" if restarts < max_restarts else ""
+            used_up = f"--max-restarts {max_restarts} is used up" if restarts else ""
             flags = "--coordinator", f"127.0.0.1:{free_port()}", "--num-processes", str(num_processes), "--process-id"
             with contextlib.closing(ProcessGroup(grace, variables)) as group:
                 for number in range(num_processes):
                     group.start([*program, *command, *flags, str(number)], number, cores[number % len(cores)])
-                code = group.watch(signals, again)
+                code = group.watch(signals, again or used_up)
             if code in (0, BAD_INPUT) or not again:
+                words = "" if code in (0, BAD_INPUT) or signals else progress.how_it_goes_on(Path(variables[progress.VARIABLE]))
+                if words:
+                    say(words + ("; dmesg says whether memory ran out" if code == 128 + signal.SIGKILL else ""))
                 return code
             wait(pause, signals)
             if signals:

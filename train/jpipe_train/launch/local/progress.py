@@ -1,10 +1,12 @@
-"""How far a run has come, as process 0 tells the `jpipe launch --elastic` that started it, in a file.
+"""How far a run has come, as process 0 tells the `jpipe launch` that started it in files, and how it goes on after its end.
 
 This imports neither JAX nor the library's other parts.
 """
 
 import contextlib
+import json
 import os
+import shlex
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,6 +33,13 @@ class Progress(NamedTuple):
         return self.step >= self.steps
 
 
+def begin(folder: str, step: int | None, *, saves: bool) -> None:
+    """Report that a run begins, if a launcher wants to know; the arguments are those of `goes_on`."""
+    if file := os.environ.get(VARIABLE):
+        with contextlib.suppress(OSError):
+            write_atomically(_run_file(file), json.dumps([folder, step, saves]))
+
+
 def report(step: int, steps: int) -> None:
     """Report a complete checkpoint, if a launcher wants to know; if that fails, the launcher knows less."""
     if file := os.environ.get(VARIABLE):
@@ -45,3 +54,34 @@ def read(file: Path) -> Progress | None:
         return Progress(int(step), int(steps))
     except (OSError, ValueError):
         return None
+
+
+def how_it_goes_on(file: Path) -> str:
+    """Say what is saved of the run of which process 0 has reported to this file, and how it goes on; "" if no run has begun."""
+    try:
+        folder, step, saves = json.loads(_run_file(file).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return ""
+    newest = read(file)
+    return goes_on(folder, step if newest is None else newest.step, saves=saves)
+
+
+def goes_on(folder: str, step: int | None, *, saves: bool = True, in_python: bool = False) -> str:
+    """Say what is saved of a run that has ended early, and how it goes on.
+
+    Args:
+        folder: of the run, as it is shown.
+        step: of its newest checkpoint; None without one.
+        saves: whether it writes checkpoints.
+        in_python: whether a Python program has called `fit`.
+    """
+    again = "the same call of fit" if in_python else f"the same command with --set run.dir={shlex.quote(folder)}"
+    if step is None and not saves:
+        return "the run writes no checkpoints (checkpoint.every) from which it could go on"
+    if step is None:
+        return f"no checkpoint is written, so {again} begins anew"
+    return f"the checkpoint of step {step} is written, and {again} resumes there"
+
+
+def _run_file(file: str | Path) -> Path:
+    return Path(f"{file}.run")

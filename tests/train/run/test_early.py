@@ -1,0 +1,93 @@
+"""What a config says is checked before a device starts and before data are read."""
+
+import sys
+
+import jax
+import pytest
+from jax._src import xla_bridge
+
+from jpipe import InputError
+from jpipe_train.config.config import Config
+from jpipe_train.data import data
+from jpipe_train.run import loop
+from tests.packages import ROOT
+
+CHAT = {
+    "format": "chat",
+    "path": f"{ROOT}/examples/chat/conversations.jsonl",
+    "validation_fraction": 0.05,
+    "tokenizer": f"{ROOT}/examples/chat/tokenizer.json",
+}
+MODEL = {"vocab_size": 384, "depth": 1, "width": 8, "heads": 2, "seq_len": 8}
+MLP = {"model": {"target": "examples.mlp:model"}, "data": {"target": "examples.mlp:data"}}
+
+
+@pytest.fixture(autouse=True)
+def nothing_starts(monkeypatch, tmp_path):
+    """Fail where a device would be asked for, or data read, and work in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+
+    def refuse(*_, **__):
+        raise AssertionError("too early")
+
+    for name in ("backends", "get_backend", "devices", "local_devices", "device_count"):
+        monkeypatch.setattr(xla_bridge, name, refuse)
+    monkeypatch.setattr(jax, "devices", refuse)
+    monkeypatch.setattr(data, "load", refuse)
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"data": {"path": "missing.txt"}}, "data.path: 'missing.txt' does not exist"),
+        ({"data": {"validation_path": "missing.txt", "validation_fraction": 0.05}}, "data.validation_path: 'missing.txt' does not exist"),
+        ({"data": {"sources": [{"path": "missing.txt"}]}}, "data.sources.0.path: 'missing.txt' does not exist"),
+        ({"data": CHAT | {"chat_template": "missing.jinja"}, "model": MODEL}, "data.chat_template: cannot read '.*missing.jinja'"),
+        ({"data": CHAT | {"chat_template": "broken"}, "model": MODEL}, "chat template: 'broken': .*; correct it"),
+        (
+            {"data": CHAT | {"tokenizer": "broken"}, "model": MODEL},
+            "expected a tokenizer.json .*, found one that fails",
+        ),
+        ({"data": CHAT | {"tokenizer": "missing.json"}, "model": MODEL}, "data.tokenizer: cannot read 'missing.json'"),
+        ({"data": CHAT}, "model.vocab_size: expected at least 384, .*found 256"),
+        ({"data": CHAT | {"path": "rows.parquet"}, "model": MODEL}, "expected the library pyarrow, which reads it, found that it is not"),
+        ({"data": {"format": "tokens", "path": "folder"}}, "data.path: cannot read 'folder/tokens.json'"),
+        ({"warm_start": {"file": "missing"}}, "warm_start.file: 'missing': expected a safetensors file"),
+        ({"run": {"dir": "broken/run"}}, "run.dir: cannot write 'broken/run': Not a directory"),
+        ({"run": {"dir": "used"}}, "run.dir: expected a new or empty folder, found 'loss.png' of something else in 'used'"),
+        ({"plan": {"num_stages": 8}}, "plan: expected between 1 and 3 stages"),
+        ({"plan": {"num_stages": 2, "max_delay": 0.5}}, "plan.max_delay: expected a plan with a mean delay of at most 0.5"),
+        ({"plan": {"num_stages": 2, "mesh": {"model": 4}, "rules": {"heads": "model"}}}, "model.heads"),
+        ({"optimizer": {"per_stage": {"learning_rate": [0.1, 0.1, 0.1]}, "learning_rate": None}}, "optimizer.per_stage: learning_rate"),
+        ({"optimizer": {"arguments": {"b3": 1}}}, "optimizer.arguments: 'adamw' has no argument 'b3'"),
+        ({"optimizer": {"name": "nowhere:rule"}}, "optimizer.name: .*nowhere"),
+        ({"optimizer": {"lr_schedule": "polynomial_schedule", "lr_arguments": {"pow": 2}}}, "optimizer.lr_arguments: .*'pow'"),
+        ({"train": {"stop": {"metric": "val_lost", "patience": 1}}}, "train.stop.metric: expected a result of the validations"),
+        ({"eval": {"metrics": {"mine": "nowhere:metric"}}}, "eval.metrics.mine: .*nowhere"),
+        ({"loss": {"target": "examples.mlp:lost"}}, "loss.target: .*lost"),
+        ({**MLP, "model": {"target": "examples.mlp:model", "arguments": {"wide": 3}}}, "model.arguments: .*'wide'"),
+        ({**MLP, "data": MLP["data"] | {"arguments": {"rowz": 3}}}, "data.arguments: .*'rowz'"),
+    ],
+)
+def test_a_mistake_is_told_before_devices_start_and_data_are_read(sections, message, tiny, tmp_path, monkeypatch):
+    (tmp_path / "broken").write_text("{% endif %} {")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "used").mkdir()
+    (tmp_path / "used/loss.png").touch()
+    (tmp_path / "rows.parquet").write_bytes(b"PAR1" + bytes(100) + b"PAR1")
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    replaced = {"format", "target", "sources"}  # their sections have nothing of `tiny`
+    merged = {name: keys if replaced & keys.keys() else tiny.get(name, {}) | keys for name, keys in sections.items()}
+    config = Config.model_validate(tiny | merged)
+    before = sorted(path.name for path in tmp_path.iterdir())
+    with pytest.raises(InputError, match=message):
+        loop.main(config)
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+
+def test_a_right_config_passes_and_leaves_nothing(tiny, tmp_path):
+    before = sorted(path.name for path in tmp_path.iterdir())
+    for config in (tiny, tiny | {"data": CHAT, "model": MODEL}, tiny | MLP | {"run": {"dir": None}}):
+        with pytest.raises(AssertionError, match="too early"):
+            loop.main(Config.model_validate(config))
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
