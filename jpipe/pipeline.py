@@ -106,8 +106,8 @@ class Pipeline:
             factor of `jpipe.optimizers.predict_delay`. After everything else each update adds λ times itself to the weights, where λ is the
             stage's delay in updates (`Plan.delay`), and takes out what the update before had added. `evaluate`, `predict`, `params` and
             the moving average give the weights without this prediction. It needs an optimizer with momentum; with Nesterov's momentum
-            try 0.5 as well. It takes the memory of the parameters once more at the stages with a delay, and does nothing where there is
-            none.
+            and delays of more than one update use 0.5. It takes the memory of the parameters once more at the stages with a delay, and
+            does nothing where there is none.
 
     Raises:
         InputError: the plan does not fit the model or the devices, or its schedule cannot clip or skip batches; both ways to clip; an
