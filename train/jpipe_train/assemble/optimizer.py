@@ -47,7 +47,7 @@ def optimizer(config: OptimizerConfig, steps: int, params: Tree) -> optax.Gradie
     else:
         _check_no_rate(config)
     if mask:
-        arguments[mask] = _decay_mask(config.decay)
+        arguments[mask] = _decay_mask(config.decay, params)
     elif config.decay is not None:
         raise InputError(
             f"optimizer.decay: '{config.name}' cannot choose what decays (it has none of the arguments {' and '.join(MASKS)}); leave it out"
@@ -200,8 +200,11 @@ def _check_no_rate(config: OptimizerConfig) -> None:
             raise InputError(f"optimizer.{key}: '{config.name}' has no argument learning_rate; leave it out")
 
 
-def _decay_mask(patterns: list[str] | None) -> Callable[[Tree], Tree]:
-    """Return a mask for optax of the leaves that decay: matrices (not biases and norms), or those that the patterns select."""
+def _decay_mask(patterns: list[str] | None, params: Mapping[str, Tree]) -> Callable[[Tree], Tree]:
+    """Return a mask for optax of the leaves that decay: matrices (not biases and norms), or those that the patterns select.
+
+    It is by layer id, as patterns are; it fails on the own tree of a model that was cut into layers, so it gets these layers instead.
+    """
     wanted = [pattern for pattern in patterns or () if not pattern.startswith("!")]
     unwanted = [pattern[1:] for pattern in patterns or () if pattern.startswith("!")]
 
@@ -210,7 +213,8 @@ def _decay_mask(patterns: list[str] | None) -> Callable[[Tree], Tree]:
         chosen = any(fnmatchcase(name, pattern) for pattern in wanted) if wanted else leaf.ndim >= 2
         return chosen and not any(fnmatchcase(name, pattern) for pattern in unwanted)
 
-    return lambda params: jax.tree_util.tree_map_with_path(decays, params)
+    masks = jax.tree_util.tree_map_with_path(decays, dict(params))
+    return lambda tree: {layer_id: masks[layer_id] for layer_id in tree}
 
 
 def _check_patterns(patterns: Sequence[str], params: Mapping[str, Tree]) -> None:
