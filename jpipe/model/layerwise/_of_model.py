@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from jpipe.model.jaxprs._wanted import evaluate_wanted, needed
 from jpipe.model.layerwise._trace import TracedOptimizer
@@ -138,7 +139,7 @@ class ModelOptimizer:
     def _store(self, entry: str, state: dict[str, Any], kept: Sequence[_State], results: Sequence[Any], leaves: Sequence[Any]) -> None:
         """Put arrays into the state of an entry; those like a parameter get its shape in the layer."""
         for array in kept:
-            value, node = results[array.number], state
+            value, node = jnp.asarray(results[array.number]), state  # it may be a literal
             if array.slot is not None and value.shape == self.shapes[self.entries[entry][array.slot].number]:
                 value = value.reshape(leaves[array.slot].shape)
             for name in array.names[:-1]:
