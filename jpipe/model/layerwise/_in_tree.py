@@ -108,7 +108,8 @@ def _program(jaxpr: Any) -> list[Any]:
     lines: list[Any] = []
     for equation in jaxpr.eqns:
         lines.append((equation.primitive.name, [*map(read, equation.invars)], _sizeless(equation.params)))
-        number.update((var, len(number) + i) for i, var in enumerate(equation.outvars))
+        for var in equation.outvars:
+            number[var] = len(number)
     return [*lines, [*map(read, jaxpr.outvars)]]
 
 
@@ -151,14 +152,14 @@ def model_optimizer(
     of_updates, of_state = dependence(traced, marks)
     for name, own, mark in zip(names, marks, of_updates, strict=True):
         check(mark, own, f"the update of {name}")
-    owners: list[int | str | None] = []
+    owners: list[str | None] = []
     for part, mark in zip(traced.of_parameter, of_state, strict=True):
         own = mark & -mark if part is None else marks[part.number]
         check(mark, own, f"the state of {of_group[own]}" if own else "")
-        group = None if not mark else next(group for group, bit in bits.items() if bit == own)
-        if part is None and isinstance(group, int):
+        group = None if part is not None or not mark else next(group for group, bit in bits.items() if bit == own)
+        if isinstance(group, int):
             raise Coupled(f"a part of its state depends on {of_group[own]}", in_slices=True)
-        owners.append(part.number if part is not None else group)
+        owners.append(group)
     parts = entries_of(ties, tree.layers, trained)
     entries = {
         entry: tuple(ArrayPlace(place.number, names_of(path)) for path, place in jax.tree_util.tree_flatten_with_path(part)[0])

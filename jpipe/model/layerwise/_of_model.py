@@ -48,13 +48,13 @@ class ModelOptimizer:
         traced: the optimizer, for the model's tree with one slice of each stacked leaf.
         shapes: of the leaves of that tree.
         entries: for each entry its arrays, in order.
-        owners: for each leaf of the state the number of the parameter that it belongs to, or the entry; None if it belongs to all.
+        owners: for each leaf of the state that is no parameter's the entry that it belongs to; None if it belongs to all.
     """
 
     traced: TracedOptimizer
     shapes: tuple[tuple[int, ...], ...]
     entries: Mapping[str, tuple[ArrayPlace, ...]]
-    owners: tuple[int | str | None, ...]
+    owners: tuple[str | None, ...]
 
     def init(self, entry: str, params: Tree) -> Tree:
         """Return the optimizer state of an entry."""
@@ -119,11 +119,11 @@ class ModelOptimizer:
         """Return the state of the arrays at some positions of an entry, and what belongs to all parameters."""
         kept = []
         for number, (owner, path) in enumerate(zip(self.owners, self.traced.paths, strict=True)):
-            if isinstance(owner, int) and owner in slots:
-                part = self.traced.of_parameter[number]
-                names = (*names_of(path[: part.begin]), *self.entries[entry][slots[owner]].names, *names_of(path[part.end :]))
-                kept.append(_State(number, slots[owner], names))
-            elif owner is None or owner == entry:
+            part = self.traced.of_parameter[number]
+            if part is not None and part.number in slots:
+                names = (*names_of(path[: part.begin]), *self.entries[entry][slots[part.number]].names, *names_of(path[part.end :]))
+                kept.append(_State(number, slots[part.number], names))
+            elif part is None and (owner is None or (owner == entry and 0 in slots.values())):
                 kept.append(_State(number, None, names_of(path)))
         return kept
 

@@ -84,8 +84,8 @@ def find_layerwise(
     with callers_code(failure):
         traced = trace_optimizer(transformation, specs, num_stages)
     frozen = frozen_leaves(traced)
-    if (error := _untrainable(specs, frozen)) is not None:
-        raise error
+    if (untrained := _untrainable(specs, frozen)) is not None:
+        raise untrained
     if (coupled := coupled_layers(traced, specs)) is not None:
         raise _not_layerwise(
             "the update of layer '{}' depends on layer '{}'".format(*coupled), transformation, _counted(traced, _layers_of(specs), frozen)

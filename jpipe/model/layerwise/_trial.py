@@ -14,7 +14,8 @@ from jax.extend.core import jaxpr_as_fun
 from jpipe.errors import cause
 from jpipe.model._ties import Ties
 from jpipe.model.jaxprs._wanted import without_effects
-from jpipe.model.layerwise._optimizer import LayerwiseOptimizer, Position, entries_of
+from jpipe.model.layerwise._optimizer import LayerwiseOptimizer, entries_of
+from jpipe.model.layerwise._trace import Position
 
 Tree = Any
 
@@ -102,7 +103,7 @@ def slice_difference(
         while updates < _UPDATES and step < _STEPS:
             gradients = list(_gradients({"first": first, "second": second}, step).values())
             gradients[1] = [leaf if n in axes else gradients[0][n] for n, leaf in enumerate(gradients[1])]
-            expected = whole.step(structure.unflatten(stack(*gradients, rank)), step)
+            expected = whole.step(structure.unflatten(stack(gradients[0], gradients[1], rank)), step)
             actual = [run.step(alone(leaves), step) for run, leaves in zip(slices, gradients, strict=True)]
             if any(one.keys() != expected.keys() for one in actual):
                 return True
