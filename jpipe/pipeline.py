@@ -85,8 +85,8 @@ class Pipeline:
         loss: `(outputs, labels) -> (sum of the losses, weight)` of one microbatch, two scalars; a batch's gradient is divided by
             its total weight, so microbatches with padding or masks count for what they hold. With a third parameter named `rngs` it
             gets a `flax.nnx.Rngs`, with one named `key` a random key, of the microbatch.
-        optimizer: any optax transformation that treats every layer by itself, masks and labels by layer id included; one that
-            does not is detected and rejected by `init`.
+        optimizer: any optax transformation that treats every layer by itself; one that does not is detected and rejected by `init`.
+            Masks and labels are by layer id, or see the own tree of a model that was cut into layers.
         devices: where the ranks run, one for each, in order, or as many as the mesh of its stages has; by default the plan's placement
             among the devices of all processes, several neighbouring ranks to a device where there are too few. (Without chunks a rank is
             a stage, or a replica of it.)

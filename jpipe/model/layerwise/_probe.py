@@ -83,6 +83,25 @@ def find_layerwise(
     specs = ties.without_seconds(specs)
     with callers_code(failure):
         traced = trace_optimizer(transformation, specs, num_stages)
+    layerwise = _find_by_layer(traced, transformation, specs, ties, predicts)
+    if tree is not None and tree.axes():
+        _check_slices_by_layer(layerwise, traced, tree, specs, ties)
+    return replace(layerwise, has_masters=has_masters)
+
+
+def _find_by_layer(
+    traced: TracedOptimizer, transformation: optax.GradientTransformation, specs: Mapping[str, Tree], ties: Ties, predicts: bool
+) -> LayerwiseOptimizer:
+    """Return the optimizer of layers by layer id, alone or in the structure of all layers; see `find_layerwise`.
+
+    Args:
+        traced: the optimizer, for all layers.
+        transformation, ties, predicts: as in `find_layerwise`.
+        specs: shapes of all parameters by layer id, with masked nodes in second places.
+
+    Raises:
+        InputError: as `find_layerwise`.
+    """
     frozen = frozen_leaves(traced)
     if (untrained := _untrainable(specs, frozen)) is not None:
         raise untrained
@@ -107,9 +126,7 @@ def find_layerwise(
     _check_without_parameters(layerwise, specs)
     if predicts and trained.has_any(specs):
         _check_correction(layerwise, tiny, blank)
-    if tree is not None and tree.axes():
-        _check_slices_by_layer(layerwise, traced, tree, specs, ties)
-    return replace(layerwise, has_masters=has_masters, structured=_placers(ties, specs, layerwise.trained))
+    return replace(layerwise, structured=_placers(ties, specs, layerwise.trained))
 
 
 def _find_in_tree(
@@ -178,7 +195,7 @@ def _check_slices_by_layer(
     flat, structure = jax.tree.flatten(dict(specs))
     places = jax.tree.leaves(ties.without_seconds(tree.layers))
     axes = {number: place.axes for number, place in enumerate(places) if place.axes}
-    shapes = (np.expand_dims(np.empty(spec.shape), axes.get(number, ())).shape for number, spec in enumerate(flat))
+    shapes = (np.expand_dims(np.broadcast_to(0, spec.shape), axes.get(number, ())).shape for number, spec in enumerate(flat))
     stacked = [jax.ShapeDtypeStruct(shape, spec.dtype) for shape, spec in zip(shapes, flat, strict=True)]
     _check_slices(layerwise, traced, structure, stacked, axes, keeps_axes=False)
 
