@@ -243,11 +243,12 @@ def log_correction(plan: Plan, optimizer: optax.GradientTransformation, factor: 
     log = logging.getLogger("jpipe")
     if not any(plan.delays):
         log.info("delay_correction: it does nothing, because no gradients are late under the schedule '%s'", plan.schedule)
-    elif factor > 0.5 and has_nesterov(optimizer):
+    elif factor > 0.5 and max(plan.delays) > 1 and has_nesterov(optimizer):
         log.warning(
-            "delay_correction: %g is large for an optimizer with Nesterov's momentum, which looks ahead itself; try 0.5 as well, "
-            "which is stable at higher learning rates",
+            "delay_correction: %g was not measured for an optimizer with Nesterov's momentum, which looks ahead itself, and delays of more "
+            "than one update, found %g; use 0.5, or more microbatches",
             factor,
+            max(plan.delays),
         )
 
 

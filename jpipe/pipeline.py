@@ -87,8 +87,8 @@ class Pipeline:
         loss: `(outputs, labels) -> (sum of the losses, weight)` of one microbatch, two scalars; a batch's gradient is divided by
             its total weight, so microbatches with padding or masks count for what they hold. With a third parameter named `rngs` it
             gets a `flax.nnx.Rngs`, with one named `key` a random key, of the microbatch.
-        optimizer: any optax transformation that treats every layer by itself, masks and labels by layer id included; one that
-            does not is detected and rejected by `init`.
+        optimizer: any optax transformation that treats every layer by itself; one that does not is detected and rejected by `init`.
+            Masks and labels are by layer id, or see the own tree of a model that was cut into layers.
         devices: where the ranks run, one for each, in order, or as many as the mesh of its stages has; by default the plan's placement
             among the devices of all processes, several neighbouring ranks to a device where there are too few. (Without chunks a rank is
             a stage, or a replica of it.)
@@ -108,8 +108,8 @@ class Pipeline:
             factor of `jpipe.optimizers.predict_delay`. After everything else each update adds λ times itself to the weights, where λ is the
             stage's delay in updates (`Plan.delay`), and takes out what the update before had added. `evaluate`, `predict`, `params` and
             the moving average give the weights without this prediction. It needs an optimizer with momentum; with Nesterov's momentum
-            try 0.5 as well. It takes the memory of the parameters once more at the stages with a delay, and does nothing where there is
-            none.
+            and delays of more than one update use 0.5. It takes the memory of the parameters once more at the stages with a delay, and
+            does nothing where there is none.
 
     Raises:
         InputError: the plan does not fit the model or the devices, or its schedule cannot clip or skip batches; both ways to clip; an

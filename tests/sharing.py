@@ -88,7 +88,7 @@ def shared(patch: pytest.MonkeyPatch) -> None:
     share(
         _builder,
         "find_layerwise",
-        lambda rule, params, masters, ties, predicts, _: ((tuple(params), masters, predicts), rule, params, ties),
+        lambda rule, params, masters, ties, predicts, _, tree: ((tuple(params), masters, predicts), rule, params, ties, tree),
     )
     share(_bytes, "measure_bytes", lambda f, recomputes, splits=False, chosen=None: ((f.stage.layers, recomputes, splits), f, chosen))
     share(_builder, "check_loss", lambda loss, where, layer_id, y, labels: ((where, layer_id), loss, y, labels))

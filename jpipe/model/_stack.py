@@ -17,6 +17,7 @@ from jpipe.model._adapters import adapt, initial_arrays, layers_by_id
 from jpipe.model._layer import Layer, LayerSpec, describe, key_spec, reject_python_values, spec_of, untrainable, with_arrays
 from jpipe.model._shared_modules import reject_shared_modules, reject_shared_owners
 from jpipe.model._ties import Tie, Ties
+from jpipe.model._tree import ModelTree
 from jpipe.model.jaxprs._constants import built_module, reject_constants
 from jpipe.model.traced._cuts import Granularity
 from jpipe.model.traced._model import TracedModel, cut_model
@@ -259,6 +260,11 @@ class LayerStack:
         filled = jax.tree.map(lambda spec, leaf: spec if leaf is None else leaf, self.traced.specs, tuple(trees))
         arrays = self.traced.split(*filled)
         return jax.tree.map(lambda leaf: None if isinstance(leaf, jax.ShapeDtypeStruct) else leaf, arrays)
+
+    @property
+    def tree(self) -> ModelTree | None:
+        """The tree of parameters of the model that the layers were cut from; None for other layers."""
+        return None if self.traced is None or self.whole is None else self.traced.tree(self.whole.structures)
 
     def whole_params(self, params: Mapping[str, Tree]) -> Tree:
         """Return parameters by layer id in the tree of the model that the layers were cut from."""

@@ -113,7 +113,9 @@ class StageBuilder:
         key = id(self._optimizer), self._precision.has_masters, predicts, self._plan.depth
         probed = self._stack.probed.get(key)
         if probed is None or probed.params != params:
-            layerwise = find_layerwise(self._optimizer, params, self._precision.has_masters, self._stack.ties, predicts, self._plan.depth)
+            layerwise = find_layerwise(
+                self._optimizer, params, self._precision.has_masters, self._stack.ties, predicts, self._plan.depth, self._stack.tree
+            )
             self._stack.probed.clear()  # one is kept
             probed = self._stack.probed[key] = Probed(self._optimizer, params, layerwise)
         return probed.layerwise

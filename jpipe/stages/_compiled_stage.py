@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from jpipe.meshes._place import Place
-from jpipe.model.layerwise._optimizer import Position
+from jpipe.model.layerwise._trace import Position
 from jpipe.ops import Op
 from jpipe.plan import Plan
 from jpipe.programs._instructions import Update

@@ -4,6 +4,7 @@ XLA removes what nobody reads, but not what has side effects: a host callback wo
 are not there.
 """
 
+import functools
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
@@ -69,12 +70,29 @@ def evaluate_wanted(
         if is_call(equation):
             marks = None if doubtful is None else [var in doubtful for var in _variables(equation)]
             outputs = evaluate_wanted(*body_of(equation), inputs, results, marks)
+        elif equation.primitive.name == "cond" and not _stays(equation, doubtful):
+            outputs = _cond_wanted(equation, inputs, results)
         elif equation.primitive.name == "scan" and not _stays(equation, doubtful):
             outputs = _scan_wanted(equation, inputs, results)
         else:
             outputs = bind(equation, inputs)
         values.update(zip(equation.outvars, outputs, strict=True))
     return [read(var) if is_wanted else None for var, is_wanted in zip(jaxpr.outvars, wanted, strict=True)]
+
+
+def _cond_wanted(equation: Any, inputs: list[Any], results: Sequence[bool]) -> list[Any]:
+    """Return the wanted results of branches, with None in place of the remaining ones."""
+    wanted = [i for i, is_wanted in enumerate(results) if is_wanted]
+    present = [i for i, value in enumerate(inputs) if i and value is not None]
+
+    def branch(closed: Any, *values: Any) -> list[Any]:
+        arguments = dict(zip(present, values, strict=True))
+        outputs = evaluate_wanted(closed.jaxpr, closed.consts, [arguments.get(i) for i in range(1, len(inputs))], results)
+        return [outputs[i] for i in wanted]
+
+    branches = [functools.partial(branch, closed) for closed in equation.params["branches"]]
+    outputs = dict(zip(wanted, jax.lax.switch(inputs[0], branches, *(inputs[i] for i in present)), strict=True))
+    return [outputs.get(i) for i in range(len(results))]
 
 
 def _scan_wanted(equation: Any, inputs: list[Any], results: Sequence[bool]) -> list[Any]:
@@ -152,6 +170,18 @@ def _inputs_needed(equation: Any, results: list[bool], inside: bool, doubtful: C
         return None
     if inside and equation.primitive.name == "scan" and not stays:
         return scan_needs(equation, results)[1]
+    if inside and equation.primitive.name == "cond" and not stays:
+        jaxprs = [closed.jaxpr for closed in equation.params["branches"]]
+        of_branches = [
+            needed(jaxpr, [var for var, used in zip(jaxpr.outvars, results, strict=True) if used], inside=True)[0] for jaxpr in jaxprs
+        ]
+        return [
+            True,
+            *(
+                any(jaxpr.invars[i] in needs for jaxpr, needs in zip(jaxprs, of_branches, strict=True))
+                for i in range(len(equation.invars) - 1)
+            ),
+        ]
     return [True] * len(equation.invars)
 
 

@@ -1,7 +1,6 @@
 """An optax optimizer applied to each layer separately."""
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -13,11 +12,11 @@ import optax
 from jpipe.model._precision import master_dtype
 from jpipe.model._subset import EVERYTHING, Subset
 from jpipe.model._ties import Ties
+from jpipe.model.layerwise._of_model import ModelOptimizer
+from jpipe.model.layerwise._trace import Position, optax_promotion
 from jpipe.optimizers._predict import predicted, with_prediction
 
 Tree = Any
-Position = Mapping[str, Any]
-"""Where in a pipeline an update is made, by name: its `delay` (see `Plan.delay`), a float32 scalar, and its `stage`, an int32 scalar."""
 
 
 class WithBuffers(NamedTuple):
@@ -61,6 +60,8 @@ class LayerwiseOptimizer:
         used: those of them on which its updates or its state depend.
         trained: the parameters that updates change, by entry (see `Ties`). Of frozen parameters there are no gradients and
             no optimizer state. A layer of which all are frozen has none of either.
+        of_model: the optimizer for the tree of the model that the layers were cut from, which updates one entry at a time; None: apply
+            `transformation` to layers by layer id.
         structured: for shared parameters, and for layers with shared or frozen ones, (layer id, tree of that layer) from their arrays.
     """
 
@@ -69,6 +70,7 @@ class LayerwiseOptimizer:
     has_masters: bool = False
     ema_decay: float | None = None
     trained: Subset = EVERYTHING
+    of_model: ModelOptimizer | None = None
     structured: Mapping[str, Callable[[Tree], tuple[str, Tree]]] = field(default_factory=dict)
     delay_factor: float | None = None
     accepted: tuple[str, ...] = ()
@@ -85,7 +87,7 @@ class LayerwiseOptimizer:
             masters = masters_of(params)
             return WithMasters(masters, self._without_masters.init(layer_id, masters))
         with optax_promotion():
-            state = () if self.trained.excludes(layer_id) else self.transformation.init(self._placed(layer_id, params)[1])
+            state = () if self.trained.excludes(layer_id) else self._init(layer_id, params)
             average = None if self.ema_decay is None else jax.tree.map(_precise_copy, params)
             ahead = None if self.delay_factor is None else jax.tree.map(jnp.zeros_like, params)
         return WithBuffers(state, average, ahead) if self._has_buffers else state
@@ -115,10 +117,9 @@ class LayerwiseOptimizer:
         state, average, ahead = state if self._has_buffers else (state, None, None)
         extra = {name: position[name] if name in self.used else 0 for name in self.accepted}
         with optax_promotion():
-            place, placed = self._placed(layer_id, params)
-            updates, state = self.transformation.update(self._placed(layer_id, gradient)[1], state, placed, **extra)
-            update = updates[place] if scale == 1.0 else jax.tree.map(lambda u: u * scale, updates[place])
-            new = with_structure(params, optax.apply_updates(placed[place], update))
+            update, state = self._update(layer_id, gradient, state, params, extra)
+            update = update if scale == 1.0 else jax.tree.map(lambda u: u * scale, update)
+            new = optax.apply_updates(params, update)
         if not self._has_buffers:
             return new, state
         if average is not None:
@@ -137,6 +138,19 @@ class LayerwiseOptimizer:
     def ahead(self, state: Tree) -> Tree:
         """Return how far the parameters of a layer, or their masters, are ahead; needs `delay_factor`."""
         return (state.state if self.has_masters else state).ahead
+
+    def _init(self, entry: str, params: Tree) -> Tree:
+        if self.of_model is not None:
+            return self.of_model.init(entry, params)
+        return self.transformation.init(self._placed(entry, params)[1])
+
+    def _update(self, entry: str, gradient: Tree, state: Tree, params: Tree, extra: Mapping[str, Any]) -> tuple[Tree, Tree]:
+        """Return the updates of an entry, in the structure of its parameters, and its new state."""
+        if self.of_model is not None:
+            return self.of_model.update(entry, gradient, state, params, extra)
+        place, placed = self._placed(entry, params)
+        updates, state = self.transformation.update(self._placed(entry, gradient)[1], state, placed, **extra)
+        return with_structure(params, updates[place]), state
 
     def _placed(self, entry: str, tree: Tree) -> tuple[str, dict[str, Tree]]:
         """Return the layer id of an entry, and its tree as the transformation sees it."""
@@ -171,13 +185,6 @@ def with_structure(like: Tree, tree: Tree) -> Tree:
 def _precise_copy(leaf: jax.Array) -> jax.Array:
     """Copy an array, at least in float32: weights and their average are donated separately."""
     return jnp.array(leaf, jnp.promote_types(leaf.dtype, jnp.float32), copy=True)
-
-
-@contextmanager
-def optax_promotion() -> Iterator[None]:
-    """Relax promotion for optax, whose own adam mixes dtypes: strict promotion is for the user's code."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
 
 
 def entries_of(ties: Ties, params: Mapping[str, Tree], trained: Subset) -> dict[str, dict[str, Tree]]:

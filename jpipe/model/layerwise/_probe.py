@@ -3,28 +3,35 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
-from jpipe.errors import InputError, callers_code, cause
+from jpipe.errors import InputError, callers_code, cause, shortened
 from jpipe.model._layer import untrainable
 from jpipe.model._subset import EVERYTHING, Subset
 from jpipe.model._ties import NO_TIES, Ties
-from jpipe.model.layerwise._optimizer import LayerwiseOptimizer, entries_of, masters_of, optax_promotion, with_structure
+from jpipe.model._tree import ModelTree
+from jpipe.model.layerwise._in_tree import Coupled, model_optimizer, one_slice, traced_in, whole_specs
+from jpipe.model.layerwise._of_model import names_of
+from jpipe.model.layerwise._optimizer import LayerwiseOptimizer, entries_of, masters_of, with_structure
 from jpipe.model.layerwise._trace import (
     TracedOptimizer,
     coupled_layers,
     frozen_leaves,
+    optax_promotion,
     position_spec,
     read_position,
+    read_state,
     trace_optimizer,
     used_while_frozen,
 )
-from jpipe.model.layerwise._transformation import constructors_of, instead_of, unfit_mask
-from jpipe.model.layerwise._trial import difference, has_momentum, sample_layers, tiny_array
+from jpipe.model.layerwise._transformation import constructors_of, instead_of, instead_of_slices, unfit_mask
+from jpipe.model.layerwise._trial import difference, has_momentum, sample_layers, slice_difference, tiny_array
 
 Tree = Any
 
@@ -36,6 +43,7 @@ def find_layerwise(
     ties: Ties | None = None,
     predicts: bool = False,
     num_stages: int | None = None,
+    tree: ModelTree | None = None,
 ) -> LayerwiseOptimizer:
     """Return the optimizer for use layer by layer; raise an error where that would change its numbers.
 
@@ -54,6 +62,7 @@ def find_layerwise(
         ties: the shared parameters, if there are any; they are updated by themselves.
         predicts: whether delays will be corrected by prediction (`delay_factor`), which needs momentum.
         num_stages: the number of stages, if it is known, for an optimizer that checks it, as `jpipe.optimizers.per_stage` does.
+        tree: of the model that the layers were cut from, if they were: the optimizer is traced for it, see `_find_in_tree`.
 
     Raises:
         InputError: says which layer depends on which, or differs first, and what to use instead; or the optimizer has no momentum.
@@ -62,17 +71,47 @@ def find_layerwise(
     if not isinstance(transformation, optax.GradientTransformation):
         hint = "; call its .gradient_transformation()" if isinstance(transformation, optax.MultiSteps) else ", such as optax.adam(1e-3)"
         raise InputError(f"optimizer: expected an optax.GradientTransformation, found {type(transformation).__name__}{hint}")
-    specs = ties.without_seconds(jax.eval_shape(masters_of, dict(specs)) if has_masters else specs)
-    with callers_code(partial(_failure, transformation, specs)):
+    specs = jax.eval_shape(masters_of, dict(specs)) if has_masters else specs
+    failure = partial(_failure, transformation, specs)
+    if tree is not None:
+        try:
+            structure, traced = traced_in(transformation, tree, specs, num_stages)
+        except Exception as error:  # perhaps because of masks or labels by layer id
+            failure = partial(_failure_in_tree, transformation, tree, specs, error)
+        else:
+            return _find_in_tree(structure, traced, transformation, tree, specs, has_masters, ties, predicts, num_stages)
+    specs = ties.without_seconds(specs)
+    with callers_code(failure):
         traced = trace_optimizer(transformation, specs, num_stages)
-    frozen = frozen_leaves(traced, specs)
-    if (error := _untrainable(specs, frozen)) is not None:
-        raise error
+    layerwise = _find_by_layer(traced, transformation, specs, ties, predicts)
+    if tree is not None and tree.axes():
+        _check_slices_by_layer(layerwise, traced, tree, specs, ties)
+    return replace(layerwise, has_masters=has_masters)
+
+
+def _find_by_layer(
+    traced: TracedOptimizer, transformation: optax.GradientTransformation, specs: Mapping[str, Tree], ties: Ties, predicts: bool
+) -> LayerwiseOptimizer:
+    """Return the optimizer of layers by layer id, alone or in the structure of all layers; see `find_layerwise`.
+
+    Args:
+        traced: the optimizer, for all layers.
+        transformation, ties, predicts: as in `find_layerwise`.
+        specs: shapes of all parameters by layer id, with masked nodes in second places.
+
+    Raises:
+        InputError: as `find_layerwise`.
+    """
+    frozen = frozen_leaves(traced)
+    if (untrained := _untrainable(specs, frozen)) is not None:
+        raise untrained
     if (coupled := coupled_layers(traced, specs)) is not None:
         raise _not_layerwise(
-            "the update of layer '{}' depends on layer '{}'".format(*coupled), transformation, _counted(traced, specs, frozen)
+            "the update of layer '{}' depends on layer '{}'".format(*coupled), transformation, _counted(traced, _layers_of(specs), frozen)
         )
-    trained = _trained(ties, specs, [leaf and not used for leaf, used in zip(frozen, used_while_frozen(traced, frozen), strict=True)])
+    used = used_while_frozen(traced, frozen)
+    flags = [not is_frozen or is_used for is_frozen, is_used in zip(frozen, used, strict=True)]
+    trained = _trained(ties, jax.tree.unflatten(jax.tree.structure(dict(specs)), flags))
     blank = {layer_id: jax.tree.map(lambda _: optax.MaskedNode(), tree) for layer_id, tree in specs.items()}
     first = LayerwiseOptimizer(transformation, {}, accepted=traced.position, used=read_position(traced))
     parts = (trained,) if trained.is_all else (trained, EVERYTHING)  # some mask may look at parameters that are not there
@@ -86,8 +125,97 @@ def find_layerwise(
             raise _not_layerwise(reason, transformation)
     _check_without_parameters(layerwise, specs)
     if predicts and trained.has_any(specs):
-        _check_correction(layerwise, blank, tiny)
-    return replace(layerwise, has_masters=has_masters, structured=_placers(ties, specs, layerwise.trained))
+        _check_correction(layerwise, tiny, blank)
+    return replace(layerwise, structured=_placers(ties, specs, layerwise.trained))
+
+
+def _find_in_tree(
+    structure: Any,
+    traced: TracedOptimizer,
+    transformation: optax.GradientTransformation,
+    tree: ModelTree,
+    specs: Mapping[str, Tree],
+    has_masters: bool,
+    ties: Ties,
+    predicts: bool,
+    num_stages: int | None,
+) -> LayerwiseOptimizer:
+    """Return the optimizer of a model's own tree, of which each entry evaluates its part.
+
+    No entry's update may depend on another entry. Where blocks are stacked in one array, updates of single slices must equal those of the
+    whole array: its traced equations must not depend on the number of blocks, and a trial on tiny arrays must give equal numbers.
+
+    Args:
+        structure, traced: from `traced_in`.
+        transformation, tree, specs, has_masters, ties, predicts, num_stages: as in `find_layerwise`.
+
+    Raises:
+        InputError: as `find_layerwise`.
+    """
+    axes, sliced, names = tree.axes(), whole_specs(tree, specs, sliced=True), _names_in(tree, ties, structure)
+    frozen = frozen_leaves(traced)
+    used = used_while_frozen(traced, frozen)
+    flags = jax.tree.map(lambda place: not frozen[place.number] or used[place.number], dict(tree.layers))
+    trained = _trained(ties, flags)
+    try:
+        traced = one_slice(transformation, structure, sliced, num_stages, traced) if axes else traced
+        of_model = model_optimizer(traced, tree, sliced, ties, trained, names)
+    except Coupled as reason:
+        raise _not_layerwise(str(reason), transformation, _counted(traced, names, frozen), in_slices=reason.in_slices) from None
+    found = LayerwiseOptimizer(
+        transformation,
+        {},
+        accepted=traced.position,
+        used=read_position(traced),
+        trained=trained,
+        of_model=of_model,
+        has_masters=has_masters,
+    )
+    if axes:
+        _check_slices(found, traced, structure, sliced, axes, keeps_axes=True)
+    if predicts and trained.has_any(tree.layers):
+        with optax_promotion():
+            tiny = structure.unflatten(map(tiny_array, sliced))
+        _check_correction(found, tiny)
+    return found
+
+
+def _names_in(tree: ModelTree, ties: Ties, structure: Any) -> list[str]:
+    """Return what each leaf of a model's tree is called in messages."""
+    paths = jax.tree_util.tree_flatten_with_path(structure.unflatten(tree.shapes), is_leaf=lambda leaf: isinstance(leaf, tuple))[0]
+    owners = {place.number: layer_id for layer_id, part in ties.without_seconds(tree.layers).items() for place in jax.tree.leaves(part)}
+    stacked = {number: f"the stacked parameter '{'/'.join(names_of(paths[number][0]))}'" for number in tree.axes()}
+    return [stacked.get(number, f"layer '{owners[number]}'") for number in range(len(paths))]
+
+
+def _check_slices_by_layer(
+    layerwise: LayerwiseOptimizer, traced: TracedOptimizer, tree: ModelTree, specs: Mapping[str, Tree], ties: Ties
+) -> None:
+    """Check that an optimizer with masks or labels by layer id updates slices of stacked arrays as it updates these arrays."""
+    flat, structure = jax.tree.flatten(dict(specs))
+    places = jax.tree.leaves(ties.without_seconds(tree.layers))
+    axes = {number: place.axes for number, place in enumerate(places) if place.axes}
+    shapes = (np.expand_dims(np.broadcast_to(0, spec.shape), axes.get(number, ())).shape for number, spec in enumerate(flat))
+    stacked = [jax.ShapeDtypeStruct(shape, spec.dtype) for shape, spec in zip(shapes, flat, strict=True)]
+    _check_slices(layerwise, traced, structure, stacked, axes, keeps_axes=False)
+
+
+def _check_slices(
+    layerwise: LayerwiseOptimizer,
+    traced: TracedOptimizer,
+    structure: Any,
+    specs: Sequence[Any],
+    axes: Mapping[int, tuple[int, ...]],
+    *,
+    keeps_axes: bool,
+) -> None:
+    """Check by a trial that slices of stacked arrays are updated one by one as in these arrays; see `slice_difference`."""
+    with optax_promotion(), jax.debug_nans(False), jax.transfer_guard("allow"):
+        if not slice_difference(layerwise, structure, specs, axes, read_state(traced), keeps_axes):
+            return
+    raise _not_layerwise(
+        "it computes with all blocks together, which the model stacks in one array", layerwise.transformation, in_slices=True
+    )
 
 
 def _untrainable(specs: Mapping[str, Tree], frozen: Sequence[bool] | None = None) -> InputError | None:
@@ -113,7 +241,22 @@ def _failure(transformation: optax.GradientTransformation, specs: Mapping[str, T
     )
 
 
-def _check_correction(layerwise: LayerwiseOptimizer, blank: Mapping[str, Tree], tiny: Mapping[str, Tree]) -> None:
+def _failure_in_tree(
+    transformation: optax.GradientTransformation, tree: ModelTree, specs: Mapping[str, Tree], first: BaseException, error: BaseException
+) -> str:
+    """Return the message for an optimizer that fails on the model's own tree and on layers by layer id, from both exceptions."""
+    own = tree.structures[0].unflatten(whole_specs(tree, specs))
+    if isinstance(own, Mapping) and (words := unfit_mask(transformation, own)):
+        return f"optimizer: a mask (or labels) in the form of a tree does not fit the model's own tree of parameters: {words}"
+    if instead_of(transformation) or not isinstance(own, Mapping):
+        return _failure(transformation, specs, first)
+    return (
+        f"optimizer: it fails on the model's own tree of parameters, with the keys {shortened([*map(repr, own)])}: {cause(first)}; masks "
+        "and labels given as trees need that structure"
+    )
+
+
+def _check_correction(layerwise: LayerwiseOptimizer, tiny: Tree, blank: Mapping[str, Tree] = MappingProxyType({})) -> None:
     """Check that delays can be corrected: that the optimizer has momentum, and makes each update from one batch and without prediction."""
     constructors = constructors_of(layerwise.transformation)
     if "MultiSteps" in constructors:
@@ -123,7 +266,7 @@ def _check_correction(layerwise: LayerwiseOptimizer, blank: Mapping[str, Tree], 
     if "predict_delay" in constructors:
         raise InputError("optimizer: it has a predict_delay already; leave that out, or delay_correction")
     with optax_promotion(), jax.debug_nans(False), jax.transfer_guard("allow"):
-        if has_momentum(layerwise, blank, tiny):
+        if has_momentum(layerwise, tiny, blank):
             return
     raise InputError(
         "optimizer: delay_correction needs momentum, found an optimizer whose updates depend on the newest gradient only; without momentum "
@@ -141,29 +284,32 @@ def _placers(ties: Ties, specs: Mapping[str, Tree], trained: Subset) -> dict[str
     return {entry: placer(*next(iter(part.items()))) for entry, part in entries_of(ties, concerned, trained).items()}
 
 
-def _trained(ties: Ties, specs: Mapping[str, Tree], frozen: Sequence[bool]) -> Subset:
-    """Return the trained parameters, by entry."""
-    flags = jax.tree.unflatten(jax.tree.structure(dict(specs)), [not is_frozen for is_frozen in frozen])
+def _trained(ties: Ties, flags: Mapping[str, Tree]) -> Subset:
+    """Return the trained parameters, by entry, from flags by layer id."""
     by_entry = {entry: tuple(jax.tree.leaves(part)) for entry, part in ties.parts(flags).items()}
     return Subset({entry: leaves for entry, leaves in by_entry.items() if not all(leaves)})
 
 
-def _not_layerwise(why: str, transformation: optax.GradientTransformation, more: str = "") -> InputError:
-    advice = instead_of(transformation) or (
+def _not_layerwise(why: str, transformation: optax.GradientTransformation, more: str = "", *, in_slices: bool = False) -> InputError:
+    advice = (instead_of_slices(transformation) if in_slices else instead_of(transformation)) or (
         "leave out the part that looks at all layers at once (a norm over all of them, a step size from all gradients, noise from one key)"
     )
     return InputError(f"optimizer: it cannot be applied layer by layer, as stages of a pipeline have to: {why}; instead: {advice}{more}")
 
 
-def _counted(traced: TracedOptimizer, specs: Mapping[str, Tree], frozen: Sequence[bool]) -> str:
+def _layers_of(specs: Mapping[str, Tree]) -> list[str]:
+    """Return the name of the layer of each leaf."""
+    return [f"layer '{layer_id}'" for layer_id in sorted(specs) for _ in jax.tree.leaves(specs[layer_id])]
+
+
+def _counted(traced: TracedOptimizer, names: Sequence[str], frozen: Sequence[bool]) -> str:
     """Return a remark for the error where updates depend on the gradients of frozen parameters, or an empty string."""
-    ids = [layer_id for layer_id in sorted(specs) for _ in jax.tree.leaves(specs[layer_id])]
-    counted = next((layer_id for layer_id, used in zip(ids, used_while_frozen(traced, frozen), strict=True) if used), None)
+    counted = next((name for name, used in zip(names, used_while_frozen(traced, frozen), strict=True) if used), None)
     if counted is None:
         return ""
     return (
         f"; the pipeline counts the gradients of trained parameters alone, while this optimizer also counts those of frozen ones, as in "
-        f"layer '{counted}', and gives other updates: to compare both, clip inside optax.partition"
+        f"{counted}, and gives other updates: to compare both, clip inside optax.partition"
     )
 
 

@@ -1,7 +1,10 @@
 """Which layers and parameters the updates of an optimizer depend on, traced for a whole model."""
 
+import functools
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+import operator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import jax
@@ -9,10 +12,32 @@ import numpy as np
 import optax
 
 from jpipe.model.jaxprs._dependence import always_zero, passed_on, reached
-from jpipe.model.layerwise._optimizer import Position, optax_promotion
 
 Tree = Any
 
+
+@contextmanager
+def optax_promotion() -> Iterator[None]:
+    """Relax promotion for optax, whose own adam mixes dtypes: strict promotion is for the user's code."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+class OfParameter(NamedTuple):
+    """The part of a path in an optimizer's state that is the path of a parameter.
+
+    Attributes:
+        number: of the parameter.
+        begin, end: of its path.
+    """
+
+    number: int
+    begin: int
+    end: int
+
+
+Position = Mapping[str, Any]
+"""Where in a pipeline an update is made, by name: its `delay` (see `Plan.delay`), a float32 scalar, and its `stage`, an int32 scalar."""
 _POSITION = {"delay": np.float32, "stage": np.int32}
 
 
@@ -22,19 +47,20 @@ class TracedOptimizer(NamedTuple):
     Attributes:
         init: parameters -> state.
         update: gradients, state, parameters, position -> updates, state.
-        of_parameter: for each leaf of the state whether it belongs to a parameter, as its path says.
+        paths: of the leaves of the state.
+        of_parameter: for each leaf of the state the parameter that it belongs to, as its path says; None for one of all parameters.
         position: the names in the position, sorted.
     """
 
     init: Any
     update: Any
-    of_parameter: list[bool]
+    paths: list[tuple[Any, ...]]
+    of_parameter: list[OfParameter | None]
     position: tuple[str, ...]
 
 
-def trace_optimizer(
-    transformation: optax.GradientTransformation, specs: Mapping[str, Tree], num_stages: int | None = None
-) -> TracedOptimizer:
+def trace_optimizer(transformation: optax.GradientTransformation, specs: Tree, num_stages: int | None = None) -> TracedOptimizer:
+    """Trace the functions of an optimizer for parameters of these shapes; what it raises is raised."""
     position = _accepted(transformation, _POSITION)
     constants = {} if num_stages is None else dict.fromkeys(_accepted(transformation, ["num_stages"]), num_stages)
 
@@ -42,13 +68,23 @@ def trace_optimizer(
         return transformation.update(gradients, state, params, **position, **constants)
 
     with optax_promotion():
-        init, state = jax.make_jaxpr(transformation.init, return_shape=True)(dict(specs))
-        update, (_, after) = jax.make_jaxpr(update_at, return_shape=True)(dict(specs), state, dict(specs), position_spec(position))
+        init, state = jax.make_jaxpr(transformation.init, return_shape=True)(specs)
+        update, (_, after) = jax.make_jaxpr(update_at, return_shape=True)(specs, state, specs, position_spec(position))
     _check_constant(state, after)
-    names = {jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(dict(specs))[0]}
     paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(state)[0]]
-    of_parameter = [any(jax.tree_util.keystr(path[i:]) in names for i in range(len(path))) for path in paths]
-    return TracedOptimizer(init, update, of_parameter, position)
+    numbers = {_keys(path): number for number, (path, _) in enumerate(jax.tree_util.tree_flatten_with_path(specs)[0])}
+    return TracedOptimizer(init, update, paths, [_of_parameter(_keys(path), numbers) for path in paths], position)
+
+
+def _keys(path: Sequence[Any]) -> tuple[str, ...]:
+    return tuple(jax.tree_util.keystr((key,)) for key in path)
+
+
+def _of_parameter(path: tuple[str, ...], numbers: Mapping[tuple[str, ...], int]) -> OfParameter | None:
+    """Return which parameter's path is a part of a path, the longest and the last if there are several."""
+    spans = ((begin, end) for begin in range(len(path) + 1) for end in range(begin, len(path) + 1) if path[begin:end] in numbers)
+    begin, end = max(spans, key=lambda span: (span[1] - span[0], span[0]), default=(0, -1))
+    return None if end < 0 else OfParameter(numbers[path[begin:end]], begin, end)
 
 
 def _accepted(transformation: optax.GradientTransformation, names: Iterable[str]) -> tuple[str, ...]:
@@ -75,40 +111,53 @@ def read_position(traced: TracedOptimizer) -> tuple[str, ...]:
     return tuple(name for name, mark in zip(traced.position, marks, strict=True) if mark & used)
 
 
-def _reached(traced: TracedOptimizer, marks: list[int]) -> list[int]:
-    """Return for each leaf of the updates the marks of all gradients and parameters that it depends on, at any step."""
+def dependence(traced: TracedOptimizer, marks: list[int]) -> tuple[list[int], list[int]]:
+    """Return for each leaf of the updates, and of the state, the marks of all gradients and parameters that it depends on, at any step."""
     of_state = reached(traced.init.jaxpr, marks)
     while True:
         results = reached(traced.update.jaxpr, [*marks, *of_state, *marks, *(0 for _ in traced.position)])
         of_updates, of_next = results[: len(marks)], results[len(marks) :]
         grown = [old | new for old, new in zip(of_state, of_next, strict=True)]
         if grown == of_state:
-            return of_updates
+            return of_updates, of_state
         of_state = grown
+
+
+def read_state(traced: TracedOptimizer) -> list[bool]:
+    """Return for each leaf of the state whether updates depend on it, at any later step."""
+    count, states = len(traced.init.jaxpr.invars), len(traced.paths)
+    bits = [1 << number for number in range(states)]
+    before = [0] * count
+    results = reached(traced.update.jaxpr, [*before, *bits, *before, *(0 for _ in traced.position)])
+    read, grown = 0, functools.reduce(operator.or_, results[:count], 0)
+    while grown != read:
+        read = grown
+        grown = functools.reduce(operator.or_, (mark for bit, mark in zip(bits, results[count:], strict=True) if bit & read), read)
+    return [bool(bit & read) for bit in bits]
 
 
 def coupled_layers(traced: TracedOptimizer, specs: Mapping[str, Tree]) -> tuple[str, str] | None:
     """Return a layer whose update depends on another layer, at any step, and that other layer; or None."""
     ids = sorted(specs)  # as the leaves of a dict come
     marks = [1 << bit for bit, layer_id in enumerate(ids) for _ in jax.tree.leaves(specs[layer_id])]
-    for layer, mark in zip(marks, _reached(traced, marks), strict=True):
+    for layer, mark in zip(marks, dependence(traced, marks)[0], strict=True):
         if other_layers := mark & ~layer:
             return ids[layer.bit_length() - 1], ids[other_layers.bit_length() - 1]
     return None
 
 
-def frozen_leaves(traced: TracedOptimizer, specs: Mapping[str, Tree]) -> list[bool]:
+def frozen_leaves(traced: TracedOptimizer) -> list[bool]:
     """Return for each parameter whether its update is zero at every step, by the jaxpr alone, whatever a learning-rate schedule says.
 
     The state of a parameter may be zero at every step, too, as the momentum of gradients that are set to zero. A number that an update
     passes on unchanged in the state, such as a learning rate, may be set to another one.
     """
-    count, update = len(jax.tree.leaves(dict(specs))), traced.update
+    count, update = len(traced.init.jaxpr.invars), traced.update
     zeros = always_zero(traced.init.jaxpr, traced.init.consts, [False] * count)
     is_unchanged = [source == count + i for i, source in enumerate(passed_on(update.jaxpr)[count:])]
     state = [
-        zero and is_of_parameter and not unchanged
-        for zero, is_of_parameter, unchanged in zip(zeros, traced.of_parameter, is_unchanged, strict=True)
+        zero and owner is not None and not unchanged
+        for zero, owner, unchanged in zip(zeros, traced.of_parameter, is_unchanged, strict=True)
     ]
     while True:
         results = always_zero(update.jaxpr, update.consts, [False] * count + state + [False] * (count + len(traced.position)))
@@ -124,7 +173,7 @@ def used_while_frozen(traced: TracedOptimizer, frozen: Sequence[bool]) -> list[b
         return list(frozen)
     marks = [1 << bit if is_frozen else 0 for bit, is_frozen in enumerate(frozen)]
     used = 0
-    for is_frozen, mark in zip(frozen, _reached(traced, marks), strict=True):
+    for is_frozen, mark in zip(frozen, dependence(traced, marks)[0], strict=True):
         used |= 0 if is_frozen else mark
     return [bool(mark & used) for mark in marks]
 

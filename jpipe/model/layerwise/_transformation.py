@@ -34,6 +34,14 @@ def instead_of(transformation: Any) -> str:
     return "; ".join(dict.fromkeys(words for names, words in _INSTEAD if names & constructors_of(transformation)))
 
 
+def instead_of_slices(transformation: Any) -> str:
+    """Name replacements for an optimizer that computes with all slices of a stacked array together."""
+    lists = "keep the blocks in a list, each with arrays of its own, or use a rule for single numbers, such as adamw"
+    if "scale_by_muon" in constructors_of(transformation):
+        return f"give muon_weight_dimension_numbers for the matrices of the blocks, and None for their biases; or {lists}"
+    return f"{instead}; or {lists}" if (instead := instead_of(transformation)) else lists
+
+
 def constructors_of(transformation: Any) -> set[str]:
     """Return the names of the functions and classes that made the parts of a transformation."""
     return {function.__qualname__.partition(".")[0] for function in _functions(transformation)}

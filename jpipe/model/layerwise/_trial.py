@@ -1,7 +1,8 @@
 """An optimizer run on tiny arrays, whole and layer by layer, to compare updates and states."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -13,7 +14,8 @@ from jax.extend.core import jaxpr_as_fun
 from jpipe.errors import cause
 from jpipe.model._ties import Ties
 from jpipe.model.jaxprs._wanted import without_effects
-from jpipe.model.layerwise._optimizer import LayerwiseOptimizer, Position, entries_of
+from jpipe.model.layerwise._optimizer import LayerwiseOptimizer, entries_of
+from jpipe.model.layerwise._trace import Position
 
 Tree = Any
 
@@ -64,7 +66,68 @@ def difference(layerwise: LayerwiseOptimizer, blank: Mapping[str, Tree], params:
     return ""
 
 
-def has_momentum(layerwise: LayerwiseOptimizer, blank: Mapping[str, Tree], params: Mapping[str, Tree]) -> bool:
+def slice_difference(
+    layerwise: LayerwiseOptimizer,
+    structure: Any,
+    specs: Sequence[Any],
+    axes: Mapping[int, tuple[int, ...]],
+    reads: Sequence[bool],
+    keeps_axes: bool,
+) -> bool:
+    """Return whether slices of stacked arrays are updated otherwise one by one than in the stacked arrays.
+
+    Args:
+        layerwise: the optimizer.
+        structure: of the tree of all parameters.
+        specs: of its leaves, with one slice of each stacked leaf, which has a dim of size 1 for the blocks.
+        axes: of stacked leaves, by number.
+        reads: for each leaf of the state whether updates depend on it; the others are not compared.
+        keeps_axes: whether a slice alone has that dim.
+    """
+
+    def stack(first: Any, second: Any, rank: int) -> Any:
+        pairs = enumerate(zip(first, second, strict=True))
+        return [jnp.concatenate(pair, axes[n][min(rank, len(axes[n]) - 1)]) if n in axes else pair[0] for n, pair in pairs]
+
+    def alone(leaves: Sequence[Any]) -> Tree:
+        return structure.unflatten([leaf if keeps_axes or n not in axes else leaf.squeeze(axes[n]) for n, leaf in enumerate(leaves)])
+
+    for rank in range(max(map(len, axes.values()))):
+        first = [tiny_array(spec) for spec in specs]
+        second = [leaf * 2 if n in axes else leaf for n, leaf in enumerate(first)]
+        whole, slices = (
+            _Run(layerwise, structure.unflatten(stack(first, second, rank))),
+            [_Run(layerwise, alone(leaves)) for leaves in (first, second)],
+        )
+        updates = step = 0
+        while updates < _UPDATES and step < _STEPS:
+            gradients = list(_gradients({"first": first, "second": second}, step).values())
+            gradients[1] = [leaf if n in axes else gradients[0][n] for n, leaf in enumerate(gradients[1])]
+            expected = whole.step(structure.unflatten(stack(gradients[0], gradients[1], rank)), step)
+            actual = [run.step(alone(leaves), step) for run, leaves in zip(slices, gradients, strict=True)]
+            if any(one.keys() != expected.keys() for one in actual):
+                return True
+            compared = [True] * len(specs) + list(reads)
+            if not all(
+                _are_slices(leaf, [one[path] for one in actual])
+                for (path, leaf), is_compared in zip(expected.items(), compared, strict=True)
+                if is_compared
+            ):
+                return True
+            updates += any(np.any(leaf) for (part, *_), leaf in expected.items() if part.idx == 0)
+            step += 1
+    return False
+
+
+def _are_slices(whole: np.ndarray, slices: Sequence[np.ndarray]) -> bool:
+    """Return whether an array is equal to two others, or has them as its slices along some axis."""
+    if all(_close(whole, part) for part in slices):
+        return True
+    axes = [axis for axis, size in enumerate(whole.shape) if size == 2 and whole.size == 2 * slices[0].size == 2 * slices[1].size]
+    return any(all(_close(np.take(whole, i, axis).ravel(), part.ravel()) for i, part in enumerate(slices)) for axis in axes)
+
+
+def has_momentum(layerwise: LayerwiseOptimizer, params: Tree, blank: Mapping[str, Tree] = MappingProxyType({})) -> bool:
     """Return whether an optimizer has momentum: after other gradients, a gradient of zero still moves parameters.
 
     Parameters are zero, so that weight decay moves nothing. At a step at which no gradient moves any, because the learning rate is zero,
@@ -72,10 +135,14 @@ def has_momentum(layerwise: LayerwiseOptimizer, blank: Mapping[str, Tree], param
 
     Args:
         layerwise: the optimizer.
-        blank: the structure of the whole model.
         params: tiny parameters.
+        blank: the remaining layers, without parameters, if `params` are those of some layers by layer id.
     """
-    zeros = {**blank, **jax.tree.map(jnp.zeros_like, params)}
+
+    def filled(tree: Tree) -> Tree:
+        return {**blank, **tree} if blank else tree
+
+    zeros = filled(jax.tree.map(jnp.zeros_like, params))
     extra = {name: jnp.asarray(1, dtype) for name, dtype in (("delay", np.float32), ("stage", np.int32)) if name in layerwise.accepted}
     state = _prepared(layerwise.transformation.init, zeros)(zeros)
     update = _prepared(lambda gradients, state: layerwise.transformation.update(gradients, state, zeros, **extra), zeros, state)
@@ -87,7 +154,7 @@ def has_momentum(layerwise: LayerwiseOptimizer, blank: Mapping[str, Tree], param
     for step in range(_NAN_STEP):
         if step and moves(update(zeros, state)[0]):
             return True
-        updates, state = update({**blank, **_gradients(params, step)}, state)
+        updates, state = update(filled(_gradients({"": params}, step)[""]), state)
         has_moved |= step > 0 and moves(updates)
     return not has_moved
 

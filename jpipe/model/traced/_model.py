@@ -12,6 +12,7 @@ import numpy as np
 from jpipe.errors import InputError
 from jpipe.model._layer import Layer, describe, key_spec, spec_of
 from jpipe.model._ties import Tie
+from jpipe.model._tree import ModelTree
 from jpipe.model.jaxprs._wanted import evaluate_wanted
 from jpipe.model.traced._align import same_cuts
 from jpipe.model.traced._blocks import Path
@@ -114,6 +115,12 @@ class TracedModel:
             for leaf, place in by_leaf.items()
             if self.homes[leaf] != k
         ]
+
+    def tree(self, structures: tuple[Any, ...]) -> ModelTree:
+        """Return the tree of the model's own parameters; `structures` as the attribute of `Whole`."""
+        shapes = tuple(leaf.shape for leaf in jax.tree.leaves(self.specs[0]))
+        places = dict(enumerate(self.leaves.leaves))
+        return ModelTree(structures, shapes, {part.id: self._tree(part.params, places) for part in self.parts})
 
     def first_equal(self, layer_id: str, x: Tree) -> str:
         """Return the first layer that computes the same as a layer does with the input `x`; their parameters may have other values."""

@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from jpipe.model._precision import LossScale
-from jpipe.model.layerwise._optimizer import Position, masters_of, without_prediction
+from jpipe.model.layerwise._optimizer import masters_of, without_prediction
+from jpipe.model.layerwise._trace import Position
 from jpipe.stages.functions._accumulators import divisor, mean, mean_loss
 from jpipe.stages.functions._loss import loss_dtype
 from jpipe.stages.functions._stage import StageFunctions

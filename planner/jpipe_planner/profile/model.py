@@ -212,7 +212,7 @@ class Model:
     @cached_property
     def _layerwise(self) -> jpipe.model.LayerwiseOptimizer:
         params = {layer_id: spec.params for layer_id, spec in self._first_specs.items()}
-        optimizer = jpipe.model.find_layerwise(self.optimizer, params, self.precision.has_masters, self.stack.ties)
+        optimizer = jpipe.model.find_layerwise(self.optimizer, params, self.precision.has_masters, self.stack.ties, tree=self.stack.tree)
         return dataclasses.replace(optimizer, ema_decay=self.ema_decay)
 
 

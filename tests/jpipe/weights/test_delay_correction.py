@@ -2,16 +2,19 @@
 
 import functools
 import logging
+import re
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import yaml
 
 import jpipe
 from jpipe import InputError, Pipeline, Plan, Precision
-from jpipe._arguments import checked_delay_factor
+from jpipe._arguments import checked_delay_factor, log_correction
 from jpipe.model.layerwise._transformation import has_nesterov
 from jpipe.optimizers import compensated_adamw, soap, torch_nadam
 from tests.jpipe import models, monolith, reference, running
@@ -486,19 +489,37 @@ def test_a_correction_that_is_none_is_refused(value):
         checked_delay_factor(value)
 
 
-@pytest.mark.exhaustive
-def test_a_correction_that_goes_too_far_or_does_nothing_is_logged(caplog):
-    stack, batch = models.plain_stack(2), models.masked_batches(1, 2)[0]
-    late, flushed = (Plan.even(stack.ids, 2, schedule, 2) for schedule in ("pipedream_2bw", "pipedream_flush"))
+def logged(caplog, plan, optimizer, factor):
+    """Return (level, message) of what is logged of a correction."""
+    caplog.clear()
     with caplog.at_level(logging.INFO, "jpipe"):
-        pipeline(late, stack, optax.nadam(0.1), correction=0.5).init(jax.random.key(0), batch)
-        assert not [message for message in caplog.messages if "delay_correction" in message]
-        pipeline(late, stack, optax.nadam(0.1), correction="predict").init(jax.random.key(0), batch)
-        pipeline(flushed, stack, correction="predict").init(jax.random.key(0), batch)
-    warning, note = (record for record in caplog.records if "delay_correction" in record.message)
-    assert (warning.levelname, note.levelname) == ("WARNING", "INFO")
-    assert "delay_correction: 1 is large for an optimizer with Nesterov's momentum" in warning.message
-    assert "it does nothing, because no gradients are late under the schedule 'pipedream_flush'" in note.message
+        log_correction(plan, optimizer, factor)
+    return [(record.levelname, record.message) for record in caplog.records]
+
+
+def test_a_correction_that_goes_too_far_or_does_nothing_is_logged(caplog):
+    ids = [str(number) for number in range(4)]
+    many, few, two_bw, flush = (
+        Plan.even(ids, 4, *which) for which in (("pipedream", 4), ("pipedream", 2), ("pipedream_2bw", 4), ("gpipe", 4))
+    )
+    nesterov, plain = optax.nadam(0.1), optax.adam(0.1)
+    for plan, optimizer, factor in ((many, nesterov, 1.0), (two_bw, nesterov, 1.0), (few, nesterov, 0.5), (few, plain, 1.0)):
+        assert logged(caplog, plan, optimizer, factor) == []
+    ((level, message),) = logged(caplog, few, nesterov, 1.0)
+    assert level == "WARNING"
+    assert "delay_correction: 1 was not measured for an optimizer with Nesterov's momentum" in message
+    assert "delays of more than one update, found 1.5; use 0.5, or more microbatches" in message
+    ((level, message),) = logged(caplog, flush, nesterov, 1.0)
+    assert (level, "it does nothing, because no gradients are late under the schedule 'gpipe'" in message) == ("INFO", True)
+
+
+def test_the_recipe_that_the_documentation_recommends_logs_nothing(caplog):
+    page = Path(__file__).parents[3] / "docs" / "explanation" / "learning.md"
+    recipe = yaml.safe_load(re.search("```yaml\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)[1])
+    plan, rule = recipe["plan"], recipe["optimizer"]
+    plan = Plan.even([str(number) for number in range(4)], plan["num_stages"], plan["schedule"], plan["microbatches"])
+    assert rule["name"] == "contrib.muon"
+    assert logged(caplog, plan, optax.contrib.muon(0.1), checked_delay_factor(rule["delay_correction"])) == []
 
 
 INJECT = optax.inject_hyperparams

@@ -1,14 +1,17 @@
 """The patterns of `tune.freeze` and `tune.train_only`, with whatever the optimizer is."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from rich.console import Console
 
+import jpipe
 from jpipe import InputError
 from jpipe_train.assemble import build
-from jpipe_train.assemble.frozen import trained
-from jpipe_train.config.config import TuneConfig
+from jpipe_train.assemble.frozen import trained, trains_part
+from jpipe_train.assemble.optimizer import optimizer
+from jpipe_train.config.config import OptimizerConfig, TuneConfig
 from jpipe_train.console.progress import Reporter
 from tests.train.conftest import changed
 
@@ -128,3 +131,26 @@ def test_patterns_that_match_nothing_are_refused_with_the_nearest_name(tune, mes
 def test_keys_that_contradict_each_other_are_refused(tune, message):
     with pytest.raises(ValueError, match=message.replace("?", r"\?")):
         TuneConfig(**tune)
+
+
+def test_patterns_name_layers_of_a_model_that_was_cut_too():
+    """Layers 'blocks.1' are slices of one array in the model's own tree."""
+
+    def function(params, x):
+        x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w["kernel"]), None), x, params["blocks"])
+        return x @ params["head"]["kernel"]
+
+    kernels = {"blocks": {"kernel": np.ones((3, 2, 2), np.float32)}, "head": {"kernel": np.ones((2, 2), np.float32)}}
+    inputs = jax.ShapeDtypeStruct((1, 2), np.float32)
+    stack = jpipe.LayerStack.from_function(function, kernels, inputs)
+    params = {layer_id: spec.params for layer_id, spec in stack.specs(inputs).items()}
+    config = OptimizerConfig(learning_rate=1.0, decay=["blocks.1/*"], arguments={"weight_decay": 0.5})
+    rule = trains_part(optimizer(config, 5, params), TuneConfig(freeze=["blocks.2"]), params)
+    layerwise, decayed = jpipe.model.find_layerwise(rule, params, tree=stack.tree), {}
+    for layer_id, (tree, _) in stack.initial.items():
+        zeros = jax.tree.map(jnp.zeros_like, tree)
+        after, _ = layerwise.update(layer_id, zeros, layerwise.init(layer_id, tree), tree)
+        decayed[layer_id] = float(after["kernel"][0, 0])
+    assert stack.ids == ("blocks.0", "blocks.1", "blocks.2", "head")
+    assert [layer_id for layer_id in stack.ids if layerwise.trained.excludes(layer_id)] == ["blocks.2"]
+    assert decayed == {"blocks.0": 1.0, "blocks.1": 0.5, "blocks.2": 1.0, "head": 1.0}

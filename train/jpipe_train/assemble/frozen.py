@@ -45,10 +45,10 @@ def trains_part(rule: optax.GradientTransformation, config: TuneConfig, params: 
         key = "freeze" if config.freeze else "lora.targets"
         raise InputError(f"tune.{key}: expected that some parameters are trained, found that all are frozen; leave some out")
 
-    def labels(tree: Tree) -> Tree:
-        return jax.tree_util.tree_map_with_path(lambda path, _: "trained" if is_trained(_name(path)) else "frozen", tree)
-
-    return optax.partition({"trained": rule, "frozen": optax.set_to_zero()}, labels)
+    labels = jax.tree_util.tree_map_with_path(lambda path, _: "trained" if is_trained(_name(path)) else "frozen", dict(params))
+    transforms = {"trained": rule, "frozen": optax.set_to_zero()}
+    # It fails on the own tree of a model that was cut into layers, so it gets these layers instead, as the names are theirs.
+    return optax.partition(transforms, lambda tree: {layer_id: labels[layer_id] for layer_id in tree})
 
 
 def trained(config: TuneConfig) -> Callable[[str], bool] | None:

@@ -5,6 +5,7 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -33,7 +34,7 @@ def optimizer(config: OptimizerConfig, steps: int, params: Tree) -> optax.Gradie
     Raises:
         InputError: arguments are unknown, missing or rejected; a pattern of `decay` matches no parameter.
     """
-    factory, arguments, of_stages = checked_arguments(config, steps)
+    factory, arguments, of_stages = checked_arguments(config, steps, params)
     _check_patterns(config.decay or (), params)
     if config.inject_hyperparams:
         numbers = {"learning_rate"} | {name for name, value in config.arguments.items() if isinstance(value, float)}
@@ -48,8 +49,15 @@ def optimizer(config: OptimizerConfig, steps: int, params: Tree) -> optax.Gradie
     return rule if config.accumulate_batches == 1 else _accumulated(rule, config.accumulate_batches)
 
 
-def checked_arguments(config: OptimizerConfig, steps: int) -> tuple[Callable[..., Any], dict[str, Any], dict[str, Any]]:
+def checked_arguments(
+    config: OptimizerConfig, steps: int, params: Mapping[str, Tree] = MappingProxyType({})
+) -> tuple[Callable[..., Any], dict[str, Any], dict[str, Any]]:
     """Return the function that makes the optimizer, its arguments, and those that differ from stage to stage, without calling it.
+
+    Args:
+        config: the section `optimizer`.
+        steps: the number of batches of the run.
+        params: by layer id, those that decay or not; without them the arguments can only be checked.
 
     Raises:
         InputError: the function does not exist; arguments are unknown or missing.
@@ -68,7 +76,7 @@ def checked_arguments(config: OptimizerConfig, steps: int) -> tuple[Callable[...
     else:
         _check_no_rate(config)
     if mask:
-        arguments[mask] = _decay_mask(config.decay)
+        arguments[mask] = _decay_mask(config.decay, params)
     elif config.decay is not None:
         raise InputError(
             f"optimizer.decay: '{config.name}' cannot choose what decays (it has none of the arguments {' and '.join(MASKS)}); leave it out"
@@ -210,8 +218,11 @@ def _check_no_rate(config: OptimizerConfig) -> None:
             raise InputError(f"optimizer.{key}: '{config.name}' has no argument learning_rate; leave it out")
 
 
-def _decay_mask(patterns: list[str] | None) -> Callable[[Tree], Tree]:
-    """Return a mask for optax of the leaves that decay: matrices (not biases and norms), or those that the patterns select."""
+def _decay_mask(patterns: list[str] | None, params: Mapping[str, Tree]) -> Callable[[Tree], Tree]:
+    """Return a mask for optax of the leaves that decay: matrices (not biases and norms), or those that the patterns select.
+
+    It is by layer id, as patterns are; it fails on the own tree of a model that was cut into layers, so it gets these layers instead.
+    """
     wanted = [pattern for pattern in patterns or () if not pattern.startswith("!")]
     unwanted = [pattern[1:] for pattern in patterns or () if pattern.startswith("!")]
 
@@ -220,7 +231,8 @@ def _decay_mask(patterns: list[str] | None) -> Callable[[Tree], Tree]:
         chosen = any(fnmatchcase(name, pattern) for pattern in wanted) if wanted else leaf.ndim >= 2
         return chosen and not any(fnmatchcase(name, pattern) for pattern in unwanted)
 
-    return lambda params: jax.tree_util.tree_map_with_path(decays, params)
+    masks = jax.tree_util.tree_map_with_path(decays, dict(params))
+    return lambda tree: {layer_id: masks[layer_id] for layer_id in tree}
 
 
 def _check_patterns(patterns: Sequence[str], params: Mapping[str, Tree]) -> None:

@@ -109,7 +109,9 @@ def _open_nnx(functions: NnxFunctions) -> Whole:
         return nnx.to_pure_dict(params), nnx.to_pure_dict(state)
 
     params, state = functions.initial or specs
-    return whole(functions.layer(), params, state, functions.module, trees)
+    # nnx.map_state and others take an nnx.State only; nnx.Optimizer gives one with variables to init, one without to update.
+    others = [jax.tree.structure(tree) for tree in (nnx.as_pure(functions.params_specs), functions.params_specs)]
+    return whole(functions.layer(), params, state, functions.module, trees, others)
 
 
 def _open_linen(module: linen.Module, inputs: tuple[Any, ...], variables: Any) -> Whole:

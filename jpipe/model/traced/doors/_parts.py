@@ -81,6 +81,10 @@ class Parts:
         """Return the chosen arrays of a tree."""
         return self._where(tree, self.chosen)
 
+    def chosen_in(self, treedef: Any) -> Tree:
+        """Return specs of the chosen arrays in a tree of another structure, with its leaves in the same order."""
+        return treedef.unflatten([leaf if is_chosen else None for leaf, is_chosen in zip(self.leaves, self.chosen, strict=True)])
+
     def constants_of(self, tree: Tree) -> Tree:
         """Return the other arrays of a tree."""
         return self._where(tree, [is_array(leaf) and not is_chosen for leaf, is_chosen in zip(self.leaves, self.chosen, strict=True)])

@@ -1,6 +1,6 @@
 """A whole model as one layer, of which only floating-point arrays are parameters."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -35,6 +35,8 @@ class Whole:
             pytree that was given for other models and functions.
         from_user: such a tree, or the user's model with its variables -> `(params, state)` in the layer's structures, in which None
             replaces what it does not have.
+        structures: of the parameters as an optimizer gets them elsewhere, with equal leaves in the same order: that of the layer's
+            parameters first, then others that functions of Flax need.
     """
 
     layer: Layer
@@ -44,6 +46,7 @@ class Whole:
     rebuild: Callable[[Tree, Tree], Any]
     to_user: Callable[[Tree], Tree]
     from_user: Callable[[Any], tuple[Tree, Tree]]
+    structures: tuple[Any, ...]
 
 
 def whole(
@@ -52,6 +55,7 @@ def whole(
     state: Tree,
     rebuild: Callable[[Tree, Tree], Any],
     trees: Callable[[Any], tuple[Tree, Tree]],
+    others: Sequence[Any] = (),
 ) -> Whole:
     """Return the whole of a layer whose parameters may have constants and leaves that are no arrays: those are not trained.
 
@@ -61,6 +65,7 @@ def whole(
         state: likewise.
         rebuild: `(user's tree, state) -> user's model`.
         trees: what a user gives -> (tree, state).
+        others: further structures of the user's tree, with its leaves in the same order.
     """
     parts = Parts.of(params, is_trained)
     _reject_complex(parts.treedef.unflatten(parts.leaves))
@@ -96,6 +101,7 @@ def whole(
         rebuild=lambda params, state: rebuild(*unpack(params, state)),
         to_user=lambda chosen: parts.joined(chosen, parts.constants_of(params)),
         from_user=from_user,
+        structures=tuple(jax.tree.structure(parts.chosen_in(treedef)) for treedef in (parts.treedef, *others)),
     )
 
 
