@@ -551,13 +551,40 @@ def placements(replicas, count):
         yield [Placed(*piece, first, replica_count) for piece, first, replica_count in zip(pieces, firsts, replicas, strict=False)]
 
 
-def test_the_cuts_for_given_replicas_are_the_fastest():
+def different_layers():
+    """Return six layers on four devices, whose links carry a byte per second."""
     random = np.random.default_rng(0)
     costs = [
         jpipe.programs.LayerCost(time, 2 * time, outputs=int(out), weights=int(size), update=0.1)
         for time, out, size in zip(random.uniform(1, 5, 6), random.uniform(1, 9, 6), random.uniform(1, 40, 6), strict=True)
     ]
-    problem = Problem(costs, Topology.flat(4, 1.0))
+    return costs, Problem(costs, Topology.flat(4, 1.0))
+
+
+def test_the_cuts_for_given_replicas_are_the_fastest_where_sums_wait():
+    """For a stage of r replicas the sum of its gradients follows its computation."""
+    costs, problem = different_layers()
+
+    def seconds(placed, slower):
+        longest = float(max(costs[one.stop - 1].outputs for one in placed[:-1])) if placed[1:] else 0.0
+        for start, stop, _, r, _ in placed:
+            computes = sum(cost.forward + cost.backward + cost.update for cost in costs[start:stop])
+            sums = slower * 2 * (r - 1) / r * sum(cost.weights for cost in costs[start:stop])
+            longest = max(longest, (computes + sums) / r)
+        return longest
+
+    differ = 0
+    for slower, replicas in itertools.product((0.5, 2.0), stages.configurations(4)):
+        least = min(seconds(placed, slower) for placed in placements(replicas, 6))
+        found = stages.best_cuts(problem, replicas, stages.waiting(slower))
+        assert seconds(found.stages, slower) == pytest.approx(least)
+        assert stages.waiting_speed_up(problem, replicas, slower) == pytest.approx(seconds([Placed(0, 6, 0, 4)], slower) / least)
+        differ += found.stages != stages.best_cuts(problem, replicas).stages
+    assert differ > 2, "with overlapping sums other cuts are the fastest"
+
+
+def test_the_cuts_for_given_replicas_are_the_fastest():
+    costs, problem = different_layers()
     for replicas in stages.configurations(4):
         every = [evaluate_partition(problem, placed) for placed in placements(replicas, 6)]
         assert stages.best_cuts(problem, replicas).seconds == min(one.seconds for one in every)

@@ -12,10 +12,9 @@ from typing import Any
 import jax
 
 from benchmarks import parts
-from benchmarks.papers import pipedream, two_bw
+from benchmarks.papers import pipedream, preprint, two_bw
 from benchmarks.papers.document import Table, write_pages
 from benchmarks.papers.draw import draw_all
-from benchmarks.papers.models import PIPEDREAM
 from jpipe import InputError
 
 PARTS: dict[str, Callable[[argparse.Namespace], list[Table]]] = {
@@ -24,13 +23,17 @@ PARTS: dict[str, Callable[[argparse.Namespace], list[Table]]] = {
     "figure-1": lambda _: pipedream.figure_1(),
     "figure-12": lambda _: pipedream.figure_12(),
     "figure-14": lambda _: pipedream.figure_14(),
+    "section-5.4": lambda _: pipedream.section_5_4(),
+    "figure-15": lambda _: pipedream.figure_15(),
     "figure-16": lambda _: pipedream.figure_16(),
     "figure-18": lambda _: pipedream.figure_18(),
+    "preprint": lambda _: preprint.table_1(),
     "2bw-choice": lambda _: two_bw.choice(),
     "2bw-figure-6": lambda _: two_bw.figure_6(),
     "2bw-figure-7": lambda _: two_bw.figure_7(),
     "2bw-figure-8": lambda _: two_bw.figure_8(),
     "2bw-figure-9": lambda _: two_bw.figure_9(),
+    "2bw-appendix-b": lambda _: two_bw.appendix_b(),
 }
 
 
@@ -43,7 +46,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.papers", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--documents", nargs="+", type=_document, metavar="FILE", help="put the tables into these, in place of their own")
     parser.add_argument("--pictures", type=Path, metavar="FOLDER", help="draw the tables into this folder")
-    parser.add_argument("--model", action="append", choices=PIPEDREAM, help="of table-1: only this model; more than once for several")
+    parser.add_argument(
+        "--model",
+        action="append",
+        choices=sorted({name for name, *_ in pipedream.TABLE_1}),
+        help="of table-1: only this model; more than once for several",
+    )
     try:
         tables = dict[str, Table]()
         parts.run(parser, {name: _shown(part, tables) for name, part in PARTS.items()}, "benchmarks/papers.json", arguments)

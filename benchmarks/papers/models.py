@@ -31,7 +31,7 @@ FEATURES = 4096  # of a frame, as in the paper; the sample has fewer
 
 
 class Paper(NamedTuple):
-    """A model of PipeDream's table 1.
+    """A model of PipeDream's table 1, or of its preprint.
 
     Attributes:
         config: its name in `configs/papers/`.
@@ -46,8 +46,11 @@ class Paper(NamedTuple):
     overrides: tuple[str, ...] = ()
 
 
-WORDS = 24
-"""Of a sentence in the translators' data, as in the profile of GNMT-8 that PipeDream's authors published with their code."""
+WORDS = 48
+"""Of a sentence in the translators' data, as in the profile of GNMT-8 that PipeDream's authors published with their code.
+
+Its LSTMs return states of 131,072 bytes, which are 32 sentences of 1,024 float32, and outputs of 6,291,456 bytes: 48 words of each.
+"""
 _SENTENCES = f"data.arguments.source_length={WORDS}", f"data.arguments.target_length={WORDS}"
 
 
@@ -59,8 +62,9 @@ PIPEDREAM = {
     "GNMT-8": Paper("gnmt-8", 64, "translation", _SENTENCES),
     "AWD-LM": Paper("awd-lm", 80, "words"),
     "S2VT": Paper("s2vt", 80, "captions", ("data.arguments.features=32",)),
+    "Inception-v3": Paper("inception-v3", 32),
 }
-"""By name in the paper."""
+"""By name in the papers."""
 
 TRANSFORMERS: dict[str, dict[str, Any]] = {
     "GPT, 1.3B": {"preset": "gpt-1.3b"},

@@ -1,5 +1,6 @@
-"""PipeDream (SOSP 2019): table 1 and figures 1, 12, 14, 16, 17 and 18, planned for the models of `configs/papers/`."""
+"""PipeDream (SOSP 2019): table 1, section 5.4 and figures 1, 12 and 14 to 18, planned for the models of `configs/papers/`."""
 
+import statistics
 from collections.abc import Sequence
 
 from benchmarks.papers import stages
@@ -9,6 +10,9 @@ from jpipe_planner import Partition, Problem, Profile, Topology, evaluate_partit
 
 SHARED_PCIE = 10e9 / 4
 """Bytes per second of each of four GPUs that share the PCIe of `cluster-a.yaml`, as those of the paper do."""
+
+PREPRINT_SERVERS = {"V100": ("cluster-a", 10e9 / 8), "Titan X": ("cluster-c", 25e9 / 8)}
+"""By GPU: the topology with its device, and the bytes per second of the network."""
 
 STRAIGHT = "straight"
 TABLE_1: tuple[tuple[str, str, str, str], ...] = (
@@ -35,13 +39,14 @@ DEPTHS = {("GNMT-16", "4 × 4 A"): 14, ("GNMT-16", "2 × 8 B"): 14, ("GNMT-8", "
 def machine(cluster: str, shared_pcie: bool = False) -> Topology:
     """Return the topology of a cluster, such as `4 × 4 A`: servers, GPUs in each of them, and the paper's letter.
 
-    `8 × 1 V100` is the preprint's cluster of eight servers with a V100 each, joined by 10 Gbit/s.
+    The preprint's servers have one GPU each: a V100 (`8 × 1 V100`), joined by 10 Gbit/s, or a Titan X, by 25 Gbit/s.
     """
-    count, _, _, letter = cluster.split()
+    count, _, _, letter = cluster.split(maxsplit=3)
     if letter == "C":
         return topology("cluster-c")
-    if letter == "V100":
-        return Topology.flat(int(count), 10e9 / 8).model_copy(update={"device": topology("cluster-a").device})
+    if letter in PREPRINT_SERVERS:
+        name, bandwidth = PREPRINT_SERVERS[letter]
+        return Topology.flat(int(count), bandwidth).model_copy(update={"device": topology(name).device})
     return servers(f"cluster-{letter.lower()}", int(count), SHARED_PCIE if shared_pcie else None)
 
 
@@ -96,8 +101,8 @@ def _recurrence_row(model: str, cluster: str, paper: str, speed_up: str) -> tupl
     where = machine(cluster)
     profile = profile_on(model, where)
     problem, uniform = stages.problem_of(profile, where), stages.problem_of(profile, where, MICROBATCHES * where.num_devices)
-    cells = [_cell(each, search_pipedream(each)) for each in (problem, uniform)]
-    cells += [_cell(problem, evaluate_partition(problem, search_paper(problem, price).stages)) for price in ("text", "code")]
+    cells = [cell(each, search_pipedream(each)) for each in (problem, uniform)]
+    cells += [cell(problem, evaluate_partition(problem, search_paper(problem, price).stages)) for price in ("text", "code")]
     return (model, cluster, f"{paper} ({speed_up})", *cells)
 
 
@@ -105,14 +110,19 @@ def _row(model: str, cluster: str, paper: str, speed_up: str) -> tuple[str, ...]
     cells = [model, cluster, f"{paper} ({speed_up})"]
     for shared in (False, True) if cluster.endswith("A") else (False,):
         problem = problem_on(model, machine(cluster, shared))
-        cells += [_cell(problem, search_pipedream(problem)), _cell(problem, stages.best_cuts(problem, replicas_of(model, cluster, paper)))]
+        cells += [cell(problem, search_pipedream(problem)), cell(problem, stages.best_cuts(problem, replicas_of(model, cluster, paper)))]
         if not shared:
             cells.append(f"{stages.sum_share(problem):.2f}")
     return (*cells, *[""] * (8 - len(cells)))
 
 
-def _cell(problem: Problem, partition: Partition | None) -> str:
-    """Format the stages, with the speed-up in brackets."""
+def cell(problem: Problem, partition: Partition | None) -> str:
+    """Format the stages, with their speed-up over data parallelism in brackets.
+
+    Args:
+        problem: the costs and the devices.
+        partition: the stages; not None.
+    """
     assert partition is not None, "fewer layers than stages"
     name = stages.name_of(partition)
     if name == STRAIGHT and partition.devices < problem.topology.num_devices:
@@ -262,6 +272,55 @@ def figure_14() -> list[Table]:
 def _throughput(profile: Profile, problem: Problem, partition: Partition, schedule: str = "pipedream") -> float:
     """Simulate microbatches per second."""
     return partition.plan(profile.ids, problem).microbatches / stages.simulate(profile, problem, partition, schedule).batch_seconds
+
+
+SECTION_5_4 = {"4 × 4 A": ("-55%", "-35%"), "2 × 8 B": ("-71%", "-42%")}
+"""GPipe's throughput relative to PipeDream's in the paper, with NOAM microbatches and with as many as fit."""
+
+
+def section_5_4() -> list[Table]:
+    """Simulate GPipe beside PipeDream: GNMT-16 on 16 GPUs with the stages of table 1, and 1F1B with the same flushes."""
+    rows = []
+    for cluster, says in SECTION_5_4.items():
+        profile, problem = profile_on("GNMT-16", where := machine(cluster)), problem_on("GNMT-16", where)
+        straight = stages.best_cuts(problem, replicas_of("GNMT-16", cluster, STRAIGHT))
+        assert straight is not None, "fewer layers than stages"
+        alone = _throughput(profile, problem, straight)
+        noam, most = len(straight.stages), _most_microbatches(profile, problem, straight)
+        cells = list[str]()
+        for m, paper in zip((noam, most), says, strict=True):
+            flushing = [stages.simulate(profile, problem, straight, name, microbatches=m) for name in ("gpipe", "pipedream_flush")]
+            cells += [str(m), *(f"{m / one.batch_seconds / alone - 1:+.0%}" for one in flushing), paper]
+        rows.append((cluster, f"{noam} stages", f"{alone * PIPEDREAM['GNMT-16'].rows:.0f} samples/s", *cells))
+    each = ("GPipe", "1F1B with a flush", "paper: GPipe")
+    return [Table("section 5.4", ("cluster", "straight", "PipeDream", "NOAM", *each, "most that fit", *each), rows)]
+
+
+def _most_microbatches(profile: Profile, problem: Problem, partition: Partition) -> int:
+    """Return the most microbatches between two flushes of GPipe that fit into the memory of all devices."""
+    limit, most = problem.topology.device.memory or 0.0, 1
+    while max(stages.simulate(profile, problem, partition, "gpipe", microbatches=most + 1).peak_bytes) <= limit:
+        most += 1
+    return most
+
+
+FIGURE_15 = ("16", "15-1", "14-2", "12-4", "8-8", "14-1-1", "12-3-1", "8-4-4", "4-4-4-4", STRAIGHT)
+"""Replicas of the stages of VGG-16 on 16 GPUs."""
+
+
+def figure_15() -> list[Table]:
+    """Compare the predicted throughput of partitions of VGG-16 on 16 GPUs with the simulated one."""
+    where = machine("4 × 4 A")
+    profile, problem, size = profile_on("VGG-16", where), problem_on("VGG-16", where), PIPEDREAM["VGG-16"].rows
+    pairs = dict[str, tuple[float, float]]()
+    for name in FIGURE_15:
+        partition = stages.best_cuts(problem, replicas_of("VGG-16", "4 × 4 A", name))
+        assert partition is not None, "fewer layers than stages"
+        pairs[name] = size / partition.seconds, size * _throughput(profile, problem, partition)
+    rows = [(name, f"{one:.0f}", f"{other:.0f}", f"{other / one - 1:+.0%}") for name, (one, other) in pairs.items()]
+    predicted, simulated = zip(*pairs.values(), strict=True)
+    rows.append(("correlation", "", "", f"{statistics.correlation(predicted, simulated):.3f}"))
+    return [Table("figure 15", ("stages", "predicted: samples/s", "simulated: samples/s", "difference"), rows)]
 
 
 def figure_16() -> list[Table]:

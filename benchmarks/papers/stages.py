@@ -96,7 +96,7 @@ def best_cuts(problem: Problem, replicas: tuple[int, ...], seconds_of: Seconds =
                 cut = float(cut_seconds(problem.layers[start - 1].outputs, link))
             for stop in range(count if last else start + 1, count + 1):
                 stage = Placed(start, stop, firsts[s], copies)
-                seconds = max(before, cut, placed_seconds(problem, stage)) if start < stop else math.inf
+                seconds = max(before, cut, seconds_of(problem, stage)) if start < stop else math.inf
                 if seconds < longer.get(stop, (math.inf, ()))[0]:
                     longer[stop] = seconds, (*placed, stage)
         best = longer

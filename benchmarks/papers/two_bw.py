@@ -1,4 +1,4 @@
-"""PipeDream-2BW (ICML 2021): its planner's choice and figures 6 to 9, from the GPTs and BERTs of the paper's sizes.
+"""PipeDream-2BW (ICML 2021): its planner's choice, figures 6 to 9 and appendix B, from the GPTs and BERTs of the paper's sizes.
 
 An analytic profile has the same time per row for every number of rows. GPUs are faster with more rows, which is why the paper recomputes:
 to fit larger microbatches. It does not say how much faster, so there are two choices: one without this effect, and one with `HALF_ROWS`,
@@ -162,6 +162,32 @@ def figure_7() -> list[Table]:
         cells = (f"{_gigabytes(peak)}{'' if peak <= limit else ', too much'}" for peak in peak_bytes)
         rows.append((policy, batch, size, *cells))
     return [Table("figure 7", ("recompute", "batch", "rows of a microbatch", *SCHEDULES, "pipedream"), rows)]
+
+
+APPENDIX_B = ("GPT, 1.3B", "GPT, 2.2B")
+"""Models whose recomputation is compared, in eight stages on eight GPUs."""
+
+
+def appendix_b() -> list[Table]:
+    """Simulate 2BW with and without recomputation by the rows of a microbatch, also where few rows are slow."""
+    where, rows = topology("v100-16gb-8"), []
+    limit = where.device.memory or float("inf")
+    for name in APPENDIX_B:
+        even = transformer_profile(name, MORE_SIZES, POLICIES)
+        for size in MORE_SIZES:
+            cells = list[str]()
+            for policy in POLICIES:
+                runs = [
+                    same_policy(with_half_rows(even, half), where, "pipedream_2bw", 8, size, 8 * size, policy) for half in (0, HALF_ROWS)
+                ]
+                peak = max(runs[0].peak_bytes)
+                cells += [
+                    *(f"{8 * size / run.batch_seconds:.1f}" for run in runs),
+                    f"{_gigabytes(peak)}{'' if peak <= limit else ', too much'}",
+                ]
+            rows.append((name, size, *cells))
+    each = ("samples/s", "few rows slower", "memory")
+    return [Table("appendix B", ("model", "rows", *(f"{policy}: {name}" for policy in POLICIES for name in each)), rows)]
 
 
 def peaks(profile: Profile, where: Topology, depth: int, rows: int, batch: int, policy: str) -> dict[str, float]:

@@ -72,7 +72,7 @@ def analyze(
     compiled_for = compiling.devices[0]
     with tracing_for(compiled_for.platform), compiling_threads() as pool:
         meter = Meter(progress, parts_of_bytes(model) + len(model.distinct))
-        programs = ScratchPrograms(model, policies, compiled_for, pool)
+        programs = ScratchPrograms(model, policies, compiled_for, pool, meter)
         costs = _costs(model, device, compiled_for, programs, meter)
         programs.begin_neighbours()
         stage_costs = count_bytes(model, policies, meter)  # while XLA compiles

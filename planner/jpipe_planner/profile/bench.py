@@ -14,7 +14,7 @@ import optax
 import jpipe
 from jpipe_planner.profile.analyze import PROGRAMS
 from jpipe_planner.profile.flops import count_flops
-from jpipe_planner.profile.model import Model
+from jpipe_planner.profile.model import Meter, Model
 from jpipe_planner.profile.scratch import scratch_bytes
 
 Tree = Any
@@ -31,10 +31,11 @@ class Programs:
         model: the model whose layers the stages have.
         device: the device on which they run.
         pool: the threads.
+        meter: counts the programs that `finish` waits for.
     """
 
-    def __init__(self, model: Model, device: jax.Device, pool: Executor) -> None:
-        self.model, self.device, self._pool = model, device, pool
+    def __init__(self, model: Model, device: jax.Device, pool: Executor, meter: Meter) -> None:
+        self.model, self.device, self._pool, self._meter = model, device, pool, meter
         self._compiling: dict[Any, tuple[Future[jax.stages.Compiled], float]] = {}
 
     def begin(self, groups: Sequence[tuple[str, ...]], rows: int) -> None:
@@ -48,8 +49,7 @@ class Programs:
 
     def finish(self) -> None:
         """Wait until everything that was started is compiled."""
-        for future, _ in self._compiling.values():
-            future.result()
+        self._meter.wait(future for future, _ in self._compiling.values())
 
     def stages(self, groups: Sequence[tuple[str, ...]], rows: int) -> dict[tuple[str, ...], jpipe.stages.StandaloneStage]:
         """Return the stages of these layers, and the empty stage."""

@@ -65,9 +65,9 @@ def measure(
     """
     model = Model(stack, batch, loss, optimizer, tuple(sizes), precision or jpipe.Precision(), ema_decay, delay_correction)
     device, single_layers = device or jax.local_devices()[0], [(layer_id,) for layer_id in model.distinct]
-    meter = Meter(progress, parts_of_bytes(model) + 2 * len(model.sizes))
+    meter = Meter(progress, parts_of_bytes(model) + len(model.sizes))
     with compiling_threads() as pool:
-        programs = Programs(model, device, pool)
+        programs = Programs(model, device, pool, meter)
         for rows in model.sizes:
             programs.begin(single_layers, rows)
         stage_costs = count_bytes(model, policies, meter)  # while XLA compiles
@@ -80,10 +80,10 @@ def measure(
             programs.begin(groups[rows], rows)
         programs.finish()
     benches = {rows: single[rows] if groups[rows] == single_layers else Bench(programs, groups[rows], rows) for rows in model.sizes}
-    _in_turns([*benches.values()], repetitions, seconds)
-    costs = _all_costs(model, benches, single, meter)
+    _in_turns([*benches.values()], repetitions, seconds, meter)
+    costs = _all_costs(model, benches, single)
     dispatch = statistics.median(bench.medians()[1] for bench in benches.values())
-    return _with_scratch(model, costs, stage_costs, single, policies, device, dispatch)
+    return _with_scratch(model, costs, stage_costs, single, policies, device, dispatch, meter)
 
 
 def _with_scratch(
@@ -94,22 +94,22 @@ def _with_scratch(
     policies: Sequence[str],
     device: jax.Device,
     dispatch: float,
+    meter: Meter,
 ) -> Profile:
     """Return the profile, with the scratch memory of the benches of single layers and of neighbours that are compiled for it."""
     temporaries = {(layer_id, rows): bench.temporary[layer_id,] for layer_id in model.distinct for rows, bench in single.items()}
     fields = {"source": "measured", "dispatch": dispatch, "device": device.device_kind, "compiled_for": device.device_kind}
     with compiling_threads() as pool:
-        neighbours = ScratchPrograms(model, policies, device, pool)
+        neighbours = ScratchPrograms(model, policies, device, pool, meter)
         neighbours.begin_neighbours()
         return profile_of(model, costs, stage_costs, lambda: neighbours.scratch(temporaries), **fields)
 
 
-def _all_costs(model: Model, benches: Mapping[int, Bench], single: Mapping[int, Bench], meter: Meter) -> dict[tuple[str, int], Costs]:
+def _all_costs(model: Model, benches: Mapping[int, Bench], single: Mapping[int, Bench]) -> dict[tuple[str, int], Costs]:
     """Return the costs of each distinct layer at each size, from the benches of groups and of single layers by size."""
     costs: dict[tuple[str, int], Costs] = {}
     for rows, bench in benches.items():
         costs |= {(layer_id, rows): cost for layer_id, cost in _layer_costs(model, bench.medians()[0], single[rows]).items()}
-        meter.step()
     return costs
 
 
@@ -135,14 +135,16 @@ def _layer_costs(model: Model, times: Mapping[tuple[str, ...], ByProgram], singl
     return costs
 
 
-def _in_turns(benches: Sequence[Bench], repetitions: int, seconds: float) -> None:
+def _in_turns(benches: Sequence[Bench], repetitions: int, seconds: float, meter: Meter) -> None:
     """Time all sizes in turns, because a machine may be slow for several seconds."""
     end = time.perf_counter() + seconds
     for n in range(repetitions):
         if n >= FEWEST and time.perf_counter() > end:
             break
+        meter.expect(len(benches))
         for bench in benches:
             bench.time(1)
+            meter.step()
 
 
 def short_groups(ids: Sequence[str], first_equal: Mapping[str, str], times: Mapping[tuple[str, ...], ByProgram]) -> list[tuple[str, ...]]:

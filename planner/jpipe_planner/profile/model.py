@@ -4,7 +4,8 @@ import dataclasses
 import functools
 import itertools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, as_completed
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -217,10 +218,24 @@ class Model:
 
 
 class Meter:
-    """A counter of finished parts of work for a `Progress`."""
+    """A counter of finished parts of work for a `Progress`; further parts may become known while the work goes on."""
 
     def __init__(self, progress: Progress | None, total: int) -> None:
         self._progress, self._total, self._done = progress, total, 0
+        self._futures = set[Future[Any]]()
+
+    def expect(self, parts: int) -> None:
+        """Add parts to the total."""
+        self._total += parts
+
+    def wait(self, futures: Iterable[Future[Any]]) -> None:
+        """Wait for futures; each that was not waited for before is a part of the work."""
+        new = set(futures) - self._futures
+        self._futures |= new
+        self.expect(len(new))
+        for future in as_completed(new):
+            future.result()
+            self.step()
 
     def step(self) -> None:
         """Count one more finished part."""

@@ -13,7 +13,7 @@ import numpy as np
 
 import jpipe
 from jpipe_planner.machine.compiling import bytes_beyond_memory
-from jpipe_planner.profile.model import Model, StageCosts
+from jpipe_planner.profile.model import Meter, Model, StageCosts
 
 Kind = Literal["forward", "backward"]
 KINDS: tuple[Kind, ...] = ("forward", "backward")
@@ -50,10 +50,11 @@ class ScratchPrograms:
         policies: the recomputation policies.
         device: what to compile for.
         pool: the threads.
+        meter: counts the programs that `scratch` waits for.
     """
 
-    def __init__(self, model: Model, policies: Sequence[str], device: jax.Device, pool: Executor) -> None:
-        self._model, self._device, self._pool = model, device, pool
+    def __init__(self, model: Model, policies: Sequence[str], device: jax.Device, pool: Executor, meter: Meter) -> None:
+        self._model, self._device, self._pool, self._meter = model, device, pool, meter
         self._ends, self._largest = tuple(dict.fromkeys((model.sizes[0], model.sizes[-1]))), model.sizes[-1]
         self._pairs: list[_Ids] = [*model.pairs.values()]
         self._remade: list[_Ids] = []  # with full recomputation
@@ -76,6 +77,7 @@ class ScratchPrograms:
 
     def scratch(self, layers: Mapping[tuple[str, int], int] | None = None) -> Scratch:
         """Return the scratch memory, once all is compiled; `layers` is that of single layers if they were not begun here."""
+        self._meter.wait(self._by_key.values())
         singles = [(one,) for one in self._model.distinct] if layers is None else []
         for ids in [*singles, *self._pairs]:
             if self._forward_decides(ids):

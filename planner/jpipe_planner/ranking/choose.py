@@ -69,9 +69,9 @@ class Ranked:
         """Return the pipeline rank that lacks most memory, and how much; 0 or less if all fit.
 
         Args:
-            meshes: the topology.
+            meshes: the profile and the topology.
         """
-        return lacking(self.memory, self.candidate.limits(meshes.of(self.candidate.degrees)[1]))
+        return lacking(self.memory, self.candidate.limits(*meshes.of(self.candidate.degrees)))
 
 
 @dataclass(frozen=True)

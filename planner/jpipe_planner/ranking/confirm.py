@@ -124,7 +124,7 @@ class _Confirm:
 
     def _limits(self, candidate: Candidate) -> tuple[float, ...]:
         """Return the bytes that each pipeline rank of a plan may use."""
-        return candidate.limits(self._choice.meshes.of(candidate.degrees)[1])
+        return candidate.limits(*self._choice.meshes.of(candidate.degrees))
 
     def fastest(self) -> None:
         """Compile in the order of speed until a plan fits."""

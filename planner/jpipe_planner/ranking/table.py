@@ -344,7 +344,7 @@ def _without_rows(profile: Profile, candidate: Candidate) -> list[int]:
 
 def _limits(choice: Choice, candidate: Candidate) -> tuple[float, ...]:
     """Return the bytes that each pipeline rank of a plan may use; infinity: not limited."""
-    return candidate.limits(choice.meshes.of(candidate.degrees)[1])
+    return candidate.limits(*choice.meshes.of(candidate.degrees))
 
 
 def _row(rank: int, ranked: Ranked, limits: Sequence[float]) -> tuple[str, ...]:

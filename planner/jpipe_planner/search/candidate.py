@@ -10,6 +10,7 @@ import jpipe
 from jpipe_planner.cost.devices import limits_of
 from jpipe_planner.cost.shape import Shape, is_planned, mean_delay
 from jpipe_planner.machine.topology import Topology
+from jpipe_planner.profile.profile import Profile
 from jpipe_planner.profile.sharded import NO_MESH, Degrees
 
 
@@ -263,15 +264,16 @@ class Candidate:
         """Return the topology with its devices in the order in which the ranks get them."""
         return topology if self.placed_on is None else topology.ordered(self.placed_on)
 
-    def limits(self, topology: Topology) -> tuple[float, ...]:
+    def limits(self, profile: Profile, topology: Topology) -> tuple[float, ...]:
         """Return the bytes that each pipeline rank may use of a device; infinity: not limited.
 
         Args:
+            profile: the profile of the layers on its meshes.
             topology: the topology of its meshes.
         """
         if not topology.differing:
             return (math.inf if topology.device.limit is None else topology.device.limit,) * self.num_pipeline_ranks
-        return limits_of(self.plan(tuple(map(str, range(self.starts[-1] + 1)))), topology)
+        return limits_of(self.plan(profile.ids), topology)
 
     def most_of_replicas(self, sizes: Sequence[int]) -> tuple[int, ...]:
         """Return the largest number of each pipeline rank, of numbers for each rank."""

@@ -209,7 +209,8 @@ def test_a_plan_in_another_order_is_the_plan_on_machines_counted_in_that_order(k
     candidate = next(c for c in found if c.replicas == (2, 2) and c.keep_together == keep and c.placed_on is None)
     moved = dataclasses.replace(candidate, placed_on=order)
     there, here = (
-        (one.plan(profile.ids), machine, one.limits(machine)) for one, machine in ((candidate, topology.ordered(order)), (moved, topology))
+        (one.plan(profile.ids), machine, one.limits(profile, machine))
+        for one, machine in ((candidate, topology.ordered(order)), (moved, topology))
     )
     assert there[2] == here[2]
     times = [simulate_plan(plan, profile.stage_costs(plan, 1), machine).batch_seconds for plan, machine, _ in (there, here)]
@@ -217,6 +218,36 @@ def test_a_plan_in_another_order_is_the_plan_on_machines_counted_in_that_order(k
     assert sorted(number for numbers in here[0].placement for number in numbers) == [0, 1, 2, 3]
     on_meshes = dataclasses.replace(moved, degrees=Degrees(model=2)).plan(profile.ids)
     assert on_meshes.placement == tuple(tuple(2 * number for number in numbers) for numbers in here[0].placement)
+
+
+OPTIONS = {
+    "sum_parts": ((1, 1), (1, 2, 1)),
+    "policies": ("full", "none"),
+    "extra_in_flight": 1,
+    "max_in_flight": 1,
+    "shard_optimizer": True,
+    "split_backward": "early",
+    "vertical_sync": True,
+    "placed_on": (3, 2, 1, 0),
+    "links": jpipe.plan.Links(activations="int8"),
+    "offload": jpipe.plan.HostMemory(optimizer="all"),
+}
+
+
+def test_where_devices_differ_each_option_has_the_memory_of_the_devices_of_its_stages():
+    """The last stage has several layers, whose sums may have parts."""
+    profile, levels = invented_profile(3, 6), [{"count": 4, "bandwidth": 1e9}]
+    topology = Topology(levels=levels, device={"memory": 2e9}, differing=[{"devices": 1, "memory": 1e9}, {"devices": 2, "speed": 0.5}])
+    found = find_candidates(profile, topology, 4, schedules=["pipedream"])
+    base = next(one for one in found if one.replicas == (2, 2) and one.keep_together == "replicas")
+    base = dataclasses.replace(base, starts=(0, 2), placed_on=None, extra_in_flight=0)
+    for option in ({}, *({name: value} for name, value in OPTIONS.items()), {"agree": jpipe.plan.Agreement(every=2), "schedule": "gpipe"}):
+        candidate = dataclasses.replace(base, **option)
+        assert candidate.plan(profile.ids).depth == 2
+        assert candidate.limits(profile, topology) == ((2e9, 1e9) if "placed_on" in option else (1e9, 2e9))
+    on_meshes = dataclasses.replace(base, replicas=(1, 1), degrees=Degrees(data=2), sum_parts=())
+    with_equal = Topology(levels=levels, device={"memory": 2e9}, differing=[{"devices": "0-1", "memory": 1e9}])
+    assert on_meshes.limits(profile, with_equal.groups(2)) == (1e9, 2e9)
 
 
 def test_an_entry_that_changes_nothing_changes_no_plan():

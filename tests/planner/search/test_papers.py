@@ -4,11 +4,12 @@ import json
 
 import pytest
 
-from benchmarks.papers import pipedream, stages, two_bw
+from benchmarks.papers import pipedream, preprint, stages, two_bw
 from benchmarks.papers.models import with_blocks
 from benchmarks.planner import __main__ as bench
 from benchmarks.planner import speed
 from jpipe_planner.machine.topology import Topology
+from jpipe_planner.profile.profile import Profile
 from jpipe_planner.search.pipedream.paper import search_paper
 from jpipe_planner.search.pipedream.partition import evaluate_partition
 from jpipe_planner.search.pipedream.search import search_pipedream
@@ -59,6 +60,57 @@ def test_the_recurrence_of_the_paper_on_vgg():
     assert [stages.name_of(search_paper(of_four, price)) for price in ("text", "code")] == ["3-1", "3-1"]
 
 
+def layers(times, memory=0):
+    """Return a profile of layers that send and sum nearly nothing, for any of the papers' models."""
+    at = [[{"forward": time, "backward": 2 * time, "outputs": 1, "residuals": {"none": memory}}] for time in times]
+    each = [{"id": f"layer_{n}", "weights": 4, "accumulators": 4, "at": one} for n, one in enumerate(at)]
+    return Profile(source="analytic", sizes=[64], inputs=[1], labels=[1], layers=each)
+
+
+def test_gpipe_waits_for_its_flushes(monkeypatch):
+    """With d equal stages and m microbatches it has m / (m + d - 1) of the throughput; devices of 16 GB hold 3 microbatches of 5 GB."""
+    monkeypatch.setattr(pipedream, "pipedream_profile", lambda *_: layers([1e-2] * 14, memory=5 * 10**9))
+    (table,) = pipedream.section_5_4()
+    for row in table.rows:
+        _, depth, rate, noam, gpipe, flush, _, most, gpipe_with_most, _, _ = row
+        assert (depth, noam, most) == ("14 stages", "14", "3")
+        assert gpipe == flush == f"{14 / 27 - 1:+.0%}"
+        assert gpipe_with_most == f"{3 / 16 - 1:+.0%}"
+        assert float(rate.split()[0]) == pytest.approx(64 / 3e-2 * (1 if row[0].endswith("A") else 15.7 / 14), rel=0.01)
+
+
+def test_figure_15_beside_its_definition(monkeypatch):
+    """Without transfers the slowest stage decides, divided among its replicas."""
+    times = [1e-2, 3e-2, *[2e-2] * 14]
+    monkeypatch.setattr(pipedream, "FIGURE_15", ("16", "15-1", "8-4-4", "straight"))
+    monkeypatch.setattr(pipedream, "pipedream_profile", lambda *_: layers(times))
+    (table,) = pipedream.figure_15()
+    *rows, last = table.rows
+    assert [row[0] for row in rows] == list(pipedream.FIGURE_15)
+    assert rows[0][1] == f"{64 * 16 / (3 * sum(times)):.0f}"
+    assert rows[-1][1] == f"{64 / (3 * max(times)):.0f}"
+    assert {row[3] for row in rows} <= {"+0%", "-0%"}
+    assert last[3] == "1.000"
+
+
+def test_the_preprints_plans(monkeypatch):
+    """Seven of eight GPUs have seven eighths of the work; all weights are in the layer of the last one."""
+    light, heavy = layers([1e-2] * 8), layers([1e-2] * 8).layers[-1].model_copy(update={"weights": 4 * 10**9, "accumulators": 4 * 10**9})
+    profile = light.model_copy(update={"layers": (*light.layers[:-1], heavy)})
+    monkeypatch.setattr(pipedream, "pipedream_profile", lambda *_: profile)
+    (table,) = preprint.table_1()
+    by_case = {row[:2]: row for row in table.rows}
+    _, _, paper, planned, as_paper, share, waits, rate, of_link = by_case["VGG-16", "8 × 1 V100"]
+    summed = 2 * 7 / 8 * 4e9 / 1.25e9
+    assert (paper, share) == ("7-1 (5.12)", f"{summed / 0.24:.2f}")
+    assert as_paper == planned == f"7-1 ({summed / 8 / 0.03:.2f})"
+    assert float(waits) == pytest.approx((0.24 + summed) / 8 / 0.03, rel=1e-2)
+    assert float(rate.split()[0]) * 1e9 == pytest.approx(2 * 7 / 8 * 4e9 / (5.12 * 8 * 0.03 - 0.24), rel=1e-2)
+    assert of_link == f"{float(rate.split()[0]) / 1.25:.0%}"
+    assert by_case["Inception-v3", "8 × 1 Titan X"][4:5] == ("8 (1.00)",)
+    assert by_case["VGG-16", "4 × 1 Titan X"][4:] == ("", f"{float(by_case['VGG-16', '4 × 1 Titan X'][5])}", "", "", "")
+
+
 @pytest.mark.parametrize("cluster", ["4 × 4 A", "2 × 8 B"])
 def test_resnet_gains_nothing_over_data_parallelism(cluster):
     problem = problem_of("resnet50", cluster)
@@ -87,7 +139,8 @@ def test_the_planner_takes_the_depth_of_the_paper(bert):
     assert with_few_rows_slow.policies.count("full") >= with_few_rows_slow.depth - 2
 
 
-def test_speed_ups_are_near_those_of_figure_6(bert):
+def test_speed_ups_are_near_those_of_figure_6_with_20_gb_in_place_of_16(bert):
+    """With 16 GB the batch is two rounds of microbatches, so that 2BW gains 1.33 and not 1.6 over a flush."""
     where = topology("v100-16gb-8")
     roomy = where.model_copy(update={"device": where.device.model_copy(update={"memory": 20e9})})  # one round of microbatches fits
     ((batch, rows, rates),) = two_bw.throughputs(bert, roomy, 8, (64,))
@@ -95,6 +148,20 @@ def test_speed_ups_are_near_those_of_figure_6(bert):
     assert rates["pipedream_2bw"] / rates["pipedream_flush"] == pytest.approx(1.6, rel=0.1)
     assert rates["pipedream_flush"] / rates["naive"] == pytest.approx(4.1, rel=0.1)
     assert rates["pipedream_flush"] > rates["gpipe"] > rates["naive"]
+
+
+def test_recomputation_costs_a_quarter_of_the_throughput(monkeypatch):
+    """A forward more beside a forward and a backward of two; half a row more where few rows are slow."""
+    monkeypatch.setattr(two_bw, "APPENDIX_B", ("GPT, 2.2B",))
+    monkeypatch.setattr(two_bw, "MORE_SIZES", (1, 4))
+    monkeypatch.setattr(two_bw, "transformer_profile", lambda *_: with_blocks(read("bert"), 14))
+    (table,) = two_bw.appendix_b()
+    for _, rows, none, none_slower, _, full, full_slower, memory in table.rows:
+        assert float(full) / float(none) == pytest.approx(0.75, rel=0.05)
+        assert [float(none) / float(none_slower), float(full) / float(full_slower)] == pytest.approx(
+            [1 + 0.5 / rows] * 2, rel=0.05
+        )  # messages are as fast
+        assert memory.endswith(" GB")
 
 
 @pytest.mark.slow

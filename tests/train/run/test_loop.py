@@ -310,6 +310,31 @@ def test_the_progress_bar_shows_the_same():
     assert "25 tokens/s  1:16 left" in reported([1.0] + [4.0] * 10, 30, force_terminal=True)[1][-2]
 
 
+def counted(**console) -> str:
+    """Return what a reporter prints of four parts of work that take 6 s each, and of as many pieces of a file."""
+    now, screen = [0.0], io.StringIO()
+    reporter = Reporter(1, 1, "tokens", Console(file=screen, highlight=False, width=200, **console), clock=lambda: now[0])
+    with reporter.counting("profiling") as progress:
+        for part in range(4):
+            now[0] += 6
+            progress(part + 1, 4)
+    with reporter.reading("reading", 8_000_000) as advance:
+        for _ in range(4):
+            now[0] += 6
+            advance(2_000_000)
+    return screen.getvalue()
+
+
+def test_long_work_says_how_far_it_is():
+    """A line after every ten seconds, and on a terminal a bar that is gone afterwards."""
+    counting = ["profiling …", "profiling: 2 of 4 after 12 s", "profiling: 4 of 4 after 24 s", "profiling: 24.0 s"]
+    reading = ["reading …", "reading: 4 of 8 MB after 12 s", "reading: 8 of 8 MB after 24 s", "reading: 24.0 s, 0.3 MB/s"]
+    assert counted().splitlines() == counting + reading
+    screen = counted(force_terminal=True)
+    assert "4/4" in screen
+    assert "after 12 s" not in screen
+
+
 @pytest.mark.usefixtures("no_report")
 def test_a_device_that_fails_is_reported(tiny, monkeypatch):
     def fails(*_, **__):

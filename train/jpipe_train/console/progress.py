@@ -24,6 +24,7 @@ from rich.text import Text
 from jpipe_train.console.terminal import duration, printable
 
 _RECENT = 20  # steps: with fewer the speed flickers, with more an evaluation affects it for long
+_SILENT = 10.0  # seconds without a line where there is no bar
 
 
 class Reporter:
@@ -90,11 +91,14 @@ class Reporter:
 
     @contextmanager
     def counting(self, words: str) -> Iterator[Callable[[int, int], None]]:
-        """Announce countable work, and yield a function of the number of finished parts and their total number."""
+        """Announce countable work, and yield a function of the number of finished parts and their total number.
+
+        On a terminal a bar shows them, elsewhere a line after every `_SILENT` seconds.
+        """
         start = self._clock()
         if not self._console.is_terminal:
-            self.say(f"{words} …")
-            yield lambda done, total: None
+            say = self._rarely(words)
+            yield lambda done, total: say(f"{done:,} of {total:,}")
         else:
             columns = TextColumn(words), BarColumn(), MofNCompleteColumn()
             with Progress(*columns, console=self._console, transient=True) as bar:
@@ -102,13 +106,32 @@ class Reporter:
                 yield lambda done, total: bar.update(task, completed=done, total=total)
         self.say(f"{words}: {self._clock() - start:.1f} s")
 
+    def _rarely(self, words: str) -> Callable[[str], None]:
+        """Announce work, and return a function that prints how far it is, at most once in `_SILENT` seconds."""
+        self.say(f"{words} …")
+        start = said = self._clock()
+
+        def say(amount: str) -> None:
+            nonlocal said
+            if (now := self._clock()) - said >= _SILENT:
+                said = now
+                self.say(f"{words}: {amount} after {now - start:.0f} s")
+
+        return say
+
     @contextmanager
     def reading(self, words: str, total: int) -> Iterator[Callable[[int], None]]:
-        """Announce the reading of `total` bytes, and yield a function of the number of additional bytes read."""
+        """Announce the reading of `total` bytes, and yield a function of the number of additional bytes read; as `counting`."""
         start = self._clock()
         if not self._console.is_terminal:
-            self.say(f"{words} …")
-            yield lambda more: None
+            say, read = self._rarely(words), 0
+
+            def advance(more: int) -> None:
+                nonlocal read
+                read += more
+                say(f"{read / 1e6:,.0f} of {total / 1e6:,.0f} MB")
+
+            yield advance
         else:
             columns = TextColumn(words), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()
             with Progress(*columns, console=self._console, transient=True) as bar:
