@@ -1,6 +1,7 @@
 """A user's models, losses and data in a config: they run only if allowed, and every mistake is reported in one line."""
 
 import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -470,6 +471,7 @@ def test_data_that_runs_out_is_reported_with_the_step(capsys):
     code, _, err = run(capsys, "--allow-code", data={"target": "own_parts:few"})
     assert code == 2
     assert err == f"jpipe: data.target: train[3] fails: IndexError: list index out of range ({line_of('return super()')}); fix it there\n"
+    shutil.rmtree("run")
     code, _, err = run(capsys, "--allow-code", data={"target": "own_parts:fewer"})
     expected = "expected train to give batch t for every t < train.steps 40, found a Few of 2; repeat them or lower train.steps"
     assert (code, err) == (2, f"jpipe: data.target: {expected}\n")

@@ -281,7 +281,7 @@ def test_each_wait_is_twice_as_long_and_a_minute_at_most(monkeypatch):
     monkeypatch.setattr(ProcessGroup, "watch", lambda tree, signals, again: messages.append(again) or 1)
     assert launch.main(1, [], max_restarts=4) == 1
     assert waits == [1, 2, 4, 8]
-    assert messages[2:] == ["starting all again in 4 s (3 of 4)", "starting all again in 8 s (4 of 4)", ""]
+    assert messages[2:] == ["starting all again in 4 s (3 of 4)", "starting all again in 8 s (4 of 4)", "--max-restarts 4 is used up"]
     waits.clear()
     assert launch.main(1, [], max_restarts=4, pause=20.0) == 1
     assert waits == [20, 40, 60, 60]

@@ -19,11 +19,11 @@ def document(title: str, results: str, sections: Mapping[str, str], generator: s
         results: what stands below the title, as HTML; may be empty.
         sections: the content of each section as HTML, by its heading as text.
         generator: the program that wrote the page, for its metadata.
-        beside: the heading of the section that stands in wide windows beside the one before it and the one after it.
+        beside: the heading of the section that stands in wide windows beside the one before it.
     """
     names, bodies = list(sections), []
     for i, (heading, content) in enumerate(sections.items()):
-        side = "right" if heading == beside else "left" if beside in names[max(i - 1, 0) : i + 2] else ""
+        side = "right" if heading == beside else "left" if names[i + 1 : i + 2] == [beside] else ""
         place = f' class="{side}"' if side else ""
         bodies.append(f"<section{place}>\n<h2>{escape(heading)}</h2>\n{content}\n</section>")
     return Template(_TEMPLATE.read_text(encoding="utf-8")).substitute(

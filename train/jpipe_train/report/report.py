@@ -233,7 +233,7 @@ def _comparison_table(report: Report) -> str:
         return page.note("No batches of this run were simulated or traced, so there is nothing to compare.")
     table = page.table("numbers", ("", *Comparison._fields[1:]), compare(report.predicted, report.measured, report.temporary))
     words = temporary_words(report.temporary)
-    return table + page.note(
+    note = page.note(
         "The prediction is the schedule simulated with the median times of each stage's own computations in the same batches, and with "
         "sizes from shapes alone; a ratio (measured / predicted) of 1 means an exact prediction. "
         + (f"{words[0].upper()}{words[1:]}. " if words else "")
@@ -241,6 +241,7 @@ def _comparison_table(report: Report) -> str:
         + (f" {why}" if (why := why_slower(report.predicted, report.measured, report.processes)) else "")
         + (f" {report.slow}" if report.slow else "")
     )
+    return f'<div class="beside">{table}{note}</div>'
 
 
 def _timeline(report: Report, picture: bytes | None) -> str:
