@@ -31,7 +31,7 @@ class Programs:
         model: the model whose layers the stages have.
         device: the device on which they run.
         pool: the threads.
-        meter: counts the programs that `finish` waits for.
+        meter: counts the programs.
     """
 
     def __init__(self, model: Model, device: jax.Device, pool: Executor, meter: Meter) -> None:
@@ -45,11 +45,12 @@ class Programs:
                 if self._key(ids, name, rows) not in self._compiling:
                     traced = stage.trace(name, self.device)
                     lowered = traced.lower()
-                    self._compiling[self._key(ids, name, rows)] = self._pool.submit(lowered.compile), count_flops(traced, lowered)
+                    self._meter.begin(future := self._pool.submit(lowered.compile))
+                    self._compiling[self._key(ids, name, rows)] = future, count_flops(traced, lowered)
 
     def finish(self) -> None:
         """Wait until everything that was started is compiled."""
-        self._meter.wait(future for future, _ in self._compiling.values())
+        self._meter.wait()
 
     def stages(self, groups: Sequence[tuple[str, ...]], rows: int) -> dict[tuple[str, ...], jpipe.stages.StandaloneStage]:
         """Return the stages of these layers, and the empty stage."""

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import itertools
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, as_completed
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -222,18 +222,21 @@ class Meter:
 
     def __init__(self, progress: Progress | None, total: int) -> None:
         self._progress, self._total, self._done = progress, total, 0
-        self._futures = set[Future[Any]]()
+        self._futures = list[Future[Any]]()
 
     def expect(self, parts: int) -> None:
         """Add parts to the total."""
         self._total += parts
 
-    def wait(self, futures: Iterable[Future[Any]]) -> None:
-        """Wait for futures; each that was not waited for before is a part of the work."""
-        new = set(futures) - self._futures
-        self._futures |= new
-        self.expect(len(new))
-        for future in as_completed(new):
+    def begin(self, future: Future[Any]) -> None:
+        """Add a part to the total that another thread does, and for which `wait` waits."""
+        self._futures.append(future)
+        self.expect(1)
+
+    def wait(self) -> None:
+        """Wait for all parts that began in other threads, and count them."""
+        futures, self._futures = self._futures, []
+        for future in as_completed(futures):
             future.result()
             self.step()
 

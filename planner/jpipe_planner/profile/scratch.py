@@ -50,7 +50,7 @@ class ScratchPrograms:
         policies: the recomputation policies.
         device: what to compile for.
         pool: the threads.
-        meter: counts the programs that `scratch` waits for.
+        meter: counts the programs.
     """
 
     def __init__(self, model: Model, policies: Sequence[str], device: jax.Device, pool: Executor, meter: Meter) -> None:
@@ -77,7 +77,7 @@ class ScratchPrograms:
 
     def scratch(self, layers: Mapping[tuple[str, int], int] | None = None) -> Scratch:
         """Return the scratch memory, once all is compiled; `layers` is that of single layers if they were not begun here."""
-        self._meter.wait(self._by_key.values())
+        self._meter.wait()
         singles = [(one,) for one in self._model.distinct] if layers is None else []
         for ids in [*singles, *self._pairs]:
             if self._forward_decides(ids):
@@ -101,7 +101,8 @@ class ScratchPrograms:
             lowered = self._model.stage(ids, rows, recompute).trace(kind, self._device).lower()
         key = jpipe.stages.program_key(lowered)
         if key not in self._by_key:
-            self._by_key[key] = self._pool.submit(compile_scratch_bytes, lowered, self._device)
+            self._meter.begin(future := self._pool.submit(compile_scratch_bytes, lowered, self._device))
+            self._by_key[key] = future
         self._bytes[ids, rows, kind, recompute] = self._by_key[key]
 
     def _known(self, ids: _Ids, rows: int, kind: Kind, recompute: str = "none") -> int:
