@@ -311,7 +311,7 @@ def _inside(spans: Sequence[Span], points: float, versions: bool, font_size: flo
 def _size_in_boxes(spans: Sequence[Span], points: float, versions: bool, font_size: float) -> float:
     """Return the size of labels, infinite where few boxes have room for theirs: one in a few would look like something special."""
     labelled = sum(_fits(_label(span, versions), _room(span, points), points, font_size) for span in spans)
-    return font_size if labelled > len(spans) / 4 else math.inf
+    return font_size if labelled > len(spans) / 20 else math.inf
 
 
 def _fits(label: str, room: tuple[float, float], points: float, font_size: float) -> bool:

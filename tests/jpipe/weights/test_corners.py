@@ -148,7 +148,7 @@ def test_frozen_parameters_stay_frozen():
 )
 def test_layers_whose_form_changes_are_refused_before_any_device_work(layer, message):
     with pytest.raises(InputError, match=message):
-        LayerStack({"a": layer}).specs(jnp.zeros((4, 3)))
+        LayerStack({"a": layer, "b": lambda x: x}).specs(jnp.zeros((4, 3)))  # the last layer may return anything in evaluation
 
 
 @pytest.mark.parametrize(
