@@ -1,15 +1,21 @@
 """What a config says is checked before a device starts and before data are read."""
 
 import sys
+from pathlib import Path
 
 import jax
 import pytest
 from jax._src import xla_bridge
 
+import jpipe
 from jpipe import InputError
+from jpipe.checkpoints import folders
 from jpipe_train.config.config import Config
+from jpipe_train.config.config_file import to_yaml
 from jpipe_train.data import data
-from jpipe_train.run import loop
+from jpipe_train.plan import plan as planning
+from jpipe_train.plan.inputs import Request
+from jpipe_train.run import evaluate, loop
 from tests.packages import ROOT
 
 CHAT = {
@@ -20,6 +26,14 @@ CHAT = {
 }
 MODEL = {"vocab_size": 384, "depth": 1, "width": 8, "heads": 2, "seq_len": 8}
 MLP = {"model": {"target": "examples.mlp:model"}, "data": {"target": "examples.mlp:data"}}
+
+
+def changed(tiny: dict, sections: dict) -> Config:
+    """Return the config of a tiny run with other keys, or with other sections where they have nothing of the tiny run's."""
+    replaced = {"format", "target", "sources"}
+    return Config.model_validate(
+        tiny | {name: keys if replaced & keys.keys() else tiny.get(name, {}) | keys for name, keys in sections.items()}
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +47,8 @@ def nothing_starts(monkeypatch, tmp_path):
     for name in ("backends", "get_backend", "devices", "local_devices", "device_count"):
         monkeypatch.setattr(xla_bridge, name, refuse)
     monkeypatch.setattr(jax, "devices", refuse)
-    monkeypatch.setattr(data, "load", refuse)
+    for name in ("load", "held_out"):
+        monkeypatch.setattr(data, name, refuse)
 
 
 @pytest.mark.parametrize(
@@ -76,9 +91,7 @@ def test_a_mistake_is_told_before_devices_start_and_data_are_read(sections, mess
     (tmp_path / "used/loss.png").touch()
     (tmp_path / "rows.parquet").write_bytes(b"PAR1" + bytes(100) + b"PAR1")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    replaced = {"format", "target", "sources"}  # their sections have nothing of `tiny`
-    merged = {name: keys if replaced & keys.keys() else tiny.get(name, {}) | keys for name, keys in sections.items()}
-    config = Config.model_validate(tiny | merged)
+    config = changed(tiny, sections)
     before = sorted(path.name for path in tmp_path.iterdir())
     with pytest.raises(InputError, match=message):
         loop.main(config)
@@ -91,3 +104,65 @@ def test_a_right_config_passes_and_leaves_nothing(tiny, tmp_path):
         with pytest.raises(AssertionError, match="too early"):
             loop.main(Config.model_validate(config))
     assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+
+def run_of(config: Config, folder: Path) -> str:
+    """Write what `jpipe evaluate` reads of a run before its checkpoint, and return the folder."""
+    (folder / "checkpoints/4").mkdir(parents=True)
+    (folder / "checkpoints/4" / folders.MARKER).touch()
+    (folder / "config.yaml").write_text(to_yaml(config))
+    (folder / "plan.json").write_text(jpipe.Plan.even(["embed", "block_0", "head"], num_stages=2, microbatches=2).to_json())
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("sections", "request_", "message"),
+    [
+        ({}, {"data": "missing.txt"}, "^--data: 'missing.txt' does not exist"),
+        ({}, {"data": "rows.csv"}, "^--data: expected text, found that 'rows.csv' is "),
+        ({"data": CHAT, "model": MODEL}, {"data": "x" * 5000}, "^--data: .*File name too long"),
+        ({"data": {"sources": [{"path": "here.txt"}]}}, {"data": "missing.txt"}, "^--data: 'missing.txt' does not exist"),
+        (
+            {"data": CHAT | {"tokenizer": "missing.json"}, "model": MODEL},
+            {"data": "here.txt"},
+            "data.tokenizer: cannot read 'missing.json'",
+        ),
+        (
+            {"data": {"validation_path": "missing.txt", "validation_fraction": 0.05}},
+            {},
+            "data.validation_path: 'missing.txt' does not exist",
+        ),
+        (MLP, {"data": "here.txt", "allow_code": True}, "^--data: the data come from 'examples.mlp:data'"),
+        ({"eval": {"metrics": {"mine": "nowhere:metric"}}}, {"allow_code": True}, "eval.metrics.mine: .*nowhere"),
+    ],
+)
+def test_an_evaluation_tells_a_mistake_as_early(sections, request_, message, tiny, tmp_path):
+    (tmp_path / "rows.csv").write_text("a,b\n1,2\n")
+    (tmp_path / "here.txt").write_text("text")
+    folder = run_of(changed(tiny, sections), tmp_path / "trained")
+    with pytest.raises(InputError, match=message):
+        evaluate.main(evaluate.Request(folder, **request_))
+
+
+@pytest.mark.parametrize("topology", ["local", "two.yaml"])
+@pytest.mark.parametrize(
+    ("sections", "request_", "files", "message"),
+    [
+        ({"data": {"path": "missing.txt"}}, {}, {}, "data.path: 'missing.txt' does not exist"),
+        ({"optimizer": {"arguments": {"b3": 1}}}, {}, {}, "optimizer.arguments: 'adamw' has no argument 'b3'"),
+        (
+            {"optimizer": {"clip_global_norm": 1.0}},
+            {"agree": 4, "schedules": ("pipedream_2bw",)},
+            {},
+            "pipedream_2bw cannot be used with optimizer.clip_global_norm",
+        ),
+        ({"plan": {"links": {"rows": 8}}}, {}, {}, "plan.links.rows: expected none where a plan is searched"),
+        ({}, {}, {"profile": "missing.json"}, "--profile: cannot read 'missing.json'"),
+        ({}, {"topology": "missing.yaml", "meshes": ("model=2",)}, {}, "--topology: cannot read 'missing.yaml'"),
+    ],
+)
+def test_the_search_for_a_plan_tells_a_mistake_as_early(topology, sections, request_, files, message, tiny, tmp_path):
+    (tmp_path / "two.yaml").write_text("{format: jpipe-topology/1, levels: [{count: 2, bandwidth: 1.0e+9}]}")
+    (tmp_path / "tiny.yaml").write_text(to_yaml(changed(tiny, sections)))
+    with pytest.raises(InputError, match=message):
+        planning.main(planning.Files("tiny.yaml", **files), Request(**{"topology": topology} | request_))

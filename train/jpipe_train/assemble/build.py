@@ -78,8 +78,12 @@ def build(
     return pipe, batches
 
 
-def check_by_reading(config: Config) -> None:
+def check_by_reading(config: Config, path: str | None = None) -> None:
     """Check what a config says by reading what it names: before a device starts, data are read or the model is traced.
+
+    Args:
+        config: the config of the run.
+        path: other data in the place of the run's own, as in `jpipe_train.data.data.held_out`.
 
     Raises:
         jpipe.InputError: a file is missing, or no library reads it; a function does not exist or has other arguments; sizes do not divide.
@@ -98,7 +102,7 @@ def check_by_reading(config: Config) -> None:
                 plan.check_layers(stack.ids)
         if plan is not None:
             check_plan(config, plan)
-    data.check_files(config)
+    data.check_files(config, path)
 
 
 def check_plan(config: Config, plan: jpipe.Plan) -> None:

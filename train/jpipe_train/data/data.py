@@ -211,10 +211,8 @@ def held_out(config: Config, path: str | None = None) -> Data:
     Raises:
         InputError: as `load`, except for the size; there is no row.
     """
-    target = config.data.target
-    if target is not None and path is not None:
-        raise InputError(f"data.path: the data come from '{target}' (data.target), found the path '{path}'; change data.arguments")
-    if target is not None:
+    _check_has_path(config, path)
+    if config.data.target is not None:
         return _read(config)
     if config.data.sources is not None and path is None:
         return _mixture(config, config.data.sources, held_out)
@@ -232,6 +230,13 @@ def held_out(config: Config, path: str | None = None) -> Data:
     of_documents.check_some(config, split, rows)
     batches = of_documents.batches_of(config, rows, 1, apart=apart)
     return Data(batches, batches, split.source, f"{split.validation.size:,} tokens", split.digest, of_documents.remarks_of(split, rows))
+
+
+def _check_has_path(config: Config, path: str | None) -> None:
+    if config.data.target is not None and path is not None:
+        raise InputError(
+            f"data.path: the data come from '{config.data.target}' (data.target), found the path '{path}'; change data.arguments"
+        )
 
 
 def _mixture(config: Config, sources: Sequence[SourceConfig], read: Callable[[Config], Data]) -> Data:
@@ -309,15 +314,22 @@ def _from_target(config: Config, **optional: bool) -> Data:
     return Data(train, validation, target, amount, lambda: target_data.digest(train, validation), rows=train.rows)
 
 
-def check_files(config: Config) -> None:
+def check_files(config: Config, path: str | None = None) -> None:
     """Check the files that `config.data` names, its tokenizer and its chat template, without reading any data.
 
+    Args:
+        config: the config of the run.
+        path: other data in the place of the run's own, as in `held_out`.
+
     Raises:
-        InputError: as `load`.
+        InputError: as `load`, or as `held_out`.
     """
     data = config.data
+    _check_has_path(config, path)
     if data.target is not None:
         entry_point.checked(data.target, "data.target", data.arguments, ("seed", "batch_size"))
+    elif data.sources is not None and path is not None:
+        check_files(_of_source(config, data.sources[0]), path)
     elif data.sources is not None:
         for number, source in enumerate(data.sources):
             with _errors_name_source(number):
@@ -325,7 +337,7 @@ def check_files(config: Config) -> None:
     else:
         if not data.has_examples:
             of_documents.check_objective(config)
-        if (symbols := splits.check_files(config)) is not None:
+        if (symbols := splits.check_files(config, path)) is not None:
             of_documents.check_vocabulary(config, symbols)
 
 

@@ -80,13 +80,17 @@ def _read(config: Config) -> Split:
     return _of_texts(config, parts_of(data))
 
 
-def check_files(config: Config) -> int | None:
+def check_files(config: Config, other: str | None = None) -> int | None:
     """Check that the files of `config.data` can be read, without reading them, and return the number of its tokens, if it is known.
+
+    Args:
+        config: the config of the run.
+        other: a path whose files are read in place of those of the run.
 
     Raises:
         InputError: there is no such file, no library reads it, or the tokenizer or the chat template cannot be used.
     """
-    data = config.data
+    data = config.data if other is None else config.data.model_copy(update={"path": other, "validation_path": None})
     if data.read_as == "bytes":
         if data.format == AUTO:
             _check_kinds(data)
@@ -97,7 +101,7 @@ def check_files(config: Config) -> int | None:
         return BYTES
     if data.format == "tokens" and token_files.is_folder(str(data.path)):
         return token_files.read_index(str(data.path), "data.path")[1].vocab_size
-    for path, _, where in parts_of(data):
+    for path, _, where in parts_of(data) if other is None else [Part(other, 0.0, "data.path")]:
         with sources.readable(where):
             _, files = sources.find_files(path, where, content="numbers" if data.format == "arrays" else "text")
             if (kind := kinds.rows_in(files[0])) is not None and kind.reader in arrow.NAMES:

@@ -19,7 +19,7 @@ from jpipe_train.assemble import compile_cache
 from jpipe_train.checkpoint import huggingface, warm_start
 from jpipe_train.checkpoint.adapters import merged
 from jpipe_train.checkpoint.best import Step
-from jpipe_train.checkpoint.export import Weights, by_name, step_of, with_ema
+from jpipe_train.checkpoint.export import Weights, by_name, check_steps, step_of, with_ema
 from jpipe_train.config import config_file
 from jpipe_train.config import huggingface as config_json
 from jpipe_train.config.config import AUTO, Config
@@ -123,7 +123,7 @@ def find(
 def _find_in_run(
     folder: Path, source: str, step: Step, weights: Weights, tokens_of: str | None, dtype: str | None, report: Callable[[str], None]
 ) -> Origin:
-    chosen = step_of(folder, step, "generate", report)
+    check_steps(folder, step, "generate")
     config = config_file.load_resolved(folder / "config.yaml")
     if config.model.target is not None:
         raise InputError(
@@ -131,6 +131,7 @@ def _find_in_run(
             "on from one token to the next; write a loop of your own around its layers (jpipe.checkpoints reads the weights)"
         )
     _check_decodes(config.model, source)
+    chosen = step_of(folder, step, "generate", report)  # reads checkpoints, which can take long
     if step is not None:  # the newest complete one is already verified
         checkpoint_files.verify(folder, chosen)
     specs = checkpoint_files.layer_specs(folder, chosen)

@@ -29,6 +29,7 @@ from jpipe_planner import (
     price_of_flush,
 )
 from jpipe_planner.ranking import table
+from jpipe_train.assemble.build import check_by_reading
 from jpipe_train.config import config_file
 from jpipe_train.config.config import AUTO, Config
 from jpipe_train.config.section import MOST_ROWS
@@ -41,7 +42,7 @@ from jpipe_train.plan.compiling import compiled_words, compiler_errors, of_this_
 from jpipe_train.plan.confirm import confirm, nothing_fits
 from jpipe_train.plan.inputs import ALL, LOCAL, Request, prepare_devices, read_profile, read_topology
 from jpipe_train.plan.profiling import Parts, profile_of, profile_together
-from jpipe_train.plan.search import SearchResult, search
+from jpipe_train.plan.search import SearchResult, refused_schedules, search
 
 SHOWN = 10  # rows of the table
 EXPLAINED = 20  # rejected plans that are listed
@@ -101,6 +102,7 @@ def main(
         config = together.run_on_all(lambda: _config(files, overrides, allow_code))
         if config is not None:
             together.agree(lambda: facts(config) | {"what is planned": f"{request}, --profile {files.profile}, --rows {rows}"})
+        together.run_on_all(lambda: _check_by_reading(files, request, config, rows, together))
         devices = together.run_on_all(lambda: prepare_devices(request, num_processes))
         together.start_devices(connect_limit)
         parts = together.run_on_all(lambda: None if config is None else Parts.of(config, reporter))
@@ -252,6 +254,17 @@ def _check(files: Files, request: Request, rows: int | None) -> None:
             raise InputError(f"{option}: expected a name that ends in {ending}, found '{path}'")
         if path is not None and not expanded(path, option).absolute().parent.is_dir():
             raise InputError(f"{option}: there is no folder for '{path}'; make it first, or choose another")
+
+
+def _check_by_reading(files: Files, request: Request, config: Config | None, rows: int | None, together: Together) -> None:
+    """Check what the config, the topology and the profile say, before devices start, data are read or layers are profiled."""
+    if request.topology != LOCAL:
+        read_topology(request.topology)
+    if files.profile is not None and together.is_first:
+        read_profile(files.profile, rows or 1)
+    if config is not None:
+        refused_schedules(request.with_asked(config.plan), config.uses_global_norm)
+        check_by_reading(config)
 
 
 def compiling_of(request: Request, topology: Topology) -> Compiling:

@@ -73,24 +73,42 @@ class SearchResult:
     attempts: tuple[Attempt, ...] = ()
 
 
+def refused_schedules(request: Request, global_norm: bool, shares: bool = False) -> tuple[str, dict[str, str]]:
+    """Return which requested schedules cannot be used.
+
+    Args:
+        request: the requirements.
+        global_norm: as in `search`.
+        shares: whether layers share parameters.
+
+    Returns:
+        What they cannot be used with, and why, by name.
+
+    Raises:
+        InputError: no requested schedule can be used.
+    """
+    requested = request.allowed
+    needs = " or ".join([_NEEDS_NORM] * global_norm + ["shared parameters"] * shares)
+    reasons = {name: why for name in requested if needs and (why := sharing_refusal(name))}
+    if global_norm and request.asked.agree is not None:
+        late = (name for name in requested if not jpipe.schedules.SCHEDULES[name].flushes)
+        reasons |= dict.fromkeys(late, "pipelines that agree need a schedule that flushes for it")
+    if all(name in reasons for name in requested):
+        raise InputError("--schedules: " + "; ".join(f"{name} cannot be used with {needs}: {why}" for name, why in reasons.items()))
+    return needs, reasons
+
+
 def _usable_schedules(profile: Profile, request: Request, global_norm: bool, reporter: Reporter) -> tuple[str, ...]:
     """Return the schedules to try, and print what is left out because of options or shared parameters.
 
     Raises:
         InputError: no requested schedule can be used.
     """
-    requested = request.allowed
     if request.asked.agree is not None and profile.shared:
         layers = ", ".join(profile.shared[0].layers)
         raise InputError(f"agree: expected no parameters that layers share, found some of {layers}; plan without agree")
-    needs = " or ".join([_NEEDS_NORM] * global_norm + ["shared parameters"] * bool(profile.shared))
-    reasons = {name: why for name in requested if needs and (why := sharing_refusal(name))}
-    if global_norm and request.asked.agree is not None:
-        late = (name for name in requested if not jpipe.schedules.SCHEDULES[name].flushes)
-        reasons |= dict.fromkeys(late, "pipelines that agree need a schedule that flushes for it")
-    schedules = tuple(name for name in requested if name not in reasons)
-    if not schedules:
-        raise InputError("--schedules: " + "; ".join(f"{name} cannot be used with {needs}: {why}" for name, why in reasons.items()))
+    needs, reasons = refused_schedules(request, global_norm, bool(profile.shared))
+    schedules = tuple(name for name in request.allowed if name not in reasons)
     for name, why in reasons.items():
         reporter.say(f"left out, because of {needs}: {name}: {why}")
     for name in filter(needs_vertical_sync, schedules if needs else ()):

@@ -15,7 +15,7 @@ import jpipe
 from jpipe import InputError
 from jpipe.files import resolved
 from jpipe_train.assemble import compile_cache
-from jpipe_train.assemble.build import build, check, prepare_devices
+from jpipe_train.assemble.build import build, check, check_by_reading, prepare_devices
 from jpipe_train.assemble.metrics import metrics
 from jpipe_train.checkpoint import resume
 from jpipe_train.checkpoint.best import Step
@@ -107,6 +107,7 @@ def main(request: Request, num_processes: int = 1, connect_limit: float = 300.0,
         together.agree(lambda: facts(config) | {"what is evaluated": str(request)})
         together.run_on_all(lambda: prepare_devices(config.plan, num_processes))
         cache_problem = together.run_on_all(lambda: compile_cache.use(config.compile_cache))
+        together.run_on_all(lambda: _check_by_reading(config, request))
         together.start_devices(connect_limit)
         # Orbax starts the devices, which waits for all processes, so no checkpoint is read before.
         step = int(together.from_first("the checkpoint", lambda: str(step_of(folder, request.step, "evaluate", lines.append))))
@@ -157,6 +158,23 @@ def _config(folder: Path, request: Request) -> Config:
     return config.model_copy(update={"optimizer": OptimizerConfig(name="sgd"), "resume": ResumeConfig(optimizer="reset")})
 
 
+def _check_by_reading(config: Config, request: Request) -> None:
+    with _option_named(request):
+        check_by_reading(config, request.data)
+
+
+@contextmanager
+def _option_named(request: Request) -> Iterator[None]:
+    """Name `--data` in errors about the path of data other than the run's own."""
+    try:
+        yield
+    except InputError as error:
+        if request.data is None:
+            raise
+        lines = (line.replace("data.path: ", "--data: ", 1).replace(OR_NULL, "") for line in error.args)
+        raise InputError(*lines) from None
+
+
 def _ready(config: Config, request: Request, reporter: Reporter) -> tuple[jpipe.Pipeline, data.Data, "_Selection"]:
     """Return what `_built` does, with errors that name other shapes."""
     with _other_shapes_named(config, request):
@@ -201,13 +219,8 @@ def _built(config: Config, request: Request, reporter: Reporter) -> tuple[jpipe.
     """Build the pipeline and its data, with all rows to evaluate as `validation` and one batch to compile for as `train`."""
 
     def load(config: Config) -> data.Data:
-        try:
+        with _option_named(request):
             held_out = data.held_out(config, request.data)
-        except InputError as error:
-            if request.data is None:
-                raise
-            lines = (line.replace("data.path: ", "--data: ", 1).replace(OR_NULL, "") for line in error.args)
-            raise InputError(*lines) from None
         rows = held_out.validation
         first = rows.parts[0] if isinstance(rows, Joined) else rows
         return replace(held_out, train=[like_a_batch(first)] if isinstance(first, BatchesOfRows) else first)
