@@ -231,7 +231,7 @@ def _header(stream: Any, name: str, where: str, file: Path) -> tuple[tuple[int, 
     except OSError:
         raise
     except Exception as error:  # NumPy parses the header as Python: damage raises TokenError, RecursionError, MemoryError and more
-        reason = first_line(error)[:100] if str(error) else type(error).__name__
+        reason = first_line(error).partition(": <ast.")[0][:100] if str(error) else type(error).__name__
         words = f"it begins as {kinds.NPY}, and its header is damaged or not supported ({reason})"
         raise OSError(errno.EINVAL, words, str(file)) from None
     if dtype.kind not in KINDS or dtype.itemsize > 8:
