@@ -13,6 +13,7 @@ from jpipe.checkpoints import folders
 from jpipe_train.config.config import Config
 from jpipe_train.config.config_file import to_yaml
 from jpipe_train.data import data
+from jpipe_train.generate import model_source
 from jpipe_train.plan import plan as planning
 from jpipe_train.plan.inputs import Request
 from jpipe_train.run import evaluate, loop
@@ -71,6 +72,7 @@ def nothing_starts(monkeypatch, tmp_path):
         ({"run": {"dir": "broken/run"}}, "run.dir: cannot write 'broken/run': Not a directory"),
         ({"run": {"dir": "used"}}, "run.dir: expected a new or empty folder, found 'loss.png' of something else in 'used'"),
         ({"plan": {"num_stages": 8}}, "plan: expected between 1 and 3 stages"),
+        ({"plan": {"file": "auto", "links": {"rows": 8}}}, "plan.links.rows: expected none where a plan is searched"),
         ({"plan": {"num_stages": 2, "max_delay": 0.5}}, "plan.max_delay: expected a plan with a mean delay of at most 0.5"),
         ({"plan": {"num_stages": 2, "mesh": {"model": 4}, "rules": {"heads": "model"}}}, "model.heads"),
         ({"optimizer": {"per_stage": {"learning_rate": [0.1, 0.1, 0.1]}, "learning_rate": None}}, "optimizer.per_stage: learning_rate"),
@@ -166,3 +168,9 @@ def test_the_search_for_a_plan_tells_a_mistake_as_early(topology, sections, requ
     (tmp_path / "tiny.yaml").write_text(to_yaml(changed(tiny, sections)))
     with pytest.raises(InputError, match=message):
         planning.main(planning.Files("tiny.yaml", **files), Request(**{"topology": topology} | request_))
+
+
+def test_a_model_that_cannot_generate_is_told_before_a_checkpoint_is_read(tiny, tmp_path):
+    folder = run_of(changed(tiny, MLP), tmp_path / "trained")
+    with pytest.raises(InputError, match="generate: expected a model of jpipe's own"):
+        model_source.find(folder, None, "newest", None, None, print)

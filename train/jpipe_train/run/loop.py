@@ -33,6 +33,7 @@ from jpipe_train.data import data
 from jpipe_train.launch.numeric_settings import numeric_settings
 from jpipe_train.launch.together import Together, facts, joined
 from jpipe_train.plan.auto import find_plan
+from jpipe_train.plan.inputs import Request
 from jpipe_train.report import logs
 from jpipe_train.report.metrics_log import MetricsLog, NonFiniteLoss, RunStopped
 from jpipe_train.report.performance import comparison, mfu
@@ -196,6 +197,8 @@ def check_early(config: Config, together: Together, resumed: Resumed | None, res
     """
     stopping.check(config)
     check_by_reading(config)
+    if config.plan.file == AUTO:
+        Request().with_asked(config.plan)
     if resumed is None:
         if config.warm_start.file is not None:
             from jpipe_train.checkpoint import warm_start
