@@ -144,6 +144,8 @@ def explain(error: pydantic.ValidationError, model: type[pydantic.BaseModel], wh
             case "too_short":
                 limits = problem["ctx"]
                 lines.append(f"{where}: {at}: expected at least {limits['min_length']} of them, found {limits['actual_length']}")
+            case "too_long":
+                lines.append(f"{where}: {at}: expected at most {problem['ctx']['max_length']} items, found {short(value)}")
             case "value_error":
                 lines.append(f"{where}: {at + ': ' if at else ''}{problem['ctx']['error']}")
             case _:

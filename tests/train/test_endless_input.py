@@ -70,7 +70,7 @@ def test_weights_to_begin_with_are_not_read_from_a_fifo(error_line, tmp_path):
 
 def test_patterns_are_counted(error_line, tmp_path, tiny):
     (tmp_path / "many.yaml").write_text(yaml.safe_dump(tiny | {"optimizer": {"decay": ["*"] * 300}}))
-    assert re.search(r"optimizer\.decay: expected .* at most 256 items", error_line("train", "many.yaml"))
+    assert re.search(r"optimizer\.decay: expected at most 256 items", error_line("train", "many.yaml"))
     (tmp_path / "many.yaml").write_text(yaml.safe_dump(tiny | {"optimizer": {"decay": ["*a" * 200]}}))
     assert re.search(r"optimizer\.decay\.0: expected .* at most 256 characters", error_line("train", "many.yaml"))
 

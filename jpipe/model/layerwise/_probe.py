@@ -172,7 +172,7 @@ def _find_in_tree(
         has_masters=has_masters,
     )
     if axes:
-        _check_slices(found, traced, structure, sliced, axes, keeps_axes=True)
+        _check_slices(found, traced, structure, sliced, axes, tree.shapes, keeps_axes=True)
     if predicts and trained.has_any(tree.layers):
         with optax_promotion():
             tiny = structure.unflatten(map(tiny_array, sliced))
@@ -195,9 +195,9 @@ def _check_slices_by_layer(
     flat, structure = jax.tree.flatten(dict(specs))
     places = jax.tree.leaves(ties.without_seconds(tree.layers))
     axes = {number: place.axes for number, place in enumerate(places) if place.axes}
-    shapes = (np.expand_dims(np.broadcast_to(0, spec.shape), axes.get(number, ())).shape for number, spec in enumerate(flat))
-    stacked = [jax.ShapeDtypeStruct(shape, spec.dtype) for shape, spec in zip(shapes, flat, strict=True)]
-    _check_slices(layerwise, traced, structure, stacked, axes, keeps_axes=False)
+    sliced = (np.expand_dims(np.broadcast_to(0, spec.shape), axes.get(number, ())).shape for number, spec in enumerate(flat))
+    stacked = [jax.ShapeDtypeStruct(shape, spec.dtype) for shape, spec in zip(sliced, flat, strict=True)]
+    _check_slices(layerwise, traced, structure, stacked, axes, [tree.shapes[place.number] for place in places], keeps_axes=False)
 
 
 def _check_slices(
@@ -206,12 +206,13 @@ def _check_slices(
     structure: Any,
     specs: Sequence[Any],
     axes: Mapping[int, tuple[int, ...]],
+    shapes: Sequence[tuple[int, ...]],
     *,
     keeps_axes: bool,
 ) -> None:
     """Check by a trial that slices of stacked arrays are updated one by one as in these arrays; see `slice_difference`."""
     with optax_promotion(), jax.debug_nans(False), jax.transfer_guard("allow"):
-        if not slice_difference(layerwise, structure, specs, axes, read_state(traced), keeps_axes):
+        if not slice_difference(layerwise, structure, specs, axes, shapes, read_state(traced), keeps_axes):
             return
     raise _not_layerwise(
         "it computes with all blocks together, which the model stacks in one array", layerwise.transformation, in_slices=True

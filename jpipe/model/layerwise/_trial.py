@@ -71,23 +71,30 @@ def slice_difference(
     structure: Any,
     specs: Sequence[Any],
     axes: Mapping[int, tuple[int, ...]],
+    shapes: Sequence[tuple[int, ...]],
     reads: Sequence[bool],
     keeps_axes: bool,
 ) -> bool:
     """Return whether slices of stacked arrays are updated otherwise one by one than in the stacked arrays.
+
+    There are two slices, which take turns in a stacked array, because a rule may count the blocks: "the first three are frozen".
 
     Args:
         layerwise: the optimizer.
         structure: of the tree of all parameters.
         specs: of its leaves, with one slice of each stacked leaf, which has a dim of size 1 for the blocks.
         axes: of stacked leaves, by number.
+        shapes: of the leaves with all slices.
         reads: for each leaf of the state whether updates depend on it; the others are not compared.
         keeps_axes: whether a slice alone has that dim.
     """
 
     def stack(first: Any, second: Any, rank: int) -> Any:
-        pairs = enumerate(zip(first, second, strict=True))
-        return [jnp.concatenate(pair, axes[n][min(rank, len(axes[n]) - 1)]) if n in axes else pair[0] for n, pair in pairs]
+        return [turns(n, pair, rank) if n in axes else pair[0] for n, pair in enumerate(zip(first, second, strict=True))]
+
+    def turns(n: int, pair: tuple[Any, Any], rank: int) -> jax.Array:
+        axis = axes[n][min(rank, len(axes[n]) - 1)]
+        return jnp.concatenate([pair[i % 2] for i in range(max(2, shapes[n][axis]))], axis)
 
     def alone(leaves: Sequence[Any]) -> Tree:
         return structure.unflatten([leaf if keeps_axes or n not in axes else leaf.squeeze(axes[n]) for n, leaf in enumerate(leaves)])
@@ -120,11 +127,11 @@ def slice_difference(
 
 
 def _are_slices(whole: np.ndarray, slices: Sequence[np.ndarray]) -> bool:
-    """Return whether an array is equal to two others, or has them as its slices along some axis."""
+    """Return whether an array is equal to two others, or its slices along some axis are by turns equal to them."""
     if all(_close(whole, part) for part in slices):
         return True
-    axes = [axis for axis, size in enumerate(whole.shape) if size == 2 and whole.size == 2 * slices[0].size == 2 * slices[1].size]
-    return any(all(_close(np.take(whole, i, axis).ravel(), part.ravel()) for i, part in enumerate(slices)) for axis in axes)
+    axes = [axis for axis, size in enumerate(whole.shape) if size > 1 and all(whole.size == size * part.size for part in slices)]
+    return any(all(_close(part.ravel(), slices[i % 2].ravel()) for i, part in enumerate(np.moveaxis(whole, axis, 0))) for axis in axes)
 
 
 def has_momentum(layerwise: LayerwiseOptimizer, params: Tree, blank: Mapping[str, Tree] = MappingProxyType({})) -> bool:

@@ -296,7 +296,7 @@ def test_the_keys_of_families_decide_keys_of_the_model(name):
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
-        ("mistral", {"pruned_heads": {"0": [1]}}, "pruned_heads: expected "),
+        ("mistral", {"pruned_heads": {"0": [1]}}, "pruned_heads: expected at most 0 items, found "),
         ("mistral", {"max_sequence_length": 8}, "unknown key 'max_sequence_length'"),
         ("mistral", {"num_key_value_heads": ...}, "key 'num_key_value_heads' is missing; add it"),
         ("mistral", {"attention_sinks": 4}, "unknown key 'attention_sinks'; jpipe does not know whether it changes the model; remove it"),

@@ -231,6 +231,15 @@ REFUSED = {
         optax.chain(optax.add_noise(0.1, 0.5, jax.random.key(0)), optax.sgd(RATE)),
         f"{BLOCKS_TOGETHER}; instead: optax.partition with",
     ),
+    "the first two blocks": (
+        optax.chain(
+            optax.sgd(RATE),
+            optax.stateless(
+                lambda updates, _: jax.tree.map(lambda u: u * (np.arange(len(u)) < 2).reshape(-1, *[1] * (u.ndim - 1)), updates)
+            ),
+        ),
+        BLOCKS_TOGETHER,
+    ),
     "size": (decay(lambda tree: jax.tree.map(lambda p: p.size > 20, tree)), NUMBER_OF_BLOCKS),
     "norm of all": (
         optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(RATE)),
