@@ -242,6 +242,27 @@ def history(
     return History(before, part(plan, settings, devices, step, step, updates), plan, clock, earlier)
 
 
+def may_resume(config: Config, resume: Resume, together: Together, step: Step) -> bool:
+    """Return whether `find` has to look for checkpoints: the run must resume, or its folder has some; they are not read."""
+    folder = folder_of(config)
+
+    def look() -> str:
+        if resume == "must" or step is not None:
+            return "yes"
+        if folder is None or (resume == "never" and not is_of_this_job(folder)):
+            return ""
+        try:
+            return "yes" if _has_checkpoints(folder) else ""
+        except OSError:
+            return "yes"  # `find` says what is wrong
+
+    return bool(together.from_first("whether a run may resume", look))
+
+
+def _has_checkpoints(folder: Path) -> bool:
+    return os.path.isdir(folder / "checkpoints") and bool(os.listdir(folder / "checkpoints"))
+
+
 def find(
     config: Config, resume: Resume, together: Together, say: Callable[[str], None], *, step: Step = None, before: int | None = None
 ) -> Resumed | None:
@@ -289,7 +310,7 @@ def _find(config: Config, resume: Resume, say: Callable[[str], None], wanted: St
     ours = is_of_this_job(folder)
     if resume == "never" and not ours:  # checkpoints of an earlier attempt of this job are used
         return None
-    if not os.path.isdir(folder / "checkpoints") or not os.listdir(folder / "checkpoints"):
+    if not _has_checkpoints(folder):
         if resume == "must" or wanted is not None:
             option = "--resume must" if wanted is None else "--from-checkpoint"
             raise InputError(f"{option}: expected checkpoints in '{shown(folder / 'checkpoints')}', found none; check run.dir")

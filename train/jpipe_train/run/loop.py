@@ -18,7 +18,7 @@ from jpipe_train.assemble.meshes import has_meshes, mesh_words
 from jpipe_train.assemble.metrics import metrics
 from jpipe_train.checkpoint.best import Step
 from jpipe_train.checkpoint.checkpoints import Checkpoints
-from jpipe_train.checkpoint.resume import VERSIONS, Resume, Resumed, passed_over
+from jpipe_train.checkpoint.resume import VERSIONS, Resume, Resumed, may_resume, passed_over
 from jpipe_train.checkpoint.resume import find as find_resumed
 from jpipe_train.checkpoint.resume import history as find_history
 from jpipe_train.checkpoint.run_folder import FolderChanged, RunFolder, check_folder, mark_missing_end
@@ -93,11 +93,15 @@ def main(
         reporter = Reporter(config.train.length, *data.portion(config), None if together.is_first else Console(quiet=True))
         for line in remarks:
             reporter.say(line)
+        looks = may_resume(config, resume, together, from_checkpoint)
+        if not looks:  # Orbax, which reads them, needs devices, which all processes start together
+            together.run_on_all(lambda: check_early(config, together, None, resume))
+        together.start_devices(connect_limit)
         resumed = find_resumed(config, resume, together, reporter.say, step=from_checkpoint)
         if resumed is not None and is_complete(resumed, config):
             return already_complete(resumed, config, reporter, together)
-        together.run_on_all(lambda: check_early(config, together, resumed, resume))
-        together.start_devices(connect_limit)
+        if looks:
+            together.run_on_all(lambda: check_early(config, together, resumed, resume))
         return start(config, together, resumed, resume, reporter, from_checkpoint)
 
 
