@@ -31,7 +31,7 @@ from jpipe_train.run import loop, training
 from tests.train.conftest import SENTENCE, changed
 
 FILES = {".lock", "config.yaml", "plan.json", "metrics.jsonl", "end.json", "tensorboard", "trace.json", "report.html"}
-FILES |= {f"{name}.png" for name in ("loss", "timeline", "memory", "delay")}
+FILES |= {f"{name}.png" for name in ("loss", "timeline", "memory")}
 
 
 def rows_of(folder) -> list[dict]:

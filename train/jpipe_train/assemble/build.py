@@ -130,7 +130,7 @@ def check(config: Config, pipe: jpipe.Pipeline, batches: data.Data) -> data.Data
     batch = batches.like
     with errors_name_config_keys(config.plan.file):
         layers = layer_specs(pipe.stack, pipe.plan, batch)
-        params = {layer_id: layer.params for layer_id, layer in layers.items()}
+        params = pipe.stack.ties.without_seconds({layer_id: layer.params for layer_id, layer in layers.items()})
         devices, is_trained = started_devices(pipe), trained(config.tune)
         check_memory(params, pipe.optimizer, pipe.plan, devices, pipe.precision.has_masters, is_trained)
         functions = metrics(config.eval, config.model)
