@@ -25,6 +25,11 @@ Count = Annotated[int, Field(ge=1, le=MOST_ROWS)]
 Arguments = Annotated[dict[str, Any], BeforeValidator(lambda value: {} if value is None else value)]
 
 
+def as_python(value: Any) -> Any:
+    """Return a number of NumPy as one of Python, and anything else as it is."""
+    return value.item() if isinstance(value, np.generic) else value
+
+
 def _usable_path(path: str) -> str:
     """Return the path unchanged, or raise ValueError if no file can have that name."""
     if problem := unusable(path):
@@ -48,7 +53,7 @@ class Section(BaseModel):
         """Let programs give numbers of NumPy, as to `jpipe_train.fit`."""
         if not isinstance(keys, dict):
             return keys
-        return {key: value.item() if isinstance(value, np.generic) else value for key, value in keys.items()}
+        return {key: as_python(value) for key, value in keys.items()}
 
 
 MOVED: Final[Mapping[str, str]] = MappingProxyType(

@@ -11,7 +11,7 @@ import numpy as np
 
 from jpipe import InputError
 from jpipe_train.checkpoint.resume import Resumed
-from jpipe_train.config.section import MOST_ROWS
+from jpipe_train.config.section import MOST_ROWS, as_python
 from jpipe_train.console.terminal import count
 from jpipe_train.data import position
 from jpipe_train.data.arrays import RowsOfArrays
@@ -47,12 +47,12 @@ def load(
     """
     batches: Batches
     if batch_size is not None:
-        rows = _python_number(batch_size)
-        batches = _shuffled_rows(train, rows, _python_number(seed))
+        rows = as_python(batch_size)
+        batches = _shuffled_rows(train, rows, as_python(seed))
         in_epoch: int | None = len(jax.tree.leaves(train)[0])
     else:
         length = None if epochs is None or _is_arrays(train) else _batches_in_epoch(train)
-        needed = _python_number(steps) or 1 if epochs is None or length is None else position.rows_in(epochs, length)
+        needed = as_python(steps) or 1 if epochs is None or length is None else position.rows_in(epochs, length)
         again = length is not None and isinstance(train, list | tuple)
         batches = _training_batches(Repeated(train) if again else train, needed)
         rows = len(jax.tree.leaves(batches[0])[0])
@@ -62,10 +62,6 @@ def load(
     digest = partial(_digest, batches, validation)
     loaded = Data(batches, validation, _source(train), amount, digest, copies=copies, rows=in_epoch)
     return _with_steps(loaded, position.start(rows), rows, epochs), rows
-
-
-def _python_number(value: Any) -> Any:
-    return value.item() if isinstance(value, np.generic) else value
 
 
 def _with_steps(data: Data, first: Position, rows: int, epochs: float | None) -> Data:
