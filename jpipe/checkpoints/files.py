@@ -57,7 +57,6 @@ from jpipe.files import make_folder, to_disk, write_atomically
 from jpipe.runtime._snapshot import layer_of, with_optimizers
 
 __all__ = [
-    "all_but_remembered",
     "begin",
     "digest",
     "has_all_files",
@@ -262,18 +261,12 @@ def layer_specs(folder: Path, step: int) -> dict[str, Tree]:
     return with_optimizers(specs)
 
 
-def all_but_remembered(part: str) -> bool:
-    """Return whether a part of a layer is read where nothing goes on with the activations of rows (`jpipe.plan.Links.rows`)."""
-    return part != "remembered"
-
-
 def read_layers(
     folder: Path,
     step: int,
     ids: Iterable[str] | None = None,
     *,
     verified: bool = False,
-    needs: Callable[[str], bool] = lambda part: True,
 ) -> dict[str, Tree]:
     """Read layers of a checkpoint, whichever processes wrote them, after verifying the hashes of their files.
 
@@ -284,7 +277,6 @@ def read_layers(
         step: of the checkpoint.
         ids: which layers; None: all.
         verified: the caller has called `verify`, so that whole files need not be read for a few of their layers.
-        needs: whether a part of the layers, such as "params", is read.
 
     Returns:
         `{layer id: nested dicts of NumPy arrays}`, in the order of `ids`; each layer with its optimizer state, whichever replica kept it.
@@ -309,7 +301,7 @@ def read_layers(
     for item in dict.fromkeys(part.item for part in parts):
         with _damaged(item):
             in_item = [layer for part in parts if part.item == item for layer in part.layers if layer in needed]
-            read = read_item(item, in_item, needs)
+            read = read_item(item, in_item)
             layers |= {layer: read[layer] for layer in in_item}
     layers = with_optimizers(layers)
     return {layer: layers[layer] for layer in wanted}
