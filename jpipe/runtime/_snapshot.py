@@ -18,7 +18,7 @@ from jpipe.plan import Kept, Plan
 from jpipe.programs._instructions import Agree, AllReduce, Compute, SumChanges, Update
 from jpipe.runtime._agreed import last_agreed
 from jpipe.runtime._interpreter import Event
-from jpipe.runtime._plain import Plain, checked_dict, from_plain, names_in, overlaid, to_plain, without
+from jpipe.runtime._plain import Plain, checked_dict, from_plain, overlaid, to_plain
 from jpipe.runtime.state import PendingUpdate, WorkerState, copied_to_host, weights_of
 from jpipe.runtime.state._saved_optimizer import masters_in, with_buffers, without_prediction
 from jpipe.runtime.transport._lanes import arrived
@@ -332,7 +332,7 @@ def fitting(
         optimizer = {
             layer_id: from_plain(
                 f.optimizer_spec[layer_id],
-                with_buffers(f, layer_id, _of_trained(f, layer_id, own.get(layer_id, layers[layer_id]).get("optimizer", {}))),
+                with_buffers(f, layer_id, own.get(layer_id, layers[layer_id]).get("optimizer", {})),
                 f"checkpoint: layer '{layer_id}', optimizer state",
                 _OTHER_OPTIMIZER,
             )
@@ -384,17 +384,6 @@ def _sum_error_in(f: StageFunctions, layers: Mapping[str, Plain], replica: int, 
         else:
             errors[entry] = from_plain(specs, saved[replica], f"checkpoint: layer '{entry}', error of its compressed sums")
     return errors
-
-
-def _of_trained(f: StageFunctions, layer_id: str, plain: Any) -> Any:
-    """Return the optimizer state of a layer in a snapshot, without what an older jpipe kept for frozen parameters."""
-    if layer_id not in f.trained.chosen or not isinstance(plain, dict):
-        return plain
-    if f.trained.excludes(layer_id):
-        return {}
-    params, stored = f.specs.params[layer_id], names_in(f.optimizer_spec[layer_id])
-    frozen = names_in(params) - names_in(f.trained.of(layer_id, params))
-    return without(plain, lambda names: names not in stored and any(names[-len(path) :] == path for path in frozen))
 
 
 def for_stage(f: StageFunctions, layers: Mapping[str, Plain], fresh: bool) -> Mapping[str, Plain]:

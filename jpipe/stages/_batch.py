@@ -111,7 +111,7 @@ def check_buckets(buckets: Sequence[Bucket]) -> None:
     """Check that shapes can alternate in one run.
 
     Raises:
-        InputError: they differ in their rows or in the names of their arrays, a layer has other parameters or state with one of them.
+        InputError: they differ in their rows or in the names of their arrays, or a layer has other parameters or state with one of them.
     """
     first = buckets[0]
     for bucket in buckets[1:]:
