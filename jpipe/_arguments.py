@@ -7,13 +7,12 @@ from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from flax import nnx
 
 from jpipe._numbers import is_int, is_number
 from jpipe.errors import InputError, nearest, short
-from jpipe.model._layer import LayerSpec, describe, key_spec
+from jpipe.model._layer import LayerSpec, key_spec
 from jpipe.model._losses import Loss
 from jpipe.model._precision import Precision
 from jpipe.model._stack import LayerStack
@@ -22,7 +21,6 @@ from jpipe.plan import Plan
 from jpipe.runtime._executor import To, Weights
 from jpipe.runtime._plain import filled
 from jpipe.schedules import SCHEDULES
-from jpipe.stages.messages._rows import NO_ROW
 
 Tree = Any
 
@@ -35,42 +33,6 @@ def as_key(key: Any) -> jax.Array:
         actual = f"{key.dtype}{list(key.shape)}" if isinstance(key, jax.Array) else type(key).__name__
         raise InputError(f"init: expected a random key like jax.random.key(0), of JAX's default kind {key_spec().dtype}, found {actual}")
     return key
-
-
-def checked_rows(rows: Any, plan: Plan, size: int) -> np.ndarray | None:
-    """Return the numbers of the rows of a batch as the devices get them, None if the plan remembers nothing of rows.
-
-    They are `NO_ROW` for -1, and for a row that comes before in the batch: what is remembered follows from the order of the batches alone.
-
-    Args:
-        rows: as the caller gave them.
-        plan: of the pipeline.
-        size: the number of rows of the batch.
-
-    Raises:
-        InputError: they are not `size` integers from -1 up to the last row, or the plan has no `Links.rows`, or has it and there are none.
-    """
-    count = None if plan.links is None else plan.links.rows
-    if count is None:
-        if rows is not None:
-            raise InputError("rows: expected none without links.rows in the plan, found some; set plan.links.rows, or leave them out")
-        return None
-    expected = f"expected {size} integers from -1 to {count - 1}, the numbers of the rows of the batch, because plan.links.rows is {count}"
-    if rows is None:
-        raise InputError(f"rows: {expected}, found none; call step(state, batch, rows=...)")
-    try:
-        numbers = np.asarray(rows)
-    except ValueError as error:  # lists of several lengths
-        raise InputError(f"rows: {expected}, found {short(rows)}, which is no array ({error}); give one number for each row") from None
-    if numbers.shape != (size,) or not np.issubdtype(numbers.dtype, np.integer):
-        raise InputError(f"rows: {expected}, found {describe(numbers)}; give one number for each row, -1 for none")
-    wrong = numbers[(numbers < -1) | (numbers >= count)]
-    if wrong.size:
-        raise InputError(f"rows: {expected}, found {wrong[0]}; raise links.rows, or give -1 for a row of which nothing is remembered")
-    _, first = np.unique(numbers, return_index=True)
-    known = np.full(size, NO_ROW)
-    known[first] = np.where(numbers[first] < 0, NO_ROW, numbers[first])
-    return known
 
 
 def initial_arrays(params: Tree | None, stack: LayerStack, specs: Mapping[str, LayerSpec]) -> dict[str, tuple[Tree, Tree]]:

@@ -22,7 +22,6 @@ from jpipe._arguments import (
     checked_batch,
     checked_delay_factor,
     checked_metrics,
-    checked_rows,
     initial_arrays,
     log_correction,
 )
@@ -50,7 +49,6 @@ from jpipe.runtime.state import State, WorkerState, check_state, fresh_worker, i
 from jpipe.schedules import SCHEDULES
 from jpipe.stages._batch import (
     Batch,
-    BatchOfRows,
     Bucket,
     bucket_of,
     bucket_of_inputs,
@@ -288,8 +286,7 @@ class Pipeline:
         Args:
             key: of the run, as it was given to `init`.
             batch: as in `init`.
-            layers: from `Snapshot.layers`, with any arrays; those of the layers of this process's workers at least, and with `Links.rows`
-                `remembered` of the layers after them.
+            layers: from `Snapshot.layers`, with any arrays; at least those of the layers of this process's workers.
             at: the batch of the snapshot.
             fresh_optimizer: begin with new optimizer state, as another optimizer has to.
             buckets: as in `init`.
@@ -332,9 +329,7 @@ class Pipeline:
             raise InputError("snapshot: this pipeline has no run yet; call init or restore first")
         return Snapshot(self.plan, batch, self._executor.stages)
 
-    def step(
-        self, state: State, batch: Batch, *, rows: Sequence[int] | np.ndarray | jax.Array | None = None, observe: Observer | None = None
-    ) -> tuple[State, Metrics]:
+    def step(self, state: State, batch: Batch, *, observe: Observer | None = None) -> tuple[State, Metrics]:
         """Feed one batch: m microbatches enter the pipeline, and every computation that is ready is dispatched.
 
         Asynchronous schedules do not finish all of it: the remaining work stays in flight in the state.
@@ -352,29 +347,24 @@ class Pipeline:
             batch: (inputs, labels), pytrees of arrays whose first dim is the batch, divisible by the plan's microbatches. Anything with
                 a shape, a dtype and slices of rows will do: only the rows that this process's workers need are read. In a run of several
                 processes all pass the same batch; of NumPy and JAX arrays some rows are compared.
-            rows: with `jpipe.plan.Links.rows`, and only then, the number of each row of the batch in the training data, integers below
-                that, or -1 for a row of which nothing is remembered, such as padding. The same in all processes.
             observe: called with an `Event` after each instruction is dispatched; see `Tracer`.
 
         Returns:
             The next state, and the losses of the batches that this step finished.
 
         Raises:
-            InputError: a state that was used already, or that a failed step has lost, a batch unlike those given to `init`, or numbers of
-                rows that are missing, needless or out of range.
+            InputError: a state that was used already or that a failed step has lost, or a batch unlike those given to `init`.
         """
         check_observer(observe)
         rows_each = 0  # of a microbatch, once it is known
-        fed: Batch | BatchOfRows = batch
         try:
             with isolated_context():
                 executor, current, carried = self._running(state)
                 bucket = bucket_of(microbatch_spec(batch, self.plan.microbatches), executor.specs)
-                numbers = checked_rows(rows, self.plan, rows_of(batch))
-                fed, rows_each = batch if numbers is None else (*batch, numbers), rows_of(executor.specs[0])
-                if self._results.is_of(state, fed, rows_each):
+                rows_each = rows_of(executor.specs[0])
+                if self._results.is_of(state, batch, rows_each):
                     return current, carried
-                read = executor.read(current, fed)
+                read = executor.read(current, batch)
                 outcome, result = consume(
                     self._results, state, current, carried, lambda before, observer: executor.step(before, read, bucket, observer), observe
                 )
@@ -382,7 +372,7 @@ class Pipeline:
             return result
         except BaseException:
             if rows_each:
-                self._results.note_batch(state, fed, rows_each)
+                self._results.note_batch(state, batch, rows_each)
             raise
 
     @overload
@@ -655,7 +645,7 @@ class Pipeline:
         depends_on = distinct, traced_platform(), {name: getattr(jax.config, name, None) for name in jax.config.values}
         before = self._executor if self._executor is not None and self._executor.depends_on == depends_on else None
         buckets = before.buckets if before is not None else [Bucket(spec, self._builder.build(spec)) for spec in distinct]
-        check_buckets(buckets, self.plan)
+        check_buckets(buckets)
         for where in filter(None, (f.repeated_effects for f in buckets[0].functions if jax.process_index() == 0)):
             _LOG.warning(
                 "%s: recomputation runs its side effects (host callbacks, prints) once more in each backward; with recompute 'none' they "

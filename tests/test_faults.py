@@ -88,7 +88,7 @@ def test_differences_between_ends_are_found():
 
 def test_the_folder_tells_when_a_run_was_killed(tmp_path):
     assert kills.moment_of(tmp_path) == "before the first"
-    place = tmp_path / "checkpoints" / "00000003"
+    place = tmp_path / "checkpoints" / "3"
     place.mkdir(parents=True)
     assert kills.moment_of(tmp_path) == "during a save"
     (place / "checkpoint.json").touch()

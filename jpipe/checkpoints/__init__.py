@@ -5,7 +5,6 @@ described in `jpipe.checkpoints.files`.
 """
 
 import errno
-import itertools
 import math
 import os
 import time
@@ -154,9 +153,8 @@ def _load_managed(
         return None
     specs = managers.layer_specs(manager, chosen)
     names = _local_names(pipe, list(specs), str(manager.directory), chosen)
-    pipe.check_layers(batch, _stand_ins(pipe, specs, names), chosen)
-    layers = _read(pipe, names, lambda names, needs: managers.read_layers(manager, chosen, names, needs))
-    return pipe.restore(key, batch, layers, chosen, buckets=buckets)
+    pipe.check_layers(batch, _stand_ins(specs, names), chosen)
+    return pipe.restore(key, batch, managers.read_layers(manager, chosen, names), chosen, buckets=buckets)
 
 
 def read(pipe: Pipeline, folder: Path, step: int) -> dict[str, Plain]:
@@ -170,8 +168,7 @@ def read(pipe: Pipeline, folder: Path, step: int) -> dict[str, Plain]:
     Raises:
         InputError: one of them is not in the checkpoint; a file is damaged.
     """
-    names = _local_names(pipe, files.layers_in(folder, step), str(folder), step)
-    return _read(pipe, names, lambda names, needs: files.read_layers(folder, step, names, needs=needs))
+    return files.read_layers(folder, step, _local_names(pipe, files.layers_in(folder, step), str(folder), step))
 
 
 def stand_ins(pipe: Pipeline, folder: Path, step: int) -> dict[str, Plain]:
@@ -186,36 +183,12 @@ def stand_ins(pipe: Pipeline, folder: Path, step: int) -> dict[str, Plain]:
         InputError: as `read`, except for the contents of files.
     """
     specs = files.layer_specs(folder, step)
-    return _stand_ins(pipe, specs, _local_names(pipe, files.layers_in(folder, step), str(folder), step))
+    return _stand_ins(specs, _local_names(pipe, files.layers_in(folder, step), str(folder), step))
 
 
-def _read(
-    pipe: Pipeline, names: Sequence[str], read_layers: Callable[[Sequence[str], Callable[[str], bool]], dict[str, Plain]]
-) -> dict[str, Plain]:
-    """Read layers of this process's workers, and what these and the stages after them remember of rows, if the plan has `Links.rows`."""
-    if not _remembers(pipe):
-        return read_layers(names, files.all_but_remembered)
-    layers, of_next = read_layers(names, lambda part: True), _next_layers(pipe, names)
-    return layers | (read_layers(of_next, lambda part: not files.all_but_remembered(part)) if of_next else {})
-
-
-def _stand_ins(pipe: Pipeline, specs: Mapping[str, Plain], names: Sequence[str]) -> dict[str, Plain]:
-    """Return arrays like those of `_read` that need no memory."""
-    chosen = {name: specs[name] for name in names}
-    for name in _next_layers(pipe, names) if _remembers(pipe) else ():
-        chosen[name] = {part: arrays for part, arrays in specs[name].items() if not files.all_but_remembered(part)}
-    return jax.tree.map(lambda spec: np.broadcast_to(np.zeros((), spec.dtype), spec.shape), chosen)
-
-
-def _remembers(pipe: Pipeline) -> bool:
-    return pipe.plan.links is not None and pipe.plan.links.rows is not None
-
-
-def _next_layers(pipe: Pipeline, names: Sequence[str]) -> list[str]:
-    """Return the first layers of the stages after those of this process, which have what both ends of a cut remember."""
-    local = set(_local_layers(pipe))
-    pairs = itertools.pairwise(pipe.plan.stages)
-    return [after.layers[0] for before, after in pairs if before.layers[0] in local and after.layers[0] not in names]
+def _stand_ins(specs: Mapping[str, Plain], names: Sequence[str]) -> dict[str, Plain]:
+    """Return arrays like those of the named layers that need no memory."""
+    return jax.tree.map(lambda spec: np.broadcast_to(np.zeros((), spec.dtype), spec.shape), {name: specs[name] for name in names})
 
 
 def layers_to_read(pipe: Pipeline) -> list[str]:

@@ -8,8 +8,7 @@ A checkpoint of the run in folder RUN, after 40 batches and by two processes, is
     metrics.jsonl                     the run's rows up to then
     checkpoint.json                   the marker, written last: the hashes of the other files and of itself, and the run's facts
 
-The processes write their parts into RUN/checkpoints/40.orbax-checkpoint-tmp; process 0 joins them and renames the folder at the end. In
-format 1, which is still read, RUN/checkpoints/00000040 has an Orbax item for each process, `process-0/`, and no folder is renamed.
+The processes write their parts into RUN/checkpoints/40.orbax-checkpoint-tmp; process 0 joins them and renames the folder at the end.
 """
 
 import contextlib
@@ -57,7 +56,6 @@ from jpipe.files import make_folder, to_disk, write_atomically
 from jpipe.runtime._snapshot import layer_of, with_optimizers
 
 __all__ = [
-    "all_but_remembered",
     "begin",
     "digest",
     "has_all_files",
@@ -157,7 +155,7 @@ def complete(folder: Path, step: int, processes: int, facts: Any, rows: bytes = 
     write_atomically(new / STEP_METADATA, step_metadata())
     written = {name: file for part in parts.values() for name, file in part.files.items()}
     with _vanished():
-        verify_files([StoredPart(new / ITEM, [], {new / name: file for name, file in written.items()})], contents=False)
+        verify_files(new / ITEM, [StoredPart([], {new / name: file for name, file in written.items()})], contents=False)
     remaining = [path for path in new.rglob("*") if path.is_dir() or path.relative_to(new).as_posix() not in written]
     index = {path.relative_to(new).as_posix(): describe(path) for path in sorted(remaining) if path.is_file()}
     for path in remaining:
@@ -179,7 +177,7 @@ def newest_good(folder: Path, report: Callable[[str], None], before: int | None 
         before: only consider checkpoints of earlier steps than this; None: all.
 
     Raises:
-        InputError: a newer jpipe wrote the newest.
+        InputError: the newest is of another format.
     """
     for step, path in reversed([(step, path) for step, path in step_folders(folder) if before is None or step < before]):
         try:
@@ -199,11 +197,11 @@ def verify(folder: Path, step: int) -> None:
 
     Raises:
         Damaged: one of them is missing, cut off or changed.
-        InputError: a newer jpipe wrote it.
+        InputError: it is of another format.
     """
     path = step_folder(folder, step)
     marker = read_marker(path, step)
-    verify_files(read_parts(path, marker))
+    verify_files(path / ITEM, read_parts(path, marker))
     read_rows(path, marker)
 
 
@@ -212,7 +210,7 @@ def read_metrics(folder: Path, step: int) -> bytes:
 
     Raises:
         Damaged: their file or the marker is missing, cut off or changed.
-        InputError: a newer jpipe wrote it.
+        InputError: it is of another format.
     """
     path = step_folder(folder, step)
     return read_rows(path, read_marker(path, step))
@@ -223,7 +221,7 @@ def read_facts(folder: Path, step: int) -> Any:
 
     Raises:
         Damaged: the marker is missing, cut off or changed.
-        InputError: a newer jpipe wrote it.
+        InputError: it is of another format.
     """
     return read_marker(step_folder(folder, step), step).facts
 
@@ -252,19 +250,12 @@ def layer_specs(folder: Path, step: int) -> dict[str, Tree]:
     Raises:
         Damaged: a file that lists the layers is missing, cut off or changed; another one is missing or cut off.
     """
-    parts = _parts(folder, step)
-    verify_files(parts, contents=False)
-    specs: dict[str, Tree] = {}
-    for item in dict.fromkeys(part.item for part in parts):
-        with _damaged(item):
-            in_item = item_specs(item)
-            specs |= {layer: in_item[layer] for part in parts if part.item == item for layer in part.layers}
+    item, parts = step_folder(folder, step) / ITEM, _parts(folder, step)
+    verify_files(item, parts, contents=False)
+    with _damaged(item):
+        in_item = item_specs(item)
+        specs = {layer: in_item[layer] for part in parts for layer in part.layers}
     return with_optimizers(specs)
-
-
-def all_but_remembered(part: str) -> bool:
-    """Return whether a part of a layer is read where nothing goes on with the activations of rows (`jpipe.plan.Links.rows`)."""
-    return part != "remembered"
 
 
 def read_layers(
@@ -273,7 +264,6 @@ def read_layers(
     ids: Iterable[str] | None = None,
     *,
     verified: bool = False,
-    needs: Callable[[str], bool] = lambda part: True,
 ) -> dict[str, Tree]:
     """Read layers of a checkpoint, whichever processes wrote them, after verifying the hashes of their files.
 
@@ -284,16 +274,15 @@ def read_layers(
         step: of the checkpoint.
         ids: which layers; None: all.
         verified: the caller has called `verify`, so that whole files need not be read for a few of their layers.
-        needs: whether a part of the layers, such as "params", is read.
 
     Returns:
         `{layer id: nested dicts of NumPy arrays}`, in the order of `ids`; each layer with its optimizer state, whichever replica kept it.
 
     Raises:
         Damaged: a file that is needed is missing, cut off or changed.
-        InputError: there is no such layer, or a newer jpipe wrote the checkpoint.
+        InputError: there is no such layer, or the checkpoint is of another format.
     """
-    parts = _parts(folder, step)
+    item, parts = step_folder(folder, step) / ITEM, _parts(folder, step)
     known = [layer for part in parts for layer in part.layers]
     wanted = list(known if ids is None else ids)
     if unknown := [layer for layer in wanted if layer not in known]:
@@ -304,13 +293,11 @@ def read_layers(
     names = set(wanted)
     needed = {name for name in known if name in names or layer_of(name, names) is not None}
     parts = [part for part in parts if needed.intersection(part.layers)]
-    verify_files(parts, contents=not verified)
-    layers: dict[str, Tree] = {}
-    for item in dict.fromkeys(part.item for part in parts):
-        with _damaged(item):
-            in_item = [layer for part in parts if part.item == item for layer in part.layers if layer in needed]
-            read = read_item(item, in_item, needs)
-            layers |= {layer: read[layer] for layer in in_item}
+    verify_files(item, parts, contents=not verified)
+    with _damaged(item):
+        in_item = [layer for part in parts for layer in part.layers if layer in needed]
+        read = read_item(item, in_item)
+        layers = {layer: read[layer] for layer in in_item}
     layers = with_optimizers(layers)
     return {layer: layers[layer] for layer in wanted}
 
@@ -333,7 +320,7 @@ def _read_part(place: Path, name: str) -> Part:
         raise OSError(errno.EIO, "is not what was written", str(place / name)) from None
     files: dict[Path, File] = {path / file.removeprefix(f"{ITEM}/"): size for file, size in part.files.items()}
     with _vanished():
-        verify_files([StoredPart(path, part.layers, files)], contents=False)
+        verify_files(path, [StoredPart(part.layers, files)], contents=False)
     return part
 
 

@@ -1,7 +1,7 @@
 """The folders of a run's checkpoints: their names, and how they are kept, renamed and removed.
 
 A checkpoint after 40 batches is the folder `checkpoints/40` of the run, as `ocp.CheckpointManager` names it. Until it is complete its files
-are in `checkpoints/40.orbax-checkpoint-tmp`, which Orbax takes for unfinished, too. Format 1 used `checkpoints/00000040` from the start.
+are in `checkpoints/40.orbax-checkpoint-tmp`, which Orbax takes for unfinished, too.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from typing import Any
 from jpipe import InputError
 from jpipe._numbers import is_int
 from jpipe.checkpoints.orbax_item import ITEM
-from jpipe.checkpoints.records import MARKER, read_marker, read_parts, read_rows, verify_files
+from jpipe.checkpoints.records import FORMAT_1, MARKER, of_other_format, read_marker, read_parts, read_rows, verify_files
 from jpipe.files import make_folder, resolved, to_disk
 
 STEP_METADATA = "_CHECKPOINT_METADATA"
@@ -27,6 +27,7 @@ COMPLETE = "complete"
 """The folder inside an unfinished checkpoint that becomes the complete one by a change of its name."""
 
 _UNFINISHED = ".orbax-checkpoint-tmp"
+_OF_FORMAT_1 = re.compile(r"0\d{7}")  # the name of a folder, such as 00000040
 
 
 def run_folder(folder: str | Path) -> Path:
@@ -49,7 +50,7 @@ def step_folders(folder: Path) -> list[tuple[int, Path]]:
     """Return step and folder of all checkpoints of a run, unfinished ones too, ascending.
 
     Raises:
-        InputError: the folder of the checkpoints is a file or a link.
+        InputError: the folder of the checkpoints is a file or a link, or all of them are of format 1.
     """
     parent = folder / "checkpoints"
     if parent.is_symlink():  # its target may be anybody's, and old checkpoints are removed
@@ -61,17 +62,15 @@ def step_folders(folder: Path) -> list[tuple[int, Path]]:
     except NotADirectoryError:
         raise InputError(f"{parent}: expected a folder, found a file in its place; choose another run.dir") from None
     numbers = {name: name.removesuffix(_UNFINISHED) for name in names}
-    return sorted(
-        (int(number), parent / name)
-        for name, number in numbers.items()
-        if number.isdecimal() and number in (str(int(number)), _old_name(int(number)))
-    )
+    found = sorted((int(number), parent / name) for name, number in numbers.items() if number.isdecimal() and number == str(int(number)))
+    if not found and (old := [parent / name for name in names if _OF_FORMAT_1.fullmatch(name) and (parent / name / MARKER).exists()]):
+        raise of_other_format(max(old), FORMAT_1)
+    return found
 
 
 def step_folder(folder: Path, step: int) -> Path:
-    """Return the folder of a step: of a complete checkpoint in any format, if there is one."""
-    paths = [folder / "checkpoints" / name for name in (str(step), _old_name(step))]
-    return next((path for path in paths if _is_complete(path)), next((path for path in paths if os.path.lexists(path)), paths[0]))
+    """Return the folder of the complete checkpoint of a step, whether it exists or not."""
+    return folder / "checkpoints" / str(step)
 
 
 def unfinished_folder(folder: Path, step: int) -> Path:
@@ -85,7 +84,7 @@ def publish(folder: Path, step: int) -> None:
     Raises:
         OSError: an earlier one is in the way and cannot be removed, or the system fails.
     """
-    unfinished, path = unfinished_folder(folder, step), folder / "checkpoints" / str(step)
+    unfinished, path = unfinished_folder(folder, step), step_folder(folder, step)
     if os.path.lexists(path):
         remove(path)
     os.rename(unfinished / COMPLETE, path)
@@ -182,7 +181,7 @@ def has_all_files(folder: Path, step: int) -> bool:
     path = step_folder(folder, step)
     try:
         marker = read_marker(path, step)
-        verify_files(read_parts(path, marker), contents=False)
+        verify_files(path / ITEM, read_parts(path, marker), contents=False)
         read_rows(path, marker)
     except InputError:
         return False
@@ -241,10 +240,6 @@ def _is_complete(path: Path) -> bool:
     return not path.name.endswith(_UNFINISHED) and (path / MARKER).exists()
 
 
-def _old_name(step: int) -> str:
-    return f"{step:08d}"
-
-
 def _set_aside(path: Path) -> Path:
     """Give a checkpoint a new name that is not that of a checkpoint.
 
@@ -264,7 +259,7 @@ _OURS = re.compile(
     rf"checkpoint\.json|metrics\.jsonl|({ITEM}|process-\d+)(\.orbax-checkpoint-tmp.*)?|process-\d+\.json|{STEP_METADATA}|{COMPLETE}"
     r"|\.jpipe-\w+\.tmp|\.(checkpoint\.json|metrics\.jsonl|process-\d+\.json)\.unfinished"
 )
-"""The names in the folder of a checkpoint, unfinished files and those of earlier versions included."""
+"""The names in the folder of a checkpoint, unfinished files included."""
 
 
 _OURS_INSIDE = re.compile(r"[_.].*|structure\.json|commit_success\.txt|array_metadatas/.*|(ocdbt\.process_\d+/)?(manifest\.ocdbt|d/).*")

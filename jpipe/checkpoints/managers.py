@@ -1,7 +1,7 @@
 """Checkpoints that an `ocp.CheckpointManager` of the user's writes and restores."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -80,16 +80,13 @@ def layer_specs(manager: ocp.CheckpointManager, step: int) -> dict[str, Tree]:
     return with_optimizers(unescape_names(_specs(manager, step)))
 
 
-def read_layers(
-    manager: ocp.CheckpointManager, step: int, names: Sequence[str], needs: Callable[[str], bool] = lambda part: True
-) -> dict[str, Tree]:
+def read_layers(manager: ocp.CheckpointManager, step: int, names: Sequence[str]) -> dict[str, Tree]:
     """Read layers of a checkpoint.
 
     Args:
         manager: of the checkpoint.
         step: of the checkpoint.
         names: the layers to read.
-        needs: whether a part of the layers, such as "params", is read.
 
     Returns:
         `{layer id: nested dicts of NumPy arrays}`, each with its optimizer state.
@@ -99,12 +96,9 @@ def read_layers(
     """
     specs = unescape_names(_specs(manager, step))
     needed = {name for name in specs if name in names or layer_of(name, names) is not None}
-    tree = {
-        name: {part: arrays if name in needed and needs(part) else jax.tree.map(lambda spec: ..., arrays) for part, arrays in parts.items()}
-        for name, parts in specs.items()
-    }
+    tree = {name: parts if name in needed else jax.tree.map(lambda spec: ..., parts) for name, parts in specs.items()}
     read = unescape_names(read_tree(_item(manager, step), escape_names(tree)))
-    layers = with_optimizers({name: {part: arrays for part, arrays in read[name].items() if needs(part)} for name in needed})
+    layers = with_optimizers({name: read[name] for name in needed})
     return {name: layers[name] for name in names}
 
 

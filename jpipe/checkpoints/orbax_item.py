@@ -8,7 +8,7 @@ import logging
 import math
 import os
 import re
-from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Collection, Coroutine, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
@@ -112,7 +112,7 @@ def item_specs(path: Path) -> dict[str, Tree]:
     return unescape_names({layer: parts for layer, parts in specs.items() if layer != _NO_LAYER})
 
 
-def read_item(path: Path, ids: Collection[str], needs: Callable[[str], bool] = lambda part: True) -> dict[str, Tree]:
+def read_item(path: Path, ids: Collection[str]) -> dict[str, Tree]:
     """Read some layers of an item of jpipe's, without waiting for other processes.
 
     The item may come from a stranger: arrays that declare more bytes than its files hold are not read.
@@ -120,7 +120,6 @@ def read_item(path: Path, ids: Collection[str], needs: Callable[[str], bool] = l
     Args:
         path: the item.
         ids: the layers to read, all of which it has.
-        needs: whether a part of the layers, such as "params", is read.
 
     Returns:
         `{layer id: nested dicts of NumPy arrays}`, which may be read-only.
@@ -129,12 +128,9 @@ def read_item(path: Path, ids: Collection[str], needs: Callable[[str], bool] = l
         Exception: of any kind, if it is not an item that `join_parts` has written.
     """
     specs = item_specs(path)
-    tree = {
-        layer: {part: arrays if layer in ids and needs(part) else jax.tree.map(lambda spec: ..., arrays) for part, arrays in parts.items()}
-        for layer, parts in specs.items()
-    }
+    tree = {layer: parts if layer in ids else jax.tree.map(lambda spec: ..., parts) for layer, parts in specs.items()}
     read = unescape_names(read_tree(path, escape_names(tree), _handler(_ReadArrays())))
-    return {layer: {part: arrays for part, arrays in read[layer].items() if needs(part)} for layer in read if layer in ids}
+    return {layer: parts for layer, parts in read.items() if layer in ids}
 
 
 def tree_specs(path: Path, handler: ocp.PyTreeCheckpointHandler | None = None) -> Any:

@@ -22,11 +22,10 @@ __all__ = [
     "describe",
 ]
 
-FORMAT = "jpipe-checkpoint/2"
+FORMAT_1, FORMAT = "jpipe-checkpoint/1", "jpipe-checkpoint/2"
 MARKER = "checkpoint.json"
 ROWS = "metrics.jsonl"
 _FAMILY = "jpipe-checkpoint/"
-_READABLE = (f"{_FAMILY}1", FORMAT)
 _MOST_JSON = 2**23  # bytes of a marker or of `process-0.json`: plans and configs have limits below that, 10,000 files take 2 MB
 _MOST_ROWS = 2**30  # bytes of `metrics.jsonl`: five million logged steps
 
@@ -60,7 +59,7 @@ class Part(_Strict):
 
     Attributes:
         layers: their ids.
-        files: by their paths inside the folder of the step; in format 1 inside the item of the process.
+        files: by their paths inside the folder of the step.
     """
 
     layers: list[str]
@@ -71,11 +70,11 @@ class Marker(_Strict):
     """The content of `checkpoint.json`, with which a checkpoint is complete.
 
     Attributes:
-        format: `FORMAT` or an earlier one.
+        format: `FORMAT`.
         step: batches that the weights have seen.
         processes: the number of processes that wrote a part.
         items: the SHA-256 of each `process-0.json`, by its name.
-        index: the files of the item that no single process has written, by their paths inside the folder of the step; none in format 1.
+        index: the files of the item that no single process has written, by their paths inside the folder of the step.
         rows: the SHA-256 of `metrics.jsonl`.
         facts: what the run says of itself, of any JSON types.
         sha256: of the other fields, however they are laid out; this rule holds for later formats, too.
@@ -85,7 +84,7 @@ class Marker(_Strict):
     step: int
     processes: int
     items: dict[str, str]
-    index: dict[str, File] = {}
+    index: dict[str, File]
     rows: str
     facts: Any
     sha256: str
@@ -95,12 +94,10 @@ class StoredPart(NamedTuple):
     """A part of a checkpoint with the files that reading its layers needs.
 
     Attributes:
-        item: the folder of the Orbax item that has its layers.
         layers: their ids.
         files: sizes and hashes, by path.
     """
 
-    item: Path
     layers: list[str]
     files: dict[Path, File]
 
@@ -117,7 +114,7 @@ def read_marker(folder: Path, step: int) -> Marker:
 
     Raises:
         Damaged: it is missing, was changed, or is that of another step.
-        InputError: a newer jpipe wrote it.
+        InputError: it is of another format.
     """
     _reject_link(folder)
     path = folder / MARKER
@@ -128,15 +125,21 @@ def read_marker(folder: Path, step: int) -> Marker:
     if digest != _digest(data):
         raise _changed(path)
     written = data.get("format")
-    if isinstance(written, str) and written.startswith(_FAMILY) and written not in _READABLE:
-        raise InputError(f"{path}: expected the format {FORMAT}, found {written}; a newer jpipe wrote it: update jpipe")
+    if isinstance(written, str) and written.startswith(_FAMILY) and written != FORMAT:
+        raise of_other_format(path, written)
     marker = _validated(path, Marker, data | {"sha256": digest})
     names = {f"process-{process}.json" for process in range(len(marker.items))}
-    if marker.format not in _READABLE or marker.processes != len(names) or set(marker.items) != names:
+    if marker.format != FORMAT or marker.processes != len(names) or set(marker.items) != names:
         raise _foreign(path)
     if marker.step != step:
         raise Damaged(path, f"is the marker of step {marker.step}, not of {step} as the folder's name says")
     return marker
+
+
+def of_other_format(path: Path, found: str) -> InputError:
+    """Return the error for a checkpoint that another version of jpipe wrote in another format."""
+    hint = "version 0.4 reads it, and saves it in the new format" if found == FORMAT_1 else "a newer jpipe wrote it: update jpipe"
+    return InputError(f"{path}: expected the format {FORMAT}, found {found}; {hint}")
 
 
 def read_parts(folder: Path, marker: Marker) -> list[StoredPart]:
@@ -145,13 +148,12 @@ def read_parts(folder: Path, marker: Marker) -> list[StoredPart]:
     Raises:
         Damaged: a file that says so is missing or was changed, or names a file outside of the folder.
     """
+    _reject_link(folder / ITEM)
     parts = []
     for name, digest in sorted(marker.items.items()):
         path = folder / name
-        root, item = (folder, folder / ITEM) if marker.format == FORMAT else (path.with_suffix(""), path.with_suffix(""))
-        _reject_link(item)
         part = _validated(path, Part, _load(path, _read_whole(path, digest, _MOST_JSON)))
-        parts.append(StoredPart(item, part.layers, {_inside(root, name): file for name, file in (marker.index | part.files).items()}))
+        parts.append(StoredPart(part.layers, {_inside(folder, name): file for name, file in (marker.index | part.files).items()}))
     return parts
 
 
@@ -164,22 +166,21 @@ def read_rows(folder: Path, marker: Marker) -> bytes:
     return _read_whole(folder / ROWS, marker.rows, _MOST_ROWS)
 
 
-def verify_files(parts: Iterable[StoredPart], contents: bool = True) -> None:
-    """Check the files of parts against their sizes and hashes.
+def verify_files(item: Path, parts: Iterable[StoredPart], contents: bool = True) -> None:
+    """Check the files of an Orbax item against their sizes and hashes.
 
     Args:
-        parts: from `read_parts`.
+        item: its folder.
+        parts: from `read_parts`, whose files are in it.
         contents: whether to compare hashes, for which the files are read.
 
     Raises:
         Damaged: one is missing, cut off or changed, or something in an item is neither a file nor a folder, such as a FIFO.
         InputError: one may not be read.
     """
-    parts = list(parts)
-    for item in dict.fromkeys(part.item for part in parts):
-        for path in item.rglob("*"):  # also those that are not named: Orbax and TensorStore open what they find
-            if path.is_symlink() or not (path.is_file() or path.is_dir()):
-                raise Damaged(path, "is no regular file, was not written by jpipe")
+    for path in item.rglob("*"):  # also those that are not named: Orbax and TensorStore open what they find
+        if path.is_symlink() or not (path.is_file() or path.is_dir()):
+            raise Damaged(path, "is no regular file, was not written by jpipe")
     for path, file in {path: file for part in parts for path, file in part.files.items()}.items():
         with _reading(path):
             exists = path.is_file() and not path.is_symlink()

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 from jpipe.errors import InputError, nearest, short
 from jpipe.plan._axes import mesh_rules
 from jpipe.plan._host_memory import Kept
-from jpipe.plan._links import Links
 from jpipe.plan._stage import Stage
 from jpipe.schedules import SCHEDULES
 
@@ -146,11 +145,7 @@ def _check_agreement(plan: "jpipe.Plan") -> None:
 
 def _check_links(plan: "jpipe.Plan") -> None:
     """Check that what a plan compresses is sent."""
-    if plan.links is None:
-        return
-    if plan.links.rows is not None:
-        _check_rows(plan, plan.links)
-    if plan.links.sums is None:
+    if plan.links is None or plan.links.sums is None:
         return
     if plan.agree is not None:
         raise ValueError(
@@ -160,20 +155,6 @@ def _check_links(plan: "jpipe.Plan") -> None:
         raise ValueError(
             f"links.sums: expected a stage with replicas, found {plan.links.sums!r} and none; remove it, or give a stage replicas"
         )
-
-
-def _check_rows(plan: "jpipe.Plan", links: Links) -> None:
-    """Check that both ends of each cut can remember the activations of all rows."""
-    if links.activations is None:
-        raise ValueError(f"links.rows: expected links.activations with it, found {links.rows} without; set activations, or remove rows")
-    if max(plan.replicas) > 1:
-        raise ValueError(
-            "links.rows: expected stages without replicas, between which rows would move from epoch to epoch, found "
-            f"{list(plan.replicas)}; remove rows, or give each stage one replica"
-        )
-    if meshes := [s for s, stage in enumerate(plan.stages) if stage.shape]:
-        found = f"{dict(plan.stages[meshes[0]].mesh)} at stage {meshes[0]}"
-        raise ValueError(f"links.rows: expected stages on one device each, found the mesh {found}; remove rows, or the mesh")
 
 
 def _check_offload(plan: "jpipe.Plan") -> None:

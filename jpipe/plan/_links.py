@@ -13,20 +13,6 @@ Every message from one stage to the next or back is rounded, also between two st
 depend on the stages of the plan, and not on where they run. The stage that receives computes with the rounded values; the backward of the
 stage that sends ignores the rounding (straight-through). Evaluations and predictions round the same activations, always to nearest.
 
-With `rows`, the number of rows of the training data, both ends of a cut remember for each row r its activation m_r as it was last received,
-at first 0, and changes are sent. For a microbatch that has row r with the activation a_r:
-
-    sent        C_r = the rounded a_r - m_r
-    received    m_r + C_r, with which the next stage computes
-    remembered  m_r = m_r + C_r at both ends, 0 where that is not finite
-
-So what rounding loses of a row is sent when the row comes again, and the error falls with the change of the activations from one epoch to
-the next (AQ-SGD: Wang et al., "Fine-tuning language models over slow networks using activation compression with guarantees", NeurIPS 2022).
-m_r has the shape and dtype of the activation; differences and sums are computed in float32 or wider. The row -1 is none: its m is 0, and
-nothing is remembered. A row that comes several times in a batch counts as -1 from the second time on. Arrays that are not compressed, and
-those whose first dim is not the rows of the microbatch, have no m; a cut without any m is an error. Evaluations and predictions neither
-read nor change it. Both ends have the same bits on devices of one kind.
-
 Sums of gradients over the replicas of a stage: for each update replica k has the sum G_k over its microbatches, their weight w_k, and the
 error E_k, at first 0, which rounding has left:
 
@@ -39,13 +25,13 @@ microbatches, and the layer state that replicas average, are sent as they are.
 """
 
 import math
+from collections.abc import Mapping
 from fractions import Fraction
-from typing import Annotated, Literal
+from typing import Any, Literal
 
 import pydantic
-from pydantic import Field
 
-from jpipe._numbers import Int
+from jpipe.errors import short
 
 Kind = Literal["bfloat16", "int8", "fp8"]
 """What the values of a message are rounded to."""
@@ -66,9 +52,6 @@ class Links(pydantic.BaseModel):
         sums: likewise the gradients of weights that the replicas of a stage sum, with error feedback.
         rounding: "nearest", the default, or "stochastic": up or down at random, so that the mean is exact. The random numbers follow from
             the key of the run, the microbatch (of sums: the update and the replica) and the stage.
-        rows: the number of rows of the training data whose activations both ends of each cut remember, so that what rounding loses of a row
-            is sent when it comes again; `Pipeline.step` gets the numbers of the rows of each batch. None, the default: nothing is
-            remembered. It needs `activations`, and stages without replicas and meshes.
     """
 
     model_config = pydantic.ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -77,7 +60,17 @@ class Links(pydantic.BaseModel):
     gradients: Kind | None = None
     sums: Kind | None = None
     rounding: Literal["nearest", "stochastic"] = "nearest"
-    rows: Annotated[Int, Field(ge=1, le=10**9)] | None = None
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _without_rows(cls, fields: Any) -> Any:
+        """Drop `rows: null`, which version 0.4 wrote into each plan with compressed messages."""
+        if not isinstance(fields, Mapping):
+            return fields
+        kept = dict(fields)
+        if (rows := kept.pop("rows", None)) is not None:
+            raise ValueError(f"expected no 'rows', a key that version 0.4 had, found {short(rows)}; remove it")
+        return kept
 
     def kind(self, message: Message) -> Kind | None:
         """Return how a kind of message is compressed; None: it is sent as it is."""

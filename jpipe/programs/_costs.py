@@ -1,6 +1,5 @@
 """Costs of computations in seconds and bytes, the input of `simulate`: given by hand, summed over layers, or measured."""
 
-import itertools
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -62,7 +61,6 @@ class StageCost:
         sum_error: with compressed sums (`Links.sums`), what rounding has lost of the gradients of a replica.
         compressed_sums: likewise for each part of the stage (one without `Stage.sum_parts`) what a replica sends to each other one; empty:
             sums are not compressed.
-        remembered: with `Links.rows`, what the stage remembers of the activations of all rows, as received and as sent.
     """
 
     forward: float = 1.0
@@ -92,7 +90,6 @@ class StageCost:
     part_accumulators: tuple[int, ...] = ()
     sum_error: int = 0
     compressed_sums: tuple[int, ...] = ()
-    remembered: int = 0
 
     @property
     def trained(self) -> int:
@@ -290,7 +287,7 @@ def shared_stages(costs: Sequence[StageCost]) -> tuple[tuple[int, ...], ...]:
 
 
 def sum_layer_costs(
-    plan: Plan, layers: Mapping[str, LayerCost], *, inputs: int = 0, labels: int = 0, shared: Sequence[SharedCost] = (), rows: int = 1
+    plan: Plan, layers: Mapping[str, LayerCost], *, inputs: int = 0, labels: int = 0, shared: Sequence[SharedCost] = ()
 ) -> tuple[StageCost, ...]:
     """Return the costs of the stages of a plan from those of their layers.
 
@@ -299,7 +296,6 @@ def sum_layer_costs(
         layers: the cost of each layer of the plan, by layer id.
         inputs, labels: bytes of one microbatch's inputs and labels.
         shared: the parameters that several layers share; a stage with several of these layers has it once.
-        rows: rows of a microbatch, which only what is remembered of rows (`Links.rows`) depends on.
 
     Returns:
         One cost for each stage. The residuals that a stage makes again count as temporary, and those of a last stage whose forward and
@@ -348,7 +344,7 @@ def sum_layer_costs(
         )
     costs = [_with_shares(stage, cost, layers) if plan.shard_optimizer else cost for stage, cost in zip(plan.stages, costs, strict=True)]
     costs = [_with_parts(stage, cost, layers) for stage, cost in zip(plan.stages, costs, strict=True)]
-    return _with_compressed_sums(plan, _with_remembered(plan, _with_shared(plan, costs, shared), layers, rows))
+    return _with_compressed_sums(plan, _with_shared(plan, costs, shared))
 
 
 def _optimizer(plan: Plan, s: int, layers: Sequence[LayerCost]) -> int:
@@ -366,15 +362,6 @@ def _with_parts(stage: Stage, cost: StageCost, layers: Mapping[str, LayerCost]) 
     return replace(
         cost, part_times=(1 - sum(later), *later), part_accumulators=tuple(sum(layer.summed for layer in part) for part in parts)
     )
-
-
-def _with_remembered(plan: Plan, costs: Sequence[StageCost], layers: Mapping[str, LayerCost], rows: int) -> tuple[StageCost, ...]:
-    """Return the costs of the stages with what they remember of all rows; `rows` are those of a microbatch."""
-    if plan.links is None or plan.links.rows is None:
-        return tuple(costs)
-    at_cuts = [0, *(layers[stage.layers[-1]].outputs for stage in plan.stages[:-1]), 0]
-    sizes = [math.ceil(plan.links.rows * (before + after) / rows) for before, after in itertools.pairwise(at_cuts)]
-    return tuple(replace(cost, remembered=size) for cost, size in zip(costs, sizes, strict=True))
 
 
 def _with_compressed_sums(plan: Plan, costs: Sequence[StageCost]) -> tuple[StageCost, ...]:

@@ -36,7 +36,7 @@ from jpipe.runtime.transport._lanes import arrived
 from jpipe.runtime.transport._transport import Sent, Transport
 from jpipe.schedules import SCHEDULES
 from jpipe.stages._arrays import Arrays, shardings_of
-from jpipe.stages._batch import Batch, BatchOfRows, Bucket, Padded, check_outputs, describe_shapes, joined_rows, rows_of
+from jpipe.stages._batch import Batch, Bucket, Padded, check_outputs, describe_shapes, joined_rows, rows_of
 from jpipe.stages._compile import compile_workers, with_metrics, with_outputs
 from jpipe.stages._compiled_stage import CompiledStage
 from jpipe.stages._shares import shares_of
@@ -45,7 +45,6 @@ from jpipe.stages.functions._evaluation import check_evaluation
 from jpipe.stages.functions._stage import StageFunctions
 from jpipe.stages.functions._sums import shared_with
 from jpipe.stages.functions._update import average_params, newest_params, squares_spec
-from jpipe.stages.messages._rows import NO_ROW
 
 Tree = Any
 Weights = Literal["newest", "ema"]
@@ -174,12 +173,12 @@ class Executor:
         """Return the state before `batch` of a pipeline that was empty before batch `start`; `buckets` are those of the last batches."""
         return State(tuple(workers), batch, start, self.functions[0].average_state != "read", self.fingerprint, buckets)
 
-    def read(self, state: State, batch: Batch | BatchOfRows) -> tuple[Mapping[str, Tree], Data]:
+    def read(self, state: State, batch: Batch) -> tuple[Mapping[str, Tree], Data]:
         """Read the rows of a batch that the workers of this process load in the next step.
 
         Args:
             state: before the step.
-            batch: (inputs, labels), with `Links.rows` also the numbers of the rows.
+            batch: (inputs, labels).
 
         Returns:
             What the batch consists of as host arrays, by name, and the rows.
@@ -258,7 +257,6 @@ class Executor:
         host = _on_host(batch)
         if self._comparison is not None:
             self._comparison.evaluation(host, {"the names of the metrics": ", ".join(metrics) or "none", "the kind of weights": weights})
-        host |= self._no_rows(count)
         workers, version = self._for_evaluation(state, weights)
         results = self._forward(workers, version, host, range(count), bucket, self._evaluating(bucket, metrics))
         return self._exchange.evaluation(results, version, list(metrics), count)
@@ -281,8 +279,7 @@ class Executor:
         at_once = max(self._plan.microbatches, _FILLS * self._plan.depth * max(self._plan.replicas))  # the devices hold their outputs
         for first in range(0, count, at_once):
             numbers = range(first, min(first + at_once, count))
-            inputs_of_rows = {"inputs": padded, **self._no_rows(count)}
-            results = self._forward(workers, version, inputs_of_rows, numbers, bucket, self._predicting[bucket])
+            results = self._forward(workers, version, {"inputs": padded}, numbers, bucket, self._predicting[bucket])
             parts |= {k: jax.tree.map(np.asarray, results.evaluations.pop(k)) for k in sorted(results.evaluations)}
         if self._processes is not None:
             sources = [self._places[self._plan.worker(self._plan.depth - 1, k)].process_index for k in range(count)]
@@ -292,10 +289,6 @@ class Executor:
             if to == "first" and jax.process_index() != 0:
                 return None
         return jax.tree.map(lambda spec, *leaves: joined_rows(spec, leaves, size), outputs, *(parts[k] for k in range(count)))
-
-    def _no_rows(self, count: int) -> dict[str, np.ndarray]:
-        """Return the numbers of the rows of `count` microbatches that nothing is remembered of, if activations of rows are remembered."""
-        return {"rows": np.full(count * rows_of(self.specs[0]), NO_ROW)} if self.functions[0].remembers else {}
 
     def _forward(
         self,
@@ -420,8 +413,8 @@ def copy(tree: Tree) -> Tree:
     return copied(jax.tree.map(arrived, tree))
 
 
-def _on_host(batch: Batch | BatchOfRows) -> dict[str, Tree]:
-    return dict(zip(("inputs", "labels", "rows"), to_host(batch), strict=False))
+def _on_host(batch: Batch) -> dict[str, Tree]:
+    return dict(zip(("inputs", "labels"), to_host(batch), strict=True))
 
 
 def _by_batch(buckets: Sequence[int], end: int) -> Callable[[int], int]:
@@ -448,7 +441,7 @@ def _sends(plan: Plan, buckets: Sequence[Sequence[Arrays]], runs: Iterable[Progr
         s, to_stage = plan.workers[i.worker][0], plan.workers[i.to][0]
         match i.message:
             case "activation":
-                return Sent(i, bucket, source.sent, to.arrives)
+                return Sent(i, bucket, source.outputs, to.x)
             case "gradient":
                 return Sent(i, bucket, source.gradient, to.message)
             case "norm":
@@ -486,5 +479,5 @@ def _compressed_sums(plan: Plan, arrays: Sequence[Arrays]) -> list[tuple[int, Tr
 
 def _loads(workers: Iterable[int], arrays: Sequence[Arrays]) -> dict[tuple[int, str], Tree]:
     """Return the shardings of what the workers of this process load."""
-    specs = {(w, name): tree for w in workers for name, tree in (("inputs", arrays[w].arrives), ("labels", arrays[w].labels))}
+    specs = {(w, name): tree for w in workers for name, tree in (("inputs", arrays[w].x), ("labels", arrays[w].labels))}
     return {key: shardings_of(tree) for key, tree in specs.items()}

@@ -117,8 +117,7 @@ def read_data(program: Program, batches: Mapping[str, Tree], rows_each: int) -> 
 
     Args:
         program: what will run.
-        batches: host arrays `{"inputs": …, "labels": …}` of the program's batches, concatenated; with `Links.rows` also `rows`, their
-            numbers, which the first stage loads with the inputs.
+        batches: host arrays `{"inputs": …, "labels": …}` of the program's batches, concatenated.
         rows_each: rows per microbatch.
 
     Raises:
@@ -128,8 +127,7 @@ def read_data(program: Program, batches: Mapping[str, Tree], rows_each: int) -> 
     for i in program.instructions:
         if type(i) is Load:
             row = (i.microbatch - program.begin * program.plan.microbatches) * rows_each
-            loaded = (batches["inputs"], batches["rows"]) if i.data == "inputs" and "rows" in batches else batches[i.data]
-            data[i.data, i.microbatch] = rows(loaded, row, row + rows_each)
+            data[i.data, i.microbatch] = rows(batches[i.data], row, row + rows_each)
     return data
 
 

@@ -87,8 +87,6 @@ class _Checked:
         f, (params, state, x) = self.stage.functions, arguments[:3]
         number, train = 5 if op.finishes else 4, op.trains
         microbatch, key = arguments[number] if number < len(arguments) else (None, None)
-        if f.remembers and not train:
-            x, _ = x  # without the numbers of the rows
         if _nonfinite(x, wanted):
             return "its input has it already"
         for layer_id in f.stage.layers:

@@ -1,6 +1,6 @@
 """Converts any pytree to nested dicts with text as keys, which any program can read, and back."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -103,20 +103,6 @@ def overlaid(plain: Plain, above: Plain) -> Plain:
     """Return nested dicts with the leaves of both; those of `above` where both have one."""
     both = {name: overlaid(plain[name], above[name]) for name in plain.keys() & above.keys() if isinstance(above[name], dict)}
     return {**plain, **above, **both}
-
-
-def without(plain: Plain, is_excluded: Callable[[Names], bool], above: Names = ()) -> Plain:
-    """Return nested dicts without some of their leaves, by the names on the path to each."""
-    return {
-        name: without(inner, is_excluded, (*above, name)) if isinstance(inner, dict) else inner
-        for name, inner in plain.items()
-        if isinstance(inner, dict) or not is_excluded((*above, name))
-    }
-
-
-def names_in(tree: Tree) -> set[Names]:
-    """Return the names on the path to each leaf of a tree, as in `to_plain`."""
-    return {_names(path) for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]}
 
 
 def _by_names(flat: Flat, plain: Plain) -> tuple[dict[Names, Any], dict[Names, Any]]:

@@ -1,7 +1,7 @@
 """Snapshots of a running pipeline: what each worker holds after its update, as arrays by layer id; and workers restored from them."""
 
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from itertools import count
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ from jpipe.plan import Kept, Plan
 from jpipe.programs._instructions import Agree, AllReduce, Compute, SumChanges, Update
 from jpipe.runtime._agreed import last_agreed
 from jpipe.runtime._interpreter import Event
-from jpipe.runtime._plain import Plain, checked_dict, from_plain, names_in, overlaid, to_plain, without
+from jpipe.runtime._plain import Plain, checked_dict, from_plain, overlaid, to_plain
 from jpipe.runtime.state import PendingUpdate, WorkerState, copied_to_host, weights_of
 from jpipe.runtime.state._saved_optimizer import masters_in, with_buffers, without_prediction
 from jpipe.runtime.transport._lanes import arrived
@@ -27,7 +27,7 @@ from jpipe.stages._agreement import ALREADY_AGREED, ALREADY_APPLIED, Agreed
 from jpipe.stages._arrays import Arrays, Share, shardings_of
 from jpipe.stages._compiled_stage import CompiledStage
 from jpipe.stages.functions._floats import floats_of, with_floats
-from jpipe.stages.functions._stage import End, StageFunctions
+from jpipe.stages.functions._stage import StageFunctions
 
 Tree = Any
 
@@ -103,8 +103,7 @@ class Snapshot:
         before the batch, `outer_momentum` is that of the outer optimizer, and each replica's entry has in `own` the trained parameters of
         its pipeline, by version as `params` otherwise, in `optimizer` its optimizer state, and in `under_way` the update of an agreement
         that is still to be applied. With `Links.sums` the entry of each replica has in `sum_error` what rounding has lost of its
-        gradients. With `Links.rows` the first layer of each stage but the first has in `remembered` what is remembered of the activations
-        that are `received` there, for both ends of the cut. Parts without arrays are left out.
+        gradients. Parts without arrays are left out.
         """
         assert self.complete
         return {name: plain for part in self._parts.values() for name, plain in part.layers().items()}
@@ -153,7 +152,6 @@ class _Part:
         self._changes: Tree = None  # the mean of its changes
         self._last_part = len(plan.stages[s].sum_parts) - 1
         self._error: dict[str, Tree] = {}  # what rounding has lost of the gradients of the updates before the batch
-        self._received: Tree = None  # the activations of rows that it remembers, after the last forward before the batch
         self._open: int | None = None  # the version on which the pipelines have still to agree
         self._has_begun = False  # whether the first forward of the batch has run
 
@@ -179,7 +177,7 @@ class _Part:
         if type(i) is Compute and OPS[i.op].begins:
             self._has_begun |= i.microbatch >= self._first
             if self._first - self._replicas <= i.microbatch < self._first:  # the worker's last one before the batch
-                self._state, self._received = _copied((state.layer_state, _received(state)))
+                self._state = _copied(state.layer_state)
         if isinstance(i, AllReduce) and i.batch + 1 == self._newest and i.part in (None, self._last_part):
             self._error = _copied(state.sum_error or {})
         if isinstance(i, (Update, Agree)):
@@ -189,8 +187,6 @@ class _Part:
             self._optimizer, self._agreed = self._copied("optimizer", state.optimizer), _copied(state.agreed)
             if not self._has_begun:  # the layer state perhaps has the mean over the replicas
                 self._state = _copied(state.layer_state)
-                if self._received is None:  # an update changes none, so that they are copied once
-                    self._received = _copied(_received(state))
         self.see_changes(state)
         if self._has_begun or self._optimizer is not None:  # the oldest version that the batch reads may be retired before the last update
             for version in set(state.weights.versions) - self._versions.keys() - {self._open}:
@@ -233,8 +229,6 @@ class _Part:
                 plain["state"] = to_plain(self._state[layer_id])
             if layer_id in self._error:
                 plain["sum_error"] = to_plain(self._error[layer_id])
-        if self._received:
-            layers[self._ids[0]]["remembered"] = {"received": to_plain(self._received)}
         named = {entry_name(layer_id, self._replica): _without_empty(plain) for layer_id, plain in layers.items()}
         return {name: plain for name, plain in named.items() if plain or self._replica == 0}
 
@@ -256,11 +250,6 @@ class _Part:
     def _last_agreed(self) -> Agreed | None:
         """The result of the last agreement that began before the batch."""
         return None if self._agreed is None else last_agreed(self._compiled, self._agreed, self._changes)
-
-
-def _received(state: WorkerState) -> Sequence[jax.Array]:
-    """Return what a worker remembers of received activations. The sender has the same bits, so that no snapshot needs them twice."""
-    return state.remembered.get("received", ())
 
 
 def layer_of(name: str, ids: Iterable[str]) -> str | None:
@@ -294,8 +283,8 @@ def with_optimizers(layers: Mapping[str, Plain]) -> dict[str, Plain]:
 
 def fitting(
     plan: Plan, worker: int, f: StageFunctions, share: Share | None, layers: Mapping[str, Plain], batch: int, fresh: bool
-) -> tuple[dict[int, Tree], Tree, Tree, Agreed | None, Tree, dict[End, list[Any] | None]]:
-    """Return a worker's weights by version, optimizer state, layer state, `agreed`, `sum_error` and `remembered`, from a snapshot.
+) -> tuple[dict[int, Tree], Tree, Tree, Agreed | None, Tree]:
+    """Return a worker's weights by version, optimizer state, layer state, `agreed` and `sum_error`, from a snapshot.
 
     The newest version replaces a version that is missing in the snapshot. Layer state is that of the same replica if the pipeline does not
     flush and the number of replicas is the same, otherwise the mean over the saved replicas; without `sync_state` it is that of one.
@@ -305,7 +294,7 @@ def fitting(
         worker: the worker.
         f: the functions of its stage.
         share: what it updates; None: everything.
-        layers: from `for_stage`, those of its stage and, with `Links.rows`, `remembered` of the next one.
+        layers: from `for_stage`, those of its stage.
         batch: the first batch of the restored run.
         fresh: leave out the optimizer state.
 
@@ -343,13 +332,13 @@ def fitting(
         optimizer = {
             layer_id: from_plain(
                 f.optimizer_spec[layer_id],
-                with_buffers(f, layer_id, _of_trained(f, layer_id, own.get(layer_id, layers[layer_id]).get("optimizer", {}))),
+                with_buffers(f, layer_id, own.get(layer_id, layers[layer_id]).get("optimizer", {})),
                 f"checkpoint: layer '{layer_id}', optimizer state",
                 _OTHER_OPTIMIZER,
             )
             for layer_id in (entries if share is None else share.part(f.optimizer_spec))
         }
-    optional = _agreed_in(f, layers, entries), _sum_error_in(f, layers, replica, fresh), _remembered_in(f, layers, fresh)
+    optional = _agreed_in(f, layers, entries), _sum_error_in(f, layers, replica, fresh)
     return versions, optimizer, {layer_id: state_of(layer_id) for layer_id in f.stage.layers}, *optional
 
 
@@ -397,57 +386,6 @@ def _sum_error_in(f: StageFunctions, layers: Mapping[str, Plain], replica: int, 
     return errors
 
 
-def _remembered_in(f: StageFunctions, layers: Mapping[str, Plain], fresh: bool) -> dict[End, list[Any] | None]:
-    """Return the activations of rows that a stage remembers at its cuts, None for those that begin with zeros.
-
-    They begin with zeros with new optimizer state, and at a cut of which the snapshot has none, or of other rows, shapes or dtypes. Both
-    ends of a cut take those of the stage that receives, so that they begin alike.
-    """
-    remembered = dict[End, list[Any] | None]()
-    for end, specs in f.remembered_specs.items():
-        layer_id = f.stage.layers[0] if end == "received" else f.stack.ids[f.stack.ids.index(f.stage.layers[-1]) + 1]
-        where = f"checkpoint: layer '{layer_id}', activations of rows"
-        if layer_id not in layers:
-            raise InputError(
-                f"{where}: expected them for the stage before it, too, because of plan.links.rows, found no such layer; give its "
-                "'remembered' to each process with a layer before it"
-            )
-        saved = checked_dict(checked_dict(layers[layer_id].get("remembered", {}), where).get("received", {}), where)
-        are_alike = not fresh and _shapes(to_plain(specs)) == _shapes(saved)
-        remembered[end] = from_plain(specs, saved, where) if are_alike else None
-    return remembered
-
-
-def _placed_rows(specs: Sequence[Any], saved: Sequence[Any] | None) -> list[jax.Array]:
-    """Return remembered activations on the devices."""
-    if saved is None:
-        return [jnp.zeros(spec.shape, spec.dtype, device=spec.sharding) for spec in specs]
-    return [_own_copy(leaf, spec.sharding) for leaf, spec in zip(saved, specs, strict=True)]
-
-
-def _own_copy(leaf: Any, sharding: jax.sharding.Sharding) -> jax.Array:
-    """Return an array on its devices that shares no memory with `leaf`, without another copy on the way."""
-    placed = jax.device_put(leaf, sharding, may_alias=False)
-    shares_memory = not isinstance(leaf, jax.Array) and next(iter(placed.devices())).platform == "cpu"  # with NumPy arrays, even so
-    return jnp.copy(placed) if shares_memory else placed
-
-
-def _shapes(plain: Plain) -> dict[str, Any]:
-    """Return the shapes and dtypes of the arrays of a dict, by name; None for what is no array."""
-    return {name: (leaf.shape, np.dtype(leaf.dtype)) if hasattr(leaf, "dtype") else None for name, leaf in plain.items()}
-
-
-def _of_trained(f: StageFunctions, layer_id: str, plain: Any) -> Any:
-    """Return the optimizer state of a layer in a snapshot, without what an older jpipe kept for frozen parameters."""
-    if layer_id not in f.trained.chosen or not isinstance(plain, dict):
-        return plain
-    if f.trained.excludes(layer_id):
-        return {}
-    params, stored = f.specs.params[layer_id], names_in(f.optimizer_spec[layer_id])
-    frozen = names_in(params) - names_in(f.trained.of(layer_id, params))
-    return without(plain, lambda names: names not in stored and any(names[-len(path) :] == path for path in frozen))
-
-
 def for_stage(f: StageFunctions, layers: Mapping[str, Plain], fresh: bool) -> Mapping[str, Plain]:
     """Return the layers, each of the stage with its optimizer state, and without prediction unless the stage continues with it.
 
@@ -483,7 +421,7 @@ def restored_worker(
     f, place = stage.functions, stage.place
     layers = for_stage(f, layers, fresh)
     a = Arrays(f, place, share=stage.share)
-    versions, optimizer, state, agreed, error, remembered = fitting(plan, worker, f, stage.share, layers, batch, fresh)
+    versions, optimizer, state, agreed, error = fitting(plan, worker, f, stage.share, layers, batch, fresh)
     if fresh:
         newest = a.updated(versions[max(versions)])
         masters = {layer_id: masters_in(layers[layer_id]) if f.precision.has_masters else None for layer_id in newest}
@@ -509,10 +447,8 @@ def restored_worker(
     copied, optimizer, state, accumulators, key, optional = jax.tree.map(jnp.copy, placed)
     whole = {v: f.trained.joined(params, copied[last]) for v, params in copied.items()}
     weights = weights_of(whole, SCHEDULES[plan.schedule].versions_alive(plan, plan.workers[worker][0]))
-    del placed  # before the activations of rows, which may take most of the memory
-    rows = {end: _placed_rows(specs, remembered[end]) for end, specs in a.remembered.items()}
     updates = _updates_under_way(plan, worker, f, layers, last)
-    return WorkerState(weights, optimizer, state, accumulators, key, updates=updates, **optional, remembered=rows)
+    return WorkerState(weights, optimizer, state, accumulators, key, updates=updates, **optional)
 
 
 def _updates_under_way(plan: Plan, worker: int, f: StageFunctions, layers: Mapping[str, Plain], updates: int) -> dict[int, PendingUpdate]:

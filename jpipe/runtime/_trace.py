@@ -211,7 +211,7 @@ class _Watcher:
         count = 0 if state.accumulators is None else len(state.accumulators.get("gradients", ()))  # fewer while parts of them are set aside
         summed = f"accumulators of {count} entries"
         optimizer = "optimizer in host memory" if any(map(in_host, jax.tree.leaves(state.optimizer))) else "optimizer"
-        like_optimizer = state.optimizer, state.agreed, state.sum_error, state.remembered
+        like_optimizer = state.optimizer, state.agreed, state.sum_error
         named = (optimizer, like_optimizer), (summed, state.accumulators), ("state", state.layer_state)
         for name, tree in named:
             if sizes.get(name, 0) == 0:  # accumulators may be missing at first

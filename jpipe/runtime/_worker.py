@@ -43,7 +43,6 @@ from jpipe.runtime.transport._lanes import PendingTransfer, arrived
 from jpipe.runtime.transport._transport import Transport
 from jpipe.stages._agreement import ALREADY_AGREED, ALREADY_APPLIED, Agreed
 from jpipe.stages._compiled_stage import CompiledStage, UpdateNumber, update_kind
-from jpipe.stages.functions._stage import End
 from jpipe.stages.functions._sums import joined_sums, shared_with
 
 Tree = Any
@@ -88,7 +87,6 @@ class _MutableState:
     loss_scales: dict[int, LossScale]
     agreed: Agreed | None
     sum_error: Tree
-    remembered: Mapping[End, Tree]
 
     @classmethod
     def of(cls, state: WorkerState) -> "_MutableState":
@@ -206,7 +204,7 @@ class Worker:
     def delete_state(self) -> None:
         """Delete the arrays of the state that are not counted, since the run has failed."""
         state = self.state
-        for leaf in jax.tree.leaves((state.optimizer, state.accumulators, state.agreed, state.sum_error, state.remembered)):
+        for leaf in jax.tree.leaves((state.optimizer, state.accumulators, state.agreed, state.sum_error)):
             leaf.delete()
 
     def changed(self, kind: str, number: int = 0) -> None:
@@ -257,19 +255,14 @@ class Worker:
         microbatch, params, before = state.microbatches[k], state.weights.read(version), state.layer_state
         stage, reads = self.stage_for(k) if self.has_buckets else self.compiled, self.take(op, microbatch)
         functions, rng = stage.functions, (np.uint32(k), state.key) if self.has_rng else (None, None)
-        numbers = None  # of the rows, if something is remembered of them
-        if functions.remembers and op.begins:
-            reads, numbers = self.with_rows(reads)
         sums = (self.donated_accumulators(params, i.part),) if op.finishes else ()
         scale = (state.scale(version),) if op.parts != "F" else ()
         results, self.done = stage.calls[op.function](params, *reads, *sums, rng, *scale)
         left = dict(zip(op.leaves, results if len(op.leaves) > 1 else (results,), strict=True))
         if "state" in left:
             self.change_layer_state(functions.changed.joined(left["state"], before))
-        if "output" in left and self.functions.last:
-            microbatch["message"] = left["output"]
-        elif "output" in left:
-            microbatch["output"] = left["output"] if numbers is None else self.send_change(left["output"], numbers, rng)
+        if "output" in left:
+            microbatch["message" if self.functions.last else "output"] = left["output"]
         if "residuals" in left:
             microbatch["residuals"] = functions.residuals.keep(reads, (left["output"], state.layer_state)), left["residuals"]
         if "stash" in left and op.begins and i.part is None:
@@ -296,25 +289,6 @@ class Worker:
             return *microbatch.pop("residuals"), arrived(microbatch.pop("message"))
         stash = microbatch.pop("stash")
         return (stash,) if isinstance(stash, list) else stash  # a list for a later part of the stage
-
-    def with_rows(self, reads: tuple[Any, ...]) -> tuple[tuple[Any, ...], jax.Array]:
-        """Return what an op reads with the activations in place of their change, and the numbers of the rows."""
-        layer_state, arrives, labels = reads
-        x, numbers = arrives
-        return (layer_state, x if self.functions.first else self.receive_change("received", arrives), labels), numbers
-
-    def send_change(self, y: Tree, numbers: jax.Array, rng: tuple[Any, Any]) -> Tree:
-        """Return the message with the change of the output of the stage, and remember what the next stage receives."""
-        message = self.calls["send_change"](y, self.state.remembered["sent"], numbers, rng), numbers
-        self.receive_change("sent", message)
-        return message
-
-    def receive_change(self, end: End, message: Tree) -> Tree:
-        """Return the activations of a message, and remember them at this end."""
-        remembered = self.state.remembered
-        (activations, new), self.done = self.calls[f"receive_change {end}"](remembered[end], message)
-        self.state.remembered = {**remembered, end: new}
-        return activations
 
     def donated_accumulators(self, params: Tree, part: int | None) -> Tree:
         """Return the gradient accumulators to donate, all or those of one part of the stage; new ones if the last were set aside."""

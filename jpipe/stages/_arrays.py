@@ -11,7 +11,7 @@ from jpipe.meshes._place import NoPlace, Place
 from jpipe.model.layerwise._trace import position_spec
 from jpipe.stages._agreement import Agreed, like_agreed
 from jpipe.stages.functions._specs import rng_spec
-from jpipe.stages.functions._stage import End, StageFunctions
+from jpipe.stages.functions._stage import StageFunctions
 from jpipe.stages.functions._update import GlobalNorm, norm_spec
 from jpipe.stages.messages._sums import specs_of_sent
 
@@ -111,11 +111,6 @@ class Arrays:
         return self._flow(self.functions.specs.x)
 
     @cached_property
-    def arrives(self) -> Tree:
-        """The stage input, as it is loaded or received."""
-        return self._flow(self.functions.specs.arrives)
-
-    @cached_property
     def labels(self) -> Tree:
         """The labels, at the last stage."""
         return self._flow(self.functions.specs.labels)
@@ -139,16 +134,6 @@ class Arrays:
     def outputs(self) -> Tree:
         """The stage output y; at the last stage (sum of the losses, weight)."""
         return self._flow(self.functions.outputs_spec)
-
-    @cached_property
-    def sent(self) -> Tree:
-        """What is sent to the next stage; at the last stage y."""
-        return self._flow(self.functions.sent_spec)
-
-    @cached_property
-    def remembered(self) -> dict[End, list[Spec]]:
-        """The activations of all rows that the stage remembers at its cuts, if it does."""
-        return self.whole(self.functions.remembered_specs)
 
     @cached_property
     def forward_arrays(self) -> tuple[Tree, Tree]:

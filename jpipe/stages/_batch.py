@@ -8,13 +8,10 @@ import numpy as np
 
 from jpipe.errors import InputError
 from jpipe.model._layer import describe, spec_of
-from jpipe.plan import Plan
 from jpipe.stages.functions._stage import StageFunctions
 
 Tree = Any
 Batch = tuple[Tree, Tree]
-BatchOfRows = tuple[Tree, Tree, np.ndarray]
-"""A batch with the numbers of its rows, as the devices get them (`NO_ROW` where nothing is remembered)."""
 
 
 def microbatch_spec(batch: Any, count: int) -> Batch:
@@ -110,19 +107,13 @@ def bucket_of_inputs(inputs: Tree, specs: Sequence[Tree]) -> int:
     return list(specs).index(spec)
 
 
-def check_buckets(buckets: Sequence[Bucket], plan: Plan) -> None:
+def check_buckets(buckets: Sequence[Bucket]) -> None:
     """Check that shapes can alternate in one run.
 
     Raises:
-        InputError: they differ in their rows or in the names of their arrays, a layer has other parameters or state with one of them, or
-            activations of rows are remembered, whose shapes may differ.
+        InputError: they differ in their rows or in the names of their arrays, or a layer has other parameters or state with one of them.
     """
     first = buckets[0]
-    if len(buckets) > 1 and plan.links is not None and plan.links.rows is not None:
-        raise InputError(
-            f"buckets: expected batches of one shape with plan.links.rows, found microbatches of "
-            f"{describe_shapes([bucket.spec for bucket in buckets])}; give all batches one shape, or remove links.rows"
-        )
     for bucket in buckets[1:]:
         if rows_of(bucket.spec) != rows_of(first.spec):
             raise InputError(

@@ -1,7 +1,6 @@
 """The builder of the functions of all stages of a plan, for batches of any shape."""
 
 import dataclasses
-import itertools
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -12,7 +11,7 @@ import optax
 from jpipe.context import traced_platform
 from jpipe.errors import InputError
 from jpipe.meshes._partition import partitions
-from jpipe.model._layer import LayerSpec, describe
+from jpipe.model._layer import LayerSpec
 from jpipe.model._losses import Loss, random_parameter
 from jpipe.model._precision import Precision
 from jpipe.model._stack import LayerStack, Probed
@@ -85,9 +84,8 @@ class StageBuilder:
             scale = stage.replicas / self._plan.replicas[0] if self._plan.scale_learning_rate else 1.0
             options = {"update_scale": scale, "average_state": self._average_state, "sharing": sharing, **self._options}
             options |= {"number": s} if sharing.counted or self._plan.links is not None else {}
-            options |= {"partition": split[s], "agreement": self._plan.agree, "links": self._plan.links or Links(), "rows": rows_of(spec)}
+            options |= {"partition": split[s], "agreement": self._plan.agree, "links": self._plan.links or Links()}
             functions.append(stage_functions(self._stack, stage, layers, labels, self._loss, unprobed, self._precision, **options))
-        _check_remembered(functions)
         layerwise = self._layerwise({layer_id: spec.params for layer_id, spec in layers.items()})
         check_gradients(self._stack, layers, len(self._plan.stages[0].layers), self._loss, labels, layerwise.trained)
         layerwise = dataclasses.replace(layerwise, ema_decay=self._ema_decay)
@@ -135,22 +133,6 @@ def _check_stage_norm(clip_stage_norm: float | None, sharing: Sharing) -> None:
         )
 
 
-def _check_remembered(functions: list[StageFunctions]) -> None:
-    """Check that both ends of each cut remember something of rows, if the plan has `Links.rows`.
-
-    Raises:
-        InputError: no array at a cut is compressed and has the rows of the microbatch as its first dim.
-    """
-    for before, after in itertools.pairwise(functions):
-        if "received" in after.remembered_specs and not after.remembered_specs["received"]:
-            _, numbers = after.specs.arrives
-            raise InputError(
-                f"plan: links.rows: expected between layers '{before.stage.layers[-1]}' and '{after.stage.layers[0]}' an array that "
-                f"{after.links.activations} makes smaller, with the {numbers.shape[0]} rows of a microbatch as first dim, "
-                f"found {describe(after.specs.input)}; cut the model elsewhere, or remove rows"
-            )
-
-
 def stage_functions(
     stack: LayerStack,
     stage: Stage,
@@ -159,7 +141,6 @@ def stage_functions(
     loss: Loss,
     optimizer: LayerwiseOptimizer,
     precision: Precision,
-    rows: int = 0,
     **options: Any,
 ) -> StageFunctions:
     """Return the functions of one stage of a model.
@@ -168,7 +149,6 @@ def stage_functions(
         stack, stage, loss, optimizer, precision: fields of `StageFunctions`.
         layers: from `LayerStack.specs`, all of them.
         labels: shapes and dtypes of the labels of a microbatch.
-        rows: of a microbatch, which only `Links.rows` needs.
         options: further fields of `StageFunctions`.
 
     Raises:
@@ -182,9 +162,7 @@ def stage_functions(
     state = {layer_id: layers[layer_id].state for layer_id in stage.layers}
     x = layers[stage.layers[0]].x
     received = x if first else compressed_specs(x, links.activations)
-    numbers = jax.ShapeDtypeStruct((rows,), np.int32)
-    plain, arrives = (received, received) if links.rows is None else (x, (received, numbers))
-    specs = Specs(params, state, plain, labels if last else None, rng, fresh, x, arrives)
+    specs = Specs(params, state, received, labels if last else None, rng, fresh, x)
     options = {"input_gradient": not first, **options}
     if last:
         check_loss(loss, "loss", f"'{stage.layers[-1]}'", layers[stage.layers[-1]].output, labels)

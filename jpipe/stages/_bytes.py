@@ -40,11 +40,7 @@ def measure_stages(
                 passed = kept_by_both(functions[s], functions[s + 1], (splits[s], splits[s + 1]))
                 costs[s + 1] = replace(costs[s + 1], passed=passed)
     for s, stage in compiled.items():
-        a = arrays_of(functions[s])
-        # Between two programs there are the activations that the one receives for the other, and those whose change is sent. The sender
-        # computes what the next stage receives, too, and drops it: only the same program is certain to give the same bits.
-        between = [tree for end, tree in (("received", a.x), ("sent", (a.outputs, a.outputs))) if end in a.remembered]
-        costs[s] = replace(costs[s], temporary=stage.temporary_bytes + nbytes(between))
+        costs[s] = replace(costs[s], temporary=stage.temporary_bytes)
     return tuple(costs)
 
 
@@ -73,11 +69,11 @@ def measure_bytes(
         backward=backward_input + has_weight_gradient,
         backward_input=backward_input,
         backward_weight=has_weight_gradient,
-        inputs=nbytes(a.arrives),
+        inputs=nbytes(a.x),
         labels=nbytes(a.labels),
-        outputs=nbytes(a.sent),
+        outputs=nbytes(a.outputs),
         residuals=nbytes((a.saved, kept_arguments, kept_outputs)),
-        kept_outputs=0 if "sent" in a.remembered else nbytes(kept_outputs),
+        kept_outputs=nbytes(kept_outputs),
         stash=nbytes(a.stash) - unchanged_late if splits else 0,
         message=nbytes(a.message),
         gradient=0 if f.first else nbytes(a.gradient),
@@ -88,7 +84,6 @@ def measure_bytes(
         accumulators=nbytes(a.accumulators),
         part_accumulators=tuple(nbytes(f.accumulators_of_part(a.accumulators, part)) for part in range(len(f.stage.sum_parts))),
         sum_error=nbytes(a.sum_error),
-        remembered=nbytes(a.remembered),
         compressed_sums=() if f.compressed_sums is None else tuple(nbytes(a.sent_to_sum(part)[0]) for part in a.parts),
         squares=nbytes(squares_spec([len(f.counted)])),
         shared=tuple(
@@ -130,8 +125,6 @@ def kept_by_both(before: StageFunctions, after: StageFunctions, splits: tuple[bo
     """
     sizes, state = list(map(nbytes, jax.tree.leaves(arrays_of(after).x))), len(jax.tree.leaves(after.specs.state))
     passed: list[Passed] = []
-    if after.remembers:  # neither keeps what is sent
-        return ()
     for i, size in enumerate(sizes):
         if i in before.residuals.outputs:
             late = splits[0] and before.halves.reads_output_late(i)

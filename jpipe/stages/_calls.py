@@ -16,7 +16,7 @@ from jpipe.stages._arrays import Arrays, Share, shardings_of
 from jpipe.stages.functions._accumulators import mean_loss
 from jpipe.stages.functions._evaluation import evaluate, predict
 from jpipe.stages.functions._loss import loss_dtype
-from jpipe.stages.functions._stage import End, StageFunctions
+from jpipe.stages.functions._stage import StageFunctions
 from jpipe.stages.functions._sums import (
     add,
     add_shared,
@@ -35,15 +35,6 @@ Tree = Any
 UpdateKind = Literal["in_place", "into_retired", "into_new"]
 
 _DONE = jax.ShapeDtypeStruct((), jnp.bool_)
-
-
-_RECEIVE_CHANGE: dict[End, str] = {end: f"receive_change {end}" for end in get_args(End)}
-
-
-def calls_for_changes(functions: StageFunctions) -> list[str]:
-    """Return the calls with which a stage sends and receives changes of activations (`Links.rows`): none if it does not."""
-    receive = [_RECEIVE_CHANGE[end] for end in functions.remembered_specs]
-    return [*receive, "send_change"] if "sent" in functions.remembered_specs else receive
 
 
 def ops_by_call() -> dict[str, Op]:
@@ -96,7 +87,7 @@ def trace_call(
     """
     call = _call(Arrays(functions, place, {} if chosen is None else chosen, share), name, counts)
     function, outputs = call.function, call.outputs
-    if op_of_call(name, functions.stage) is not None or name in (*get_args(UpdateKind), *_RECEIVE_CHANGE.values()):
+    if op_of_call(name, functions.stage) is not None or name in get_args(UpdateKind):
         function, outputs = _with_done(function), (outputs, place.specs(_DONE))
     function = _named(function, name)
     options: dict[str, Any] = {"donate_argnums": call.donated, "keep_unused": name.startswith(("in_place", "into_retired"))}
@@ -137,14 +128,12 @@ def _call(a: Arrays, name: str, counts: Sequence[int]) -> Call:
         "add": lambda: Call(add, (), (a.reduced, a.reduced), a.reduced),
         "finish": lambda: Call(partial(finish, f), (0,), (a.reduced,), (*a.reduced, loss)),
         "evaluate": lambda: Call(
-            partial(evaluate, f), (), (a.params, a.state, a.arrives, a.labels, a.evaluation_rng), number if f.last else a.sent
+            partial(evaluate, f), (), (a.params, a.state, a.x, a.labels, a.evaluation_rng), number if f.last else a.outputs
         ),
-        "predict": lambda: Call(partial(predict, f), (), (a.params, a.state, a.arrives, None, a.evaluation_rng), None),
+        "predict": lambda: Call(partial(predict, f), (), (a.params, a.state, a.x, None, a.evaluation_rng), None),
     }
     if name in calls:
         return calls[name]()
-    if name in calls_for_changes(f):
-        return _call_for_changes(a, name)
     return {**_calls_for_shared(a), **_calls_for_parts(a), **_calls_for_agreement(a), **_calls_for_compressed_sums(a)}[name]
 
 
@@ -208,17 +197,6 @@ def _calls_for_compressed_sums(a: Arrays) -> dict[str, Call]:
         total = *reduced, (number, number) if "loss" in reduced[0] else None
         calls[f"sum{suffix}"] = Call(partial(sum_compressed, f), (), ([sent] * f.stage.replicas,), total)
     return calls
-
-
-def _call_for_changes(a: Arrays, name: str) -> Call:
-    """Return a call with which the stage sends or receives changes of activations."""
-    f, remembered = a.functions, a.remembered
-    if name == "send_change":
-        sent, numbers = a.sent
-        return Call(f.send_change, (), (a.outputs, remembered["sent"], numbers, a.rng), sent)
-    end: End = "received" if name == _RECEIVE_CHANGE["received"] else "sent"
-    message, activations = (a.arrives, a.x) if end == "received" else (a.sent, a.outputs)
-    return Call(partial(f.receive_change, end), (0,), (remembered[end], message), (activations, remembered[end]))
 
 
 def _calls_for_agreement(a: Arrays) -> dict[str, Call]:

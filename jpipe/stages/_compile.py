@@ -34,7 +34,7 @@ from jpipe.programs._instructions import (
     op_of,
 )
 from jpipe.stages._arrays import Share
-from jpipe.stages._calls import UpdateKind, calls_for_changes, op_of_call, ops_by_call, trace_call
+from jpipe.stages._calls import UpdateKind, op_of_call, ops_by_call, trace_call
 from jpipe.stages._compiled_stage import CompiledStage, choices, sharded_by_xla, update_kind
 from jpipe.stages.functions._evaluation import can_evaluate
 from jpipe.stages.functions._stage import StageFunctions
@@ -90,7 +90,7 @@ def _always_used(f: StageFunctions) -> set[str]:
     options = {"stage_norm": f.clip_stage_norm is not None, "next_scale": f.scale_spec is not None}
     options |= dict.fromkeys(("add_state", "mean_state"), f.averages_when_read) | {"mix": bool(f.agreement and f.agreement.delay)}
     options["evaluate"] = can_evaluate(f)
-    return {*calls_for_changes(f), *(name for name, used in options.items() if used)}
+    return {name for name, used in options.items() if used}
 
 
 def _for_all(key: tuple[tuple[str, ...], Place, Share | None]) -> tuple[tuple[str, ...], Place, Share | None]:
@@ -168,7 +168,7 @@ def compile_stages(
     Of replicas that share the optimizer state one stands for all: that with the share in `shares`. Programs in `known` are not compiled
     again; new ones are added.
     """
-    names: list[set[str]] = [{*calls_for_changes(f), *(() if f.clip_stage_norm is None else ("stage_norm",))} for f in functions]
+    names: list[set[str]] = [set() if f.clip_stage_norm is None else {"stage_norm"} for f in functions]
     for program in programs:
         for instruction in program.instructions:
             names[plan.workers[instruction.worker][0]].update(_calls(instruction, program))

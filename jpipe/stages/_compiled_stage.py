@@ -62,9 +62,8 @@ class CompiledStage:
     loss scale `next_scale`; if gradients are set aside, `zero_accumulators` and at the last stage `mean_loss`; if replicas sum them, `add`
     and `finish`, or `compress` and `sum` if these sums are compressed, with `Stage.sum_parts` for each part one with its number, as in
     `add 0` and `backward 0`; if they average their layer state when it is read, `add_state` and `mean_state`; if they are pipelines that
-    agree, `changes`, `add_changes`, `mean_changes` and `agree`, with a delay also `mix`; if both ends of each cut remember the activations
-    of all rows, `send_change`, and `receive_change received` and `receive_change sent`, which return `done`, too. With a `share`, updates
-    are of this part of the weights. `starts` keeps what runs once before batch 0, compiled at the first use.
+    agree, `changes`, `add_changes`, `mean_changes` and `agree`, with a delay also `mix`. With a `share`, updates are of this part
+    of the weights. `starts` keeps what runs once before batch 0, compiled at the first use.
     """
 
     functions: StageFunctions

@@ -73,12 +73,6 @@ CASES: dict[str, dict[str, dict]] = {
             "microbatches": 3,
             "links": {"activations": "fp8", "gradients": "int8", "rounding": "stochastic"},
         },
-        "changes of rows": {
-            "num_stages": 2,
-            "schedule": "pipedream_2bw",
-            "microbatches": 3,
-            "links": {"activations": "int8", "rounding": "stochastic", "rows": 8},
-        },
         "compressed sums": {
             "num_stages": 2,
             "schedule": "pipedream_flush",
@@ -256,8 +250,7 @@ def train(fields: dict) -> dict[str, np.ndarray]:
     pipe, batches = pipeline(dict(fields))
     state, numbers = pipe.init(jax.random.key(7), batches[0], buckets=batches), {}
     for t, batch in enumerate(batches):
-        rows = None if pipe.plan.links is None or pipe.plan.links.rows is None else (np.arange(len(batch[0])) * 3 + t) % 8
-        state, metrics = pipe.step(state, batch, rows=rows)
+        state, metrics = pipe.step(state, batch)
         numbers |= numbers_of(metrics)
         if t == 2:
             numbers |= {f"{name} in flight": number for name, number in evaluated(pipe, state, batches[1]).items()}
@@ -387,22 +380,6 @@ def save_copies(folder: Path) -> dict[str, np.ndarray]:
     return {"copies": np.asarray(reported), "saved": np.asarray(checkpoints.steps(folder))}
 
 
-def save_rows(folder: Path, fields: dict) -> dict[str, np.ndarray]:
-    """Save a run that remembers rows and load it: return what this process remembers in both, one after the other."""
-    import jax
-
-    from jpipe import checkpoints, join_processes
-
-    pipe, batches = pipeline(fields | {"schedule": "gpipe"})
-    state = pipe.init(jax.random.key(7), batches[0])
-    snapshot = pipe.snapshot(1)
-    state, _ = pipe.step(state, batches[0], rows=range(len(batches[0][0])), observe=snapshot)
-    checkpoints.save(folder, snapshot)
-    join_processes().barrier("the rows are saved")
-    both = checkpoints.load(pipe, folder, jax.random.key(7), batches[0], 1), state
-    return {"rows saved": np.stack([np.stack(jax.tree.leaves([w.remembered for w in each.workers])) for each in both])}
-
-
 def train_all(group: str, count: int, file: str) -> None:
     from jpipe.runtime import _executor
 
@@ -412,7 +389,6 @@ def train_all(group: str, count: int, file: str) -> None:
         numbers["refused"] = np.asarray(refusal())
         numbers |= {"disagreed": np.asarray(disagreement())} if group == "2, meshes" else {}
         numbers |= save_copies(Path(file).parent) if "tied" in mine else {}
-        numbers |= save_rows(Path(file).parent / "rows", mine["changes of rows"]) if "changes of rows" in mine else {}
         inline = [case for case in INLINE if case in mine]
         _executor.Transport = functools.partial(_executor.Transport, threads=False)
         numbers |= {f"inline {case}: {name}": value for case in inline for name, value in train(mine[case]).items()}

@@ -3,7 +3,7 @@
 import optax
 import pytest
 
-from jpipe import LayerStack, Pipeline, Plan, Precision
+from jpipe import Pipeline, Plan, Precision
 from tests.jpipe import models
 from tests.targets.compiled import compile_pipeline, programs_of
 
@@ -39,15 +39,3 @@ def test_compiles(case, devices):
     (batch,) = models.masked_batches(1, plan.microbatches)
     programs = programs_of(compile_pipeline(pipe, batch, devices, start=case in ("masters", "flush")))
     assert expected | {"evaluate"} <= programs.keys()
-
-
-def test_what_is_remembered_of_rows_is_changed_in_place(devices):
-    """The scratch memory of the programs does not grow with the rows of the data."""
-    stack, rows, width = LayerStack({"in": models.dense(256), "out": models.dense()}), 10_000, 256
-    plan = Plan.even(stack.ids, 2, "gpipe", 4, links={"activations": "int8", "rows": rows})
-    (batch,) = models.masked_batches(1, plan.microbatches)
-    pipe = Pipeline(stack, plan, models.masked_squares, optax.sgd(0.05))
-    programs = programs_of(compile_pipeline(pipe, batch, devices))
-    for name in ("send_change", "receive_change sent", "receive_change received"):
-        (program,) = programs[name]
-        assert program.memory_analysis().temp_size_in_bytes < rows * width * 4 / 20

@@ -164,7 +164,7 @@ class Memory:
     def parts(self) -> tuple[int, int, int]:
         """Return the bytes of optimizer state, of accumulators, and of residuals and stashes.
 
-        What compressed sums have lost, and what is remembered of rows, is with the optimizer state.
+        What compressed sums have lost is with the optimizer state.
         """
         cost = self.cost
         waiting = dict(self.waiting)
@@ -172,7 +172,7 @@ class Memory:
             if what in waiting:
                 waiting[what] -= 1
         return (
-            self.optimizer + cost.sum_error + cost.remembered,
+            self.optimizer + cost.sum_error,
             cost.accumulators,
             waiting["residuals"] * cost.residuals + waiting["stash"] * cost.stash,
         )
@@ -180,7 +180,7 @@ class Memory:
 
 def bytes_at_first(cost: StageCost, versions: int, optimizer: int) -> int:
     """Return the bytes of a worker at the beginning, with that many weight versions, and bytes of optimizer state on the device."""
-    constant = cost.frozen + cost.state + cost.accumulators + cost.sum_error + cost.remembered
+    constant = cost.frozen + cost.state + cost.accumulators + cost.sum_error
     return versions * cost.trained + optimizer + constant
 
 

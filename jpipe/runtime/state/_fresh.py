@@ -53,8 +53,7 @@ def fresh_worker(
     agreed = first_agreed(f, version)
     placed_key = jax.device_put(key, stage.place.sharding())
     error = None if f.compressed_sums is None else jax.tree.map(jnp.copy, accumulators["gradients"])
-    remembered = jax.tree.map(lambda spec: jnp.zeros(spec.shape, spec.dtype, device=spec.sharding), a.remembered)
-    optional: dict[str, Tree] = {"loss_scales": scales, "agreed": agreed, "sum_error": error, "remembered": remembered}
+    optional: dict[str, Tree] = {"loss_scales": scales, "agreed": agreed, "sum_error": error}
     return WorkerState(weights, optimizer, state, accumulators, placed_key, **optional)
 
 

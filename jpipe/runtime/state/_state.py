@@ -13,7 +13,6 @@ from jpipe.runtime.state._fingerprint import Fingerprint
 from jpipe.runtime.state._in_flight import Microbatch, PendingUpdate
 from jpipe.runtime.state._weights import Weights
 from jpipe.stages._agreement import Agreed
-from jpipe.stages.functions._stage import End
 
 Tree = Any
 
@@ -42,8 +41,6 @@ class WorkerState:
         loss_scales: with a dynamic loss scale that of each version; a microbatch has the one of the version that it reads.
         agreed: if it is of a pipeline that agrees with others, the result of their last agreement.
         sum_error: if the replicas of its stage compress the gradients that they sum, what rounding has lost of its own (`Links.sums`).
-        remembered: with `Links.rows` the activations of all rows, as last received from the stage before ("received") and as the next one
-            has them ("sent").
     """
 
     weights: Weights
@@ -56,7 +53,6 @@ class WorkerState:
     loss_scales: Mapping[int, LossScale] = field(default_factory=dict)
     agreed: Agreed | None = None
     sum_error: Tree = None
-    remembered: Mapping[End, Tree] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         if self.is_consumed:
@@ -68,7 +64,7 @@ class WorkerState:
         buffers = self.microbatches, self.updates
         parts = (
             (self.weights, self.loss_scales),
-            (self.optimizer, self.agreed, self.sum_error, self.remembered),
+            (self.optimizer, self.agreed, self.sum_error),
             (self.accumulators, self.layer_state),
             buffers,
         )

@@ -17,8 +17,7 @@ def evaluate(f: StageFunctions, params: Tree, state: Tree, x: Tree, labels: Tree
     """Return the stage output in evaluation mode; at the last stage (sum, weight) of the loss and of each metric, in their order."""
     y = predict(f, params, state, x, None, rng)
     if not f.last:
-        sent = compress_message(f.links, y, "activations", f.number, None)
-        return (sent, x[1]) if f.remembers else sent
+        return compress_message(f.links, y, "activations", f.number, None)
     sums = [f.loss_of(y, labels, f.draw_key(f.loss, "", rng, train=False))]
     for name, metric in f.metrics.items():
         key = f.draw_key(metric, name, rng, train=False, of_metric=True)
@@ -28,7 +27,6 @@ def evaluate(f: StageFunctions, params: Tree, state: Tree, x: Tree, labels: Tree
 
 def predict(f: StageFunctions, params: Tree, state: Tree, x: Tree, labels: None, rng: tuple[Any, Any]) -> Tree:
     """Return the stage output in evaluation mode, at the last stage, too; the arguments are those of `evaluate`, without labels."""
-    x = x[0] if f.remembers else x
     return f.apply(f.whole(params), state, x if f.first else decompress(x, f.links.activations, f.specs.input), rng, train=False)[0]
 
 

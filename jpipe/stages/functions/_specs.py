@@ -23,7 +23,6 @@ class Specs:
         rng: (microbatch, key), or Nones without randomness.
         fresh: the parameters as the layers initialize them.
         input: the stage input, as the layers read it.
-        arrives: the stage input as it is loaded or received: x, or (x or what is sent of it, the numbers of its rows) with `Links.rows`.
     """
 
     params: Tree
@@ -33,7 +32,6 @@ class Specs:
     rng: tuple[Any, Any]
     fresh: Tree
     input: Tree
-    arrives: Tree
 
     @property
     def arguments(self) -> tuple[Tree, Tree, Tree]:

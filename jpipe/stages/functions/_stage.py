@@ -32,11 +32,8 @@ from jpipe.stages.functions._specs import Specs, rng_spec
 from jpipe.stages.functions._split_backward import BackwardInParts, LateInputs, SplitBackward
 from jpipe.stages.messages._compress import compressed_specs, decompress
 from jpipe.stages.messages._messages import compress_message
-from jpipe.stages.messages._rows import add_change, compress_change, row_specs
 
 Tree = Any
-End = Literal["received", "sent"]
-"""A cut of a stage: with the stage before, or with the next one."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +50,6 @@ class StageFunctions:
     microbatch changes (`changed`).
 
     Where messages are compressed, x, y and the gradients in gradient messages are compressed here: stages decompress what they receive.
-    With `Links.rows` x and y are not, and what is sent is compressed and decompressed by `send_change` and `receive_change`.
 
     Attributes:
         stack: the model.
@@ -175,14 +171,6 @@ class StageFunctions:
         left = tuple(results[kind] for kind in op.leaves)
         return left if len(left) > 1 else left[0]
 
-    def send_change(self, y: Tree, remembered: Sequence[jax.Array], numbers: jax.Array, rng: tuple[Any, Any]) -> Tree:
-        """Compress the change of y since its rows were last sent (`Links.rows`)."""
-        return compress_change(self.links, y, remembered, numbers, self.number, rng)
-
-    def receive_change(self, end: End, remembered: Sequence[jax.Array], message: tuple[Tree, jax.Array]) -> tuple[Tree, list[jax.Array]]:
-        """Return the activations of a message of changes, as they are received, and what is remembered from now on (`Links.rows`)."""
-        return add_change(self.links, self._at(end), remembered, *message)
-
     def init_optimizer(self, params: Tree) -> Tree:
         """Return the optimizer state of new parameters, keyed by layer id."""
         return {layer_id: self.optimizer.init(layer_id, p) for layer_id, p in self.trained.part(params).items()}
@@ -235,24 +223,6 @@ class StageFunctions:
         return self.links.sums if self.stage.replicas > 1 else None
 
     @property
-    def remembers(self) -> bool:
-        """Whether both ends of each cut remember the activations of all rows."""
-        return self.links.rows is not None
-
-    @cached_property
-    def remembered_specs(self) -> dict[End, list[jax.ShapeDtypeStruct]]:
-        """Shapes and dtypes of what the stage remembers of all rows at each of its cuts."""
-        if not self.remembers:
-            return {}
-        cuts: dict[End, bool] = {"received": not self.first, "sent": not self.last}
-        _, numbers = self.specs.arrives
-        return {end: row_specs(self._at(end), self.links, numbers) for end, exists in cuts.items() if exists}
-
-    def _at(self, end: End) -> Tree:
-        """Shapes and dtypes of the activations at a cut."""
-        return self.specs.input if end == "received" else self._output
-
-    @property
     def predicts(self) -> bool:
         """Whether updates move the weights ahead, because its gradients are late."""
         return self.optimizer.delay_factor is not None
@@ -280,11 +250,11 @@ class StageFunctions:
 
     def _received(self, x: Tree) -> Tree:
         """Return the stage input, as the layers read it."""
-        return x if self.first or self.remembers else decompress(x, self.links.activations, self.specs.input)
+        return x if self.first else decompress(x, self.links.activations, self.specs.input)
 
     def _sent(self, y: Tree, rng: tuple[Any, Any]) -> Tree:
         """Return the output of the layers as the forward returns it."""
-        return y if self.last or self.remembers else compress_message(self.links, y, "activations", self.number, rng)
+        return y if self.last else compress_message(self.links, y, "activations", self.number, rng)
 
     def _sent_gradient(self, gradient: Tree, weight: Any, rng: tuple[Any, Any]) -> tuple[Tree, Any]:
         """Return the gradient message for the previous stage."""
@@ -411,13 +381,6 @@ class StageFunctions:
     def outputs_spec(self) -> Tree:
         """Shapes and dtypes of y."""
         return self._forward_spec[0]
-
-    @property
-    def sent_spec(self) -> Tree:
-        """Shapes and dtypes of what is sent to the next stage; at the last stage of y."""
-        if self.last or not self.remembers:
-            return self.outputs_spec
-        return compressed_specs(self._output, self.links.activations), self.specs.arrives[1]
 
     @cached_property
     def between_specs(self) -> tuple[Any, Any, Any]:

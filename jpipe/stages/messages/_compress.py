@@ -33,7 +33,7 @@ def compress(tree: Tree, kind: Kind | None, key: jax.Array | None = None) -> Tre
         return tree
     leaves, treedef = jax.tree.flatten(tree)
     keys = [None if key is None else jax.random.fold_in(key, i) for i in range(len(leaves))]
-    compressed = [_compress(leaf, kind, one) if shrinks(leaf, kind) else leaf for leaf, one in zip(leaves, keys, strict=True)]
+    compressed = [_compress(leaf, kind, one) if _shrinks(leaf, kind) else leaf for leaf, one in zip(leaves, keys, strict=True)]
     return jax.tree.unflatten(treedef, compressed)
 
 
@@ -41,7 +41,7 @@ def decompress(tree: Tree, kind: Kind | None, specs: Tree) -> Tree:
     """Return the arrays of a compressed tree, with these shapes and dtypes."""
     if kind is None:
         return tree
-    return jax.tree.map(lambda spec, leaf: _decompress(leaf, kind, spec) if shrinks(spec, kind) else leaf, specs, tree)
+    return jax.tree.map(lambda spec, leaf: _decompress(leaf, kind, spec) if _shrinks(spec, kind) else leaf, specs, tree)
 
 
 def compressed_specs(specs: Tree, kind: Kind | None) -> Tree:
@@ -72,7 +72,7 @@ def _step_of_fp8(values: jax.Array) -> jax.Array:
 _FORMATS = {"int8": _Format(127.0, jnp.int8, jnp.ones_like), "fp8": _Format(448.0, jnp.float8_e4m3fn, _step_of_fp8)}
 
 
-def shrinks(leaf: Any, kind: Kind) -> bool:
+def _shrinks(leaf: Any, kind: Kind) -> bool:
     """Return whether an array (or spec) is compressed."""
     if not jnp.issubdtype(leaf.dtype, jnp.floating) or not leaf.size:
         return False

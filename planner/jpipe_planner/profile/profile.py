@@ -290,7 +290,7 @@ class Profile(_Data):
         """Return the costs of each stage of a plan, for `jpipe.simulate`; `dispatch` is added to each computation."""
         n = self.sizes.index(rows)
         costs = jpipe.programs.sum_layer_costs(
-            plan, self.costs(rows), inputs=self.inputs[n], labels=self.labels[n], shared=self.shared_costs, rows=rows
+            plan, self.costs(rows), inputs=self.inputs[n], labels=self.labels[n], shared=self.shared_costs
         )
         if not self.dispatch:
             return costs

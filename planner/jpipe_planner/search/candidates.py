@@ -65,12 +65,7 @@ def find_candidates(
         max_delay: the largest mean delay of a plan in updates, see `Candidate.delay`; 0 allows only plans without a delay; None: any.
         global_norm: whether gradients are clipped by their norm over all stages.
         asked: what plans are to do in addition. Pipelines that agree are equal ones; messages between meshes cannot be compressed.
-
-    Raises:
-        InputError: plans are asked to remember activations of rows (`jpipe.plan.Links.rows`), whose memory no search counts.
     """
-    if asked.links is not None and asked.links.rows is not None:
-        raise jpipe.InputError(f"asked.links.rows: expected None, because no search counts its memory, found {asked.links.rows}; remove it")
     schedules = planned_schedules() if schedules is None else schedules
     is_restricted = global_norm or bool(profile.shared)
     if is_restricted:

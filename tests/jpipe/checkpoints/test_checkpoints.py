@@ -53,35 +53,6 @@ def test_a_stopped_loop_resumes_with_equal_results(tmp_path):
     assert files.read_facts(tmp_path / "parts", last)["note"] >= last - 1
 
 
-def test_a_process_reads_of_the_next_layer_what_both_ends_remember(tmp_path, monkeypatch):
-    """And an evaluation, whose plan remembers nothing, reads none of it."""
-    stack, batches = (
-        LayerStack({"a": models.dense(40), "b": models.dense(40), "c": models.dense(40), "d": models.dense()}),
-        models.masked_batches(1, 2),
-    )
-    pipes = [
-        Pipeline(
-            stack,
-            Plan.even(stack.ids, 2, "gpipe", 2, links={"activations": "int8", "rows": rows}),
-            models.masked_squares,
-            models.momentum(),
-        )
-        for rows in (4, None)
-    ]
-    state, snapshot = pipes[0].init(jax.random.key(KEY), batches[0]), pipes[0].snapshot(1)
-    pipes[0].step(state, batches[0], rows=range(4), observe=snapshot)
-    checkpoints.save(tmp_path, snapshot)
-    whole = checkpoints.read(pipes[0], tmp_path, 1)
-    assert [name for name, plain in whole.items() if "remembered" in plain] == ["c"]
-    assert not any("remembered" in plain for plain in checkpoints.read(pipes[1], tmp_path, 1).values())
-    monkeypatch.setattr(checkpoints, "_local_layers", lambda pipe: ["a", "b"])  # as in a process that has the first stage
-    for read in (checkpoints.read, checkpoints.stand_ins):
-        layers = read(pipes[0], tmp_path, 1)
-        assert {name: list(plain) for name, plain in layers.items() if name not in "ab"} == {"c": ["remembered"]}
-        assert read(pipes[1], tmp_path, 1).keys() == {"a", "b"}
-    check_equal(checkpoints.read(pipes[0], tmp_path, 1)["c"]["remembered"], whole["c"]["remembered"])
-
-
 @pytest.mark.slow
 def test_a_checkpoint_resumes_under_another_plan(tmp_path):
     pipe, batches = pipeline(), models.masked_batches(6, 3)

@@ -333,15 +333,9 @@ def test_a_restored_run_has_equal_results(schedule, precision):
     versions = [weights.read(version)["noise"]["w"] for version in weights.versions]
     assert len(versions) >= 2
     assert len({id(leaf) for leaf in versions}) == 1
-    # Under another plan, too, and with what an older jpipe wrote: all parameters of all versions, and state of frozen ones.
+    # Under another plan, too.
     other = pipeline(WORDS, even(schedule="gpipe", num_stages=1), precision=precision, inner=adamw)
     assert sorted(restored(other, batches, layers, 3)) == sorted(expected)
-    older = {layer_id: {**parts} for layer_id, parts in layers.items()}
-    for parts in older.values():
-        parts["params"] = {age: parts["params"]["0"] | params for age, params in parts["params"].items()}
-    older["track"]["optimizer"] = {"count": np.zeros((), np.int32), "mu": {"track": {"w": np.ones((3, 3), np.float32)}}}
-    older["noise"]["optimizer"] = older["noise"]["optimizer"] | {"mu": {"noise": {"w": np.ones((3, 3), np.float32)}}}
-    running.check_equal(restored(pipe, batches, older, 3), expected)
 
 
 @pytest.mark.exhaustive

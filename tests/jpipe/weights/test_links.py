@@ -235,3 +235,12 @@ def test_a_plan_with_links_goes_through_json():
     plan = plan_of("gpipe", LINKS["mixed"])
     assert Plan.from_json(plan.to_json()) == plan
     assert "links=Links(activations='int8'" in repr(plan)
+
+
+def test_a_plan_of_version_0_4_is_read_unless_it_remembers_rows():
+    text = plan_of("gpipe", LINKS["mixed"]).to_json()
+    of_0_4 = text.replace('"rounding"', '"rows": null, "rounding"')
+    assert of_0_4 != text
+    assert Plan.from_json(of_0_4) == Plan.from_json(text)
+    with pytest.raises(InputError, match=r"^plan: links: expected no 'rows', a key that version 0\.4 had, found 12; remove it$"):
+        Plan.from_json(of_0_4.replace("null, ", "12, "))

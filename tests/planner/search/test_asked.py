@@ -85,8 +85,3 @@ def test_messages_take_the_bytes_that_are_sent():
             assert one.sent == pytest.approx(plain.sent * 8.125 / 32, rel=0.01)
             assert one.sent * one.batch == pytest.approx(sum(simulated(one).sent_bytes), rel=0.01)
             assert one.seconds < plain.seconds
-
-
-def test_plans_that_remember_rows_are_not_searched():
-    with pytest.raises(jpipe.InputError, match=r"asked\.links\.rows: expected None, because no search counts its memory, found 100"):
-        found(Asked(links=Links(activations="int8", rows=100)))

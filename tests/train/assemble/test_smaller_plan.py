@@ -93,7 +93,7 @@ def test_what_cannot_go_on_with_fewer_processes_is_an_error(sections, processes,
         smaller_plan.for_processes(config(**{"plan": ONE_BY_FOUR, **sections}), processes, 4)
 
 
-def test_compressed_sums_and_rows_go_on_where_each_smaller_plan_is_known():
-    rows = ONE_BY_FOUR | {"links": {"activations": "int8", "rows": 5}}
-    assert smaller_plan.for_processes(config(rows), 4, 4) == (config(rows), "")
-    assert smaller_plan.for_processes(config(rows), 3, 4)[0].plan.links == config(rows).plan.links
+def test_compressed_sums_go_on_where_each_smaller_plan_is_known():
+    sums = TWO_BY_FOUR | {"links": {"sums": "int8"}}
+    assert smaller_plan.for_processes(config(sums), 4, 4) == (config(sums), "")
+    assert smaller_plan.for_processes(config(sums), 3, 4)[0].plan.links == config(sums).plan.links

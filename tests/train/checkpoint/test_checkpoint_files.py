@@ -312,6 +312,18 @@ def test_a_checkpoint_of_a_newer_jpipe_is_not_skipped(run):
             use()
 
 
+def test_a_checkpoint_of_format_1_is_refused_by_its_name(run):
+    rewrite_marker(run, format="jpipe-checkpoint/1")
+    message = r"expected the format jpipe-checkpoint/2, found jpipe-checkpoint/1; version 0\.4 reads it, and saves it in the new format$"
+    with pytest.raises(jpipe.InputError, match=rf"20/checkpoint\.json: {message}"):
+        newest_good(run, print)
+    for step in (10, 20):  # the names that they had
+        place(run, step).rename(run / "checkpoints" / f"{step:08d}")
+    for use in (lambda: steps(run), lambda: newest_good(run, print), lambda: begin(run, None)):
+        with pytest.raises(jpipe.InputError, match=rf"00000020: {message}"):
+            use()
+
+
 @pytest.mark.parametrize(
     "changes",
     [

@@ -8,10 +8,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 import tokenizers
 
+from jpipe.checkpoints import files as checkpoint_files
 from jpipe_train import cli
+from jpipe_train.config import config_file
+from jpipe_train.models.layers import layers
+from tests.train.conftest import changed, tiny_of
 
 GOLDEN = Path(__file__).parents[1] / "checkpoint" / "golden"
 WORDS = ["<unk>", "<s>", "</s>", *(f"w{i}" for i in range(3, 64))]
@@ -41,6 +46,27 @@ def folder(tmp_path) -> Path:
     shutil.copytree(GOLDEN / "llama", place)
     save_tokenizer(place, WORDS)
     return place
+
+
+@pytest.fixture(scope="session")
+def written_run(tmp_path_factory) -> Path:
+    """Write the folder of a run over bytes that has random weights after 4 steps."""
+    folder = tmp_path_factory.mktemp("written") / "run"
+    config, rng = changed(tiny_of(Path("text.txt"), folder)), np.random.default_rng(0)
+    specs = layers(config.model).specs(jax.ShapeDtypeStruct((1, config.model.seq_len), np.int32))
+    params = {name: jax.tree.map(lambda spec: rng.normal(size=spec.shape).astype(spec.dtype), spec.params) for name, spec in specs.items()}
+    checkpoint_files.write_layers(folder, 4, {name: {"params": {"0": tree}} for name, tree in params.items()}, 0)
+    checkpoint_files.complete(folder, 4, 1, {})
+    (folder / "config.yaml").write_text(config_file.to_yaml(config))
+    return folder
+
+
+@pytest.fixture
+def run_of_bytes(written_run, tmp_path, monkeypatch) -> str:
+    """Change to a folder in which `run` is the folder of a run over bytes, and return that name."""
+    shutil.copytree(written_run, tmp_path / "run")
+    monkeypatch.chdir(tmp_path)
+    return "run"
 
 
 def save_tokenizer(folder: Path, words: Sequence[str | None], special: Sequence[str] = ()) -> None:

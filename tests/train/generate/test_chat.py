@@ -17,7 +17,7 @@ from jpipe_train.generate import command
 from jpipe_train.generate.token_text import Stops
 from tests.train.generate.conftest import TEMPLATE, make_chat
 
-RUN = Path(__file__).parents[2] / "written_by_0_1" / "run"
+RUN = "run"  # see the fixture `run_of_bytes`
 
 
 @pytest.fixture
@@ -96,14 +96,15 @@ def test_a_conversation_leaves_no_process(run, folder, monkeypatch):
 
 
 REFUSED = {
-    "bytes": ((str(RUN), "--chat"), "--chat: expected a model with a tokenizer and a chat template, found one of bytes"),
-    "prompt": ((str(RUN), "--chat", "--prompt", "a"), "--prompt: would mean nothing with --chat"),
-    "system": ((str(RUN), "--prompt", "a", "--system", "b"), "--system: would mean nothing without --chat"),
-    "stop": ((str(RUN), "--prompt", "a", "--stop", ""), "--stop: expected a text that ends the output, found an empty one"),
+    "bytes": ((RUN, "--chat"), "--chat: expected a model with a tokenizer and a chat template, found one of bytes"),
+    "prompt": ((RUN, "--chat", "--prompt", "a"), "--prompt: would mean nothing with --chat"),
+    "system": ((RUN, "--prompt", "a", "--system", "b"), "--system: would mean nothing without --chat"),
+    "stop": ((RUN, "--prompt", "a", "--stop", ""), "--stop: expected a text that ends the output, found an empty one"),
 }
 
 
 @pytest.mark.parametrize(("arguments", "message"), REFUSED.values(), ids=REFUSED)
+@pytest.mark.usefixtures("run_of_bytes")
 def test_mistakes_are_refused_in_words(arguments, message, run):
     code, out, err = run(*arguments)
     assert (code, out) == (2, "")

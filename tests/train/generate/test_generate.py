@@ -3,7 +3,6 @@
 import io
 import json
 import re
-import shutil
 import signal
 import sys
 from pathlib import Path
@@ -20,7 +19,7 @@ from tests.train.generate.conftest import WORDS, save_tokenizer
 from tests.train.models.running import applied
 
 GOLDEN = Path(__file__).parents[1] / "checkpoint" / "golden"
-RUN = Path(__file__).parents[2] / "written_by_0_1" / "run"
+RUN = "run"  # see the fixture `run_of_bytes`
 LAST = 31  # a token that the model comes to, after some others
 
 
@@ -69,29 +68,32 @@ def test_tokens_that_the_tokenizer_does_not_have_are_never_chosen(run, folder):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("run_of_bytes")
 def test_a_run_of_bytes_from_standard_input_and_a_pipe(run):
-    code, out, err = run(str(RUN), said="the\n")
+    code, out, err = run(RUN, said="the\n")
     assert code == 0
     assert len(out.encode()) >= 6  # what the model has not learned may be no UTF-8
     assert out.endswith("\n")
     assert "step 4; float32, 1 device (cpu)" in err
     assert "stopped after 5 tokens: the model has no more than 8 positions" in err
-    assert run(str(RUN), "--prompt", "the")[1] == out
+    assert run(RUN, "--prompt", "the")[1] == out
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("run_of_bytes")
 def test_a_prompt_that_is_no_utf_8_is_refused_with_a_tokenizer_and_taken_as_bytes_without(run, folder):
     prompt = "w3 \N{COPYRIGHT SIGN}\udcff w5"
     code, out, err = run(str(folder), "--prompt", prompt)
     assert (code, out) == (2, "")
     assert "prompt 1: expected text in UTF-8, found the byte 0xff at 5; convert it to UTF-8" in err
-    assert run(str(RUN), "--prompt", "\udcff", "--tokens", "1")[0] == 0
+    assert run(RUN, "--prompt", "\udcff", "--tokens", "1")[0] == 0
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("run_of_bytes")
 def test_several_texts_come_one_after_the_other_under_their_prompts(run):
-    alone = [run(str(RUN), "--prompt", prompt, "--tokens", "3")[1] for prompt in ("a", "fox")]
-    code, out, err = run(str(RUN), "--prompt", "a", "--prompt", "fox", "--tokens", "3")
+    alone = [run(RUN, "--prompt", prompt, "--tokens", "3")[1] for prompt in ("a", "fox")]
+    code, out, err = run(RUN, "--prompt", "a", "--prompt", "fox", "--tokens", "3")
     assert (code, out) == (0, "".join(alone))
     assert re.findall(r"^jpipe: (prompt .*)$", err, re.MULTILINE) == ["prompt 1: 'a'", "prompt 2: 'fox'"]
 
@@ -122,7 +124,7 @@ def test_generated_text_does_not_control_a_terminal(monkeypatch):
     assert screen.getvalue() == "a\n\tb\\x1b[2J\\u202eé"
 
 
-FOX, RUN_FOLDER = ("--prompt", "fox"), str(RUN)
+FOX = "--prompt", "fox"
 REFUSED = {
     "no such folder": (["runs/0099", *FOX], r"there is no folder 'runs/0099'; give that of a run"),
     "a folder of nothing": ([str(GOLDEN), *FOX], r"expected checkpoints in .*, found none"),
@@ -130,65 +132,65 @@ REFUSED = {
         ["peft", *FOX],
         r"generate: 'peft' has an adapter_config\.json: .* give the folder of the model, and .* --adapters",
     ),
-    "a file": ([str(RUN / "config.yaml"), *FOX], r"expected the folder of a run or of Hugging Face's layout, found the file"),
+    "a file": (["run/config.yaml", *FOX], r"expected the folder of a run or of Hugging Face's layout, found the file"),
     "bert": ([str(GOLDEN / "bert"), *FOX], r"expected a decoder \(model\.kind\), found bert in .* what comes next"),
     "no tokenizer": ([str(GOLDEN / "gpt2"), *FOX], r"expected a tokenizer\.json in '.*gpt2', found none; give --tokenizer FILE"),
-    "no such tokenizer": ([RUN_FOLDER, *FOX, "--tokenizer", "no.json"], r"--tokenizer: cannot read 'no\.json'"),
+    "no such tokenizer": ([RUN, *FOX, "--tokenizer", "no.json"], r"--tokenizer: cannot read 'no\.json'"),
     "another's": ([str(GOLDEN / "gpt2"), *FOX, "--tokenizer", "bytes"], r"prompt 1: expected tokens below 64 .*, found 120, 'x'"),
     "a step of a folder": ([str(GOLDEN / "gpt2"), *FOX, "--step", "3"], r"--step: expected the folder of a run"),
     "an average of a folder": ([str(GOLDEN / "gpt2"), *FOX, "--weights", "ema"], r"--weights: expected the folder of a run"),
-    "no such step": ([RUN_FOLDER, *FOX, "--step", "3"], r"--step: expected one of 4, .* found 3"),
-    "no average": ([RUN_FOLDER, *FOX, "--weights", "ema"], r"--weights: the checkpoint of step 4 has no moving average"),
+    "no such step": ([RUN, *FOX, "--step", "3"], r"--step: expected one of 4, .* found 3"),
+    "no average": ([RUN, *FOX, "--weights", "ema"], r"--weights: the checkpoint of step 4 has no moving average"),
     "empty": (
-        [RUN_FOLDER, "--prompt", ""],
+        [RUN, "--prompt", ""],
         r"prompt 1: expected a text, found an empty one, and the model has no token that begins a text",
     ),
     "long": (
-        [RUN_FOLDER, *FOX, "--prompt", "the fox "],
+        [RUN, *FOX, "--prompt", "the fox "],
         r"prompt 2: expected at most 7 tokens, .* 8 positions .* found 8; make it shorter",
     ),
-    "tokens": ([RUN_FOLDER, *FOX, "--tokens", "0"], r"--tokens: expected from 1 to 10,000,000, found 0"),
-    "top-p": ([RUN_FOLDER, *FOX, "--top-p", "0"], r"--top-p: expected a probability above 0, at most 1, found 0"),
-    "top-k": ([RUN_FOLDER, *FOX, "--top-k", "0"], r"--top-k: expected 1 or more tokens, found 0"),
-    "temperature": ([RUN_FOLDER, *FOX, "--temperature", "nan"], r"--temperature: expected from 0 .* found nan"),
-    "greedy top-p": ([RUN_FOLDER, *FOX, "--top-p", "0.5", "--temperature", "0"], r"--top-p: would mean nothing with --temperature 0"),
-    "seed": ([RUN_FOLDER, *FOX, "--seed", "-1"], r"--seed: expected from 0 to 4294967295, found -1"),
-    "float16": ([RUN_FOLDER, *FOX, "--dtype", "float16"], r"--dtype: expected float32 or bfloat16 on CPUs"),
-    "devices": ([RUN_FOLDER, *FOX, "--devices", "4"], r"--devices: expected from 1 to 3, for the model has 3 layers, found 4"),
+    "tokens": ([RUN, *FOX, "--tokens", "0"], r"--tokens: expected from 1 to 10,000,000, found 0"),
+    "top-p": ([RUN, *FOX, "--top-p", "0"], r"--top-p: expected a probability above 0, at most 1, found 0"),
+    "top-k": ([RUN, *FOX, "--top-k", "0"], r"--top-k: expected 1 or more tokens, found 0"),
+    "temperature": ([RUN, *FOX, "--temperature", "nan"], r"--temperature: expected from 0 .* found nan"),
+    "greedy top-p": ([RUN, *FOX, "--top-p", "0.5", "--temperature", "0"], r"--top-p: would mean nothing with --temperature 0"),
+    "seed": ([RUN, *FOX, "--seed", "-1"], r"--seed: expected from 0 to 4294967295, found -1"),
+    "float16": ([RUN, *FOX, "--dtype", "float16"], r"--dtype: expected float32 or bfloat16 on CPUs"),
+    "devices": ([RUN, *FOX, "--devices", "4"], r"--devices: expected from 1 to 3, for the model has 3 layers, found 4"),
 }
 
 
 @pytest.mark.parametrize(("arguments", "message"), REFUSED.values(), ids=REFUSED)
-def test_mistakes_are_refused_in_words(run, arguments, message, tmp_path, monkeypatch):
+@pytest.mark.usefixtures("run_of_bytes")
+def test_mistakes_are_refused_in_words(run, arguments, message, tmp_path):
     (tmp_path / "peft").mkdir()
     (tmp_path / "peft" / "adapter_config.json").write_text("{}")
-    monkeypatch.chdir(tmp_path)
     code, out, err = run(*arguments)
     assert (code, out) == (2, "")
     assert re.search(f"^jpipe: .*{message}", err, re.MULTILINE), err
 
 
+@pytest.mark.usefixtures("run_of_bytes")
 def test_a_terminal_without_a_prompt_and_input_without_end_are_refused(run, monkeypatch):
     with open("/dev/zero") as endless:
         monkeypatch.setattr(sys, "stdin", endless)
-        assert re.search("expected at most 16,777,216 bytes on standard input, found more", run(RUN_FOLDER)[2])
+        assert re.search("expected at most 16,777,216 bytes on standard input, found more", run(RUN)[2])
     screen = io.StringIO()
     screen.isatty = lambda: True
     monkeypatch.setattr(sys, "stdin", screen)
-    assert re.search("expected a text to continue, found none; give --prompt TEXT, or pipe one in", run(RUN_FOLDER)[2])
+    assert re.search("expected a text to continue, found none; give --prompt TEXT, or pipe one in", run(RUN)[2])
 
 
-def test_runs_that_cannot_generate_are_recognized(run, tmp_path):
-    shutil.copytree(RUN, tmp_path / "run")
-    config = tmp_path / "run" / "config.yaml"
+def test_runs_that_cannot_generate_are_recognized(run, run_of_bytes):
+    config = Path(run_of_bytes, "config.yaml")
     text = config.read_text()
     config.write_text(re.sub(r"data:\n.*?\ntrain:", "data: {target: 'mine:data'}\ntrain:", text, flags=re.DOTALL))
-    assert re.search(r"trained on data of your own \(data\.target\); give --tokenizer FILE", run(str(tmp_path / "run"), *FOX)[2])
+    assert re.search(r"trained on data of your own \(data\.target\); give --tokenizer FILE", run(RUN, *FOX)[2])
     config.write_text(text.replace("width: 8", "width: 16"))
-    assert re.search(r"expected 'embed/\S+' of shape \[\d+, 16\], as its config says, found it of", run(str(tmp_path / "run"), *FOX)[2])
+    assert re.search(r"expected 'embed/\S+' of shape \[\d+, 16\], as its config says, found it of", run(RUN, *FOX)[2])
     config_text = re.sub(r"model:\n.*?\nloss:", "model: {target: 'mine:model', seq_len: 8}\nloss:", text, flags=re.DOTALL)
     config.write_text(config_text)
-    assert re.search(r"expected a model of jpipe's own, found 'mine:model' \(model\.target\)", run(str(tmp_path / "run"), *FOX)[2])
+    assert re.search(r"expected a model of jpipe's own, found 'mine:model' \(model\.target\)", run(RUN, *FOX)[2])
 
 
 def test_a_diverged_model_is_reported(run, folder):

@@ -499,8 +499,6 @@ def test_plans_agree_or_compress_messages_if_the_option_or_the_config_says_so(fi
     assert " links int8/– " in out
     assert cli.main(["plan", *BOTH, "tiny.yaml", "--set=plan.links={sums: int8}", "--out=plan.json"]) == 2
     assert "plan.links.sums: expected none where a plan is searched, found 'int8'; remove it" in capsys.readouterr().err
-    assert cli.main(["plan", *BOTH, "tiny.yaml", "--set=plan.links={activations: int8, rows: 9}", "--out=plan.json"]) == 2
-    assert "plan.links.rows: expected none where a plan is searched, found 9; remove it" in capsys.readouterr().err
     plan, out = plan_of("tiny.yaml")
     assert plan.agree is plan.links is None
     assert "agree" not in out

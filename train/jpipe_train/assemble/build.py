@@ -22,7 +22,6 @@ from jpipe_train.assemble.optimizer import checked_arguments, optimizer
 from jpipe_train.config.config import AUTO, MOST_MICROBATCHES, MOST_PLAN_BYTES, Config, PlanConfig, PrecisionConfig
 from jpipe_train.console.progress import Reporter
 from jpipe_train.data import data
-from jpipe_train.data.rows import Numbered
 
 
 def build(
@@ -30,8 +29,6 @@ def build(
     reporter: Reporter,
     plan: jpipe.Plan | None = None,
     load: Callable[[Config], data.Data] | None = None,
-    *,
-    remembers: bool = True,
 ) -> tuple[jpipe.Pipeline, data.Data]:
     """Build the pipeline and the data that `config` describes, without running anything on a device.
 
@@ -40,7 +37,6 @@ def build(
         reporter: prints the phases that take long.
         plan: the plan; by default the one in the config.
         load: reads the data; by default `jpipe_train.data.data.load`.
-        remembers: whether activations of rows are remembered if the plan says so, which only training needs.
 
     Raises:
         jpipe.InputError: something in the config does not fit.
@@ -56,8 +52,6 @@ def build(
         stack = model.layers(config.model, config.train.batch_size, computes, chunk, lambda: read().like[0], config.tune)
         loss = model.loss(config.loss, config.model.head)
         plan = plan or make_plan(config.plan, stack.ids)
-        if plan.links is not None and not remembers:
-            plan = plan.model_copy(update={"links": plan.links.model_copy(update={"rows": None})})
         check_plan(config, plan)
         plan.check_layers(stack.ids)
         batches = read()
@@ -249,22 +243,6 @@ def check_microbatches(plan: jpipe.Plan, batch_size: int) -> None:
         )
     if plan.microbatches > MOST_MICROBATCHES:
         raise jpipe.InputError(f"plan: expected at most {MOST_MICROBATCHES} microbatches, found {plan.microbatches}; use fewer")
-
-
-def check_rows(plan: jpipe.Plan, batches: data.Data) -> None:
-    """Check that the rows of the data have numbers, and that the plan remembers the activations of all of them, if it does of any."""
-    rows = None if plan.links is None else plan.links.rows
-    if rows is None:
-        return
-    if batches.rows is None or not isinstance(batches.train, Numbered) or batches.train.numbers(batches.first) is None:
-        raise jpipe.InputError(
-            f"plan.links.rows: expected training data whose rows come back with each epoch, found {batches.source}, whose rows have no "
-            "numbers, as rows of several sources, masked ones and batches of your own code; remove it"
-        )
-    if rows != batches.rows:
-        raise jpipe.InputError(
-            f"plan.links.rows: expected {batches.rows}, the rows of the training data, found {rows}; set it to {batches.rows}"
-        )
 
 
 def check_delay(plan: jpipe.Plan, most: float | None) -> None:

@@ -12,7 +12,7 @@ from jpipe import InputError
 from jpipe_train.config.config import Config
 from jpipe_train.data import data
 from jpipe_train.data.position import Position
-from jpipe_train.data.rows import Batch, Numbered, Rows
+from jpipe_train.data.rows import Batch, Rows
 from jpipe_train.models import cross_entropy
 
 Limit = tuple[int, int, str]
@@ -51,10 +51,6 @@ class CheckedBatches:
     def continued(self, position: Position) -> "CheckedBatches":
         """Return the same data in batches that begin at `position`."""
         return replace(self, batches=self.batches.continued(position))
-
-    def numbers(self, index: int) -> np.ndarray | None:
-        """Return the numbers of the rows of a batch, if they have some."""
-        return self.batches.numbers(index) if isinstance(self.batches, Numbered) else None
 
     def __getitem__(self, index: int) -> Batch:
         batch = self.batches[index]

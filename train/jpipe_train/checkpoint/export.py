@@ -49,7 +49,7 @@ def main(
     folder = resolved(run, "export")
     jax.config.update("jax_platforms", "cpu")  # Orbax starts JAX's devices; a GPU may be another program's, and none is needed
     chosen = step_of(folder, step, "export", report)
-    layers = _averaged(folder, chosen, checkpoint_files.read_layers(folder, chosen, needs=checkpoint_files.all_but_remembered))
+    layers = _averaged(folder, chosen, checkpoint_files.read_layers(folder, chosen))
     arrays = by_name(layers if weights == "newest" else with_ema(layers, chosen))
     if layout == "model":
         arrays = of_whole_model(arrays, checkpoint_files.read_facts(folder, chosen))

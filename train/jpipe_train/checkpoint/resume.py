@@ -429,7 +429,14 @@ _LONGEST_ROW = 2**16  # characters; a thousand metrics
 def _differs(before: Any, now: dict[str, Any]) -> bool:
     """Return whether the value of a key has changed; keys that an older version of jpipe did not have had their defaults."""
     defaults = PlanConfig().model_dump()
-    return not isinstance(before, dict) or any(before.get(key, defaults[key]) != value for key, value in now.items())
+    return not isinstance(before, dict) or any(
+        _without_nulls(before.get(key, defaults[key])) != _without_nulls(value) for key, value in now.items()
+    )
+
+
+def _without_nulls(value: Any) -> Any:
+    """Return a dict without the keys that are null, which may be keys of an older version."""
+    return {key: inner for key, inner in value.items() if inner is not None} if isinstance(value, dict) else value
 
 
 def _flat(tree: Any, before: str = "") -> dict[str, Any]:

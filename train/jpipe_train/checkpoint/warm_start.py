@@ -212,8 +212,7 @@ def _of_run(folder: Path, report: Callable[[str], None]) -> Source:
         entries = checkpoint_files.layer_specs(folder, step)
         layers = [entry for entry in entries if any(name.startswith(f"{entry}/") for inner in names.values() for name in inner)]
         shared = [entry for entry in entries if (place := jpipe.runtime.shared_place(entry, entries)) and place[0] in layers]
-        needs = checkpoint_files.all_but_remembered
-        yield by_name(checkpoint_files.read_layers(folder, step, (*layers, *shared), needs=needs))  # verifies each file once
+        yield by_name(checkpoint_files.read_layers(folder, step, (*layers, *shared)))  # verifies each file once
 
     return Source(f"warm_start.file: '{shown(folder)}', step {step}", specs, read, lambda: checkpoint_files.digest(folder, step))
 

@@ -262,7 +262,7 @@ def _mixture(config: Config, sources: Sequence[SourceConfig], read: Callable[[Co
         if train.spec != trains[0].spec:
             raise InputError(f"data.sources.{number}.path: {_differing(config, sources[0].path, trains[0].spec, train.spec)}")
     shares = mixture.proportions([source.weight for source in sources])
-    mixed = replace(trains[0], elements=mixture.Mixed(tuple(train.elements for train in trains), shares), order=None)
+    mixed = replace(trains[0], elements=mixture.Mixed(tuple(train.elements for train in trains), shares))
     return Data(
         mixed,
         mixture.Joined(tuple(part.validation for part in parts)),
@@ -419,5 +419,4 @@ def _examples(config: Config, path: str | None = None) -> labelled.Labelled | ar
 
 
 def _batches_of_examples(config: Config, examples: labelled.Examples | arrays.RowsOfArrays, part: int) -> BatchesOfRows:
-    elements, numbers = ordered(config, examples, part)
-    return BatchesOfRows(elements, config.train.batch_size, examples.spec, order=numbers)
+    return BatchesOfRows(ordered(config, examples, part), config.train.batch_size, examples.spec)

@@ -69,15 +69,6 @@ class Pieces(Protocol):
         ...
 
 
-@runtime_checkable
-class Numbered(Protocol):
-    """Batches whose rows may have numbers, by which a row is known when it comes back."""
-
-    def numbers(self, index: int, /) -> np.ndarray | None:
-        """Return the numbers of the rows of a batch in the data, -1 for padding; None if they have none."""
-        ...
-
-
 @dataclass(frozen=True)
 class BatchesOfRows:
     """Batch t has the elements t·b to (t + 1)·b - 1, each read together with its row; another first position shifts them.
@@ -91,7 +82,6 @@ class BatchesOfRows:
         spec: shapes and dtypes of one of them.
         begins: the position of the first batch; None: batch 0 has the first elements.
         end: the number of the first element that is replaced; None: all elements count.
-        order: gives the number in the data of each element, by which it is known when it comes back; None: they have no numbers.
     """
 
     elements: Elements
@@ -99,7 +89,6 @@ class BatchesOfRows:
     spec: Batch
     begins: Position | None = None
     end: int | None = None
-    order: Callable[[int], int] | None = None
 
     def __len__(self) -> int:
         return len(self.elements) // self.batch_size
@@ -121,14 +110,6 @@ class BatchesOfRows:
     def with_remainder(self, microbatch: int) -> "AllRows":
         """Return these batches, followed by smaller ones with the rows that fill none."""
         return AllRows(self, microbatch)
-
-    def numbers(self, index: int) -> np.ndarray | None:
-        """Return the numbers of the rows of a batch in the data, -1 for padding; None if they have none."""
-        if self.order is None:
-            return None
-        first = self.position(index).total
-        elements = range(first, first + self.batch_size)
-        return np.asarray([self.order(i) if self.end is None or i < self.end else -1 for i in elements], np.int64)
 
     def __getitem__(self, index: int) -> Batch:
         specs, structure = jax.tree.flatten(self.spec)

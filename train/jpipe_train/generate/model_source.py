@@ -139,7 +139,7 @@ def _find_in_run(
 
     def read(layer_id: str) -> dict[str, np.ndarray]:
         names = [layer_id, *(name for name, place in entries.items() if place[0] == layer_id)]
-        read = checkpoint_files.read_layers(folder, chosen, names, verified=True, needs=checkpoint_files.all_but_remembered)
+        read = checkpoint_files.read_layers(folder, chosen, names, verified=True)
         arrays = by_name(read if weights == "newest" else with_ema(read, chosen))
         return _strip_layer_id(layer_id, merged(arrays, config.model, config.tune))
 

@@ -65,15 +65,14 @@ class Request:
         """Return the request with what plans are to do by `agree` and the config.
 
         Raises:
-            InputError: the config compresses sums or remembers rows, which no search prices, `agree` does not fit the config's agreement,
+            InputError: the config compresses sums, which no search prices, `agree` does not fit the config's agreement,
                 or pipelines agree and `pipedream` is given.
         """
         agree, links = (None, None) if plan is None else (plan.agree, plan.links)
-        for key, value in () if links is None else (("sums", links.sums), ("rows", links.rows)):
-            if value is not None:
-                raise InputError(
-                    f"plan.links.{key}: expected none where a plan is searched, found {value!r}; remove it, or write the plan by hand"
-                )
+        if links is not None and links.sums is not None:
+            raise InputError(
+                f"plan.links.sums: expected none where a plan is searched, found {links.sums!r}; remove it, or write the plan by hand"
+            )
         if self.agree is not None:
             agree = _agreeing_every(self.agree, agree)
         if agree is not None and self.pipedream is not None:

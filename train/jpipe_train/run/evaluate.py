@@ -225,7 +225,7 @@ def _built(config: Config, request: Request, reporter: Reporter) -> tuple[jpipe.
         first = rows.parts[0] if isinstance(rows, Joined) else rows
         return replace(held_out, train=[like_a_batch(first)] if isinstance(first, BatchesOfRows) else first)
 
-    pipe, batches = build(config, reporter, load=load, remembers=False)
+    pipe, batches = build(config, reporter, load=load)
     if isinstance(rows := batches.validation, Divisible):
         batches = replace(batches, validation=rows.with_remainder(config.train.batch_size // pipe.plan.microbatches))
     if not isinstance(rows := batches.validation, Joined):

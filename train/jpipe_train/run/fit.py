@@ -14,7 +14,6 @@ from rich.console import Console
 import jpipe
 from jpipe import InputError
 from jpipe.errors import explain, nearest, short
-from jpipe_train.assemble.build import check_rows
 from jpipe_train.assemble.metrics import metrics as built_in_metrics
 from jpipe_train.checkpoint.resume import Resume, Resumed
 from jpipe_train.checkpoint.resume import find as find_resumed
@@ -228,7 +227,6 @@ def _checked(pipe: jpipe.Pipeline, config: Config, batches: Data, program: FromP
             "fit: checkpoint.best would mean nothing without eval_data, on which checkpoints are judged; give it, or leave out best"
         )
     stopping.check(config, program.metrics)
-    check_rows(pipe.plan, batches)
     metrics = {**built_in_metrics(config.eval, config.model), **program.metrics}
     pipe.check(batches.like, metrics if metrics or len(batches.validation) else None)
     return batches

@@ -15,7 +15,7 @@ from jpipe_train.config.section import MOST_ROWS, as_python
 from jpipe_train.console.terminal import count
 from jpipe_train.data import position
 from jpipe_train.data.arrays import RowsOfArrays
-from jpipe_train.data.batched.order import Shuffled
+from jpipe_train.data.batched.order import shuffled
 from jpipe_train.data.data import Batches, Data
 from jpipe_train.data.position import Ordered, Position
 from jpipe_train.data.rows import Batch, BatchesOfRows, Rows, when_sliced
@@ -230,8 +230,7 @@ def _shuffled_rows(train: Any, batch_size: int, seed: int) -> BatchesOfRows:
     rows = _rows(train, "data")
     if isinstance(batch_size, bool) or not isinstance(batch_size, int) or not 1 <= batch_size <= len(rows):
         raise InputError(f"batch_size: expected a number from 1 to {len(rows):,}, the rows of data, found {batch_size}; change it")
-    shuffled = Shuffled(rows, seed, epochs=True)
-    return BatchesOfRows(shuffled, batch_size, rows.spec, order=shuffled.number)
+    return BatchesOfRows(shuffled(rows, seed, epochs=True), batch_size, rows.spec)
 
 
 def _held_out(held_out: Any, batch_size: int, microbatch: int) -> tuple[Batches, tuple[int, ...]]:

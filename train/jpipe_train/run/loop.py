@@ -12,7 +12,7 @@ from rich.console import Console
 import jpipe
 from jpipe.files import shown
 from jpipe_train.assemble import compile_cache, frozen, smaller_plan
-from jpipe_train.assemble.build import build, check, check_by_reading, check_rows, param_specs, prepare_devices
+from jpipe_train.assemble.build import build, check, check_by_reading, param_specs, prepare_devices
 from jpipe_train.assemble.delay import correction_words, delay_words
 from jpipe_train.assemble.meshes import has_meshes, mesh_words
 from jpipe_train.assemble.metrics import metrics
@@ -51,7 +51,6 @@ from jpipe_train.run.starting import (
     initial_params,
     make_folder,
     read_checkpoint,
-    remembered_words,
     report_resumed,
 )
 from jpipe_train.run.training import Training
@@ -269,7 +268,6 @@ def build_and_check(
     stopping.check(config)
     position = None if resumed is None else resumed.position(config.train.batch_size)
     pipe, batches = build(config, reporter, plan, lambda config: data.load(config, position))
-    check_rows(pipe.plan, batches)
     batches = batches.with_some_validation(config.train.batch_size // pipe.plan.microbatches)
     params = pipe.stack.ties.without_seconds(param_specs(pipe.stack, pipe.plan, batches.like))
     if (line := frozen.words(config.tune, params, random=resumed is None and config.warm_start.file is None)) is not None:
@@ -277,8 +275,6 @@ def build_and_check(
     layers = len(pipe.stack.ids)
     with reporter.phase(f"checking {layers:,} layers") if layers >= _MANY_LAYERS else contextlib.nullcontext():
         batches = check(config, pipe, batches)
-    if (line := remembered_words(pipe, batches)) is not None:
-        reporter.say(line)
     return pipe, batches
 
 

@@ -10,7 +10,6 @@ import jax
 
 import jpipe
 from jpipe.files import shown
-from jpipe_train.assemble.build import bytes_of
 from jpipe_train.assemble.meshes import mesh_words
 from jpipe_train.checkpoint.history import LastStep
 from jpipe_train.checkpoint.resume import Resume, Resumed
@@ -22,7 +21,6 @@ from jpipe_train.data import data
 from jpipe_train.data.position import Ordered
 from jpipe_train.launch.local import progress
 from jpipe_train.launch.together import Together
-from jpipe_train.report.performance.comparison import bytes_text
 
 
 def report_resumed(resumed: Resumed, config: Config, plan: jpipe.Plan, batches: data.Data, reporter: Reporter) -> None:
@@ -57,15 +55,6 @@ def initial_params(
     from jpipe_train.checkpoint import warm_start
 
     return warm_start.load(config.warm_start, pipe, batches.like, together, reporter.say, config.tune, config.model.head)
-
-
-def remembered_words(pipe: jpipe.Pipeline, batches: data.Data) -> str | None:
-    """Describe the memory for the activations of rows at each end of each cut; None if the plan remembers none."""
-    specs = [f.remembered_specs["received"] for f in pipe.stage_functions(batches.like) if "received" in f.remembered_specs]
-    if not specs:
-        return None
-    sizes = ", ".join(bytes_text(bytes_of(of_cut)) for of_cut in specs)
-    return f"both ends of each cut remember {batches.rows:,} rows: each end keeps {sizes}"
 
 
 def make_folder(config: Config, plan: jpipe.Plan, resume: Resume, resumed: Resumed | None, reporter: Reporter) -> RunFolder:

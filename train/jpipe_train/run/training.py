@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
-import numpy as np
 
 import jpipe
 from jpipe_train.checkpoint.checkpoints import Checkpoints
@@ -19,7 +18,6 @@ from jpipe_train.console import interrupt
 from jpipe_train.console.preemption import Decision, Preemption
 from jpipe_train.data.data import Batches, HeldOut
 from jpipe_train.data.position import Ordered
-from jpipe_train.data.rows import Numbered
 from jpipe_train.report.metrics_log import Evaluated, MetricsLog, RunStopped, Validation, mean_loss
 from jpipe_train.report.performance.measure import Measure
 from jpipe_train.report.performance.profiling import Profiler
@@ -104,8 +102,7 @@ class Training:
             self._schedule(step, decision)
             self.profiler.before(step, state)
             observe = checkpoints.observing(self.measure.observer(step))
-            batch, rows = self.watch.load(self.batches, step), self._rows(step)
-            state, metrics = self.pipe.step(state, batch, rows=rows, observe=observe)
+            state, metrics = self.pipe.step(state, self.watch.load(self.batches, step), observe=observe)
             if self._measures_delay(step):
                 log.delay_norms(step, self.pipe.delay_norms(state))
             log.finished(finished)  # of the step before: reading a loss waits for it, while the devices have this step's work
@@ -134,13 +131,6 @@ class Training:
         interrupt.check()
         windows = self.measure.predicted, self.measure.measured
         return Summary(steps, mean_loss(before), mean_loss(after), log.seconds, log.folder, *windows, state=state)
-
-    def _rows(self, step: int) -> np.ndarray | None:
-        """Return the numbers of the rows of a batch, if the plan remembers activations of rows."""
-        links = self.pipe.plan.links
-        if links is None or links.rows is None or not isinstance(self.batches, Numbered):
-            return None
-        return self.batches.numbers(step)
 
     def _schedule(self, step: int, decision: Decision) -> None:
         """Schedule the snapshot after a step and the window that begins with it, if they are due."""

@@ -115,7 +115,7 @@ def of_run(run: str, step: Step, report: Callable[[str], None], weights: Weights
 
     def read(layer_id: str) -> Mapping[str, Any]:
         names = [layer_id, *(name for name, first in firsts.items() if first == layer_id)]
-        layers = checkpoint_files.read_layers(folder, chosen, names, verified=True, needs=checkpoint_files.all_but_remembered)
+        layers = checkpoint_files.read_layers(folder, chosen, names, verified=True)
         arrays = by_name(layers if weights == "newest" else with_ema(layers, chosen))
         return merged(arrays, config.model, config.tune) if merge else arrays
 

@@ -63,8 +63,7 @@ def batches_of(config: Config, rows: AnyRows, part: int, *, apart: bool) -> Batc
     """Batch the rows of one part."""
     seq_len = config.model.seq_len
     spec = masked.row_spec(seq_len) if config.data.objective == "masked" else windows.row_spec(seq_len, segments=apart)
-    elements, numbers = ordered(config, rows, part)
-    return BatchesOfRows(elements, config.train.batch_size, spec, order=numbers)
+    return BatchesOfRows(ordered(config, rows, part), config.train.batch_size, spec)
 
 
 def check_amount(config: Config, split: Split, train: Rows, validation: Rows) -> None:
