@@ -17,7 +17,7 @@ from jpipe.model._losses import Loss
 from jpipe.model._precision import Precision
 from jpipe.model._stack import LayerStack
 from jpipe.model.layerwise._transformation import has_nesterov
-from jpipe.plan import Plan
+from jpipe.plan import Plan, excluded
 from jpipe.runtime._executor import To, Weights
 from jpipe.runtime._plain import filled
 from jpipe.schedules import SCHEDULES
@@ -135,54 +135,36 @@ def check_observer(observe: Any) -> None:
         raise InputError(f"observe: expected a function of an Event, such as a Tracer or a Snapshot, found {type(observe).__name__}")
 
 
-def check_norm_options(clip_global_norm: Any, clip_stage_norm: Any, skip_nonfinite: Any, precision: Precision, plan: Plan) -> None:
-    """Check clipping, and the options that need the global norm of the gradients, which not every schedule has in time."""
+def check_norms(clip_global_norm: Any, clip_stage_norm: Any, skip_nonfinite: Any) -> None:
+    """Check the values of clipping and of skipping."""
     for option, norm in (("clip_global_norm", clip_global_norm), ("clip_stage_norm", clip_stage_norm)):
         if norm is not None and (not is_number(norm) or not 0 < norm < math.inf):
             raise InputError(f"{option}: expected a finite number above 0, found {norm!r}")
-    if clip_global_norm is not None and clip_stage_norm is not None:
-        raise InputError(
-            f"clip_stage_norm: expected None with clip_global_norm {clip_global_norm!r}, found {clip_stage_norm!r}; leave out one of them"
-        )
     if not isinstance(skip_nonfinite, bool):
         raise InputError(f"skip_nonfinite: expected True or False, found {skip_nonfinite!r}")
-    options = {
-        "clip_global_norm": clip_global_norm is not None,
-        "skip_nonfinite": skip_nonfinite,
-        "precision: loss_scale: dynamic": precision.dynamic_scale is not None,
-    }
-    for option, used in options.items():
-        if used and plan.agree is not None and not SCHEDULES[plan.schedule].flushes:
-            instead = "; use clip_stage_norm, which clips each stage by its own norm" if option == "clip_global_norm" else "; remove it"
-            raise InputError(f"{option}: expected a schedule that flushes with plan.agree, found '{plan.schedule}'{instead}")
-        if used and (why := SCHEDULES[plan.schedule].norm_refusal(plan)):
+
+
+def check_combinations(plan: Plan, precision: Precision, **options: Any) -> None:
+    """Check that the options of a pipeline can be combined with each other and with its plan.
+
+    Args:
+        plan: of the pipeline.
+        precision: of the pipeline.
+        options: the other options by name; None for one that is not set.
+    """
+    options["precision: params"] = precision.params if precision.has_masters else None
+    options["precision: loss_scale: dynamic"] = True if precision.dynamic_scale is not None else None
+    if reason := excluded(plan, **options):
+        raise InputError(reason)
+    for option in ("clip_global_norm", "skip_nonfinite", "precision: loss_scale: dynamic"):
+        if options[option] is not None and (why := SCHEDULES[plan.schedule].norm_refusal(plan)):
             instead = ", or clip_stage_norm, which clips each stage by its own norm" if option == "clip_global_norm" else ""
             raise InputError(f"{option}: {why}{instead}")
 
 
-def check_agreement(plan: Plan, precision: Precision, ema_decay: float | None, delay_factor: float | None) -> None:
-    """Check that the options of a pipeline are supported where parallel pipelines agree rarely."""
-    if plan.agree is None:
-        return
-    if precision.has_masters:
-        raise InputError(
-            f"precision: params: expected 'float32' with plan.agree, in which the agreed weights are kept, found {precision.params!r}; "
-            "use compute 'bfloat16' with params 'float32', or remove plan.agree"
-        )
-    options = {"ema_decay": ema_decay, "delay_correction": delay_factor, "precision: loss_scale: dynamic": precision.dynamic_scale}
-    for option, value in options.items():
-        if value is not None:
-            raise InputError(f"{option}: expected none with plan.agree, found {value!r}; remove one of them")
-
-
-def check_ema_decay(ema_decay: Any, plan: Plan) -> None:
+def check_ema_decay(ema_decay: Any) -> None:
     if ema_decay is not None and not (is_number(ema_decay) and 0 <= ema_decay < 1):
         raise InputError(f"ema_decay: expected a number of at least 0 and below 1, such as 0.999, found {ema_decay!r}")
-    if ema_decay is not None and plan.shard_optimizer:
-        raise InputError(
-            f"ema_decay: expected none with shard_optimizer, found {ema_decay!r}; the average is in the optimizer state, of which each "
-            "replica has a part, but an evaluation with it needs all of it: leave out one of them"
-        )
 
 
 _LARGEST_FACTOR = 100

@@ -12,10 +12,10 @@ import optax
 
 from jpipe._arguments import (
     as_key,
-    check_agreement,
+    check_combinations,
     check_ema_decay,
     check_model,
-    check_norm_options,
+    check_norms,
     check_observer,
     check_to,
     check_weights,
@@ -34,7 +34,7 @@ from jpipe.model._losses import Loss
 from jpipe.model._precision import PLAIN, Precision, cast_layers, check_precision
 from jpipe.model._stack import LayerStack
 from jpipe.model.jaxprs._rows import warn_of_mixed_rows
-from jpipe.plan import Plan, html_of_plan
+from jpipe.plan import Plan, excluded, html_of_plan
 from jpipe.programs._costs import StageCost
 from jpipe.programs._steps import Steps
 from jpipe.programs.lowering import lower
@@ -142,8 +142,8 @@ class Pipeline:
     ) -> None:
         check_model(stack, plan, loss)
         check_precision(precision)
-        check_norm_options(clip_global_norm, clip_stage_norm, skip_nonfinite, precision, plan)
-        check_ema_decay(ema_decay, plan)
+        check_norms(clip_global_norm, clip_stage_norm, skip_nonfinite)
+        check_ema_decay(ema_decay)
         if plan.order is not None:
             lower(plan, 1, workers=())  # raises an error for one that deadlocks, before anything is compiled
         self.stack, self.plan, self.loss, self.optimizer = cast_layers(stack, precision), plan, loss, optimizer
@@ -151,9 +151,11 @@ class Pipeline:
         self.skip_nonfinite, self.precision = skip_nonfinite, precision
         self.ema_decay = None if ema_decay is None else float(ema_decay)
         self.delay_factor = checked_delay_factor(delay_correction)
-        check_agreement(plan, precision, self.ema_decay, self.delay_factor)
+        norms = {"clip_global_norm": self.clip_global_norm, "clip_stage_norm": self.clip_stage_norm}
+        others = {"skip_nonfinite": skip_nonfinite or None, "ema_decay": self.ema_decay, "delay_correction": self.delay_factor}
+        check_combinations(plan, precision, **norms, **others)
         self._explicit_devices = None if devices is None else checked_devices(devices)
-        options = {"clip_global_norm": self.clip_global_norm, "clip_stage_norm": self.clip_stage_norm, "skip_nonfinite": self._skips}
+        options = {**norms, "skip_nonfinite": self._skips}
         self._builder = StageBuilder(self.stack, plan, loss, optimizer, precision, self.ema_decay, self.delay_factor, **options)
         self._steps = Steps(plan, self.uses_global_norm, self._shared_stages())
         self._executor: Executor | None = None  # once `init` or `restore` has compiled
@@ -193,15 +195,12 @@ class Pipeline:
             InputError: the schedule cannot sum their gradients in time.
         """
         sharing = self.stack.ties.sharing([stage.layers for stage in self.plan.stages])
-        options = {"plan.agree": self.plan.agree, "plan.links.sums": None if self.plan.links is None else self.plan.links.sums}
-        for option, value in options.items():
-            if sharing.groups and value is not None:
-                names = ", ".join(f"'{name}'" for _, names in sharing.groups for name in names)
-                expected = f"expected no parameter that several stages share with {option}"
-                raise InputError(f"ties: {expected}, found {names}; put the layers that share it into one stage, or remove {option}")
-        if sharing.groups and (why := SCHEDULES[self.plan.schedule].norm_refusal(self.plan)):
-            names = ", ".join(f"'{name}'" for _, names in sharing.groups for name in names)
-            raise InputError(f"ties: stages share {names}, and {why}, or put the layers that share a parameter into one stage")
+        names = [name for _, names in sharing.groups for name in names]
+        if reason := excluded(self.plan, ties=names or None):
+            raise InputError(reason)
+        if names and (why := SCHEDULES[self.plan.schedule].norm_refusal(self.plan)):
+            shared = ", ".join(f"'{name}'" for name in names)
+            raise InputError(f"ties: stages share {shared}, and {why}, or put the layers that share a parameter into one stage")
         return tuple(stages for stages, _ in sharing.groups)
 
     # What a user calls -------------------------------------------------------------------------------------------------

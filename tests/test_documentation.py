@@ -24,7 +24,7 @@ import yaml
 
 import jpipe
 import jpipe_planner
-from docs import api, commands, lengths
+from docs import api, commands, lengths, options
 from jpipe.checkpoints.records import Part
 from jpipe_train.cli import main
 from jpipe_train.config.config import Config
@@ -220,6 +220,11 @@ def test_the_tables_of_keys_list_all_schedules_and_policies():
     assert re.findall(r"`(\w+)`", plan["recompute"][2]) == list(jpipe.plan.RECOMPUTE)
 
 
+def test_the_options_of_schedules_have_their_rows():
+    page = ROOT / "docs" / "reference" / "config" / "plan.md"
+    assert options.with_table(page.read_text()) == page.read_text(), "run python -m docs.options"
+
+
 def test_the_page_of_the_schedules_has_all_with_their_options():
     text = (ROOT / "docs" / "reference" / "schedules.md").read_text()
     assert set(re.findall(r"^\| \[`(\w+)`\]", text, re.MULTILINE)) == set(jpipe.schedules.SCHEDULES)
@@ -303,8 +308,10 @@ def test_the_docstring_of_a_class_names_its_fields(module, name):
         fields = [field.name for field in dataclasses.fields(described)]
     else:
         fields = getattr(described, "model_fields", getattr(described, "_fields", ()))
+    classes = described.__mro__ if isinstance(described, type) else (described,)
+    text = "\n".join(each.__doc__ or "" for each in classes if each.__module__.startswith("jpipe"))  # a class may inherit fields
     for field in fields:
-        assert re.search(rf"^ +{field}: |`{field}`", described.__doc__, re.MULTILINE), field
+        assert re.search(rf"^ +{field}: |`{field}`", text, re.MULTILINE), field
 
 
 @pytest.mark.parametrize("name", MODULES)

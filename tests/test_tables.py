@@ -10,7 +10,16 @@ from benchmarks import tables
 from benchmarks.papers.document import put, read
 from benchmarks.peers import report
 
-PAGES = ("benchmarks", "benchmarks-hosts", "benchmarks-peers", "fault-tests", "gpu", "planner-accuracy", "planner-memory", "time-to-accuracy")
+PAGES = (
+    "benchmarks",
+    "benchmarks-hosts",
+    "benchmarks-peers",
+    "fault-tests",
+    "gpu",
+    "planner-accuracy",
+    "planner-memory",
+    "time-to-accuracy",
+)
 """Those whose tables all are measurements."""
 
 

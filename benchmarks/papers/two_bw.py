@@ -141,7 +141,7 @@ def same_policy(profile: Profile, where: Topology, schedule: str, depth: int, ro
         policy: of all stages.
     """
     plans = search_parallel(profile, where, batch, exact=True, schedules=(schedule,))
-    plan = next(c for c in plans if (c.depth, c.rows, c.extra_in_flight) == (depth, rows, 0) and c.devices == where.num_devices)
+    plan = next(c for c in plans if (c.depth, c.rows, c.options.extra_in_flight) == (depth, rows, 0) and c.devices == where.num_devices)
     plan = dataclasses.replace(plan, policies=(policy,) * depth)
     result = simulate_plan(plan.plan(profile.ids), profile.stage_costs(plan.plan(profile.ids), rows), where)
     assert result is not None, "too long to simulate"

@@ -118,7 +118,7 @@ def _measured(profile: Profile, topology: Topology, count: int, limit: float) ->
 
 def _name(candidate: Candidate) -> str:
     """Format schedule, additional microbatches in flight, replicas and the first layer of each stage."""
-    extra = f" +{candidate.extra_in_flight}" if candidate.extra_in_flight else ""
+    extra = f" +{candidate.options.extra_in_flight}" if candidate.options.extra_in_flight else ""
     parts = " in parts" if candidate.sum_parts else ""
     return f"{candidate.schedule}{extra}{parts} {'·'.join(map(str, candidate.replicas))} at {' '.join(map(str, candidate.starts))}"
 
@@ -172,4 +172,4 @@ def _changed(candidate: Candidate, layers: int) -> Iterator[Candidate]:
         if min(replicas):
             yield dataclasses.replace(candidate, replicas=replicas)
     for extra in IN_FLIGHT if candidate.depth > 1 else ():
-        yield dataclasses.replace(candidate, extra_in_flight=extra)
+        yield candidate.with_options(extra_in_flight=extra)

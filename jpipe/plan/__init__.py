@@ -2,6 +2,7 @@
 
 from jpipe.plan._agreement import Agreement, OuterOptimizer
 from jpipe.plan._axes import RULES, mesh_rules
+from jpipe.plan._exclusions import EXCLUSIONS, Exclusion, excluded
 from jpipe.plan._host_memory import HostMemory, Kept
 from jpipe.plan._links import BLOCK, Kind, Links, Message
 from jpipe.plan._plan import Plan as Plan
@@ -12,9 +13,11 @@ from jpipe.plan._text import read_json
 
 __all__ = [
     "BLOCK",
+    "EXCLUSIONS",
     "RECOMPUTE",
     "RULES",
     "Agreement",
+    "Exclusion",
     "HostMemory",
     "Kept",
     "Kind",
@@ -22,6 +25,7 @@ __all__ = [
     "Message",
     "OuterOptimizer",
     "Predicted",
+    "excluded",
     "mesh_rules",
     "read_json",
     "repeats_forward",

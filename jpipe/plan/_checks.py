@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 from jpipe.errors import InputError, nearest, short
 from jpipe.plan._axes import mesh_rules
-from jpipe.plan._host_memory import Kept
+from jpipe.plan._exclusions import excluded
 from jpipe.plan._stage import Stage
-from jpipe.schedules import SCHEDULES
+from jpipe.schedules import SCHEDULES, PlanOptions
 
 if TYPE_CHECKING:
     import jpipe
@@ -30,6 +30,8 @@ def check(plan: "jpipe.Plan") -> None:
     _check_agreement(plan)
     _check_links(plan)
     _check_offload(plan)
+    if reason := excluded(plan):
+        raise ValueError(reason)
     _check_options(plan)
     _check_microbatches(plan)
     if reason := SCHEDULES[plan.schedule].refuses(plan):
@@ -101,14 +103,6 @@ def _check_meshes(plan: "jpipe.Plan") -> None:
             rank_meshes = [dict(plan.stages[s].mesh) for s in stages]
             expected = f"the same mesh and fsdp for all stages of a rank, {list(stages)}"
             raise ValueError(f"ranks.{p}: expected {expected}, found {rank_meshes}; they take turns on its devices")
-    if plan.shard_optimizer and plan.update_every != "batch":
-        raise ValueError("shard_optimizer: expected update_every 'batch', found 'replicas'; change one of them")
-    if plan.shard_optimizer and not SCHEDULES[plan.schedule].flushes and (plan.noam or plan.max_in_flight is not None):
-        option = "noam" if plan.noam else "max_in_flight"
-        raise ValueError(
-            f"shard_optimizer: expected no {option} with the schedule '{plan.schedule}': with few microbatches in flight its replicas may "
-            "wait for each other's weights forever; remove one of them"
-        )
     if plan.shard_optimizer and max(plan.replicas) == 1:
         raise ValueError("shard_optimizer: expected a stage with replicas, found none; remove it, or give a stage replicas")
 
@@ -130,14 +124,6 @@ def _check_agreement(plan: "jpipe.Plan") -> None:
     if len(set(plan.replicas)) > 1 or plan.replicas[0] == 1:
         expected = "as many replicas of each stage, 2 or more, which are parallel pipelines"
         raise ValueError(f"agree: expected {expected}, found {list(plan.replicas)}; give all stages the same number, or remove agree")
-    if plan.shard_optimizer:
-        raise ValueError("agree: expected no shard_optimizer, found true: each pipeline has optimizer state of its own; remove one of them")
-    if plan.update_every != "batch":
-        raise ValueError("agree: expected update_every 'batch', found 'replicas'; change it, or remove agree")
-    for s, stage in enumerate(plan.stages):
-        if stage.sum_parts:
-            expected = "none with agree, whose replicas sum no gradients"
-            raise ValueError(f"stages.{s}.sum_parts: expected {expected}, found {list(stage.sum_parts)}; remove one of them")
     if isinstance(plan.agree.fragments, int) and plan.agree.fragments > plan.depth:
         expected = f"'stages', or a number of fragments up to that of the stages, {plan.depth}"
         raise ValueError(f"agree.fragments: expected {expected}, found {plan.agree.fragments}; a stage is in one fragment")
@@ -145,37 +131,20 @@ def _check_agreement(plan: "jpipe.Plan") -> None:
 
 def _check_links(plan: "jpipe.Plan") -> None:
     """Check that what a plan compresses is sent."""
-    if plan.links is None or plan.links.sums is None:
-        return
-    if plan.agree is not None:
-        raise ValueError(
-            f"links.sums: expected none with agree, whose replicas sum no gradients, found {plan.links.sums!r}; remove one of them"
-        )
-    if max(plan.replicas) == 1:
+    if plan.links is not None and plan.links.sums is not None and max(plan.replicas) == 1:
         raise ValueError(
             f"links.sums: expected a stage with replicas, found {plan.links.sums!r} and none; remove it, or give a stage replicas"
         )
 
 
 def _check_offload(plan: "jpipe.Plan") -> None:
-    """Check that what a plan lets wait in host memory exists, and that nothing else moves it."""
+    """Check that the stages exist for which something waits in host memory."""
     if plan.offload is None:
         return
     for part, stages in plan.offload:
         beyond = [s for s in stages if s >= plan.depth] if stages != "all" else []
         if beyond:
             raise ValueError(f"offload.{part}: expected stages from 0 to {plan.depth - 1}, or 'all', found {beyond[0]}; remove it")
-    if plan.agree is not None:
-        raise ValueError("offload: expected no agree: pipelines that agree keep everything on their devices; remove one of them")
-    if plan.offload.versions and plan.shard_optimizer:
-        raise ValueError("offload.versions: expected no shard_optimizer, whose replicas complete their versions later; remove one of them")
-    kinds: tuple[Kept, ...] = "residuals", "stash"
-    for what in kinds:
-        moved = [s for s, stage in enumerate(plan.stages) if plan.offloads(what, s)]
-        if moved and plan.depth > len(plan.pipeline_ranks):  # two stages of a rank may keep the same arrays
-            raise ValueError(f"offload.{what}: expected a rank for each stage, found several stages on one; remove one of them")
-        if parts := [s for s in moved if plan.stages[s].sum_parts]:
-            raise ValueError(f"offload.{what}: expected no sum_parts, found them at stage {parts[0]}; remove one of them")
 
 
 def _check_per_rank(plan: "jpipe.Plan") -> None:
@@ -200,10 +169,10 @@ def _check_per_rank(plan: "jpipe.Plan") -> None:
 
 
 def _check_options(plan: "jpipe.Plan") -> None:
-    """Check that the schedule reads all options that are set, and that they do not exclude each other."""
+    """Check that the schedule reads all options that are set."""
     options = SCHEDULES[plan.schedule].options
-    for option in dict.fromkeys(option for schedule in SCHEDULES.values() for option in schedule.options):
-        if option in options or getattr(plan, option) == type(plan).model_fields[option].default:
+    for option, field in PlanOptions.model_fields.items():
+        if option in options or getattr(plan, option) == field.default:
             continue
         if option == "extra_in_flight":
             limit = f"expected extra_in_flight 0, found {plan.extra_in_flight}"
@@ -211,16 +180,6 @@ def _check_options(plan: "jpipe.Plan") -> None:
         supporting = [f"'{name}'" for name, schedule in SCHEDULES.items() if option in schedule.options]
         of = f"schedule{'s' if len(supporting) > 1 else ''} {', '.join(supporting)}"
         raise ValueError(f"{option} is an option of the {of}, found schedule '{plan.schedule}'; remove it")
-    if plan.max_in_flight is not None and plan.extra_in_flight:
-        raise ValueError(
-            f"max_in_flight limits what extra_in_flight raises: expected one of them, found {plan.max_in_flight} and {plan.extra_in_flight}"
-        )
-    if plan.noam and plan.extra_in_flight:
-        raise ValueError(f"noam fixes the number in flight: expected extra_in_flight 0, found {plan.extra_in_flight}")
-    if plan.flush_first and plan.update_every != "batch":
-        raise ValueError(f"flush_first needs update_every 'batch', found {plan.update_every!r}; change one of them")
-    if plan.scale_learning_rate and plan.update_every != "replicas":
-        raise ValueError("scale_learning_rate is for update_every 'replicas', found 'batch'; remove it")
 
 
 def _check_microbatches(plan: "jpipe.Plan") -> None:

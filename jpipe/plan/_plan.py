@@ -11,7 +11,7 @@ from pydantic import Field
 
 from jpipe._frozen import NOTHING
 from jpipe._numbers import Int
-from jpipe.errors import InputError, explain, short
+from jpipe.errors import InputError, explain
 from jpipe.plan._agreement import Agreement
 from jpipe.plan._axes import ParamAxes, Rules
 from jpipe.plan._checks import check, check_layers_of_model
@@ -20,16 +20,28 @@ from jpipe.plan._host_memory import HostMemory, Kept
 from jpipe.plan._links import Links
 from jpipe.plan._stage import Predicted, Stage
 from jpipe.plan._text import FORMAT, html_of_plan, read_json, text_of_plan
-from jpipe.schedules import SCHEDULES, Ranks, arranged
+from jpipe.schedules import SCHEDULES, PlanOptions, Ranks, arranged
 
 Numbers = Annotated[tuple[Annotated[tuple[Annotated[Int, Field(ge=0)], ...], Field(strict=False)], ...], Field(strict=False)]
 """Lists of numbers: for each pipeline rank its stages, or the devices of its replicas."""
 
 
-class Plan(pydantic.BaseModel):
+class _Pipeline(pydantic.BaseModel):
+    """The fields of a plan that stand before its options in JSON."""
+
+    model_config = pydantic.ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    format: Literal["jpipe-plan/1"] = "jpipe-plan/1"
+    schedule: str
+    microbatches: Annotated[Int, Field(ge=1, le=10**9)]
+    stages: Annotated[tuple[Stage, ...], Field(min_length=1, strict=False)]
+
+
+class Plan(PlanOptions, _Pipeline):
     """Stages, schedule, microbatches and recomputation of one run.
 
-    Every plan that was built or read can run with its schedule. Fields are given by keyword and cannot be changed afterwards.
+    Every plan that was built or read can run with its schedule. Fields are given by keyword and cannot be changed afterwards. Beside the
+    attributes below, they are the options of the schedule, which `jpipe.schedules.PlanOptions` describes: `Plan(…, extra_in_flight=1)`.
 
     Attributes:
         format: "jpipe-plan/1", which marks the JSON as a plan.
@@ -37,19 +49,6 @@ class Plan(pydantic.BaseModel):
         microbatches: m, the number of microbatches between two updates over all replicas, 1 to 10^9; a multiple of each stage's
             replicas. Microbatch k runs on replica k mod r of a stage with r replicas.
         stages: a `Stage` for each, or a dict of its fields; every layer exactly once, in order, cut anywhere.
-        extra_in_flight: additional microbatches in flight a link, 0 (n_s = d - s) to 64, to hide the latency of slow links.
-        max_in_flight: the most microbatches that a replica of any stage has in flight, 1 or more: below n_s, stages wait, and hold fewer
-            activations and weight versions (PipeDream, figure 18). For `pipedream_flush`, `pipedream` and `pipedream_2bw`. None: no limit.
-        vertical_sync: for `pipedream`: every stage reads the version that the first stage read. False by default.
-        noam: for `pipedream` with replicas: the paper's number in flight (NOAM, section 3.2), sums over replicas waited for at
-            once. False, the default: as many as keep every worker busy, sums hidden behind one more microbatch.
-        update_every: "batch", the default: all stages update after each batch. "replicas": stage s updates after r_s microbatches,
-            as in the original PipeDream; stages with different replicas update at different rates. For `pipedream`.
-        flush_first: for schedules that do not flush: flush after each of this many first batches, so that these read the newest
-            weights; then run freely. A warm-up without staleness. 0 by default; needs update_every "batch".
-        split_backward: "joint", the default, or "early": compute each backward in two halves, and send the input gradient after the first.
-            For `pipedream_flush`, `pipedream` and `pipedream_2bw`; the zero-bubble schedules always split.
-        scale_learning_rate: with update_every "replicas", multiply the updates of stage s by r_s / r_0, as the original does.
         sync_state: whether replicas average the state that forwards update (batch statistics): with each update under schedules
             that flush, else when it is read out of the run; without, each replica keeps its own. True by default; False for state
             that belongs to rows, such as a carried recurrent state.
@@ -57,10 +56,6 @@ class Plan(pydantic.BaseModel):
             sums of gradients, 2BW section 3.3); "stages", those of a pipeline (the activations).
         ranks: for each pipeline rank the stages that it runs in turn, in order; None: one stage for each rank, or what the schedule
             needs. With replicas, each replica of these stages is on a device of its own. `even` fills it from `chunks_per_rank`.
-        order: for `auto_zero_bubble`: what each rank computes in a batch, such as "F0.0 F0.1 I0.0 W0.0": a forward of stage 0,
-            microbatch 0, and so on; microbatches of one replica, counted from 0 in each batch. See `jpipe.schedules.greedy_order`.
-        order_limit: for `auto_zero_bubble`: the most microbatches that a rank may hold between forward and the end of the backward, those
-            of all its stages added up; an order that holds more raises an error. None: no limit.
         rules: by logical axis the axis of the meshes over which it is sharded, None for none: what differs from `RULES`.
         param_axes: for models that name no logical axes: for parameters whose "layer id/path" matches a pattern (`fnmatch`), a logical
             axis or None for each dim. A parameter that matches several has the first.
@@ -81,25 +76,11 @@ class Plan(pydantic.BaseModel):
         InputError: a part is wrong; the message says what was expected.
     """
 
-    model_config = pydantic.ConfigDict(frozen=True, extra="forbid", strict=True, arbitrary_types_allowed=True)
+    model_config = pydantic.ConfigDict(arbitrary_types_allowed=True)
 
-    format: Literal["jpipe-plan/1"] = "jpipe-plan/1"
-    schedule: str
-    microbatches: Annotated[Int, Field(ge=1, le=10**9)]
-    stages: Annotated[tuple[Stage, ...], Field(min_length=1, strict=False)]
-    extra_in_flight: Annotated[Int, Field(ge=0, le=64)] = 0
-    max_in_flight: Annotated[Int, Field(ge=1, le=10**9)] | None = None
-    vertical_sync: bool = False
-    noam: bool = False
-    update_every: Literal["batch", "replicas"] = "batch"
-    flush_first: Annotated[Int, Field(ge=0, le=10**9)] = 0
-    split_backward: Literal["joint", "early"] = "joint"
-    scale_learning_rate: bool = False
     sync_state: bool = True
     keep_together: Literal["replicas", "stages"] = "replicas"
     ranks: Numbers | None = None
-    order: Annotated[tuple[str, ...], Field(strict=False)] | None = None
-    order_limit: Annotated[Int, Field(ge=1)] | None = None
     rules: Rules = NOTHING
     param_axes: ParamAxes = NOTHING
     shard_optimizer: bool = False
@@ -114,13 +95,6 @@ class Plan(pydantic.BaseModel):
             super().__init__(**fields)
         except pydantic.ValidationError as error:
             raise explain(error, Plan, "plan") from None
-
-    @pydantic.field_validator("order", mode="before")
-    @classmethod
-    def _texts(cls, value: Any) -> Any:
-        if isinstance(value, (str, bytes)):
-            raise ValueError(f"expected a list of texts, one for each rank, found {short(value)}; put it into a list")
-        return value
 
     @pydantic.model_validator(mode="after")
     def _legal(self) -> "Plan":
@@ -143,6 +117,11 @@ class Plan(pydantic.BaseModel):
     def layers(self) -> tuple[str, ...]:
         """All layer ids, in order."""
         return tuple(layer_id for stage in self.stages for layer_id in stage.layers)
+
+    @cached_property
+    def options(self) -> PlanOptions:
+        """The options of the schedule as one value."""
+        return PlanOptions.model_construct(**{name: getattr(self, name) for name in PlanOptions.model_fields})
 
     @cached_property
     def replicas(self) -> tuple[int, ...]:

@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from jpipe.errors import InputError, short
-from jpipe.schedules._schedule import Action, Ranks, Schedule, Shape, arranged, one_forward_one_backward, pipeline_in_flight
+from jpipe.schedules._options import NO_OPTIONS, PlanOptions, ScheduleOptions
+from jpipe.schedules._schedule import Action, PlainShape, Ranks, Schedule, Shape, arranged, one_forward_one_backward, pipeline_in_flight
 from jpipe.schedules.dualpipe_v import DUALPIPE_V
 from jpipe.schedules.gpipe import GPIPE
 from jpipe.schedules.interleaved_1f1b import INTERLEAVED_1F1B
@@ -73,10 +74,14 @@ def written_order(plan: Shape) -> tuple[str, ...]:
 
 
 __all__ = [
+    "NO_OPTIONS",
     "SCHEDULES",
     "Action",
+    "PlainShape",
+    "PlanOptions",
     "Ranks",
     "Schedule",
+    "ScheduleOptions",
     "Shape",
     "StageTimes",
     "arranged",

@@ -35,9 +35,9 @@ def endless_order(plan: Shape, p: int, microbatches: Sequence[int]) -> Iterator[
     if plan.depth == len(plan.pipeline_ranks):
         return pipeline_order(plan, p, microbatches)
     replicas, group = plan.replicas[0], len(plan.pipeline_ranks)
-    begun = max(microbatches[0] - plan.flush_first * plan.microbatches, 0) // replicas % group
+    begun = max(microbatches[0] - plan.options.flush_first * plan.microbatches, 0) // replicas % group
     order = iter(fused(plan, _interleaved(plan, p, microbatches, group, begun, _AHEAD, None)))
-    return split_early(plan, order) if plan.split_backward == "early" else order
+    return split_early(plan, order) if plan.options.split_backward == "early" else order
 
 
 def _interleaved(
@@ -102,7 +102,7 @@ def several_chunks_refusal(plan: Shape) -> str:
     """Return why ranks of several chunks cannot run this plan, or ""."""
     if plan.depth == len(plan.pipeline_ranks):
         return ""
-    for name, value in (("extra_in_flight", plan.extra_in_flight), ("max_in_flight", plan.max_in_flight)):
+    for name, value in (("extra_in_flight", plan.options.extra_in_flight), ("max_in_flight", plan.options.max_in_flight)):
         if value:
             return f"{name} is for one stage for each rank, found {value} and several stages on a rank; remove it"
     return unequal_replicas(plan)

@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 from jpipe.ops import OPS
+from jpipe.schedules._options import NO_OPTIONS, PlanOptions
 
 Ranks = tuple[tuple[int, ...], ...]
 """For each pipeline rank (each rank of one pipeline, replicas not counted) the stages that it runs, in order."""
@@ -26,23 +27,9 @@ class Shape(Protocol):
     @property
     def replicas(self) -> tuple[int, ...]: ...
     @property
-    def extra_in_flight(self) -> int: ...
-    @property
-    def max_in_flight(self) -> int | None: ...
-    @property
-    def noam(self) -> bool: ...
-    @property
-    def vertical_sync(self) -> bool: ...
-    @property
-    def flush_first(self) -> int: ...
+    def options(self) -> PlanOptions: ...
     @property
     def pipeline_ranks(self) -> Ranks: ...
-    @property
-    def order(self) -> tuple[str, ...] | None: ...
-    @property
-    def order_limit(self) -> int | None: ...
-    @property
-    def split_backward(self) -> Literal["joint", "early"]: ...
     def microbatches_per_update(self, s: int) -> int: ...
     def __hash__(self) -> int: ...
 
@@ -125,7 +112,7 @@ class Schedule:
         refusal: `(plan) -> str`, why the schedule cannot run this plan, or "".
         norm_refusal: `(plan) -> str`, why updates cannot use the global norm of the gradients of all stages, or "". They can if each
             stage knows the norm of a batch before it reads the weights that the batch has updated.
-        options: the fields of `Plan` that only this schedule and some others read.
+        options: the names of the `PlanOptions` that it reads; plans with others are illegal.
         closed_form: the form of its batches, if planners have a closed-form price for it: "serial", one microbatch after the other;
             "fill and drain", all forwards, then all backwards; "1F1B". None: planners walk through its order, which takes longer.
         data_parallel: whether planners use it for all schedules that flush if there is one stage, for which these are equal.
@@ -149,9 +136,9 @@ class Schedule:
     def version(self, plan: Shape, s: int, k: int) -> int:
         """Return the weight version that forward and backward of microbatch k read at stage s; it does not decrease with k.
 
-        In the first `plan.flush_first` batches that is the newest. After them the schedule runs as if these weights were fresh.
+        In the first `plan.options.flush_first` batches that is the newest. After them the schedule runs as if these weights were fresh.
         """
-        first = plan.flush_first
+        first = plan.options.flush_first
         if not first:
             return self.formula(plan, s, k)
         batch = k // plan.microbatches
@@ -181,7 +168,7 @@ class Schedule:
         if self.flushes:
             return (0.0,) * plan.depth
         in_flight = max(self.in_flight(plan, s) * replicas for s, replicas in enumerate(plan.replicas))
-        full, period = plan.flush_first + 2 * (in_flight // plan.microbatches + 1), self.period(plan)
+        full, period = plan.options.flush_first + 2 * (in_flight // plan.microbatches + 1), self.period(plan)
         means = []
         for s in range(plan.depth):
             rate = plan.microbatches // plan.microbatches_per_update(s)
@@ -191,7 +178,7 @@ class Schedule:
 
     def flushes_after(self, plan: Shape, batch: int) -> bool:
         """Return whether the pipeline is empty after a batch."""
-        return self.flushes or batch < plan.flush_first
+        return self.flushes or batch < plan.options.flush_first
 
     def computations(self, plan: Shape, p: int, replica: int, start: int, stop: int) -> Iterator[Action]:
         """Yield the computations of one replica of pipeline rank p for batches start .. stop - 1; the pipeline begins and ends empty.
@@ -245,36 +232,46 @@ class Schedule:
 _SEVERAL = "an interleaved schedule such as 'interleaved_1f1b'"
 
 
-class _Numbers(NamedTuple):
-    """What a schedule reads of a plan: the same for plans that differ in their layers alone. Fields as in `Shape`."""
+@dataclass(frozen=True)
+class PlainShape:
+    """A `Shape` by itself, without layers: the same for plans that differ in these alone, and cheap to make.
+
+    Attributes:
+        schedule: a name of `jpipe.schedules.SCHEDULES`.
+        microbatches: the microbatches of a batch, over all replicas.
+        replicas: the number of replicas of each stage.
+        options: the options of the schedule.
+        ranks: for each pipeline rank its stages; None: one stage for each rank.
+    """
 
     schedule: str
-    depth: int
     microbatches: int
     replicas: tuple[int, ...]
-    extra_in_flight: int
-    max_in_flight: int | None
-    noam: bool
-    vertical_sync: bool
-    flush_first: int
-    pipeline_ranks: Ranks
-    order: tuple[str, ...] | None
-    order_limit: int | None
-    split_backward: Literal["joint", "early"]
-    each_update: tuple[int, ...]
+    options: PlanOptions = NO_OPTIONS
+    ranks: Ranks | None = None
+
+    @property
+    def depth(self) -> int:
+        """The number of stages."""
+        return len(self.replicas)
+
+    @property
+    def pipeline_ranks(self) -> Ranks:
+        """The stages of each pipeline rank."""
+        return tuple((s,) for s in range(self.depth)) if self.ranks is None else self.ranks
 
     def microbatches_per_update(self, s: int) -> int:
-        return self.each_update[s]
+        """Return the microbatches per update of stage s."""
+        return self.microbatches if self.options.update_every == "batch" else self.replicas[s]
 
 
 def _ops(schedule: Schedule, plan: Shape) -> tuple[tuple[str, ...], ...]:
     """Return for each stage the ops of a batch, in the order of their first use."""
-    own = [getattr(plan, name) for name in _Numbers._fields[:-1]]
-    return _ops_of_numbers(schedule, _Numbers._make([*own, tuple(map(plan.microbatches_per_update, range(plan.depth)))]))
+    return _ops_of_shape(schedule, PlainShape(plan.schedule, plan.microbatches, plan.replicas, plan.options, plan.pipeline_ranks))
 
 
 @lru_cache(maxsize=256)
-def _ops_of_numbers(schedule: Schedule, plan: Shape) -> tuple[tuple[str, ...], ...]:
+def _ops_of_shape(schedule: Schedule, plan: PlainShape) -> tuple[tuple[str, ...], ...]:
     ops: list[dict[str, None]] = [{} for _ in range(plan.depth)]
     for p in range(len(plan.pipeline_ranks)):
         for entry in schedule.computations(plan, p, 0, 0, 1):
@@ -386,28 +383,25 @@ def one_forward_one_backward(plan: Shape, s: int, microbatches: Sequence[int], a
 def pipeline_order(plan: Shape, p: int, microbatches: Sequence[int]) -> Iterator[Action]:
     """Return 1F1B with the number of microbatches in flight that keeps every rank busy."""
     order = one_forward_one_backward(plan, p, microbatches, pipeline_in_flight(plan, p))
-    return split_early(plan, order) if plan.split_backward == "early" else order
+    return split_early(plan, order) if plan.options.split_backward == "early" else order
 
 
 def pipeline_in_flight(plan: Shape, s: int) -> int:
     """Return the n_s that keeps every worker busy: 1 at the last stage, else 1 + ceil(n_{s+1} r_{s+1} / r_s) + extra_in_flight.
 
-    Without replicas and `extra_in_flight` that is d - s. With `plan.noam` it is the NOAM of PipeDream, section 3.2: the workers of
-    stage s and of all later stages, divided by r_s and rounded up. With `plan.max_in_flight` all are smaller in proportion, so that no
-    stage has more than this, and (n_s - 1) r_s does not grow from stage to stage: otherwise a stage would wait for microbatches that
-    the stage before it may not begin.
+    Without replicas and `extra_in_flight` that is d - s. With `max_in_flight` all are smaller in proportion, so that no stage has more than
+    this, and (n_s - 1) r_s does not grow from stage to stage: otherwise a stage would wait for microbatches that the stage before it may
+    not begin.
     """
-    return _all_in_flight(plan.replicas, plan.extra_in_flight, plan.noam, plan.max_in_flight)[s]
+    return _all_in_flight(plan.replicas, plan.options.extra_in_flight, plan.options.max_in_flight)[s]
 
 
 @lru_cache(maxsize=64)
-def _all_in_flight(replicas: tuple[int, ...], extra: int, noam: bool, most: int | None) -> tuple[int, ...]:
+def _all_in_flight(replicas: tuple[int, ...], extra: int, most: int | None) -> tuple[int, ...]:
     ahead = [1]
     for after, count in zip(reversed(replicas[1:]), reversed(replicas[:-1]), strict=True):
         ahead.append(1 + -(-ahead[-1] * after // count) + extra)
     ahead.reverse()
-    if noam:
-        ahead = [-(-sum(replicas[s:]) // r) for s, r in enumerate(replicas)]
     return tuple(ahead) if most is None else _limited(replicas, ahead, most)
 
 

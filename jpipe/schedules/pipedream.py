@@ -16,7 +16,7 @@ with vertical sync: with m >= d and two versions less than that of 2BW.
 
 Replicated stages (1F1B round-robin): microbatch k runs on replica k mod r_s, and the replicas sum their gradients before an update.
 Version read: floor(max(floor(k / r_s) - (n_s - 1) - l, 0) / (M_s / r_s)). With l = 1 the sum overlaps with one forward and backward;
-l = 0 with `noam`, and for r_s = 1. M_s, the number of microbatches per update, is m, or r_s with update_every "replicas".
+l = 0 for r_s = 1. M_s, the number of microbatches per update, is m, or r_s with update_every "replicas".
 
 With several stages on a rank the order is that of `interleaved_1f1b` without a flush. Version read:
 floor(max(D(s, k) - l, 0) / (m / r)), where D(s, k) is the number of backwards that the rank has done for stage s before the forward of k
@@ -37,12 +37,12 @@ from jpipe.schedules._schedule import Schedule, Shape, pipeline_in_flight
 
 def _leader(plan: Shape, s: int) -> int:
     """Return the stage whose number in flight determines the version: the first one under vertical sync, otherwise the stage itself."""
-    return 0 if plan.vertical_sync else s
+    return 0 if plan.options.vertical_sync else s
 
 
 def _sync_delay(plan: Shape, s: int) -> int:
     """Return how many forwards a stage delays a new version: 1 if an all-reduce overlaps with one forward and backward, else 0."""
-    return int(plan.replicas[s] > 1 and not plan.noam)
+    return int(plan.replicas[s] > 1)
 
 
 def _version(plan: Shape, s: int, k: int) -> int:
@@ -83,7 +83,7 @@ def _refusal(plan: Shape) -> str:
     if plan.depth > len(plan.pipeline_ranks) and (reason := _chunk_refusal(plan)):
         return reason
     rates = {plan.microbatches_per_update(s) for s in range(plan.depth)}
-    if plan.vertical_sync and len(rates) > 1:
+    if plan.options.vertical_sync and len(rates) > 1:
         return (
             f"vertical_sync needs stages that update together, found replicas {list(plan.replicas)} with update_every 'replicas'; "
             "use update_every 'batch'"
@@ -93,8 +93,6 @@ def _refusal(plan: Shape) -> str:
 
 def _chunk_refusal(plan: Shape) -> str:
     """Return why ranks cannot run several chunks of this plan, or ""."""
-    if plan.noam:
-        return "noam is for one stage for each rank, found several; remove noam"
     replica_microbatches, ranks = plan.microbatches_per_update(0) // plan.replicas[0], len(plan.pipeline_ranks)
     if replica_microbatches < ranks:  # else versions would not advance one by one
         least, replicas = ranks * plan.replicas[0], f" with {plan.replicas[0]} replicas" if plan.replicas[0] > 1 else ""
@@ -113,7 +111,7 @@ def _norm_refusal(plan: Shape) -> str:
     n_s does its forward of L + n_s before its backward of L. So stage s > 0 would wait for s backwards, whatever m is. Under vertical sync
     stages update before their forward of L + n_0, which stage 0 begins after its backward of L.
     """
-    if plan.depth > 1 and not plan.vertical_sync:
+    if plan.depth > 1 and not plan.options.vertical_sync:
         return (
             "under weight stashing the last stage updates before the first one has computed its gradients; "
             "use vertical_sync, 'pipedream_2bw' or a schedule that flushes"
@@ -135,6 +133,6 @@ PIPEDREAM = Schedule(
     versions_alive=_versions_alive,
     refusal=_refusal,
     norm_refusal=_norm_refusal,
-    options=("extra_in_flight", "max_in_flight", "vertical_sync", "noam", "update_every", "flush_first", "split_backward"),
+    options=("extra_in_flight", "max_in_flight", "vertical_sync", "update_every", "flush_first", "split_backward"),
     closed_form="1F1B",
 )

@@ -28,7 +28,7 @@ def _too_few_microbatches(plan: Shape) -> str:
     least = _least_straight(plan) if plan.depth == len(plan.pipeline_ranks) else _least_in_chunks(plan)
     if plan.microbatches < least:
         ranks = "" if plan.depth == len(plan.pipeline_ranks) else f" on {len(plan.pipeline_ranks)} ranks"
-        extra = f" with extra_in_flight {plan.extra_in_flight}" if plan.extra_in_flight else ""
+        extra = f" with extra_in_flight {plan.options.extra_in_flight}" if plan.options.extra_in_flight else ""
         replicated = max(plan.replicas) > 1
         replicas = f" with replicas {list(plan.replicas)}" if replicated else ""
         fewer = "fewer stages or replicas" if replicated else "fewer stages"

@@ -18,7 +18,7 @@ from jpipe.model._stack import LayerStack, Probed
 from jpipe.model._ties import NOTHING_SHARED, Sharing
 from jpipe.model.layerwise._optimizer import LayerwiseOptimizer
 from jpipe.model.layerwise._probe import find_layerwise
-from jpipe.plan import Links, Plan, Stage
+from jpipe.plan import Links, Plan, Stage, excluded
 from jpipe.schedules import SCHEDULES
 from jpipe.stages._batch import Batch, rows_of
 from jpipe.stages._gradients import check_gradients, with_gradients
@@ -81,8 +81,7 @@ class StageBuilder:
         split = partitions(self._plan, self._stack, layers, rows_of(spec))
         sharing = self._stack.ties.sharing([stage.layers for stage in self._plan.stages]) if self._stack.ties.first else NOTHING_SHARED
         for s, stage in enumerate(self._plan.stages):
-            scale = stage.replicas / self._plan.replicas[0] if self._plan.scale_learning_rate else 1.0
-            options = {"update_scale": scale, "average_state": self._average_state, "sharing": sharing, **self._options}
+            options = {"average_state": self._average_state, "sharing": sharing, **self._options}
             options |= {"number": s} if sharing.counted or self._plan.links is not None else {}
             options |= {"partition": split[s], "agreement": self._plan.agree, "links": self._plan.links or Links()}
             functions.append(stage_functions(self._stack, stage, layers, labels, self._loss, unprobed, self._precision, **options))
@@ -90,7 +89,7 @@ class StageBuilder:
         check_gradients(self._stack, layers, len(self._plan.stages[0].layers), self._loss, labels, layerwise.trained)
         layerwise = dataclasses.replace(layerwise, ema_decay=self._ema_decay)
         sharing = sharing.without([name for name in self._stack.ties.first if layerwise.trained.excludes(name)])
-        _check_stage_norm(self._options.get("clip_stage_norm"), sharing)
+        _check_stage_norm(self._plan, self._options.get("clip_stage_norm"), sharing)
         optimizers = [dataclasses.replace(layerwise, delay_factor=factor) for factor in self._delay_factors]
         of_stages = zip(functions, optimizers, strict=True)
         self._built = known, with_gradients([dataclasses.replace(f, optimizer=optimizer, sharing=sharing) for f, optimizer in of_stages])
@@ -119,18 +118,15 @@ class StageBuilder:
         return probed.layerwise
 
 
-def _check_stage_norm(clip_stage_norm: float | None, sharing: Sharing) -> None:
+def _check_stage_norm(plan: Plan, clip_stage_norm: float | None, sharing: Sharing) -> None:
     """Check that stages do not clip by their own norms what they update together: the copies would differ after an update.
 
     Raises:
         InputError: they share trained parameters.
     """
-    if clip_stage_norm is not None and sharing.groups:
-        names = ", ".join(f"'{name}'" for _, shared in sharing.groups for name in shared)
-        raise InputError(
-            f"clip_stage_norm: stages share {names}, and each would clip its copy by another norm; use clip_global_norm, or put the layers "
-            "that share a parameter into one stage"
-        )
+    names = [name for _, names in sharing.groups for name in names]
+    if reason := excluded(plan, clip_stage_norm=clip_stage_norm, ties=names or None):
+        raise InputError(reason)
 
 
 def stage_functions(

@@ -38,8 +38,6 @@ def in_flight(plan, s: int) -> int:
         busy = [in_flight(free, stage) for stage in range(plan.depth)]
         before = math.inf if s == 0 else (in_flight(plan, s - 1) - 1) * plan.replicas[s - 1] // plan.replicas[s] + 1
         return min(busy[s], -(-busy[s] * plan.max_in_flight // max(busy)), before)
-    if plan.noam:
-        return -(-(plan.replicas[s] + sum(after)) // plan.replicas[s])
     return 1 + -(-in_flight(plan, s + 1) * after[0] // plan.replicas[s]) + plan.extra_in_flight if after else 1
 
 
@@ -59,7 +57,7 @@ def version(plan, s: int, k: int) -> int:
         return max(k // plan.microbatches - 1, 0)
     leader = 0 if plan.vertical_sync else s
     r = plan.replicas[leader]
-    delay = 1 if r > 1 and not plan.noam else 0
+    delay = 1 if r > 1 else 0
     done = k // r - in_flight(plan, leader) + 1 if plan.depth == len(plan.pipeline_ranks) else done_interleaved(plan, leader, k // r)
     return max(done - delay, 0) * r // every(plan, leader)
 

@@ -106,7 +106,7 @@ def check_against_reference(
     pipe = Pipeline(stack, plan, loss, optimizer or models.momentum(), devices, **options)
     batches = batches or models.masked_batches(REFERENCE_BATCHES, plan.microbatches)
     fresh = pipe.init(jax.random.key(KEY), batches[0])
-    key = stack, plan.stages, plan.sync_state, plan.scale_learning_rate, optimizer, loss, *options.items()
+    key = stack, plan.stages, plan.sync_state, optimizer, loss, *options.items()
     if key not in JITTED:  # they depend on nothing else: the microbatches of all tests are alike
         functions, added = pipe.stage_functions(batches[0]), jax.jit(add)
         names = ("forward", "backward", "forward_backward", "forward_backward_input", "backward_weight")

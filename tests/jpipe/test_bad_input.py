@@ -259,16 +259,12 @@ def test_recomputation_for_each_stage_must_name_each():
             r"^plan: expected one number of replicas for all or one for each of 2 stages, found a list of 1$",
         ),
         (
-            {"microbatches": 2, "schedule": "gpipe", "noam": True},
-            r"^plan: noam is an option of the schedule 'pipedream', found schedule 'gpipe'; remove it$",
-        ),
-        (
-            {"microbatches": 2, "noam": True, "extra_in_flight": 1},
-            r"^plan: noam fixes the number in flight: expected extra_in_flight 0, found 1$",
+            {"microbatches": 2, "noam": True},
+            r"^plan: noam is no option any more, found True; remove it: the schedules have as many microbatches in flight as keep every",
         ),
         (
             {"microbatches": 2, "scale_learning_rate": True},
-            r"^plan: scale_learning_rate is for update_every 'replicas', found 'batch'; remove it$",
+            r"^plan: scale_learning_rate is no option any more, found True; remove it: give each stage its own learning rate with",
         ),
         (
             {"microbatches": 2, "replicas": (2, 1), "vertical_sync": True, "update_every": "replicas"},

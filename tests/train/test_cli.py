@@ -98,7 +98,10 @@ def refused(write_config, tiny, capsys, monkeypatch):
         ),
         ("plan.replicas=true", r"plan.replicas: expected a number from 1 to 1024 or a list of them, one for each stage, found True"),
         ("plan.replicas=[1, 1, 1]", r"plan: expected one number of replicas for all or one for each of 2 stages, found a list of 3"),
-        ("plan.replicas=4", r"plan: microbatches: expected a multiple of the replicas of each stage, \[4, 4\], so of 4, found 2; use 4"),
+        (
+            "plan.replicas=4",
+            r"jpipe: plan.microbatches: expected a multiple of the replicas of each stage, \[4, 4\], so of 4, found 2; use 4",
+        ),
         (
             "plan.mesh=2",
             r"plan.mesh: expected axes and sizes, such as {data: 2, model: 4}, or a list of them, .*, found 2; {} is one device",
@@ -121,7 +124,7 @@ def refused(write_config, tiny, capsys, monkeypatch):
             "plan.max_delay=0.5",
             r"jpipe: plan.max_delay: expected a plan with a mean delay of at most 0.5 updates, found pipedream_2bw with 1; ",
         ),
-        ("plan.noam=true", r"jpipe: plan.noam is an option of the schedule 'pipedream', found schedule 'pipedream_2bw'; remove it"),
+        ("plan.noam=true", r"tiny.yaml --set plan.noam=true: plan: noam is no option any more, found True; remove it: the schedules have"),
         (
             "plan={schedule: gpipe, num_stages: 2, microbatches: 2, flush_first: 2}",
             r"jpipe: plan.flush_first is an option of the schedules 'pipedream', 'pipedream_2bw', found schedule 'gpipe'; remove it",

@@ -93,7 +93,7 @@ class LayerwiseOptimizer:
         return WithBuffers(state, average, ahead) if self._has_buffers else state
 
     def update(
-        self, layer_id: str, gradient: Tree, state: Tree, params: Tree, scale: float = 1.0, position: Position = MappingProxyType({})
+        self, layer_id: str, gradient: Tree, state: Tree, params: Tree, position: Position = MappingProxyType({})
     ) -> tuple[Tree, Tree]:
         """Update the trained parameters of one layer.
 
@@ -102,7 +102,6 @@ class LayerwiseOptimizer:
             gradient: with respect to its trained parameters.
             state: its optimizer state.
             params: its trained parameters.
-            scale: what the updates are multiplied by.
             position: at least the entries that are `required`.
 
         Returns:
@@ -111,14 +110,13 @@ class LayerwiseOptimizer:
         if self.trained.excludes(layer_id):
             return params, state
         if self.has_masters:
-            masters, inner = self._without_masters.update(layer_id, gradient, state.state, state.masters, scale, position)
+            masters, inner = self._without_masters.update(layer_id, gradient, state.state, state.masters, position)
             return jax.tree.map(lambda p, master: master.astype(p.dtype), params, masters), WithMasters(masters, inner)
         gradient = jax.tree.map(lambda g, p: g.astype(p.dtype), gradient, params)
         state, average, ahead = state if self._has_buffers else (state, None, None)
         extra = {name: position[name] if name in self.used else 0 for name in self.accepted}
         with optax_promotion():
             update, state = self._update(layer_id, gradient, state, params, extra)
-            update = update if scale == 1.0 else jax.tree.map(lambda u: u * scale, update)
             new = optax.apply_updates(params, update)
         if not self._has_buffers:
             return new, state

@@ -325,5 +325,5 @@ def _check_without_parameters(layerwise: LayerwiseOptimizer, specs: Mapping[str,
         with callers_code(message):
             position = position_spec(layerwise.used)
             jax.eval_shape(
-                lambda params, at: layerwise.update(bare, params, layerwise.init(bare, params), params, 1.0, at), specs[bare], position
+                lambda params, at: layerwise.update(bare, params, layerwise.init(bare, params), params, at), specs[bare], position
             )

@@ -36,9 +36,9 @@ class _WrongOrder(Exception):
 
 def read_order(plan: Shape) -> Read:
     """Read the order of a plan that has one."""
-    assert plan.order is not None
+    assert plan.options.order is not None
     microbatches_of_ranks = tuple(plan.microbatches // plan.replicas[stages[0]] for stages in plan.pipeline_ranks)
-    return _read(plan.order, plan.pipeline_ranks, microbatches_of_ranks, plan.order_limit)
+    return _read(plan.options.order, plan.pipeline_ranks, microbatches_of_ranks, plan.options.order_limit)
 
 
 @lru_cache(maxsize=16)  # plans ask for it at each step

@@ -110,7 +110,7 @@ def _order(plan: Shape, p: int, microbatches: Sequence[int]) -> Iterator[Action]
 
 
 def _refusal(plan: Shape) -> str:
-    if plan.order is None:
+    if plan.options.order is None:
         how = "make one with jpipe.schedules.greedy_order, or say what each rank computes, such as 'F0.0 F0.1 I0.0 W0.0'"
         return f"the schedule 'auto_zero_bubble' needs an order for each rank, found none; {how}"
     return read_order(plan).refusal

@@ -62,7 +62,6 @@ class StageFunctions:
         clip_global_norm: the norm to which the gradients of all stages are clipped, if any.
         clip_stage_norm: the norm to which the gradients of this stage are clipped, if any; not both.
         skip_nonfinite: whether an update changes nothing if any gradient of any stage is NaN or infinite.
-        update_scale: a factor for the optimizer's updates.
         agreement: how replicas agree on its weights, if they are parallel pipelines that do.
         average_state: when replicas average their layer state: with each update, when it is read from the run, or never.
         metrics: functions like the loss, by name, which an evaluation also computes.
@@ -86,7 +85,6 @@ class StageFunctions:
     clip_global_norm: float | None = None
     clip_stage_norm: float | None = None
     skip_nonfinite: bool = False
-    update_scale: float = 1.0
     agreement: Agreement | None = None
     average_state: Literal["update", "read"] | None = None
     metrics: Mapping[str, Loss] = field(default_factory=dict)

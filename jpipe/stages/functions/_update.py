@@ -183,7 +183,7 @@ def _step(
             assert norm is not None
             gradient = jax.tree.map(lambda g: _clip(g, norm.norm, f.largest_norm), gradient)
         state = optimizer_state[entry]
-        new_params[entry], new_state[entry] = f.optimizer.update(entry, gradient, state, params[entry], f.update_scale, position)
+        new_params[entry], new_state[entry] = f.optimizer.update(entry, gradient, state, params[entry], position)
     return new_params, new_state
 
 

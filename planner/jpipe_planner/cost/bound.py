@@ -15,7 +15,8 @@ from math import lcm
 from typing import NamedTuple
 
 import jpipe
-from jpipe_planner.cost.shape import Shape, is_planned
+from jpipe.schedules import PlainShape
+from jpipe_planner.cost.shape import is_planned
 
 _MOST_KEPT = 20_000  # forwards of a walk that is kept for other plans of its shape
 _SAME = 1e-9  # relative difference of times that are equal but for rounding
@@ -325,7 +326,7 @@ class _Walk:
     update whose gradients its worker has with it, or -1; and whether all replicas have them then.
     """
 
-    def __init__(self, shape: Shape, sums: Sequence[bool], batches: int) -> None:
+    def __init__(self, shape: PlainShape, sums: Sequence[bool], batches: int) -> None:
         rules, self._shape, self._sums = jpipe.schedules.SCHEDULES[shape.schedule], shape, sums
         self.steps: list[_Step] = []
         self.counts = [batches * shape.microbatches // shape.microbatches_per_update(s) for s in range(shape.depth)]
@@ -394,18 +395,8 @@ _known_walk = lru_cache(maxsize=16)(_Walk)
 
 def _entries(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost], link: jpipe.programs.Network, batches: int) -> list[float]:
     """Return when worker 0 begins each batch."""
-    names = (
-        "schedule",
-        "microbatches",
-        "replicas",
-        "extra_in_flight",
-        "max_in_flight",
-        "noam",
-        "vertical_sync",
-        "update_every",
-        "flush_first",
-    )
-    shape, sums = Shape(**{name: getattr(plan, name) for name in names}), tuple(map(plan.sums_gradients, range(plan.depth)))
+    shape = PlainShape(plan.schedule, plan.microbatches, plan.replicas, plan.options)
+    sums = tuple(map(plan.sums_gradients, range(plan.depth)))
     walk = (_known_walk if batches * plan.microbatches * plan.depth <= _MOST_KEPT else _Walk)(shape, sums, batches)
     clocks, starts, number = [0.0] * len(plan.workers), list[float](), batches * plan.microbatches
     arrived, returned = ([[0.0] * number for _ in costs] for _ in range(2))

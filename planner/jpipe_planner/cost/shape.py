@@ -1,56 +1,17 @@
-"""The numbers of a plan that a schedule reads, without layers, and what the schedule says about parallel equal pipelines."""
+"""What schedules say about the pipelines of a planner: their delays, and facts about parallel equal pipelines."""
 
 from bisect import bisect_left
-from dataclasses import dataclass
 from functools import cache, lru_cache
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 import jpipe
-
-
-@dataclass(frozen=True)
-class Shape:
-    """The part of a plan that `jpipe.schedules.Schedule` reads; cheap to make.
-
-    Attributes:
-        schedule: a name of `jpipe.schedules.SCHEDULES`.
-        microbatches: as in `jpipe.Plan`, like those below.
-        replicas: the number of replicas of each stage.
-    """
-
-    schedule: str
-    microbatches: int
-    replicas: tuple[int, ...]
-    extra_in_flight: int = 0
-    max_in_flight: int | None = None
-    noam: bool = False
-    vertical_sync: bool = False
-    update_every: Literal["batch", "replicas"] = "batch"
-    flush_first: int = 0
-    split_backward: Literal["joint", "early"] = "joint"
-    order: None = None
-    order_limit: None = None
-    ranks: jpipe.schedules.Ranks | None = None
-
-    @property
-    def pipeline_ranks(self) -> jpipe.schedules.Ranks:
-        """The stages of each rank, one for each unless `ranks` says otherwise."""
-        return tuple((s,) for s in range(len(self.replicas))) if self.ranks is None else self.ranks
-
-    @property
-    def depth(self) -> int:
-        """The number of stages."""
-        return len(self.replicas)
-
-    def microbatches_per_update(self, s: int) -> int:
-        """Return the microbatches per update of stage s."""
-        return self.microbatches if self.update_every == "batch" else self.replicas[s]
+from jpipe.schedules import NO_OPTIONS, PlainShape, PlanOptions
 
 
 @lru_cache(maxsize=4096)
-def mean_delay(shape: Shape) -> float:
+def mean_delay(shape: PlainShape) -> float:
     """Return the mean age of the weights that the stages compute gradients with, in updates, as `jpipe.Plan.mean_delay`."""
     return sum(jpipe.schedules.SCHEDULES[shape.schedule].delays(shape)) / shape.depth
 
@@ -58,7 +19,7 @@ def mean_delay(shape: Shape) -> float:
 @cache
 def is_planned(schedule: str) -> bool:
     """Return whether planners search all cuts for this schedule: it has one stage on each rank, and whole backwards."""
-    rules, shape = jpipe.schedules.SCHEDULES[schedule], Shape(schedule, 4, (1, 1))
+    rules, shape = jpipe.schedules.SCHEDULES[schedule], PlainShape(schedule, 4, (1, 1))
     if "order" in rules.options or (rules.layout != "straight" and rules.flushes):
         return False
     return not any(rules.splits(shape, s) for s in range(shape.depth))
@@ -74,14 +35,15 @@ def sharing_refusal(schedule: str) -> str:
 
     They do with shared parameters, and if gradients are clipped by their norm over all stages.
     """
-    rules, shape = jpipe.schedules.SCHEDULES[schedule], Shape(schedule, 2, (1, 1), vertical_sync=needs_vertical_sync(schedule))
+    rules, options = jpipe.schedules.SCHEDULES[schedule], PlanOptions(vertical_sync=needs_vertical_sync(schedule))
+    shape = PlainShape(schedule, 2, (1, 1), options)
     return rules.norm_refusal(shape) if is_planned(schedule) else ""
 
 
 def needs_vertical_sync(schedule: str) -> bool:
     """Return whether updates of a schedule can depend on the gradients of all stages with `vertical_sync` only."""
     rules = jpipe.schedules.SCHEDULES[schedule]
-    return "vertical_sync" in rules.options and bool(rules.norm_refusal(Shape(schedule, 2, (1, 1))))
+    return "vertical_sync" in rules.options and bool(rules.norm_refusal(PlainShape(schedule, 2, (1, 1))))
 
 
 class Pipelines(NamedTuple):
@@ -91,19 +53,17 @@ class Pipelines(NamedTuple):
         schedule: a name of `jpipe.schedules.SCHEDULES`.
         width: the number of pipelines.
         depth: the number of stages of each.
-        extra: extra_in_flight.
-        vertical_sync: as in `jpipe.Plan`.
+        options: the options of the schedule.
     """
 
     schedule: str
     width: int
     depth: int
-    extra: int
-    vertical_sync: bool = False
+    options: PlanOptions = NO_OPTIONS
 
-    def shape(self, microbatches: int) -> Shape:
+    def shape(self, microbatches: int) -> PlainShape:
         """Return the shape of all pipelines, with `microbatches` microbatches each."""
-        return Shape(self.schedule, microbatches * self.width, (self.width,) * self.depth, self.extra, vertical_sync=self.vertical_sync)
+        return PlainShape(self.schedule, microbatches * self.width, (self.width,) * self.depth, self.options)
 
 
 class ScheduleFacts(NamedTuple):
@@ -147,7 +107,7 @@ def schedule_facts(pipelines: Pipelines, microbatches: tuple[int, ...]) -> Sched
     return ScheduleFacts(tuple(legal), np.array(in_flight), np.array(versions), np.array(fused), np.array(hidden))
 
 
-def hidden_passes(shape: Shape, s: int, in_flight: int) -> int:
+def hidden_passes(shape: PlainShape, s: int, in_flight: int) -> int:
     """Return how many forwards a replica can do after the first batch, beyond those that it may do earlier, before one reads the update."""
     rules, replicas = jpipe.schedules.SCHEDULES[shape.schedule], shape.replicas[s]
     if rules.flushes or replicas == 1:  # no sum overlaps, or there is none

@@ -98,7 +98,7 @@ class _Improvement:
         """Return a faster plan with other stages, whose busiest device has less to do; None: there is none."""
         profile, topology = self._choice.meshes.of(ranked.candidate.degrees)
         stages = list(itertools.islice(least_loaded(ranked.candidate, profile, topology), MOST_DEPTHS))
-        near = [dataclasses.replace(one, extra_in_flight=extra) for one in stages for extra in EXTRA]
+        near = [one.with_options(extra_in_flight=extra) for one in stages for extra in EXTRA]
         return self._fastest(((one, False) for one in near), ranked)
 
     def _step(self, ranked: Ranked) -> Ranked | None:
@@ -185,4 +185,4 @@ class _Improvement:
 
 def _enough(candidate: Candidate, ranked: Ranked) -> float:
     """Return the seconds below which a neighbour is better: with fewer microbatches in flight it only has to be as fast."""
-    return ranked.seconds * (1 + EQUAL if candidate.extra_in_flight < ranked.candidate.extra_in_flight else 1 - GAIN)
+    return ranked.seconds * (1 + EQUAL if candidate.options.extra_in_flight < ranked.candidate.options.extra_in_flight else 1 - GAIN)

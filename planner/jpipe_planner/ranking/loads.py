@@ -37,7 +37,7 @@ def least_loaded(candidate: Candidate, profile: Profile, topology: Topology) -> 
         {level.bandwidth for level in topology.levels if level.count > 1},
         jpipe.schedules.SCHEDULES[candidate.schedule].flushes,
     )
-    if flushes or candidate.agree is not None or candidate.update_every != "batch" or len(bandwidths) != 1 or topology.differing:
+    if flushes or candidate.agree is not None or candidate.options.update_every != "batch" or len(bandwidths) != 1 or topology.differing:
         return
     counts = [count for count in range(1, candidate.num_ranks + 1) if candidate.microbatches % count == 0]
     layers, depth = len(profile.ids), min(len(profile.ids), candidate.num_ranks, _MOST_DEPTH)

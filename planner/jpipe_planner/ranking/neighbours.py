@@ -8,7 +8,7 @@ from itertools import accumulate, permutations
 
 import jpipe
 from jpipe.plan import repeats_forward
-from jpipe_planner.cost.shape import Shape
+from jpipe.schedules import PlainShape
 from jpipe_planner.machine.topology import Topology
 from jpipe_planner.profile.profile import Profile
 from jpipe_planner.search.candidate import USUAL, Asked, Candidate
@@ -32,11 +32,16 @@ def neighbours(candidate: Candidate, profile: Profile) -> Iterator[Candidate]:
         for step in (sign << power for power in range(reach.bit_length()) for sign in (1, -1)):
             if candidate.starts[s - 1] < start + step < ends[s]:
                 yield _with_cut(candidate, s, start + step)
-    if "extra_in_flight" in rules.options and candidate.depth > 1 and candidate.max_in_flight is None:
-        for extra in (candidate.extra_in_flight + more for more in (-2, -1, 1, 2)):
+    if "extra_in_flight" in rules.options and candidate.depth > 1 and candidate.options.max_in_flight is None:
+        for extra in (candidate.options.extra_in_flight + more for more in (-2, -1, 1, 2)):
             if 0 <= extra <= MOST_EXTRA:
-                yield dataclasses.replace(candidate, extra_in_flight=extra)
-    if not rules.flushes and candidate.update_every == "batch" and candidate.keep_together == "replicas" and candidate.agree is None:
+                yield candidate.with_options(extra_in_flight=extra)
+    if (
+        not rules.flushes
+        and candidate.options.update_every == "batch"
+        and candidate.keep_together == "replicas"
+        and candidate.agree is None
+    ):
         work = [0.0, *accumulate(cost.forward + cost.backward for cost in profile.costs(candidate.rows).values())]
         for source, target in permutations(range(candidate.depth), 2):
             replicas = [count - (s == source) + (s == target) for s, count in enumerate(candidate.replicas)]
@@ -60,16 +65,16 @@ def pairs(candidate: Candidate, profile: Profile) -> Iterator[Candidate]:
 def recut(candidate: Candidate, profile: Profile) -> Iterator[Candidate]:
     """Yield the plans that differ in one cut, wherever it may be, and in any number of microbatches in flight."""
     rules, ends = jpipe.schedules.SCHEDULES[candidate.schedule], (*candidate.starts[1:], len(profile.ids))
-    varies = "extra_in_flight" in rules.options and candidate.max_in_flight is None
-    for extra in range(MOST_EXTRA + 1) if varies else (candidate.extra_in_flight,):
-        more = dataclasses.replace(candidate, extra_in_flight=extra)
+    varies = "extra_in_flight" in rules.options and candidate.options.max_in_flight is None
+    for extra in range(MOST_EXTRA + 1) if varies else (candidate.options.extra_in_flight,):
+        more = candidate.with_options(extra_in_flight=extra)
         for s in range(1, candidate.depth):
             yield from (_with_cut(more, s, start) for start in range(candidate.starts[s - 1] + 1, ends[s]))
 
 
 def _changed(candidate: Candidate) -> tuple[object, ...]:
     """Return what differs between neighbours."""
-    return candidate.starts, candidate.replicas, candidate.extra_in_flight
+    return candidate.starts, candidate.replicas, candidate.options.extra_in_flight
 
 
 def _with_cut(candidate: Candidate, s: int, start: int) -> Candidate:
@@ -142,7 +147,7 @@ class QuickBound:
 
 
 @lru_cache(maxsize=4096)
-def _under_way(shape: Shape) -> tuple[int, ...]:
+def _under_way(shape: PlainShape) -> tuple[int, ...]:
     """Return how many microbatches are in flight at each stage, over all its replicas."""
     rules = jpipe.schedules.SCHEDULES[shape.schedule]
     return tuple(rules.in_flight(shape, s) * replicas for s, replicas in enumerate(shape.replicas))

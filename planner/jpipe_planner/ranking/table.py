@@ -117,12 +117,12 @@ def schedule(candidate: Candidate) -> str:
     if candidate.is_late_data_parallel:
         late = "one update" if candidate.delay == 1 else f"{delay(candidate)} updates"
         return f"data parallel, {late} late ({', '.join([candidate.schedule, *filter(None, (in_parts, waiting))])})"
-    options = ["vertical sync"] if candidate.vertical_sync else []
-    options += ["early"] if candidate.split_backward == "early" else []
-    options += [f"+{candidate.extra_in_flight}"] if candidate.extra_in_flight else []
-    options += [f"≤{candidate.max_in_flight}"] if candidate.max_in_flight else []
+    options = ["vertical sync"] if candidate.options.vertical_sync else []
+    options += ["early"] if candidate.options.split_backward == "early" else []
+    options += [f"+{candidate.options.extra_in_flight}"] if candidate.options.extra_in_flight else []
+    options += [f"≤{candidate.options.max_in_flight}"] if candidate.options.max_in_flight else []
     options += ["shard_optimizer"] if candidate.shard_optimizer else []
-    options += ["M_s = r_s"] if candidate.update_every == "replicas" else []
+    options += ["M_s = r_s"] if candidate.options.update_every == "replicas" else []
     options += ["stages together"] if candidate.keep_together == "stages" else []
     options += [in_parts] if in_parts else []
     options += [*filter(None, (agreeing, "" if candidate.links is None else f"links {compressed(candidate.links)}", waiting))]
@@ -182,9 +182,9 @@ def size(count: int | float) -> str:
 def signs(choice: Choice, most: int) -> list[str]:
     """Return the meaning of options of schedules in the first rows."""
     shown, meanings = [ranked.candidate for ranked in choice.ranked[:most]], []
-    if any(candidate.extra_in_flight for candidate in shown):
+    if any(candidate.options.extra_in_flight for candidate in shown):
         meanings.append("+1, +2: that many more microbatches in flight at each stage (extra_in_flight)")
-    if any(candidate.max_in_flight for candidate in shown):
+    if any(candidate.options.max_in_flight for candidate in shown):
         meanings.append("≤1, ≤2: at most that many microbatches in flight at each stage (max_in_flight)")
     if any(candidate.shard_optimizer for candidate in shown):
         meanings.append("shard_optimizer: each replica of a stage has a part of its optimizer state, and updates that part of the weights")

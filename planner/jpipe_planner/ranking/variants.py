@@ -12,7 +12,6 @@ import heapq
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jpipe
 from jpipe import InputError
@@ -132,7 +131,7 @@ def _bases(straight: Sequence[Candidate]) -> list[Candidate]:
     """Return the best plans of several stages that differ in more than their cut; those that fit come first."""
     best: dict[tuple[object, ...], Candidate] = {}
     for candidate in straight:
-        if candidate.depth == 1 or candidate.extra_in_flight:  # schedules with chunks have no such option
+        if candidate.depth == 1 or candidate.options.extra_in_flight:  # schedules with chunks have no such option
             continue
         best.setdefault((candidate.rows, candidate.replicas, candidate.policies[0]), candidate)
     return list(best.values())[:BASES]
@@ -148,7 +147,7 @@ def _bases_with(option: str | None, planned: Iterable[Candidate], most: int) -> 
     best: dict[str, dict[tuple[object, ...], Candidate]] = {}
     for candidate in planned:
         has_option = option is None or option in jpipe.schedules.SCHEDULES[candidate.schedule].options
-        if has_option and candidate.update_every == "batch":
+        if has_option and candidate.options.update_every == "batch":
             plans = best.setdefault(candidate.schedule, {})
             plans.setdefault((candidate.rows, candidate.replicas, candidate.policies[0]), candidate)
     return [candidate for plans in best.values() for candidate in list(plans.values())[:most]]
@@ -180,7 +179,7 @@ class _Variants:
             could_be_best = least * (1 + SLACK) < fastest or (delay > variant.candidate.delay and least * (1 - SLACK) <= fastest)
             if not could_be_best and (variant.name in shown or self._spent > FOR_SHOW):
                 continue
-            if variant.order_limit is not None and variant.candidate.order is None:
+            if variant.order_limit is not None and variant.candidate.options.order is None:
                 if not self._affords(variant.part.plan, _SHARE_OF_ORDER):
                     continue
                 variant = self._with_order(variant, variant.order_limit)
@@ -221,9 +220,8 @@ class _Variants:
         latency = _message_seconds(variant.part, variant.costs)
         costs = slowed(variant.plan, variant.costs, self.topology)
         order = jpipe.schedules.greedy_order(variant.part.plan, costs, limits=limit, latency=latency)
-        return self._variant(
-            dataclasses.replace(variant.candidate, schedule=variant.name, order=order, order_limit=limit), order_limit=limit
-        )
+        ordered = dataclasses.replace(variant.candidate.with_options(order=order, order_limit=limit), schedule=variant.name)
+        return self._variant(ordered, order_limit=limit)
 
     def _bounded(self, variant: "_Variant") -> "_Variant":
         """Return the variant with the largest of the bounds, which count messages."""
@@ -243,7 +241,7 @@ class _Variants:
         least = rank_seconds(part.plan, on_devices, self.topology.cores)
         if len(part.plan.workers) <= _MOST_WORKERS:
             least = max(least, port_seconds(part.plan, on_devices, part.link))
-            if order_limit is None or candidate.order is not None:
+            if order_limit is None or candidate.options.order is not None:
                 least = max(least, flush_seconds(part.plan, on_devices, part.link))
         return _Variant(schedule or candidate.schedule, candidate, plan, part, costs, least / candidate.batch, order_limit)
 
@@ -259,8 +257,8 @@ class _Variants:
         costs = self.profile.stage_costs(plan, base.rows)
         if _message_seconds(part_of(plan, self.topology, self._is_restricted), costs) <= _SLOW * max(cost.forward for cost in costs):
             return
-        for extra in sorted({0, base.extra_in_flight}):
-            candidate = dataclasses.replace(base, split_backward="early", extra_in_flight=extra)
+        for extra in sorted({0, base.options.extra_in_flight}):
+            candidate = base.with_options(split_backward="early", extra_in_flight=extra)
             if candidate.is_within(self.max_delay):
                 yield self._variant(candidate, f"{candidate.schedule} early")
 
@@ -270,20 +268,20 @@ class _Variants:
         Both without recomputation, and if the plan does not fit with it, with both.
         """
         plan = base.plan(self.profile.ids)
-        rules, changes = jpipe.schedules.SCHEDULES[base.schedule], list[dict[str, Any]]()
-        usual = dataclasses.replace(base, extra_in_flight=0).plan(self.profile.ids)
+        rules, changed = jpipe.schedules.SCHEDULES[base.schedule], list[tuple[str, Candidate]]()
+        usual = base.with_options(extra_in_flight=0).plan(self.profile.ids)
         most = max(rules.in_flight(usual, s) for s in range(base.depth))
         if "max_in_flight" in rules.options and most > 1:
             limits = sorted({max(most * part // 4, 1) for part in (1, 2, 3)})
-            changes += [{"max_in_flight": limit, "extra_in_flight": 0} for limit in limits]
+            changed += [("max_in_flight", base.with_options(max_in_flight=limit, extra_in_flight=0)) for limit in limits]
         if share_optimizer and max(base.replicas) > 1:
-            changes.append({"shard_optimizer": True})
+            changed.append(("shard_optimizer", dataclasses.replace(base, shard_optimizer=True)))
         without = ("none",) * base.depth
         for policies in dict.fromkeys((without, base.policies) if base.over else (without,)):
-            for change in changes:
-                candidate = dataclasses.replace(base, policies=policies, **change)
+            for option, saving in changed:
+                candidate = dataclasses.replace(saving, policies=policies)
                 if not self._lacks_norm(plan) and candidate.is_within(self.max_delay):
-                    yield self._variant(candidate, f"{candidate.schedule}, {next(iter(change))}")
+                    yield self._variant(candidate, f"{candidate.schedule}, {option}")
 
     def in_parts(self, planned: Sequence[Candidate]) -> Iterator["_Variant"]:
         """Yield the best plans of each schedule, and data parallelism, with sums in parts, where something waits for the sums."""
@@ -372,7 +370,7 @@ def _chunked(
         replicas=base.replicas[:1] * stages,
         policies=base.policies if chunks == 1 else base.policies[:1] * stages,
         chunks=chunks,
-        vertical_sync=vertical_sync,
+        options=base.options.model_copy(update={"vertical_sync": vertical_sync}),
     )
     try:
         plan = candidate.plan(profile.ids)

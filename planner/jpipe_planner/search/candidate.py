@@ -4,11 +4,12 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jpipe
+from jpipe.schedules import PlainShape, PlanOptions
 from jpipe_planner.cost.devices import limits_of
-from jpipe_planner.cost.shape import Shape, is_planned, mean_delay
+from jpipe_planner.cost.shape import is_planned, mean_delay
 from jpipe_planner.machine.topology import Topology
 from jpipe_planner.profile.profile import Profile
 from jpipe_planner.profile.sharded import NO_MESH, Degrees
@@ -60,7 +61,7 @@ class Candidate:
         starts: the first layer of each stage.
         replicas: number of replicas of each stage.
         policies: recomputation policy of each stage.
-        extra_in_flight: as in `jpipe.Plan`.
+        options: the options of the schedule.
         keep_together: as in `jpipe.Plan`.
         seconds: seconds per batch, in steady state.
         bubble: share of the devices' time in which they do not compute.
@@ -68,14 +69,8 @@ class Candidate:
         sent: bytes per row that all devices together send.
         bound: what limits the speed, as text.
         over: the pipeline rank that lacks most memory and how many bytes; None: it fits.
-        update_every: as in `jpipe.Plan`.
         chunks: the number of stages that each rank runs.
-        order: as in `jpipe.Plan`.
-        order_limit: as in `jpipe.Plan`, the limit of the order.
-        split_backward: as in `jpipe.Plan`.
         degrees: the mesh of each replica.
-        vertical_sync: as in `jpipe.Plan`.
-        max_in_flight: as in `jpipe.Plan`.
         shard_optimizer: as in `jpipe.Plan`.
         placed_on: the devices, or meshes, of the topology in the order in which ranks get them; None: in the order of their numbers.
         sum_parts: for each stage how many layers each part of the sum of its gradients has, as in `jpipe.Stage`; empty: no stage
@@ -92,7 +87,7 @@ class Candidate:
     starts: tuple[int, ...]
     replicas: tuple[int, ...]
     policies: tuple[str, ...]
-    extra_in_flight: int
+    options: PlanOptions
     keep_together: Literal["replicas", "stages"]
     seconds: float
     bubble: float
@@ -100,14 +95,8 @@ class Candidate:
     sent: float
     bound: str
     over: tuple[int, int] | None = None
-    update_every: Literal["batch", "replicas"] = "batch"
     chunks: int = 1
-    order: tuple[str, ...] | None = None
-    order_limit: int | None = None
-    split_backward: Literal["joint", "early"] = "joint"
     degrees: Degrees = NO_MESH
-    vertical_sync: bool = False
-    max_in_flight: int | None = None
     shard_optimizer: bool = False
     placed_on: tuple[int, ...] | None = None
     sum_parts: tuple[tuple[int, ...], ...] = ()
@@ -159,19 +148,13 @@ class Candidate:
         return mean_delay(self.shape)
 
     @property
-    def shape(self) -> Shape:
+    def shape(self) -> PlainShape:
         """The part of the plan that its schedule reads."""
-        return Shape(
-            self.schedule,
-            self.microbatches,
-            self.replicas,
-            self.extra_in_flight,
-            self.max_in_flight,
-            vertical_sync=self.vertical_sync,
-            update_every=self.update_every,
-            split_backward=self.split_backward,
-            ranks=None if self.chunks == 1 else self._ranks,
-        )
+        return PlainShape(self.schedule, self.microbatches, self.replicas, self.options, self._ranks)
+
+    def with_options(self, **options: Any) -> "Candidate":
+        """Return the candidate with other values of some options of its schedule."""
+        return replace(self, options=self.options.model_copy(update=options))
 
     def is_within(self, max_delay: float | None) -> bool:
         """Return whether its mean delay is at most `max_delay` updates, up to rounding; None: any."""
@@ -190,13 +173,13 @@ class Candidate:
     @property
     def kind(self) -> tuple[object, ...]:
         """The properties that plans of one kind have in common; they differ in sizes, sums in parts and options that save memory."""
-        options = self.vertical_sync, self.split_backward, self.update_every
+        options = self.options.vertical_sync, self.options.split_backward, self.options.update_every
         return self.schedule, *options, self.replicas, self.degrees, self.keep_together, self.chunks
 
     @property
     def has_whole_backwards(self) -> bool:
         """Whether all cuts are searched for the schedule, and its backwards are computed as a whole."""
-        return is_planned(self.schedule) and self.split_backward == "joint" and not self.sum_parts
+        return is_planned(self.schedule) and self.options.split_backward == "joint" and not self.sum_parts
 
     @property
     def rank(self) -> tuple[object, ...]:
@@ -211,7 +194,7 @@ class Candidate:
             not self.has_whole_backwards,
             max(self.memory),
             self.batch,
-            self.extra_in_flight,
+            self.options.extra_in_flight,
             self.rows,
         )
         # nine digits: rounding errors of sums do not decide
@@ -244,19 +227,13 @@ class Candidate:
             schedule=self.schedule,
             microbatches=self.microbatches,
             stages=stages,
-            extra_in_flight=self.extra_in_flight,
-            max_in_flight=self.max_in_flight,
             shard_optimizer=self.shard_optimizer,
-            vertical_sync=self.vertical_sync,
             keep_together=self.keep_together,
-            update_every=self.update_every,
-            ranks=None if self.chunks == 1 else self._ranks,
-            order=self.order,
-            order_limit=self.order_limit,
-            split_backward=self.split_backward,
+            ranks=self._ranks,
             agree=self.agree,
             links=self.links,
             offload=self.offload,
+            **dict(self.options),
         )
         return plan if self.placed_on is None else plan.model_copy(update={"placement": self._placement(plan, self.placed_on)})
 
@@ -290,8 +267,10 @@ class Candidate:
         return tuple(tuple(of_ranks[p, replica] for replica in range(count)) for p, count in enumerate(counts))
 
     @property
-    def _ranks(self) -> jpipe.schedules.Ranks:
-        """The stages of each pipeline rank as the schedule needs them, in a V for orders of its own."""
+    def _ranks(self) -> jpipe.schedules.Ranks | None:
+        """The stages of each pipeline rank as the schedule needs them, in a V for orders of its own; None: one for each."""
+        if self.chunks == 1:
+            return None
         layout = jpipe.schedules.SCHEDULES[self.schedule].layout
         return jpipe.schedules.arranged("v" if layout == "any" else layout, self.depth, self.chunks)
 

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import jpipe
 from jpipe.plan import repeats_forward
+from jpipe.schedules import PlanOptions
 from jpipe_planner.cost.devices import MOST_DIFFERING, slowed
 from jpipe_planner.cost.price import all_reduce_seconds
 from jpipe_planner.cost.shape import planned_schedules, sharing_refusal
@@ -79,7 +80,7 @@ def find_candidates(
         if SCHEDULE.name in schedules and not is_restricted and asked.agree is None and has_searchable_stages(machine):
             found = in_orders(machine, partial(_pipedream, of_mesh, batch=batch, exact=exact, how=pipedream))
             stages = [dataclasses.replace(one, links=asked.of_pipelines(1, one.depth).links) for one in found if one.is_within(max_delay)]
-            searched += [one for one in stages if one.depth > 1 or one.update_every == "replicas"]  # else among the equal pipelines
+            searched += [one for one in stages if one.depth > 1 or one.options.update_every == "replicas"]  # else among the equal pipelines
         candidates += searched if degrees.size == 1 else [on_meshes(candidate, degrees) for candidate in searched]
     useful = [candidate for candidate in candidates if candidate.depth > 1 or _is_data_parallelism(candidate, schedules)]
     useful = _without_equal_ones(useful)
@@ -137,9 +138,10 @@ def _pipedream(profile: Profile, topology: Topology, batch: int, exact: bool, ho
         )
         partition = search_paper(problem, how) if how == "text" or how == "code" else search_pipedream(problem)
         for extra in EXTRA if len(partition.stages) > 1 else (0,):
-            evaluated = evaluate_partition(dataclasses.replace(problem, extra_in_flight=extra), partition.stages)
+            more = dataclasses.replace(problem, options=PlanOptions(extra_in_flight=extra))
+            evaluated = evaluate_partition(more, partition.stages)
             same = dataclasses.replace(partition, memory=evaluated.memory, over=evaluated.over)
-            candidate = as_candidate(dataclasses.replace(problem, extra_in_flight=extra), same, rows)
+            candidate = as_candidate(more, same, rows)
             if candidate.batch <= batch:
                 yield candidate
 
@@ -153,10 +155,10 @@ def closed_form(profile: Profile, topology: Topology, candidate: Candidate) -> f
         candidate: a plan for these layers and devices.
     """
     plan, in_order = candidate.plan(profile.ids), candidate.in_order(topology)
-    if set(candidate.replicas) == {candidate.replicas[0]} and candidate.update_every == "batch":
+    if set(candidate.replicas) == {candidate.replicas[0]} and candidate.options.update_every == "batch":
         seconds = pipelines_seconds(profile, topology, candidate)
     else:
-        every: int | Literal["replicas"] = "replicas" if candidate.update_every == "replicas" else candidate.microbatches
+        every: int | Literal["replicas"] = "replicas" if candidate.options.update_every == "replicas" else candidate.microbatches
         problem = Problem(list(profile.costs(candidate.rows).values()), in_order, every, dispatch=profile.dispatch)
         ends = (*candidate.starts[1:], len(profile.ids))
         firsts = (0, *accumulate(candidate.replicas))
@@ -198,7 +200,7 @@ def as_candidate(problem: Problem, partition: Partition, rows: int) -> Candidate
         starts=tuple(stage.start for stage in partition.stages),
         replicas=tuple(stage.replicas for stage in partition.stages),
         policies=tuple(stage.recompute for stage in partition.stages),
-        extra_in_flight=problem.extra_in_flight,
+        options=plan.options,
         keep_together="replicas",
         seconds=seconds,
         bubble=1 - computing / (partition.devices * seconds),
@@ -206,7 +208,6 @@ def as_candidate(problem: Problem, partition: Partition, rows: int) -> Candidate
         sent=sent / (rows * plan.microbatches),
         bound=_bound(problem, partition),
         over=partition.over,
-        update_every=plan.update_every,
     ).sharing(problem.topology.cores)
 
 

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import numpy as np
 
 import jpipe
+from jpipe.schedules import PlanOptions
 from jpipe_planner.cost.crossings import Crossings
 from jpipe_planner.cost.memory import stage_bytes, waiting_inputs
 from jpipe_planner.cost.price import (
@@ -116,10 +117,10 @@ def _search(
 
 def _without_useless_extra(candidates: Sequence[Candidate]) -> list[Candidate]:
     """Leave out plans that flush with additional microbatches in flight that are no faster than without, where links cost little."""
-    without = {_but_extra(candidate): candidate.seconds for candidate in candidates if not candidate.extra_in_flight}
+    without = {_but_extra(candidate): candidate.seconds for candidate in candidates if not candidate.options.extra_in_flight}
 
     def is_useless(candidate: Candidate) -> bool:
-        flushes = candidate.extra_in_flight and jpipe.schedules.SCHEDULES[candidate.schedule].flushes
+        flushes = candidate.options.extra_in_flight and jpipe.schedules.SCHEDULES[candidate.schedule].flushes
         return bool(flushes) and candidate.seconds >= without.get(_but_extra(candidate), math.inf) * (1 - _GAIN)
 
     return [candidate for candidate in candidates if not is_useless(candidate)]
@@ -144,7 +145,8 @@ def pipelines_seconds(profile: Profile, topology: Topology, candidate: Candidate
     crossing = Crossings.find(topology, width, depth, candidate.keep_together)
     backward = _slowed(crossing, stages.backward[[layers.policies.index(policy) for policy in candidate.policies], range(depth)])
     times = _times(stages, width, crossing, candidate.asked)._replace(backward=backward)
-    pipelines = Pipelines(candidate.schedule, width, depth, candidate.extra_in_flight, candidate.vertical_sync)
+    options = PlanOptions(extra_in_flight=candidate.options.extra_in_flight, vertical_sync=candidate.options.vertical_sync)
+    pipelines = Pipelines(candidate.schedule, width, depth, options)
     return float(_price(pipelines, schedule_facts(pipelines, (candidate.microbatches // width,)), times).seconds[0])
 
 
@@ -152,10 +154,11 @@ def _price(pipelines: Pipelines, facts: ScheduleFacts, times: Times) -> Price:
     """Return the price of a batch, for each number of microbatches of a pipeline."""
     m, rules = np.array(facts.microbatches)[:, None], jpipe.schedules.SCHEDULES[pipelines.schedule]
     if not rules.flushes:
-        return steady_price(times, m, facts.hidden, pipelines.extra)
+        return steady_price(times, m, facts.hidden, pipelines.options.extra_in_flight)
     if rules.closed_form is None:
         return walked_price(times, m, lambda count: batch_orders(pipelines, count))
-    return CLOSED_FORMS[rules.closed_form](times, m, **({"extra": pipelines.extra} if pipelines.extra else {}))
+    extra = pipelines.options.extra_in_flight
+    return CLOSED_FORMS[rules.closed_form](times, m, **({"extra": extra} if extra else {}))
 
 
 @dataclass(frozen=True)
@@ -269,7 +272,7 @@ class _Sweep:
                 ]
                 for schedule, extra in self.tried:
                     rules, sync = jpipe.schedules.SCHEDULES[schedule], self.is_restricted and depth > 1 and needs_vertical_sync(schedule)
-                    pipelines = Pipelines(schedule, width, depth, extra, sync)
+                    pipelines = Pipelines(schedule, width, depth, PlanOptions(extra_in_flight=extra, vertical_sync=sync))
                     if depth == 1 and (extra or (rules.flushes and not rules.data_parallel)):
                         continue  # the same as another one, because nothing is in flight
                     fit = self._fit(stages, pipelines, numbers, limits)
@@ -332,7 +335,7 @@ class _Sweep:
         return paper_price(times, m, rounds[:, 0])
 
     def _priced(self, stages: Stages, rows: int, pipelines: Pipelines, keep: Any, fit: _Fit, times: Times) -> Iterator[Candidate]:
-        price, (schedule, width, depth, extra, sync) = self._seconds(pipelines, fit.facts, times), pipelines
+        price, (schedule, width, depth, options) = self._seconds(pipelines, fit.facts, times), pipelines
         numbers = np.array(fit.facts.microbatches)
         busy = width * (numbers * times.compute.sum(1) + times.update.sum())
         asked, over, trained = self.asked.of_pipelines(width, depth), fit.over, stages.weights - stages.frozen
@@ -359,7 +362,7 @@ class _Sweep:
                 starts=stages.starts,
                 replicas=(width,) * depth,
                 policies=tuple([self.layers.policies[policy] for policy in policies]),
-                extra_in_flight=extra,
+                options=options,
                 keep_together=keep,
                 seconds=batch_seconds,
                 bubble=bubble,
@@ -367,7 +370,6 @@ class _Sweep:
                 sent=sent,
                 bound=BOUNDS[bound].format(where),
                 over=(worst, int(np.ceil(lacks))) if lacks > 0 else None,
-                vertical_sync=sync,
                 agree=asked.agree,
                 links=asked.links,
             ).sharing(self.topology.cores)

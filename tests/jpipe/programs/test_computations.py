@@ -74,7 +74,7 @@ def test_every_table_of_instructions_has_all_of_them():
 
 
 REPLICAS = ([1, 1, 1], [1, 1, 2], [2, 1, 1], [2, 2, 2])
-OPTIONS = ({}, {"update_every": "replicas"}, {"flush_first": 2}, {"noam": True})
+OPTIONS = ({}, {"update_every": "replicas"}, {"flush_first": 2})
 
 
 def plans(depths, replicas, options):

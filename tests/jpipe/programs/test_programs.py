@@ -63,11 +63,9 @@ def replicated_plans(draw) -> dict:
     """Draw the fields of a legal plan with replicated stages."""
     fields = dict(VARIANTS[draw(st.sampled_from(sorted(VARIANTS)))])
     replicas = draw(st.lists(st.integers(1, 5), min_size=1, max_size=4).filter(lambda counts: math.lcm(*counts) <= 12))
-    if fields["schedule"] == "pipedream":
-        fields["noam"] = draw(st.booleans())
-        if not fields.get("vertical_sync"):
-            fields["update_every"] = draw(st.sampled_from(["batch", "replicas"]))
-    if "extra_in_flight" in SCHEDULES[fields["schedule"]].options and not fields.get("noam"):
+    if fields["schedule"] == "pipedream" and not fields.get("vertical_sync"):
+        fields["update_every"] = draw(st.sampled_from(["batch", "replicas"]))
+    if "extra_in_flight" in SCHEDULES[fields["schedule"]].options:
         fields["extra_in_flight"] = draw(st.integers(0, 2))
     times = draw(st.integers(1, 4))
     if fields["schedule"] == "pipedream_2bw":  # more than enough in flight
@@ -100,13 +98,12 @@ def test_every_schedule_is_verified_and_holds_as_many_versions_as_the_table_says
 
 
 @pytest.mark.thinned
-@pytest.mark.parametrize("noam", [False, True])
 @pytest.mark.parametrize("replicas", [(2, 1), (1, 2), (2, 2), (3, 2), (2, 3, 1), (4, 2, 1), (2, 1, 2)])
-def test_stages_of_vertical_sync_hold_the_documented_number_of_versions_for_any_replicas(replicas, noam):
+def test_stages_of_vertical_sync_hold_the_documented_number_of_versions_for_any_replicas(replicas):
     for times in (1, 2, 3):
         m, rule = times * math.lcm(*replicas), SCHEDULES["pipedream"]
-        plan = Plan.even(LAYERS, len(replicas), "pipedream", m, replicas=replicas, vertical_sync=True, noam=noam)
-        first = (rule.in_flight(plan, 0) - 1 + (replicas[0] > 1 and not noam)) * replicas[0]
+        plan = Plan.even(LAYERS, len(replicas), "pipedream", m, replicas=replicas, vertical_sync=True)
+        first = (rule.in_flight(plan, 0) - 1 + (replicas[0] > 1)) * replicas[0]
         alive = simulate(lower(plan, 24 // m + 4)).versions_alive
         for s, workers in enumerate(plan.stage_workers):
             assert max(alive[w] for w in workers) == -(-first // m) + 1 == rule.versions_alive(plan, s)
@@ -197,15 +194,11 @@ def test_replicated_plans_are_verified_under_any_costs(fields, start, batches, g
 
 @pytest.mark.parametrize("replicas", [(2, 1, 1), (3, 2), (2, 3, 1), (15, 1), (1, 3)])
 def test_round_robin_keeps_every_worker_busy(replicas):
-    """Workers are busy 98.5% of the time with jpipe's number in flight and hidden sums, and less with the paper's or exposed sums."""
-    busy = {}
-    for noam in (False, True):
-        plan = Plan.even(LAYERS, len(replicas), "pipedream", math.lcm(*replicas), replicas=replicas, noam=noam)
-        costs = [StageCost(forward=float(count), backward=2.0 * count) for count in replicas]  # each stage's share is equal
-        first = 2 * batches_until_full(plan)
-        busy[noam] = 1 - predict_window(plan, costs, first, -(-60 // plan.microbatches)).bubble
-    assert busy[False] >= 0.985
-    assert busy[False] >= busy[True]
+    """Workers are busy 98.5% of the time, because sums are hidden behind one more microbatch in flight than they compute with."""
+    plan = Plan.even(LAYERS, len(replicas), "pipedream", math.lcm(*replicas), replicas=replicas)
+    costs = [StageCost(forward=float(count), backward=2.0 * count) for count in replicas]  # each stage's share is equal
+    first = 2 * batches_until_full(plan)
+    assert predict_window(plan, costs, first, -(-60 // plan.microbatches)).bubble <= 0.015
 
 
 def damaged(instructions, kind: str, at: int):

@@ -26,7 +26,6 @@ OPTIONS = (
     {"update_every": "replicas"},
     {"agree": {"every": 2}},
     {"agree": {"every": 3, "fragments": "stages", "delay": 2}},
-    {"noam": True},
 )
 
 

@@ -367,7 +367,7 @@ REFUSED = [
     ({"replicas": [2, 1]}, {}, r"plan: agree: expected as many replicas of each stage"),
     ({"shard_optimizer": True}, {}, r"plan: agree: expected no shard_optimizer"),
     ({"schedule": "pipedream", "update_every": "replicas"}, {}, r"plan: agree: expected update_every 'batch', found 'replicas'"),
-    ({"sum_parts": 2}, {}, r"plan: stages\.0\.sum_parts: expected none with agree"),
+    ({"sum_parts": 2}, {}, r"plan: stages\.0\.sum_parts: expected no agree: pipelines that agree sum no gradients; remove one of them"),
     ({"agree": {"every": 2, "fragments": 3}}, {}, r"plan: agree\.fragments: expected 'stages', or .* up to that of the stages, 2, found 3"),
     *(
         (
@@ -386,12 +386,20 @@ REFUSED = [
     (
         {"schedule": "pipedream_2bw"},
         {"clip_global_norm": 1.0},
-        r"clip_global_norm: expected a schedule that flushes with .*; use clip_stage",
+        r"clip_global_norm: expected no plan\.agree with 1\.0 under the schedule 'pipedream_2bw': .*; use .* clip_stage_norm, which",
     ),
-    ({"schedule": "pipedream_2bw"}, {"skip_nonfinite": True}, r"skip_nonfinite: expected a schedule that flushes with plan\.agree"),
-    ({}, {"ema_decay": 0.9}, r"ema_decay: expected none with plan\.agree"),
-    ({}, {"delay_correction": "predict"}, r"delay_correction: expected none with plan\.agree"),
-    ({}, {"precision": Precision(params="bfloat16")}, r"precision: params: expected 'float32' with plan\.agree"),
+    (
+        {"schedule": "pipedream_2bw"},
+        {"skip_nonfinite": True},
+        r"skip_nonfinite: expected no plan\.agree under the schedule 'pipedream_2bw': ",
+    ),
+    ({}, {"ema_decay": 0.9}, r"ema_decay: expected no plan\.agree with 0\.9: each pipeline would average"),
+    ({}, {"delay_correction": "predict"}, r"delay_correction: expected no plan\.agree with 1\.0: "),
+    (
+        {},
+        {"precision": Precision(params="bfloat16")},
+        r"precision: params: expected no plan\.agree with 'bfloat16': .* kept in float32; use compute",
+    ),
 ]
 
 
@@ -404,7 +412,7 @@ def test_what_is_not_supported_is_refused(fields, options, message):
 def test_shared_parameters_of_several_stages_are_refused():
     stack = models.tied_stack()
     plan = Plan.even(stack.ids, 2, "gpipe", 4, replicas=2, agree=AGREE)
-    with pytest.raises(InputError, match=r"ties: expected no parameter that several stages share with plan\.agree"):
+    with pytest.raises(InputError, match=r"ties: expected no plan\.agree with \['noise shared w'\]: .*; put the layers"):
         Pipeline(stack, plan, models.masked_squares, models.momentum())
 
 

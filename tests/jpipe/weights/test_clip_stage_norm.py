@@ -146,13 +146,15 @@ def test_what_cannot_be_clipped_says_why():
     for norm in (0.0, -1.0, float("nan"), float("inf"), True):
         with pytest.raises(InputError, match="clip_stage_norm: expected a finite number above 0, found"):
             refused(clip_stage_norm=norm)
-    with pytest.raises(InputError, match=r"clip_stage_norm: expected None with clip_global_norm 1.0, found 2.0; leave out one"):
+    with pytest.raises(InputError, match=r"clip_stage_norm: expected no clip_global_norm with 2.0, found 1.0: .*; remove one of them"):
         refused(plan=Plan.even(STACK.ids, 2, "gpipe", 2), clip_global_norm=1.0, clip_stage_norm=2.0)
     with pytest.raises(InputError, match=r"clip_global_norm: under weight stashing .*, or clip_stage_norm, which clips each"):
         refused(clip_global_norm=1.0)
     with pytest.raises(InputError, match=r"skip_nonfinite: under weight stashing .* a schedule that flushes$"):
         refused(clip_stage_norm=1.0, skip_nonfinite=True)
     tied = models.tied_stack()
-    with pytest.raises(InputError, match=r"clip_stage_norm: stages share 'noise shared w', .* use clip_global_norm, or put the layers"):
+    with pytest.raises(
+        InputError, match=r"clip_stage_norm: expected no ties with 1.0, found \['noise shared w'\]: .* use clip_global_norm, or put"
+    ):
         refused(tied, Plan.even(tied.ids, 2, "gpipe", 2), clip_stage_norm=1.0)
     refused(tied, Plan.even(tied.ids, 1, "gpipe", 2), clip_stage_norm=1.0)

@@ -76,7 +76,7 @@ def test_equals_optax_on_the_whole_tree(schedule, inner):
         ((1, 2, 1), {"schedule": "pipedream", "vertical_sync": True, "microbatches": 5}),
         ((2, 2), {"schedule": "pipedream", "vertical_sync": True, "microbatches": 4, "replicas": (2, 2)}),
         ((2, 2), {"schedule": "pipedream", "vertical_sync": True, "microbatches": 2, "replicas": (1, 2)}),
-        ((2, 2), {"schedule": "pipedream", "vertical_sync": True, "microbatches": 2, "replicas": (2, 1), "noam": True}),
+        ((2, 2), {"schedule": "pipedream", "vertical_sync": True, "microbatches": 2, "replicas": (2, 1)}),
     ],
     ids=lambda value: "-".join(map(str, value)) if isinstance(value, tuple) else "",
 )

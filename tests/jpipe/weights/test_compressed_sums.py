@@ -256,7 +256,7 @@ def test_what_is_not_supported_is_refused():
     for fields, message in (
         (
             {"agree": {"every": 2}},
-            r"plan: links\.sums: expected none with agree, whose replicas sum no gradients, found 'int8'; remove one",
+            r"plan: links\.sums: expected no agree: pipelines that agree sum no gradients; remove one of them",
         ),
         ({"replicas": 1}, r"plan: links\.sums: expected a stage with replicas, found 'int8' and none; remove it, or give a stage replicas"),
         ({"links": {"sums": "int4"}}, r"plan: links\.sums: expected 'bfloat16', 'int8' or 'fp8', found 'int4'"),
@@ -265,7 +265,7 @@ def test_what_is_not_supported_is_refused():
             Plan.even(STACK.ids, 2, **{"links": sums, "replicas": 2, **fields})
     stack = models.tied_stack()
     plan = Plan.even(stack.ids, 2, "gpipe", 4, replicas=2, links=sums)
-    with pytest.raises(InputError, match=r"ties: expected no parameter that several stages share with plan\.links\.sums, found .*; put"):
+    with pytest.raises(InputError, match=r"ties: expected no plan\.links\.sums with .*, found 'int8': .*; put"):
         Pipeline(stack, plan, models.masked_squares, models.momentum())
 
 

@@ -121,7 +121,7 @@ def test_a_run_restored_during_or_after_the_warm_up_has_equal_results(cut):
         ({"schedule": "pipedream_2bw", "flush_first": -1}, "plan: flush_first: expected 0 or more|greater than or equal to 0"),
         (
             {"schedule": "pipedream", "flush_first": 1, "update_every": "replicas", "replicas": 2},
-            "flush_first needs update_every 'batch', found 'replicas'; change one of them",
+            "flush_first: expected update_every 'batch', found 'replicas': a flush ends a batch .*; change one of them",
         ),
     ],
 )

@@ -46,7 +46,7 @@ CASES = {
     "one stage of 2BW": (1, "pipedream_2bw", 2, {}),
     "PipeDream": (2, "pipedream", 4, {}),
     "own updates": (2, "pipedream", 4, {"update_every": "replicas"}),
-    "one microbatch each, noam": (2, "pipedream", 2, {"noam": True}),
+    "one microbatch each": (2, "pipedream", 2, {}),
     "three of 2BW": (1, "pipedream_2bw", 3, {"replicas": 3}),
 }
 

@@ -23,7 +23,6 @@ CHANGES = {
     "extra_in_flight": 2,
     "max_in_flight": 2,
     "vertical_sync": True,
-    "noam": True,
     "update_every": "replicas",
     "flush_first": 2,
     "split_backward": "early",

@@ -75,7 +75,7 @@ def test_whether_stages_begin_fused_is_the_same_for_few_microbatches(schedule):
     """The search asks the schedule about few microbatches, because many take long to list."""
     rules = jpipe.schedules.SCHEDULES[schedule]
     for width, depth in ((1, 1), (2, 2), (1, 3), (3, 2)):
-        pipelines = Pipelines(schedule, width, depth, 0)
+        pipelines = Pipelines(schedule, width, depth)
         facts = schedule_facts(pipelines, tuple(range(1, 5 * depth + 2)))
         for m, fused in zip(facts.microbatches, facts.fused.tolist(), strict=True):
             assert fused == [rules.begins_fused(pipelines.shape(m), s) for s in range(depth)]

@@ -118,8 +118,8 @@ def test_weight_stashing_is_planned_with_vertical_sync():
     assert not any(needs_vertical_sync(name) for name in planned_schedules() if name != "pipedream")
     assert not any(map(sharing_refusal, planned_schedules()))
     candidates = find_candidates(profile, topology, 4, schedules=("pipedream", "pipedream_flush"))
-    assert all(one.vertical_sync == (one.schedule == "pipedream" and one.depth > 1) for one in candidates)
-    assert any(one.vertical_sync for one in candidates)
+    assert all(one.options.vertical_sync == (one.schedule == "pipedream" and one.depth > 1) for one in candidates)
+    assert any(one.options.vertical_sync for one in candidates)
     assert choose(profile, topology, candidates).ranked[0].simulated is not None
 
 

@@ -6,6 +6,7 @@ import pytest
 
 import jpipe
 import jpipe_planner.ranking.choose
+from jpipe.schedules import PlanOptions
 from jpipe_planner.cost.simulated import simulate_plan
 from jpipe_planner.machine.differing import Differing
 from jpipe_planner.machine.topology import Topology
@@ -138,7 +139,7 @@ def pipelines(schedule, forwards, replicas, *levels, batch, extra=0, cores=None,
     profile = Profile(source="analytic", sizes=[1], inputs=[1], labels=[1], layers=layers)
     topology = Topology(levels=[dict(zip(("count", "bandwidth", "latency"), level, strict=True)) for level in levels], cores=cores)
     candidates = [c for c in find_candidates(profile, topology, batch, schedules=[schedule]) if c.replicas == replicas]
-    return profile, topology, [c for c in candidates if c.extra_in_flight == extra][-1:]
+    return profile, topology, [c for c in candidates if c.options.extra_in_flight == extra][-1:]
 
 
 TRULY_DIFFERENT = {
@@ -223,11 +224,7 @@ def test_a_plan_in_another_order_is_the_plan_on_machines_counted_in_that_order(k
 OPTIONS = {
     "sum_parts": ((1, 1), (1, 2, 1)),
     "policies": ("full", "none"),
-    "extra_in_flight": 1,
-    "max_in_flight": 1,
     "shard_optimizer": True,
-    "split_backward": "early",
-    "vertical_sync": True,
     "placed_on": (3, 2, 1, 0),
     "links": jpipe.plan.Links(activations="int8"),
     "offload": jpipe.plan.HostMemory(optimizer="all"),
@@ -240,8 +237,10 @@ def test_where_devices_differ_each_option_has_the_memory_of_the_devices_of_its_s
     topology = Topology(levels=levels, device={"memory": 2e9}, differing=[{"devices": 1, "memory": 1e9}, {"devices": 2, "speed": 0.5}])
     found = find_candidates(profile, topology, 4, schedules=["pipedream"])
     base = next(one for one in found if one.replicas == (2, 2) and one.keep_together == "replicas")
-    base = dataclasses.replace(base, starts=(0, 2), placed_on=None, extra_in_flight=0)
-    for option in ({}, *({name: value} for name, value in OPTIONS.items()), {"agree": jpipe.plan.Agreement(every=2), "schedule": "gpipe"}):
+    base = dataclasses.replace(base, starts=(0, 2), placed_on=None, options=jpipe.schedules.NO_OPTIONS)
+    of_schedule = ({"extra_in_flight": 1}, {"max_in_flight": 1}, {"split_backward": "early"}, {"vertical_sync": True})
+    options = [{name: value} for name, value in OPTIONS.items()] + [{"options": PlanOptions(**one)} for one in of_schedule]
+    for option in ({}, *options, {"agree": jpipe.plan.Agreement(every=2), "schedule": "gpipe"}):
         candidate = dataclasses.replace(base, **option)
         assert candidate.plan(profile.ids).depth == 2
         assert candidate.limits(profile, topology) == ((2e9, 1e9) if "placed_on" in option else (1e9, 2e9))

@@ -24,7 +24,7 @@ def equal_layers(weights: int = 10**12, update: float = 0.0) -> Profile:
 def pipelines(batch: int, **options):
     """Return the plans of four stages without replicas and without more microbatches in flight."""
     candidates = find_candidates(equal_layers(), MACHINES, batch, **options)
-    return [one for one in candidates if one.depth == DEVICES and not one.extra_in_flight]
+    return [one for one in candidates if one.depth == DEVICES and not one.options.extra_in_flight]
 
 
 @pytest.mark.exhaustive
@@ -34,7 +34,7 @@ def test_a_candidate_has_the_delay_of_its_plan():
     candidates += find_candidates(profile, topology, 8, schedules=["pipedream"], pipedream="replicas")
     candidates += list(find_variants(profile, topology, 8, planned=candidates).simulated)
     assert {one.chunks for one in candidates if one.delay} == {1, 2, 3}
-    assert {"early", "joint"} == {one.split_backward for one in candidates if one.delay}
+    assert {"early", "joint"} == {one.options.split_backward for one in candidates if one.delay}
     for one in candidates:
         assert one.delay == pytest.approx(one.plan(profile.ids).mean_delay, abs=1e-12)
         assert (one.delay == 0) >= jpipe.schedules.SCHEDULES[one.schedule].flushes

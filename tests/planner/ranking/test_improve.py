@@ -29,7 +29,7 @@ def profile(seconds=SECONDS) -> Profile:
 
 def best_of(one, topology, batch=12, **options):
     """Return the ranking of plans of two stages with one replica each."""
-    candidates = [c for c in find_candidates(one, topology, batch, **options) if c.depth == 2 and c.extra_in_flight == 0]
+    candidates = [c for c in find_candidates(one, topology, batch, **options) if c.depth == 2 and c.options.extra_in_flight == 0]
     return choose(one, topology, candidates)
 
 
@@ -52,7 +52,7 @@ def test_a_cut_moves_from_a_bad_place_to_the_best_one():
 def test_a_replica_moves_to_the_stage_that_needs_it():
     one, topology = profile((1.0, 4.0)), Topology.flat(4, 1e9)
     candidates = find_candidates(one, topology, 12, schedules=["pipedream_2bw"])
-    even = choose(one, topology, [c for c in candidates if c.replicas == (2, 2) and not c.extra_in_flight])
+    even = choose(one, topology, [c for c in candidates if c.replicas == (2, 2) and not c.options.extra_in_flight])
     best = improve(even, {}).ranked
     assert best[0].candidate.replicas == (1, 3)
     assert best[1].candidate.replicas == (2, 2)
@@ -64,10 +64,10 @@ def test_more_are_in_flight_where_a_link_has_a_latency():
     one, topology = profile(), Topology.flat(2, 1e9, latency=3.0)
     without = best_of(one, topology, schedules=["pipedream"])
     with_more = improve(without, {}).ranked[0]
-    assert with_more.candidate.extra_in_flight == 1
+    assert with_more.candidate.options.extra_in_flight == 1
     assert with_more.seconds < (1 - GAIN) * without.ranked[0].seconds
     assert with_more.candidate.delay > without.ranked[0].candidate.delay
-    assert improve(without, {}, max_delay=without.ranked[0].candidate.delay).ranked[0].candidate.extra_in_flight == 0
+    assert improve(without, {}, max_delay=without.ranked[0].candidate.delay).ranked[0].candidate.options.extra_in_flight == 0
 
 
 @pytest.mark.parametrize("memory", [None, 1.0])
@@ -93,7 +93,7 @@ def test_schedules_that_flush_keep_equal_replicas():
     moved = [*neighbours(flushing, one)]
     assert moved
     assert {c.replicas for c in moved} == {(2, 2)}
-    assert {c.extra_in_flight for c in moved} == {0, 1, 2}
+    assert {c.options.extra_in_flight for c in moved} == {0, 1, 2}
     assert {c.starts for c in moved} == {(0, cut) for cut in (1, 2, 3, 4, 5)}
 
 
@@ -104,7 +104,7 @@ def test_the_quick_bound_is_at_most_the_simulation_for_plans_near_others(topolog
     one = one.model_copy(update={"layers": layers})
     quick = QuickBound(one, topology, 1)
     schedules = ["pipedream", "pipedream_2bw", "pipedream_flush"]
-    bases = [c for c in find_candidates(one, topology, 12, schedules=schedules) if c.depth > 1 and not c.extra_in_flight]
+    bases = [c for c in find_candidates(one, topology, 12, schedules=schedules) if c.depth > 1 and not c.options.extra_in_flight]
     near = [*bases, *(c for base in bases[:4] for c in itertools.islice((*neighbours(base, one), *pairs(base, one)), 0, None, 25))]
     tightest = 0.0
     for candidate in near:
@@ -121,15 +121,15 @@ def test_the_quick_bound_is_at_most_the_simulation_for_plans_near_others(topolog
 def test_pairs_are_two_changes_away():
     one, topology = profile(), Topology.flat(2, 1e9)
     base = best_of(one, topology, schedules=["pipedream_2bw"]).ranked[0].candidate
-    found = {(c.starts, c.extra_in_flight) for c in pairs(base, one)}
+    found = {(c.starts, c.options.extra_in_flight) for c in pairs(base, one)}
     assert {((0, 2), 2), ((0, 4), 1)} <= found
-    assert not found & {(c.starts, c.extra_in_flight) for c in [base, *neighbours(base, one)]}
+    assert not found & {(c.starts, c.options.extra_in_flight) for c in [base, *neighbours(base, one)]}
 
 
 def test_one_cut_moves_anywhere_with_any_number_in_flight():
     one, topology = profile((1.0,) * 9), Topology.flat(2, 1e9)
     base = best_of(one, topology, schedules=["pipedream_2bw"]).ranked[0].candidate
-    found = {(c.starts, c.extra_in_flight) for c in recut(base, one)}
+    found = {(c.starts, c.options.extra_in_flight) for c in recut(base, one)}
     assert found == {((0, start), extra) for start in range(1, 9) for extra in range(5)}
 
 
@@ -167,10 +167,10 @@ def test_more_are_in_flight_with_a_flush_only_where_links_make_that_faster(laten
     """Stages compute for 12 seconds; without more in flight the latency of both directions counts once for every second microbatch."""
     one, topology = profile(), Topology.flat(2, 1e9, latency=latency)
     candidates = [c for c in find_candidates(one, topology, 12, schedules=["pipedream_flush"]) if c.depth == 2]
-    assert {c.extra_in_flight for c in candidates} == extras
+    assert {c.options.extra_in_flight for c in candidates} == extras
     for c in candidates:
         plan = c.plan(one.ids)
         assert c.seconds == pytest.approx(simulate_plan(plan, one.stage_costs(plan, 1), topology).batch_seconds)
-        assert c.seconds == pytest.approx(13 * 12.0 + latency * (2 if c.extra_in_flight else 12), rel=1e-6)
+        assert c.seconds == pytest.approx(13 * 12.0 + latency * (2 if c.options.extra_in_flight else 12), rel=1e-6)
     best = choose(one, topology, candidates).ranked[0].candidate
-    assert best.extra_in_flight == (1 if latency else 0)
+    assert best.options.extra_in_flight == (1 if latency else 0)

@@ -41,14 +41,16 @@ def test_a_plan_rejected_by_its_estimate_says_so():
 
 def test_one_stage_is_named_in_the_singular():
     candidate = chosen(10**5, 10**3, memory=1e9).ranked[0].candidate
-    one = dataclasses.replace(candidate, schedule="gpipe", starts=(0,), replicas=(1,), policies=("none",), extra_in_flight=0)
+    one = dataclasses.replace(
+        candidate, schedule="gpipe", starts=(0,), replicas=(1,), policies=("none",), options=jpipe.schedules.NO_OPTIONS
+    )
     assert table.name(one) == "gpipe with 1 stage"
     assert table.name(dataclasses.replace(one, starts=(0, 2), replicas=(1, 1), policies=("none",) * 2)) == "gpipe with 2 stages"
 
 
 def test_data_parallelism_says_how_late_its_gradients_are():
     candidate = chosen(10**5, 10**3, memory=1e9).ranked[0].candidate
-    one = dataclasses.replace(candidate, starts=(0,), replicas=(2,), policies=("none",), extra_in_flight=0, microbatches=8)
+    one = dataclasses.replace(candidate, starts=(0,), replicas=(2,), policies=("none",), options=jpipe.schedules.NO_OPTIONS, microbatches=8)
     names = [table.schedule(dataclasses.replace(one, schedule=name)) for name in ("pipedream_flush", "pipedream_2bw", "pipedream")]
     late = ["data parallel, one update late (pipedream_2bw)", "data parallel, 0.25 updates late (pipedream)"]
     assert names == ["data parallel", *late]

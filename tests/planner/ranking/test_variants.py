@@ -36,7 +36,7 @@ def test_every_schedule_is_searched_in_one_way_or_the_other():
 def test_variants_are_priced_as_simulated_with_memory_of_each_rank():
     profile, slow = gpt(6), levels((4, 20_000.0, 0.02))
     variants = find_variants(profile, slow, 8, planned=find_candidates(profile, slow, 8)).simulated
-    assert {candidate.split_backward for candidate in variants} == {"joint", "early"}
+    assert {candidate.options.split_backward for candidate in variants} == {"joint", "early"}
     assert len(variants) > 20
     for candidate, known in itertools.islice(variants.items(), 0, None, 7):
         plan = candidate.plan(profile.ids)
@@ -78,8 +78,11 @@ def test_with_a_global_norm_chunks_and_early_gradients_of_pipedream_have_vertica
     profile, topology = gpt(8, sizes=(1,)), levels((2, 2_000.0, 0.02))
     planned = find_candidates(profile, topology, 8, schedules=["pipedream"], global_norm=True)
     variants = find_variants(profile, topology, 8, schedules=["pipedream"], planned=planned, global_norm=True).simulated
-    assert {(one.chunks > 1, one.split_backward, one.vertical_sync) for one in variants} >= {(True, "joint", True), (False, "early", True)}
-    assert all(one.vertical_sync for one in variants if one.depth > 1)
+    assert {(one.chunks > 1, one.options.split_backward, one.options.vertical_sync) for one in variants} >= {
+        (True, "joint", True),
+        (False, "early", True),
+    }
+    assert all(one.options.vertical_sync for one in variants if one.depth > 1)
 
 
 def test_plans_of_chunks_without_a_simulation_are_simulated():
@@ -137,14 +140,16 @@ def test_where_memory_is_short_fewer_microbatches_in_flight_save_it():
     for memory in (None, max(whole.memory) - 1):
         limited = levels((4, 1e9, 0.0), memory=memory)
         planned = [dataclasses.replace(one, over=(0, 1) if memory else None) for one in straight]
-        found[memory] = [one for one in find_variants(profile, limited, 8, schedules=[], planned=planned).simulated if one.max_in_flight]
+        found[memory] = [
+            one for one in find_variants(profile, limited, 8, schedules=[], planned=planned).simulated if one.options.max_in_flight
+        ]
     assert not found[None]
     fitting = [one for one in found[max(whole.memory) - 1] if one.over is None]
-    assert {one.max_in_flight for one in fitting} >= {1, 2}
+    assert {one.options.max_in_flight for one in fitting} >= {1, 2}
     for one in fitting:
         assert one.seconds > whole.seconds
-        assert one.plan(profile.ids).max_in_flight == one.max_in_flight
-        assert f"≤{one.max_in_flight}" in table.schedule(one)
+        assert one.plan(profile.ids).max_in_flight == one.options.max_in_flight
+        assert f"≤{one.options.max_in_flight}" in table.schedule(one)
 
 
 def test_where_memory_is_short_replicas_share_their_optimizer():
@@ -192,9 +197,9 @@ def straight_pipelines(schedule, latency, **fields):
     layers = [layer.model_copy(update={"at": tuple(at.model_copy(update=fields) for at in layer.at)}) for layer in profile.layers[1:-1]]
     profile = profile.model_copy(update={"layers": tuple(layers)})
     candidates = find_candidates(profile, topology, 16, schedules=[schedule])
-    joint = [candidate for candidate in candidates if candidate.depth == 4 and not candidate.extra_in_flight]
+    joint = [candidate for candidate in candidates if candidate.depth == 4 and not candidate.options.extra_in_flight]
     early = find_variants(profile, topology, 16, schedules=[], planned=joint).simulated
-    assert {candidate.split_backward for candidate in early} <= {"early"}
+    assert {candidate.options.split_backward for candidate in early} <= {"early"}
     tried = {candidate: Ranked(candidate, known) for candidate, known in early.items()}
     return choose(profile, topology, [*joint, *early], tried=tried)
 
@@ -204,8 +209,8 @@ def test_early_gradients_win_where_they_hide_the_latency_of_links(schedule):
     """A backward for weights takes a second and hides messages of 0.4 seconds; whole backwards wait for them."""
     choice = straight_pipelines(schedule, 0.4)
     first, second = choice.ranked
-    assert (first.candidate.split_backward, first.candidate.extra_in_flight) == ("early", 0)
-    assert (second.candidate.split_backward, second.candidate.extra_in_flight) == ("joint", 0)
+    assert (first.candidate.options.split_backward, first.candidate.options.extra_in_flight) == ("early", 0)
+    assert (second.candidate.options.split_backward, second.candidate.options.extra_in_flight) == ("joint", 0)
     if schedule != "pipedream_flush":  # nobody waits; a backward in two halves has a program, and its dispatch, more
         assert first.seconds == pytest.approx(16 * 3, rel=0.02)
     rows = table.why_chosen(choice, 2)
@@ -220,15 +225,17 @@ def test_early_gradients_win_where_they_hide_the_latency_of_links(schedule):
 def test_early_gradients_do_not_win_without_latency(schedule):
     """Without latency the gradient is not needed earlier, and whole backwards need fewer programs."""
     choice = straight_pipelines(schedule, 0.4, backward_weight=0.0)
-    assert [one.candidate.split_backward for one in choice.ranked] == ["joint", "early"]
+    assert [one.candidate.options.split_backward for one in choice.ranked] == ["joint", "early"]
     assert table.why_chosen(choice, 2)[1][-1] == "as fast, more programs"
-    assert [one.candidate.split_backward for one in straight_pipelines(schedule, 0.0).ranked] == ["joint"], "not tried with free links"
+    assert [one.candidate.options.split_backward for one in straight_pipelines(schedule, 0.0).ranked] == ["joint"], (
+        "not tried with free links"
+    )
 
 
 def test_early_gradients_with_unequal_replicas_have_the_memory_of_each_rank():
     profile, slow = gpt(4, sizes=(1,)), levels((4, 1e12, 0.4))
     joint = next(c for c in find_candidates(profile, slow, 16, schedules=["pipedream"]) if c.depth == 3 or c.depth == 4)
-    uneven = dataclasses.replace(joint, starts=(0, 3, 4), replicas=(2, 1, 1), policies=("none",) * 3, extra_in_flight=0)
+    uneven = dataclasses.replace(joint, starts=(0, 3, 4), replicas=(2, 1, 1), policies=("none",) * 3, options=jpipe.schedules.NO_OPTIONS)
     (candidate,) = find_variants(profile, slow, 16, schedules=[], planned=[uneven]).simulated
     plan = candidate.plan(profile.ids)
     peaks = simulate_plan(plan, profile.stage_costs(plan, 1), slow).peak_bytes
@@ -258,10 +265,10 @@ def test_plans_that_would_take_too_long_are_counted_and_smaller_ones_tried(monke
 @pytest.mark.slow
 def test_orders_that_are_made_have_the_limit_for_which_they_were_made():
     variants = find_variants(gpt(6), FAST, 8, schedules=["auto_zero_bubble"]).simulated
-    assert {candidate.order_limit // candidate.depth for candidate in variants} == {1, 2}
+    assert {candidate.options.order_limit // candidate.depth for candidate in variants} == {1, 2}
     for candidate in variants:
         plan = candidate.plan(gpt(6).ids)
-        assert plan.order_limit == candidate.order_limit
+        assert plan.order_limit == candidate.options.order_limit
         peaks = [most_in_flight(order_of(plan, p), lambda entry: entry.finishes) for p in range(candidate.num_pipeline_ranks)]
         assert max(peaks) <= plan.order_limit
         assert jpipe.Plan.from_json(plan.to_json()).order_limit == plan.order_limit

@@ -58,7 +58,7 @@ def test_sent_bytes_of_equal_pipelines_equal_the_simulators():
 @pytest.mark.slow
 def test_workers_of_both_searches_share_cores():
     profile, topology = blocks(), machines(4, cores=1)
-    equal = [candidate for candidate in search_parallel(profile, topology, 16, exact=True) if not candidate.extra_in_flight]
+    equal = [candidate for candidate in search_parallel(profile, topology, 16, exact=True) if not candidate.options.extra_in_flight]
     plans = [((2, 1, 1), 8), ((3, 1), "replicas"), ((2, 2), 8)]
     unequal = [placed(profile, topology, *replicas, microbatches=microbatches) for replicas, microbatches in plans]
     for candidate in (*equal, *unequal):

@@ -142,7 +142,7 @@ def test_stages_cost_what_their_layers_sum_up_to():
 def test_every_legal_plan_is_found_and_no_other():
     profile, batch = gpt(3), 22
     candidates = search_parallel(profile, TWO_LEVELS, batch)
-    seen = [(c.schedule, c.replicas, c.rows, c.microbatches, c.extra_in_flight, c.keep_together) for c in candidates]
+    seen = [(c.schedule, c.replicas, c.rows, c.microbatches, c.options.extra_in_flight, c.keep_together) for c in candidates]
     assert len(set(seen)) == len(seen)
     expected = set()
     for depth, rows, schedule in itertools.product((1, 2, 3), profile.sizes, planned_schedules()):
@@ -216,7 +216,7 @@ def _plan(profile, starts, policy, candidate=None):
     if candidate is None:
         return jpipe.Plan(schedule="gpipe", microbatches=1, stages=stages)
     return jpipe.Plan(
-        schedule=candidate.schedule, microbatches=candidate.microbatches, stages=stages, extra_in_flight=candidate.extra_in_flight
+        schedule=candidate.schedule, microbatches=candidate.microbatches, stages=stages, extra_in_flight=candidate.options.extra_in_flight
     )
 
 
@@ -237,13 +237,13 @@ def test_prices_and_memory_with_a_global_norm_are_those_of_the_simulator(schedul
     """Where the norm is in time, it costs nothing, and the second set of gradients takes the place of a version."""
     profile, topology = gpt(6), levels((4, 50_000.0, 0.02))
     candidates = search_parallel(profile, topology, 12, schedules=[schedule], global_norm=True)
-    assert all(one.vertical_sync == (schedule == "pipedream" and one.depth > 1) for one in candidates)
+    assert all(one.options.vertical_sync == (schedule == "pipedream" and one.depth > 1) for one in candidates)
     for candidate in random.Random(3).sample(candidates, 12):
         plan = candidate.plan(profile.ids)
         simulated = simulate_plan(plan, profile.stage_costs(plan, candidate.rows), topology, global_norm=True)
         assert candidate.seconds == pytest.approx(simulated.batch_seconds, rel=0.01)
         peaks = [max(simulated.peak_bytes[w] for w in devices) for devices in plan.stage_workers]
-        least = 0.99 if candidate.extra_in_flight else 1  # the first stage may have one more gradient that waits
+        least = 0.99 if candidate.options.extra_in_flight else 1  # the first stage may have one more gradient that waits
         assert all(least * peak <= memory <= 1.05 * peak for memory, peak in zip(candidate.memory, peaks, strict=True))
         assert candidate.delay == pytest.approx(plan.mean_delay)
 
@@ -276,7 +276,7 @@ def test_a_cut_is_the_bound_only_for_what_its_link_adds(schedule, bandwidth, bou
 def test_more_in_flight_hides_a_slow_link():
     profile = gpt(2, head=0.1, sizes=(1,))
     candidates = {
-        c.extra_in_flight: c
+        c.options.extra_in_flight: c
         for c in search_parallel(profile, levels((2, 1e9, 1.0)), 32, exact=True, schedules=["pipedream_2bw"])
         if c.depth == 2
     }
@@ -305,7 +305,7 @@ def test_a_sum_without_a_flush_costs_the_time_that_is_not_hidden():
     seconds = {
         c.schedule: c.seconds
         for c in search_parallel(profile, topology, 8, exact=True)
-        if c.depth == 2 and c.keep_together == "replicas" and not c.extra_in_flight
+        if c.depth == 2 and c.keep_together == "replicas" and not c.options.extra_in_flight
     }
     summed, update = 80_000 / 800, 0.8 + profile.dispatch
     period = 3 * 2.5 + 2 * profile.dispatch + (0.6 + profile.dispatch) / 4
@@ -319,7 +319,7 @@ def test_a_sum_of_a_later_stage_hides_behind_the_drain_and_the_fill():
     candidates = [
         c
         for c in search_parallel(back_to_front, topology, 8, exact=True, schedules=["naive", "pipedream_flush"])
-        if c.depth == 2 and c.keep_together == "replicas" and not c.extra_in_flight
+        if c.depth == 2 and c.keep_together == "replicas" and not c.options.extra_in_flight
     ]
     assert [c.bound for c in candidates] == ["sum of stage 1", "sum of stage 1"]
     for candidate in candidates:
@@ -332,7 +332,7 @@ def test_the_price_of_the_paper(bandwidth):
     prices = {
         c.schedule: c.seconds
         for c in search_parallel(profile, topology, 16, exact=True, price="paper")
-        if c.depth == 2 and c.keep_together == "replicas" and not c.extra_in_flight
+        if c.depth == 2 and c.keep_together == "replicas" and not c.options.extra_in_flight
     }
     slot = 3 * 2.5 + 2 * profile.dispatch + 1_000 / 2_000  # the last stage, and what it gets over the cut
     sums = 80_000 / bandwidth
@@ -394,7 +394,7 @@ def test_workers_that_share_cores_compute_no_faster_than_these():
     profile = gpt(sizes=(1,))
     topology = levels((4, 1e9, 0.0), cores=2)
     for candidate in search_parallel(profile, topology, 16, exact=True, schedules=["pipedream_2bw", "pipedream_flush"]):
-        if not candidate.extra_in_flight:
+        if not candidate.options.extra_in_flight:
             assert candidate.seconds == pytest.approx(price(profile, topology, candidate), rel=0.12)
     assert search_parallel(profile, topology, 16)[0].bound == "the cores"
 

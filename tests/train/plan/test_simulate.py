@@ -100,7 +100,7 @@ def test_every_replica_has_its_row(simulated, plan_file):
 
 
 def test_the_replicas_of_a_config_are_simulated_with_their_sizes(simulated, config):
-    paper = ("plan.schedule=pipedream", "plan.replicas=[2, 1]", "plan.update_every=replicas", "plan.noam=true")
+    paper = ("plan.schedule=pipedream", "plan.replicas=[2, 1]", "plan.update_every=replicas")
     printed = simulated(config, *(word for key in paper for word in ("--set", key)))
     columns = table(printed)
     assert columns["layers"] == ["embed block_0", "embed block_0", "head"]

@@ -200,15 +200,7 @@ def errors_name_config_keys(plan_file: str | None) -> Iterator[None]:
     try:
         yield
     except jpipe.InputError as error:
-        options = {f"plan: {key} ": f"plan.{key} " for key in PlanConfig.model_fields}
-        options |= {
-            "plan: rules.": "plan.rules.",
-            "plan: shard_optimizer: ": "plan.shard_optimizer: ",
-            "plan: sum_parts: ": "plan.sum_parts: ",
-            "plan: agree": "plan.agree",
-            "plan: links": "plan.links",
-            "plan: offload": "plan.offload",
-        }
+        options = {f"plan: {key}{end}": f"plan.{key}{end}" for key in PlanConfig.model_fields for end in " .:"}
         options |= {"rules: ": "plan.rules: ", "param_axes: ": "plan.param_axes: "}
         where = options if plan_file in (None, AUTO) else {"plan: ": f"{plan_file}: "}
         of_optimizer = ("clip_global_norm", "clip_stage_norm", "skip_nonfinite", "ema_decay", "delay_correction")

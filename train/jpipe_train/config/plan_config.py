@@ -9,21 +9,14 @@ from pydantic import Field, field_validator
 
 from jpipe.errors import nearest
 from jpipe.plan import RECOMPUTE, Agreement, HostMemory, Links
-from jpipe.schedules import SCHEDULES
-from jpipe_train.config.section import MOST_ROWS, Count, FilePath, Section
+from jpipe.schedules import SCHEDULES, ScheduleOptions
+from jpipe_train.config.section import Count, FilePath, Section
 
 MOST_MICROBATCHES = 1024
 
 
-class PlanConfig(Section):
-    """The plan of a run: even stages from these keys, or the JSON file `file`, which then decides everything.
-
-    The keys are the arguments of `jpipe.Plan.even`, and `layer_costs`: the relative cost of layers (1 by default), for stages of equal
-    cost. If `file` is "auto", the run first searches for the best plan: of the schedules that flush, or of all up to a mean delay of
-    `max_delay` updates. A plan with a larger delay is an error. The plans that it finds do what `agree` and `links` say.
-
-    `mesh` has the axes and sizes of the devices of each replica of every stage, or is a list with one mesh per stage; {} is one device.
-    """
+class _EvenStages(Section):
+    """The keys of the stages, which stand before the options of the schedule."""
 
     schedule: str = "pipedream_flush"
     num_stages: Count = 4
@@ -34,14 +27,19 @@ class PlanConfig(Section):
     recompute: str | list[str] = "none"
     mesh: dict[str, int] | list[dict[str, int]] = {}
     fsdp: bool = False
-    extra_in_flight: Annotated[int, Field(ge=0, le=64)] = 0
-    max_in_flight: Annotated[int, Field(ge=1, le=MOST_ROWS)] | None = None
-    vertical_sync: bool = False
-    noam: bool = False
-    update_every: Literal["batch", "replicas"] = "batch"
-    flush_first: Annotated[int, Field(ge=0, le=MOST_ROWS)] = 0
-    split_backward: Literal["joint", "early"] = "joint"
-    scale_learning_rate: bool = False
+
+
+class PlanConfig(ScheduleOptions, _EvenStages):
+    """The plan of a run: even stages from these keys, or the JSON file `file`, which then decides everything.
+
+    The keys are the arguments of `jpipe.Plan.even`, among them the options of the schedule, and `layer_costs`: the relative cost of layers
+    (1 by default), for stages of equal cost. If `file` is "auto", the run first searches for the best plan: of the schedules that flush, or
+    of all up to a mean delay of `max_delay` updates. A plan with a larger delay is an error. The plans that it finds do what `agree` and
+    `links` say.
+
+    `mesh` has the axes and sizes of the devices of each replica of every stage, or is a list with one mesh per stage; {} is one device.
+    """
+
     sync_state: bool = True
     keep_together: Literal["replicas", "stages"] = "replicas"
     rules: dict[str, str | None] = {}

@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 
 import jpipe
+from jpipe.plan import excluded
 from jpipe_planner.cost.devices import host_limits_of, lacking, limits_of
 from jpipe_planner.cost.simulated import Simulated, forwards, simulate_plan
 from jpipe_planner.ranking.choose import Choice, Ranked
@@ -153,16 +154,16 @@ def _offload(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost], levels
 
 
 def _may_wait(plan: jpipe.Plan, s: int, cost: jpipe.programs.StageCost, what: jpipe.plan.Kept) -> bool:
-    """Return whether a stage has something that may wait in host memory."""
-    if plan.agree is not None:
-        return False
-    rules, alone = jpipe.schedules.SCHEDULES[plan.schedule], plan.depth == len(plan.pipeline_ranks) and not plan.stages[s].sum_parts
+    """Return whether a stage has something that may wait in host memory, and the plan can move it."""
+    rules = jpipe.schedules.SCHEDULES[plan.schedule]
     match what:
         case "optimizer":
-            return cost.optimizer > 0
+            exists = cost.optimizer > 0
         case "versions":
-            return rules.versions_alive(plan, s) > 1 and not plan.shard_optimizer
+            exists = rules.versions_alive(plan, s) > 1
         case "residuals":
-            return alone and cost.residuals > 0 and not rules.begins_fused(plan, s)
+            exists = cost.residuals > 0 and not rules.begins_fused(plan, s)
         case "stash":
-            return alone and cost.stash > 0 and rules.splits(plan, s)
+            exists = cost.stash > 0 and rules.splits(plan, s)
+    moved = jpipe.plan.HostMemory.model_validate({what: [s]})
+    return exists and not excluded(plan.model_copy(update={"offload": moved}))

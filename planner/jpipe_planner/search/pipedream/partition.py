@@ -14,10 +14,10 @@ from typing import Literal, NamedTuple
 
 import jpipe
 from jpipe.plan import repeats_forward
+from jpipe.schedules import NO_OPTIONS, PlainShape, PlanOptions
 from jpipe_planner.cost.devices import DeviceRanges, Kind, lacking
 from jpipe_planner.cost.memory import stage_bytes, temporary_bytes, waiting_gradients, waiting_inputs
 from jpipe_planner.cost.price import Number, all_reduce_seconds, cut_seconds, stage_seconds
-from jpipe_planner.cost.shape import Shape
 from jpipe_planner.machine.topology import Topology
 
 SCHEDULE = jpipe.schedules.SCHEDULES["pipedream"]
@@ -39,7 +39,8 @@ class Problem:
         memory: bytes of a device, where devices differ of the usual one; None: not limited.
         policies: recomputation policies that a stage may have. Each stage takes the cheapest that fits; ties go to the first.
         sync_state: as in `jpipe.Plan`.
-        extra_in_flight: as in `jpipe.Plan`; only `evaluate_partition` uses it, the searches do not.
+        options: the options of the schedule, except `update_every`, which follows from `microbatches`; only `evaluate_partition` reads
+            them, the searches do not.
 
     Raises:
         InputError: there is no policy, or memory is limited and a layer has no residual bytes for a policy.
@@ -54,7 +55,7 @@ class Problem:
     memory: float | None = None
     policies: tuple[str, ...] = ("none",)
     sync_state: bool = True
-    extra_in_flight: int = 0
+    options: PlanOptions = NO_OPTIONS
 
     def __post_init__(self) -> None:
         if not self.policies:
@@ -86,11 +87,12 @@ class Problem:
         """Return the weight versions alive at a stage; for arrays too."""
         return jpipe.schedules.pipedream_versions(in_flight, replicas, replicas > 1, self.microbatches_per_update(replicas))
 
-    def shape(self, replicas: tuple[int, ...]) -> Shape:
+    def shape(self, replicas: tuple[int, ...]) -> PlainShape:
         """Return the part of a solution that the schedule reads, for these numbers of replicas."""
-        every: Literal["batch", "replicas"] = "replicas" if self.microbatches == "replicas" else "batch"
-        m = math.lcm(*replicas) if self.microbatches == "replicas" else self.microbatches
-        return Shape(SCHEDULE.name, m, replicas, self.extra_in_flight, update_every=every)
+        if self.microbatches == "replicas":
+            options = self.options.model_copy(update={"update_every": "replicas"})
+            return PlainShape(SCHEDULE.name, math.lcm(*replicas), replicas, options)
+        return PlainShape(SCHEDULE.name, self.microbatches, replicas, self.options)
 
 
 class Placed(NamedTuple):
@@ -147,9 +149,8 @@ class Partition:
             schedule=shape.schedule,
             microbatches=shape.microbatches,
             stages=stages,
-            update_every=shape.update_every,
             sync_state=problem.sync_state,
-            extra_in_flight=shape.extra_in_flight,
+            **dict(shape.options),
         )
 
 
