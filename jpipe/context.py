@@ -8,8 +8,6 @@ from dataclasses import dataclass
 import jax
 from jax.sharding import AbstractMesh
 
-from jpipe.errors import InputError
-
 __all__ = [
     "StageMesh",
     "traced_mesh",
@@ -83,29 +81,4 @@ def without_mesh() -> Iterator[None]:
     with contextlib.suppress(ValueError):  # it is being traced
         outside = jax.set_mesh(None)
     with outside:
-        yield
-
-
-@contextlib.contextmanager
-def isolated_context() -> Iterator[None]:
-    """Run a method of a pipeline, without the mesh and the transfer guard that the user has set.
-
-    Other settings of JAX hold for it, too, such as `jax.default_matmul_precision` while `init` compiles.
-
-    Raises:
-        InputError: `jax.disable_jit` is on, or the call is inside a function that JAX traces.
-    """
-    if getattr(jax.config, "jax_disable_jit", False):  # not in the types of all versions
-        raise InputError(
-            "jax_disable_jit is on: a pipeline runs programs that are compiled ahead; turn it off, and to look into a layer use "
-            "jax.debug.print, or call LayerStack.apply without a pipeline"
-        )
-    try:
-        outside = jax.set_mesh(None)
-    except ValueError:
-        raise InputError(
-            "a method of a pipeline was called inside a function that JAX traces (jax.jit, jax.grad, …): a pipeline compiles programs of "
-            "its own; call it outside"
-        ) from None
-    with outside, jax.transfer_guard("allow"):  # numbers of microbatches, say, go to devices
         yield

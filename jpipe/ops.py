@@ -36,7 +36,7 @@ class Op:
     leaves: tuple[Leaves, ...]
     label: str
 
-    @property
+    @cached_property
     def trains(self) -> bool:
         """Whether it is part of training, rather than of an evaluation."""
         return self.leaves != ("output",)

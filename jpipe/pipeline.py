@@ -2,7 +2,7 @@
 
 import contextlib
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Literal, SupportsFloat, SupportsIndex, overload
 
@@ -25,9 +25,9 @@ from jpipe._arguments import (
     initial_arrays,
     log_correction,
 )
-from jpipe._interrupts import Results, consume, delayed_signals
+from jpipe._interrupts import Outcome, consuming, current_state, delayed_signals
 from jpipe._numbers import as_python
-from jpipe.context import isolated_context, traced_platform, tracing_for
+from jpipe.context import traced_platform, tracing_for
 from jpipe.errors import InputError
 from jpipe.meshes._place import Place
 from jpipe.model._losses import Loss
@@ -60,9 +60,8 @@ from jpipe.stages._batch import (
 )
 from jpipe.stages._builder import StageBuilder
 from jpipe.stages._bytes import measure_stages
-from jpipe.stages._compile import CompiledPrograms, compile_stages
+from jpipe.stages._compile import CompiledPrograms, compile_initializers, compile_stages
 from jpipe.stages._compiled_stage import CompiledStage
-from jpipe.stages._initializers import compile_initializers
 from jpipe.stages._shares import shares_of
 from jpipe.stages.functions._evaluation import check_evaluation
 from jpipe.stages.functions._stage import StageFunctions
@@ -70,6 +69,31 @@ from jpipe.stages.functions._stage import StageFunctions
 Tree = Any
 
 _LOG = logging.getLogger("jpipe")
+
+
+@contextlib.contextmanager
+def isolated_context() -> Iterator[None]:
+    """Run a method of a pipeline, without the mesh and the transfer guard that the user has set.
+
+    Other settings of JAX hold for it, too, such as `jax.default_matmul_precision` while `init` compiles.
+
+    Raises:
+        InputError: `jax.disable_jit` is on, or the call is inside a function that JAX traces.
+    """
+    if getattr(jax.config, "jax_disable_jit", False):  # not in the types of all versions
+        raise InputError(
+            "jax_disable_jit is on: a pipeline runs programs that are compiled ahead; turn it off, and to look into a layer use "
+            "jax.debug.print, or call LayerStack.apply without a pipeline"
+        )
+    try:
+        outside = jax.set_mesh(None)
+    except ValueError:
+        raise InputError(
+            "a method of a pipeline was called inside a function that JAX traces (jax.jit, jax.grad, …): a pipeline compiles programs of "
+            "its own; call it outside"
+        ) from None
+    with outside, jax.transfer_guard("allow"):  # numbers of microbatches, say, go to devices
+        yield
 
 
 class Pipeline:
@@ -159,7 +183,6 @@ class Pipeline:
         self._builder = StageBuilder(self.stack, plan, loss, optimizer, precision, self.ema_decay, self.delay_factor, **options)
         self._steps = Steps(plan, self.uses_global_norm, self._shared_stages())
         self._executor: Executor | None = None  # once `init` or `restore` has compiled
-        self._results = Results()
 
     def __repr__(self) -> str:
         return f"Pipeline({self.plan!r}{self._facts()})"
@@ -354,24 +377,25 @@ class Pipeline:
         Raises:
             InputError: a state that was used already or that a failed step has lost, or a batch unlike those given to `init`.
         """
-        check_observer(observe)
-        rows_each = 0  # of a microbatch, once it is known
+        if observe is not None:
+            check_observer(observe)
+        outcome: Outcome | None = None
         try:
             with isolated_context():
-                executor, current, carried = self._running(state)
-                bucket = bucket_of(microbatch_spec(batch, self.plan.microbatches), executor.specs)
-                rows_each = rows_of(executor.specs[0])
-                if self._results.is_of(state, batch, rows_each):
-                    return current, carried
+                executor, current = self._running(state)
+                bucket = bucket_of(batch, self.plan.microbatches, executor.specs)
+                if (interrupted := state._outcome) is not None and interrupted.is_of(batch, self.plan.microbatches):
+                    return interrupted.result
                 read = executor.read(current, batch)
-                outcome, result = consume(
-                    self._results, state, current, carried, lambda before, observer: executor.step(before, read, bucket, observer), observe
-                )
+                with consuming(state, current, observe) as (outcome, observer):
+                    outcome.result = executor.step(current, read, bucket, observer)
+            result = outcome.result
+            assert result is not None
             outcome.result = None  # from here to the caller's assignment Python lets no signal in
             return result
         except BaseException:
-            if rows_each:
-                self._results.note_batch(state, batch, rows_each)
+            if outcome is not None:
+                outcome.note_batch(batch, self.plan.microbatches)
             raise
 
     @overload
@@ -400,18 +424,19 @@ class Pipeline:
         Raises:
             InputError: a state that was used already.
         """
-        check_observer(observe)
+        if observe is not None:
+            check_observer(observe)
         with isolated_context():
-            executor, current, carried = self._running(state)
+            executor, current = self._running(state)
             if current is state and current.start == current.batch:  # nothing is consumed
                 with delayed_signals():
-                    return (executor.average(state), carried) if with_metrics else executor.average(state)
-
-            def drained(current: State, observe: Observer | None) -> tuple[State, Metrics]:
-                after, metrics = executor.drain(current, observe)
-                return executor.average(after), metrics
-
-            outcome, result = consume(self._results, state, current, carried, drained, observe)
+                    averaged = executor.average(state)
+                return (averaged, Metrics.empty()) if with_metrics else averaged
+            with consuming(state, current, observe) as (outcome, observer):
+                after, metrics = executor.drain(current, observer)
+                outcome.result = executor.average(after), metrics
+        result = outcome.result
+        assert result is not None
         outcome.result = None  # as in `step`
         return result if with_metrics else result[0]
 
@@ -451,10 +476,10 @@ class Pipeline:
             0.75
         """
         check_weights(weights, self.ema_decay)
-        (executor, state, _), metrics = self._running(state), checked_metrics(metrics)
+        (executor, state), metrics = self._running(state), checked_metrics(metrics)
         count = count_microbatches(batch, rows_of(executor.specs[0]))
         with self._undivided():
-            return executor.evaluate(state, batch, count, bucket_of(microbatch_spec(batch, count), executor.specs), metrics, weights)
+            return executor.evaluate(state, batch, count, bucket_of(batch, count, executor.specs), metrics, weights)
 
     @overload
     def predict(self, state: State, batch: Tree, *, weights: Weights = ..., to: Literal["all"] = ...) -> Tree: ...
@@ -494,7 +519,7 @@ class Pipeline:
         """
         check_weights(weights, self.ema_decay)
         check_to(to)
-        executor, state, _ = self._running(state)
+        executor, state = self._running(state)
         specs = [spec for spec, _ in executor.specs]
         is_batch = isinstance(batch, tuple) and len(batch) == 2 and jax.tree.structure(batch[0]) == jax.tree.structure(specs[0])  # type: ignore[operator]
         inputs = batch[0] if is_batch else batch
@@ -521,7 +546,7 @@ class Pipeline:
             InputError: a state that was used already, or weights="ema" without `ema_decay`.
         """
         check_weights(weights, self.ema_decay)
-        executor, state, _ = self._running(state)
+        executor, state = self._running(state)
         with self._undivided():
             params = executor.params(state, weights)
         return params if self.stack.traced is None else self.stack.whole_params(params)
@@ -545,7 +570,7 @@ class Pipeline:
                 weights="ema" without `ema_decay`.
         """
         check_weights(weights, self.ema_decay)
-        executor, state, _ = self._running(state)
+        executor, state = self._running(state)
         with self._undivided():
             return self.stack.whole_model(executor.params(state, weights), executor.layer_state(state), device)
 
@@ -565,7 +590,7 @@ class Pipeline:
         Raises:
             InputError: a state that was used already.
         """
-        executor, state, _ = self._running(state)
+        executor, state = self._running(state)
         with self._undivided():
             return executor.delay_norms(state)
 
@@ -679,17 +704,15 @@ class Pipeline:
         """Delay Ctrl-C in a run of several processes, even where no state changes: other processes wait for the whole call."""
         return contextlib.nullcontext() if self.transfers is None else delayed_signals()
 
-    def _running(self, state: State) -> tuple[Executor, State, Metrics]:
-        """Return the executor, and the state to run with its metrics: the results of an interrupted call on it, or the state itself.
+    def _running(self, state: State) -> tuple[Executor, State]:
+        """Return the executor and the state to run: the result of an interrupted call on this state, or the state itself.
 
         Raises:
             InputError: the state is not of this pipeline, or consumed, or lost.
         """
-        outcome = self._results.unreceived(state) if isinstance(state, State) else None
-        current, carried = outcome or (state, Metrics.empty())
-        check_state(current, None if self._executor is None else self._executor.fingerprint)
+        check_state(state, None if self._executor is None else self._executor.fingerprint)
         assert self._executor is not None
-        return self._executor, current, carried
+        return self._executor, current_state(state)
 
 
 def _bits(key: jax.Array) -> str:

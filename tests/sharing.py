@@ -14,7 +14,7 @@ import jax
 import pytest
 from jax._src import cache_key
 
-from jpipe.stages import _builder, _bytes, _compile, _initializers
+from jpipe.stages import _builder, _bytes, _compile
 from jpipe_train.assemble import build, model
 from tests.jpipe import running
 
@@ -79,7 +79,7 @@ def shared(patch: pytest.MonkeyPatch) -> None:
         "_lower_call",
         lambda f, place, name, counts, chosen, part: ((f.stage.layers, place, name, tuple(counts), part), f, chosen),
     )
-    share(_initializers, "_lower_initializer", lambda layer, x, device: (device, layer, x))
+    share(_compile, "_lower_initializer", lambda layer, x, device: (device, layer, x))
     share(
         _builder,
         "check_gradients",

@@ -5,6 +5,7 @@ Each instruction names its worker, one replica of one stage, and so its stage an
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Literal
 
 from jpipe.ops import OPS, Op
@@ -253,6 +254,16 @@ class Program:
     workers: frozenset[int] | None = None
     verified: set[bool] = field(default_factory=set, init=False, compare=False, repr=False)
     prepared: dict[str, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
+
+    @cached_property
+    def updates_per_batch(self) -> tuple[int, ...]:
+        """The updates of each stage in a batch."""
+        return tuple(map(self.plan.updates_per_batch, range(self.plan.depth)))
+
+    @cached_property
+    def sums_gradients(self) -> tuple[bool, ...]:
+        """Whether the replicas of each stage sum their gradients for each update."""
+        return tuple(map(self.plan.sums_gradients, range(self.plan.depth)))
 
     def of(self, workers: Collection[int]) -> "Program":
         """Return the program with the instructions of these workers alone."""

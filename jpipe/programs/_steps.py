@@ -135,7 +135,7 @@ class Steps:
         """From which batch after those that are flushed first all runs from an empty pipeline are the same."""
         return 2 * self._full
 
-    @property
+    @cached_property
     def _period(self) -> int:
         return SCHEDULES[self._plan.schedule].period(self._plan)
 

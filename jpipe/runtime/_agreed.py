@@ -4,8 +4,8 @@ from typing import Any
 
 import jax
 
+from jpipe.runtime._transport import arrived
 from jpipe.runtime.state import WorkerState, copied
-from jpipe.runtime.transport._lanes import arrived
 from jpipe.stages._agreement import ALREADY_AGREED, ALREADY_APPLIED, Agreed
 from jpipe.stages._arrays import shardings_of
 from jpipe.stages._compiled_stage import CompiledStage

@@ -17,8 +17,9 @@ from jpipe.programs._steps import Steps
 from jpipe.programs.lowering import lower_evaluation, lower_weights
 from jpipe.runtime._agreed import agreed_params
 from jpipe.runtime._interpreter import Observer, read_data, run
-from jpipe.runtime._join import BatchComparison
+from jpipe.runtime._join import BatchComparison, share_rows
 from jpipe.runtime._metrics import DelayNorms, Evaluation, Metrics, MetricsExchange
+from jpipe.runtime._transport import Sent, Transport, arrived
 from jpipe.runtime._worker import Data, RunResults
 from jpipe.runtime.state import (
     Latest,
@@ -31,20 +32,16 @@ from jpipe.runtime.state import (
     model_of,
     to_host_memory,
 )
-from jpipe.runtime.transport._host_rows import share_rows, to_host
-from jpipe.runtime.transport._lanes import arrived
-from jpipe.runtime.transport._transport import Sent, Transport
 from jpipe.schedules import SCHEDULES
 from jpipe.stages._arrays import Arrays, shardings_of
-from jpipe.stages._batch import Batch, Bucket, Padded, check_outputs, describe_shapes, joined_rows, rows_of
+from jpipe.stages._batch import Batch, Bucket, Padded, check_outputs, describe_shapes, joined_rows, rows_of, to_host
 from jpipe.stages._compile import compile_workers, with_metrics, with_outputs
 from jpipe.stages._compiled_stage import CompiledStage
 from jpipe.stages._shares import shares_of
-from jpipe.stages.functions._delay_norms import delay_squares
 from jpipe.stages.functions._evaluation import check_evaluation
 from jpipe.stages.functions._stage import StageFunctions
 from jpipe.stages.functions._sums import shared_with
-from jpipe.stages.functions._update import average_params, newest_params, squares_spec
+from jpipe.stages.functions._update import average_params, delay_squares, newest_params, squares_spec
 
 Tree = Any
 Weights = Literal["newest", "ema"]

@@ -1,11 +1,10 @@
 """The interpreter, which runs a program instruction by instruction. It knows no schedule and reads no configuration."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 
-from jpipe.meshes._place import crowded_meshes
 from jpipe.programs._instructions import (
     AddShared,
     Agree,
@@ -25,11 +24,11 @@ from jpipe.programs._instructions import (
     Update,
     shifted,
 )
-from jpipe.runtime._nan_check import checked, is_on
+from jpipe.runtime._nan_check import checked
+from jpipe.runtime._transport import Transport
 from jpipe.runtime._worker import ConsumedArrays, Data, RunResults, Worker
 from jpipe.runtime.state import WorkerState
-from jpipe.runtime.transport._host_rows import rows
-from jpipe.runtime.transport._transport import Transport
+from jpipe.stages._batch import read_rows
 from jpipe.stages._compiled_stage import CompiledStage
 
 Tree = Any
@@ -80,16 +79,14 @@ def run(
     Returns:
         The new states, and the losses, norms and evaluations.
     """
-    plan, results, consumed = program.plan, RunResults({}, {}, {}, {}), ConsumedArrays()
-    stages = checked(plan, stages) if is_on() else stages
+    plan, results, consumed, config = program.plan, RunResults({}, {}, {}, {}), ConsumedArrays(), cast(Any, jax.config)
+    if config.jax_debug_nans or config.jax_debug_infs:
+        stages = checked(plan, stages)
     workers: dict[int, Worker] = {}
     for w, state in states.items():
         workers[w] = Worker(program, w, shift, stages[w], buckets, state, transport, data, workers, results, consumed)
-    crowded = crowded_meshes(each.compiled.place for each in workers.values())
-    for each in workers.values():
-        each.takes_turns = each.compiled.place in crowded
-        if consume:
-            each.count_arrays()
+    for each in workers.values() if consume else ():
+        each.count_arrays()
     try:
         for instruction in program.instructions:
             worker = workers[instruction.worker]
@@ -127,7 +124,7 @@ def read_data(program: Program, batches: Mapping[str, Tree], rows_each: int) -> 
     for i in program.instructions:
         if type(i) is Load:
             row = (i.microbatch - program.begin * program.plan.microbatches) * rows_each
-            data[i.data, i.microbatch] = rows(batches[i.data], row, row + rows_each)
+            data[i.data, i.microbatch] = read_rows(batches[i.data], row, row + rows_each)
     return data
 
 

@@ -1,19 +1,20 @@
-"""Joining the processes of a run, and comparing their batches."""
+"""Joining the processes of a run, comparing their batches, and sharing the rows of predictions."""
 
 import atexit
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 
 from jpipe.errors import InputError
 from jpipe.model._layer import describe
 from jpipe.processes._membership import Processes
 from jpipe.processes.channel._channel import Limits
 from jpipe.processes.handshake import find_secret
-from jpipe.runtime.transport._transport import progress
+from jpipe.runtime._transport import progress
 
 _joined: list[Processes] = []  # the processes of this run, once they have joined
 
@@ -108,3 +109,33 @@ def _checksums(batch: Tree, rows_each: int, before: Mapping[str, int]) -> dict[s
 def _by_name(batch: Tree) -> dict[str, Any]:
     """Yield the arrays by their names: `inputs`, or `inputs['tokens']` where the inputs are a dict."""
     return {"".join((path[0].key, jax.tree_util.keystr(path[1:]))): leaf for path, leaf in jax.tree.leaves_with_path(batch)}
+
+
+def share_rows(
+    processes: Processes, name: str, parts: Mapping[int, Tree], sources: Sequence[int], outputs: Tree, *, keep: bool
+) -> dict[int, Tree]:
+    """Send the outputs of each microbatch to all processes, bit for bit; all of them call it.
+
+    Args:
+        processes: of the run.
+        name: of the call, the same in all processes.
+        parts: of this process, by microbatch.
+        sources: for each microbatch the process that has it.
+        outputs: the specs of each part.
+        keep: whether this process wants them.
+
+    Returns:
+        All parts, or nothing.
+    """
+    processes.barrier(name)  # all have computed: no process waits in a collective for another's computation
+    blank = jax.tree.map(lambda spec: np.zeros(spec.shape, spec.dtype), outputs)
+    results = {}
+    for k, source in enumerate(sources):
+        part = parts.get(k, blank)
+        with processes.waiting("the outputs of a prediction", source):
+            # As bytes: a sum of numbers would make 0 of -0.
+            sent = jax.tree.map(lambda leaf: np.ascontiguousarray(leaf).reshape(-1).view(np.uint8), part)
+            received = multihost_utils.broadcast_one_to_all(sent, is_source=source == processes.index)
+        if keep:
+            results[k] = jax.tree.map(lambda leaf, like: np.asarray(leaf).view(like.dtype).reshape(like.shape), received, blank)
+    return results

@@ -16,8 +16,8 @@ from jpipe.errors import PeerLost
 from jpipe.plan import Plan
 from jpipe.processes._membership import Processes
 from jpipe.programs._instructions import Program
+from jpipe.runtime._transport import arrived
 from jpipe.runtime._worker import RunResults
-from jpipe.runtime.transport._lanes import arrived
 
 Tree = Any
 Number = jax.Array | np.ndarray

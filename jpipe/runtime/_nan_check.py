@@ -17,11 +17,6 @@ from jpipe.stages._compiled_stage import CompiledStage
 Tree = Any
 
 
-def is_on() -> bool:
-    """Return whether JAX is set to look for NaN or infinity."""
-    return bool(_wanted())
-
-
 def checked(plan: Plan, stages: Mapping[int, Sequence[CompiledStage]]) -> dict[int, list[CompiledStage]]:
     """Return the stages of the workers with calls that wait for their results and check them.
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from jpipe.errors import InputError
 from jpipe.model._precision import LossScale
+from jpipe.model._subset import floats_of, with_floats
 from jpipe.model.layerwise._optimizer import masters_of
 from jpipe.ops import OPS
 from jpipe.plan import Kept, Plan
@@ -19,14 +20,13 @@ from jpipe.programs._instructions import Agree, AllReduce, Compute, SumChanges, 
 from jpipe.runtime._agreed import last_agreed
 from jpipe.runtime._interpreter import Event
 from jpipe.runtime._plain import Plain, checked_dict, from_plain, overlaid, to_plain
+from jpipe.runtime._transport import arrived
 from jpipe.runtime.state import PendingUpdate, WorkerState, copied_to_host, weights_of
 from jpipe.runtime.state._saved_optimizer import masters_in, with_buffers, without_prediction
-from jpipe.runtime.transport._lanes import arrived
 from jpipe.schedules import SCHEDULES
 from jpipe.stages._agreement import ALREADY_AGREED, ALREADY_APPLIED, Agreed
 from jpipe.stages._arrays import Arrays, Share, shardings_of
 from jpipe.stages._compiled_stage import CompiledStage
-from jpipe.stages.functions._floats import floats_of, with_floats
 from jpipe.stages.functions._stage import StageFunctions
 
 Tree = Any

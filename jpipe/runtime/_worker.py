@@ -1,8 +1,9 @@
 """The worker of the interpreter: holds the state of one worker while a program runs, with a method for each type of instruction."""
 
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -27,20 +28,16 @@ from jpipe.programs._instructions import (
     Update,
     op_of,
 )
+from jpipe.runtime._transport import PendingTransfer, Transport, arrived
 from jpipe.runtime.state import (
-    Consumed,
     Fields,
     Microbatch,
     PendingUpdate,
     Weights,
     WorkerState,
     from_host_memory,
-    pack,
     to_host_memory,
-    unpack,
 )
-from jpipe.runtime.transport._lanes import PendingTransfer, arrived
-from jpipe.runtime.transport._transport import Transport
 from jpipe.stages._agreement import ALREADY_AGREED, ALREADY_APPLIED, Agreed
 from jpipe.stages._compiled_stage import CompiledStage, UpdateNumber, update_kind
 from jpipe.stages.functions._sums import joined_sums, shared_with
@@ -70,7 +67,74 @@ Data = dict[tuple[str, int], Tree]
 """What workers load, by name (inputs or labels) and microbatch."""
 
 _Part = tuple[int, str, int]  # a part of the state: its worker, its kind (see `Worker.read_part`), and the number of it
-ConsumedArrays = Consumed[_Part]
+
+
+class ConsumedArrays:
+    """Counts, for each array of the consumed states, the parts of the workers' present states that hold it, and deletes it at zero.
+
+    `jax.Array.delete` waits for no computation: memory is free when those that read the array are over, as after a donation. Arrays of
+    the parts that the run has made itself are not counted: nothing but the run holds them.
+
+    Attributes:
+        parts: the parts that hold counted arrays, with the keys of these.
+    """
+
+    def __init__(self) -> None:
+        self._arrays: dict[int, Any] = {}
+        self._uses: dict[int, int] = {}
+        self.parts: dict[_Part, list[int]] = {}
+
+    def add(self, part: _Part, tree: Tree) -> None:
+        """Count the arrays of a part of a consumed state."""
+        leaves = [leaf for leaf in jax.tree_util.tree_leaves(tree) if hasattr(leaf, "delete")]
+        for leaf in leaves:
+            self._arrays[id(leaf)] = leaf
+            self._uses.setdefault(id(leaf), 0)
+        self._count(part, leaves)
+
+    def recount(self, parts: Sequence[_Part], read: Callable[[_Part], Tree]) -> None:
+        """Delete what is no longer held after an instruction that has changed these parts, which `read` returns."""
+        before = [self.parts.pop(part) for part in parts if part in self.parts]
+        for part in dict.fromkeys(parts) if before else ():
+            self._count(part, jax.tree_util.tree_leaves(read(part)))
+        uses = self._uses
+        for key in itertools.chain.from_iterable(before):
+            if key in uses:
+                uses[key] -= 1
+                if not uses[key]:
+                    del uses[key]
+                    self._arrays[key].delete()
+
+    def keep(self, tree: Tree) -> None:
+        """Never delete these arrays: something other than the workers' states holds them."""
+        for leaf in jax.tree.leaves(tree) if self._uses else ():
+            self._uses.pop(id(leaf), None)
+
+    def delete(self) -> None:
+        """Delete all arrays that are counted, since the run has failed."""
+        for key in self._uses:
+            self._arrays[key].delete()
+
+    def _count(self, part: _Part, leaves: Iterable[Any]) -> None:
+        """Note that a part holds those of the leaves that are counted."""
+        uses = self._uses
+        if keys := [id(leaf) for leaf in leaves if id(leaf) in uses]:
+            for key in keys:
+                uses[key] += 1
+            self.parts[part] = keys
+
+
+_Entry = TypeVar("_Entry", Microbatch, PendingUpdate)
+
+
+def _unpack(entries: Mapping[int, _Entry]) -> dict[int, Fields]:
+    """Return the fields of each entry that are not None."""
+    return {number: {name: value for name, value in vars(entry).items() if value is not None} for number, entry in entries.items()}
+
+
+def _pack(kind: type[_Entry], entries: Mapping[int, Fields]) -> dict[int, _Entry]:
+    """Return the entries with these fields; one without any is left out."""
+    return {number: kind(**fields) for number, fields in entries.items() if fields}
 
 
 @dataclass
@@ -91,12 +155,12 @@ class _MutableState:
     @classmethod
     def of(cls, state: WorkerState) -> "_MutableState":
         """Return the fields of a state, its entries unpacked and its dicts copied."""
-        entries = {"microbatches": unpack(state.microbatches), "updates": unpack(state.updates)}
+        entries = {"microbatches": _unpack(state.microbatches), "updates": _unpack(state.updates)}
         return cls(**{**vars(state), **entries, "loss_scales": dict(state.loss_scales)})
 
     def freeze(self) -> WorkerState:
         """Return the state that holds these fields, its dicts copied."""
-        entries = {"microbatches": pack(Microbatch, self.microbatches), "updates": pack(PendingUpdate, self.updates)}
+        entries = {"microbatches": _pack(Microbatch, self.microbatches), "updates": _pack(PendingUpdate, self.updates)}
         return WorkerState(**{**vars(self), **entries, "loss_scales": dict(self.loss_scales)})
 
     def all_entries(self) -> Tree:
@@ -129,7 +193,7 @@ class Worker:
         consumed: counts the arrays of the consumed states; shared by the workers of this process.
         changed_parts: of the state, by the present instruction.
         done: of the last computation, see `Event`.
-        takes_turns: whether each computation has to be over before the next one is dispatched, see `crowded_meshes`.
+        takes_turns: whether each computation has to be over before the next one is dispatched, see `Transport.crowded`.
     """
 
     def __init__(
@@ -151,18 +215,19 @@ class Worker:
         self.plan = plan = program.plan
         self.stage, self.replica = plan.workers[worker]
         self.replicas = plan.replicas[self.stage]
-        self.sums = plan.sums_gradients(self.stage)
+        self.sums = program.sums_gradients[self.stage]
         self.sets_aside, self.global_norm = program.sets_aside[self.stage], program.global_norm
         self.shared = program.shared
-        self.microbatch_shift, self.version_shift = shift * plan.microbatches, shift * plan.updates_per_batch(self.stage)
+        self.microbatch_shift, self.version_shift = shift * plan.microbatches, shift * program.updates_per_batch[self.stage]
         self.stages, self.buckets, self.transport = stages, buckets, transport
         self.compiled, self.functions, self.calls = stages[0], stages[0].functions, stages[0].calls
         self.state = _MutableState.of(state)
-        self.frozen = {} if self.functions.trained.is_all else self.functions.trained.unchosen(self.state.all_entries())
+        trained = self.functions.optimizer.trained
+        self.frozen = trained.unchosen(self.state.all_entries()) if trained.chosen else {}
         self.results = results
         self.has_rng, self.has_buckets = self.functions.specs.rng[1] is not None, len(stages) > 1
         self.done: jax.Array | None = None
-        self.takes_turns = False
+        self.takes_turns = worker in transport.crowded
 
     def bucket(self, k: int) -> int:
         """Return the bucket of a microbatch."""
@@ -188,7 +253,8 @@ class Worker:
         """Return a part of the state as it is now, without the arrays that are not deleted: frozen parameters, and numbers for metrics."""
         state, (_, kind, number) = self.state, part
         if kind == "weights":
-            return self.functions.trained.part(state.weights.read(number)) if number in state.weights.versions else None
+            params = state.weights.read(number) if number in state.weights.versions else None
+            return self.functions.trained.part(params) if self.frozen and params else params
         if kind == "microbatch":
             return state.microbatches.get(number)
         if kind == "update":
@@ -247,7 +313,7 @@ class Worker:
 
     def compute(self, i: Compute) -> None:
         """Run an op on what it reads, and keep what it leaves."""
-        op, state = op_of(i, self.plan), self.state
+        op, state = OPS[i.op] if i.part is None else op_of(i, self.plan), self.state
         if not op.trains:
             self.evaluate(i)
             return

@@ -1,4 +1,4 @@
-"""The shapes of microbatches: those of a batch (inputs, labels), the few that a run may have, and padding of rows."""
+"""Batches and their microbatches: checked shapes, the few that a run may have, padding, and rows read on the host."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -79,16 +79,39 @@ class Bucket(NamedTuple):
     functions: Sequence[StageFunctions]
 
 
-def bucket_of(spec: Batch, specs: Sequence[Batch]) -> int:
-    """Return which of `specs` the microbatches of a batch have.
+def bucket_of(batch: Any, count: int, specs: Sequence[Batch]) -> int:
+    """Return which of `specs` the `count` microbatches of a batch have.
 
     Raises:
-        InputError: none of them.
+        InputError: none of them, or it is not a pair of arrays whose rows `count` divides.
     """
+    for number, spec in enumerate(specs):
+        if _has_spec(batch, count, spec):
+            return number
+    spec = microbatch_spec(batch, count)
     if spec not in specs:
         those = "the one" if len(specs) == 1 else "one of those"
         raise InputError(f"batch: expected microbatches like {those} of init, {describe_shapes(specs)}; found {describe(spec)}")
     return specs.index(spec)
+
+
+def _has_spec(batch: Any, count: int, spec: Batch) -> bool:
+    """Return whether a batch consists of NumPy or JAX arrays that have this spec, each with `count` times as many rows.
+
+    Every step asks, so this is quick. `microbatch_spec` takes other arrays, too, and says what is wrong with a batch.
+    """
+    try:
+        leaves, structure = jax.tree.flatten(batch)
+        specs, expected = jax.tree.flatten(spec)
+        return structure == expected and all(
+            isinstance(leaf, (np.ndarray, jax.Array))
+            and not isinstance(leaf, np.ma.MaskedArray)
+            and leaf.shape == (count * one.shape[0], *one.shape[1:])
+            and jax.dtypes.canonicalize_dtype(leaf.dtype) == one.dtype
+            for leaf, one in zip(leaves, specs, strict=True)
+        )
+    except (TypeError, ValueError):  # keys of a dict that cannot be sorted, texts, random keys
+        return False
 
 
 def bucket_of_inputs(inputs: Tree, specs: Sequence[Tree]) -> int:
@@ -183,3 +206,36 @@ def check_outputs(outputs: Tree, rows: int, layer_id: str) -> None:
 def joined_rows(spec: Any, parts: Sequence[np.ndarray], size: int) -> np.ndarray:
     """Return the first `size` rows of the parts of an array, one after the other; the spec is that of a part."""
     return np.concatenate([*parts, np.empty((0, *spec.shape[1:]), spec.dtype)])[:size]
+
+
+def to_host(batch: Tree) -> Tree:
+    """Convert the JAX arrays of a batch to NumPy; anything else with rows stays, to be read a microbatch at a time.
+
+    Raises:
+        InputError: it has no rows that can be read: only a shape, or arrays that were deleted.
+    """
+    for leaf in jax.tree.leaves(batch):
+        if isinstance(leaf, jax.Array) and leaf.is_deleted():
+            raise InputError(f"batch: expected arrays, found {describe(leaf)} that was deleted, as donated arrays are; give a copy of it")
+        if not hasattr(leaf, "__getitem__"):
+            raise InputError(f"batch: expected arrays whose rows can be read, found {type(leaf).__name__}; give arrays")
+    return jax.tree.map(lambda leaf: np.asarray(leaf) if isinstance(leaf, jax.Array) else leaf, batch)
+
+
+def read_rows(batch: Tree, start: int, stop: int) -> Tree:
+    """Copy rows start .. stop - 1 of every array of a batch: `device_put` reads late, and the caller may overwrite the batch.
+
+    Raises:
+        InputError: they are not of the array's dtype and shape.
+    """
+    return jax.tree.map(lambda leaf: _rows_of_leaf(leaf, start, stop), batch)
+
+
+def _rows_of_leaf(leaf: Any, start: int, stop: int) -> np.ndarray:
+    array = np.array(leaf[start:stop])
+    expected = jax.ShapeDtypeStruct((stop - start, *leaf.shape[1:]), jax.dtypes.canonicalize_dtype(leaf.dtype))
+    if array.dtype == object or (array.shape, jax.dtypes.canonicalize_dtype(array.dtype)) != (expected.shape, expected.dtype):
+        raise InputError(
+            f"batch: expected rows {start} to {stop - 1} as {describe(expected)}, as its shape and dtype say, found {describe(array)}"
+        )
+    return array

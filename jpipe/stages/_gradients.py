@@ -13,8 +13,7 @@ from jpipe.errors import callers_code, cause
 from jpipe.model._layer import Layer, LayerSpec, key_spec
 from jpipe.model._losses import Loss, call_with_randomness
 from jpipe.model._stack import LayerStack
-from jpipe.model._subset import EVERYTHING, Subset
-from jpipe.stages.functions._floats import floats_of
+from jpipe.model._subset import EVERYTHING, Subset, floats_of
 from jpipe.stages.functions._stage import StageFunctions
 
 Tree = Any

@@ -83,10 +83,12 @@ class Interrupting:
     def trace(self, frame, event, argument):
         if not frame.f_code.co_filename.startswith(str(CODE)):
             return None
+        if frame.f_code is STEP.__code__ and "result" in frame.f_locals:
+            return self.trace  # after the result is taken there is no instruction at which Python would look for signals
         if self.codes:
             frame.f_trace_opcodes, frame.f_trace_lines = frame.f_code in self.codes, False
-            if event != "opcode" or (frame.f_code is STEP.__code__ and "result" in frame.f_locals):
-                return self.trace  # after the result is taken there is no instruction at which Python would look for signals
+            if event != "opcode":
+                return self.trace
         self.count += 1
         if self.count == self.at:
             signal.raise_signal(signal.SIGINT)
@@ -102,7 +104,7 @@ def undecorated(function):
 
 
 STEP = undecorated(Pipeline.step)
-HANDING_OVER = (STEP, undecorated(interrupts.consume), undecorated(interrupts.delayed_signals))
+HANDING_OVER = (STEP, undecorated(interrupts.consuming), undecorated(interrupts.delayed_signals))
 
 
 def interrupted(pipe, start_state, batches, expected, at, functions=()):

@@ -52,7 +52,7 @@ def test_the_interpreter_knows_no_schedule_by_name():
     interprets = (
         "runtime/_interpreter",
         "runtime/_worker",
-        "runtime/transport/_transport",
+        "runtime/_transport",
         "runtime/state/_state",
         "runtime/state/_weights",
         "runtime/state/_in_flight",

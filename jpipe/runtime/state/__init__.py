@@ -1,16 +1,14 @@
-"""The state of a run: weights by version, microbatches in flight, pending updates, and when the arrays of a consumed state are deleted."""
+"""The state of a run: weights by version, microbatches in flight, and pending updates."""
 
-from jpipe.runtime.state._consumed import Consumed
 from jpipe.runtime.state._fingerprint import fingerprint, model_of
 from jpipe.runtime.state._fresh import fresh_worker, initialized_at, is_fresh
 from jpipe.runtime.state._host_memory import check_host_memory, copied, copied_to_host, from_host_memory, in_host, to_host_memory
-from jpipe.runtime.state._in_flight import Fields, Microbatch, PendingUpdate, pack, unpack
+from jpipe.runtime.state._in_flight import Fields, Microbatch, PendingUpdate
 from jpipe.runtime.state._state import CONSUMED, State, WorkerState, check_state, is_consumed
 from jpipe.runtime.state._weights import DoubleBuffer, Latest, Stash, Weights, weights_of
 
 __all__ = [
     "CONSUMED",
-    "Consumed",
     "DoubleBuffer",
     "Fields",
     "Latest",
@@ -32,8 +30,6 @@ __all__ = [
     "is_consumed",
     "is_fresh",
     "model_of",
-    "pack",
     "to_host_memory",
-    "unpack",
     "weights_of",
 ]

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 
@@ -63,15 +63,3 @@ class PendingUpdate:
 
 Fields = dict[str, Tree]
 """The fields of an entry that are not None, by name, which instructions change while a program runs."""
-
-_Entry = TypeVar("_Entry", Microbatch, PendingUpdate)
-
-
-def unpack(entries: Mapping[int, _Entry]) -> dict[int, Fields]:
-    """Return the fields of each entry that are not None."""
-    return {number: {name: value for name, value in vars(entry).items() if value is not None} for number, entry in entries.items()}
-
-
-def pack(kind: type[_Entry], entries: Mapping[int, Fields]) -> dict[int, _Entry]:
-    """Return the entries with these fields; one without any is left out."""
-    return {number: kind(**fields) for number, fields in entries.items() if fields}

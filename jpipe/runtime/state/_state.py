@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 
@@ -101,6 +101,7 @@ class State:
     averaged: bool = field(metadata={"static": True}, default=True)
     fingerprint: Fingerprint = field(metadata={"static": True}, default=())
     buckets: tuple[int, ...] = field(metadata={"static": True}, default=())
+    _outcome: ClassVar[Any] = None  # of the call that consumed it, once there is one (jpipe._interrupts): no part of the pytree
 
     def __repr__(self) -> str:
         return f"State({self._facts()})" if not is_consumed(self) else f"State(before batch {self.batch}, already consumed)"
@@ -117,7 +118,7 @@ class State:
 
 
 def check_state(state: State, expected: Fingerprint | None) -> None:
-    """Reject a state that a call has consumed, or that a pipeline with another fingerprint than `expected` made.
+    """Reject a state that a pipeline with another fingerprint than `expected` made.
 
     Raises:
         InputError: the message says how the two pipelines differ.
@@ -131,8 +132,6 @@ def check_state(state: State, expected: Fingerprint | None) -> None:
             f"state: another pipeline made it: {_difference(state.fingerprint, expected)}; "
             "make one with init, or take a snapshot of the other run and restore it here"
         )
-    if is_consumed(state):
-        raise InputError(CONSUMED)
 
 
 def is_consumed(state: State) -> bool:

@@ -13,8 +13,7 @@ import numpy as np
 from jpipe.meshes._place import Place
 from jpipe.programs._instructions import AllReduce, Receive, Send
 from jpipe.runtime._join import join_processes
-from jpipe.runtime.transport._lanes import arrived
-from jpipe.runtime.transport._transport import Sent, Transport
+from jpipe.runtime._transport import Sent, Transport, arrived
 
 Tree = Any
 Moved = Literal["transfer", "sum"]

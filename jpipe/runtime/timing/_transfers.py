@@ -14,10 +14,10 @@ from jpipe.plan import Plan
 from jpipe.programs._instructions import Agree, AllReduce, Compute, Receive, Send, SumChanges, Update, parts_of
 from jpipe.programs._transfers import Transfer, in_rows
 from jpipe.runtime._interpreter import Event
+from jpipe.runtime._transport import PendingTransfer
 from jpipe.runtime.state import WorkerState
 from jpipe.runtime.timing._arrivals import Arrivals
 from jpipe.runtime.timing._moves import Computation, MoveWatcher
-from jpipe.runtime.transport._lanes import PendingTransfer
 from jpipe.stages.messages._sums import bytes_of_sent
 
 Tree = Any

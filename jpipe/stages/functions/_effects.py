@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jpipe.model._layer import LayerSpec, key_spec
 from jpipe.model._stack import LayerStack
-from jpipe.stages.functions._floats import floats_of, with_floats
+from jpipe.model._subset import floats_of, with_floats
 
 Tree = Any
 

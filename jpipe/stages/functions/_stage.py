@@ -16,7 +16,7 @@ from jpipe.model._layer import LayerSpec
 from jpipe.model._losses import Loss, random_parameter
 from jpipe.model._precision import PLAIN, LossScale, Precision
 from jpipe.model._stack import LayerStack
-from jpipe.model._subset import EVERYTHING, Subset
+from jpipe.model._subset import EVERYTHING, Subset, floats_of, is_float, with_floats
 from jpipe.model._ties import NOTHING_SHARED, Sharing
 from jpipe.model.jaxprs._dependence import passed_on
 from jpipe.model.jaxprs._elementwise import all_but_elementwise
@@ -25,7 +25,6 @@ from jpipe.ops import Op
 from jpipe.plan import Agreement, Kind, Links, Stage
 from jpipe.stages.functions._accumulators import accumulate, zero_accumulators
 from jpipe.stages.functions._effects import describe_effects
-from jpipe.stages.functions._floats import floats_of, is_float, with_floats
 from jpipe.stages.functions._loss import call_loss, loss_dtype
 from jpipe.stages.functions._residuals import Residuals, find_residuals
 from jpipe.stages.functions._specs import Specs, rng_spec

@@ -1,4 +1,4 @@
-"""The optimizer step of a stage, with the norm of all gradients, clipping and skipped batches."""
+"""The optimizer step of a stage, with the norm of all gradients, clipping, skipped batches and what a delay does to the weights."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jpipe.model._precision import LossScale
+from jpipe.model._precision import LossScale, wider
 from jpipe.model.layerwise._optimizer import masters_of, without_prediction
 from jpipe.model.layerwise._trace import Position
 from jpipe.stages.functions._accumulators import divisor, mean, mean_loss
@@ -195,3 +195,35 @@ def _clip(gradient: jax.Array, norm: jax.Array, largest: float | None) -> jax.Ar
     """Clip as `optax.clip_by_global_norm`; if the norm is NaN, all gradients become NaN."""
     assert largest is not None
     return jnp.where(norm < largest, gradient, gradient / norm.astype(gradient.dtype) * largest)
+
+
+def delay_squares(f: StageFunctions, newest: Tree, before: Tree | None, optimizer_state: Tree) -> jax.Array:
+    """Return the squared norms of the prediction of a stage and of the distance of its two newest weight versions.
+
+    Args:
+        f: of the stage.
+        newest: the parameters of the newest version, by entry, of the entries to count.
+        before: those of the version before; None if the stage holds one version, which gives NaN for the distance.
+        optimizer_state: of these entries.
+
+    Returns:
+        Two numbers, shape (2,), in the dtype of losses.
+    """
+    ahead = {entry: f.optimizer.ahead(state) for entry, state in optimizer_state.items()} if f.predicts else {}
+    return _squares(ahead, newest, newest if before is None else before, has_two=before is not None)
+
+
+@partial(jax.jit, static_argnames="has_two")
+def _squares(ahead: Tree, newest: Tree, before: Tree, has_two: bool) -> jax.Array:
+    distance = _sum_of_squares(jax.tree.map(lambda new, old: _precise(new) - _precise(old), newest, before))
+    return jnp.stack([_sum_of_squares(ahead), distance if has_two else jnp.full_like(distance, jnp.nan)])
+
+
+def _sum_of_squares(tree: Tree) -> jax.Array:
+    return sum(
+        (jnp.sum(jnp.square(_precise(leaf)), dtype=loss_dtype()) for leaf in jax.tree.leaves(tree)), start=jnp.zeros((), loss_dtype())
+    )
+
+
+def _precise(leaf: jax.Array) -> jax.Array:
+    return leaf.astype(wider(leaf.dtype, jnp.float32))

@@ -24,8 +24,7 @@ from jpipe.processes._membership import Processes
 from jpipe.processes.channel import _inbox
 from jpipe.processes.channel._channel import Channel
 from jpipe.processes.channel._coordinator import Beat, Coordinator
-from jpipe.runtime import _metrics
-from jpipe.runtime.transport import _lanes
+from jpipe.runtime import _metrics, _transport
 
 PROGRAM = Path(__file__).parent / "joined.py"
 ENDED = "process {} disconnected unexpectedly: it was killed or crashed, see its own output"
@@ -279,7 +278,7 @@ def test_an_error_in_a_thread_that_nobody_waits_for_is_raised_by_all_waits(monke
         return [1 / 0]
 
     for thread in (
-        lambda processes: _lanes.Lane().put(fails, (), processes.fail),
+        lambda processes: _transport.Lane().put(fails, (), processes.fail),
         lambda processes: _metrics._send(processes, "loss", fails),
     ):
         processes = Processes.join(store=EmptyStore())
@@ -287,7 +286,7 @@ def test_an_error_in_a_thread_that_nobody_waits_for_is_raised_by_all_waits(monke
         with pytest.raises(ZeroDivisionError):
             processes.receive("loss")
         with pytest.raises(ZeroDivisionError):
-            _lanes.PendingTransfer(Future(), "the activation", (), processes, tuple).wait()
+            _transport.PendingTransfer(Future(), "the activation", (), processes, tuple).wait()
 
 
 def test_the_end_of_a_wait_is_progress_and_a_wait_names_all_processes():
@@ -300,7 +299,7 @@ def test_the_end_of_a_wait_is_progress_and_a_wait_names_all_processes():
 
 def test_a_received_part_has_its_declared_size():
     spec = np.zeros(3, np.float32), np.zeros(5, np.float64)
-    coming = _lanes.PendingTransfer(Future(), "", (), Processes.join(store=EmptyStore()), lambda: {7: spec})
+    coming = _transport.PendingTransfer(Future(), "", (), Processes.join(store=EmptyStore()), lambda: {7: spec})
     assert [part.nbytes for part in (coming, coming[7], coming[7][0], coming[7][1])] == [52, 52, 12, 40]
 
 

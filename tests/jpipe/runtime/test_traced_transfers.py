@@ -16,9 +16,9 @@ from jpipe.processes import Processes
 from jpipe.programs import Transfer, parse_grid
 from jpipe.programs._instructions import Agree, Compute, Receive, Send, SumChanges
 from jpipe.runtime import Event, WorkerState, join_transfers
+from jpipe.runtime._transport import PendingTransfer
 from jpipe.runtime.state import Latest, Microbatch
 from jpipe.runtime.timing._transfers import TransferWatcher
-from jpipe.runtime.transport._lanes import PendingTransfer
 from tests.jpipe import models
 
 M = 4

@@ -10,8 +10,8 @@ import pytest
 from jpipe.meshes import Place
 from jpipe.processes import Processes
 from jpipe.processes._connections import Connection, Handover
-from jpipe.runtime.transport import _transport
-from jpipe.runtime.transport._transport import Transport
+from jpipe.runtime import _transport
+from jpipe.runtime._transport import Transport
 
 
 def device(process: int, platform: str) -> jax.Device:

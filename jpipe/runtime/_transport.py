@@ -1,25 +1,143 @@
-"""Transfers of arrays between workers: messages from stage to stage, sums over replicas, and host arrays."""
+"""Transfers of arrays between workers: messages, sums over replicas, host arrays, and the threads in which processes exchange them."""
 
+import contextlib
+import functools
+import queue
+import threading
+import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from functools import cache, partial
+from concurrent.futures import Future
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jpipe.meshes._place import Place
+from jpipe.meshes._place import Place, crowded_meshes
 from jpipe.meshes._routes import Route, Shards, joined, same_shards
 from jpipe.processes._collectives import Collective
 from jpipe.processes._connections import Connection, Handover, Reduction
 from jpipe.processes._membership import Processes
 from jpipe.programs._instructions import AllReduce, Receive, Send, SumChanges
-from jpipe.runtime.transport._lanes import PendingTransfer, arrived, lane_of
 from jpipe.stages._arrays import shardings_of
+from jpipe.stages._bytes import nbytes
 
 Tree = Any
 Devices = tuple[jax.Device, ...]
 _Key = tuple[int, int, str, int]  # of a kind of message: its sender, its receiver, its name, its bucket
+
+_LOOK_SECONDS = 0.5  # between two looks at whether the run is lost
+
+
+class Lane:
+    """A thread that does transfers, one after the other."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[tuple[Callable[[], Tree], Tree, Callable[[BaseException], None], Future[Tree]]] = queue.SimpleQueue()
+        threading.Thread(target=self._work, daemon=True).start()  # a daemon: a collective whose peer is gone never ends
+
+    def put(self, transfer: Callable[[], Tree], needs: Tree, fail: Callable[[BaseException], None]) -> "Future[Tree]":
+        """Queue a transfer that runs once the arrays it needs are computed; `fail` gets its error, since perhaps nobody waits for it."""
+        future: Future[Tree] = Future()
+        self._queue.put((transfer, needs, fail, future))
+        return future
+
+    def _work(self) -> None:
+        while True:
+            transfer, needs, fail, future = self._queue.get()
+            try:
+                jax.block_until_ready(needs)  # else the collective would wait in the device's queue, and computations behind it
+                future.set_result(transfer())
+            except BaseException as error:
+                future.set_exception(error)
+                fail(error)
+            del transfer, needs, fail, future  # while this thread waits, nothing that was moved is kept alive
+
+
+@functools.cache
+def lane_of(devices: Hashable) -> Lane:
+    """Return the thread of a link, or of a set of devices, which all groups of replicas on these devices share."""
+    return Lane()
+
+
+class PendingTransfer:
+    """A message in transfer from another process.
+
+    Args:
+        future: the arrays.
+        words: what is waited for; converted to text only when it is printed.
+        on: the processes waited for.
+        processes: of the run.
+        specs: gives the shapes and dtypes of the arrays.
+        keys: which part of the arrays this is; by default all of them.
+    """
+
+    def __init__(
+        self,
+        future: "Future[Tree]",
+        words: object,
+        on: tuple[int, ...],
+        processes: Processes,
+        specs: Callable[[], Tree],
+        keys: tuple[int, ...] = (),
+    ) -> None:
+        self._future: Future[Tree] | None = future
+        self._words, self._on, self._processes = words, on, processes
+        self._specs, self._keys = specs, keys
+
+    @property
+    def nbytes(self) -> int:
+        """The size of its arrays."""
+        return nbytes(self.specs)
+
+    @property
+    def specs(self) -> Tree:
+        """The shapes and dtypes of its arrays."""
+        return self._entry(self._specs())
+
+    def __getitem__(self, key: int) -> "PendingTransfer":
+        """Return one part of the arrays."""
+        assert self._future is not None
+        return PendingTransfer(self._future, self._words, self._on, self._processes, self._specs, (*self._keys, key))
+
+    def is_deleted(self) -> bool:
+        """Return whether it was deleted, as arrays are."""
+        return self._future is None
+
+    def delete(self) -> None:
+        """Drop the arrays."""
+        self._future = None
+
+    def when_done(self, call: Callable[[], None]) -> None:
+        """Have a function called when the arrays have arrived, by the thread that moves them; at once if they have."""
+        assert self._future is not None
+        self._future.add_done_callback(lambda future: call() if future.exception() is None else None)
+
+    def wait(self) -> Tree:
+        """Return the arrays.
+
+        Raises:
+            PeerLost: a process of the run died, hung or stopped.
+        """
+        assert self._future is not None
+        if not self._future.done() or self._future.exception() is not None:
+            with self._processes.waiting(self._words, self._on):
+                while not self._future.done():
+                    self._processes.check()
+                    with contextlib.suppress(TimeoutError):
+                        self._future.exception(timeout=_LOOK_SECONDS)
+                while self._future.exception() is not None:  # mostly because a process is gone; the lane finds out and has `check` raise
+                    self._processes.check()
+                    time.sleep(_LOOK_SECONDS)
+        return self._entry(self._future.result())
+
+    def _entry(self, tree: Tree) -> Tree:
+        return functools.reduce(lambda part, key: part[key], self._keys, tree)
+
+
+def arrived(tree: Tree) -> Tree:
+    """Return the arrays of a message, waiting for those that are still in transfer from another process."""
+    return tree.wait() if isinstance(tree, PendingTransfer) else tree
 
 
 class Sent(NamedTuple):
@@ -57,6 +175,7 @@ class Transport:
     Attributes:
         calls: how many messages this process has loaded, sent, received or summed, by all transports: while it grows, nothing hangs.
         way: how messages go between processes: by "collectives", or by JAX's "device_put".
+        crowded: the workers of this process whose computations have to run one after the other, see `crowded_meshes`.
     """
 
     calls = 0
@@ -73,6 +192,8 @@ class Transport:
         self._processes = processes
         self._threads = all(place.first.platform == "cpu" for place in places) if threads is None else threads
         self._local = frozenset(w for w, place in enumerate(places) if place.process_index == process_index)
+        crowded = crowded_meshes(places[w] for w in self._local)
+        self.crowded = frozenset(w for w in self._local if places[w] in crowded)
         self._replicas = {worker: tuple(workers) for workers in stage_workers for worker in workers}
         self._used: dict[Hashable, Connection | Reduction] = {}  # by lane, in the order in which all processes connect
         self._routes: dict[_Key, Route] = {}  # to and from other processes, to other shards
@@ -163,7 +284,7 @@ class Transport:
             self.way = "device_put"
 
     def load(self, worker: int, name: str, data: Tree) -> Tree:
-        """Bring host arrays that nobody will write to (see `rows`), inputs or labels, to a worker of this process."""
+        """Bring host arrays that nobody will write to (see `read_rows`), inputs or labels, to a worker of this process."""
         Transport.calls += 1
         return jax.tree.map(_put, data, self._loads[worker, name])
 
@@ -184,7 +305,7 @@ class Transport:
             return
         words, on = _Words(i, k), (self._places[i.to].process_index,)
         for pair, pieces in self._routes[key].cut(tree).items():
-            self._call(pair, partial(self._link(pair).send, pieces), pieces, words, on)
+            self._call(pair, functools.partial(self._link(pair).send, pieces), pieces, words, on)
 
     def forget(self) -> None:
         """Drop messages that were sent inside this process and will not be received, because the program that sent them has failed."""
@@ -198,7 +319,7 @@ class Transport:
             return self._mailbox.pop((i.worker, i.message, k))
         key = i.source, i.worker, i.message, bucket
         route, words, on = self._routes[key], _Words(i, k), (self._places[i.source].process_index,)
-        calls = {pair: partial(self._link(pair).receive, spec) for pair, spec in route.specs.items()}
+        calls = {pair: functools.partial(self._link(pair).receive, spec) for pair, spec in route.specs.items()}
         return self._call_all(calls, (), words, on, route.join, lambda: self._arriving[key])
 
     def all_reduce(
@@ -258,7 +379,7 @@ class Transport:
         calls = {}
         for number, arrays in cut.items():
             devices = tuple(place.devices[number] for place in group)
-            calls[frozenset(devices)] = partial(reduction_over(devices), arrays)
+            calls[frozenset(devices)] = functools.partial(reduction_over(devices), arrays)
         numbers = dict(zip(calls, cut, strict=True))
 
         def join(sums: Mapping[Any, list[jax.Array]]) -> Tree:
@@ -301,7 +422,7 @@ class Transport:
         shards, shardings = Shards(sent, first.devices), [leaf.sharding for leaf in jax.tree.leaves(sent)]
         lanes = {number: tuple(place.devices[number] for place in group) for number in shards.specs}
         cut = shards.cut(sent, first.devices)
-        calls = {frozenset(devices): partial(reduction_over(devices).gather, cut[number]) for number, devices in lanes.items()}
+        calls = {frozenset(devices): functools.partial(reduction_over(devices).gather, cut[number]) for number, devices in lanes.items()}
 
         def join(gathered: Mapping[Any, list[list[jax.Array]]]) -> dict[int, Tree]:
             found: dict[int, Tree] = {}
@@ -417,6 +538,6 @@ def _put(array: np.ndarray, sharding: jax.sharding.Sharding) -> jax.Array:
 
 
 # One of each for the devices concerned, whatever pipelines there are: gloo would mix what two carry.
-link_between = cache(Connection)
-reduction_over = cache(Reduction)
-handover_between = cache(Handover)
+link_between = functools.cache(Connection)
+reduction_over = functools.cache(Reduction)
+handover_between = functools.cache(Handover)
