@@ -1,0 +1,56 @@
+"""Which pairs the library refuses: those that the documentation excludes, each with a message, and few others that are drawn."""
+
+import itertools
+from random import Random
+
+import jax
+import pytest
+
+from jpipe import InputError
+from tests.pairs.capabilities import CAPABILITIES
+from tests.pairs.draw import SameOption, schedules_of, setting_of
+
+EXCLUDED = {
+    "rare agreement": {  # docs/how-to/agree-rarely.md
+        *("shared optimizer", "sums in parts", "updates of replicas", "host memory", "compressed sums"),
+        *("averaged weights", "delay correction", "dynamic loss scale"),
+    },
+    "shared optimizer": {"averaged weights", "updates of replicas"},  # docs/how-to/meshes.md
+    "clipped global norm": {"clipped stage norm"},  # docs/how-to/clipping.md
+    "more in flight": {"fewer in flight", "chunks"},  # docs/reference/schedules.md
+    "fewer in flight": {"chunks"},
+    "flushed first": {"updates of replicas"},
+}
+"""The pairs that the documentation excludes whatever the plan is."""
+
+
+def refusal(pair, seed, schedule=None) -> str:
+    """Return why a drawn setting of a pair is refused, or an empty text."""
+    try:
+        with jax.enable_x64(True):
+            setting_of(Random(f"{pair} {seed}"), pair, schedule).pipeline()
+    except InputError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("name", EXCLUDED)
+def test_excluded_pairs_are_refused(name):
+    for other, seed in itertools.product(sorted(EXCLUDED[name]), range(3)):
+        assert refusal((name, other), seed), f"{name} and {other}"
+
+
+@pytest.mark.slow
+def test_all_other_pairs_are_allowed_and_few_settings_of_them_are_refused():
+    refused = total = 0
+    for pair in itertools.combinations(CAPABILITIES, 2):
+        if pair[1] in EXCLUDED.get(pair[0], ()) or pair[0] in EXCLUDED.get(pair[1], ()):
+            continue
+        assert schedules_of([CAPABILITIES[name] for name in pair], late=False), pair
+        try:
+            found = [refusal(pair, seed) for seed in range(6)]
+        except SameOption:
+            continue
+        refused, total = refused + sum(map(bool, found)), total + len(found)
+        assert not all(found), f"{pair} is always refused: {found[0]}"
+    assert refused / total < 0.15
