@@ -8,7 +8,7 @@ import pytest
 
 from jpipe import InputError
 from tests.pairs.capabilities import CAPABILITIES
-from tests.pairs.draw import SameOption, schedules_of, setting_of
+from tests.pairs.draw import ROWS, SameOption, schedules_of, setting_of
 
 EXCLUDED = {
     "rare agreement": {  # docs/how-to/agree-rarely.md
@@ -19,7 +19,10 @@ EXCLUDED = {
     "clipped global norm": {"clipped stage norm"},  # docs/how-to/clipping.md
     "more in flight": {"fewer in flight", "chunks"},  # docs/reference/schedules.md
     "fewer in flight": {"chunks"},
-    "flushed first": {"updates of replicas"},
+    "updates of replicas": {
+        *("flushed first", "chunks"),  # docs/reference/schedules.md, docs/explanation/chunks.md
+        *("clipped global norm", "skipped batches", "dynamic loss scale"),  # docs/how-to/clipping.md
+    },
 }
 """The pairs that the documentation excludes whatever the plan is."""
 
@@ -28,7 +31,10 @@ def refusal(pair, seed, schedule=None) -> str:
     """Return why a drawn setting of a pair is refused, or an empty text."""
     try:
         with jax.enable_x64(True):
-            setting_of(Random(f"{pair} {seed}"), pair, schedule).pipeline()
+            setting = setting_of(Random(f"{pair} {seed}"), pair, schedule)
+            pipe = setting.pipeline()
+            if schedule is not None:  # the optimizer is traced, too
+                pipe.check(setting.data.batches(0, ROWS * setting.microbatches)[0])
     except InputError as error:
         return str(error)
     return ""
@@ -38,6 +44,12 @@ def refusal(pair, seed, schedule=None) -> str:
 def test_excluded_pairs_are_refused(name):
     for other, seed in itertools.product(sorted(EXCLUDED[name]), range(3)):
         assert refusal((name, other), seed), f"{name} and {other}"
+
+
+def test_delay_correction_with_accumulated_batches_is_refused_where_there_is_a_delay():
+    """docs/explanation/update-rule.md."""
+    pair = ("accumulated batches", "delay correction")
+    assert "every batch makes an update" in refusal(pair, 0, "pipedream_2bw")
 
 
 @pytest.mark.slow
