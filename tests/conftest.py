@@ -18,6 +18,7 @@ from jaxtyping import install_import_hook
 
 from tests import thinning
 from tests.packages import PACKAGES, module_name
+from tests.pairs import seeds
 
 jax.config.update("jax_num_cpu_devices", 8)
 # No silent widening and no silent broadcasting in our code. Optax's own Adam mixes int and float: jpipe allows that to optax alone.
@@ -139,16 +140,19 @@ def pytest_ignore_collect(collection_path, config):
 
 
 PART = pytest.StashKey[tuple[int, str]]()
+PAIRS = pytest.StashKey[tuple[str, str]]()
 NEVER_RUN = pytest.StashKey[dict[str, list[str]]]()
 
 
 def pytest_configure(config):
-    """Choose the part of ten that runs, for all workers: a commit in the meantime changes nothing.
+    """Choose the part of ten that runs, and the seed of the pairs, for all workers: a commit in the meantime changes nothing.
 
     Say at once that no test matches `-k`, where a word of it occurs nowhere: importing all tests to find that out takes minutes.
     """
     config.stash[PART] = part, _ = thinning.part_of_commit()
     os.environ[thinning.VARIABLE] = str(part)
+    config.stash[PAIRS] = seed, _ = seeds.seed()
+    os.environ[seeds.VARIABLE] = seed
     keywords, in_worker = config.option.keyword, hasattr(config, "workerinput")
     if not keywords or in_worker or (unknown := unknown_word(keywords)) is None:
         return
@@ -192,9 +196,12 @@ def pytest_collection():
 
 
 def pytest_report_header(config):
-    """Say which part of ten runs, and how to repeat it."""
-    part, source = config.stash[PART]
-    return f"thinned tests: part {part} of 0 to {thinning.PARTS - 1}, by {source}; {thinning.VARIABLE}={part} repeats it"
+    """Say which part of ten runs, which pairs are drawn, and how to repeat both."""
+    (part, source), (seed, source_of_seed) = config.stash[PART], config.stash[PAIRS]
+    return [
+        f"thinned tests: part {part} of 0 to {thinning.PARTS - 1}, by {source}; {thinning.VARIABLE}={part} repeats it",
+        f"random pairs: seed {seed}, by {source_of_seed}; {seeds.VARIABLE}={seed} repeats them",
+    ]
 
 
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks

@@ -33,9 +33,14 @@ def part_of_commit() -> tuple[int, str]:
         return int(os.environ[VARIABLE]) % PARTS, VARIABLE
     if _git("rev-parse", "--is-shallow-repository") == "false" and (count := _git("rev-list", "--count", "--first-parent", "HEAD")):
         return int(count) % PARTS, "the number of commits"
-    if commit := _git("rev-parse", "HEAD"):
-        return int(commit, 16) % PARTS, "the commit's hash"
+    if hash_of_commit := commit():
+        return int(hash_of_commit, 16) % PARTS, "the commit's hash"
     return 0, "no Git here"
+
+
+def commit() -> str:
+    """Return the hash of the commit, which is empty where there is no Git."""
+    return _git("rev-parse", "HEAD")
 
 
 def _git(*words: str) -> str:

@@ -1,0 +1,68 @@
+"""Which pairs the library refuses: those that the documentation excludes, each with a message, and few others that are drawn."""
+
+import itertools
+from random import Random
+
+import jax
+import pytest
+
+from jpipe import InputError
+from tests.pairs.capabilities import CAPABILITIES
+from tests.pairs.draw import ROWS, SameOption, schedules_of, setting_of
+
+EXCLUDED = {
+    "rare agreement": {  # docs/how-to/agree-rarely.md
+        *("shared optimizer", "sums in parts", "updates of replicas", "host memory", "compressed sums"),
+        *("averaged weights", "delay correction", "dynamic loss scale"),
+    },
+    "shared optimizer": {"averaged weights", "updates of replicas"},  # docs/how-to/meshes.md
+    "clipped global norm": {"clipped stage norm"},  # docs/how-to/clipping.md
+    "more in flight": {"fewer in flight", "chunks"},  # docs/reference/schedules.md
+    "fewer in flight": {"chunks"},
+    "updates of replicas": {
+        *("flushed first", "chunks"),  # docs/reference/schedules.md, docs/explanation/chunks.md
+        *("clipped global norm", "skipped batches", "dynamic loss scale"),  # docs/how-to/clipping.md
+    },
+}
+"""The pairs that the documentation excludes whatever the plan is."""
+
+
+def refusal(pair, seed, schedule=None) -> str:
+    """Return why a drawn setting of a pair is refused, or an empty text."""
+    try:
+        with jax.enable_x64(True):
+            setting = setting_of(Random(f"{pair} {seed}"), pair, schedule)
+            pipe = setting.pipeline()
+            if schedule is not None:  # the optimizer is traced, too
+                pipe.check(setting.data.batches(0, ROWS * setting.microbatches)[0])
+    except InputError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("name", EXCLUDED)
+def test_excluded_pairs_are_refused(name):
+    for other, seed in itertools.product(sorted(EXCLUDED[name]), range(3)):
+        assert refusal((name, other), seed), f"{name} and {other}"
+
+
+def test_delay_correction_with_accumulated_batches_is_refused_where_there_is_a_delay():
+    """docs/explanation/update-rule.md."""
+    pair = ("accumulated batches", "delay correction")
+    assert "every batch makes an update" in refusal(pair, 0, "pipedream_2bw")
+
+
+@pytest.mark.slow
+def test_all_other_pairs_are_allowed_and_few_settings_of_them_are_refused():
+    refused = total = 0
+    for pair in itertools.combinations(CAPABILITIES, 2):
+        if pair[1] in EXCLUDED.get(pair[0], ()) or pair[0] in EXCLUDED.get(pair[1], ()):
+            continue
+        assert schedules_of([CAPABILITIES[name] for name in pair], late=False), pair
+        try:
+            found = [refusal(pair, seed) for seed in range(6)]
+        except SameOption:
+            continue
+        refused, total = refused + sum(map(bool, found)), total + len(found)
+        assert not all(found), f"{pair} is always refused: {found[0]}"
+    assert refused / total < 0.15
