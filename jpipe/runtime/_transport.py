@@ -23,7 +23,6 @@ from jpipe.stages._arrays import shardings_of
 from jpipe.stages._bytes import nbytes
 
 Tree = Any
-Devices = tuple[jax.Device, ...]
 _Key = tuple[int, int, str, int]  # of a kind of message: its sender, its receiver, its name, its bucket
 
 _LOOK_SECONDS = 0.5  # between two looks at whether the run is lost
@@ -491,22 +490,14 @@ class Transport:
         whole = joined(futures, lambda results: join(dict(zip(calls, results, strict=True))), self._processes.fail)
         return PendingTransfer(whole, words, on, self._processes, specs)
 
-    def _call(
-        self,
-        lane: Hashable,
-        transfer: Callable[[], Tree],
-        needs: Tree,
-        words: object,
-        on: tuple[int, ...],
-        specs: Callable[[], Tree] = tuple,
-    ) -> Tree:
+    def _call(self, lane: Hashable, transfer: Callable[[], Tree], needs: Tree, words: object, on: tuple[int, ...]) -> Tree:
         """Do a transfer at once, or queue it in the lane's thread, which waits for what the transfer needs."""
         assert self._processes is not None
         if not self._threads:
             with self._processes.waiting(words, on):
                 return transfer()
         self._processes.check()
-        return PendingTransfer(lane_of(lane).put(transfer, needs, self._processes.fail), words, on, self._processes, specs)
+        return PendingTransfer(lane_of(lane).put(transfer, needs, self._processes.fail), words, on, self._processes, tuple)
 
 
 class _Words(NamedTuple):

@@ -53,6 +53,18 @@ def test_a_stopped_loop_resumes_with_equal_results(tmp_path):
     assert files.read_facts(tmp_path / "parts", last)["note"] >= last - 1
 
 
+def test_a_checkpoint_with_the_activations_that_version_0_4_remembered_is_read_without_them(tmp_path):
+    pipe, batches = pipeline("gpipe"), models.masked_batches(1, 3)
+    state, snapshot = pipe.init(jax.random.key(KEY), batches[0]), pipe.snapshot(1)
+    state, _ = pipe.step(state, batches[0], observe=snapshot)
+    layers = snapshot.layers()
+    layers[pipe.plan.stages[1].layers[0]]["remembered"] = {"received": {"0": np.ones((4, 3), np.float32)}}
+    files.write_layers(tmp_path, 1, layers, 0)
+    files.complete(tmp_path, 1, 1, {})
+    loaded = checkpoints.load(pipe, tmp_path, jax.random.key(KEY), batches[0])
+    check_equal(pipe.params(loaded), pipe.params(state))
+
+
 @pytest.mark.slow
 def test_a_checkpoint_resumes_under_another_plan(tmp_path):
     pipe, batches = pipeline(), models.masked_batches(6, 3)

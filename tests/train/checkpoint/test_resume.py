@@ -8,6 +8,7 @@ from pathlib import Path
 
 import jax
 import pytest
+import yaml
 
 import jpipe
 from jpipe import InputError
@@ -16,6 +17,7 @@ from jpipe_train.checkpoint import checkpoints
 from jpipe_train.checkpoint.resume import Facts, Resumed
 from jpipe_train.checkpoint.run_folder import RunFolder, write_atomically
 from jpipe_train.config.config import Config
+from jpipe_train.config.config_file import to_yaml
 from jpipe_train.launch.local.launch import JOB
 from jpipe_train.launch.numeric_settings import numeric_settings
 from jpipe_train.launch.together import Together
@@ -449,3 +451,14 @@ def test_a_plan_is_searched_once(saved, monkeypatch):
     summary = run_in_two(saved | {"plan": {"file": "auto"}}, monkeypatch, 5)
     assert calls == [1]
     assert json.loads((summary.folder / "plan.json").read_text())["schedule"] == "pipedream"
+
+
+def test_a_null_that_version_0_4_wrote_is_no_change(tiny, tmp_path):
+    config = changed(tiny, plan={"links": {"activations": "int8"}})
+    text = to_yaml(config)
+    before = yaml.safe_load(text)
+    before["plan"]["links"]["rows"] = None
+    resumed = Resumed(tmp_path, 3, Facts(config=yaml.safe_dump(before), plan="{}", devices=1, val_loss_before=1.0), (3,))
+    assert resumed.changes(config) == []
+    assert resumed.changes(changed(tiny, plan={"links": {"activations": "fp8"}})) == ["plan"]
+    assert resumed.changes(changed(tiny)) == ["plan"]
