@@ -31,10 +31,10 @@ def check(case: Case) -> None:
         run, snapshot, saved = case.setting.reference(pipe.plan, start), pipe.snapshot(case.cut), None
         reader = Reader(pipe, batches, tolerance)
         for t in range(STEPS):
-            if t == case.cut:
-                saved = run.snapshot()
             reader.read(state, run, case.readings[t])
             state = reader.step(state, run, t, snapshot)
+            if t + 1 == case.cut:
+                saved = run.snapshot()  # before a drain, which a run that went on would not have made
             if t + 1 in case.drained:
                 state = reader.drain(state, run, snapshot)
         state = reader.finish(state, run, snapshot)
