@@ -303,13 +303,13 @@ def test_a_long_page_and_one_with_two_titles_are_reported(tmp_path):
 
 @pytest.mark.parametrize(("module", "name"), NAMES)
 def test_the_docstring_of_a_class_names_its_fields(module, name):
-    described = getattr(importlib.import_module(module), name)
-    if dataclasses.is_dataclass(described) and isinstance(described, type):
+    value = getattr(importlib.import_module(module), name)
+    described = value if isinstance(value, type) else type(value)
+    if dataclasses.is_dataclass(described):
         fields = [field.name for field in dataclasses.fields(described)]
     else:
         fields = getattr(described, "model_fields", getattr(described, "_fields", ()))
-    classes = described.__mro__ if isinstance(described, type) else (described,)
-    text = "\n".join(each.__doc__ or "" for each in classes if each.__module__.startswith("jpipe"))  # a class may inherit fields
+    text = "\n".join(each.__doc__ or "" for each in described.__mro__ if each.__module__.startswith("jpipe"))  # a class may inherit fields
     for field in fields:
         assert re.search(rf"^ +{field}: |`{field}`", text, re.MULTILINE), field
 

@@ -93,6 +93,8 @@ EXCLUSIONS = (
 )
 """All exclusions."""
 
+_STAGE = Stage.model_fields
+
 
 def excluded(plan: "jpipe.Plan", **arguments: Any) -> str:
     """Return why options that are set cannot be combined, or "".
@@ -104,29 +106,30 @@ def excluded(plan: "jpipe.Plan", **arguments: Any) -> str:
     Returns:
         For the first pair that is set: where, what was expected, what was found, why, and what to change.
     """
+    fields = type(plan).model_fields  # looked up once, because plans are made by the thousand
     for exclusion in EXCLUSIONS:
         if exclusion.without_flush and SCHEDULES[plan.schedule].flushes:
             continue
-        if not (values := _by_stage(plan, arguments, exclusion.option)):
+        if not (values := _by_stage(plan, arguments, fields, exclusion.option)):
             continue
-        others = _by_stage(plan, arguments, exclusion.other)
+        others = _by_stage(plan, arguments, fields, exclusion.other)
         if both := values.keys() & others.keys():
             s = min(both)
             return _message(plan, arguments, exclusion, s, values[s], others[s])
     return ""
 
 
-def _by_stage(plan: "jpipe.Plan", arguments: Mapping[str, Any], key: str) -> dict[int, Any]:
+def _by_stage(plan: "jpipe.Plan", arguments: Mapping[str, Any], fields: Mapping[str, Any], key: str) -> dict[int, Any]:
     """Return the value of an option for each stage for which it is set: for all, if it is not an option of single stages."""
     name, _, part = key.partition(".")
     if name == "stages":
         values = {s: getattr(stage, part) for s, stage in enumerate(plan.stages)}
-        return {s: value for s, value in values.items() if value != Stage.model_fields[part].default}
+        return {s: value for s, value in values.items() if value != _STAGE[part].default}
     value, default = arguments.get(key), None
     if key == "chunks_per_rank":
         value, default = max(map(len, plan.pipeline_ranks)), 1
-    elif name in type(plan).model_fields:
-        value, default = getattr(plan, name), type(plan).model_fields[name].default
+    elif name in fields:
+        value, default = getattr(plan, name), fields[name].default
         if part and value is not None:
             value, default = getattr(value, part), type(value).model_fields[part].default
     if value == default:
