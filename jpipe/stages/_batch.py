@@ -103,12 +103,15 @@ def _has_spec(batch: Any, count: int, spec: Batch) -> bool:
     try:
         leaves, structure = jax.tree.flatten(batch)
         specs, expected = jax.tree.flatten(spec)
-        return structure == expected and all(
-            isinstance(leaf, (np.ndarray, jax.Array))
-            and not isinstance(leaf, np.ma.MaskedArray)
-            and leaf.shape == (count * one.shape[0], *one.shape[1:])
-            and jax.dtypes.canonicalize_dtype(leaf.dtype) == one.dtype
-            for leaf, one in zip(leaves, specs, strict=True)
+        return (
+            structure == expected  # type: ignore[operator]
+            and all(
+                isinstance(leaf, (np.ndarray, jax.Array))
+                and not isinstance(leaf, np.ma.MaskedArray)
+                and leaf.shape == (count * one.shape[0], *one.shape[1:])
+                and jax.dtypes.canonicalize_dtype(leaf.dtype) == one.dtype
+                for leaf, one in zip(leaves, specs, strict=True)
+            )
         )
     except (TypeError, ValueError):  # keys of a dict that cannot be sorted, texts, random keys
         return False
