@@ -77,16 +77,14 @@ class Event(NamedTuple):
     Attributes:
         order: decides between events that can begin at the same time, and is different for all: messages come before sums, because by then
             all sums of that time are known. The last entry is the number in a `Transfer`.
-        number: of the event.
-        count: how often a rank comes to it before it begins.
+        participants: how often ranks come to it before it begins.
         route: the number of its route.
         places: where the time is noted at which it is over.
         ranks: those that may wait for it.
     """
 
     order: tuple[Any, ...]
-    number: int
-    count: int
+    participants: int
     route: int
     places: tuple[int, ...]
     ranks: tuple[int, ...]
@@ -230,11 +228,13 @@ class Worker:
             self.accumulates = True
             self.change("accumulate")
 
-    def begin(self, order: tuple[Any, ...], count: int, route: tuple[Any, ...], waiting: Iterable[tuple[Any, ...]], sent: int) -> None:
+    def begin(
+        self, order: tuple[Any, ...], participants: int, route: tuple[Any, ...], waiting: Iterable[tuple[Any, ...]], sent: int
+    ) -> None:
         """Take part in an event.
 
         Args:
-            order, count: as in an `Event`.
+            order, participants: as in an `Event`.
             route: what goes over links, the ranks, and the price of its size.
             waiting: the workers that wait for it, and for what.
             sent: the place of what this worker sends, or NOWHERE for what is there now.
@@ -243,7 +243,7 @@ class Worker:
         if event is None:
             keys = [*waiting]
             places, ranks = tuple(self.all.places[key] for key in keys), tuple(self.all.plan.rank_of[w] for w, *_ in keys)
-            event = self.all.events[order] = Event(order, len(self.all.events), count, self.all.routes[route], places, ranks)
+            event = self.all.events[order] = Event(order, participants, self.all.routes[route], places, ranks)
         self.rank.queue.append((BEGIN, event, sent, NOWHERE))
 
     def begin_sum(self, what: str, batch: int, part: int | None, summed: int) -> None:

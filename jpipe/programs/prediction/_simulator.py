@@ -86,7 +86,7 @@ class Simulator:
         for place in self._actions.there:
             self._times[place] = 0.0
         self._host_free: dict[tuple[int, ...], float] = {}  # when the link of a rank and its host is free, in each direction
-        self._begun: list[list[float]] = [[] for _ in self._actions.events]
+        self._begun: dict[tuple[Any, ...], list[float]] = {}  # by the order of an event, when ranks have come to it
         self._ranks = [_Rank(rank) for rank in self._actions.ranks]
         self._now, self._requests = 0.0, list[tuple[float, Event, float]]()
         self._transfers: list[Transfer] = []
@@ -101,8 +101,8 @@ class Simulator:
         if summed:
             summed_bytes, rounds = self._prices.sum(what, *summed)
             return what, ranks, *self._traffic.ring(ranks, summed_bytes, rounds), summed_bytes
-        _, size, _ = self._prices.message(what, *workers)
-        return what, ranks, *self._traffic.link(*ranks, size), size
+        (source, to), (_, size, _) = ranks, self._prices.message(what, *workers)
+        return what, ranks, *self._traffic.link(source, to, size), size
 
     def run(self) -> None:
         """Execute the program once.
@@ -212,10 +212,10 @@ class Simulator:
 
     def _begin(self, event: Event, ready: float) -> None:
         """Note that a rank has come to an event, which begins in the order of time once all have."""
-        if event.count > 1:
-            begun = self._begun[event.number]
+        if event.participants > 1:
+            begun = self._begun.setdefault(event.order, [])
             begun.append(ready)
-            if len(begun) < event.count:
+            if len(begun) < event.participants:
                 return
             ready = max(begun)
             begun.clear()

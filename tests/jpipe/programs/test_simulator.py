@@ -86,7 +86,7 @@ def starts_of(program, costs, link):
 
 
 def most_bytes(program, costs):
-    """Return the most bytes that each rank holds, and its peak memory, from arrays that have names, with one update in a batch and without sums in parts."""
+    """Return the most bytes that each rank holds, and its peak memory: one update in a batch, no sums in parts."""
     plan, flushes = program.plan, SCHEDULES[program.plan.schedule].flushes
     held, most, peak = ([Counter() for _ in plan.rank_workers], [0] * len(plan.rank_workers), [0] * len(plan.rank_workers))
     pending = {w: set() for w in range(len(plan.workers))}  # the updates whose gradients a worker has begun to add up
