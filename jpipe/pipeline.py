@@ -284,7 +284,7 @@ class Pipeline:
         missing = [each for each in places if is_fresh(initial[each[0]]) and each not in initializers]
         initializers.update(compile_initializers(self.stack, specs, missing))
         return self._start(
-            executor, [fresh_worker(stage, self._most_versions(stage), initializers, key, initial) for stage in executor.stages.values()], 0
+            executor, [fresh_worker(stage, self._most_versions(w), initializers, key, initial) for w, stage in executor.stages.items()], 0
         )
 
     @isolated_context()
@@ -696,9 +696,9 @@ class Pipeline:
         self._executor = executor
         return executor.state(executor.at_rest(workers), batch, batch)
 
-    def _most_versions(self, stage: CompiledStage) -> int:
-        """Return how many weight versions a worker of a stage holds at most."""
-        return SCHEDULES[self.plan.schedule].versions_alive(self.plan, stage.functions.number)
+    def _most_versions(self, worker: int) -> int:
+        """Return how many weight versions a worker holds at most."""
+        return SCHEDULES[self.plan.schedule].versions_alive(self.plan, self.plan.workers[worker][0])
 
     def _undivided(self) -> contextlib.AbstractContextManager[None]:
         """Delay Ctrl-C in a run of several processes, even where no state changes: other processes wait for the whole call."""

@@ -84,6 +84,19 @@ def masked(outputs, labels):
     return (((outputs - labels["target"]) ** 2).sum(-1) * labels["mask"]).sum(), labels["mask"].sum()
 
 
+def test_a_later_stage_may_hold_more_versions_than_the_first_one():
+    """With few microbatches in flight and replicas, whose sum is awaited later: two at stage 0, and three at stage 1 after a drain."""
+    plan = Plan.even(STACK.ids, 3, "pipedream", 2, replicas=(1, 2, 1), max_in_flight=3)
+    assert [SCHEDULES["pipedream"].versions_alive(plan, s) for s in range(3)] == [2, 3, 1]
+    pipe = Pipeline(STACK, plan, models.squares, models.momentum(), jax.devices()[:1] * 4)
+    batch = models.batches_of(1, 4)[0]
+    state = pipe.init(jax.random.key(0), batch)
+    for t in range(4):
+        assert pipe.evaluate(state, batch).version <= t
+        state, _ = pipe.step(state, batch)
+    assert [worker.weights.versions for worker in pipe.drain(state).workers] == [(3, 4), (2, 3, 4), (2, 3, 4), (4,)]
+
+
 ZERO = [
     ({"schedule": "pipedream_2bw"}, {"skip_nonfinite": True}),
     ({"schedule": "pipedream", "replicas": 2, "update_every": "replicas"}, {}),
