@@ -1,6 +1,7 @@
 """Run programs without devices: verify them instruction by instruction and predict time, bubble, memory and bytes moved."""
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from jpipe.errors import InputError, short
@@ -9,7 +10,7 @@ from jpipe.programs._costs import OVERLAPS, HostLink, Link, Network, Overlap, St
 from jpipe.programs._execution_order import ProgramError, Violation, walk
 from jpipe.programs._instructions import Instruction, Program, Receive, Send
 from jpipe.programs._verify import Verifier, rank_computations
-from jpipe.programs.prediction import Clocks, Prediction, Predictor, compact, draw_grid
+from jpipe.programs.prediction import Prediction, Simulator, draw_grid
 from jpipe.schedules import SCHEDULES
 
 
@@ -64,15 +65,12 @@ def simulate(
             for instruction in _verified(program):
                 executed.append(instruction)
     except Violation as violation:
-        predictor = Predictor(program, costs, network, host_link)
-        predictor.run(executed)
-        raise ProgramError(f"{violation}\n{draw_grid(predictor.timeline(), notes=violation.notes)}") from None
-    if brief and (clocks := _clocks(program, costs, network, overlap)) is not None:
-        clocks.run()
-        return clocks.prediction()
-    predictor = Predictor(program, costs, network, host_link, overlap, brief=brief)
-    predictor.run(program.instructions)
-    return predictor.prediction()
+        simulator = Simulator(replace(program, instructions=tuple(executed)), costs, network, host_link)
+        simulator.run()
+        raise ProgramError(f"{violation}\n{draw_grid(simulator.timeline(), notes=violation.notes)}") from None
+    simulator = Simulator(program, costs, network, host_link, overlap, brief=brief)
+    simulator.run()
+    return simulator.prediction()
 
 
 def has_equal_batches(plan: Plan) -> bool:
@@ -122,20 +120,9 @@ def simulate_batches(
             "simulate_batches: expected the program of the first batch of a plan with equal batches, as has_equal_batches says, found one "
             f"of the batches {program.begin} to {program.end - 1} with the schedule '{program.plan.schedule}'; use jpipe.simulate"
         )
-    if (clocks := _clocks(program, costs, _link_of("", link), overlap)) is not None:
-        period = clocks.run_batches(batches, until_periodic)
-        return clocks.prediction(), period
-    predictor = Predictor(program, costs, _link_of("", link), _link_of("host: ", None), overlap, brief=True)
-    period = predictor.run_batches(program.instructions, batches, until_periodic)
-    return predictor.prediction(), period
-
-
-def _clocks(program: Program, costs: Sequence[StageCost], network: Network, overlap: Overlap) -> Clocks | None:
-    """Return a simulation of a program in compact form; None if it or its costs have what is not simulated so."""
-    if overlap != "transfers and sums" or any(cost.passed or cost.compressed_sums or cost.updated for cost in costs):
-        return None
-    form = compact(program)
-    return None if form is None else Clocks(program, form, costs, network)
+    simulator = Simulator(program, costs, _link_of("", link), _link_of("host: ", None), overlap, brief=True)
+    period = simulator.run_batches(batches, until_periodic)
+    return simulator.prediction(), period
 
 
 def _link_of(name: str, link: Link | Callable[..., Link] | None) -> Callable[..., Link]:

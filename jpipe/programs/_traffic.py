@@ -40,32 +40,18 @@ class Traffic:
         self._divided = 0  # how often ports that were together have been divided
         self._known: dict[tuple[int, ...], tuple[int, list[_Ports]]] = {}  # what `_together` has found, and `_divided` then
 
-    def send(self, source: int, to: int, ready: float, size: int) -> tuple[float, float, float]:
-        """Return when a message of `size` bytes that can be sent from `ready` on begins, ends and arrives."""
+    def link(self, source: int, to: int, size: float) -> tuple[tuple[int, ...], float, float]:
+        """Return the ports of a link, how long a message of `size` bytes occupies them, and how much later it arrives."""
         ports, bandwidth, latency = self._route(source, to)
-        seconds = size / bandwidth
-        end = self.occupy(ports, ready, seconds)
-        return end - seconds, end, end + latency
+        return ports, size / bandwidth, latency
 
-    def all_reduce(self, ranks: Sequence[int], ready: float, size: float, rounds: int = 2) -> tuple[float, float, float]:
-        """Return the same of a sum that can begin at `ready`; each rank sends `size` bytes to its neighbour in a ring.
+    def ring(self, ranks: Sequence[int], size: float, rounds: int = 2) -> tuple[tuple[int, ...], float, float]:
+        """Return the same of a sum; each rank sends `size` bytes to its neighbour in a ring.
 
         `rounds` is how often something goes all the way around, each time with the latency of all links but one.
         """
         ports, bandwidth, latency = self._ring(tuple(ranks))
-        seconds = size / bandwidth
-        end = self.occupy(ports, ready, seconds)
-        return end - seconds, end, end + rounds * (len(ranks) - 1) * latency
-
-    def link(self, source: int, to: int, size: float) -> tuple[tuple[int, ...], float, float]:
-        """Return the ports of a link, how long they are occupied by a message of `size` bytes, and how much later it arrives."""
-        ports, bandwidth, latency = self._route(source, to)
-        return ports, size / bandwidth, latency
-
-    def ring(self, ranks: Sequence[int], size: float) -> tuple[tuple[int, ...], float, float]:
-        """Return the same of a sum for which each rank sends `size` bytes to its neighbour, twice around a ring."""
-        ports, bandwidth, latency = self._ring(tuple(ranks))
-        return ports, size / bandwidth, 2 * (len(ranks) - 1) * latency
+        return ports, size / bandwidth, rounds * (len(ranks) - 1) * latency
 
     def _find_route(self, source: int, to: int) -> tuple[tuple[int, ...], float, float]:
         """Return the ports of a link, its bandwidth and its latency."""

@@ -1,8 +1,6 @@
 """What a verified program does, for given costs: time, memory and bytes moved."""
 
-from jpipe.programs.prediction._clocks import Clocks
-from jpipe.programs.prediction._compact import compact
 from jpipe.programs.prediction._prediction import Prediction, draw_grid
-from jpipe.programs.prediction._predictor import Predictor
+from jpipe.programs.prediction._simulator import Simulator
 
-__all__ = ["Clocks", "Prediction", "Predictor", "compact", "draw_grid"]
+__all__ = ["Prediction", "Simulator", "draw_grid"]

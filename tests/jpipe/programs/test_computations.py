@@ -16,7 +16,7 @@ from jpipe.programs import _verify as verify
 from jpipe.programs._instructions import Instruction, Load
 from jpipe.programs._steps import Steps
 from jpipe.programs.lowering import Run
-from jpipe.programs.prediction import _predictor as predictor
+from jpipe.programs.prediction import _actions as actions
 from jpipe.runtime import _interpreter as interpreter
 from jpipe.schedules import SCHEDULES
 from jpipe.stages.functions._stage import StageFunctions
@@ -69,7 +69,7 @@ def test_a_new_op_is_a_row_and_a_stage_function(monkeypatch):
 
 def test_every_table_of_instructions_has_all_of_them():
     assert verify._CHECKS.keys() == INSTRUCTIONS
-    assert predictor._HANDLERS.keys() == INSTRUCTIONS
+    assert actions.WRITERS.keys() == INSTRUCTIONS
     assert interpreter._METHODS.keys() | {Load, interpreter.AllReduce} == INSTRUCTIONS
 
 

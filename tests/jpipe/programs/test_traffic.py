@@ -35,8 +35,8 @@ def test_each_port_carries_one_message_at_a_time(per_server):
             ranks, ready, seconds = draw.sample(range(6), draw.choice([2, 2, 3, 6])), draw.randrange(40), draw.randint(1, 4)
             ring = [*zip(ranks, ranks[-1:] + ranks[:-1], strict=True)] if len(ranks) > 2 else [tuple(ranks)]
             ports = {port for pair in ring for port in link(*pair).ports}
-            end = (traffic.all_reduce(ranks, ready, seconds) if len(ranks) > 2 else traffic.send(*ranks, ready, seconds))[1]
-            assert end == rule.send(ports, ready, seconds)
+            used, lasts, _ = traffic.ring(ranks, seconds) if len(ranks) > 2 else traffic.link(*ranks, seconds)
+            assert traffic.occupy(used, ready, lasts) == rule.send(ports, ready, seconds)
 
 
 def test_what_all_replicas_send_to_a_compressed_sum_is_held_together():

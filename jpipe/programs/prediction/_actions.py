@@ -1,0 +1,476 @@
+"""Programs as actions, which do not depend on costs: a program is written as actions once, for many simulations with different costs.
+
+What an action waits for is a place in one list of times. What depends on costs is a price (`_prices`) with what it needs to know. The bytes
+of a rank change in the order of its instructions, whatever the times are, so their changes are a list of their own.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jpipe.ops import OPS
+from jpipe.plan import Kept
+from jpipe.programs._costs import Overlap
+from jpipe.programs._global_norm import last_microbatch
+from jpipe.programs._instructions import (
+    AddShared,
+    Agree,
+    AllReduce,
+    Compute,
+    Fetch,
+    Load,
+    Message,
+    Offload,
+    Program,
+    Receive,
+    Release,
+    Send,
+    SumChanges,
+    SumSquares,
+    TakeShared,
+    Update,
+    ends_update,
+    op_of,
+)
+from jpipe.programs._transfers import HOST
+from jpipe.programs._verify import versions_before
+from jpipe.schedules import SCHEDULES
+
+WORK, BEGIN, WAIT, MAKE, MOVE = range(5)
+"""The kinds of actions; see `RankActions.queue`."""
+
+NOWHERE = -1
+"""The place of what does not exist."""
+
+Versions = tuple[tuple[int, tuple[tuple[int, tuple[int, ...]], ...]], ...]
+"""Of each worker of a rank its stage and its versions on the device, each with the replicas whose share of the weights is still to come."""
+
+
+class Work(NamedTuple):
+    """A computation or an update of a rank.
+
+    Attributes:
+        seconds: the number of its price.
+        stage, chunk: of which stage it is, and which of its rank's stages that is.
+        op, microbatch, version, part: of a computation, as in a `Span`.
+        follows: of an update, the number of its stage's last computation, counted over the rank; NOWHERE: it is a computation itself.
+        changes: the number of changes of the rank's bytes until its end.
+        versions: what the rank holds then.
+    """
+
+    seconds: int
+    stage: int
+    chunk: int
+    op: str
+    microbatch: int
+    version: int
+    part: int | None
+    follows: int
+    changes: int
+    versions: Versions
+
+
+class Event(NamedTuple):
+    """A message or a sum, which begins when all that take part have come to it.
+
+    Attributes:
+        order: decides between events that can begin at the same time, and is different for all: messages come before sums, because by then
+            all sums of that time are known. The last entry is the number in a `Transfer`.
+        participants: how often ranks come to it before it begins.
+        route: the number of its route.
+        places: where the time is noted at which it is over.
+        ranks: those that may wait for it.
+    """
+
+    order: tuple[Any, ...]
+    participants: int
+    route: int
+    places: tuple[int, ...]
+    ranks: tuple[int, ...]
+
+
+class RankActions:
+    """The actions of a rank.
+
+    Attributes:
+        number: of the rank.
+        workers: its workers that have instructions.
+        queue: in order (WORK, number of the price, place that it waits for and uses up, place of what it makes); (BEGIN, the event, place
+            of what is sent, or NOWHERE for what is there now, 0); (WAIT, place, whether it is used up, 0); (MAKE, 0, place of what another
+            worker of the rank has made, or NOWHERE for what is there now, place of what is made); (MOVE, number of the route, number in a
+            `Transfer`, place of what is moved).
+        works: what each WORK is.
+        computations: how many of them are computations.
+        changes: the numbers of the changes of its bytes, in order; an array once all are written.
+        first: the number of changes that are what it holds at the beginning, and the versions among them.
+        versions: those that it holds after the actions so far.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.workers: list[Worker] = []
+        self.queue: list[tuple[int, Any, int, int]] = []
+        self.works: list[Work] = []
+        self.computations = 0
+        self.changes: Any = []
+        self.first: tuple[int, Versions] = 0, ()
+        self.versions: Versions = ()
+
+    def note_versions(self) -> None:
+        """Note which versions its workers have on the device from now on."""
+        self.versions = tuple(
+            (worker.stage, tuple(entry for entry in worker.versions.items() if ("versions", entry[0]) not in worker.away))
+            for worker in self.workers
+        )
+
+
+class _Numbers(dict[Any, int]):
+    """Numbers for keys, in the order in which they first come."""
+
+    def __missing__(self, key: Any) -> int:
+        self[key] = number = len(self)
+        return number
+
+
+class Actions:
+    """A program as actions.
+
+    Args:
+        program: the program.
+        overlap: what goes on beside the computations of a rank.
+
+    Attributes:
+        ranks: the actions of each rank.
+        workers: the workers that have instructions, by number.
+        places: the numbers of places, by worker and what is there; empty once all is written.
+        num_places: how many there are.
+        there: the places of what is there from the beginning.
+        seconds, changes: the numbers of prices of works, and of changes of bytes.
+        routes: the numbers of what goes over links, by what it is, the ranks, and the price of its size.
+        events: by their order; likewise.
+    """
+
+    def __init__(self, program: Program, overlap: Overlap) -> None:
+        plan = program.plan
+        self.program, self.plan, self.depth, self.sets_aside = program, plan, plan.depth, program.sets_aside
+        self.transfers_block, self.sums_block = overlap == "none", overlap != "transfers and sums"
+        self.flushes, self.moves = SCHEDULES[plan.schedule].flushes, plan.offload is not None
+        self.averages_state = plan.sync_state and self.flushes and plan.agree is None
+        self.places, self.seconds, self.changes, self.routes = (_Numbers() for _ in range(4))
+        self.there: set[int] = set()
+        self.events: dict[tuple[Any, ...], Event] = {}
+        self.ranks = [RankActions(rank) for rank in range(len(plan.rank_workers))]
+        self.workers = {w: Worker(self, w) for w in (range(len(plan.workers)) if program.workers is None else sorted(program.workers))}
+        self.summing = [[w for w in workers if w in self.workers] for workers in plan.stage_workers]  # by stage
+        for rank in self.ranks:
+            rank.note_versions()
+            rank.first = len(rank.changes), rank.versions
+        for i in program.instructions:
+            WRITERS[type(i)](self.workers[i.worker], i)
+        for rank in self.ranks:
+            rank.changes = np.array(rank.changes, int)
+        self.num_places = len(self.places)
+        self.places.clear()  # thousands of keys, which are not needed any more
+        self.events.clear()
+
+
+class Worker:
+    """A worker, whose instructions are written as actions of its rank, and what these depend on of earlier instructions.
+
+    Attributes:
+        all, rank: the actions of all ranks, and those of its own.
+        number, stage, replica: of the worker.
+        chunk: which of the rank's stages its stage is.
+        parts: the number of parts in which its stage sums gradients; 0: it sums them together.
+        others: the other replicas, if they update the remaining weights.
+        versions: its weight versions, each with the replicas whose share of the weights is still to come.
+        most_versions: the most versions so far.
+        away: what is in host memory.
+        accumulates: whether there is memory for gradients: not between a batch set aside and the next backward.
+        computed: by microbatch the parts of ops that it has computed, if a neighbouring stage is on the same rank.
+        last: the number of its last computation, counted over the rank.
+    """
+
+    def __init__(self, of_program: Actions, number: int) -> None:
+        plan, start = of_program.plan, of_program.program.start
+        self.all, self.rank, self.number = of_program, of_program.ranks[plan.rank_of[number]], number
+        self.stage, self.replica = s, _ = plan.workers[number]
+        self.chunk, self.parts = plan.rank_workers[self.rank.number].index(number), len(plan.stages[s].sum_parts)
+        self.others = tuple(w for w in plan.stage_workers[s] if w != number) if plan.shard_optimizer else ()
+        self.versions: dict[int, tuple[int, ...]] = dict.fromkeys(sorted(versions_before(plan, number, start)), ())
+        self.most_versions, self.accumulates, self.last = len(self.versions), True, NOWHERE
+        self.away: set[tuple[Kept, int]] = {("optimizer", 0)} if plan.offloads("optimizer", s) else set()
+        self.computed: dict[int, str] = {}
+        self.rank.workers.append(self)
+        self.change("begin", len(self.versions), bool(self.away))
+        if (begun := plan.agreement_under_way(s, start * plan.updates_per_batch(s))) is not None:
+            self.change("changes")
+            of_program.there.add(self.place("changes", None, begun))
+
+    def place(self, *what: Any) -> int:
+        """Return the place of the time of something that it waits for or makes, a name and numbers."""
+        return self.all.places[self.number, *what]
+
+    def wait(self, *what: Any, uses_up: bool = False) -> None:
+        """Wait for something, if the worker ever lacks it. What is used up comes again in the next one of equal batches."""
+        place = self.all.places.get((self.number, *what))
+        if place is not None:
+            self.rank.queue.append((WAIT, place, uses_up, NOWHERE))
+
+    def make(self, *what: Any) -> None:
+        """Note that something is there now."""
+        self.rank.queue.append((MAKE, 0, NOWHERE, self.place(*what)))
+
+    def change(self, name: str, *arguments: Any) -> None:
+        """Change the bytes of the rank."""
+        self.rank.changes.append(self.all.changes[name, self.stage, *arguments])
+
+    def accumulate(self) -> None:
+        """Add memory for gradients, if a batch set aside has taken it."""
+        if not self.accumulates:
+            self.accumulates = True
+            self.change("accumulate")
+
+    def begin(
+        self, order: tuple[Any, ...], participants: int, route: tuple[Any, ...], waiting: Iterable[tuple[Any, ...]], sent: int
+    ) -> None:
+        """Take part in an event.
+
+        Args:
+            order, participants: as in an `Event`.
+            route: what goes over links, the ranks, and the price of its size.
+            waiting: the workers that wait for it, and for what.
+            sent: the place of what this worker sends, or NOWHERE for what is there now.
+        """
+        event = self.all.events.get(order)
+        if event is None:
+            keys = [*waiting]
+            places, ranks = tuple(self.all.places[key] for key in keys), tuple(self.all.plan.rank_of[w] for w, *_ in keys)
+            event = self.all.events[order] = Event(order, participants, self.all.routes[route], places, ranks)
+        self.rank.queue.append((BEGIN, event, sent, NOWHERE))
+
+    def begin_sum(self, what: str, batch: int, part: int | None, summed: int) -> None:
+        """Take part in a sum over the replicas of the stage, of gradients ("sum") or of changes."""
+        program, s = self.all, self.stage
+        route = what, program.plan.stage_workers[s], s, part
+        waiting = ((w, what, part, batch) for w in program.summing[s])
+        self.begin((1, s, _name(what, part), batch), len(program.summing[s]), route, waiting, NOWHERE if program.sums_block else summed)
+        if program.sums_block:
+            self.wait(what, part, batch)
+
+    def wait_for_sums(self, batch: int, *, uses_up: bool = False) -> None:
+        """Wait for the sums of the gradients of a batch, all parts of them."""
+        for part in range(self.parts) if self.parts else (None,):
+            self.wait("sum", part, batch, uses_up=uses_up)
+
+    def transfer(self, message: Message, source: int, to: int, k: int, sent: int = NOWHERE) -> None:
+        """Take part in a message between two ranks; only its sender does so if the ranks compute meanwhile."""
+        program, order, arrival = self.all, (0, source, to, message, k), (to, *self.received(message, source, k))
+        if program.transfers_block:
+            self.begin(order, 2, (message, (source, to)), [(source, "arrival", message, to, k), arrival], NOWHERE)
+            return
+        event = Event(order, 1, program.routes[message, (source, to)], (program.places[arrival],), (program.plan.rank_of[to],))
+        self.rank.queue.append((BEGIN, event, sent, NOWHERE))
+
+    def received(self, message: Message, source: int, k: int) -> tuple[Any, ...]:
+        """Return what a message is at the worker that waits for it."""
+        if message == "shared":
+            return message, self.all.plan.workers[source][0], k
+        if message == "weights":
+            return message, source, k // self.all.plan.microbatches_per_update(self.stage) + 1
+        return message, k
+
+
+def _name(what: str, part: int | None) -> str:
+    return what if part is None else f"{what} of part {part}"
+
+
+def _load(worker: Worker, i: Load) -> None:
+    worker.change(i.data)
+
+
+def _compute(worker: Worker, i: Compute) -> None:
+    program, rank, s, k, op = worker.all, worker.rank, worker.stage, i.microbatch, OPS[i.op]
+    is_last, needs, made = i.part is None or i.part == worker.parts - 1, NOWHERE, list[int]()
+    for other in worker.others:
+        worker.wait("weights", other, i.version)
+    if program.moves:
+        worker.wait("moved", "versions", i.version)
+        worker.wait("moved", op.reads, k)
+    message, places = _NEEDS[op.reads], program.places
+    if message and not i.part and s != (0 if op.begins else program.depth - 1):
+        needs = places[i.worker, message, k]
+    if i.part is not None:
+        made.append(worker.place("part", i.part, k // program.plan.microbatches_per_update(s)))
+    if is_last and "output" in op.leaves and s < program.depth - 1:
+        made.append(places[i.worker, "made", "activation", k])
+    if is_last and op.gives_gradient and s > 0:
+        made.append(places[i.worker, "made", "gradient", k])
+    _change_bytes(worker, i, is_last)
+    seconds, name = program.seconds[s, i.op, i.part], i.op if i.part is None else op_of(i, program.plan).name
+    rank.queue.append((WORK, seconds, needs, made[0] if made else NOWHERE))
+    for place in made[1:]:
+        rank.queue.append((MAKE, 0, NOWHERE, place))
+    rank.works.append(Work(seconds, s, worker.chunk, name, k, i.version, i.part, NOWHERE, len(rank.changes), rank.versions))
+    worker.last, rank.computations = rank.computations, rank.computations + 1
+    if is_last and op.finishes:
+        worker.accumulate()
+        worker.accumulates = not (program.sets_aside[s] and ends_update(program.plan, s, k))
+
+
+def _change_bytes(worker: Worker, i: Compute, is_last: bool) -> None:
+    """Change the bytes at the end of a computation. The first of several parts leaves residuals to the others, if it has the forward."""
+    op, k, leaves = OPS[i.op], i.microbatch, i.part is not None and OPS[i.op].begins and worker.parts > 1
+    if not is_last:
+        worker.accumulate()
+        worker.change("first part" if leaves and not i.part else "part")
+        return
+    if leaves:
+        worker.change("last part")
+    of_stage = {other.stage: other.computed.get(k, "") for other in worker.rank.workers} if len(worker.rank.workers) > 1 else {}
+    worker.change("compute", i.op, of_stage.get(worker.stage - 1), of_stage.get(worker.stage + 1))
+    if of_stage:
+        worker.computed[k] = of_stage[worker.stage] + op.parts
+
+
+_NEEDS = {"inputs": "activation", "residuals": "gradient", "stash": ""}
+"""The message that an op waits for, by what it reads."""
+
+
+def _send(worker: Worker, i: Send) -> None:
+    program, k = worker.all, i.microbatch
+    worker.change("send", i.message, i.worker, i.to)
+    made = program.places.get((i.worker, "made", i.message, k))
+    sent = program.places[i.worker, i.message, k] if made is None else made  # a worker passes on the norm that it has received
+    if program.plan.rank_of[i.to] == worker.rank.number:
+        received = program.places[i.to, *worker.received(i.message, i.worker, k)]
+        worker.rank.queue.append((MAKE, 0, sent, received))
+        return
+    worker.transfer(i.message, i.worker, i.to, k, sent)
+    if program.transfers_block:
+        worker.wait("arrival", i.message, i.to, k, uses_up=True)
+
+
+def _receive(worker: Worker, i: Receive) -> None:
+    program, k = worker.all, i.microbatch
+    worker.change("receive", i.message, i.source, i.worker)
+    if i.message in _NEEDS.values() and not program.transfers_block:
+        return  # computations wait for these by themselves
+    received = worker.received(i.message, i.source, k)
+    worker.place(*received)
+    if i.message == "weights":
+        _, source, version = received
+        worker.versions[version] = tuple(replica for replica in worker.versions[version] if replica != program.plan.workers[source][1])
+        worker.rank.note_versions()
+    if program.transfers_block and program.plan.rank_of[i.source] != worker.rank.number:
+        worker.transfer(i.message, i.source, i.worker, k)
+        worker.wait(*received)
+
+
+def _all_reduce(worker: Worker, i: AllReduce) -> None:
+    if worker.all.averages_state and not i.part:
+        worker.change("take state")  # the mean, until the update replaces the worker's own by it
+    worker.change("sum", i.part)
+    worker.begin_sum("sum", i.batch, i.part, NOWHERE if i.part is None else worker.place("part", i.part, i.batch))
+
+
+def _take_shared(worker: Worker, i: TakeShared) -> None:
+    worker.wait_for_sums(i.batch)
+    worker.make("made", "shared", last_microbatch(worker.all.plan, i.batch))
+    worker.change("take shared")
+
+
+def _add_shared(worker: Worker, i: AddShared) -> None:
+    for s in worker.all.program.shared[i.group]:
+        worker.wait("shared", s, last_microbatch(worker.all.plan, i.batch))
+
+
+def _sum_squares(worker: Worker, i: SumSquares) -> None:
+    k, s = last_microbatch(worker.all.plan, i.batch), worker.stage
+    worker.wait_for_sums(i.batch)
+    if s < worker.all.depth - 1:
+        worker.wait("squares", k, uses_up=True)
+        worker.change("free squares")
+    if s > 0:
+        worker.change("squares")
+    worker.make(*(("made", "squares") if s > 0 else ("norm",)), k)
+
+
+def _update(worker: Worker, i: Update) -> None:
+    program, rank, s, k = worker.all, worker.rank, worker.stage, last_microbatch(worker.all.plan, i.batch)
+    worker.wait_for_sums(i.batch, uses_up=True)
+    if program.program.global_norm:
+        worker.wait("norm", k, uses_up=program.flushes)
+    if program.averages_state and len(program.plan.stage_workers[s]) > 1:
+        worker.change("average state")
+    if worker.accumulates and program.sets_aside[s]:
+        worker.change("set aside")
+    worker.accumulates = True
+    if sharing := sorted({other for stages in program.program.shared if s in stages for other in stages} - {s}):
+        worker.change("free shared", *sharing)
+        for other in sharing:
+            worker.wait("shared", other, k, uses_up=True)
+    for kept in (("optimizer", 0), ("versions", i.batch), ("versions", i.retires)) if program.moves else ():
+        worker.wait("moved", *kept)
+    if i.retires is None:
+        worker.change("update")
+    else:
+        del worker.versions[i.retires]
+    worker.versions[i.batch + 1] = tuple(program.plan.workers[other][1] for other in worker.others)
+    worker.most_versions = max(worker.most_versions, len(worker.versions))
+    rank.note_versions()
+    if worker.others:
+        worker.change("lack shares", worker.replica)
+    seconds = program.seconds[s, "", None]
+    rank.queue.append((WORK, seconds, NOWHERE, worker.place("made", "weights", k) if worker.others else NOWHERE))
+    rank.works.append(Work(seconds, s, worker.chunk, "", k, i.batch, None, worker.last, len(rank.changes), rank.versions))
+
+
+def _release(worker: Worker, i: Release) -> None:
+    worker.change("release in host" if ("versions", i.version) in worker.away else "release")
+    worker.away.discard(("versions", i.version))
+    del worker.versions[i.version]
+    worker.rank.note_versions()
+
+
+def _sum_changes(worker: Worker, i: SumChanges) -> None:
+    worker.change("changes")  # then their mean
+    worker.change("sum changes")
+    worker.begin_sum("changes", i.batch, None, NOWHERE)
+
+
+def _agree(worker: Worker, i: Agree) -> None:
+    worker.wait("changes", None, i.begun, uses_up=True)
+    worker.change("agree")
+
+
+def _move(worker: Worker, i: Offload | Fetch) -> None:
+    rank, to_host = worker.rank, isinstance(i, Offload)
+    (worker.away.add if to_host else worker.away.remove)((i.what, i.number))
+    worker.change("move", i.what, to_host)
+    rank.note_versions()
+    place, ends = worker.place("moved", i.what, i.number), (i.worker, HOST) if to_host else (HOST, i.worker)
+    worker.all.there.add(place)
+    rank.queue.append((MOVE, worker.all.routes[i.what, ends], i.number, place))
+    if worker.all.transfers_block:
+        worker.wait("moved", i.what, i.number)
+
+
+WRITERS: dict[type, Callable[[Worker, Any], None]] = {
+    Load: _load,
+    Compute: _compute,
+    Send: _send,
+    Receive: _receive,
+    AllReduce: _all_reduce,
+    TakeShared: _take_shared,
+    AddShared: _add_shared,
+    SumSquares: _sum_squares,
+    Update: _update,
+    SumChanges: _sum_changes,
+    Agree: _agree,
+    Release: _release,
+    Offload: _move,
+    Fetch: _move,
+}
+"""How each instruction is written as actions and changes of bytes."""

@@ -1,0 +1,184 @@
+"""Prices of actions: the seconds and bytes that follow from the costs of the stages."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from jpipe.ops import OPS
+from jpipe.plan import Kept
+from jpipe.programs._costs import StageCost
+from jpipe.programs._instructions import Message, Program
+
+
+class Change(NamedTuple):
+    """The bytes that an action adds to its rank; negative numbers are bytes that it frees.
+
+    Attributes:
+        live: of all arrays on the device.
+        while_running: how many more arrays are on the device while it runs than before.
+        sent: the bytes that it sends to other ranks.
+        residuals: the part of `live` that residuals and stashes have.
+        optimizer: the part of `live` that optimizer state has, with the errors of compressed sums.
+        in_host: in host memory.
+        moved: the bytes that it moves to host memory or back.
+    """
+
+    live: int = 0
+    while_running: int = 0
+    sent: int = 0
+    residuals: int = 0
+    optimizer: int = 0
+    in_host: int = 0
+    moved: int = 0
+
+
+class Prices:
+    """The prices of a program's actions.
+
+    Args:
+        program: what runs.
+        costs: one for each stage.
+    """
+
+    def __init__(self, program: Program, costs: Sequence[StageCost]) -> None:
+        self.program, self.plan, self.costs = program, program.plan, costs
+
+    def seconds(self, s: int, op: str, part: int | None) -> float:
+        """Return the time of an op, or of one part of it; "" stands for an update."""
+        if not op:
+            return self.costs[s].update
+        return self.costs[s].seconds(op) if part is None else self.costs[s].seconds_of_part(op, part, self.plan.stages[s])
+
+    def change(self, name: str, s: int, *arguments: object) -> Change:
+        """Return a change of bytes at stage s, one of `CHANGES`."""
+        return CHANGES[name](self, self.costs[s], s, *arguments)
+
+    def computes(self, s: int, name: str, before: str | None, after: str | None) -> Change:
+        """Return the bytes of a computation.
+
+        Args:
+            s: the stage.
+            name: of the op.
+            before: the parts of ops that the stage before has computed of the microbatch, if it is on the same rank; otherwise None.
+            after: likewise of the stage after.
+        """
+        op, cost = OPS[name], self.costs[s]
+        left, made = {"residuals": cost.residuals, "stash": cost.stash}, cost.gradient if op.gives_gradient else 0
+        residuals = sum(size for kind, size in left.items() if kind in op.leaves)
+        made += residuals
+        if "output" in op.leaves:
+            made += cost.message if s == self.plan.depth - 1 else cost.outputs - cost.kept_outputs
+        freed = cost.inputs + cost.labels
+        if not op.begins:
+            freed = left[op.reads] + (cost.message if op.reads == "residuals" else 0)
+            residuals -= left[op.reads]
+        # Arrays that both stages of a rank keep are freed with the second one.
+        if before is not None:
+            freed -= sum(arrays.size for arrays in cost.passed if arrays.receiver in op.parts and arrays.sender not in before)
+        if after is not None:
+            passed = self.costs[s + 1].passed
+            freed -= sum(arrays.size for arrays in passed if arrays.sender in op.parts and arrays.receiver not in after)
+        return Change(made - freed, made + cost.temporary, residuals=residuals)
+
+    def message(self, message: Message, source: int, to: int) -> tuple[int, int, int]:
+        """Return the bytes that a message frees at its sender, its size, and the bytes that it adds at its receiver."""
+        (s, replica), (other, _), rank_of = self.plan.workers[source], self.plan.workers[to], self.plan.rank_of
+        cost, receiver = self.costs[s], self.costs[other]
+        match message:
+            case "activation":
+                passed = receiver.passed if rank_of[source] == rank_of[to] else ()
+                arrives = receiver.inputs - sum(arrays.size for arrays in passed)
+                return cost.outputs - cost.kept_outputs, cost.outputs, arrives
+            case "gradient":
+                return cost.gradient, cost.gradient, receiver.message
+            case "squares":
+                return self.squares(s), 0, self.squares(s)  # too little to take time beyond the latency
+            case "shared":
+                return 0, self.shared(s, other), self.shared(s, other)
+            case "weights":
+                return 0, self.share(s, [replica]), self.share(s, [replica])
+            case _:
+                return 0, 0, 0
+
+    def sends(self, message: Message, source: int, to: int) -> Change:
+        """Return the bytes of a message at its sender."""
+        freed, size, _ = self.message(message, source, to)
+        return Change(-freed, sent=size if self.plan.rank_of[source] != self.plan.rank_of[to] else 0)
+
+    def sum(self, what: str, s: int, part: int | None) -> tuple[float, int]:
+        """Return the bytes that each replica of a stage sends for a sum, and how often something goes around the ring of replicas.
+
+        What is compressed goes around once, and each replica adds it up; otherwise shares go around, and then their sums.
+        """
+        cost, others = self.costs[s], self.plan.replicas[s] - 1
+        if what == "sum" and cost.compressed_sums:
+            return others * cost.compressed_sums[part or 0], 1
+        of_gradients = cost.accumulators if part is None else cost.accumulators_of_part(part, self.plan.stages[s])
+        return 2 * others / (others + 1) * (of_gradients if what == "sum" else cost.trained), 2
+
+    def shared(self, s: int, other: int) -> int:
+        """Return the size of the gradients of shared parameters that one stage sends to another."""
+        sizes = zip(self.program.shared, self.costs[s].shared, strict=False)
+        return sum(size for stages, size in sizes if {s, other} <= set(stages))
+
+    def share(self, s: int, replicas: Sequence[int]) -> int:
+        """Return the bytes of one version that some replicas update for all."""
+        return sum(self.costs[s].updated[replica] for replica in replicas) if self.costs[s].updated else 0
+
+    def squares(self, s: int) -> int:
+        """Return the size of the sums of squares of a stage and all later ones."""
+        return sum(cost.squares for cost in self.costs[s:])
+
+    def kept(self, s: int, what: Kept) -> int:
+        """Return the size of something that may wait in host memory."""
+        cost = self.costs[s]
+        return {"optimizer": cost.optimizer, "versions": cost.trained, "residuals": cost.residuals, "stash": cost.stash}[what]
+
+
+def _begin(prices: Prices, cost: StageCost, s: int, versions: int, optimizer_in_host: bool) -> Change:
+    optimizer = cost.sum_error + cost.remembered + (0 if optimizer_in_host else cost.optimizer)
+    live = versions * cost.trained + cost.frozen + cost.state + cost.accumulators + optimizer
+    return Change(live, optimizer=optimizer, in_host=cost.optimizer if optimizer_in_host else 0)
+
+
+def _sum(prices: Prices, cost: StageCost, s: int, part: int | None) -> Change:
+    """Return what a replica holds and sends for a sum: gradients, then what all have sent, which is taken to come together."""
+    held = prices.plan.replicas[s] * cost.compressed_sums[part or 0] + cost.temporary if cost.compressed_sums else 0
+    return Change(0, held, round(prices.sum("sum", s, part)[0]))
+
+
+def _move(prices: Prices, cost: StageCost, s: int, what: Kept, to_host: bool) -> Change:
+    size = prices.kept(s, what)
+    live = -size if to_host else size
+    kinds = {"optimizer": live if what == "optimizer" else 0, "residuals": live if what in ("residuals", "stash") else 0}
+    return Change(live, in_host=-live, moved=size, **kinds)
+
+
+CHANGES: dict[str, Callable[..., Change]] = {
+    "begin": _begin,
+    "inputs": lambda prices, cost, s: Change(cost.inputs),
+    "labels": lambda prices, cost, s: Change(cost.labels),
+    "compute": lambda prices, cost, s, *arguments: prices.computes(s, *arguments),
+    "first part": lambda prices, cost, s: Change(cost.residuals, cost.residuals + cost.temporary, residuals=cost.residuals),
+    "part": lambda prices, cost, s: Change(0, cost.temporary),
+    "last part": lambda prices, cost, s: Change(-cost.residuals, residuals=-cost.residuals),
+    "accumulate": lambda prices, cost, s: Change(cost.accumulators),
+    "send": lambda prices, cost, s, *arguments: prices.sends(*arguments),
+    "receive": lambda prices, cost, s, *arguments: Change(prices.message(*arguments)[2]),
+    "take state": lambda prices, cost, s: Change(cost.state),
+    "sum": _sum,
+    "average state": lambda prices, cost, s: Change(-cost.state),
+    "set aside": lambda prices, cost, s: Change(-cost.accumulators),
+    "update": lambda prices, cost, s: Change(cost.trained),
+    "release": lambda prices, cost, s: Change(-cost.trained),
+    "release in host": lambda prices, cost, s: Change(in_host=-cost.trained),
+    "take shared": lambda prices, cost, s: Change(sum(cost.shared)),
+    "free shared": lambda prices, cost, s, *others: Change(-sum(cost.shared) - sum(prices.shared(other, s) for other in others)),
+    "squares": lambda prices, cost, s: Change(prices.squares(s)),
+    "free squares": lambda prices, cost, s: Change(-prices.squares(s + 1)),
+    "lack shares": lambda prices, cost, s, replica: Change(prices.share(s, [replica]) - sum(cost.updated)),
+    "changes": lambda prices, cost, s: Change(cost.trained),
+    "sum changes": lambda prices, cost, s: Change(sent=round(prices.sum("changes", s, None)[0])),
+    "agree": lambda prices, cost, s: Change(-cost.trained),
+    "move": _move,
+}
+"""The bytes of each kind of action, as functions of the prices, the costs of the stage, its number, and what the action says of itself."""

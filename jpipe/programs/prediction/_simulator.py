@@ -1,0 +1,285 @@
+"""A simulation of a program: the times of its actions, and from them its prediction."""
+
+from collections.abc import Iterator, Sequence
+from heapq import heappop, heappush
+from itertools import accumulate, cycle
+from operator import add
+from typing import Any
+
+from jpipe.programs._costs import HostLink, Network, Overlap, StageCost
+from jpipe.programs._execution_order import ProgramError
+from jpipe.programs._instructions import Program
+from jpipe.programs._timeline import MemorySample, Span, Timeline
+from jpipe.programs._traffic import Traffic
+from jpipe.programs._transfers import HOST, Transfer
+from jpipe.programs.prediction._actions import MAKE, MOVE, NOWHERE, WAIT, WORK, Actions, Event, RankActions
+from jpipe.programs.prediction._memory import Memory
+from jpipe.programs.prediction._prediction import Prediction, draw_grid
+from jpipe.programs.prediction._prices import Prices
+
+_NOT_YET = float("inf")
+"""The time of what is not known to come yet."""
+
+_SAME = 1e-9
+"""The relative difference of two times that are equal but for rounding."""
+
+_Route = tuple[str, tuple[int, ...], tuple[int, ...], float, float, float]
+"""What goes over links, the ranks, the ports that it occupies, how long, how much later it arrives, and its bytes."""
+
+
+class _Rank:
+    """The times of a rank so far.
+
+    Attributes:
+        actions: what it does.
+        clock: when it last ended something before a pause, or before the end.
+        starts: of its works.
+        arrivals: when what it needed was there, in the current batch.
+        batches: of each batch that it has ended, the starts of its works and the arrivals.
+    """
+
+    def __init__(self, actions: RankActions) -> None:
+        self.actions, self.clock = actions, 0.0
+        self.starts: list[float] = []
+        self.arrivals: list[float] = []
+        self.batches: list[list[float]] = []
+
+    def end_batch(self) -> None:
+        """Count what follows as the next one of equal batches."""
+        self.batches.append(self.starts[len(self.batches) * len(self.actions.works) :] + self.arrivals)
+        self.arrivals.clear()
+
+
+class Simulator:
+    """A simulation of a program.
+
+    Each rank goes through its actions in order, up to one that needs something of which the time is not known. Messages and sums take their
+    ports in the order of the times from which they can begin, so what a rank does does not depend on how its instructions are interleaved
+    with those of others.
+
+    Args:
+        program: what runs.
+        costs: one for each stage.
+        network: the link between any two ranks.
+        host: the link of a rank to its host.
+        overlap: what goes on beside the computations of a rank.
+        brief: whether to leave out memory over time and transfers.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        costs: Sequence[StageCost],
+        network: Network,
+        host: HostLink,
+        overlap: Overlap = "transfers and sums",
+        brief: bool = False,
+    ) -> None:
+        if overlap not in program.prepared:
+            program.prepared[overlap] = Actions(program, overlap)
+        self._actions: Actions = program.prepared[overlap]
+        self._plan, self._prices, self._is_brief = program.plan, Prices(program, costs), brief
+        self._traffic, self._host = Traffic(network), host
+        self._seconds = [self._prices.seconds(*work) for work in self._actions.seconds]
+        self._routes = [self._route(*route) for route in self._actions.routes]
+        self._times = [_NOT_YET] * self._actions.num_places
+        for place in self._actions.there:
+            self._times[place] = 0.0
+        self._host_free: dict[tuple[int, ...], float] = {}  # when the link of a rank and its host is free, in each direction
+        self._begun: dict[tuple[Any, ...], list[float]] = {}  # by the order of an event, when ranks have come to it
+        self._ranks = [_Rank(rank) for rank in self._actions.ranks]
+        self._now, self._requests = 0.0, list[tuple[float, Event, float]]()
+        self._transfers: list[Transfer] = []
+        self._behind = len(self._ranks)  # the number of ranks that have not begun the batch after the last one; 0: that is all
+        self._period: float | None = None
+
+    def _route(self, what: Any, workers: tuple[int, ...], *summed: Any) -> _Route:
+        ranks = tuple(w if w == HOST else self._plan.rank_of[w] for w in workers)
+        if HOST in workers:
+            link, size = self._host(max(ranks)), self._prices.kept(self._plan.workers[max(workers)][0], what)
+            return what, ranks, (), size / link.bandwidth, link.latency, size
+        if summed:
+            summed_bytes, rounds = self._prices.sum(what, *summed)
+            return what, ranks, *self._traffic.ring(ranks, summed_bytes, rounds), summed_bytes
+        (source, to), (_, size, _) = ranks, self._prices.message(what, *workers)
+        return what, ranks, *self._traffic.link(source, to, size), size
+
+    def run(self) -> None:
+        """Execute the program once.
+
+        Raises:
+            ProgramError: the ranks deadlock, which verified instructions do not.
+        """
+        running = [self._execute(rank, rank.actions.queue) for rank in self._ranks]
+        self._go_on(running)
+        self._check_done([rank for rank, actions in enumerate(running) if next(actions, "done") != "done"])
+
+    def run_batches(self, most: int, until_periodic: bool) -> float | None:
+        """Execute the program of a batch that is flushed several times, up to where all ranks have begun the batch after the last one.
+
+        What happens in a batch depends on the batch before it. So once everything happens in a batch as in the one before, some time later,
+        it does so in all following ones.
+
+        Args:
+            most: the most batches.
+            until_periodic: whether to stop after a batch in which everything happens as in the one before.
+
+        Returns:
+            The time from such a batch to the next one; None: they did not come to one.
+
+        Raises:
+            ProgramError: the ranks deadlock.
+        """
+        active = [rank for rank in self._ranks if rank.actions.queue]
+        self._behind, unfinished = len(active), [len(active)] * most
+
+        def repeat(rank: _Rank) -> Iterator[None]:
+            for batch in range(most):
+                yield from self._execute(rank, rank.actions.queue)
+                rank.end_batch()
+                unfinished[batch] -= 1
+                if until_periodic and batch and not unfinished[batch] and (period := _shift(active, batch)) is not None:
+                    self._period, self._behind = period, 0
+                    return
+            begins = next(n for n, action in enumerate(rank.actions.queue) if action[0] == WORK) + 1
+            yield from self._execute(rank, rank.actions.queue[:begins])
+            self._behind -= 1
+            yield from self._execute(rank, rank.actions.queue[begins:])
+
+        self._go_on([repeat(rank) if rank.actions.queue else iter(()) for rank in self._ranks])
+        self._check_done([rank.actions.number for rank in active if self._behind and len(rank.batches) < most])
+        return self._period
+
+    def _check_done(self, stuck: Sequence[int]) -> None:
+        """Raise an error if ranks wait that nothing can wake."""
+        if stuck:
+            grid = draw_grid(self.timeline(), notes=[(rank, "waits") for rank in stuck])
+            raise ProgramError(f"{self._plan.schedule}: deadlock, ranks {[*stuck]} wait for each other\n{grid}")
+
+    def _go_on(self, running: Sequence[Iterator[None]]) -> None:
+        """Execute actions of all ranks until none can continue, or all have begun the batch after the last one."""
+        for actions in running:
+            next(actions, None)
+        requests, times, routes, occupy = self._requests, self._times, self._routes, self._traffic.occupy
+        while requests and self._behind:
+            self._now, event, ready = heappop(requests)
+            what, ranks, ports, seconds, latency, size = routes[event.route]
+            end = occupy(ports, ready, seconds)
+            for place in event.places:
+                times[place] = end + latency
+            if not self._is_brief:
+                self._transfers.append(Transfer(what, ranks, event.order[-1], end - seconds, end, end + latency, size))
+            for rank in event.ranks:
+                next(running[rank], None)
+
+    def _execute(self, rank: _Rank, queue: Sequence[tuple[int, Any, int, int]]) -> Iterator[None]:
+        """Execute actions of a rank, and pause while the time of something that one needs is not known."""
+        times, seconds, starts, arrivals = self._times, self._seconds, rank.starts, rank.arrivals
+        requests, clock = self._requests, rank.clock
+        for kind, what, needs, made in queue:
+            if kind == WORK:
+                if needs != NOWHERE:
+                    while (time := times[needs]) == _NOT_YET:
+                        rank.clock = clock
+                        yield
+                    times[needs] = _NOT_YET
+                    arrivals.append(time)
+                    if time > clock:
+                        clock = time
+                starts.append(clock)
+                clock += seconds[what]
+                if made != NOWHERE:
+                    times[made] = clock
+            elif kind == WAIT:
+                while (time := times[what]) == _NOT_YET:
+                    rank.clock = clock
+                    yield
+                times[what] = _NOT_YET if needs else time
+                arrivals.append(time)
+                clock = max(clock, time)
+            elif kind == MOVE:
+                self._move(what, needs, made, clock)
+            else:
+                time = clock
+                while needs != NOWHERE and (time := times[needs]) == _NOT_YET:
+                    rank.clock = clock
+                    yield
+                if kind == MAKE:
+                    times[made] = time
+                elif what.participants == 1:
+                    heappush(requests, (max(time, self._now), what, time))
+                else:
+                    self._meet(what, time)
+        rank.clock = clock
+
+    def _meet(self, event: Event, ready: float) -> None:
+        """Note that a rank has come to an event, which begins in the order of time once all have."""
+        begun = self._begun.setdefault(event.order, [])
+        begun.append(ready)
+        if len(begun) == event.participants:
+            ready = max(begun)
+            begun.clear()
+            heappush(self._requests, (max(ready, self._now), event, ready))
+
+    def _move(self, route: int, number: int, place: int, clock: float) -> None:
+        """Move something over the link to the host: after what was moved before in this direction, and once it is there itself."""
+        what, ranks, _, seconds, latency, size = self._routes[route]
+        begins = max(clock, self._host_free.get(ranks, 0.0), self._times[place])
+        self._host_free[ranks] = end = begins + seconds
+        self._times[place] = end + latency
+        if not self._is_brief:
+            self._transfers.append(Transfer(what, ranks, number, begins, end, end + latency, size))
+
+    def timeline(self) -> Timeline:
+        """Return the spans of each rank so far."""
+        return tuple(tuple(self._spans(rank)) for rank in self._ranks)
+
+    def _spans(self, rank: _Rank) -> list[Span]:
+        plan, works, spans = self._plan, rank.actions.works, list[Span]()
+        for n, (work, start) in enumerate(zip(cycle(works), rank.starts, strict=False)):
+            number, s, chunk, op, k, version, part, follows, _, _ = work
+            seconds, batch = self._seconds[number], n // len(works)
+            if batch:
+                k, version = k + batch * plan.microbatches, version + batch * plan.updates_per_batch(s)
+            if follows == NOWHERE:
+                spans.append(Span(op, k, version, start, start + seconds, False, 0.0, 0.0, chunk, part))
+            else:
+                last = batch * rank.actions.computations + follows
+                op, k, version, begin, end, _, _, _, chunk, part = spans[last]
+                spans[last] = Span(op, k, version, begin, end, True, seconds, start + seconds - seconds - end, chunk, part)
+        return spans
+
+    def prediction(self) -> Prediction:
+        """Return the prediction from all actions so far; of equal batches, it has the bytes of one."""
+        ranks, workers, memory = self._actions.ranks, self._actions.workers, Memory(self._actions, self._prices)
+        seconds = max(rank.clock for rank in self._ranks)
+        busy, samples = list[float](), list[tuple[MemorySample, ...]]()
+        for rank in self._ranks:
+            each = [self._seconds[work.seconds] for work, _ in zip(cycle(rank.actions.works), rank.starts, strict=False)]
+            busy.append([0.0, *accumulate(each)][-1])
+            ends = map(add, rank.starts, each)
+            samples.append(() if self._is_brief else memory.samples(rank.actions, ends))
+        held, peak, sent, in_host, moved = zip(*map(memory.most, ranks), strict=True)
+        return Prediction(
+            timeline=self.timeline(),
+            transfers=tuple(self._transfers),
+            memory=tuple(samples),
+            seconds=seconds,
+            bubble=1 - sum(busy) / (seconds * sum(bool(rank.workers) for rank in ranks)) if seconds else 0.0,
+            held_bytes=held,
+            peak_bytes=peak,
+            moved_bytes=sent,
+            versions_alive=tuple(workers[w].most_versions if w in workers else 0 for w in range(len(self._plan.workers))),
+            host_bytes=in_host,
+            host_moved_bytes=moved,
+        )
+
+
+def _shift(ranks: Sequence[_Rank], batch: int) -> float | None:
+    """Return how much later everything happens in a batch than in the one before; None if not all of it is as much later."""
+    pairs = [rank.batches[batch - 1 : batch + 1] for rank in ranks]
+    if any(len(before) != len(after) for before, after in pairs):
+        return None
+    later = [[b - a for a, b in zip(before, after, strict=True)] for before, after in pairs]
+    least, most = min(map(min, later)), max(map(max, later))
+    return sum(shifts[0] for shifts in later) / len(later) if most - least <= _SAME * most else None
