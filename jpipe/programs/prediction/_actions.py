@@ -143,18 +143,19 @@ class Actions:
     Attributes:
         ranks: the actions of each rank.
         workers: the workers that have instructions, by number.
-        places: the numbers of places, by worker and what is there.
+        places: the numbers of places, by worker and what is there; empty once all is written.
+        num_places: how many there are.
         there: the places of what is there from the beginning.
         seconds, changes: the numbers of prices of works, and of changes of bytes.
         routes: the numbers of what goes over links, by what it is, the ranks, and the price of its size.
-        events: by their order.
+        events: by their order; likewise.
     """
 
     def __init__(self, program: Program, overlap: Overlap) -> None:
         plan = program.plan
-        self.program, self.plan, self.depth = program, plan, plan.depth
+        self.program, self.plan, self.depth, self.sets_aside = program, plan, plan.depth, program.sets_aside
         self.transfers_block, self.sums_block = overlap == "none", overlap != "transfers and sums"
-        self.flushes = SCHEDULES[plan.schedule].flushes
+        self.flushes, self.moves = SCHEDULES[plan.schedule].flushes, plan.offload is not None
         self.averages_state = plan.sync_state and self.flushes and plan.agree is None
         self.places, self.seconds, self.changes, self.routes = (_Numbers() for _ in range(4))
         self.there: set[int] = set()
@@ -169,6 +170,9 @@ class Actions:
             WRITERS[type(i)](self.workers[i.worker], i)
         for rank in self.ranks:
             rank.changes = np.array(rank.changes, int)
+        self.num_places = len(self.places)
+        self.places.clear()  # thousands of keys, which are not needed any more
+        self.events.clear()
 
 
 class Worker:
@@ -262,11 +266,14 @@ class Worker:
 
     def transfer(self, message: Message, source: int, to: int, k: int, sent: int = NOWHERE) -> None:
         """Take part in a message between two ranks; only its sender does so if the ranks compute meanwhile."""
-        blocks, arrival = self.all.transfers_block, (to, *self.received(message, source, to, k))
-        waiting = [(source, "arrival", message, to, k), arrival] if blocks else [arrival]
-        self.begin((0, source, to, message, k), len(waiting), (message, (source, to)), waiting, NOWHERE if blocks else sent)
+        program, order, arrival = self.all, (0, source, to, message, k), (to, *self.received(message, source, k))
+        if program.transfers_block:
+            self.begin(order, 2, (message, (source, to)), [(source, "arrival", message, to, k), arrival], NOWHERE)
+            return
+        event = Event(order, 1, program.routes[message, (source, to)], (program.places[arrival],), (program.plan.rank_of[to],))
+        self.rank.queue.append((BEGIN, event, sent, NOWHERE))
 
-    def received(self, message: Message, source: int, to: int, k: int) -> tuple[Any, ...]:
+    def received(self, message: Message, source: int, k: int) -> tuple[Any, ...]:
         """Return what a message is at the worker that waits for it."""
         if message == "shared":
             return message, self.all.plan.workers[source][0], k
@@ -288,27 +295,28 @@ def _compute(worker: Worker, i: Compute) -> None:
     is_last, needs, made = i.part is None or i.part == worker.parts - 1, NOWHERE, list[int]()
     for other in worker.others:
         worker.wait("weights", other, i.version)
-    if program.plan.offload is not None:
+    if program.moves:
         worker.wait("moved", "versions", i.version)
         worker.wait("moved", op.reads, k)
-    message = _NEEDS[op.reads]
+    message, places = _NEEDS[op.reads], program.places
     if message and not i.part and s != (0 if op.begins else program.depth - 1):
-        needs = worker.place(message, k)
+        needs = places[i.worker, message, k]
     if i.part is not None:
         made.append(worker.place("part", i.part, k // program.plan.microbatches_per_update(s)))
     if is_last and "output" in op.leaves and s < program.depth - 1:
-        made.append(worker.place("made", "activation", k))
+        made.append(places[i.worker, "made", "activation", k])
     if is_last and op.gives_gradient and s > 0:
-        made.append(worker.place("made", "gradient", k))
+        made.append(places[i.worker, "made", "gradient", k])
     _change_bytes(worker, i, is_last)
     seconds, name = program.seconds[s, i.op, i.part], i.op if i.part is None else op_of(i, program.plan).name
     rank.queue.append((WORK, seconds, needs, made[0] if made else NOWHERE))
-    rank.queue.extend((MAKE, 0, NOWHERE, place) for place in made[1:])
+    for place in made[1:]:
+        rank.queue.append((MAKE, 0, NOWHERE, place))
     rank.works.append(Work(seconds, s, worker.chunk, name, k, i.version, i.part, NOWHERE, len(rank.changes), rank.versions))
     worker.last, rank.computations = rank.computations, rank.computations + 1
     if is_last and op.finishes:
         worker.accumulate()
-        worker.accumulates = not (program.program.sets_aside[s] and ends_update(program.plan, s, k))
+        worker.accumulates = not (program.sets_aside[s] and ends_update(program.plan, s, k))
 
 
 def _change_bytes(worker: Worker, i: Compute, is_last: bool) -> None:
@@ -334,9 +342,9 @@ def _send(worker: Worker, i: Send) -> None:
     program, k = worker.all, i.microbatch
     worker.change("send", i.message, i.worker, i.to)
     made = program.places.get((i.worker, "made", i.message, k))
-    sent = worker.place(i.message, k) if made is None else made  # a worker passes on the norm that it has received
+    sent = program.places[i.worker, i.message, k] if made is None else made  # a worker passes on the norm that it has received
     if program.plan.rank_of[i.to] == worker.rank.number:
-        received = program.places[i.to, *worker.received(i.message, i.worker, i.to, k)]
+        received = program.places[i.to, *worker.received(i.message, i.worker, k)]
         worker.rank.queue.append((MAKE, 0, sent, received))
         return
     worker.transfer(i.message, i.worker, i.to, k, sent)
@@ -347,7 +355,9 @@ def _send(worker: Worker, i: Send) -> None:
 def _receive(worker: Worker, i: Receive) -> None:
     program, k = worker.all, i.microbatch
     worker.change("receive", i.message, i.source, i.worker)
-    received = worker.received(i.message, i.source, i.worker, k)
+    if i.message in _NEEDS.values() and not program.transfers_block:
+        return  # computations wait for these by themselves
+    received = worker.received(i.message, i.source, k)
     worker.place(*received)
     if i.message == "weights":
         _, source, version = received
@@ -394,14 +404,14 @@ def _update(worker: Worker, i: Update) -> None:
         worker.wait("norm", k, uses_up=program.flushes)
     if program.averages_state and len(program.plan.stage_workers[s]) > 1:
         worker.change("average state")
-    if worker.accumulates and program.program.sets_aside[s]:
+    if worker.accumulates and program.sets_aside[s]:
         worker.change("set aside")
     worker.accumulates = True
     if sharing := sorted({other for stages in program.program.shared if s in stages for other in stages} - {s}):
         worker.change("free shared", *sharing)
         for other in sharing:
             worker.wait("shared", other, k, uses_up=True)
-    for kept in (("optimizer", 0), ("versions", i.batch), ("versions", i.retires)) if program.plan.offload is not None else ():
+    for kept in (("optimizer", 0), ("versions", i.batch), ("versions", i.retires)) if program.moves else ():
         worker.wait("moved", *kept)
     if i.retires is None:
         worker.change("update")

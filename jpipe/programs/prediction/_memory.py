@@ -26,8 +26,9 @@ class Memory:
         """Return the fields of a `Prediction` for one rank: held, peak, moved, host and host moved bytes."""
         if not rank.workers:
             return 0, 0, 0, 0, 0
-        added, running, sent, _, _, in_host, moved = (changes[rank.changes] for changes in self._changes)
-        live: Any = np.cumsum(added)
+        live, running, sent, _, _, in_host, moved = self._changes
+        added, running, sent, in_host, moved = (changes[rank.changes] for changes in (live, running, sent, in_host, moved))
+        live = np.cumsum(added)
         peak = max(live.max(), (live - added + running).max())
         held, peak, sent, in_host, moved = (x.item() for x in (live.max(), peak, sent.sum(), np.cumsum(in_host).max(), moved.sum()))
         return held, peak, sent, in_host, moved

@@ -82,7 +82,7 @@ class Simulator:
         self._traffic, self._host = Traffic(network), host
         self._seconds = [self._prices.seconds(*work) for work in self._actions.seconds]
         self._routes = [self._route(*route) for route in self._actions.routes]
-        self._times = [_NOT_YET] * len(self._actions.places)
+        self._times = [_NOT_YET] * self._actions.num_places
         for place in self._actions.there:
             self._times[place] = 0.0
         self._host_free: dict[tuple[int, ...], float] = {}  # when the link of a rank and its host is free, in each direction
@@ -175,7 +175,7 @@ class Simulator:
     def _execute(self, rank: _Rank, queue: Sequence[tuple[int, Any, int, int]]) -> Iterator[None]:
         """Execute actions of a rank, and pause while the time of something that one needs is not known."""
         times, seconds, starts, arrivals = self._times, self._seconds, rank.starts, rank.arrivals
-        clock = rank.clock
+        requests, clock = self._requests, rank.clock
         for kind, what, needs, made in queue:
             if kind == WORK:
                 if needs != NOWHERE:
@@ -206,20 +206,20 @@ class Simulator:
                     yield
                 if kind == MAKE:
                     times[made] = time
+                elif what.participants == 1:
+                    heappush(requests, (max(time, self._now), what, time))
                 else:
-                    self._begin(what, time)
+                    self._meet(what, time)
         rank.clock = clock
 
-    def _begin(self, event: Event, ready: float) -> None:
+    def _meet(self, event: Event, ready: float) -> None:
         """Note that a rank has come to an event, which begins in the order of time once all have."""
-        if event.participants > 1:
-            begun = self._begun.setdefault(event.order, [])
-            begun.append(ready)
-            if len(begun) < event.participants:
-                return
+        begun = self._begun.setdefault(event.order, [])
+        begun.append(ready)
+        if len(begun) == event.participants:
             ready = max(begun)
             begun.clear()
-        heappush(self._requests, (max(ready, self._now), event, ready))
+            heappush(self._requests, (max(ready, self._now), event, ready))
 
     def _move(self, route: int, number: int, place: int, clock: float) -> None:
         """Move something over the link to the host: after what was moved before in this direction, and once it is there itself."""
@@ -236,18 +236,17 @@ class Simulator:
 
     def _spans(self, rank: _Rank) -> list[Span]:
         plan, works, spans = self._plan, rank.actions.works, list[Span]()
-        for n, start in enumerate(rank.starts):
-            batch, place = divmod(n, len(works))
-            number, s, chunk, op, k, version, part, follows, _, _ = works[place]
-            seconds = self._seconds[number]
+        for n, (work, start) in enumerate(zip(cycle(works), rank.starts, strict=False)):
+            number, s, chunk, op, k, version, part, follows, _, _ = work
+            seconds, batch = self._seconds[number], n // len(works)
             if batch:
                 k, version = k + batch * plan.microbatches, version + batch * plan.updates_per_batch(s)
             if follows == NOWHERE:
                 spans.append(Span(op, k, version, start, start + seconds, False, 0.0, 0.0, chunk, part))
             else:
                 last = batch * rank.actions.computations + follows
-                wait = start + seconds - seconds - spans[last].end
-                spans[last] = spans[last]._replace(updates=True, update_time=seconds, update_wait=wait)
+                op, k, version, begin, end, _, _, _, chunk, part = spans[last]
+                spans[last] = Span(op, k, version, begin, end, True, seconds, start + seconds - seconds - end, chunk, part)
         return spans
 
     def prediction(self) -> Prediction:

@@ -85,10 +85,10 @@ def simulate_plan(
     return Simulated(
         batch_seconds=seconds,
         bubble=1 - computing_seconds(plan, costs) / (len(plan.rank_workers) * seconds),
-        held_bytes=tuple(prediction.held_bytes[rank] for rank in ranks),
-        peak_bytes=tuple(prediction.peak_bytes[rank] for rank in ranks),
-        sent_bytes=tuple(sent[rank] for rank in ranks),
-        host_bytes=tuple(prediction.host_bytes[rank] for rank in ranks),
+        held_bytes=tuple(map(prediction.held_bytes.__getitem__, ranks)),
+        peak_bytes=tuple(map(prediction.peak_bytes.__getitem__, ranks)),
+        sent_bytes=tuple(map(sent.__getitem__, ranks)),
+        host_bytes=tuple(map(prediction.host_bytes.__getitem__, ranks)),
     )
 
 
