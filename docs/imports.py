@@ -20,9 +20,13 @@ def rooms(package: str) -> tuple[dict[str, int], dict[str, set[str]]]:
     return sizes, imports
 
 
+CALLED_BY_THE_CORE = {"jpipe.capabilities.protocol", "jpipe.capabilities.registry"}
+"""Modules that list what the core calls, in the other direction than all other imports."""
+
+
 def _imports(graph: Any, importer: str, imported: str) -> bool:
     inside = {importer, *graph.find_descendants(importer)}
-    targets = {imported, *graph.find_descendants(imported)}
+    targets = {imported, *graph.find_descendants(imported)} - CALLED_BY_THE_CORE
     return any(graph.find_modules_directly_imported_by(module) & targets for module in inside)
 
 

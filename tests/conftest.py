@@ -99,7 +99,7 @@ def nothing_shared(traced_once, monkeypatch):
 
 
 NUMBERS = (
-    *("jpipe/model/", "jpipe/runtime/", "jpipe/stages/", "jpipe/test_pipeline.py", "jpipe/weights/"),
+    *("jpipe/model/", "jpipe/runtime/", "jpipe/stages/", "jpipe/test_pipeline.py", "jpipe/weights/", "jpipe/capabilities/"),
     *("train/generate/test_decoder.py", "train/checkpoint/test_huggingface.py", "train/models/"),
 )
 # What optimizations of XLA could change there, by the names of tests: whether two programs compute equal numbers, what programs hold and

@@ -30,6 +30,7 @@ from benchmarks.planner.here import legal_plans
 from benchmarks.programs import Program, ProgramFailed, steps_per_second
 from benchmarks.sizes import GPU, PEERS, TINY
 from examples.papers.samples import make
+from jpipe.capabilities.agreement.option import agreement_applied, agrees
 from jpipe_planner import Placed, Problem, Profile, Topology, evaluate_partition
 
 CORE = min(os.sched_getaffinity(0))
@@ -282,9 +283,9 @@ def test_each_measurement_has_whole_agreements(kind, seconds):
     for _ in range(12):
         assert hosts._run(program, "GPT", kind)["step_seconds"] == pytest.approx(seconds)
     for measured in program.runs[1::2]:
-        begun = [update for update in measured[:-1] if plan.agrees(0, update)]
+        begun = [update for update in measured[:-1] if agrees(plan, 0, update)]
         assert len(begun) == (len(measured) - 1) / KINDS[kind].every == (3 if seconds < 0.1 else 1)
-        waited_for = [plan.agreement_applied(0, update - 1) for update in measured[1:]]  # the time of the first update does not count
+        waited_for = [agreement_applied(plan, 0, update - 1) for update in measured[1:]]  # the time of the first update does not count
         assert [update for update in waited_for if update is not None] == begun
 
 

@@ -1,9 +1,10 @@
 """Plans: what to run, as plain JSON data. A plan is checked when it is built."""
 
-from jpipe.plan._agreement import Agreement, OuterOptimizer
+from jpipe.capabilities import registry
+from jpipe.capabilities.protocol import Exclusion
+from jpipe.capabilities.registry import *  # noqa: F403  # the options of capabilities
 from jpipe.plan._axes import RULES, mesh_rules
-from jpipe.plan._exclusions import EXCLUSIONS, Exclusion, excluded
-from jpipe.plan._host_memory import HostMemory, Kept
+from jpipe.plan._exclusions import EXCLUSIONS, excluded
 from jpipe.plan._links import BLOCK, Kind, Links, Message
 from jpipe.plan._plan import Plan as Plan
 from jpipe.plan._stage import RECOMPUTE, Predicted, repeats_forward
@@ -16,17 +17,14 @@ __all__ = [
     "EXCLUSIONS",
     "RECOMPUTE",
     "RULES",
-    "Agreement",
     "Exclusion",
-    "HostMemory",
-    "Kept",
     "Kind",
     "Links",
     "Message",
-    "OuterOptimizer",
     "Predicted",
     "excluded",
     "mesh_rules",
     "read_json",
     "repeats_forward",
 ]  # Plan and Stage are in jpipe itself
+__all__ += registry.__all__

@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from jpipe.capabilities.registry import OPTIONS
 from jpipe.errors import InputError, nearest, short
 from jpipe.plan._axes import mesh_rules
 from jpipe.plan._exclusions import excluded
@@ -27,9 +28,10 @@ def check(plan: "jpipe.Plan") -> None:
     _check_per_rank(plan)
     _check_meshes(plan)
     _check_sum_parts(plan.stages)
-    _check_agreement(plan)
     _check_links(plan)
-    _check_offload(plan)
+    for option in OPTIONS:
+        if option.check is not None and option.is_set(plan):
+            option.check(plan)
     if reason := excluded(plan):
         raise ValueError(reason)
     _check_options(plan)
@@ -103,8 +105,6 @@ def _check_meshes(plan: "jpipe.Plan") -> None:
             rank_meshes = [dict(plan.stages[s].mesh) for s in stages]
             expected = f"the same mesh and fsdp for all stages of a rank, {list(stages)}"
             raise ValueError(f"ranks.{p}: expected {expected}, found {rank_meshes}; they take turns on its devices")
-    if plan.shard_optimizer and max(plan.replicas) == 1:
-        raise ValueError("shard_optimizer: expected a stage with replicas, found none; remove it, or give a stage replicas")
 
 
 def _check_sum_parts(stages: Sequence[Stage]) -> None:
@@ -117,34 +117,12 @@ def _check_sum_parts(stages: Sequence[Stage]) -> None:
             raise ValueError(f"{where}: expected a stage with replicas, found one without, which sums nothing; remove sum_parts")
 
 
-def _check_agreement(plan: "jpipe.Plan") -> None:
-    """Check that the replicas of a plan can be parallel pipelines that agree on their weights."""
-    if plan.agree is None:
-        return
-    if len(set(plan.replicas)) > 1 or plan.replicas[0] == 1:
-        expected = "as many replicas of each stage, 2 or more, which are parallel pipelines"
-        raise ValueError(f"agree: expected {expected}, found {list(plan.replicas)}; give all stages the same number, or remove agree")
-    if isinstance(plan.agree.fragments, int) and plan.agree.fragments > plan.depth:
-        expected = f"'stages', or a number of fragments up to that of the stages, {plan.depth}"
-        raise ValueError(f"agree.fragments: expected {expected}, found {plan.agree.fragments}; a stage is in one fragment")
-
-
 def _check_links(plan: "jpipe.Plan") -> None:
     """Check that what a plan compresses is sent."""
     if plan.links is not None and plan.links.sums is not None and max(plan.replicas) == 1:
         raise ValueError(
             f"links.sums: expected a stage with replicas, found {plan.links.sums!r} and none; remove it, or give a stage replicas"
         )
-
-
-def _check_offload(plan: "jpipe.Plan") -> None:
-    """Check that the stages exist for which something waits in host memory."""
-    if plan.offload is None:
-        return
-    for part, stages in plan.offload:
-        beyond = [s for s in stages if s >= plan.depth] if stages != "all" else []
-        if beyond:
-            raise ValueError(f"offload.{part}: expected stages from 0 to {plan.depth - 1}, or 'all', found {beyond[0]}; remove it")
 
 
 def _check_per_rank(plan: "jpipe.Plan") -> None:

@@ -1,9 +1,10 @@
 """What cannot be combined: pairs of options of a plan, and of a pipeline with its plan, each once and with the reason."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from jpipe.capabilities.protocol import Exclusion
+from jpipe.capabilities.registry import OPTIONS
 from jpipe.errors import short
 from jpipe.plan._stage import Stage
 from jpipe.schedules import SCHEDULES
@@ -12,53 +13,11 @@ if TYPE_CHECKING:
     import jpipe
 
 
-@dataclass(frozen=True)
-class Exclusion:
-    """Two options that cannot be set together. An option is set if its value is not the default.
-
-    Options are named by their keys: fields of a plan; parts of one, as "offload.versions"; "stages.sum_parts" and "chunks_per_rank"; and
-    arguments of a pipeline. Parts of the model, such as "ties", count as options, too. If both are set for some stages only, they exclude
-    each other at the same stage.
-
-    Attributes:
-        option: the key at which the error stands.
-        other: the key of the option that cannot be set with it.
-        why: the reason.
-        change: what to do; by default to remove one of them.
-        without_flush: whether they exclude each other only under schedules that do not flush.
-    """
-
-    option: str
-    other: str
-    why: str
-    change: str = "remove one of them"
-    without_flush: bool = False
-
-
-_OWN_GRADIENTS = "pipelines that agree sum no gradients"
 _TO_ONE_STAGE = "put the layers that share a parameter into one stage, or remove one of them"
-_NORM = "pipelines that agree have their norms in time only where they flush"
-
 EXCLUSIONS = (
     Exclusion("max_in_flight", "extra_in_flight", "one lowers the number that the other raises"),
     Exclusion("flush_first", "update_every", "a flush ends a batch with one update of all stages", "change one of them"),
-    Exclusion("shard_optimizer", "update_every", "replicas exchange what they have updated once a batch", "change one of them"),
-    Exclusion(
-        "shard_optimizer",
-        "max_in_flight",
-        "with few microbatches in flight its replicas may wait for each other's weights forever",
-        without_flush=True,
-    ),
-    Exclusion("stages.sum_parts", "agree", _OWN_GRADIENTS),
-    Exclusion("links.sums", "agree", _OWN_GRADIENTS),
-    Exclusion("agree", "shard_optimizer", "each pipeline has optimizer state of its own"),
-    Exclusion("agree", "update_every", "each pipeline makes one update a batch", "change it, or remove agree"),
-    Exclusion("offload", "agree", "pipelines that agree keep everything on their devices"),
-    Exclusion("offload.versions", "shard_optimizer", "its replicas complete their versions later"),
-    Exclusion("offload.residuals", "chunks_per_rank", "two stages of a rank may keep the same arrays"),
-    Exclusion("offload.residuals", "stages.sum_parts", "the last backward of a batch reads them part by part"),
-    Exclusion("offload.stash", "chunks_per_rank", "two stages of a rank may keep the same arrays"),
-    Exclusion("offload.stash", "stages.sum_parts", "the last backward of a batch reads it part by part"),
+    *(exclusion for option in OPTIONS for exclusion in option.exclusions),
     Exclusion("clip_stage_norm", "clip_global_norm", "gradients are clipped by one norm"),
     Exclusion(
         "clip_stage_norm",
@@ -66,32 +25,9 @@ EXCLUSIONS = (
         "each stage would clip its copy by another norm",
         "use clip_global_norm, or put the layers that share a parameter into one stage",
     ),
-    Exclusion(
-        "clip_global_norm",
-        "agree",
-        _NORM,
-        "use a schedule that flushes, or clip_stage_norm, which clips each stage by its own norm",
-        without_flush=True,
-    ),
-    Exclusion("skip_nonfinite", "agree", _NORM, "use a schedule that flushes, or remove one of them", without_flush=True),
-    Exclusion("precision: loss_scale: dynamic", "agree", "each pipeline would need a scale of its own"),
-    Exclusion(
-        "precision: params",
-        "agree",
-        "the agreed weights are kept in float32",
-        "use compute 'bfloat16' with params 'float32', or remove plan.agree",
-    ),
-    Exclusion("ema_decay", "agree", "each pipeline would average weights of its own, and not the agreed ones"),
-    Exclusion(
-        "ema_decay",
-        "shard_optimizer",
-        "the average is in the optimizer state, of which each replica has a part, but an evaluation with it needs all of it",
-    ),
-    Exclusion("delay_correction", "agree", "the pipelines would agree on predicted weights"),
-    Exclusion("ties", "agree", _OWN_GRADIENTS, _TO_ONE_STAGE),
     Exclusion("ties", "links.sums", "gradients of shared parameters are summed between stages, where nothing is compressed", _TO_ONE_STAGE),
 )
-"""All exclusions."""
+"""All exclusions: those of capabilities are said in their folders."""
 
 _STAGE = Stage.model_fields
 
@@ -134,7 +70,7 @@ def _by_stage(plan: "jpipe.Plan", arguments: Mapping[str, Any], fields: Mapping[
             value, default = getattr(value, part), type(value).model_fields[part].default
     if value == default:
         return {}
-    return dict.fromkeys(value if name == "offload" and isinstance(value, tuple) else range(plan.depth), value)
+    return dict.fromkeys(value if part and isinstance(value, tuple) else range(plan.depth), value)
 
 
 def _message(plan: "jpipe.Plan", arguments: Mapping[str, Any], exclusion: Exclusion, s: int, value: Any, found: Any) -> str:

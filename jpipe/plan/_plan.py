@@ -11,12 +11,11 @@ from pydantic import Field
 
 from jpipe._frozen import NOTHING
 from jpipe._numbers import Int
+from jpipe.capabilities.registry import Options, divides_updates, has_parallel_pipelines
 from jpipe.errors import InputError, explain
-from jpipe.plan._agreement import Agreement
 from jpipe.plan._axes import ParamAxes, Rules
 from jpipe.plan._checks import check, check_layers_of_model
 from jpipe.plan._even import even_ranks, even_stages
-from jpipe.plan._host_memory import HostMemory, Kept
 from jpipe.plan._links import Links
 from jpipe.plan._stage import Predicted, Stage
 from jpipe.plan._text import FORMAT, html_of_plan, read_json, text_of_plan
@@ -37,7 +36,20 @@ class _Pipeline(pydantic.BaseModel):
     stages: Annotated[tuple[Stage, ...], Field(min_length=1, strict=False)]
 
 
-class Plan(PlanOptions, _Pipeline):
+class _Layout(pydantic.BaseModel):
+    """The fields of a plan between its options and those of capabilities."""
+
+    model_config = pydantic.ConfigDict(frozen=True, extra="forbid", strict=True, arbitrary_types_allowed=True)
+
+    sync_state: bool = True
+    keep_together: Literal["replicas", "stages"] = "replicas"
+    ranks: Numbers | None = None
+    rules: Rules = NOTHING
+    param_axes: ParamAxes = NOTHING
+    links: Links | None = None
+
+
+class Plan(Options, _Layout, PlanOptions, _Pipeline):
     """Stages, schedule, microbatches and recomputation of one run.
 
     Every plan that was built or read can run with its schedule. Fields are given by keyword and cannot be changed afterwards. Beside the
@@ -76,17 +88,6 @@ class Plan(PlanOptions, _Pipeline):
         InputError: a part is wrong; the message says what was expected.
     """
 
-    model_config = pydantic.ConfigDict(arbitrary_types_allowed=True)
-
-    sync_state: bool = True
-    keep_together: Literal["replicas", "stages"] = "replicas"
-    ranks: Numbers | None = None
-    rules: Rules = NOTHING
-    param_axes: ParamAxes = NOTHING
-    shard_optimizer: bool = False
-    agree: Agreement | None = None
-    links: Links | None = None
-    offload: HostMemory | None = None
     placement: Numbers | None = None
     predicted: Predicted | None = None
 
@@ -181,26 +182,19 @@ class Plan(PlanOptions, _Pipeline):
         """Return m / M_s, the updates of stage s in a batch: 1, or more with update_every "replicas"."""
         return self.microbatches // self.microbatches_per_update(s)
 
-    def offloads(self, what: Kept, s: int) -> bool:
-        """Return whether something of stage s waits in host memory while no computation needs it."""
-        return self.offload is not None and self.offload.keeps(what, s)
+    @cached_property
+    def has_parallel_pipelines(self) -> bool:
+        """Whether the replicas of all stages are parallel pipelines, which update by themselves, as with `agree`."""
+        return has_parallel_pipelines(self)
+
+    @cached_property
+    def divides_updates(self) -> bool:
+        """Whether the replicas of a stage update different entries of its weights, as with `shard_optimizer`."""
+        return divides_updates(self)
 
     def sums_gradients(self, s: int) -> bool:
-        """Return whether the replicas of stage s sum their gradients for each update: not if they are parallel pipelines that agree."""
-        return self.replicas[s] > 1 and self.agree is None
-
-    def agrees(self, s: int, update: int) -> bool:
-        """Return whether an agreement of parallel pipelines on the weights of stage s begins after an update, counted from 0."""
-        return self.agree is not None and self.agree.last(s, self.depth, update + 1) == update + 1
-
-    def agreement_applied(self, s: int, update: int) -> int | None:
-        """Return the agreement, by the update after which it began, that stage s applies after an update, or None."""
-        begun = update - (0 if self.agree is None else self.agree.delay)
-        return begun if begun >= 0 and self.agrees(s, begun) else None
-
-    def agreement_under_way(self, s: int, updates: int) -> int | None:
-        """Return the agreement, by the update after which it began, that is under way at stage s after its first `updates`, or None."""
-        return None if self.agree is None else self.agree.under_way(s, self.depth, updates)
+        """Return whether the replicas of stage s sum their gradients for each update: not if they are parallel pipelines."""
+        return self.replicas[s] > 1 and not self.has_parallel_pipelines
 
     def delay(self, s: int, update: int) -> float:
         """Return the mean age, in updates, of the weights that the gradients of an update were computed with.

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, get_args
 
 from jpipe._numbers import is_number
+from jpipe.capabilities.protocol import hooks
+from jpipe.capabilities.registry import programs_of
 from jpipe.errors import InputError, nearest, short
 from jpipe.ops import OPS
 from jpipe.plan import Links, Plan, Stage, repeats_forward
@@ -342,15 +344,16 @@ def sum_layer_costs(
                 temporary=_scratch(layer_costs, inside, max(inside - (0 if fused else residuals), 0), before),
             )
         )
-    costs = [_with_shares(stage, cost, layers) if plan.shard_optimizer else cost for stage, cost in zip(plan.stages, costs, strict=True)]
+    for stage_cost in hooks("stage_cost", programs_of(plan)):
+        costs = [stage_cost(plan, stage, cost, layers) for stage, cost in zip(plan.stages, costs, strict=True)]
     costs = [_with_parts(stage, cost, layers) for stage, cost in zip(plan.stages, costs, strict=True)]
     return _with_compressed_sums(plan, _with_shared(plan, costs, shared))
 
 
 def _optimizer(plan: Plan, s: int, layers: Sequence[LayerCost]) -> int:
-    """Return the optimizer state of a stage, with the agreed weights and their momentum where parallel pipelines agree."""
-    agreed = 0 if plan.agree is None else 1 + bool(plan.agree.outer.momentum)
-    return sum(layer.optimizer + (layer.ahead if plan.delays[s] else 0) + agreed * layer.trained for layer in layers)
+    """Return the optimizer state of a stage, with what capabilities keep beside it."""
+    more = sum(bytes_of(plan, layer) for bytes_of in hooks("optimizer_bytes", programs_of(plan)) for layer in layers)
+    return more + sum(layer.optimizer + (layer.ahead if plan.delays[s] else 0) for layer in layers)
 
 
 def _with_parts(stage: Stage, cost: StageCost, layers: Mapping[str, LayerCost]) -> StageCost:
@@ -402,40 +405,6 @@ def _gradient_flows(plan: Plan, layers: Mapping[str, LayerCost]) -> list[bool]:
         frozen = frozen or any(layers[layer_id].frozen for layer_id in stage.layers)
         flows.append(trained or not frozen)
     return flows
-
-
-def _with_shares(stage: Stage, cost: StageCost, layers: Mapping[str, LayerCost]) -> StageCost:
-    """Return the cost of a stage whose replicas share its optimizer state; shared parameters count with each of their layers."""
-    if stage.replicas == 1:
-        return cost
-    layers_of_stage = [layers[layer_id] for layer_id in stage.layers]
-    owners = deal([(layer.optimizer, layer.trained) for layer in layers_of_stage], stage.replicas)
-    shares = [
-        [layer for layer, owner in zip(layers_of_stage, owners, strict=True) if owner == replica] for replica in range(stage.replicas)
-    ]
-    return replace(
-        cost,
-        optimizer=max(sum(layer.optimizer for layer in share) for share in shares),
-        updated=tuple(sum(layer.trained for layer in share) for share in shares),
-        update=max(sum(layer.update for layer in share) for share in shares),
-    )
-
-
-def deal(sizes: Sequence[tuple[int, int]], replicas: int) -> list[int]:
-    """Return the replica of each part of a stage's optimizer state: the largest part first, each to the least loaded replica.
-
-    Args:
-        sizes: bytes of optimizer state, and of weights, which decide where the former are equal.
-        replicas: how many there are.
-
-    Returns:
-        The replica of each part.
-    """
-    loads, owners = [(0, 0)] * replicas, [0] * len(sizes)
-    for part in sorted(range(len(sizes)), key=lambda part: sizes[part], reverse=True):
-        owner = owners[part] = min(range(replicas), key=loads.__getitem__)
-        loads[owner] = (loads[owner][0] + sizes[part][0], loads[owner][1] + sizes[part][1])
-    return owners
 
 
 def _with_shared(plan: Plan, costs: Sequence[StageCost], shared: Sequence[SharedCost]) -> tuple[StageCost, ...]:

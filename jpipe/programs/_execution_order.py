@@ -1,25 +1,25 @@
 """An executable order of the instructions of all ranks, without times and bytes."""
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
+from jpipe.capabilities.protocol import merged
+from jpipe.capabilities.registry import programs_of
 from jpipe.plan import Plan
 from jpipe.programs._instructions import (
     AddShared,
-    Agree,
     AllReduce,
     Instruction,
     Program,
     Receive,
     Send,
-    SumChanges,
     SumSquares,
     TakeShared,
     Update,
 )
 
 _NEED_SUM = Update, SumSquares, TakeShared, AddShared
-_SUMS = AllReduce, SumChanges
 
 
 class ProgramError(ValueError):
@@ -67,7 +67,8 @@ def walk(program: Program) -> Iterator[Instruction]:
     for index, instruction in enumerate(instructions):
         queues[rank_of[instruction.worker]].append(index)
     heads = [0 for _ in queues]
-    parts: _Parts = {}
+    used = programs_of(plan)
+    begun = _Sums(plan, sums, (AllReduce, *(kind for hooks in used for kind in hooks.sums)), merged("waits_for", used))
     ready = deque(range(len(queues)))
     while ready:
         rank = ready.popleft()
@@ -98,10 +99,10 @@ def walk(program: Program) -> Iterator[Instruction]:
                         ready.append(source)  # the transfer happens there and makes this rank ready again
                 break
             else:
-                if not _sums_allow(i, index, parts, plan, sums):
+                if not begun.allow(i, index):
                     break
-                if isinstance(i, _SUMS):
-                    ready.extend(_woken_by(i, parts, plan, sums))
+                if isinstance(i, begun.kinds):
+                    ready.extend(begun.woken_by(i))
                 yield i
             heads[rank] += 1
     stuck = [rank for rank, queue in enumerate(queues) if heads[rank] < len(queue)]
@@ -110,31 +111,48 @@ def walk(program: Program) -> Iterator[Instruction]:
         raise Violation(f"{plan.schedule}: deadlock, ranks {stuck} wait for each other", notes)
 
 
-_Parts = dict[tuple[int, int, bool], list[int]]
-"""By stage and batch, and whether it is of changes of the weights, the indices of what has begun a sum so far."""
+class _Sums:
+    """The sums over the replicas of stages that have begun, of gradients and of what capabilities sum.
 
-
-def _woken_by(i: AllReduce | SumChanges, parts: _Parts, plan: Plan, sums: Sequence[int]) -> list[int]:
-    """Return the ranks that can continue once all replicas have begun the sums of a batch; `sums` are the sums of each stage."""
-    s, _ = plan.workers[i.worker]
-    complete = len(parts[s, i.batch, type(i) is SumChanges]) >= sums[s]
-    return [plan.rank_of[w] for w in plan.stage_workers[s]] if complete else []
-
-
-def _sums_allow(i: Instruction, index: int, parts: _Parts, plan: Plan, sums: Sequence[int]) -> bool:
-    """Note the beginning of a sum, and return whether all replicas have begun the sum that an instruction needs.
-
-    Raises:
-        Violation: the total order has the instruction before the sum.
+    Args:
+        plan: what runs.
+        counts: by stage, how many instructions begin a sum.
+        kinds: the types of these instructions.
+        waits_for: by the type of instructions of capabilities, which sum one waits for.
     """
-    s = plan.workers[i.worker][0]
-    if isinstance(i, _SUMS):
-        parts.setdefault((s, i.batch, type(i) is SumChanges), []).append(index)
-    elif isinstance(i, Agree) or (isinstance(i, _NEED_SUM) and plan.sums_gradients(s)):
-        batch = i.begun if isinstance(i, Agree) else i.batch
-        part = parts.get((s, batch, isinstance(i, Agree)), [])
-        if 0 < len(part) < sums[s]:
+
+    def __init__(
+        self, plan: Plan, counts: Sequence[int], kinds: tuple[type, ...], waits_for: Mapping[type, Callable[[Any], tuple[type, int]]]
+    ) -> None:
+        self.kinds = kinds
+        self._plan, self._counts, self._waits_for = plan, counts, waits_for
+        self._begun: dict[tuple[int, int, type], list[int]] = {}  # by stage, batch and type, the indices of what has begun a sum so far
+
+    def woken_by(self, i: Any) -> list[int]:
+        """Return the ranks that can continue once all replicas have begun a sum."""
+        s, _ = self._plan.workers[i.worker]
+        complete = len(self._begun[s, i.batch, type(i)]) >= self._counts[s]
+        return [self._plan.rank_of[w] for w in self._plan.stage_workers[s]] if complete else []
+
+    def allow(self, i: Any, index: int) -> bool:
+        """Note the beginning of a sum, and return whether all replicas have begun the sum that an instruction needs.
+
+        Raises:
+            Violation: the total order has the instruction before the sum.
+        """
+        s, kind = self._plan.workers[i.worker][0], type(i)
+        if kind in self.kinds:
+            self._begun.setdefault((s, i.batch, kind), []).append(index)
+            return True
+        if kind in self._waits_for:
+            needed, batch = self._waits_for[kind](i)
+        elif kind in _NEED_SUM and self._plan.sums_gradients(s):
+            needed, batch = AllReduce, i.batch
+        else:
+            return True
+        begun = self._begun.get((s, batch, needed), [])
+        if 0 < len(begun) < self._counts[s]:
             return False
-        if max(part, default=index) > index:
-            raise Violation.at(plan, i.worker, f"{i} stands before the sum of {batch} in the total order")
-    return True
+        if max(begun, default=index) > index:
+            raise Violation.at(self._plan, i.worker, f"{i} stands before the sum of {batch} in the total order")
+        return True

@@ -4,19 +4,35 @@ Each instruction names its worker, one replica of one stage, and so its stage an
 """
 
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from jpipe.ops import OPS, Op
-from jpipe.plan import Kept, Plan
+from jpipe.plan import Plan
 
 Data = Literal["inputs", "labels"]
 Message = Literal["activation", "gradient", "squares", "norm", "shared", "weights"]
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class Instruction:
+    """What a worker does: the base of all instructions, those of capabilities included. Each has a field `worker`, its number."""
+
+    if TYPE_CHECKING:
+
+        @property
+        def worker(self) -> int: ...
+
+    def later(self, microbatches: int, updates: int) -> Self:
+        """Return the same instruction so many microbatches, and updates of its stage, later in the run."""
+        moved = {"microbatch": microbatches, **dict.fromkeys(("version", "batch", "retires"), updates)}
+        values: dict[str, Any] = {each.name: getattr(self, each.name) for each in fields(self) if each.name in moved}
+        return replace(self, **{name: value + moved[name] for name, value in values.items() if value is not None})
+
+
+@dataclass(frozen=True, slots=True)
+class Load(Instruction):
     """Bring a microbatch's inputs to a worker of the first stage, or its labels to one of the last."""
 
     worker: int
@@ -25,7 +41,7 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
-class Compute:
+class Compute(Instruction):
     """Run the program of an op (a name of `jpipe.ops.OPS`) on a microbatch, with weights `version`.
 
     With `Stage.sum_parts` the last backward of an update is several such instructions, one after the other, each for one part.
@@ -39,7 +55,7 @@ class Compute:
 
 
 @dataclass(frozen=True, slots=True)
-class Send:
+class Send(Instruction):
     """Send the output (`activation`) or the input gradient (`gradient`) of a microbatch to the worker `to`, and free it.
 
     With the global norm: `squares`, the sums of squares of this stage and those after it; `norm`, made of them all. Both belong to the
@@ -55,7 +71,7 @@ class Send:
 
 
 @dataclass(frozen=True, slots=True)
-class Receive:
+class Receive(Instruction):
     """Receive a message of the worker `source`: the stage input (`activation`), the output gradient (`gradient`) or another message."""
 
     worker: int
@@ -65,7 +81,7 @@ class Receive:
 
 
 @dataclass(frozen=True, slots=True)
-class AllReduce:
+class AllReduce(Instruction):
     """Begin to sum the gradients of `batch` over the replicas of the worker's stage; its update waits for the sum.
 
     The instructions of all replicas stand side by side in the total order. With `Stage.sum_parts` there is one for each part.
@@ -77,7 +93,7 @@ class AllReduce:
 
 
 @dataclass(frozen=True, slots=True)
-class TakeShared:
+class TakeShared(Instruction):
     """Copy the gradients of `batch` with respect to shared parameters, for the other stages that hold these parameters."""
 
     worker: int
@@ -85,7 +101,7 @@ class TakeShared:
 
 
 @dataclass(frozen=True, slots=True)
-class AddShared:
+class AddShared(Instruction):
     """Add to the gradients of `batch` those that the other stages have sent, for the shared parameters of group `group`."""
 
     worker: int
@@ -94,7 +110,7 @@ class AddShared:
 
 
 @dataclass(frozen=True, slots=True)
-class SumSquares:
+class SumSquares(Instruction):
     """Sum the squares of the mean gradient of `batch`, layer by layer, and add those of later stages; at stage 0 compute the norm."""
 
     worker: int
@@ -102,7 +118,7 @@ class SumSquares:
 
 
 @dataclass(frozen=True, slots=True)
-class Update:
+class Update(Instruction):
     """Make version `batch + 1` from version `batch` and the gradients of `batch`, in the memory of version `retires` if there is one.
 
     `batch` counts the updates of the worker's stage: with update_every "replicas" those are more than the batches.
@@ -114,73 +130,14 @@ class Update:
 
 
 @dataclass(frozen=True, slots=True)
-class SumChanges:
-    """Begin to sum over the parallel pipelines how far each has moved the weights of its stage since they last agreed, with update `batch`.
-
-    The instructions of all replicas stand side by side in the total order. The rank does not wait for the sum: `Agree` does.
-    """
-
-    worker: int
-    batch: int
-
-
-@dataclass(frozen=True, slots=True)
-class Agree:
-    """Move the agreed weights with the mean of the changes that `SumChanges` of update `begun` sums, and make version `batch + 1` of them.
-
-    If the agreement is applied at once, `begun` is `batch`, and the version becomes the agreed weights; otherwise it is mixed with them.
-    """
-
-    worker: int
-    batch: int
-    begun: int
-
-
-@dataclass(frozen=True, slots=True)
-class Release:
+class Release(Instruction):
     """Free the weights `version`, which no microbatch will read again."""
 
     worker: int
     version: int
 
 
-@dataclass(frozen=True, slots=True)
-class Offload:
-    """Begin to move something to the memory of the host, and free it on the device.
-
-    `number` is that of a weight version, or of the microbatch of residuals or of a stash; that of the optimizer state is 0.
-    """
-
-    worker: int
-    what: Kept
-    number: int
-
-
-@dataclass(frozen=True, slots=True)
-class Fetch:
-    """Begin to move something back from the memory of the host to the device, as `Offload`."""
-
-    worker: int
-    what: Kept
-    number: int
-
-
-Instruction = (
-    Load
-    | Compute
-    | Send
-    | Receive
-    | AllReduce
-    | TakeShared
-    | AddShared
-    | SumSquares
-    | Update
-    | SumChanges
-    | Agree
-    | Release
-    | Offload
-    | Fetch
-)
+CoreInstruction = Load | Compute | Send | Receive | AllReduce | TakeShared | AddShared | SumSquares | Update | Release
 
 
 def op_of(i: Compute, plan: Plan) -> Op:
@@ -205,14 +162,7 @@ def shifted(instruction: Instruction, plan: Plan, batches: int) -> Instruction:
     """Return the same instruction `batches` batches later in the run."""
     if not batches:
         return instruction
-    updates = batches * plan.updates_per_batch(plan.workers[instruction.worker][0])
-    if isinstance(instruction, (Offload, Fetch)):
-        microbatches = batches * plan.microbatches
-        later = {"optimizer": 0, "versions": updates, "residuals": microbatches, "stash": microbatches}[instruction.what]
-        return replace(instruction, number=instruction.number + later)
-    moved = {"microbatch": batches * plan.microbatches, **dict.fromkeys(("version", "batch", "begun", "retires"), updates)}
-    fields = {name: getattr(instruction, name) for name in instruction.__slots__}
-    return replace(instruction, **{name: value + moved[name] for name, value in fields.items() if name in moved and value is not None})
+    return instruction.later(batches * plan.microbatches, batches * plan.updates_per_batch(plan.workers[instruction.worker][0]))
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+from jpipe.capabilities.registry import programs_of
 from jpipe.errors import InputError, short
 from jpipe.plan import Plan
 from jpipe.programs._costs import OVERLAPS, HostLink, Link, Network, Overlap, StageCost, check_costs, unit_costs
@@ -76,10 +77,9 @@ def simulate(
 def has_equal_batches(plan: Plan) -> bool:
     """Return whether all batches of a plan have the same program, so that `simulate_batches` can predict them.
 
-    They have if its schedule flushes, unless something that one batch leaves concerns later ones: agreements, weights that replicas send
-    each other, and what is in host memory.
+    They have if its schedule flushes, unless what some capability leaves of one batch concerns later ones.
     """
-    return SCHEDULES[plan.schedule].flushes and plan.agree is None and not plan.shard_optimizer and plan.offload is None
+    return SCHEDULES[plan.schedule].flushes and not any(hooks.carries_over for hooks in programs_of(plan))
 
 
 def simulate_batches(

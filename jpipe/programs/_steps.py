@@ -5,8 +5,10 @@ from dataclasses import replace
 from functools import cached_property
 from itertools import chain
 
+from jpipe.capabilities.protocol import hooks
+from jpipe.capabilities.registry import programs_of
 from jpipe.plan import Plan
-from jpipe.programs._instructions import Agree, Instruction, Program, SumChanges
+from jpipe.programs._instructions import Instruction, Program
 from jpipe.programs._simulate import verify
 from jpipe.programs.lowering import Run, batches_until_full
 from jpipe.schedules import SCHEDULES
@@ -23,10 +25,8 @@ class Steps:
 
     The batches that are flushed first also share one program: that of the first batch of a plan that flushes only this one.
 
-    Pipelines that agree after some updates do so after each in what is verified. A step leaves out the agreements that are not due, which
-    removes nothing but waits, so that there are not as many programs as updates between two agreements. Where agreements are applied some
-    updates late, what is verified applies each of them at once. A step applies in these places those that have begun earlier, which removes
-    nothing but waits, either.
+    What capabilities do in some steps only, they do in each in what is verified. A step leaves out what is not due, which removes nothing
+    but waits, so that there are not as many programs as there are different steps.
 
     Args:
         plan: what runs.
@@ -40,8 +40,10 @@ class Steps:
     ) -> None:
         self.shared = shared
         self._given, self._flushed, self._global_norm = plan, plan.flush_first, global_norm
-        agree = None if plan.agree is None else plan.agree.model_copy(update={"every": 1, "delay": 0})
-        self._plan = plan.model_copy(update={"flush_first": min(plan.flush_first, 1), "agree": agree})
+        for modelled in hooks("modelled", programs_of(plan)):
+            plan = modelled(plan)
+        self._plan = plan.model_copy(update={"flush_first": min(plan.flush_first, 1)})
+        self._due = {kind: used.due for used in programs_of(plan) if used.due is not None for kind in used.instructions}
         everyone = frozenset(range(len(plan.workers)))
         self._workers = None if workers is None or everyone <= set(workers) else frozenset(workers)
         self._chosen = {everyone: self} if self._workers is None else {}
@@ -49,8 +51,8 @@ class Steps:
         self._runs: dict[int, Run] = {}  # by the batch before which the pipeline is empty, as are the following
         self._parts: dict[tuple[int, int, bool], Program] = {}  # by batches since then, and whether it is a drain
         self._programs: dict[tuple[int, int, bool], Program] = {}  # the same of the workers alone
-        # The same with the agreements that are due, by the instructions of these.
-        self._agreeing: dict[tuple[tuple[int, int, bool], tuple[Instruction | None, ...]], Program] = {}
+        # The same with what is due of capabilities, by the instructions of these.
+        self._programs_due: dict[tuple[tuple[int, int, bool], tuple[Instruction | None, ...]], Program] = {}
 
     def of(self, workers: Collection[int]) -> "Steps":
         """Return the programs of some workers, such as those of a process."""
@@ -88,26 +90,19 @@ class Steps:
         if name not in self._programs:
             self._programs[name] = self._of_workers(self._part(*name))
         shift = batch - start - model_since
-        return self._programs[name] if self._given.agree is None else self._with_due_agreements(name, shift), shift
+        return self._with_due(name, shift) if self._due else self._programs[name], shift
 
-    def _with_due_agreements(self, name: tuple[int, int, bool], shift: int) -> Program:
-        """Return a program with the agreements that begin and are applied when it runs `shift` batches later."""
+    def _with_due(self, name: tuple[int, int, bool], shift: int) -> Program:
+        """Return a program with what capabilities do when it runs `shift` batches later."""
         program = self._programs[name]
-        agreements = (i for i in program.instructions if isinstance(i, (SumChanges, Agree)))
-        due: dict[Instruction, Instruction | None] = {i: self._due(i, shift) for i in agreements}
-        key = name, tuple(due.values())
-        if key not in self._agreeing:
-            kept = tuple(new for i in program.instructions if (new := due.get(i, i)) is not None)
-            self._agreeing[key] = replace(program, instructions=kept)
-        return self._agreeing[key]
-
-    def _due(self, i: SumChanges | Agree, shift: int) -> SumChanges | Agree | None:
-        """Return an instruction of an agreement as it is when it runs `shift` batches later; None: then there is none."""
-        plan, s, update = self._given, self._given.workers[i.worker][0], i.batch + shift
-        if isinstance(i, SumChanges):
-            return i if plan.agrees(s, update) else None
-        begun = plan.agreement_applied(s, update)
-        return None if begun is None else replace(i, begun=begun - shift)
+        chosen: dict[Instruction, Instruction | None] = {
+            i: self._due[type(i)](self._given, i, shift) for i in program.instructions if type(i) in self._due
+        }
+        key = name, tuple(chosen.values())
+        if key not in self._programs_due:
+            kept = tuple(new for i in program.instructions if (new := chosen.get(i, i)) is not None)
+            self._programs_due[key] = replace(program, instructions=kept)
+        return self._programs_due[key]
 
     def common_version(self, since: int, batch: int) -> int | None:
         """Return the newest weights, by their number of batches, that all workers hold before `batch`, or None."""

@@ -8,29 +8,28 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
+from jpipe.capabilities.protocol import hooks, merged
+from jpipe.capabilities.registry import runtimes_of
 from jpipe.meshes._place import Place
 from jpipe.model._losses import Loss
 from jpipe.plan import Plan
 from jpipe.processes._membership import Processes
 from jpipe.programs._instructions import Program, Receive, Send
 from jpipe.programs._steps import Steps
-from jpipe.programs.lowering import lower_evaluation, lower_weights
-from jpipe.runtime._agreed import agreed_params
+from jpipe.programs.lowering import lower_evaluation
 from jpipe.runtime._interpreter import Observer, read_data, run
 from jpipe.runtime._join import BatchComparison, share_rows
 from jpipe.runtime._metrics import DelayNorms, Evaluation, Metrics, MetricsExchange
 from jpipe.runtime._transport import Sent, Transport, arrived
-from jpipe.runtime._worker import Data, RunResults
+from jpipe.runtime._worker import Added, Data, RunResults
 from jpipe.runtime.state import (
     Latest,
     State,
     WorkerState,
-    check_host_memory,
     copied,
+    fetched,
     fingerprint,
-    from_host_memory,
     model_of,
-    to_host_memory,
 )
 from jpipe.schedules import SCHEDULES
 from jpipe.stages._arrays import Arrays, shardings_of
@@ -92,10 +91,11 @@ class Executor:
             )
         self.functions, self.buckets, self.depends_on = functions, buckets, depends_on
         process = jax.process_index()
-        if plan.offload is not None:
-            check_host_memory([device for place in places for device in place.devices if device.process_index == process])
+        for check_devices in hooks("check_devices", runtimes_of(plan)):
+            check_devices(plan, [device for place in places for device in place.devices if device.process_index == process])
         steps = steps.of([w for w, place in enumerate(places) if place.process_index == process])
         self._plan, self._steps, self._places, self._processes = plan, steps, places, processes
+        self._added = Added.by(plan)
         shares = [shares_of(plan, f) for f in functions]
         arrays = [
             [Arrays(bucket.functions[s], places[w], share=shares[s][replica]) for w, (s, replica) in enumerate(plan.workers)]
@@ -158,13 +158,11 @@ class Executor:
         return None if self._processes is None else self._transport.way
 
     def at_rest(self, workers: Sequence[WorkerState]) -> list[WorkerState]:
-        """Return workers before they begin, with what waits in host memory there."""
-        return [
-            dataclasses.replace(worker, optimizer=to_host_memory(worker.optimizer))
-            if self._plan.offloads("optimizer", self._plan.workers[w][0])
-            else worker
-            for w, worker in zip(self.stages, workers, strict=True)
-        ]
+        """Return workers before they begin, as capabilities want them there."""
+        resting = list(workers)
+        for at_rest in hooks("at_rest", runtimes_of(self._plan)):
+            resting = [at_rest(self._plan, self._plan.workers[w][0], worker) for w, worker in zip(self.stages, resting, strict=True)]
+        return resting
 
     def state(self, workers: Iterable[WorkerState], batch: int, start: int, buckets: tuple[int, ...] = ()) -> State:
         """Return the state before `batch` of a pipeline that was empty before batch `start`; `buckets` are those of the last batches."""
@@ -237,11 +235,12 @@ class Executor:
         """Return the state and the newest version, in batches, that all workers of all processes hold; if none, of a drained copy.
 
         The moving average is held of the newest version of each stage only: with updates in flight there is no common one. The same is
-        true of the weights without prediction, and of those on which pipelines agree.
+        true of the weights without prediction, and of those that some capabilities read.
         """
-        if weights == "ema" or self._predicts or self._plan.agree is not None:
-            whole, plan = state if state.start == state.batch else self.drained_copy(state), self._plan
-            return whole, min(state.batch if plan.agree is None else plan.agree.last(s, plan.depth, state.batch) for s in range(plan.depth))
+        version_read = hooks("version_read", runtimes_of(self._plan))
+        if weights == "ema" or self._predicts or version_read:
+            whole = state if state.start == state.batch else self.drained_copy(state)
+            return whole, min((version(self._plan, state.batch) for version in version_read), default=state.batch)
         # After a restore or a drain the workers are ahead of an uninterrupted run, and hold all of its common versions.
         since = 0 if state.start == state.batch else state.batch - self._plan.flush_first
         version = self._steps.common_version(since, state.batch)
@@ -336,7 +335,7 @@ class Executor:
             newest = part(worker.weights.read(versions[-1]))
             before = part(worker.weights.read(versions[-2])) if len(versions) > 1 else None
             arrays = jax.tree.map(arrived, (newest, before, part(worker.optimizer)))
-            squares[w] = delay_squares(stage.functions, *from_host_memory(arrays))
+            squares[w] = delay_squares(stage.functions, *fetched(arrays))
         return self._exchange.delay_norms(squares)
 
     def _read(self, state: State, version: int, weights: Weights, *, masters: bool = False) -> dict[int, dict[str, Tree]]:
@@ -354,14 +353,14 @@ class Executor:
         read = {}
         for (w, stage), worker in zip(self.stages.items(), state.workers, strict=True):
             f, (s, _), newest = stage.functions, self._plan.workers[w], worker.weights.read(worker.weights.newest)
-            if worker.agreed is not None:
-                read[w] = agreed_params(stage, worker)
+            if of_capability := hooks("read", runtimes_of(self._plan)):
+                read[w] = of_capability[0](stage, worker)
             elif weights == "ema":
-                read[w] = average_params(f, from_host_memory(worker.optimizer), from_host_memory(newest))
+                read[w] = average_params(f, fetched(worker.optimizer), fetched(newest))
             elif f.predicts or (masters and f.precision.has_masters):
-                read[w] = newest_params(f, from_host_memory(worker.optimizer), from_host_memory(newest))
+                read[w] = newest_params(f, fetched(worker.optimizer), fetched(newest))
             else:
-                read[w] = from_host_memory(worker.weights.read(version * self._plan.updates_per_batch(s)))
+                read[w] = fetched(worker.weights.read(version * self._plan.updates_per_batch(s)))
         return read
 
     def _for_evaluation(self, state: State, weights: Weights) -> tuple[dict[int, WorkerState], int]:
@@ -373,13 +372,12 @@ class Executor:
             specs, held = self.stages[w].functions.specs.params, workers[w].weights
             whole = jax.tree.map(lambda leaf, spec: leaf.astype(spec.dtype), params, {entry: specs[entry] for entry in params})
             if len(whole) < len(specs):  # the other entries come from other replicas
-                whole = {**from_host_memory(held.read(held.newest)), **whole}
+                whole = {**fetched(held.read(held.newest)), **whole}
             latest = Latest(whole, version * self._plan.updates_per_batch(self._plan.workers[w][0]))
             workers[w] = dataclasses.replace(workers[w], weights=latest, microbatches={}, updates={}, loss_scales={})
-        predicting = [s for s, f in enumerate(self.functions) if f.predicts and self._plan.shard_optimizer]
-        if predicting:  # each replica has these weights of the entries that it updates
-            program = lower_weights(self._plan, predicting, version, workers=self.stages)
-            workers, _ = run(program, 0, self._by_bucket, lambda _: 0, workers, self._transport, {}, consume=False)
+        for completes in hooks("completes_read", runtimes_of(self._plan)):
+            if (program := completes(self._plan, self.functions, version, self.stages)) is not None:
+                workers, _ = run(program, 0, self._by_bucket, lambda _: 0, workers, self._transport, {}, consume=False)
         return workers, version
 
     def _run(
@@ -392,7 +390,7 @@ class Executor:
         observe: Observer | None,
     ) -> tuple[Iterable[WorkerState], RunResults]:
         states = dict(zip(self.stages, workers, strict=True))
-        new_states, results = run(program, shift, self._by_bucket, buckets, states, self._transport, data, observe)
+        new_states, results = run(program, shift, self._by_bucket, buckets, states, self._transport, data, observe, added=self._added)
         return new_states.values(), results
 
     def _evaluating(self, bucket: int, metrics: Mapping[str, Loss]) -> dict[int, CompiledStage]:
@@ -432,10 +430,14 @@ def _sends(plan: Plan, buckets: Sequence[Sequence[Arrays]], runs: Iterable[Progr
         elif type(i) is Receive:
             kinds[i.source, i.worker, i.message] = Send(i.source, i.microbatch, i.message, i.worker)
 
+    of_capabilities = merged("message_specs", runtimes_of(plan))
+
     def sent(i: Send, bucket: int) -> Sent:
         arrays = buckets[bucket]
         source, to = arrays[i.worker], arrays[i.to]
         s, to_stage = plan.workers[i.worker][0], plan.workers[i.to][0]
+        if i.message in of_capabilities:
+            return Sent(i, bucket, *of_capabilities[i.message](source, to))
         match i.message:
             case "activation":
                 return Sent(i, bucket, source.outputs, to.x)
@@ -446,9 +448,6 @@ def _sends(plan: Plan, buckets: Sequence[Sequence[Arrays]], runs: Iterable[Progr
             case "squares":
                 squares = squares_spec([len(arrays[w].functions.counted) for w, *_ in plan.stage_workers[s:]])
                 return Sent(i, bucket, source.whole(squares), to.whole(squares))
-            case "weights":
-                assert source.share is not None
-                return Sent(i, bucket, source.share.outgoing(source.trained), source.share.outgoing(to.trained))
         gradients = source.accumulators["gradients"], to.accumulators["gradients"]
         return Sent(i, bucket, *(shared_with(source.functions, to_stage, gradient) for gradient in gradients))
 
@@ -463,7 +462,8 @@ def _replica_sums(plan: Plan, arrays: Sequence[Arrays]) -> list[tuple[int, Tree]
     sums: list[tuple[int, Tree]] = []
     for first, a in replicated:
         if a.functions.compressed_sums is None:
-            whole = a.reduced if plan.agree is None else a.trained
+            instead = [summed(a) for summed in hooks("summed", runtimes_of(plan))]
+            whole = instead[0] if instead else a.reduced
             sums += [(first, whole if part is None else a.reduced_part(part)) for part in a.parts]
     return sums + [(first, a.averaged) for first, a in replicated if a.functions.averages_when_read]
 

@@ -7,18 +7,14 @@ import jax
 
 from jpipe.programs._instructions import (
     AddShared,
-    Agree,
     AllReduce,
     Compute,
-    Fetch,
     Instruction,
     Load,
-    Offload,
     Program,
     Receive,
     Release,
     Send,
-    SumChanges,
     SumSquares,
     TakeShared,
     Update,
@@ -26,7 +22,7 @@ from jpipe.programs._instructions import (
 )
 from jpipe.runtime._nan_check import checked
 from jpipe.runtime._transport import Transport
-from jpipe.runtime._worker import ConsumedArrays, Data, RunResults, Worker
+from jpipe.runtime._worker import Added, ConsumedArrays, Data, RunResults, Worker
 from jpipe.runtime.state import WorkerState
 from jpipe.stages._batch import read_rows
 from jpipe.stages._compiled_stage import CompiledStage
@@ -62,6 +58,7 @@ def run(
     observe: Observer | None = None,
     *,
     consume: bool = True,
+    added: Added | None = None,
 ) -> tuple[dict[int, WorkerState], RunResults]:
     """Dispatch all instructions of `program`, `shift` batches later than it was lowered for.
 
@@ -74,6 +71,7 @@ def run(
         transport: between the workers.
         data: from `read_data`; consumed.
         observe: called after each instruction is dispatched.
+        added: what the capabilities of the plan add; None: to be looked up.
         consume: delete the arrays of the states that the new ones do not share. Without it the program must not train.
 
     Returns:
@@ -82,15 +80,17 @@ def run(
     plan, results, consumed, config = program.plan, RunResults({}, {}, {}, {}), ConsumedArrays(), cast(Any, jax.config)
     if config.jax_debug_nans or config.jax_debug_infs:
         stages = checked(plan, stages)
+    added = added or Added.by(program.plan)
     workers: dict[int, Worker] = {}
     for w, state in states.items():
-        workers[w] = Worker(program, w, shift, stages[w], buckets, state, transport, data, workers, results, consumed)
+        workers[w] = Worker(program, w, shift, stages[w], buckets, state, transport, data, workers, results, consumed, added)
+    handlers = _METHODS | added.handlers
     for each in workers.values() if consume else ():
         each.count_arrays()
     try:
         for instruction in program.instructions:
             worker = workers[instruction.worker]
-            _METHODS[type(instruction)](worker, instruction)
+            handlers[type(instruction)](worker, instruction)
             if worker.changed_parts:
                 worker.delete_unused()
             if worker.takes_turns:
@@ -138,9 +138,5 @@ _METHODS: dict[type, Callable[[Worker, Any], None]] = {
     AddShared: Worker.add_shared,
     SumSquares: Worker.sum_squares,
     Update: Worker.update,
-    SumChanges: Worker.sum_changes,
-    Agree: Worker.agree,
     Release: Worker.release,
-    Offload: Worker.offload,
-    Fetch: Worker.fetch,
 }

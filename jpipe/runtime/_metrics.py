@@ -157,7 +157,7 @@ class MetricsExchange:
     def _reporting(self) -> tuple[int, ...]:
         """The workers that report the numbers of batches: the first of the last stage, or one for each of the pipelines that agree."""
         last = self._plan.stage_workers[-1]
-        return last[:1] if self._plan.agree is None else last
+        return last if self._plan.has_parallel_pipelines else last[:1]
 
     def metrics(self, program: Program, shift: int, results: RunResults) -> Metrics:
         """Return the metrics of the batches that the program finishes, run `shift` batches later, from this process's `results`."""
@@ -216,7 +216,8 @@ class MetricsExchange:
             local = {t: functools.partial(_mean_loss, updates) for (t, number), updates in results.losses.items() if number == pipeline}
             if self._is_here(worker):
                 _check_complete("loss", batches, local)
-            into: tuple[dict[int, Any], dict[int, Any]] = (metrics.losses, metrics.weights) if self._plan.agree is None else ({}, {})
+            are_several = self._plan.has_parallel_pipelines
+            into: tuple[dict[int, Any], dict[int, Any]] = ({}, {}) if are_several else (metrics.losses, metrics.weights)
             self._share(f"loss of pipeline {pipeline}" if pipeline else "loss", worker, batches, local, into)
             of_pipelines.append(into)
         for batch in batches if len(of_pipelines) > 1 else ():
@@ -305,7 +306,7 @@ class MetricsExchange:
                 replica of each stage, with `Plan.shard_optimizer` all replicas.
         """
         plan = self._plan
-        reporting = [w for w, (_, replica) in enumerate(plan.workers) if not replica or plan.shard_optimizer]
+        reporting = [w for w, (_, replica) in enumerate(plan.workers) if not replica or plan.divides_updates]
         if self._processes is None:
             return DelayNorms(*_norms(jax.device_put([local[w] for w in reporting], self._devices[reporting[-1]])))
         self._delay_norms += 1

@@ -2,29 +2,27 @@
 
 import zlib
 from collections.abc import Iterable, Mapping
-from functools import cached_property
 from itertools import count
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jpipe.capabilities.protocol import hooks, made
+from jpipe.capabilities.registry import programs_of, runtimes_for, runtimes_of
 from jpipe.errors import InputError
 from jpipe.model._precision import LossScale
 from jpipe.model._subset import floats_of, with_floats
 from jpipe.model.layerwise._optimizer import masters_of
 from jpipe.ops import OPS
-from jpipe.plan import Kept, Plan
-from jpipe.programs._instructions import Agree, AllReduce, Compute, SumChanges, Update
-from jpipe.runtime._agreed import last_agreed
+from jpipe.plan import Plan
+from jpipe.programs._instructions import AllReduce, Compute, Update
 from jpipe.runtime._interpreter import Event
 from jpipe.runtime._plain import Plain, checked_dict, from_plain, overlaid, to_plain
-from jpipe.runtime._transport import arrived
-from jpipe.runtime.state import PendingUpdate, WorkerState, copied_to_host, weights_of
+from jpipe.runtime.state import PendingUpdate, WorkerState, weights_of
 from jpipe.runtime.state._saved_optimizer import masters_in, with_buffers, without_prediction
 from jpipe.schedules import SCHEDULES
-from jpipe.stages._agreement import ALREADY_AGREED, ALREADY_APPLIED, Agreed
 from jpipe.stages._arrays import Arrays, Share, shardings_of
 from jpipe.stages._compiled_stage import CompiledStage
 from jpipe.stages.functions._stage import StageFunctions
@@ -74,7 +72,8 @@ class Snapshot:
     def __init__(self, plan: Plan, batch: int, workers: Mapping[int, CompiledStage]) -> None:
         self.batch = batch
         self.plan = plan
-        self._parts = {w: _Part(plan, w, batch, stage) for w, stage in workers.items()}
+        self._parts = {w: Part(plan, w, batch, stage) for w, stage in workers.items()}
+        self._sums = tuple(kind for used in programs_of(plan) for kind in used.sums)
         groups = next(iter(workers.values())).functions.sharing.groups if workers else ()
         self.shared = tuple(name for _, names in groups for name in names)
 
@@ -82,10 +81,10 @@ class Snapshot:
         """Observe one instruction."""
         i = event.instruction
         self._parts[i.worker].see(event)
-        if isinstance(i, SumChanges):  # with the last replica of this process all of them have the mean
+        if isinstance(i, self._sums):  # with the last replica of this process all of them have the sum
             for w in self.plan.stage_workers[self.plan.workers[i.worker][0]]:
                 if w in self._parts:
-                    self._parts[w].see_changes(event.state)
+                    self._parts[w].see_sum(event)
 
     @property
     def complete(self) -> bool:
@@ -129,30 +128,40 @@ def entry_name(layer_id: str, replica: int) -> str:
     return f"{layer_id} replica {replica}" if replica else layer_id
 
 
-class _Part:
-    """The part of the snapshot that is copied from one worker."""
+class Part:
+    """The part of the snapshot that is copied from one worker.
+
+    Attributes:
+        plan: the plan of the run.
+        stage, replica: of the worker.
+        compiled: its stage.
+        newest: the version that the batch begins with.
+        versions: those that are copied, by number.
+        kept: what capabilities keep in the state, by their names.
+    """
 
     def __init__(self, plan: Plan, worker: int, batch: int, stage: CompiledStage) -> None:
-        f, self._compiled, self._share = stage.functions, stage, stage.share
-        s, self._replica = plan.workers[worker]
-        self._plan, self._stage = plan, s
+        f, self.compiled, self._share = stage.functions, stage, stage.share
+        s, self.replica = plan.workers[worker]
+        self.plan, self.stage = plan, s
         self._replicas = plan.replicas[s]
         self._first = batch * plan.microbatches
-        self._newest = batch * plan.updates_per_batch(s)
-        self._oldest = SCHEDULES[plan.schedule].version(plan, s, self._first + self._replica)
-        self._all, self._trained = f.specs.params.keys(), f.trained
+        self.newest = batch * plan.updates_per_batch(s)
+        self._oldest = SCHEDULES[plan.schedule].version(plan, s, self._first + self.replica)
+        self._all, self.trained = f.specs.params.keys(), f.trained
         self._ids, self._entries = f.stage.layers, f.counted  # of a shared parameter only the first stage is copied
-        self._versions: dict[int, Tree] = {}
+        self.versions: dict[int, Tree] = {}
         self._scales: dict[int, LossScale] = {}
         self._optimizer: Tree = None
         self._state: Tree = None  # layer state after the last forward before the batch
-        self._last = Update if plan.agreement_applied(s, self._newest - 1) is None else Agree  # what completes the newest weights
-        self._agreed: Agreed | None = None
-        self._under_way = plan.agreement_under_way(s, self._newest)  # the update of an agreement that is applied after the batch begins
-        self._changes: Tree = None  # the mean of its changes
+        self.kept: dict[str, Tree] = {}
         self._last_part = len(plan.stages[s].sum_parts) - 1
         self._error: dict[str, Tree] = {}  # what rounding has lost of the gradients of the updates before the batch
-        self._open: int | None = None  # the version on which the pipelines have still to agree
+        self._open: int | None = None  # the version that an update has made, and a capability has still to complete
+        self._copies, of_capabilities = hooks("copy_for_snapshot", runtimes_of(plan)), made("snapshot", runtimes_of(plan), self)
+        self._see, self._completes = hooks("see", of_capabilities), hooks("completes", of_capabilities)
+        self._is_complete, self._saved = hooks("is_complete", of_capabilities), hooks("saved", of_capabilities)
+        self._last = self._completed_by(self.newest - 1)  # what completes the newest weights
         self._has_begun = False  # whether the first forward of the batch has run
 
     @property
@@ -162,13 +171,16 @@ class _Part:
 
     @property
     def complete(self) -> bool:
-        is_known = self._under_way is None or self._changes is not None
-        return self._optimizer is not None and self._newest in self._versions and is_known
+        return self._optimizer is not None and self.newest in self.versions and all(hook() for hook in self._is_complete)
 
-    def see_changes(self, state: WorkerState) -> None:
-        """Note the mean of the changes of the agreement that is under way, if a worker of the stage has it."""
-        if self._changes is None and self._under_way is not None and self._under_way in state.updates:
-            self._changes = state.updates[self._under_way].changes
+    def _completed_by(self, update: int) -> type:
+        """Return the instruction that completes the version that an update makes."""
+        return next((kind for hook in self._completes if (kind := hook(update)) is not None), Update)
+
+    def see_sum(self, event: Event) -> None:
+        """Observe an instruction of the worker or of another replica, after which a capability may have a sum over the replicas."""
+        for hook in self._see:
+            hook(event)
 
     def see(self, event: Event) -> None:
         if self.complete:
@@ -178,29 +190,33 @@ class _Part:
             self._has_begun |= i.microbatch >= self._first
             if self._first - self._replicas <= i.microbatch < self._first:  # the worker's last one before the batch
                 self._state = _copied(state.layer_state)
-        if isinstance(i, AllReduce) and i.batch + 1 == self._newest and i.part in (None, self._last_part):
+        if isinstance(i, AllReduce) and i.batch + 1 == self.newest and i.part in (None, self._last_part):
             self._error = _copied(state.sum_error or {})
-        if isinstance(i, (Update, Agree)):
-            is_open = type(i) is Update and self._plan.agreement_applied(self._stage, i.batch) is not None
-            self._open = i.batch + 1 if is_open else None
-        if isinstance(i, self._last) and i.batch + 1 == self._newest:
-            self._optimizer, self._agreed = self._copied("optimizer", state.optimizer), _copied(state.agreed)
+        if type(i) is Update:
+            self._open = None if self._completed_by(i.batch) is Update else i.batch + 1
+        elif self._open is not None and type(i) is self._completed_by(self._open - 1):
+            self._open = None
+        if type(i) is self._last and getattr(i, "batch", None) == self.newest - 1:
+            self._optimizer, self.kept = self._copied("optimizer", state.optimizer), _copied(dict(state.capabilities))
             if not self._has_begun:  # the layer state perhaps has the mean over the replicas
                 self._state = _copied(state.layer_state)
-        self.see_changes(state)
+        self.see_sum(event)
         if self._has_begun or self._optimizer is not None:  # the oldest version that the batch reads may be retired before the last update
-            for version in set(state.weights.versions) - self._versions.keys() - {self._open}:
+            for version in set(state.weights.versions) - self.versions.keys() - {self._open}:
                 params = state.weights.read(version)
                 is_whole = params.keys() == self._all  # what other replicas update may still be to come
-                if self._oldest <= version <= self._newest and is_whole:
+                if self._oldest <= version <= self.newest and is_whole:
                     # Nothing writes into frozen parameters.
-                    self._versions[version] = self._trained.joined(self._copied("versions", dict(self._trained.part(params))), params)
+                    self.versions[version] = self.trained.joined(self._copied("versions", dict(self.trained.part(params))), params)
                     if state.loss_scales:
                         self._scales[version] = state.loss_scales[version]
 
-    def _copied(self, what: Kept, tree: Tree) -> Tree:
-        """Return copies on the device, or in host memory if the plan lets this wait there: it may fit on the device only in part."""
-        return copied_to_host(tree) if self._plan.offloads(what, self._stage) else _copied(tree)
+    def _copied(self, what: Literal["optimizer", "versions"], tree: Tree) -> Tree:
+        """Return copies on the device, or where a capability wants them: all of it may not fit on the device."""
+        for copy in self._copies:
+            if (copies := copy(self.plan, self.stage, what, tree)) is not None:
+                return copies
+        return _copied(tree)
 
     def holds(self, entry: str) -> bool:
         return entry in self._optimizer
@@ -208,48 +224,29 @@ class _Part:
     def checksum(self, entry: str) -> int:
         """Return the CRC-32 of the newest version and the optimizer state of an entry."""
         checksum = 0
-        for leaf in jax.tree.leaves(to_plain((self._versions[self._newest][entry], self._optimizer[entry]))):
+        for leaf in jax.tree.leaves(to_plain((self.versions[self.newest][entry], self._optimizer[entry]))):
             checksum = zlib.crc32(np.ascontiguousarray(leaf).view(np.uint8).data, checksum)
         return checksum
 
     def layers(self) -> dict[str, Plain]:
         layers: dict[str, Plain] = {layer_id: {} for layer_id in (*self._entries, *self._ids)}
         for layer_id, plain in layers.items():
-            if self._plan.agree is not None:
-                plain |= self._own_parts(layer_id)
-            elif self._replica == 0:
-                older = {v: self._trained.part(params) for v, params in self._versions.items() if v != self._newest}
-                versions = older | {self._newest: self._versions[self._newest]}
-                ages = {str(self._newest - v): to_plain(params[layer_id]) for v, params in versions.items()}
+            if self._saved:
+                plain |= self._saved[0](layer_id)
+            elif self.replica == 0:
+                older = {v: self.trained.part(params) for v, params in self.versions.items() if v != self.newest}
+                versions = older | {self.newest: self.versions[self.newest]}
+                ages = {str(self.newest - v): to_plain(params[layer_id]) for v, params in versions.items()}
                 plain["params"] = {age: params for age, params in ages.items() if params}
-                plain["loss_scale"] = {str(self._newest - v): to_plain(scale) for v, scale in self._scales.items()}
-            if layer_id in (self._optimizer if self._replica == 0 or self._plan.agree is not None else self._updated_entries):
+                plain["loss_scale"] = {str(self.newest - v): to_plain(scale) for v, scale in self._scales.items()}
+            if layer_id in (self._optimizer if self.replica == 0 or self.plan.has_parallel_pipelines else self._updated_entries):
                 plain["optimizer"] = to_plain(self._optimizer[layer_id])
             if layer_id in self._state:
                 plain["state"] = to_plain(self._state[layer_id])
             if layer_id in self._error:
                 plain["sum_error"] = to_plain(self._error[layer_id])
-        named = {entry_name(layer_id, self._replica): _without_empty(plain) for layer_id, plain in layers.items()}
-        return {name: plain for name, plain in named.items() if plain or self._replica == 0}
-
-    def _own_parts(self, layer_id: str) -> Plain:
-        """Return the weights of a layer of a pipeline that agrees: its own, and for the first pipeline those on which all have agreed."""
-        own = {str(self._newest - v): to_plain(self._trained.part(params)[layer_id]) for v, params in self._versions.items()}
-        plain: Plain = {"own": own}
-        if self._under_way is not None and jax.tree.leaves(own) and arrived(self._changes) != ALREADY_APPLIED:
-            plain["under_way"] = np.asarray(self._under_way)
-        if self._replica or self._last_agreed is None:
-            return plain
-        params = self._trained.joined(self._last_agreed.params, self._versions[self._newest])
-        return plain | {
-            "params": {"0": to_plain(params[layer_id])},
-            "outer_momentum": to_plain(self._last_agreed.momentum.get(layer_id, {})),
-        }
-
-    @cached_property
-    def _last_agreed(self) -> Agreed | None:
-        """The result of the last agreement that began before the batch."""
-        return None if self._agreed is None else last_agreed(self._compiled, self._agreed, self._changes)
+        named = {entry_name(layer_id, self.replica): _without_empty(plain) for layer_id, plain in layers.items()}
+        return {name: plain for name, plain in named.items() if plain or self.replica == 0}
 
 
 def layer_of(name: str, ids: Iterable[str]) -> str | None:
@@ -283,8 +280,8 @@ def with_optimizers(layers: Mapping[str, Plain]) -> dict[str, Plain]:
 
 def fitting(
     plan: Plan, worker: int, f: StageFunctions, share: Share | None, layers: Mapping[str, Plain], batch: int, fresh: bool
-) -> tuple[dict[int, Tree], Tree, Tree, Agreed | None, Tree]:
-    """Return a worker's weights by version, optimizer state, layer state, `agreed` and `sum_error`, from a snapshot.
+) -> tuple[dict[int, Tree], Tree, Tree, dict[str, Tree], Tree]:
+    """Return a worker's weights by version, optimizer state, layer state, `capabilities` and `sum_error`, from a snapshot.
 
     The newest version replaces a version that is missing in the snapshot. Layer state is that of the same replica if the pipeline does not
     flush and the number of replicas is the same, otherwise the mean over the saved replicas; without `sync_state` it is that of one.
@@ -308,7 +305,8 @@ def fitting(
     for layer_id in (*entries, *f.stage.layers):
         if layer_id not in layers:
             raise InputError(f"checkpoint: layer '{layer_id}' of the model is not in it; is it of another model?")
-    own = _own_entries(layers, entries, replica, plan.replicas[s]) if plan.agree is not None else {}
+    of_capabilities = hooks("own_entries", runtimes_of(plan))
+    own: dict[str, Plain] = of_capabilities[0](plan, s, replica, layers, entries) if of_capabilities else {}
 
     def params_of(layer_id: str, age: int) -> Tree:
         where = f"checkpoint: layer '{layer_id}', parameters"
@@ -320,7 +318,7 @@ def fitting(
         return from_plain(f.specs.params[layer_id], overlaid(latest, checked_dict(ages.get(str(age), {}), where)), where)
 
     def state_of(layer_id: str) -> Tree:
-        spec, count, where = f.specs.state[layer_id], _replicas(layers, layer_id), f"checkpoint: layer '{layer_id}', state"
+        spec, count, where = f.specs.state[layer_id], replicas_in(layers, layer_id), f"checkpoint: layer '{layer_id}', state"
         state = from_plain(spec, layers[entry_name(layer_id, replica % count)].get("state", {}), where)
         if f.average_state is None or (f.average_state == "read" and count == plan.replicas[s]):
             return state
@@ -338,35 +336,10 @@ def fitting(
             )
             for layer_id in (entries if share is None else share.part(f.optimizer_spec))
         }
-    optional = _agreed_in(f, layers, entries), _sum_error_in(f, layers, replica, fresh)
+    restoring = runtimes_for(f.capabilities)
+    kept = {name: hooks.restored(f, layers, entries) for name, hooks in restoring.items() if hooks.restored is not None}
+    optional = kept, _sum_error_in(f, layers, replica, fresh)
     return versions, optimizer, {layer_id: state_of(layer_id) for layer_id in f.stage.layers}, *optional
-
-
-def _own_entries(layers: Mapping[str, Plain], entries: Iterable[str], replica: int, pipelines: int) -> dict[str, Plain]:
-    """Return the entries with the weights of a pipeline itself; none if the snapshot is of another number of pipelines that agree."""
-    with_own = [entry for entry in entries if "own" in layers[entry]]
-    if any(_replicas(layers, entry) != pipelines for entry in with_own):
-        return {}
-    return {entry: layers[entry_name(entry, replica)] for entry in with_own}
-
-
-def _agreed_in(f: StageFunctions, layers: Mapping[str, Plain], entries: Iterable[str]) -> Agreed | None:
-    """Return the weights on which pipelines have agreed last, and the momentum, which begins with zeros if the snapshot has none."""
-    if f.agreement is None:
-        return None
-    params, momentum = {}, {}
-    for entry in entries:
-        where = f"checkpoint: layer '{entry}', parameters"
-        newest = checked_dict(checked_dict(layers[entry].get("params", {}), where).get("0", {}), where)
-        params[entry] = from_plain(f.specs.params[entry], newest, where)
-    trained = f.trained.part(params)
-    zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), trained)
-    for entry, blank in zeros.items() if f.agreement.outer.momentum else ():
-        saved = layers[entry].get("outer_momentum")
-        momentum[entry] = (
-            blank if saved is None else from_plain(blank, saved, f"checkpoint: layer '{entry}', momentum of the agreed weights")
-        )
-    return Agreed(trained, momentum)
 
 
 def _sum_error_in(f: StageFunctions, layers: Mapping[str, Plain], replica: int, fresh: bool) -> Tree:
@@ -421,7 +394,7 @@ def restored_worker(
     f, place = stage.functions, stage.place
     layers = for_stage(f, layers, fresh)
     a = Arrays(f, place, share=stage.share)
-    versions, optimizer, state, agreed, error = fitting(plan, worker, f, stage.share, layers, batch, fresh)
+    versions, optimizer, state, kept, error = fitting(plan, worker, f, stage.share, layers, batch, fresh)
     if fresh:
         newest = a.updated(versions[max(versions)])
         masters = {layer_id: masters_in(layers[layer_id]) if f.precision.has_masters else None for layer_id in newest}
@@ -439,27 +412,18 @@ def restored_worker(
     last = max(versions)
     parts = {v: params if v == last else f.trained.part(params) for v, params in versions.items()}
     param_specs = {v: a.params if v == last else a.trained for v in versions}
-    optional: dict[str, Tree] = {"loss_scales": scales, "agreed": agreed, "sum_error": error}
-    optional_specs = {"loss_scales": dict.fromkeys(scales, a.scale), "agreed": a.agreed, "sum_error": a.sum_error}
+    optional: dict[str, Tree] = {"loss_scales": scales, "capabilities": kept, "sum_error": error}
+    optional_specs = {"loss_scales": dict.fromkeys(scales, a.scale), "capabilities": a.capabilities, "sum_error": a.sum_error}
     specs: Tree = param_specs, a.optimizer, a.state, a.accumulators, a.whole(key), optional_specs
     # Copied, because a CPU device shares the memory of NumPy arrays, into which an update cannot write.
     placed = jax.device_put((parts, optimizer, state, accumulators, key, optional), shardings_of(specs))
     copied, optimizer, state, accumulators, key, optional = jax.tree.map(jnp.copy, placed)
     whole = {v: f.trained.joined(params, copied[last]) for v, params in copied.items()}
     weights = weights_of(whole, SCHEDULES[plan.schedule].versions_alive(plan, plan.workers[worker][0]))
-    updates = _updates_under_way(plan, worker, f, layers, last)
+    updates = dict[int, PendingUpdate]()
+    for restored_updates in hooks("restored_updates", runtimes_of(plan)):
+        updates |= restored_updates(plan, worker, f, layers, last)
     return WorkerState(weights, optimizer, state, accumulators, key, updates=updates, **optional)
-
-
-def _updates_under_way(plan: Plan, worker: int, f: StageFunctions, layers: Mapping[str, Plain], updates: int) -> dict[int, PendingUpdate]:
-    """Return what a restored worker holds of an agreement that its plan applies later: whether it has still to be mixed in."""
-    s, replica = plan.workers[worker]
-    if (begun := plan.agreement_under_way(s, updates)) is None:
-        return {}
-    entries = f.stack.ties.entries(f.stage.layers)
-    own = _own_entries(layers, entries, replica, plan.replicas[s])
-    is_under_way = bool(own) and all(np.array_equal(plain.get("under_way"), begun) for plain in own.values())
-    return {begun: PendingUpdate(changes=ALREADY_AGREED if is_under_way else ALREADY_APPLIED)}
 
 
 def _restored_scales(f: StageFunctions, layers: Mapping[str, Plain], versions: Iterable[int]) -> dict[int, LossScale]:
@@ -496,7 +460,7 @@ def average_replicas(layers: Mapping[str, Plain]) -> dict[str, Plain]:
 def _mean_state(layers: Mapping[str, Plain], layer_id: str) -> Plain:
     """Return the mean of a layer's state over the replicas, added in their order. Arrays that are equal in all stay unchanged."""
     where = f"checkpoint: layer '{layer_id}', state"
-    names = [entry_name(layer_id, replica) for replica in range(_replicas(layers, layer_id))]
+    names = [entry_name(layer_id, replica) for replica in range(replicas_in(layers, layer_id))]
     first, *remaining = (checked_dict(layers[name].get("state", {}), where) for name in names)
     specs = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), first)
     for name, other in zip(names[1:], remaining, strict=True):
@@ -511,7 +475,7 @@ def _mean(*parts: Any) -> Any:
     return np.asarray(sum(remaining, first) * first.dtype.type(1 / len(parts)))  # the same bits as of a drain
 
 
-def _replicas(layers: Mapping[str, Plain], layer_id: str) -> int:
+def replicas_in(layers: Mapping[str, Plain], layer_id: str) -> int:
     """Return how many replicas have an entry with layer state."""
     return next(replica for replica in count(1) if entry_name(layer_id, replica) not in layers)
 

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 
 import jax
 
+from jpipe.capabilities.protocol import hooks
+from jpipe.capabilities.registry import runtimes_of
 from jpipe.errors import InputError
 from jpipe.meshes._partition import shard_bytes
 from jpipe.ops import OPS
@@ -24,9 +26,8 @@ from jpipe.programs._timeline import MemorySample, MemoryTimeline, Span, Timelin
 from jpipe.programs._transfers import Transfer
 from jpipe.programs.prediction import draw_grid
 from jpipe.runtime._interpreter import Event
-from jpipe.runtime.state import Microbatch, PendingUpdate, Weights, WorkerState, in_host
-from jpipe.runtime.timing._moves import Computation
-from jpipe.runtime.timing._transfers import TransferWatcher, join_transfers, that_leave
+from jpipe.runtime.state import Microbatch, PendingUpdate, Weights, WorkerState, is_away
+from jpipe.runtime.timing._transfers import Computation, TransferWatcher, join_transfers, that_leave
 from jpipe.schedules import SCHEDULES
 
 
@@ -109,7 +110,7 @@ class Tracer:
                 raise watcher.error
         ranks = [watcher.computations for watcher in self._watchers]
         waits_for = _waits_for(ranks, self._plan, self._global_norm)
-        ends = _consistent({_key(c.instruction): c.end for row in ranks for c in row}, waits_for)
+        ends = _consistent({key_of(c.instruction): c.end for row in ranks for c in row}, waits_for)
         starts = _starts(ranks, waits_for, ends)
         transfers = self._transfers.transfers(starts, ends)
         return Trace(
@@ -210,15 +211,15 @@ class _Watcher:
         sizes = self._sizes.setdefault(worker, {})
         count = 0 if state.accumulators is None else len(state.accumulators.get("gradients", ()))  # fewer while parts of them are set aside
         summed = f"accumulators of {count} entries"
-        optimizer = "optimizer in host memory" if any(map(in_host, jax.tree.leaves(state.optimizer))) else "optimizer"
-        like_optimizer = state.optimizer, state.agreed, state.sum_error
+        optimizer = "optimizer elsewhere" if any(map(is_away, jax.tree.leaves(state.optimizer))) else "optimizer"
+        like_optimizer = state.optimizer, state.capabilities, state.sum_error
         named = (optimizer, like_optimizer), (summed, state.accumulators), ("state", state.layer_state)
         for name, tree in named:
             if sizes.get(name, 0) == 0:  # accumulators may be missing at first
                 sizes[name] = sum(map(_on_each_device, jax.tree.leaves(tree)))
         # Of a new version parts may still be to come.
         params = {version: state.weights.read(version) for version in state.weights.versions}
-        versions = tuple((version, len(tree), any(map(in_host, jax.tree.leaves(tree)))) for version, tree in params.items())
+        versions = tuple((version, len(tree), any(map(is_away, jax.tree.leaves(tree)))) for version, tree in params.items())
         known, weights = self._weights.get(worker, ((), {}))
         if versions != known:
             weights = _bytes_by_version(state.weights)
@@ -235,7 +236,9 @@ class _Watcher:
             numbers = sorted({version for part in workers for version in part.weights})
             weights = {version: sum(part.weights.get(version, 0) for part in workers) for version in numbers}
             optimizer, accumulators, state = (sum(sizes) for sizes in zip(*(part[1:] for part in workers), strict=True))
-            samples.append(MemorySample(ends[_key(computation.instruction)], weights, optimizer, accumulators, residuals, buffers + state))
+            samples.append(
+                MemorySample(ends[key_of(computation.instruction)], weights, optimizer, accumulators, residuals, buffers + state)
+            )
         return tuple(samples)
 
 
@@ -318,17 +321,18 @@ class _Buffers:
 
 def _on_each_device(leaf: Any) -> int:
     """Return the bytes of an array on each of its devices; of one in transfer from another process, those it will have."""
-    if in_host(leaf):
+    if is_away(leaf):
         return 0
     return shard_bytes(leaf) if isinstance(leaf, jax.Array) and len(leaf.sharding.device_set) > 1 else leaf.nbytes
 
 
 def _waits_for(ranks: Sequence[Sequence[_Computation]], plan: Plan, global_norm: bool) -> dict[_Key, list[_Key]]:
     """Return the computations that each one waits for: those of its inputs, and the one before it on its rank."""
-    keys = [[_key(c.instruction) for c in row] for row in ranks]
+    keys = [[key_of(c.instruction) for c in row] for row in ranks]
     computations = dict.fromkeys(itertools.chain(*keys))
-    agreements = _agreements_before(ranks, plan)
-    needed = {key: [*_inputs(key, plan, global_norm), *agreements.get(key, ())] for key in computations}
+    instructions = [c.instruction for row in ranks for c in row]
+    more = [waits_for(plan, instructions) for waits_for in hooks("waits_for", runtimes_of(plan))]
+    needed = {key: [*_inputs(key, plan, global_norm), *(other for each in more for other in each.get(key, ()))] for key in computations}
     waits_for = {key: [k for k in keys_before if k in computations] for key, keys_before in needed.items()}
     for row in keys:
         for before, after in itertools.pairwise(row):
@@ -336,24 +340,11 @@ def _waits_for(ranks: Sequence[Sequence[_Computation]], plan: Plan, global_norm:
     return waits_for
 
 
-def _agreements_before(ranks: Sequence[Sequence[_Computation]], plan: Plan) -> dict[_Key, list[_Key]]:
-    """Return for each computation that is the first to read agreed weights the updates that their agreement waits for."""
-    first: dict[tuple[int, int], _Key] = {}  # by worker and version
-    for i in (c.instruction for row in ranks if plan.agree is not None for c in row):
-        first.setdefault((i.worker, i.batch if isinstance(i, Update) else i.version), _key(i))
-    before: dict[_Key, list[_Key]] = {}
-    for (w, version), key in first.items():
-        s = plan.workers[w][0]
-        if version and (begun := plan.agreement_applied(s, version - 1)) is not None:
-            before[key] = [(other, "U", begun, 0) for other in plan.stage_workers[s]]
-    return before
-
-
 def _starts(
     ranks: Sequence[Sequence[_Computation]], waits_for: Mapping[_Key, Sequence[_Key]], ends: Mapping[_Key, float]
 ) -> dict[_Key, float]:
     """Return the start of each computation, in order of their ends: when what it waits for has ended."""
-    computations = {_key(c.instruction): c for row in ranks for c in row}
+    computations = {key_of(c.instruction): c for row in ranks for c in row}
     starts: dict[_Key, float] = {}
     free: dict[jax.Device, float] = {}  # when the previous computation ended
     for key in sorted(computations, key=ends.__getitem__):  # stable: equal times stay in a rank's order
@@ -365,7 +356,7 @@ def _starts(
 
 def _timeline(ranks: Sequence[Sequence[_Computation]], plan: Plan, starts: Mapping[_Key, float], ends: Mapping[_Key, float]) -> Timeline:
     """Return the spans of each rank."""
-    computations = {_key(c.instruction): c for row in ranks for c in row}
+    computations = {key_of(c.instruction): c for row in ranks for c in row}
     rows: list[list[Span]] = [[] for _ in ranks]
     for key, start in starts.items():
         i, end, rank = computations[key].instruction, ends[key], plan.rank_of[key[0]]
@@ -377,7 +368,8 @@ def _timeline(ranks: Sequence[Sequence[_Computation]], plan: Plan, starts: Mappi
     return tuple(tuple(row) for row in rows)
 
 
-def _key(instruction: _Instruction) -> _Key:
+def key_of(instruction: _Instruction) -> _Key:
+    """Return what names a computation or an update in a trace."""
     if isinstance(instruction, Update):
         return instruction.worker, "U", instruction.batch, 0
     return instruction.worker, instruction.op, instruction.microbatch, instruction.part or 0
@@ -402,7 +394,7 @@ def _inputs(key: _Key, plan: Plan, global_norm: bool) -> list[_Key]:
             is_alone = not global_norm or SCHEDULES[plan.schedule].flushes_after(plan, k)
             last = [] if is_alone else [end - 1 + route_of(plan).delay]
             microbatches = [*range(end - plan.replicas[summed], end), *last]
-            if plan.agree is not None:  # each pipeline updates alone
+            if plan.has_parallel_pipelines:  # each pipeline updates alone
                 microbatches = [end - plan.replicas[s] + plan.workers[worker][1]]
             return [key for j in microbatches for key in that_leave("accumulators", plan, summed, j)]
 

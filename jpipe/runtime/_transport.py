@@ -18,7 +18,7 @@ from jpipe.meshes._routes import Route, Shards, joined, same_shards
 from jpipe.processes._collectives import Collective
 from jpipe.processes._connections import Connection, Handover, Reduction
 from jpipe.processes._membership import Processes
-from jpipe.programs._instructions import AllReduce, Receive, Send, SumChanges
+from jpipe.programs._instructions import AllReduce, Instruction, Receive, Send
 from jpipe.stages._arrays import shardings_of
 from jpipe.stages._bytes import nbytes
 
@@ -322,7 +322,13 @@ class Transport:
         return self._call_all(calls, (), words, on, route.join, lambda: self._arriving[key])
 
     def all_reduce(
-        self, i: AllReduce | SumChanges, batch: int, part: Tree, add: Callable[[Tree, Tree], Tree], finish: jax.stages.Compiled
+        self,
+        i: Instruction,
+        batch: int,
+        part: Tree,
+        add: Callable[[Tree, Tree], Tree],
+        finish: jax.stages.Compiled,
+        words: object = None,
     ) -> Mapping[int, Tree]:
         """Contribute a replica's part to the sum of `batch`, consuming the part.
 
@@ -332,6 +338,7 @@ class Transport:
             part: what this replica has.
             add: the sum of two parts, on the device of the first replica of this process.
             finish: what the replicas get of the sum.
+            words: what is waited for; by default the sum of gradients.
 
         Returns:
             After the last replica of this process has called: for each of them `finish` of the sum over all replicas, perhaps
@@ -347,7 +354,7 @@ class Transport:
             return {}
         del self._parts[key]
         _, add, finish = parts[local[0]]
-        return self.sum_replicas(replicas, {w: parts.pop(w)[0] for w in local}, add, finish, _Words(i, batch))
+        return self.sum_replicas(replicas, {w: parts.pop(w)[0] for w in local}, add, finish, words or _Words(i, batch))
 
     def sum_replicas(
         self, replicas: Sequence[int], parts: dict[int, Tree], add: Callable[[Tree, Tree], Tree], finish: jax.stages.Compiled, words: object
@@ -503,19 +510,18 @@ class Transport:
 class _Words(NamedTuple):
     """The description of what a process waits for, as text only when it is printed."""
 
-    instruction: Send | Receive | AllReduce | SumChanges
+    instruction: Instruction
     number: int
 
     def __str__(self) -> str:
         match self.instruction:
             case AllReduce(worker=worker):
                 return f"the sum of the gradients of batch {self.number} over the replicas of worker {worker}"
-            case SumChanges(worker=worker):
-                return f"the mean of what the pipelines have changed up to update {self.number} of the stage of worker {worker}"
             case Receive(message=message, source=source):
                 return f"the {message} of microbatch {self.number} from worker {source}"
             case Send(message=message, to=to):
                 return f"worker {to} to take the {message} of microbatch {self.number}"
+        return str(self.instruction)
 
 
 def progress() -> int:

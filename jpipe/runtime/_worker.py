@@ -2,27 +2,26 @@
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
 
+from jpipe.capabilities.protocol import merged
+from jpipe.capabilities.registry import runtimes_of
 from jpipe.model._precision import LossScale
 from jpipe.ops import OPS, Op
+from jpipe.plan import Plan
 from jpipe.programs._instructions import (
     AddShared,
-    Agree,
     AllReduce,
     Compute,
-    Fetch,
     Load,
-    Offload,
     Program,
     Receive,
     Release,
     Send,
-    SumChanges,
     SumSquares,
     TakeShared,
     Update,
@@ -35,10 +34,7 @@ from jpipe.runtime.state import (
     PendingUpdate,
     Weights,
     WorkerState,
-    from_host_memory,
-    to_host_memory,
 )
-from jpipe.stages._agreement import ALREADY_AGREED, ALREADY_APPLIED, Agreed
 from jpipe.stages._compiled_stage import CompiledStage, UpdateNumber, update_kind
 from jpipe.stages.functions._sums import joined_sums, shared_with
 
@@ -128,13 +124,29 @@ _Entry = TypeVar("_Entry", Microbatch, PendingUpdate)
 
 
 def _unpack(entries: Mapping[int, _Entry]) -> dict[int, Fields]:
-    """Return the fields of each entry that are not None."""
-    return {number: {name: value for name, value in vars(entry).items() if value is not None} for number, entry in entries.items()}
+    """Return the fields of each entry that are not None, with those of capabilities beside the others."""
+    return {number: _unpacked(vars(entry)) for number, entry in entries.items()}
+
+
+def _unpacked(values: Mapping[str, Any]) -> Fields:
+    return {name: value for name, value in values.items() if value is not None and name != "others"} | dict(values.get("others", {}))
 
 
 def _pack(kind: type[_Entry], entries: Mapping[int, Fields]) -> dict[int, _Entry]:
     """Return the entries with these fields; one without any is left out."""
-    return {number: kind(**fields) for number, fields in entries.items() if fields}
+    return {number: _packed(kind, values) for number, values in entries.items() if values}
+
+
+_NAMES = {kind: frozenset(each.name for each in fields(kind)) for kind in (Microbatch, PendingUpdate)}
+
+
+def _packed(kind: type[_Entry], values: Fields) -> _Entry:
+    names = _NAMES[kind]
+    if values.keys() <= names:
+        return kind(**values)
+    known: dict[str, Any] = {name: value for name, value in values.items() if name in names}
+    known["others"] = {name: value for name, value in values.items() if name not in names}
+    return kind(**known)
 
 
 @dataclass
@@ -149,19 +161,21 @@ class _MutableState:
     microbatches: dict[int, Fields]
     updates: dict[int, Fields]
     loss_scales: dict[int, LossScale]
-    agreed: Agreed | None
+    capabilities: dict[str, Tree]
     sum_error: Tree
 
     @classmethod
     def of(cls, state: WorkerState) -> "_MutableState":
         """Return the fields of a state, its entries unpacked and its dicts copied."""
         entries = {"microbatches": _unpack(state.microbatches), "updates": _unpack(state.updates)}
-        return cls(**{**vars(state), **entries, "loss_scales": dict(state.loss_scales)})
+        dicts = {"loss_scales": dict(state.loss_scales), "capabilities": dict(state.capabilities)}
+        return cls(**{**vars(state), **entries, **dicts})
 
     def freeze(self) -> WorkerState:
         """Return the state that holds these fields, its dicts copied."""
         entries = {"microbatches": _pack(Microbatch, self.microbatches), "updates": _pack(PendingUpdate, self.updates)}
-        return WorkerState(**{**vars(self), **entries, "loss_scales": dict(self.loss_scales)})
+        dicts = {"loss_scales": dict(self.loss_scales), "capabilities": dict(self.capabilities)}
+        return WorkerState(**{**vars(self), **entries, **dicts})
 
     def all_entries(self) -> Tree:
         """Return the weights of all entries, of any version: one may still lack what other replicas update."""
@@ -170,6 +184,26 @@ class _MutableState:
     def scale(self, version: int) -> jax.Array | None:
         """Return the loss scale of the microbatches that read a version, if it is dynamic."""
         return self.loss_scales[version].value if self.loss_scales else None
+
+
+class Added(NamedTuple):
+    """What the capabilities that a plan uses add to the interpreter.
+
+    Attributes:
+        handlers: by the type of instruction, what it does at a worker.
+        sends: by what is sent, the arrays of it.
+        receives: by what is received, what is done with it.
+    """
+
+    handlers: dict[type, Callable[["Worker", Any], None]]
+    sends: dict[str, Callable[["Worker", Send, int], Tree]]
+    receives: dict[str, Callable[["Worker", Receive, int, Tree], None]]
+
+    @classmethod
+    def by(cls, plan: Plan) -> "Added":
+        """Return what the capabilities of a plan add."""
+        used = runtimes_of(plan)
+        return cls(merged("handlers", used), merged("sends", used), merged("receives", used))
 
 
 class Worker:
@@ -184,6 +218,7 @@ class Worker:
         compiled, functions, calls: of its stage; what depends on the shapes of a microbatch is in `stage_for`.
         stages, buckets: as given to `run`, for its stage.
         transport: to and from other workers.
+        added: what capabilities add.
         frozen: the frozen parameters, which all versions share.
         has_rng, has_buckets: whether the stage draws random numbers, and whether there are several buckets.
         state: the state, which instructions change.
@@ -209,10 +244,12 @@ class Worker:
         workers: Mapping[int, "Worker"],
         results: RunResults,
         consumed: ConsumedArrays,
+        added: Added,
     ) -> None:
         self.number, self.data, self.workers, self.consumed = worker, data, workers, consumed
         self.changed_parts: list[_Part] = []
         self.plan = plan = program.plan
+        self.added = added
         self.stage, self.replica = plan.workers[worker]
         self.replicas = plan.replicas[self.stage]
         self.sums = program.sums_gradients[self.stage]
@@ -270,7 +307,7 @@ class Worker:
     def delete_state(self) -> None:
         """Delete the arrays of the state that are not counted, since the run has failed."""
         state = self.state
-        for leaf in jax.tree.leaves((state.optimizer, state.accumulators, state.agreed, state.sum_error)):
+        for leaf in jax.tree.leaves((state.optimizer, state.accumulators, state.capabilities, state.sum_error)):
             leaf.delete()
 
     def changed(self, kind: str, number: int = 0) -> None:
@@ -496,9 +533,7 @@ class Worker:
             case "shared":
                 return shared_with(self.functions, self.plan.workers[i.to][0], state.updates[update]["shared"])
             case _:
-                assert i.message == "weights"
-                assert self.compiled.share is not None
-                return self.compiled.share.outgoing(self.functions.trained.part(state.weights.read(update + 1)))
+                return self.added.sends[i.message](self, i, update)
 
     def receive(self, i: Receive) -> None:
         state, k = self.state, i.microbatch + self.microbatch_shift
@@ -513,9 +548,8 @@ class Worker:
             case "shared":
                 before = state.updates.get(update, {}).get("received", {})
                 self.change_update(update, received={**before, self.plan.workers[i.source][0]: tree})
-            case "weights":
-                params = state.weights.read(update + 1) | self.functions.trained.joined(arrived(tree), self.frozen)
-                state.weights = state.weights.with_params(update + 1, params)
+            case _:
+                self.added.receives[i.message](self, i, update, tree)
 
     def update(self, i: Update) -> None:
         state, update, kind = self.state, i.batch + self.version_shift, update_kind(i)
@@ -539,36 +573,9 @@ class Worker:
             state.accumulators = zeros
         if self.functions.last and not self.sets_aside:
             self.finish(update, loss)
-        if self.functions.last and self.global_norm and (self.replica == 0 or self.plan.agree is not None):
+        if self.functions.last and self.global_norm and (self.replica == 0 or self.plan.has_parallel_pipelines):
             scale = state.scale(update + 1)
             self.results.norms[update, self.replica] = norm if scale is None else (*norm, scale)
-
-    def sum_changes(self, i: SumChanges) -> None:
-        """Give what this pipeline has changed; with the last one of this process all of them get the mean."""
-        state, update = self.state, i.batch + self.version_shift
-        assert state.agreed is not None
-        part = self.calls["changes"](state.agreed.params, self.functions.trained.part(state.weights.read(update + 1)))
-        means = self.transport.all_reduce(i, update, part, self.calls["add_changes"], self.calls["mean_changes"])
-        for w, mean in means.items():
-            self.workers[w].change_update(update, changes=mean)
-
-    def agree(self, i: Agree) -> None:
-        """Move the agreed weights, and go on from them, or from a mixture of them with those of this pipeline."""
-        state, update, begun = self.state, i.batch + self.version_shift, i.begun + self.version_shift
-        assert self.functions.agreement is not None
-        mean = arrived(state.updates[begun]["changes"])
-        self.change_update(begun, changes=None)
-        if mean == ALREADY_APPLIED:
-            return
-        if not self.functions.agreement.delay:
-            state.agreed, params = self.calls["agree"](state.agreed, mean)
-        else:
-            if mean != ALREADY_AGREED:
-                state.agreed = self.calls["agree"](state.agreed, mean)
-            assert state.agreed is not None
-            params = self.calls["mix"](self.functions.trained.part(state.weights.read(update + 1)), state.agreed.params)
-        self.changed("weights", update + 1)
-        state.weights = state.weights.with_params(update + 1, self.functions.trained.joined(params, self.frozen))
 
     def norm(self, update: int) -> Tree:
         """Return the norm of the gradients of all stages, if updates use it, and keep it, since it may have to be sent on."""
@@ -611,31 +618,6 @@ class Worker:
         self.changed("weights", version)
         self.state.weights = self.state.weights.without(version)
         self.state.loss_scales.pop(version, None)
-
-    def offload(self, i: Offload) -> None:
-        self.move(i, to_host_memory)
-
-    def fetch(self, i: Fetch) -> None:
-        self.move(i, from_host_memory)
-
-    def move(self, i: Offload | Fetch, moved: Callable[..., Tree]) -> None:
-        """Replace something by its copy in the other memory; memory is free when the copy is over."""
-        state = self.state
-        if i.what == "optimizer":
-            before, state.optimizer = state.optimizer, moved(state.optimizer)
-            for leaf in jax.tree.leaves(before):
-                leaf.delete()  # nothing else holds it: an update would have deleted it, too
-            return
-        if i.what in ("residuals", "stash"):
-            k = i.number + self.microbatch_shift
-            unchanged = self.functions.changed.unchosen(state.layer_state)  # the same arrays for all microbatches: they stay
-            state.microbatches[k][i.what] = moved(state.microbatches[k][i.what], unchanged)
-            self.used_microbatch(k)
-            return
-        version, trained = i.number + self.version_shift, self.functions.trained
-        self.changed("weights", version)
-        params = moved(trained.part(state.weights.read(version)))
-        state.weights = state.weights.with_params(version, trained.joined(params, self.frozen))
 
     def evaluate(self, i: Compute) -> None:
         """Run an evaluation; the last stage reports its results."""

@@ -7,9 +7,9 @@ from typing import Any
 
 import jax
 
+from jpipe.capabilities.registry import runtimes_for
 from jpipe.meshes._place import NoPlace, Place
 from jpipe.model.layerwise._trace import position_spec
-from jpipe.stages._agreement import Agreed, like_agreed
 from jpipe.stages.functions._specs import rng_spec
 from jpipe.stages.functions._stage import StageFunctions
 from jpipe.stages.functions._update import GlobalNorm, norm_spec
@@ -73,10 +73,10 @@ class Arrays:
         return self.functions.trained.part(self.params)
 
     @cached_property
-    def agreed(self) -> Agreed | None:
-        """The result of the last agreement of parallel pipelines, if they agree."""
-        agreement = self.functions.agreement
-        return None if agreement is None else like_agreed(agreement.outer, self.trained)
+    def capabilities(self) -> dict[str, Tree]:
+        """What capabilities keep in the state, by their names."""
+        kept = runtimes_for(self.functions.capabilities)
+        return {name: hooks.specs(self) for name, hooks in kept.items() if hooks.specs is not None}
 
     @cached_property
     def changed(self) -> Tree:

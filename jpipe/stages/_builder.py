@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import optax
 
+from jpipe.capabilities.registry import values_of
 from jpipe.context import traced_platform
 from jpipe.errors import InputError
 from jpipe.meshes._partition import partitions
@@ -83,7 +84,11 @@ class StageBuilder:
         for s, stage in enumerate(self._plan.stages):
             options = {"average_state": self._average_state, "sharing": sharing, **self._options}
             options |= {"number": s} if sharing.counted or self._plan.links is not None else {}
-            options |= {"partition": split[s], "agreement": self._plan.agree, "links": self._plan.links or Links()}
+            options |= {
+                "partition": split[s],
+                "capabilities": values_of(self._plan),
+                "links": self._plan.links or Links(),
+            }
             functions.append(stage_functions(self._stack, stage, layers, labels, self._loss, unprobed, self._precision, **options))
         layerwise = self._layerwise({layer_id: spec.params for layer_id, spec in layers.items()})
         check_gradients(self._stack, layers, len(self._plan.stages[0].layers), self._loss, labels, layerwise.trained)
@@ -99,11 +104,11 @@ class StageBuilder:
     def _average_state(self) -> Literal["update", "read"] | None:
         """When replicas average their layer state: with each update where the pipeline flushes, for there it changes no order.
 
-        Parallel pipelines that agree rarely have their own between two flushes, too.
+        Parallel pipelines have their own between two flushes, too.
         """
         if not self._plan.sync_state:
             return None
-        return "update" if SCHEDULES[self._plan.schedule].flushes and self._plan.agree is None else "read"
+        return "update" if SCHEDULES[self._plan.schedule].flushes and not self._plan.has_parallel_pipelines else "read"
 
     def _layerwise(self, params: Tree) -> LayerwiseOptimizer:
         predicts = any(factor is not None for factor in self._delay_factors)

@@ -79,7 +79,7 @@ def measure_bytes(
         gradient=0 if f.first else nbytes(a.gradient),
         weights=nbytes((a.params, a.scale)),
         frozen=nbytes(f.trained.unchosen(a.params)),
-        optimizer=nbytes((a.optimizer, a.agreed)),
+        optimizer=nbytes((a.optimizer, a.capabilities)),
         state=nbytes(a.state),
         accumulators=nbytes(a.accumulators),
         part_accumulators=tuple(nbytes(f.accumulators_of_part(a.accumulators, part)) for part in range(len(f.stage.sum_parts))),

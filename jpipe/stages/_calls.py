@@ -7,11 +7,11 @@ from typing import Any, Literal, NamedTuple, get_args
 import jax
 import jax.numpy as jnp
 
+from jpipe.capabilities.registry import runtimes_for
 from jpipe.meshes._place import Place
 from jpipe.model.jaxprs._wanted import without_effects
 from jpipe.ops import OPS, Leaves, Op
 from jpipe.plan import Stage
-from jpipe.stages._agreement import agree, agree_at_once, changes, mean_changes, mix
 from jpipe.stages._arrays import Arrays, Share, shardings_of
 from jpipe.stages.functions._accumulators import mean_loss
 from jpipe.stages.functions._evaluation import evaluate, predict
@@ -134,7 +134,10 @@ def _call(a: Arrays, name: str, counts: Sequence[int]) -> Call:
     }
     if name in calls:
         return calls[name]()
-    return {**_calls_for_shared(a), **_calls_for_parts(a), **_calls_for_agreement(a), **_calls_for_compressed_sums(a)}[name]
+    for hooks in runtimes_for(f.capabilities).values():
+        if hooks.calls is not None and name in (more := hooks.calls(a)):
+            return more[name]
+    return {**_calls_for_shared(a), **_calls_for_parts(a), **_calls_for_compressed_sums(a)}[name]
 
 
 def _call_of_op(a: Arrays, op: Op) -> Call:
@@ -197,27 +200,6 @@ def _calls_for_compressed_sums(a: Arrays) -> dict[str, Call]:
         total = *reduced, (number, number) if "loss" in reduced[0] else None
         calls[f"sum{suffix}"] = Call(partial(sum_compressed, f), (), ([sent] * f.stage.replicas,), total)
     return calls
-
-
-def _calls_for_agreement(a: Arrays) -> dict[str, Call]:
-    """Return the calls with which parallel pipelines agree on the weights of the stage."""
-    f, params = a.functions, a.trained
-    if f.agreement is None:
-        return {}
-    outer = f.agreement.outer
-    sums = {
-        "changes": Call(changes, (), (params, params), params),
-        "add_changes": Call(add, (), (params, params), params),
-        "mean_changes": Call(partial(mean_changes, f.stage.replicas), (0,), (params,), params),
-    }
-    if not f.agreement.delay:
-        return {**sums, "agree": Call(partial(agree_at_once, outer), (0, 1), (a.agreed, params), (a.agreed, params))}
-    # A snapshot may still read the mean, and no other program makes the agreed weights, so that their bits are the same everywhere.
-    return {
-        **sums,
-        "agree": Call(partial(agree, outer), (0,), (a.agreed, params), a.agreed),
-        "mix": Call(partial(mix, f.agreement.mixing), (0,), (params, params), params),
-    }
 
 
 def _calls_for_shared(a: Arrays) -> dict[str, Call]:

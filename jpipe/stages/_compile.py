@@ -11,6 +11,7 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from itertools import chain
 from queue import Empty, LifoQueue
 from types import MappingProxyType
 from typing import Any, get_args
@@ -18,6 +19,7 @@ from typing import Any, get_args
 import jax
 import jax.numpy as jnp
 
+from jpipe.capabilities.registry import runtimes_for, runtimes_of
 from jpipe.errors import callers_code, cause
 from jpipe.meshes._place import Place
 from jpipe.model._layer import Layer, LayerSpec, key_spec
@@ -27,12 +29,10 @@ from jpipe.model.jaxprs._wanted import without_effects
 from jpipe.plan import Plan
 from jpipe.programs._instructions import (
     AddShared,
-    Agree,
     AllReduce,
     Compute,
     Instruction,
     Program,
-    SumChanges,
     SumSquares,
     TakeShared,
     Update,
@@ -93,9 +93,10 @@ def compile_workers(
 def _always_used(f: StageFunctions) -> set[str]:
     """Return the calls of a stage that no instruction names, or that every program needs."""
     options = {"stage_norm": f.clip_stage_norm is not None, "next_scale": f.scale_spec is not None}
-    options |= dict.fromkeys(("add_state", "mean_state"), f.averages_when_read) | {"mix": bool(f.agreement and f.agreement.delay)}
+    options |= dict.fromkeys(("add_state", "mean_state"), f.averages_when_read)
     options["evaluate"] = can_evaluate(f)
-    return {name for name, used in options.items() if used}
+    added = (hooks.always_used(f) for hooks in runtimes_for(f.capabilities).values() if hooks.always_used is not None)
+    return {*(name for name, used in options.items() if used), *chain.from_iterable(added)}
 
 
 def _for_all(key: tuple[tuple[str, ...], Place, Share | None]) -> tuple[tuple[str, ...], Place, Share | None]:
@@ -215,11 +216,7 @@ def _calls(instruction: Instruction, program: Program) -> tuple[str, ...]:
             kind = update_kind(instruction)
             shared = (f"{kind} shared {group}" for group, stages in enumerate(program.shared) if stage in stages)
             return (kind, *shared, *(aside if program.sets_aside[stage] else ()))
-        case SumChanges():
-            return ("changes", "add_changes", "mean_changes")
-        case Agree():
-            return ("agree",)
-    return ()
+    return tuple(name for hooks in runtimes_of(program.plan) for name in hooks.used_calls.get(type(instruction), ()))
 
 
 def compile_start(stage: CompiledStage) -> Callable[[Tree], tuple[Tree, Tree, Tree]]:

@@ -1,13 +1,13 @@
 """The instructions that a lowering has written, with their times."""
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from itertools import chain
 from typing import Any
 
-from jpipe.plan import Kept, Plan
+from jpipe.plan import Plan
 from jpipe.programs._global_norm import transfer
-from jpipe.programs._instructions import Compute, Data, Fetch, Instruction, Load, Message, Offload
+from jpipe.programs._instructions import Compute, Data, Instruction, Load, Message
 
 
 class Listing:
@@ -48,11 +48,10 @@ class Listing:
         for j in self._copies(worker):
             self._written_at[2 * time].append(kind(worker + j, *fields))
 
-    def move(self, time: int, kind: type[Offload | Fetch], worker: int, what: Kept, number: int) -> None:
-        """Write a move to host memory or back."""
-        of_microbatch = what in ("residuals", "stash")  # versions have the same number in all replicas
+    def write_each(self, time: int, worker: int, make: Callable[[int], Instruction]) -> None:
+        """Write an instruction for each replica: `make(j)` makes that of replica j, counted from the worker."""
         for j in self._copies(worker):
-            self._written_at[2 * time].append(kind(worker + j, what, number + j * of_microbatch))
+            self._written_at[2 * time].append(make(j))
 
     def transfer(self, time: int, source: int, to: int, k: int, message: Message) -> None:
         """Write a send, and its receive behind it."""

@@ -1,12 +1,12 @@
 """Lower a plan: insert loads, transfers, sums, updates and releases into the schedule's order of computations."""
 
 from collections.abc import Collection, Sequence
-from itertools import chain, permutations
+from itertools import chain
 
 from jpipe._numbers import is_int
 from jpipe.errors import InputError, short
 from jpipe.plan import Plan
-from jpipe.programs._global_norm import last_microbatch, transfer
+from jpipe.programs._global_norm import transfer
 from jpipe.programs._instructions import Compute, Instruction, Load, Program
 from jpipe.programs.lowering._run import Run
 from jpipe.schedules import SCHEDULES
@@ -54,7 +54,7 @@ def lower(
         raise InputError(f"lower: expected 0 ≤ start ≤ begin ≤ batches, found start {start}, begin {begin}, batches {batches}")
     if global_norm and (reason := SCHEDULES[plan.schedule].norm_refusal(plan)):
         raise InputError(f"lower: global_norm: {reason}")
-    if plan.agree is not None and (shared or (global_norm and not SCHEDULES[plan.schedule].flushes)):
+    if plan.has_parallel_pipelines and (shared or (global_norm and not SCHEDULES[plan.schedule].flushes)):
         option = "shared" if shared else "global_norm"
         reason = "" if shared else f" under the schedule '{plan.schedule}', which does not flush"
         raise InputError(f"lower: {option}: expected none for pipelines that agree{reason}; remove it")
@@ -119,24 +119,10 @@ def lower_evaluation(
                 instructions.append(Compute("E", w, k, versions[s]))
             if after is not None and (w in written or after in written):
                 instructions += (i for i in transfer(w, after, k, "activation") if i.worker in written)
-    return _without_training(plan, instructions, workers)
+    return without_training(plan, instructions, workers)
 
 
-def lower_weights(plan: Plan, stages: Collection[int], batch: int, *, workers: Collection[int]) -> Program:
-    """Write the programs with which the replicas of stages send each other what each of them updates, of the weights after `batch` batches.
-
-    Args:
-        plan: the plan, whose replicas share the optimizer state.
-        stages: of which stages.
-        batch: number of batches.
-        workers: those whose instructions are written.
-    """
-    pairs = chain.from_iterable(permutations(plan.stage_workers[s], 2) for s in stages)
-    moves = chain.from_iterable(transfer(w, other, last_microbatch(plan, batch - 1), "weights") for w, other in pairs)
-    return _without_training(plan, [i for i in moves if i.worker in workers], workers)
-
-
-def _without_training(plan: Plan, instructions: Sequence[Instruction], workers: Collection[int] | None) -> Program:
+def without_training(plan: Plan, instructions: Sequence[Instruction], workers: Collection[int] | None) -> Program:
     """Return a program that neither updates nor ends any batch."""
     chosen, no_batches = None if workers is None else frozenset(workers), (range(0),) * plan.depth
     return Program(plan, 0, 0, 1, True, False, (), (False,) * plan.depth, (), range(0), no_batches, tuple(instructions), chosen)

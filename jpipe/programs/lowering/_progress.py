@@ -2,14 +2,12 @@
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from itertools import permutations
 from typing import NamedTuple
 
+from jpipe.capabilities.protocol import LoweringHooks, hooks
 from jpipe.plan import Plan
-from jpipe.programs._global_norm import last_microbatch, transfer
-from jpipe.programs._instructions import Agree, AllReduce, SumChanges
+from jpipe.programs._instructions import AllReduce, Release, Update
 from jpipe.programs.lowering._listing import Listing
-from jpipe.programs.lowering._moves import Moves
 
 
 class Pending(NamedTuple):
@@ -149,9 +147,7 @@ class PendingUpdates:
     """Updates that wait for the sum over all replicas, or for other stages.
 
     Those that wait only for a sum are at most two per worker: once there is a second one, the first is made before anything else, so that
-    a worker never holds the gradients of three batches. Those that wait for other stages are made at the times given by the route. Replicas
-    that share an optimizer send each other what they have updated as soon as all of them have made an update. Parallel pipelines that agree
-    wait for no sum; they agree as soon as all of them have made the update.
+    a worker never holds the gradients of three batches. Those that wait for other stages are made at the times given by the route.
     """
 
     def __init__(
@@ -159,17 +155,18 @@ class PendingUpdates:
         plan: Plan,
         available: Availability,
         listing: Listing,
-        moves: Moves,
+        lowerings: Sequence[LoweringHooks],
         routed: Sequence[bool],
         start: int,
         alike: bool,
     ) -> None:
-        self.plan, self.available, self.listing, self.moves = plan, available, listing, moves
+        self.plan, self.available, self.listing = plan, available, listing
+        self._before, self._after = hooks("before_update", lowerings), hooks("after_update", lowerings)
+        self._released = hooks("released", lowerings)
         self.summing = [workers[:1] if alike else workers for workers in plan.stage_workers]  # by stage, those that are run
         self.begun = [start * plan.updates_per_batch(s) for s in range(plan.depth)]  # sums of whole updates, by stage
         self.routed = routed  # by stage, whether they wait for other stages, at the times of the route
         self.arrived: dict[tuple[int, int, int | None], list[int]] = {}  # when each replica had gradients, by stage, batch and part
-        self.made: dict[tuple[int, int], list[int]] = {}  # when each replica has made an update, by stage and update
 
     def add(self, worker: Worker, batch: int | None, dead: int | None) -> None:
         """Note the end of a backward.
@@ -187,7 +184,7 @@ class PendingUpdates:
         if dead is not None and pending and pending[0].retires is None and (is_due or pending[0].batch == dead):
             pending[0] = Pending(pending[0].batch, dead)  # the update that is due, or that starts from this version, takes its memory
         elif dead is not None:
-            self.moves.release(worker.clock, worker.number, dead)
+            self.write_release(worker.clock, worker.number, dead)
         if batch is not None and (len(pending) == 1 or routed) and not self._sums_parts(worker):
             self.begin_sum(worker, batch)
 
@@ -210,53 +207,22 @@ class PendingUpdates:
     def make(self, worker: Worker, time: int) -> None:
         """Make the first pending update of a worker."""
         pending = worker.pending.pop(0)
-        self.moves.update(time, worker.number, pending.batch, pending.retires)
+        self.write_update(time, worker.number, pending.batch, pending.retires)
         worker.updates += 1
-        if self.plan.shard_optimizer:
-            self._exchange_weights(worker.stage, pending.batch, time)
-        self.agree(worker, pending.batch, time)
 
-    def agree(self, worker: Worker, batch: int, time: int) -> None:
-        """Write the agreements on the weights of a stage that begin or are applied after an update, once all pipelines have made it."""
-        s = worker.stage
-        begins, applied = self.plan.agrees(s, batch), self.plan.agreement_applied(s, batch)
-        if (begins or applied is not None) and (last := self._last(s, batch, time)) is not None:
-            for w in self.summing[s] if begins else ():
-                self.listing.write(last, SumChanges, w, batch)
-            for w in () if applied is None else self.summing[s]:
-                self.listing.write(last, Agree, w, batch, applied)
-            self.available.announce("agreed", s, batch, last)
+    def write_update(self, time: int, worker: int, batch: int, retires: int | None) -> None:
+        """Write an update, with what capabilities have before and after it."""
+        for hook in self._before:
+            hook(time, worker, batch, retires)
+        self.listing.write(time, Update, worker, batch, retires)
+        for hook in self._after:
+            hook(time, worker, batch, retires)
 
-    def make_early(self, worker: Worker) -> bool:
-        """Make a pending update half a batch after its gradients, where replicas share an optimizer: the other half is for the weights.
-
-        Returns:
-            Whether the worker can continue; False if that update waits for its sum.
-        """
-        s, each = worker.stage, self.plan.microbatches_per_update(worker.stage) // self.plan.replicas[worker.stage]
-        batch = worker.pending[0].batch
-        if self.routed[s] or each == 1 or worker.backwards < (batch + 1) * each + each // 2:
-            return True
-        summed = self.available.time("sum", s, batch, worker)
-        if summed is None:
-            return False
-        worker.clock = max(worker.clock, summed)
-        self.make(worker, worker.clock)
-        return True
-
-    def _exchange_weights(self, s: int, batch: int, time: int) -> None:
-        """Write the messages with which replicas send each other what they have updated, once all have."""
-        if (last := self._last(s, batch, time)) is not None:
-            k = last_microbatch(self.plan, batch)
-            for worker, other in permutations(self.plan.stage_workers[s], 2):
-                self.listing.once(last, transfer(worker, other, k, "weights"))
-            self.available.announce("weights", s, batch, last)
-
-    def _last(self, s: int, batch: int, time: int) -> int | None:
-        """Note that a replica has made an update, and return when the last one has; None if others have not."""
-        made = self.made.setdefault((s, batch), [])
-        made.append(time)
-        return max(self.made.pop((s, batch))) if len(made) == len(self.summing[s]) else None
+    def write_release(self, time: int, worker: int, version: int) -> None:
+        """Write the release of a version."""
+        self.listing.write(time, Release, worker, version)
+        for hook in self._released:
+            hook(worker, version)
 
     def _sums_parts(self, worker: Worker) -> bool:
         """Return whether a stage sums its gradients in parts, each as soon as it is computed, whatever updates are pending."""

@@ -5,6 +5,8 @@ from collections.abc import Collection, Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
+from jpipe.capabilities.protocol import hooks, made
+from jpipe.capabilities.registry import programs_of
 from jpipe.errors import InputError
 from jpipe.ops import OPS, Op
 from jpipe.plan import Plan, repeats_forward
@@ -20,7 +22,6 @@ from jpipe.programs._instructions import (
 )
 from jpipe.programs._timeline import Span, format_grid
 from jpipe.programs.lowering._listing import Listing
-from jpipe.programs.lowering._moves import Moves
 from jpipe.programs.lowering._progress import Availability, PendingUpdates, Rank, Results, Worker
 from jpipe.schedules import SCHEDULES, Action
 
@@ -76,7 +77,6 @@ class Run:
         self.sums = [plan.sums_gradients(s) for s in range(plan.depth)]  # whether updates wait for a sum over replicas
         self.every = [plan.microbatches_per_update(s) for s in range(plan.depth)]  # microbatches for an update
         self.each = [every // count for every, count in zip(self.every, self.replicas, strict=True)]  # backwards of a replica for an update
-        self.offloads = plan.offload is not None
         self.in_parts = [bool(stage.sum_parts) for stage in plan.stages]
         self.unit = max(len(stage.sum_parts) or 1 for stage in plan.stages)  # ticks of a forward, so that each part takes some
         again = [int(repeats_forward(stage.recompute)) for stage in plan.stages]  # a forward that is computed again
@@ -107,9 +107,10 @@ class Run:
         self.written = [workers is None or not set(plan.stage_workers[s]).isdisjoint(workers) for s in range(plan.depth)]
         self.linked = [before or after for before, after in pairwise(self.written)] + [False]
         self.is_whole = workers is None and not self.alike  # whether the listing has all instructions since the start
-        at_once = [not sums and not waits for sums, waits in zip(self.sums, self.waits, strict=True)]
-        self.moves = Moves(plan, self.listing, start, at_once)
-        self.updates = PendingUpdates(plan, self.available, self.listing, self.moves, self.routed, start, self.alike)
+        lowerings = made("lower", programs_of(plan), self)
+        self._before_compute, self._drained = hooks("before_compute", lowerings), hooks("drained", lowerings)
+        self._version_ready, self._settle = hooks("version_ready", lowerings), hooks("settle", lowerings)
+        self.updates = PendingUpdates(plan, self.available, self.listing, lowerings, self.routed, start, self.alike)
         self.added: set[tuple[int, int, int]] = set()  # shared gradients, by worker, batch and group
         self.end = start  # one past the last batch whose data is loaded
         self.first_free = max(start, plan.flush_first)  # the first batch of the part without a flush
@@ -287,9 +288,8 @@ class Run:
             if effect.loads:
                 self._load(begins, worker, k)
         of_rank.clock = begins
-        if self.offloads:
-            retired = [pending.retires for pending in worker.pending]
-            self.moves.before(begins, worker.number, self.orders[of_rank.number], self.position[of_rank.number], retired)
+        for hook in self._before_compute:
+            hook(begins, worker)
         is_simple = not (self.written[s] or self.in_parts[s])
         ends = of_rank.clock = begins + effect.ticks if is_simple else self._write(worker, effect, k, version)
         if effect.output is not None:
@@ -365,13 +365,13 @@ class Run:
         return self.available.latest(wanted, worker)
 
     def _whole(self, worker: Worker, version: int) -> int | None:
-        """Return when a version is complete, with the weights from other replicas and with agreements begun and applied, or None."""
-        s, update = worker.stage, version - 1
-        if version > self.start and (self.plan.agrees(s, update) or self.plan.agreement_applied(s, update) is not None):
-            return self.available.time("agreed", s, update, worker)
-        if not self.plan.shard_optimizer or self.replicas[s] == 1 or version <= self.start * self.plan.updates_per_batch(s):
-            return 0
-        return self.available.time("weights", s, version - 1, worker)
+        """Return when a version is complete, with what capabilities make of it, or None."""
+        ready = 0
+        for hook in self._version_ready:
+            if (time := hook(worker, version)) is None:
+                return None
+            ready = max(ready, time)
+        return ready
 
     def _settled(self, workers: Sequence[Worker]) -> bool:
         """Send shared gradients, sum squares and update, where they are due before the next computation of a rank.
@@ -388,7 +388,7 @@ class Run:
                 return False
             if not worker.pending:
                 continue
-            if self.plan.shard_optimizer and len(worker.pending) == 1 and not self.updates.make_early(worker):
+            if not all(settle(worker) for settle in self._settle):
                 return False
             if len(worker.pending) > 1 and not self.updates.settle(worker):
                 return False
@@ -458,11 +458,10 @@ class Run:
             if self.route is not None:
                 self._note_due(self.route, worker, k)
         elif batch is not None:
-            self.moves.update(worker.clock, w, batch, dead)
+            self.updates.write_update(worker.clock, w, batch, dead)
             worker.updates += 1
-            self.updates.agree(worker, batch, worker.clock)
         elif dead is not None:
-            self.moves.release(worker.clock, w, dead)
+            self.updates.write_release(worker.clock, w, dead)
 
     def _note_due(self, route: Route, worker: Worker, k: int) -> None:
         """Note the batches whose shared gradients a worker sends, and whose squares it sums, after its backward of microbatch k."""
@@ -488,11 +487,12 @@ class Run:
                 self.updates.make(worker, time)
         for worker in self.workers:
             worker.clock = time
-            self.moves.fetch_versions(time, worker.number)
+            for hook in self._drained:
+                hook(time, worker.number)
 
     def _finish_norm(self, batch: int, late: set[int], time: int) -> None:
         """Write separate messages that bring the norm of a batch to the workers that lack it."""
-        if self.plan.agree is not None:
+        if self.plan.has_parallel_pipelines:
             for pipeline in range(self.replicas[0]):
                 self.listing.once(time, norm_of_pipeline(self.plan, batch, pipeline))
         elif self.route is not None and self.available.known("norm", 0, batch):

@@ -9,31 +9,27 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jpipe.capabilities.protocol import hooks, merged
+from jpipe.capabilities.registry import programs_of
 from jpipe.ops import OPS
-from jpipe.plan import Kept
 from jpipe.programs._costs import Overlap
 from jpipe.programs._global_norm import last_microbatch
 from jpipe.programs._instructions import (
     AddShared,
-    Agree,
     AllReduce,
     Compute,
-    Fetch,
     Load,
     Message,
-    Offload,
     Program,
     Receive,
     Release,
     Send,
-    SumChanges,
     SumSquares,
     TakeShared,
     Update,
     ends_update,
     op_of,
 )
-from jpipe.programs._transfers import HOST
 from jpipe.programs._verify import versions_before
 from jpipe.schedules import SCHEDULES
 
@@ -143,6 +139,7 @@ class Actions:
     Attributes:
         ranks: the actions of each rank.
         workers: the workers that have instructions, by number.
+        away, begin, before_compute, before_update: what capabilities do there, see `PriceHooks`.
         places: the numbers of places, by worker and what is there; empty once all is written.
         num_places: how many there are.
         there: the places of what is there from the beginning.
@@ -155,9 +152,13 @@ class Actions:
         plan = program.plan
         self.program, self.plan, self.depth, self.sets_aside = program, plan, plan.depth, program.sets_aside
         self.transfers_block, self.sums_block = overlap == "none", overlap != "transfers and sums"
-        self.flushes, self.moves = SCHEDULES[plan.schedule].flushes, plan.offload is not None
-        self.averages_state = plan.sync_state and self.flushes and plan.agree is None
+        self.flushes = SCHEDULES[plan.schedule].flushes
+        self.averages_state = plan.sync_state and self.flushes and not plan.has_parallel_pipelines
         self.places, self.seconds, self.changes, self.routes = (_Numbers() for _ in range(4))
+        prices = [used.price for used in programs_of(plan) if used.price is not None]
+        self.away, self.begin = hooks("away", prices), hooks("begin", prices)
+        self.before_compute, self.before_update = hooks("before_compute", prices), hooks("before_update", prices)
+        writers = WRITERS | merged("writers", prices)
         self.there: set[int] = set()
         self.events: dict[tuple[Any, ...], Event] = {}
         self.ranks = [RankActions(rank) for rank in range(len(plan.rank_workers))]
@@ -167,7 +168,7 @@ class Actions:
             rank.note_versions()
             rank.first = len(rank.changes), rank.versions
         for i in program.instructions:
-            WRITERS[type(i)](self.workers[i.worker], i)
+            writers[type(i)](self.workers[i.worker], i)
         for rank in self.ranks:
             rank.changes = np.array(rank.changes, int)
         self.num_places = len(self.places)
@@ -186,7 +187,7 @@ class Worker:
         others: the other replicas, if they update the remaining weights.
         versions: its weight versions, each with the replicas whose share of the weights is still to come.
         most_versions: the most versions so far.
-        away: what is in host memory.
+        away: what a capability keeps elsewhere: the optimizer state (number 0), versions, residuals and stashes.
         accumulates: whether there is memory for gradients: not between a batch set aside and the next backward.
         computed: by microbatch the parts of ops that it has computed, if a neighbouring stage is on the same rank.
         last: the number of its last computation, counted over the rank.
@@ -197,16 +198,15 @@ class Worker:
         self.all, self.rank, self.number = of_program, of_program.ranks[plan.rank_of[number]], number
         self.stage, self.replica = s, _ = plan.workers[number]
         self.chunk, self.parts = plan.rank_workers[self.rank.number].index(number), len(plan.stages[s].sum_parts)
-        self.others = tuple(w for w in plan.stage_workers[s] if w != number) if plan.shard_optimizer else ()
+        self.others = tuple(w for w in plan.stage_workers[s] if w != number) if plan.divides_updates else ()
         self.versions: dict[int, tuple[int, ...]] = dict.fromkeys(sorted(versions_before(plan, number, start)), ())
         self.most_versions, self.accumulates, self.last = len(self.versions), True, NOWHERE
-        self.away: set[tuple[Kept, int]] = {("optimizer", 0)} if plan.offloads("optimizer", s) else set()
+        self.away = {kept for away in of_program.away for kept in away(plan, s)}
         self.computed: dict[int, str] = {}
         self.rank.workers.append(self)
         self.change("begin", len(self.versions), bool(self.away))
-        if (begun := plan.agreement_under_way(s, start * plan.updates_per_batch(s))) is not None:
-            self.change("changes")
-            of_program.there.add(self.place("changes", None, begun))
+        for begin in of_program.begin:
+            begin(self)
 
     def place(self, *what: Any) -> int:
         """Return the place of the time of something that it waits for or makes, a name and numbers."""
@@ -295,9 +295,8 @@ def _compute(worker: Worker, i: Compute) -> None:
     is_last, needs, made = i.part is None or i.part == worker.parts - 1, NOWHERE, list[int]()
     for other in worker.others:
         worker.wait("weights", other, i.version)
-    if program.moves:
-        worker.wait("moved", "versions", i.version)
-        worker.wait("moved", op.reads, k)
+    for hook in program.before_compute:
+        hook(worker, i)
     message, places = _NEEDS[op.reads], program.places
     if message and not i.part and s != (0 if op.begins else program.depth - 1):
         needs = places[i.worker, message, k]
@@ -411,8 +410,8 @@ def _update(worker: Worker, i: Update) -> None:
         worker.change("free shared", *sharing)
         for other in sharing:
             worker.wait("shared", other, k, uses_up=True)
-    for kept in (("optimizer", 0), ("versions", i.batch), ("versions", i.retires)) if program.moves else ():
-        worker.wait("moved", *kept)
+    for hook in program.before_update:
+        hook(worker, i)
     if i.retires is None:
         worker.change("update")
     else:
@@ -434,29 +433,6 @@ def _release(worker: Worker, i: Release) -> None:
     worker.rank.note_versions()
 
 
-def _sum_changes(worker: Worker, i: SumChanges) -> None:
-    worker.change("changes")  # then their mean
-    worker.change("sum changes")
-    worker.begin_sum("changes", i.batch, None, NOWHERE)
-
-
-def _agree(worker: Worker, i: Agree) -> None:
-    worker.wait("changes", None, i.begun, uses_up=True)
-    worker.change("agree")
-
-
-def _move(worker: Worker, i: Offload | Fetch) -> None:
-    rank, to_host = worker.rank, isinstance(i, Offload)
-    (worker.away.add if to_host else worker.away.remove)((i.what, i.number))
-    worker.change("move", i.what, to_host)
-    rank.note_versions()
-    place, ends = worker.place("moved", i.what, i.number), (i.worker, HOST) if to_host else (HOST, i.worker)
-    worker.all.there.add(place)
-    rank.queue.append((MOVE, worker.all.routes[i.what, ends], i.number, place))
-    if worker.all.transfers_block:
-        worker.wait("moved", i.what, i.number)
-
-
 WRITERS: dict[type, Callable[[Worker, Any], None]] = {
     Load: _load,
     Compute: _compute,
@@ -467,10 +443,6 @@ WRITERS: dict[type, Callable[[Worker, Any], None]] = {
     AddShared: _add_shared,
     SumSquares: _sum_squares,
     Update: _update,
-    SumChanges: _sum_changes,
-    Agree: _agree,
     Release: _release,
-    Offload: _move,
-    Fetch: _move,
 }
 """How each instruction is written as actions and changes of bytes."""

@@ -3,8 +3,9 @@
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from jpipe.capabilities.protocol import merged
+from jpipe.capabilities.registry import programs_of
 from jpipe.ops import OPS
-from jpipe.plan import Kept
 from jpipe.programs._costs import StageCost
 from jpipe.programs._instructions import Message, Program
 
@@ -18,7 +19,7 @@ class Change(NamedTuple):
         sent: the bytes that it sends to other ranks.
         residuals: the part of `live` that residuals and stashes have.
         optimizer: the part of `live` that optimizer state has, with the errors of compressed sums.
-        in_host: in host memory.
+        in_host: in host memory, where a capability keeps something.
         moved: the bytes that it moves to host memory or back.
     """
 
@@ -41,6 +42,7 @@ class Prices:
 
     def __init__(self, program: Program, costs: Sequence[StageCost]) -> None:
         self.program, self.plan, self.costs = program, program.plan, costs
+        self._changes = CHANGES | merged("changes", [used.price for used in programs_of(program.plan) if used.price is not None])
 
     def seconds(self, s: int, op: str, part: int | None) -> float:
         """Return the time of an op, or of one part of it; "" stands for an update."""
@@ -49,8 +51,8 @@ class Prices:
         return self.costs[s].seconds(op) if part is None else self.costs[s].seconds_of_part(op, part, self.plan.stages[s])
 
     def change(self, name: str, s: int, *arguments: object) -> Change:
-        """Return a change of bytes at stage s, one of `CHANGES`."""
-        return CHANGES[name](self, self.costs[s], s, *arguments)
+        """Return a change of bytes at stage s, one of `CHANGES`, or of a capability."""
+        return self._changes[name](self, self.costs[s], s, *arguments)
 
     def computes(self, s: int, name: str, before: str | None, after: str | None) -> Change:
         """Return the bytes of a computation.
@@ -128,7 +130,7 @@ class Prices:
         """Return the size of the sums of squares of a stage and all later ones."""
         return sum(cost.squares for cost in self.costs[s:])
 
-    def kept(self, s: int, what: Kept) -> int:
+    def kept(self, s: int, what: str) -> int:
         """Return the size of something that may wait in host memory."""
         cost = self.costs[s]
         return {"optimizer": cost.optimizer, "versions": cost.trained, "residuals": cost.residuals, "stash": cost.stash}[what]
@@ -144,13 +146,6 @@ def _sum(prices: Prices, cost: StageCost, s: int, part: int | None) -> Change:
     """Return what a replica holds and sends for a sum: gradients, then what all have sent, which is taken to come together."""
     held = prices.plan.replicas[s] * cost.compressed_sums[part or 0] + cost.temporary if cost.compressed_sums else 0
     return Change(0, held, round(prices.sum("sum", s, part)[0]))
-
-
-def _move(prices: Prices, cost: StageCost, s: int, what: Kept, to_host: bool) -> Change:
-    size = prices.kept(s, what)
-    live = -size if to_host else size
-    kinds = {"optimizer": live if what == "optimizer" else 0, "residuals": live if what in ("residuals", "stash") else 0}
-    return Change(live, in_host=-live, moved=size, **kinds)
 
 
 CHANGES: dict[str, Callable[..., Change]] = {
@@ -176,9 +171,5 @@ CHANGES: dict[str, Callable[..., Change]] = {
     "squares": lambda prices, cost, s: Change(prices.squares(s)),
     "free squares": lambda prices, cost, s: Change(-prices.squares(s + 1)),
     "lack shares": lambda prices, cost, s, replica: Change(prices.share(s, [replica]) - sum(cost.updated)),
-    "changes": lambda prices, cost, s: Change(cost.trained),
-    "sum changes": lambda prices, cost, s: Change(sent=round(prices.sum("changes", s, None)[0])),
-    "agree": lambda prices, cost, s: Change(-cost.trained),
-    "move": _move,
 }
 """The bytes of each kind of action, as functions of the prices, the costs of the stage, its number, and what the action says of itself."""

@@ -1,8 +1,8 @@
 """The state of a run: weights by version, microbatches in flight, and pending updates."""
 
+from jpipe.runtime.state._away import copied, fetched, is_away
 from jpipe.runtime.state._fingerprint import fingerprint, model_of
 from jpipe.runtime.state._fresh import fresh_worker, initialized_at, is_fresh
-from jpipe.runtime.state._host_memory import check_host_memory, copied, copied_to_host, from_host_memory, in_host, to_host_memory
 from jpipe.runtime.state._in_flight import Fields, Microbatch, PendingUpdate
 from jpipe.runtime.state._state import CONSUMED, State, WorkerState, check_state, is_consumed
 from jpipe.runtime.state._weights import DoubleBuffer, Latest, Stash, Weights, weights_of
@@ -18,18 +18,15 @@ __all__ = [
     "State",
     "Weights",
     "WorkerState",
-    "check_host_memory",
     "check_state",
     "copied",
-    "copied_to_host",
+    "fetched",
     "fingerprint",
     "fresh_worker",
-    "from_host_memory",
-    "in_host",
     "initialized_at",
+    "is_away",
     "is_consumed",
     "is_fresh",
     "model_of",
-    "to_host_memory",
     "weights_of",
 ]

@@ -6,16 +6,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
+from jpipe.capabilities.registry import runtimes_for
 from jpipe.meshes._place import Place
 from jpipe.runtime.state._state import WorkerState
 from jpipe.runtime.state._weights import weights_of
-from jpipe.stages._agreement import Agreed
 from jpipe.stages._arrays import Arrays, shardings_of
 from jpipe.stages._compile import compile_start
 from jpipe.stages._compiled_stage import CompiledStage
-from jpipe.stages.functions._stage import StageFunctions
 
 Tree = Any
 
@@ -50,21 +48,11 @@ def fresh_worker(
     dynamic = f.precision.dynamic_scale
     scales = {} if dynamic is None else jax.device_put({0: dynamic.first()}, stage.place.sharding())
     weights = weights_of({0: version}, most)
-    agreed = first_agreed(f, version)
+    kept = {name: hooks.fresh(f, version) for name, hooks in runtimes_for(f.capabilities).items() if hooks.fresh is not None}
     placed_key = jax.device_put(key, stage.place.sharding())
     error = None if f.compressed_sums is None else jax.tree.map(jnp.copy, accumulators["gradients"])
-    optional: dict[str, Tree] = {"loss_scales": scales, "agreed": agreed, "sum_error": error}
+    optional: dict[str, Tree] = {"loss_scales": scales, "capabilities": kept, "sum_error": error}
     return WorkerState(weights, optimizer, state, accumulators, placed_key, **optional)
-
-
-def first_agreed(f: StageFunctions, params: Tree) -> Agreed | None:
-    """Return what pipelines that agree have agreed on before their first update: these weights, of which it has copies, and no momentum."""
-    if f.agreement is None:
-        return None
-    trained = f.trained.part(params)
-    zeros = jax.tree.map(lambda leaf: jax.device_put(np.zeros(leaf.shape, leaf.dtype), leaf.sharding), trained)
-    copies, momentum = jax.tree.map(jnp.copy, (trained, zeros))  # of zeros, too: a CPU device shares the memory of NumPy arrays
-    return Agreed(copies, momentum if f.agreement.outer.momentum else {})
 
 
 def initialized_at(stage: CompiledStage) -> tuple[str, ...]:

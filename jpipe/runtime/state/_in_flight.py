@@ -1,7 +1,7 @@
 """What a worker holds of each microbatch in flight and of each update that waits for gradients."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -46,8 +46,8 @@ class PendingUpdate:
         norm: the norm of the gradients of all stages; it stays until the next update, since it may have to be sent on.
         shared: the gradients of parameters that other stages hold, too.
         received: those of the other stages, by stage.
-        changes: the mean of the changes of the weights over the pipelines that agree, `ALREADY_AGREED`, or `ALREADY_APPLIED`.
         loss: (mean loss, weight), until all updates of the batch are made.
+        others: what capabilities keep for it, by name.
     """
 
     sums: Tree = None
@@ -57,8 +57,8 @@ class PendingUpdate:
     norm: Tree = None
     shared: Tree = None
     received: Mapping[int, Tree] | None = None
-    changes: Tree = None
     loss: Tree = None
+    others: Mapping[str, Tree] = field(default_factory=dict)
 
 
 Fields = dict[str, Tree]

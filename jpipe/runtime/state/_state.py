@@ -12,7 +12,6 @@ from jpipe.model._precision import LossScale
 from jpipe.runtime.state._fingerprint import Fingerprint
 from jpipe.runtime.state._in_flight import Microbatch, PendingUpdate
 from jpipe.runtime.state._weights import Weights
-from jpipe.stages._agreement import Agreed
 
 Tree = Any
 
@@ -39,8 +38,8 @@ class WorkerState:
         microbatches: the microbatches in flight, by number.
         updates: what waits for an update, by the number of the update.
         loss_scales: with a dynamic loss scale that of each version; a microbatch has the one of the version that it reads.
-        agreed: if it is of a pipeline that agrees with others, the result of their last agreement.
         sum_error: if the replicas of its stage compress the gradients that they sum, what rounding has lost of its own (`Links.sums`).
+        capabilities: what capabilities keep, by their names, see `RuntimeHooks.specs`.
     """
 
     weights: Weights
@@ -51,8 +50,8 @@ class WorkerState:
     microbatches: Mapping[int, Microbatch] = field(default_factory=dict)
     updates: Mapping[int, PendingUpdate] = field(default_factory=dict)
     loss_scales: Mapping[int, LossScale] = field(default_factory=dict)
-    agreed: Agreed | None = None
     sum_error: Tree = None
+    capabilities: Mapping[str, Tree] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         if self.is_consumed:
@@ -64,7 +63,7 @@ class WorkerState:
         buffers = self.microbatches, self.updates
         parts = (
             (self.weights, self.loss_scales),
-            (self.optimizer, self.agreed, self.sum_error),
+            (self.optimizer, self.capabilities, self.sum_error),
             (self.accumulators, self.layer_state),
             buffers,
         )

@@ -4,23 +4,27 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from itertools import chain
 from typing import Any, NamedTuple
 
 import jax
 
+from jpipe.capabilities.protocol import hooks
+from jpipe.capabilities.registry import runtimes_of
 from jpipe.meshes._partition import shard_bytes
 from jpipe.ops import OPS, Leaves
 from jpipe.plan import Plan
-from jpipe.programs._instructions import Agree, AllReduce, Compute, Receive, Send, SumChanges, Update, parts_of
+from jpipe.programs._instructions import AllReduce, Receive, Send, parts_of
 from jpipe.programs._transfers import Transfer, in_rows
 from jpipe.runtime._interpreter import Event
 from jpipe.runtime._transport import PendingTransfer
 from jpipe.runtime.state import WorkerState
 from jpipe.runtime.timing._arrivals import Arrivals
-from jpipe.runtime.timing._moves import Computation, MoveWatcher
 from jpipe.stages.messages._sums import bytes_of_sent
 
 Tree = Any
+Computation = tuple[int, str, int, int]
+"""Worker, op or U, microbatch (of an update: batch), part of the stage."""
 
 
 class _Moved(NamedTuple):
@@ -49,48 +53,32 @@ class TransferWatcher:
         self._arrived: dict[_Moved, float] = {}
         self._sizes: dict[_Moved, float] = {}
         self._lanes: dict[tuple[int, ...], Arrivals[_Moved]] = {}
-        self._moves = MoveWatcher(plan, lambda: self._now())
-        # By worker the changes of its last agreement and the version that it made of them, until a computation reads that.
-        self._agreed: dict[int, tuple[_Moved, int]] = {}
-        self._readers: dict[_Moved, list[Computation]] = {}  # of changes, those computations
+        self._watchers = [watch(plan, lambda: self._now()) for watch in hooks("watch", runtimes_of(plan))]
 
     def note(self, event: Event) -> None:
         """Note a send, a receive, a sum or a move that was just dispatched."""
         i, plan = event.instruction, self._plan
-        self._moves.note(event)
+        for watcher in self._watchers:
+            watcher.note(event)
         if isinstance(i, Send) and plan.rank_of[i.worker] != plan.rank_of[i.to]:
             self._posted[_Moved(i.message, (i.worker, i.to), i.microbatch)] = self._now()
         elif isinstance(i, Receive) and plan.rank_of[i.worker] != plan.rank_of[i.source]:
             moved = _Moved(i.message, (i.source, i.worker), i.microbatch)
             received = _received(i, event.state, plan)
-            self._watch(moved, received, _nbytes(received))
-        elif isinstance(i, AllReduce | SumChanges):
+            self._watch(moved, received, nbytes(received))
+        elif isinstance(i, AllReduce):
             replicas = tuple(plan.stage_workers[plan.workers[i.worker][0]])
-            moved = _Moved("sum", replicas, i.batch, i.part) if isinstance(i, AllReduce) else _Moved("changes", replicas, i.batch)
+            moved = _Moved("sum", replicas, i.batch, i.part)
             self._posted[moved] = self._now()
             if (total := _summed(i, event.state)) is not None:  # once the last replica of this process has given its part
-                self._watch(moved, total, _sent(total if isinstance(i, SumChanges) else total[0], plan, len(replicas)))
-        elif isinstance(i, Agree):
-            moved = _Moved("changes", tuple(plan.stage_workers[plan.workers[i.worker][0]]), i.begun)
-            self._agreed[i.worker] = moved, i.batch + 1
-            if moved.workers in self._lanes:  # the agreement has consumed the changes, perhaps before the lane's thread saw them
-                self._lanes[moved.workers].put(moved, event.state.weights.read(i.batch + 1))
-        elif isinstance(i, Compute | Update) and i.worker in self._agreed:
-            self._note_reader(i)
-
-    def _note_reader(self, i: Compute | Update) -> None:
-        """Note the first computation of a worker that reads the weights of its last agreement."""
-        version, key = (i.batch, ("U", i.batch, 0)) if isinstance(i, Update) else (i.version, (i.op, i.microbatch, i.part or 0))
-        moved, made = self._agreed[i.worker]
-        if version == made:
-            self._readers.setdefault(moved, []).append((i.worker, *key))
-            del self._agreed[i.worker]
+                self._watch(moved, total, _sent(total[0], plan, len(replicas)))
 
     def close(self) -> None:
         """Stop when all arrays that are awaited have arrived."""
         for lane in self._lanes.values():
             lane.stop()
-        self._moves.close()
+        for watcher in self._watchers:
+            watcher.close()
 
     def transfers(self, starts: Mapping[Computation, float], ends: Mapping[Computation, float]) -> tuple[Transfer, ...]:
         """Return what was noted, for `join_transfers`; what this process does not know is NaN.
@@ -103,19 +91,15 @@ class TransferWatcher:
             ends: when it ended.
         """
         readers, found = _readers(self._plan, starts), list[Transfer]()
-        for moved, keys in self._readers.items():
-            readers[moved] = min(keys, key=starts.__getitem__)
         for moved in dict.fromkeys([*self._posted, *self._sizes]):
             produced = max((ends[key] for key in _producers(moved, self._plan) if key in ends), default=0.0)
             start = max(self._posted[moved], produced) if moved in self._posted else math.nan
             reader = readers.get(moved)
             used, read = (math.nan, math.inf) if reader is None else (starts[reader], ends[reader])
             end = min(self._arrived[moved], read) if moved in self._arrived else used
-            if moved.what == "changes" and end <= start and reader is not None:
-                end = read  # the end of an update was noted late
             ranks = tuple(self._plan.rank_of[w] for w in moved.workers)
             found.append(Transfer(moved.what, ranks, moved.number, start, end, end, self._sizes.get(moved, 0.0)))
-        return (*found, *self._moves.transfers(starts, ends))
+        return (*found, *chain.from_iterable(watcher.transfers(starts, ends) for watcher in self._watchers))
 
     def _now(self) -> float:
         return time.perf_counter() - self._began
@@ -186,7 +170,7 @@ def _received(i: Receive, state: WorkerState, plan: Plan) -> Tree:
     return pending.norm if i.message == "norm" else pending.squares
 
 
-def _nbytes(tree: Tree) -> float:
+def nbytes(tree: Tree) -> float:
     """Return the bytes of arrays on each device, or of the specs of those that are to come."""
     size: float = sum(leaf.nbytes if isinstance(leaf, PendingTransfer) else shard_bytes(leaf) for leaf in jax.tree.leaves(tree))
     return size
@@ -196,17 +180,15 @@ def _sent(summed: Tree, plan: Plan, replicas: int) -> float:
     """Return the bytes that each replica has sent for a sum, as a prediction counts them: without layer state that is averaged with it."""
     others = replicas - 1
     if plan.links is None or plan.links.sums is None:
-        return 2 * others / replicas * _nbytes(summed)
+        return 2 * others / replicas * nbytes(summed)
     accumulators = summed.specs if isinstance(summed, PendingTransfer) else summed
     numbers = {name: number for name, number in accumulators.items() if name != "gradients"}
-    return others * (bytes_of_sent(plan.links.sums, accumulators["gradients"]) + _nbytes(numbers))
+    return others * (bytes_of_sent(plan.links.sums, accumulators["gradients"]) + nbytes(numbers))
 
 
-def _summed(i: AllReduce | SumChanges, state: WorkerState) -> Tree:
+def _summed(i: AllReduce, state: WorkerState) -> Tree:
     """Return the sum that a worker has just begun to receive; None: other replicas of this process have still to give their parts."""
     pending = state.updates.get(i.batch)
-    if isinstance(i, SumChanges):
-        return None if pending is None else pending.changes
     if pending is None or i.part is None:
         return None if pending is None else pending.summed
     return (pending.summed or {}).get(i.part)
@@ -224,8 +206,6 @@ def _producers(moved: _Moved, plan: Plan) -> list[Computation]:
             end = (moved.number + 1) * plan.microbatches_per_update(s)
             keys = [key for k in range(end - plan.replicas[s], end) for key in that_leave("accumulators", plan, s, k)]
             return keys if moved.part is None else [(*key[:3], moved.part) for key in keys]
-        case "changes":
-            return [(w, "U", moved.number, 0) for w in moved.workers]
     return []  # of small messages the post is the beginning
 
 

@@ -22,7 +22,7 @@ from jpipe.model.jaxprs._dependence import passed_on
 from jpipe.model.jaxprs._elementwise import all_but_elementwise
 from jpipe.model.layerwise._optimizer import LayerwiseOptimizer
 from jpipe.ops import Op
-from jpipe.plan import Agreement, Kind, Links, Stage
+from jpipe.plan import Kind, Links, Stage
 from jpipe.stages.functions._accumulators import accumulate, zero_accumulators
 from jpipe.stages.functions._effects import describe_effects
 from jpipe.stages.functions._loss import call_loss, loss_dtype
@@ -61,7 +61,7 @@ class StageFunctions:
         clip_global_norm: the norm to which the gradients of all stages are clipped, if any.
         clip_stage_norm: the norm to which the gradients of this stage are clipped, if any; not both.
         skip_nonfinite: whether an update changes nothing if any gradient of any stage is NaN or infinite.
-        agreement: how replicas agree on its weights, if they are parallel pipelines that do.
+        capabilities: of the capabilities that have programs of their own, what the plan says, by the fields of the plan.
         average_state: when replicas average their layer state: with each update, when it is read from the run, or never.
         metrics: functions like the loss, by name, which an evaluation also computes.
         number: of the stage in its plan.
@@ -84,7 +84,7 @@ class StageFunctions:
     clip_global_norm: float | None = None
     clip_stage_norm: float | None = None
     skip_nonfinite: bool = False
-    agreement: Agreement | None = None
+    capabilities: Mapping[str, Any] = field(default_factory=dict)
     average_state: Literal["update", "read"] | None = None
     metrics: Mapping[str, Loss] = field(default_factory=dict)
     precision: Precision = PLAIN

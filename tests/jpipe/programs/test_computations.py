@@ -13,7 +13,7 @@ import jpipe
 from jpipe import Plan
 from jpipe.ops import OPS, Op
 from jpipe.programs import _verify as verify
-from jpipe.programs._instructions import Instruction, Load
+from jpipe.programs._instructions import CoreInstruction, Load
 from jpipe.programs._steps import Steps
 from jpipe.programs.lowering import Run
 from jpipe.programs.prediction import _actions as actions
@@ -23,7 +23,7 @@ from jpipe.stages.functions._stage import StageFunctions
 from jpipe.viz import _draw as draw
 from tests.jpipe import models
 
-INSTRUCTIONS = set(typing.get_args(Instruction))
+INSTRUCTIONS = set(typing.get_args(CoreInstruction))
 
 
 def test_each_op_reads_what_an_op_leaves_and_is_drawn():

@@ -7,9 +7,10 @@ import random
 import pytest
 
 from jpipe import Link, Plan, lower, simulate, to_perfetto
+from jpipe.capabilities.agreement.program import SumChanges
 from jpipe.ops import OPS
 from jpipe.programs import StageCost, parse_grid
-from jpipe.programs._instructions import AllReduce, Compute, Send, SumChanges, Update
+from jpipe.programs._instructions import AllReduce, Compute, Send, Update
 from jpipe.programs.prediction import Prediction
 
 LINK = Link(bandwidth=2.0, latency=0.25)

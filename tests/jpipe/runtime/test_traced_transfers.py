@@ -12,9 +12,10 @@ import optax
 import pytest
 
 from jpipe import Pipeline, Plan, Tracer, lower, simulate, to_perfetto
+from jpipe.capabilities.agreement.program import Agree, SumChanges
 from jpipe.processes import Processes
 from jpipe.programs import Transfer, parse_grid
-from jpipe.programs._instructions import Agree, Compute, Receive, Send, SumChanges
+from jpipe.programs._instructions import Compute, Receive, Send
 from jpipe.runtime import Event, WorkerState, join_transfers
 from jpipe.runtime._transport import PendingTransfer
 from jpipe.runtime.state import Latest, Microbatch
@@ -55,7 +56,7 @@ def test_a_trace_has_the_transfers_of_the_plan_and_they_end_before_they_are_used
     assert changes <= set(found), "no array of an agreement is left for the watching thread, but a computation reads its result"
     watched = tracer._transfers
     posted = {(moved.what, tuple(plan.rank_of[w] for w in moved.workers), moved.number) for moved in watched._posted}
-    posted |= {(move.what, move.ranks, move.number) for move in watched._moves._moves}
+    posted |= {(move.what, move.ranks, move.number) for watcher in watched._watchers for move in watcher.moved}
     assert posted == set(expected)
     moved = {transfer.what for transfer in trace.transfers if transfer.is_move}
     assert moved == {what for what, stages in plan.offload or () if stages}

@@ -86,8 +86,8 @@ def test_it_is_resumed_exported_and_begins_another(config, tmp_path, monkeypatch
 def test_copies_that_differ_end_the_run(config, monkeypatch):
     numbers = itertools.count()
     stop_before(monkeypatch, 4)  # once the first checkpoint is written
-    loop_of_checksums = _snapshot._Part.checksum
-    monkeypatch.setattr(_snapshot._Part, "checksum", lambda self, entry: loop_of_checksums(self, entry) ^ next(numbers))
+    loop_of_checksums = _snapshot.Part.checksum
+    monkeypatch.setattr(_snapshot.Part, "checksum", lambda self, entry: loop_of_checksums(self, entry) ^ next(numbers))
     message = (
         r"^checkpoint of step 2: the copies of 'embed shared embedding' at stage 0 and at stage 1 are not .*; there is no complete one; "
     )

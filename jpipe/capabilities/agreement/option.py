@@ -27,12 +27,16 @@ applied; with H = 1, η = 1, μ = 0, SGD and microbatches of equal weight they a
 """
 
 import reprlib
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import pydantic
 from pydantic import Field
 
 from jpipe._numbers import Float, Int, as_python
+from jpipe.capabilities.protocol import Exclusion, Option
+
+if TYPE_CHECKING:
+    import jpipe
 
 _MIXING = 0.5
 
@@ -114,3 +118,72 @@ class Agreement(pydantic.BaseModel):
         """
         begun = self.last(s, depth, updates) - 1
         return begun if begun >= 0 and begun + self.delay >= updates else None
+
+
+def agrees(plan: "jpipe.Plan", s: int, update: int) -> bool:
+    """Return whether an agreement of parallel pipelines on the weights of stage s begins after an update, counted from 0."""
+    return plan.agree is not None and plan.agree.last(s, plan.depth, update + 1) == update + 1
+
+
+def agreement_applied(plan: "jpipe.Plan", s: int, update: int) -> int | None:
+    """Return the agreement, by the update after which it began, that stage s applies after an update, or None."""
+    begun = update - (0 if plan.agree is None else plan.agree.delay)
+    return begun if begun >= 0 and agrees(plan, s, begun) else None
+
+
+def agreement_under_way(plan: "jpipe.Plan", s: int, updates: int) -> int | None:
+    """Return the agreement, by the update after which it began, that is under way at stage s after its first `updates`, or None."""
+    return None if plan.agree is None else plan.agree.under_way(s, plan.depth, updates)
+
+
+def check(plan: "jpipe.Plan") -> None:
+    """Check that the replicas of a plan can be parallel pipelines that agree on their weights.
+
+    Raises:
+        ValueError: they cannot.
+    """
+    assert plan.agree is not None
+    if len(set(plan.replicas)) > 1 or plan.replicas[0] == 1:
+        expected = "as many replicas of each stage, 2 or more, which are parallel pipelines"
+        raise ValueError(f"agree: expected {expected}, found {list(plan.replicas)}; give all stages the same number, or remove agree")
+    if isinstance(plan.agree.fragments, int) and plan.agree.fragments > plan.depth:
+        expected = f"'stages', or a number of fragments up to that of the stages, {plan.depth}"
+        raise ValueError(f"agree.fragments: expected {expected}, found {plan.agree.fragments}; a stage is in one fragment")
+
+
+_OWN_GRADIENTS = "pipelines that agree sum no gradients"
+_NORM = "pipelines that agree have their norms in time only where they flush"
+
+EXCLUSIONS = (
+    Exclusion("stages.sum_parts", "agree", _OWN_GRADIENTS),
+    Exclusion("links.sums", "agree", _OWN_GRADIENTS),
+    Exclusion("agree", "shard_optimizer", "each pipeline has optimizer state of its own"),
+    Exclusion("agree", "update_every", "each pipeline makes one update a batch", "change it, or remove agree"),
+    Exclusion(
+        "clip_global_norm",
+        "agree",
+        _NORM,
+        "use a schedule that flushes, or clip_stage_norm, which clips each stage by its own norm",
+        without_flush=True,
+    ),
+    Exclusion("skip_nonfinite", "agree", _NORM, "use a schedule that flushes, or remove one of them", without_flush=True),
+    Exclusion("precision: loss_scale: dynamic", "agree", "each pipeline would need a scale of its own"),
+    Exclusion(
+        "precision: params",
+        "agree",
+        "the agreed weights are kept in float32",
+        "use compute 'bfloat16' with params 'float32', or remove plan.agree",
+    ),
+    Exclusion("ema_decay", "agree", "each pipeline would average weights of its own, and not the agreed ones"),
+    Exclusion("delay_correction", "agree", "the pipelines would agree on predicted weights"),
+    Exclusion("ties", "agree", _OWN_GRADIENTS, "put the layers that share a parameter into one stage, or remove one of them"),
+)
+"""What pipelines that agree cannot be combined with."""
+
+OPTION = Option(
+    room="agreement",
+    field="agree",
+    check=check,
+    exclusions=EXCLUSIONS,
+    parallel_pipelines=True,
+)

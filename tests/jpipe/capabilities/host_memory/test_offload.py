@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 
 from jpipe import LayerStack, Pipeline, Plan, lower
-from jpipe.programs._instructions import Fetch, Offload
+from jpipe.capabilities.host_memory.option import offloads
+from jpipe.capabilities.host_memory.program import Fetch, Offload
 from tests.jpipe import models, running
 
 STACK = LayerStack({"first": models.dense(), "second": models.noisy(0.1), "mix": models.tracking(), "out": models.dense()})
@@ -40,7 +41,7 @@ def check_memory_of_copies(plan, layers):
         of_stage = [layers[name] for name in layers if name.partition(" replica ")[0] in stage.layers]
         for what, part in (("optimizer", "optimizer"), ("versions", "params")):
             kinds = {leaf.sharding.memory_kind for layer in of_stage for leaf in jax.tree.leaves(layer.get(part))}
-            assert kinds == {"pinned_host" if plan.offloads(what, s) else device_kind}, (what, s)
+            assert kinds == {"pinned_host" if offloads(plan, what, s) else device_kind}, (what, s)
 
 
 @pytest.mark.parametrize("name", CASES)

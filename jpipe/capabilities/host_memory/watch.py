@@ -7,17 +7,18 @@ from typing import Any
 
 import jax
 
+from jpipe.capabilities.host_memory.memory import in_host
+from jpipe.capabilities.host_memory.program import Fetch, Offload
 from jpipe.ops import OPS
 from jpipe.plan import Plan
-from jpipe.programs._instructions import Compute, Fetch, Offload, Update
+from jpipe.programs._instructions import Compute, Update
 from jpipe.programs._transfers import HOST, Transfer
 from jpipe.runtime._interpreter import Event
-from jpipe.runtime.state import WorkerState, in_host
+from jpipe.runtime.state import WorkerState
 from jpipe.runtime.timing._arrivals import Arrivals
+from jpipe.runtime.timing._transfers import Computation
 
 Tree = Any
-Computation = tuple[int, str, int, int]
-"""Worker, op or U, microbatch (of an update: batch), part of the stage."""
 _Kept = tuple[int, str, int]
 """Worker, what is moved, its number."""
 
@@ -42,11 +43,14 @@ class MoveWatcher:
     Args:
         plan: the plan of the run.
         now: returns the time.
+
+    Attributes:
+        moved: what was noted so far.
     """
 
     def __init__(self, plan: Plan, now: Callable[[], float]) -> None:
         self._plan, self._now = plan, now
-        self._moves: list[_Move] = []
+        self.moved: list[_Move] = []
         self._lanes: dict[tuple[int, int], Arrivals[_Move]] = {}
         self._made: dict[_Kept, Computation] = {}  # which computation made what may be moved
         self._sizes: dict[_Kept, int] = {}  # of what has been moved to host memory
@@ -55,8 +59,6 @@ class MoveWatcher:
     def note(self, event: Event) -> None:
         """Note a move that was just dispatched, or a computation that makes or reads what is moved."""
         i = event.instruction
-        if self._plan.offload is None:
-            return
         if isinstance(i, Offload | Fetch):
             self._note_move(i, event.state)
         elif isinstance(i, Compute):
@@ -77,7 +79,7 @@ class MoveWatcher:
         ranks = (rank, HOST) if isinstance(i, Offload) else (HOST, rank)
         size = self._sizes[kept] if kept in self._sizes else sum(leaf.nbytes for leaf in leaves)
         move = _Move(i.what, ranks, i.number, self._now(), size, self._made.get(kept) if isinstance(i, Offload) else None)
-        self._moves.append(move)
+        self.moved.append(move)
         if isinstance(i, Fetch):
             self._fetched[kept] = move
         if ranks not in self._lanes:
@@ -109,7 +111,7 @@ class MoveWatcher:
             ends: when it ended.
         """
         found = []
-        for move in self._moves:
+        for move in self.moved:
             start = move.posted if move.maker is None else max(move.posted, ends.get(move.maker, 0.0))
             used, read = math.nan, math.inf
             if move.reader is not None and move.reader in starts:

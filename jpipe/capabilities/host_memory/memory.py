@@ -3,7 +3,6 @@
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jpipe.errors import InputError
@@ -34,9 +33,10 @@ def from_host_memory(tree: Tree, without: Tree = None) -> Tree:
     return _moved(tree, _device_kind(away[0]), without) if away else tree
 
 
-def copied(tree: Tree) -> Tree:
-    """Copy arrays, each in the memory in which it is."""
-    return jax.tree.map(lambda leaf: to_host_memory(from_host_memory(leaf)) if in_host(leaf) else jnp.copy(leaf), tree)
+def copied(leaf: jax.Array) -> jax.Array:
+    """Return a copy of an array in host memory, there."""
+    copy: jax.Array = to_host_memory(from_host_memory(leaf))
+    return copy
 
 
 def copied_to_host(tree: Tree) -> Tree:

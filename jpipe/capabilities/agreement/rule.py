@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jpipe.plan import OuterOptimizer
+from jpipe.capabilities.agreement.option import OuterOptimizer
 
 Tree = Any
 

@@ -8,11 +8,12 @@ import optax
 import pytest
 
 from jpipe import InputError, LayerStack, Link, Pipeline, Plan, Precision, lower, simulate
+from jpipe.capabilities.agreement import option
+from jpipe.capabilities.agreement.program import Agree, SumChanges
+from jpipe.capabilities.agreement.rule import mix
 from jpipe.plan import Agreement
 from jpipe.programs import ProgramError, StageCost
-from jpipe.programs._instructions import Agree, SumChanges
 from jpipe.schedules import SCHEDULES
-from jpipe.stages._agreement import mix
 from tests.jpipe import models, monolith, reference, running
 
 STACK = LayerStack({"first": models.dense(), "second": models.dense(4), "mix": models.dense(), "out": models.dense()})
@@ -217,7 +218,10 @@ def trained(pipe, state, batches, cut=None):
             layers = jax.tree.map(np.asarray, snapshot.layers())
     state, metrics = pipe.drain(state, with_metrics=True)
     losses |= metrics.losses
-    held = [(worker.weights.read(worker.weights.newest), worker.optimizer, worker.agreed, worker.layer_state) for worker in state.workers]
+    held = [
+        (worker.weights.read(worker.weights.newest), worker.optimizer, worker.capabilities.get("agreement"), worker.layer_state)
+        for worker in state.workers
+    ]
     return losses, jax.tree.map(np.asarray, held), layers
 
 
@@ -420,4 +424,4 @@ def test_a_plan_with_an_agreement_goes_through_json():
     plan = Plan.even("ab", 2, "gpipe", 2, replicas=2, agree=Agreement(every=5, fragments="stages"))
     assert Plan.from_json(plan.to_json()) == plan
     assert "agree=Agreement(every=5" in repr(plan)
-    assert [[u for u in range(12) if plan.agrees(s, u)] for s in range(2)] == [[4, 9], [1, 6, 11]]
+    assert [[u for u in range(12) if option.agrees(plan, s, u)] for s in range(2)] == [[4, 9], [1, 6, 11]]

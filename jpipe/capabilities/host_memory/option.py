@@ -12,12 +12,16 @@ back. Where the pipeline is empty all versions are on the device, and the optimi
 """
 
 from collections.abc import Collection, Mapping
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import pydantic
 
 from jpipe._numbers import as_python
+from jpipe.capabilities.protocol import Exclusion, Option
 from jpipe.errors import short
+
+if TYPE_CHECKING:
+    import jpipe
 
 Kept = Literal["optimizer", "versions", "residuals", "stash"]
 """What may wait in host memory."""
@@ -58,3 +62,36 @@ class HostMemory(pydantic.BaseModel):
         """Return whether something of a stage waits in host memory."""
         stages: Stages = getattr(self, what)
         return stages == "all" or s in stages
+
+
+def offloads(plan: "jpipe.Plan", what: Kept, s: int) -> bool:
+    """Return whether something of stage s waits in host memory while no computation needs it."""
+    return plan.offload is not None and plan.offload.keeps(what, s)
+
+
+def check(plan: "jpipe.Plan") -> None:
+    """Check that the stages exist for which something waits in host memory.
+
+    Raises:
+        ValueError: it names stages that the plan does not have.
+    """
+    assert plan.offload is not None
+    for part, stages in plan.offload:
+        beyond = [s for s in stages if s >= plan.depth] if stages != "all" else []
+        if beyond:
+            raise ValueError(f"offload.{part}: expected stages from 0 to {plan.depth - 1}, or 'all', found {beyond[0]}; remove it")
+
+
+OPTION = Option(
+    room="host_memory",
+    field="offload",
+    check=check,
+    exclusions=(
+        Exclusion("offload", "agree", "pipelines that agree keep everything on their devices"),
+        Exclusion("offload.versions", "shard_optimizer", "its replicas complete their versions later"),
+        Exclusion("offload.residuals", "chunks_per_rank", "two stages of a rank may keep the same arrays"),
+        Exclusion("offload.residuals", "stages.sum_parts", "the last backward of a batch reads them part by part"),
+        Exclusion("offload.stash", "chunks_per_rank", "two stages of a rank may keep the same arrays"),
+        Exclusion("offload.stash", "stages.sum_parts", "the last backward of a batch reads it part by part"),
+    ),
+)

@@ -8,8 +8,8 @@ import optax
 import pytest
 
 from jpipe import InputError, Link, Pipeline, Plan, Precision, checkpoints, lower, simulate
+from jpipe.capabilities.shared_optimizer.program import deal
 from jpipe.programs import ProgramError, StageCost
-from jpipe.programs._costs import deal
 from jpipe.programs._instructions import Send
 from jpipe.runtime._plain import to_plain
 from jpipe.runtime._snapshot import with_optimizers

@@ -1,0 +1,209 @@
+"""Agreements of parallel pipelines: where they go into a program, how they are verified, and what they cost."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+from jpipe.capabilities.agreement.option import agreement_applied, agreement_under_way, agrees
+from jpipe.capabilities.protocol import LoweringHooks, PriceHooks, ProgramHooks, VerifyHooks
+from jpipe.plan import Plan
+from jpipe.programs._costs import LayerCost
+from jpipe.programs._instructions import Instruction, Update
+from jpipe.programs._verify import Verifier
+from jpipe.programs.lowering import Run
+from jpipe.programs.lowering._progress import Worker
+from jpipe.programs.prediction import _actions as prediction
+from jpipe.programs.prediction._prices import Change
+
+
+@dataclass(frozen=True, slots=True)
+class SumChanges(Instruction):
+    """Begin to sum over the parallel pipelines how far each has moved the weights of its stage since they last agreed, with update `batch`.
+
+    The instructions of all replicas stand side by side in the total order. The rank does not wait for the sum: `Agree` does.
+    """
+
+    worker: int
+    batch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Agree(Instruction):
+    """Move the agreed weights with the mean of the changes that `SumChanges` of update `begun` sums, and make version `batch + 1` of them.
+
+    If the agreement is applied at once, `begun` is `batch`, and the version becomes the agreed weights; otherwise it is mixed with them.
+    """
+
+    worker: int
+    batch: int
+    begun: int
+
+    def later(self, microbatches: int, updates: int) -> Self:
+        """Return the same agreement so many updates of its stage later in the run."""
+        return replace(self, batch=self.batch + updates, begun=self.begun + updates)
+
+
+# Lowering ------------------------------------------------------------------------------------------------------------------
+
+
+class _Lowering:
+    """The agreements of a run: pipelines agree on the weights of a stage as soon as all of them have made the update."""
+
+    def __init__(self, run: Run) -> None:
+        self._run, self._plan = run, run.plan
+        self._made: dict[tuple[int, int], list[int]] = {}  # when each pipeline has made an update, by stage and update
+
+    def after_update(self, time: int, worker: int, batch: int, retires: int | None) -> None:
+        """Write the agreements on the weights of a stage that begin or are applied after an update, once all pipelines have made it."""
+        run, (s, _) = self._run, self._plan.workers[worker]
+        begins, applied = agrees(self._plan, s, batch), agreement_applied(self._plan, s, batch)
+        if not begins and applied is None:
+            return
+        made = self._made.setdefault((s, batch), [])
+        made.append(time)
+        pipelines = run.updates.summing[s]
+        if len(made) < len(pipelines):
+            return
+        last = max(self._made.pop((s, batch)))
+        for w in pipelines if begins else ():
+            run.listing.write(last, SumChanges, w, batch)
+        for w in () if applied is None else pipelines:
+            run.listing.write(last, Agree, w, batch, applied)
+        run.available.announce("agreed", s, batch, last)
+
+    def version_ready(self, worker: Worker, version: int) -> int | None:
+        """Return when the agreements have begun and are applied that a version waits for, or None."""
+        s, update = worker.stage, version - 1
+        waits = agrees(self._plan, s, update) or agreement_applied(self._plan, s, update) is not None
+        return self._run.available.time("agreed", s, update, worker) if waits and version > self._run.start else 0
+
+
+def lower(run: Run) -> LoweringHooks:
+    """Return what writes the agreements of a run."""
+    agreements = _Lowering(run)
+    return LoweringHooks(after_update=agreements.after_update, version_ready=agreements.version_ready)
+
+
+def modelled(plan: Plan) -> Plan:
+    """Return a plan whose pipelines agree after each update, and apply each agreement at once."""
+    assert plan.agree is not None
+    return plan.model_copy(update={"agree": plan.agree.model_copy(update={"every": 1, "delay": 0})})
+
+
+def due(plan: Plan, i: SumChanges | Agree, shift: int) -> SumChanges | Agree | None:
+    """Return an instruction of `modelled` as it is when it runs `shift` batches later; None: then there is none.
+
+    An agreement that is applied late is applied where `modelled` applies another one at once. That removes nothing but waits.
+    """
+    s, update = plan.workers[i.worker][0], i.batch + shift
+    if isinstance(i, SumChanges):
+        return i if agrees(plan, s, update) else None
+    begun = agreement_applied(plan, s, update)
+    return None if begun is None else replace(i, begun=begun - shift)
+
+
+# Verification --------------------------------------------------------------------------------------------------------------
+
+
+class _Verification:
+    """The agreements of one worker: updates whose versions nothing may read yet, since one has to begin after them, or to be applied."""
+
+    def __init__(self, verifier: Verifier) -> None:
+        self._verifier, self._plan, self._stage = verifier, verifier.plan, verifier.stage
+        self._to_begin, self._to_apply = set[int](), set[int]()
+
+    def sum_changes(self, i: SumChanges) -> None:
+        if i.batch not in self._to_begin:
+            self._verifier.fail(f"{i}: no agreement begins after update {i.batch}: expected {_one_of(self._to_begin)}")
+        self._verifier.put("changes", i.batch)
+        self._to_begin.remove(i.batch)
+
+    def agree(self, i: Agree) -> None:
+        if i.batch not in self._to_apply:
+            self._verifier.fail(f"{i}: no agreement is to be applied after update {i.batch}: expected {_one_of(self._to_apply)}")
+        if i.begun != (begun := agreement_applied(self._plan, self._stage, i.batch)):
+            self._verifier.fail(f"{i}: expected the agreement that has begun with update {begun}")
+        self._verifier.take("changes", i.begun)
+        self._to_apply.remove(i.batch)
+
+    def updated(self, i: Update) -> None:
+        """Note the agreements that an update has after it."""
+        if agrees(self._plan, self._stage, i.batch):
+            self._to_begin.add(i.batch)
+        if agreement_applied(self._plan, self._stage, i.batch) is not None:
+            self._to_apply.add(i.batch)
+
+    def whole(self, version: int, where: object) -> None:
+        """Check that the pipelines have agreed on a version."""
+        if version - 1 in self._to_begin | self._to_apply:
+            self._verifier.fail(f"{where}: the pipelines have not agreed on version {version}")
+
+    def held(self, batch: int) -> set[tuple[str, int]]:
+        """Return the buffer with the changes of an agreement that has begun before a batch and is applied later, if there is one."""
+        begun = agreement_under_way(self._plan, self._stage, batch * self._plan.updates_per_batch(self._stage))
+        return set() if begun is None else {("changes", begun)}
+
+
+def verify(verifier: Verifier) -> VerifyHooks:
+    """Return the checks of the agreements of one worker."""
+    agreements = _Verification(verifier)
+    checks: dict[type, Callable[[Any], None]] = {SumChanges: agreements.sum_changes, Agree: agreements.agree}
+    return VerifyHooks(checks=checks, updated=agreements.updated, whole=agreements.whole, held=agreements.held)
+
+
+def _one_of(updates: set[int]) -> str:
+    """Return what is expected in place of an instruction for a wrong update."""
+    return f"one of update {', '.join(map(str, sorted(updates)))}" if updates else "none here"
+
+
+# Price ---------------------------------------------------------------------------------------------------------------------
+
+
+def _begin(worker: prediction.Worker) -> None:
+    """Count the changes of an agreement that is under way when the program begins."""
+    plan, start = worker.all.plan, worker.all.program.start
+    if (begun := agreement_under_way(plan, worker.stage, start * plan.updates_per_batch(worker.stage))) is not None:
+        worker.change("changes")
+        worker.all.there.add(worker.place("changes", None, begun))
+
+
+def _write_sum(worker: prediction.Worker, i: SumChanges) -> None:
+    worker.change("changes")  # then their mean
+    worker.change("sum changes")
+    worker.begin_sum("changes", i.batch, None, prediction.NOWHERE)
+
+
+def _write_agree(worker: prediction.Worker, i: Agree) -> None:
+    worker.wait("changes", None, i.begun, uses_up=True)
+    worker.change("agree")
+
+
+PRICE = PriceHooks(
+    writers={SumChanges: _write_sum, Agree: _write_agree},
+    changes={
+        "changes": lambda prices, cost, s: Change(cost.trained),
+        "sum changes": lambda prices, cost, s: Change(sent=round(prices.sum("changes", s, None)[0])),
+        "agree": lambda prices, cost, s: Change(-cost.trained),
+    },
+    begin=_begin,
+)
+
+
+def optimizer_bytes(plan: Plan, layer: LayerCost) -> int:
+    """Return the bytes of the agreed weights of a layer and of their momentum."""
+    assert plan.agree is not None
+    return (1 + bool(plan.agree.outer.momentum)) * layer.trained
+
+
+PROGRAM = ProgramHooks(
+    instructions=(SumChanges, Agree),
+    carries_over=True,
+    sums=(SumChanges,),
+    waits_for={Agree: lambda i: (SumChanges, i.begun)},
+    modelled=modelled,
+    due=due,
+    optimizer_bytes=optimizer_bytes,
+    lower=lower,
+    verify=verify,
+    price=PRICE,
+)

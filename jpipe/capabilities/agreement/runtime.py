@@ -1,0 +1,141 @@
+"""How agreements run: programs, instructions, what a worker keeps of them, and the weights that are read in place of its own."""
+
+from collections.abc import Iterable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jpipe.capabilities.agreement.option import Agreement
+from jpipe.capabilities.agreement.program import Agree, SumChanges
+from jpipe.capabilities.agreement.rule import (
+    ALREADY_AGREED,
+    ALREADY_APPLIED,
+    Agreed,
+    agree,
+    agree_at_once,
+    changes,
+    like_agreed,
+    mean_changes,
+    mix,
+)
+from jpipe.capabilities.agreement.snapshot import agreed_params, own_entries, restored, restored_updates, snapshot
+from jpipe.capabilities.agreement.watch import ChangesWatcher, waits_for
+from jpipe.capabilities.protocol import RuntimeHooks
+from jpipe.plan import Plan
+from jpipe.runtime._transport import arrived
+from jpipe.runtime._worker import Worker
+from jpipe.stages._arrays import Arrays
+from jpipe.stages._calls import Call
+from jpipe.stages.functions._stage import StageFunctions
+from jpipe.stages.functions._sums import add
+
+Tree = Any
+
+
+class _Words(NamedTuple):
+    """The description of what a process waits for, as text only when it is printed."""
+
+    worker: int
+    update: int
+
+    def __str__(self) -> str:
+        return f"the mean of what the pipelines have changed up to update {self.update} of the stage of worker {self.worker}"
+
+
+def sum_changes(worker: Worker, i: SumChanges) -> None:
+    """Give what this pipeline has changed; with the last one of this process all of them get the mean."""
+    state, update, calls = worker.state, i.batch + worker.version_shift, worker.calls
+    part = calls["changes"](state.capabilities["agreement"].params, worker.functions.trained.part(state.weights.read(update + 1)))
+    words = _Words(i.worker, update)
+    means = worker.transport.all_reduce(i, update, part, calls["add_changes"], calls["mean_changes"], words)
+    for w, mean in means.items():
+        worker.workers[w].change_update(update, changes=mean)
+
+
+def move_agreed(worker: Worker, i: Agree) -> None:
+    """Move the agreed weights, and go on from them, or from a mixture of them with those of this pipeline."""
+    state, update, begun = worker.state, i.batch + worker.version_shift, i.begun + worker.version_shift
+    kept, trained = state.capabilities, worker.functions.trained
+    mean = arrived(state.updates[begun]["changes"])
+    worker.change_update(begun, changes=None)
+    if mean == ALREADY_APPLIED:
+        return
+    if not _agreement(worker.functions).delay:
+        kept["agreement"], params = worker.calls["agree"](kept["agreement"], mean)
+    else:
+        if mean != ALREADY_AGREED:
+            kept["agreement"] = worker.calls["agree"](kept["agreement"], mean)
+        params = worker.calls["mix"](trained.part(state.weights.read(update + 1)), kept["agreement"].params)
+    worker.changed("weights", update + 1)
+    state.weights = state.weights.with_params(update + 1, trained.joined(params, worker.frozen))
+
+
+def _agreement(f: StageFunctions) -> Agreement:
+    agreement: Agreement = f.capabilities["agree"]
+    return agreement
+
+
+def calls(a: Arrays) -> dict[str, Call]:
+    """Return the programs with which parallel pipelines agree on the weights of a stage."""
+    f, params, agreed = a.functions, a.trained, specs(a)
+    agreement = _agreement(f)
+    outer = agreement.outer
+    sums = {
+        "changes": Call(changes, (), (params, params), params),
+        "add_changes": Call(add, (), (params, params), params),
+        "mean_changes": Call(partial(mean_changes, f.stage.replicas), (0,), (params,), params),
+    }
+    if not agreement.delay:
+        return {**sums, "agree": Call(partial(agree_at_once, outer), (0, 1), (agreed, params), (agreed, params))}
+    # A snapshot may still read the mean, and no other program makes the agreed weights, so that their bits are the same everywhere.
+    return {
+        **sums,
+        "agree": Call(partial(agree, outer), (0,), (agreed, params), agreed),
+        "mix": Call(partial(mix, agreement.mixing), (0,), (params, params), params),
+    }
+
+
+def always_used(f: StageFunctions) -> Iterable[str]:
+    """Return the programs that no instruction names."""
+    return ("mix",) if _agreement(f).delay else ()
+
+
+def specs(a: Arrays) -> Agreed:
+    """Return the specs of the result of the last agreement."""
+    return like_agreed(_agreement(a.functions).outer, a.trained)
+
+
+def fresh(f: StageFunctions, version: Tree) -> Agreed:
+    """Return what pipelines have agreed on before their first update: these weights, of which it has copies, and no momentum."""
+    trained = f.trained.part(version)
+    zeros = jax.tree.map(lambda leaf: jax.device_put(np.zeros(leaf.shape, leaf.dtype), leaf.sharding), trained)
+    copies, momentum = jax.tree.map(jnp.copy, (trained, zeros))  # of zeros, too: a CPU device shares the memory of NumPy arrays
+    return Agreed(copies, momentum if _agreement(f).outer.momentum else {})
+
+
+def version_read(plan: Plan, batch: int) -> int:
+    """Return the version of the last agreement before a batch; with fragments the first of their last ones."""
+    assert plan.agree is not None
+    return min(plan.agree.last(s, plan.depth, batch) for s in range(plan.depth))
+
+
+RUNTIME = RuntimeHooks(
+    handlers={SumChanges: sum_changes, Agree: move_agreed},
+    calls=calls,
+    used_calls={SumChanges: ("changes", "add_changes", "mean_changes"), Agree: ("agree",)},
+    always_used=always_used,
+    specs=specs,
+    fresh=fresh,
+    summed=lambda arrays: arrays.trained,
+    read=agreed_params,
+    version_read=version_read,
+    snapshot=snapshot,
+    own_entries=own_entries,
+    restored=restored,
+    restored_updates=restored_updates,
+    waits_for=waits_for,
+    watch=ChangesWatcher,
+)

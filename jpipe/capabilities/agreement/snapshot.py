@@ -1,0 +1,130 @@
+"""Agreements in snapshots: the agreed weights, those of each pipeline, and agreements that are still to be applied."""
+
+from collections.abc import Iterable, Mapping
+from functools import cached_property
+from typing import Any
+
+import jax
+import numpy as np
+
+from jpipe.capabilities.agreement.option import agreement_applied, agreement_under_way
+from jpipe.capabilities.agreement.program import Agree
+from jpipe.capabilities.agreement.rule import ALREADY_AGREED, ALREADY_APPLIED, Agreed
+from jpipe.capabilities.protocol import SnapshotHooks
+from jpipe.plan import Plan
+from jpipe.runtime._interpreter import Event
+from jpipe.runtime._plain import Plain, checked_dict, from_plain, to_plain
+from jpipe.runtime._snapshot import Part, entry_name, replicas_in
+from jpipe.runtime._transport import arrived
+from jpipe.runtime.state import PendingUpdate, WorkerState, copied
+from jpipe.stages._arrays import shardings_of
+from jpipe.stages._compiled_stage import CompiledStage
+from jpipe.stages.functions._stage import StageFunctions
+
+Tree = Any
+
+
+def changes_under_way(worker: WorkerState) -> Tree:
+    """Return the mean of the changes of an agreement that is still to be applied, perhaps still in transfer; None: there is none."""
+    return next((pending.others["changes"] for pending in worker.updates.values() if "changes" in pending.others), None)
+
+
+def last_agreed(stage: CompiledStage, agreed: Agreed, changes: Tree) -> Agreed:
+    """Return the result of the last agreement that has begun.
+
+    Args:
+        stage: of the worker.
+        agreed: the result of the last agreement that it has applied.
+        changes: from `changes_under_way`, of this worker or another replica of its stage.
+    """
+    mean = arrived(changes)
+    if mean is None or mean in (ALREADY_AGREED, ALREADY_APPLIED):
+        return agreed
+    return stage.calls["agree"](copied(agreed), jax.device_put(mean, shardings_of(agreed.params)))
+
+
+def agreed_params(stage: CompiledStage, worker: WorkerState) -> Tree:
+    """Return the weights on which the pipelines have agreed last, with the frozen parameters."""
+    agreed = last_agreed(stage, worker.capabilities["agreement"], changes_under_way(worker))
+    return stage.functions.trained.joined(agreed.params, worker.weights.read(worker.weights.newest))
+
+
+class _Snapshot:
+    """What one worker has of agreements in a snapshot."""
+
+    def __init__(self, part: Part) -> None:
+        self._part = part
+        self._under_way = agreement_under_way(part.plan, part.stage, part.newest)  # of an agreement that is applied later
+        self._changes: Tree = None  # the mean of its changes
+
+    def see(self, event: Event) -> None:
+        """Note the mean of the changes of the agreement that is under way, if a worker of the stage has it."""
+        if self._changes is None and self._under_way is not None and self._under_way in event.state.updates:
+            self._changes = event.state.updates[self._under_way].others.get("changes")
+
+    def completes(self, update: int) -> type | None:
+        return None if agreement_applied(self._part.plan, self._part.stage, update) is None else Agree
+
+    def is_complete(self) -> bool:
+        return self._under_way is None or self._changes is not None
+
+    def saved(self, layer_id: str) -> Plain:
+        """Return the weights of a layer: those of the pipeline, and for the first pipeline those on which all have agreed."""
+        part = self._part
+        own = {str(part.newest - v): to_plain(part.trained.part(params)[layer_id]) for v, params in part.versions.items()}
+        plain: Plain = {"own": own}
+        if self._under_way is not None and jax.tree.leaves(own) and arrived(self._changes) != ALREADY_APPLIED:
+            plain["under_way"] = np.asarray(self._under_way)
+        if part.replica:
+            return plain
+        params = part.trained.joined(self._last_agreed.params, part.versions[part.newest])
+        return plain | {
+            "params": {"0": to_plain(params[layer_id])},
+            "outer_momentum": to_plain(self._last_agreed.momentum.get(layer_id, {})),
+        }
+
+    @cached_property
+    def _last_agreed(self) -> Agreed:
+        """The result of the last agreement that began before the batch."""
+        return last_agreed(self._part.compiled, self._part.kept["agreement"], self._changes)
+
+
+def snapshot(part: Part) -> SnapshotHooks:
+    """Return what a snapshot of one worker has of agreements."""
+    agreements = _Snapshot(part)
+    return SnapshotHooks(see=agreements.see, completes=agreements.completes, is_complete=agreements.is_complete, saved=agreements.saved)
+
+
+def own_entries(plan: Plan, s: int, replica: int, layers: Mapping[str, Plain], entries: Iterable[str]) -> dict[str, Plain]:
+    """Return the entries with the weights of a pipeline itself; none if the snapshot is of another number of pipelines that agree."""
+    with_own = [entry for entry in entries if "own" in layers[entry]]
+    if any(replicas_in(layers, entry) != plan.replicas[s] for entry in with_own):
+        return {}
+    return {entry: layers[entry_name(entry, replica)] for entry in with_own}
+
+
+def restored(f: StageFunctions, layers: Mapping[str, Plain], entries: Iterable[str]) -> Agreed:
+    """Return the weights on which pipelines have agreed last, and the momentum, which begins with zeros if the snapshot has none."""
+    params, momentum = {}, {}
+    for entry in entries:
+        where = f"checkpoint: layer '{entry}', parameters"
+        newest = checked_dict(checked_dict(layers[entry].get("params", {}), where).get("0", {}), where)
+        params[entry] = from_plain(f.specs.params[entry], newest, where)
+    trained = f.trained.part(params)
+    zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), trained)
+    for entry, blank in zeros.items() if f.capabilities["agree"].outer.momentum else ():
+        saved = layers[entry].get("outer_momentum")
+        momentum[entry] = (
+            blank if saved is None else from_plain(blank, saved, f"checkpoint: layer '{entry}', momentum of the agreed weights")
+        )
+    return Agreed(trained, momentum)
+
+
+def restored_updates(plan: Plan, worker: int, f: StageFunctions, layers: Mapping[str, Plain], updates: int) -> dict[int, PendingUpdate]:
+    """Return what a restored worker holds of an agreement that its plan applies later: whether it has still to be mixed in."""
+    s, replica = plan.workers[worker]
+    if (begun := agreement_under_way(plan, s, updates)) is None:
+        return {}
+    own = own_entries(plan, s, replica, layers, f.stack.ties.entries(f.stage.layers))
+    is_under_way = bool(own) and all(np.array_equal(plain.get("under_way"), begun) for plain in own.values())
+    return {begun: PendingUpdate(others={"changes": ALREADY_AGREED if is_under_way else ALREADY_APPLIED})}

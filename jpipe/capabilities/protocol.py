@@ -1,0 +1,278 @@
+"""What an optional capability consists of: frozen values with functions, which the core calls, and of which each may be left out.
+
+A capability is a folder in `jpipe/capabilities/` with three modules, each of which has one of these values:
+
+    option.py   OPTION, an `Option`: what stands in the plan, its checks, and what it cannot be combined with
+    program.py  PROGRAM, a `ProgramHooks`: its instructions, where they go into a program, how they are verified and priced; without JAX
+    runtime.py  RUNTIME, a `RuntimeHooks`: how its instructions run, what it keeps in the state, and what snapshots have of that
+
+Some functions are made for one object of the core, such as one verifier: they have a state of their own, and come as `LoweringHooks` or
+`VerifyHooks`. The core asks each capability that a plan uses for them once, and calls them in the order of the registry.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+Tree = Any
+Hook = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Exclusion:
+    """Two options that cannot be set together. An option is set if its value is not the default.
+
+    Options are named by their keys: fields of a plan; parts of one, as "offload.versions"; "stages.sum_parts" and "chunks_per_rank"; and
+    arguments of a pipeline. Parts of the model, such as "ties", count as options, too. If both are set for some stages only, they exclude
+    each other at the same stage.
+
+    Attributes:
+        option: the key at which the error stands.
+        other: the key of the option that cannot be set with it.
+        why: the reason.
+        change: what to do; by default to remove one of them.
+        without_flush: whether they exclude each other only under schedules that do not flush.
+    """
+
+    option: str
+    other: str
+    why: str
+    change: str = "remove one of them"
+    without_flush: bool = False
+
+
+@dataclass(frozen=True)
+class Option:
+    """The option of a capability in a plan.
+
+    Attributes:
+        room: the name of its folder.
+        field: the field of the plan, which is None or False where the plan does not use the capability.
+        check: `(plan) -> None`, raises ValueError if the value does not fit the plan; only called where it is set.
+        exclusions: what the option cannot be combined with. Each pair of options is in one list.
+        parallel_pipelines: whether the replicas of a plan that uses it are parallel pipelines, which update by themselves: they sum no
+            gradients for their updates.
+        divides_updates: whether the replicas of a stage update different entries of its weights.
+    """
+
+    room: str
+    field: str
+    check: Callable[[Any], None] | None = None
+    exclusions: tuple[Exclusion, ...] = ()
+    parallel_pipelines: bool = False
+    divides_updates: bool = False
+
+    def is_set(self, plan: Any) -> bool:
+        """Return whether a plan uses the capability."""
+        value = getattr(plan, self.field)
+        return value is not None and value is not False
+
+
+@dataclass(frozen=True)
+class ProgramHooks:
+    """What a capability adds to programs.
+
+    Attributes:
+        instructions: the types of its instructions, subclasses of `Instruction`.
+        carries_over: whether what it does in a batch depends on earlier batches under schedules that flush, too.
+        sums: those of its instructions with which the replicas of a stage begin a sum, all side by side in the total order.
+        waits_for: by the type of its instructions, `(instruction) -> (type, number)`: the sum that one waits for, by its batch.
+        modelled: `(plan) -> plan`, a plan whose programs contain all that the capability does in any step; `due` chooses from them.
+        due: `(plan, instruction, shift) -> Instruction | None`, one of its instructions as it is when it runs so many batches later.
+        stage_cost: `(plan, stage, StageCost, layers) -> StageCost`, the cost of a stage with what changes in it.
+        optimizer_bytes: `(plan, LayerCost) -> int`, what it keeps beside the optimizer state of a layer.
+        lower: `(Run) -> LoweringHooks`.
+        verify: `(Verifier) -> VerifyHooks`, for one worker.
+        price: what its instructions cost.
+    """
+
+    instructions: tuple[type, ...] = ()
+    carries_over: bool = False
+    sums: tuple[type, ...] = ()
+    waits_for: Mapping[type, Callable[[Any], tuple[type, int]]] = field(default_factory=dict)
+    modelled: Hook | None = None
+    due: Hook | None = None
+    stage_cost: Hook | None = None
+    optimizer_bytes: Hook | None = None
+    lower: Hook | None = None
+    verify: Hook | None = None
+    price: "PriceHooks | None" = None
+
+
+@dataclass(frozen=True)
+class LoweringHooks:
+    """What a capability writes into a program while it is lowered. Workers are those of the lowering.
+
+    Attributes:
+        before_compute: `(time, worker) -> None`, before the next computation in the order of the worker's rank.
+        settle: `(worker) -> bool`, before the next computation of a worker's rank: whether it can continue; False if it waits.
+        before_update: `(time, worker, batch, retires) -> None`, before an `Update` with these fields is written.
+        after_update: the same, after it.
+        version_ready: `(worker, version) -> int | None`, the time from which a forward can read a version; None: it is not known yet, and
+            the worker's rank is woken later.
+        released: `(worker, version) -> None`, after the release of a version is written.
+        drained: `(time, worker) -> None`, where the pipeline is empty and all updates are made.
+    """
+
+    before_compute: Hook | None = None
+    settle: Hook | None = None
+    before_update: Hook | None = None
+    after_update: Hook | None = None
+    version_ready: Hook | None = None
+    released: Hook | None = None
+    drained: Hook | None = None
+
+
+@dataclass(frozen=True)
+class VerifyHooks:
+    """How the instructions of a capability are verified for one worker. All raise `Violation`, by `Verifier.fail`.
+
+    Attributes:
+        checks: by the type of its instructions, `(instruction) -> None`.
+        sends: the same of sends, by what is sent.
+        receives: the same of receives.
+        needs: `(what, number, instruction) -> None`: an instruction of the core reads a weight version, the residuals or the stash of a
+            microbatch, or the optimizer state (number 0).
+        updated: `(instruction) -> None`, after an update.
+        whole: `(version, where) -> None`, checks that a version is complete where something reads it.
+        held: `(batch) -> set[Buffer]`, the buffers that it holds where the pipeline is empty before a batch.
+        freed: `(version) -> None`, after a version is freed.
+        end: `() -> None`, after the last instruction.
+    """
+
+    checks: Mapping[type, Callable[[Any], None]] = field(default_factory=dict)
+    sends: Mapping[str, Callable[[Any], None]] = field(default_factory=dict)
+    receives: Mapping[str, Callable[[Any], None]] = field(default_factory=dict)
+    needs: Hook | None = None
+    updated: Hook | None = None
+    whole: Hook | None = None
+    held: Hook | None = None
+    freed: Hook | None = None
+    end: Hook | None = None
+
+
+@dataclass(frozen=True)
+class PriceHooks:
+    """What the instructions of a capability cost. Workers are those of a program as actions, see `jpipe.programs.prediction`.
+
+    Attributes:
+        writers: by the type of its instructions, `(worker, instruction) -> None`, writes it as actions and changes of bytes.
+        changes: the changes of bytes, by name, `(Prices, StageCost, stage, *arguments) -> Change`.
+        away: `(plan, stage) -> set` of what it keeps elsewhere before the first instruction, see `Worker.away`.
+        begin: `(worker) -> None`, before the first instruction.
+        before_compute: `(worker, instruction) -> None`, before a computation.
+        before_update: `(worker, instruction) -> None`, before an update.
+    """
+
+    writers: Mapping[type, Hook] = field(default_factory=dict)
+    changes: Mapping[str, Hook] = field(default_factory=dict)
+    away: Hook | None = None
+    begin: Hook | None = None
+    before_compute: Hook | None = None
+    before_update: Hook | None = None
+
+
+@dataclass(frozen=True)
+class RuntimeHooks:
+    """How a capability runs.
+
+    Instructions and messages:
+        handlers: by the type of its instructions, `(Worker, instruction) -> None`.
+        sends: by what is sent, `(Worker, send, update) -> tree`.
+        receives: by what is received, `(Worker, receive, update, tree) -> None`.
+        message_specs: by what is sent, `(Arrays, Arrays) -> specs` at the sender and at the receiver.
+        summed: `(Arrays) -> specs` of what the replicas of a stage sum in place of gradients.
+
+    Programs of a stage:
+        calls: `(Arrays) -> dict[str, Call]`, programs of its own, by name.
+        used_calls: by the type of its instructions, the names of those that it needs.
+        always_used: `(StageFunctions) -> names` of those that no instruction needs.
+        shares: `(plan, StageFunctions) -> shares` of the replicas of a stage in its updates.
+
+    The state of a worker, and snapshots of it:
+        specs: `(Arrays) -> Tree` of what it keeps in `WorkerState.capabilities`, under the name of the capability.
+        fresh: `(StageFunctions, version) -> Tree`, the same before the first batch, from the weights.
+        restored: `(StageFunctions, layers, entries) -> Tree`, the same from a snapshot.
+        restored_updates: `(plan, worker, StageFunctions, layers, updates) -> dict[int, PendingUpdate]`, the pending updates of a snapshot.
+        own_entries: `(plan, stage, replica, layers, entries) -> dict[str, Plain]`, from a snapshot the entries of the worker alone:
+            its weights by version in `own`, and its optimizer state.
+        at_rest: `(plan, stage, WorkerState) -> WorkerState`: the state before the worker begins.
+        snapshot: `(part of a snapshot) -> SnapshotHooks`, for one worker.
+        copy_for_snapshot: `(plan, stage, what, tree) -> tree`, copies of the optimizer state or of a weight version; None: as usual.
+
+    Reading between programs:
+        read: `(CompiledStage, WorkerState) -> params`, the weights that are evaluated and returned in place of the newest ones.
+        version_read: `(plan, batch) -> int`, the version of these, in batches, where the pipeline is empty before a batch.
+        completes_read: `(plan, functions, batch, workers) -> Program | None`, to run before an evaluation of weights that were read.
+        is_away: `(leaf) -> bool`: whether an array of a state is in other memory than that of its devices.
+        fetch: `(tree) -> tree` with the arrays that are away on their devices.
+        copy: `(leaf) -> leaf`, a copy of an array that is away, in the same memory.
+
+    Checks and traces:
+        check_devices: `(plan, devices) -> None`, raises InputError for devices of this process that cannot do it.
+        watch: `(plan, now) -> watcher`, which notes transfers while a run is traced; see `TransferWatcher`.
+        waits_for: `(plan, computations) -> dict`, for a trace: which computations each of them waits for beside those of its inputs.
+    """
+
+    handlers: Mapping[type, Hook] = field(default_factory=dict)
+    sends: Mapping[str, Hook] = field(default_factory=dict)
+    receives: Mapping[str, Hook] = field(default_factory=dict)
+    message_specs: Mapping[str, Hook] = field(default_factory=dict)
+    summed: Hook | None = None
+
+    calls: Hook | None = None
+    used_calls: Mapping[type, tuple[str, ...]] = field(default_factory=dict)
+    always_used: Hook | None = None
+    shares: Hook | None = None
+
+    specs: Hook | None = None
+    fresh: Hook | None = None
+    restored: Hook | None = None
+    restored_updates: Hook | None = None
+    own_entries: Hook | None = None
+    at_rest: Hook | None = None
+    snapshot: Hook | None = None
+    copy_for_snapshot: Hook | None = None
+
+    read: Hook | None = None
+    version_read: Hook | None = None
+    completes_read: Hook | None = None
+    is_away: Hook | None = None
+    fetch: Hook | None = None
+    copy: Hook | None = None
+
+    check_devices: Hook | None = None
+    watch: Hook | None = None
+    waits_for: Hook | None = None
+
+
+@dataclass(frozen=True)
+class SnapshotHooks:
+    """What of one worker a capability has in a snapshot.
+
+    Attributes:
+        see: `(event) -> None`, after each instruction of the worker, and of the other replicas of its stage in this process.
+        completes: `(update) -> type`, the instruction that completes the version that an update makes, if that is another one.
+        is_complete: `() -> bool`, whether it has all that it needs.
+        saved: `(layer id) -> Plain`, the weights of a layer in place of its versions.
+    """
+
+    see: Hook | None = None
+    completes: Hook | None = None
+    is_complete: Hook | None = None
+    saved: Hook | None = None
+
+
+def hooks(name: str, values: Iterable[Any]) -> tuple[Hook, ...]:
+    """Return the functions of one name that some values have, in order."""
+    return tuple(hook for value in values if (hook := getattr(value, name)) is not None)
+
+
+def made(name: str, values: Iterable[Any], core: Any) -> list[Any]:
+    """Return what the functions of one name make for an object of the core."""
+    return [hook(core) for hook in hooks(name, values)]
+
+
+def merged(name: str, values: Iterable[Any]) -> dict[Any, Hook]:
+    """Return the functions by type of instruction, or by what is sent, of all values."""
+    return {kind: hook for value in values for kind, hook in getattr(value, name).items()}

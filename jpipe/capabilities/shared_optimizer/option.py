@@ -1,0 +1,40 @@
+"""Whether the replicas of a stage share its optimizer state (ZeRO stage 1): each updates some of the layers. The numbers are the same."""
+
+from typing import TYPE_CHECKING
+
+from jpipe.capabilities.protocol import Exclusion, Option
+
+if TYPE_CHECKING:
+    import jpipe
+
+
+def check(plan: "jpipe.Plan") -> None:
+    """Check that replicas can send each other what they have updated.
+
+    Raises:
+        ValueError: there are none.
+    """
+    if max(plan.replicas) == 1:
+        raise ValueError("shard_optimizer: expected a stage with replicas, found none; remove it, or give a stage replicas")
+
+
+OPTION = Option(
+    room="shared_optimizer",
+    field="shard_optimizer",
+    check=check,
+    exclusions=(
+        Exclusion("shard_optimizer", "update_every", "replicas exchange what they have updated once a batch", "change one of them"),
+        Exclusion(
+            "shard_optimizer",
+            "max_in_flight",
+            "with few microbatches in flight its replicas may wait for each other's weights forever",
+            without_flush=True,
+        ),
+        Exclusion(
+            "ema_decay",
+            "shard_optimizer",
+            "the average is in the optimizer state, of which each replica has a part, but an evaluation with it needs all of it",
+        ),
+    ),
+    divides_updates=True,
+)

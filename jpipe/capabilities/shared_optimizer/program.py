@@ -1,0 +1,176 @@
+"""Messages with which replicas send each other what they have updated: where they go into a program, and how they are verified."""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from itertools import chain, permutations
+
+from jpipe.capabilities.protocol import LoweringHooks, ProgramHooks, VerifyHooks
+from jpipe.plan import Plan, Stage
+from jpipe.programs._costs import LayerCost, StageCost
+from jpipe.programs._global_norm import last_microbatch, transfer
+from jpipe.programs._instructions import Program, Receive, Send, Update
+from jpipe.programs._verify import Verifier
+from jpipe.programs.lowering import Run
+from jpipe.programs.lowering._lower import without_training
+from jpipe.programs.lowering._progress import Worker
+
+# Lowering ------------------------------------------------------------------------------------------------------------------
+
+
+class _Lowering:
+    """The messages of a run: replicas send each other what they have updated as soon as all of them have made an update."""
+
+    def __init__(self, run: Run) -> None:
+        self._run, self._plan = run, run.plan
+        self._made: dict[tuple[int, int], list[int]] = {}  # when each replica has made an update, by stage and update
+
+    def settle(self, worker: Worker) -> bool:
+        """Make a pending update half a batch after its gradients: the other half is for the weights.
+
+        Returns:
+            Whether the worker can continue; False if that update waits for its sum.
+        """
+        if len(worker.pending) != 1:
+            return True
+        run, s = self._run, worker.stage
+        each, batch = run.each[s], worker.pending[0].batch
+        if run.routed[s] or each == 1 or worker.backwards < (batch + 1) * each + each // 2:
+            return True
+        summed = run.available.time("sum", s, batch, worker)
+        if summed is None:
+            return False
+        worker.clock = max(worker.clock, summed)
+        run.updates.make(worker, worker.clock)
+        return True
+
+    def after_update(self, time: int, worker: int, batch: int, retires: int | None) -> None:
+        """Write the messages with which replicas send each other what they have updated, once all have."""
+        run, (s, _) = self._run, self._plan.workers[worker]
+        if run.replicas[s] == 1:
+            return
+        made = self._made.setdefault((s, batch), [])
+        made.append(time)
+        if len(made) < len(run.updates.summing[s]):
+            return
+        last, k = max(self._made.pop((s, batch))), last_microbatch(self._plan, batch)
+        for w, other in permutations(self._plan.stage_workers[s], 2):
+            run.listing.once(last, transfer(w, other, k, "weights"))
+        run.available.announce("weights", s, batch, last)
+
+    def version_ready(self, worker: Worker, version: int) -> int | None:
+        """Return when a version has the weights from the other replicas, or None."""
+        s = worker.stage
+        if self._run.replicas[s] == 1 or version <= self._run.start:
+            return 0
+        return self._run.available.time("weights", s, version - 1, worker)
+
+
+def lower(run: Run) -> LoweringHooks:
+    """Return what writes the messages of a run."""
+    messages = _Lowering(run)
+    return LoweringHooks(settle=messages.settle, after_update=messages.after_update, version_ready=messages.version_ready)
+
+
+def lower_weights(plan: Plan, stages: Collection[int], batch: int, *, workers: Collection[int]) -> Program:
+    """Write the programs with which the replicas of stages send each other what each of them updates, of the weights after `batch` batches.
+
+    Args:
+        plan: the plan, whose replicas share the optimizer state.
+        stages: of which stages.
+        batch: number of batches.
+        workers: those whose instructions are written.
+    """
+    pairs = chain.from_iterable(permutations(plan.stage_workers[s], 2) for s in stages)
+    moves = chain.from_iterable(transfer(w, other, last_microbatch(plan, batch - 1), "weights") for w, other in pairs)
+    return without_training(plan, [i for i in moves if i.worker in workers], workers)
+
+
+# Verification --------------------------------------------------------------------------------------------------------------
+
+
+class _Verification:
+    """Which versions of one worker lack the weights that other replicas have updated."""
+
+    def __init__(self, verifier: Verifier) -> None:
+        self._verifier, self._plan = verifier, verifier.plan
+        self._others = set(verifier.plan.stage_workers[verifier.stage]) - {verifier.number}  # that update the other weights
+        self._missing: dict[int, set[int]] = {}  # by version the replicas whose weights it lacks
+
+    def send(self, i: Send) -> None:
+        self._updated_with(i)
+
+    def receive(self, i: Receive) -> None:
+        missing = self._missing.get(version := self._updated_with(i), set())
+        if i.source not in missing:
+            self._verifier.fail(f"{i}: version {version} does not lack what that worker updates")
+        missing.remove(i.source)
+
+    def _updated_with(self, i: Send | Receive) -> int:
+        """Return the version whose weights a message has; the worker itself has updated its part."""
+        version = i.microbatch // self._plan.microbatches_per_update(self._verifier.stage) + 1
+        if version not in self._verifier.versions:
+            self._verifier.fail(f"{i} before version {version} is there, alive are {sorted(self._verifier.versions)}")
+        return version
+
+    def updated(self, i: Update) -> None:
+        self._missing[i.batch + 1] = set(self._others)
+
+    def whole(self, version: int, where: object) -> None:
+        """Check that a version has the weights of all replicas that update some of them."""
+        if missing := self._missing.get(version):
+            self._verifier.fail(f"{where}: version {version} lacks the weights that workers {sorted(missing)} have updated")
+
+    def freed(self, version: int) -> None:
+        self._missing.pop(version, None)
+
+
+def verify(verifier: Verifier) -> VerifyHooks:
+    """Return the checks of the messages of one worker."""
+    weights = _Verification(verifier)
+    return VerifyHooks(
+        sends={"weights": weights.send},
+        receives={"weights": weights.receive},
+        updated=weights.updated,
+        whole=weights.whole,
+        freed=weights.freed,
+    )
+
+
+# Price ---------------------------------------------------------------------------------------------------------------------
+
+
+def stage_cost(plan: Plan, stage: Stage, cost: StageCost, layers: Mapping[str, LayerCost]) -> StageCost:
+    """Return the cost of a stage whose replicas share its optimizer state; shared parameters count with each of their layers."""
+    if stage.replicas == 1:
+        return cost
+    layers_of_stage = [layers[layer_id] for layer_id in stage.layers]
+    owners = deal([(layer.optimizer, layer.trained) for layer in layers_of_stage], stage.replicas)
+    shares = [
+        [layer for layer, owner in zip(layers_of_stage, owners, strict=True) if owner == replica] for replica in range(stage.replicas)
+    ]
+    return replace(
+        cost,
+        optimizer=max(sum(layer.optimizer for layer in share) for share in shares),
+        updated=tuple(sum(layer.trained for layer in share) for share in shares),
+        update=max(sum(layer.update for layer in share) for share in shares),
+    )
+
+
+def deal(sizes: Sequence[tuple[int, int]], replicas: int) -> list[int]:
+    """Return the replica of each part of a stage's optimizer state: the largest part first, each to the least loaded replica.
+
+    Args:
+        sizes: bytes of optimizer state, and of weights, which decide where the former are equal.
+        replicas: how many there are.
+
+    Returns:
+        The replica of each part.
+    """
+    loads, owners = [(0, 0)] * replicas, [0] * len(sizes)
+    for part in sorted(range(len(sizes)), key=lambda part: sizes[part], reverse=True):
+        owner = owners[part] = min(range(replicas), key=loads.__getitem__)
+        loads[owner] = (loads[owner][0] + sizes[part][0], loads[owner][1] + sizes[part][1])
+    return owners
+
+
+PROGRAM = ProgramHooks(carries_over=True, stage_cost=stage_cost, lower=lower, verify=verify)

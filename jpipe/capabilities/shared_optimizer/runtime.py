@@ -1,0 +1,73 @@
+"""How replicas share optimizer state: which layers each of them updates, and how they send each other what they have updated."""
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from jpipe.capabilities.protocol import RuntimeHooks
+from jpipe.capabilities.shared_optimizer.program import deal, lower_weights
+from jpipe.plan import Plan
+from jpipe.programs._instructions import Program, Receive, Send
+from jpipe.runtime._transport import arrived
+from jpipe.runtime._worker import Worker
+from jpipe.stages._arrays import Arrays, Share
+from jpipe.stages._bytes import arrays_of, nbytes
+from jpipe.stages.functions._stage import StageFunctions
+
+Tree = Any
+
+
+def shares(plan: Plan, f: StageFunctions) -> tuple[Share | None, ...]:
+    """Return the share of each replica of a stage, or Nones where each updates everything.
+
+    The bytes of optimizer state on each device are as even as whole entries let them be. Layers that share parameters with each other
+    stay together, with these, so that one replica has all of their masters.
+    """
+    if f.stage.replicas == 1:
+        return (None,)
+    arrays, common = arrays_of(f), [name for names in f.sharing.groups_of(f.number).values() for name in names]
+    ties = f.stack.ties
+    parts: dict[str, list[str]] = {}
+    for entry in f.specs.params:
+        if entry not in common:
+            tied = entry in ties.first or any(name not in common for name in ties.shared.get(entry, {}).values())
+            parts.setdefault("" if tied else entry, []).append(entry)
+    sizes = [tuple(sum(nbytes(tree[entry]) for entry in part) for tree in (arrays.optimizer, arrays.trained)) for part in parts.values()]
+    owners = deal([(size[0], size[1]) for size in sizes], f.stage.replicas)
+    entries: list[list[str]] = [[] for _ in range(f.stage.replicas)]
+    for owner, part in zip(owners, parts.values(), strict=True):
+        entries[owner] += part
+    return tuple(Share(tuple(exclusive), tuple(common)) for exclusive in entries)
+
+
+def send(worker: Worker, i: Send, update: int) -> Tree:
+    """Return what the worker has updated."""
+    assert worker.compiled.share is not None
+    return worker.compiled.share.outgoing(worker.functions.trained.part(worker.state.weights.read(update + 1)))
+
+
+def receive(worker: Worker, i: Receive, update: int, tree: Tree) -> None:
+    """Keep what another replica has updated."""
+    weights = worker.state.weights
+    params = weights.read(update + 1) | worker.functions.trained.joined(arrived(tree), worker.frozen)
+    worker.state.weights = weights.with_params(update + 1, params)
+
+
+def specs_of_message(source: Arrays, to: Arrays) -> tuple[Tree, Tree]:
+    """Return the specs of what a replica sends to another one, at both ends."""
+    assert source.share is not None
+    return source.share.outgoing(source.trained), source.share.outgoing(to.trained)
+
+
+def completes_read(plan: Plan, functions: Sequence[StageFunctions], batch: int, workers: Collection[int]) -> Program | None:
+    """Return a program that completes weights that follow from optimizer state: each replica has those of the entries that it updates."""
+    predicting = [s for s, f in enumerate(functions) if f.predicts]
+    return lower_weights(plan, predicting, batch, workers=workers) if predicting else None
+
+
+RUNTIME = RuntimeHooks(
+    shares=shares,
+    sends={"weights": send},
+    receives={"weights": receive},
+    message_specs={"weights": specs_of_message},
+    completes_read=completes_read,
+)
