@@ -44,9 +44,9 @@ class PlanConfig(ScheduleOptions, _EvenStages):
     keep_together: Literal["replicas", "stages"] = "replicas"
     rules: dict[str, str | None] = {}
     param_axes: dict[str, list[str | None]] = {}
+    links: Links | None = None
     shard_optimizer: bool = False
     agree: Agreement | None = None
-    links: Links | None = None
     offload: HostMemory | None = None
     sum_parts: Count = 1
     file: FilePath | None = None
