@@ -58,7 +58,7 @@ def register(schedule: Schedule) -> Schedule:
 
 
 def written_order(plan: Shape) -> tuple[str, ...]:
-    """Return the order of a plan for a batch that begins and ends with an empty pipeline, in the form of `Plan.order`.
+    """Return the order of a plan for a batch that begins and ends with an empty pipeline, in the form of `PlanOptions.order`.
 
     An order of your own can begin from that of a schedule. With replicas, the microbatches are those of one of them, counted from 0.
 
