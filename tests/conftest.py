@@ -208,7 +208,9 @@ def pytest_report_header(config):
 def pytest_collection_modifyitems(config, items):
     """Mark all but a few combinations of each `thinned` test `slow`, and most of these `exhaustive`; see pyproject.toml.
 
-    Of a test about numbers, mark the first combination that `make test` runs `numbers`, or else the first that `make test-slow` runs.
+    Slow tests take turns: `make test-slow` runs half of them, and the other half at the next commit; invariants and other libraries do not.
+    Of a fifth of the tests about numbers, mark the first combination that `make test` runs `numbers`, or else the first that
+    `make test-slow` runs.
     """
     part, _ = config.stash[PART]
     never_run = config.stash[NEVER_RUN] = {}
@@ -221,10 +223,13 @@ def pytest_collection_modifyitems(config, items):
             never_run[name] = thinning.never_run(cases, every=True)
         for item, level in zip(cases, thinning.levels(cases, part, every=is_invariant), strict=True):
             item.own_markers[:] = [mark for mark in item.own_markers if mark.name != "exhaustive"]
+            always = is_invariant or any(map(item.get_closest_marker, ("oldest", "targets")))
+            if level == thinning.SLOW and not always and not thinning.is_due(name, part, 2):
+                level = thinning.ALL
             for mark in ("slow", "exhaustive")[:level]:
                 item.add_marker(mark)
         is_numbers = name.removeprefix("tests/").startswith(NUMBERS) and OPTIMIZATION_MATTERS.search(name)
-        if is_numbers and not SAME_KINDS_OF_STAGES.search(name):
+        if is_numbers and not SAME_KINDS_OF_STAGES.search(name) and thinning.is_due(name, part, 5):
             min(cases, key=lambda item: [*map(bool, map(item.get_closest_marker, ("exhaustive", "slow")))]).add_marker("numbers")
 
 

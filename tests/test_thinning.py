@@ -47,6 +47,14 @@ def test_what_no_part_runs_is_found():
     assert len(thinning.never_run([Case(i, {"exhaustive": {}}) for i in range(3)], every=False)) == 3
 
 
+def test_tests_that_take_turns_run_once_in_as_many_parts_as_there_are_turns():
+    for turns in (2, 5):
+        for number in range(20):
+            due = [thinning.is_due(f"tests/test_it.py::test_{number}", part, turns) for part in range(thinning.PARTS)]
+            assert due.count(True) == thinning.PARTS // turns
+            assert due == due[:turns] * (thinning.PARTS // turns)
+
+
 def test_ten_commits_of_a_branch_have_all_parts(tmp_path, monkeypatch):
     def git(*words):
         subprocess.run(

@@ -72,6 +72,11 @@ def levels(cases: Sequence[pytest.Item], part: int, every: bool) -> list[int]:
     return found
 
 
+def is_due(name: str, part: int, turns: int) -> bool:
+    """Return whether a test that takes turns with others runs in this part: once in as many consecutive parts as there are turns."""
+    return zlib.crc32(name.encode()) % turns == part % turns
+
+
 def _chosen(drawn: Sequence[pytest.Item], turn: Collection[pytest.Item], part: int, options: Mapping[str, int]) -> dict[pytest.Item, int]:
     """Return the combinations that `make test` and `make test-slow` run for what they cover."""
     begin = len(drawn) * part // PARTS

@@ -141,6 +141,7 @@ def test_a_resumed_run_ignores_a_warm_start(home, tmp_path, capsys):
     assert "warm_start is ignored: it is for new runs" in output
 
 
+@pytest.mark.slow
 def test_a_warm_start_from_a_run_folder_equals_one_from_its_export(home):
     params, messages = loaded(home, home.run)
     check_equal(named(params), load_file(home.file))

@@ -98,6 +98,7 @@ def test_a_mixture_goes_on_with_another_batch_size_at_its_next_row(mixed):
     assert rows(then.train, 5, 9) == rows(first.train, 5, 11)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_report")
 def test_a_resumed_run_is_equal_and_each_source_has_its_validation_loss(mixed, tmp_path, monkeypatch, capsys):
     mixed["plan"] = {"schedule": "gpipe", "num_stages": 1, "microbatches": 1}

@@ -67,6 +67,7 @@ def test_a_loss_that_is_not_finite_before_any_update_names_the_rows_that_are_not
         jpipe_train.fit(pipeline(), data, steps=2, **QUIET)
 
 
+@pytest.mark.slow
 def test_a_run_from_python_equals_that_of_the_command_line(tmp_path):
     fields = {
         "model": {"target": "examples.mlp:model", "arguments": {"width": 8, "depth": 2}},

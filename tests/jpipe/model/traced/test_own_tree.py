@@ -213,6 +213,7 @@ def zeros(specs):
     return jax.tree.map(lambda spec: jnp.zeros(spec.shape, spec.dtype), specs)
 
 
+@pytest.mark.slow
 def test_trees_by_layer_id_are_for_single_numbers_only():
     stack, _, _ = MODELS["scanned"]()
     blocks = {layer_id: "blocks" in layer_id for layer_id in stack.ids}

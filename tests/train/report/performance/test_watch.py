@@ -265,6 +265,7 @@ def test_steps_before_anything_is_expected_are_not_kept():
     assert 90 < len(run.watch._steps) <= 100
 
 
+@pytest.mark.slow
 def test_rare_late_batches_of_short_steps_are_the_cause():
     run = Run(plan_of(predicted=0.001), can_trace=False)
     for _ in range(8000):
