@@ -77,6 +77,7 @@ class ProgramHooks:
         instructions: the types of its instructions, subclasses of `Instruction`.
         carries_over: whether what it does in a batch depends on earlier batches under schedules that flush, too.
         sums: those of its instructions with which the replicas of a stage begin a sum, all side by side in the total order.
+        waits: `(plan, uses) -> stages` whose updates wait for other stages.
         waits_for: by the type of its instructions, `(instruction) -> (type, number)`: the sum that one waits for, by its batch.
         modelled: `(plan) -> plan`, a plan whose programs contain all that the capability does in any step; `due` chooses from them.
         due: `(plan, instruction, shift) -> Instruction | None`, one of its instructions as it is when it runs so many batches later.
@@ -90,6 +91,7 @@ class ProgramHooks:
     instructions: tuple[type, ...] = ()
     carries_over: bool = False
     sums: tuple[type, ...] = ()
+    waits: Hook | None = None
     waits_for: Mapping[type, Callable[[Any], tuple[type, int]]] = field(default_factory=dict)
     modelled: Hook | None = None
     due: Hook | None = None
@@ -109,6 +111,10 @@ class LoweringHooks:
         settle: `(worker) -> bool`, before the next computation of a worker's rank: whether it can continue; False if it waits.
         before_update: `(time, worker, batch, retires) -> None`, before an `Update` with these fields is written.
         after_update: the same, after it.
+        after_backward: `(worker, k) -> None`, after the backward of a microbatch, where updates wait for a sum or for other stages.
+        after_output: `(time, worker, k, to) -> None`, after the output of a microbatch is sent.
+        needed: `(worker, batch) -> list of (what, stage or worker, batch)` in `Run.available`: what an update waits for without a flush.
+        drain: `(time, batch, workers) -> None`, where the pipeline is empty, before these workers update with a batch.
         version_ready: `(worker, version) -> int | None`, the time from which a forward can read a version; None: it is not known yet, and
             the worker's rank is woken later.
         released: `(worker, version) -> None`, after the release of a version is written.
@@ -119,6 +125,10 @@ class LoweringHooks:
     settle: Hook | None = None
     before_update: Hook | None = None
     after_update: Hook | None = None
+    after_backward: Hook | None = None
+    after_output: Hook | None = None
+    needed: Hook | None = None
+    drain: Hook | None = None
     version_ready: Hook | None = None
     released: Hook | None = None
     drained: Hook | None = None

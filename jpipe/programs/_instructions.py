@@ -111,14 +111,6 @@ class AddShared(Instruction):
 
 
 @dataclass(frozen=True, slots=True)
-class SumSquares(Instruction):
-    """Sum the squares of the mean gradient of `batch`, layer by layer, and add those of later stages; at stage 0 compute the norm."""
-
-    worker: int
-    batch: int
-
-
-@dataclass(frozen=True, slots=True)
 class Update(Instruction):
     """Make version `batch + 1` from version `batch` and the gradients of `batch`, in the memory of version `retires` if there is one.
 
@@ -138,7 +130,7 @@ class Release(Instruction):
     version: int
 
 
-CoreInstruction = Load | Compute | Send | Receive | AllReduce | TakeShared | AddShared | SumSquares | Update | Release
+CoreInstruction = Load | Compute | Send | Receive | AllReduce | TakeShared | AddShared | Update | Release
 
 
 def op_of(i: Compute, plan: Plan) -> Op:

@@ -169,8 +169,6 @@ CHANGES: dict[str, Callable[..., Change]] = {
     "release in host": lambda prices, cost, s: Change(in_host=-cost.trained),
     "take shared": lambda prices, cost, s: Change(sum(cost.shared)),
     "free shared": lambda prices, cost, s, *others: Change(-sum(cost.shared) - sum(prices.shared(other, s) for other in others)),
-    "squares": lambda prices, cost, s: Change(prices.squares(s)),
-    "free squares": lambda prices, cost, s: Change(-prices.squares(s + 1)),
     "lack shares": lambda prices, cost, s, replica: Change(prices.share(s, [replica]) - sum(cost.updated)),
 }
 """The bytes of each kind of action, as functions of the prices, the costs of the stage, its number, and what the action says of itself."""
