@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from jpipe.plan import Plan
-from jpipe.programs._instructions import Instruction, Message, Receive, Send, SumSquares
+from jpipe.programs._instructions import Instruction, Receive, Send, SumSquares
 from jpipe.schedules import SCHEDULES
 
 
@@ -132,6 +132,6 @@ def distribute(plan: Plan, batch: int, holders: set[int]) -> list[Instruction]:
     return written
 
 
-def transfer(source: int, to: int, k: int, message: Message) -> list[Instruction]:
+def transfer(source: int, to: int, k: int, message: str) -> list[Instruction]:
     """Return a send and its receive."""
     return [Send(source, k, message, to), Receive(to, k, message, source)]
