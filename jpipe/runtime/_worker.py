@@ -210,8 +210,8 @@ class Worker:
     Attributes:
         stage, replica, replicas: its stage, which replica of it the worker is, and how many there are.
         sums: whether they sum their gradients.
-        sets_aside, global_norm: as in `Program`, for its stage.
-        shared: as in `Program`.
+        sets_aside: as in `Program`, for its stage.
+        global_norm, shared: what the program uses, as in `lower`.
         microbatch_shift, version_shift: to be added to the numbers of the program for those of the run.
         compiled, functions, calls: of its stage; what depends on the shapes of a microbatch is in `stage_for`.
         stages, buckets: as given to `run`, for its stage.
@@ -251,8 +251,8 @@ class Worker:
         self.stage, self.replica = plan.workers[worker]
         self.replicas = plan.replicas[self.stage]
         self.sums = program.sums_gradients[self.stage]
-        self.sets_aside, self.global_norm = program.sets_aside[self.stage], program.global_norm
-        self.shared = program.shared
+        self.sets_aside, self.global_norm = program.sets_aside[self.stage], "global_norm" in program.uses
+        self.shared = program.uses.get("shared_parameters", ())
         self.microbatch_shift, self.version_shift = shift * plan.microbatches, shift * program.updates_per_batch[self.stage]
         self.stages, self.buckets, self.transport = stages, buckets, transport
         self.compiled, self.functions, self.calls = stages[0], stages[0].functions, stages[0].calls

@@ -42,7 +42,7 @@ class Prices:
 
     def __init__(self, program: Program, costs: Sequence[StageCost]) -> None:
         self.program, self.plan, self.costs = program, program.plan, costs
-        used = programs_of(program.plan)
+        used = programs_of(program.plan, program.uses)
         self._messages: dict[str, MessageHooks] = merged("messages", used)
         self._changes = CHANGES | merged("changes", [capability.price for capability in used if capability.price is not None])
 
@@ -124,7 +124,7 @@ class Prices:
 
     def shared(self, s: int, other: int) -> int:
         """Return the size of the gradients of shared parameters that one stage sends to another."""
-        sizes = zip(self.program.shared, self.costs[s].shared, strict=False)
+        sizes = zip(self.program.uses.get("shared_parameters", ()), self.costs[s].shared, strict=False)
         return sum(size for stages, size in sizes if {s, other} <= set(stages))
 
     def share(self, s: int, replicas: Sequence[int]) -> int:
