@@ -50,6 +50,10 @@ class Option:
         field: the field of the plan, which is None or False where the plan does not use the capability; None if it is in no plan: then it
             is used where its room is among what a program `uses`.
         check: `(plan) -> None`, raises ValueError if the value does not fit the plan; only called where it is set.
+        refusal: `(plan, value) -> str`, why no program of a plan can use it beside, or "".
+        check_arguments: `(plan, arguments) -> None`, raises InputError for arguments of a pipeline, by name as in `excluded`.
+        of_arguments: `(arguments, entries) -> value | None` in `StageFunctions.capabilities`, where it comes from arguments of a pipeline;
+            `entries` are those that each stage counts.
         exclusions: what the option cannot be combined with. Each pair of options is in one list.
         parallel_pipelines: whether the replicas of a plan that uses it are parallel pipelines, which update by themselves: they sum no
             gradients for their updates.
@@ -59,9 +63,23 @@ class Option:
     room: str
     field: str | None
     check: Callable[[Any], None] | None = None
+    refusal: Callable[[Any, Any], str] | None = None
+    check_arguments: Callable[[Any, Any], None] | None = None
+    of_arguments: Callable[[Any, Any], Any] | None = None
     exclusions: tuple[Exclusion, ...] = ()
     parallel_pipelines: bool = False
     divides_updates: bool = False
+
+    @property
+    def key(self) -> str:
+        """The name of its value in `StageFunctions.capabilities`: that of the field of the plan, or of the room."""
+        return self.field or self.room
+
+    def value(self, plan: Any, arguments: Mapping[str, Any], entries: Any) -> Any:
+        """Return its value for stages, or None."""
+        if self.of_arguments is not None:
+            return self.of_arguments(arguments, entries)
+        return getattr(plan, self.key) if self.is_set(plan) else None
 
     def is_set(self, plan: Any) -> bool:
         """Return whether a plan uses the capability."""
@@ -232,6 +250,23 @@ class TransportHooks:
 
 
 @dataclass(frozen=True)
+class UpdateHooks:
+    """What a capability changes in the updates of a stage.
+
+    Attributes:
+        spec: `(Arrays) -> specs` of what an update gets of it.
+        argument: `(Worker, update, accumulators) -> tree` with these shapes.
+        gradient: `(StageFunctions, argument, gradient) -> gradient` of one entry, before the optimizer.
+        step: `(StageFunctions, step) -> step`, functions of (params, optimizer state, accumulators, arguments by capability, position).
+    """
+
+    spec: Hook
+    argument: Hook
+    gradient: Hook
+    step: Hook
+
+
+@dataclass(frozen=True)
 class RuntimeHooks:
     """How a capability runs.
 
@@ -242,9 +277,11 @@ class RuntimeHooks:
 
     Programs of a stage:
         calls: `(Arrays) -> dict[str, Call]`, programs of its own, by name.
-        used_calls: by the type of its instructions, the names of those that it needs.
+        used_calls: by the type of an instruction, `(StageFunctions, instruction) -> names` of those that it needs.
         always_used: `(StageFunctions) -> names` of those that no instruction needs.
         shares: `(plan, StageFunctions) -> shares` of the replicas of a stage in its updates.
+        update: what it changes in updates.
+        cost: `(StageFunctions) -> value` in `StageCost.others`, under the name of the capability.
 
     The state of a worker, and snapshots of it:
         specs: `(Arrays) -> Tree` of what it keeps in `WorkerState.capabilities`, under the name of the capability.
@@ -265,7 +302,9 @@ class RuntimeHooks:
         fetch: `(tree) -> tree` with the arrays that are away on their devices.
         copy: `(leaf) -> leaf`, a copy of an array that is away, in the same memory.
 
-    Checks and traces:
+    Checks, metrics and traces:
+        report: `(MetricsExchange, StageFunctions, updated, RunResults, Metrics) -> list | None`, puts numbers of updates into the metrics;
+            returns for each pipeline, by batch, a number that is not 0 if its update changed nothing, or None if that cannot be.
         check_devices: `(plan, devices) -> None`, raises InputError for devices of this process that cannot do it.
         watch: `(plan, now) -> watcher`, which notes transfers while a run is traced; see `TransferWatcher`.
         waits_for: `(plan, computations) -> dict`, for a trace: which computations each of them waits for beside those of its inputs.
@@ -276,9 +315,11 @@ class RuntimeHooks:
     summed: Hook | None = None
 
     calls: Hook | None = None
-    used_calls: Mapping[type, tuple[str, ...]] = field(default_factory=dict)
+    used_calls: Mapping[type, Hook] = field(default_factory=dict)
     always_used: Hook | None = None
     shares: Hook | None = None
+    update: UpdateHooks | None = None
+    cost: Hook | None = None
 
     specs: Hook | None = None
     fresh: Hook | None = None
@@ -297,6 +338,7 @@ class RuntimeHooks:
     copy: Hook | None = None
 
     check_devices: Hook | None = None
+    report: Hook | None = None
     watch: Hook | None = None
     waits_for: Hook | None = None
 

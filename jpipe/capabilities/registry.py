@@ -1,6 +1,6 @@
 """The list of all capabilities: what they add to plans, and one line for each. To remove one, remove its lines and its folder."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cache
 from importlib import import_module
 from typing import Any
@@ -10,12 +10,15 @@ import pydantic
 from jpipe._frozen import FrozenMapping
 from jpipe.capabilities.agreement.option import OPTION as AGREEMENT
 from jpipe.capabilities.agreement.option import Agreement, OuterOptimizer
+from jpipe.capabilities.global_norm.option import OPTION as GLOBAL_NORM
 from jpipe.capabilities.host_memory.option import OPTION as HOST_MEMORY
 from jpipe.capabilities.host_memory.option import HostMemory, Kept
-from jpipe.capabilities.protocol import Option, ProgramHooks, RuntimeHooks
+from jpipe.capabilities.protocol import Option, ProgramHooks, RuntimeHooks, UpdateHooks
 from jpipe.capabilities.shared_optimizer.option import OPTION as SHARED_OPTIMIZER
+from jpipe.errors import nearest
 
 OPTIONS: Sequence[Option] = [
+    GLOBAL_NORM,
     AGREEMENT,
     HOST_MEMORY,
     SHARED_OPTIMIZER,
@@ -58,6 +61,17 @@ def uses_of(**values: Any) -> FrozenMapping[Any]:
     return FrozenMapping({name: value for name, value in sorted(values.items()) if value})
 
 
+def refusal(plan: Any, uses: Mapping[str, Any]) -> str:
+    """Return why no program of a plan can use something beside it, or ""."""
+    known = {option.room: option for option in OPTIONS if option.field is None}
+    for name, value in uses.items():
+        if name not in known:
+            return f"{name}: unknown; {nearest(name, known)}"
+        if (check := known[name].refusal) is not None and (reason := check(plan, value)):
+            return f"{name}: {reason}"
+    return ""
+
+
 def programs_of(plan: Any, uses: Collection[str] = ()) -> list[ProgramHooks]:
     """Return what those capabilities add to programs that a plan uses, or a program beside its plan."""
     return [programs()[option.room] for option in OPTIONS if option.room in uses or option.is_set(plan)]
@@ -68,15 +82,27 @@ def runtimes_of(plan: Any, uses: Collection[str] = ()) -> list[RuntimeHooks]:
     return [runtimes()[option.room] for option in OPTIONS if option.room in uses or option.is_set(plan)]
 
 
-def runtimes_for(fields: Collection[str]) -> dict[str, RuntimeHooks]:
-    """Return how the capabilities of some fields of plans run, by their names."""
-    return {option.room: runtimes()[option.room] for option in OPTIONS if option.field in fields} if fields else {}
+def runtimes_for(capabilities: Collection[str]) -> dict[str, RuntimeHooks]:
+    """Return how capabilities run, by their names; given are their keys in `StageFunctions.capabilities`."""
+    return {option.room: runtimes()[option.room] for option in OPTIONS if option.key in capabilities} if capabilities else {}
 
 
-def values_of(plan: Any) -> dict[str, Any]:
-    """Return what a plan says of the capabilities that have programs of their own, by field."""
-    used = [(option.field, option.room) for option in OPTIONS if option.is_set(plan)]
-    return {field: getattr(plan, field) for field, room in used if field is not None and runtimes()[room].calls is not None}
+def updates_for(capabilities: Collection[str]) -> dict[str, UpdateHooks]:
+    """Return what capabilities change in updates, as `runtimes_for`."""
+    return {name: used.update for name, used in runtimes_for(capabilities).items() if used.update is not None}
+
+
+def values_of(plan: Any, arguments: Mapping[str, Any], entries: Sequence[Sequence[str]]) -> dict[str, Any]:
+    """Return what there is to say to stages of the capabilities that have programs of their own, by key.
+
+    Args:
+        plan: of the pipeline.
+        arguments: of the pipeline, as in `excluded`.
+        entries: those that each stage counts, see `StageFunctions.counted`.
+    """
+    with_programs = [option for option in OPTIONS if runtimes()[option.room].calls is not None]
+    values = {option.key: option.value(plan, arguments, entries) for option in with_programs}
+    return {key: value for key, value in values.items() if value is not None}
 
 
 def has_parallel_pipelines(plan: Any) -> bool:

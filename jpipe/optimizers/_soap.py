@@ -142,13 +142,13 @@ def _initial(params: Tree, max_dim: int) -> SoapState:
     def zeros(p: Any) -> jax.Array:
         return jnp.zeros(p.shape, precise(p))
 
-    def squares(p: Any) -> tuple[jax.Array, ...]:
+    def squared_sides(p: Any) -> tuple[jax.Array, ...]:
         return tuple(jnp.zeros((p.shape[dim],) * 2, precise(p)) for dim in _rotated_dims(p.shape, max_dim))
 
     def precise(p: Any) -> Any:
         return p.dtype if jnp.finfo(p.dtype).bits >= 32 else jnp.float32
 
-    return SoapState(jnp.zeros([], jnp.int32), *(jax.tree.map(make, params) for make in (zeros, zeros, squares, squares)))
+    return SoapState(jnp.zeros([], jnp.int32), *(jax.tree.map(make, params) for make in (zeros, zeros, squared, squared)))
 
 
 def _first(gradients: Tree, parameters: Tree, options: _Options) -> tuple[Tree, Tree]:
@@ -199,8 +199,8 @@ def _averaged(covariances: tuple[Any, ...], gradient: Any, options: _Options) ->
     """Return the covariances with one more gradient."""
     decay, dims = options.shampoo_beta, _rotated_dims(gradient.shape, options.max_dim)
     remaining = [[other for other in range(gradient.ndim) if other != dim] for dim in dims]
-    squares = [jnp.tensordot(gradient, gradient, (axes, axes), precision="highest") for axes in remaining]
-    return tuple(decay * covariance + (1 - decay) * square for covariance, square in zip(covariances, squares, strict=True))
+    squared = [jnp.tensordot(gradient, gradient, (axes, axes), precision="highest") for axes in remaining]
+    return tuple(decay * covariance + (1 - decay) * square for covariance, square in zip(covariances, squared, strict=True))
 
 
 def _rotated(array: Any, bases: tuple[Any, ...], max_dim: int, back: bool = False) -> Any:

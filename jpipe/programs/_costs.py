@@ -5,6 +5,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, get_args
 
+from jpipe._frozen import NOTHING, FrozenMapping
 from jpipe._numbers import is_number
 from jpipe.capabilities.protocol import hooks
 from jpipe.capabilities.registry import programs_of
@@ -53,7 +54,7 @@ class StageCost:
         state: layer state (batch statistics).
         accumulators: accumulated gradients.
         temporary: the largest scratch memory of a program.
-        squares: the sums of squares of its gradients, where updates use the norm of all of them.
+        others: what capabilities have measured, by their names.
         shared: for each group of shared parameters, as in `Program`, the size of its gradients; 0 where the stage holds none.
         passed: the arrays of the stage input that the previous stage keeps, too. If both are on one rank, they count once.
         part_times: with `Stage.sum_parts`, the share of each part in the time of a backward, the part of the last layers first; empty:
@@ -84,7 +85,7 @@ class StageCost:
     state: int = 0
     accumulators: int = 0
     temporary: int = 0
-    squares: int = 0
+    others: FrozenMapping[Any] = NOTHING
     shared: tuple[int, ...] = ()
     passed: tuple[Passed, ...] = ()
     updated: tuple[int, ...] = ()
@@ -245,7 +246,7 @@ def check_costs(plan: Plan, costs: Sequence[StageCost]) -> None:
             where, are_several = f"simulate: costs of stage {s}: {name}", isinstance(getattr(StageCost, name), tuple)
             if are_several and not isinstance(value, tuple):
                 raise InputError(f"{where}: expected a tuple of numbers, found {short(value)}")
-            for part in value if are_several else (value,):
+            for part in value.values() if isinstance(value, FrozenMapping) else value if are_several else (value,):
                 amount = part.size if isinstance(part, Passed) else part
                 if not _is_amount(amount) or amount == math.inf:
                     raise InputError(f"{where}: expected a number of 0 or more, found {short(amount)}")

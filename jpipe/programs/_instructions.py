@@ -58,9 +58,8 @@ class Compute(Instruction):
 class Send(Instruction):
     """Send the output (`activation`) or the input gradient (`gradient`) of a microbatch to the worker `to`, and free it.
 
-    With the global norm: `squares`, the sums of squares of this stage and those after it; `norm`, made of them all. Both belong to the
-    batch that ends with the microbatch, and the worker keeps the norm. With shared parameters: `shared`, their gradients of that batch,
-    which the worker keeps until its update. Capabilities have others.
+    With shared parameters: `shared`, their gradients of the batch that ends with the microbatch, which the worker keeps until its update.
+    Capabilities have others.
     """
 
     worker: int

@@ -6,6 +6,8 @@ from typing import Any, Literal
 
 import jax
 
+from jpipe._frozen import FrozenMapping
+from jpipe.capabilities.registry import runtimes_for
 from jpipe.meshes._partition import shard_bytes
 from jpipe.meshes._place import NoPlace
 from jpipe.plan import Plan, repeats_forward
@@ -15,7 +17,6 @@ from jpipe.stages._arrays import Arrays, Share
 from jpipe.stages._compiled_stage import CompiledStage
 from jpipe.stages._gradients import has_gradient
 from jpipe.stages.functions._stage import StageFunctions
-from jpipe.stages.functions._update import squares_spec
 
 
 def measure_stages(
@@ -85,7 +86,7 @@ def measure_bytes(
         part_accumulators=tuple(nbytes(f.accumulators_of_part(a.accumulators, part)) for part in range(len(f.stage.sum_parts))),
         sum_error=nbytes(a.sum_error),
         compressed_sums=() if f.compressed_sums is None else tuple(nbytes(a.sent_to_sum(piece)[0]) for piece in a.sums),
-        squares=nbytes(squares_spec([len(f.counted)])),
+        others=FrozenMapping({name: hooks.cost(f) for name, hooks in runtimes_for(f.capabilities).items() if hooks.cost is not None}),
         shared=tuple(
             nbytes([a.accumulators["gradients"][name] for name in names]) if f.number in stages else 0 for stages, names in f.sharing.groups
         ),

@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from jpipe.capabilities.protocol import LoweringHooks, PriceHooks, ProgramHooks, VerifyHooks
+from jpipe.capabilities.protocol import LoweringHooks, MessageHooks, PriceHooks, ProgramHooks, VerifyHooks
 from jpipe.plan import Plan
 from jpipe.programs._instructions import AllReduce, Instruction, Receive, Send, Update
 from jpipe.programs._route import last_microbatch, transfer
@@ -158,6 +158,12 @@ class _Verification:
         else:
             verifier.put("squares", k)
 
+    def send_squares(self, i: Send) -> None:
+        self._verifier.take("squares", i.microbatch)
+
+    def receive_squares(self, i: Receive) -> None:
+        self._verifier.put("later squares", i.microbatch)
+
     def send_norm(self, i: Send) -> None:
         self._need(i.microbatch)
 
@@ -179,8 +185,8 @@ def verify(verifier: Verifier) -> VerifyHooks:
     norms = _Verification(verifier)
     return VerifyHooks(
         checks={SumSquares: norms.sum_squares},
-        sends={"squares": lambda i: verifier.take("squares", i.microbatch), "norm": norms.send_norm},
-        receives={"squares": lambda i: verifier.put("later squares", i.microbatch), "norm": norms.receive_norm},
+        sends={"squares": norms.send_squares, "norm": norms.send_norm},
+        receives={"squares": norms.receive_squares, "norm": norms.receive_norm},
         updated=norms.updated,
     )
 
@@ -205,11 +211,18 @@ def _before_update(worker: prediction.Worker, i: Update) -> None:
 
 def _squares(prices: Prices, s: int) -> int:
     """Return the size of the sums of squares of a stage and all later ones."""
-    return sum(cost.squares for cost in prices.costs[s:])
+    return sum(cost.others.get("global_norm", 0) for cost in prices.costs[s:])
+
+
+def _price(prices: Prices, source: int, to: int) -> tuple[int, int, int]:
+    """Return the bytes of sums of squares, which are too few to take time beyond the latency."""
+    size = _squares(prices, prices.plan.workers[source][0])
+    return size, 0, size
 
 
 PROGRAM = ProgramHooks(
     instructions=(SumSquares,),
+    messages={"squares": MessageHooks("q", price=_price), "norm": MessageHooks("n")},
     waits=lambda plan, value: range(plan.depth),
     waits_for={SumSquares: lambda i: (AllReduce, i.batch)},
     lower=lower,

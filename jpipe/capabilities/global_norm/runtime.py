@@ -9,12 +9,20 @@ import jax.numpy as jnp
 
 from jpipe.capabilities.global_norm.option import Norms
 from jpipe.capabilities.global_norm.program import SumSquares
-from jpipe.capabilities.protocol import RuntimeHooks, UpdateHooks
+from jpipe.capabilities.protocol import RuntimeHooks, TransportHooks, UpdateHooks
 from jpipe.model._precision import LossScale
-from jpipe.programs._instructions import Instruction, Receive, Send, Update
+from jpipe.plan import Plan
+from jpipe.programs._instructions import Compute, Instruction, Receive, Send, Update
+from jpipe.programs._route import route_of
+from jpipe.runtime._metrics import Metrics, MetricsExchange
+from jpipe.runtime._trace import key_of
 from jpipe.runtime._transport import arrived
-from jpipe.runtime._worker import Worker
+from jpipe.runtime._worker import RunResults, Worker
+from jpipe.runtime.state import WorkerState
+from jpipe.runtime.timing._transfers import Computation, that_leave
+from jpipe.schedules import SCHEDULES
 from jpipe.stages._arrays import Arrays
+from jpipe.stages._bytes import arrays_of, nbytes
 from jpipe.stages._calls import Call
 from jpipe.stages.functions._accumulators import divisor, mean
 from jpipe.stages.functions._loss import loss_dtype
@@ -187,3 +195,77 @@ def norm_for_update(worker: Worker, update: int, accumulators: Tree) -> GlobalNo
     if worker.replica == 0:
         worker.results.others["stage norms"][update, worker.stage] = of_stage.norm
     return of_stage
+
+
+# Numbers of a run ------------------------------------------------------------------------------------------------------
+
+
+def report(
+    exchange: MetricsExchange, f: StageFunctions, updated: Sequence[Sequence[int]], results: RunResults, metrics: Metrics
+) -> list[dict[int, Any]] | None:
+    """Put the norms and what comes with them into the metrics.
+
+    Returns:
+        For each pipeline how many entries of its gradient are not finite, by batch, if it skips such updates.
+    """
+    norms, of_pipelines = norms_of(f), list[dict[int, Any]]()
+    for pipeline, worker in enumerate(exchange.reporting) if norms.of_all else ():
+        local = {t: partial(tuple, norm) for (t, number), norm in results.others["norms"].items() if number == pipeline}
+        into, nonfinite = Metrics.empty() if pipeline else metrics, dict[int, Any]()
+        fields = [into.norms, nonfinite, *([into.loss_scales] if f.scale_spec is not None else [])]
+        exchange.check_complete("gradient norm", worker, updated[-1], local)
+        exchange.share(f"gradient norm of pipeline {pipeline}" if pipeline else "gradient norm", worker, updated[-1], local, fields)
+        of_pipelines.append(nonfinite)
+    for batch in updated[-1] if of_pipelines else ():
+        metrics.nonfinite[batch] = exchange.sum_of([nonfinite[batch] for nonfinite in of_pipelines])
+    for s, batches in enumerate(updated) if norms.of_stage else ():
+        rate, by_batch = exchange.plan.updates_per_batch(s), dict[int, Any]()
+        of_stage = {g // rate: partial(tuple, [norm]) for (g, stage), norm in results.others["stage norms"].items() if stage == s}
+        exchange.share(f"gradient norm of stage {s}", exchange.plan.stage_workers[s][0], batches, of_stage, [by_batch])
+        metrics.stage_norms.update({(batch, s): norm for batch, norm in by_batch.items()})
+    return of_pipelines if norms.skips else None
+
+
+def waits_for(plan: Plan, instructions: Iterable[Compute | Update]) -> dict[Computation, list[Computation]]:
+    """Return for each update the computations at the first stage for which it waits, whose gradients are the last."""
+    waits: dict[Computation, list[Computation]] = {}
+    for i in instructions:
+        if isinstance(i, Update):
+            s, replica = plan.workers[i.worker]
+            end = (i.batch + 1) * plan.microbatches_per_update(s)
+            last = [] if SCHEDULES[plan.schedule].flushes_after(plan, i.batch) else [end - 1 + route_of(plan).delay]
+            microbatches = [*range(end - plan.replicas[0], end), *last]
+            if plan.has_parallel_pipelines:
+                microbatches = [end - plan.replicas[s] + replica]
+            waits[key_of(i)] = [key for k in microbatches for key in that_leave("accumulators", plan, 0, k)]
+    return waits
+
+
+def _received(state: WorkerState, i: Receive, update: int) -> Tree:
+    return state.updates[update].others[i.message]
+
+
+RUNTIME = RuntimeHooks(
+    handlers={SumSquares: run_sum_squares},
+    messages={
+        "squares": TransportHooks(
+            send_squares,
+            receive,
+            _received,
+            lambda source, to: tuple(_squares(a, norms_of(a.functions).counts[source.functions.number :]) for a in (source, to)),
+        ),
+        "norm": TransportHooks(
+            lambda worker, i, update: arrived(worker.state.updates[update]["norm"]),
+            receive,
+            _received,
+            lambda source, to: (_norm(source), _norm(to)),
+        ),
+    },
+    calls=calls,
+    used_calls=dict.fromkeys((SumSquares, Update), used_calls),
+    always_used=lambda f: () if f.scale_spec is None else ("next_scale",),
+    update=UpdateHooks(spec, norm_for_update, clip, step_or_skip),
+    cost=lambda f: nbytes(_squares(arrays_of(f), [len(f.counted)])),
+    report=report,
+    waits_for=waits_for,
+)

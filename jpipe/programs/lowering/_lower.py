@@ -2,10 +2,11 @@
 
 from collections.abc import Collection, Sequence
 from itertools import chain
+from typing import Any
 
 from jpipe._frozen import NOTHING
 from jpipe._numbers import is_int
-from jpipe.capabilities.registry import uses_of
+from jpipe.capabilities.registry import refusal, uses_of
 from jpipe.errors import InputError, short
 from jpipe.plan import Plan
 from jpipe.programs._instructions import Compute, Instruction, Load, Program
@@ -21,9 +22,9 @@ def lower(
     begin: int = 0,
     start: int = 0,
     drain: bool = True,
-    global_norm: bool = False,
     shared: Sequence[Sequence[int]] = (),
     workers: Collection[int] | None = None,
+    **uses: Any,
 ) -> Program:
     """Write the programs of all workers, or of some, for the batches `begin` .. `batches` - 1.
 
@@ -36,16 +37,16 @@ def lower(
         begin: the first batch whose data is loaded; microbatches of earlier batches may be in flight.
         start: the batch before which the pipeline was last empty.
         drain: whether to finish all microbatches; otherwise stop before the first computation that needs batch `batches`.
-        global_norm: whether updates use the norm of the gradients of all stages.
         shared: for each group of shared parameters, the stages that hold them, in order.
         workers: those whose instructions are written; all by default.
+        uses: what to do beside the plan: `global_norm=True` if updates use the norm of the gradients of all stages.
 
     Returns:
         The program; the programs of successive steps, one after the other, are one run.
 
     Raises:
-        InputError: batches out of order, other workers, the global norm with a schedule that cannot use it, or an order of the plan that
-            deadlocks; then the message ends with the grid up to the deadlock.
+        InputError: batches out of order, other workers, something unknown beside the plan, or that its schedule cannot do, or an order of
+            the plan that deadlocks; then the message ends with the grid up to the deadlock.
         ProgramError: the order of a schedule deadlocks; the message ends with the same grid.
     """
     if not isinstance(plan, Plan):
@@ -54,17 +55,16 @@ def lower(
         raise InputError(f"lower: expected integers, found start {short(start)}, begin {short(begin)}, batches {short(batches)}")
     if not 0 <= start <= begin <= batches:
         raise InputError(f"lower: expected 0 ≤ start ≤ begin ≤ batches, found start {start}, begin {begin}, batches {batches}")
-    if global_norm and (reason := SCHEDULES[plan.schedule].norm_refusal(plan)):
-        raise InputError(f"lower: global_norm: {reason}")
-    if plan.has_parallel_pipelines and (shared or (global_norm and not SCHEDULES[plan.schedule].flushes)):
-        option = "shared" if shared else "global_norm"
-        reason = "" if shared else f" under the schedule '{plan.schedule}', which does not flush"
-        raise InputError(f"lower: {option}: expected none for pipelines that agree{reason}; remove it")
+    used = uses_of(**uses)
+    if reason := refusal(plan, used):
+        raise InputError(f"lower: {reason}")
+    if plan.has_parallel_pipelines and shared:
+        raise InputError("lower: shared: expected none for pipelines that agree; remove it")
     if workers is not None and not {*workers} <= {*range(len(plan.workers))}:
         raise InputError(
             f"lower: workers: expected numbers of workers of the plan, below {len(plan.workers)}, found {short(list(workers))}"
         )
-    run = Run(plan, start, batches, uses_of(global_norm=global_norm, shared_parameters=_checked_groups(shared, plan)), workers)
+    run = Run(plan, start, batches, uses_of(**used, shared_parameters=_checked_groups(shared, plan)), workers)
     if begin > start:
         run.go_on(begin, False)
     return run.program(batches, drain)

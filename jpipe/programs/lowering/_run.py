@@ -330,7 +330,7 @@ class Run:
         return worker.clock
 
     def _send_output(self, worker: Worker, k: int, time: int) -> None:
-        s, to = worker.stage, self.plan.worker(worker.stage + 1, k)
+        to = self.plan.worker(worker.stage + 1, k)
         self.listing.transfer(time, worker.number, to, k, "activation")
         for hook in self._after_output:
             hook(time, worker, k, to)

@@ -97,8 +97,6 @@ class Prices:
                 return cost.outputs - cost.kept_outputs, cost.outputs, arrives
             case "gradient":
                 return cost.gradient, cost.gradient, receiver.message
-            case "squares":
-                return self.squares(s), 0, self.squares(s)  # too little to take time beyond the latency
             case "shared":
                 return 0, self.shared(s, other), self.shared(s, other)
             case _:
@@ -130,10 +128,6 @@ class Prices:
     def share(self, s: int, replicas: Sequence[int]) -> int:
         """Return the bytes of one version that some replicas update for all."""
         return sum(self.costs[s].updated[replica] for replica in replicas) if self.costs[s].updated else 0
-
-    def squares(self, s: int) -> int:
-        """Return the size of the sums of squares of a stage and all later ones."""
-        return sum(cost.squares for cost in self.costs[s:])
 
 
 def _begin(prices: Prices, cost: StageCost, s: int, versions: int, optimizer_in_host: bool) -> Change:

@@ -15,8 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jpipe import InputError, Layer, LayerStack, Link, Pipeline, Plan, lower, simulate
+from jpipe.capabilities.global_norm.program import SumSquares
 from jpipe.programs import ProgramError, StageCost, predict_window
-from jpipe.programs._instructions import SumSquares, Update
+from jpipe.programs._instructions import Update
 from tests.jpipe import models
 from tests.jpipe.running import check_against_reference, check_close, check_equal, train, train_as_one_function
 
