@@ -47,7 +47,8 @@ class Option:
 
     Attributes:
         room: the name of its folder.
-        field: the field of the plan, which is None or False where the plan does not use the capability.
+        field: the field of the plan, which is None or False where the plan does not use the capability; None if it is in no plan: then it
+            is used where its room is among what a program `uses`.
         check: `(plan) -> None`, raises ValueError if the value does not fit the plan; only called where it is set.
         exclusions: what the option cannot be combined with. Each pair of options is in one list.
         parallel_pipelines: whether the replicas of a plan that uses it are parallel pipelines, which update by themselves: they sum no
@@ -56,7 +57,7 @@ class Option:
     """
 
     room: str
-    field: str
+    field: str | None
     check: Callable[[Any], None] | None = None
     exclusions: tuple[Exclusion, ...] = ()
     parallel_pipelines: bool = False
@@ -64,7 +65,7 @@ class Option:
 
     def is_set(self, plan: Any) -> bool:
         """Return whether a plan uses the capability."""
-        value = getattr(plan, self.field)
+        value = None if self.field is None else getattr(plan, self.field)
         return value is not None and value is not False
 
 
