@@ -90,6 +90,11 @@ class AllReduce(Instruction):
     batch: int
     part: int | None = None
 
+    @property
+    def piece(self) -> str:
+        """Which piece of the gradients it sums, as the names of its calls end with it; empty: all of them."""
+        return "" if self.part is None else f" {self.part}"
+
 
 @dataclass(frozen=True, slots=True)
 class TakeShared(Instruction):

@@ -465,15 +465,14 @@ def _replica_sums(plan: Plan, arrays: Sequence[Arrays]) -> list[tuple[int, Tree]
     for first, a in replicated:
         if a.functions.compressed_sums is None:
             instead = [summed(a) for summed in hooks("summed", runtimes_of(plan))]
-            whole = instead[0] if instead else a.reduced
-            sums += [(first, whole if part is None else a.reduced_part(part)) for part in a.parts]
+            sums += [(first, spec) for spec in instead or a.sums.values()]
     return sums + [(first, a.averaged) for first, a in replicated if a.functions.averages_when_read]
 
 
 def _compressed_sums(plan: Plan, arrays: Sequence[Arrays]) -> list[tuple[int, Tree]]:
     """Return the first replica of each stage whose replicas compress what they sum, with what each of them sends."""
     first = [(workers[0], arrays[workers[0]]) for workers in plan.stage_workers]
-    return [(w, a.sent_to_sum(part)) for w, a in first if a.functions.compressed_sums is not None for part in a.parts]
+    return [(w, a.sent_to_sum(piece)) for w, a in first if a.functions.compressed_sums is not None for piece in a.sums]
 
 
 def _loads(workers: Iterable[int], arrays: Sequence[Arrays]) -> dict[tuple[int, str], Tree]:

@@ -62,6 +62,7 @@ class RunResults(NamedTuple):
 Data = dict[tuple[str, int], Tree]
 """What workers load, by name (inputs or labels) and microbatch."""
 
+_COUNTED = ("sums", "weight", "squares", "shared", "received")  # of a pending update
 _Part = tuple[int, str, int]  # a part of the state: its worker, its kind (see `Worker.read_part`), and the number of it
 
 
@@ -294,7 +295,7 @@ class Worker:
             return state.microbatches.get(number)
         if kind == "update":
             pending = state.updates.get(number)
-            return None if pending is None else [pending.get(name) for name in ("sums", "weight", "squares", "shared", "received")]
+            return None if pending is None else [tree for name, tree in pending.items() if name.partition(" ")[0] in _COUNTED]
         return state.layer_state
 
     def delete_unused(self) -> None:
@@ -407,7 +408,7 @@ class Worker:
         update = k // self.plan.microbatches_per_update(self.stage)
         if part == len(self.plan.stages[self.stage].sum_parts) - 1:
             self.state.accumulators = None
-        self.change_update(update, sums={**self.state.updates.get(update, {}).get("sums", {}), part: accumulators})
+        self.change_update(update, **{f"sums {part}": accumulators})
 
     def after_backward(self, k: int) -> None:
         """Set the accumulators aside if they are complete."""
@@ -421,52 +422,51 @@ class Worker:
     def all_reduce(self, i: AllReduce) -> None:
         """Give this replica's part of a sum; with the last one of this process all its replicas get the sum."""
         state, update = self.state, i.batch + self.version_shift
-        sums, name = state.updates[update]["sums"], "" if i.part is None else f" {i.part}"
-        means = self.functions.averaged_state(state.layer_state) if self.averages and not i.part else []
-        accumulators = sums if i.part is None else sums[i.part]
+        accumulators = state.updates[update][f"sums{i.piece}"]
+        means = self.functions.averaged_state(state.layer_state) if self.averages and "weight" in accumulators else []
         if self.functions.compressed_sums is not None:
-            sent = self.compress(i, accumulators, f"compress{name}"), means
-            totals = self.transport.sum_gathered(i, update, sent, self.calls[f"sum{name}"])
+            sent = self.compress(i, accumulators), means
+            totals = self.transport.sum_gathered(i, update, sent, self.calls[f"sum{i.piece}"])
         else:
-            totals = self.transport.all_reduce(i, update, (accumulators, means), self.calls[f"add{name}"], self.calls[f"finish{name}"])
+            calls = self.calls[f"add{i.piece}"], self.calls[f"finish{i.piece}"]
+            totals = self.transport.all_reduce(i, update, (accumulators, means), *calls)
         for w, total in totals.items():
-            self.workers[w].take_sum(i, total)
+            self.workers[w].take_sum(i, total, has_loss="loss" in accumulators)
             self.workers[w].delete_unused()
 
-    def compress(self, i: AllReduce, accumulators: Tree, call: str) -> Tree:
+    def compress(self, i: AllReduce, accumulators: Tree) -> Tree:
         """Return accumulators with compressed gradients, which take their place, and keep what rounding has lost."""
         state, update = self.state, i.batch + self.version_shift
         pending, last = state.updates[update], len(self.plan.stages[self.stage].sum_parts) - 1
         numbers = {name: number for name, number in accumulators.items() if name != "gradients"}
-        weight = pending["weight"] if i.part else numbers["weight"]
+        weight = numbers.get("weight", pending.get("weight"))  # the first piece has it
         is_random = self.functions.links.rounding == "stochastic"
         rng = (np.uint32(update * self.replicas + self.replica), state.key) if is_random else (None, None)
         gradients = accumulators["gradients"]
-        sent, errors = self.calls[call](gradients, weight, {entry: state.sum_error[entry] for entry in gradients}, rng)
+        sent, errors = self.calls[f"compress{i.piece}"](gradients, weight, {entry: state.sum_error[entry] for entry in gradients}, rng)
         state.sum_error = {**state.sum_error, **errors}
         self.consumed.keep((numbers, weight))  # the transfer may read them later
-        sums = None if i.part is None else {part: tree for part, tree in pending["sums"].items() if part != i.part}
-        self.change_update(update, sums=sums or None, weight=weight if i.part is not None and i.part < last else None)
+        is_last = i.part is None or i.part == last
+        self.change_update(update, **{f"sums{i.piece}": None}, weight=None if is_last else weight)
         return {**numbers, "gradients": sent}
 
-    def take_sum(self, i: AllReduce, total: Tree) -> None:
+    def take_sum(self, i: AllReduce, total: Tree, *, has_loss: bool) -> None:
         """Keep (sums, means of the layer state, (mean loss, weight) at the last stage) of all replicas for the update."""
         update = i.batch + self.version_shift
         pending = self.state.updates.get(update, {})
         if isinstance(total, PendingTransfer):
-            self.consumed.keep(pending.get("sums"))  # the transfer may read them later
-        if i.part is None:
-            self.change_update(update, sums=None, summed=total)
-        else:
-            sums = {part: tree for part, tree in pending.get("sums", {}).items() if part != i.part}
-            self.change_update(update, sums=sums or None, summed={**pending.get("summed", {}), i.part: total})
-        if self.functions.last and self.replica == 0 and not i.part:
+            self.consumed.keep(pending.get(f"sums{i.piece}"))  # the transfer may read them later
+        self.change_update(update, **{f"sums{i.piece}": None, f"summed{i.piece}": total})
+        if has_loss and self.replica == 0:
             self.finish(update, total[2])
 
     def arrived_sum(self, update: int) -> Tree:
         """Return the sum over all replicas, as `finish` returns it, waiting for each part of it."""
-        summed = self.state.updates[update]["summed"]
-        return joined_sums([arrived(summed[part]) for part in sorted(summed)]) if isinstance(summed, dict) else arrived(summed)
+        pending = self.state.updates[update]
+        if parts := sorted((name for name in pending if name.startswith("summed ")), key=lambda name: int(name.split()[1])):
+            joined = joined_sums([arrived(pending[name]) for name in parts])
+            self.change_update(update, **dict.fromkeys(parts), summed=joined)
+        return arrived(self.state.updates[update]["summed"])
 
     def complete(self, update: int) -> Tree:
         """Return the accumulators of a whole batch, which stay where they are."""

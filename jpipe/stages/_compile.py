@@ -201,10 +201,10 @@ def _calls(instruction: Instruction, program: Program) -> tuple[str, ...]:
     match instruction:
         case Compute():
             return (op_of(instruction, program.plan).function,)
-        case AllReduce(part=part):
+        case AllReduce(piece=piece):
             compresses = program.plan.links is not None and program.plan.links.sums is not None
             names = ("compress", "sum") if compresses else ("add", "finish")
-            return names if part is None else tuple(f"{name} {part}" for name in names)
+            return tuple(f"{name}{piece}" for name in names)
         case TakeShared():
             return ("take_shared",)
         case AddShared(group=group):

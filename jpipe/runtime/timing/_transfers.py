@@ -189,9 +189,7 @@ def _sent(summed: Tree, plan: Plan, replicas: int) -> float:
 def _summed(i: AllReduce, state: WorkerState) -> Tree:
     """Return the sum that a worker has just begun to receive; None: other replicas of this process have still to give their parts."""
     pending = state.updates.get(i.batch)
-    if pending is None or i.part is None:
-        return None if pending is None else pending.summed
-    return (pending.summed or {}).get(i.part)
+    return None if pending is None else pending.summed if not i.piece else pending.others.get(f"summed{i.piece}")
 
 
 def _producers(moved: _Moved, plan: Plan) -> list[Computation]:
