@@ -387,12 +387,9 @@ def _inputs(key: _Key, plan: Plan) -> list[_Key]:
         case "stash":
             return []
         case _:
-            end = (k + 1) * plan.microbatches_per_update(s)
-            first = end - plan.replicas[s]
-            microbatches = range(first, end)
-            if plan.has_parallel_pipelines:  # each pipeline updates alone
-                microbatches = range(first + plan.workers[worker][1], first + plan.workers[worker][1] + 1)
-            return [key for j in microbatches for key in that_leave("accumulators", plan, s, j)]
+            first = (k + 1) * plan.microbatches_per_update(s) - plan.replicas[s]
+            replicas = [plan.workers[worker][1]] if plan.has_parallel_pipelines else range(plan.replicas[s])  # each pipeline updates alone
+            return [key for j in replicas for key in that_leave("accumulators", plan, s, first + j)]
 
 
 def _consistent(ends: dict[_Key, float], waits_for: dict[_Key, list[_Key]]) -> dict[_Key, float]:

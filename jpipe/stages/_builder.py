@@ -84,7 +84,7 @@ class StageBuilder:
         capabilities = values_of(self._plan, self._arguments, sharing.counted or [stage.layers for stage in self._plan.stages])
         for s, stage in enumerate(self._plan.stages):
             options: dict[str, Any] = {"average_state": self._average_state, "sharing": sharing, "capabilities": capabilities}
-            options |= {"number": s} if sharing.counted or self._plan.links is not None else {}
+            options |= {"number": s} if sharing.counted or capabilities or self._plan.links is not None else {}
             options |= {
                 "partition": split[s],
                 "links": self._plan.links or Links(),
