@@ -80,7 +80,7 @@ class ProgramHooks:
         modelled: `(plan) -> plan`, a plan whose programs contain all that the capability does in any step; `due` chooses from them.
         due: `(plan, instruction, shift) -> Instruction | None`, one of its instructions as it is when it runs so many batches later.
         stage_cost: `(plan, stage, StageCost, layers) -> StageCost`, the cost of a stage with what changes in it.
-        optimizer_bytes: `(plan, LayerCost) -> int`, what it keeps beside the optimizer state of a layer.
+        sent_cost: `(plan, stage, StageCost) -> StageCost`, likewise what changes in what is sent or summed, after all else.
         lower: `(Run) -> LoweringHooks`.
         verify: `(Verifier) -> VerifyHooks`, for one worker.
         price: what its instructions cost.
@@ -93,7 +93,7 @@ class ProgramHooks:
     modelled: Hook | None = None
     due: Hook | None = None
     stage_cost: Hook | None = None
-    optimizer_bytes: Hook | None = None
+    sent_cost: Hook | None = None
     lower: Hook | None = None
     verify: Hook | None = None
     price: "PriceHooks | None" = None
@@ -173,6 +173,40 @@ class PriceHooks:
 
 
 @dataclass(frozen=True)
+class Encoding:
+    """How messages between stages about a microbatch are sent: an "activation" or a "gradient". By default as they are.
+
+    Attributes:
+        encode: `(message, tree, stage, rng) -> tree` that the stage sends; `rng` is (microbatch, key of the run), or None in an evaluation.
+        decode: `(message, tree, specs) -> tree` with these shapes and dtypes, from what was sent.
+        specs: `(message, specs) -> specs` of what is sent.
+        draws: whether `encode` draws random numbers.
+    """
+
+    encode: Hook = lambda message, tree, stage, rng: tree
+    decode: Hook = lambda message, tree, specs: tree
+    specs: Hook = lambda message, specs: specs
+    draws: bool = False
+
+
+@dataclass(frozen=True)
+class SumHooks:
+    """How all replicas of a stage sum gradients for an update where each gives something to each other one, and sums what it gets.
+
+    Attributes:
+        calls: the names of the programs that this needs in place of `add` and `finish`.
+        run: `(Worker, instruction, accumulators, means of the layer state) -> sums`, as `Transport.sum_gathered` returns them.
+        specs: `(Arrays) -> list of specs` of what a replica gives, for each part of the stage.
+        size: `(accumulators) -> bytes` that a replica gives to each other one for a sum of these.
+    """
+
+    calls: tuple[str, ...]
+    run: Hook
+    specs: Hook
+    size: Hook
+
+
+@dataclass(frozen=True)
 class RuntimeHooks:
     """How a capability runs.
 
@@ -181,6 +215,8 @@ class RuntimeHooks:
         sends: by what is sent, `(Worker, send, update) -> tree`.
         receives: by what is received, `(Worker, receive, update, tree) -> None`.
         message_specs: by what is sent, `(Arrays, Arrays) -> specs` at the sender and at the receiver.
+        encoding: `(value in the plan) -> Encoding` of messages between stages.
+        sums: `(value in the plan) -> SumHooks | None` for the gradients of stages with replicas.
         summed: `(Arrays) -> specs` of what the replicas of a stage sum in place of gradients.
 
     Programs of a stage:
@@ -191,8 +227,8 @@ class RuntimeHooks:
 
     The state of a worker, and snapshots of it:
         specs: `(Arrays) -> Tree` of what it keeps in `WorkerState.capabilities`, under the name of the capability.
-        fresh: `(StageFunctions, version) -> Tree`, the same before the first batch, from the weights.
-        restored: `(StageFunctions, layers, entries) -> Tree`, the same from a snapshot.
+        fresh: `(StageFunctions, version, accumulators) -> Tree`, the same before the first batch, from the weights.
+        restored: `(StageFunctions, replica, layers, fresh=) -> Tree`, the same from a snapshot, perhaps for fresh optimizer state.
         restored_updates: `(plan, worker, StageFunctions, layers, updates) -> dict[int, PendingUpdate]`, the pending updates of a snapshot.
         own_entries: `(plan, stage, replica, layers, entries) -> dict[str, Plain]`, from a snapshot the entries of the worker alone:
             its weights by version in `own`, and its optimizer state.
@@ -218,6 +254,8 @@ class RuntimeHooks:
     sends: Mapping[str, Hook] = field(default_factory=dict)
     receives: Mapping[str, Hook] = field(default_factory=dict)
     message_specs: Mapping[str, Hook] = field(default_factory=dict)
+    encoding: Hook | None = None
+    sums: Hook | None = None
     summed: Hook | None = None
 
     calls: Hook | None = None
@@ -252,15 +290,19 @@ class SnapshotHooks:
 
     Attributes:
         see: `(event) -> None`, after each instruction of the worker, and of the other replicas of its stage in this process.
+        keep: `(WorkerState) -> None`, copies what it keeps, when the worker has the newest version.
         completes: `(update) -> type`, the instruction that completes the version that an update makes, if that is another one.
         is_complete: `() -> bool`, whether it has all that it needs.
         saved: `(layer id) -> Plain`, the weights of a layer in place of its versions.
+        added: `(layer id) -> dict[str, Plain]`, what it adds to the entry of a layer.
     """
 
     see: Hook | None = None
+    keep: Hook | None = None
     completes: Hook | None = None
     is_complete: Hook | None = None
     saved: Hook | None = None
+    added: Hook | None = None
 
 
 def hooks(name: str, values: Iterable[Any]) -> tuple[Hook, ...]:

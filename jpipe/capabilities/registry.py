@@ -1,6 +1,6 @@
 """The list of all capabilities: what they add to plans, and one line for each. To remove one, remove its lines and its folder."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cache
 from importlib import import_module
 from typing import Any
@@ -9,15 +9,18 @@ import pydantic
 
 from jpipe.capabilities.agreement.option import OPTION as AGREEMENT
 from jpipe.capabilities.agreement.option import Agreement, OuterOptimizer
+from jpipe.capabilities.compressed_messages.option import BLOCK, Kind, Links, Message
+from jpipe.capabilities.compressed_messages.option import OPTION as COMPRESSED_MESSAGES
 from jpipe.capabilities.host_memory.option import OPTION as HOST_MEMORY
 from jpipe.capabilities.host_memory.option import HostMemory, Kept
-from jpipe.capabilities.protocol import Option, ProgramHooks, RuntimeHooks
+from jpipe.capabilities.protocol import Encoding, Option, ProgramHooks, RuntimeHooks, SumHooks
 from jpipe.capabilities.shared_optimizer.option import OPTION as SHARED_OPTIMIZER
 
 OPTIONS: Sequence[Option] = [
     AGREEMENT,
     HOST_MEMORY,
     SHARED_OPTIMIZER,
+    COMPRESSED_MESSAGES,
 ]
 
 __all__ = [  # what `jpipe.plan` exports of them
@@ -26,11 +29,13 @@ __all__ = [  # what `jpipe.plan` exports of them
     "Kept",
     "OuterOptimizer",
 ]
+__all__ += ["BLOCK", "Kind", "Links", "Message"]
 
 
 class Options(pydantic.BaseModel):
     """The fields of a plan that belong to capabilities."""
 
+    links: Links | None = None
     shard_optimizer: bool = False
     agree: Agreement | None = None
     offload: HostMemory | None = None
@@ -71,6 +76,23 @@ def values_of(plan: Any) -> dict[str, Any]:
     """Return what a plan says of the capabilities that have programs of their own, by field."""
     used = (option for option in OPTIONS if option.is_set(plan))
     return {option.field: getattr(plan, option.field) for option in used if runtimes()[option.room].calls is not None}
+
+
+def encoding_of(values: Mapping[str, Any]) -> Encoding:
+    """Return how messages between stages are sent, from `values_of` a plan."""
+    return _made("encoding", values) or Encoding()
+
+
+def sums_of(values: Mapping[str, Any]) -> SumHooks | None:
+    """Return how the replicas of a stage sum gradients, from `values_of` a plan; None: around a ring."""
+    sums: SumHooks | None = _made("sums", values)
+    return sums
+
+
+def _made(name: str, values: Mapping[str, Any]) -> Any:
+    """Return what the one capability that has a function of this name makes with it of its value; None: there is none."""
+    used = ((getattr(runtimes()[option.room], name), values[option.field]) for option in OPTIONS if option.field in values)
+    return next((made for hook, value in used if hook is not None and (made := hook(value)) is not None), None)
 
 
 def has_parallel_pipelines(plan: Any) -> bool:

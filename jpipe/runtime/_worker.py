@@ -162,7 +162,6 @@ class _MutableState:
     updates: dict[int, Fields]
     loss_scales: dict[int, LossScale]
     capabilities: dict[str, Tree]
-    sum_error: Tree
 
     @classmethod
     def of(cls, state: WorkerState) -> "_MutableState":
@@ -296,7 +295,7 @@ class Worker:
             return state.microbatches.get(number)
         if kind == "update":
             pending = state.updates.get(number)
-            return None if pending is None else [pending.get(name) for name in ("sums", "weight", "squares", "shared", "received")]
+            return None if pending is None else [pending.get(name) for name in ("sums", "squares", "shared", "received")]
         return state.layer_state
 
     def delete_unused(self) -> None:
@@ -307,7 +306,7 @@ class Worker:
     def delete_state(self) -> None:
         """Delete the arrays of the state that are not counted, since the run has failed."""
         state = self.state
-        for leaf in jax.tree.leaves((state.optimizer, state.accumulators, state.capabilities, state.sum_error)):
+        for leaf in jax.tree.leaves((state.optimizer, state.accumulators, state.capabilities)):
             leaf.delete()
 
     def changed(self, kind: str, number: int = 0) -> None:
@@ -426,30 +425,13 @@ class Worker:
         sums, name = state.updates[update]["sums"], "" if i.part is None else f" {i.part}"
         means = self.functions.averaged_state(state.layer_state) if self.averages and not i.part else []
         accumulators = sums if i.part is None else sums[i.part]
-        if self.functions.compressed_sums is not None:
-            sent = self.compress(i, accumulators, f"compress{name}"), means
-            totals = self.transport.sum_gathered(i, update, sent, self.calls[f"sum{name}"])
-        else:
+        if self.functions.sums is None:
             totals = self.transport.all_reduce(i, update, (accumulators, means), self.calls[f"add{name}"], self.calls[f"finish{name}"])
+        else:
+            totals = self.functions.sums.run(self, i, accumulators, means)
         for w, total in totals.items():
             self.workers[w].take_sum(i, total)
             self.workers[w].delete_unused()
-
-    def compress(self, i: AllReduce, accumulators: Tree, call: str) -> Tree:
-        """Return accumulators with compressed gradients, which take their place, and keep what rounding has lost."""
-        state, update = self.state, i.batch + self.version_shift
-        pending, last = state.updates[update], len(self.plan.stages[self.stage].sum_parts) - 1
-        numbers = {name: number for name, number in accumulators.items() if name != "gradients"}
-        weight = pending["weight"] if i.part else numbers["weight"]
-        is_random = self.functions.links.rounding == "stochastic"
-        rng = (np.uint32(update * self.replicas + self.replica), state.key) if is_random else (None, None)
-        gradients = accumulators["gradients"]
-        sent, errors = self.calls[call](gradients, weight, {entry: state.sum_error[entry] for entry in gradients}, rng)
-        state.sum_error = {**state.sum_error, **errors}
-        self.consumed.keep((numbers, weight))  # the transfer may read them later
-        sums = None if i.part is None else {part: tree for part, tree in pending["sums"].items() if part != i.part}
-        self.change_update(update, sums=sums or None, weight=weight if i.part is not None and i.part < last else None)
-        return {**numbers, "gradients": sent}
 
     def take_sum(self, i: AllReduce, total: Tree) -> None:
         """Keep (sums, means of the layer state, (mean loss, weight) at the last stage) of all replicas for the update."""

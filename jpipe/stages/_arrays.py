@@ -10,10 +10,8 @@ import jax
 from jpipe.capabilities.registry import runtimes_for
 from jpipe.meshes._place import NoPlace, Place
 from jpipe.model.layerwise._trace import position_spec
-from jpipe.stages.functions._specs import rng_spec
 from jpipe.stages.functions._stage import StageFunctions
 from jpipe.stages.functions._update import GlobalNorm, norm_spec
-from jpipe.stages.messages._sums import specs_of_sent
 
 Tree = Any
 Spec = jax.ShapeDtypeStruct
@@ -195,32 +193,17 @@ class Arrays:
         """The arrays that replicas sum for an update: accumulators, and layer state if they average it with each update."""
         return self.accumulators, self.averaged if self.functions.average_state == "update" else []
 
-    def reduced_part(self, number: int) -> tuple[Tree, list[Spec]]:
-        """Return the arrays that replicas sum for one part of the stage (`Stage.sum_parts`); the layer state is with the first part."""
+    def reduced_part(self, number: int | None) -> tuple[Tree, list[Spec]]:
+        """Return the arrays that replicas sum for one part of the stage (see `parts`); the layer state is with the first part."""
         accumulators, averaged = self.reduced
+        if number is None:
+            return accumulators, averaged
         return self.functions.accumulators_of_part(accumulators, number), [] if number else averaged
-
-    @property
-    def sum_error(self) -> Tree:
-        """What rounding has lost of the gradients of the replica, if their sums are compressed."""
-        return None if self.functions.compressed_sums is None else self.accumulators["gradients"]
 
     @property
     def parts(self) -> list[int | None]:
         """The numbers of the parts of the stage that are summed each by itself (`Stage.sum_parts`); None stands for the whole stage."""
         return [*range(len(self.functions.stage.sum_parts))] or [None]
-
-    def sent_to_sum(self, part: int | None) -> tuple[Tree, list[Spec]]:
-        """Return what a replica gives to a sum that is compressed, or to the sum of one part of the stage."""
-        assert self.functions.compressed_sums is not None
-        accumulators, averaged = self.reduced if part is None else self.reduced_part(part)
-        sent = specs_of_sent(self.functions.partition, self.functions.compressed_sums, accumulators["gradients"])
-        return {**accumulators, "gradients": self.place.specs(*sent)}, averaged
-
-    @property
-    def sum_rng(self) -> Tree:
-        """The pair (number of the update and the replica, key), if compressed sums are rounded at random."""
-        return self.whole(rng_spec()) if self.functions.links.rounding == "stochastic" else (None, None)
 
     @property
     def averaged(self) -> list[Spec]:

@@ -20,12 +20,10 @@ from jpipe.stages.functions._stage import StageFunctions
 from jpipe.stages.functions._sums import (
     add,
     add_shared,
-    compress_sum,
     finish,
     mean_state,
     shared_gradients,
     shared_with,
-    sum_compressed,
     take_shared,
     unshared,
 )
@@ -137,7 +135,7 @@ def _call(a: Arrays, name: str, counts: Sequence[int]) -> Call:
     for hooks in runtimes_for(f.capabilities).values():
         if hooks.calls is not None and name in (more := hooks.calls(a)):
             return more[name]
-    return {**_calls_for_shared(a), **_calls_for_parts(a), **_calls_for_compressed_sums(a)}[name]
+    return {**_calls_for_shared(a), **_calls_for_parts(a)}[name]
 
 
 def _call_of_op(a: Arrays, op: Op) -> Call:
@@ -185,20 +183,6 @@ def _calls_for_parts(a: Arrays) -> dict[str, Call]:
         reduced = a.reduced_part(part)
         calls[f"add {part}"] = Call(add, (), (reduced, reduced), reduced)
         calls[f"finish {part}"] = Call(partial(finish, a.functions), (0,), (reduced,), None)
-    return calls
-
-
-def _calls_for_compressed_sums(a: Arrays) -> dict[str, Call]:
-    """Return the calls with which replicas sum compressed gradients."""
-    f, calls = a.functions, dict[str, Call]()
-    number = a.whole(jax.ShapeDtypeStruct((), loss_dtype()))
-    for part in a.parts if f.compressed_sums is not None else ():
-        suffix, reduced = ("", a.reduced) if part is None else (f" {part}", a.reduced_part(part))
-        sent, gradients = a.sent_to_sum(part), reduced[0]["gradients"]
-        inputs = gradients, number, gradients, a.sum_rng
-        calls[f"compress{suffix}"] = Call(partial(compress_sum, f), (2,), inputs, (sent[0]["gradients"], gradients))
-        total = *reduced, (number, number) if "loss" in reduced[0] else None
-        calls[f"sum{suffix}"] = Call(partial(sum_compressed, f), (), ([sent] * f.stage.replicas,), total)
     return calls
 
 

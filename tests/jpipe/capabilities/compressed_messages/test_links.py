@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from jpipe import InputError, LayerStack, Link, Pipeline, Plan, lower, simulate
+from jpipe.capabilities.compressed_messages.compress import compress, decompress
+from jpipe.capabilities.compressed_messages.runtime import compress_message
 from jpipe.plan import Links
 from jpipe.programs import LayerCost, sum_layer_costs
-from jpipe.stages.messages._compress import compress, decompress
-from jpipe.stages.messages._messages import compress_message
 from tests.jpipe import models, reference, running
 
 WIDTH = 40
