@@ -47,7 +47,8 @@ class Option:
 
     Attributes:
         room: the name of its folder.
-        field: the field of the plan, which is None or False where the plan does not use the capability.
+        field: the field of the plan, which is None or False where the plan does not use the capability; None if it is in no plan: then it
+            is used where its room is among what a program `uses`.
         check: `(plan) -> None`, raises ValueError if the value does not fit the plan; only called where it is set.
         exclusions: what the option cannot be combined with. Each pair of options is in one list.
         parallel_pipelines: whether the replicas of a plan that uses it are parallel pipelines, which update by themselves: they sum no
@@ -56,7 +57,7 @@ class Option:
     """
 
     room: str
-    field: str
+    field: str | None
     check: Callable[[Any], None] | None = None
     exclusions: tuple[Exclusion, ...] = ()
     parallel_pipelines: bool = False
@@ -64,7 +65,7 @@ class Option:
 
     def is_set(self, plan: Any) -> bool:
         """Return whether a plan uses the capability."""
-        value = getattr(plan, self.field)
+        value = None if self.field is None else getattr(plan, self.field)
         return value is not None and value is not False
 
 
@@ -173,37 +174,40 @@ class PriceHooks:
 
 
 @dataclass(frozen=True)
-class Encoding:
-    """How messages between stages about a microbatch are sent: an "activation" or a "gradient". By default as they are.
-
-    Attributes:
-        encode: `(message, tree, stage, rng) -> tree` that the stage sends; `rng` is (microbatch, key of the run), or None in an evaluation.
-        decode: `(message, tree, specs) -> tree` with these shapes and dtypes, from what was sent.
-        specs: `(message, specs) -> specs` of what is sent.
-        draws: whether `encode` draws random numbers.
-    """
-
-    encode: Hook = lambda message, tree, stage, rng: tree
-    decode: Hook = lambda message, tree, specs: tree
-    specs: Hook = lambda message, specs: specs
-    draws: bool = False
-
-
-@dataclass(frozen=True)
 class SumHooks:
-    """How all replicas of a stage sum gradients for an update where each gives something to each other one, and sums what it gets.
+    """How the replicas of a stage sum gradients where each gives something to each other one, and sums what it gets.
 
     Attributes:
-        calls: the names of the programs that this needs in place of `add` and `finish`.
-        run: `(Worker, instruction, accumulators, means of the layer state) -> sums`, as `Transport.sum_gathered` returns them.
-        specs: `(Arrays) -> list of specs` of what a replica gives, for each part of the stage.
-        size: `(accumulators) -> bytes` that a replica gives to each other one for a sum of these.
+        calls: the names of the programs that a sum needs in place of `add` and `finish`.
+        run: `(Worker, AllReduce, accumulators, means of the layer state) -> sums`, as `Transport.sum_gathered` returns them.
+        specs: `(Arrays) -> list of specs` of what a replica gives, one for each of `Arrays.sums`.
+        size: `(accumulators) -> bytes` that a replica gives to each other one for the sum of these.
     """
 
     calls: tuple[str, ...]
     run: Hook
     specs: Hook
     size: Hook
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """How workers exchange activations and gradients. By default messages between stages are sent as they are, and sums go around a ring.
+
+    Attributes:
+        encode: `("activation" or "gradient", tree, stage, rng) -> tree` that a stage sends about a microbatch; `rng` is (microbatch, key of
+            the run), or None in an evaluation.
+        decode: `(message, tree, specs) -> tree` with these shapes and dtypes, from what was sent.
+        specs: `(message, specs) -> specs` of what is sent.
+        draws: whether `encode` draws random numbers.
+        sums: for stages with replicas.
+    """
+
+    encode: Hook = lambda message, tree, stage, rng: tree
+    decode: Hook = lambda message, tree, specs: tree
+    specs: Hook = lambda message, specs: specs
+    draws: bool = False
+    sums: SumHooks | None = None
 
 
 @dataclass(frozen=True)
@@ -215,8 +219,7 @@ class RuntimeHooks:
         sends: by what is sent, `(Worker, send, update) -> tree`.
         receives: by what is received, `(Worker, receive, update, tree) -> None`.
         message_specs: by what is sent, `(Arrays, Arrays) -> specs` at the sender and at the receiver.
-        encoding: `(value in the plan) -> Encoding` of messages between stages.
-        sums: `(value in the plan) -> SumHooks | None` for the gradients of stages with replicas.
+        exchange: `(value in the plan) -> Exchange` of activations and gradients.
         summed: `(Arrays) -> specs` of what the replicas of a stage sum in place of gradients.
 
     Programs of a stage:
@@ -228,6 +231,7 @@ class RuntimeHooks:
     The state of a worker, and snapshots of it:
         specs: `(Arrays) -> Tree` of what it keeps in `WorkerState.capabilities`, under the name of the capability.
         fresh: `(StageFunctions, version, accumulators) -> Tree`, the same before the first batch, from the weights.
+        changed_by: the type of instruction after which this is complete for an update; by default the update.
         restored: `(StageFunctions, replica, layers, fresh=) -> Tree`, the same from a snapshot, perhaps for fresh optimizer state.
         restored_updates: `(plan, worker, StageFunctions, layers, updates) -> dict[int, PendingUpdate]`, the pending updates of a snapshot.
         own_entries: `(plan, stage, replica, layers, entries) -> dict[str, Plain]`, from a snapshot the entries of the worker alone:
@@ -254,8 +258,7 @@ class RuntimeHooks:
     sends: Mapping[str, Hook] = field(default_factory=dict)
     receives: Mapping[str, Hook] = field(default_factory=dict)
     message_specs: Mapping[str, Hook] = field(default_factory=dict)
-    encoding: Hook | None = None
-    sums: Hook | None = None
+    exchange: Hook | None = None
     summed: Hook | None = None
 
     calls: Hook | None = None
@@ -265,6 +268,7 @@ class RuntimeHooks:
 
     specs: Hook | None = None
     fresh: Hook | None = None
+    changed_by: type | None = None
     restored: Hook | None = None
     restored_updates: Hook | None = None
     own_entries: Hook | None = None
@@ -290,7 +294,6 @@ class SnapshotHooks:
 
     Attributes:
         see: `(event) -> None`, after each instruction of the worker, and of the other replicas of its stage in this process.
-        keep: `(WorkerState) -> None`, copies what it keeps, when the worker has the newest version.
         completes: `(update) -> type`, the instruction that completes the version that an update makes, if that is another one.
         is_complete: `() -> bool`, whether it has all that it needs.
         saved: `(layer id) -> Plain`, the weights of a layer in place of its versions.
@@ -298,7 +301,6 @@ class SnapshotHooks:
     """
 
     see: Hook | None = None
-    keep: Hook | None = None
     completes: Hook | None = None
     is_complete: Hook | None = None
     saved: Hook | None = None

@@ -461,16 +461,16 @@ def _replica_sums(plan: Plan, arrays: Sequence[Arrays]) -> list[tuple[int, Tree]
     replicated = [(workers[0], arrays[workers[0]]) for workers in plan.stage_workers if len(workers) > 1]
     sums: list[tuple[int, Tree]] = []
     for first, a in replicated:
-        if a.functions.sums is None:
+        if a.functions.summing is None:
             instead = [summed(a) for summed in hooks("summed", runtimes_of(plan))]
-            sums += [(first, instead[0] if instead else a.reduced_part(part)) for part in a.parts]
+            sums += [(first, spec) for spec in instead or a.sums.values()]
     return sums + [(first, a.averaged) for first, a in replicated if a.functions.averages_when_read]
 
 
 def _gathers(plan: Plan, arrays: Sequence[Arrays]) -> list[tuple[int, Tree]]:
     """Return the first replica of each stage whose replicas each make their sums, with what each of them gives."""
     first = [(workers[0], arrays[workers[0]]) for workers in plan.stage_workers]
-    return [(w, given) for w, a in first if (sums := a.functions.sums) is not None for given in sums.specs(a)]
+    return [(w, given) for w, a in first if (summing := a.functions.summing) is not None for given in summing.specs(a)]
 
 
 def _loads(workers: Iterable[int], arrays: Sequence[Arrays]) -> dict[tuple[int, str], Tree]:

@@ -120,7 +120,7 @@ _OTHER_OPTIMIZER = (
 )
 
 # One call for a whole tree: leaf by leaf it would delay the thread that dispatches the steps.
-copied_at_once = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))
+_copied = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))
 
 
 def entry_name(layer_id: str, replica: int) -> str:
@@ -137,6 +137,7 @@ class Part:
         compiled: its stage.
         newest: the version that the batch begins with.
         versions: those that are copied, by number.
+        kept: what capabilities keep in the state, by their names.
     """
 
     def __init__(self, plan: Plan, worker: int, batch: int, stage: CompiledStage) -> None:
@@ -152,13 +153,16 @@ class Part:
         self.versions: dict[int, Tree] = {}
         self._scales: dict[int, LossScale] = {}
         self._optimizer: Tree = None
+        self.kept: dict[str, Tree] = {}
         self._state: Tree = None  # layer state after the last forward before the batch
         self._open: int | None = None  # the version that an update has made, and a capability has still to complete
         self._copies, of_capabilities = hooks("copy_for_snapshot", runtimes_of(plan)), made("snapshot", runtimes_of(plan), self)
         self._see, self._completes = hooks("see", of_capabilities), hooks("completes", of_capabilities)
         self._is_complete, self._saved = hooks("is_complete", of_capabilities), hooks("saved", of_capabilities)
-        self._keep, self._added = hooks("keep", of_capabilities), hooks("added", of_capabilities)
+        self._added = hooks("added", of_capabilities)
         self._last = self._completed_by(self.newest - 1)  # what completes the newest weights
+        kept = runtimes_for(f.capabilities).items()
+        self._kept_after = {name: hooks.changed_by or self._last for name, hooks in kept if hooks.specs is not None}
         self._has_begun = False  # whether the first forward of the batch has run
 
     @property
@@ -183,20 +187,21 @@ class Part:
         if self.complete:
             return
         i, state = event.instruction, event.state
+        is_last = getattr(i, "batch", None) == self.newest - 1
         if type(i) is Compute and OPS[i.op].begins:
             self._has_begun |= i.microbatch >= self._first
             if self._first - self._replicas <= i.microbatch < self._first:  # the worker's last one before the batch
-                self._state = copied_at_once(state.layer_state)
+                self._state = _copied(state.layer_state)
         if type(i) is Update:
             self._open = None if self._completed_by(i.batch) is Update else i.batch + 1
         elif self._open is not None and type(i) is self._completed_by(self._open - 1):
             self._open = None
-        if type(i) is self._last and getattr(i, "batch", None) == self.newest - 1:
+        if kept := {name: state.capabilities[name] for name, kind in self._kept_after.items() if type(i) is kind and is_last}:
+            self.kept |= _copied(kept)
+        if type(i) is self._last and is_last:
             self._optimizer = self._copied("optimizer", state.optimizer)
-            for keep in self._keep:
-                keep(state)
             if not self._has_begun:  # the layer state perhaps has the mean over the replicas
-                self._state = copied_at_once(state.layer_state)
+                self._state = _copied(state.layer_state)
         self.see_sum(event)
         if self._has_begun or self._optimizer is not None:  # the oldest version that the batch reads may be retired before the last update
             for version in set(state.weights.versions) - self.versions.keys() - {self._open}:
@@ -213,7 +218,7 @@ class Part:
         for copy in self._copies:
             if (copies := copy(self.plan, self.stage, what, tree)) is not None:
                 return copies
-        return copied_at_once(tree)
+        return _copied(tree)
 
     def holds(self, entry: str) -> bool:
         return entry in self._optimizer

@@ -201,7 +201,7 @@ class Transport:
         self._loads: dict[tuple[int, str], Any] = {}  # likewise of host arrays, by worker and name
         self.way: Literal["collectives", "device_put"] = "collectives"
         self._mailbox: dict[tuple[int, str, int], Tree] = {}  # messages in this process that are not yet received
-        self._parts: dict[tuple[int, int, int | None], dict[int, Tree]] = {}  # of a sum, by first replica, batch and part (-1: changes)
+        self._parts: dict[tuple[int, int, type, str], dict[int, Tree]] = {}  # of a sum: by first replica, batch, what begins it, piece
 
     def compile(
         self,
@@ -347,7 +347,7 @@ class Transport:
         """
         replicas = self._replicas[i.worker]
         local = [w for w in replicas if w in self._local]
-        key = replicas[0], batch, i.part if isinstance(i, AllReduce) else -1
+        key = replicas[0], batch, type(i), i.piece if isinstance(i, AllReduce) else ""
         parts = self._parts.setdefault(key, {})
         parts[i.worker] = part, add, finish
         if len(parts) < len(local):
@@ -409,11 +409,11 @@ class Transport:
         """
         replicas = self._replicas[i.worker]
         local = [w for w in replicas if w in self._local]
-        waiting = self._parts.setdefault((replicas[0], batch, i.part), {})
+        waiting = self._parts.setdefault((replicas[0], batch, type(i), i.piece), {})
         waiting[i.worker] = part, total
         if len(waiting) < len(local):
             return {}
-        del self._parts[replicas[0], batch, i.part]
+        del self._parts[replicas[0], batch, type(i), i.piece]
         own = [waiting[w][0] for w in local]
         totals = {w: waiting[w][1] for w in local}
 

@@ -62,6 +62,7 @@ class RunResults(NamedTuple):
 Data = dict[tuple[str, int], Tree]
 """What workers load, by name (inputs or labels) and microbatch."""
 
+_COUNTED = ("sums", "squares", "shared", "received")  # of a pending update
 _Part = tuple[int, str, int]  # a part of the state: its worker, its kind (see `Worker.read_part`), and the number of it
 
 
@@ -211,8 +212,8 @@ class Worker:
     Attributes:
         stage, replica, replicas: its stage, which replica of it the worker is, and how many there are.
         sums: whether they sum their gradients.
-        sets_aside, global_norm: as in `Program`, for its stage.
-        shared: as in `Program`.
+        sets_aside: as in `Program`, for its stage.
+        global_norm, shared: what the program uses, as in `lower`.
         microbatch_shift, version_shift: to be added to the numbers of the program for those of the run.
         compiled, functions, calls: of its stage; what depends on the shapes of a microbatch is in `stage_for`.
         stages, buckets: as given to `run`, for its stage.
@@ -252,8 +253,8 @@ class Worker:
         self.stage, self.replica = plan.workers[worker]
         self.replicas = plan.replicas[self.stage]
         self.sums = program.sums_gradients[self.stage]
-        self.sets_aside, self.global_norm = program.sets_aside[self.stage], program.global_norm
-        self.shared = program.shared
+        self.sets_aside, self.global_norm = program.sets_aside[self.stage], "global_norm" in program.uses
+        self.shared = program.uses.get("shared_parameters", ())
         self.microbatch_shift, self.version_shift = shift * plan.microbatches, shift * program.updates_per_batch[self.stage]
         self.stages, self.buckets, self.transport = stages, buckets, transport
         self.compiled, self.functions, self.calls = stages[0], stages[0].functions, stages[0].calls
@@ -295,7 +296,7 @@ class Worker:
             return state.microbatches.get(number)
         if kind == "update":
             pending = state.updates.get(number)
-            return None if pending is None else [pending.get(name) for name in ("sums", "squares", "shared", "received")]
+            return None if pending is None else [tree for name, tree in pending.items() if name.partition(" ")[0] in _COUNTED]
         return state.layer_state
 
     def delete_unused(self) -> None:
@@ -408,7 +409,7 @@ class Worker:
         update = k // self.plan.microbatches_per_update(self.stage)
         if part == len(self.plan.stages[self.stage].sum_parts) - 1:
             self.state.accumulators = None
-        self.change_update(update, sums={**self.state.updates.get(update, {}).get("sums", {}), part: accumulators})
+        self.change_update(update, **{f"sums {part}": accumulators})
 
     def after_backward(self, k: int) -> None:
         """Set the accumulators aside if they are complete."""
@@ -422,35 +423,34 @@ class Worker:
     def all_reduce(self, i: AllReduce) -> None:
         """Give this replica's part of a sum; with the last one of this process all its replicas get the sum."""
         state, update = self.state, i.batch + self.version_shift
-        sums, name = state.updates[update]["sums"], "" if i.part is None else f" {i.part}"
-        means = self.functions.averaged_state(state.layer_state) if self.averages and not i.part else []
-        accumulators = sums if i.part is None else sums[i.part]
-        if self.functions.sums is None:
-            totals = self.transport.all_reduce(i, update, (accumulators, means), self.calls[f"add{name}"], self.calls[f"finish{name}"])
+        accumulators = state.updates[update][f"sums{i.piece}"]
+        means = self.functions.averaged_state(state.layer_state) if self.averages and "weight" in accumulators else []
+        if self.functions.summing is None:
+            calls = self.calls[f"add{i.piece}"], self.calls[f"finish{i.piece}"]
+            totals = self.transport.all_reduce(i, update, (accumulators, means), *calls)
         else:
-            totals = self.functions.sums.run(self, i, accumulators, means)
+            totals = self.functions.summing.run(self, i, accumulators, means)
         for w, total in totals.items():
-            self.workers[w].take_sum(i, total)
+            self.workers[w].take_sum(i, total, has_loss="loss" in accumulators)
             self.workers[w].delete_unused()
 
-    def take_sum(self, i: AllReduce, total: Tree) -> None:
+    def take_sum(self, i: AllReduce, total: Tree, *, has_loss: bool) -> None:
         """Keep (sums, means of the layer state, (mean loss, weight) at the last stage) of all replicas for the update."""
         update = i.batch + self.version_shift
         pending = self.state.updates.get(update, {})
         if isinstance(total, PendingTransfer):
-            self.consumed.keep(pending.get("sums"))  # the transfer may read them later
-        if i.part is None:
-            self.change_update(update, sums=None, summed=total)
-        else:
-            sums = {part: tree for part, tree in pending.get("sums", {}).items() if part != i.part}
-            self.change_update(update, sums=sums or None, summed={**pending.get("summed", {}), i.part: total})
-        if self.functions.last and self.replica == 0 and not i.part:
+            self.consumed.keep(pending.get(f"sums{i.piece}"))  # the transfer may read them later
+        self.change_update(update, **{f"sums{i.piece}": None, f"summed{i.piece}": total})
+        if has_loss and self.replica == 0:
             self.finish(update, total[2])
 
     def arrived_sum(self, update: int) -> Tree:
         """Return the sum over all replicas, as `finish` returns it, waiting for each part of it."""
-        summed = self.state.updates[update]["summed"]
-        return joined_sums([arrived(summed[part]) for part in sorted(summed)]) if isinstance(summed, dict) else arrived(summed)
+        pending = self.state.updates[update]
+        if parts := sorted((name for name in pending if name.startswith("summed ")), key=lambda name: int(name.split()[1])):
+            joined = joined_sums([arrived(pending[name]) for name in parts])
+            self.change_update(update, **dict.fromkeys(parts), summed=joined)
+        return arrived(self.state.updates[update]["summed"])
 
     def complete(self, update: int) -> Tree:
         """Return the accumulators of a whole batch, which stay where they are."""

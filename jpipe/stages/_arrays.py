@@ -193,17 +193,12 @@ class Arrays:
         """The arrays that replicas sum for an update: accumulators, and layer state if they average it with each update."""
         return self.accumulators, self.averaged if self.functions.average_state == "update" else []
 
-    def reduced_part(self, number: int | None) -> tuple[Tree, list[Spec]]:
-        """Return the arrays that replicas sum for one part of the stage (see `parts`); the layer state is with the first part."""
-        accumulators, averaged = self.reduced
-        if number is None:
-            return accumulators, averaged
-        return self.functions.accumulators_of_part(accumulators, number), [] if number else averaged
-
     @property
-    def parts(self) -> list[int | None]:
-        """The numbers of the parts of the stage that are summed each by itself (`Stage.sum_parts`); None stands for the whole stage."""
-        return [*range(len(self.functions.stage.sum_parts))] or [None]
+    def sums(self) -> dict[str, tuple[Tree, list[Spec]]]:
+        """The arrays of `reduced` by the pieces of them that are summed each by itself (`AllReduce.piece`)."""
+        (accumulators, averaged), f = self.reduced, self.functions
+        parts = range(len(f.stage.sum_parts))
+        return {f" {part}": (f.accumulators_of_part(accumulators, part), [] if part else averaged) for part in parts} or {"": self.reduced}
 
     @property
     def averaged(self) -> list[Spec]:

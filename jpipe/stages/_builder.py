@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import optax
 
-from jpipe.capabilities.registry import encoding_of, values_of
+from jpipe.capabilities.registry import exchange_of, values_of
 from jpipe.context import traced_platform
 from jpipe.errors import InputError
 from jpipe.meshes._partition import partitions
@@ -151,14 +151,14 @@ def stage_functions(
     Raises:
         InputError: a loss that does not fit.
     """
-    first, last, encoding = stage.layers[0] == stack.ids[0], stage.layers[-1] == stack.ids[-1], encoding_of(options.get("capabilities", {}))
-    draws = stack.is_stochastic(stage.layers) or (last and random_parameter(loss)) or encoding.draws
+    first, last, exchange = stage.layers[0] == stack.ids[0], stage.layers[-1] == stack.ids[-1], exchange_of(options.get("capabilities", {}))
+    draws = stack.is_stochastic(stage.layers) or (last and random_parameter(loss)) or exchange.draws
     rng = rng_spec() if draws else (None, None)
     fresh = stack.ties.split({layer_id: spec.params for layer_id, spec in layers.items()}, stage.layers)
     params = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, precision.version_dtype(p.dtype)), fresh)
     state = {layer_id: layers[layer_id].state for layer_id in stage.layers}
     x = layers[stage.layers[0]].x
-    received = x if first else encoding.specs("activation", x)
+    received = x if first else exchange.specs("activation", x)
     specs = Specs(params, state, received, labels if last else None, rng, fresh, x)
     options = {"input_gradient": not first, **options}
     if last:

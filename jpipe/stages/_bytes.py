@@ -84,7 +84,7 @@ def measure_bytes(
         accumulators=nbytes(a.accumulators),
         part_accumulators=tuple(nbytes(f.accumulators_of_part(a.accumulators, part)) for part in range(len(f.stage.sum_parts))),
         kept=nbytes(a.capabilities),
-        gathered=() if f.sums is None else tuple(nbytes(accumulators) for accumulators, _ in f.sums.specs(a)),
+        gathered=() if f.summing is None else tuple(nbytes(accumulators) for accumulators, _ in f.summing.specs(a)),
         squares=nbytes(squares_spec([len(f.counted)])),
         shared=tuple(
             nbytes([a.accumulators["gradients"][name] for name in names]) if f.number in stages else 0 for stages, names in f.sharing.groups

@@ -14,7 +14,7 @@ from jpipe.capabilities.protocol import SnapshotHooks
 from jpipe.plan import Plan
 from jpipe.runtime._interpreter import Event
 from jpipe.runtime._plain import Plain, checked_dict, from_plain, to_plain
-from jpipe.runtime._snapshot import Part, copied_at_once, entry_name, replicas_in
+from jpipe.runtime._snapshot import Part, entry_name, replicas_in
 from jpipe.runtime._transport import arrived
 from jpipe.runtime.state import PendingUpdate, WorkerState, copied
 from jpipe.stages._arrays import shardings_of
@@ -56,15 +56,11 @@ class _Snapshot:
         self._part = part
         self._under_way = agreement_under_way(part.plan, part.stage, part.newest)  # of an agreement that is applied later
         self._changes: Tree = None  # the mean of its changes
-        self._agreed: Agreed | None = None  # the result of the last agreement that is applied
 
     def see(self, event: Event) -> None:
         """Note the mean of the changes of the agreement that is under way, if a worker of the stage has it."""
         if self._changes is None and self._under_way is not None and self._under_way in event.state.updates:
             self._changes = event.state.updates[self._under_way].others.get("changes")
-
-    def keep(self, state: WorkerState) -> None:
-        self._agreed = copied_at_once(state.capabilities["agreement"])
 
     def completes(self, update: int) -> type | None:
         return None if agreement_applied(self._part.plan, self._part.stage, update) is None else Agree
@@ -90,16 +86,13 @@ class _Snapshot:
     @cached_property
     def _last_agreed(self) -> Agreed:
         """The result of the last agreement that began before the batch."""
-        assert self._agreed is not None
-        return last_agreed(self._part.compiled, self._agreed, self._changes)
+        return last_agreed(self._part.compiled, self._part.kept["agreement"], self._changes)
 
 
 def snapshot(part: Part) -> SnapshotHooks:
     """Return what a snapshot of one worker has of agreements."""
     agreements = _Snapshot(part)
-    return SnapshotHooks(
-        see=agreements.see, keep=agreements.keep, completes=agreements.completes, is_complete=agreements.is_complete, saved=agreements.saved
-    )
+    return SnapshotHooks(see=agreements.see, completes=agreements.completes, is_complete=agreements.is_complete, saved=agreements.saved)
 
 
 def own_entries(plan: Plan, s: int, replica: int, layers: Mapping[str, Plain], entries: Iterable[str]) -> dict[str, Plain]:

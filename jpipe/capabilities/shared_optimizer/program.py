@@ -7,8 +7,8 @@ from itertools import chain, permutations
 from jpipe.capabilities.protocol import LoweringHooks, ProgramHooks, VerifyHooks
 from jpipe.plan import Plan, Stage
 from jpipe.programs._costs import LayerCost, StageCost
-from jpipe.programs._global_norm import last_microbatch, transfer
 from jpipe.programs._instructions import Program, Receive, Send, Update
+from jpipe.programs._route import last_microbatch, transfer
 from jpipe.programs._verify import Verifier
 from jpipe.programs.lowering import Run
 from jpipe.programs.lowering._lower import without_training

@@ -6,8 +6,8 @@ from itertools import chain
 from typing import Any
 
 from jpipe.plan import Plan
-from jpipe.programs._global_norm import transfer
 from jpipe.programs._instructions import Compute, Data, Instruction, Load, Message
+from jpipe.programs._route import transfer
 
 
 class Listing:

@@ -13,7 +13,6 @@ from jpipe.capabilities.protocol import hooks, merged
 from jpipe.capabilities.registry import programs_of
 from jpipe.ops import OPS
 from jpipe.programs._costs import Overlap
-from jpipe.programs._global_norm import last_microbatch
 from jpipe.programs._instructions import (
     AddShared,
     AllReduce,
@@ -30,6 +29,7 @@ from jpipe.programs._instructions import (
     ends_update,
     op_of,
 )
+from jpipe.programs._route import last_microbatch
 from jpipe.programs._verify import versions_before
 from jpipe.schedules import SCHEDULES
 
@@ -155,7 +155,7 @@ class Actions:
         self.flushes = SCHEDULES[plan.schedule].flushes
         self.averages_state = plan.sync_state and self.flushes and not plan.has_parallel_pipelines
         self.places, self.seconds, self.changes, self.routes = (_Numbers() for _ in range(4))
-        prices = [used.price for used in programs_of(plan) if used.price is not None]
+        prices = [used.price for used in programs_of(plan, program.uses) if used.price is not None]
         self.away, self.begin = hooks("away", prices), hooks("begin", prices)
         self.before_compute, self.before_update = hooks("before_compute", prices), hooks("before_update", prices)
         writers = WRITERS | merged("writers", prices)
@@ -381,7 +381,7 @@ def _take_shared(worker: Worker, i: TakeShared) -> None:
 
 
 def _add_shared(worker: Worker, i: AddShared) -> None:
-    for s in worker.all.program.shared[i.group]:
+    for s in worker.all.program.uses["shared_parameters"][i.group]:
         worker.wait("shared", s, last_microbatch(worker.all.plan, i.batch))
 
 
@@ -399,14 +399,14 @@ def _sum_squares(worker: Worker, i: SumSquares) -> None:
 def _update(worker: Worker, i: Update) -> None:
     program, rank, s, k = worker.all, worker.rank, worker.stage, last_microbatch(worker.all.plan, i.batch)
     worker.wait_for_sums(i.batch, uses_up=True)
-    if program.program.global_norm:
+    if "global_norm" in program.program.uses:
         worker.wait("norm", k, uses_up=program.flushes)
     if program.averages_state and len(program.plan.stage_workers[s]) > 1:
         worker.change("average state")
     if worker.accumulates and program.sets_aside[s]:
         worker.change("set aside")
     worker.accumulates = True
-    if sharing := sorted({other for stages in program.program.shared if s in stages for other in stages} - {s}):
+    if sharing := sorted({other for stages in program.program.uses.get("shared_parameters", ()) if s in stages for other in stages} - {s}):
         worker.change("free shared", *sharing)
         for other in sharing:
             worker.wait("shared", other, k, uses_up=True)

@@ -42,7 +42,8 @@ class Prices:
 
     def __init__(self, program: Program, costs: Sequence[StageCost]) -> None:
         self.program, self.plan, self.costs = program, program.plan, costs
-        self._changes = CHANGES | merged("changes", [used.price for used in programs_of(program.plan) if used.price is not None])
+        used = programs_of(program.plan, program.uses)
+        self._changes = CHANGES | merged("changes", [each.price for each in used if each.price is not None])
 
     def seconds(self, s: int, op: str, part: int | None) -> float:
         """Return the time of an op, or of one part of it; "" stands for an update."""
@@ -119,7 +120,7 @@ class Prices:
 
     def shared(self, s: int, other: int) -> int:
         """Return the size of the gradients of shared parameters that one stage sends to another."""
-        sizes = zip(self.program.shared, self.costs[s].shared, strict=False)
+        sizes = zip(self.program.uses.get("shared_parameters", ()), self.costs[s].shared, strict=False)
         return sum(size for stages, size in sizes if {s, other} <= set(stages))
 
     def share(self, s: int, replicas: Sequence[int]) -> int:

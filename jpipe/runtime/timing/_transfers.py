@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jpipe.capabilities.protocol import hooks
-from jpipe.capabilities.registry import runtimes_of, sums_of, values_of
+from jpipe.capabilities.registry import exchange_of, runtimes_of, values_of
 from jpipe.meshes._partition import shard_bytes
 from jpipe.ops import OPS, Leaves
 from jpipe.plan import Plan
@@ -177,19 +177,17 @@ def nbytes(tree: Tree) -> float:
 
 def _sent(summed: Tree, plan: Plan, replicas: int) -> float:
     """Return the bytes that each replica has sent for a sum, as a prediction counts them: without layer state that is averaged with it."""
-    others, sums = replicas - 1, sums_of(values_of(plan))
-    if sums is None:
+    others, summing = replicas - 1, exchange_of(values_of(plan)).sums
+    if summing is None:
         return 2 * others / replicas * nbytes(summed)
-    size: float = others * sums.size(summed.specs if isinstance(summed, PendingTransfer) else summed)
+    size: float = others * summing.size(summed.specs if isinstance(summed, PendingTransfer) else summed)
     return size
 
 
 def _summed(i: AllReduce, state: WorkerState) -> Tree:
     """Return the sum that a worker has just begun to receive; None: other replicas of this process have still to give their parts."""
     pending = state.updates.get(i.batch)
-    if pending is None or i.part is None:
-        return None if pending is None else pending.summed
-    return (pending.summed or {}).get(i.part)
+    return None if pending is None else pending.summed if not i.piece else pending.others.get(f"summed{i.piece}")
 
 
 def _producers(moved: _Moved, plan: Plan) -> list[Computation]:

@@ -9,8 +9,8 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from jpipe.capabilities.protocol import Encoding, SumHooks
-from jpipe.capabilities.registry import encoding_of, sums_of
+from jpipe.capabilities.protocol import Exchange, SumHooks
+from jpipe.capabilities.registry import exchange_of
 from jpipe.context import tracing_on
 from jpipe.errors import callers_code, cause
 from jpipe.meshes._partition import ONE_DEVICE, Partition
@@ -212,10 +212,10 @@ class StageFunctions:
         """Whether there is layer state that replicas average when it is read from the run."""
         return self.average_state == "read" and self.stage.replicas > 1 and bool(self.averaged_state(self.specs.state))
 
-    @cached_property
-    def sums(self) -> SumHooks | None:
+    @property
+    def summing(self) -> SumHooks | None:
         """How its replicas sum gradients, if not around a ring."""
-        return sums_of(self.capabilities) if self.stage.replicas > 1 else None
+        return self.exchange.sums if self.stage.replicas > 1 else None
 
     @property
     def predicts(self) -> bool:
@@ -244,21 +244,21 @@ class StageFunctions:
             return self.stack.apply(self.stage.layers, params, state, x, key=key, microbatch=microbatch, train=train)
 
     @cached_property
-    def encoding(self) -> Encoding:
-        """How messages between stages are encoded."""
-        return encoding_of(self.capabilities)
+    def exchange(self) -> Exchange:
+        """How workers exchange activations and gradients."""
+        return exchange_of(self.capabilities)
 
     def received(self, x: Tree) -> Tree:
         """Return the stage input, as the layers read it."""
-        return x if self.first else self.encoding.decode("activation", x, self.specs.input)
+        return x if self.first else self.exchange.decode("activation", x, self.specs.input)
 
     def sent(self, y: Tree, rng: tuple[Any, Any] | None) -> Tree:
         """Return the output of the layers as the forward returns it; `rng` is None in an evaluation."""
-        return y if self.last else self.encoding.encode("activation", y, self.number, rng)
+        return y if self.last else self.exchange.encode("activation", y, self.number, rng)
 
     def _sent_gradient(self, gradient: Tree, weight: Any, rng: tuple[Any, Any]) -> tuple[Tree, Any]:
         """Return the gradient message for the previous stage."""
-        return self.encoding.encode("gradient", gradient, self.number, rng), weight
+        return self.exchange.encode("gradient", gradient, self.number, rng), weight
 
     def whole(self, params: Tree) -> Tree:
         """Return the parameters of whole layers, by layer id, as they are used."""
@@ -389,13 +389,13 @@ class StageFunctions:
         forward_arrays = self.residuals.keep(self.specs.arguments, (y, self.changed.joined(changed, self.specs.state)))
         if self.last:
             return forward_arrays, saved, y
-        gradient = self.encoding.specs("gradient", floats_of(self._output)) if self.output_gradient else []
+        gradient = self.exchange.specs("gradient", floats_of(self._output)) if self.output_gradient else []
         return forward_arrays, saved, (gradient, jax.ShapeDtypeStruct((), loss_dtype()))
 
     @property
     def gradient_spec(self) -> tuple[Tree, Any]:
         """Shapes and dtypes of the gradient message for the previous stage."""
-        gradient = self.encoding.specs("gradient", floats_of(self.specs.input)) if self.input_gradient else []
+        gradient = self.exchange.specs("gradient", floats_of(self.specs.input)) if self.input_gradient else []
         return gradient, jax.ShapeDtypeStruct((), loss_dtype())
 
     @property
@@ -494,7 +494,7 @@ class StageFunctions:
         if self.last:
             gradient = [jnp.full_like(gradient, 1.0 if scale is None else scale)]
         else:
-            gradient = self.encoding.decode("gradient", gradient, floats_of(self._output))
+            gradient = self.exchange.decode("gradient", gradient, floats_of(self._output))
         gradients, x_gradient = vjp(gradient)
         return gradients, x_gradient
 
