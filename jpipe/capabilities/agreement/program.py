@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from jpipe.capabilities.agreement.option import agreement_applied, agreement_under_way, agrees
-from jpipe.capabilities.protocol import LoweringHooks, PriceHooks, ProgramHooks, VerifyHooks
+from jpipe.capabilities.protocol import LoweringHooks, MessageHooks, PriceHooks, ProgramHooks, VerifyHooks
 from jpipe.plan import Plan, Stage
 from jpipe.programs._costs import LayerCost, StageCost
 from jpipe.programs._instructions import Instruction, Update
@@ -198,6 +198,9 @@ def stage_cost(plan: Plan, stage: Stage, cost: StageCost, layers: Mapping[str, L
 
 PROGRAM = ProgramHooks(
     instructions=(SumChanges, Agree),
+    messages={
+        "changes": MessageHooks("c", "#4B1D78", "agreement of pipelines", is_sum=True, price=lambda prices, s: prices.costs[s].trained)
+    },
     carries_over=True,
     sums=(SumChanges,),
     waits_for={Agree: lambda i: (SumChanges, i.begun)},
