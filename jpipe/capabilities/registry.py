@@ -7,13 +7,15 @@ from typing import Any
 
 import pydantic
 
-from jpipe._frozen import FrozenMapping
+from jpipe._frozen import NOTHING, FrozenMapping
 from jpipe.capabilities.agreement.option import OPTION as AGREEMENT
 from jpipe.capabilities.agreement.option import Agreement, OuterOptimizer
+from jpipe.capabilities.compressed_messages.option import BLOCK, Kind, Links, Message
+from jpipe.capabilities.compressed_messages.option import OPTION as COMPRESSED_MESSAGES
 from jpipe.capabilities.global_norm.option import OPTION as GLOBAL_NORM
 from jpipe.capabilities.host_memory.option import OPTION as HOST_MEMORY
 from jpipe.capabilities.host_memory.option import HostMemory, Kept
-from jpipe.capabilities.protocol import Option, ProgramHooks, RuntimeHooks, UpdateHooks
+from jpipe.capabilities.protocol import Exchange, Option, ProgramHooks, RuntimeHooks, UpdateHooks
 from jpipe.capabilities.shared_optimizer.option import OPTION as SHARED_OPTIMIZER
 from jpipe.errors import nearest
 
@@ -22,6 +24,7 @@ OPTIONS: Sequence[Option] = [
     AGREEMENT,
     HOST_MEMORY,
     SHARED_OPTIMIZER,
+    COMPRESSED_MESSAGES,
 ]
 
 __all__ = [  # what `jpipe.plan` exports of them
@@ -30,11 +33,13 @@ __all__ = [  # what `jpipe.plan` exports of them
     "Kept",
     "OuterOptimizer",
 ]
+__all__ += ["BLOCK", "Kind", "Links", "Message"]
 
 
 class Options(pydantic.BaseModel):
     """The fields of a plan that belong to capabilities."""
 
+    links: Links | None = None
     shard_optimizer: bool = False
     agree: Agreement | None = None
     offload: HostMemory | None = None
@@ -92,7 +97,7 @@ def updates_for(capabilities: Collection[str]) -> dict[str, UpdateHooks]:
     return {name: used.update for name, used in runtimes_for(capabilities).items() if used.update is not None}
 
 
-def values_of(plan: Any, arguments: Mapping[str, Any], entries: Sequence[Sequence[str]]) -> dict[str, Any]:
+def values_of(plan: Any, arguments: Mapping[str, Any] = NOTHING, entries: Sequence[Sequence[str]] = ()) -> dict[str, Any]:
     """Return what there is to say to stages of the capabilities that have programs of their own, by key.
 
     Args:
@@ -103,6 +108,12 @@ def values_of(plan: Any, arguments: Mapping[str, Any], entries: Sequence[Sequenc
     with_programs = [option for option in OPTIONS if runtimes()[option.room].calls is not None]
     values = {option.key: option.value(plan, arguments, entries) for option in with_programs}
     return {key: value for key, value in values.items() if value is not None}
+
+
+def exchange_of(values: Mapping[str, Any]) -> Exchange:
+    """Return how workers exchange activations and gradients, from `values_of` a plan."""
+    made = ((runtimes()[option.room].exchange, values.get(str(option.field))) for option in OPTIONS)
+    return next((exchange(value) for exchange, value in made if exchange is not None and value is not None), Exchange())
 
 
 def has_parallel_pipelines(plan: Any) -> bool:

@@ -58,7 +58,7 @@ def check_arguments(plan: "jpipe.Plan", arguments: Mapping[str, Any]) -> None:
 
 def of_arguments(arguments: Mapping[str, Any], entries: Sequence[Sequence[str]]) -> Norms | None:
     """Return what the arguments of a pipeline say, for stages that count these entries; None if updates use no norm."""
-    of_all, of_stage, *skips = (arguments[name] for name in ("clip_global_norm", "clip_stage_norm", *_OF_ALL[1:]))
+    of_all, of_stage, *skips = (arguments.get(name) for name in ("clip_global_norm", "clip_stage_norm", *_OF_ALL[1:]))
     largest = of_all if of_stage is None else of_stage
     if largest is None and not any(skips):
         return None

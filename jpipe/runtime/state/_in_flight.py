@@ -40,7 +40,6 @@ class PendingUpdate:
 
     Attributes:
         sums: the gradient accumulators, complete and set aside.
-        weight: that of the microbatches of this replica, while only some parts of compressed gradients have been given to their sums.
         summed: (accumulators, means of the layer state, (mean loss, weight) at the last stage) over all replicas.
         shared: the gradients of parameters that other stages hold, too.
         received: those of the other stages, by stage.
@@ -49,7 +48,6 @@ class PendingUpdate:
     """
 
     sums: Tree = None
-    weight: Tree = None
     summed: Tree = None
     shared: Tree = None
     received: Mapping[int, Tree] | None = None
