@@ -72,7 +72,7 @@ def refusal(plan: Any, uses: Mapping[str, Any]) -> str:
     for name, value in uses.items():
         if name not in known:
             return f"{name}: unknown; {nearest(name, known)}"
-        if (check := known[name].refusal) is not None and (reason := check(plan, value)):
+        if value and (check := known[name].refusal) is not None and (reason := check(plan, value)):
             return f"{name}: {reason}"
     return ""
 

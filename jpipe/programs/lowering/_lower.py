@@ -55,8 +55,7 @@ def lower(
         raise InputError(f"lower: expected integers, found start {short(start)}, begin {short(begin)}, batches {short(batches)}")
     if not 0 <= start <= begin <= batches:
         raise InputError(f"lower: expected 0 ≤ start ≤ begin ≤ batches, found start {start}, begin {begin}, batches {batches}")
-    used = uses_of(**uses)
-    if reason := refusal(plan, used):
+    if reason := refusal(plan, uses):
         raise InputError(f"lower: {reason}")
     if plan.has_parallel_pipelines and shared:
         raise InputError("lower: shared: expected none for pipelines that agree; remove it")
@@ -64,7 +63,7 @@ def lower(
         raise InputError(
             f"lower: workers: expected numbers of workers of the plan, below {len(plan.workers)}, found {short(list(workers))}"
         )
-    run = Run(plan, start, batches, uses_of(**used, shared_parameters=_checked_groups(shared, plan)), workers)
+    run = Run(plan, start, batches, uses_of(**uses, shared_parameters=_checked_groups(shared, plan)), workers)
     if begin > start:
         run.go_on(begin, False)
     return run.program(batches, drain)

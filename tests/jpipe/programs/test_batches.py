@@ -3,6 +3,7 @@
 import pytest
 
 from jpipe import InputError, Link, Plan, lower, simulate
+from jpipe._frozen import FrozenMapping
 from jpipe.programs import StageCost, has_equal_batches, shared_stages, simulate_batches
 from jpipe.schedules import SCHEDULES
 
@@ -31,7 +32,7 @@ def costs_of(plan, shared=()):
         "stash": 2,
         "state": 1,
         "temporary": 7,
-        "squares": 1,
+        "others": FrozenMapping({"global_norm": 1}),
     }
     return [StageCost(**times, **held, **size, shared=shared) for size in sizes]
 

@@ -275,6 +275,12 @@ def test_weight_stashing_reports_why_it_has_no_norm(fields, why, option):
         lower(Plan.even(STACK.ids, 2, **fields), 2, global_norm=True)
 
 
+@pytest.mark.parametrize("value", [True, False])
+def test_what_no_capability_does_beside_a_plan_is_an_error(value):
+    with pytest.raises(InputError, match="lower: global_nrom: unknown; did you mean 'global_norm'"):
+        lower(Plan.even(STACK.ids, 2, "gpipe", 2), 2, global_nrom=value)
+
+
 @pytest.mark.parametrize("norm", [0.0, -1.0, float("nan"), float("inf"), True])
 def test_a_norm_to_clip_to_is_a_number_above_zero(norm):
     with pytest.raises(InputError, match="clip_global_norm: expected a finite number above 0, found"):
