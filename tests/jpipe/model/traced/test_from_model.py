@@ -117,7 +117,7 @@ def test_layers_compute_what_the_model_computes(name, train, granularity):
     model, x = MODELS[name]
     stack, key = LayerStack.from_model(model, x, granularity=granularity), jax.random.key(7)
     params, state = initialized(stack, x, key)
-    whole, (whole_params, whole_state) = stack.whole.layer, stack.traced.join(params, state)
+    whole, (whole_params, whole_state) = stack.traced.whole.layer, stack.traced.join(params, state)
 
     def in_layers(entries):
         y, new_state = stack.apply(stack.ids, in_all_places(stack, entries), state, x, key=key, microbatch=3, train=train)
