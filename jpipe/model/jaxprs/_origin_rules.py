@@ -1,6 +1,8 @@
 """The origins of what each primitive returns: which rows its elements are computed from."""
 
 import itertools
+import math
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -99,20 +101,16 @@ def _numbers(equation: Any, arguments: Sequence[Origin], out: Any) -> np.ndarray
 
 def _reshape(equation: Any) -> _Arrange:
     old, new = _shape(equation.invars[0]), _shape(equation.outvars[0])
+    ends, new_ends = (list(itertools.accumulate(sizes, operator.mul)) for sizes in (old, new))
+    groups = list(itertools.pairwise(sorted({0, math.prod(old), *ends} & {0, math.prod(new), *new_ends})))  # of as many elements
 
     def arrange(array: np.ndarray) -> np.ndarray:
-        before, after, i, j = list[int](), list[int](), 0, 0
-        while i < len(old) or j < len(new):  # the smallest groups of dims with as many elements
-            first, second = i, j
-            i, j = min(i + 1, len(old)), min(j + 1, len(new))
-            while np.prod(old[first:i], dtype=np.int64) != np.prod(new[second:j], dtype=np.int64):
-                if (np.prod(old[first:i], dtype=np.int64) < np.prod(new[second:j], dtype=np.int64) or j == len(new)) and i < len(old):
-                    i += 1
-                else:
-                    j += 1
-            is_equal = all(size == 1 for size in array.shape[first + 1 : i + 1])
-            before += [1] * (i - first) if is_equal else old[first:i]
-            after += [1] * (j - second) if is_equal else new[second:j]
+        before, after = list[int](), list[int]()
+        for first, last in groups:
+            dims, new_dims = ([dim for dim, end in enumerate(each) if first < end <= last] for each in (ends, new_ends))
+            is_equal = all(array.shape[dim + 1] == 1 for dim in dims)
+            before += [1 if is_equal else old[dim] for dim in dims]
+            after += [1 if is_equal else new[dim] for dim in new_dims]
         return whole(array, before).reshape(-1, *after)
 
     return arrange if 0 not in old else lambda array: array[(slice(None), *[slice(1)] * len(old))].reshape(-1, *[1] * len(new))
