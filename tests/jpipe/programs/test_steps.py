@@ -7,6 +7,7 @@ import math
 import pytest
 
 from jpipe import InputError, Plan, lower, simulate
+from jpipe.plan import excluded
 from jpipe.programs import ProgramError, _steps
 from jpipe.programs._instructions import Compute, Receive, Send, shifted
 from jpipe.programs._simulate import verify
@@ -46,7 +47,7 @@ def uses(plan):
     yield False, ()
     if plan.agree is not None and SCHEDULES[plan.schedule].flushes:
         yield True, ()
-    elif plan.agree is None and not SCHEDULES[plan.schedule].norm_refusal(plan):
+    elif plan.agree is None and not excluded(plan, skip_nonfinite=True):
         yield True, ((0, plan.depth - 1),)
 
 
