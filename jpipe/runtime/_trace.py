@@ -20,8 +20,8 @@ from jpipe.meshes._partition import shard_bytes
 from jpipe.ops import OPS
 from jpipe.plan import Plan
 from jpipe.programs._costs import StageCost
-from jpipe.programs._global_norm import route_of
 from jpipe.programs._instructions import Compute, SumSquares, Update, op_of
+from jpipe.programs._route import route_of
 from jpipe.programs._timeline import MemorySample, MemoryTimeline, Span, Timeline, whole_spans
 from jpipe.programs._transfers import Transfer
 from jpipe.programs.prediction import draw_grid

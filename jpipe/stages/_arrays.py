@@ -195,25 +195,22 @@ class Arrays:
         """The arrays that replicas sum for an update: accumulators, and layer state if they average it with each update."""
         return self.accumulators, self.averaged if self.functions.average_state == "update" else []
 
-    def reduced_part(self, number: int) -> tuple[Tree, list[Spec]]:
-        """Return the arrays that replicas sum for one part of the stage (`Stage.sum_parts`); the layer state is with the first part."""
-        accumulators, averaged = self.reduced
-        return self.functions.accumulators_of_part(accumulators, number), [] if number else averaged
+    @property
+    def sums(self) -> dict[str, tuple[Tree, list[Spec]]]:
+        """The arrays of `reduced` by the pieces of them that are summed each by itself (`AllReduce.piece`)."""
+        (accumulators, averaged), f = self.reduced, self.functions
+        parts = range(len(f.stage.sum_parts))
+        return {f" {part}": (f.accumulators_of_part(accumulators, part), [] if part else averaged) for part in parts} or {"": self.reduced}
 
     @property
     def sum_error(self) -> Tree:
         """What rounding has lost of the gradients of the replica, if their sums are compressed."""
         return None if self.functions.compressed_sums is None else self.accumulators["gradients"]
 
-    @property
-    def parts(self) -> list[int | None]:
-        """The numbers of the parts of the stage that are summed each by itself (`Stage.sum_parts`); None stands for the whole stage."""
-        return [*range(len(self.functions.stage.sum_parts))] or [None]
-
-    def sent_to_sum(self, part: int | None) -> tuple[Tree, list[Spec]]:
-        """Return what a replica gives to a sum that is compressed, or to the sum of one part of the stage."""
+    def sent_to_sum(self, piece: str) -> tuple[Tree, list[Spec]]:
+        """Return what a replica gives to one of `sums` that is compressed."""
         assert self.functions.compressed_sums is not None
-        accumulators, averaged = self.reduced if part is None else self.reduced_part(part)
+        accumulators, averaged = self.sums[piece]
         sent = specs_of_sent(self.functions.partition, self.functions.compressed_sums, accumulators["gradients"])
         return {**accumulators, "gradients": self.place.specs(*sent)}, averaged
 

@@ -84,7 +84,7 @@ def measure_bytes(
         accumulators=nbytes(a.accumulators),
         part_accumulators=tuple(nbytes(f.accumulators_of_part(a.accumulators, part)) for part in range(len(f.stage.sum_parts))),
         sum_error=nbytes(a.sum_error),
-        compressed_sums=() if f.compressed_sums is None else tuple(nbytes(a.sent_to_sum(part)[0]) for part in a.parts),
+        compressed_sums=() if f.compressed_sums is None else tuple(nbytes(a.sent_to_sum(piece)[0]) for piece in a.sums),
         squares=nbytes(squares_spec([len(f.counted)])),
         shared=tuple(
             nbytes([a.accumulators["gradients"][name] for name in names]) if f.number in stages else 0 for stages, names in f.sharing.groups

@@ -3,11 +3,13 @@
 from collections.abc import Collection, Sequence
 from itertools import chain
 
+from jpipe._frozen import NOTHING
 from jpipe._numbers import is_int
+from jpipe.capabilities.registry import uses_of
 from jpipe.errors import InputError, short
 from jpipe.plan import Plan, excluded
-from jpipe.programs._global_norm import transfer
 from jpipe.programs._instructions import Compute, Instruction, Load, Program
+from jpipe.programs._route import transfer
 from jpipe.programs.lowering._run import Run
 from jpipe.schedules import SCHEDULES
 
@@ -60,7 +62,7 @@ def lower(
     for argument, option, is_set in (("global_norm", "skip_nonfinite", global_norm), ("shared", "ties", bool(groups))):
         if reason := excluded(plan, **{option: is_set}):
             raise InputError(f"lower: {argument}: {reason.removeprefix(f'{option}: ')}")
-    run = Run(plan, start, batches, global_norm, groups, workers)
+    run = Run(plan, start, batches, uses_of(global_norm=global_norm, shared_parameters=groups), workers)
     if begin > start:
         run.go_on(begin, False)
     return run.program(batches, drain)
@@ -120,4 +122,4 @@ def lower_evaluation(
 def without_training(plan: Plan, instructions: Sequence[Instruction], workers: Collection[int] | None) -> Program:
     """Return a program that neither updates nor ends any batch."""
     chosen, no_batches = None if workers is None else frozenset(workers), (range(0),) * plan.depth
-    return Program(plan, 0, 0, 1, True, False, (), (False,) * plan.depth, (), range(0), no_batches, tuple(instructions), chosen)
+    return Program(plan, 0, 0, 1, True, NOTHING, (False,) * plan.depth, (), range(0), no_batches, tuple(instructions), chosen)

@@ -3,11 +3,11 @@
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from jpipe.capabilities.protocol import merged
+from jpipe.capabilities.protocol import MessageHooks, merged
 from jpipe.capabilities.registry import programs_of
 from jpipe.ops import OPS
 from jpipe.programs._costs import StageCost
-from jpipe.programs._instructions import Message, Program
+from jpipe.programs._instructions import Program
 
 
 class Change(NamedTuple):
@@ -42,7 +42,9 @@ class Prices:
 
     def __init__(self, program: Program, costs: Sequence[StageCost]) -> None:
         self.program, self.plan, self.costs = program, program.plan, costs
-        self._changes = CHANGES | merged("changes", [used.price for used in programs_of(program.plan) if used.price is not None])
+        used = programs_of(program.plan, program.uses)
+        self._messages: dict[str, MessageHooks] = merged("messages", used)
+        self._changes = CHANGES | merged("changes", [capability.price for capability in used if capability.price is not None])
 
     def seconds(self, s: int, op: str, part: int | None) -> float:
         """Return the time of an op, or of one part of it; "" stands for an update."""
@@ -81,9 +83,12 @@ class Prices:
             freed -= sum(arrays.size for arrays in passed if arrays.sender in op.parts and arrays.receiver not in after)
         return Change(made - freed, made + cost.temporary, residuals=residuals)
 
-    def message(self, message: Message, source: int, to: int) -> tuple[int, int, int]:
+    def message(self, message: str, source: int, to: int) -> tuple[int, int, int]:
         """Return the bytes that a message frees at its sender, its size, and the bytes that it adds at its receiver."""
-        (s, replica), (other, _), rank_of = self.plan.workers[source], self.plan.workers[to], self.plan.rank_of
+        if message in self._messages:
+            freed, size, added = self._messages[message].price(self, source, to)
+            return freed, size, added
+        (s, _), (other, _), rank_of = self.plan.workers[source], self.plan.workers[to], self.plan.rank_of
         cost, receiver = self.costs[s], self.costs[other]
         match message:
             case "activation":
@@ -96,12 +101,10 @@ class Prices:
                 return self.squares(s), 0, self.squares(s)  # too little to take time beyond the latency
             case "shared":
                 return 0, self.shared(s, other), self.shared(s, other)
-            case "weights":
-                return 0, self.share(s, [replica]), self.share(s, [replica])
             case _:
                 return 0, 0, 0
 
-    def sends(self, message: Message, source: int, to: int) -> Change:
+    def sends(self, message: str, source: int, to: int) -> Change:
         """Return the bytes of a message at its sender."""
         freed, size, _ = self.message(message, source, to)
         return Change(-freed, sent=size if self.plan.rank_of[source] != self.plan.rank_of[to] else 0)
@@ -114,12 +117,14 @@ class Prices:
         cost, others = self.costs[s], self.plan.replicas[s] - 1
         if what == "sum" and cost.compressed_sums:
             return others * cost.compressed_sums[part or 0], 1
-        of_gradients = cost.accumulators if part is None else cost.accumulators_of_part(part, self.plan.stages[s])
-        return 2 * others / (others + 1) * (of_gradients if what == "sum" else cost.trained), 2
+        size = cost.accumulators if part is None else cost.accumulators_of_part(part, self.plan.stages[s])
+        if what != "sum":
+            size = self._messages[what].price(self, s)
+        return 2 * others / (others + 1) * size, 2
 
     def shared(self, s: int, other: int) -> int:
         """Return the size of the gradients of shared parameters that one stage sends to another."""
-        sizes = zip(self.program.shared, self.costs[s].shared, strict=False)
+        sizes = zip(self.program.uses.get("shared_parameters", ()), self.costs[s].shared, strict=False)
         return sum(size for stages, size in sizes if {s, other} <= set(stages))
 
     def share(self, s: int, replicas: Sequence[int]) -> int:
@@ -129,11 +134,6 @@ class Prices:
     def squares(self, s: int) -> int:
         """Return the size of the sums of squares of a stage and all later ones."""
         return sum(cost.squares for cost in self.costs[s:])
-
-    def kept(self, s: int, what: str) -> int:
-        """Return the size of something that may wait in host memory."""
-        cost = self.costs[s]
-        return {"optimizer": cost.optimizer, "versions": cost.trained, "residuals": cost.residuals, "stash": cost.stash}[what]
 
 
 def _begin(prices: Prices, cost: StageCost, s: int, versions: int, optimizer_in_host: bool) -> Change:

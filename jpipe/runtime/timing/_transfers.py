@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jpipe.capabilities.protocol import hooks
+from jpipe.capabilities.protocol import hooks, merged
 from jpipe.capabilities.registry import runtimes_of
 from jpipe.meshes._partition import shard_bytes
 from jpipe.ops import OPS, Leaves
@@ -160,9 +160,9 @@ def _received(i: Receive, state: WorkerState, plan: Plan) -> Tree:
         return state.microbatches[i.microbatch].inputs
     if i.message == "gradient":
         return state.microbatches[i.microbatch].message
-    update = i.microbatch // plan.microbatches
-    if i.message == "weights":
-        return state.weights.read(update + 1)
+    update, message = i.microbatch // plan.microbatches, merged("messages", runtimes_of(plan)).get(i.message)
+    if message is not None:
+        return message.received(state, i, update)
     pending = state.updates[update]
     if i.message == "shared":
         assert pending.received is not None
@@ -189,9 +189,7 @@ def _sent(summed: Tree, plan: Plan, replicas: int) -> float:
 def _summed(i: AllReduce, state: WorkerState) -> Tree:
     """Return the sum that a worker has just begun to receive; None: other replicas of this process have still to give their parts."""
     pending = state.updates.get(i.batch)
-    if pending is None or i.part is None:
-        return None if pending is None else pending.summed
-    return (pending.summed or {}).get(i.part)
+    return None if pending is None else pending.summed if not i.piece else pending.others.get(f"summed{i.piece}")
 
 
 def _producers(moved: _Moved, plan: Plan) -> list[Computation]:

@@ -11,6 +11,7 @@ import pytest
 
 import jpipe
 from jpipe import Plan
+from jpipe.capabilities.registry import uses_of
 from jpipe.ops import OPS, Op
 from jpipe.plan import excluded
 from jpipe.programs import _verify as verify
@@ -95,7 +96,7 @@ BATCHES = 5
 
 def reported(plan, norm, drains):
     """Return the batches whose losses, and those whose norms, steps and drains report, with any repetitions."""
-    steps = Steps(plan, norm)
+    steps = Steps(plan, uses_of(global_norm=norm))
     losses, norms, start = list[int](), list[int](), 0
     for batch in range(BATCHES + 1):
         for drain in [True, False] if batch in drains or batch == BATCHES else [False]:

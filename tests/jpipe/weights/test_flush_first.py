@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jpipe import InputError, Pipeline, Plan, lower, simulate
+from jpipe.capabilities.registry import uses_of
 from jpipe.plan import excluded
 from jpipe.programs._instructions import shifted
 from jpipe.programs._steps import Steps
@@ -37,7 +38,7 @@ def test_programs_are_verified_and_those_of_the_steps_are_the_same_run(fields, s
     for span in (span for spans in simulate(whole).timeline for span in spans):
         batch = span.microbatch // plan.microbatches
         assert batch >= plan.flush_first or span.version == batch
-    steps, joined, empty = Steps(plan, norm), [], start
+    steps, joined, empty = Steps(plan, uses_of(global_norm=norm)), [], start
     for batch in range(start, end + 1):
         program, shift = steps.program(batch - empty, batch, drain=batch == end)
         joined += [shifted(i, plan, shift) for i in program.instructions]
