@@ -123,7 +123,7 @@ class Verifier:
     def _compute(self, i: Compute) -> None:
         op, k = op_of(i, self.plan), i.microbatch
         if op.reads != "inputs":
-            self._need(op.reads, k, i)
+            self.need(op.reads, k, i)
         for kind in self._kinds_read(op.reads):
             self.take(kind, k)
         self._check_order_and_version(i)
@@ -208,10 +208,10 @@ class Verifier:
             k = last_microbatch(self.plan, i.batch)
             self._need_norm(k)
             self._norms = {known for known in self._norms if known >= k}
-        self._need("optimizer", 0, i)
-        self._need("versions", i.batch, i)
+        self.need("optimizer", 0, i)
+        self.need("versions", i.batch, i)
         if i.retires is not None:
-            self._need("versions", i.retires, i)
+            self.need("versions", i.retires, i)
             self._free(i.retires, i)
         self.versions.add(i.batch + 1)
         for hook in self._updated:
@@ -245,13 +245,13 @@ class Verifier:
         if version not in self.versions:
             self.fail(f"{i} reads version {version}, alive are {sorted(self.versions)}")
         self._check_whole(version, i)
-        self._need("versions", version, i)
+        self.need("versions", version, i)
 
     def _held_before(self, batch: int) -> set[tuple[str, int]]:
         """Return the buffers that capabilities hold where the pipeline is empty before a batch."""
         return {buffer for hook in self._held for buffer in hook(batch)}
 
-    def _need(self, what: str, number: int, i: Instruction) -> None:
+    def need(self, what: str, number: int, i: Instruction) -> None:
         """Check that something that an instruction reads is where it can be read."""
         for hook in self._needs:
             hook(what, number, i)

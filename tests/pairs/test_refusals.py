@@ -12,7 +12,7 @@ from tests.pairs.draw import ROWS, SameOption, Setting, schedules_of, setting_of
 
 EXCLUDED = {
     "rare agreement": {  # docs/how-to/agree-rarely.md
-        *("shared optimizer", "sums in parts", "updates of replicas", "host memory", "compressed sums"),
+        *("shared optimizer", "sums in parts", "updates of replicas", "compressed sums"),
         *("averaged weights", "delay correction", "dynamic loss scale"),
     },
     "shared optimizer": {"averaged weights", "updates of replicas"},  # docs/how-to/meshes.md

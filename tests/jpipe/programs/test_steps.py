@@ -27,7 +27,7 @@ OPTIONS = (
     {"split_backward": "early", "extra_in_flight": 1},
     {"update_every": "replicas"},
     {"agree": {"every": 2}},
-    {"agree": {"every": 3, "fragments": "stages", "delay": 2}},
+    {"agree": {"every": 3, "fragments": "stages", "delay": 2}, "offload": {"optimizer": "all", "versions": "all"}},
 )
 
 
