@@ -111,7 +111,7 @@ class Verifier:
         if self.versions != needed:
             self.fail(f"versions {sorted(self.versions)} are left, expected {sorted(needed)}")
         for version in sorted(self.versions):
-            self._check_whole(version, "the end")
+            self.check_whole(version, "the end")
         for hook in self._end:
             hook()
 
@@ -199,7 +199,7 @@ class Verifier:
         latest = max(self.versions, default=None)
         if i.batch != latest:
             self.fail(f"{i} at version {latest}, expected version {i.batch}")
-        self._check_whole(i.batch, i)
+        self.check_whole(i.batch, i)
         self._take_sum(i.batch)
         if not self._sets_aside:
             self._accumulated = 0
@@ -244,7 +244,7 @@ class Verifier:
             self.fail(f"{i} reads version {i.version}, the formula says {version}")
         if version not in self.versions:
             self.fail(f"{i} reads version {version}, alive are {sorted(self.versions)}")
-        self._check_whole(version, i)
+        self.check_whole(version, i)
         self.need("versions", version, i)
 
     def _held_before(self, batch: int) -> set[tuple[str, int]]:
@@ -262,7 +262,7 @@ class Verifier:
         if i.message != "squares" and (not 0 <= s < self.plan.depth or other != self.plan.worker(s, i.microbatch)):
             self.fail(f"{i}: worker {other} does not run microbatch {i.microbatch} at stage {s}")
 
-    def _check_whole(self, version: int, where: object) -> None:
+    def check_whole(self, version: int, where: object) -> None:
         """Check that a version is complete."""
         for hook in self._whole:
             hook(version, where)

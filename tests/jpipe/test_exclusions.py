@@ -18,7 +18,6 @@ OF_PLANS = {
     "chunks_per_rank": {"chunks_per_rank": 2},
     "links.sums": {"links": {"sums": "int8"}},
     "agree": {"agree": {"every": 2}},
-    "offload": {"offload": {"optimizer": "all"}},
     "offload.versions": {"offload": {"versions": "all"}},
     "offload.residuals": {"offload": {"residuals": [1]}},
     "offload.stash": {"offload": {"stash": "all"}},
