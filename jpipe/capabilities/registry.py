@@ -1,6 +1,6 @@
 """The list of all capabilities: what they add to plans, and one line for each. To remove one, remove its lines and its folder."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cache
 from importlib import import_module
 from typing import Any
@@ -10,15 +10,18 @@ import pydantic
 from jpipe._frozen import FrozenMapping
 from jpipe.capabilities.agreement.option import OPTION as AGREEMENT
 from jpipe.capabilities.agreement.option import Agreement, OuterOptimizer
+from jpipe.capabilities.compressed_messages.option import BLOCK, Kind, Links, Message
+from jpipe.capabilities.compressed_messages.option import OPTION as COMPRESSED_MESSAGES
 from jpipe.capabilities.host_memory.option import OPTION as HOST_MEMORY
 from jpipe.capabilities.host_memory.option import HostMemory, Kept
-from jpipe.capabilities.protocol import Option, ProgramHooks, RuntimeHooks
+from jpipe.capabilities.protocol import Exchange, Option, ProgramHooks, RuntimeHooks
 from jpipe.capabilities.shared_optimizer.option import OPTION as SHARED_OPTIMIZER
 
 OPTIONS: Sequence[Option] = [
     AGREEMENT,
     HOST_MEMORY,
     SHARED_OPTIMIZER,
+    COMPRESSED_MESSAGES,
 ]
 
 __all__ = [  # what `jpipe.plan` exports of them
@@ -27,11 +30,13 @@ __all__ = [  # what `jpipe.plan` exports of them
     "Kept",
     "OuterOptimizer",
 ]
+__all__ += ["BLOCK", "Kind", "Links", "Message"]
 
 
 class Options(pydantic.BaseModel):
     """The fields of a plan that belong to capabilities."""
 
+    links: Links | None = None
     shard_optimizer: bool = False
     agree: Agreement | None = None
     offload: HostMemory | None = None
@@ -77,6 +82,12 @@ def values_of(plan: Any) -> dict[str, Any]:
     """Return what a plan says of the capabilities that have programs of their own, by field."""
     used = [(option.field, option.room) for option in OPTIONS if option.is_set(plan)]
     return {field: getattr(plan, field) for field, room in used if field is not None and runtimes()[room].calls is not None}
+
+
+def exchange_of(values: Mapping[str, Any]) -> Exchange:
+    """Return how workers exchange activations and gradients, from `values_of` a plan."""
+    made = ((runtimes()[option.room].exchange, values.get(str(option.field))) for option in OPTIONS)
+    return next((exchange(value) for exchange, value in made if exchange is not None and value is not None), Exchange())
 
 
 def has_parallel_pipelines(plan: Any) -> bool:

@@ -40,12 +40,6 @@ EXCLUSIONS = (
     *(exclusion for option in OPTIONS for exclusion in option.exclusions),
     Exclusion("clip_stage_norm", "clip_global_norm", "gradients are clipped by one norm"),
     Exclusion("clip_stage_norm", "ties", "each stage would clip its copy by another norm", f"use clip_global_norm, or {_TO_ONE_STAGE}"),
-    Exclusion(
-        "ties",
-        "links.sums",
-        "gradients of shared parameters are summed between stages, where nothing is compressed",
-        f"{_TO_ONE_STAGE}, or remove one of them",
-    ),
     *(
         Exclusion(
             option,

@@ -176,7 +176,12 @@ EXCLUSIONS = (
     ),
     Exclusion("ema_decay", "agree", "each pipeline would average weights of its own, and not the agreed ones"),
     Exclusion("delay_correction", "agree", "the pipelines would agree on predicted weights"),
-    Exclusion("ties", "agree", _OWN_GRADIENTS, "put the layers that share a parameter into one stage, or remove one of them"),
+    Exclusion(
+        "ties",
+        "agree",
+        "without a flush pipelines sum their gradients of shared parameters too late, and fragments would agree on each copy by itself",
+        "put the layers that share a parameter into one stage, or remove one of them",
+    ),
 )
 """What pipelines that agree cannot be combined with."""
 

@@ -18,7 +18,7 @@ class Change(NamedTuple):
         while_running: how many more arrays are on the device while it runs than before.
         sent: the bytes that it sends to other ranks.
         residuals: the part of `live` that residuals and stashes have.
-        optimizer: the part of `live` that optimizer state has, with the errors of compressed sums.
+        optimizer: the part of `live` that optimizer state has, with what capabilities keep beside it.
         in_host: in host memory, where a capability keeps something.
         moved: the bytes that it moves to host memory or back.
     """
@@ -112,11 +112,11 @@ class Prices:
     def sum(self, what: str, s: int, part: int | None) -> tuple[float, int]:
         """Return the bytes that each replica of a stage sends for a sum, and how often something goes around the ring of replicas.
 
-        What is compressed goes around once, and each replica adds it up; otherwise shares go around, and then their sums.
+        What replicas gather goes around once, and each adds it up; otherwise shares go around, and then their sums.
         """
         cost, others = self.costs[s], self.plan.replicas[s] - 1
-        if what == "sum" and cost.compressed_sums:
-            return others * cost.compressed_sums[part or 0], 1
+        if what == "sum" and cost.gathered:
+            return others * cost.gathered[part or 0], 1
         size = cost.accumulators if part is None else cost.accumulators_of_part(part, self.plan.stages[s])
         if what != "sum":
             size = self._messages[what].price(self, s)
@@ -137,14 +137,14 @@ class Prices:
 
 
 def _begin(prices: Prices, cost: StageCost, s: int, versions: int, optimizer_in_host: bool) -> Change:
-    optimizer = cost.sum_error + (0 if optimizer_in_host else cost.optimizer)
+    optimizer = cost.kept + (0 if optimizer_in_host else cost.optimizer)
     live = versions * cost.trained + cost.frozen + cost.state + cost.accumulators + optimizer
     return Change(live, optimizer=optimizer, in_host=cost.optimizer if optimizer_in_host else 0)
 
 
 def _sum(prices: Prices, cost: StageCost, s: int, part: int | None) -> Change:
     """Return what a replica holds and sends for a sum: gradients, then what all have sent, which is taken to come together."""
-    held = prices.plan.replicas[s] * cost.compressed_sums[part or 0] + cost.temporary if cost.compressed_sums else 0
+    held = prices.plan.replicas[s] * cost.gathered[part or 0] + cost.temporary if cost.gathered else 0
     return Change(0, held, round(prices.sum("sum", s, part)[0]))
 
 
