@@ -7,7 +7,8 @@ import jax
 import pytest
 
 from jpipe import InputError
-from tests.pairs.capabilities import CAPABILITIES
+from jpipe.capabilities.registry import OPTIONS
+from tests.pairs.capabilities import CAPABILITIES, OF_ROOMS
 from tests.pairs.draw import ROWS, SameOption, Setting, schedules_of, setting_of
 
 EXCLUDED = {
@@ -38,6 +39,11 @@ def refusal(pair, seed, schedule=None) -> tuple[Setting, str]:
     except InputError as error:
         return setting, str(error)
     return setting, ""
+
+
+def test_every_room_brings_its_part_of_the_reference():
+    assert {option.room for option in OPTIONS} <= OF_ROOMS.keys()
+    assert all(OF_ROOMS.values())
 
 
 @pytest.mark.parametrize("name", EXCLUDED)
