@@ -30,8 +30,9 @@ ROOM = "compressed_messages"
 # Messages between stages ---------------------------------------------------------------------------------------------------
 
 
-def exchange(links: Links) -> Exchange:
+def exchange(values: Mapping[str, Any]) -> Exchange:
     """Return how messages between stages and sums are compressed."""
+    links: Links = values["links"]
     kinds = {"activation": links.activations, "gradient": links.gradients}
 
     def encode(message: str, tree: Tree, stage: int, rng: tuple[Any, Any] | None) -> Tree:
