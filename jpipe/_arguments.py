@@ -137,18 +137,18 @@ def checked_arguments(plan: Plan, precision: Precision, **arguments: Any) -> dic
     Args:
         plan: of the pipeline.
         precision: of the pipeline.
-        arguments: the other options by name; None for one that is not set.
+        arguments: the other options by name; None or False for one that is not set.
 
     Returns:
         All options by name, as in `excluded`.
     """
     arguments["precision: params"] = precision.params if precision.has_masters else None
-    arguments["precision: loss_scale: dynamic"] = True if precision.dynamic_scale is not None else None
-    if reason := excluded(plan, **arguments):
-        raise InputError(reason)
+    arguments["precision: loss_scale: dynamic"] = precision.dynamic_scale is not None
     for option in OPTIONS:
         if option.check_arguments is not None:
-            option.check_arguments(plan, arguments)
+            option.check_arguments(arguments)
+    if reason := excluded(plan, **arguments):
+        raise InputError(reason)
     return arguments
 
 

@@ -175,9 +175,8 @@ class Pipeline:
         self.ema_decay = None if ema_decay is None else float(ema_decay)
         self.delay_factor = checked_delay_factor(delay_correction)
         norms = {"clip_global_norm": self.clip_global_norm, "clip_stage_norm": self.clip_stage_norm}
-        others = {"ema_decay": self.ema_decay, "delay_correction": self.delay_factor}
-        skips = None if skip_nonfinite is False else skip_nonfinite
-        arguments = checked_arguments(plan, precision, **norms, skip_nonfinite=skips, **others)
+        others = {"skip_nonfinite": skip_nonfinite, "ema_decay": self.ema_decay, "delay_correction": self.delay_factor}
+        arguments = checked_arguments(plan, precision, **norms, **others)
         self._explicit_devices = None if devices is None else checked_devices(devices)
         self._builder = StageBuilder(self.stack, plan, loss, optimizer, precision, self.ema_decay, self.delay_factor, arguments)
         self._steps = Steps(plan, uses_of(global_norm=self.uses_global_norm, shared_parameters=self._shared_stages()))
@@ -215,9 +214,6 @@ class Pipeline:
         names = [name for _, names in sharing.groups for name in names]
         if reason := excluded(self.plan, ties=names or None):
             raise InputError(reason)
-        if names and (why := SCHEDULES[self.plan.schedule].norm_refusal(self.plan)):
-            shared = ", ".join(f"'{name}'" for name in names)
-            raise InputError(f"ties: stages share {shared}, and {why}, or put the layers that share a parameter into one stage")
         return tuple(stages for stages, _ in sharing.groups)
 
     # What a user calls -------------------------------------------------------------------------------------------------

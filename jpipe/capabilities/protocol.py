@@ -50,8 +50,8 @@ class Option:
         field: the field of the plan, which is None or False where the plan does not use the capability; None if it is in no plan: then it
             is used where its room is among what a program `uses`.
         check: `(plan) -> None`, raises ValueError if the value does not fit the plan; only called where it is set.
-        refusal: `(plan, value) -> str`, why no program of a plan can use it beside, or "".
-        check_arguments: `(plan, arguments) -> None`, raises InputError for arguments of a pipeline, by name as in `excluded`.
+        stands_for: where it is in no plan, the argument of a pipeline whose exclusions hold for programs that use it.
+        check_arguments: `(arguments) -> None`, raises InputError for values of arguments of a pipeline, by name as in `excluded`.
         of_arguments: `(arguments, entries) -> value | None` in `StageFunctions.capabilities`, where it comes from arguments of a pipeline;
             `entries` are those that each stage counts.
         exclusions: what the option cannot be combined with. Each pair of options is in one list.
@@ -63,8 +63,8 @@ class Option:
     room: str
     field: str | None
     check: Callable[[Any], None] | None = None
-    refusal: Callable[[Any, Any], str] | None = None
-    check_arguments: Callable[[Any, Any], None] | None = None
+    stands_for: str = ""
+    check_arguments: Callable[[Any], None] | None = None
     of_arguments: Callable[[Any, Any], Any] | None = None
     exclusions: tuple[Exclusion, ...] = ()
     parallel_pipelines: bool = False
@@ -310,7 +310,7 @@ class RuntimeHooks:
     Instructions and messages:
         handlers: by the type of its instructions, `(Worker, instruction) -> None`.
         messages: by `Send.message`, how one runs.
-        exchange: `(value in the plan) -> Exchange` of activations and gradients.
+        exchange: `(values by field of the plan) -> Exchange` of activations and gradients.
         summed: `(Arrays) -> specs` of what the replicas of a stage sum in place of gradients.
 
     Programs of a stage:

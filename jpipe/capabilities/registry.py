@@ -17,7 +17,6 @@ from jpipe.capabilities.host_memory.option import OPTION as HOST_MEMORY
 from jpipe.capabilities.host_memory.option import HostMemory, Kept
 from jpipe.capabilities.protocol import Exchange, Option, ProgramHooks, RuntimeHooks, UpdateHooks
 from jpipe.capabilities.shared_optimizer.option import OPTION as SHARED_OPTIMIZER
-from jpipe.errors import nearest
 
 OPTIONS: Sequence[Option] = [
     GLOBAL_NORM,
@@ -37,7 +36,19 @@ __all__ += ["BLOCK", "Kind", "Links", "Message"]
 
 
 class Options(pydantic.BaseModel):
-    """The fields of a plan that belong to capabilities."""
+    """The fields of a plan, and keys of a config, that belong to capabilities.
+
+    Attributes:
+        links: messages between stages, and what replicas sum, are compressed, see `jpipe.plan.Links`. None, the default: they are sent
+            as they are.
+        shard_optimizer: replicas of a stage share its optimizer state (ZeRO stage 1): each updates some of the layers, and they send each
+            other what they have updated. The numbers are the same. With update_every "batch". False by default.
+        agree: the replicas of all stages, equally many, are parallel pipelines: each makes its own updates, without sums of gradients, and
+            they agree on their weights rarely (DiLoCo), see `jpipe.plan.Agreement`. None, the default: replicas sum their
+            gradients for each update.
+        offload: what waits in the memory of the host while no computation needs it, see `jpipe.plan.HostMemory`. None, the default:
+            everything is on the devices.
+    """
 
     links: Links | None = None
     shard_optimizer: bool = False
@@ -66,15 +77,9 @@ def uses_of(**values: Any) -> FrozenMapping[Any]:
     return FrozenMapping({name: value for name, value in sorted(values.items()) if value})
 
 
-def refusal(plan: Any, uses: Mapping[str, Any]) -> str:
-    """Return why no program of a plan can use something beside it, or ""."""
-    known = {option.room: option for option in OPTIONS if option.field is None}
-    for name, value in uses.items():
-        if name not in known:
-            return f"{name}: unknown; {nearest(name, known)}"
-        if value and (check := known[name].refusal) is not None and (reason := check(plan, value)):
-            return f"{name}: {reason}"
-    return ""
+def known_beside() -> dict[str, Option]:
+    """Return the capabilities that are in no plan, by their names in what a program `uses`."""
+    return {option.room: option for option in OPTIONS if option.field is None}
 
 
 def programs_of(plan: Any, uses: Collection[str] = ()) -> list[ProgramHooks]:
@@ -112,8 +117,8 @@ def values_of(plan: Any, arguments: Mapping[str, Any] = NOTHING, entries: Sequen
 
 def exchange_of(values: Mapping[str, Any]) -> Exchange:
     """Return how workers exchange activations and gradients, from `values_of` a plan."""
-    made = ((runtimes()[option.room].exchange, values.get(str(option.field))) for option in OPTIONS)
-    return next((exchange(value) for exchange, value in made if exchange is not None and value is not None), Exchange())
+    made = (hooks.exchange(values) for hooks in runtimes_for(values).values() if hooks.exchange is not None)
+    return next(made, Exchange())
 
 
 def has_parallel_pipelines(plan: Any) -> bool:

@@ -109,7 +109,7 @@ class Verifier:
         if self.versions != needed:
             self.fail(f"versions {sorted(self.versions)} are left, expected {sorted(needed)}")
         for version in sorted(self.versions):
-            self._check_whole(version, "the end")
+            self.check_whole(version, "the end")
         for hook in self._end:
             hook()
 
@@ -121,7 +121,7 @@ class Verifier:
     def _compute(self, i: Compute) -> None:
         op, k = op_of(i, self.plan), i.microbatch
         if op.reads != "inputs":
-            self._need(op.reads, k, i)
+            self.need(op.reads, k, i)
         for kind in self._kinds_read(op.reads):
             self.take(kind, k)
         self._check_order_and_version(i)
@@ -180,15 +180,15 @@ class Verifier:
         latest = max(self.versions, default=None)
         if i.batch != latest:
             self.fail(f"{i} at version {latest}, expected version {i.batch}")
-        self._check_whole(i.batch, i)
+        self.check_whole(i.batch, i)
         self._take_sum(i.batch)
         if not self._sets_aside:
             self._accumulated = 0
         self._take_all_shared(last_microbatch(self.plan, i.batch))
-        self._need("optimizer", 0, i)
-        self._need("versions", i.batch, i)
+        self.need("optimizer", 0, i)
+        self.need("versions", i.batch, i)
         if i.retires is not None:
-            self._need("versions", i.retires, i)
+            self.need("versions", i.retires, i)
             self._free(i.retires, i)
         self.versions.add(i.batch + 1)
         for hook in self._updated:
@@ -221,14 +221,14 @@ class Verifier:
             self.fail(f"{i} reads version {i.version}, the formula says {version}")
         if version not in self.versions:
             self.fail(f"{i} reads version {version}, alive are {sorted(self.versions)}")
-        self._check_whole(version, i)
-        self._need("versions", version, i)
+        self.check_whole(version, i)
+        self.need("versions", version, i)
 
     def _held_before(self, batch: int) -> set[tuple[str, int]]:
         """Return the buffers that capabilities hold where the pipeline is empty before a batch."""
         return {buffer for hook in self._held for buffer in hook(batch)}
 
-    def _need(self, what: str, number: int, i: Instruction) -> None:
+    def need(self, what: str, number: int, i: Instruction) -> None:
         """Check that something that an instruction reads is where it can be read."""
         for hook in self._needs:
             hook(what, number, i)
@@ -239,7 +239,7 @@ class Verifier:
         if not 0 <= s < self.plan.depth or other != self.plan.worker(s, i.microbatch):
             self.fail(f"{i}: worker {other} does not run microbatch {i.microbatch} at stage {s}")
 
-    def _check_whole(self, version: int, where: object) -> None:
+    def check_whole(self, version: int, where: object) -> None:
         """Check that a version is complete."""
         for hook in self._whole:
             hook(version, where)

@@ -6,9 +6,9 @@ from typing import Any
 
 from jpipe._frozen import NOTHING
 from jpipe._numbers import is_int
-from jpipe.capabilities.registry import refusal, uses_of
-from jpipe.errors import InputError, short
-from jpipe.plan import Plan
+from jpipe.capabilities.registry import known_beside, uses_of
+from jpipe.errors import InputError, nearest, short
+from jpipe.plan import Plan, excluded
 from jpipe.programs._instructions import Compute, Instruction, Load, Program
 from jpipe.programs._route import transfer
 from jpipe.programs.lowering._run import Run
@@ -55,15 +55,19 @@ def lower(
         raise InputError(f"lower: expected integers, found start {short(start)}, begin {short(begin)}, batches {short(batches)}")
     if not 0 <= start <= begin <= batches:
         raise InputError(f"lower: expected 0 ≤ start ≤ begin ≤ batches, found start {start}, begin {begin}, batches {batches}")
-    if reason := refusal(plan, uses):
-        raise InputError(f"lower: {reason}")
-    if plan.has_parallel_pipelines and shared:
-        raise InputError("lower: shared: expected none for pipelines that agree; remove it")
     if workers is not None and not {*workers} <= {*range(len(plan.workers))}:
         raise InputError(
             f"lower: workers: expected numbers of workers of the plan, below {len(plan.workers)}, found {short(list(workers))}"
         )
-    run = Run(plan, start, batches, uses_of(**uses, shared_parameters=_checked_groups(shared, plan)), workers)
+    groups = _checked_groups(shared, plan)
+    if reason := excluded(plan, ties=bool(groups)):
+        raise InputError(f"lower: shared: {reason.removeprefix('ties: ')}")
+    for name, value in uses.items():
+        if (option := known_beside().get(name)) is None:
+            raise InputError(f"lower: {name}: unknown; {nearest(name, known_beside())}")
+        if reason := excluded(plan, **{option.stands_for: bool(value)}):
+            raise InputError(f"lower: {name}: {reason.removeprefix(f'{option.stands_for}: ')}")
+    run = Run(plan, start, batches, uses_of(**uses, shared_parameters=groups), workers)
     if begin > start:
         run.go_on(begin, False)
     return run.program(batches, drain)
@@ -74,8 +78,6 @@ def _checked_groups(shared: Sequence[Sequence[int]], plan: Plan) -> tuple[tuple[
     for stages in groups:
         if len(stages) < 2 or list(stages) != sorted(set(stages)) or not set(stages) <= set(range(plan.depth)):
             raise InputError(f"lower: shared: expected two or more stages of {plan.depth} in order, found {short(stages)}")
-    if groups and (reason := SCHEDULES[plan.schedule].norm_refusal(plan)):
-        raise InputError(f"lower: shared: {reason}")
     return groups
 
 
