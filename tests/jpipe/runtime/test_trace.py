@@ -246,7 +246,7 @@ def test_pipelines_that_agree_wait_for_each_other_only_to_read_what_they_have_ag
     assert of_norm == {(3, "U", 0, 0): finish(1, 3)}, "the norm ends at the pipeline's first stage"
     program = [i for i in lower(plan, 3).instructions if isinstance(i, (Compute, Update))]
     ranks = [[_Computation(i, jax.devices()[0], 0.0, 0.0) for i in program if i.worker == w] for w in range(4)]
-    updates = {key: [k for k in before if k[1] == "U"] for key, before in _waits_for(ranks, plan, False).items()}
+    updates = {key: [k for k in before if k[1] == "U"] for key, before in _waits_for(ranks, plan, ()).items()}
     for w in range(4):
         both = plan.stage_workers[w // 2]
         assert {(other, "U", 1, 0) for other in both} <= set(updates[w, "F", 8 + w % 2, 0])
