@@ -49,8 +49,12 @@ class Option:
         room: the name of its folder.
         field: the field of the plan, which is None or False where the plan does not use the capability; None if it is in no plan: then it
             is used where its room is among what a program `uses`.
+        of_stages: whether it is a field of each stage instead, which is empty where the stage does not use it.
         check: `(plan) -> None`, raises ValueError if the value does not fit the plan; only called where it is set.
         exclusions: what the option cannot be combined with. Each pair of options is in one list.
+        even: `(value, stages) -> stages`, the fields of stages with an argument of `Plan.even`, which has the name of the field.
+        with_layers: `(stage, layers) -> fields` that a stage has with other layers.
+        text: `(stage) -> str`, what the text of a plan says after the replicas of a stage.
         parallel_pipelines: whether the replicas of a plan that uses it are parallel pipelines, which update by themselves: they sum no
             gradients for their updates.
         divides_updates: whether the replicas of a stage update different entries of its weights.
@@ -58,15 +62,26 @@ class Option:
 
     room: str
     field: str | None
+    of_stages: bool = False
     check: Callable[[Any], None] | None = None
     exclusions: tuple[Exclusion, ...] = ()
+    even: Hook | None = None
+    with_layers: Hook | None = None
+    text: Hook | None = None
     parallel_pipelines: bool = False
     divides_updates: bool = False
 
     def is_set(self, plan: Any) -> bool:
         """Return whether a plan uses the capability."""
-        value = None if self.field is None else getattr(plan, self.field)
+        value = self.value(plan)
         return value is not None and value is not False
+
+    def value(self, plan: Any) -> Any:
+        """Return what a plan says of it: None or False if it does not use it; of stages the values of all of them."""
+        if self.field is None or not self.of_stages:
+            return None if self.field is None else getattr(plan, self.field)
+        values = tuple(getattr(stage, self.field) for stage in plan.stages)
+        return values if any(values) else None
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """The list of all capabilities: what they add to plans, and one line for each. To remove one, remove its lines and its folder."""
 
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from typing import Any
@@ -14,11 +15,14 @@ from jpipe.capabilities.host_memory.option import OPTION as HOST_MEMORY
 from jpipe.capabilities.host_memory.option import HostMemory, Kept
 from jpipe.capabilities.protocol import Option, ProgramHooks, RuntimeHooks
 from jpipe.capabilities.shared_optimizer.option import OPTION as SHARED_OPTIMIZER
+from jpipe.capabilities.sums_in_parts.option import OPTION as SUMS_IN_PARTS
+from jpipe.capabilities.sums_in_parts.option import PartCosts, StageInParts
 
 OPTIONS: Sequence[Option] = [
     AGREEMENT,
     HOST_MEMORY,
     SHARED_OPTIMIZER,
+    SUMS_IN_PARTS,
 ]
 
 __all__ = [  # what `jpipe.plan` exports of them
@@ -35,6 +39,20 @@ class Options(pydantic.BaseModel):
     shard_optimizer: bool = False
     agree: Agreement | None = None
     offload: HostMemory | None = None
+
+
+class StageOptions(
+    StageInParts,
+    pydantic.BaseModel,
+):
+    """The fields of a stage that belong to capabilities."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Costs(
+    PartCosts,
+):
+    """The fields of the cost of a stage that belong to capabilities."""
 
 
 @cache
@@ -75,8 +93,16 @@ def runtimes_for(fields: Collection[str]) -> dict[str, RuntimeHooks]:
 
 def values_of(plan: Any) -> dict[str, Any]:
     """Return what a plan says of the capabilities that have programs of their own, by field."""
-    used = [(option.field, option.room) for option in OPTIONS if option.is_set(plan)]
-    return {field: getattr(plan, field) for field, room in used if field is not None and runtimes()[room].calls is not None}
+    used = [option for option in OPTIONS if option.field is not None and option.is_set(plan)]
+    return {str(option.field): option.value(plan) for option in used if runtimes()[option.room].calls is not None}
+
+
+def with_options(stages: Sequence[dict[str, Any]], **values: Any) -> Sequence[dict[str, Any]]:
+    """Return the fields of even stages with what capabilities make of arguments of `Plan.even`."""
+    for option in OPTIONS:
+        if option.even is not None and option.field in values:
+            stages = option.even(values[option.field], stages)
+    return stages
 
 
 def has_parallel_pipelines(plan: Any) -> bool:

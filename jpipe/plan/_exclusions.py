@@ -59,7 +59,7 @@ def _by_stage(plan: "jpipe.Plan", arguments: Mapping[str, Any], fields: Mapping[
     """Return the value of an option for each stage for which it is set: for all, if it is not an option of single stages."""
     name, _, part = key.partition(".")
     if name == "stages":
-        values = {s: getattr(stage, part) for s, stage in enumerate(plan.stages)}
+        values = {s: getattr(stage, part) for s, stage in enumerate(plan.stages) if part in _STAGE}
         return {s: value for s, value in values.items() if value != _STAGE[part].default}
     value, default = arguments.get(key), None
     if key == "chunks_per_rank":
