@@ -10,7 +10,7 @@ Some functions are made for one object of the core, such as one verifier: they h
 `VerifyHooks`. The core asks each capability that a plan uses for them once, and calls them in the order of the registry.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -96,6 +96,10 @@ class ProgramHooks:
         modelled: `(plan) -> plan`, a plan whose programs contain all that the capability does in any step; `due` chooses from them.
         due: `(plan, instruction, shift) -> Instruction | None`, one of its instructions as it is when it runs so many batches later.
         stage_cost: `(plan, stage, StageCost, layers) -> StageCost`, the cost of a stage with what changes in it.
+        fit_cost: `(StageCost, spans) -> StageCost`, the cost of a stage with the times of its measured spans.
+        pieces: `(stage, StageCost) -> list of bytes` of the pieces in which the replicas of a stage sum gradients; empty: in one.
+        per_piece: the fields of `StageCost` that have a number for each of these pieces.
+        unit: `(plan) -> int`, into how many ticks the lowering divides the time of a forward.
         optimizer_bytes: `(plan, LayerCost) -> int`, what it keeps beside the optimizer state of a layer.
         lower: `(Run) -> LoweringHooks`.
         verify: `(Verifier) -> VerifyHooks`, for one worker.
@@ -109,6 +113,10 @@ class ProgramHooks:
     modelled: Hook | None = None
     due: Hook | None = None
     stage_cost: Hook | None = None
+    fit_cost: Hook | None = None
+    pieces: Hook | None = None
+    per_piece: tuple[str, ...] = ()
+    unit: Hook | None = None
     optimizer_bytes: Hook | None = None
     lower: Hook | None = None
     verify: Hook | None = None
@@ -121,6 +129,9 @@ class LoweringHooks:
 
     Attributes:
         before_compute: `(time, worker) -> None`, before the next computation in the order of the worker's rank.
+        write: `(worker, op, ticks, microbatch, version) -> int | None`, writes a computation of so many ticks that begins now in place of the
+            core, and returns when it ends; None: the core writes it.
+        begins_sums: the stages of which it begins the sums of gradients itself.
         settle: `(worker) -> bool`, before the next computation of a worker's rank: whether it can continue; False if it waits.
         before_update: `(time, worker, batch, retires) -> None`, before an `Update` with these fields is written.
         after_update: the same, after it.
@@ -131,6 +142,8 @@ class LoweringHooks:
     """
 
     before_compute: Hook | None = None
+    write: Hook | None = None
+    begins_sums: Collection[int] = ()
     settle: Hook | None = None
     before_update: Hook | None = None
     after_update: Hook | None = None
@@ -144,7 +157,7 @@ class VerifyHooks:
     """How the instructions of a capability are verified for one worker. All raise `Violation`, by `Verifier.fail`.
 
     Attributes:
-        checks: by the type of its instructions, `(instruction) -> None`.
+        checks: by the type of instructions, `(instruction) -> None`; for one of the core in place of its check there.
         sends: the same of sends, by what is sent.
         receives: the same of receives.
         needs: `(what, number, instruction) -> None`: an instruction of the core reads a weight version, the residuals or the stash of a
@@ -172,7 +185,8 @@ class PriceHooks:
     """What the instructions of a capability cost. Workers are those of a program as actions, see `jpipe.programs.prediction`.
 
     Attributes:
-        writers: by the type of its instructions, `(worker, instruction) -> None`, writes it as actions and changes of bytes.
+        writers: by the type of instructions, `(worker, instruction) -> None`, writes it as actions and changes of bytes; for one of the
+            core in place of its writer there.
         changes: the changes of bytes, by name, `(Prices, StageCost, stage, *arguments) -> Change`.
         away: `(plan, stage) -> set` of what it keeps elsewhere before the first instruction, see `Worker.away`.
         begin: `(worker) -> None`, before the first instruction.

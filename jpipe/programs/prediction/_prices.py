@@ -6,7 +6,7 @@ from typing import NamedTuple
 from jpipe.capabilities.protocol import merged
 from jpipe.capabilities.registry import programs_of
 from jpipe.ops import OPS
-from jpipe.programs._costs import StageCost
+from jpipe.programs._costs import StageCost, pieces_of
 from jpipe.programs._instructions import Message, Program
 
 
@@ -45,11 +45,9 @@ class Prices:
         used = programs_of(program.plan, program.uses)
         self._changes = CHANGES | merged("changes", [each.price for each in used if each.price is not None])
 
-    def seconds(self, s: int, op: str, part: int | None) -> float:
-        """Return the time of an op, or of one part of it; "" stands for an update."""
-        if not op:
-            return self.costs[s].update
-        return self.costs[s].seconds(op) if part is None else self.costs[s].seconds_of_part(op, part, self.plan.stages[s])
+    def seconds(self, s: int, op: str) -> float:
+        """Return the time of an op; "" stands for an update."""
+        return self.costs[s].seconds(op) if op else self.costs[s].update
 
     def change(self, name: str, s: int, *arguments: object) -> Change:
         """Return a change of bytes at stage s, one of `CHANGES`, or of a capability."""
@@ -107,16 +105,16 @@ class Prices:
         freed, size, _ = self.message(message, source, to)
         return Change(-freed, sent=size if self.plan.rank_of[source] != self.plan.rank_of[to] else 0)
 
-    def sum(self, what: str, s: int, part: int | None) -> tuple[float, int]:
-        """Return the bytes that each replica of a stage sends for a sum, and how often something goes around the ring of replicas.
+    def sum(self, what: str, s: int, piece: int) -> tuple[float, int]:
+        """Return the bytes that each replica of a stage sends for a sum, or a piece of it, and how often something goes around their ring.
 
         What is compressed goes around once, and each replica adds it up; otherwise shares go around, and then their sums.
         """
         cost, others = self.costs[s], self.plan.replicas[s] - 1
         if what == "sum" and cost.compressed_sums:
-            return others * cost.compressed_sums[part or 0], 1
-        of_gradients = cost.accumulators if part is None else cost.accumulators_of_part(part, self.plan.stages[s])
-        return 2 * others / (others + 1) * (of_gradients if what == "sum" else cost.trained), 2
+            return others * cost.compressed_sums[piece], 1
+        size = pieces_of(self.plan, self.plan.stages[s], cost)[piece] if what == "sum" else cost.trained
+        return 2 * others / (others + 1) * size, 2
 
     def shared(self, s: int, other: int) -> int:
         """Return the size of the gradients of shared parameters that one stage sends to another."""
@@ -143,10 +141,10 @@ def _begin(prices: Prices, cost: StageCost, s: int, versions: int, optimizer_in_
     return Change(live, optimizer=optimizer, in_host=cost.optimizer if optimizer_in_host else 0)
 
 
-def _sum(prices: Prices, cost: StageCost, s: int, part: int | None) -> Change:
+def _sum(prices: Prices, cost: StageCost, s: int, piece: int) -> Change:
     """Return what a replica holds and sends for a sum: gradients, then what all have sent, which is taken to come together."""
-    held = prices.plan.replicas[s] * cost.compressed_sums[part or 0] + cost.temporary if cost.compressed_sums else 0
-    return Change(0, held, round(prices.sum("sum", s, part)[0]))
+    held = prices.plan.replicas[s] * cost.compressed_sums[piece] + cost.temporary if cost.compressed_sums else 0
+    return Change(0, held, round(prices.sum("sum", s, piece)[0]))
 
 
 CHANGES: dict[str, Callable[..., Change]] = {
@@ -154,9 +152,6 @@ CHANGES: dict[str, Callable[..., Change]] = {
     "inputs": lambda prices, cost, s: Change(cost.inputs),
     "labels": lambda prices, cost, s: Change(cost.labels),
     "compute": lambda prices, cost, s, *arguments: prices.computes(s, *arguments),
-    "first part": lambda prices, cost, s: Change(cost.residuals, cost.residuals + cost.temporary, residuals=cost.residuals),
-    "part": lambda prices, cost, s: Change(0, cost.temporary),
-    "last part": lambda prices, cost, s: Change(-cost.residuals, residuals=-cost.residuals),
     "accumulate": lambda prices, cost, s: Change(cost.accumulators),
     "send": lambda prices, cost, s, *arguments: prices.sends(*arguments),
     "receive": lambda prices, cost, s, *arguments: Change(prices.message(*arguments)[2]),
