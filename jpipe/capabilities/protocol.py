@@ -85,11 +85,39 @@ class Option:
 
 
 @dataclass(frozen=True)
+class MessageHooks:
+    """A message between workers, a sum over the replicas of a stage, or a move to or from the memory of the host.
+
+    Attributes:
+        letter: its label in a text grid, before its number.
+        colour: in pictures.
+        legend: what a picture calls those of its colour.
+        has_number: whether its label has its number.
+        is_sum: whether it is a sum.
+        price: `(Prices, source, to) -> (freed, size, added)`, the bytes that it frees at its sender, that it has, and that it adds at its
+            receiver; of a sum `(Prices, stage) -> int`, the bytes that are summed. By default none.
+        awaited: `(worker, source, microbatch) -> tuple`, the numbers that tell it from others for the worker that waits for it in a
+            prediction; by default the microbatch.
+        received: `(worker, receive) -> None`, what it changes at a worker of a prediction.
+    """
+
+    letter: str
+    colour: str = "#8C8C8C"
+    legend: str = "other message"
+    has_number: bool = True
+    is_sum: bool = False
+    price: Hook = lambda prices, source, to: (0, 0, 0)
+    awaited: Hook | None = None
+    received: Hook | None = None
+
+
+@dataclass(frozen=True)
 class ProgramHooks:
     """What a capability adds to programs.
 
     Attributes:
         instructions: the types of its instructions, subclasses of `Instruction`.
+        messages: what it sends, sums or moves, by `Send.message` or `Transfer.what`.
         carries_over: whether what it does in a batch depends on earlier batches under schedules that flush, too.
         sums: those of its instructions with which the replicas of a stage begin a sum, all side by side in the total order.
         waits_for: by the type of its instructions, `(instruction) -> (type, number)`: the sum that one waits for, by its batch.
@@ -107,6 +135,7 @@ class ProgramHooks:
     """
 
     instructions: tuple[type, ...] = ()
+    messages: Mapping[str, MessageHooks] = field(default_factory=dict)
     carries_over: bool = False
     sums: tuple[type, ...] = ()
     waits_for: Mapping[type, Callable[[Any], tuple[type, int]]] = field(default_factory=dict)
@@ -158,7 +187,7 @@ class VerifyHooks:
 
     Attributes:
         checks: by the type of instructions, `(instruction) -> None`; for one of the core in place of its check there.
-        sends: the same of sends, by what is sent.
+        sends: the same of sends, by their message.
         receives: the same of receives.
         needs: `(what, number, instruction) -> None`: an instruction of the core reads a weight version, the residuals or the stash of a
             microbatch, or the optimizer state (number 0).
@@ -203,14 +232,31 @@ class PriceHooks:
 
 
 @dataclass(frozen=True)
+class TransportHooks:
+    """How a message of a capability runs.
+
+    Attributes:
+        send: `(Worker, send, update) -> tree`, what is sent.
+        receive: `(Worker, receive, update, tree) -> None`, which keeps it.
+        received: `(WorkerState, receive, update) -> tree`, what was kept, which may still be on its way.
+        specs: `(Arrays, Arrays) -> specs` at the sender and at the receiver.
+        copies: whether a receiver on the device of the sender gets a copy, because both write into it.
+    """
+
+    send: Hook
+    receive: Hook
+    received: Hook
+    specs: Hook
+    copies: bool = False
+
+
+@dataclass(frozen=True)
 class RuntimeHooks:
     """How a capability runs.
 
     Instructions and messages:
         handlers: by the type of its instructions, `(Worker, instruction) -> None`.
-        sends: by what is sent, `(Worker, send, update) -> tree`.
-        receives: by what is received, `(Worker, receive, update, tree) -> None`.
-        message_specs: by what is sent, `(Arrays, Arrays) -> specs` at the sender and at the receiver.
+        messages: by `Send.message`, how one runs.
         summed: `(Arrays) -> specs` of what the replicas of a stage sum in place of gradients.
 
     Programs of a stage:
@@ -245,9 +291,7 @@ class RuntimeHooks:
     """
 
     handlers: Mapping[type, Hook] = field(default_factory=dict)
-    sends: Mapping[str, Hook] = field(default_factory=dict)
-    receives: Mapping[str, Hook] = field(default_factory=dict)
-    message_specs: Mapping[str, Hook] = field(default_factory=dict)
+    messages: Mapping[str, TransportHooks] = field(default_factory=dict)
     summed: Hook | None = None
 
     calls: Hook | None = None
@@ -303,6 +347,6 @@ def made(name: str, values: Iterable[Any], core: Any) -> list[Any]:
     return [hook(core) for hook in hooks(name, values)]
 
 
-def merged(name: str, values: Iterable[Any]) -> dict[Any, Hook]:
-    """Return the functions by type of instruction, or by what is sent, of all values."""
+def merged(name: str, values: Iterable[Any]) -> dict[Any, Any]:
+    """Return what all values have by type of instruction, or by message."""
     return {kind: hook for value in values for kind, hook in getattr(value, name).items()}

@@ -12,7 +12,6 @@ from jpipe._frozen import FrozenMapping
 from jpipe.plan import Plan
 
 Data = Literal["inputs", "labels"]
-Message = Literal["activation", "gradient", "squares", "norm", "shared", "weights"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,13 +70,12 @@ class Send(Instruction):
 
     With the global norm: `squares`, the sums of squares of this stage and those after it; `norm`, made of them all. Both belong to the
     batch that ends with the microbatch, and the worker keeps the norm. With shared parameters: `shared`, their gradients of that batch,
-    which the worker keeps until its update. With `Plan.shard_optimizer`: `weights`, what this replica has updated with that batch, to
-    another replica of its stage; the worker keeps them.
+    which the worker keeps until its update. Capabilities have others.
     """
 
     worker: int
     microbatch: int
-    message: Message
+    message: str
     to: int
 
 
@@ -87,7 +85,7 @@ class Receive(Instruction):
 
     worker: int
     microbatch: int
-    message: Message
+    message: str
     source: int
 
 

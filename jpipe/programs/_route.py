@@ -15,7 +15,7 @@ If a stage has replicas, j is as large as K <= V allows, so that the sum over th
 from dataclasses import dataclass
 
 from jpipe.plan import Plan
-from jpipe.programs._instructions import Instruction, Message, Receive, Send
+from jpipe.programs._instructions import Instruction, Receive, Send
 from jpipe.schedules import SCHEDULES
 
 
@@ -98,6 +98,6 @@ def last_microbatch(plan: Plan, batch: int) -> int:
     return (batch + 1) * plan.microbatches - 1
 
 
-def transfer(source: int, to: int, k: int, message: Message) -> list[Instruction]:
+def transfer(source: int, to: int, k: int, message: str) -> list[Instruction]:
     """Return a send and its receive."""
     return [Send(source, k, message, to), Receive(to, k, message, source)]

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from jpipe.capabilities.protocol import hooks, merged
+from jpipe.capabilities.protocol import TransportHooks, hooks, merged
 from jpipe.capabilities.registry import runtimes_of
 from jpipe.meshes._place import Place
 from jpipe.model._losses import Loss
@@ -430,14 +430,15 @@ def _sends(plan: Plan, buckets: Sequence[Sequence[Arrays]], runs: Iterable[Progr
         elif type(i) is Receive:
             kinds[i.source, i.worker, i.message] = Send(i.source, i.microbatch, i.message, i.worker)
 
-    of_capabilities = merged("message_specs", runtimes_of(plan))
+    of_capabilities: dict[str, TransportHooks] = merged("messages", runtimes_of(plan))
 
     def sent(i: Send, bucket: int) -> Sent:
         arrays = buckets[bucket]
         source, to = arrays[i.worker], arrays[i.to]
         s, to_stage = plan.workers[i.worker][0], plan.workers[i.to][0]
         if i.message in of_capabilities:
-            return Sent(i, bucket, *of_capabilities[i.message](source, to))
+            leaving, arriving = of_capabilities[i.message].specs(source, to)
+            return Sent(i, bucket, leaving, arriving, of_capabilities[i.message].copies)
         match i.message:
             case "activation":
                 return Sent(i, bucket, source.outputs, to.x)
@@ -449,7 +450,8 @@ def _sends(plan: Plan, buckets: Sequence[Sequence[Arrays]], runs: Iterable[Progr
                 squares = squares_spec([len(arrays[w].functions.counted) for w, *_ in plan.stage_workers[s:]])
                 return Sent(i, bucket, source.whole(squares), to.whole(squares))
         gradients = source.accumulators["gradients"], to.accumulators["gradients"]
-        return Sent(i, bucket, *(shared_with(source.functions, to_stage, gradient) for gradient in gradients))
+        leaving, arriving = (shared_with(source.functions, to_stage, gradient) for gradient in gradients)
+        return Sent(i, bucket, leaving, arriving)
 
     ordered = [i for _, i in sorted(kinds.items())]
     of_shape = [i for i in ordered if i.message in ("activation", "gradient")]

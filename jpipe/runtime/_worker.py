@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import numpy as np
 
-from jpipe.capabilities.protocol import merged
+from jpipe.capabilities.protocol import TransportHooks, merged
 from jpipe.capabilities.registry import runtimes_of
 from jpipe.model._precision import LossScale
 from jpipe.ops import OPS, Op
@@ -192,19 +192,17 @@ class Added(NamedTuple):
 
     Attributes:
         handlers: by the type of instruction, what it does at a worker.
-        sends: by what is sent, the arrays of it.
-        receives: by what is received, what is done with it.
+        messages: how messages run, by their names.
     """
 
     handlers: dict[type, Callable[["Worker", Any], None]]
-    sends: dict[str, Callable[["Worker", Send, int], Tree]]
-    receives: dict[str, Callable[["Worker", Receive, int, Tree], None]]
+    messages: dict[str, TransportHooks]
 
     @classmethod
     def by(cls, plan: Plan) -> "Added":
         """Return what the capabilities of a plan add."""
         used = runtimes_of(plan)
-        return cls(merged("handlers", used), merged("sends", used), merged("receives", used))
+        return cls(merged("handlers", used), merged("messages", used))
 
 
 class Worker:
@@ -533,7 +531,7 @@ class Worker:
             case "shared":
                 return shared_with(self.functions, self.plan.workers[i.to][0], state.updates[update]["shared"])
             case _:
-                return self.added.sends[i.message](self, i, update)
+                return self.added.messages[i.message].send(self, i, update)
 
     def receive(self, i: Receive) -> None:
         state, k = self.state, i.microbatch + self.microbatch_shift
@@ -549,7 +547,7 @@ class Worker:
                 before = state.updates.get(update, {}).get("received", {})
                 self.change_update(update, received={**before, self.plan.workers[i.source][0]: tree})
             case _:
-                self.added.receives[i.message](self, i, update, tree)
+                self.added.messages[i.message].receive(self, i, update, tree)
 
     def update(self, i: Update) -> None:
         state, update, kind = self.state, i.batch + self.version_shift, update_kind(i)

@@ -10,11 +10,12 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jpipe._html import size
+from jpipe.capabilities.protocol import MessageHooks
 from jpipe.errors import InputError, short, shortened
 from jpipe.ops import OPS
 from jpipe.plan import Plan
 from jpipe.programs._timeline import MemorySample, MemoryTimeline, Span, Timeline
-from jpipe.programs._transfers import Transfer, in_rows
+from jpipe.programs._transfers import Transfer, in_rows, messages
 
 if TYPE_CHECKING:
     import matplotlib.axes
@@ -24,15 +25,7 @@ if TYPE_CHECKING:
 _FORWARD, _BACKWARD, _INPUT, _WEIGHT, _UPDATE, _IDLE = "#0072B2", "#F0A830", "#F2D06B", "#DF6722", "#1A1A1A", "#EFEFEF"
 _COLOURS = {"F": _FORWARD, "B": _BACKWARD, "I": _INPUT, "W": _WEIGHT}  # of the pieces of an op
 _NAMES = {colour: OPS[piece].label for piece, colour in _COLOURS.items()} | {_UPDATE: "update", _IDLE: "idle"}
-_MESSAGES = {"activation": "#7FC4EA", "gradient": "#D9A3C1", "sum": "#009E73", "changes": "#4B1D78", "host": "#F0E0A0", "": "#8C8C8C"}
-_MESSAGE_NAMES = {
-    "activation": "activation sent",
-    "gradient": "gradient sent",
-    "sum": "sum over replicas",
-    "changes": "agreement of pipelines",
-    "host": "move to or from host memory",
-    "": "other message",
-}
+_OTHER = MessageHooks("").colour  # of messages without one of their own
 _VERSIONS = ("#08519C", "#6BAED6", "#2171B5", "#BDD7E7")  # one after the other: neighbours differ most
 _PARTS = {"optimizer": "#009E73", "gradients": "#F0A830", "residuals": "#CC79A7", "other": "#8C8C8C"}
 _SMALL = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
@@ -227,9 +220,9 @@ def _names_of_colours(
     spans = _spans(timelines)
     used = {colour for span in spans for colour in _colours(span)} | ({_UPDATE} if any(span.updates for span in spans) else set())
     used |= {_IDLE} if any(_bubble(timeline, lengths[name]) > 0.0005 for name, timeline in timelines.items()) else set()
-    moved = {_kind(transfer) for each in rows.values() for row in each.values() for transfer in row}
+    moved = [transfer for each in rows.values() for row in each.values() for transfer in row]
     legend = {name: [colour] for colour, name in _NAMES.items() if colour in used}
-    return legend | {_MESSAGE_NAMES[kind]: [colour] for kind, colour in _MESSAGES.items() if kind in moved}
+    return legend | {messages()[kinds[0].what].legend: [colour] for colour, kinds in _by_colour(moved).items()}
 
 
 def _rows_of_transfers(
@@ -248,22 +241,27 @@ def _row_name(transfer: Transfer) -> str:
     return transfer.row if len(transfer.ranks) < 6 else f"sum {transfer.ranks[0]},{transfer.ranks[1]},…,{transfer.ranks[-1]}"
 
 
-def _kind(transfer: Transfer) -> str:
-    return "host" if transfer.is_move else transfer.what if transfer.what in _MESSAGES else ""
+def _by_colour(transfers: Sequence[Transfer]) -> dict[str, list[Transfer]]:
+    """Return transfers by their colour, in the order of the legend; those without a colour of their own come last."""
+    order = sorted(messages().values(), key=lambda message: message.colour == _OTHER)
+    by_colour = {message.colour: list[Transfer]() for message in order}
+    for transfer in transfers:
+        by_colour[messages()[transfer.what].colour].append(transfer)
+    return {colour: several for colour, several in by_colour.items() if several}
 
 
 def _draw_transfers(
     axes: "matplotlib.axes.Axes", rows: Mapping[str, Sequence[Transfer]], first: int, points: float, font_size: float
 ) -> None:
     for n, row in enumerate(rows.values(), start=first):
-        for kind, colour in _MESSAGES.items():
-            boxes = [(transfer.start, max(transfer.end - transfer.start, 0.8 / points)) for transfer in row if _kind(transfer) == kind]
-            edge = 0.4 if boxes and points * statistics.median(width for _, width in boxes) > 4 else 0.0
+        for colour, transfers in _by_colour(row).items():
+            boxes = [(transfer.start, max(transfer.end - transfer.start, 0.8 / points)) for transfer in transfers]
+            edge = 0.4 if points * statistics.median(width for _, width in boxes) > 4 else 0.0
             axes.broken_barh(boxes, (n + 0.22, 0.56), facecolor=colour, edgecolor="white", linewidth=edge)
         for transfer in row:
             label = transfer.label if transfer.is_move else str(transfer.number)
             if _fits(label, (transfer.start, transfer.end), points, font_size):
-                middle, ink = (transfer.start + transfer.end) / 2, "white" if _kind(transfer) in ("sum", "changes") else "black"
+                middle, ink = (transfer.start + transfer.end) / 2, "white" if transfer.is_sum else "black"
                 axes.text(middle, n + 0.5, label, size=font_size, color=ink, ha="center", va="center_baseline", clip_on=True)
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from jpipe.capabilities.agreement.option import agreement_applied, agreement_under_way, agrees
-from jpipe.capabilities.protocol import LoweringHooks, PriceHooks, ProgramHooks, VerifyHooks
+from jpipe.capabilities.protocol import LoweringHooks, MessageHooks, PriceHooks, ProgramHooks, VerifyHooks
 from jpipe.plan import Plan
 from jpipe.programs._costs import LayerCost
 from jpipe.programs._instructions import Instruction, Update
@@ -197,6 +197,9 @@ def optimizer_bytes(plan: Plan, layer: LayerCost) -> int:
 
 PROGRAM = ProgramHooks(
     instructions=(SumChanges, Agree),
+    messages={
+        "changes": MessageHooks("c", "#4B1D78", "agreement of pipelines", is_sum=True, price=lambda prices, s: prices.costs[s].trained)
+    },
     carries_over=True,
     sums=(SumChanges,),
     waits_for={Agree: lambda i: (SumChanges, i.begun)},

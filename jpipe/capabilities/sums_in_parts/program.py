@@ -149,9 +149,7 @@ class _Verification:
 def verify(verifier: Verifier) -> VerifyHooks:
     """Return the checks of the computations and sums of one worker."""
     parts = _Verification(verifier)
-    return VerifyHooks(
-        checks={Compute: parts.compute, ComputePart: parts.compute, SumPart: parts.sum_part, AllReduce: parts.all_reduce}
-    )
+    return VerifyHooks(checks={Compute: parts.compute, ComputePart: parts.compute, SumPart: parts.sum_part, AllReduce: parts.all_reduce})
 
 
 # Price ---------------------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jpipe.capabilities.protocol import hooks, merged
+from jpipe.capabilities.protocol import MessageHooks, hooks, merged
 from jpipe.capabilities.registry import programs_of
 from jpipe.ops import OPS
 from jpipe.programs._costs import Overlap
@@ -18,7 +18,6 @@ from jpipe.programs._instructions import (
     AllReduce,
     Compute,
     Load,
-    Message,
     Program,
     Receive,
     Release,
@@ -139,6 +138,7 @@ class Actions:
     Attributes:
         ranks: the actions of each rank.
         workers: the workers that have instructions, by number.
+        messages: those of capabilities.
         away, begin, before_compute, before_update: what capabilities do there, see `PriceHooks`.
         places: the numbers of places, by worker and what is there; empty once all is written.
         num_places: how many there are.
@@ -156,7 +156,9 @@ class Actions:
         self.flushes = SCHEDULES[plan.schedule].flushes
         self.averages_state = plan.sync_state and self.flushes and not plan.has_parallel_pipelines
         self.places, self.seconds, self.changes, self.routes = (_Numbers() for _ in range(4))
-        prices = [used.price for used in programs_of(plan, program.uses) if used.price is not None]
+        used = programs_of(plan, program.uses)
+        self.messages: dict[str, MessageHooks] = merged("messages", used)
+        prices = [capability.price for capability in used if capability.price is not None]
         self.away, self.begin = hooks("away", prices), hooks("begin", prices)
         self.before_compute, self.before_update = hooks("before_compute", prices), hooks("before_update", prices)
         writers = WRITERS | merged("writers", prices)
@@ -268,7 +270,7 @@ class Worker:
         if program.sums_block:
             self.wait(*place, uses_up=following > 0)
 
-    def transfer(self, message: Message, source: int, to: int, k: int, sent: int = NOWHERE) -> None:
+    def transfer(self, message: str, source: int, to: int, k: int, sent: int = NOWHERE) -> None:
         """Take part in a message between two ranks; only its sender does so if the ranks compute meanwhile."""
         program, order, arrival = self.all, (0, source, to, message, k), (to, *self.received(message, source, k))
         if program.transfers_block:
@@ -277,13 +279,12 @@ class Worker:
         event = Event(order, 1, program.routes[message, (source, to)], (program.places[arrival],), (program.plan.rank_of[to],))
         self.rank.queue.append((BEGIN, event, sent, NOWHERE))
 
-    def received(self, message: Message, source: int, k: int) -> tuple[Any, ...]:
+    def received(self, message: str, source: int, k: int) -> tuple[Any, ...]:
         """Return what a message is at the worker that waits for it."""
         if message == "shared":
             return message, self.all.plan.workers[source][0], k
-        if message == "weights":
-            return message, source, k // self.all.plan.microbatches_per_update(self.stage) + 1
-        return message, k
+        hooks = self.all.messages.get(message)
+        return (message, k) if hooks is None or hooks.awaited is None else (message, *hooks.awaited(self, source, k))
 
 
 def _load(worker: Worker, i: Load) -> None:
@@ -375,10 +376,8 @@ def _receive(worker: Worker, i: Receive) -> None:
         return  # computations wait for these by themselves
     received = worker.received(i.message, i.source, k)
     worker.place(*received)
-    if i.message == "weights":
-        _, source, version = received
-        worker.versions[version] = tuple(replica for replica in worker.versions[version] if replica != program.plan.workers[source][1])
-        worker.rank.note_versions()
+    if i.message in program.messages and (hook := program.messages[i.message].received) is not None:
+        hook(worker, i)
     if program.transfers_block and program.plan.rank_of[i.source] != worker.rank.number:
         worker.transfer(i.message, i.source, i.worker, k)
         worker.wait(*received)

@@ -3,11 +3,11 @@
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from jpipe.capabilities.protocol import merged
+from jpipe.capabilities.protocol import MessageHooks, merged
 from jpipe.capabilities.registry import programs_of
 from jpipe.ops import OPS
 from jpipe.programs._costs import StageCost, pieces_of
-from jpipe.programs._instructions import Message, Program
+from jpipe.programs._instructions import Program
 
 
 class Change(NamedTuple):
@@ -43,7 +43,8 @@ class Prices:
     def __init__(self, program: Program, costs: Sequence[StageCost]) -> None:
         self.program, self.plan, self.costs = program, program.plan, costs
         used = programs_of(program.plan, program.uses)
-        self._changes = CHANGES | merged("changes", [each.price for each in used if each.price is not None])
+        self._messages: dict[str, MessageHooks] = merged("messages", used)
+        self._changes = CHANGES | merged("changes", [capability.price for capability in used if capability.price is not None])
 
     def seconds(self, s: int, op: str) -> float:
         """Return the time of an op; "" stands for an update."""
@@ -80,9 +81,12 @@ class Prices:
             freed -= sum(arrays.size for arrays in passed if arrays.sender in op.parts and arrays.receiver not in after)
         return Change(made - freed, made + cost.temporary, residuals=residuals)
 
-    def message(self, message: Message, source: int, to: int) -> tuple[int, int, int]:
+    def message(self, message: str, source: int, to: int) -> tuple[int, int, int]:
         """Return the bytes that a message frees at its sender, its size, and the bytes that it adds at its receiver."""
-        (s, replica), (other, _), rank_of = self.plan.workers[source], self.plan.workers[to], self.plan.rank_of
+        if message in self._messages:
+            freed, size, added = self._messages[message].price(self, source, to)
+            return freed, size, added
+        (s, _), (other, _), rank_of = self.plan.workers[source], self.plan.workers[to], self.plan.rank_of
         cost, receiver = self.costs[s], self.costs[other]
         match message:
             case "activation":
@@ -95,12 +99,10 @@ class Prices:
                 return self.squares(s), 0, self.squares(s)  # too little to take time beyond the latency
             case "shared":
                 return 0, self.shared(s, other), self.shared(s, other)
-            case "weights":
-                return 0, self.share(s, [replica]), self.share(s, [replica])
             case _:
                 return 0, 0, 0
 
-    def sends(self, message: Message, source: int, to: int) -> Change:
+    def sends(self, message: str, source: int, to: int) -> Change:
         """Return the bytes of a message at its sender."""
         freed, size, _ = self.message(message, source, to)
         return Change(-freed, sent=size if self.plan.rank_of[source] != self.plan.rank_of[to] else 0)
@@ -113,7 +115,7 @@ class Prices:
         cost, others = self.costs[s], self.plan.replicas[s] - 1
         if what == "sum" and cost.compressed_sums:
             return others * cost.compressed_sums[piece], 1
-        size = pieces_of(self.plan, self.plan.stages[s], cost)[piece] if what == "sum" else cost.trained
+        size = pieces_of(self.plan, self.plan.stages[s], cost)[piece] if what == "sum" else self._messages[what].price(self, s)
         return 2 * others / (others + 1) * size, 2
 
     def shared(self, s: int, other: int) -> int:
@@ -128,11 +130,6 @@ class Prices:
     def squares(self, s: int) -> int:
         """Return the size of the sums of squares of a stage and all later ones."""
         return sum(cost.squares for cost in self.costs[s:])
-
-    def kept(self, s: int, what: str) -> int:
-        """Return the size of something that may wait in host memory."""
-        cost = self.costs[s]
-        return {"optimizer": cost.optimizer, "versions": cost.trained, "residuals": cost.residuals, "stash": cost.stash}[what]
 
 
 def _begin(prices: Prices, cost: StageCost, s: int, versions: int, optimizer_in_host: bool) -> Change:

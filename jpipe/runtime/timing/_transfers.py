@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jpipe.capabilities.protocol import hooks
+from jpipe.capabilities.protocol import hooks, merged
 from jpipe.capabilities.registry import runtimes_of
 from jpipe.meshes._partition import shard_bytes
 from jpipe.ops import OPS, Leaves
@@ -160,9 +160,9 @@ def _received(i: Receive, state: WorkerState, plan: Plan) -> Tree:
         return state.microbatches[i.microbatch].inputs
     if i.message == "gradient":
         return state.microbatches[i.microbatch].message
-    update = i.microbatch // plan.microbatches
-    if i.message == "weights":
-        return state.weights.read(update + 1)
+    update, message = i.microbatch // plan.microbatches, merged("messages", runtimes_of(plan)).get(i.message)
+    if message is not None:
+        return message.received(state, i, update)
     pending = state.updates[update]
     if i.message == "shared":
         assert pending.received is not None
