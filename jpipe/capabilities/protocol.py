@@ -158,8 +158,8 @@ class LoweringHooks:
 
     Attributes:
         before_compute: `(time, worker) -> None`, before the next computation in the order of the worker's rank.
-        write: `(worker, op, ticks, microbatch, version) -> int | None`, writes a computation of so many ticks that begins now in place of the
-            core, and returns when it ends; None: the core writes it.
+        write: `(worker, op, ticks, microbatch, version) -> int | None`, writes a computation of so many ticks that begins now, and returns
+            when it ends; None: the core writes it.
         begins_sums: the stages of which it begins the sums of gradients itself.
         settle: `(worker) -> bool`, before the next computation of a worker's rank: whether it can continue; False if it waits.
         before_update: `(time, worker, batch, retires) -> None`, before an `Update` with these fields is written.
@@ -260,7 +260,12 @@ class RuntimeHooks:
         summed: `(Arrays) -> specs` of what the replicas of a stage sum in place of gradients.
 
     Programs of a stage:
-        calls: `(Arrays) -> dict[str, Call]`, programs of its own, by name.
+        calls: `(Arrays) -> dict[str, Call]`, programs of its own, by name, or functions that return them.
+        ops: `(StageFunctions) -> dict[str, Op]` of those of them that are pieces of an op, in order. What one leaves as a stash is for the
+            next one.
+        pieces: `(Arrays) -> dict[str, specs]` of what the replicas of a stage sum, by piece (`Instruction.piece`); empty: all at once.
+        costs: `(Arrays) -> dict[str, Any]`, fields of the `StageCost` with the bytes of a stage.
+        join_sums: `(Worker, update) -> None`, before the sum of an update is read: puts its pieces together.
         used_calls: by the type of its instructions, the names of those that it needs.
         always_used: `(StageFunctions) -> names` of those that no instruction needs.
         shares: `(plan, StageFunctions) -> shares` of the replicas of a stage in its updates.
@@ -295,6 +300,10 @@ class RuntimeHooks:
     summed: Hook | None = None
 
     calls: Hook | None = None
+    ops: Hook | None = None
+    pieces: Hook | None = None
+    costs: Hook | None = None
+    join_sums: Hook | None = None
     used_calls: Mapping[type, tuple[str, ...]] = field(default_factory=dict)
     always_used: Hook | None = None
     shares: Hook | None = None

@@ -16,7 +16,7 @@ from jpipe.capabilities.host_memory.option import HostMemory, Kept
 from jpipe.capabilities.protocol import Option, ProgramHooks, RuntimeHooks
 from jpipe.capabilities.shared_optimizer.option import OPTION as SHARED_OPTIMIZER
 from jpipe.capabilities.sums_in_parts.option import OPTION as SUMS_IN_PARTS
-from jpipe.capabilities.sums_in_parts.option import PartCosts, StageInParts
+from jpipe.capabilities.sums_in_parts.option import PartCosts, SumParts
 
 OPTIONS: Sequence[Option] = [
     AGREEMENT,
@@ -42,7 +42,7 @@ class Options(pydantic.BaseModel):
 
 
 class StageOptions(
-    StageInParts,
+    SumParts,
     pydantic.BaseModel,
 ):
     """The fields of a stage that belong to capabilities."""

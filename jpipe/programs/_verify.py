@@ -1,7 +1,6 @@
 """Verify the instructions of each worker: their order, the versions they read, buffers, and the batch of each update."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any, NoReturn
 
 from jpipe.capabilities.protocol import hooks, made, merged

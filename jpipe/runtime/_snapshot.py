@@ -155,7 +155,6 @@ class Part:
         self._optimizer: Tree = None
         self._state: Tree = None  # layer state after the last forward before the batch
         self.kept: dict[str, Tree] = {}
-        self._last_part = len(plan.stages[s].sum_parts) - 1
         self._error: dict[str, Tree] = {}  # what rounding has lost of the gradients of the updates before the batch
         self._open: int | None = None  # the version that an update has made, and a capability has still to complete
         self._copies, of_capabilities = hooks("copy_for_snapshot", runtimes_of(plan)), made("snapshot", runtimes_of(plan), self)
@@ -186,11 +185,11 @@ class Part:
         if self.complete:
             return
         i, state = event.instruction, event.state
-        if type(i) is Compute and OPS[i.op].begins:
+        if isinstance(i, Compute) and OPS[i.op].begins:
             self._has_begun |= i.microbatch >= self._first
             if self._first - self._replicas <= i.microbatch < self._first:  # the worker's last one before the batch
                 self._state = _copied(state.layer_state)
-        if isinstance(i, AllReduce) and i.batch + 1 == self.newest and i.part in (None, self._last_part):
+        if type(i) is AllReduce and i.batch + 1 == self.newest:
             self._error = _copied(state.sum_error or {})
         if type(i) is Update:
             self._open = None if self._completed_by(i.batch) is Update else i.batch + 1

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import jpipe
 
 
-class StageInParts(pydantic.BaseModel):
+class SumParts(pydantic.BaseModel):
     """The field of a stage."""
 
     sum_parts: Annotated[tuple[Annotated[Int, Field(ge=1)], ...], Field(strict=False)] = ()

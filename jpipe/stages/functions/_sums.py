@@ -71,13 +71,6 @@ def sum_compressed(f: StageFunctions, parts: Sequence[tuple[Tree, list[jax.Array
     return finish(f, reduce(add, of_replicas))
 
 
-def joined_sums(parts: Sequence[tuple[Tree, list[jax.Array], Any]]) -> tuple[Tree, list[jax.Array], Any]:
-    """Return what `finish` returned for each part of a stage, in order, as for the whole stage."""
-    first, means, loss = parts[0]
-    gradients = {entry: gradient for accumulators, *_ in parts for entry, gradient in accumulators["gradients"].items()}
-    return {**first, "gradients": gradients}, means, loss
-
-
 def mean_state(f: StageFunctions, total: list[jax.Array]) -> list[jax.Array]:
     """Return the mean of each floating-point leaf of the layer state over the replicas, from their sum."""
     # XLA may replace a division by a constant by this product; written out, the bits do not depend on that.
