@@ -13,6 +13,7 @@ from jpipe.ops import OPS
 from jpipe.programs import StageCost, parse_grid
 from jpipe.programs._instructions import AllReduce, Compute, Send, Update
 from jpipe.programs.prediction import Prediction
+from tests.jpipe.capabilities.sums_in_parts import part_summed
 
 LINK = Link(bandwidth=2.0, latency=0.25)
 PLANS = {
