@@ -9,7 +9,7 @@ import jax
 
 from jpipe.capabilities.protocol import hooks
 from jpipe.capabilities.registry import runtimes_for
-from jpipe.meshes._place import NoPlace, Place
+from jpipe.meshes._place import Place
 from jpipe.model.layerwise._trace import position_spec
 from jpipe.ops import Reads
 from jpipe.stages.functions._specs import rng_spec
@@ -53,14 +53,14 @@ class Arrays:
 
     Attributes:
         functions: of the stage.
-        place: where it runs, or a `NoPlace` for the sizes of shards.
+        place: where it runs, or one without devices for the sizes of shards.
         chosen: the shardings that XLA chose for arrays between two programs, in order: "saved" from the forward, "stash" from the first
             half of a backward. Before they are known, these arrays count as sharded like those between stages.
         share: what this replica updates; None: everything.
     """
 
     functions: StageFunctions
-    place: Place | NoPlace
+    place: Place
     chosen: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     share: Share | None = None
 

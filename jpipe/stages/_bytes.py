@@ -9,7 +9,7 @@ import jax
 from jpipe.capabilities.protocol import hooks
 from jpipe.capabilities.registry import runtimes_for
 from jpipe.meshes._partition import shard_bytes
-from jpipe.meshes._place import NoPlace
+from jpipe.meshes._place import Place
 from jpipe.plan import Plan, repeats_forward
 from jpipe.programs._costs import Passed, StageCost
 from jpipe.schedules import SCHEDULES
@@ -114,7 +114,7 @@ def _of_microbatch(a: Arrays, splits: bool) -> tuple[tuple[list[Any], list[Any]]
 
 def arrays_of(functions: StageFunctions, chosen: Mapping[str, Sequence[Any]] | None = None) -> Arrays:
     """Return the arrays of a stage without devices, for their sizes; `chosen` as in `Arrays`."""
-    return Arrays(functions, NoPlace(functions.partition.mesh), {} if chosen is None else chosen)
+    return Arrays(functions, Place((), functions.partition.mesh), {} if chosen is None else chosen)
 
 
 def kept_by_both(before: StageFunctions, after: StageFunctions, splits: tuple[bool, bool]) -> tuple[Passed, ...]:

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jpipe._html import size
 from jpipe.capabilities.protocol import MessageHooks
-from jpipe.errors import InputError, short, shortened
+from jpipe.errors import InputError, shortened
 from jpipe.ops import OPS
 from jpipe.plan import Plan
 from jpipe.programs._timeline import MemorySample, MemoryTimeline, Span, Timeline
-from jpipe.programs._transfers import Transfer, in_rows, messages
+from jpipe.programs._transfers import Transfer, messages
+from jpipe.viz._perfetto import rows_of
 
 if TYPE_CHECKING:
     import matplotlib.axes
@@ -89,8 +90,12 @@ def draw_timeline(
         InputError: there is no timeline, one has no length, the number of the plan's ranks differs from that of the rows, or `transfers`
             names a timeline that there is not.
     """
-    rows = _rows_of_transfers(timelines, transfers)
-    seconds = {name: _last_end(timeline) for name, timeline in timelines.items()} if seconds is None else seconds
+    rows = {
+        name: {_row_name(row[0]): row for row in each.values()} for name, each in rows_of("draw_timeline", timelines, transfers).items()
+    }
+    if seconds is None:
+        ends = {name: [span.update_end for spans in timeline for span in spans] for name, timeline in timelines.items()}
+        seconds = {name: max(each, default=0.0) for name, each in ends.items()}
     lengths = _lengths("draw_timeline", timelines, seconds)
     counts, page = [len(timeline) + len(rows[name]) for name, timeline in timelines.items()], _Page(width, font_size)
     row = min(max(8.0 / sum(counts), 0.17, 1.5 * font_size / 72), 0.34)  # inches
@@ -105,7 +110,9 @@ def draw_timeline(
     for (axes,), (name, timeline) in zip(panels, timelines.items(), strict=True):
         _draw_rows(axes, timeline, lengths[name], points, versions, written)
         _draw_transfers(axes, rows[name], len(timeline), points, font_size)
-        _name_rows(axes, [*names[: len(timeline)], *rows[name]], page.size(8))
+        axes.set_yticks([n + 0.5 for n in range(len(timeline) + len(rows[name]))], [*names[: len(timeline)], *rows[name]])
+        axes.set_ylim(len(timeline) + len(rows[name]), 0)
+        axes.tick_params(axis="y", labelsize=page.size(8))
         words = f"{name}: {lengths[name] / scale:.4g} {unit}, bubble {_bubble(timeline, lengths[name]):.1%}"
         axes.set_title(words, loc="left", fontsize=page.size(9), pad=4)
         _time_axis(axes, lengths, scale, font_size)
@@ -207,12 +214,6 @@ def _left(page: _Page, names: Sequence[str]) -> float:
     return _LEFT + 0.065 * page.size(8) / 8 * max(0, max(map(len, names)) - len("rank 10"))
 
 
-def _name_rows(axes: "matplotlib.axes.Axes", names: Sequence[str], size: float) -> None:
-    axes.set_yticks([n + 0.5 for n in range(len(names))], names)
-    axes.set_ylim(len(names), 0)
-    axes.tick_params(axis="y", labelsize=size)
-
-
 def _names_of_colours(
     timelines: Mapping[str, Timeline], lengths: Mapping[str, float], rows: Mapping[str, Mapping[str, Sequence[Transfer]]]
 ) -> dict[str, list[str]]:
@@ -223,17 +224,6 @@ def _names_of_colours(
     moved = [transfer for each in rows.values() for row in each.values() for transfer in row]
     legend = {name: [colour] for colour, name in _NAMES.items() if colour in used}
     return legend | {messages()[kinds[0].what].legend: [colour] for colour, kinds in _by_colour(moved).items()}
-
-
-def _rows_of_transfers(
-    timelines: Mapping[str, Timeline], transfers: Mapping[str, Sequence[Transfer]] | None
-) -> dict[str, dict[str, list[Transfer]]]:
-    """Return the rows of transfers of each timeline, with names that are not long."""
-    transfers = {} if transfers is None else transfers
-    if not isinstance(transfers, Mapping) or not set(transfers) <= set(timelines):
-        names = ", ".join(map(repr, timelines))
-        raise InputError(f"draw_timeline: transfers: expected a mapping of names of timelines ({names}), found {short(transfers)}")
-    return {name: {_row_name(row[0]): row for row in in_rows(transfers.get(name, ())).values()} for name in timelines}
 
 
 def _row_name(transfer: Transfer) -> str:
@@ -315,10 +305,6 @@ def _size_in_boxes(spans: Sequence[Span], points: float, versions: bool, font_si
 def _fits(label: str, room: tuple[float, float], points: float, font_size: float) -> bool:
     width = font_size * sum(0.32 if letter == "." else 0.64 if letter in "0123456789" else 0.42 for letter in label)
     return (room[1] - room[0]) * points >= width + 1.4
-
-
-def _last_end(timeline: Timeline) -> float:
-    return max((span.update_end for spans in timeline for span in spans), default=0.0)
 
 
 # Memory ----------------------------------------------------------------------------------------------------------------
@@ -424,6 +410,8 @@ def _figure(
 ) -> "tuple[matplotlib.figure.Figure, list[list[matplotlib.axes.Axes]]]":
     """Return a figure and its panels below each other, with heights and gaps in inches, a title, a legend and space for a label below."""
     from matplotlib.figure import Figure
+    from matplotlib.legend_handler import HandlerTuple
+    from matplotlib.patches import Patch
 
     start = left
     shown = _legend_columns(list(legend), page.points(left), page.size(8))
@@ -440,7 +428,12 @@ def _figure(
     spaces = {"height_ratios": list(heights), "hspace": gap * len(heights) / sum(heights), "wspace": 0.04}
     panels = figure.subplots(len(heights), columns, sharex=True, sharey=sharey, squeeze=False, gridspec_kw=margins | spaces)
     figure.text(start / page.width, 1 - 0.1 / height, title, fontsize=page.size(11), va="top")
-    _legend(figure, (start / page.width, 1 - under_title / height), legend, shown, page.size(8))
+    patches = [tuple(Patch(facecolor=colour) for colour in colours) for colours in legend.values()]  # each name has one or several
+    figure.legend(
+        handles=patches, labels=list(legend), handler_map={tuple: HandlerTuple(ndivide=None, pad=0)}, loc="upper left",
+        bbox_to_anchor=(start / page.width, 1 - under_title / height), borderpad=0, borderaxespad=0, ncols=shown, frameon=False,
+        fontsize=page.size(8),
+    )  # fmt: skip
     return figure, panels.tolist()
 
 
@@ -451,17 +444,3 @@ def _legend_columns(labels: Sequence[str], points: float, size: float) -> int:
         if sum(max(widths[i : i + rows]) for i in range(0, len(labels), rows)) <= points:
             return -(-len(labels) // rows)
     return 1
-
-
-def _legend(
-    figure: "matplotlib.figure.Figure", corner: tuple[float, float], entries: Mapping[str, list[str]], columns: int, size: float
-) -> None:
-    """Add a legend of names, each with one or several colours."""
-    from matplotlib.legend_handler import HandlerTuple
-    from matplotlib.patches import Patch
-
-    patches = [tuple(Patch(facecolor=colour) for colour in colours) for colours in entries.values()]
-    figure.legend(
-        handles=patches, labels=list(entries), handler_map={tuple: HandlerTuple(ndivide=None, pad=0)},
-        loc="upper left", bbox_to_anchor=corner, borderpad=0, borderaxespad=0, ncols=columns, frameon=False, fontsize=size,
-    )  # fmt: skip

@@ -7,7 +7,7 @@ import tempfile
 import threading
 from collections.abc import Callable
 
-from jpipe.processes.channel._coordinator import Beat
+from jpipe.processes._coordinator import Beat
 
 LOOK_AFTER = 5
 """Beats without progress after which heartbeats say where the main thread is. A process is blamed after ten or more."""
