@@ -373,17 +373,10 @@ class Worker:
                 self.after_backward(k)
 
     def run(self, i: Compute, op: Op, stage: CompiledStage, reads: tuple[Any, ...], donated: Callable[[Tree], Tree]) -> dict[Leaves, Tree]:
-        """Run the program of an op on a microbatch, and keep the layer state and the gradient that it leaves.
-
-        Args:
-            i: the computation.
-            op: which one, or what it does of it.
-            stage: for the shapes of the microbatch.
-            reads: what the op reads.
-            donated: returns the accumulators that it adds to, from the weights.
+        """Run the program of an op, with what it reads and what `donated` makes of the weights: the accumulators that it adds to.
 
         Returns:
-            All that it leaves.
+            All that it leaves. The layer state and the gradient are kept.
         """
         state, k, version = self.state, i.microbatch + self.microbatch_shift, i.version + self.version_shift
         params, before = state.weights.read(version), state.layer_state

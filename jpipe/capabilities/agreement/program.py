@@ -182,7 +182,7 @@ PRICE = PriceHooks(
     writers={SumChanges: _write_sum, Agree: _write_agree},
     changes={
         "changes": lambda prices, cost, s: Change(cost.trained),
-        "sum changes": lambda prices, cost, s: Change(sent=round(prices.sum("changes", s, None)[0])),
+        "sum changes": lambda prices, cost, s: Change(sent=round(prices.sum("changes", s)[0])),
         "agree": lambda prices, cost, s: Change(-cost.trained),
     },
     begin=_begin,

@@ -18,8 +18,24 @@ from jpipe.programs.prediction import _actions as prediction
 from jpipe.programs.prediction._prices import Change, Prices
 
 
+class _Part:
+    """One of `parts` parts of a stage."""
+
+    __slots__ = ()
+    part: int
+    parts: int
+
+    @property
+    def piece(self) -> str:
+        return f" {self.part}"
+
+    @property
+    def following(self) -> int:
+        return self.parts - 1 - self.part
+
+
 @dataclass(frozen=True, slots=True)
-class ComputePart(Compute):
+class ComputePart(_Part, Compute):
     """Run an op that computes the gradients of the weights for one of `parts` parts of the stage; those of a microbatch follow each other.
 
     Part 0 is that of the last layers.
@@ -29,35 +45,16 @@ class ComputePart(Compute):
     parts: int
 
     @property
-    def piece(self) -> str:
-        return f" {self.part}"
-
-    @property
-    def following(self) -> int:
-        return self.parts - 1 - self.part
-
-    @property
     def shown(self) -> str:
         return "B" if self.part and OPS[self.op].begins else self.op
 
 
 @dataclass(frozen=True, slots=True)
-class SumPart(AllReduce):
-    """Begin to sum the gradients of one part of the stage, before `AllReduce` begins to sum those of the last part.
-
-    The instructions of all replicas stand side by side in the total order.
-    """
+class SumPart(_Part, AllReduce):
+    """Begin to sum the gradients of one part of the stage; for the last part there is an `AllReduce` of the core."""
 
     part: int
     parts: int
-
-    @property
-    def piece(self) -> str:
-        return f" {self.part}"
-
-    @property
-    def following(self) -> int:
-        return self.parts - 1 - self.part
 
 
 def op_of_part(op: Op, part: int, parts: int) -> Op:

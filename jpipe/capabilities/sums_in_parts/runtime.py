@@ -42,7 +42,7 @@ def _call(a: Arrays, whole: Op, number: int) -> Call:
     results = {"state": a.changed, "gradient": a.gradient, "accumulators": sums, "stash": None}
     left = tuple(results[kind] for kind in op.leaves)
     inputs = a.params, *reads, sums, a.rng, scale
-    return Call(partial(stage.run, op, number), (1 + len(reads),), inputs, left if len(left) > 1 else left[0])
+    return Call(partial(stage.backward(whole.function).run, op, number), (1 + len(reads),), inputs, left if len(left) > 1 else left[0])
 
 
 def _held(a: Arrays, function: str, number: int, reads: tuple[Tree, ...]) -> list[Any]:
@@ -83,7 +83,7 @@ def compute_part(worker: Worker, i: ComputePart) -> None:
     reads = (microbatch.pop("stash"),) if i.part else worker.take(whole, microbatch)
     left = worker.run(i, op, stage, reads, lambda params: _donated(worker, params, i.part))
     if "stash" in left:
-        backward = StageInParts.of(stage.functions).backward(op.function)
+        backward = StageInParts.of(stage.functions).backward(whole.function)
         microbatch["stash"] = backward.held(i.part, reads[0] if i.part else reads, left["stash"])
     worker.used_microbatch(k)
     if not i.following:

@@ -253,14 +253,9 @@ class Worker:
         self.rank.queue.append((BEGIN, event, sent, NOWHERE))
 
     def begin_sum(self, what: str, batch: int, sent: int = NOWHERE, piece: int = 0, following: int = 0) -> None:
-        """Take part in a sum over the replicas of the stage, or in a piece of it.
+        """Take part in a sum over the replicas of the stage, of gradients ("sum") or of what a capability sums, or in a piece of it.
 
-        Args:
-            what: is summed: gradients ("sum") or what a capability sums.
-            batch: its number.
-            sent: as in `begin`.
-            piece: the number of the piece.
-            following: how many pieces follow. Sums of the same replicas end in order, so only the last one is waited for.
+        Sums of the same replicas end in order: if pieces follow, they are waited for and this one is not.
         """
         program, s = self.all, self.stage
         place = (what, batch, piece) if following else (what, batch)

@@ -107,7 +107,7 @@ class Prices:
         freed, size, _ = self.message(message, source, to)
         return Change(-freed, sent=size if self.plan.rank_of[source] != self.plan.rank_of[to] else 0)
 
-    def sum(self, what: str, s: int, piece: int) -> tuple[float, int]:
+    def sum(self, what: str, s: int, piece: int = 0) -> tuple[float, int]:
         """Return the bytes that each replica of a stage sends for a sum, or a piece of it, and how often something goes around their ring.
 
         What is compressed goes around once, and each replica adds it up; otherwise shares go around, and then their sums.
