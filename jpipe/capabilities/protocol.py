@@ -128,7 +128,7 @@ class ProgramHooks:
         pieces: `(stage, StageCost) -> list of bytes` of the pieces in which the replicas of a stage sum gradients; empty: in one.
         per_piece: the fields of `StageCost` that have a number for each of these pieces.
         unit: `(plan) -> int`, into how many ticks the lowering divides the time of a forward.
-        optimizer_bytes: `(plan, LayerCost) -> int`, what it keeps beside the optimizer state of a layer.
+        sent_cost: `(plan, stage, StageCost) -> StageCost`, likewise what changes in what is sent or summed, after all else.
         lower: `(Run) -> LoweringHooks`.
         verify: `(Verifier) -> VerifyHooks`, for one worker.
         price: what its instructions cost.
@@ -146,7 +146,7 @@ class ProgramHooks:
     pieces: Hook | None = None
     per_piece: tuple[str, ...] = ()
     unit: Hook | None = None
-    optimizer_bytes: Hook | None = None
+    sent_cost: Hook | None = None
     lower: Hook | None = None
     verify: Hook | None = None
     price: "PriceHooks | None" = None
@@ -251,12 +251,50 @@ class TransportHooks:
 
 
 @dataclass(frozen=True)
+class SumHooks:
+    """How the replicas of a stage sum gradients where each gives something to each other one, and sums what it gets.
+
+    Attributes:
+        calls: the names of the programs that a sum needs in place of `add` and `finish`.
+        run: `(Worker, AllReduce, accumulators, means of the layer state) -> sums`, as `Transport.sum_gathered` returns them.
+        specs: `(Arrays) -> list of specs` of what a replica gives, one for each of `Arrays.sums`.
+        size: `(accumulators) -> bytes` that a replica gives to each other one for the sum of these.
+    """
+
+    calls: tuple[str, ...]
+    run: Hook
+    specs: Hook
+    size: Hook
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """How workers exchange activations and gradients. By default messages between stages are sent as they are, and sums go around a ring.
+
+    Attributes:
+        encode: `("activation" or "gradient", tree, stage, rng) -> tree` that a stage sends about a microbatch; `rng` is (microbatch, key of
+            the run), or None in an evaluation.
+        decode: `(message, tree, specs) -> tree` with these shapes and dtypes, from what was sent.
+        specs: `(message, specs) -> specs` of what is sent.
+        draws: whether `encode` draws random numbers.
+        sums: for stages with replicas.
+    """
+
+    encode: Hook = lambda message, tree, stage, rng: tree
+    decode: Hook = lambda message, tree, specs: tree
+    specs: Hook = lambda message, specs: specs
+    draws: bool = False
+    sums: SumHooks | None = None
+
+
+@dataclass(frozen=True)
 class RuntimeHooks:
     """How a capability runs.
 
     Instructions and messages:
         handlers: by the type of its instructions, `(Worker, instruction) -> None`.
         messages: by `Send.message`, how one runs.
+        exchange: `(value in the plan) -> Exchange` of activations and gradients.
         summed: `(Arrays) -> specs` of what the replicas of a stage sum in place of gradients.
 
     Programs of a stage:
@@ -272,8 +310,9 @@ class RuntimeHooks:
 
     The state of a worker, and snapshots of it:
         specs: `(Arrays) -> Tree` of what it keeps in `WorkerState.capabilities`, under the name of the capability.
-        fresh: `(StageFunctions, version) -> Tree`, the same before the first batch, from the weights.
-        restored: `(StageFunctions, layers, entries) -> Tree`, the same from a snapshot.
+        fresh: `(StageFunctions, version, accumulators) -> Tree`, the same before the first batch, from the weights.
+        changed_by: the type of instruction after which this is complete for an update; by default the update.
+        restored: `(StageFunctions, replica, layers, fresh=) -> Tree`, the same from a snapshot, perhaps for fresh optimizer state.
         restored_updates: `(plan, worker, StageFunctions, layers, updates) -> dict[int, PendingUpdate]`, the pending updates of a snapshot.
         own_entries: `(plan, stage, replica, layers, entries) -> dict[str, Plain]`, from a snapshot the entries of the worker alone:
             its weights by version in `own`, and its optimizer state.
@@ -297,6 +336,7 @@ class RuntimeHooks:
 
     handlers: Mapping[type, Hook] = field(default_factory=dict)
     messages: Mapping[str, TransportHooks] = field(default_factory=dict)
+    exchange: Hook | None = None
     summed: Hook | None = None
 
     calls: Hook | None = None
@@ -310,6 +350,7 @@ class RuntimeHooks:
 
     specs: Hook | None = None
     fresh: Hook | None = None
+    changed_by: type | None = None
     restored: Hook | None = None
     restored_updates: Hook | None = None
     own_entries: Hook | None = None
@@ -338,12 +379,14 @@ class SnapshotHooks:
         completes: `(update) -> type`, the instruction that completes the version that an update makes, if that is another one.
         is_complete: `() -> bool`, whether it has all that it needs.
         saved: `(layer id) -> Plain`, the weights of a layer in place of its versions.
+        added: `(layer id) -> dict[str, Plain]`, what it adds to the entry of a layer.
     """
 
     see: Hook | None = None
     completes: Hook | None = None
     is_complete: Hook | None = None
     saved: Hook | None = None
+    added: Hook | None = None
 
 
 def hooks(name: str, values: Iterable[Any]) -> tuple[Hook, ...]:

@@ -1,6 +1,6 @@
 """The list of all capabilities: what they add to plans, and one line for each. To remove one, remove its lines and its folder."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -11,9 +11,11 @@ import pydantic
 from jpipe._frozen import FrozenMapping
 from jpipe.capabilities.agreement.option import OPTION as AGREEMENT
 from jpipe.capabilities.agreement.option import Agreement, OuterOptimizer
+from jpipe.capabilities.compressed_messages.option import BLOCK, Kind, Links, Message
+from jpipe.capabilities.compressed_messages.option import OPTION as COMPRESSED_MESSAGES
 from jpipe.capabilities.host_memory.option import OPTION as HOST_MEMORY
 from jpipe.capabilities.host_memory.option import HostMemory, Kept
-from jpipe.capabilities.protocol import Option, ProgramHooks, RuntimeHooks
+from jpipe.capabilities.protocol import Exchange, Option, ProgramHooks, RuntimeHooks
 from jpipe.capabilities.shared_optimizer.option import OPTION as SHARED_OPTIMIZER
 from jpipe.capabilities.sums_in_parts.option import OPTION as SUMS_IN_PARTS
 from jpipe.capabilities.sums_in_parts.option import PartCosts, SumParts
@@ -23,6 +25,7 @@ OPTIONS: Sequence[Option] = [
     HOST_MEMORY,
     SHARED_OPTIMIZER,
     SUMS_IN_PARTS,
+    COMPRESSED_MESSAGES,
 ]
 
 __all__ = [  # what `jpipe.plan` exports of them
@@ -31,11 +34,13 @@ __all__ = [  # what `jpipe.plan` exports of them
     "Kept",
     "OuterOptimizer",
 ]
+__all__ += ["BLOCK", "Kind", "Links", "Message"]
 
 
 class Options(pydantic.BaseModel):
     """The fields of a plan that belong to capabilities."""
 
+    links: Links | None = None
     shard_optimizer: bool = False
     agree: Agreement | None = None
     offload: HostMemory | None = None
@@ -103,6 +108,12 @@ def with_options(stages: Sequence[dict[str, Any]], **values: Any) -> Sequence[di
         if option.even is not None and option.field in values:
             stages = option.even(values[option.field], stages)
     return stages
+
+
+def exchange_of(values: Mapping[str, Any]) -> Exchange:
+    """Return how workers exchange activations and gradients, from `values_of` a plan."""
+    made = ((runtimes()[option.room].exchange, values.get(str(option.field))) for option in OPTIONS)
+    return next((exchange(value) for exchange, value in made if exchange is not None and value is not None), Exchange())
 
 
 def has_parallel_pipelines(plan: Any) -> bool:

@@ -27,7 +27,6 @@ def check(plan: "jpipe.Plan") -> None:
     _check_ranks(plan)
     _check_per_rank(plan)
     _check_meshes(plan)
-    _check_links(plan)
     for option in OPTIONS:
         if option.check is not None and option.is_set(plan):
             option.check(plan)
@@ -104,14 +103,6 @@ def _check_meshes(plan: "jpipe.Plan") -> None:
             rank_meshes = [dict(plan.stages[s].mesh) for s in stages]
             expected = f"the same mesh and fsdp for all stages of a rank, {list(stages)}"
             raise ValueError(f"ranks.{p}: expected {expected}, found {rank_meshes}; they take turns on its devices")
-
-
-def _check_links(plan: "jpipe.Plan") -> None:
-    """Check that what a plan compresses is sent."""
-    if plan.links is not None and plan.links.sums is not None and max(plan.replicas) == 1:
-        raise ValueError(
-            f"links.sums: expected a stage with replicas, found {plan.links.sums!r} and none; remove it, or give a stage replicas"
-        )
 
 
 def _check_per_rank(plan: "jpipe.Plan") -> None:

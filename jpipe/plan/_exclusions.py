@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     import jpipe
 
 
-_TO_ONE_STAGE = "put the layers that share a parameter into one stage, or remove one of them"
 EXCLUSIONS = (
     Exclusion("max_in_flight", "extra_in_flight", "one lowers the number that the other raises"),
     Exclusion("flush_first", "update_every", "a flush ends a batch with one update of all stages", "change one of them"),
@@ -25,7 +24,6 @@ EXCLUSIONS = (
         "each stage would clip its copy by another norm",
         "use clip_global_norm, or put the layers that share a parameter into one stage",
     ),
-    Exclusion("ties", "links.sums", "gradients of shared parameters are summed between stages, where nothing is compressed", _TO_ONE_STAGE),
 )
 """All exclusions: those of capabilities are said in their folders."""
 

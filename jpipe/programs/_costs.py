@@ -10,7 +10,7 @@ from jpipe.capabilities.protocol import hooks
 from jpipe.capabilities.registry import Costs, programs_of
 from jpipe.errors import InputError, nearest, short
 from jpipe.ops import OPS
-from jpipe.plan import Links, Plan, Stage, repeats_forward
+from jpipe.plan import Plan, Stage, repeats_forward
 from jpipe.schedules import SCHEDULES
 
 
@@ -48,8 +48,7 @@ class StageCost(Costs):
         gradient: the input gradient that leaves, with the weight.
         weights: one version.
         frozen: the part of `weights` that no update changes: all versions share it.
-        optimizer: optimizer state; where replicas share it, the largest share. With `Plan.agree` also the weights on which the pipelines
-            have agreed, and the momentum of the outer optimizer.
+        optimizer: optimizer state; where replicas share it, the largest share.
         state: layer state (batch statistics).
         accumulators: accumulated gradients.
         temporary: the largest scratch memory of a program.
@@ -57,9 +56,9 @@ class StageCost(Costs):
         shared: for each group of shared parameters, as in `Program`, the size of its gradients; 0 where the stage holds none.
         passed: the arrays of the stage input that the previous stage keeps, too. If both are on one rank, they count once.
         updated: with `Plan.shard_optimizer`, the bytes of one version that each replica updates and sends to the other replicas.
-        sum_error: with compressed sums (`Links.sums`), what rounding has lost of the gradients of a replica.
-        compressed_sums: likewise for each piece of the sum (see `pieces_of`) what a replica sends to each other one; empty: sums are not
-            compressed.
+        kept: what capabilities keep beside the optimizer state, such as the errors of compressed sums, or agreed weights.
+        gathered: for each piece of a sum (see `pieces_of`) what a replica sends to each other one, if each of them makes the sum; empty:
+            gradients and then their sums go around a ring.
     """
 
     forward: float = 1.0
@@ -85,8 +84,8 @@ class StageCost(Costs):
     shared: tuple[int, ...] = ()
     passed: tuple[Passed, ...] = ()
     updated: tuple[int, ...] = ()
-    sum_error: int = 0
-    compressed_sums: tuple[int, ...] = ()
+    kept: int = 0
+    gathered: tuple[int, ...] = ()
 
     @property
     def trained(self) -> int:
@@ -237,7 +236,7 @@ def check_costs(plan: Plan, costs: Sequence[StageCost]) -> None:
                 amount = part.size if isinstance(part, Passed) else part
                 if not _is_amount(amount) or amount == math.inf:
                     raise InputError(f"{where}: expected a number of 0 or more, found {short(amount)}")
-            is_read = name == "compressed_sums" or (name in per_piece and count > 1)
+            is_read = name == "gathered" or (name in per_piece and count > 1)
             if is_read and value and len(value) != count:
                 raise InputError(f"{where}: expected a number for each part of the stage, {count} in all, found {short(value)}")
 
@@ -288,13 +287,13 @@ def sum_layer_costs(
 
     Returns:
         One cost for each stage. The residuals that a stage makes again count as temporary, and those of a last stage whose forward and
-        backward are one program (as the schedule's order says). Compressed messages (`Plan.links`) count as if of float32.
+        backward are one program (as the schedule's order says). Compressed messages count as if of float32.
 
     Raises:
         InputError: a layer without a cost, or without residual bytes for its stage's recomputation policy.
     """
     _check_layers(plan, layers)
-    costs, flows, sent = list[StageCost](), _gradient_flows(plan, layers), (plan.links or Links()).compressed_bytes
+    costs, flows = list[StageCost](), _gradient_flows(plan, layers)
     for s, stage in enumerate(plan.stages):
         layer_costs = [layers[layer_id] for layer_id in stage.layers]
         last, forward = s == plan.depth - 1, sum(layer.forward for layer in layer_costs)
@@ -317,15 +316,15 @@ def sum_layer_costs(
                 backward_weight=for_weights,
                 stash=_stash(layer_costs, stage.recompute) if of_input else residuals + message,
                 update=sum(layer.update for layer in layer_costs),
-                inputs=sent("activations", before) if s else before,
+                inputs=before,
                 labels=labels if last else 0,
-                outputs=0 if last else sent("activations", layer_costs[-1].outputs),
+                outputs=0 if last else layer_costs[-1].outputs,
                 residuals=residuals,
-                message=sent("gradients", message),
-                gradient=sent("gradients", before) if of_input else 0,
+                message=message,
+                gradient=before if of_input else 0,
                 weights=sum(layer.weights for layer in layer_costs),
                 frozen=sum(layer.frozen for layer in layer_costs),
-                optimizer=_optimizer(plan, s, layer_costs),
+                optimizer=sum(layer.optimizer + (layer.ahead if plan.delays[s] else 0) for layer in layer_costs),
                 state=sum(layer.state for layer in layer_costs),
                 accumulators=sum(layer.summed for layer in layer_costs),
                 temporary=_scratch(layer_costs, inside, max(inside - (0 if fused else residuals), 0), before),
@@ -333,24 +332,10 @@ def sum_layer_costs(
         )
     for stage_cost in hooks("stage_cost", programs_of(plan)):
         costs = [stage_cost(plan, stage, cost, layers) for stage, cost in zip(plan.stages, costs, strict=True)]
-    return _with_compressed_sums(plan, _with_shared(plan, costs, shared))
-
-
-def _optimizer(plan: Plan, s: int, layers: Sequence[LayerCost]) -> int:
-    """Return the optimizer state of a stage, with what capabilities keep beside it."""
-    more = sum(bytes_of(plan, layer) for bytes_of in hooks("optimizer_bytes", programs_of(plan)) for layer in layers)
-    return more + sum(layer.optimizer + (layer.ahead if plan.delays[s] else 0) for layer in layers)
-
-
-def _with_compressed_sums(plan: Plan, costs: Sequence[StageCost]) -> tuple[StageCost, ...]:
-    """Return the costs of the stages with what their replicas send and keep of compressed sums, if they compress them."""
-    if plan.links is None or plan.links.sums is None:
-        return tuple(costs)
-    found = []
-    for stage, cost in zip(plan.stages, costs, strict=True):
-        sent = tuple(plan.links.compressed_bytes("sums", math.ceil(size)) for size in pieces_of(plan, stage, cost))
-        found.append(replace(cost, sum_error=cost.accumulators, compressed_sums=sent) if stage.replicas > 1 else cost)
-    return tuple(found)
+    costs = list(_with_shared(plan, costs, shared))
+    for sent_cost in hooks("sent_cost", programs_of(plan)):
+        costs = [sent_cost(plan, stage, cost) for stage, cost in zip(plan.stages, costs, strict=True)]
+    return tuple(costs)
 
 
 def _scratch(layers: Sequence[LayerCost], unchanged: int, remade: int, inputs: int) -> int:

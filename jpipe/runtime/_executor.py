@@ -110,7 +110,7 @@ class Executor:
         self._by_bucket = {w: [stages[w] for stages in self._compiled] for w in self.stages}
         self._transport = Transport(places, plan.stage_workers, processes)
         sends = _sends(plan, arrays, steps.verified_runs, self.stages)
-        gathers = _compressed_sums(plan, arrays[0])
+        gathers = _gathers(plan, arrays[0])
         self._transport.compile(sends, _replica_sums(plan, arrays[0]), _loads(self.stages, arrays[0]), gathers)
         self._exchange = MetricsExchange(
             plan,
@@ -463,16 +463,16 @@ def _replica_sums(plan: Plan, arrays: Sequence[Arrays]) -> list[tuple[int, Tree]
     replicated = [(workers[0], arrays[workers[0]]) for workers in plan.stage_workers if len(workers) > 1]
     sums: list[tuple[int, Tree]] = []
     for first, a in replicated:
-        if a.functions.compressed_sums is None:
+        if a.functions.summing is None:
             instead = [summed(a) for summed in hooks("summed", runtimes_of(plan))]
             sums += [(first, spec) for spec in instead or a.sums.values()]
     return sums + [(first, a.averaged) for first, a in replicated if a.functions.averages_when_read]
 
 
-def _compressed_sums(plan: Plan, arrays: Sequence[Arrays]) -> list[tuple[int, Tree]]:
-    """Return the first replica of each stage whose replicas compress what they sum, with what each of them sends."""
+def _gathers(plan: Plan, arrays: Sequence[Arrays]) -> list[tuple[int, Tree]]:
+    """Return the first replica of each stage whose replicas each make their sums, with what each of them gives."""
     first = [(workers[0], arrays[workers[0]]) for workers in plan.stage_workers]
-    return [(w, a.sent_to_sum(piece)) for w, a in first if a.functions.compressed_sums is not None for piece in a.sums]
+    return [(w, given) for w, a in first if (summing := a.functions.summing) is not None for given in summing.specs(a)]
 
 
 def _loads(workers: Iterable[int], arrays: Sequence[Arrays]) -> dict[tuple[int, str], Tree]:

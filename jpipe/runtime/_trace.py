@@ -212,7 +212,7 @@ class _Watcher:
         count = 0 if state.accumulators is None else len(state.accumulators.get("gradients", ()))  # fewer while parts of them are set aside
         summed = f"accumulators of {count} entries"
         optimizer = "optimizer elsewhere" if any(map(is_away, jax.tree.leaves(state.optimizer))) else "optimizer"
-        like_optimizer = state.optimizer, state.capabilities, state.sum_error
+        like_optimizer = state.optimizer, state.capabilities
         named = (optimizer, like_optimizer), (summed, state.accumulators), ("state", state.layer_state)
         for name, tree in named:
             if sizes.get(name, 0) == 0:  # accumulators may be missing at first

@@ -61,7 +61,7 @@ class RunResults(NamedTuple):
 Data = dict[tuple[str, int], Tree]
 """What workers load, by name (inputs or labels) and microbatch."""
 
-_COUNTED = ("sums", "weight", "squares", "shared", "received")  # of a pending update
+_COUNTED = ("sums", "squares", "shared", "received")  # of a pending update
 _Part = tuple[int, str, int]  # a part of the state: its worker, its kind (see `Worker.read_part`), and the number of it
 
 
@@ -162,7 +162,6 @@ class _MutableState:
     updates: dict[int, Fields]
     loss_scales: dict[int, LossScale]
     capabilities: dict[str, Tree]
-    sum_error: Tree
 
     @classmethod
     def of(cls, state: WorkerState) -> "_MutableState":
@@ -307,7 +306,7 @@ class Worker:
     def delete_state(self) -> None:
         """Delete the arrays of the state that are not counted, since the run has failed."""
         state = self.state
-        for leaf in jax.tree.leaves((state.optimizer, state.accumulators, state.capabilities, state.sum_error)):
+        for leaf in jax.tree.leaves((state.optimizer, state.accumulators, state.capabilities)):
             leaf.delete()
 
     def changed(self, kind: str, number: int = 0) -> None:
@@ -418,30 +417,14 @@ class Worker:
         state, update = self.state, i.batch + self.version_shift
         accumulators = state.updates[update][f"sums{i.piece}"]
         means = self.functions.averaged_state(state.layer_state) if self.averages and "weight" in accumulators else []
-        if self.functions.compressed_sums is not None:
-            sent = self.compress(i, accumulators), means
-            totals = self.transport.sum_gathered(i, update, sent, self.calls[f"sum{i.piece}"])
-        else:
+        if self.functions.summing is None:
             calls = self.calls[f"add{i.piece}"], self.calls[f"finish{i.piece}"]
             totals = self.transport.all_reduce(i, update, (accumulators, means), *calls)
+        else:
+            totals = self.functions.summing.run(self, i, accumulators, means)
         for w, total in totals.items():
             self.workers[w].take_sum(i, total, has_loss="loss" in accumulators)
             self.workers[w].delete_unused()
-
-    def compress(self, i: AllReduce, accumulators: Tree) -> Tree:
-        """Return accumulators with compressed gradients, which take their place, and keep what rounding has lost."""
-        state, update = self.state, i.batch + self.version_shift
-        pending = state.updates[update]
-        numbers = {name: number for name, number in accumulators.items() if name != "gradients"}
-        weight = numbers.get("weight", pending.get("weight"))  # the first piece has it
-        is_random = self.functions.links.rounding == "stochastic"
-        rng = (np.uint32(update * self.replicas + self.replica), state.key) if is_random else (None, None)
-        gradients = accumulators["gradients"]
-        sent, errors = self.calls[f"compress{i.piece}"](gradients, weight, {entry: state.sum_error[entry] for entry in gradients}, rng)
-        state.sum_error = {**state.sum_error, **errors}
-        self.consumed.keep((numbers, weight))  # the transfer may read them later
-        self.change_update(update, **{f"sums{i.piece}": None}, weight=weight if i.following else None)
-        return {**numbers, "gradients": sent}
 
     def take_sum(self, i: AllReduce, total: Tree, *, has_loss: bool) -> None:
         """Keep (sums, means of the layer state, (mean loss, weight) at the last stage) of all replicas for the update."""

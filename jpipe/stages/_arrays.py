@@ -12,10 +12,8 @@ from jpipe.capabilities.registry import runtimes_for
 from jpipe.meshes._place import Place
 from jpipe.model.layerwise._trace import position_spec
 from jpipe.ops import Reads
-from jpipe.stages.functions._specs import rng_spec
 from jpipe.stages.functions._stage import StageFunctions
 from jpipe.stages.functions._update import GlobalNorm, norm_spec
-from jpipe.stages.messages._sums import specs_of_sent
 
 Tree = Any
 Spec = jax.ShapeDtypeStruct
@@ -202,23 +200,6 @@ class Arrays:
         """The arrays of `reduced` by the pieces of them that are summed each by itself, see `Instruction.piece`."""
         cut = (pieces(self) for pieces in hooks("pieces", runtimes_for(self.functions.capabilities).values()))
         return next((pieces for pieces in cut if pieces), {"": self.reduced})
-
-    @property
-    def sum_error(self) -> Tree:
-        """What rounding has lost of the gradients of the replica, if their sums are compressed."""
-        return None if self.functions.compressed_sums is None else self.accumulators["gradients"]
-
-    def sent_to_sum(self, piece: str) -> tuple[Tree, list[Spec]]:
-        """Return what a replica gives to one of `sums` that is compressed."""
-        assert self.functions.compressed_sums is not None
-        accumulators, averaged = self.sums[piece]
-        sent = specs_of_sent(self.functions.partition, self.functions.compressed_sums, accumulators["gradients"])
-        return {**accumulators, "gradients": self.place.specs(*sent)}, averaged
-
-    @property
-    def sum_rng(self) -> Tree:
-        """The pair (number of the update and the replica, key), if compressed sums are rounded at random."""
-        return self.whole(rng_spec()) if self.functions.links.rounding == "stochastic" else (None, None)
 
     @property
     def averaged(self) -> list[Spec]:

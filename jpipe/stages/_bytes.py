@@ -81,11 +81,11 @@ def measure_bytes(
         gradient=0 if f.first else nbytes(a.gradient),
         weights=nbytes((a.params, a.scale)),
         frozen=nbytes(f.trained.unchosen(a.params)),
-        optimizer=nbytes((a.optimizer, a.capabilities)),
+        optimizer=nbytes(a.optimizer),
         state=nbytes(a.state),
         accumulators=nbytes(a.accumulators),
-        sum_error=nbytes(a.sum_error),
-        compressed_sums=() if f.compressed_sums is None else tuple(nbytes(a.sent_to_sum(piece)[0]) for piece in a.sums),
+        kept=nbytes(a.capabilities),
+        gathered=() if f.summing is None else tuple(nbytes(accumulators) for accumulators, _ in f.summing.specs(a)),
         squares=nbytes(squares_spec([len(f.counted)])),
         shared=tuple(
             nbytes([a.accumulators["gradients"][name] for name in names]) if f.number in stages else 0 for stages, names in f.sharing.groups

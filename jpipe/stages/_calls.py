@@ -21,12 +21,10 @@ from jpipe.stages.functions._stage import StageFunctions
 from jpipe.stages.functions._sums import (
     add,
     add_shared,
-    compress_sum,
     finish,
     mean_state,
     shared_gradients,
     shared_with,
-    sum_compressed,
     take_shared,
     unshared,
 )
@@ -135,7 +133,7 @@ def _call(a: Arrays, name: str, counts: Sequence[int]) -> Call:
     for added in hooks("calls", runtimes_for(f.capabilities).values()):
         if name in (more := added(a)):
             return more[name] if isinstance(more[name], Call) else more[name]()
-    return {**_calls_for_shared(a), **_calls_for_sums(a), **_calls_for_compressed_sums(a)}[name]
+    return {**_calls_for_shared(a), **_calls_for_sums(a)}[name]
 
 
 def _call_of_op(a: Arrays, op: Op) -> Call:
@@ -167,27 +165,14 @@ def _calls_for_sums(a: Arrays) -> dict[str, Call]:
     calls: dict[str, Call] = {}
     for piece, reduced in a.sums.items():
         calls[f"add{piece}"] = Call(add, (), (reduced, reduced), reduced)
-        calls[f"finish{piece}"] = Call(partial(finish, a.functions), (0,), (reduced,), (*reduced, _loss(a, reduced[0])))
+        calls[f"finish{piece}"] = Call(partial(finish, a.functions), (0,), (reduced,), (*reduced, loss_specs(a, reduced[0])))
     return calls
 
 
-def _loss(a: Arrays, accumulators: Tree) -> tuple[Any, Any] | None:
+def loss_specs(a: Arrays, accumulators: Tree) -> tuple[Any, Any] | None:
     """Return the specs of the mean loss and the weight of a batch, if these accumulators have them."""
     number = a.whole(jax.ShapeDtypeStruct((), loss_dtype()))
     return (number, number) if "loss" in accumulators else None
-
-
-def _calls_for_compressed_sums(a: Arrays) -> dict[str, Call]:
-    """Return the calls with which replicas sum compressed gradients."""
-    f, calls = a.functions, dict[str, Call]()
-    number = a.whole(jax.ShapeDtypeStruct((), loss_dtype()))
-    for piece, reduced in a.sums.items() if f.compressed_sums is not None else ():
-        sent, gradients = a.sent_to_sum(piece), reduced[0]["gradients"]
-        inputs = gradients, number, gradients, a.sum_rng
-        calls[f"compress{piece}"] = Call(partial(compress_sum, f), (2,), inputs, (sent[0]["gradients"], gradients))
-        total = *reduced, _loss(a, reduced[0])
-        calls[f"sum{piece}"] = Call(partial(sum_compressed, f), (), ([sent] * f.stage.replicas,), total)
-    return calls
 
 
 def _calls_for_shared(a: Arrays) -> dict[str, Call]:

@@ -19,7 +19,7 @@ from typing import Any, get_args
 import jax
 import jax.numpy as jnp
 
-from jpipe.capabilities.registry import runtimes_for, runtimes_of
+from jpipe.capabilities.registry import exchange_of, runtimes_for, runtimes_of, values_of
 from jpipe.errors import callers_code, cause
 from jpipe.meshes._place import Place
 from jpipe.model._layer import Layer, LayerSpec, key_spec
@@ -196,8 +196,8 @@ def _calls(instruction: Instruction, program: Program) -> tuple[str, ...]:
         case Compute():
             return (OPS[instruction.op].function + instruction.piece,)
         case AllReduce(piece=piece):
-            compresses = program.plan.links is not None and program.plan.links.sums is not None
-            names = ("compress", "sum") if compresses else ("add", "finish")
+            summing = exchange_of(values_of(program.plan)).sums
+            names = ("add", "finish") if summing is None else summing.calls
             return tuple(f"{name}{piece}" for name in names)
         case TakeShared():
             return ("take_shared",)

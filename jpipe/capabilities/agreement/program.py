@@ -1,13 +1,13 @@
 """Agreements of parallel pipelines: where they go into a program, how they are verified, and what they cost."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from jpipe.capabilities.agreement.option import agreement_applied, agreement_under_way, agrees
 from jpipe.capabilities.protocol import LoweringHooks, MessageHooks, PriceHooks, ProgramHooks, VerifyHooks
-from jpipe.plan import Plan
-from jpipe.programs._costs import LayerCost
+from jpipe.plan import Plan, Stage
+from jpipe.programs._costs import LayerCost, StageCost
 from jpipe.programs._instructions import Instruction, Update
 from jpipe.programs._verify import Verifier
 from jpipe.programs.lowering import Run
@@ -189,10 +189,11 @@ PRICE = PriceHooks(
 )
 
 
-def optimizer_bytes(plan: Plan, layer: LayerCost) -> int:
-    """Return the bytes of the agreed weights of a layer and of their momentum."""
+def stage_cost(plan: Plan, stage: Stage, cost: StageCost, layers: Mapping[str, LayerCost]) -> StageCost:
+    """Return the cost of a stage with the agreed weights and their momentum; shared parameters count with each of their layers."""
     assert plan.agree is not None
-    return (1 + bool(plan.agree.outer.momentum)) * layer.trained
+    copies = 1 + bool(plan.agree.outer.momentum)
+    return replace(cost, kept=cost.kept + copies * sum(layers[layer_id].trained for layer_id in stage.layers))
 
 
 PROGRAM = ProgramHooks(
@@ -205,7 +206,7 @@ PROGRAM = ProgramHooks(
     waits_for={Agree: lambda i: (SumChanges, i.begun)},
     modelled=modelled,
     due=due,
-    optimizer_bytes=optimizer_bytes,
+    stage_cost=stage_cost,
     lower=lower,
     verify=verify,
     price=PRICE,

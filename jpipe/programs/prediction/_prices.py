@@ -18,7 +18,7 @@ class Change(NamedTuple):
         while_running: how many more arrays are on the device while it runs than before.
         sent: the bytes that it sends to other ranks.
         residuals: the part of `live` that residuals and stashes have.
-        optimizer: the part of `live` that optimizer state has, with the errors of compressed sums.
+        optimizer: the part of `live` that optimizer state has, with what capabilities keep beside it.
         in_host: in host memory, where a capability keeps something.
         moved: the bytes that it moves to host memory or back.
     """
@@ -110,11 +110,11 @@ class Prices:
     def sum(self, what: str, s: int, piece: int = 0) -> tuple[float, int]:
         """Return the bytes that each replica of a stage sends for a sum, or a piece of it, and how often something goes around their ring.
 
-        What is compressed goes around once, and each replica adds it up; otherwise shares go around, and then their sums.
+        What replicas gather goes around once, and each adds it up; otherwise shares go around, and then their sums.
         """
         cost, others = self.costs[s], self.plan.replicas[s] - 1
-        if what == "sum" and cost.compressed_sums:
-            return others * cost.compressed_sums[piece], 1
+        if what == "sum" and cost.gathered:
+            return others * cost.gathered[piece], 1
         size = pieces_of(self.plan, self.plan.stages[s], cost)[piece] if what == "sum" else self._messages[what].price(self, s)
         return 2 * others / (others + 1) * size, 2
 
@@ -133,14 +133,14 @@ class Prices:
 
 
 def _begin(prices: Prices, cost: StageCost, s: int, versions: int, optimizer_in_host: bool) -> Change:
-    optimizer = cost.sum_error + (0 if optimizer_in_host else cost.optimizer)
+    optimizer = cost.kept + (0 if optimizer_in_host else cost.optimizer)
     live = versions * cost.trained + cost.frozen + cost.state + cost.accumulators + optimizer
     return Change(live, optimizer=optimizer, in_host=cost.optimizer if optimizer_in_host else 0)
 
 
 def _sum(prices: Prices, cost: StageCost, s: int, piece: int) -> Change:
     """Return what a replica holds and sends for a sum: gradients, then what all have sent, which is taken to come together."""
-    held = prices.plan.replicas[s] * cost.compressed_sums[piece] + cost.temporary if cost.compressed_sums else 0
+    held = prices.plan.replicas[s] * cost.gathered[piece] + cost.temporary if cost.gathered else 0
     return Change(0, held, round(prices.sum("sum", s, piece)[0]))
 
 

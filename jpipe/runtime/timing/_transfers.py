@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jpipe.capabilities.protocol import hooks, merged
-from jpipe.capabilities.registry import runtimes_of
+from jpipe.capabilities.registry import exchange_of, runtimes_of, values_of
 from jpipe.meshes._partition import shard_bytes
 from jpipe.ops import OPS, Leaves
 from jpipe.plan import Plan
@@ -20,7 +20,6 @@ from jpipe.runtime._interpreter import Event
 from jpipe.runtime._transport import PendingTransfer
 from jpipe.runtime.state import WorkerState
 from jpipe.runtime.timing._arrivals import Arrivals
-from jpipe.stages.messages._sums import bytes_of_sent
 
 Tree = Any
 Computation = tuple[int, str, int, int]
@@ -178,12 +177,11 @@ def nbytes(tree: Tree) -> float:
 
 def _sent(summed: Tree, plan: Plan, replicas: int) -> float:
     """Return the bytes that each replica has sent for a sum, as a prediction counts them: without layer state that is averaged with it."""
-    others = replicas - 1
-    if plan.links is None or plan.links.sums is None:
+    others, summing = replicas - 1, exchange_of(values_of(plan)).sums
+    if summing is None:
         return 2 * others / replicas * nbytes(summed)
-    accumulators = summed.specs if isinstance(summed, PendingTransfer) else summed
-    numbers = {name: number for name, number in accumulators.items() if name != "gradients"}
-    return others * (bytes_of_sent(plan.links.sums, accumulators["gradients"]) + nbytes(numbers))
+    size: float = others * summing.size(summed.specs if isinstance(summed, PendingTransfer) else summed)
+    return size
 
 
 def _summed(i: AllReduce, state: WorkerState) -> Tree:

@@ -97,13 +97,13 @@ def _message_seconds(size: int, link: jpipe.Link) -> float:
 
 def _sum_seconds(cost: jpipe.programs.StageCost, stage: jpipe.Stage, ring: Sequence[jpipe.Link], part: int = 0) -> float:
     """Return the seconds of a sum over a ring, of the gradients of a part of the stage and of later parts, to its end; 0 without a ring."""
-    return _sending_seconds(cost, stage, ring, part) + (1 if cost.compressed_sums else 2) * _latency(ring) if ring else 0.0
+    return _sending_seconds(cost, stage, ring, part) + (1 if cost.gathered else 2) * _latency(ring) if ring else 0.0
 
 
 def _sending_seconds(cost: jpipe.programs.StageCost, stage: jpipe.Stage, ring: Sequence[jpipe.Link], part: int = 0) -> float:
-    """Return the seconds to send a sum around a ring: once what each replica compresses, otherwise shares and then their sums."""
-    if cost.compressed_sums:
-        return (len(ring) - 1) * sum(cost.compressed_sums[part:]) * _seconds_per_byte(ring)
+    """Return the seconds to send a sum around a ring: once what each replica gives to all, otherwise shares and then their sums."""
+    if cost.gathered:
+        return (len(ring) - 1) * sum(cost.gathered[part:]) * _seconds_per_byte(ring)
     later = [cost.accumulators_of_part(n, stage) for n in range(part, len(stage.sum_parts))] if part else [cost.accumulators]
     return 2 * (len(ring) - 1) / len(ring) * sum(later) * _seconds_per_byte(ring)
 
