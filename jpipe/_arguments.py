@@ -43,7 +43,7 @@ def initial_arrays(params: Tree | None, stack: LayerStack, specs: Mapping[str, L
             raise InputError(f"params: the model has no layer {layer_id!r}; {nearest(str(layer_id), specs)}")
     by_layer = {
         layer_id: (
-            _first_arrays(spec.params, [_params_or_specs(arrays.get(layer_id, ({}, None))[0], spec.params, layer_id) for arrays in known]),
+            _first_arrays(spec.params, [_params(arrays.get(layer_id, ({}, None))[0], spec.params, layer_id) for arrays in known]),
             _first_arrays(spec.state, [arrays[layer_id][1] for arrays in known if layer_id in arrays]),
         )
         for layer_id, spec in specs.items()
@@ -78,13 +78,10 @@ def _reject_missing(initial: Mapping[str, tuple[Tree, Tree]]) -> None:
                 )
 
 
-def _params_or_specs(params: Tree, specs: Tree, layer_id: str) -> Tree:
-    """Return the parameters of a layer: arrays for those in `params`, else specs."""
-    return filled(specs, _plain_params(params, specs, layer_id), f"params: layer '{layer_id}'")
+def _params(params: Any, expected: Tree, layer_id: str) -> Tree:
+    """Return the parameters of a layer as a plain tree, with specs for those that are missing.
 
-
-def _plain_params(params: Any, expected: Tree, layer_id: str) -> Tree:
-    """Return the parameters of a layer as a plain tree: of an NNX module or an `nnx.State` its `nnx.Param`s.
+    Of an NNX module or an `nnx.State` these are its `nnx.Param`s.
 
     Raises:
         InputError: other NNX variables than parameters and random streams, or all collections of a Linen module.
@@ -99,12 +96,12 @@ def _plain_params(params: Any, expected: Tree, layer_id: str) -> Tree:
                 f"params: layer '{layer_id}': expected nnx.Param variables, found '{'/'.join(map(str, path))}', a "
                 f"{type(variable).__name__}, which is layer state and begins fresh; give nnx.state(module, nnx.Param)"
             )
-        return nnx.to_pure_dict(weights)
-    if isinstance(params, Mapping) and "params" in params and not (isinstance(expected, Mapping) and "params" in expected):
+        params = nnx.to_pure_dict(weights)
+    elif isinstance(params, Mapping) and "params" in params and not (isinstance(expected, Mapping) and "params" in expected):
         raise InputError(
             f"params: layer '{layer_id}': expected its parameters, found the key 'params' of all variables; give ['params'] of it"
         )
-    return params
+    return filled(expected, params, f"params: layer '{layer_id}'")
 
 
 def check_model(stack: Any, plan: Any, loss: Any) -> None:

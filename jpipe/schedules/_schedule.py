@@ -318,15 +318,19 @@ def in_flight_of(order: Callable[[Shape, int, Sequence[int]], Iterable[Action]])
 
     def in_flight(plan: Shape, s: int) -> int:
         p = next(p for p, stages in enumerate(plan.pipeline_ranks) if s in stages)
-        begun = most = 0
-        for entry in order(plan, p, range(0, plan.microbatches, plan.replicas[s])):
-            if entry.stage == s:
-                begun += entry.is_forward
-                most = max(most, begun)
-                begun -= entry.finishes
-        return most
+        return most_in_flight(e for e in order(plan, p, range(0, plan.microbatches, plan.replicas[s])) if e.stage == s)
 
     return in_flight
+
+
+def most_in_flight(order: Iterable[Action]) -> int:
+    """Return the largest number of microbatches that an order has begun but not finished."""
+    begun = most = 0
+    for entry in order:
+        begun += entry.is_forward
+        most = max(most, begun)
+        begun -= entry.finishes
+    return most
 
 
 def split_early(plan: Shape, order: Iterator[Action]) -> Iterator[Action]:

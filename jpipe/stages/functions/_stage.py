@@ -21,7 +21,7 @@ from jpipe.model._stack import LayerStack
 from jpipe.model._subset import EVERYTHING, Subset, floats_of, is_float, with_floats
 from jpipe.model._ties import NOTHING_SHARED, Sharing
 from jpipe.model.jaxprs._dependence import passed_on
-from jpipe.model.jaxprs._elementwise import all_but_elementwise
+from jpipe.model.jaxprs._primitives import all_but_elementwise
 from jpipe.model.layerwise._optimizer import LayerwiseOptimizer
 from jpipe.plan import Stage
 from jpipe.stages.functions._accumulators import accumulate, zero_accumulators
