@@ -20,7 +20,6 @@ from jpipe.model.layerwise._transformation import has_nesterov
 from jpipe.plan import Plan, excluded
 from jpipe.runtime._executor import To, Weights
 from jpipe.runtime._plain import filled
-from jpipe.schedules import SCHEDULES
 
 Tree = Any
 
@@ -147,16 +146,12 @@ def check_combinations(plan: Plan, precision: Precision, **options: Any) -> None
     Args:
         plan: of the pipeline.
         precision: of the pipeline.
-        options: the other options by name; None for one that is not set.
+        options: the other options by name; None or False for one that is not set.
     """
     options["precision: params"] = precision.params if precision.has_masters else None
-    options["precision: loss_scale: dynamic"] = True if precision.dynamic_scale is not None else None
+    options["precision: loss_scale: dynamic"] = precision.dynamic_scale is not None
     if reason := excluded(plan, **options):
         raise InputError(reason)
-    for option in ("clip_global_norm", "skip_nonfinite", "precision: loss_scale: dynamic"):
-        if options[option] is not None and (why := SCHEDULES[plan.schedule].norm_refusal(plan)):
-            instead = ", or clip_stage_norm, which clips each stage by its own norm" if option == "clip_global_norm" else ""
-            raise InputError(f"{option}: {why}{instead}")
 
 
 def check_ema_decay(ema_decay: Any) -> None:

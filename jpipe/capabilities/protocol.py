@@ -294,7 +294,7 @@ class RuntimeHooks:
     Instructions and messages:
         handlers: by the type of its instructions, `(Worker, instruction) -> None`.
         messages: by `Send.message`, how one runs.
-        exchange: `(value in the plan) -> Exchange` of activations and gradients.
+        exchange: `(values by field of the plan) -> Exchange` of activations and gradients.
         summed: `(Arrays) -> specs` of what the replicas of a stage sum in place of gradients.
 
     Programs of a stage:

@@ -112,8 +112,8 @@ def with_options(stages: Sequence[dict[str, Any]], **values: Any) -> Sequence[di
 
 def exchange_of(values: Mapping[str, Any]) -> Exchange:
     """Return how workers exchange activations and gradients, from `values_of` a plan."""
-    made = ((runtimes()[option.room].exchange, values.get(str(option.field))) for option in OPTIONS)
-    return next((exchange(value) for exchange, value in made if exchange is not None and value is not None), Exchange())
+    made = (hooks.exchange(values) for hooks in runtimes_for(values).values() if hooks.exchange is not None)
+    return next(made, Exchange())
 
 
 def has_parallel_pipelines(plan: Any) -> bool:

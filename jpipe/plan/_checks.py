@@ -30,9 +30,9 @@ def check(plan: "jpipe.Plan") -> None:
     for option in OPTIONS:
         if option.check is not None and option.is_set(plan):
             option.check(plan)
+    _check_options(plan)
     if reason := excluded(plan):
         raise ValueError(reason)
-    _check_options(plan)
     _check_microbatches(plan)
     if reason := SCHEDULES[plan.schedule].refuses(plan):
         raise ValueError(reason)

@@ -105,7 +105,7 @@ class Verifier:
         if self.versions != needed:
             self.fail(f"versions {sorted(self.versions)} are left, expected {sorted(needed)}")
         for version in sorted(self.versions):
-            self._check_whole(version, "the end")
+            self.check_whole(version, "the end")
         for hook in self._end:
             hook()
 
@@ -124,7 +124,7 @@ class Verifier:
     def read(self, i: Compute, op: Op) -> None:
         """Take what an op reads."""
         if op.reads != "inputs":
-            self._need(op.reads, i.microbatch, i)
+            self.need(op.reads, i.microbatch, i)
         for kind in self._kinds_read(op.reads):
             self.take(kind, i.microbatch)
 
@@ -202,7 +202,7 @@ class Verifier:
         latest = max(self.versions, default=None)
         if i.batch != latest:
             self.fail(f"{i} at version {latest}, expected version {i.batch}")
-        self._check_whole(i.batch, i)
+        self.check_whole(i.batch, i)
         self._take_sum(i.batch)
         if not self._sets_aside:
             self._accumulated = 0
@@ -211,10 +211,10 @@ class Verifier:
             k = last_microbatch(self.plan, i.batch)
             self._need_norm(k)
             self._norms = {known for known in self._norms if known >= k}
-        self._need("optimizer", 0, i)
-        self._need("versions", i.batch, i)
+        self.need("optimizer", 0, i)
+        self.need("versions", i.batch, i)
         if i.retires is not None:
-            self._need("versions", i.retires, i)
+            self.need("versions", i.retires, i)
             self._free(i.retires, i)
         self.versions.add(i.batch + 1)
         for hook in self._updated:
@@ -246,14 +246,14 @@ class Verifier:
             self.fail(f"{i} reads version {i.version}, the formula says {version}")
         if version not in self.versions:
             self.fail(f"{i} reads version {version}, alive are {sorted(self.versions)}")
-        self._check_whole(version, i)
-        self._need("versions", version, i)
+        self.check_whole(version, i)
+        self.need("versions", version, i)
 
     def _held_before(self, batch: int) -> set[tuple[str, int]]:
         """Return the buffers that capabilities hold where the pipeline is empty before a batch."""
         return {buffer for hook in self._held for buffer in hook(batch)}
 
-    def _need(self, what: str, number: int, i: Instruction) -> None:
+    def need(self, what: str, number: int, i: Instruction) -> None:
         """Check that something that an instruction reads is where it can be read."""
         for hook in self._needs:
             hook(what, number, i)
@@ -264,7 +264,7 @@ class Verifier:
         if i.message != "squares" and (not 0 <= s < self.plan.depth or other != self.plan.worker(s, i.microbatch)):
             self.fail(f"{i}: worker {other} does not run microbatch {i.microbatch} at stage {s}")
 
-    def _check_whole(self, version: int, where: object) -> None:
+    def check_whole(self, version: int, where: object) -> None:
         """Check that a version is complete."""
         for hook in self._whole:
             hook(version, where)

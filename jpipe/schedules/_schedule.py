@@ -84,6 +84,11 @@ def no_refusal(plan: Shape) -> str:
     return ""
 
 
+def updates_together(plan: Shape) -> bool:
+    """Return False: no stage updates before all have computed the gradients of the batch."""
+    return False
+
+
 @dataclass(frozen=True)
 class Schedule:
     """A pipeline schedule.
@@ -110,8 +115,8 @@ class Schedule:
             both counted from the first batch that is not flushed; does not decrease with k. See `version`.
         versions_alive: `(plan, s) -> int`, the largest number of versions that a replica of stage s holds.
         refusal: `(plan) -> str`, why the schedule cannot run this plan, or "".
-        norm_refusal: `(plan) -> str`, why updates cannot use the global norm of the gradients of all stages, or "". They can if each
-            stage knows the norm of a batch before it reads the weights that the batch has updated.
+        updates_early: `(plan) -> bool`, whether a stage reads the weights that a batch has updated before all stages have computed the
+            gradients of the batch, so that an update cannot depend on these (weight stashing).
         options: the names of the `PlanOptions` that it reads; plans with others are illegal.
         closed_form: the form of its batches, if planners have a closed-form price for it: "serial", one microbatch after the other;
             "fill and drain", all forwards, then all backwards; "1F1B". None: planners walk through its order, which takes longer.
@@ -128,7 +133,7 @@ class Schedule:
     formula: Callable[[Shape, int, int], int] = synchronous_version
     versions_alive: Callable[[Shape, int], int] = one_version
     refusal: Callable[[Shape], str] = no_refusal
-    norm_refusal: Callable[[Shape], str] = no_refusal
+    updates_early: Callable[[Shape], bool] = updates_together
     options: tuple[str, ...] = ()
     closed_form: Literal["serial", "fill and drain", "1F1B"] | None = None
     data_parallel: bool = False

@@ -115,6 +115,7 @@ class _Verification:
     def sum_changes(self, i: SumChanges) -> None:
         if i.batch not in self._to_begin:
             self._verifier.fail(f"{i}: no agreement begins after update {i.batch}: expected {_one_of(self._to_begin)}")
+        self._verifier.need("versions", i.batch + 1, i)
         self._verifier.put("changes", i.batch)
         self._to_begin.remove(i.batch)
 
@@ -123,6 +124,7 @@ class _Verification:
             self._verifier.fail(f"{i}: no agreement is to be applied after update {i.batch}: expected {_one_of(self._to_apply)}")
         if i.begun != (begun := agreement_applied(self._plan, self._stage, i.batch)):
             self._verifier.fail(f"{i}: expected the agreement that has begun with update {begun}")
+        self._verifier.need("versions", i.batch + 1, i)
         self._verifier.take("changes", i.begun)
         self._to_apply.remove(i.batch)
 

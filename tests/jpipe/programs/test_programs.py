@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from jpipe import InputError, Link, Plan, lower, simulate
 from jpipe.capabilities.registry import uses_of
 from jpipe.capabilities.sums_in_parts.program import ComputePart, SumPart
+from jpipe.plan import excluded
 from jpipe.programs import (
     LayerCost,
     Program,
@@ -78,7 +79,7 @@ def replicated_plans(draw) -> dict:
 
 def has_norm(plan: Plan) -> bool:
     """Return whether updates of the plan can use the global norm."""
-    return not SCHEDULES[plan.schedule].norm_refusal(plan)
+    return not excluded(plan, skip_nonfinite=True)
 
 
 def versions_alive(plan: Plan, s: int) -> int:
