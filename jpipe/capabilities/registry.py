@@ -38,7 +38,19 @@ __all__ += ["BLOCK", "Kind", "Links", "Message"]
 
 
 class Options(pydantic.BaseModel):
-    """The fields of a plan that belong to capabilities."""
+    """The fields of a plan, and keys of a config, that belong to capabilities.
+
+    Attributes:
+        links: messages between stages, and what replicas sum, are compressed, see `jpipe.plan.Links`. None, the default: they are sent
+            as they are.
+        shard_optimizer: replicas of a stage share its optimizer state (ZeRO stage 1): each updates some of the layers, and they send each
+            other what they have updated. The numbers are the same. With update_every "batch". False by default.
+        agree: the replicas of all stages, equally many, are parallel pipelines: each makes its own updates, without sums of gradients, and
+            they agree on their weights rarely (DiLoCo), see `jpipe.plan.Agreement`. None, the default: replicas sum their
+            gradients for each update.
+        offload: what waits in the memory of the host while no computation needs it, see `jpipe.plan.HostMemory`. None, the default:
+            everything is on the devices.
+    """
 
     links: Links | None = None
     shard_optimizer: bool = False
