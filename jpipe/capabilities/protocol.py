@@ -10,7 +10,7 @@ Some functions are made for one object of the core, such as one verifier: they h
 `VerifyHooks`. The core asks each capability that a plan uses for them once, and calls them in the order of the registry.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,12 +49,16 @@ class Option:
         room: the name of its folder.
         field: the field of the plan, which is None or False where the plan does not use the capability; None if it is in no plan: then it
             is used where its room is among what a program `uses`.
+        of_stages: whether it is a field of each stage instead, which is empty where the stage does not use it.
         check: `(plan) -> None`, raises ValueError if the value does not fit the plan; only called where it is set.
         stands_for: where it is in no plan, the argument of a pipeline whose exclusions hold for programs that use it.
         check_arguments: `(arguments) -> None`, raises InputError for values of arguments of a pipeline, by name as in `excluded`.
         of_arguments: `(arguments, entries) -> value | None` in `StageFunctions.capabilities`, where it comes from arguments of a pipeline;
             `entries` are those that each stage counts.
         exclusions: what the option cannot be combined with. Each pair of options is in one list.
+        even: `(value, stages) -> stages`, the fields of stages with an argument of `Plan.even`, which has the name of the field.
+        with_layers: `(stage, layers) -> fields` that a stage has with other layers.
+        text: `(stage) -> str`, what the text of a plan says after the replicas of a stage.
         parallel_pipelines: whether the replicas of a plan that uses it are parallel pipelines, which update by themselves: they sum no
             gradients for their updates.
         divides_updates: whether the replicas of a stage update different entries of its weights.
@@ -62,11 +66,15 @@ class Option:
 
     room: str
     field: str | None
+    of_stages: bool = False
     check: Callable[[Any], None] | None = None
     stands_for: str = ""
     check_arguments: Callable[[Any], None] | None = None
     of_arguments: Callable[[Any, Any], Any] | None = None
     exclusions: tuple[Exclusion, ...] = ()
+    even: Hook | None = None
+    with_layers: Hook | None = None
+    text: Hook | None = None
     parallel_pipelines: bool = False
     divides_updates: bool = False
 
@@ -75,16 +83,17 @@ class Option:
         """The name of its value in `StageFunctions.capabilities`: that of the field of the plan, or of the room."""
         return self.field or self.room
 
-    def value(self, plan: Any, arguments: Mapping[str, Any], entries: Any) -> Any:
-        """Return its value for stages, or None."""
-        if self.of_arguments is not None:
-            return self.of_arguments(arguments, entries)
-        return getattr(plan, self.key) if self.is_set(plan) else None
-
     def is_set(self, plan: Any) -> bool:
         """Return whether a plan uses the capability."""
-        value = None if self.field is None else getattr(plan, self.field)
+        value = self.value(plan)
         return value is not None and value is not False
+
+    def value(self, plan: Any) -> Any:
+        """Return what a plan says of it: None or False if it does not use it; of stages the values of all of them."""
+        if self.field is None or not self.of_stages:
+            return None if self.field is None else getattr(plan, self.field)
+        values = tuple(getattr(stage, self.field) for stage in plan.stages)
+        return values if any(values) else None
 
 
 @dataclass(frozen=True)
@@ -128,6 +137,10 @@ class ProgramHooks:
         modelled: `(plan) -> plan`, a plan whose programs contain all that the capability does in any step; `due` chooses from them.
         due: `(plan, instruction, shift) -> Instruction | None`, one of its instructions as it is when it runs so many batches later.
         stage_cost: `(plan, stage, StageCost, layers) -> StageCost`, the cost of a stage with what changes in it.
+        fit_cost: `(StageCost, spans) -> StageCost`, the cost of a stage with the times of its measured spans.
+        pieces: `(stage, StageCost) -> list of bytes` of the pieces in which the replicas of a stage sum gradients; empty: in one.
+        per_piece: the fields of `StageCost` that have a number for each of these pieces.
+        unit: `(plan) -> int`, into how many ticks the lowering divides the time of a forward.
         sent_cost: `(plan, stage, StageCost) -> StageCost`, likewise what changes in what is sent or summed, after all else.
         lower: `(Run) -> LoweringHooks`.
         verify: `(Verifier) -> VerifyHooks`, for one worker.
@@ -143,6 +156,10 @@ class ProgramHooks:
     modelled: Hook | None = None
     due: Hook | None = None
     stage_cost: Hook | None = None
+    fit_cost: Hook | None = None
+    pieces: Hook | None = None
+    per_piece: tuple[str, ...] = ()
+    unit: Hook | None = None
     sent_cost: Hook | None = None
     lower: Hook | None = None
     verify: Hook | None = None
@@ -155,6 +172,9 @@ class LoweringHooks:
 
     Attributes:
         before_compute: `(time, worker) -> None`, before the next computation in the order of the worker's rank.
+        write: `(worker, op, ticks, microbatch, version) -> int | None`, writes a computation of so many ticks that begins now, and returns
+            when it ends; None: the core writes it.
+        begins_sums: the stages of which it begins the sums of gradients itself.
         settle: `(worker) -> bool`, before the next computation of a worker's rank: whether it can continue; False if it waits.
         before_update: `(time, worker, batch, retires) -> None`, before an `Update` with these fields is written.
         after_update: the same, after it.
@@ -169,6 +189,8 @@ class LoweringHooks:
     """
 
     before_compute: Hook | None = None
+    write: Hook | None = None
+    begins_sums: Collection[int] = ()
     settle: Hook | None = None
     before_update: Hook | None = None
     after_update: Hook | None = None
@@ -186,7 +208,7 @@ class VerifyHooks:
     """How the instructions of a capability are verified for one worker. All raise `Violation`, by `Verifier.fail`.
 
     Attributes:
-        checks: by the type of its instructions, `(instruction) -> None`.
+        checks: by the type of instructions, `(instruction) -> None`; for one of the core in place of its check there.
         sends: the same of sends, by their message.
         receives: the same of receives.
         needs: `(what, number, instruction) -> None`: an instruction of the core reads a weight version, the residuals or the stash of a
@@ -214,7 +236,8 @@ class PriceHooks:
     """What the instructions of a capability cost. Workers are those of a program as actions, see `jpipe.programs.prediction`.
 
     Attributes:
-        writers: by the type of its instructions, `(worker, instruction) -> None`, writes it as actions and changes of bytes.
+        writers: by the type of instructions, `(worker, instruction) -> None`, writes it as actions and changes of bytes; for one of the
+            core in place of its writer there.
         changes: the changes of bytes, by name, `(Prices, StageCost, stage, *arguments) -> Change`.
         away: `(plan, stage) -> set` of what it keeps elsewhere before the first instruction, see `Worker.away`.
         begin: `(worker) -> None`, before the first instruction.
@@ -314,12 +337,16 @@ class RuntimeHooks:
         summed: `(Arrays) -> specs` of what the replicas of a stage sum in place of gradients.
 
     Programs of a stage:
-        calls: `(Arrays) -> dict[str, Call]`, programs of its own, by name.
+        calls: `(Arrays) -> dict[str, Call]`, programs of its own, by name, or functions that return them.
+        ops: `(StageFunctions) -> dict[str, Op]` of those of them that are pieces of an op, in order. What one leaves as a stash is for the
+            next one.
+        pieces: `(Arrays) -> dict[str, specs]` of what the replicas of a stage sum, by piece (`Instruction.piece`); empty: all at once.
+        costs: `(Arrays) -> dict[str, Any]`, fields of the `StageCost` with the bytes of a stage.
+        join_sums: `(Worker, update) -> None`, before the sum of an update is read: puts its pieces together.
         used_calls: by the type of an instruction, `(StageFunctions, instruction) -> names` of those that it needs.
         always_used: `(StageFunctions) -> names` of those that no instruction needs.
         shares: `(plan, StageFunctions) -> shares` of the replicas of a stage in its updates.
         update: what it changes in updates.
-        cost: `(StageFunctions) -> value` in `StageCost.others`, under the name of the capability.
 
     The state of a worker, and snapshots of it:
         specs: `(Arrays) -> Tree` of what it keeps in `WorkerState.capabilities`, under the name of the capability.
@@ -355,11 +382,14 @@ class RuntimeHooks:
     summed: Hook | None = None
 
     calls: Hook | None = None
+    ops: Hook | None = None
+    pieces: Hook | None = None
+    costs: Hook | None = None
+    join_sums: Hook | None = None
     used_calls: Mapping[type, Hook] = field(default_factory=dict)
     always_used: Hook | None = None
     shares: Hook | None = None
     update: UpdateHooks | None = None
-    cost: Hook | None = None
 
     specs: Hook | None = None
     fresh: Hook | None = None

@@ -1,6 +1,7 @@
 """The list of all capabilities: what they add to plans, and one line for each. To remove one, remove its lines and its folder."""
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from typing import Any
@@ -13,16 +14,20 @@ from jpipe.capabilities.agreement.option import Agreement, OuterOptimizer
 from jpipe.capabilities.compressed_messages.option import BLOCK, Kind, Links, Message
 from jpipe.capabilities.compressed_messages.option import OPTION as COMPRESSED_MESSAGES
 from jpipe.capabilities.global_norm.option import OPTION as GLOBAL_NORM
+from jpipe.capabilities.global_norm.option import NormCosts
 from jpipe.capabilities.host_memory.option import OPTION as HOST_MEMORY
 from jpipe.capabilities.host_memory.option import HostMemory, Kept
 from jpipe.capabilities.protocol import Exchange, Option, ProgramHooks, RuntimeHooks, UpdateHooks
 from jpipe.capabilities.shared_optimizer.option import OPTION as SHARED_OPTIMIZER
+from jpipe.capabilities.sums_in_parts.option import OPTION as SUMS_IN_PARTS
+from jpipe.capabilities.sums_in_parts.option import PartCosts, SumParts
 
 OPTIONS: Sequence[Option] = [
     GLOBAL_NORM,
     AGREEMENT,
     HOST_MEMORY,
     SHARED_OPTIMIZER,
+    SUMS_IN_PARTS,
     COMPRESSED_MESSAGES,
 ]
 
@@ -54,6 +59,21 @@ class Options(pydantic.BaseModel):
     shard_optimizer: bool = False
     agree: Agreement | None = None
     offload: HostMemory | None = None
+
+
+class StageOptions(
+    SumParts,
+    pydantic.BaseModel,
+):
+    """The fields of a stage that belong to capabilities."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Costs(
+    NormCosts,
+    PartCosts,
+):
+    """The fields of the cost of a stage that belong to capabilities."""
 
 
 @cache
@@ -110,9 +130,21 @@ def values_of(plan: Any, arguments: Mapping[str, Any] = NOTHING, entries: Sequen
         arguments: of the pipeline, as in `excluded`.
         entries: those that each stage counts, see `StageFunctions.counted`.
     """
-    with_programs = [option for option in OPTIONS if runtimes()[option.room].calls is not None]
-    values = {option.key: option.value(plan, arguments, entries) for option in with_programs}
-    return {key: value for key, value in values.items() if value is not None}
+    values: dict[str, Any] = {}
+    for option in OPTIONS:
+        if option.of_arguments is not None and (value := option.of_arguments(arguments, entries)) is not None:
+            values[option.key] = value
+        elif option.is_set(plan) and runtimes()[option.room].calls is not None:
+            values[option.key] = option.value(plan)
+    return values
+
+
+def with_options(stages: Sequence[dict[str, Any]], **values: Any) -> Sequence[dict[str, Any]]:
+    """Return the fields of even stages with what capabilities make of arguments of `Plan.even`."""
+    for option in OPTIONS:
+        if option.even is not None and option.field in values:
+            stages = option.even(values[option.field], stages)
+    return stages
 
 
 def exchange_of(values: Mapping[str, Any]) -> Exchange:

@@ -11,7 +11,7 @@ from pydantic import Field
 
 from jpipe._frozen import NOTHING
 from jpipe._numbers import Int
-from jpipe.capabilities.registry import Options, divides_updates, has_parallel_pipelines
+from jpipe.capabilities.registry import Options, divides_updates, has_parallel_pipelines, with_options
 from jpipe.errors import InputError, explain
 from jpipe.plan._axes import ParamAxes, Rules
 from jpipe.plan._checks import check, check_layers_of_model
@@ -247,7 +247,7 @@ class Plan(Options, _Layout, PlanOptions, _Pipeline):
             >>> Plan.even(["a", "b", "c"], num_stages=2, schedule="gpipe", microbatches=4).stages[0].layers
             ('a', 'b')
         """
-        stages = even_stages(layers, num_stages, recompute, replicas, mesh, fsdp, sum_parts)
+        stages = with_options(even_stages(layers, num_stages, recompute, replicas, mesh, fsdp), sum_parts=sum_parts)
         if chunks_per_rank is not None and "ranks" not in fields:
             fields["ranks"] = even_ranks(schedule, len(stages), len(layers), chunks_per_rank)
         return cls(schedule=schedule, microbatches=microbatches, stages=stages, **fields)

@@ -105,8 +105,7 @@ def give_compressed(worker: Worker, i: AllReduce, accumulators: Tree, means: Tre
     sent, errors = worker.calls[f"compress{i.piece}"](gradients, weight, {entry: before[entry] for entry in gradients}, rng)
     state.capabilities[ROOM] = {**before, **errors}
     worker.consumed.keep((numbers, weight))  # the transfer may read them later
-    is_last = i.part in (None, len(worker.plan.stages[worker.stage].sum_parts) - 1)
-    worker.change_update(update, **{f"sums{i.piece}": None}, given_weight=None if is_last else weight)
+    worker.change_update(update, **{f"sums{i.piece}": None}, given_weight=weight if i.following else None)
     return worker.transport.sum_gathered(i, update, ({**numbers, "gradients": sent}, means), worker.calls[f"sum{i.piece}"])
 
 

@@ -35,6 +35,17 @@ class Norms:
         return self.skips or (self.largest is not None and not self.of_stage)
 
 
+@dataclass(frozen=True, kw_only=True)
+class NormCosts:
+    """The field of the cost of a stage whose updates use the norm of all stages.
+
+    Attributes:
+        squares: the sums of squares of its gradients.
+    """
+
+    squares: int = 0
+
+
 _OF_ALL = {"clip_global_norm": ", or clip_stage_norm, which clips each stage by its own norm"}
 _OF_ALL |= dict.fromkeys(("skip_nonfinite", "precision: loss_scale: dynamic"), "")
 """Options with which updates use the norm of all stages, and what may be done besides where they cannot."""

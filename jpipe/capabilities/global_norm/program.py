@@ -196,7 +196,7 @@ def verify(verifier: Verifier) -> VerifyHooks:
 
 def _sum_squares(worker: prediction.Worker, i: SumSquares) -> None:
     k, s = last_microbatch(worker.all.plan, i.batch), worker.stage
-    worker.wait_for_sums(i.batch)
+    worker.wait("sum", i.batch)
     if s < worker.all.depth - 1:
         worker.wait("squares", k, uses_up=True)
         worker.change("free squares")
@@ -211,7 +211,7 @@ def _before_update(worker: prediction.Worker, i: Update) -> None:
 
 def _squares(prices: Prices, s: int) -> int:
     """Return the size of the sums of squares of a stage and all later ones."""
-    return sum(cost.others.get("global_norm", 0) for cost in prices.costs[s:])
+    return sum(cost.squares for cost in prices.costs[s:])
 
 
 def _price(prices: Prices, source: int, to: int) -> tuple[int, int, int]:

@@ -22,7 +22,7 @@ from jpipe.runtime.state import WorkerState
 from jpipe.runtime.timing._transfers import Computation, that_leave
 from jpipe.schedules import SCHEDULES
 from jpipe.stages._arrays import Arrays
-from jpipe.stages._bytes import arrays_of, nbytes
+from jpipe.stages._bytes import nbytes
 from jpipe.stages._calls import Call
 from jpipe.stages.functions._accumulators import divisor, mean
 from jpipe.stages.functions._loss import loss_dtype
@@ -265,7 +265,7 @@ RUNTIME = RuntimeHooks(
     used_calls=dict.fromkeys((SumSquares, Update), used_calls),
     always_used=lambda f: () if f.scale_spec is None else ("next_scale",),
     update=UpdateHooks(spec, norm_for_update, clip, step_or_skip),
-    cost=lambda f: nbytes(_squares(arrays_of(f), [len(f.counted)])),
+    costs=lambda a: {"squares": nbytes(_squares(a, [len(a.functions.counted)]))},
     report=report,
     waits_for=waits_for,
 )

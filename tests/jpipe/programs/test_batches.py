@@ -3,7 +3,6 @@
 import pytest
 
 from jpipe import InputError, Link, Plan, lower, simulate
-from jpipe._frozen import FrozenMapping
 from jpipe.programs import StageCost, has_equal_batches, shared_stages, simulate_batches
 from jpipe.schedules import SCHEDULES
 
@@ -32,7 +31,7 @@ def costs_of(plan, shared=()):
         "stash": 2,
         "state": 1,
         "temporary": 7,
-        "others": FrozenMapping({"global_norm": 1}),
+        "squares": 1,
     }
     return [StageCost(**times, **held, **size, shared=shared) for size in sizes]
 
