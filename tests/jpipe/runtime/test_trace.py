@@ -254,7 +254,7 @@ def test_pipelines_that_agree_wait_for_each_other_only_to_read_what_they_have_ag
     late = plan.model_copy(update={"agree": Agreement(every=2, delay=1)})
     program = [i for i in lower(late, 4).instructions if isinstance(i, (Compute, Update))]
     ranks = [[_Computation(i, jax.devices()[0], 0.0, 0.0) for i in program if i.worker == w] for w in range(4)]
-    for (w, op, k, _), before in _waits_for(ranks, late, False).items():
+    for (w, op, k, _), before in _waits_for(ranks, late, ()).items():
         others = {update for other, name, update, _ in before if name == "U" and other != w}
         assert others == ({1} if op == "F" and k // 4 == 3 and k % 4 < 2 else set()), "the first forward that reads version 3"
 
