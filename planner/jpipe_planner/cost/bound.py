@@ -173,7 +173,7 @@ def _exchange(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost]) -> It
     Yields:
         Sender, receiver, bytes.
     """
-    for group, stages in enumerate(jpipe.programs.shared_stages(costs)):
+    for group, stages in enumerate(jpipe.programs.uses_by_costs(costs).get("shared_parameters", ())):
         for s, other in permutations(stages, 2):
             for replica, target in enumerate(plan.stage_workers[other]):
                 yield plan.stage_workers[s][replica % plan.replicas[s]], target, costs[s].shared[group]
@@ -236,7 +236,7 @@ def order_seconds(
     clocks, summed = [0.0] * len(plan.pipeline_ranks), [0.0] * plan.depth
     known, starts = [0.0] * (2 * plan.depth * plan.microbatches), list[float]()
     rings = [_ring(plan, s, link) for s in range(plan.depth)]
-    sharing = set(chain.from_iterable(jpipe.programs.shared_stages(costs)))
+    sharing = set(chain.from_iterable(jpipe.programs.uses_by_costs(costs).get("shared_parameters", ())))
     at_end = {s for s in range(plan.depth) if rings[s] or global_norm or s in sharing}
     for _ in range(first + batches + 1):
         starts.append(clocks[0])
