@@ -177,7 +177,7 @@ class Pipeline:
         self.ema_decay = None if ema_decay is None else float(ema_decay)
         self.delay_factor = checked_delay_factor(delay_correction)
         norms = {"clip_global_norm": self.clip_global_norm, "clip_stage_norm": self.clip_stage_norm}
-        others = {"skip_nonfinite": skip_nonfinite or None, "ema_decay": self.ema_decay, "delay_correction": self.delay_factor}
+        others = {"skip_nonfinite": skip_nonfinite, "ema_decay": self.ema_decay, "delay_correction": self.delay_factor}
         check_combinations(plan, precision, **norms, **others)
         self._explicit_devices = None if devices is None else checked_devices(devices)
         options = {**norms, "skip_nonfinite": self._skips}
@@ -222,9 +222,6 @@ class Pipeline:
         names = [name for _, names in sharing.groups for name in names]
         if reason := excluded(self.plan, ties=names or None):
             raise InputError(reason)
-        if names and (why := SCHEDULES[self.plan.schedule].norm_refusal(self.plan)):
-            shared = ", ".join(f"'{name}'" for name in names)
-            raise InputError(f"ties: stages share {shared}, and {why}, or put the layers that share a parameter into one stage")
         return tuple(stages for stages, _ in sharing.groups)
 
     # What a user calls -------------------------------------------------------------------------------------------------

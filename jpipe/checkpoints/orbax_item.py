@@ -134,9 +134,7 @@ def read_item(path: Path, ids: Collection[str]) -> dict[str, Tree]:
         Exception: of any kind, if it is not an item that `join_parts` has written.
     """
     specs = item_specs(path)
-    tree = {layer: parts if layer in ids else jax.tree.map(lambda spec: ..., parts) for layer, parts in specs.items()}
-    read = unescape_names(read_tree(path, escape_names(tree)))
-    return {layer: parts for layer, parts in read.items() if layer in ids}
+    return unescape_names(read_tree(path, escape_names({layer: specs[layer] for layer in ids})))
 
 
 def tree_specs(path: Path) -> Tree:
@@ -164,7 +162,7 @@ def read_tree(path: Path, specs: Tree) -> Tree:
 
     Args:
         path: the item.
-        specs: its tree as `tree_specs` returns it, with `...` in place of the arrays that are not needed.
+        specs: its tree as `tree_specs` returns it, or a part of it; leaves that are not needed may be `...`.
 
     Returns:
         The tree with NumPy arrays as leaves, and with `...` where `specs` has it.
@@ -199,7 +197,7 @@ def escape_names(tree: Any) -> Any:
     """
     if isinstance(tree, dict):
         return {quote(key, safe=" ").replace(".", "%2E"): escape_names(value) for key, value in tree.items()}
-    if tree is not ... and not isinstance(tree, np.ndarray | jax.ShapeDtypeStruct):
+    if not isinstance(tree, np.ndarray | jax.ShapeDtypeStruct):
         raise TypeError(f"expected nested dicts of arrays, found {type(tree).__name__}")
     return tree
 

@@ -3,6 +3,7 @@
 from jpipe.capabilities import registry
 from jpipe.capabilities.protocol import Exclusion
 from jpipe.capabilities.registry import *  # noqa: F403  # the options of capabilities
+from jpipe.capabilities.registry import Options as CapabilityOptions
 from jpipe.plan._axes import RULES, mesh_rules
 from jpipe.plan._exclusions import EXCLUSIONS, excluded
 from jpipe.plan._plan import Plan as Plan
@@ -15,6 +16,7 @@ __all__ = [
     "EXCLUSIONS",
     "RECOMPUTE",
     "RULES",
+    "CapabilityOptions",
     "Exclusion",
     "Predicted",
     "excluded",

@@ -1,5 +1,5 @@
 from .cost.price import all_reduce_seconds, cut_seconds
-from .cost.shape import is_planned, needs_vertical_sync, planned_schedules, sharing_refusal
+from .cost.shape import is_planned, needs_vertical_sync, planned_schedules, updates_early
 from .cost.simulated import Simulated, simulate_plan
 from .machine.attached import Attached, attached_target
 from .machine.compiling import Compiling, compiling_for
@@ -102,10 +102,10 @@ __all__ = [
     "search_paper",
     "search_parallel",
     "search_pipedream",
-    "sharing_refusal",
     "simulate_plan",
     "target_devices",
     "target_refusal",
+    "updates_early",
     "usable_cores",
     "variant_schedules",
 ]

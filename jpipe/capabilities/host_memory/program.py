@@ -178,6 +178,8 @@ class _Verification:
             verifier.fail(f"{i}: the plan keeps the {i.what} of stage {verifier.stage} on the device")
         if i.what == "versions" and i.number not in verifier.versions:
             verifier.fail(f"{i}: alive are versions {sorted(verifier.versions)}")
+        if i.what == "versions":
+            verifier.check_whole(i.number, i)  # nothing is written into a version that has left
         if i.what in _LEFT and (i.what, i.number) not in verifier.buffers:
             verifier.fail(f"{i}: it is not there")
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import jpipe
 from jpipe import InputError
-from jpipe.plan import repeats_forward
+from jpipe.plan import excluded, repeats_forward
 from jpipe_planner.cost.bound import flush_seconds, has_bounds, order_seconds, port_seconds, rank_seconds, unhindered_seconds
 from jpipe_planner.cost.copies import Part, part_of
 from jpipe_planner.cost.devices import lacking, limits_of, slowed, slowness_of
@@ -247,7 +247,7 @@ class _Variants:
 
     def _lacks_norm(self, plan: jpipe.Plan) -> bool:
         """Return whether the schedule of a plan cannot do what the model or its optimizer needs."""
-        return self._is_restricted and bool(jpipe.schedules.SCHEDULES[plan.schedule].norm_refusal(plan))
+        return bool(excluded(plan, skip_nonfinite=self.global_norm, ties=bool(self.profile.shared)))
 
     def early(self, base: Candidate) -> Iterator["_Variant"]:
         """Yield a plan with split backwards, with and without additional microbatches in flight, if a link costs time."""

@@ -13,6 +13,7 @@ import jpipe
 from jpipe import Plan
 from jpipe.capabilities.registry import uses_of
 from jpipe.ops import OPS, Op
+from jpipe.plan import excluded
 from jpipe.programs import _verify as verify
 from jpipe.programs._instructions import CoreInstruction, Load
 from jpipe.programs._steps import Steps
@@ -127,7 +128,7 @@ def check_each_reports_once(norm, some):
 
 
 def may(plan, norm):
-    return not norm or not SCHEDULES[plan.schedule].norm_refusal(plan)
+    return not norm or not excluded(plan, skip_nonfinite=True)
 
 
 def test_a_missing_loss_is_an_internal_error(monkeypatch):

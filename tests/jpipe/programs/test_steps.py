@@ -8,6 +8,7 @@ import pytest
 
 from jpipe import InputError, Plan, lower, simulate
 from jpipe.capabilities.registry import uses_of
+from jpipe.plan import excluded
 from jpipe.programs import ProgramError, _steps
 from jpipe.programs._instructions import Compute, Receive, Send, shifted
 from jpipe.programs._simulate import verify
@@ -26,7 +27,7 @@ OPTIONS = (
     {"split_backward": "early", "extra_in_flight": 1},
     {"update_every": "replicas"},
     {"agree": {"every": 2}},
-    {"agree": {"every": 3, "fragments": "stages", "delay": 2}},
+    {"agree": {"every": 3, "fragments": "stages", "delay": 2}, "offload": {"optimizer": "all", "versions": "all"}},
 )
 
 
@@ -47,7 +48,7 @@ def uses(plan):
     yield False, ()
     if plan.agree is not None and SCHEDULES[plan.schedule].flushes:
         yield True, ()
-    elif plan.agree is None and not SCHEDULES[plan.schedule].norm_refusal(plan):
+    elif plan.agree is None and not excluded(plan, skip_nonfinite=True):
         yield True, ((0, plan.depth - 1),)
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import jpipe
 from jpipe import InputError
+from jpipe.plan import excluded
 from jpipe_planner import (
     NO_MESH,
     Asked,
@@ -32,7 +33,7 @@ from jpipe_planner import (
     planned_schedules,
     possible_degrees,
     search_parallel,
-    sharing_refusal,
+    updates_early,
     variant_schedules,
 )
 from jpipe_planner.ranking import table
@@ -47,7 +48,8 @@ MOST_SHOWN = 10  # kinds of plans that are simulated, if only for comparison, of
 LEAST_SHOWN = 3  # of them, those of the other schedules
 
 _FASTER = 0.01  # relative gain above which a faster plan with delayed weights is mentioned
-_NEEDS_NORM = "optimizer.clip_global_norm, skip_nonfinite or a dynamic loss scale"
+_NEEDS = {"skip_nonfinite": "optimizer.clip_global_norm, skip_nonfinite or a dynamic loss scale", "ties": "shared parameters"}
+_SMALL = jpipe.Plan.even(["a", "b"], 2, replicas=2)  # of which each schedule is asked what it excludes
 
 
 @dataclass(frozen=True)
@@ -87,14 +89,15 @@ def refused_schedules(request: Request, global_norm: bool, shares: bool = False)
     Raises:
         InputError: no requested schedule can be used.
     """
-    requested = request.allowed
-    needs = " or ".join([_NEEDS_NORM] * global_norm + ["shared parameters"] * shares)
-    reasons = {name: why for name in requested if needs and (why := sharing_refusal(name))}
-    if global_norm and request.asked.agree is not None:
-        late = (name for name in requested if not jpipe.schedules.SCHEDULES[name].flushes)
-        reasons |= dict.fromkeys(late, "pipelines that agree need a schedule that flushes for it")
-    if all(name in reasons for name in requested):
-        raise InputError("--schedules: " + "; ".join(f"{name} cannot be used with {needs}: {why}" for name, why in reasons.items()))
+    arguments, reasons = {"skip_nonfinite": global_norm, "ties": shares}, dict[str, str]()
+    needs = " or ".join(_NEEDS[option] for option, is_set in arguments.items() if is_set)
+    for name in request.allowed:
+        fields = {"schedule": name, "agree": request.asked.agree, "vertical_sync": bool(needs) and needs_vertical_sync(name)}
+        if reason := excluded(_SMALL.model_copy(update=fields), **arguments):
+            reasons[name] = reason.partition(": ")[2]
+    if all(name in reasons for name in request.allowed):
+        names = {why: ", ".join(name for name in reasons if reasons[name] == why) for why in reasons.values()}
+        raise InputError("--schedules: " + "; ".join(f"{name} cannot be used with {needs}: {why}" for why, name in names.items()))
     return needs, reasons
 
 
@@ -104,9 +107,6 @@ def _usable_schedules(profile: Profile, request: Request, global_norm: bool, rep
     Raises:
         InputError: no requested schedule can be used.
     """
-    if request.asked.agree is not None and profile.shared:
-        layers = ", ".join(profile.shared[0].layers)
-        raise InputError(f"agree: expected no parameters that layers share, found some of {layers}; plan without agree")
     needs, reasons = refused_schedules(request, global_norm, bool(profile.shared))
     schedules = tuple(name for name in request.allowed if name not in reasons)
     for name, why in reasons.items():
@@ -206,9 +206,7 @@ def _faster_with_delay(
     """Return the fastest even pipeline of the schedules that do not flush by closed form, if its weights are delayed and it is faster."""
     is_restricted, degrees = global_norm or bool(profile.shared), best.candidate.degrees
     names = [
-        name
-        for name in planned_schedules()
-        if not jpipe.schedules.SCHEDULES[name].flushes and not (is_restricted and sharing_refusal(name))
+        name for name in planned_schedules() if not jpipe.schedules.SCHEDULES[name].flushes and not (is_restricted and updates_early(name))
     ]
     considered = search_parallel(
         *Meshes(profile, topology).of(degrees),
@@ -263,8 +261,6 @@ def _meshes(profile: Profile, topology: Topology, request: Request, reporter: Re
         InputError: a requested mesh does not fit the devices or the layers.
     """
     if request.asked.links is not None:
-        if request.degrees not in (None, (NO_MESH,)):
-            raise InputError("--mesh: expected none with plan.links, whose messages no search prices on meshes; remove one of them")
         return (NO_MESH,)
     if request.degrees is None:
         return possible_degrees(profile, topology)
