@@ -15,6 +15,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from jpipe_planner.search.pipedream.partition import Placed, Problem, evaluate_partition
 from matplotlib.figure import Figure
 
 import jpipe
@@ -31,7 +32,7 @@ from benchmarks.programs import Program, ProgramFailed, steps_per_second
 from benchmarks.sizes import GPU, PEERS, TINY
 from examples.papers.samples import make
 from jpipe.capabilities.agreement.option import agreement_applied, agrees
-from jpipe_planner import Placed, Problem, Profile, Topology, evaluate_partition
+from jpipe_planner import Profile, Topology
 
 CORE = min(os.sched_getaffinity(0))
 DENSE = jpipe.Layer(

@@ -9,7 +9,7 @@ from jpipe_planner.machine.topology import Topology
 from jpipe_planner.profile.profile import Profile
 from jpipe_planner.ranking import table
 from jpipe_planner.ranking.choose import choose
-from jpipe_planner.ranking.saving.offload import find_offloads, offload_bases
+from jpipe_planner.ranking.offload import find_offloads, offload_bases
 from jpipe_planner.search.candidates import find_candidates
 
 MB = 10**6

@@ -4,10 +4,14 @@ import random
 
 import pytest
 import yaml
+from jpipe_planner.search.parallel import search_parallel
 
 import jpipe
-from jpipe_planner import choose, draw_choice, find_candidates, planned_schedules, search_parallel
+from jpipe_planner import draw_choice
+from jpipe_planner.cost.shape import planned_schedules
 from jpipe_planner.ranking import table
+from jpipe_planner.ranking.choose import choose
+from jpipe_planner.search.candidates import find_candidates
 from jpipe_train import cli
 from jpipe_train.run import loop
 from tests.planner.search.test_parallel import gpt, levels, price

@@ -7,8 +7,9 @@ from rich.console import Console
 
 import jpipe
 from jpipe.plan import Agreement, Links
-from jpipe_planner import Asked, Profile, Topology
+from jpipe_planner import Profile, Topology
 from jpipe_planner.ranking import table
+from jpipe_planner.search.candidate import Asked
 from jpipe_train.console.progress import Reporter
 from jpipe_train.plan.inputs import Request
 from jpipe_train.plan.search import search

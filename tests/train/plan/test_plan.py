@@ -12,8 +12,10 @@ import yaml
 from rich.console import Console
 
 import jpipe
-from jpipe_planner import Compiled, PriceOfFlush, Profile, Topology
+from jpipe_planner import Profile, Topology
 from jpipe_planner.ranking import variants
+from jpipe_planner.ranking.compiled import Compiled
+from jpipe_planner.ranking.price_of_flush import PriceOfFlush
 from jpipe_train import cli
 from jpipe_train.config.config import Config
 from jpipe_train.console.progress import Reporter

@@ -14,8 +14,10 @@ from rich.console import Console
 
 import jpipe
 from jpipe.plan import Agreement
-from jpipe_planner import Asked, Compiled, Profile, Topology
+from jpipe_planner import Profile, Topology
 from jpipe_planner.ranking import variants
+from jpipe_planner.ranking.compiled import Compiled
+from jpipe_planner.search.candidate import Asked
 from jpipe_train.config.config import Config
 from jpipe_train.config.plan_config import PlanConfig
 from jpipe_train.console.progress import Reporter

@@ -6,8 +6,10 @@ from collections.abc import Iterator
 import jax
 
 from jpipe import InputError
-from jpipe_planner import Compiling, Device, find_target
+from jpipe_planner import Device
+from jpipe_planner.machine.compiling import Compiling
 from jpipe_planner.machine.plain_yaml import parse
+from jpipe_planner.machine.targets import find_target
 from jpipe_train.config.config import Config
 from jpipe_train.console.terminal import first_line
 from jpipe_train.plan.inputs import read_text, read_topology
