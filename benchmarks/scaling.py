@@ -43,7 +43,7 @@ def _process_rows(schedule: str, stages: int = 128, replicas: int = 8, microbatc
     plan = Plan.even([str(i) for i in range(stages)], stages, schedule, microbatches, replicas=replicas)
     flushes, batches = SCHEDULES[schedule].flushes, 20
     start = time.process_time()
-    steps = Steps(plan, global_norm=False, workers=[plan.stage_workers[stages // 2][0]])
+    steps = Steps(plan, workers=[plan.stage_workers[stages // 2][0]])
     instructions = sum(len(run.instructions) for run in steps.verified_runs)
     seconds = time.process_time() - start
     start = time.process_time()

@@ -54,12 +54,14 @@ def _limits(key: str) -> Iterator[str]:
     *names, last = [f"`{name}`" for name, schedule in SCHEDULES.items() if key in schedule.options]
     special = f"{values[1]} " if values else ""
     yield f"{special}only for {', '.join(names)} and {last}" if names else f"{special}only for {last}"
+    others: dict[str, list[str]] = {}
     for exclusion in EXCLUSIONS:
         if key in (exclusion.option, exclusion.other):
             other = exclusion.other if key == exclusion.option else exclusion.option
             field = ScheduleOptions.model_fields.get(other)
-            beside = f"with `{other}: {field.default}`" if field and isinstance(field.default, str) else f"not with `{other}`"
-            yield f"without a flush {beside}" if exclusion.without_flush else beside
+            beside, value = ("with", f"{other}: {field.default}") if field and isinstance(field.default, str) else ("not with", other)
+            others.setdefault("without a flush " * exclusion.without_flush + beside, []).append(f"`{value}`")
+    yield from (f"{beside} {', '.join(keys)}" for beside, keys in others.items())
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from .model._layer import Layer
 from .model._precision import DynamicLossScale, Precision
 from .model._stack import LayerStack
 from .model._ties import Tie
-from .model.traced._mark import cut
+from .model.traced._chain import cut
 from .pipeline import Pipeline
 from .plan import Plan, Stage
 from .programs._costs import Link

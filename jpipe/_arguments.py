@@ -20,7 +20,6 @@ from jpipe.model.layerwise._transformation import has_nesterov
 from jpipe.plan import Plan, excluded
 from jpipe.runtime._executor import To, Weights
 from jpipe.runtime._plain import filled
-from jpipe.schedules import SCHEDULES
 
 Tree = Any
 
@@ -43,7 +42,7 @@ def initial_arrays(params: Tree | None, stack: LayerStack, specs: Mapping[str, L
             raise InputError(f"params: the model has no layer {layer_id!r}; {nearest(str(layer_id), specs)}")
     by_layer = {
         layer_id: (
-            _first_arrays(spec.params, [_params_or_specs(arrays.get(layer_id, ({}, None))[0], spec.params, layer_id) for arrays in known]),
+            _first_arrays(spec.params, [_params(arrays.get(layer_id, ({}, None))[0], spec.params, layer_id) for arrays in known]),
             _first_arrays(spec.state, [arrays[layer_id][1] for arrays in known if layer_id in arrays]),
         )
         for layer_id, spec in specs.items()
@@ -78,13 +77,10 @@ def _reject_missing(initial: Mapping[str, tuple[Tree, Tree]]) -> None:
                 )
 
 
-def _params_or_specs(params: Tree, specs: Tree, layer_id: str) -> Tree:
-    """Return the parameters of a layer: arrays for those in `params`, else specs."""
-    return filled(specs, _plain_params(params, specs, layer_id), f"params: layer '{layer_id}'")
+def _params(params: Any, expected: Tree, layer_id: str) -> Tree:
+    """Return the parameters of a layer as a plain tree, with specs for those that are missing.
 
-
-def _plain_params(params: Any, expected: Tree, layer_id: str) -> Tree:
-    """Return the parameters of a layer as a plain tree: of an NNX module or an `nnx.State` its `nnx.Param`s.
+    Of an NNX module or an `nnx.State` these are its `nnx.Param`s.
 
     Raises:
         InputError: other NNX variables than parameters and random streams, or all collections of a Linen module.
@@ -99,12 +95,12 @@ def _plain_params(params: Any, expected: Tree, layer_id: str) -> Tree:
                 f"params: layer '{layer_id}': expected nnx.Param variables, found '{'/'.join(map(str, path))}', a "
                 f"{type(variable).__name__}, which is layer state and begins fresh; give nnx.state(module, nnx.Param)"
             )
-        return nnx.to_pure_dict(weights)
-    if isinstance(params, Mapping) and "params" in params and not (isinstance(expected, Mapping) and "params" in expected):
+        params = nnx.to_pure_dict(weights)
+    elif isinstance(params, Mapping) and "params" in params and not (isinstance(expected, Mapping) and "params" in expected):
         raise InputError(
             f"params: layer '{layer_id}': expected its parameters, found the key 'params' of all variables; give ['params'] of it"
         )
-    return params
+    return filled(expected, params, f"params: layer '{layer_id}'")
 
 
 def check_model(stack: Any, plan: Any, loss: Any) -> None:
@@ -150,16 +146,12 @@ def check_combinations(plan: Plan, precision: Precision, **options: Any) -> None
     Args:
         plan: of the pipeline.
         precision: of the pipeline.
-        options: the other options by name; None for one that is not set.
+        options: the other options by name; None or False for one that is not set.
     """
     options["precision: params"] = precision.params if precision.has_masters else None
-    options["precision: loss_scale: dynamic"] = True if precision.dynamic_scale is not None else None
+    options["precision: loss_scale: dynamic"] = precision.dynamic_scale is not None
     if reason := excluded(plan, **options):
         raise InputError(reason)
-    for option in ("clip_global_norm", "skip_nonfinite", "precision: loss_scale: dynamic"):
-        if options[option] is not None and (why := SCHEDULES[plan.schedule].norm_refusal(plan)):
-            instead = ", or clip_stage_norm, which clips each stage by its own norm" if option == "clip_global_norm" else ""
-            raise InputError(f"{option}: {why}{instead}")
 
 
 def check_ema_decay(ema_decay: Any) -> None:

@@ -95,27 +95,8 @@ class Outcome:
         return self.batch is not None and self.batch == _digest(batch, pieces)
 
 
-class FailedLater:
-    """An observer that calls another one until that fails, and keeps its error until the step is complete.
-
-    Attributes:
-        error: the exception of the observer, or None.
-    """
-
-    def __init__(self, observe: Observer) -> None:
-        self._observe = observe
-        self.error: BaseException | None = None
-
-    def __call__(self, event: Event) -> None:
-        if self.error is None:
-            try:
-                self._observe(event)
-            except BaseException as error:
-                self.error = error
-
-
 @contextlib.contextmanager
-def consuming(before: State, current: State, observe: Observer | None) -> Iterator[tuple[Outcome, FailedLater | None]]:
+def consuming(before: State, current: State, observe: Observer | None) -> Iterator[tuple[Outcome, Observer | None]]:
     """Run the body of this context, which consumes a state, to its end in spite of interrupts. The state keeps the outcome.
 
     The body sets `Outcome.result`. The caller sets it to None when it returns the result.
@@ -126,15 +107,23 @@ def consuming(before: State, current: State, observe: Observer | None) -> Iterat
         observe: the caller's observer.
 
     Yields:
-        The outcome, and the observer for the body to call.
+        The outcome, and the observer for the body to call, which calls the caller's until that fails.
 
     Raises:
         BaseException: a signal that came meanwhile, or what the observer raised, when the outcome is kept; or what the body raised.
     """
-    outcome, observer, earlier = Outcome(), None if observe is None else FailedLater(observe), before._outcome
+    outcome, earlier, failed = Outcome(), before._outcome, list[BaseException]()
+
+    def observer(event: Event) -> None:
+        if observe is not None and not failed:
+            try:
+                observe(event)
+            except BaseException as error:
+                failed.append(error)
+
     with delayed_signals():
         try:
-            yield outcome, observer
+            yield outcome, None if observe is None else observer
         except BaseException as error:
             if is_consumed(current):
                 outcome.error = _words(error)
@@ -145,8 +134,8 @@ def consuming(before: State, current: State, observe: Observer | None) -> Iterat
             state, metrics = outcome.result
             outcome.result = state, merged(earlier.result[1], metrics)
         _keep(before, outcome)
-        if observer is not None and observer.error is not None:
-            raise observer.error
+        if failed:
+            raise failed[0]
 
 
 def current_state(state: State) -> State:

@@ -4,6 +4,7 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh
@@ -21,13 +22,17 @@ _platform: ContextVar[str | None] = ContextVar("_platform", default=None)
 
 
 @contextlib.contextmanager
-def tracing_for(platform: str) -> Iterator[None]:
-    """Trace layers for another platform than JAX's default one, such as "gpu" where stages are compiled for a GPU that is not here."""
-    token = _platform.set(platform)
+def _set(variable: ContextVar[Any], value: Any) -> Iterator[None]:
+    token = variable.set(value)
     try:
         yield
     finally:
-        _platform.reset(token)
+        variable.reset(token)
+
+
+def tracing_for(platform: str) -> contextlib.AbstractContextManager[None]:
+    """Trace layers for another platform than JAX's default one, such as "gpu" where stages are compiled for a GPU that is not here."""
+    return _set(_platform, platform)
 
 
 def traced_platform() -> str:
@@ -53,14 +58,9 @@ class StageMesh:
 _mesh: ContextVar[StageMesh | None] = ContextVar("_mesh", default=None)
 
 
-@contextlib.contextmanager
-def tracing_on(mesh: StageMesh | None) -> Iterator[None]:
+def tracing_on(mesh: StageMesh | None) -> contextlib.AbstractContextManager[None]:
     """Trace layers for a stage on a mesh, or with None for one device."""
-    token = _mesh.set(mesh)
-    try:
-        yield
-    finally:
-        _mesh.reset(token)
+    return _set(_mesh, mesh)
 
 
 def traced_mesh() -> StageMesh | None:

@@ -130,13 +130,14 @@ def explain(error: pydantic.ValidationError, model: type[pydantic.BaseModel], wh
     problems = error.errors()
     hints = {problem["loc"]: _nearest_key(model, problem["loc"]) for problem in problems if problem["type"] == "extra_forbidden"}
     for problem in problems:
-        if problem["type"] == "too_short" and any(_is_inside(other["loc"], problem["loc"]) for other in problems):
+        place = problem["loc"]
+        if problem["type"] == "too_short" and any(other["loc"][: len(place)] == place != other["loc"] for other in problems):
             continue  # it counted only the items without a problem
-        at = ".".join(str(part) for part in problem["loc"])
+        at = ".".join(map(str, place))
         value = problem.get("input")
         match problem["type"]:
             case "extra_forbidden":
-                lines.append(f"{where}: unknown key '{at}'; {hints[problem['loc']]}")
+                lines.append(f"{where}: unknown key '{at}'; {hints[place]}")
             case "missing" if f"did you mean '{at}'?" in hints.values():
                 continue  # it is present, but misspelt
             case "missing":
@@ -152,10 +153,6 @@ def explain(error: pydantic.ValidationError, model: type[pydantic.BaseModel], wh
                 expected = problem["msg"].removeprefix("Input should be ")
                 lines.append(f"{where}: {at or 'the whole'}: expected {expected}, found {short(value)}")
     return InputError(*lines)
-
-
-def _is_inside(location: Sequence[str | int], outer: Sequence[str | int]) -> bool:
-    return len(location) > len(outer) and tuple(location[: len(outer)]) == tuple(outer)
 
 
 def short(value: Any) -> str:

@@ -123,7 +123,7 @@ def write_atomically(path: Path, content: str | bytes) -> None:
     """
     unfinished = path.with_name(TEMPORARY.replace("*", secrets.token_hex(8)))
     try:
-        with open(_open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
+        with create(unfinished) as file:
             file.write(content if isinstance(content, bytes) else content.encode("utf-8"))
             file.flush()
             os.fsync(file.fileno())
@@ -215,15 +215,6 @@ def make_folder(path: Path) -> None:
         OSError: it cannot be created, or is a symbolic link, whatever it points to.
     """
     path.mkdir(parents=True, exist_ok=True)
-    reject_link(path)
-
-
-def reject_link(path: Path) -> None:
-    """Check that a path is not a symbolic link.
-
-    Raises:
-        OSError: it is one.
-    """
     if path.is_symlink():
         raise _linked(path)
 

@@ -27,6 +27,7 @@ from jpipe._arguments import (
 )
 from jpipe._interrupts import Outcome, consuming, current_state, delayed_signals
 from jpipe._numbers import as_python
+from jpipe.capabilities.registry import uses_of
 from jpipe.context import traced_platform, tracing_for
 from jpipe.errors import InputError
 from jpipe.meshes._place import Place
@@ -176,12 +177,12 @@ class Pipeline:
         self.ema_decay = None if ema_decay is None else float(ema_decay)
         self.delay_factor = checked_delay_factor(delay_correction)
         norms = {"clip_global_norm": self.clip_global_norm, "clip_stage_norm": self.clip_stage_norm}
-        others = {"skip_nonfinite": skip_nonfinite or None, "ema_decay": self.ema_decay, "delay_correction": self.delay_factor}
+        others = {"skip_nonfinite": skip_nonfinite, "ema_decay": self.ema_decay, "delay_correction": self.delay_factor}
         check_combinations(plan, precision, **norms, **others)
         self._explicit_devices = None if devices is None else checked_devices(devices)
         options = {**norms, "skip_nonfinite": self._skips}
         self._builder = StageBuilder(self.stack, plan, loss, optimizer, precision, self.ema_decay, self.delay_factor, **options)
-        self._steps = Steps(plan, self.uses_global_norm, self._shared_stages())
+        self._steps = Steps(plan, uses_of(global_norm=self.uses_global_norm, shared_parameters=self._shared_stages()))
         self._executor: Executor | None = None  # once `init` or `restore` has compiled
 
     def __repr__(self) -> str:
@@ -221,9 +222,6 @@ class Pipeline:
         names = [name for _, names in sharing.groups for name in names]
         if reason := excluded(self.plan, ties=names or None):
             raise InputError(reason)
-        if names and (why := SCHEDULES[self.plan.schedule].norm_refusal(self.plan)):
-            shared = ", ".join(f"'{name}'" for name in names)
-            raise InputError(f"ties: stages share {shared}, and {why}, or put the layers that share a parameter into one stage")
         return tuple(stages for stages, _ in sharing.groups)
 
     # What a user calls -------------------------------------------------------------------------------------------------
@@ -686,8 +684,9 @@ class Pipeline:
     def _steps_of(self, functions: Sequence[StageFunctions]) -> Steps:
         """Return the programs of the plan, in which stages sum no gradients of shared parameters that are frozen."""
         shared = tuple(stages for stages, _ in functions[0].sharing.groups)
-        if shared != self._steps.shared:
-            self._steps = Steps(self.plan, self.uses_global_norm, shared)
+        used = uses_of(global_norm=self.uses_global_norm, shared_parameters=shared)
+        if used != self._steps.uses:
+            self._steps = Steps(self.plan, used)
         return self._steps
 
     def _start(self, executor: Executor, workers: Sequence[WorkerState], batch: int) -> State:

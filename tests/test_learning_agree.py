@@ -15,9 +15,9 @@ from benchmarks.learning import agree, exchange, grid
 from benchmarks.learning.emulation import Emulation
 from benchmarks.learning.grid import OPTIMIZERS, Row, Variant
 from jpipe import Layer, LayerStack, Pipeline, Plan
+from jpipe.capabilities.compressed_messages.compress import compress, decompress
 from jpipe.optimizers import compensated_adamw
 from jpipe.plan import Agreement
-from jpipe.stages.messages._compress import compress, decompress
 from tests.jpipe import models, running
 from tests.test_learning import CLIP, RATE, ROOT, SCHEDULE, STACK, UPDATES, D
 

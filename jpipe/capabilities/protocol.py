@@ -47,7 +47,8 @@ class Option:
 
     Attributes:
         room: the name of its folder.
-        field: the field of the plan, which is None or False where the plan does not use the capability.
+        field: the field of the plan, which is None or False where the plan does not use the capability; None if it is in no plan: then it
+            is used where its room is among what a program `uses`.
         check: `(plan) -> None`, raises ValueError if the value does not fit the plan; only called where it is set.
         exclusions: what the option cannot be combined with. Each pair of options is in one list.
         parallel_pipelines: whether the replicas of a plan that uses it are parallel pipelines, which update by themselves: they sum no
@@ -56,7 +57,7 @@ class Option:
     """
 
     room: str
-    field: str
+    field: str | None
     check: Callable[[Any], None] | None = None
     exclusions: tuple[Exclusion, ...] = ()
     parallel_pipelines: bool = False
@@ -64,8 +65,35 @@ class Option:
 
     def is_set(self, plan: Any) -> bool:
         """Return whether a plan uses the capability."""
-        value = getattr(plan, self.field)
+        value = None if self.field is None else getattr(plan, self.field)
         return value is not None and value is not False
+
+
+@dataclass(frozen=True)
+class MessageHooks:
+    """A message between workers, a sum over the replicas of a stage, or a move to or from the memory of the host.
+
+    Attributes:
+        letter: its label in a text grid, before its number.
+        colour: in pictures.
+        legend: what a picture calls those of its colour.
+        has_number: whether its label has its number.
+        is_sum: whether it is a sum.
+        price: `(Prices, source, to) -> (freed, size, added)`, the bytes that it frees at its sender, that it has, and that it adds at its
+            receiver; of a sum `(Prices, stage) -> int`, the bytes that are summed. By default none.
+        awaited: `(worker, source, microbatch) -> tuple`, the numbers that tell it from others for the worker that waits for it in a
+            prediction; by default the microbatch.
+        received: `(worker, receive) -> None`, what it changes at a worker of a prediction.
+    """
+
+    letter: str
+    colour: str = "#8C8C8C"
+    legend: str = "other message"
+    has_number: bool = True
+    is_sum: bool = False
+    price: Hook = lambda prices, source, to: (0, 0, 0)
+    awaited: Hook | None = None
+    received: Hook | None = None
 
 
 @dataclass(frozen=True)
@@ -74,26 +102,28 @@ class ProgramHooks:
 
     Attributes:
         instructions: the types of its instructions, subclasses of `Instruction`.
+        messages: what it sends, sums or moves, by `Send.message` or `Transfer.what`.
         carries_over: whether what it does in a batch depends on earlier batches under schedules that flush, too.
         sums: those of its instructions with which the replicas of a stage begin a sum, all side by side in the total order.
         waits_for: by the type of its instructions, `(instruction) -> (type, number)`: the sum that one waits for, by its batch.
         modelled: `(plan) -> plan`, a plan whose programs contain all that the capability does in any step; `due` chooses from them.
         due: `(plan, instruction, shift) -> Instruction | None`, one of its instructions as it is when it runs so many batches later.
         stage_cost: `(plan, stage, StageCost, layers) -> StageCost`, the cost of a stage with what changes in it.
-        optimizer_bytes: `(plan, LayerCost) -> int`, what it keeps beside the optimizer state of a layer.
+        sent_cost: `(plan, stage, StageCost) -> StageCost`, likewise what changes in what is sent or summed, after all else.
         lower: `(Run) -> LoweringHooks`.
         verify: `(Verifier) -> VerifyHooks`, for one worker.
         price: what its instructions cost.
     """
 
     instructions: tuple[type, ...] = ()
+    messages: Mapping[str, MessageHooks] = field(default_factory=dict)
     carries_over: bool = False
     sums: tuple[type, ...] = ()
     waits_for: Mapping[type, Callable[[Any], tuple[type, int]]] = field(default_factory=dict)
     modelled: Hook | None = None
     due: Hook | None = None
     stage_cost: Hook | None = None
-    optimizer_bytes: Hook | None = None
+    sent_cost: Hook | None = None
     lower: Hook | None = None
     verify: Hook | None = None
     price: "PriceHooks | None" = None
@@ -129,7 +159,7 @@ class VerifyHooks:
 
     Attributes:
         checks: by the type of its instructions, `(instruction) -> None`.
-        sends: the same of sends, by what is sent.
+        sends: the same of sends, by their message.
         receives: the same of receives.
         needs: `(what, number, instruction) -> None`: an instruction of the core reads a weight version, the residuals or the stash of a
             microbatch, or the optimizer state (number 0).
@@ -173,14 +203,69 @@ class PriceHooks:
 
 
 @dataclass(frozen=True)
+class TransportHooks:
+    """How a message of a capability runs.
+
+    Attributes:
+        send: `(Worker, send, update) -> tree`, what is sent.
+        receive: `(Worker, receive, update, tree) -> None`, which keeps it.
+        received: `(WorkerState, receive, update) -> tree`, what was kept, which may still be on its way.
+        specs: `(Arrays, Arrays) -> specs` at the sender and at the receiver.
+        copies: whether a receiver on the device of the sender gets a copy, because both write into it.
+    """
+
+    send: Hook
+    receive: Hook
+    received: Hook
+    specs: Hook
+    copies: bool = False
+
+
+@dataclass(frozen=True)
+class SumHooks:
+    """How the replicas of a stage sum gradients where each gives something to each other one, and sums what it gets.
+
+    Attributes:
+        calls: the names of the programs that a sum needs in place of `add` and `finish`.
+        run: `(Worker, AllReduce, accumulators, means of the layer state) -> sums`, as `Transport.sum_gathered` returns them.
+        specs: `(Arrays) -> list of specs` of what a replica gives, one for each of `Arrays.sums`.
+        size: `(accumulators) -> bytes` that a replica gives to each other one for the sum of these.
+    """
+
+    calls: tuple[str, ...]
+    run: Hook
+    specs: Hook
+    size: Hook
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """How workers exchange activations and gradients. By default messages between stages are sent as they are, and sums go around a ring.
+
+    Attributes:
+        encode: `("activation" or "gradient", tree, stage, rng) -> tree` that a stage sends about a microbatch; `rng` is (microbatch, key of
+            the run), or None in an evaluation.
+        decode: `(message, tree, specs) -> tree` with these shapes and dtypes, from what was sent.
+        specs: `(message, specs) -> specs` of what is sent.
+        draws: whether `encode` draws random numbers.
+        sums: for stages with replicas.
+    """
+
+    encode: Hook = lambda message, tree, stage, rng: tree
+    decode: Hook = lambda message, tree, specs: tree
+    specs: Hook = lambda message, specs: specs
+    draws: bool = False
+    sums: SumHooks | None = None
+
+
+@dataclass(frozen=True)
 class RuntimeHooks:
     """How a capability runs.
 
     Instructions and messages:
         handlers: by the type of its instructions, `(Worker, instruction) -> None`.
-        sends: by what is sent, `(Worker, send, update) -> tree`.
-        receives: by what is received, `(Worker, receive, update, tree) -> None`.
-        message_specs: by what is sent, `(Arrays, Arrays) -> specs` at the sender and at the receiver.
+        messages: by `Send.message`, how one runs.
+        exchange: `(value in the plan) -> Exchange` of activations and gradients.
         summed: `(Arrays) -> specs` of what the replicas of a stage sum in place of gradients.
 
     Programs of a stage:
@@ -191,8 +276,9 @@ class RuntimeHooks:
 
     The state of a worker, and snapshots of it:
         specs: `(Arrays) -> Tree` of what it keeps in `WorkerState.capabilities`, under the name of the capability.
-        fresh: `(StageFunctions, version) -> Tree`, the same before the first batch, from the weights.
-        restored: `(StageFunctions, layers, entries) -> Tree`, the same from a snapshot.
+        fresh: `(StageFunctions, version, accumulators) -> Tree`, the same before the first batch, from the weights.
+        changed_by: the type of instruction after which this is complete for an update; by default the update.
+        restored: `(StageFunctions, replica, layers, fresh=) -> Tree`, the same from a snapshot, perhaps for fresh optimizer state.
         restored_updates: `(plan, worker, StageFunctions, layers, updates) -> dict[int, PendingUpdate]`, the pending updates of a snapshot.
         own_entries: `(plan, stage, replica, layers, entries) -> dict[str, Plain]`, from a snapshot the entries of the worker alone:
             its weights by version in `own`, and its optimizer state.
@@ -215,9 +301,8 @@ class RuntimeHooks:
     """
 
     handlers: Mapping[type, Hook] = field(default_factory=dict)
-    sends: Mapping[str, Hook] = field(default_factory=dict)
-    receives: Mapping[str, Hook] = field(default_factory=dict)
-    message_specs: Mapping[str, Hook] = field(default_factory=dict)
+    messages: Mapping[str, TransportHooks] = field(default_factory=dict)
+    exchange: Hook | None = None
     summed: Hook | None = None
 
     calls: Hook | None = None
@@ -227,6 +312,7 @@ class RuntimeHooks:
 
     specs: Hook | None = None
     fresh: Hook | None = None
+    changed_by: type | None = None
     restored: Hook | None = None
     restored_updates: Hook | None = None
     own_entries: Hook | None = None
@@ -255,12 +341,14 @@ class SnapshotHooks:
         completes: `(update) -> type`, the instruction that completes the version that an update makes, if that is another one.
         is_complete: `() -> bool`, whether it has all that it needs.
         saved: `(layer id) -> Plain`, the weights of a layer in place of its versions.
+        added: `(layer id) -> dict[str, Plain]`, what it adds to the entry of a layer.
     """
 
     see: Hook | None = None
     completes: Hook | None = None
     is_complete: Hook | None = None
     saved: Hook | None = None
+    added: Hook | None = None
 
 
 def hooks(name: str, values: Iterable[Any]) -> tuple[Hook, ...]:
@@ -273,6 +361,6 @@ def made(name: str, values: Iterable[Any], core: Any) -> list[Any]:
     return [hook(core) for hook in hooks(name, values)]
 
 
-def merged(name: str, values: Iterable[Any]) -> dict[Any, Hook]:
-    """Return the functions by type of instruction, or by what is sent, of all values."""
+def merged(name: str, values: Iterable[Any]) -> dict[Any, Any]:
+    """Return what all values have by type of instruction, or by message."""
     return {kind: hook for value in values for kind, hook in getattr(value, name).items()}

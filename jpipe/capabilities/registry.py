@@ -1,23 +1,27 @@
 """The list of all capabilities: what they add to plans, and one line for each. To remove one, remove its lines and its folder."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cache
 from importlib import import_module
 from typing import Any
 
 import pydantic
 
+from jpipe._frozen import FrozenMapping
 from jpipe.capabilities.agreement.option import OPTION as AGREEMENT
 from jpipe.capabilities.agreement.option import Agreement, OuterOptimizer
+from jpipe.capabilities.compressed_messages.option import BLOCK, Kind, Links, Message
+from jpipe.capabilities.compressed_messages.option import OPTION as COMPRESSED_MESSAGES
 from jpipe.capabilities.host_memory.option import OPTION as HOST_MEMORY
 from jpipe.capabilities.host_memory.option import HostMemory, Kept
-from jpipe.capabilities.protocol import Option, ProgramHooks, RuntimeHooks
+from jpipe.capabilities.protocol import Exchange, Option, ProgramHooks, RuntimeHooks
 from jpipe.capabilities.shared_optimizer.option import OPTION as SHARED_OPTIMIZER
 
 OPTIONS: Sequence[Option] = [
     AGREEMENT,
     HOST_MEMORY,
     SHARED_OPTIMIZER,
+    COMPRESSED_MESSAGES,
 ]
 
 __all__ = [  # what `jpipe.plan` exports of them
@@ -26,11 +30,13 @@ __all__ = [  # what `jpipe.plan` exports of them
     "Kept",
     "OuterOptimizer",
 ]
+__all__ += ["BLOCK", "Kind", "Links", "Message"]
 
 
 class Options(pydantic.BaseModel):
     """The fields of a plan that belong to capabilities."""
 
+    links: Links | None = None
     shard_optimizer: bool = False
     agree: Agreement | None = None
     offload: HostMemory | None = None
@@ -52,14 +58,19 @@ def runtimes() -> dict[str, RuntimeHooks]:
     return {option.room: import_module(f"jpipe.capabilities.{option.room}.runtime").RUNTIME for option in OPTIONS}
 
 
-def programs_of(plan: Any) -> list[ProgramHooks]:
-    """Return what those capabilities add to programs that a plan uses."""
-    return [programs()[option.room] for option in OPTIONS if option.is_set(plan)]
+def uses_of(**values: Any) -> FrozenMapping[Any]:
+    """Return what a program does beside its plan, by the names of capabilities: of these values those that are not False or empty."""
+    return FrozenMapping({name: value for name, value in sorted(values.items()) if value})
 
 
-def runtimes_of(plan: Any) -> list[RuntimeHooks]:
-    """Return how those capabilities run that a plan uses."""
-    return [runtimes()[option.room] for option in OPTIONS if option.is_set(plan)]
+def programs_of(plan: Any, uses: Collection[str] = ()) -> list[ProgramHooks]:
+    """Return what those capabilities add to programs that a plan uses, or a program beside its plan."""
+    return [programs()[option.room] for option in OPTIONS if option.room in uses or option.is_set(plan)]
+
+
+def runtimes_of(plan: Any, uses: Collection[str] = ()) -> list[RuntimeHooks]:
+    """Return how those capabilities run, as `programs_of`."""
+    return [runtimes()[option.room] for option in OPTIONS if option.room in uses or option.is_set(plan)]
 
 
 def runtimes_for(fields: Collection[str]) -> dict[str, RuntimeHooks]:
@@ -69,8 +80,14 @@ def runtimes_for(fields: Collection[str]) -> dict[str, RuntimeHooks]:
 
 def values_of(plan: Any) -> dict[str, Any]:
     """Return what a plan says of the capabilities that have programs of their own, by field."""
-    used = (option for option in OPTIONS if option.is_set(plan))
-    return {option.field: getattr(plan, option.field) for option in used if runtimes()[option.room].calls is not None}
+    used = [(option.field, option.room) for option in OPTIONS if option.is_set(plan)]
+    return {field: getattr(plan, field) for field, room in used if field is not None and runtimes()[room].calls is not None}
+
+
+def exchange_of(values: Mapping[str, Any]) -> Exchange:
+    """Return how workers exchange activations and gradients, from `values_of` a plan."""
+    made = ((runtimes()[option.room].exchange, values.get(str(option.field))) for option in OPTIONS)
+    return next((exchange(value) for exchange, value in made if exchange is not None and value is not None), Exchange())
 
 
 def has_parallel_pipelines(plan: Any) -> bool:

@@ -5,10 +5,11 @@ described in `jpipe.checkpoints.files`.
 """
 
 import errno
+import itertools
 import math
 import os
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from jpipe.checkpoints import files, folders, managers
 from jpipe.checkpoints.files import prune, steps
 from jpipe.errors import InputError
 from jpipe.pipeline import Pipeline
+from jpipe.processes._coordinator import named
 from jpipe.processes._membership import Processes
 from jpipe.runtime._join import join_processes
 from jpipe.runtime._plain import Plain
@@ -71,27 +73,25 @@ def save(
         managers.check_can_save(folder, processes, keep)
         _check_copies(snapshot, snapshot.shared_copies())
         return managers.save(folder, snapshot.batch, snapshot.layers(), facts)
-    run, index = folders.run_folder(folder), 0 if processes is None else processes.index
+    run, step, index = folders.run_folder(folder), snapshot.batch, 0 if processes is None else processes.index
     if processes is not None and index > 0:
-        processes.broadcast(_begun(snapshot.batch, index), [])
+        processes.broadcast(_begun(step, index), [])
     problem: OSError | None = None
     try:
-        files.write_layers(run, snapshot.batch, snapshot.layers(), index)
+        files.write_layers(run, step, snapshot.layers(), index)
     except OSError as error:
         problem = error
     copies = snapshot.shared_copies()
-    if index == 0:
-        if processes is not None:
-            _await_calls(processes, snapshot.batch)
-        _complete(run, snapshot, copies, processes, problem, facts, rows, limit)
-        if keep is not None:
-            prune(run, keep)
+    if processes is not None and index > 0:
+        processes.broadcast(_ended(step, index), [float(number) for number in (problem is None, *itertools.chain(*copies))])
+        if problem is not None:
+            raise problem
         return
-    assert processes is not None
-    numbers = [float(number) for copy in copies for number in copy]  # process 0 waits for them
-    processes.broadcast(_ended(snapshot.batch, index, well=problem is None), numbers)
-    if problem is not None:
-        raise problem
+    if processes is not None:
+        _await_calls(processes, step)
+    _complete(run, snapshot, copies, processes, problem, facts, rows, limit)
+    if keep is not None:
+        prune(run, keep)
 
 
 def load(
@@ -128,10 +128,15 @@ def load(
     if not isinstance(pipe, Pipeline):
         raise InputError(f"pipe: expected a jpipe.Pipeline, found {type(pipe).__name__}")
     if isinstance(folder, ocp.CheckpointManager):
-        run = managers.run_of(folder)
-        if run is None:
-            return _load_managed(pipe, folder, key, batch, step, buckets)
-        folder = run
+        if (written := managers.run_of(folder)) is None:
+            chosen = managers.find_step(folder, step)
+            if chosen is None:
+                return None
+            specs = managers.layer_specs(folder, chosen)
+            names = _local_names(pipe, list(specs), str(folder.directory), chosen)
+            pipe.check_layers(batch, _stand_ins(specs, names), chosen)
+            return pipe.restore(key, batch, managers.read_layers(folder, chosen, names), chosen, buckets=buckets)
+        folder = written
     run = folders.run_folder(folder)
     chosen = files.newest_good(run, lambda line: None) if step is None else step
     if chosen is None:
@@ -142,19 +147,6 @@ def load(
         raise InputError(f"step: expected one of {', '.join(map(str, steps(run))) or 'none at all'}, those in '{run}', found {chosen}")
     pipe.check_layers(batch, stand_ins(pipe, run, chosen), chosen)
     return pipe.restore(key, batch, read(pipe, run, chosen), chosen, buckets=buckets)
-
-
-def _load_managed(
-    pipe: Pipeline, manager: ocp.CheckpointManager, key: jax.Array, batch: Batch, step: int | None, buckets: Sequence[Batch]
-) -> State | None:
-    """Restore a state from a checkpoint that a manager wrote."""
-    chosen = managers.find_step(manager, step)
-    if chosen is None:
-        return None
-    specs = managers.layer_specs(manager, chosen)
-    names = _local_names(pipe, list(specs), str(manager.directory), chosen)
-    pipe.check_layers(batch, _stand_ins(specs, names), chosen)
-    return pipe.restore(key, batch, managers.read_layers(manager, chosen, names), chosen, buckets=buckets)
 
 
 def read(pipe: Pipeline, folder: Path, step: int) -> dict[str, Plain]:
@@ -174,13 +166,7 @@ def read(pipe: Pipeline, folder: Path, step: int) -> dict[str, Plain]:
 def stand_ins(pipe: Pipeline, folder: Path, step: int) -> dict[str, Plain]:
     """Return arrays with the shapes and dtypes of those of `read` that need no memory, for `Pipeline.check_layers`.
 
-    Args:
-        pipe: the pipeline that continues.
-        folder: of the run.
-        step: of the checkpoint.
-
-    Raises:
-        InputError: as `read`, except for the contents of files.
+    Arguments and errors are those of `read`; the contents of files are not compared.
     """
     specs = files.layer_specs(folder, step)
     return _stand_ins(specs, _local_names(pipe, files.layers_in(folder, step), str(folder), step))
@@ -235,21 +221,17 @@ def _await_calls(processes: Processes, step: int) -> None:
                 processes.check()
                 if finished := processes.finished().intersection(absent):
                     raise InputError(
-                        f"checkpoint of step {step}: expected all processes to call checkpoints.save, {_named(finished)} finished without; "
-                        "call it in all processes"
+                        f"checkpoint of step {step}: expected all processes to call checkpoints.save, {named(sorted(finished))} finished "
+                        "without; call it in all processes"
                     )
                 if time.monotonic() > patience and processes.still() > _PATIENCE:
-                    text = f"the checkpoint of step {step} waits for {_named(absent)} to call checkpoints.save; call it in all processes"
+                    text = f"the checkpoint of step {step} waits for {named(absent)} to call checkpoints.save; call it in all processes"
                     os.write(2, f"jpipe: {text}\n".encode())
                     patience = math.inf  # name them once
                 time.sleep(0.02)
         for k in [k for k in absent if processes.has_message(_begun(step, k))]:
             processes.receive(_begun(step, k), k)
             absent.remove(k)
-
-
-def _named(processes: Collection[int]) -> str:
-    return f"process{'es' if len(processes) > 1 else ''} {', '.join(map(str, sorted(processes)))}"
 
 
 def _complete(
@@ -264,24 +246,22 @@ def _complete(
 ) -> None:
     """Complete a checkpoint, or remove it if the disk is full or copies of shared parameters differ."""
     step, count, end = snapshot.batch, 1 if processes is None else processes.count, time.monotonic() + limit
-
-    def has_reported(k: int, well: bool) -> bool:
-        return processes is not None and processes.has_message(_ended(step, k, well=well))
-
-    # A part of an earlier attempt may exist, so each process reports when it has written its own.
-    while time.monotonic() < end and not all(has_reported(k, True) or has_reported(k, False) for k in range(1, count)):
-        time.sleep(0.02)
-    failed = {k for k in range(1, count) if has_reported(k, False)} | ({0} if problem is not None else set())
+    reports: dict[int, tuple[float, ...]] = {}
+    if processes is not None:  # a part of an earlier attempt may exist, so each process reports when it has written its own
+        names = {k: _ended(step, k) for k in range(1, count)}
+        while time.monotonic() < end and not all(map(processes.has_message, names.values())):
+            time.sleep(0.02)
+        reports = {k: processes.receive(name, k) for k, name in names.items() if processes.has_message(name)}
+    failed = {k for k, (well, *_) in reports.items() if not well} | ({0} if problem is not None else set())
     without = files.gather(place, step, count, max(end - time.monotonic(), 0.0), lambda: failed)
     try:
         if problem is not None:
             raise problem
         if without:
             raise OSError(errno.EIO, f"process {without[0]} could not write its part")
-        for k in range(1, count) if snapshot.shared else ():
-            assert processes is not None
-            numbers = map(int, processes.receive(_ended(step, k, well=True), k))
-            copies = copies + [SharedCopy(*copy) for copy in zip(numbers, numbers, numbers, strict=True)]
+        for _, *numbers in reports.values():
+            each = map(int, numbers)
+            copies = copies + [SharedCopy(*copy) for copy in zip(each, each, each, strict=True)]
         _check_copies(snapshot, copies)
         files.complete(place, step, count, facts, rows())
     except (OSError, CopiesDiffer):
@@ -308,5 +288,5 @@ def _begun(step: int, process: int) -> str:
     return f"process {process} begins its part of the checkpoint of step {step}"
 
 
-def _ended(step: int, process: int, *, well: bool) -> str:
-    return f"process {process} {'has written' if well else 'could not write'} its part of the checkpoint of step {step}"
+def _ended(step: int, process: int) -> str:
+    return f"process {process} ends its part of the checkpoint of step {step}"

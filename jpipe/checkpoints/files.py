@@ -44,8 +44,8 @@ from jpipe.checkpoints.records import (
     Damaged,
     File,
     Part,
-    StoredPart,
     describe,
+    files_in,
     marker_text,
     read_marker,
     read_parts,
@@ -147,16 +147,16 @@ def complete(folder: Path, step: int, processes: int, facts: Any, rows: bytes = 
         OSError: the disk is full, for example, or files that were written have vanished.
     """
     place, names = unfinished_folder(folder, step), _part_names(processes)
-    parts = {name: _read_part(place, name) for name in names}
+    parts = [_read_part(place, name) for name in names]
     new = place / COMPLETE
     shutil.rmtree(new, ignore_errors=True)  # of an earlier attempt
     make_folder(new)
     join_parts(new / ITEM, [place / name.removesuffix(".json") for name in names])
     write_atomically(new / STEP_METADATA, step_metadata())
-    written = {name: file for part in parts.values() for name, file in part.files.items()}
+    written = files_in(new, parts)
     with _vanished():
-        verify_files(new / ITEM, [StoredPart([], {new / name: file for name, file in written.items()})], contents=False)
-    remaining = [path for path in new.rglob("*") if path.is_dir() or path.relative_to(new).as_posix() not in written]
+        verify_files(new / ITEM, written, contents=False)
+    remaining = [path for path in new.rglob("*") if path.is_dir() or path not in written]
     index = {path.relative_to(new).as_posix(): describe(path) for path in sorted(remaining) if path.is_file()}
     for path in remaining:
         to_disk(path)
@@ -201,7 +201,7 @@ def verify(folder: Path, step: int) -> None:
     """
     path = step_folder(folder, step)
     marker = read_marker(path, step)
-    verify_files(path / ITEM, read_parts(path, marker))
+    verify_files(path / ITEM, files_in(path, read_parts(path, marker)))
     read_rows(path, marker)
 
 
@@ -250,21 +250,16 @@ def layer_specs(folder: Path, step: int) -> dict[str, Tree]:
     Raises:
         Damaged: a file that lists the layers is missing, cut off or changed; another one is missing or cut off.
     """
-    item, parts = step_folder(folder, step) / ITEM, _parts(folder, step)
-    verify_files(item, parts, contents=False)
+    path, parts = step_folder(folder, step), _parts(folder, step)
+    item = path / ITEM
+    verify_files(item, files_in(path, parts), contents=False)
     with _damaged(item):
         in_item = item_specs(item)
         specs = {layer: in_item[layer] for part in parts for layer in part.layers}
     return with_optimizers(specs)
 
 
-def read_layers(
-    folder: Path,
-    step: int,
-    ids: Iterable[str] | None = None,
-    *,
-    verified: bool = False,
-) -> dict[str, Tree]:
+def read_layers(folder: Path, step: int, ids: Iterable[str] | None = None, *, verified: bool = False) -> dict[str, Tree]:
     """Read layers of a checkpoint, whichever processes wrote them, after verifying the hashes of their files.
 
     Each process can call this by itself, with other layers; none waits for another.
@@ -282,27 +277,23 @@ def read_layers(
         Damaged: a file that is needed is missing, cut off or changed.
         InputError: there is no such layer, or the checkpoint is of another format.
     """
-    item, parts = step_folder(folder, step) / ITEM, _parts(folder, step)
+    path, parts = step_folder(folder, step), _parts(folder, step)
     known = [layer for part in parts for layer in part.layers]
     wanted = list(known if ids is None else ids)
     if unknown := [layer for layer in wanted if layer not in known]:
-        raise InputError(
-            f"{step_folder(folder, step)}: expected the layer '{unknown[0]}', found {', '.join(known)}; is it a checkpoint of this model?"
-        )
+        raise InputError(f"{path}: expected the layer '{unknown[0]}', found {', '.join(known)}; is it a checkpoint of this model?")
     # The wanted layers, and what other replicas have of them.
     names = set(wanted)
     needed = {name for name in known if name in names or layer_of(name, names) is not None}
     parts = [part for part in parts if needed.intersection(part.layers)]
-    verify_files(item, parts, contents=not verified)
-    with _damaged(item):
-        in_item = [layer for part in parts for layer in part.layers if layer in needed]
-        read = read_item(item, in_item)
-        layers = {layer: read[layer] for layer in in_item}
+    verify_files(path / ITEM, files_in(path, parts), contents=not verified)
+    with _damaged(path / ITEM):
+        layers = read_item(path / ITEM, [layer for part in parts for layer in part.layers if layer in needed])
     layers = with_optimizers(layers)
     return {layer: layers[layer] for layer in wanted}
 
 
-def _parts(folder: Path, step: int) -> list[StoredPart]:
+def _parts(folder: Path, step: int) -> list[Part]:
     path = step_folder(folder, step)
     return read_parts(path, read_marker(path, step))
 
@@ -320,7 +311,7 @@ def _read_part(place: Path, name: str) -> Part:
         raise OSError(errno.EIO, "is not what was written", str(place / name)) from None
     files: dict[Path, File] = {path / file.removeprefix(f"{ITEM}/"): size for file, size in part.files.items()}
     with _vanished():
-        verify_files(path, [StoredPart(part.layers, files)], contents=False)
+        verify_files(path, files, contents=False)
     return part
 
 

@@ -17,7 +17,7 @@ from typing import Any
 from jpipe import InputError
 from jpipe._numbers import is_int
 from jpipe.checkpoints.orbax_item import ITEM
-from jpipe.checkpoints.records import FORMAT_1, MARKER, of_other_format, read_marker, read_parts, read_rows, verify_files
+from jpipe.checkpoints.records import FORMAT_1, MARKER, files_in, of_other_format, read_marker, read_parts, read_rows, verify_files
 from jpipe.files import make_folder, resolved, to_disk
 
 STEP_METADATA = "_CHECKPOINT_METADATA"
@@ -181,7 +181,7 @@ def has_all_files(folder: Path, step: int) -> bool:
     path = step_folder(folder, step)
     try:
         marker = read_marker(path, step)
-        verify_files(path / ITEM, read_parts(path, marker), contents=False)
+        verify_files(path / ITEM, files_in(path, read_parts(path, marker)), contents=False)
         read_rows(path, marker)
     except InputError:
         return False
@@ -217,13 +217,9 @@ def remove_part(path: Path, process: int) -> None:
 
 def _steps_to_keep(folder: Path, complete: list[int], keep: int, keep_every: int | None, keep_hours: float | None) -> set[int]:
     """Return the steps that `prune` keeps, among those that are complete."""
-    to_keep: set[int] = set()
-    count = 0
-    for step in reversed(complete):
-        if count == keep:
-            break
-        to_keep.add(step)
-        count += has_all_files(folder, step)
+    whole = itertools.islice((step for step in reversed(complete) if has_all_files(folder, step)), keep)
+    oldest = min(whole)  # the newest is whole
+    to_keep = {step for step in complete if step >= oldest}
     if keep_every is not None:
         to_keep |= {step for step in complete if step % keep_every == 0}
     if keep_hours is not None:
@@ -248,11 +244,8 @@ def _set_aside(path: Path) -> Path:
     """
     if problem := _not_ours(path):
         raise OSError(errno.EPERM, problem, str(path))
-    for number in itertools.count(1):
-        renamed = path.with_name(f"{path.name}.old" + (f"-{number}" if number > 1 else ""))
-        if not os.path.lexists(renamed):
-            return path.rename(renamed)
-    raise AssertionError("count() does not end")
+    names = itertools.chain([f"{path.name}.old"], (f"{path.name}.old-{number}" for number in itertools.count(2)))
+    return path.rename(next(renamed for renamed in map(path.with_name, names) if not os.path.lexists(renamed)))
 
 
 _OURS = re.compile(

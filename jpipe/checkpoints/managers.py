@@ -77,7 +77,7 @@ def layer_specs(manager: ocp.CheckpointManager, step: int) -> dict[str, Tree]:
     Raises:
         InputError: it is not a checkpoint that `save` wrote.
     """
-    return with_optimizers(unescape_names(_specs(manager, step)))
+    return with_optimizers(_specs(manager, step))
 
 
 def read_layers(manager: ocp.CheckpointManager, step: int, names: Sequence[str]) -> dict[str, Tree]:
@@ -94,17 +94,16 @@ def read_layers(manager: ocp.CheckpointManager, step: int, names: Sequence[str])
     Raises:
         InputError: it is not a checkpoint that `save` wrote.
     """
-    specs = unescape_names(_specs(manager, step))
+    specs = _specs(manager, step)
     needed = {name for name in specs if name in names or layer_of(name, names) is not None}
-    tree = {name: parts if name in needed else jax.tree.map(lambda spec: ..., parts) for name, parts in specs.items()}
-    read = unescape_names(read_tree(_item(manager, step), escape_names(tree)))
-    layers = with_optimizers({name: read[name] for name in needed})
+    tree = escape_names({name: specs[name] for name in needed})
+    layers = with_optimizers(unescape_names(read_tree(_item(manager, step), tree)))
     return {name: layers[name] for name in names}
 
 
 def _specs(manager: ocp.CheckpointManager, step: int) -> Tree:
     try:
-        specs = tree_specs(_item(manager, step))
+        specs: Tree = unescape_names(tree_specs(_item(manager, step)))
         if all(isinstance(parts, dict) for parts in specs.values()):
             return specs
         problem = "an array in place of a layer"

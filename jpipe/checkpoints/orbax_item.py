@@ -1,14 +1,14 @@
-"""Writing of Orbax items in parts, one for each process, and reading of them through Orbax's handlers."""
+"""Writing of Orbax items in parts, one for each process, and reading of their arrays with TensorStore."""
 
-import asyncio
 import contextlib
 import errno
+import functools
 import json
 import logging
 import math
 import os
 import re
-from collections.abc import Collection, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
@@ -83,7 +83,11 @@ def join_parts(path: Path, parts: Sequence[Path]) -> None:
     stores = [store for part in parts for store in part.glob("ocdbt.process_*")]
     with _system_errors(path), _without_tracebacks():
         tree = jax.tree.map(lambda leaf: np.zeros(0), structure)  # the stores already hold the arrays
-        with ocp.Checkpointer(_handler(_MoveStores(stores)), multiprocessing_options=_alone()) as checkpointer:
+        # The second handler is never used; Orbax warns where there is none.
+        kinds = (np.ndarray, _MoveStores(stores)), (jax.Array, ocp.type_handlers.ArrayHandler())
+        types = ocp.type_handlers.create_type_handler_registry(*kinds)
+        handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=_alone(), type_handler_registry=types)
+        with ocp.Checkpointer(handler, multiprocessing_options=_alone()) as checkpointer:
             checkpointer.save(path.absolute(), args=ocp.args.PyTreeSave(tree))
 
 
@@ -101,10 +105,12 @@ def item_specs(path: Path) -> dict[str, Tree]:
     metadata = _read_metadata(path)
     if metadata["use_zarr3"] is not False or metadata["use_ocdbt"] is not True:
         raise ValueError("expected Zarr arrays, version 2, in an OCDBT store")
-    specs = tree_specs(path, _handler(_ReadArrays()))
+    specs = tree_specs(path)
     for layer, parts in specs.items():
         if layer != _NO_LAYER and not isinstance(parts, dict):
             raise TypeError(f"expected nested dicts of arrays for each layer, found an array as '{layer}'")
+        if any(spec is ... for spec in jax.tree.leaves(parts)):
+            raise TypeError(f"expected nested dicts of arrays for each layer, found something else in '{layer}'")
     declared = sum(size for spec in jax.tree.leaves(specs) if (size := math.prod(spec.shape) * spec.dtype.itemsize) > _INLINE)
     on_disk = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
     if declared > on_disk:  # the arrays are stored uncompressed
@@ -128,37 +134,35 @@ def read_item(path: Path, ids: Collection[str]) -> dict[str, Tree]:
         Exception: of any kind, if it is not an item that `join_parts` has written.
     """
     specs = item_specs(path)
-    tree = {layer: parts if layer in ids else jax.tree.map(lambda spec: ..., parts) for layer, parts in specs.items()}
-    read = unescape_names(read_tree(path, escape_names(tree), _handler(_ReadArrays())))
-    return {layer: parts for layer, parts in read.items() if layer in ids}
+    return unescape_names(read_tree(path, escape_names({layer: specs[layer] for layer in ids})))
 
 
-def tree_specs(path: Path, handler: ocp.PyTreeCheckpointHandler | None = None) -> Any:
+def tree_specs(path: Path) -> Tree:
     """Return shapes and dtypes of the tree of any Orbax item, without reading an array.
 
-    Args:
-        path: the item.
-        handler: reads the metadata; by default one that knows all types of leaves.
-
     Returns:
-        The tree with `jax.ShapeDtypeStruct`s as leaves; leaves that are no arrays, such as strings, are `...`.
+        Nested dicts, also for lists, with `jax.ShapeDtypeStruct`s as leaves; leaves that are no arrays, such as strings, are `...`.
 
     Raises:
         Exception: of any kind, if it is not an Orbax item or its names are nested too deeply.
     """
-    _check_arrays(path, _read_metadata(path))
-    with _without_tracebacks():
-        tree = (handler or _handler()).metadata(path.absolute()).tree
-    return jax.tree.map(_spec, tree)
+    metadata, tree = _read_metadata(path), Tree()
+    leaves = {tuple(str(part["key"]) for part in e["key_metadata"]): e["value_metadata"] for e in metadata["tree_metadata"].values()}
+    arrays = [".".join(keys) for keys, leaf in leaves.items() if leaf["value_type"] in _ARRAYS and not leaf.get("skip_deserialize")]
+    stores = _open_arrays(path, metadata, arrays)
+    for keys, leaf in leaves.items():
+        inside = functools.reduce(lambda tree, key: tree.setdefault(key, {}), keys[:-1], tree)
+        name = ".".join(keys)
+        inside[keys[-1]] = {} if leaf.get("skip_deserialize") else _spec(name, stores[name]) if name in stores else ...
+    return tree
 
 
-def read_tree(path: Path, specs: Any, handler: ocp.PyTreeCheckpointHandler | None = None) -> Any:
+def read_tree(path: Path, specs: Tree) -> Tree:
     """Read arrays of any Orbax item.
 
     Args:
         path: the item.
-        specs: its tree as `tree_specs` returns it, with `...` in place of the arrays that are not needed.
-        handler: as in `tree_specs`.
+        specs: its tree as `tree_specs` returns it, or a part of it; leaves that are not needed may be `...`.
 
     Returns:
         The tree with NumPy arrays as leaves, and with `...` where `specs` has it.
@@ -166,11 +170,11 @@ def read_tree(path: Path, specs: Any, handler: ocp.PyTreeCheckpointHandler | Non
     Raises:
         Exception: of any kind, if an array cannot be read.
     """
-    if all(spec is ... for spec in jax.tree.leaves(specs)):
-        return specs
-    arguments = jax.tree.map(lambda spec: ocp.RestoreArgs(restore_type=np.ndarray), specs)
-    with _without_tracebacks():
-        return (handler or _handler()).restore(path.absolute(), args=ocp.args.PyTreeRestore(item=specs, restore_args=arguments))
+    leaves, structure = jax.tree_util.tree_flatten_with_path(specs)
+    names = [None if spec is ... else ".".join(key.key for key in keys) for keys, spec in leaves]
+    stores = _open_arrays(path, _read_metadata(path), filter(None, names))
+    reading = {name: store.read() for name, store in stores.items()}  # all at once
+    return jax.tree.unflatten(structure, [... if name is None else reading[name].result() for name in names])
 
 
 def write_tree(path: Path, tree: Any) -> None:
@@ -193,7 +197,7 @@ def escape_names(tree: Any) -> Any:
     """
     if isinstance(tree, dict):
         return {quote(key, safe=" ").replace(".", "%2E"): escape_names(value) for key, value in tree.items()}
-    if tree is not ... and not isinstance(tree, np.ndarray | jax.ShapeDtypeStruct):
+    if not isinstance(tree, np.ndarray | jax.ShapeDtypeStruct):
         raise TypeError(f"expected nested dicts of arrays, found {type(tree).__name__}")
     return tree
 
@@ -277,64 +281,37 @@ def _read_metadata(path: Path) -> dict[str, Any]:
     return dict(metadata)
 
 
-def _check_arrays(path: Path, metadata: Mapping[str, Any]) -> None:
-    """Check that an item has the header of every array before Orbax reads them all at once.
+def _open_arrays(path: Path, metadata: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """Open arrays of an item, all at once.
 
-    When one of Orbax's requests fails, TensorStore prints a traceback for each other one to standard error.
+    Raises:
+        ValueError: one is missing or cannot be opened.
     """
-    header = "zarr.json" if metadata.get("use_zarr3") else ".zarray"
-    names = [
-        ".".join(str(part["key"]) for part in entry["key_metadata"])
-        for entry in metadata["tree_metadata"].values()
-        if entry["value_metadata"]["value_type"] in _ARRAYS and not entry["value_metadata"].get("skip_deserialize")
-    ]
-    if metadata["use_ocdbt"]:
-        keys = set(ts.KvStore.open(_store_spec(path)).result().list().result())
-        missing = [name for name in names if f"{name}/{header}".encode() not in keys]
-    else:
-        missing = [name for name in names if not (path / name / header).is_file()]
-    if missing:
-        raise ValueError(f"the index lacks the array '{missing[0]}'")
-
-
-def _spec(leaf: Any) -> Any:
-    """Return shape and dtype of a leaf of Orbax's metadata; `...` for one that is not an array."""
-    shape, dtype, storage = (getattr(leaf, name, None) for name in ("shape", "dtype", "storage"))
-    if shape is None or dtype is None:
-        return ...
-    chunk = shape if storage is None or storage.chunk_shape is None else storage.chunk_shape
-    if any(inner > max(size, 1) for inner, size in zip(chunk, shape, strict=True)):  # a chunk is unpacked as a whole
-        raise ValueError(f"'{leaf.name}' has chunks of shape {list(chunk)}, larger than the array's, {list(shape)}")
-    return jax.ShapeDtypeStruct(shape, dtype)
-
-
-class _ReadArrays(ocp.type_handlers.NumpyHandler):  # type: ignore[misc] # Orbax has no types
-    """Reads arrays, and waits for all of them before it raises the error of one.
-
-    Orbax closes its event loop at the first error. Where one of TensorStore's requests ends later, its callback fails in a thread of
-    TensorStore, and Python prints "Exception ignored in: None" and a traceback to standard error.
-    """
-
-    async def metadata(self, infos: Sequence[ocp.type_handlers.ParamInfo]) -> Sequence[Any]:
-        one = super().metadata
-        return await _all_first_items([one([info]) for info in infos])
-
-    async def deserialize(
-        self, infos: Sequence[ocp.type_handlers.ParamInfo], args: Sequence[ocp.RestoreArgs] | None = None
-    ) -> Sequence[np.ndarray]:
-        one = super().deserialize
-        return await _all_first_items(
-            [one([info], [arg]) for info, arg in zip(infos, args or [ocp.RestoreArgs()] * len(infos), strict=True)]
+    base = {"driver": "file", "path": f"{path.absolute()}/"}
+    opening = {}
+    for name in names:
+        store = (
+            {"driver": "ocdbt", "base": base, "path": f"{name}/"} if metadata["use_ocdbt"] else base | {"path": f"{base['path']}{name}/"}
         )
+        spec: dict[str, Any] = {"driver": "zarr3" if metadata.get("use_zarr3") else "zarr", "kvstore": store}
+        if metadata.get("store_array_data_equal_to_fill_value"):
+            spec["fill_missing_data_reads"] = False  # what is missing was lost
+        opening[name] = ts.open(spec, read=True, open=True)
+    arrays = {}
+    for name, future in opening.items():
+        try:
+            arrays[name] = future.result()
+        except ValueError as error:
+            raise (ValueError(f"the index lacks the array '{name}'") if "NOT_FOUND" in str(error) else error) from None
+    return arrays
 
 
-async def _all_first_items(requests: Sequence[Coroutine[Any, Any, Sequence[Any]]]) -> list[Any]:
-    """Wait for all requests, raise the first error, or else return the first item of each result."""
-    results = await asyncio.gather(*requests, return_exceptions=True)
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
-    return [items[0] for items in results if not isinstance(items, BaseException)]
+def _spec(name: str, array: Any) -> jax.ShapeDtypeStruct:
+    """Return shape and dtype of an opened array."""
+    chunk = array.chunk_layout.read_chunk.shape or ()
+    if any(inner > max(size, 1) for inner, size in zip(chunk, array.shape, strict=True)):  # a chunk is unpacked as a whole
+        raise ValueError(f"'{name}' has chunks of shape {list(chunk)}, larger than the array's, {list(array.shape)}")
+    return jax.ShapeDtypeStruct(array.shape, array.dtype.numpy_dtype)
 
 
 class _MoveStores(ocp.type_handlers.NumpyHandler):  # type: ignore[misc] # Orbax has no types
@@ -385,25 +362,6 @@ def _zarr_header(array: np.ndarray) -> dict[str, Any]:
         "compressor": None,
         "dimension_separator": ".",
     }
-
-
-def _handler(numpy_handler: ocp.type_handlers.NumpyHandler | None = None) -> ocp.PyTreeCheckpointHandler:
-    """Return Orbax's handler of trees for this process alone, which does not wait for others.
-
-    Args:
-        numpy_handler: reads or writes NumPy arrays, which are then the only leaves; None: all types of leaves can be read.
-    """
-    handlers = ocp.type_handlers
-    if numpy_handler is None:
-        kinds = [(kind, handlers.get_type_handler(kind)) for kind in handlers.supported_types()]
-        kinds = [(kind, _ReadArrays() if kind is np.ndarray else handler) for kind, handler in kinds]
-    else:
-        kinds = [
-            (np.ndarray, numpy_handler),
-            (jax.Array, handlers.ArrayHandler()),
-        ]  # the second is never used; Orbax warns where there is none
-    types = handlers.create_type_handler_registry(*kinds)
-    return ocp.PyTreeCheckpointHandler(multiprocessing_options=_alone(), type_handler_registry=types)
 
 
 def _alone() -> ocp.options.MultiprocessingOptions:

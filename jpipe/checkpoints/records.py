@@ -7,14 +7,15 @@ import contextlib
 import errno
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import pydantic
 
-from jpipe import InputError, files
+from jpipe import InputError
 from jpipe.checkpoints.orbax_item import ITEM
+from jpipe.files import open_to_read, read_bytes
 
 __all__ = [
     "MARKER",
@@ -90,18 +91,6 @@ class Marker(_Strict):
     sha256: str
 
 
-class StoredPart(NamedTuple):
-    """A part of a checkpoint with the files that reading its layers needs.
-
-    Attributes:
-        layers: their ids.
-        files: sizes and hashes, by path.
-    """
-
-    layers: list[str]
-    files: dict[Path, File]
-
-
 def marker_text(step: int, items: dict[str, str], rows: str, facts: Any, index: dict[str, File]) -> str:
     """Return the marker as JSON; the arguments are its fields."""
     data = {"format": FORMAT, "step": step, "processes": len(items), "items": items, "rows": rows, "facts": facts}
@@ -142,8 +131,8 @@ def of_other_format(path: Path, found: str) -> InputError:
     return InputError(f"{path}: expected the format {FORMAT}, found {found}; {hint}")
 
 
-def read_parts(folder: Path, marker: Marker) -> list[StoredPart]:
-    """Read what each process has written.
+def read_parts(folder: Path, marker: Marker) -> list[Part]:
+    """Read what each process has written, each with the files that reading its layers needs.
 
     Raises:
         Damaged: a file that says so is missing or was changed, or names a file outside of the folder.
@@ -153,7 +142,11 @@ def read_parts(folder: Path, marker: Marker) -> list[StoredPart]:
     for name, digest in sorted(marker.items.items()):
         path = folder / name
         part = _validated(path, Part, _load(path, _read_whole(path, digest, _MOST_JSON)))
-        parts.append(StoredPart(part.layers, {_inside(folder, name): file for name, file in (marker.index | part.files).items()}))
+        files = marker.index | part.files
+        for file in map(PurePosixPath, files):
+            if file.is_absolute() or ".." in file.parts:
+                raise Damaged(folder, f"names a file outside of itself, '{file}'")
+        parts.append(Part(layers=part.layers, files=files))
     return parts
 
 
@@ -166,12 +159,12 @@ def read_rows(folder: Path, marker: Marker) -> bytes:
     return _read_whole(folder / ROWS, marker.rows, _MOST_ROWS)
 
 
-def verify_files(item: Path, parts: Iterable[StoredPart], contents: bool = True) -> None:
+def verify_files(item: Path, files: Mapping[Path, File], contents: bool = True) -> None:
     """Check the files of an Orbax item against their sizes and hashes.
 
     Args:
         item: its folder.
-        parts: from `read_parts`, whose files are in it.
+        files: sizes and hashes of those in it, and beside it.
         contents: whether to compare hashes, for which the files are read.
 
     Raises:
@@ -181,7 +174,7 @@ def verify_files(item: Path, parts: Iterable[StoredPart], contents: bool = True)
     for path in item.rglob("*"):  # also those that are not named: Orbax and TensorStore open what they find
         if path.is_symlink() or not (path.is_file() or path.is_dir()):
             raise Damaged(path, "is no regular file, was not written by jpipe")
-    for path, file in {path: file for part in parts for path, file in part.files.items()}.items():
+    for path, file in files.items():
         with _reading(path):
             exists = path.is_file() and not path.is_symlink()
         if not exists:
@@ -195,13 +188,18 @@ def verify_files(item: Path, parts: Iterable[StoredPart], contents: bool = True)
             raise _changed(path)
 
 
+def files_in(folder: Path, parts: Iterable[Part]) -> dict[Path, File]:
+    """Return sizes and hashes of the files of parts, which are in the folder of a step."""
+    return {folder / name: file for part in parts for name, file in part.files.items()}
+
+
 def describe(path: Path) -> File:
     """Return size and hash of a file.
 
     Raises:
         OSError: it cannot be read.
     """
-    with files.open_to_read(path) as file:
+    with open_to_read(path) as file:
         sha256 = hashlib.file_digest(file, "sha256").hexdigest()
         return File(size=file.tell(), sha256=sha256)
 
@@ -212,19 +210,13 @@ def _reject_link(folder: Path) -> None:
         raise Damaged(folder, "is a symbolic link, not a folder that jpipe has written")
 
 
-def _inside(root: Path, name: str) -> Path:
-    if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
-        raise Damaged(root, f"names a file outside of itself, '{name}'")
-    return root / name
-
-
 def _read(path: Path, most: int) -> bytes:
     if not path.is_file():
         raise Damaged(path, "is missing")
     if path.stat().st_size > most:
         raise Damaged(path, f"is larger than {most:,} bytes, was not written by jpipe")
     with _reading(path):
-        return files.read_bytes(path, most)
+        return read_bytes(path, most)
 
 
 @contextlib.contextmanager

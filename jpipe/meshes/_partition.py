@@ -1,13 +1,14 @@
 """The sharding of a stage's arrays over the mesh of each of its workers, without devices."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from jax.tree_util import keystr
 
 from jpipe._frozen import NOTHING, FrozenMapping
 from jpipe.context import StageMesh
@@ -71,12 +72,8 @@ class Partition:
 
     def flow(self, tree: Tree) -> Tree:
         """Return a `PartitionSpec` for each array between stages: its first dim is sharded if it is the rows."""
-        return jax.tree.map(self._flow, tree)
-
-    def _flow(self, leaf: Any) -> PartitionSpec:
-        if not self.batch or not leaf.ndim or leaf.shape[0] != self.rows:
-            return WHOLE
-        return PartitionSpec(self.batch if len(self.batch) > 1 else self.batch[0])
+        over = WHOLE if not self.batch else PartitionSpec(self.batch if len(self.batch) > 1 else self.batch[0])
+        return jax.tree.map(lambda leaf: over if leaf.ndim and leaf.shape[0] == self.rows else WHOLE, tree)
 
     def _spec(self, specs: Mapping[str, Mapping[str, PartitionSpec]], entry: str, path: str) -> PartitionSpec:
         return specs.get(entry, {}).get(path, WHOLE)
@@ -281,15 +278,11 @@ def _check_used(plan: Plan, of_stages: Sequence[Partition]) -> None:
 
 
 def _paths(tree: Tree) -> Iterator[tuple[str, Any]]:
-    return ((_path(path), leaf) for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0])
+    return ((keystr(path, simple=True, separator="/"), leaf) for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0])
 
 
 def _map_paths(function: Any, tree: Tree) -> Tree:
-    return jax.tree_util.tree_map_with_path(lambda path, leaf: function(_path(path), leaf), tree)
-
-
-def _path(path: Iterable[Any]) -> str:
-    return "/".join(str(next(getattr(key, kind) for kind in ("key", "name", "idx") if hasattr(key, kind))) for key in path)
+    return jax.tree_util.tree_map_with_path(lambda path, leaf: function(keystr(path, simple=True, separator="/"), leaf), tree)
 
 
 def without_devices(mesh: Mapping[str, int]) -> AbstractMesh:

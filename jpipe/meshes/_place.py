@@ -1,15 +1,15 @@
-"""The place of a worker: one device, or a mesh of them."""
+"""The place of a worker: one device, a mesh of them, or for the sizes of shards a mesh without devices."""
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from jpipe._frozen import NOTHING, FrozenMapping
 from jpipe.meshes._partition import WHOLE, without_devices
@@ -22,7 +22,7 @@ class Place:
     """The devices of a worker, in one process.
 
     Attributes:
-        devices: those of the mesh; one without a mesh.
+        devices: those of the mesh, with neighbours along its last axis; one without a mesh; none where only the sizes of shards count.
         mesh: sizes by axis, those of size 1 left out.
     """
 
@@ -39,21 +39,29 @@ class Place:
         """The process of the devices."""
         return self.first.process_index
 
-    def sharding(self, spec: PartitionSpec = WHOLE) -> Sharding:
-        """Return a sharding over these devices; without a spec each device has the whole array."""
-        return NamedSharding(self._mesh, spec) if self.mesh else SingleDeviceSharding(self.first)
+    def sharding(self, spec: PartitionSpec = WHOLE) -> Sharding | None:
+        """Return a sharding over these devices; without a spec each device has the whole array. None without devices and mesh."""
+        if self.mesh:
+            return NamedSharding(self._mesh, spec)
+        return SingleDeviceSharding(self.first) if self.devices else None
 
     def specs(self, tree: Tree, specs: Tree | None = None) -> Tree:
         """Return the specs of a tree with their shardings here, from `PartitionSpec`s; without any each device has the whole."""
-        return _specs(self.sharding, tree, specs)
+        if specs is None:
+            specs = jax.tree.map(lambda _: WHOLE, tree)
+        return jax.tree.map(lambda leaf, spec: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self.sharding(spec)), tree, specs)
 
     def like(self, tree: Tree) -> Tree:
         """Return the shardings of another worker's arrays (or specs), moved to these devices."""
         return jax.tree.map(lambda leaf: self.sharding(getattr(leaf.sharding, "spec", WHOLE)), tree)
 
     @cached_property
-    def _mesh(self) -> Mesh:
-        return mesh_of(self.devices, self.mesh)
+    def _mesh(self) -> Mesh | AbstractMesh:
+        if not self.devices:
+            return without_devices(self.mesh)
+        assert len(self.devices) == math.prod(self.mesh.values()), f"{len(self.devices)} devices for {self.mesh}"
+        grid = np.array(self.devices, dtype=object).reshape(tuple(self.mesh.values()))
+        return Mesh(grid, tuple(self.mesh), axis_types=(AxisType.Auto,) * len(self.mesh))
 
 
 def crowded_meshes(places: Iterable[Place]) -> frozenset[Place]:
@@ -65,37 +73,3 @@ def crowded_meshes(places: Iterable[Place]) -> frozenset[Place]:
     """
     count = Counter(place for place in places if place.mesh and place.first.platform == "cpu")
     return frozenset(place for place, workers in count.items() if workers > 1)
-
-
-@dataclass(frozen=True)
-class NoPlace:
-    """A place without devices, for the sizes of shards.
-
-    Attributes:
-        mesh: as in `Place`.
-    """
-
-    mesh: FrozenMapping[int]
-
-    def sharding(self, spec: PartitionSpec = WHOLE) -> Sharding | None:
-        """Return a sharding as `Place.sharding`, or None without a mesh."""
-        if not self.mesh:
-            return None
-        return NamedSharding(without_devices(self.mesh), spec)
-
-    def specs(self, tree: Tree, specs: Tree | None = None) -> Tree:
-        """Return specs as `Place.specs`."""
-        return _specs(self.sharding, tree, specs)
-
-
-def _specs(sharding: Callable[[PartitionSpec], Sharding | None], tree: Tree, specs: Tree | None) -> Tree:
-    if specs is None:
-        specs = jax.tree.map(lambda _: WHOLE, tree)
-    return jax.tree.map(lambda leaf, spec: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding(spec)), tree, specs)
-
-
-def mesh_of(devices: tuple[jax.Device, ...], sizes: FrozenMapping[int]) -> Mesh:
-    """Return a JAX mesh of these devices, with neighbours along the last axis."""
-    assert len(devices) == math.prod(sizes.values()), f"{len(devices)} devices for {sizes}"
-    grid = np.array(devices, dtype=object).reshape(tuple(sizes.values()))
-    return Mesh(grid, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))

@@ -53,8 +53,9 @@ class Route:
             for number, (box, devices) in enumerate(holders(after.sharding, after.shape).items()):
                 for part, owners in sources.items():
                     if (piece := _overlap(part, box)) is not None:
+                        inside = tuple((start - first, stop - first) for (start, stop), (first, _) in zip(piece, part, strict=True))
                         pair = owners[number % len(owners)], devices[0]
-                        self.pieces.setdefault(pair, []).append(Piece(leaf, _inside(piece, part), piece))
+                        self.pieces.setdefault(pair, []).append(Piece(leaf, inside, piece))
 
     @cached_property
     def specs(self) -> dict[Pair, list[jax.ShapeDtypeStruct]]:
@@ -193,10 +194,6 @@ def _overlap(a: Box, b: Box) -> Box | None:
     """Return the intersection of two boxes, or None."""
     both = tuple((max(x[0], y[0]), min(x[1], y[1])) for x, y in zip(a, b, strict=True))
     return both if all(start < stop for start, stop in both) or 0 in _shape(a) else None
-
-
-def _inside(piece: Box, shard: Box) -> Box:
-    return tuple((start - first, stop - first) for (start, stop), (first, _) in zip(piece, shard, strict=True))
 
 
 def _shape(box: Box) -> tuple[int, ...]:

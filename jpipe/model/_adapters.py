@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,7 +12,7 @@ from flax import linen, nnx
 
 from jpipe.errors import InputError, cause
 from jpipe.model._calls import arguments_of, is_bound, modes, parameters_of
-from jpipe.model._layer import Layer
+from jpipe.model._layer import Layer, key_spec
 from jpipe.model._nnx import NnxFunctions, built_functions, nnx_functions
 
 Tree = Any
@@ -181,3 +182,57 @@ def linen_axes(params: Tree) -> dict[str, tuple[str | None, ...]]:
     """Return the logical axes that a Linen module names (`linen.with_partitioning`), by path."""
     boxes = jax.tree_util.tree_flatten_with_path(params, is_leaf=lambda leaf: isinstance(leaf, linen.Partitioned))[0]
     return {"/".join(str(key.key) for key in path): tuple(box.names) for path, box in boxes if isinstance(box, linen.Partitioned)}
+
+
+# Modules in two layers ------------------------------------------------------------------------------------------------
+
+
+def reject_shared_modules(layers: Mapping[str, Any]) -> None:
+    """Raise `InputError` for two NNX modules with the same variable, built or returned by constructors, from a closure."""
+    constructors = {layer_id: layer for layer_id, layer in layers.items() if is_constructor(layer)}
+    seen: dict[int, str] = {}
+
+    def see(layer_id: str, module: nnx.Module) -> None:
+        params = {id(node): ".".join(map(str, path)) for path, node in nnx.iter_graph(module) if isinstance(node, nnx.Param)}
+        for identity, name in params.items():
+            if identity in seen:
+                raise _shared(seen[identity], layer_id, name)
+        seen.update(dict.fromkeys(params, layer_id))
+
+    for layer_id, layer in layers.items():
+        if isinstance(layer, nnx.Module):
+            see(layer_id, layer)
+
+    def record(key: jax.Array) -> None:
+        alive = []  # keeps the built modules alive, so that an id() is not used twice
+        calls = Counter[int]()
+        for layer_id, layer in constructors.items():
+            calls[id(layer)] += 1
+            if calls[id(layer)] > 2:
+                continue  # one constructor that returns a module twice is detected by two calls
+            try:
+                with nnx.use_eager_sharding(False):
+                    module = layer(rngs=nnx.Rngs(key))
+                alive.append(module)
+                see(layer_id, module)
+            except (InputError, KeyboardInterrupt):
+                raise
+            except BaseException:  # noqa: S112 - a constructor that fails is reported by the adapter, with its layer id
+                continue
+
+    jax.eval_shape(record, key_spec())
+
+
+def reject_shared_owners(layers: Mapping[str, Layer]) -> None:
+    """Raise `InputError` for two layers of which one object holds the parameters."""
+    seen: dict[int, str] = {}
+    for layer_id, layer in layers.items():
+        if layer.owner is not None and seen.setdefault(id(layer.owner), layer_id) != layer_id:
+            raise _shared(seen[id(layer.owner)], layer_id, type(layer.owner).__name__)
+
+
+def _shared(first: str, second: str, name: str) -> InputError:
+    return InputError(
+        f"layers '{first}' and '{second}' share the parameter or module '{name}', which a pipeline cannot see: two stages would train two "
+        f"copies of it; give '{second}' its own (for a Linen module: module.clone()), and to share a parameter a jpipe.Tie"
+    )

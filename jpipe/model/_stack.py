@@ -13,11 +13,9 @@ from flax import linen, nnx
 
 from jpipe.context import without_mesh
 from jpipe.errors import InputError, callers_code, cause, short, shortened
-from jpipe.model._adapters import adapt, initial_arrays, layers_by_id
+from jpipe.model._adapters import adapt, initial_arrays, layers_by_id, reject_shared_modules, reject_shared_owners
 from jpipe.model._layer import Layer, LayerSpec, describe, key_spec, reject_python_values, spec_of, untrainable, with_arrays
-from jpipe.model._shared_modules import reject_shared_modules, reject_shared_owners
-from jpipe.model._ties import Tie, Ties
-from jpipe.model._tree import ModelTree
+from jpipe.model._ties import ModelTree, Tie, Ties
 from jpipe.model.jaxprs._constants import built_module, reject_constants
 from jpipe.model.traced._cuts import Granularity
 from jpipe.model.traced._model import TracedModel, cut_model
@@ -104,8 +102,6 @@ class LayerStack:
         self._known: dict[Any, LayerSpec] = {}
         self.probed: dict[Any, Probed] = {}
         self.traced: TracedModel | None = None
-        self.whole: Whole | None = None
-        self._abstract: InputError | None = None  # why the model cannot make its parameters
         reject_shared_owners(self.layers)
         self.ties = Ties(ties, self.ids)
         self.carries_rows, self.mixes_rows = carries_rows, mixes_rows
@@ -193,21 +189,12 @@ class LayerStack:
             specs = jax.tree.map(spec_of, inputs)
         except TypeError:
             raise InputError(f"from_model: expected example inputs that are arrays of numbers, found {describe(inputs)}") from None
-        whole, x = opened(specs), specs[0] if len(specs) == 1 else specs
-        abstract = None
-        if whole.params is None:
-            try:
-                jax.eval_shape(whole.layer.init, key_spec(), x)
-            except InputError as error:  # its message says how the model is initialized
-                abstract = error
-        stack = cls._of_traced(cut_model(whole.layer, whole.specs, x, granularity, cuts, whole.params is None and not abstract), whole)
-        stack._abstract = abstract
-        return stack
+        return cls._of_traced(cut_model(opened(specs), specs[0] if len(specs) == 1 else specs, granularity, cuts))
 
     @classmethod
-    def _of_traced(cls, traced: TracedModel, whole: Whole | None) -> "LayerStack":
+    def _of_traced(cls, traced: TracedModel) -> "LayerStack":
         stack = cls(traced.layers(), traced.ties())
-        stack.traced, stack.whole = traced, whole
+        stack.traced = traced
         return stack
 
     def recut(self, change: Callable[[Layer], Layer], prepare: Callable[[Tree], Tree]) -> "LayerStack":
@@ -218,9 +205,7 @@ class LayerStack:
             prepare: applied to the parameters of each layer.
         """
         assert self.traced is not None
-        stack = self._of_traced(self.traced.recut(change, prepare), self.whole)
-        stack._abstract = self._abstract
-        return stack
+        return self._of_traced(self.traced.recut(change, prepare))
 
     def by_layer(self, params: Tree | None) -> dict[str, tuple[Tree, Tree]]:
         """Return the parameters and the state that are given to `Pipeline.init`, by layer id, with None where there is nothing.
@@ -231,13 +216,13 @@ class LayerStack:
         Raises:
             InputError: the model is abstract, and nothing was given.
         """
-        if params is None and self._abstract is not None:
-            raise self._abstract
+        if params is None and self.traced is not None and self.traced.abstract is not None:
+            raise self.traced.abstract
         if params is None:
             return {}
-        if self.traced is not None and self.whole is not None:
+        if self.traced is not None:
             try:
-                return self._by_layer(*self.whole.from_user(params))
+                return self.traced.by_layer(*self.traced.whole.from_user(params))
             except InputError:
                 if not isinstance(params, Mapping) or not set(params) <= set(self.ids):
                     raise
@@ -248,29 +233,17 @@ class LayerStack:
     @cached_property
     def initial(self) -> dict[str, tuple[Tree, Tree]]:
         """The parameters and the state that the model has, by layer id, with None where there is nothing."""
-        return self._built if self.whole is None else self._by_layer(self.whole.params, self.whole.state)
-
-    def _by_layer(self, params: Tree, state: Tree) -> dict[str, tuple[Tree, Tree]]:
-        """Return the parameters and state of each layer from those of the whole model; either may be None."""
-        assert self.traced is not None
-        trees = (
-            jax.tree.map(lambda _: None, spec) if tree is None else tree
-            for spec, tree in zip(self.traced.specs, (params, state), strict=True)
-        )
-        filled = jax.tree.map(lambda spec, leaf: spec if leaf is None else leaf, self.traced.specs, tuple(trees))
-        arrays = self.traced.split(*filled)
-        return jax.tree.map(lambda leaf: None if isinstance(leaf, jax.ShapeDtypeStruct) else leaf, arrays)
+        return self._built if self.traced is None else self.traced.by_layer(self.traced.whole.params, self.traced.whole.state)
 
     @property
     def tree(self) -> ModelTree | None:
         """The tree of parameters of the model that the layers were cut from; None for other layers."""
-        return None if self.traced is None or self.whole is None else self.traced.tree(self.whole.structures)
+        return None if self.traced is None else self.traced.tree()
 
     def whole_params(self, params: Mapping[str, Tree]) -> Tree:
         """Return parameters by layer id in the tree of the model that the layers were cut from."""
         assert self.traced is not None
-        assert self.whole is not None
-        return self.whole.to_user(self.traced.join(params, {})[0])
+        return self.traced.whole.to_user(self.traced.join(params, {})[0])
 
     def whole_model(self, params: Mapping[str, Tree], state: Mapping[str, Tree], device: jax.Device | None = None) -> Any:
         """Return the model that the layers were cut from with these arrays, by layer id, moved to one device.
@@ -278,7 +251,7 @@ class LayerStack:
         Raises:
             InputError: there is none, or arrays of it are missing.
         """
-        if self.traced is None or self.whole is None:
+        if self.traced is None:
             raise InputError(
                 "model: expected layers that were cut from a model by LayerStack.from_model, found a dict of layers; use params"
             )
@@ -288,7 +261,7 @@ class LayerStack:
                 "model: expected a process that has all layers, found one of several processes; save a checkpoint with "
                 "jpipe.checkpoints.save, and load it in one process"
             )
-        return self.whole.rebuild(*jax.device_put(joined, device or jnp.zeros(()).sharding))
+        return self.traced.whole.rebuild(*jax.device_put(joined, device or jnp.zeros(()).sharding))
 
     @property
     def ids(self) -> tuple[str, ...]:

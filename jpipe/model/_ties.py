@@ -12,7 +12,7 @@ import optax
 
 from jpipe.errors import InputError, nearest
 from jpipe.model._layer import describe
-from jpipe.model._subset import Subset
+from jpipe.model._subset import EVERYTHING, Subset
 
 Tree = Any
 
@@ -171,11 +171,12 @@ class Ties:
                 yield name, _leaf(tree, path)
             yield layer_id, _replaced(tree, dict.fromkeys(shared))
 
-    def parts(self, params: Mapping[str, Tree]) -> dict[str, dict[str, Tree]]:
+    def parts(self, params: Mapping[str, Tree], trained: Subset = EVERYTHING) -> dict[str, dict[str, Tree]]:
         """Return each entry as an optimizer sees it: its arrays in the structure of its layer, masked nodes elsewhere.
 
         Args:
             params: parameters by layer id; those in second places are dropped.
+            trained: by entry; frozen parameters are masked nodes, too.
         """
         firsts = {place: name for name, place in self.first.items()}
         parts: dict[str, dict[str, Tree]] = {}
@@ -184,6 +185,11 @@ class Ties:
             for path in self.shared.get(layer_id, {}):
                 if (layer_id, path) in firsts:
                     parts[firsts[layer_id, path]] = {layer_id: _masked(tree, [other for other, _ in _paths(tree) if other != path])}
+        for entry, flags in trained.chosen.items():
+            leaves, treedef = jax.tree.flatten(parts.get(entry, {}))
+            if leaves:
+                masked = [leaf if is_trained else optax.MaskedNode() for leaf, is_trained in zip(leaves, flags, strict=True)]
+                parts[entry] = jax.tree.unflatten(treedef, masked)
         return parts
 
     def without_seconds(self, params: Mapping[str, Tree]) -> dict[str, Tree]:
@@ -303,3 +309,25 @@ def _replaced(tree: Tree, values: Mapping[str, Any]) -> Tree:
 
 
 NO_TIES = Ties((), ())
+
+
+# The tree of a whole model --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ModelTree:
+    """The tree of parameters of a whole model that was cut into layers.
+
+    Attributes:
+        structures: of that tree; further ones have equal leaves in the same order.
+        shapes: of its leaves.
+        layers: by layer id, a tree like the layer's parameters with a `Leaf` in place of each array: the leaf or slice of the whole tree.
+    """
+
+    structures: tuple[Any, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    layers: Mapping[str, Tree]
+
+    def axes(self) -> dict[int, tuple[int, ...]]:
+        """Return the axes along which stacked leaves are split into slices, by number of the leaf."""
+        return {place.number: place.axes for place in jax.tree.leaves(dict(self.layers)) if place.axes}

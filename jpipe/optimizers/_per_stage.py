@@ -83,7 +83,9 @@ def per_stage(make: Callable[..., optax.GradientTransformation], **arguments: An
         if num_stages is not None:
             extra_args["num_stages"] = num_stages
         updates, after = inner(state.count, stage).update(updates, state.inner_state, params, stage=stage, **extra_args)
-        return updates, PerStageState(optax.safe_increment(state.count), _in_dtypes_of(state.inner_state, after))
+        # The values of schedules are arrays, and may promote the state.
+        after = jax.tree.map(lambda old, new: new if new.dtype == old.dtype else new.astype(old.dtype), state.inner_state, after)
+        return updates, PerStageState(optax.safe_increment(state.count), after)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -122,8 +124,3 @@ def _of_stage(values: Sequence[Any], count: jax.Array, stage: ArrayLike) -> Any:
     for number, value in enumerate(numbers[:-1]):
         selected = jnp.where(stage == number, value, selected)
     return selected
-
-
-def _in_dtypes_of(before: Tree, after: Tree) -> Tree:
-    """Cast a state to its earlier dtypes, since the values of schedules are arrays and may promote it."""
-    return jax.tree.map(lambda old, new: new if new.dtype == old.dtype else new.astype(old.dtype), before, after)

@@ -46,17 +46,6 @@ class _Parameter(NamedTuple):
     bases: tuple[Any, ...]
 
 
-class _Options(NamedTuple):
-    """The arguments of `scale_by_soap`."""
-
-    b1: ArrayLike
-    b2: ArrayLike
-    eps: ArrayLike
-    precondition_frequency: int
-    max_dim: int
-    shampoo_beta: Any
-
-
 def scale_by_soap(
     b1: ArrayLike = 0.95,
     b2: ArrayLike = 0.95,
@@ -87,21 +76,8 @@ def scale_by_soap(
     Returns:
         A transformation, with a `SoapState`.
     """
-    options = _Options(b1, b2, eps, precondition_frequency, max_dim, b2 if shampoo_beta is None else shampoo_beta)
-
-    def update(updates: Tree, state: SoapState, params: Tree = None) -> tuple[Tree, SoapState]:
-        gradients = jax.tree.map(lambda g, m: jnp.asarray(g, m.dtype), updates, state.mu)
-        parameters = jax.tree.map(lambda _, *parts: _Parameter(*parts), gradients, *state[1:])
-        scaled, parameters = jax.lax.cond(
-            state.count == 0,
-            lambda: _first(gradients, parameters, options),
-            lambda: _later(state.count, gradients, parameters, options),
-        )
-        parts = [jax.tree.map(lambda _, p, name=name: getattr(p, name), gradients, parameters) for name in _Parameter._fields]
-        scaled = jax.tree.map(lambda u, g: u.astype(jnp.result_type(g)), scaled, updates)
-        return scaled, SoapState(optax.safe_increment(state.count), *parts)
-
-    return optax.GradientTransformation(lambda params: _initial(params, max_dim), update)
+    rule = _Rule(b1, b2, eps, precondition_frequency, max_dim, b2 if shampoo_beta is None else shampoo_beta)
+    return optax.GradientTransformation(rule.init, rule.update)
 
 
 def soap(
@@ -119,17 +95,9 @@ def soap(
 
     Args:
         learning_rate: a number or a schedule.
-        b1: the decay of the first moment.
-        b2: the decay of the second moment.
-        eps: added to the root of the second moment.
+        b1: with `b2`, `eps`, `precondition_frequency`, `max_dim` and `shampoo_beta`, as in `scale_by_soap`.
         weight_decay: decoupled, and multiplied by the learning rate, as in AdamW.
-        precondition_frequency: the number of updates between new bases.
-        max_dim: the largest size of a dim that is rotated.
-        shampoo_beta: the decay of the covariances; by default `b2`.
         mask: what decays, as for `optax.adamw`.
-
-    Returns:
-        A transformation; see `scale_by_soap`.
     """
     return optax.chain(
         scale_by_soap(b1, b2, eps, precondition_frequency, max_dim, shampoo_beta),
@@ -138,81 +106,89 @@ def soap(
     )
 
 
-def _initial(params: Tree, max_dim: int) -> SoapState:
-    def zeros(p: Any) -> jax.Array:
-        return jnp.zeros(p.shape, precise(p))
+class _Rule(NamedTuple):
+    """The arguments of `scale_by_soap`, and how it changes parameters."""
 
-    def squares(p: Any) -> tuple[jax.Array, ...]:
-        return tuple(jnp.zeros((p.shape[dim],) * 2, precise(p)) for dim in _rotated_dims(p.shape, max_dim))
+    b1: ArrayLike
+    b2: ArrayLike
+    eps: ArrayLike
+    precondition_frequency: int
+    max_dim: int
+    shampoo_beta: Any
 
-    def precise(p: Any) -> Any:
-        return p.dtype if jnp.finfo(p.dtype).bits >= 32 else jnp.float32
+    def init(self, params: Tree) -> SoapState:
+        def precise(p: Any) -> Any:
+            return p.dtype if jnp.finfo(p.dtype).bits >= 32 else jnp.float32
 
-    return SoapState(jnp.zeros([], jnp.int32), *(jax.tree.map(make, params) for make in (zeros, zeros, squares, squares)))
+        def zeros(p: Any) -> jax.Array:
+            return jnp.zeros(p.shape, precise(p))
 
+        def squares(p: Any) -> tuple[jax.Array, ...]:
+            return tuple(jnp.zeros((p.shape[dim],) * 2, precise(p)) for dim in self.rotated_dims(p.shape))
 
-def _first(gradients: Tree, parameters: Tree, options: _Options) -> tuple[Tree, Tree]:
-    """Return updates of zero, and the state with the first covariances and bases."""
+        return SoapState(jnp.zeros([], jnp.int32), *(jax.tree.map(make, params) for make in (zeros, zeros, squares, squares)))
 
-    def begun(gradient: Any, parameter: _Parameter) -> _Parameter:
-        covariances = _averaged(parameter.covariances, gradient, options)
+    def update(self, updates: Tree, state: SoapState, params: Tree = None) -> tuple[Tree, SoapState]:
+        leaves: list[Any] = jax.tree.leaves(updates)
+        structure: Any = jax.tree.structure(updates)
+        parameters = [_Parameter(*parts) for parts in zip(*map(structure.flatten_up_to, state[1:]), strict=True)]
+        gradients = [jnp.asarray(g, p.mu.dtype) for g, p in zip(leaves, parameters, strict=True)]
+        scaled, parameters = jax.lax.cond(
+            state.count == 0,
+            lambda: ([jnp.zeros_like(g) for g in gradients], list(map(self.begun, gradients, parameters))),
+            lambda: self.later(state.count, gradients, parameters),
+        )
+        scaled = [u.astype(jnp.result_type(g)) for u, g in zip(scaled, leaves, strict=True)]
+        parts = [structure.unflatten([p[i] for p in parameters]) for i in range(len(_Parameter._fields))]
+        return structure.unflatten(scaled), SoapState(optax.safe_increment(state.count), *parts)
+
+    def begun(self, gradient: Any, parameter: _Parameter) -> _Parameter:
+        """Return the state of a parameter with the first covariances and bases."""
+        covariances = self.averaged(parameter.covariances, gradient)
         bases = tuple(jnp.flip(jnp.linalg.eigh(c + 1e-30 * jnp.eye(len(c), dtype=c.dtype))[1], 1) for c in covariances)
         return parameter._replace(covariances=covariances, bases=bases)
 
-    return jax.tree.map(jnp.zeros_like, gradients), jax.tree.map(begun, gradients, parameters)
+    def later(self, count: Any, gradients: list[Any], parameters: list[_Parameter]) -> tuple[list[Any], list[_Parameter]]:
+        """Return the updates of Adam in the rotated bases and the new state; the bases change every `precondition_frequency` updates."""
+        correction = jnp.sqrt(1 - self.b2**count) / (1 - self.b1**count)
+        moved, scaled = list(map(self.moved, gradients, parameters)), []
+        for parameter in moved:
+            update = parameter.mu / (jnp.sqrt(parameter.nu) + self.eps)
+            scaled.append(correction.astype(update.dtype) * self.rotated(update, parameter.bases, back=True))
+        is_due = count % self.precondition_frequency == 0
+        return scaled, jax.lax.cond(is_due, lambda: list(map(self.with_new_bases, moved)), lambda: moved)
 
+    def moved(self, gradient: Any, parameter: _Parameter) -> _Parameter:
+        """Return the state of a parameter with one more gradient, in the same bases."""
+        rotated = self.rotated(gradient, parameter.bases)
+        mu, nu = self.b1 * parameter.mu + (1 - self.b1) * rotated, self.b2 * parameter.nu + (1 - self.b2) * rotated**2
+        return _Parameter(mu, nu, self.averaged(parameter.covariances, gradient), parameter.bases)
 
-def _later(count: Any, gradients: Tree, parameters: Tree, options: _Options) -> tuple[Tree, Tree]:
-    """Return the updates of Adam in the rotated bases and the new state; the bases change every `precondition_frequency` updates."""
-    b1, b2, eps, precondition_frequency, max_dim, _ = options
-    correction = jnp.sqrt(1 - b2**count) / (1 - b1**count)
+    def with_new_bases(self, parameter: _Parameter) -> _Parameter:
+        """Return the state after one step of power iteration of each basis, with the moments in the new bases."""
+        mu, nu, bases = self.rotated(parameter.mu, parameter.bases, back=True), parameter.nu, []
+        for dim, covariance, basis in zip(self.rotated_dims(mu.shape), parameter.covariances, parameter.bases, strict=True):
+            product = jnp.matmul(covariance, basis, precision="highest")
+            largest_first = jnp.argsort(jnp.sum(basis * product, 0), descending=True)  # by the estimated eigenvalues
+            nu = jnp.take(nu, largest_first, dim)
+            bases.append(jnp.linalg.qr(product[:, largest_first])[0])
+        return _Parameter(self.rotated(mu, tuple(bases)), nu, parameter.covariances, tuple(bases))
 
-    def moved(gradient: Any, parameter: _Parameter) -> _Parameter:
-        rotated = _rotated(gradient, parameter.bases, max_dim)
-        mu, nu = b1 * parameter.mu + (1 - b1) * rotated, b2 * parameter.nu + (1 - b2) * rotated**2
-        return _Parameter(mu, nu, _averaged(parameter.covariances, gradient, options), parameter.bases)
+    def averaged(self, covariances: tuple[Any, ...], gradient: Any) -> tuple[Any, ...]:
+        """Return the covariances with one more gradient."""
+        remaining = [[other for other in range(gradient.ndim) if other != dim] for dim in self.rotated_dims(gradient.shape)]
+        squares = [jnp.tensordot(gradient, gradient, (axes, axes), precision="highest") for axes in remaining]
+        return tuple(self.shampoo_beta * c + (1 - self.shampoo_beta) * square for c, square in zip(covariances, squares, strict=True))
 
-    def scaled(_: Any, parameter: _Parameter) -> jax.Array:
-        update = parameter.mu / (jnp.sqrt(parameter.nu) + eps)
-        return correction.astype(update.dtype) * _rotated(update, parameter.bases, max_dim, back=True)
+    def rotated(self, array: Any, bases: tuple[Any, ...], back: bool = False) -> Any:
+        """Return a gradient in the given bases, or back from these in the ordinary one."""
+        of_dim = dict(zip(self.rotated_dims(array.shape), bases, strict=True))
+        for dim in range(array.ndim):  # each turn takes the first dim and appends it, rotated
+            if dim in of_dim:
+                array = jnp.tensordot(array, of_dim[dim], (0, 1 if back else 0), precision="highest")
+            else:
+                array = jnp.moveaxis(array, 0, -1)
+        return array
 
-    parameters = jax.tree.map(moved, gradients, parameters)
-    return jax.tree.map(scaled, gradients, parameters), jax.lax.cond(
-        count % precondition_frequency == 0,
-        lambda: jax.tree.map(lambda _, parameter: _with_new_bases(parameter, max_dim), gradients, parameters),
-        lambda: parameters,
-    )
-
-
-def _with_new_bases(parameter: _Parameter, max_dim: int) -> _Parameter:
-    """Return the state after one step of power iteration of each basis, with the moments in the new bases."""
-    mu, nu, bases = _rotated(parameter.mu, parameter.bases, max_dim, back=True), parameter.nu, []
-    for dim, covariance, basis in zip(_rotated_dims(mu.shape, max_dim), parameter.covariances, parameter.bases, strict=True):
-        product = jnp.matmul(covariance, basis, precision="highest")
-        largest_first = jnp.argsort(jnp.sum(basis * product, 0), descending=True)  # by the estimated eigenvalues
-        nu = jnp.take(nu, largest_first, dim)
-        bases.append(jnp.linalg.qr(product[:, largest_first])[0])
-    return _Parameter(_rotated(mu, tuple(bases), max_dim), nu, parameter.covariances, tuple(bases))
-
-
-def _averaged(covariances: tuple[Any, ...], gradient: Any, options: _Options) -> tuple[Any, ...]:
-    """Return the covariances with one more gradient."""
-    decay, dims = options.shampoo_beta, _rotated_dims(gradient.shape, options.max_dim)
-    remaining = [[other for other in range(gradient.ndim) if other != dim] for dim in dims]
-    squares = [jnp.tensordot(gradient, gradient, (axes, axes), precision="highest") for axes in remaining]
-    return tuple(decay * covariance + (1 - decay) * square for covariance, square in zip(covariances, squares, strict=True))
-
-
-def _rotated(array: Any, bases: tuple[Any, ...], max_dim: int, back: bool = False) -> Any:
-    """Return a gradient in the given bases, or back from these in the ordinary one."""
-    of_dim = dict(zip(_rotated_dims(array.shape, max_dim), bases, strict=True))
-    for dim in range(array.ndim):  # each turn takes the first dim and appends it, rotated
-        if dim in of_dim:
-            array = jnp.tensordot(array, of_dim[dim], (0, 1 if back else 0), precision="highest")
-        else:
-            array = jnp.moveaxis(array, 0, -1)
-    return array
-
-
-def _rotated_dims(shape: Sequence[int], max_dim: int) -> list[int]:
-    return [dim for dim, size in enumerate(shape) if len(shape) > 1 and size <= max_dim]
+    def rotated_dims(self, shape: Sequence[int]) -> list[int]:
+        return [dim for dim, size in enumerate(shape) if len(shape) > 1 and size <= self.max_dim]

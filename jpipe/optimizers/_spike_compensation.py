@@ -115,12 +115,7 @@ def scale_by_compensated_muon(
 def compensated_sgd(
     learning_rate: optax.ScalarOrSchedule, momentum: ArrayLike = 0.9, accumulator_dtype: DTypeLike | None = None
 ) -> optax.GradientTransformationExtraArgs:
-    """Return `optax.sgd` with momentum and spike compensation.
-
-    Args:
-        learning_rate: a number or a schedule.
-        momentum: the decay of the momentum.
-        accumulator_dtype: of the momentum; by default that of the parameters.
+    """Return `optax.sgd` with momentum and spike compensation; the arguments are those of `optax.sgd`.
 
     Returns:
         A transformation whose `update` takes `delay`; see `scale_by_compensated_momentum`.
@@ -136,15 +131,7 @@ def compensated_adam(
     eps_root: ArrayLike = 0.0,
     mu_dtype: DTypeLike | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Return `optax.adam` with spike compensation.
-
-    Args:
-        learning_rate: a number or a schedule.
-        b1: the decay of the first moment.
-        b2: the decay of the second moment.
-        eps: added to the root of the second moment.
-        eps_root: added to the second moment under the root.
-        mu_dtype: of the first moment; by default that of the parameters.
+    """Return `optax.adam` with spike compensation; the arguments are those of `optax.adam`.
 
     Returns:
         A transformation whose `update` takes `delay`; see `scale_by_compensated_adam`.
@@ -162,17 +149,7 @@ def compensated_adamw(
     weight_decay: ArrayLike = 1e-4,
     mask: Any | Callable[[Any], Any] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Return `optax.adamw` with spike compensation.
-
-    Args:
-        learning_rate: a number or a schedule.
-        b1: the decay of the first moment.
-        b2: the decay of the second moment.
-        eps: added to the root of the second moment.
-        eps_root: added to the second moment under the root.
-        mu_dtype: of the first moment; by default that of the parameters.
-        weight_decay: decoupled, and multiplied by the learning rate.
-        mask: what decays, as for `optax.adamw`.
+    """Return `optax.adamw` with spike compensation; the arguments are those of `optax.adamw`.
 
     Returns:
         A transformation whose `update` takes `delay`; see `scale_by_compensated_adam`.
@@ -203,21 +180,7 @@ def compensated_muon(
 ) -> optax.GradientTransformationExtraArgs:
     """Return `optax.contrib.muon` with spike compensation: matrices by Muon, other parameters by Adam.
 
-    Args:
-        learning_rate: a number or a schedule.
-        ns_steps: the number of Newton-Schulz iterations.
-        beta: the decay of Muon's momentum.
-        eps: added to denominators.
-        weight_decay: of matrices; decoupled, and multiplied by the learning rate.
-        weight_decay_mask: what decays, as for `optax.contrib.muon`.
-        mu_dtype: of the momentum; by default that of the parameters.
-        adaptive: whether to scale the updates of matrices by the dual norm of the momentum.
-        adam_b1: the decay of Adam's first moment.
-        adam_b2: the decay of Adam's second moment.
-        adam_eps_root: added to Adam's second moment under the root.
-        adam_weight_decay: of parameters that are not matrices.
-        adam_learning_rate: a number or a schedule; by default `learning_rate`.
-        consistent_rms: scale the update of a matrix by this times the root of its larger dim, in place of √max(1, outputs/inputs).
+    The arguments are those of `optax.contrib.muon`; without its Nesterov's momentum, which is spike compensation for a delay of 1.
 
     Returns:
         A transformation whose `update` takes `delay`; see `scale_by_compensated_muon`.
@@ -243,15 +206,7 @@ def compensated_muon(
 
 
 def _compensated(momentum: Tree, gradients: Tree, decay: ArrayLike, count: Any, delay: ArrayLike) -> Tree:
-    """Return the mean of the gradients up to now with the weights that they have in û.
-
-    Args:
-        momentum: the moving average after `count` updates, from zeros.
-        gradients: the newest ones.
-        decay: of the moving average.
-        count: how many gradients it has.
-        delay: the age of the gradients, in updates.
-    """
+    """Return the mean of the `count` gradients up to now, of which `momentum` is the moving average, with their weights in û."""
     retained = _power(decay, delay)
     total = 1 - decay**count * retained
 

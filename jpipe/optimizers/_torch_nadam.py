@@ -93,17 +93,10 @@ def torch_nadam(
 
     Args:
         learning_rate: a number or a schedule; PyTorch's default is 2e-3.
-        b1: the decay of the first moment.
-        b2: the decay of the second moment.
-        eps: added to the root of the second moment.
+        b1: with `b2`, `eps`, `momentum_decay` and `mu_dtype`, as in `scale_by_torch_nadam`.
         weight_decay: added to the gradient, or decoupled.
-        momentum_decay: how fast the momentum rises; see `scale_by_torch_nadam`.
         decoupled_weight_decay: whether the weight decay is that of AdamW, multiplied by the learning rate alone.
-        mu_dtype: of the first moment; by default that of the parameters.
         mask: what decays, as for `optax.adamw`.
-
-    Returns:
-        A transformation.
     """
     decay, scale = optax.add_decayed_weights(weight_decay, mask), scale_by_torch_nadam(b1, b2, eps, momentum_decay, mu_dtype)
     first, second = (scale, decay) if decoupled_weight_decay else (decay, scale)

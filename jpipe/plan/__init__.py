@@ -3,9 +3,9 @@
 from jpipe.capabilities import registry
 from jpipe.capabilities.protocol import Exclusion
 from jpipe.capabilities.registry import *  # noqa: F403  # the options of capabilities
+from jpipe.capabilities.registry import Options as CapabilityOptions
 from jpipe.plan._axes import RULES, mesh_rules
 from jpipe.plan._exclusions import EXCLUSIONS, excluded
-from jpipe.plan._links import BLOCK, Kind, Links, Message
 from jpipe.plan._plan import Plan as Plan
 from jpipe.plan._stage import RECOMPUTE, Predicted, repeats_forward
 from jpipe.plan._stage import Stage as Stage
@@ -13,14 +13,11 @@ from jpipe.plan._text import html_of_plan as html_of_plan
 from jpipe.plan._text import read_json
 
 __all__ = [
-    "BLOCK",
     "EXCLUSIONS",
     "RECOMPUTE",
     "RULES",
+    "CapabilityOptions",
     "Exclusion",
-    "Kind",
-    "Links",
-    "Message",
     "Predicted",
     "excluded",
     "mesh_rules",

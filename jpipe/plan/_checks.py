@@ -28,13 +28,12 @@ def check(plan: "jpipe.Plan") -> None:
     _check_per_rank(plan)
     _check_meshes(plan)
     _check_sum_parts(plan.stages)
-    _check_links(plan)
     for option in OPTIONS:
         if option.check is not None and option.is_set(plan):
             option.check(plan)
+    _check_options(plan)
     if reason := excluded(plan):
         raise ValueError(reason)
-    _check_options(plan)
     _check_microbatches(plan)
     if reason := SCHEDULES[plan.schedule].refuses(plan):
         raise ValueError(reason)
@@ -115,14 +114,6 @@ def _check_sum_parts(stages: Sequence[Stage]) -> None:
             raise ValueError(f"{where}: expected numbers of layers whose sum is {len(stage.layers)}, found {actual}; change one of them")
         if actual and stage.replicas == 1:
             raise ValueError(f"{where}: expected a stage with replicas, found one without, which sums nothing; remove sum_parts")
-
-
-def _check_links(plan: "jpipe.Plan") -> None:
-    """Check that what a plan compresses is sent."""
-    if plan.links is not None and plan.links.sums is not None and max(plan.replicas) == 1:
-        raise ValueError(
-            f"links.sums: expected a stage with replicas, found {plan.links.sums!r} and none; remove it, or give a stage replicas"
-        )
 
 
 def _check_per_rank(plan: "jpipe.Plan") -> None:

@@ -1,6 +1,7 @@
 """What cannot be combined: pairs of options of a plan, and of a pipeline with its plan, each once and with the reason."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from jpipe.capabilities.protocol import Exclusion
@@ -13,73 +14,117 @@ if TYPE_CHECKING:
     import jpipe
 
 
-_TO_ONE_STAGE = "put the layers that share a parameter into one stage, or remove one of them"
+_STASHING = "weight stashing"  # no option, but what a schedule does
+_TO_ONE_STAGE = "put the layers that share a parameter into one stage"
+_OWN_NORMS = ", or clip_stage_norm, which clips each stage by its own norm"
+_NEEDS_ALL_STAGES = {
+    "clip_global_norm": _OWN_NORMS,
+    "skip_nonfinite": "",
+    "precision: loss_scale: dynamic": "",
+    "ties": f", or {_TO_ONE_STAGE}",
+}
+"""Options with which an update depends on the gradients of all stages, and what may be done besides where it cannot."""
+
 EXCLUSIONS = (
     Exclusion("max_in_flight", "extra_in_flight", "one lowers the number that the other raises"),
+    Exclusion("max_in_flight", "chunks_per_rank", "the order of several stages on a rank says how many are in flight"),
+    Exclusion("extra_in_flight", "chunks_per_rank", "the order of several stages on a rank says how many are in flight"),
     Exclusion("flush_first", "update_every", "a flush ends a batch with one update of all stages", "change one of them"),
+    Exclusion("accumulate_batches", "update_every", "stages update several times in a batch", "change one of them"),
+    Exclusion(
+        "delay_correction",
+        "accumulate_batches",
+        "the correction assumes that every batch makes an update",
+        "use more microbatches instead",
+    ),
     *(exclusion for option in OPTIONS for exclusion in option.exclusions),
     Exclusion("clip_stage_norm", "clip_global_norm", "gradients are clipped by one norm"),
-    Exclusion(
-        "clip_stage_norm",
-        "ties",
-        "each stage would clip its copy by another norm",
-        "use clip_global_norm, or put the layers that share a parameter into one stage",
+    Exclusion("clip_stage_norm", "ties", "each stage would clip its copy by another norm", f"use clip_global_norm, or {_TO_ONE_STAGE}"),
+    *(
+        Exclusion(
+            option,
+            _STASHING,
+            "the last stage updates before the first one has computed its gradients",
+            f"use vertical_sync, 'pipedream_2bw' or a schedule that flushes{instead}",
+        )
+        for option, instead in _NEEDS_ALL_STAGES.items()
     ),
-    Exclusion("ties", "links.sums", "gradients of shared parameters are summed between stages, where nothing is compressed", _TO_ONE_STAGE),
+    *(
+        Exclusion(
+            option,
+            "update_every",
+            "a stage would update before the batch has all of its gradients",
+            "use 'batch' with as many microbatches as the stages have replicas",
+        )
+        for option in _NEEDS_ALL_STAGES
+    ),
 )
 """All exclusions: those of capabilities are said in their folders."""
+
+_PROPERTIES: Mapping[str, Callable[["jpipe.Plan"], Any]] = MappingProxyType(
+    {
+        "chunks_per_rank": lambda plan: most if (most := max(map(len, plan.pipeline_ranks))) > 1 else None,
+        "update_every": lambda plan: plan.update_every if max(map(plan.updates_per_batch, range(plan.depth))) > 1 else None,
+        _STASHING: lambda plan: SCHEDULES[plan.schedule].updates_early(plan) or None,
+    }
+)
+"""What is no field of a plan, or is set only if it changes something, and how it follows from the plan; None if it is not set."""
 
 _STAGE = Stage.model_fields
 
 
-def excluded(plan: "jpipe.Plan", **arguments: Any) -> str:
+def excluded(plan: "jpipe.Plan | None", exclusions: Sequence[Exclusion] = EXCLUSIONS, /, **arguments: Any) -> str:
     """Return why options that are set cannot be combined, or "".
 
     Args:
-        plan: a plan, which need not be legal.
-        arguments: what there is beside the plan, by key; None for what is not set.
+        plan: a plan, which need not be legal; None: only arguments are checked.
+        exclusions: what cannot be combined.
+        arguments: what there is beside the plan, by key; None or False for what is not set.
 
     Returns:
         For the first pair that is set: where, what was expected, what was found, why, and what to change.
     """
-    fields = type(plan).model_fields  # looked up once, because plans are made by the thousand
-    for exclusion in EXCLUSIONS:
-        if exclusion.without_flush and SCHEDULES[plan.schedule].flushes:
+    for exclusion in exclusions:
+        if exclusion.without_flush and (plan is None or SCHEDULES[plan.schedule].flushes):
             continue
-        if not (values := _by_stage(plan, arguments, fields, exclusion.option)):
+        if not (values := _by_stage(plan, arguments, exclusion.option)):
             continue
-        others = _by_stage(plan, arguments, fields, exclusion.other)
+        others = _by_stage(plan, arguments, exclusion.other)
         if both := values.keys() & others.keys():
             s = min(both)
             return _message(plan, arguments, exclusion, s, values[s], others[s])
     return ""
 
 
-def _by_stage(plan: "jpipe.Plan", arguments: Mapping[str, Any], fields: Mapping[str, Any], key: str) -> dict[int, Any]:
+def _by_stage(plan: "jpipe.Plan | None", arguments: Mapping[str, Any], key: str) -> dict[int, Any]:
     """Return the value of an option for each stage for which it is set: for all, if it is not an option of single stages."""
     name, _, part = key.partition(".")
-    if name == "stages":
-        values = {s: getattr(stage, part) for s, stage in enumerate(plan.stages)}
-        return {s: value for s, value in values.items() if value != _STAGE[part].default}
     value, default = arguments.get(key), None
-    if key == "chunks_per_rank":
-        value, default = max(map(len, plan.pipeline_ranks)), 1
-    elif name in fields:
-        value, default = getattr(plan, name), fields[name].default
-        if part and value is not None:
-            value, default = getattr(value, part), type(value).model_fields[part].default
-    if value == default:
+    if plan is not None and key not in arguments:
+        fields = type(plan).model_fields
+        if name == "stages":
+            by_stage = {s: getattr(stage, part) for s, stage in enumerate(plan.stages)}
+            return {s: value for s, value in by_stage.items() if value != _STAGE[part].default}
+        if key in _PROPERTIES:
+            value = _PROPERTIES[key](plan)
+        elif name in fields:
+            value, default = getattr(plan, name), fields[name].default
+            if part and value is not None:
+                value, default = getattr(value, part), type(value).model_fields[part].default
+    if value == default or value is False:
         return {}
-    return dict.fromkeys(value if part and isinstance(value, tuple) else range(plan.depth), value)
+    return dict.fromkeys(value if part and isinstance(value, tuple) else range(1 if plan is None else plan.depth), value)
 
 
-def _message(plan: "jpipe.Plan", arguments: Mapping[str, Any], exclusion: Exclusion, s: int, value: Any, found: Any) -> str:
+def _message(plan: "jpipe.Plan | None", arguments: Mapping[str, Any], exclusion: Exclusion, s: int, value: Any, found: Any) -> str:
     option, other = (key.replace("stages.", f"stages.{s}.") for key in (exclusion.option, exclusion.other))
-    default = type(plan).model_fields[other].default if other in type(plan).model_fields else None
+    fields = {} if plan is None else type(plan).model_fields
+    default = fields[other].default if other in fields else None
     beside = f" with {short(value)}" if option in arguments and value is not True else ""
-    name = f"plan.{other}" if option in arguments and other not in arguments else other
+    name = f"plan.{other}" if option in arguments and other not in arguments and other != _STASHING else other
     expected = f"{name} {default!r}" if isinstance(default, str) else f"no {name}"
-    under = f" under the schedule '{plan.schedule}'" if exclusion.without_flush else ""
+    is_schedule = exclusion.without_flush or other == _STASHING
+    under = f" under the schedule '{plan.schedule}'" if plan is not None and is_schedule else ""
     is_short = found is not True and isinstance(found, (str, int, float, tuple, list))
     return (
         f"{option}: expected {expected}{beside}{under}{f', found {short(found)}' if is_short else ''}: {exclusion.why}; {exclusion.change}"

@@ -16,7 +16,6 @@ from jpipe.errors import InputError, explain
 from jpipe.plan._axes import ParamAxes, Rules
 from jpipe.plan._checks import check, check_layers_of_model
 from jpipe.plan._even import even_ranks, even_stages
-from jpipe.plan._links import Links
 from jpipe.plan._stage import Predicted, Stage
 from jpipe.plan._text import FORMAT, html_of_plan, read_json, text_of_plan
 from jpipe.schedules import SCHEDULES, PlanOptions, Ranks, arranged
@@ -46,7 +45,6 @@ class _Layout(pydantic.BaseModel):
     ranks: Numbers | None = None
     rules: Rules = NOTHING
     param_axes: ParamAxes = NOTHING
-    links: Links | None = None
 
 
 class Plan(Options, _Layout, PlanOptions, _Pipeline):

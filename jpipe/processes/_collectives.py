@@ -131,7 +131,7 @@ class Packing:
 
     Args:
         group: the devices between which it is sent.
-        leaves: of the tree.
+        kind: of the tree.
 
     Attributes:
         leaves: of the tree, on the device of this process.
@@ -139,8 +139,8 @@ class Packing:
         dtypes: of the numbers in each of them.
     """
 
-    def __init__(self, group: Group, leaves: Sequence[Spec]) -> None:
-        self.leaves = [Spec(leaf.shape, leaf.dtype, sharding=SingleDeviceSharding(group.device)) for leaf in leaves]
+    def __init__(self, group: Group, kind: Kind) -> None:
+        self.leaves = leaves = [Spec(shape, dtype, sharding=SingleDeviceSharding(group.device)) for shape, dtype in kind[1]]
         groups = _grouped(leaves)
         self._alone = [i for i, *more in groups if not more and group.plain(leaves[i].dtype) == leaves[i].dtype]
         self._together = [positions for positions in groups if positions[0] not in self._alone]
@@ -154,27 +154,14 @@ class Packing:
         self.arrays = [*(self.leaves[i] for i in self._alone), *together]
         self.dtypes = [leaves[i].dtype for i in (*self._alone, *(i for i, *_ in self._together))]
 
-    def pack(self, leaves: Sequence[jax.Array]) -> list[jax.Array]:
-        """Pack a tree into arrays to send, by a compiled program."""
-        return self._packed(leaves, self._join)
-
-    def unpack(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
-        """Unpack received arrays into leaves, by a compiled program."""
-        return self._unpacked(arrays, self._split)
-
-    def trace_pack(self, leaves: Sequence[jax.Array]) -> list[jax.Array]:
-        """Pack a tree inside another program."""
-        return self._packed(leaves, self._joined)
-
-    def trace_unpack(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
-        """Unpack arrays inside another program."""
-        return self._unpacked(arrays, self._pieces)
-
-    def _packed(self, leaves: Sequence[jax.Array], join: Callable[..., list[jax.Array]]) -> list[jax.Array]:
-        alone = [leaves[i] for i in self._alone]
+    def pack(self, leaves: Sequence[jax.Array], *, traced: bool = False) -> list[jax.Array]:
+        """Pack a tree into arrays to send, by a compiled program, or `traced` inside another program."""
+        alone, join = [leaves[i] for i in self._alone], self._joined if traced else self._join
         return [*alone, *join([[leaves[i] for i in positions] for positions in self._together])] if self._together else alone
 
-    def _unpacked(self, arrays: Sequence[jax.Array], split: Callable[..., list[list[jax.Array]]]) -> list[jax.Array]:
+    def unpack(self, arrays: Sequence[jax.Array], *, traced: bool = False) -> list[jax.Array]:
+        """Unpack received arrays into leaves, by a compiled program, or `traced` inside another program."""
+        split = self._pieces if traced else self._split
         leaves = self._empty | dict(zip(self._alone, arrays, strict=False))
         if self._together:
             for positions, pieces in zip(self._together, split(arrays[len(self._alone) :]), strict=True):

@@ -5,7 +5,7 @@ dtypes), so that no process waits in a collective for another's compiler.
 """
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import cached_property, reduce
 from typing import Any, NamedTuple
@@ -55,11 +55,9 @@ class Connection:
             spec: the message as a tree of `jax.ShapeDtypeStruct`, of any dtypes but typed random keys.
         """
         kind = kind_of(spec)
-        if kind in self._programs:
-            return
-        packing = Packing(self._group, [Spec(*leaf) for leaf in kind[1]])
-        programs = [self._group.compile(_onward, array) for array in packing.arrays]
-        self._programs[kind] = _Moves(packing, programs, [])
+        if kind not in self._programs:
+            packing = Packing(self._group, kind)
+            self._programs[kind] = _Moves(packing, [self._group.compile(_onward, array) for array in packing.arrays], [])
 
     def connect(self) -> None:
         """Open the connection. Both processes call it, within 30 s of each other, and all processes connect in one order.
@@ -199,18 +197,18 @@ class Reduction:
         """
         kind = kind_of(spec)
         if kind not in self._programs:
-            packing = Packing(self._group, [Spec(*leaf) for leaf in kind[1]])
+            packing = Packing(self._group, kind)
             self._programs[kind] = self._of_two(packing) if self._group.size == 2 else self._of_shares(packing)
 
     def compile_gather(self, spec: Tree) -> None:
         """Compile the transfer programs with which all processes get the trees of all, which are not added."""
         kind = kind_of(spec)
         if kind not in self._gathers:
-            packing = Packing(self._group, [Spec(*leaf) for leaf in kind[1]])
+            packing = Packing(self._group, kind)
             exchange, parts = self._exchange(packing)
 
             def split(parts: list[Any]) -> list[Rows]:
-                return [packing.trace_unpack([part[n] for part in parts]) for n in range(self._group.size)]
+                return [packing.unpack([part[n] for part in parts], traced=True) for n in range(self._group.size)]
 
             self._gathers[kind] = [packing.pack, exchange, jax.jit(split).lower(parts).compile()]
 
@@ -228,11 +226,7 @@ class Reduction:
         Returns:
             The sum, committed to the same device.
         """
-        kind = known(tree, self._programs)
-        moved = jax.tree.leaves(tree)
-        for step in self._programs[kind]:
-            moved = step(moved)
-        return jax.tree.unflatten(kind[0], moved)
+        return jax.tree.unflatten(jax.tree.structure(tree), _run(self._programs, tree))
 
     def gather(self, tree: Tree) -> list[Tree]:
         """Return the trees of all processes, each of which calls this, in the order of the devices; otherwise as a sum.
@@ -240,11 +234,7 @@ class Reduction:
         Args:
             tree: of a kind that was compiled with `compile_gather`.
         """
-        kind = known(tree, self._gathers)
-        moved = jax.tree.leaves(tree)
-        for step in self._gathers[kind]:
-            moved = step(moved)
-        return [jax.tree.unflatten(kind[0], leaves) for leaves in moved]
+        return [jax.tree.unflatten(jax.tree.structure(tree), leaves) for leaves in _run(self._gathers, tree)]
 
     @cached_property
     def _reversed(self) -> Group:
@@ -256,7 +246,7 @@ class Reduction:
     def _of_two(self, packing: Packing) -> list[_Step]:
         """Return the steps of a sum of two processes: each sends everything and adds it up."""
         exchange, parts = self._exchange(packing)
-        return [packing.pack, exchange, jax.jit(lambda parts: packing.trace_unpack(_sums(packing, parts))).lower(parts).compile()]
+        return [packing.pack, exchange, jax.jit(lambda parts: packing.unpack(_sums(packing, parts), traced=True)).lower(parts).compile()]
 
     def _exchange(self, packing: Packing) -> tuple[_Step, list[Any]]:
         """Return a step by which each process gets the packed arrays of all, and the specs of its results."""
@@ -294,11 +284,11 @@ class Reduction:
         shares = [self._group.local_spec((-(-array.size // n),), array.dtype) for array in packing.arrays]
 
         def cut(leaves: Rows) -> list[Rows]:
-            return [list(jnp.pad(a.ravel(), (0, -a.size % n)).reshape(n, -1)) for a in packing.trace_pack(leaves)]
+            return [list(jnp.pad(a.ravel(), (0, -a.size % n)).reshape(n, -1)) for a in packing.pack(leaves, traced=True)]
 
         def join(rows: list[Rows]) -> Rows:
             whole = [jnp.concatenate(row)[: a.size].reshape(a.shape) for row, a in zip(rows, packing.arrays, strict=True)]
-            return packing.trace_unpack(whole)
+            return packing.unpack(whole, traced=True)
 
         def swap(*rows: jax.Array) -> Rows:
             return list(jax.lax.all_to_all(jnp.stack(rows), AXIS, split_axis=0, concat_axis=0))
@@ -318,6 +308,14 @@ class Reduction:
             lambda sums: exchange([[share] * n for share in sums]),
             joined,
         ]
+
+
+def _run(programs: Mapping[Kind, list[_Step]], tree: Tree) -> Any:
+    """Run the steps for a tree of a kind that was compiled, each with what the one before returns."""
+    moved = jax.tree.leaves(tree)
+    for step in programs[known(tree, programs)]:
+        moved = step(moved)
+    return moved
 
 
 def _onward(x: jax.Array) -> jax.Array:

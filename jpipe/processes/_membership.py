@@ -7,15 +7,19 @@ import contextlib
 import os
 import struct
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 from jpipe.errors import InputError, PeerLost
+from jpipe.processes._channel import Channel, Limits
+from jpipe.processes._coordinator import END, Message
 from jpipe.processes._rendezvous import JaxStore, Store
-from jpipe.processes.channel._channel import Channel, Limits
-from jpipe.processes.channel._coordinator import END, Message
-from jpipe.processes.channel._inbox import Inbox
-from jpipe.processes.channel._waits import Wait, Waits
+from jpipe.processes._waits import Wait, Waits
+
+_MAX_UNREAD = 65536  # unread messages; beyond that the oldest are dropped
+_BLAME_SECONDS = 20.0  # after a failure: by then it is known whether the death of another process caused it
 
 
 class Processes:
@@ -32,7 +36,11 @@ class Processes:
 
     def __init__(self, index: int, count: int, limits: Limits, progress: Callable[[], int] = lambda: 0) -> None:
         self.index, self.count, self._limits = index, count, limits
-        self._waits, self._inbox = Waits(limits.beat, progress), Inbox()
+        self._waits = Waits(limits.beat, progress)
+        self._changed = threading.Condition()  # guards the three below
+        self._arrived: dict[tuple[str, str], Any] = {}  # unread messages by name, and answers by the place of a meeting
+        self._lost: InputError | PeerLost | None = None  # how the run was lost: all waits raise it
+        self._failed: BaseException | None = None  # of a thread that nobody awaits
         self._has_left = False  # whether the caller knows how the run ended, and says so itself
         self._channel = Channel(index, count, limits, self._take, self._waits.beat)
 
@@ -128,7 +136,7 @@ class Processes:
             PeerLost: the run is lost.
         """
         with self.waiting(name if what is None else what, on):
-            return self._inbox.message(name)
+            return self._await("message", name)
 
     def has_message(self, name: str) -> bool:
         """Return whether unread numbers have come from a process, without waiting.
@@ -136,7 +144,7 @@ class Processes:
         Args:
             name: under which they are broadcast; where none are read, several processes may do so, and more than once.
         """
-        return self._inbox.has_message(name)
+        return ("message", name) in self._arrived
 
     @contextlib.contextmanager
     def waiting(self, what: object, on: int | Sequence[int] | None = None, limit: float | None = None) -> Iterator[None]:
@@ -159,8 +167,8 @@ class Processes:
             yield
             self._waits.moved()
         except Exception as error:  # the channel learns of a death behind it at about the same time
-            if self.count > 1 and self._inbox.lost_within(1.0) is not None and (loss := self._inbox.loss()) is not None:
-                raise loss from error
+            if self.count > 1 and self._is_lost_within(1.0):
+                self._check_lost(error)
             raise
         finally:
             self._waits.end(outer)
@@ -170,16 +178,19 @@ class Processes:
 
         Raises:
             PeerLost: the run is lost.
+            InputError: the run is lost because the user's arguments differ between processes.
         """
-        self._inbox.check()
+        self._check_lost(None)
+        if self._failed is not None:
+            raise self._failed
 
     def still(self) -> float:
         """Return the seconds since the last progress in any process, as process 0 knows: an array, a finished wait, an instruction."""
-        return self._channel.still()
+        return self._channel.coordinator.still()
 
     def finished(self) -> set[int]:
         """Return the processes that have called `close`, as process 0 knows; they send nothing more."""
-        return self._channel.finished()
+        return self._channel.coordinator.finished()
 
     def fail(self, error: BaseException) -> None:
         """Report that an unawaited thread of this process failed: the waits of all other threads raise the first such error.
@@ -189,7 +200,10 @@ class Processes:
         Args:
             error: of the thread.
         """
-        self._inbox.fail(error)
+        if not self._is_lost_within(_BLAME_SECONDS):
+            with self._changed:
+                self._failed = self._failed or error
+                self._changed.notify_all()
 
     def stop(self, reason: str) -> None:
         """Give up and end this process: all other processes raise `PeerLost` with its reason.
@@ -199,7 +213,7 @@ class Processes:
         """
         self._has_left = True
         self._channel.post({"stop": reason})
-        self._inbox.lost_within(self._limits.grace)  # what comes back has gone to all
+        self._is_lost_within(self._limits.grace)  # what comes back has gone to all
 
     def close(self) -> None:
         """Leave the run when all processes have arrived; later the end of a process is no loss. Calling it again does nothing.
@@ -210,7 +224,7 @@ class Processes:
         Raises:
             PeerLost: a process was lost before all were here.
         """
-        if self._inbox.lost is None and not self._has_left:
+        if self._lost is None and not self._has_left:
             self._meet(END, {}, "all processes to finish", 600.0)
             self._channel.join()
         self._has_left = True
@@ -221,22 +235,22 @@ class Processes:
 
         After a loss the process ends here with exit code 1: what JAX does at its exit would wait for those that are lost.
         """
-        if self._has_left and self._inbox.lost is None:
+        if self._has_left and self._lost is None:
             return
         error, reported = getattr(sys, "last_value", None), self._has_left  # Python leaves there what nobody caught, once it is printed
         try:
             if error is not None:
                 raise error
             self.close()
-            if self._inbox.lost is None:
+            if self._lost is None:
                 return
         except BaseException as failure:
             reported = reported or failure is error
-            if self._inbox.lost is None:
+            if self._lost is None:
                 self.stop(traceback.format_exception_only(failure)[-1].strip())
         self._has_left = True
         if not reported:
-            os.write(2, f"jpipe: {self._inbox.lost}\n".encode())
+            os.write(2, f"jpipe: {self._lost}\n".encode())
         sys.stdout.flush()
         sys.stderr.flush()
         self._channel.be_last()
@@ -245,7 +259,24 @@ class Processes:
     def _meet(self, place: str, facts: dict[str, str], what: str, limit: float) -> list[str]:
         with self.waiting(what, limit=limit):
             self._channel.post({"meet": place, "facts": facts})
-            return self._inbox.answer(place)
+            return self._await("answer", place)
+
+    def _await(self, kind: str, name: str) -> Any:
+        """Wait for something that arrives, and remove it; raise as `check`."""
+        key = kind, name
+        with self._changed:
+            self._changed.wait_for(lambda: key in self._arrived or self._lost is not None or self._failed is not None)
+            if key not in self._arrived:
+                self.check()
+            return self._arrived.pop(key)
+
+    def _check_lost(self, cause: Exception | None) -> None:
+        if self._lost is not None:
+            raise type(self._lost)(*self._lost.args) from cause  # a new one, for several threads raise it
+
+    def _is_lost_within(self, seconds: float) -> bool:
+        with self._changed:
+            return self._changed.wait_for(lambda: self._lost is not None, timeout=seconds)
 
     # Called by the channel's thread.
 
@@ -253,31 +284,40 @@ class Processes:
         """Handle a message of process 0 to all, or an event of this process."""
         match message:
             case {"met": place, "differences": differences}:
-                self._inbox.put_answer(place, differences)
+                self._put("answer", place, differences)
                 if place == END:
                     self._channel.hang_up()
             case {"broadcast": name, "values": values}:
                 data = bytes.fromhex(values)
-                self._inbox.put_message(name, struct.unpack(f"<{len(data) // 8}d", data))
+                self._put("message", name, struct.unpack(f"<{len(data) // 8}d", data))
             case {"refused": why}:
-                self._lose(_printable(why), InputError)
+                self._lose(InputError(_printable(why)))
             case {"lost": how}:
-                self._lose(self._inbox.lost or self._what_is_lost(how), at_once=message.get("at once", False))
+                self._lose(self._lost or PeerLost(self._what_is_lost(how)), at_once=message.get("at once", False))
 
-    def _lose(self, lost: str, error: type[InputError | PeerLost] = PeerLost, *, at_once: bool = False) -> None:
+    def _put(self, kind: str, name: str, value: Any) -> None:
+        with self._changed:
+            self._arrived[kind, name] = value
+            if len(self._arrived) > _MAX_UNREAD:
+                del self._arrived[next(iter(self._arrived))]
+            self._changed.notify_all()
+
+    def _lose(self, lost: InputError | PeerLost, *, at_once: bool = False) -> None:
         if at_once:  # before a thread of the caller learns of it
             self._end(lost)
-        if self._inbox.lost is None:
+        if self._lost is None:
             # Process 0 goes last, for JAX aborts the other processes when its coordinator ends.
             self._channel.later(self._limits.grace + (self.index == 0), lambda: self._end(lost))
-            self._inbox.lose(lost, error)
+            with self._changed:
+                self._lost = lost
+                self._changed.notify_all()
 
     def _what_is_lost(self, how: str) -> str:
         """Describe in one line how the run was lost, and what this process was waiting for."""
         wait = self._waits.longest()
         return _printable(f"{how}; process {self.index} stops" + (f" while waiting for {wait}" if wait is not None else ""))
 
-    def _end(self, lost: str) -> None:
+    def _end(self, lost: Exception) -> None:
         """End this process whatever its threads are stuck in: a pending collective never raises, and JAX's exit waits for the lost."""
         if not self._has_left:
             os.write(2, f"jpipe: {lost}\n".encode())

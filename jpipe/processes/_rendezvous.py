@@ -87,9 +87,26 @@ def connect_to_first(store: Store, limit: float, secret: bytes | None) -> socket
         InputError: process 0 cannot be reached within `limit` seconds, or has another secret.
     """
     host, port, token = _address(store.get(limit))
-    connection = _connect_to(host, port, store.index, limit)
-    _introduce(connection, handshake.key(secret, token), store.index, store.count, limit)
-    return connection
+    try:
+        connection = socket.create_connection((host, port), timeout=limit)
+    except OSError as error:
+        raise InputError(
+            f"process {store.index} cannot reach process 0 at {host}, port {port}: {error.strerror or error}; "
+            "let the processes of a run connect to each other at any port (a firewall may forbid it)"
+        ) from None
+    try:
+        if handshake.call(connection, handshake.key(secret, token), _PURPOSE, store.index, store.count, limit) is not None:
+            connection.settimeout(None)
+            return connection
+        how = "it closes the connection; see what process 0 says"
+    except TimeoutError:
+        how = f"it does not answer within {limit:g} s; see what process 0 says"
+    except handshake.UnknownHere:
+        how = f"it has another secret; give all processes of the run the same {handshake.VARIABLE}, or none of them any"
+    except handshake.NotOfThisRun:
+        how = "somebody else answers there; start the run again, on a network that strangers cannot reach"
+    connection.close()
+    raise InputError(f"process {store.index} cannot join process 0: {how}")
 
 
 def _address(text: str) -> tuple[str, int, str]:
@@ -103,23 +120,6 @@ def _address(text: str) -> tuple[str, int, str]:
             f"expected the address of process 0 in JAX's store, found {text[:80]!r}: somebody else has written there"
         ) from None
     return host, port, token
-
-
-def _introduce(connection: socket.socket, key: bytes, index: int, count: int, limit: float) -> None:
-    """Prove to process 0 that this one belongs to the run, and check the proof of process 0."""
-    try:
-        if handshake.call(connection, key, _PURPOSE, index, count, limit) is not None:
-            connection.settimeout(None)
-            return
-        how = "it closes the connection; see what process 0 says"
-    except TimeoutError:
-        how = f"it does not answer within {limit:g} s; see what process 0 says"
-    except handshake.UnknownHere:
-        how = f"it has another secret; give all processes of the run the same {handshake.VARIABLE}, or none of them any"
-    except handshake.NotOfThisRun:
-        how = "somebody else answers there; start the run again, on a network that strangers cannot reach"
-    connection.close()
-    raise InputError(f"process {index} cannot join process 0: {how}")
 
 
 def _listen_at(host: str) -> socket.socket:
@@ -136,13 +136,3 @@ def _listen_at(host: str) -> socket.socket:
     # For its connections, which asyncio overlooks: else a line waits 40 ms for the acknowledgement of the one before.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listener
-
-
-def _connect_to(host: str, port: int, index: int, limit: float) -> socket.socket:
-    try:
-        return socket.create_connection((host, port), timeout=limit)
-    except OSError as error:
-        raise InputError(
-            f"process {index} cannot reach process 0 at {host}, port {port}: {error.strerror or error}; "
-            "let the processes of a run connect to each other at any port (a firewall may forbid it)"
-        ) from None

@@ -70,7 +70,8 @@ def find_secret(file: str | None = None) -> bytes | None:
         InputError: a secret of less than 16 bytes, a file that others may read or that cannot be read.
     """
     if file is not None:
-        where, text = _named(file), _read(file)
+        where = f"secret file '{file}'"
+        text = _read(file, where)
     elif VARIABLE in os.environ:
         where, text = VARIABLE, os.fsencode(os.environ[VARIABLE])
     else:
@@ -124,7 +125,7 @@ def call(link: socket.socket, key: bytes, purpose: str, index: int, count: int, 
     """
     end = time.monotonic() + limit
     try:
-        nonce = _nonce()
+        nonce = secrets.token_hex(16).encode()
         link.sendall(b"jpipe %d %d %s\n" % (index, count, nonce))
         if not (line := _line(link, end)):
             return None
@@ -279,7 +280,7 @@ class Door:
             return waiting.connection
         if (hello := _HELLO.fullmatch(line)) is None:
             raise _Refused("without a hello of jpipe's")
-        nonce = _nonce()
+        nonce = secrets.token_hex(16).encode()
         waiting.connection = _Connection(self._key, self._purpose, int(hello[1]), int(hello[2]), hello[3], nonce)
         waiting.link.sendall(nonce + b"\n")
         return None
@@ -289,10 +290,6 @@ class Door:
         del self._waiting[waiting]
         self._selector.unregister(waiting.link)
         waiting.link.close()
-
-
-def _nonce() -> bytes:
-    return secrets.token_hex(16).encode()
 
 
 def _line(link: socket.socket, end: float) -> bytes:
@@ -306,8 +303,7 @@ def _line(link: socket.socket, end: float) -> bytes:
     return line
 
 
-def _read(file: str) -> bytes:
-    where = _named(file)
+def _read(file: str, where: str) -> bytes:
     try:
         descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a FIFO keeps nobody waiting
     except (OSError, ValueError) as error:
@@ -329,7 +325,3 @@ def _read(file: str) -> bytes:
     if len(text) > _LONGEST:
         raise InputError(f"{where}: expected at most {_LONGEST} bytes; give a file that holds only the secret")
     return text
-
-
-def _named(file: str) -> str:
-    return f"secret file '{file}'"

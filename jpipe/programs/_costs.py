@@ -10,7 +10,7 @@ from jpipe.capabilities.protocol import hooks
 from jpipe.capabilities.registry import programs_of
 from jpipe.errors import InputError, nearest, short
 from jpipe.ops import OPS
-from jpipe.plan import Links, Plan, Stage, repeats_forward
+from jpipe.plan import Plan, Stage, repeats_forward
 from jpipe.schedules import SCHEDULES
 
 
@@ -48,8 +48,7 @@ class StageCost:
         gradient: the input gradient that leaves, with the weight.
         weights: one version.
         frozen: the part of `weights` that no update changes: all versions share it.
-        optimizer: optimizer state; where replicas share it, the largest share. With `Plan.agree` also the weights on which the pipelines
-            have agreed, and the momentum of the outer optimizer.
+        optimizer: optimizer state; where replicas share it, the largest share.
         state: layer state (batch statistics).
         accumulators: accumulated gradients.
         temporary: the largest scratch memory of a program.
@@ -60,9 +59,9 @@ class StageCost:
             in proportion to the layers.
         part_accumulators: likewise the accumulated gradients of each part; empty: in proportion to the layers.
         updated: with `Plan.shard_optimizer`, the bytes of one version that each replica updates and sends to the other replicas.
-        sum_error: with compressed sums (`Links.sums`), what rounding has lost of the gradients of a replica.
-        compressed_sums: likewise for each part of the stage (one without `Stage.sum_parts`) what a replica sends to each other one; empty:
-            sums are not compressed.
+        kept: what capabilities keep beside the optimizer state, such as the errors of compressed sums, or agreed weights.
+        gathered: for each part of the stage (one without `Stage.sum_parts`) what a replica sends to each other one for a sum that each of
+            them makes; empty: gradients and then their sums go around a ring.
     """
 
     forward: float = 1.0
@@ -90,8 +89,8 @@ class StageCost:
     updated: tuple[int, ...] = ()
     part_times: tuple[float, ...] = ()
     part_accumulators: tuple[int, ...] = ()
-    sum_error: int = 0
-    compressed_sums: tuple[int, ...] = ()
+    kept: int = 0
+    gathered: tuple[int, ...] = ()
 
     @property
     def trained(self) -> int:
@@ -249,7 +248,7 @@ def check_costs(plan: Plan, costs: Sequence[StageCost]) -> None:
                 amount = part.size if isinstance(part, Passed) else part
                 if not _is_amount(amount) or amount == math.inf:
                     raise InputError(f"{where}: expected a number of 0 or more, found {short(amount)}")
-            is_read = name == "compressed_sums" or (name in ("part_times", "part_accumulators") and stage.sum_parts)
+            is_read = name == "gathered" or (name in ("part_times", "part_accumulators") and stage.sum_parts)
             count = max(len(stage.sum_parts), 1)
             if is_read and value and len(value) != count:
                 raise InputError(f"{where}: expected a number for each part of the stage, {count} in all, found {short(value)}")
@@ -301,13 +300,13 @@ def sum_layer_costs(
 
     Returns:
         One cost for each stage. The residuals that a stage makes again count as temporary, and those of a last stage whose forward and
-        backward are one program (as the schedule's order says). Compressed messages (`Plan.links`) count as if of float32.
+        backward are one program (as the schedule's order says). Compressed messages count as if of float32.
 
     Raises:
         InputError: a layer without a cost, or without residual bytes for its stage's recomputation policy.
     """
     _check_layers(plan, layers)
-    costs, flows, sent = list[StageCost](), _gradient_flows(plan, layers), (plan.links or Links()).compressed_bytes
+    costs, flows = list[StageCost](), _gradient_flows(plan, layers)
     for s, stage in enumerate(plan.stages):
         layer_costs = [layers[layer_id] for layer_id in stage.layers]
         last, forward = s == plan.depth - 1, sum(layer.forward for layer in layer_costs)
@@ -330,15 +329,15 @@ def sum_layer_costs(
                 backward_weight=for_weights,
                 stash=_stash(layer_costs, stage.recompute) if of_input else residuals + message,
                 update=sum(layer.update for layer in layer_costs),
-                inputs=sent("activations", before) if s else before,
+                inputs=before,
                 labels=labels if last else 0,
-                outputs=0 if last else sent("activations", layer_costs[-1].outputs),
+                outputs=0 if last else layer_costs[-1].outputs,
                 residuals=residuals,
-                message=sent("gradients", message),
-                gradient=sent("gradients", before) if of_input else 0,
+                message=message,
+                gradient=before if of_input else 0,
                 weights=sum(layer.weights for layer in layer_costs),
                 frozen=sum(layer.frozen for layer in layer_costs),
-                optimizer=_optimizer(plan, s, layer_costs),
+                optimizer=sum(layer.optimizer + (layer.ahead if plan.delays[s] else 0) for layer in layer_costs),
                 state=sum(layer.state for layer in layer_costs),
                 accumulators=sum(layer.summed for layer in layer_costs),
                 temporary=_scratch(layer_costs, inside, max(inside - (0 if fused else residuals), 0), before),
@@ -347,13 +346,10 @@ def sum_layer_costs(
     for stage_cost in hooks("stage_cost", programs_of(plan)):
         costs = [stage_cost(plan, stage, cost, layers) for stage, cost in zip(plan.stages, costs, strict=True)]
     costs = [_with_parts(stage, cost, layers) for stage, cost in zip(plan.stages, costs, strict=True)]
-    return _with_compressed_sums(plan, _with_shared(plan, costs, shared))
-
-
-def _optimizer(plan: Plan, s: int, layers: Sequence[LayerCost]) -> int:
-    """Return the optimizer state of a stage, with what capabilities keep beside it."""
-    more = sum(bytes_of(plan, layer) for bytes_of in hooks("optimizer_bytes", programs_of(plan)) for layer in layers)
-    return more + sum(layer.optimizer + (layer.ahead if plan.delays[s] else 0) for layer in layers)
+    costs = list(_with_shared(plan, costs, shared))
+    for sent_cost in hooks("sent_cost", programs_of(plan)):
+        costs = [sent_cost(plan, stage, cost) for stage, cost in zip(plan.stages, costs, strict=True)]
+    return tuple(costs)
 
 
 def _with_parts(stage: Stage, cost: StageCost, layers: Mapping[str, LayerCost]) -> StageCost:
@@ -365,18 +361,6 @@ def _with_parts(stage: Stage, cost: StageCost, layers: Mapping[str, LayerCost]) 
     return replace(
         cost, part_times=(1 - sum(later), *later), part_accumulators=tuple(sum(layer.summed for layer in part) for part in parts)
     )
-
-
-def _with_compressed_sums(plan: Plan, costs: Sequence[StageCost]) -> tuple[StageCost, ...]:
-    """Return the costs of the stages with what their replicas send and keep of compressed sums, if they compress them."""
-    if plan.links is None or plan.links.sums is None:
-        return tuple(costs)
-    found = []
-    for stage, cost in zip(plan.stages, costs, strict=True):
-        sizes = [math.ceil(cost.accumulators_of_part(part, stage)) for part in range(len(stage.sum_parts))] or [cost.accumulators]
-        sent = tuple(plan.links.compressed_bytes("sums", size) for size in sizes)
-        found.append(replace(cost, sum_error=cost.accumulators, compressed_sums=sent) if stage.replicas > 1 else cost)
-    return tuple(found)
 
 
 def _scratch(layers: Sequence[LayerCost], unchanged: int, remade: int, inputs: int) -> int:

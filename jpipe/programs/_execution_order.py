@@ -67,7 +67,7 @@ def walk(program: Program) -> Iterator[Instruction]:
     for index, instruction in enumerate(instructions):
         queues[rank_of[instruction.worker]].append(index)
     heads = [0 for _ in queues]
-    used = programs_of(plan)
+    used = programs_of(plan, program.uses)
     begun = _Sums(plan, sums, (AllReduce, *(kind for hooks in used for kind in hooks.sums)), merged("waits_for", used))
     ready = deque(range(len(queues)))
     while ready:

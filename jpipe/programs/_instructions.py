@@ -8,11 +8,11 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, Self
 
+from jpipe._frozen import FrozenMapping
 from jpipe.ops import OPS, Op
 from jpipe.plan import Plan
 
 Data = Literal["inputs", "labels"]
-Message = Literal["activation", "gradient", "squares", "norm", "shared", "weights"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +60,12 @@ class Send(Instruction):
 
     With the global norm: `squares`, the sums of squares of this stage and those after it; `norm`, made of them all. Both belong to the
     batch that ends with the microbatch, and the worker keeps the norm. With shared parameters: `shared`, their gradients of that batch,
-    which the worker keeps until its update. With `Plan.shard_optimizer`: `weights`, what this replica has updated with that batch, to
-    another replica of its stage; the worker keeps them.
+    which the worker keeps until its update. Capabilities have others.
     """
 
     worker: int
     microbatch: int
-    message: Message
+    message: str
     to: int
 
 
@@ -76,7 +75,7 @@ class Receive(Instruction):
 
     worker: int
     microbatch: int
-    message: Message
+    message: str
     source: int
 
 
@@ -90,6 +89,11 @@ class AllReduce(Instruction):
     worker: int
     batch: int
     part: int | None = None
+
+    @property
+    def piece(self) -> str:
+        """Which piece of the gradients it sums, as the names of its calls end with it; empty: all of them."""
+        return "" if self.part is None else f" {self.part}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,8 +179,7 @@ class Program:
         begin: the first batch whose data this program loads.
         end: one past the last batch whose data it loads.
         drained: whether the pipeline is empty afterwards.
-        global_norm: whether updates use the norm of the gradients of all stages.
-        shared: for each group of shared parameters, the stages that hold them, in order; at least two.
+        uses: what it does beside its plan, by the names of the capabilities.
         sets_aside: for each stage, whether it sets the gradients of a batch aside until their update, to accumulate those of the next
             batch meanwhile.
         versions: for each worker, afterwards, the oldest version that a microbatch will still read and the newest there is.
@@ -194,8 +197,7 @@ class Program:
     begin: int
     end: int
     drained: bool
-    global_norm: bool
-    shared: tuple[tuple[int, ...], ...]
+    uses: FrozenMapping[Any]
     sets_aside: tuple[bool, ...]
     versions: tuple[tuple[int, int], ...]
     ended: range

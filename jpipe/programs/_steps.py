@@ -4,7 +4,9 @@ from collections.abc import Collection
 from dataclasses import replace
 from functools import cached_property
 from itertools import chain
+from typing import Any
 
+from jpipe._frozen import NOTHING, FrozenMapping
 from jpipe.capabilities.protocol import hooks
 from jpipe.capabilities.registry import programs_of
 from jpipe.plan import Plan
@@ -30,20 +32,17 @@ class Steps:
 
     Args:
         plan: what runs.
-        global_norm: whether updates use the norm of the gradients of all stages.
-        shared: for each group of shared parameters, the stages that hold them.
+        uses: as in `Program`.
         workers: those whose instructions the programs have; None: all.
     """
 
-    def __init__(
-        self, plan: Plan, global_norm: bool, shared: tuple[tuple[int, ...], ...] = (), workers: Collection[int] | None = None
-    ) -> None:
-        self.shared = shared
-        self._given, self._flushed, self._global_norm = plan, plan.flush_first, global_norm
-        for modelled in hooks("modelled", programs_of(plan)):
+    def __init__(self, plan: Plan, uses: FrozenMapping[Any] = NOTHING, workers: Collection[int] | None = None) -> None:
+        self.uses, self._given, self._flushed = uses, plan, plan.flush_first
+        used = programs_of(plan, uses)
+        for modelled in hooks("modelled", used):
             plan = modelled(plan)
         self._plan = plan.model_copy(update={"flush_first": min(plan.flush_first, 1)})
-        self._due = {kind: used.due for used in programs_of(plan) if used.due is not None for kind in used.instructions}
+        self._due = {kind: each.due for each in used if each.due is not None for kind in each.instructions}
         everyone = frozenset(range(len(plan.workers)))
         self._workers = None if workers is None or everyone <= set(workers) else frozenset(workers)
         self._chosen = {everyone: self} if self._workers is None else {}
@@ -58,7 +57,7 @@ class Steps:
         """Return the programs of some workers, such as those of a process."""
         chosen = frozenset(workers)
         if chosen not in self._chosen:
-            self._chosen[chosen] = Steps(self._given, self._global_norm, self.shared, chosen)
+            self._chosen[chosen] = Steps(self._given, self.uses, chosen)
         return self._chosen[chosen]
 
     @cached_property
@@ -170,7 +169,7 @@ class Steps:
     def _run(self, start: int) -> Run:
         plan, batches = self._plan, 1 if self._flushes else self._plan.flush_first + self._steady + self._full + 2 * self._period
         few = 6 * batches * plan.microbatches * plan.depth <= MOST_VERIFIED  # loads, computations and transfers of a microbatch at a stage
-        return Run(plan, start, start + self._distinct(start), self._global_norm, self.shared, None if few else self._workers)
+        return Run(plan, start, start + self._distinct(start), self.uses, None if few else self._workers)
 
     def _of_workers(self, program: Program) -> Program:
         return program if self._workers == program.workers else program.of(self._workers or ())

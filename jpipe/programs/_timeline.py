@@ -62,7 +62,7 @@ class MemorySample(NamedTuple):
     Attributes:
         time: in seconds.
         weights: bytes of each version alive, by version, of all its stages.
-        optimizer: optimizer state, with the errors of compressed sums (`Links.sums`).
+        optimizer: optimizer state, with what capabilities keep beside it.
         gradients: the sums of the batch that is being accumulated.
         residuals: kept from forwards for their backwards, and from one half of a backward for the other.
         other: waiting inputs and messages, and layer state.

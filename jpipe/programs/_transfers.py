@@ -1,7 +1,11 @@
 """Transfers between ranks, sums over replicas and moves to host memory, as a prediction times them, and as rows below a text grid."""
 
 from collections.abc import Iterable
+from functools import cache
 from typing import NamedTuple
+
+from jpipe.capabilities.protocol import MessageHooks, merged
+from jpipe.capabilities.registry import programs
 
 Cell = tuple[int, int, str]
 """The first tick, the tick after the last one, and the text of a cell of a grid."""
@@ -9,17 +13,26 @@ Cell = tuple[int, int, str]
 HOST = -1
 """The memory of its host, in place of a rank that sends or receives."""
 
-_SUMS = "sum", "changes"
-_LETTERS = {"activation": "a", "gradient": "g", "sum": "s", "shared": "p", "squares": "q", "norm": "n", "weights": "w", "changes": "c"}
-_LETTERS |= {"optimizer": "o", "versions": "v", "residuals": "r", "stash": "h"}
+
+@cache
+def messages() -> dict[str, MessageHooks]:
+    """Return how each message, sum and move is shown, by its name."""
+    return {
+        "activation": MessageHooks("a", "#7FC4EA", "activation sent"),
+        "gradient": MessageHooks("g", "#D9A3C1", "gradient sent"),
+        "sum": MessageHooks("s", "#009E73", "sum over replicas", is_sum=True),
+        "shared": MessageHooks("p"),
+        "squares": MessageHooks("q"),
+        "norm": MessageHooks("n"),
+        **merged("messages", programs().values()),
+    }
 
 
 class Transfer(NamedTuple):
-    """A message from one rank to another, a sum over the replicas of a stage, or a move to or from host memory (`Plan.offload`).
+    """A message from one rank to another, a sum over the replicas of a stage, or a move to or from host memory.
 
     Attributes:
-        what: `activation`, `gradient` or another message of `Send`; `sum`, or `changes`, the sum of what pipelines that agree have changed;
-            of a move `optimizer`, `versions`, `residuals` or `stash`.
+        what: `activation`, `gradient` or another message of `Send`; `sum`, or what else is summed or moved.
         ranks: the sender and the receiver, where -1 is host memory; of a sum those of all replicas.
         number: the microbatch, the weight version, or of a sum the batch. What belongs to a batch, but is sent, has the number of its last
             microbatch; the optimizer state has 0.
@@ -41,7 +54,12 @@ class Transfer(NamedTuple):
     def row(self) -> str:
         """The name of its row: that of the direction between two ranks, or a rank and its host, or of the ranks that sum."""
         names = ["host" if rank == HOST else str(rank) for rank in self.ranks]
-        return f"sum {','.join(names)}" if self.what in _SUMS else " to ".join(names)
+        return f"sum {','.join(names)}" if self.is_sum else " to ".join(names)
+
+    @property
+    def is_sum(self) -> bool:
+        """Whether it is a sum over the replicas of a stage."""
+        return messages()[self.what].is_sum
 
     @property
     def is_move(self) -> bool:
@@ -50,21 +68,16 @@ class Transfer(NamedTuple):
 
     @property
     def label(self) -> str:
-        """What its row shows: the number behind `a` for an activation, `g` for a gradient and `s` for a sum.
-
-        Gradients of shared parameters have `p`, sums of squares `q`, norms `n`, and weights that another replica has updated `w`;
-        sums of changes have `c`. Of moves, optimizer state has `o` alone, and weight versions have `v`, residuals `r` and stashes `h`.
-        """
-        if self.what == "optimizer":
-            return _LETTERS[self.what]
-        return f"{_LETTERS[self.what]}{self.number}"
+        """What its row shows: the number behind `a` for an activation, `g` for a gradient, `s` for a sum, and other letters for others."""
+        message = messages()[self.what]
+        return f"{message.letter}{self.number}" if message.has_number else message.letter
 
 
 def in_rows(transfers: Iterable[Transfer]) -> dict[str, list[Transfer]]:
     """Return the transfers that take time, by row, in order of time; rows of moves come late, and those of sums last."""
     rows: dict[str, list[Transfer]] = {}
     lasting = [transfer for transfer in transfers if transfer.arrival > transfer.start]
-    for transfer in sorted(lasting, key=lambda transfer: (transfer.what in _SUMS, transfer.is_move, transfer.ranks, transfer.start)):
+    for transfer in sorted(lasting, key=lambda transfer: (transfer.is_sum, transfer.is_move, transfer.ranks, transfer.start)):
         rows.setdefault(transfer.row, []).append(transfer)
     return rows
 

@@ -9,7 +9,6 @@ from jpipe.capabilities.registry import programs_of
 from jpipe.ops import Reads
 from jpipe.plan import Plan
 from jpipe.programs._execution_order import Violation
-from jpipe.programs._global_norm import last_microbatch
 from jpipe.programs._instructions import (
     AddShared,
     AllReduce,
@@ -27,6 +26,7 @@ from jpipe.programs._instructions import (
     op_of,
     parts_of,
 )
+from jpipe.programs._route import last_microbatch
 from jpipe.schedules import SCHEDULES, Action
 
 
@@ -62,7 +62,7 @@ class Verifier:
 
     def __init__(self, program: Program, number: int, computations: Iterator[Action]) -> None:
         self._program, self.plan, self.number = program, program.plan, number
-        self._schedule = SCHEDULES[self.plan.schedule]
+        self._schedule, self._shared = SCHEDULES[self.plan.schedule], program.uses.get("shared_parameters", ())
         self.stage, _ = self.plan.workers[number]
         self._first, self._last = self.stage == 0, self.stage == self.plan.depth - 1
         self._replicas, self._every = self.plan.replicas[self.stage], self.plan.microbatches_per_update(self.stage)
@@ -74,7 +74,7 @@ class Verifier:
         self._unfinished: list[Compute] = []  # the remaining parts of the last computation, in order
         self._sets_aside = program.sets_aside[self.stage]
         self._norms: set[int] = set()  # that the worker has, by the last microbatch of their batch
-        verifications = made("verify", programs_of(self.plan), self)
+        verifications = made("verify", programs_of(self.plan, program.uses), self)
         self._added, self._sends, self._receives = (merged(name, verifications) for name in ("checks", "sends", "receives"))
         self._needs, self._updated, self._whole = (hooks(name, verifications) for name in ("needs", "updated", "whole"))
         self._held, self._freed, self._end = (hooks(name, verifications) for name in ("held", "freed", "end"))
@@ -111,7 +111,7 @@ class Verifier:
         if self.versions != needed:
             self.fail(f"versions {sorted(self.versions)} are left, expected {sorted(needed)}")
         for version in sorted(self.versions):
-            self._check_whole(version, "the end")
+            self.check_whole(version, "the end")
         for hook in self._end:
             hook()
 
@@ -123,7 +123,7 @@ class Verifier:
     def _compute(self, i: Compute) -> None:
         op, k = op_of(i, self.plan), i.microbatch
         if op.reads != "inputs":
-            self._need(op.reads, k, i)
+            self.need(op.reads, k, i)
         for kind in self._kinds_read(op.reads):
             self.take(kind, k)
         self._check_order_and_version(i)
@@ -175,7 +175,7 @@ class Verifier:
 
     def _add_shared(self, i: AddShared) -> None:
         self._look_at_sum(i.batch)
-        k, stages = last_microbatch(self.plan, i.batch), self._program.shared[i.group]
+        k, stages = last_microbatch(self.plan, i.batch), self._shared[i.group]
         if self.stage not in stages:
             self.fail(f"{i}: stage {self.stage} does not hold it, stages {list(stages)} do")
         for kind in ("shared", *(f"shared of stage {s}" for s in stages if s != self.stage)):
@@ -185,7 +185,7 @@ class Verifier:
     def _sum_squares(self, i: SumSquares) -> None:
         self._look_at_sum(i.batch)
         k = last_microbatch(self.plan, i.batch)
-        for group, stages in enumerate(self._program.shared):
+        for group, stages in enumerate(self._shared):
             if stages[0] == self.stage:  # the only one whose norm has them
                 self.put(f"group {group} added", self.take(f"group {group} added", k))
         if not self._last:
@@ -199,19 +199,19 @@ class Verifier:
         latest = max(self.versions, default=None)
         if i.batch != latest:
             self.fail(f"{i} at version {latest}, expected version {i.batch}")
-        self._check_whole(i.batch, i)
+        self.check_whole(i.batch, i)
         self._take_sum(i.batch)
         if not self._sets_aside:
             self._accumulated = 0
         self._take_all_shared(last_microbatch(self.plan, i.batch))
-        if self._program.global_norm:
+        if "global_norm" in self._program.uses:
             k = last_microbatch(self.plan, i.batch)
             self._need_norm(k)
             self._norms = {known for known in self._norms if known >= k}
-        self._need("optimizer", 0, i)
-        self._need("versions", i.batch, i)
+        self.need("optimizer", 0, i)
+        self.need("versions", i.batch, i)
         if i.retires is not None:
-            self._need("versions", i.retires, i)
+            self.need("versions", i.retires, i)
             self._free(i.retires, i)
         self.versions.add(i.batch + 1)
         for hook in self._updated:
@@ -244,14 +244,14 @@ class Verifier:
             self.fail(f"{i} reads version {i.version}, the formula says {version}")
         if version not in self.versions:
             self.fail(f"{i} reads version {version}, alive are {sorted(self.versions)}")
-        self._check_whole(version, i)
-        self._need("versions", version, i)
+        self.check_whole(version, i)
+        self.need("versions", version, i)
 
     def _held_before(self, batch: int) -> set[tuple[str, int]]:
         """Return the buffers that capabilities hold where the pipeline is empty before a batch."""
         return {buffer for hook in self._held for buffer in hook(batch)}
 
-    def _need(self, what: str, number: int, i: Instruction) -> None:
+    def need(self, what: str, number: int, i: Instruction) -> None:
         """Check that something that an instruction reads is where it can be read."""
         for hook in self._needs:
             hook(what, number, i)
@@ -262,7 +262,7 @@ class Verifier:
         if i.message != "squares" and (not 0 <= s < self.plan.depth or other != self.plan.worker(s, i.microbatch)):
             self.fail(f"{i}: worker {other} does not run microbatch {i.microbatch} at stage {s}")
 
-    def _check_whole(self, version: int, where: object) -> None:
+    def check_whole(self, version: int, where: object) -> None:
         """Check that a version is complete."""
         for hook in self._whole:
             hook(version, where)
@@ -298,7 +298,7 @@ class Verifier:
 
     def _take_all_shared(self, k: int) -> None:
         """Take the shared gradients of an update: of its stage, of all other stages, and their sums."""
-        groups = {group: stages for group, stages in enumerate(self._program.shared) if self.stage in stages}
+        groups = {group: stages for group, stages in enumerate(self._shared) if self.stage in stages}
         if groups:
             self.take("shared", k)
         for s in sorted({s for stages in groups.values() for s in stages} - {self.stage}):

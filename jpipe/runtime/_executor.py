@@ -8,7 +8,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from jpipe.capabilities.protocol import hooks, merged
+from jpipe.capabilities.protocol import TransportHooks, hooks, merged
 from jpipe.capabilities.registry import runtimes_of
 from jpipe.meshes._place import Place
 from jpipe.model._losses import Loss
@@ -110,7 +110,7 @@ class Executor:
         self._by_bucket = {w: [stages[w] for stages in self._compiled] for w in self.stages}
         self._transport = Transport(places, plan.stage_workers, processes)
         sends = _sends(plan, arrays, steps.verified_runs, self.stages)
-        gathers = _compressed_sums(plan, arrays[0])
+        gathers = _gathers(plan, arrays[0])
         self._transport.compile(sends, _replica_sums(plan, arrays[0]), _loads(self.stages, arrays[0]), gathers)
         self._exchange = MetricsExchange(
             plan,
@@ -430,14 +430,15 @@ def _sends(plan: Plan, buckets: Sequence[Sequence[Arrays]], runs: Iterable[Progr
         elif type(i) is Receive:
             kinds[i.source, i.worker, i.message] = Send(i.source, i.microbatch, i.message, i.worker)
 
-    of_capabilities = merged("message_specs", runtimes_of(plan))
+    of_capabilities: dict[str, TransportHooks] = merged("messages", runtimes_of(plan))
 
     def sent(i: Send, bucket: int) -> Sent:
         arrays = buckets[bucket]
         source, to = arrays[i.worker], arrays[i.to]
         s, to_stage = plan.workers[i.worker][0], plan.workers[i.to][0]
         if i.message in of_capabilities:
-            return Sent(i, bucket, *of_capabilities[i.message](source, to))
+            leaving, arriving = of_capabilities[i.message].specs(source, to)
+            return Sent(i, bucket, leaving, arriving, of_capabilities[i.message].copies)
         match i.message:
             case "activation":
                 return Sent(i, bucket, source.outputs, to.x)
@@ -449,7 +450,8 @@ def _sends(plan: Plan, buckets: Sequence[Sequence[Arrays]], runs: Iterable[Progr
                 squares = squares_spec([len(arrays[w].functions.counted) for w, *_ in plan.stage_workers[s:]])
                 return Sent(i, bucket, source.whole(squares), to.whole(squares))
         gradients = source.accumulators["gradients"], to.accumulators["gradients"]
-        return Sent(i, bucket, *(shared_with(source.functions, to_stage, gradient) for gradient in gradients))
+        leaving, arriving = (shared_with(source.functions, to_stage, gradient) for gradient in gradients)
+        return Sent(i, bucket, leaving, arriving)
 
     ordered = [i for _, i in sorted(kinds.items())]
     of_shape = [i for i in ordered if i.message in ("activation", "gradient")]
@@ -461,17 +463,16 @@ def _replica_sums(plan: Plan, arrays: Sequence[Arrays]) -> list[tuple[int, Tree]
     replicated = [(workers[0], arrays[workers[0]]) for workers in plan.stage_workers if len(workers) > 1]
     sums: list[tuple[int, Tree]] = []
     for first, a in replicated:
-        if a.functions.compressed_sums is None:
+        if a.functions.summing is None:
             instead = [summed(a) for summed in hooks("summed", runtimes_of(plan))]
-            whole = instead[0] if instead else a.reduced
-            sums += [(first, whole if part is None else a.reduced_part(part)) for part in a.parts]
+            sums += [(first, spec) for spec in instead or a.sums.values()]
     return sums + [(first, a.averaged) for first, a in replicated if a.functions.averages_when_read]
 
 
-def _compressed_sums(plan: Plan, arrays: Sequence[Arrays]) -> list[tuple[int, Tree]]:
-    """Return the first replica of each stage whose replicas compress what they sum, with what each of them sends."""
+def _gathers(plan: Plan, arrays: Sequence[Arrays]) -> list[tuple[int, Tree]]:
+    """Return the first replica of each stage whose replicas each make their sums, with what each of them gives."""
     first = [(workers[0], arrays[workers[0]]) for workers in plan.stage_workers]
-    return [(w, a.sent_to_sum(part)) for w, a in first if a.functions.compressed_sums is not None for part in a.parts]
+    return [(w, given) for w, a in first if (summing := a.functions.summing) is not None for given in summing.specs(a)]
 
 
 def _loads(workers: Iterable[int], arrays: Sequence[Arrays]) -> dict[tuple[int, str], Tree]:

@@ -11,8 +11,8 @@ from jax.experimental import multihost_utils
 
 from jpipe.errors import InputError
 from jpipe.model._layer import describe
+from jpipe.processes._channel import Limits
 from jpipe.processes._membership import Processes
-from jpipe.processes.channel._channel import Limits
 from jpipe.processes.handshake import find_secret
 from jpipe.runtime._transport import progress
 

@@ -17,7 +17,7 @@ from jpipe.model._subset import floats_of, with_floats
 from jpipe.model.layerwise._optimizer import masters_of
 from jpipe.ops import OPS
 from jpipe.plan import Plan
-from jpipe.programs._instructions import AllReduce, Compute, Update
+from jpipe.programs._instructions import Compute, Update
 from jpipe.runtime._interpreter import Event
 from jpipe.runtime._plain import Plain, checked_dict, from_plain, overlaid, to_plain
 from jpipe.runtime.state import PendingUpdate, WorkerState, weights_of
@@ -153,15 +153,16 @@ class Part:
         self.versions: dict[int, Tree] = {}
         self._scales: dict[int, LossScale] = {}
         self._optimizer: Tree = None
-        self._state: Tree = None  # layer state after the last forward before the batch
         self.kept: dict[str, Tree] = {}
-        self._last_part = len(plan.stages[s].sum_parts) - 1
-        self._error: dict[str, Tree] = {}  # what rounding has lost of the gradients of the updates before the batch
+        self._state: Tree = None  # layer state after the last forward before the batch
         self._open: int | None = None  # the version that an update has made, and a capability has still to complete
         self._copies, of_capabilities = hooks("copy_for_snapshot", runtimes_of(plan)), made("snapshot", runtimes_of(plan), self)
         self._see, self._completes = hooks("see", of_capabilities), hooks("completes", of_capabilities)
         self._is_complete, self._saved = hooks("is_complete", of_capabilities), hooks("saved", of_capabilities)
+        self._added = hooks("added", of_capabilities)
         self._last = self._completed_by(self.newest - 1)  # what completes the newest weights
+        kept = runtimes_for(f.capabilities).items()
+        self._kept_after = {name: hooks.changed_by or self._last for name, hooks in kept if hooks.specs is not None}
         self._has_begun = False  # whether the first forward of the batch has run
 
     @property
@@ -186,18 +187,19 @@ class Part:
         if self.complete:
             return
         i, state = event.instruction, event.state
+        is_last = getattr(i, "batch", None) == self.newest - 1
         if type(i) is Compute and OPS[i.op].begins:
             self._has_begun |= i.microbatch >= self._first
             if self._first - self._replicas <= i.microbatch < self._first:  # the worker's last one before the batch
                 self._state = _copied(state.layer_state)
-        if isinstance(i, AllReduce) and i.batch + 1 == self.newest and i.part in (None, self._last_part):
-            self._error = _copied(state.sum_error or {})
         if type(i) is Update:
             self._open = None if self._completed_by(i.batch) is Update else i.batch + 1
         elif self._open is not None and type(i) is self._completed_by(self._open - 1):
             self._open = None
-        if type(i) is self._last and getattr(i, "batch", None) == self.newest - 1:
-            self._optimizer, self.kept = self._copied("optimizer", state.optimizer), _copied(dict(state.capabilities))
+        if kept := {name: state.capabilities[name] for name, kind in self._kept_after.items() if type(i) is kind and is_last}:
+            self.kept |= _copied(kept)
+        if type(i) is self._last and is_last:
+            self._optimizer = self._copied("optimizer", state.optimizer)
             if not self._has_begun:  # the layer state perhaps has the mean over the replicas
                 self._state = _copied(state.layer_state)
         self.see_sum(event)
@@ -243,8 +245,8 @@ class Part:
                 plain["optimizer"] = to_plain(self._optimizer[layer_id])
             if layer_id in self._state:
                 plain["state"] = to_plain(self._state[layer_id])
-            if layer_id in self._error:
-                plain["sum_error"] = to_plain(self._error[layer_id])
+            for added in self._added:
+                plain |= added(layer_id)
         named = {entry_name(layer_id, self.replica): _without_empty(plain) for layer_id, plain in layers.items()}
         return {name: plain for name, plain in named.items() if plain or self.replica == 0}
 
@@ -280,8 +282,8 @@ def with_optimizers(layers: Mapping[str, Plain]) -> dict[str, Plain]:
 
 def fitting(
     plan: Plan, worker: int, f: StageFunctions, share: Share | None, layers: Mapping[str, Plain], batch: int, fresh: bool
-) -> tuple[dict[int, Tree], Tree, Tree, dict[str, Tree], Tree]:
-    """Return a worker's weights by version, optimizer state, layer state, `capabilities` and `sum_error`, from a snapshot.
+) -> tuple[dict[int, Tree], Tree, Tree, dict[str, Tree]]:
+    """Return a worker's weights by version, optimizer state, layer state and `capabilities`, from a snapshot.
 
     The newest version replaces a version that is missing in the snapshot. Layer state is that of the same replica if the pipeline does not
     flush and the number of replicas is the same, otherwise the mean over the saved replicas; without `sync_state` it is that of one.
@@ -337,26 +339,8 @@ def fitting(
             for layer_id in (entries if share is None else share.part(f.optimizer_spec))
         }
     restoring = runtimes_for(f.capabilities)
-    kept = {name: hooks.restored(f, layers, entries) for name, hooks in restoring.items() if hooks.restored is not None}
-    optional = kept, _sum_error_in(f, layers, replica, fresh)
-    return versions, optimizer, {layer_id: state_of(layer_id) for layer_id in f.stage.layers}, *optional
-
-
-def _sum_error_in(f: StageFunctions, layers: Mapping[str, Plain], replica: int, fresh: bool) -> Tree:
-    """Return what rounding has lost of the gradients of a replica.
-
-    It begins with zeros with new optimizer state, and where the snapshot is not of as many replicas that compress what they sum.
-    """
-    if f.compressed_sums is None:
-        return None
-    errors = {}
-    for entry, specs in f.accumulators_spec["gradients"].items():
-        saved = [layers.get(entry_name(entry, r), {}).get("sum_error") for r in range(f.stage.replicas + 1)]
-        if fresh or None in (*saved[:-1],) or saved[-1] is not None:
-            errors[entry] = jax.tree.map(lambda spec: np.zeros(spec.shape, spec.dtype), specs)
-        else:
-            errors[entry] = from_plain(specs, saved[replica], f"checkpoint: layer '{entry}', error of its compressed sums")
-    return errors
+    kept = {name: hooks.restored(f, replica, layers, fresh=fresh) for name, hooks in restoring.items() if hooks.restored is not None}
+    return versions, optimizer, {layer_id: state_of(layer_id) for layer_id in f.stage.layers}, kept
 
 
 def for_stage(f: StageFunctions, layers: Mapping[str, Plain], fresh: bool) -> Mapping[str, Plain]:
@@ -394,7 +378,7 @@ def restored_worker(
     f, place = stage.functions, stage.place
     layers = for_stage(f, layers, fresh)
     a = Arrays(f, place, share=stage.share)
-    versions, optimizer, state, kept, error = fitting(plan, worker, f, stage.share, layers, batch, fresh)
+    versions, optimizer, state, kept = fitting(plan, worker, f, stage.share, layers, batch, fresh)
     if fresh:
         newest = a.updated(versions[max(versions)])
         masters = {layer_id: masters_in(layers[layer_id]) if f.precision.has_masters else None for layer_id in newest}
@@ -412,18 +396,16 @@ def restored_worker(
     last = max(versions)
     parts = {v: params if v == last else f.trained.part(params) for v, params in versions.items()}
     param_specs = {v: a.params if v == last else a.trained for v in versions}
-    optional: dict[str, Tree] = {"loss_scales": scales, "capabilities": kept, "sum_error": error}
-    optional_specs = {"loss_scales": dict.fromkeys(scales, a.scale), "capabilities": a.capabilities, "sum_error": a.sum_error}
-    specs: Tree = param_specs, a.optimizer, a.state, a.accumulators, a.whole(key), optional_specs
+    specs: Tree = param_specs, a.optimizer, a.state, a.accumulators, a.whole(key), dict.fromkeys(scales, a.scale), a.capabilities
     # Copied, because a CPU device shares the memory of NumPy arrays, into which an update cannot write.
-    placed = jax.device_put((parts, optimizer, state, accumulators, key, optional), shardings_of(specs))
-    copied, optimizer, state, accumulators, key, optional = jax.tree.map(jnp.copy, placed)
+    placed = jax.device_put((parts, optimizer, state, accumulators, key, scales, kept), shardings_of(specs))
+    copied, optimizer, state, accumulators, key, scales, kept = jax.tree.map(jnp.copy, placed)
     whole = {v: f.trained.joined(params, copied[last]) for v, params in copied.items()}
     weights = weights_of(whole, SCHEDULES[plan.schedule].versions_alive(plan, plan.workers[worker][0]))
     updates = dict[int, PendingUpdate]()
     for restored_updates in hooks("restored_updates", runtimes_of(plan)):
         updates |= restored_updates(plan, worker, f, layers, last)
-    return WorkerState(weights, optimizer, state, accumulators, key, updates=updates, **optional)
+    return WorkerState(weights, optimizer, state, accumulators, key, updates=updates, loss_scales=scales, capabilities=kept)
 
 
 def _restored_scales(f: StageFunctions, layers: Mapping[str, Plain], versions: Iterable[int]) -> dict[int, LossScale]:

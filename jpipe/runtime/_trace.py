@@ -20,8 +20,8 @@ from jpipe.meshes._partition import shard_bytes
 from jpipe.ops import OPS
 from jpipe.plan import Plan
 from jpipe.programs._costs import StageCost
-from jpipe.programs._global_norm import route_of
 from jpipe.programs._instructions import Compute, SumSquares, Update, op_of
+from jpipe.programs._route import route_of
 from jpipe.programs._timeline import MemorySample, MemoryTimeline, Span, Timeline, whole_spans
 from jpipe.programs._transfers import Transfer
 from jpipe.programs.prediction import draw_grid
@@ -212,7 +212,7 @@ class _Watcher:
         count = 0 if state.accumulators is None else len(state.accumulators.get("gradients", ()))  # fewer while parts of them are set aside
         summed = f"accumulators of {count} entries"
         optimizer = "optimizer elsewhere" if any(map(is_away, jax.tree.leaves(state.optimizer))) else "optimizer"
-        like_optimizer = state.optimizer, state.capabilities, state.sum_error
+        like_optimizer = state.optimizer, state.capabilities
         named = (optimizer, like_optimizer), (summed, state.accumulators), ("state", state.layer_state)
         for name, tree in named:
             if sizes.get(name, 0) == 0:  # accumulators may be missing at first

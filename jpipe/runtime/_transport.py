@@ -147,12 +147,14 @@ class Sent(NamedTuple):
         bucket: of the batches that it is about; 0 if it is the same for all of them.
         leaving: specs of what it moves, with their shardings at the sender.
         arriving: the same with those at the receiver.
+        copies: whether a receiver on the same device gets a copy.
     """
 
     send: Send
     bucket: int
     leaving: Tree
     arriving: Tree
+    copies: bool = False
 
 
 class Transport:
@@ -198,10 +200,11 @@ class Transport:
         self._routes: dict[_Key, Route] = {}  # to and from other processes, to other shards
         self._arriving: dict[_Key, Tree] = {}  # specs of messages
         self._targets: dict[_Key, Any] = {}  # of messages in this process: a device or shardings, None: they stay
+        self._copied: set[_Key] = set()  # those that stay as copies
         self._loads: dict[tuple[int, str], Any] = {}  # likewise of host arrays, by worker and name
         self.way: Literal["collectives", "device_put"] = "collectives"
         self._mailbox: dict[tuple[int, str, int], Tree] = {}  # messages in this process that are not yet received
-        self._parts: dict[tuple[int, int, int | None], dict[int, Tree]] = {}  # of a sum, by first replica, batch and part (-1: changes)
+        self._parts: dict[tuple[int, int, type, str], dict[int, Tree]] = {}  # of a sum: by first replica, batch, what begins it, piece
 
     def compile(
         self,
@@ -220,9 +223,10 @@ class Transport:
         """
         for (w, name), shardings in loads.items():
             self._loads[w, name] = shardings
-        for send, bucket, leaving, arriving in sends:
+        for send, bucket, leaving, arriving, copies in sends:
             source, to, key = self._places[send.worker], self._places[send.to], (send.worker, send.to, send.message, bucket)
             self._arriving[key] = arriving
+            self._copied |= {key} if copies else set()
             self._targets[key] = None if source == to else shardings_of(arriving) if to.mesh else to.first
             if source.process_index == to.process_index and source != to and not same_shards(leaving, arriving):
                 self._routes[key] = Route(leaving, arriving)  # `device_put` would gather such an array on the host
@@ -298,7 +302,7 @@ class Transport:
                 tree = self._routes[key].join({pair: jax.device_put(pieces, pair[1]) for pair, pieces in cut.items()})
             elif target is not None:
                 tree = jax.device_put(tree, target)
-            elif i.message == "weights":  # both workers will write into them
+            elif key in self._copied:
                 tree = jax.tree.map(jnp.copy, tree)
             self._mailbox[i.to, i.message, k] = tree
             return
@@ -347,7 +351,7 @@ class Transport:
         """
         replicas = self._replicas[i.worker]
         local = [w for w in replicas if w in self._local]
-        key = replicas[0], batch, i.part if isinstance(i, AllReduce) else -1
+        key = replicas[0], batch, type(i), i.piece if isinstance(i, AllReduce) else ""
         parts = self._parts.setdefault(key, {})
         parts[i.worker] = part, add, finish
         if len(parts) < len(local):
@@ -409,11 +413,11 @@ class Transport:
         """
         replicas = self._replicas[i.worker]
         local = [w for w in replicas if w in self._local]
-        waiting = self._parts.setdefault((replicas[0], batch, i.part), {})
+        waiting = self._parts.setdefault((replicas[0], batch, type(i), i.piece), {})
         waiting[i.worker] = part, total
         if len(waiting) < len(local):
             return {}
-        del self._parts[replicas[0], batch, i.part]
+        del self._parts[replicas[0], batch, type(i), i.piece]
         own = [waiting[w][0] for w in local]
         totals = {w: waiting[w][1] for w in local}
 

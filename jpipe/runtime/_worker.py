@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import numpy as np
 
-from jpipe.capabilities.protocol import merged
+from jpipe.capabilities.protocol import TransportHooks, merged
 from jpipe.capabilities.registry import runtimes_of
 from jpipe.model._precision import LossScale
 from jpipe.ops import OPS, Op
@@ -62,6 +62,7 @@ class RunResults(NamedTuple):
 Data = dict[tuple[str, int], Tree]
 """What workers load, by name (inputs or labels) and microbatch."""
 
+_COUNTED = ("sums", "squares", "shared", "received")  # of a pending update
 _Part = tuple[int, str, int]  # a part of the state: its worker, its kind (see `Worker.read_part`), and the number of it
 
 
@@ -162,7 +163,6 @@ class _MutableState:
     updates: dict[int, Fields]
     loss_scales: dict[int, LossScale]
     capabilities: dict[str, Tree]
-    sum_error: Tree
 
     @classmethod
     def of(cls, state: WorkerState) -> "_MutableState":
@@ -191,19 +191,17 @@ class Added(NamedTuple):
 
     Attributes:
         handlers: by the type of instruction, what it does at a worker.
-        sends: by what is sent, the arrays of it.
-        receives: by what is received, what is done with it.
+        messages: how messages run, by their names.
     """
 
     handlers: dict[type, Callable[["Worker", Any], None]]
-    sends: dict[str, Callable[["Worker", Send, int], Tree]]
-    receives: dict[str, Callable[["Worker", Receive, int, Tree], None]]
+    messages: dict[str, TransportHooks]
 
     @classmethod
     def by(cls, plan: Plan) -> "Added":
         """Return what the capabilities of a plan add."""
         used = runtimes_of(plan)
-        return cls(merged("handlers", used), merged("sends", used), merged("receives", used))
+        return cls(merged("handlers", used), merged("messages", used))
 
 
 class Worker:
@@ -212,8 +210,8 @@ class Worker:
     Attributes:
         stage, replica, replicas: its stage, which replica of it the worker is, and how many there are.
         sums: whether they sum their gradients.
-        sets_aside, global_norm: as in `Program`, for its stage.
-        shared: as in `Program`.
+        sets_aside: as in `Program`, for its stage.
+        global_norm, shared: what the program uses, as in `lower`.
         microbatch_shift, version_shift: to be added to the numbers of the program for those of the run.
         compiled, functions, calls: of its stage; what depends on the shapes of a microbatch is in `stage_for`.
         stages, buckets: as given to `run`, for its stage.
@@ -253,8 +251,8 @@ class Worker:
         self.stage, self.replica = plan.workers[worker]
         self.replicas = plan.replicas[self.stage]
         self.sums = program.sums_gradients[self.stage]
-        self.sets_aside, self.global_norm = program.sets_aside[self.stage], program.global_norm
-        self.shared = program.shared
+        self.sets_aside, self.global_norm = program.sets_aside[self.stage], "global_norm" in program.uses
+        self.shared = program.uses.get("shared_parameters", ())
         self.microbatch_shift, self.version_shift = shift * plan.microbatches, shift * program.updates_per_batch[self.stage]
         self.stages, self.buckets, self.transport = stages, buckets, transport
         self.compiled, self.functions, self.calls = stages[0], stages[0].functions, stages[0].calls
@@ -296,7 +294,7 @@ class Worker:
             return state.microbatches.get(number)
         if kind == "update":
             pending = state.updates.get(number)
-            return None if pending is None else [pending.get(name) for name in ("sums", "weight", "squares", "shared", "received")]
+            return None if pending is None else [tree for name, tree in pending.items() if name.partition(" ")[0] in _COUNTED]
         return state.layer_state
 
     def delete_unused(self) -> None:
@@ -307,7 +305,7 @@ class Worker:
     def delete_state(self) -> None:
         """Delete the arrays of the state that are not counted, since the run has failed."""
         state = self.state
-        for leaf in jax.tree.leaves((state.optimizer, state.accumulators, state.capabilities, state.sum_error)):
+        for leaf in jax.tree.leaves((state.optimizer, state.accumulators, state.capabilities)):
             leaf.delete()
 
     def changed(self, kind: str, number: int = 0) -> None:
@@ -409,7 +407,7 @@ class Worker:
         update = k // self.plan.microbatches_per_update(self.stage)
         if part == len(self.plan.stages[self.stage].sum_parts) - 1:
             self.state.accumulators = None
-        self.change_update(update, sums={**self.state.updates.get(update, {}).get("sums", {}), part: accumulators})
+        self.change_update(update, **{f"sums {part}": accumulators})
 
     def after_backward(self, k: int) -> None:
         """Set the accumulators aside if they are complete."""
@@ -423,52 +421,34 @@ class Worker:
     def all_reduce(self, i: AllReduce) -> None:
         """Give this replica's part of a sum; with the last one of this process all its replicas get the sum."""
         state, update = self.state, i.batch + self.version_shift
-        sums, name = state.updates[update]["sums"], "" if i.part is None else f" {i.part}"
-        means = self.functions.averaged_state(state.layer_state) if self.averages and not i.part else []
-        accumulators = sums if i.part is None else sums[i.part]
-        if self.functions.compressed_sums is not None:
-            sent = self.compress(i, accumulators, f"compress{name}"), means
-            totals = self.transport.sum_gathered(i, update, sent, self.calls[f"sum{name}"])
+        accumulators = state.updates[update][f"sums{i.piece}"]
+        means = self.functions.averaged_state(state.layer_state) if self.averages and "weight" in accumulators else []
+        if self.functions.summing is None:
+            calls = self.calls[f"add{i.piece}"], self.calls[f"finish{i.piece}"]
+            totals = self.transport.all_reduce(i, update, (accumulators, means), *calls)
         else:
-            totals = self.transport.all_reduce(i, update, (accumulators, means), self.calls[f"add{name}"], self.calls[f"finish{name}"])
+            totals = self.functions.summing.run(self, i, accumulators, means)
         for w, total in totals.items():
-            self.workers[w].take_sum(i, total)
+            self.workers[w].take_sum(i, total, has_loss="loss" in accumulators)
             self.workers[w].delete_unused()
 
-    def compress(self, i: AllReduce, accumulators: Tree, call: str) -> Tree:
-        """Return accumulators with compressed gradients, which take their place, and keep what rounding has lost."""
-        state, update = self.state, i.batch + self.version_shift
-        pending, last = state.updates[update], len(self.plan.stages[self.stage].sum_parts) - 1
-        numbers = {name: number for name, number in accumulators.items() if name != "gradients"}
-        weight = pending["weight"] if i.part else numbers["weight"]
-        is_random = self.functions.links.rounding == "stochastic"
-        rng = (np.uint32(update * self.replicas + self.replica), state.key) if is_random else (None, None)
-        gradients = accumulators["gradients"]
-        sent, errors = self.calls[call](gradients, weight, {entry: state.sum_error[entry] for entry in gradients}, rng)
-        state.sum_error = {**state.sum_error, **errors}
-        self.consumed.keep((numbers, weight))  # the transfer may read them later
-        sums = None if i.part is None else {part: tree for part, tree in pending["sums"].items() if part != i.part}
-        self.change_update(update, sums=sums or None, weight=weight if i.part is not None and i.part < last else None)
-        return {**numbers, "gradients": sent}
-
-    def take_sum(self, i: AllReduce, total: Tree) -> None:
+    def take_sum(self, i: AllReduce, total: Tree, *, has_loss: bool) -> None:
         """Keep (sums, means of the layer state, (mean loss, weight) at the last stage) of all replicas for the update."""
         update = i.batch + self.version_shift
         pending = self.state.updates.get(update, {})
         if isinstance(total, PendingTransfer):
-            self.consumed.keep(pending.get("sums"))  # the transfer may read them later
-        if i.part is None:
-            self.change_update(update, sums=None, summed=total)
-        else:
-            sums = {part: tree for part, tree in pending.get("sums", {}).items() if part != i.part}
-            self.change_update(update, sums=sums or None, summed={**pending.get("summed", {}), i.part: total})
-        if self.functions.last and self.replica == 0 and not i.part:
+            self.consumed.keep(pending.get(f"sums{i.piece}"))  # the transfer may read them later
+        self.change_update(update, **{f"sums{i.piece}": None, f"summed{i.piece}": total})
+        if has_loss and self.replica == 0:
             self.finish(update, total[2])
 
     def arrived_sum(self, update: int) -> Tree:
         """Return the sum over all replicas, as `finish` returns it, waiting for each part of it."""
-        summed = self.state.updates[update]["summed"]
-        return joined_sums([arrived(summed[part]) for part in sorted(summed)]) if isinstance(summed, dict) else arrived(summed)
+        pending = self.state.updates[update]
+        if parts := sorted((name for name in pending if name.startswith("summed ")), key=lambda name: int(name.split()[1])):
+            joined = joined_sums([arrived(pending[name]) for name in parts])
+            self.change_update(update, **dict.fromkeys(parts), summed=joined)
+        return arrived(self.state.updates[update]["summed"])
 
     def complete(self, update: int) -> Tree:
         """Return the accumulators of a whole batch, which stay where they are."""
@@ -533,7 +513,7 @@ class Worker:
             case "shared":
                 return shared_with(self.functions, self.plan.workers[i.to][0], state.updates[update]["shared"])
             case _:
-                return self.added.sends[i.message](self, i, update)
+                return self.added.messages[i.message].send(self, i, update)
 
     def receive(self, i: Receive) -> None:
         state, k = self.state, i.microbatch + self.microbatch_shift
@@ -549,7 +529,7 @@ class Worker:
                 before = state.updates.get(update, {}).get("received", {})
                 self.change_update(update, received={**before, self.plan.workers[i.source][0]: tree})
             case _:
-                self.added.receives[i.message](self, i, update, tree)
+                self.added.messages[i.message].receive(self, i, update, tree)
 
     def update(self, i: Update) -> None:
         state, update, kind = self.state, i.batch + self.version_shift, update_kind(i)

@@ -98,16 +98,6 @@ def endless_period(plan: Shape) -> int:
     return math.lcm(microbatches, len(plan.pipeline_ranks)) // microbatches
 
 
-def several_chunks_refusal(plan: Shape) -> str:
-    """Return why ranks of several chunks cannot run this plan, or ""."""
-    if plan.depth == len(plan.pipeline_ranks):
-        return ""
-    for name, value in (("extra_in_flight", plan.options.extra_in_flight), ("max_in_flight", plan.options.max_in_flight)):
-        if value:
-            return f"{name} is for one stage for each rank, found {value} and several stages on a rank; remove it"
-    return unequal_replicas(plan)
-
-
 def unequal_replicas(plan: Shape) -> str:
     """Return why a schedule that needs the same replicas of each stage cannot run this plan, or ""."""
     if len(set(plan.replicas)) > 1:

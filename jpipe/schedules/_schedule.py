@@ -84,6 +84,11 @@ def no_refusal(plan: Shape) -> str:
     return ""
 
 
+def updates_together(plan: Shape) -> bool:
+    """Return False: no stage updates before all have computed the gradients of the batch."""
+    return False
+
+
 @dataclass(frozen=True)
 class Schedule:
     """A pipeline schedule.
@@ -110,8 +115,8 @@ class Schedule:
             both counted from the first batch that is not flushed; does not decrease with k. See `version`.
         versions_alive: `(plan, s) -> int`, the largest number of versions that a replica of stage s holds.
         refusal: `(plan) -> str`, why the schedule cannot run this plan, or "".
-        norm_refusal: `(plan) -> str`, why updates cannot use the global norm of the gradients of all stages, or "". They can if each
-            stage knows the norm of a batch before it reads the weights that the batch has updated.
+        updates_early: `(plan) -> bool`, whether a stage reads the weights that a batch has updated before all stages have computed the
+            gradients of the batch, so that an update cannot depend on these (weight stashing).
         options: the names of the `PlanOptions` that it reads; plans with others are illegal.
         closed_form: the form of its batches, if planners have a closed-form price for it: "serial", one microbatch after the other;
             "fill and drain", all forwards, then all backwards; "1F1B". None: planners walk through its order, which takes longer.
@@ -128,7 +133,7 @@ class Schedule:
     formula: Callable[[Shape, int, int], int] = synchronous_version
     versions_alive: Callable[[Shape, int], int] = one_version
     refusal: Callable[[Shape], str] = no_refusal
-    norm_refusal: Callable[[Shape], str] = no_refusal
+    updates_early: Callable[[Shape], bool] = updates_together
     options: tuple[str, ...] = ()
     closed_form: Literal["serial", "fill and drain", "1F1B"] | None = None
     data_parallel: bool = False
@@ -318,15 +323,19 @@ def in_flight_of(order: Callable[[Shape, int, Sequence[int]], Iterable[Action]])
 
     def in_flight(plan: Shape, s: int) -> int:
         p = next(p for p, stages in enumerate(plan.pipeline_ranks) if s in stages)
-        begun = most = 0
-        for entry in order(plan, p, range(0, plan.microbatches, plan.replicas[s])):
-            if entry.stage == s:
-                begun += entry.is_forward
-                most = max(most, begun)
-                begun -= entry.finishes
-        return most
+        return most_in_flight(e for e in order(plan, p, range(0, plan.microbatches, plan.replicas[s])) if e.stage == s)
 
     return in_flight
+
+
+def most_in_flight(order: Iterable[Action]) -> int:
+    """Return the largest number of microbatches that an order has begun but not finished."""
+    begun = most = 0
+    for entry in order:
+        begun += entry.is_forward
+        most = max(most, begun)
+        begun -= entry.finishes
+    return most
 
 
 def split_early(plan: Shape, order: Iterator[Action]) -> Iterator[Action]:

@@ -31,7 +31,7 @@ Reference: PipeDream (SOSP 2019), sections 3.2 and 3.3, figures 4, 8 and 9.
 
 from typing import Any
 
-from jpipe.schedules._interleaved import endless_done, endless_in_flight, endless_order, endless_period, several_chunks_refusal
+from jpipe.schedules._interleaved import endless_done, endless_in_flight, endless_order, endless_period, unequal_replicas
 from jpipe.schedules._schedule import Schedule, Shape, pipeline_in_flight
 
 
@@ -100,25 +100,18 @@ def _chunk_refusal(plan: Shape) -> str:
             f"the schedule 'pipedream' with several stages on each of {ranks} ranks{replicas} needs at least {least} microbatches "
             f"per update, found {plan.microbatches_per_update(0)}; raise microbatches or use one stage for each rank"
         )
-    return several_chunks_refusal(plan)
+    return unequal_replicas(plan)
 
 
-def _norm_refusal(plan: Shape) -> str:
-    """Return why updates cannot use the global norm.
+def _updates_early(plan: Shape) -> bool:
+    """Return whether updates cannot use the gradients of all stages, or their norm: under weight stashing.
 
-    Under stashing stage s updates before its forward of microbatch L + n_s, where L is the last one of a batch, and the norm is known after
-    the backward of L at stage 0. That backward follows those of the stages before s, while the forward does not: stage s - 1 with n_{s-1} >
+    There stage s updates before its forward of microbatch L + n_s, where L is the last one of a batch, and the norm is known after the
+    backward of L at stage 0. That backward follows those of the stages before s, while the forward does not: stage s - 1 with n_{s-1} >
     n_s does its forward of L + n_s before its backward of L. So stage s > 0 would wait for s backwards, whatever m is. Under vertical sync
     stages update before their forward of L + n_0, which stage 0 begins after its backward of L.
     """
-    if plan.depth > 1 and not plan.options.vertical_sync:
-        return (
-            "under weight stashing the last stage updates before the first one has computed its gradients; "
-            "use vertical_sync, 'pipedream_2bw' or a schedule that flushes"
-        )
-    if plan.microbatches_per_update(0) < plan.microbatches:
-        return "expected update_every 'batch', found 'replicas'; use 'batch' with as many microbatches as the stage has replicas"
-    return ""
+    return plan.depth > 1 and not plan.options.vertical_sync
 
 
 PIPEDREAM = Schedule(
@@ -132,7 +125,7 @@ PIPEDREAM = Schedule(
     formula=_version,
     versions_alive=_versions_alive,
     refusal=_refusal,
-    norm_refusal=_norm_refusal,
+    updates_early=_updates_early,
     options=("extra_in_flight", "max_in_flight", "vertical_sync", "update_every", "flush_first", "split_backward"),
     closed_form="1F1B",
 )

@@ -16,12 +16,13 @@ for odd p; m / r >= 2 p with r > 1 replicas. Reference: PipeDream-2BW (ICML 2021
 
 import math
 
-from jpipe.schedules._interleaved import endless_done, endless_in_flight, endless_order, endless_period, several_chunks_refusal
+from jpipe.schedules._interleaved import endless_done, endless_in_flight, endless_order, endless_period, unequal_replicas
 from jpipe.schedules._schedule import Schedule, Shape, pipeline_in_flight
 
 
 def _refusal(plan: Shape) -> str:
-    return several_chunks_refusal(plan) or _too_few_microbatches(plan)
+    is_straight = plan.depth == len(plan.pipeline_ranks)
+    return ("" if is_straight else unequal_replicas(plan)) or _too_few_microbatches(plan)
 
 
 def _too_few_microbatches(plan: Shape) -> str:

@@ -8,12 +8,10 @@ from typing import Any
 import jax
 
 from jpipe.capabilities.registry import runtimes_for
-from jpipe.meshes._place import NoPlace, Place
+from jpipe.meshes._place import Place
 from jpipe.model.layerwise._trace import position_spec
-from jpipe.stages.functions._specs import rng_spec
 from jpipe.stages.functions._stage import StageFunctions
 from jpipe.stages.functions._update import GlobalNorm, norm_spec
-from jpipe.stages.messages._sums import specs_of_sent
 
 Tree = Any
 Spec = jax.ShapeDtypeStruct
@@ -51,14 +49,14 @@ class Arrays:
 
     Attributes:
         functions: of the stage.
-        place: where it runs, or a `NoPlace` for the sizes of shards.
+        place: where it runs, or one without devices for the sizes of shards.
         chosen: the shardings that XLA chose for arrays between two programs, in order: "saved" from the forward, "stash" from the first
             half of a backward. Before they are known, these arrays count as sharded like those between stages.
         share: what this replica updates; None: everything.
     """
 
     functions: StageFunctions
-    place: Place | NoPlace
+    place: Place
     chosen: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     share: Share | None = None
 
@@ -195,32 +193,12 @@ class Arrays:
         """The arrays that replicas sum for an update: accumulators, and layer state if they average it with each update."""
         return self.accumulators, self.averaged if self.functions.average_state == "update" else []
 
-    def reduced_part(self, number: int) -> tuple[Tree, list[Spec]]:
-        """Return the arrays that replicas sum for one part of the stage (`Stage.sum_parts`); the layer state is with the first part."""
-        accumulators, averaged = self.reduced
-        return self.functions.accumulators_of_part(accumulators, number), [] if number else averaged
-
     @property
-    def sum_error(self) -> Tree:
-        """What rounding has lost of the gradients of the replica, if their sums are compressed."""
-        return None if self.functions.compressed_sums is None else self.accumulators["gradients"]
-
-    @property
-    def parts(self) -> list[int | None]:
-        """The numbers of the parts of the stage that are summed each by itself (`Stage.sum_parts`); None stands for the whole stage."""
-        return [*range(len(self.functions.stage.sum_parts))] or [None]
-
-    def sent_to_sum(self, part: int | None) -> tuple[Tree, list[Spec]]:
-        """Return what a replica gives to a sum that is compressed, or to the sum of one part of the stage."""
-        assert self.functions.compressed_sums is not None
-        accumulators, averaged = self.reduced if part is None else self.reduced_part(part)
-        sent = specs_of_sent(self.functions.partition, self.functions.compressed_sums, accumulators["gradients"])
-        return {**accumulators, "gradients": self.place.specs(*sent)}, averaged
-
-    @property
-    def sum_rng(self) -> Tree:
-        """The pair (number of the update and the replica, key), if compressed sums are rounded at random."""
-        return self.whole(rng_spec()) if self.functions.links.rounding == "stochastic" else (None, None)
+    def sums(self) -> dict[str, tuple[Tree, list[Spec]]]:
+        """The arrays of `reduced` by the pieces of them that are summed each by itself (`AllReduce.piece`)."""
+        (accumulators, averaged), f = self.reduced, self.functions
+        parts = range(len(f.stage.sum_parts))
+        return {f" {part}": (f.accumulators_of_part(accumulators, part), [] if part else averaged) for part in parts} or {"": self.reduced}
 
     @property
     def averaged(self) -> list[Spec]:

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import optax
 
-from jpipe.capabilities.registry import values_of
+from jpipe.capabilities.registry import exchange_of, values_of
 from jpipe.context import traced_platform
 from jpipe.errors import InputError
 from jpipe.meshes._partition import partitions
@@ -19,14 +19,13 @@ from jpipe.model._stack import LayerStack, Probed
 from jpipe.model._ties import NOTHING_SHARED, Sharing
 from jpipe.model.layerwise._optimizer import LayerwiseOptimizer
 from jpipe.model.layerwise._probe import find_layerwise
-from jpipe.plan import Links, Plan, Stage, excluded
+from jpipe.plan import Plan, Stage, excluded
 from jpipe.schedules import SCHEDULES
 from jpipe.stages._batch import Batch, rows_of
 from jpipe.stages._gradients import check_gradients, with_gradients
 from jpipe.stages.functions._loss import check_loss
 from jpipe.stages.functions._specs import Specs, rng_spec
 from jpipe.stages.functions._stage import StageFunctions
-from jpipe.stages.messages._compress import compressed_specs
 
 Tree = Any
 
@@ -81,14 +80,11 @@ class StageBuilder:
         functions = []
         split = partitions(self._plan, self._stack, layers, rows_of(spec))
         sharing = self._stack.ties.sharing([stage.layers for stage in self._plan.stages]) if self._stack.ties.first else NOTHING_SHARED
+        capabilities = values_of(self._plan)
         for s, stage in enumerate(self._plan.stages):
             options = {"average_state": self._average_state, "sharing": sharing, **self._options}
-            options |= {"number": s} if sharing.counted or self._plan.links is not None else {}
-            options |= {
-                "partition": split[s],
-                "capabilities": values_of(self._plan),
-                "links": self._plan.links or Links(),
-            }
+            options |= {"number": s} if sharing.counted or capabilities else {}
+            options |= {"partition": split[s], "capabilities": capabilities}
             functions.append(stage_functions(self._stack, stage, layers, labels, self._loss, unprobed, self._precision, **options))
         layerwise = self._layerwise({layer_id: spec.params for layer_id, spec in layers.items()})
         check_gradients(self._stack, layers, len(self._plan.stages[0].layers), self._loss, labels, layerwise.trained)
@@ -155,14 +151,14 @@ def stage_functions(
     Raises:
         InputError: a loss that does not fit.
     """
-    first, last, links = stage.layers[0] == stack.ids[0], stage.layers[-1] == stack.ids[-1], options.get("links", Links())
-    draws = stack.is_stochastic(stage.layers) or (last and random_parameter(loss)) or links.draws
+    first, last, exchange = stage.layers[0] == stack.ids[0], stage.layers[-1] == stack.ids[-1], exchange_of(options.get("capabilities", {}))
+    draws = stack.is_stochastic(stage.layers) or (last and random_parameter(loss)) or exchange.draws
     rng = rng_spec() if draws else (None, None)
     fresh = stack.ties.split({layer_id: spec.params for layer_id, spec in layers.items()}, stage.layers)
     params = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, precision.version_dtype(p.dtype)), fresh)
     state = {layer_id: layers[layer_id].state for layer_id in stage.layers}
     x = layers[stage.layers[0]].x
-    received = x if first else compressed_specs(x, links.activations)
+    received = x if first else exchange.specs("activation", x)
     specs = Specs(params, state, received, labels if last else None, rng, fresh, x)
     options = {"input_gradient": not first, **options}
     if last:

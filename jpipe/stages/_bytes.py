@@ -7,7 +7,7 @@ from typing import Any, Literal
 import jax
 
 from jpipe.meshes._partition import shard_bytes
-from jpipe.meshes._place import NoPlace
+from jpipe.meshes._place import Place
 from jpipe.plan import Plan, repeats_forward
 from jpipe.programs._costs import Passed, StageCost
 from jpipe.schedules import SCHEDULES
@@ -79,12 +79,12 @@ def measure_bytes(
         gradient=0 if f.first else nbytes(a.gradient),
         weights=nbytes((a.params, a.scale)),
         frozen=nbytes(f.trained.unchosen(a.params)),
-        optimizer=nbytes((a.optimizer, a.capabilities)),
+        optimizer=nbytes(a.optimizer),
         state=nbytes(a.state),
         accumulators=nbytes(a.accumulators),
         part_accumulators=tuple(nbytes(f.accumulators_of_part(a.accumulators, part)) for part in range(len(f.stage.sum_parts))),
-        sum_error=nbytes(a.sum_error),
-        compressed_sums=() if f.compressed_sums is None else tuple(nbytes(a.sent_to_sum(part)[0]) for part in a.parts),
+        kept=nbytes(a.capabilities),
+        gathered=() if f.summing is None else tuple(nbytes(accumulators) for accumulators, _ in f.summing.specs(a)),
         squares=nbytes(squares_spec([len(f.counted)])),
         shared=tuple(
             nbytes([a.accumulators["gradients"][name] for name in names]) if f.number in stages else 0 for stages, names in f.sharing.groups
@@ -112,7 +112,7 @@ def _of_microbatch(a: Arrays, splits: bool) -> tuple[tuple[list[Any], list[Any]]
 
 def arrays_of(functions: StageFunctions, chosen: Mapping[str, Sequence[Any]] | None = None) -> Arrays:
     """Return the arrays of a stage without devices, for their sizes; `chosen` as in `Arrays`."""
-    return Arrays(functions, NoPlace(functions.partition.mesh), {} if chosen is None else chosen)
+    return Arrays(functions, Place((), functions.partition.mesh), {} if chosen is None else chosen)
 
 
 def kept_by_both(before: StageFunctions, after: StageFunctions, splits: tuple[bool, bool]) -> tuple[Passed, ...]:

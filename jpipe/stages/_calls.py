@@ -20,12 +20,10 @@ from jpipe.stages.functions._stage import StageFunctions
 from jpipe.stages.functions._sums import (
     add,
     add_shared,
-    compress_sum,
     finish,
     mean_state,
     shared_gradients,
     shared_with,
-    sum_compressed,
     take_shared,
     unshared,
 )
@@ -125,8 +123,6 @@ def _call(a: Arrays, name: str, counts: Sequence[int]) -> Call:
         "zero_accumulators": lambda: Call(f.zero_accumulators, (), (a.params,), a.accumulators),
         "add_state": lambda: Call(add, (), (a.averaged, a.averaged), a.averaged),
         "mean_state": lambda: Call(partial(mean_state, f), (), (a.averaged,), a.averaged),
-        "add": lambda: Call(add, (), (a.reduced, a.reduced), a.reduced),
-        "finish": lambda: Call(partial(finish, f), (0,), (a.reduced,), (*a.reduced, loss)),
         "evaluate": lambda: Call(
             partial(evaluate, f), (), (a.params, a.state, a.x, a.labels, a.evaluation_rng), number if f.last else a.outputs
         ),
@@ -137,7 +133,7 @@ def _call(a: Arrays, name: str, counts: Sequence[int]) -> Call:
     for hooks in runtimes_for(f.capabilities).values():
         if hooks.calls is not None and name in (more := hooks.calls(a)):
             return more[name]
-    return {**_calls_for_shared(a), **_calls_for_parts(a), **_calls_for_compressed_sums(a)}[name]
+    return {**_calls_for_shared(a), **_calls_for_sums(a)}[name]
 
 
 def _call_of_op(a: Arrays, op: Op) -> Call:
@@ -178,28 +174,19 @@ def _result_of_op(a: Arrays, op: Op, kind: Leaves) -> Any:
     return results[kind]
 
 
-def _calls_for_parts(a: Arrays) -> dict[str, Call]:
-    """Return the calls for the sums of each part of the stage."""
+def _calls_for_sums(a: Arrays) -> dict[str, Call]:
+    """Return the calls with which replicas sum what an update needs."""
     calls: dict[str, Call] = {}
-    for part in range(len(a.functions.stage.sum_parts)):
-        reduced = a.reduced_part(part)
-        calls[f"add {part}"] = Call(add, (), (reduced, reduced), reduced)
-        calls[f"finish {part}"] = Call(partial(finish, a.functions), (0,), (reduced,), None)
+    for piece, reduced in a.sums.items():
+        calls[f"add{piece}"] = Call(add, (), (reduced, reduced), reduced)
+        calls[f"finish{piece}"] = Call(partial(finish, a.functions), (0,), (reduced,), (*reduced, loss_specs(a, reduced[0])))
     return calls
 
 
-def _calls_for_compressed_sums(a: Arrays) -> dict[str, Call]:
-    """Return the calls with which replicas sum compressed gradients."""
-    f, calls = a.functions, dict[str, Call]()
+def loss_specs(a: Arrays, accumulators: Tree) -> tuple[Any, Any] | None:
+    """Return the specs of the mean loss and the weight of a batch, if these accumulators have them."""
     number = a.whole(jax.ShapeDtypeStruct((), loss_dtype()))
-    for part in a.parts if f.compressed_sums is not None else ():
-        suffix, reduced = ("", a.reduced) if part is None else (f" {part}", a.reduced_part(part))
-        sent, gradients = a.sent_to_sum(part), reduced[0]["gradients"]
-        inputs = gradients, number, gradients, a.sum_rng
-        calls[f"compress{suffix}"] = Call(partial(compress_sum, f), (2,), inputs, (sent[0]["gradients"], gradients))
-        total = *reduced, (number, number) if "loss" in reduced[0] else None
-        calls[f"sum{suffix}"] = Call(partial(sum_compressed, f), (), ([sent] * f.stage.replicas,), total)
-    return calls
+    return (number, number) if "loss" in accumulators else None
 
 
 def _calls_for_shared(a: Arrays) -> dict[str, Call]:

@@ -19,7 +19,7 @@ from typing import Any, get_args
 import jax
 import jax.numpy as jnp
 
-from jpipe.capabilities.registry import runtimes_for, runtimes_of
+from jpipe.capabilities.registry import exchange_of, runtimes_for, runtimes_of, values_of
 from jpipe.errors import callers_code, cause
 from jpipe.meshes._place import Place
 from jpipe.model._layer import Layer, LayerSpec, key_spec
@@ -201,10 +201,10 @@ def _calls(instruction: Instruction, program: Program) -> tuple[str, ...]:
     match instruction:
         case Compute():
             return (op_of(instruction, program.plan).function,)
-        case AllReduce(part=part):
-            compresses = program.plan.links is not None and program.plan.links.sums is not None
-            names = ("compress", "sum") if compresses else ("add", "finish")
-            return names if part is None else tuple(f"{name} {part}" for name in names)
+        case AllReduce(piece=piece):
+            summing = exchange_of(values_of(program.plan)).sums
+            names = ("add", "finish") if summing is None else summing.calls
+            return tuple(f"{name}{piece}" for name in names)
         case TakeShared():
             return ("take_shared",)
         case AddShared(group=group):
@@ -214,9 +214,9 @@ def _calls(instruction: Instruction, program: Program) -> tuple[str, ...]:
         case Update():
             aside = ("zero_accumulators", "mean_loss") if stage == program.plan.depth - 1 else ("zero_accumulators",)
             kind = update_kind(instruction)
-            shared = (f"{kind} shared {group}" for group, stages in enumerate(program.shared) if stage in stages)
+            shared = (f"{kind} shared {group}" for group, stages in enumerate(program.uses.get("shared_parameters", ())) if stage in stages)
             return (kind, *shared, *(aside if program.sets_aside[stage] else ()))
-    return tuple(name for hooks in runtimes_of(program.plan) for name in hooks.used_calls.get(type(instruction), ()))
+    return tuple(name for hooks in runtimes_of(program.plan, program.uses) for name in hooks.used_calls.get(type(instruction), ()))
 
 
 def compile_start(stage: CompiledStage) -> Callable[[Tree], tuple[Tree, Tree, Tree]]:

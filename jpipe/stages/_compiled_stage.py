@@ -60,7 +60,7 @@ class CompiledStage:
     Each except `evaluate` returns (result, done), where `done` is an array of one byte that is ready when the computation is finished.
     With the global norm there is also `sum_squares`, and at the first stage `norm`; with a norm of each stage `stage_norm`; with a dynamic
     loss scale `next_scale`; if gradients are set aside, `zero_accumulators` and at the last stage `mean_loss`; if replicas sum them, `add`
-    and `finish`, or `compress` and `sum` if these sums are compressed, with `Stage.sum_parts` for each part one with its number, as in
+    and `finish`, or those of a capability that sums in another way, with `Stage.sum_parts` for each part one with its number, as in
     `add 0` and `backward 0`; if they average their layer state when it is read, `add_state` and `mean_state`; those of capabilities. With a
     `share`, updates are of this part of the weights. `starts` keeps what runs once before batch 0, compiled at the first use.
     """

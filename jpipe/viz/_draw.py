@@ -10,11 +10,13 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jpipe._html import size
-from jpipe.errors import InputError, short, shortened
+from jpipe.capabilities.protocol import MessageHooks
+from jpipe.errors import InputError, shortened
 from jpipe.ops import OPS
 from jpipe.plan import Plan
 from jpipe.programs._timeline import MemorySample, MemoryTimeline, Span, Timeline
-from jpipe.programs._transfers import Transfer, in_rows
+from jpipe.programs._transfers import Transfer, messages
+from jpipe.viz._perfetto import rows_of
 
 if TYPE_CHECKING:
     import matplotlib.axes
@@ -24,15 +26,7 @@ if TYPE_CHECKING:
 _FORWARD, _BACKWARD, _INPUT, _WEIGHT, _UPDATE, _IDLE = "#0072B2", "#F0A830", "#F2D06B", "#DF6722", "#1A1A1A", "#EFEFEF"
 _COLOURS = {"F": _FORWARD, "B": _BACKWARD, "I": _INPUT, "W": _WEIGHT}  # of the pieces of an op
 _NAMES = {colour: OPS[piece].label for piece, colour in _COLOURS.items()} | {_UPDATE: "update", _IDLE: "idle"}
-_MESSAGES = {"activation": "#7FC4EA", "gradient": "#D9A3C1", "sum": "#009E73", "changes": "#4B1D78", "host": "#F0E0A0", "": "#8C8C8C"}
-_MESSAGE_NAMES = {
-    "activation": "activation sent",
-    "gradient": "gradient sent",
-    "sum": "sum over replicas",
-    "changes": "agreement of pipelines",
-    "host": "move to or from host memory",
-    "": "other message",
-}
+_OTHER = MessageHooks("").colour  # of messages without one of their own
 _VERSIONS = ("#08519C", "#6BAED6", "#2171B5", "#BDD7E7")  # one after the other: neighbours differ most
 _PARTS = {"optimizer": "#009E73", "gradients": "#F0A830", "residuals": "#CC79A7", "other": "#8C8C8C"}
 _SMALL = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
@@ -96,8 +90,12 @@ def draw_timeline(
         InputError: there is no timeline, one has no length, the number of the plan's ranks differs from that of the rows, or `transfers`
             names a timeline that there is not.
     """
-    rows = _rows_of_transfers(timelines, transfers)
-    seconds = {name: _last_end(timeline) for name, timeline in timelines.items()} if seconds is None else seconds
+    rows = {
+        name: {_row_name(row[0]): row for row in each.values()} for name, each in rows_of("draw_timeline", timelines, transfers).items()
+    }
+    if seconds is None:
+        ends = {name: [span.update_end for spans in timeline for span in spans] for name, timeline in timelines.items()}
+        seconds = {name: max(each, default=0.0) for name, each in ends.items()}
     lengths = _lengths("draw_timeline", timelines, seconds)
     counts, page = [len(timeline) + len(rows[name]) for name, timeline in timelines.items()], _Page(width, font_size)
     row = min(max(8.0 / sum(counts), 0.17, 1.5 * font_size / 72), 0.34)  # inches
@@ -112,7 +110,9 @@ def draw_timeline(
     for (axes,), (name, timeline) in zip(panels, timelines.items(), strict=True):
         _draw_rows(axes, timeline, lengths[name], points, versions, written)
         _draw_transfers(axes, rows[name], len(timeline), points, font_size)
-        _name_rows(axes, [*names[: len(timeline)], *rows[name]], page.size(8))
+        axes.set_yticks([n + 0.5 for n in range(len(timeline) + len(rows[name]))], [*names[: len(timeline)], *rows[name]])
+        axes.set_ylim(len(timeline) + len(rows[name]), 0)
+        axes.tick_params(axis="y", labelsize=page.size(8))
         words = f"{name}: {lengths[name] / scale:.4g} {unit}, bubble {_bubble(timeline, lengths[name]):.1%}"
         axes.set_title(words, loc="left", fontsize=page.size(9), pad=4)
         _time_axis(axes, lengths, scale, font_size)
@@ -214,12 +214,6 @@ def _left(page: _Page, names: Sequence[str]) -> float:
     return _LEFT + 0.065 * page.size(8) / 8 * max(0, max(map(len, names)) - len("rank 10"))
 
 
-def _name_rows(axes: "matplotlib.axes.Axes", names: Sequence[str], size: float) -> None:
-    axes.set_yticks([n + 0.5 for n in range(len(names))], names)
-    axes.set_ylim(len(names), 0)
-    axes.tick_params(axis="y", labelsize=size)
-
-
 def _names_of_colours(
     timelines: Mapping[str, Timeline], lengths: Mapping[str, float], rows: Mapping[str, Mapping[str, Sequence[Transfer]]]
 ) -> dict[str, list[str]]:
@@ -227,20 +221,9 @@ def _names_of_colours(
     spans = _spans(timelines)
     used = {colour for span in spans for colour in _colours(span)} | ({_UPDATE} if any(span.updates for span in spans) else set())
     used |= {_IDLE} if any(_bubble(timeline, lengths[name]) > 0.0005 for name, timeline in timelines.items()) else set()
-    moved = {_kind(transfer) for each in rows.values() for row in each.values() for transfer in row}
+    moved = [transfer for each in rows.values() for row in each.values() for transfer in row]
     legend = {name: [colour] for colour, name in _NAMES.items() if colour in used}
-    return legend | {_MESSAGE_NAMES[kind]: [colour] for kind, colour in _MESSAGES.items() if kind in moved}
-
-
-def _rows_of_transfers(
-    timelines: Mapping[str, Timeline], transfers: Mapping[str, Sequence[Transfer]] | None
-) -> dict[str, dict[str, list[Transfer]]]:
-    """Return the rows of transfers of each timeline, with names that are not long."""
-    transfers = {} if transfers is None else transfers
-    if not isinstance(transfers, Mapping) or not set(transfers) <= set(timelines):
-        names = ", ".join(map(repr, timelines))
-        raise InputError(f"draw_timeline: transfers: expected a mapping of names of timelines ({names}), found {short(transfers)}")
-    return {name: {_row_name(row[0]): row for row in in_rows(transfers.get(name, ())).values()} for name in timelines}
+    return legend | {messages()[kinds[0].what].legend: [colour] for colour, kinds in _by_colour(moved).items()}
 
 
 def _row_name(transfer: Transfer) -> str:
@@ -248,22 +231,27 @@ def _row_name(transfer: Transfer) -> str:
     return transfer.row if len(transfer.ranks) < 6 else f"sum {transfer.ranks[0]},{transfer.ranks[1]},…,{transfer.ranks[-1]}"
 
 
-def _kind(transfer: Transfer) -> str:
-    return "host" if transfer.is_move else transfer.what if transfer.what in _MESSAGES else ""
+def _by_colour(transfers: Sequence[Transfer]) -> dict[str, list[Transfer]]:
+    """Return transfers by their colour, in the order of the legend; those without a colour of their own come last."""
+    order = sorted(messages().values(), key=lambda message: message.colour == _OTHER)
+    by_colour = {message.colour: list[Transfer]() for message in order}
+    for transfer in transfers:
+        by_colour[messages()[transfer.what].colour].append(transfer)
+    return {colour: several for colour, several in by_colour.items() if several}
 
 
 def _draw_transfers(
     axes: "matplotlib.axes.Axes", rows: Mapping[str, Sequence[Transfer]], first: int, points: float, font_size: float
 ) -> None:
     for n, row in enumerate(rows.values(), start=first):
-        for kind, colour in _MESSAGES.items():
-            boxes = [(transfer.start, max(transfer.end - transfer.start, 0.8 / points)) for transfer in row if _kind(transfer) == kind]
-            edge = 0.4 if boxes and points * statistics.median(width for _, width in boxes) > 4 else 0.0
+        for colour, transfers in _by_colour(row).items():
+            boxes = [(transfer.start, max(transfer.end - transfer.start, 0.8 / points)) for transfer in transfers]
+            edge = 0.4 if points * statistics.median(width for _, width in boxes) > 4 else 0.0
             axes.broken_barh(boxes, (n + 0.22, 0.56), facecolor=colour, edgecolor="white", linewidth=edge)
         for transfer in row:
             label = transfer.label if transfer.is_move else str(transfer.number)
             if _fits(label, (transfer.start, transfer.end), points, font_size):
-                middle, ink = (transfer.start + transfer.end) / 2, "white" if _kind(transfer) in ("sum", "changes") else "black"
+                middle, ink = (transfer.start + transfer.end) / 2, "white" if transfer.is_sum else "black"
                 axes.text(middle, n + 0.5, label, size=font_size, color=ink, ha="center", va="center_baseline", clip_on=True)
 
 
@@ -317,10 +305,6 @@ def _size_in_boxes(spans: Sequence[Span], points: float, versions: bool, font_si
 def _fits(label: str, room: tuple[float, float], points: float, font_size: float) -> bool:
     width = font_size * sum(0.32 if letter == "." else 0.64 if letter in "0123456789" else 0.42 for letter in label)
     return (room[1] - room[0]) * points >= width + 1.4
-
-
-def _last_end(timeline: Timeline) -> float:
-    return max((span.update_end for spans in timeline for span in spans), default=0.0)
 
 
 # Memory ----------------------------------------------------------------------------------------------------------------
@@ -426,6 +410,8 @@ def _figure(
 ) -> "tuple[matplotlib.figure.Figure, list[list[matplotlib.axes.Axes]]]":
     """Return a figure and its panels below each other, with heights and gaps in inches, a title, a legend and space for a label below."""
     from matplotlib.figure import Figure
+    from matplotlib.legend_handler import HandlerTuple
+    from matplotlib.patches import Patch
 
     start = left
     shown = _legend_columns(list(legend), page.points(left), page.size(8))
@@ -442,7 +428,12 @@ def _figure(
     spaces = {"height_ratios": list(heights), "hspace": gap * len(heights) / sum(heights), "wspace": 0.04}
     panels = figure.subplots(len(heights), columns, sharex=True, sharey=sharey, squeeze=False, gridspec_kw=margins | spaces)
     figure.text(start / page.width, 1 - 0.1 / height, title, fontsize=page.size(11), va="top")
-    _legend(figure, (start / page.width, 1 - under_title / height), legend, shown, page.size(8))
+    patches = [tuple(Patch(facecolor=colour) for colour in colours) for colours in legend.values()]  # each name has one or several
+    figure.legend(
+        handles=patches, labels=list(legend), handler_map={tuple: HandlerTuple(ndivide=None, pad=0)}, loc="upper left",
+        bbox_to_anchor=(start / page.width, 1 - under_title / height), borderpad=0, borderaxespad=0, ncols=shown, frameon=False,
+        fontsize=page.size(8),
+    )  # fmt: skip
     return figure, panels.tolist()
 
 
@@ -453,17 +444,3 @@ def _legend_columns(labels: Sequence[str], points: float, size: float) -> int:
         if sum(max(widths[i : i + rows]) for i in range(0, len(labels), rows)) <= points:
             return -(-len(labels) // rows)
     return 1
-
-
-def _legend(
-    figure: "matplotlib.figure.Figure", corner: tuple[float, float], entries: Mapping[str, list[str]], columns: int, size: float
-) -> None:
-    """Add a legend of names, each with one or several colours."""
-    from matplotlib.legend_handler import HandlerTuple
-    from matplotlib.patches import Patch
-
-    patches = [tuple(Patch(facecolor=colour) for colour in colours) for colours in entries.values()]
-    figure.legend(
-        handles=patches, labels=list(entries), handler_map={tuple: HandlerTuple(ndivide=None, pad=0)},
-        loc="upper left", bbox_to_anchor=corner, borderpad=0, borderaxespad=0, ncols=columns, frameon=False, fontsize=size,
-    )  # fmt: skip

@@ -29,18 +29,26 @@ def to_perfetto(timelines: Mapping[str, Timeline], transfers: Mapping[str, Seque
     Raises:
         InputError: `transfers` is not a mapping, or names a timeline that there is not.
     """
-    transfers = {} if transfers is None else transfers
-    if not isinstance(transfers, Mapping) or not set(transfers) <= set(timelines):
-        names = ", ".join(map(repr, timelines))
-        raise InputError(f"to_perfetto: transfers: expected a mapping of names of timelines ({names}), found {short(transfers)}")
+    rows_by_name = rows_of("to_perfetto", timelines, transfers)
     events: list[_Event] = []
     flows = count(1)
     for pid, (name, timeline) in enumerate(timelines.items(), start=1):
-        rows = in_rows(transfers.get(name, ()))
+        rows = rows_by_name[name]
         events += _names(pid, name, [*(f"rank {rank}" for rank in range(len(timeline))), *rows])
         slices = [*_slices(pid, timeline), *_flows(pid, timeline, flows), *_of_transfers(pid, len(timeline) + 1, rows)]
         events += sorted(slices, key=lambda event: event["ts"])
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, separators=(",", ":"), allow_nan=False)
+
+
+def rows_of(
+    where: str, timelines: Mapping[str, Timeline], transfers: Mapping[str, Sequence[Transfer]] | None
+) -> dict[str, dict[str, list[Transfer]]]:
+    """Return the transfers of each timeline in rows; raise InputError for a timeline that there is not."""
+    transfers = {} if transfers is None else transfers
+    if not isinstance(transfers, Mapping) or not set(transfers) <= set(timelines):
+        names = ", ".join(map(repr, timelines))
+        raise InputError(f"{where}: transfers: expected a mapping of names of timelines ({names}), found {short(transfers)}")
+    return {name: in_rows(transfers.get(name, ())) for name in timelines}
 
 
 def _names(pid: int, name: str, rows: Sequence[str]) -> Iterator[_Event]:

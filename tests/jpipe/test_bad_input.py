@@ -389,7 +389,7 @@ UNTYPED = {
             f"simulate: costs of stage 0: {field}: expected {expected}, found {value}"
         )
         for field, value, expected in (
-            ("compressed_sums", "5", "a tuple of numbers"),
+            ("gathered", "5", "a tuple of numbers"),
             ("updated", "[1]", "a tuple of numbers"),
             ("forward", "(1.0, 2.0)", "a number of 0 or more"),
         )
@@ -609,8 +609,8 @@ def test_a_batch_that_jax_rejects_is_refused(inputs, message):
                 f"simulate: costs of stage 0: {next(iter(field))}: expected {message}$",
             )
             for field, parts, message in (
-                ({"compressed_sums": (1, 2)}, 1, r"a number for each part of the stage, 1 in all, found \(1, 2\)"),
-                ({"compressed_sums": (1,)}, 2, r"a number for each part of the stage, 2 in all, found \(1,\)"),
+                ({"gathered": (1, 2)}, 1, r"a number for each part of the stage, 1 in all, found \(1, 2\)"),
+                ({"gathered": (1,)}, 2, r"a number for each part of the stage, 2 in all, found \(1,\)"),
                 ({"part_times": (1.0,)}, 2, r"a number for each part of the stage, 2 in all, found \(1\.0,\)"),
             )
         ),

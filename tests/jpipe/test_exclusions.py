@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from jpipe import InputError, Plan
+from jpipe import InputError, Plan, lower
 from jpipe.plan import EXCLUSIONS, Exclusion, excluded
 
 OF_PLANS = {
@@ -12,12 +12,12 @@ OF_PLANS = {
     "extra_in_flight": {"extra_in_flight": 1},
     "flush_first": {"flush_first": 1},
     "update_every": {"update_every": "replicas"},
+    "weight stashing": {"vertical_sync": False},
     "shard_optimizer": {"shard_optimizer": True},
     "stages.sum_parts": {"sum_parts": 2},
     "chunks_per_rank": {"chunks_per_rank": 2},
     "links.sums": {"links": {"sums": "int8"}},
     "agree": {"agree": {"every": 2}},
-    "offload": {"offload": {"optimizer": "all"}},
     "offload.versions": {"offload": {"versions": "all"}},
     "offload.residuals": {"offload": {"residuals": [1]}},
     "offload.stash": {"offload": {"stash": "all"}},
@@ -31,12 +31,13 @@ BESIDE_PLANS = {
     "precision: params": "bfloat16",
     "ema_decay": 0.9,
     "delay_correction": 1.0,
+    "accumulate_batches": 2,
     "ties": ["w"],
 }
 
 
 def plan_of(**fields):
-    return Plan.even("abcdefgh", 4, **{"schedule": "pipedream", "microbatches": 8, "replicas": 2, **fields})
+    return Plan.even("abcdefgh", 4, **{"schedule": "pipedream", "microbatches": 8, "replicas": 2, "vertical_sync": True, **fields})
 
 
 @pytest.mark.parametrize("exclusion", EXCLUSIONS, ids=lambda each: f"{each.option} and {each.other}")
@@ -56,7 +57,7 @@ def test_both_are_refused_and_one_is_not(exclusion: Exclusion):
         message = excluded(plan_of(**both), **given)
     where, _, rest = message.partition(": expected ")
     assert where == exclusion.option.replace("stages.", "stages.0.")
-    name = exclusion.other if given.keys() >= {exclusion.other} or not given else f"plan.{exclusion.other}"
+    name = exclusion.other if exclusion.other in {*given, "weight stashing"} or not given else f"plan.{exclusion.other}"
     assert name.removeprefix("stages.") in rest.partition(": ")[0]
     assert rest.endswith(f": {exclusion.why}; {exclusion.change}")
 
@@ -68,8 +69,33 @@ def test_each_pair_is_said_once():
 
 
 def test_where_the_pipeline_flushes_less_is_excluded():
-    assert plan_of(schedule="pipedream_flush", shard_optimizer=True, max_in_flight=2).shard_optimizer
-    assert excluded(plan_of(schedule="gpipe", agree={"every": 2}), clip_global_norm=1.0) == ""
+    flushing = {"vertical_sync": False, "agree": {"every": 2}}
+    assert plan_of(schedule="pipedream_flush", vertical_sync=False, shard_optimizer=True, max_in_flight=2).shard_optimizer
+    assert excluded(plan_of(schedule="gpipe", **flushing), clip_global_norm=1.0) == ""
+
+
+def test_updates_of_as_many_microbatches_as_there_are_replicas_are_those_of_a_batch():
+    """The option changes nothing there, so that it excludes nothing."""
+    plan = plan_of(microbatches=2, update_every="replicas", shard_optimizer=True)
+    assert excluded(plan, clip_global_norm=1.0, accumulate_batches=2) == ""
+    once = lower(plan.model_copy(update={"update_every": "batch"}), 3)
+    assert lower(plan, 3).instructions == once.instructions
+
+
+def test_arguments_are_checked_without_a_plan():
+    assert excluded(None, clip_stage_norm=1.0, ema_decay=0.0, skip_nonfinite=False) == ""
+    message = excluded(None, clip_stage_norm=1.0, clip_global_norm=2.0)
+    assert (
+        message
+        == "clip_stage_norm: expected no clip_global_norm with 1.0, found 2.0: gradients are clipped by one norm; remove one of them"
+    )
+    assert excluded(None, [Exclusion("--here", "--there", "they differ")], **{"--here": 1, "--there": False}) == ""
+
+
+@pytest.mark.parametrize(("option", "found"), [({"global_norm": True}, "global_norm"), ({"shared": [(0, 1)]}, "shared")])
+def test_programs_are_not_written_for_what_is_excluded(option, found):
+    with pytest.raises(InputError, match=rf"^lower: {found}: expected no weight stashing under the schedule 'pipedream': the last stage "):
+        lower(plan_of(vertical_sync=False), 2, **option)
 
 
 def test_options_of_stages_exclude_each_other_at_the_same_stage():

@@ -19,21 +19,8 @@ import optax
 from jpipe import InputError, Layer, LayerStack, Pipeline, Plan, Tie
 from jpipe.optimizers import compensated_adam, compensated_sgd, per_stage, scale_by_delay
 from jpipe.schedules import SCHEDULES
-from tests.pairs.capabilities import (
-    B1,
-    B2,
-    CAPABILITIES,
-    DECAY,
-    EPS,
-    EQUAL_REPLICAS,
-    IN_A_V,
-    IN_CHUNKS,
-    RATE,
-    Option,
-    Rule,
-    Shape,
-    composition,
-)
+from tests.pairs.capabilities import B1, B2, CAPABILITIES, DECAY, EPS, RATE, Rule
+from tests.pairs.option import EQUAL_REPLICAS, IN_A_V, IN_CHUNKS, Option, Shape, composition
 from tests.pairs.reference import Model, Place, Run
 
 KEY = 7

@@ -2,7 +2,7 @@
 
 It is written from the pages in docs/explanation/ and docs/how-to/ and shares no code with the packages: of a plan it reads the fields, of a
 schedule the formula of the versions in `tests/jpipe/reference.py`. `Run` is what every run does. `Capability` names the places at which one
-capability changes that; `tests/pairs/capabilities.py` has them all.
+capability changes that; `tests/pairs/capabilities.py` finds them all.
 """
 
 import copy

@@ -7,12 +7,13 @@ import jax
 import pytest
 
 from jpipe import InputError
-from tests.pairs.capabilities import CAPABILITIES
+from jpipe.capabilities.registry import OPTIONS
+from tests.pairs.capabilities import CAPABILITIES, OF_ROOMS
 from tests.pairs.draw import ROWS, SameOption, Setting, schedules_of, setting_of
 
 EXCLUDED = {
     "rare agreement": {  # docs/how-to/agree-rarely.md
-        *("shared optimizer", "sums in parts", "updates of replicas", "host memory", "compressed sums"),
+        *("shared optimizer", "sums in parts", "updates of replicas", "compressed sums"),
         *("averaged weights", "delay correction", "dynamic loss scale"),
     },
     "shared optimizer": {"averaged weights", "updates of replicas"},  # docs/how-to/meshes.md
@@ -40,11 +41,17 @@ def refusal(pair, seed, schedule=None) -> tuple[Setting, str]:
     return setting, ""
 
 
+def test_every_room_brings_its_part_of_the_reference():
+    assert {option.room for option in OPTIONS} <= OF_ROOMS.keys()
+    assert all(OF_ROOMS.values())
+
+
 @pytest.mark.parametrize("name", EXCLUDED)
 def test_excluded_pairs_are_refused(name):
     for other, seed in itertools.product(sorted(EXCLUDED[name]), range(3)):
         setting, why = refusal((name, other), seed)
-        assert why or len(setting.shape.stages) == 1, f"{name} and {other}: {setting.describe()}"
+        is_once = "updates of replicas" in (name, other) and {*setting.shape.replicas} == {setting.microbatches}  # as every: batch
+        assert why or len(setting.shape.stages) == 1 or is_once, f"{name} and {other}: {setting.describe()}"
 
 
 def test_delay_correction_with_accumulated_batches_is_refused_where_there_is_a_delay():

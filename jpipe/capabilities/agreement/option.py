@@ -152,7 +152,7 @@ def check(plan: "jpipe.Plan") -> None:
 
 
 _OWN_GRADIENTS = "pipelines that agree sum no gradients"
-_NORM = "pipelines that agree have their norms in time only where they flush"
+_NORM = "each pipeline needs a norm of its own, and without a flush one norm travels along with a batch"
 
 EXCLUSIONS = (
     Exclusion("stages.sum_parts", "agree", _OWN_GRADIENTS),
@@ -171,12 +171,17 @@ EXCLUSIONS = (
     Exclusion(
         "precision: params",
         "agree",
-        "the agreed weights are kept in float32",
+        "an agreement moves the weights, and not the copies in float32 that the optimizer updates",
         "use compute 'bfloat16' with params 'float32', or remove plan.agree",
     ),
     Exclusion("ema_decay", "agree", "each pipeline would average weights of its own, and not the agreed ones"),
     Exclusion("delay_correction", "agree", "the pipelines would agree on predicted weights"),
-    Exclusion("ties", "agree", _OWN_GRADIENTS, "put the layers that share a parameter into one stage, or remove one of them"),
+    Exclusion(
+        "ties",
+        "agree",
+        "without a flush pipelines sum their gradients of shared parameters too late, and fragments would agree on each copy by itself",
+        "put the layers that share a parameter into one stage, or remove one of them",
+    ),
 )
 """What pipelines that agree cannot be combined with."""
 

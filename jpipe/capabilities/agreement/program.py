@@ -1,13 +1,13 @@
 """Agreements of parallel pipelines: where they go into a program, how they are verified, and what they cost."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from jpipe.capabilities.agreement.option import agreement_applied, agreement_under_way, agrees
-from jpipe.capabilities.protocol import LoweringHooks, PriceHooks, ProgramHooks, VerifyHooks
-from jpipe.plan import Plan
-from jpipe.programs._costs import LayerCost
+from jpipe.capabilities.protocol import LoweringHooks, MessageHooks, PriceHooks, ProgramHooks, VerifyHooks
+from jpipe.plan import Plan, Stage
+from jpipe.programs._costs import LayerCost, StageCost
 from jpipe.programs._instructions import Instruction, Update
 from jpipe.programs._verify import Verifier
 from jpipe.programs.lowering import Run
@@ -115,6 +115,7 @@ class _Verification:
     def sum_changes(self, i: SumChanges) -> None:
         if i.batch not in self._to_begin:
             self._verifier.fail(f"{i}: no agreement begins after update {i.batch}: expected {_one_of(self._to_begin)}")
+        self._verifier.need("versions", i.batch + 1, i)
         self._verifier.put("changes", i.batch)
         self._to_begin.remove(i.batch)
 
@@ -123,6 +124,7 @@ class _Verification:
             self._verifier.fail(f"{i}: no agreement is to be applied after update {i.batch}: expected {_one_of(self._to_apply)}")
         if i.begun != (begun := agreement_applied(self._plan, self._stage, i.batch)):
             self._verifier.fail(f"{i}: expected the agreement that has begun with update {begun}")
+        self._verifier.need("versions", i.batch + 1, i)
         self._verifier.take("changes", i.begun)
         self._to_apply.remove(i.batch)
 
@@ -189,20 +191,24 @@ PRICE = PriceHooks(
 )
 
 
-def optimizer_bytes(plan: Plan, layer: LayerCost) -> int:
-    """Return the bytes of the agreed weights of a layer and of their momentum."""
+def stage_cost(plan: Plan, stage: Stage, cost: StageCost, layers: Mapping[str, LayerCost]) -> StageCost:
+    """Return the cost of a stage with the agreed weights and their momentum; shared parameters count with each of their layers."""
     assert plan.agree is not None
-    return (1 + bool(plan.agree.outer.momentum)) * layer.trained
+    copies = 1 + bool(plan.agree.outer.momentum)
+    return replace(cost, kept=cost.kept + copies * sum(layers[layer_id].trained for layer_id in stage.layers))
 
 
 PROGRAM = ProgramHooks(
     instructions=(SumChanges, Agree),
+    messages={
+        "changes": MessageHooks("c", "#4B1D78", "agreement of pipelines", is_sum=True, price=lambda prices, s: prices.costs[s].trained)
+    },
     carries_over=True,
     sums=(SumChanges,),
     waits_for={Agree: lambda i: (SumChanges, i.begun)},
     modelled=modelled,
     due=due,
-    optimizer_bytes=optimizer_bytes,
+    stage_cost=stage_cost,
     lower=lower,
     verify=verify,
     price=PRICE,

@@ -108,7 +108,7 @@ def specs(a: Arrays) -> Agreed:
     return like_agreed(_agreement(a.functions).outer, a.trained)
 
 
-def fresh(f: StageFunctions, version: Tree) -> Agreed:
+def fresh(f: StageFunctions, version: Tree, accumulators: Tree) -> Agreed:
     """Return what pipelines have agreed on before their first update: these weights, of which it has copies, and no momentum."""
     trained = f.trained.part(version)
     zeros = jax.tree.map(lambda leaf: jax.device_put(np.zeros(leaf.shape, leaf.dtype), leaf.sharding), trained)

@@ -103,10 +103,10 @@ def own_entries(plan: Plan, s: int, replica: int, layers: Mapping[str, Plain], e
     return {entry: layers[entry_name(entry, replica)] for entry in with_own}
 
 
-def restored(f: StageFunctions, layers: Mapping[str, Plain], entries: Iterable[str]) -> Agreed:
+def restored(f: StageFunctions, replica: int, layers: Mapping[str, Plain], *, fresh: bool) -> Agreed:
     """Return the weights on which pipelines have agreed last, and the momentum, which begins with zeros if the snapshot has none."""
     params, momentum = {}, {}
-    for entry in entries:
+    for entry in f.stack.ties.entries(f.stage.layers):
         where = f"checkpoint: layer '{entry}', parameters"
         newest = checked_dict(checked_dict(layers[entry].get("params", {}), where).get("0", {}), where)
         params[entry] = from_plain(f.specs.params[entry], newest, where)

@@ -87,7 +87,6 @@ OPTION = Option(
     field="offload",
     check=check,
     exclusions=(
-        Exclusion("offload", "agree", "pipelines that agree keep everything on their devices"),
         Exclusion("offload.versions", "shard_optimizer", "its replicas complete their versions later"),
         Exclusion("offload.residuals", "chunks_per_rank", "two stages of a rank may keep the same arrays"),
         Exclusion("offload.residuals", "stages.sum_parts", "the last backward of a batch reads them part by part"),

@@ -6,7 +6,7 @@ from itertools import chain, islice
 from typing import Any, Self
 
 from jpipe.capabilities.host_memory.option import Kept, offloads
-from jpipe.capabilities.protocol import LoweringHooks, PriceHooks, ProgramHooks, VerifyHooks
+from jpipe.capabilities.protocol import LoweringHooks, MessageHooks, PriceHooks, ProgramHooks, VerifyHooks
 from jpipe.ops import OPS
 from jpipe.plan import Plan
 from jpipe.programs._costs import StageCost
@@ -178,6 +178,8 @@ class _Verification:
             verifier.fail(f"{i}: the plan keeps the {i.what} of stage {verifier.stage} on the device")
         if i.what == "versions" and i.number not in verifier.versions:
             verifier.fail(f"{i}: alive are versions {sorted(verifier.versions)}")
+        if i.what == "versions":
+            verifier.check_whole(i.number, i)  # nothing is written into a version that has left
         if i.what in _LEFT and (i.what, i.number) not in verifier.buffers:
             verifier.fail(f"{i}: it is not there")
 
@@ -219,10 +221,24 @@ def _write_move(worker: prediction.Worker, i: Offload | Fetch) -> None:
 
 def _change(prices: Prices, cost: StageCost, s: int, what: Kept, to_host: bool) -> Change:
     """Return the bytes of a move."""
-    size = prices.kept(s, what)
+    size = _size(cost, what)
     live = -size if to_host else size
     kinds = {"optimizer": live if what == "optimizer" else 0, "residuals": live if what in _LEFT else 0}
     return Change(live, in_host=-live, moved=size, **kinds)
+
+
+def _size(cost: StageCost, what: Kept) -> int:
+    return {"optimizer": cost.optimizer, "versions": cost.trained, "residuals": cost.residuals, "stash": cost.stash}[what]
+
+
+def _message(letter: str, what: Kept) -> MessageHooks:
+    """Return a kind of move, of which only the size is asked for."""
+
+    def price(prices: Prices, source: int, to: int) -> tuple[int, int, int]:
+        s, _ = prices.plan.workers[max(source, to)]
+        return 0, _size(prices.costs[s], what), 0
+
+    return MessageHooks(letter, "#F0E0A0", "move to or from host memory", has_number=what != "optimizer", price=price)
 
 
 def _before_compute(worker: prediction.Worker, i: Compute) -> None:
@@ -248,4 +264,13 @@ PRICE = PriceHooks(
     before_compute=_before_compute,
     before_update=_before_update,
 )
-PROGRAM = ProgramHooks(instructions=(Offload, Fetch), carries_over=True, lower=lower, verify=verify, price=PRICE)
+_LETTERS: dict[Kept, str] = {"optimizer": "o", "versions": "v", "residuals": "r", "stash": "h"}
+
+PROGRAM = ProgramHooks(
+    instructions=(Offload, Fetch),
+    messages={what: _message(letter, what) for what, letter in _LETTERS.items()},
+    carries_over=True,
+    lower=lower,
+    verify=verify,
+    price=PRICE,
+)

@@ -4,15 +4,17 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, permutations
 
-from jpipe.capabilities.protocol import LoweringHooks, ProgramHooks, VerifyHooks
+from jpipe.capabilities.protocol import LoweringHooks, MessageHooks, ProgramHooks, VerifyHooks
 from jpipe.plan import Plan, Stage
 from jpipe.programs._costs import LayerCost, StageCost
-from jpipe.programs._global_norm import last_microbatch, transfer
 from jpipe.programs._instructions import Program, Receive, Send, Update
+from jpipe.programs._route import last_microbatch, transfer
 from jpipe.programs._verify import Verifier
 from jpipe.programs.lowering import Run
 from jpipe.programs.lowering._lower import without_training
 from jpipe.programs.lowering._progress import Worker
+from jpipe.programs.prediction import _actions as prediction
+from jpipe.programs.prediction._prices import Prices
 
 # Lowering ------------------------------------------------------------------------------------------------------------------
 
@@ -173,4 +175,25 @@ def deal(sizes: Sequence[tuple[int, int]], replicas: int) -> list[int]:
     return owners
 
 
-PROGRAM = ProgramHooks(carries_over=True, stage_cost=stage_cost, lower=lower, verify=verify)
+def _price(prices: Prices, source: int, to: int) -> tuple[int, int, int]:
+    """Return the bytes of what a replica has updated: it keeps them, too."""
+    s, replica = prices.plan.workers[source]
+    size = prices.share(s, [replica])
+    return 0, size, size
+
+
+def _version(worker: prediction.Worker, k: int) -> int:
+    """Return the version that has what an update with microbatch k has updated."""
+    return k // worker.all.plan.microbatches_per_update(worker.stage) + 1
+
+
+def _received(worker: prediction.Worker, i: Receive) -> None:
+    """Note that a version does not lack what another replica has updated any more."""
+    version, (_, sender) = _version(worker, i.microbatch), worker.all.plan.workers[i.source]
+    worker.versions[version] = tuple(replica for replica in worker.versions[version] if replica != sender)
+    worker.rank.note_versions()
+
+
+WEIGHTS = MessageHooks("w", price=_price, awaited=lambda worker, source, k: (source, _version(worker, k)), received=_received)
+
+PROGRAM = ProgramHooks(messages={"weights": WEIGHTS}, carries_over=True, stage_cost=stage_cost, lower=lower, verify=verify)

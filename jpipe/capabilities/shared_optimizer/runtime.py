@@ -3,12 +3,13 @@
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from jpipe.capabilities.protocol import RuntimeHooks
+from jpipe.capabilities.protocol import RuntimeHooks, TransportHooks
 from jpipe.capabilities.shared_optimizer.program import deal, lower_weights
 from jpipe.plan import Plan
 from jpipe.programs._instructions import Program, Receive, Send
 from jpipe.runtime._transport import arrived
 from jpipe.runtime._worker import Worker
+from jpipe.runtime.state import WorkerState
 from jpipe.stages._arrays import Arrays, Share
 from jpipe.stages._bytes import arrays_of, nbytes
 from jpipe.stages.functions._stage import StageFunctions
@@ -52,6 +53,11 @@ def receive(worker: Worker, i: Receive, update: int, tree: Tree) -> None:
     worker.state.weights = weights.with_params(update + 1, params)
 
 
+def received(state: WorkerState, i: Receive, update: int) -> Tree:
+    """Return the weights with what another replica has updated."""
+    return state.weights.read(update + 1)
+
+
 def specs_of_message(source: Arrays, to: Arrays) -> tuple[Tree, Tree]:
     """Return the specs of what a replica sends to another one, at both ends."""
     assert source.share is not None
@@ -66,8 +72,6 @@ def completes_read(plan: Plan, functions: Sequence[StageFunctions], batch: int, 
 
 RUNTIME = RuntimeHooks(
     shares=shares,
-    sends={"weights": send},
-    receives={"weights": receive},
-    message_specs={"weights": specs_of_message},
+    messages={"weights": TransportHooks(send, receive, received, specs_of_message, copies=True)},
     completes_read=completes_read,
 )

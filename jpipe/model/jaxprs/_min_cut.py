@@ -1,6 +1,6 @@
 """The cheapest set of nodes that separates the sources of an acyclic graph from its sinks."""
 
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable
 from typing import TypeVar
 
 import numpy as np
@@ -13,17 +13,27 @@ _MOST = 2**28  # the sum of all costs in the flow; SciPy's flows are integers of
 _ENDLESS = 2**30
 
 
-def cheapest_cut(costs: Mapping[Node, int], inputs: Mapping[Node, Iterable[Node]], wanted: Iterable[Node]) -> list[Node]:
+def cheapest_cut(wanted: Iterable[Node], cost: Callable[[Node], int], inputs_of: Callable[[Node], Collection[Node] | None]) -> list[Node]:
     """Return the nodes of least total cost from which all sinks can be computed.
 
-    A node with inputs can be computed from them at no cost; one without must be chosen if it is needed. Among cuts of the same cost one
-    of few nodes is returned.
+    Among cuts of the same cost one of few nodes is returned.
 
     Args:
-        costs: of each node.
-        inputs: of the nodes that can be computed; each of them is a node.
-        wanted: nodes; they may be chosen themselves.
+        wanted: the sinks; they may be chosen themselves.
+        cost: of a node.
+        inputs_of: the nodes from which a node can be computed at no cost; None for one that must be chosen if it is needed.
     """
+    wanted = set(to_do := list(wanted))
+    costs, inputs = dict[Node, int](), dict[Node, set[Node]]()
+    while to_do:
+        node = to_do.pop()
+        if node not in costs:
+            costs[node] = cost(node)
+            if (sources := inputs_of(node)) is not None:
+                to_do += sources
+                inputs[node] = set(sources)
+    if not inputs:
+        return list(costs)
     nodes = list(costs)
     number = {node: i for i, node in enumerate(nodes)}
     unit = max(sum(costs.values()) // _MOST, 1)
@@ -31,8 +41,8 @@ def cheapest_cut(costs: Mapping[Node, int], inputs: Mapping[Node, Iterable[Node]
     # Each node is an edge from 2 i to 2 i + 1 that carries its cost.
     edges = [(2 * i, 2 * i + 1, costs[node] // unit + 1) for node, i in number.items()]
     edges += [(source, 2 * i, _ENDLESS) for node, i in number.items() if node not in inputs]
-    edges += [(2 * number[before] + 1, 2 * number[node], _ENDLESS) for node, sources in inputs.items() for before in set(sources)]
-    edges += [(2 * number[node] + 1, sink, _ENDLESS) for node in set(wanted)]
+    edges += [(2 * number[before] + 1, 2 * number[node], _ENDLESS) for node, sources in inputs.items() for before in sources]
+    edges += [(2 * number[node] + 1, sink, _ENDLESS) for node in wanted]
     rows, columns, capacities = (np.array(column, np.int32) for column in zip(*edges, strict=True))
     graph = coo_matrix((capacities, (rows, columns)), shape=(sink + 1, sink + 1)).tocsr()
     residual = graph - maximum_flow(graph, source, sink).flow

@@ -1,7 +1,9 @@
 """The origins of what each primitive returns: which rows its elements are computed from."""
 
 import itertools
-from collections.abc import Callable, Sequence
+import math
+import operator
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -99,20 +101,16 @@ def _numbers(equation: Any, arguments: Sequence[Origin], out: Any) -> np.ndarray
 
 def _reshape(equation: Any) -> _Arrange:
     old, new = _shape(equation.invars[0]), _shape(equation.outvars[0])
+    ends, new_ends = (list(itertools.accumulate(sizes, operator.mul)) for sizes in (old, new))
+    groups = list(itertools.pairwise(sorted({0, math.prod(old), *ends} & {0, math.prod(new), *new_ends})))  # of as many elements
 
     def arrange(array: np.ndarray) -> np.ndarray:
-        before, after, i, j = list[int](), list[int](), 0, 0
-        while i < len(old) or j < len(new):  # the smallest groups of dims with as many elements
-            first, second = i, j
-            i, j = min(i + 1, len(old)), min(j + 1, len(new))
-            while np.prod(old[first:i], dtype=np.int64) != np.prod(new[second:j], dtype=np.int64):
-                if (np.prod(old[first:i], dtype=np.int64) < np.prod(new[second:j], dtype=np.int64) or j == len(new)) and i < len(old):
-                    i += 1
-                else:
-                    j += 1
-            is_equal = all(size == 1 for size in array.shape[first + 1 : i + 1])
-            before += [1] * (i - first) if is_equal else old[first:i]
-            after += [1] * (j - second) if is_equal else new[second:j]
+        before, after = list[int](), list[int]()
+        for first, last in groups:
+            dims, new_dims = ([dim for dim, end in enumerate(each) if first < end <= last] for each in (ends, new_ends))
+            is_equal = all(array.shape[dim + 1] == 1 for dim in dims)
+            before += [1 if is_equal else old[dim] for dim in dims]
+            after += [1 if is_equal else new[dim] for dim in new_dims]
         return whole(array, before).reshape(-1, *after)
 
     return arrange if 0 not in old else lambda array: array[(slice(None), *[slice(1)] * len(old))].reshape(-1, *[1] * len(new))
@@ -139,7 +137,7 @@ def _transpose(equation: Any) -> _Arrange:
 
 
 def _times(array: np.ndarray, reps: Sequence[Any]) -> list[int]:
-    return [count if size > 1 else 1 for count, size in zip(reps, array.shape[1:], strict=True)]
+    return [times if size > 1 else 1 for times, size in zip((1, *reps), array.shape, strict=True)]
 
 
 _ARRANGE: dict[str, Callable[[Any], _Arrange]] = {
@@ -149,7 +147,7 @@ _ARRANGE: dict[str, Callable[[Any], _Arrange]] = {
     "transpose": _transpose,
     "squeeze": lambda equation: lambda array: array.squeeze(tuple(dim + 1 for dim in equation.params["dimensions"])),
     "expand_dims": lambda equation: lambda array: np.expand_dims(array, tuple(dim + 1 for dim in equation.params["dimensions"])),
-    "tile": lambda equation: lambda array: np.tile(array, (1, *(_times(array, equation.params["reps"])))),
+    "tile": lambda equation: lambda array: np.tile(array, _times(array, equation.params["reps"])),
     "rev": lambda equation: lambda array: np.flip(array, tuple(dim + 1 for dim in equation.params["dimensions"])),
 }
 
@@ -210,38 +208,39 @@ def _pad(equation: Any, arguments: Sequence[Origin]) -> list[Origin]:
 _REDUCTIONS = {"argmax", "argmin", "reduce"}
 
 
+def _combined(arguments: Sequence[Origin], dims: Iterable[int], *, is_sum: bool = False) -> np.ndarray:
+    """Return the rows of sums, or of another function, of all elements of several arrays along some dims, which stay with size 1."""
+    rows = over(together([argument.rows for argument in arguments]), list(dims))
+    return rows if is_sum else mixed(rows)
+
+
 def _reduce(equation: Any, arguments: Sequence[Origin]) -> list[Origin]:
     dims = [int(dim) for dim in equation.params.get("axes", equation.params.get("dimensions", ()))]
-    count, axes = len(equation.outvars), tuple(dim + 1 for dim in dims)
-    parts = [over(argument.rows, dims).squeeze(axes) for argument in arguments[:count]]
-    if equation.primitive.name == "reduce_sum":
-        return [Origin(parts[0])]
-    return [Origin(mixed(together(parts)))] * count
+    count = len(equation.outvars)
+    rows = _combined(arguments[:count], dims, is_sum=equation.primitive.name == "reduce_sum")
+    return [Origin(rows.squeeze(tuple(dim + 1 for dim in dims)))] * count
 
 
 def _along(equation: Any, arguments: Sequence[Origin]) -> list[Origin]:
     """Sort, or select the largest, along one dim."""
     params, rank = equation.params, len(_shape(equation.invars[0]))
     dim = next((params[name] for name in ("dimension", "axis", "reduction_dimension") if name in params), -1) % rank
-    return [Origin(mixed(over(together([argument.rows for argument in arguments]), [dim])))] * len(equation.outvars)
+    return [Origin(_combined(arguments, [dim]))] * len(equation.outvars)
 
 
 def _cumulate(equation: Any, arguments: Sequence[Origin]) -> list[Origin]:
     axis, step = equation.params["axis"] + 1, -1 if equation.params["reverse"] else 1
-    array = np.flip(arguments[0].rows, axis) if step < 0 else arguments[0].rows
-    array = np.minimum.accumulate(array, axis)
-    array = np.flip(array, axis) if step < 0 else array
+    turn = (*[slice(None)] * axis, slice(None, None, step))
+    array = np.minimum.accumulate(arguments[0].rows[turn], axis)[turn]
     return [Origin(array if equation.primitive.name == "cumsum" else mixed(array))]
 
 
 def _reduce_window(equation: Any, arguments: Sequence[Origin]) -> list[Origin]:
     """Windows along a dim see all of it."""
-    shapes = _shape(equation.invars[0]), _shape(equation.outvars[0])
+    shapes, count = (_shape(equation.invars[0]), _shape(equation.outvars[0])), len(equation.outvars)
     windows = equation.params.get("window_dimensions", shapes[0])
     dims = [i for i, (size, before, after) in enumerate(zip(windows, *shapes, strict=True)) if size > 1 or before != after]
-    count = len(equation.outvars)
-    rows = over(together([argument.rows for argument in arguments[:count]]), dims)
-    return [Origin(rows if equation.primitive.name == "reduce_window_sum" else mixed(rows))] * count
+    return [Origin(_combined(arguments[:count], dims, is_sum=equation.primitive.name == "reduce_window_sum"))] * count
 
 
 def _of_matrices(equation: Any, arguments: Sequence[Origin]) -> list[Origin]:
@@ -346,7 +345,31 @@ class _Windows(NamedTuple):
         sizes = dict(zip(outer, starts.shape, strict=True))
         return None if np.isnan(starts).any() else starts.astype(np.int64).reshape([sizes.get(i, 1) for i in range(self.rank)])
 
-    def with_indices(self, rows: np.ndarray, indices: Origin) -> np.ndarray:
+    def read(self, operand: Origin, indices: Origin) -> Origin:
+        """Return the origin of what is read."""
+        positions, rows = self.positions(indices), operand.rows
+        if unknown := [dim for dim, position in enumerate(positions) if position is None]:
+            rows = mixed(over(rows, unknown))  # any of them
+        nowhere = np.zeros([1] * self.rank, np.int64)
+        index = [nowhere if p is None or rows.shape[dim + 1] == 1 else p for dim, p in enumerate(positions)]
+        whole(nowhere[None], np.broadcast_shapes(nowhere.shape, *(each.shape for each in index)))  # not too many
+        return Origin(self._with_indices(rows[(slice(None), *index)] if index else rows.reshape(2, *nowhere.shape), indices))
+
+    def write(self, operand: Origin, indices: Origin, updates: Origin) -> np.ndarray:
+        """Return the rows after writing to known places, or perhaps to all places along a dim; what was there before counts, too."""
+        rows, nowhere, places = self._with_indices(updates.rows, indices), np.zeros([1] * self.rank, np.int64), iter(self.window_dims)
+        index, target = [], []
+        for dim, position in enumerate(self.positions(indices)):
+            is_whole = dim not in self.absent and rows.shape[next(places) + 1] == 1 and self.sizes[dim] == self.shape[dim]
+            index.append(nowhere if position is None or is_whole else position)
+            target.append(1 if position is None or is_whole else self.shape[dim])
+        written = np.full((2, *target), NO_ROW, np.int16)
+        for pair, values in zip(written, rows, strict=True):
+            *where, values = np.broadcast_arrays(*index, values)
+            np.minimum.at(pair, tuple(where), values)
+        return together([operand.rows, written])
+
+    def _with_indices(self, rows: np.ndarray, indices: Origin) -> np.ndarray:
         """Return the rows of what is read or written, with those of the indices."""
         if not indices.depends:
             return rows
@@ -356,79 +379,48 @@ class _Windows(NamedTuple):
 
 
 def _gather(equation: Any, arguments: Sequence[Origin]) -> list[Origin]:
-    (operand, indices), params, dims = arguments, equation.params, equation.params["dimension_numbers"]
+    dims, shape, out = equation.params["dimension_numbers"], _shape(equation.invars[0]), _shape(equation.outvars[0])
     batch = dims.operand_batching_dims, dims.start_indices_batching_dims
-    absent, out = (*dims.collapsed_slice_dims, *batch[0]), _shape(equation.outvars[0])
-    shape = _shape(equation.invars[0])
-    windows = _Windows(shape, params["slice_sizes"], len(out), dims.offset_dims, absent, dims.start_index_map, batch)
-    positions, rows = windows.positions(indices), operand.rows
-    if unknown := [dim for dim, position in enumerate(positions) if position is None]:
-        rows = mixed(over(rows, unknown))  # any of them
-    nowhere = np.zeros([1] * len(out), np.int64)
-    index = [nowhere if p is None or rows.shape[dim + 1] == 1 else p for dim, p in enumerate(positions)]
-    whole(nowhere[None], np.broadcast_shapes(nowhere.shape, *(each.shape for each in index)))  # not too many
-    return [Origin(windows.with_indices(rows[(slice(None), *index)] if index else rows.reshape(2, *nowhere.shape), indices))]
+    absent = (*dims.collapsed_slice_dims, *batch[0])
+    windows = _Windows(shape, equation.params["slice_sizes"], len(out), dims.offset_dims, absent, dims.start_index_map, batch)
+    return [windows.read(*arguments)]
 
 
 def _scatter(equation: Any, arguments: Sequence[Origin]) -> list[Origin]:
-    """Write to known places, or perhaps to all places along a dim; what was there before counts, too."""
     (operand, indices, updates), dims = arguments, equation.params["dimension_numbers"]
-    shape, batch = _shape(equation.invars[0]), (dims.operand_batching_dims, dims.scatter_indices_batching_dims)
-    absent, places, update_shape = (*dims.inserted_window_dims, *batch[0]), iter(dims.update_window_dims), _shape(equation.invars[2])
-    place_of = [None if dim in absent else next(places) for dim in range(len(shape))]
-    sizes = [1 if place is None else update_shape[place] for place in place_of]
+    shape, _, update_shape = map(_shape, equation.invars)
+    batch = dims.operand_batching_dims, dims.scatter_indices_batching_dims
+    absent, places = (*dims.inserted_window_dims, *batch[0]), iter(dims.update_window_dims)
+    sizes = [1 if dim in absent else update_shape[next(places)] for dim in range(len(shape))]
     windows = _Windows(shape, sizes, len(update_shape), dims.update_window_dims, absent, dims.scatter_dims_to_operand_dims, batch)
-    rows, nowhere = windows.with_indices(updates.rows, indices), np.zeros([1] * len(update_shape), np.int64)
-    index, target = [], []
-    for dim, position in enumerate(windows.positions(indices)):
-        place = place_of[dim]
-        is_whole = place is not None and sizes[dim] == shape[dim] and rows.shape[place + 1] == 1
-        index.append(nowhere if position is None or is_whole else position)
-        target.append(1 if position is None or is_whole else shape[dim])
-    written = np.full((2, *target), NO_ROW, np.int16)
-    for pair, values in zip(written, rows, strict=True):
-        *where, values = np.broadcast_arrays(*index, values)
-        np.minimum.at(pair, tuple(where), values)
-    joined = together([operand.rows, written])
+    rows = windows.write(operand, indices, updates)
     is_sum = equation.primitive.name in ("scatter-add", "scatter-sub") and not indices.depends
-    return [Origin(joined if is_sum else mixed(joined))]
-
-
-def _start_of(start: Origin, size: Any, window: Any) -> int | None:
-    """Return where a window begins, or None if that is unknown."""
-    if window == size:
-        return 0
-    return None if start.numbers is None or np.isnan(start.numbers).any() else int(np.clip(start.numbers.item(), 0, size - window))
+    return [Origin(rows if is_sum else mixed(rows))]
 
 
 def _dynamic_slice(equation: Any, arguments: Sequence[Origin]) -> list[Origin]:
     operand, *starts = arguments
-    sizes = equation.params["slice_sizes"]
-    begins = list(map(_start_of, starts, _shape(equation.invars[0]), sizes))
-    rows = operand.rows
-    if unknown := [dim for dim, begin in enumerate(begins) if begin is None]:
-        rows = mixed(over(rows, unknown))  # any of them
-    slices = [slice(begin or 0, (begin or 0) + size) for begin, size in zip(begins, sizes, strict=True)]
-    return [Origin(_with_starts(_take(rows, slices), starts))]
+    return [_window(_shape(equation.invars[0]), equation.params["slice_sizes"]).read(operand, _indices(starts))]
 
 
 def _dynamic_update_slice(equation: Any, arguments: Sequence[Origin]) -> list[Origin]:
     operand, update, *starts = arguments
-    shape, sizes = map(_shape, equation.invars[:2])
-    rows = update.rows
-    for dim, begin in enumerate(map(_start_of, starts, shape, sizes)):
-        if begin is None:
-            rows = over(rows, [dim])  # perhaps everywhere along this dim
-        elif sizes[dim] < shape[dim]:
-            rows = np.repeat(rows, sizes[dim], dim + 1) if rows.shape[dim + 1] < sizes[dim] else rows
-            sides = [(begin, shape[dim] - begin - sizes[dim]) if axis == dim + 1 else (0, 0) for axis in range(rows.ndim)]
-            rows = np.pad(rows, sides, constant_values=NO_ROW)
-    return [Origin(_with_starts(together([operand.rows, rows]), starts))]
+    rows = _window(*map(_shape, equation.invars[:2])).write(operand, _indices(starts), update)
+    return [Origin(mixed(rows) if any(start.depends for start in starts) else rows)]
 
 
-def _with_starts(rows: np.ndarray, starts: Sequence[Origin]) -> np.ndarray:
-    moving = [start.rows.reshape(2, *[1] * (rows.ndim - 1)) for start in starts if start.depends]
-    return mixed(together([rows, *moving])) if moving else rows
+def _window(shape: tuple[int, ...], sizes: Sequence[Any]) -> _Windows:
+    """Return a single window, whose dims are those of the operand."""
+    dims = range(len(shape))
+    return _Windows(shape, sizes, len(shape), dims, (), dims, ((), ()))
+
+
+def _indices(starts: Sequence[Origin]) -> Origin:
+    """Return the origin of the index of a window, from those of its components."""
+    if not starts:
+        return origin_of((0,))
+    numbers = [np.full(1, np.nan) if start.numbers is None else start.numbers for start in starts]
+    return Origin(np.stack([start.rows for start in starts], -1), np.stack(numbers, -1))
 
 
 _RULES: dict[str, Callable[[Any, Sequence[Origin]], list[Origin]]] = {

@@ -17,19 +17,10 @@ from typing import Any
 import jax
 import jax.extend.core as jex
 
-from jpipe.model.jaxprs._dependence import body_of, is_call, is_literal, nbytes, scan_parts
+from jpipe.model.jaxprs._dependence import body_of, is_literal, nbytes, scan_parts
 from jpipe.model.jaxprs._min_cut import cheapest_cut
-from jpipe.model.jaxprs._wanted import UNKNOWN, bind, needed, scan_like, scan_needs
-
-_CHEAP = {
-    *("abs", "add", "add_any", "and", "atan2", "broadcast_in_dim", "cbrt", "ceil", "clamp", "concatenate", "convert_element_type", "copy"),
-    *("cos", "cosh", "div", "dynamic_slice", "eq", "erf", "exp", "exp2", "expand_dims", "expm1", "floor", "full_like", "ge", "gt"),
-    *("imag", "integer_pow", "iota", "is_finite", "le", "log", "log1p", "logistic", "lt", "max", "min", "mul", "ne", "neg", "not", "or"),
-    *("pad", "pow", "real", "reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_precision", "reduce_sum", "rem", "reshape"),
-    *("rev", "round", "rsqrt", "select_n", "sign", "sin", "sinh", "slice", "sqrt", "square", "squeeze", "stop_gradient", "sub", "tan"),
-    *("tanh", "transpose", "xor", "erf_inv", "random_wrap", "random_unwrap"),
-}
-"""Primitives that the second half may repeat: elementwise operations, layouts and reductions."""
+from jpipe.model.jaxprs._primitives import REPEATABLE
+from jpipe.model.jaxprs._wanted import UNKNOWN, Replaced, evaluate_wanted, needed, scan_like, scan_needs
 
 
 class NotSplittable(ValueError):
@@ -68,8 +59,7 @@ def split(backward: Callable[..., Sequence[Any]], specs: Sequence[Any], in_first
     traced = jax.make_jaxpr(backward)(*specs)
     if traced.effects:
         raise NotSplittable(f"it has side effects: {', '.join(sorted(map(str, traced.effects)))}")
-    written_out = jax.make_jaxpr(lambda *arguments: _evaluate(traced.jaxpr, traced.consts, arguments, {}))(*specs)
-    return _halves(_with_scans_cut(written_out, in_first, free), in_first, free)
+    return _halves(_with_scans_cut(_written_out(traced, {}), in_first, free), in_first, free)
 
 
 def undivided(backward: Callable[..., Sequence[Any]], specs: Sequence[Any], in_first: Sequence[bool]) -> Halves:
@@ -83,42 +73,6 @@ def undivided(backward: Callable[..., Sequence[Any]], specs: Sequence[Any], in_f
 
     stash = tuple(spec for spec, is_first in zip(outputs, in_first, strict=True) if not is_first)
     return Halves(first, lambda arguments, stashed: list(stashed), (), stash)
-
-
-# Evaluation ------------------------------------------------------------------------------------------------------------
-
-_Replaced = Mapping[int, Callable[[list[Any]], list[Any]]]
-"""By number of an equation, what to evaluate in its place."""
-
-
-def _evaluate(jaxpr: Any, consts: Sequence[Any], arguments: Sequence[Any], replaced: _Replaced) -> list[Any]:
-    """Evaluate a jaxpr with all calls inlined, also inside scans."""
-    values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *arguments], strict=True))
-
-    def read(var: Any) -> Any:
-        return var.val if is_literal(var) else values[var]
-
-    for number, equation in enumerate(jaxpr.eqns):
-        inputs = list(map(read, equation.invars))
-        results = replaced[number](inputs) if number in replaced else _apply(equation, inputs)
-        values.update(zip(equation.outvars, results, strict=True))
-    return list(map(read, jaxpr.outvars))
-
-
-def _apply(equation: Any, inputs: list[Any]) -> list[Any]:
-    body, consts = body_of(equation)
-    if is_call(equation):
-        return _evaluate(body, consts, inputs, {})
-    if equation.primitive.name == "scan":
-        count, carried = scan_parts(equation, body)
-
-        def step(carry: tuple[Any, ...], x: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-            results = _evaluate(body, consts, [*inputs[:count], *carry, *x], {})
-            return tuple(results[:carried]), tuple(results[carried:])
-
-        carry, stacked = scan_like(equation, step, inputs[count : count + carried], tuple(inputs[count + carried :]))
-        return [*carry, *stacked]
-    return bind(equation, inputs)
 
 
 # Scans -----------------------------------------------------------------------------------------------------------------
@@ -139,8 +93,14 @@ def _with_scans_cut(closed: Any, in_first: Sequence[bool], free: Sequence[bool])
                 replaced[number] = _two_scans(equation, results)
     if not replaced:
         return closed
-    specs = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in jaxpr.invars]
-    return jax.make_jaxpr(lambda *arguments: _evaluate(jaxpr, closed.consts, arguments, replaced))(*specs)
+    return _written_out(closed, replaced)
+
+
+def _written_out(closed: Any, replaced: Replaced) -> Any:
+    """Return a jaxpr with its calls inlined, also inside scans, and with some equations replaced."""
+    wanted = [True] * len(closed.jaxpr.outvars)
+    specs = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in closed.jaxpr.invars]
+    return jax.make_jaxpr(lambda *arguments: evaluate_wanted(closed.jaxpr, closed.consts, arguments, wanted, replaced=replaced))(*specs)
 
 
 def _two_scans(equation: Any, in_first: Sequence[bool]) -> Callable[[list[Any]], list[Any]]:
@@ -217,7 +177,7 @@ def _inputs_of_second(jaxpr: Any, wanted: Mapping[bool, Sequence[Any]], free: se
     if of_first:
         for number, equation in enumerate(jaxpr.eqns):
             inputs = [var for var in equation.invars if not is_literal(var)]
-            is_cheap = equation.primitive.name in _CHEAP
+            is_cheap = equation.primitive.name in REPEATABLE
             if all(var in from_free for var in inputs) and (is_cheap or number not in of_first):
                 from_free.update(equation.outvars)
             if number in of_first or (is_cheap and all(var in available for var in inputs)):
@@ -230,17 +190,14 @@ def _inputs_of_second(jaxpr: Any, wanted: Mapping[bool, Sequence[Any]], free: se
     for number in of_second:
         if not all(var in available or isinstance(var, jex.DropVar) for var in jaxpr.eqns[number].outvars):
             sinks.update(var for var in jaxpr.eqns[number].invars if not is_literal(var) and var in available)
-    costs, inputs_of, to_do = dict[Any, int](), dict[Any, list[Any]](), [var for var in sinks if var not in from_free]
-    while to_do:
-        var = to_do.pop()
-        if var in costs:
-            continue
-        costs[var] = nbytes(var)
-        if var in producers and producers[var].primitive.name in _CHEAP:
-            inputs_of[var] = [v for v in producers[var].invars if not is_literal(v) and v not in from_free]
-            to_do += inputs_of[var]
+
+    def inputs_of(var: Any) -> list[Any] | None:
+        if var not in producers or producers[var].primitive.name not in REPEATABLE:
+            return None
+        return [v for v in producers[var].invars if not is_literal(v) and v not in from_free]
+
+    chosen = cheapest_cut([var for var in sinks if var not in from_free], nbytes, inputs_of)
     positions = {var: i for i, var in enumerate([*jaxpr.invars, *(var for equation in jaxpr.eqns for var in equation.outvars)])}
-    chosen = cheapest_cut(costs, inputs_of, [var for var in sinks if var not in from_free]) if costs else []
     return sorted(chosen, key=positions.__getitem__), [var for var in early_results if var not in chosen]
 
 
@@ -250,3 +207,70 @@ def _function(closed: Any, inputs: Sequence[Any], outputs: Sequence[Any], number
     equations = [jaxpr.eqns[number] for number in numbers]
     part = jex.Jaxpr(jaxpr.constvars, list(inputs), list(outputs), equations, jaxpr.effects, UNKNOWN)
     return jex.jaxpr_as_fun(jex.ClosedJaxpr(part, closed.consts))
+
+
+# Several parts --------------------------------------------------------------------------------------------------------
+
+_Flat = Callable[..., Sequence[Any]]
+
+
+@dataclass(frozen=True)
+class Part:
+    """One of the parts of a function. It reads *free* arguments, which all parts can read, and arrays that are held for it.
+
+    Attributes:
+        run: (free arguments, held arrays) -> (results of this part, stash).
+        held: shapes and dtypes of the held arrays; those of the first part are the other arguments of the function.
+        kept: positions of the held arrays that are held for the next part, too, which reads them, and after them the stash.
+    """
+
+    run: Callable[[Sequence[Any], Sequence[Any]], tuple[list[Any], list[Any]]]
+    held: tuple[Any, ...]
+    kept: tuple[int, ...] = ()
+
+
+def cut(
+    function: _Flat, free: Sequence[Any], held: Sequence[Any], part_of: Sequence[int], parts: int
+) -> tuple[list[Part], NotSplittable | None]:
+    """Cut a function in parts, with few bytes held from one to the next (see `split`).
+
+    Args:
+        function: a pure function of flat arguments, first the free ones, that returns flat results.
+        free, held: shapes and dtypes of its arguments.
+        part_of: for each result the number of the part that makes it.
+        parts: how many there are.
+
+    Returns:
+        The parts. If the function has side effects and cannot be cut, the first part computes everything, and the error says why.
+    """
+    result, error = list[Part](), None
+    for n in range(parts - 1):
+        specs, in_first = [*free, *held], [number == n for number in part_of]
+        try:
+            halves = split(function, specs, in_first, [True] * len(free) + [False] * len(held))
+        except NotSplittable as reason:
+            halves, error = undivided(function, specs, in_first), reason
+        kept = tuple(i - len(free) for i in halves.arguments if i >= len(free))
+        result.append(Part(_first(halves), tuple(held), kept))
+        function = _remaining(halves, len(free), kept)
+        held = [*(held[i] for i in kept), *halves.stash]
+        part_of = [number for number in part_of if number != n]
+    return [*result, Part(_last(function), tuple(held))], error
+
+
+def _first(halves: Halves) -> Callable[[Sequence[Any], Sequence[Any]], tuple[list[Any], list[Any]]]:
+    return lambda free, held: halves.first([*free, *held])
+
+
+def _last(function: _Flat) -> Callable[[Sequence[Any], Sequence[Any]], tuple[list[Any], list[Any]]]:
+    return lambda free, held: (list(function(*free, *held)), [])
+
+
+def _remaining(halves: Halves, free: int, kept: Sequence[int]) -> _Flat:
+    """Return the second half as a function of the free arguments, those that are kept, and the stash."""
+    place = {free + position: free + number for number, position in enumerate(kept)} | {i: i for i in range(free)}
+
+    def second(*arguments: Any) -> list[Any]:
+        return halves.second([arguments[place[i]] for i in halves.arguments], arguments[free + len(kept) :])
+
+    return second

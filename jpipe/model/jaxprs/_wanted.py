@@ -5,7 +5,8 @@ are not there.
 """
 
 import functools
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -39,8 +40,17 @@ def without_effects(function: Callable[..., Tree], is_dummy: Sequence[bool] | No
     return quiet
 
 
+Replaced = Mapping[int, Callable[[list[Any]], list[Any]]]
+"""By number of an equation, what to evaluate in its place."""
+
+
 def evaluate_wanted(
-    jaxpr: Any, consts: Sequence[Any], arguments: Sequence[Any], wanted: Sequence[bool], is_dummy: Sequence[bool] | None = None
+    jaxpr: Any,
+    consts: Sequence[Any],
+    arguments: Sequence[Any],
+    wanted: Sequence[bool],
+    is_dummy: Sequence[bool] | None = None,
+    replaced: Replaced = MappingProxyType({}),
 ) -> list[Any]:
     """Evaluate the wanted results of a jaxpr, with its calls inlined.
 
@@ -51,6 +61,7 @@ def evaluate_wanted(
         wanted: for each result whether it is wanted.
         is_dummy: for each argument whether its values are dummies. Side effects stay where they depend on none of these. By default none
             stays that the results do not need.
+        replaced: functions of all inputs of an equation that give all its results.
 
     Returns:
         The wanted results; None in place of the unwanted ones.
@@ -67,7 +78,9 @@ def evaluate_wanted(
     for number in numbers:
         equation = jaxpr.eqns[number]
         inputs, results = list(map(read, equation.invars)), [var in needs for var in equation.outvars]
-        if is_call(equation):
+        if number in replaced:
+            outputs = replaced[number](inputs)
+        elif is_call(equation):
             marks = None if doubtful is None else [var in doubtful for var in _variables(equation)]
             outputs = evaluate_wanted(*body_of(equation), inputs, results, marks)
         elif equation.primitive.name == "cond" and not _stays(equation, doubtful):

@@ -11,7 +11,6 @@ import optax
 
 from jpipe.model._precision import master_dtype
 from jpipe.model._subset import EVERYTHING, Subset
-from jpipe.model._ties import Ties
 from jpipe.model.layerwise._of_model import ModelOptimizer
 from jpipe.model.layerwise._trace import Position, optax_promotion
 from jpipe.optimizers._predict import predicted, with_prediction
@@ -183,19 +182,3 @@ def with_structure(like: Tree, tree: Tree) -> Tree:
 def _precise_copy(leaf: jax.Array) -> jax.Array:
     """Copy an array, at least in float32: weights and their average are donated separately."""
     return jnp.array(leaf, jnp.promote_types(leaf.dtype, jnp.float32), copy=True)
-
-
-def entries_of(ties: Ties, params: Mapping[str, Tree], trained: Subset) -> dict[str, dict[str, Tree]]:
-    """Return `Ties.parts` with masked nodes in place of frozen parameters, too."""
-    parts = ties.parts(params)
-    if trained.is_all:
-        return parts
-    of_entry = {entry: jax.tree.leaves(part) for entry, part in parts.items()}
-    return {entry: _without(part, trained.chosen.get(entry, (True,) * len(of_entry[entry]))) for entry, part in parts.items()}
-
-
-def _without(tree: Tree, trained: tuple[bool, ...]) -> Tree:
-    leaves, treedef = jax.tree.flatten(tree)
-    return jax.tree.unflatten(
-        treedef, [leaf if is_trained else optax.MaskedNode() for leaf, is_trained in zip(leaves, trained, strict=True)]
-    )

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -14,11 +13,9 @@ import optax
 from jpipe.errors import InputError, callers_code, cause, shortened
 from jpipe.model._layer import untrainable
 from jpipe.model._subset import EVERYTHING, Subset
-from jpipe.model._ties import NO_TIES, Ties
-from jpipe.model._tree import ModelTree
-from jpipe.model.layerwise._in_tree import Coupled, model_optimizer, one_slice, traced_in, whole_specs
-from jpipe.model.layerwise._of_model import names_of
-from jpipe.model.layerwise._optimizer import LayerwiseOptimizer, entries_of, masters_of, with_structure
+from jpipe.model._ties import NO_TIES, ModelTree, Ties
+from jpipe.model.layerwise._of_model import Coupled, model_optimizer, names_of, one_slice, traced_in, whole_specs
+from jpipe.model.layerwise._optimizer import LayerwiseOptimizer, masters_of, with_structure
 from jpipe.model.layerwise._trace import (
     TracedOptimizer,
     coupled_layers,
@@ -79,25 +76,48 @@ def find_layerwise(
         except Exception as error:  # perhaps because of masks or labels by layer id
             failure = partial(_failure_in_tree, transformation, tree, specs, error)
         else:
-            return _find_in_tree(structure, traced, transformation, tree, specs, has_masters, ties, predicts, num_stages)
+            layerwise = _find_in_tree(structure, traced, transformation, tree, specs, ties, num_stages)
+            with optax_promotion():
+                tiny = structure.unflatten(map(tiny_array, whole_specs(tree, specs, sliced=True)))
+            return _finished(layerwise, specs, tiny, {}, has_masters, predicts)
     specs = ties.without_seconds(specs)
     with callers_code(failure):
         traced = trace_optimizer(transformation, specs, num_stages)
-    layerwise = _find_by_layer(traced, transformation, specs, ties, predicts)
+    blank = {layer_id: jax.tree.map(lambda _: optax.MaskedNode(), params) for layer_id, params in specs.items()}
+    with optax_promotion(), jax.debug_nans(False), jax.transfer_guard("allow"):
+        tiny = {i: jax.tree.map(tiny_array, specs[i]) for i in sample_layers([i for i in specs if jax.tree.leaves(specs[i])])}
+        layerwise = _find_by_layer(traced, transformation, specs, tiny, blank, ties)
+    _check_without_parameters(layerwise, specs)
     if tree is not None and tree.axes():
         _check_slices_by_layer(layerwise, traced, tree, specs, ties)
+    return _finished(layerwise, specs, tiny, blank, has_masters, predicts)
+
+
+def _finished(
+    layerwise: LayerwiseOptimizer, specs: Mapping[str, Tree], tiny: Tree, blank: Mapping[str, Tree], has_masters: bool, predicts: bool
+) -> LayerwiseOptimizer:
+    """Return the optimizer with masters if it `has_masters`, after the check that delays can be corrected; see `find_layerwise`."""
+    if predicts and layerwise.trained.has_any(specs):
+        _check_correction(layerwise, tiny, blank)
     return replace(layerwise, has_masters=has_masters)
 
 
 def _find_by_layer(
-    traced: TracedOptimizer, transformation: optax.GradientTransformation, specs: Mapping[str, Tree], ties: Ties, predicts: bool
+    traced: TracedOptimizer,
+    transformation: optax.GradientTransformation,
+    specs: Mapping[str, Tree],
+    tiny: Mapping[str, Tree],
+    blank: Mapping[str, Tree],
+    ties: Ties,
 ) -> LayerwiseOptimizer:
     """Return the optimizer of layers by layer id, alone or in the structure of all layers; see `find_layerwise`.
 
     Args:
         traced: the optimizer, for all layers.
-        transformation, ties, predicts: as in `find_layerwise`.
+        transformation, ties: as in `find_layerwise`.
         specs: shapes of all parameters by layer id, with masked nodes in second places.
+        tiny: arrays like the parameters of some layers.
+        blank: the structure of all layers.
 
     Raises:
         InputError: as `find_layerwise`.
@@ -106,27 +126,20 @@ def _find_by_layer(
     if (untrained := _untrainable(specs, frozen)) is not None:
         raise untrained
     if (coupled := coupled_layers(traced, specs)) is not None:
+        names = [f"layer '{layer_id}'" for layer_id in sorted(specs) for _ in jax.tree.leaves(specs[layer_id])]
         raise _not_layerwise(
-            "the update of layer '{}' depends on layer '{}'".format(*coupled), transformation, _counted(traced, _layers_of(specs), frozen)
+            "the update of layer '{}' depends on layer '{}'".format(*coupled), transformation, _counted(traced, names, frozen)
         )
     used = used_while_frozen(traced, frozen)
     flags = [not is_frozen or is_used for is_frozen, is_used in zip(frozen, used, strict=True)]
     trained = _trained(ties, jax.tree.unflatten(jax.tree.structure(dict(specs)), flags))
-    blank = {layer_id: jax.tree.map(lambda _: optax.MaskedNode(), tree) for layer_id, tree in specs.items()}
     first = LayerwiseOptimizer(transformation, {}, accepted=traced.position, used=read_position(traced))
     parts = (trained,) if trained.is_all else (trained, EVERYTHING)  # some mask may look at parameters that are not there
-    candidates = [replace(first, blank=layers, trained=part) for part in parts for layers in ({}, blank)]
-    with optax_promotion(), jax.debug_nans(False), jax.transfer_guard("allow"):
-        tiny = {i: jax.tree.map(tiny_array, specs[i]) for i in sample_layers([i for i in specs if jax.tree.leaves(specs[i])])}
-        for layerwise in candidates:
-            if not (reason := difference(layerwise, blank, tiny, ties)):
-                break
-        else:
-            raise _not_layerwise(reason, transformation)
-    _check_without_parameters(layerwise, specs)
-    if predicts and trained.has_any(specs):
-        _check_correction(layerwise, tiny, blank)
-    return replace(layerwise, structured=_placers(ties, specs, layerwise.trained))
+    reason = ""
+    for layerwise in (replace(first, blank=layers, trained=part) for part in parts for layers in ({}, blank)):
+        if not (reason := difference(layerwise, blank, tiny, ties)):
+            return replace(layerwise, structured=_placers(ties, specs, layerwise.trained))
+    raise _not_layerwise(reason, transformation)
 
 
 def _find_in_tree(
@@ -135,9 +148,7 @@ def _find_in_tree(
     transformation: optax.GradientTransformation,
     tree: ModelTree,
     specs: Mapping[str, Tree],
-    has_masters: bool,
     ties: Ties,
-    predicts: bool,
     num_stages: int | None,
 ) -> LayerwiseOptimizer:
     """Return the optimizer of a model's own tree, of which each entry evaluates its part.
@@ -147,7 +158,7 @@ def _find_in_tree(
 
     Args:
         structure, traced: from `traced_in`.
-        transformation, tree, specs, has_masters, ties, predicts, num_stages: as in `find_layerwise`.
+        transformation, tree, specs, ties, num_stages: as in `find_layerwise`.
 
     Raises:
         InputError: as `find_layerwise`.
@@ -155,28 +166,16 @@ def _find_in_tree(
     axes, sliced, names = tree.axes(), whole_specs(tree, specs, sliced=True), _names_in(tree, ties, structure)
     frozen = frozen_leaves(traced)
     used = used_while_frozen(traced, frozen)
-    flags = jax.tree.map(lambda place: not frozen[place.number] or used[place.number], dict(tree.layers))
-    trained = _trained(ties, flags)
+    trained = _trained(ties, jax.tree.map(lambda place: not frozen[place.number] or used[place.number], dict(tree.layers)))
     try:
         traced = one_slice(transformation, structure, sliced, num_stages, traced) if axes else traced
         of_model = model_optimizer(traced, tree, sliced, ties, trained, names)
     except Coupled as reason:
         raise _not_layerwise(str(reason), transformation, _counted(traced, names, frozen), in_slices=reason.in_slices) from None
-    found = LayerwiseOptimizer(
-        transformation,
-        {},
-        accepted=traced.position,
-        used=read_position(traced),
-        trained=trained,
-        of_model=of_model,
-        has_masters=has_masters,
-    )
+    used_position = read_position(traced)
+    found = LayerwiseOptimizer(transformation, {}, accepted=traced.position, used=used_position, trained=trained, of_model=of_model)
     if axes:
         _check_slices(found, traced, structure, sliced, axes, tree.shapes, keeps_axes=True)
-    if predicts and trained.has_any(tree.layers):
-        with optax_promotion():
-            tiny = structure.unflatten(map(tiny_array, sliced))
-        _check_correction(found, tiny)
     return found
 
 
@@ -257,7 +256,7 @@ def _failure_in_tree(
     )
 
 
-def _check_correction(layerwise: LayerwiseOptimizer, tiny: Tree, blank: Mapping[str, Tree] = MappingProxyType({})) -> None:
+def _check_correction(layerwise: LayerwiseOptimizer, tiny: Tree, blank: Mapping[str, Tree]) -> None:
     """Check that delays can be corrected: that the optimizer has momentum, and makes each update from one batch and without prediction."""
     constructors = constructors_of(layerwise.transformation)
     if "MultiSteps" in constructors:
@@ -282,7 +281,7 @@ def _placers(ties: Ties, specs: Mapping[str, Tree], trained: Subset) -> dict[str
     def placer(layer_id: str, like: Tree) -> Callable[[Tree], tuple[str, Tree]]:
         return lambda tree: (layer_id, with_structure(like, tree))
 
-    return {entry: placer(*next(iter(part.items()))) for entry, part in entries_of(ties, concerned, trained).items()}
+    return {entry: placer(*next(iter(part.items()))) for entry, part in ties.parts(concerned, trained).items()}
 
 
 def _trained(ties: Ties, flags: Mapping[str, Tree]) -> Subset:
@@ -296,11 +295,6 @@ def _not_layerwise(why: str, transformation: optax.GradientTransformation, more:
         "leave out the part that looks at all layers at once (a norm over all of them, a step size from all gradients, noise from one key)"
     )
     return InputError(f"optimizer: it cannot be applied layer by layer, as stages of a pipeline have to: {why}; instead: {advice}{more}")
-
-
-def _layers_of(specs: Mapping[str, Tree]) -> list[str]:
-    """Return the name of the layer of each leaf."""
-    return [f"layer '{layer_id}'" for layer_id in sorted(specs) for _ in jax.tree.leaves(specs[layer_id])]
 
 
 def _counted(traced: TracedOptimizer, names: Sequence[str], frozen: Sequence[bool]) -> str:

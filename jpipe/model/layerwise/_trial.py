@@ -14,7 +14,7 @@ from jax.extend.core import jaxpr_as_fun
 from jpipe.errors import cause
 from jpipe.model._ties import Ties
 from jpipe.model.jaxprs._wanted import without_effects
-from jpipe.model.layerwise._optimizer import LayerwiseOptimizer, entries_of
+from jpipe.model.layerwise._optimizer import LayerwiseOptimizer
 from jpipe.model.layerwise._trace import Position
 
 Tree = Any
@@ -45,7 +45,7 @@ def difference(layerwise: LayerwiseOptimizer, blank: Mapping[str, Tree], params:
     """
     whole, trained = _Run(layerwise, {**blank, **params}), layerwise.trained
     try:
-        parts = {i: part for i, part in entries_of(ties, params, trained).items() if not trained.excludes(i)}
+        parts = {i: part for i, part in ties.parts(params, trained).items() if not trained.excludes(i)}
         split = {i: _Run(layerwise, {**layerwise.blank, **part}) for i, part in parts.items()}
     except Exception as error:
         return f"on one layer alone it fails: {cause(error)}"
@@ -53,7 +53,7 @@ def difference(layerwise: LayerwiseOptimizer, blank: Mapping[str, Tree], params:
     while updates < _UPDATES and step < _STEPS:
         gradients = _gradients(params, step)
         expected = whole.step({**blank, **gradients}, step)
-        parts, untouched = entries_of(ties, gradients, trained), {path for path in expected if path[0].idx == 0}
+        parts, untouched = ties.parts(gradients, trained), {path for path in expected if path[0].idx == 0}
         for layer_id, run in split.items():
             actual = run.step({**layerwise.blank, **parts[layer_id]}, step)
             if not all(path in expected and _close(expected[path], leaf) for path, leaf in actual.items()):

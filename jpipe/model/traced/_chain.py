@@ -3,13 +3,15 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
+import jax
 import jax.extend.core as jex
 import numpy as np
 
 from jpipe.errors import InputError
 from jpipe.model.jaxprs._dependence import is_literal, nbytes
+from jpipe.model.jaxprs._primitives import CHEAP
 from jpipe.model.traced.flat._flatten import CUT as MARK
 
 
@@ -207,19 +209,10 @@ def _variables(variables: Iterable[Any]) -> Iterable[Any]:
 
 # What equations cost ---------------------------------------------------------------------------------------------------
 
-_CHEAP = {
-    *("abs", "add", "and", "broadcast_in_dim", "ceil", "clamp", "concatenate", "convert_element_type", "copy", "cos", "div", "eq", "exp"),
-    *("expand_dims", "floor", "ge", "gt", "integer_pow", "iota", "is_finite", "le", "log", "logistic", "lt", "max", "min", "mul", "ne"),
-    *("neg", "not", "or", "pad", "reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_sum", "rem", "reshape", "rev", "round"),
-    *("rsqrt", "select_n", "shift_right_logical", "sign", "sin", "slice", "sqrt", "square", "squeeze", "stop_gradient", "sub", "tanh"),
-    *("transpose", "xor", "cumsum"),
-}
-"""Primitives whose results a later layer may make again, where that sends fewer bytes."""
-
 
 def is_cheap(equation: Any) -> bool:
     """Return whether a later layer may compute the equation again."""
-    return equation.primitive.name in _CHEAP
+    return equation.primitive.name in CHEAP
 
 
 def operations(equation: Any) -> int:
@@ -255,3 +248,35 @@ def _bodies(equation: Any) -> Iterable[Any]:
 
 def _size(var: Any) -> int:
     return int(np.prod(getattr(getattr(var, "aval", None), "shape", ()), dtype=np.int64))
+
+
+# The mark of a cut ----------------------------------------------------------------------------------------------------
+
+T = TypeVar("T")
+
+
+def cut(x: T, name: str) -> T:
+    """Mark a place in a model where `LayerStack.from_model` cuts it; return `x`.
+
+    Where a model has marks, it is cut at these places alone. Everywhere else a mark does nothing.
+
+    Args:
+        x: what the model computes next with, any pytree of arrays. Other values may pass the cut, too.
+        name: the id of the layer that ends here. Each mark has its own.
+
+    Raises:
+        InputError: the name is no string, or empty.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> float(cut(jnp.sin(0.0), "encoder"))
+        0.0
+    """
+    if not isinstance(name, str) or not name:
+        raise InputError(f"cut: expected the id of a layer, a non-empty string, found {name!r}")
+
+    def identity(x: Any) -> Any:
+        return x
+
+    identity.__name__ = f"{MARK}{name}]"
+    return jax.jit(identity)(x)  # in a trace this is an equation with a name

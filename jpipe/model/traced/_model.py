@@ -8,19 +8,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jpipe.errors import InputError
 from jpipe.model._layer import Layer, describe, key_spec, spec_of
-from jpipe.model._ties import Tie
-from jpipe.model._tree import ModelTree
+from jpipe.model._ties import ModelTree, Tie
 from jpipe.model.jaxprs._wanted import evaluate_wanted
-from jpipe.model.traced._align import same_cuts
 from jpipe.model.traced._blocks import Path
 from jpipe.model.traced._chain import Chain
-from jpipe.model.traced._cuts import Granularity, choose_cuts, position_before
-from jpipe.model.traced._names import Part, parts_of, path_in, tree_of
+from jpipe.model.traced._cuts import Granularity, choose_cuts, position_before, same_cuts
+from jpipe.model.traced._names import Part, parts_of, paths_in
 from jpipe.model.traced._segments import Segment, segments_of
 from jpipe.model.traced._trace import Leaves, Trace, context, paths_of, stacked, trace_model
+from jpipe.model.traced.doors._whole import Whole
 from jpipe.model.traced.flat._flatten import Leaf, take_slice
 
 Tree = Any
@@ -51,7 +51,6 @@ class TracedModel:
 
     Attributes:
         whole: the model as one layer.
-        specs: of the parameters and the layer state of the whole model.
         inputs: the specs of the inputs for which it was traced first.
         parts: its layers.
         chain: its first trace, in training.
@@ -60,11 +59,10 @@ class TracedModel:
         homes: for each of them the number of the layer that has it first, or that writes it.
         draws: for each layer whether it draws random numbers, in training (True) and in evaluation (False).
         prepare: applied to the parameters of a layer before its equations; casts them.
-        fresh: whether `whole.init` makes the parameters; if not, they are given as arrays, and layers are initialized with zeros.
+        abstract: why a model without parameters cannot make them, if it cannot.
     """
 
-    whole: Layer
-    specs: tuple[Tree, Tree]
+    whole: Whole
     inputs: Tree
     parts: tuple[Part, ...]
     chain: Chain
@@ -73,7 +71,7 @@ class TracedModel:
     homes: tuple[int, ...]
     draws: Mapping[bool, Sequence[bool]]
     prepare: Callable[[Tree], Tree]
-    fresh: bool
+    abstract: InputError | None
     _cuts: dict[Any, _Cut] = field(default_factory=dict, compare=False)
     _traces: dict[Any, Trace] = field(default_factory=dict, compare=False)
     _inputs_of: dict[Any, Tree] = field(default_factory=dict, compare=False)
@@ -85,7 +83,13 @@ class TracedModel:
             change: of the whole layer.
             prepare: as the attribute of that name.
         """
-        return replace(self, whole=change(self.whole), prepare=prepare, _cuts={}, _traces={}, _inputs_of={})
+        whole = replace(self.whole, layer=change(self.whole.layer))
+        return replace(self, whole=whole, prepare=prepare, _cuts={}, _traces={}, _inputs_of={})
+
+    @property
+    def fresh(self) -> bool:
+        """Whether layers make their parameters; if not, they are given as arrays, and layers are initialized with zeros."""
+        return self.whole.params is None and self.abstract is None
 
     # Layers --------------------------------------------------------------------------------------------------------------
 
@@ -105,10 +109,7 @@ class TracedModel:
 
     def ties(self) -> list[Tie]:
         """Return the ties: of each parameter that several layers read."""
-        places = [
-            {leaf: (part.id, path_in([self.leaves.paths[each] for each in part.params], self.leaves.paths[leaf])) for leaf in part.params}
-            for part in self.parts
-        ]
+        places = [{leaf: (part.id, path) for leaf, path in paths_in(part.params).items()} for part in self.parts]
         return [
             Tie(places[self.homes[leaf]][leaf], place)
             for k, by_leaf in enumerate(places)
@@ -116,11 +117,11 @@ class TracedModel:
             if self.homes[leaf] != k
         ]
 
-    def tree(self, structures: tuple[Any, ...]) -> ModelTree:
-        """Return the tree of the model's own parameters; `structures` as the attribute of `Whole`."""
-        shapes = tuple(leaf.shape for leaf in jax.tree.leaves(self.specs[0]))
-        places = dict(enumerate(self.leaves.leaves))
-        return ModelTree(structures, shapes, {part.id: self._tree(part.params, places) for part in self.parts})
+    def tree(self) -> ModelTree:
+        """Return the tree of the model's own parameters."""
+        shapes = tuple(leaf.shape for leaf in jax.tree.leaves(self.whole.specs[0]))
+        layers = {part.id: jax.tree.map(lambda number: self.leaves.leaves[number], part.params) for part in self.parts}
+        return ModelTree(self.whole.structures, shapes, layers)
 
     def first_equal(self, layer_id: str, x: Tree) -> str:
         """Return the first layer that computes the same as a layer does with the input `x`; their parameters may have other values."""
@@ -132,46 +133,30 @@ class TracedModel:
         equal = []
         for k, part in enumerate(self.parts):
             texts = tuple((cut.segments[train][k].text, cut.slots[train][k]) for train in (True, False))
-            trees = [str(jax.tree.structure(tree)) for tree in self._trees(part)]
-            equal.append(first.setdefault((*texts, cut.carries[k], *trees), k))
+            equal.append(first.setdefault((*texts, cut.carries[k], str(jax.tree.structure((part.params, part.state)))), k))
         return tuple(equal)
 
-    def _trees(self, part: Part) -> tuple[Tree, Tree]:
-        """Return the parameters and the state of a layer, with numbers in place of arrays."""
-        return self._tree(part.params, self._numbers), self._tree(part.state, self._numbers)
-
-    def _tree(self, leaves: Sequence[int], values: Mapping[int, Any]) -> Tree:
-        """Return the values of some of the leaves of a layer as dicts in dicts."""
-        paths = self.leaves.paths
-        return tree_of([paths[leaf] for leaf in leaves], {paths[leaf]: values[leaf] for leaf in leaves if leaf in values})
-
-    @cached_property
-    def _numbers(self) -> dict[int, int]:
-        return {leaf: leaf for leaf in range(len(self.leaves.leaves))}
-
     def _axes(self, part: Part) -> dict[str, tuple[str | None, ...]]:
-        paths = [self.leaves.paths[leaf] for leaf in part.params]
         axes = {}
-        for leaf, path in zip(part.params, paths, strict=True):
+        for leaf, path in paths_in(part.params).items():
             place = self.leaves.leaves[leaf]
-            names = self.whole.axes.get("/".join(self._whole_paths[place.number]), ())
+            names = self.whole.layer.axes.get("/".join(self._whole_paths[place.number]), ())
             kept = tuple(name for axis, name in enumerate(names) if axis not in place.axes)
             if any(kept):
-                axes[path_in(paths, path)] = kept
+                axes[path] = kept
         return axes
 
     @cached_property
     def _whole_paths(self) -> list[Path]:
-        params, state = self.specs
+        params, state = self.whole.specs
         return [*paths_of(params), *paths_of(state)]
 
     def _init(self, k: int, key: jax.Array, x: Tree) -> tuple[Tree, Tree]:
         """Return the parameters and state of one layer; nothing else of the model is made."""
-        trees = self._trees(self.parts[k])
-        numbers = jax.tree.leaves(trees)
+        numbers, treedef = jax.tree.flatten((self.parts[k].params, self.parts[k].state))
         places = [self.leaves.leaves[number] for number in numbers]
         if not self.fresh:
-            specs = jax.tree.leaves(self.specs)
+            specs = jax.tree.leaves(self.whole.specs)
             slices = [jnp.zeros(self.leaves.shapes[number], specs[self.leaves.leaves[number].number].dtype) for number in numbers]
         else:
             inputs = [jnp.zeros(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(self.inputs)]
@@ -179,16 +164,16 @@ class TracedModel:
             flags = [number in wanted for number in range(len(closed.jaxpr.outvars))]
             values = evaluate_wanted(closed.jaxpr, closed.consts, [key, *inputs], flags)
             slices = [take_slice(place, values[place.number]) for place in places]
-        params, state = jax.tree.unflatten(jax.tree.structure(trees), slices)
+        params, state = jax.tree.unflatten(treedef, slices)
         return params, state
 
     @cached_property
     def _initializer(self) -> Any:
-        return jax.make_jaxpr(lambda key, x: jax.tree.leaves(self.whole.init(key, x)))(key_spec(), self.inputs)
+        return jax.make_jaxpr(lambda key, x: jax.tree.leaves(self.whole.layer.init(key, x)))(key_spec(), self.inputs)
 
     def _apply(self, k: int, params: Tree, state: Tree, x: Tree, key: jax.Array | None, train: bool) -> tuple[Tree, Tree]:
         cut = self._cut_of(k, x)
-        segment, (param_numbers, state_numbers) = cut.segments[train][k], map(jax.tree.leaves, self._trees(self.parts[k]))
+        segment, (param_numbers, state_numbers) = cut.segments[train][k], self.parts[k].numbers()
         values = dict(zip(param_numbers, jax.tree.leaves(self.prepare(params)), strict=True))
         state_leaves, state_def = jax.tree.flatten(state)
         values |= dict(zip(state_numbers, state_leaves, strict=True))
@@ -252,7 +237,7 @@ class TracedModel:
     def _trace(self, inputs: Tree, train: bool) -> Trace:
         key = (*_hashable(inputs), train, *context())
         if key not in self._traces:
-            trace = trace_model(self.whole, self.specs, self.prepare, inputs, train, self.leaves.axes)
+            trace = trace_model(self.whole, self.prepare, inputs, train, self.leaves.axes)
             if trace.leaves != self.leaves:
                 raise InputError(
                     "from_model: the model has other parameters or layer state for inputs of other shapes; give such inputs first"
@@ -262,6 +247,15 @@ class TracedModel:
 
     # The arrays of the whole model ---------------------------------------------------------------------------------------
 
+    def by_layer(self, params: Tree, state: Tree) -> dict[str, tuple[Tree, Tree]]:
+        """Return the parameters and state of each layer from those of the whole model; either, and any leaf, may be None."""
+        trees = (
+            jax.tree.map(lambda _: None, spec) if tree is None else tree
+            for spec, tree in zip(self.whole.specs, (params, state), strict=True)
+        )
+        filled = jax.tree.map(lambda spec, leaf: spec if leaf is None else leaf, self.whole.specs, tuple(trees))
+        return jax.tree.map(lambda leaf: None if isinstance(leaf, jax.ShapeDtypeStruct) else leaf, self.split(*filled))
+
     def split(self, params: Tree, state: Tree) -> dict[str, tuple[Tree, Tree]]:
         """Return the parameters and the state of each layer from those of the whole model.
 
@@ -270,10 +264,11 @@ class TracedModel:
         """
         leaves = [*jax.tree.leaves(params), *jax.tree.leaves(state)]
         slices = {number: self._slice(leaves, number) for number in range(len(self.leaves.leaves))}
+        kept = {leaf: home for leaf, home in enumerate(self.homes) if not isinstance(slices[leaf], jax.ShapeDtypeStruct)}
         by_layer = {}
         for k, part in enumerate(self.parts):
-            kept = {leaf for leaf in part.params if self.homes[leaf] == k and not isinstance(slices[leaf], jax.ShapeDtypeStruct)}
-            by_layer[part.id] = self._tree(part.params, {leaf: slices[leaf] for leaf in kept}), self._tree(part.state, slices)
+            own = {path: slices[leaf] for path, leaf in flatten_dict(part.params).items() if kept.get(leaf) == k}
+            by_layer[part.id] = unflatten_dict(own), jax.tree.map(slices.__getitem__, part.state)
         return by_layer
 
     def _slice(self, leaves: Sequence[Any], number: int) -> Any:
@@ -291,13 +286,12 @@ class TracedModel:
         """
         places: dict[str, dict[str, tuple[str, tuple[int, ...], tuple[int, ...]]]] = {"params": {}, "state": {}}
         for k, part in enumerate(self.parts):
-            for kind, numbers in (("params", part.params), ("state", part.state)):
-                paths = [self.leaves.paths[number] for number in numbers]
-                for number, path in zip(numbers, paths, strict=True):
+            for kind, tree in (("params", part.params), ("state", part.state)):
+                for number, path in paths_in(tree).items():
                     leaf = self.leaves.leaves[number]
                     if self.homes[number] == k:
                         whole = "/".join(self._whole_paths[leaf.number])
-                        places[kind][f"{part.id}/{path_in(paths, path)}"] = whole, leaf.index, leaf.axes
+                        places[kind][f"{part.id}/{path}"] = whole, leaf.index, leaf.axes
         return places
 
     def join(self, params: Mapping[str, Tree], state: Mapping[str, Tree]) -> tuple[Tree, Tree]:
@@ -307,12 +301,11 @@ class TracedModel:
             params: by layer id. Leaves of the whole model that no layer has are `jax.ShapeDtypeStruct`s.
             state: by layer id.
         """
-        specs, treedef = jax.tree.flatten(self.specs)
+        specs, treedef = jax.tree.flatten(self.whole.specs)
         slices: list[dict[Leaf, Any]] = [{} for _ in specs]
         for k, part in enumerate(self.parts):
-            for numbers, trees in ((part.params, params), (part.state, state)):
-                order = jax.tree.leaves(self._tree(numbers, self._numbers)) if part.id in trees else []
-                for number, array in zip(order, jax.tree.leaves(trees.get(part.id, {})), strict=True):
+            for numbers, trees in zip(part.numbers(), (params, state), strict=True):
+                for number, array in zip(numbers, jax.tree.leaves(trees[part.id]), strict=True) if part.id in trees else ():
                     if self.homes[number] == k:
                         slices[self.leaves.leaves[number].number][self.leaves.leaves[number]] = array
         joined: tuple[Tree, Tree] = jax.tree.unflatten(treedef, list(map(stacked, specs, slices)))
@@ -345,26 +338,28 @@ def _joined(segments: Mapping[bool, Sequence[Segment]], outputs: Mapping[bool, C
     return _Cut(segments, carries, slots, outputs)
 
 
-def cut_model(
-    whole: Layer, specs: tuple[Tree, Tree], inputs: Tree, granularity: Granularity, prefixes: Sequence[str], fresh: bool
-) -> TracedModel:
+def cut_model(whole: Whole, inputs: Tree, granularity: Granularity, prefixes: Sequence[str]) -> TracedModel:
     """Trace a whole model and cut it into layers.
 
     Args:
         whole: the model as one layer.
-        specs: of its parameters and its layer state.
         inputs: the specs of its inputs.
         granularity, prefixes: as in `choose_cuts`.
-        fresh: as the attribute of `TracedModel`.
 
     Raises:
         InputError: the model cannot be traced, or cannot be cut.
     """
-    training = trace_model(whole, specs, _as_is, inputs, True, {})
+    abstract = None
+    if whole.params is None:
+        try:
+            jax.eval_shape(whole.layer.init, key_spec(), inputs)
+        except InputError as error:  # its message says how the model is initialized
+            abstract = error
+    training = trace_model(whole, _as_is, inputs, True, {})
     chain, leaves = training.chain, training.leaves
-    evaluation = trace_model(whole, specs, _as_is, inputs, False, leaves.axes)
+    evaluation = trace_model(whole, _as_is, inputs, False, leaves.axes)
     if evaluation.leaves != leaves:  # it splits more stacked arrays than training does
-        training = trace_model(whole, specs, _as_is, inputs, True, evaluation.leaves.axes)
+        training = trace_model(whole, _as_is, inputs, True, evaluation.leaves.axes)
         chain, leaves = training.chain, training.leaves
     positions = choose_cuts(chain, leaves.paths[: leaves.num_params], granularity, prefixes)
     if not positions:
@@ -393,10 +388,10 @@ def cut_model(
             )
     writers = {leaf: k for k, segment in enumerate(training_segments) for leaf in segment.written}
     parts = parts_of(read, leaves, named)
-    having = {leaf: k for k, part in reversed([*enumerate(parts)]) for leaf in (*part.params, *part.state)} | writers
+    having = {leaf: k for k, part in reversed([*enumerate(parts)]) for leaf in jax.tree.leaves((part.params, part.state))} | writers
     homes = tuple(having[leaf] for leaf in range(len(leaves.leaves)))
     draws = {True: [segment.uses_key for segment in training_segments], False: [segment.uses_key for segment in evaluation_segments]}
-    traced = TracedModel(whole, specs, inputs, parts, chain, positions, leaves, homes, draws, _as_is, fresh)
+    traced = TracedModel(whole, inputs, parts, chain, positions, leaves, homes, draws, _as_is, abstract)
     if evaluation.leaves == leaves:
         traced._traces.update({(*_hashable(inputs), train, *context()): trace for train, trace in ((True, training), (False, evaluation))})
     return traced

@@ -6,6 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
+from flax.traverse_util import flatten_dict, unflatten_dict
+
 from jpipe.model.traced._blocks import Path, common_beginning, is_numbered
 from jpipe.model.traced._trace import Leaves
 
@@ -16,13 +19,22 @@ class Part:
 
     Attributes:
         id: of the layer.
-        params: the parameters that it reads, and those that no layer reads and that it keeps, by number.
-        state: the layer state that it reads or writes, by number.
+        params: the parameters that it reads, and those that no layer reads and that it keeps: nested dicts with numbers in place of arrays.
+        state: the layer state that it reads or writes, likewise.
     """
 
     id: str
-    params: tuple[int, ...]
-    state: tuple[int, ...]
+    params: dict[str, Any]
+    state: dict[str, Any]
+
+    def numbers(self) -> tuple[list[int], list[int]]:
+        """Return the numbers of its parameters and of its state, in the order of the leaves of these trees."""
+        return jax.tree.leaves(self.params), jax.tree.leaves(self.state)
+
+
+def paths_in(tree: Mapping[str, Any]) -> dict[int, str]:
+    """Return the path of each number in `Part.params` or `Part.state`, joined by "/", in the order of the numbers."""
+    return dict(sorted((number, "/".join(path)) for path, number in flatten_dict(tree).items()))
 
 
 def _layer_ids(first_read: Sequence[Sequence[Path]], read: Sequence[Sequence[Path]], named: Mapping[int, str]) -> list[str]:
@@ -68,28 +80,6 @@ def _unique(name: str, used: Iterable[str | None]) -> str:
     return unique
 
 
-def tree_of(paths: Sequence[Path], values: Mapping[Path, Any]) -> dict[str, Any]:
-    """Return values as dicts in dicts, by their paths without the common beginning of `paths`.
-
-    Args:
-        paths: of all arrays of a layer.
-        values: of some or all of them.
-    """
-    begin = len(_common(paths))
-    tree: dict[str, Any] = {}
-    for path, value in values.items():
-        node = tree
-        for part in path[begin:-1]:
-            node = node.setdefault(part, {})
-        node[path[-1]] = value
-    return tree
-
-
-def path_in(paths: Sequence[Path], path: Path) -> str:
-    """Return where `tree_of` puts the value of a path, joined by "/"."""
-    return "/".join(path[len(_common(paths)) :])
-
-
 def parts_of(read: Sequence[set[int]], leaves: Leaves, named: Mapping[int, str]) -> tuple[Part, ...]:
     """Return the layers from the parameters and state that each reads or writes, and the ids that the user chose."""
     is_param = [number < leaves.num_params for number in range(len(leaves.leaves))]
@@ -107,10 +97,15 @@ def parts_of(read: Sequence[set[int]], leaves: Leaves, named: Mapping[int, str])
         alls.append([leaves.paths[number] for number in params])
         firsts.append([leaves.paths[number] for number in params if number not in seen])
         seen.update(params)
-    ids = _layer_ids(firsts, alls, named)
+
+    def tree(numbers: Sequence[int]) -> dict[str, Any]:
+        """Return numbers by their paths without the common beginning."""
+        begin = len(_common([leaves.paths[number] for number in numbers]))
+        return unflatten_dict({leaves.paths[number][begin:]: number for number in numbers})
+
     return tuple(
-        Part(layer_id, tuple(n for n in sorted(each) if is_param[n]), tuple(n for n in sorted(each) if not is_param[n]))
-        for layer_id, each in zip(ids, read, strict=True)
+        Part(layer_id, *(tree([number for number in sorted(each) if is_param[number] == kind]) for kind in (True, False)))
+        for layer_id, each in zip(_layer_ids(firsts, alls, named), read, strict=True)
     )
 
 

@@ -145,23 +145,20 @@ def _passing(chain: Chain, bounds: Sequence[int]) -> tuple[list[list[Any]], list
 
 def _smallest(chain: Chain, wanted: list[Any], work: int) -> tuple[list[Any], list[Any]]:
     """Return the fewest bytes of variables from which `wanted` can be made cheaply, and the equations that make them."""
-    costs, inputs_of, to_do = dict[Any, int](), dict[Any, list[Any]](), list(wanted)
-    while to_do:
-        var = to_do.pop()
-        if var in costs:
-            continue
-        costs[var] = nbytes(var)
+
+    def inputs_of(var: Any) -> list[Any] | None:
         number = chain.made[var]
-        if number >= 0 and is_cheap(chain.equations[number]) and not chain.reads[number]:
-            inputs_of[var] = [v for v in chain.equations[number].invars if not is_literal(v) and v in chain.made]
-            to_do += inputs_of[var]
-    chosen = set(cheapest_cut(costs, inputs_of, wanted)) if inputs_of else set(wanted)
+        if number < 0 or not is_cheap(chain.equations[number]) or chain.reads[number]:
+            return None
+        return [v for v in chain.equations[number].invars if not is_literal(v) and v in chain.made]
+
+    chosen = set(cheapest_cut(wanted, nbytes, inputs_of))
     numbers, to_do = set[int](), [var for var in wanted if var not in chosen]
     while to_do:
         var = to_do.pop()
         if chain.made[var] not in numbers:
             numbers.add(chain.made[var])
-            to_do += [v for v in inputs_of[var] if v not in chosen]
+            to_do += [v for v in inputs_of(var) or () if v not in chosen]
     again = [chain.equations[number] for number in sorted(numbers)]
     is_worth = sum(map(nbytes, chosen)) <= _WORTH * sum(map(nbytes, wanted)) and sum(map(operations, again)) <= _AGAIN * work
     if not is_worth:

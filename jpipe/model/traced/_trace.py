@@ -11,9 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jpipe.errors import callers_code, cause
-from jpipe.model._layer import Layer, describe, key_spec
+from jpipe.model._layer import describe, key_spec
 from jpipe.model.traced._blocks import Path
 from jpipe.model.traced._chain import Chain, chain_of
+from jpipe.model.traced.doors._whole import Whole
 from jpipe.model.traced.flat._flatten import Leaf, flatten, stack_slices
 
 Tree = Any
@@ -61,14 +62,11 @@ class Trace:
     outputs: Callable[[Sequence[Any]], Tree]
 
 
-def trace_model(
-    whole: Layer, specs: tuple[Tree, Tree], prepare: Callable[[Tree], Tree], inputs: Tree, train: bool, axes: Mapping[int, tuple[int, ...]]
-) -> Trace:
+def trace_model(whole: Whole, prepare: Callable[[Tree], Tree], inputs: Tree, train: bool, axes: Mapping[int, tuple[int, ...]]) -> Trace:
     """Trace a whole model.
 
     Args:
         whole: the model as one layer.
-        specs: of its parameters and its layer state.
         prepare: applied to the parameters first.
         inputs: specs of its inputs.
         train: False for evaluation.
@@ -78,12 +76,12 @@ def trace_model(
         InputError: the model fails.
     """
     with callers_code(lambda error: f"from_model: the model cannot be traced with inputs {describe(inputs)}: {cause(error)}; fix it there"):
-        params, state = jax.eval_shape(prepare, specs[0]), specs[1]
+        params, state = jax.eval_shape(prepare, whole.specs[0]), whole.specs[1]
         trees = jax.tree.structure((params, state))
 
         def forward(leaves: Sequence[Any], key: jax.Array, x: Tree) -> Any:
             params, state = jax.tree.unflatten(trees, leaves)
-            return whole.apply(params, state, x, key, train)
+            return whole.layer.apply(params, state, x, key, train)
 
         closed, (outputs, _) = jax.make_jaxpr(forward, return_shape=True)(jax.tree.leaves((params, state)), key_spec(), inputs)
     num_params, num_outputs = len(jax.tree.leaves(params)), len(jax.tree.leaves(outputs))

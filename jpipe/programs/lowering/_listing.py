@@ -6,8 +6,8 @@ from itertools import chain
 from typing import Any
 
 from jpipe.plan import Plan
-from jpipe.programs._global_norm import transfer
-from jpipe.programs._instructions import Compute, Data, Instruction, Load, Message
+from jpipe.programs._instructions import Compute, Data, Instruction, Load
+from jpipe.programs._route import transfer
 
 
 class Listing:
@@ -53,7 +53,7 @@ class Listing:
         for j in self._copies(worker):
             self._written_at[2 * time].append(make(j))
 
-    def transfer(self, time: int, source: int, to: int, k: int, message: Message) -> None:
+    def transfer(self, time: int, source: int, to: int, k: int, message: str) -> None:
         """Write a send, and its receive behind it."""
         copies, others = self._copies(source), self._copies(to)
         if not copies and not others:

@@ -3,11 +3,13 @@
 from collections.abc import Collection, Sequence
 from itertools import chain
 
+from jpipe._frozen import NOTHING
 from jpipe._numbers import is_int
+from jpipe.capabilities.registry import uses_of
 from jpipe.errors import InputError, short
-from jpipe.plan import Plan
-from jpipe.programs._global_norm import transfer
+from jpipe.plan import Plan, excluded
 from jpipe.programs._instructions import Compute, Instruction, Load, Program
+from jpipe.programs._route import transfer
 from jpipe.programs.lowering._run import Run
 from jpipe.schedules import SCHEDULES
 
@@ -52,18 +54,15 @@ def lower(
         raise InputError(f"lower: expected integers, found start {short(start)}, begin {short(begin)}, batches {short(batches)}")
     if not 0 <= start <= begin <= batches:
         raise InputError(f"lower: expected 0 ≤ start ≤ begin ≤ batches, found start {start}, begin {begin}, batches {batches}")
-    if global_norm and (reason := SCHEDULES[plan.schedule].norm_refusal(plan)):
-        raise InputError(f"lower: global_norm: {reason}")
-    if plan.has_parallel_pipelines and (shared or (global_norm and not SCHEDULES[plan.schedule].flushes)):
-        option = "shared" if shared else "global_norm"
-        reason = "" if shared else f" under the schedule '{plan.schedule}', which does not flush"
-        raise InputError(f"lower: {option}: expected none for pipelines that agree{reason}; remove it")
     if workers is not None and not {*workers} <= {*range(len(plan.workers))}:
         raise InputError(
             f"lower: workers: expected numbers of workers of the plan, below {len(plan.workers)}, found {short(list(workers))}"
         )
     groups = _checked_groups(shared, plan)
-    run = Run(plan, start, batches, global_norm, groups, workers)
+    for argument, option, is_set in (("global_norm", "skip_nonfinite", global_norm), ("shared", "ties", bool(groups))):
+        if reason := excluded(plan, **{option: is_set}):
+            raise InputError(f"lower: {argument}: {reason.removeprefix(f'{option}: ')}")
+    run = Run(plan, start, batches, uses_of(global_norm=global_norm, shared_parameters=groups), workers)
     if begin > start:
         run.go_on(begin, False)
     return run.program(batches, drain)
@@ -74,8 +73,6 @@ def _checked_groups(shared: Sequence[Sequence[int]], plan: Plan) -> tuple[tuple[
     for stages in groups:
         if len(stages) < 2 or list(stages) != sorted(set(stages)) or not set(stages) <= set(range(plan.depth)):
             raise InputError(f"lower: shared: expected two or more stages of {plan.depth} in order, found {short(stages)}")
-    if groups and (reason := SCHEDULES[plan.schedule].norm_refusal(plan)):
-        raise InputError(f"lower: shared: {reason}")
     return groups
 
 
@@ -125,4 +122,4 @@ def lower_evaluation(
 def without_training(plan: Plan, instructions: Sequence[Instruction], workers: Collection[int] | None) -> Program:
     """Return a program that neither updates nor ends any batch."""
     chosen, no_batches = None if workers is None else frozenset(workers), (range(0),) * plan.depth
-    return Program(plan, 0, 0, 1, True, False, (), (False,) * plan.depth, (), range(0), no_batches, tuple(instructions), chosen)
+    return Program(plan, 0, 0, 1, True, NOTHING, (False,) * plan.depth, (), range(0), no_batches, tuple(instructions), chosen)

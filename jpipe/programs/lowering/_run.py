@@ -3,15 +3,16 @@
 import itertools
 from collections.abc import Collection, Iterator, Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from jpipe._frozen import FrozenMapping
 from jpipe.capabilities.protocol import hooks, made
 from jpipe.capabilities.registry import programs_of
 from jpipe.errors import InputError
 from jpipe.ops import OPS, Op
 from jpipe.plan import Plan, repeats_forward
 from jpipe.programs._execution_order import ProgramError
-from jpipe.programs._global_norm import Route, distribute, last_microbatch, norm_alone, norm_of_pipeline, route_of
+from jpipe.programs._global_norm import distribute, norm_alone, norm_of_pipeline
 from jpipe.programs._instructions import (
     AddShared,
     Instruction,
@@ -20,6 +21,7 @@ from jpipe.programs._instructions import (
     TakeShared,
     parts_of,
 )
+from jpipe.programs._route import Route, last_microbatch, route_of
 from jpipe.programs._timeline import Span, format_grid
 from jpipe.programs.lowering._listing import Listing
 from jpipe.programs.lowering._progress import Availability, PendingUpdates, Rank, Results, Worker
@@ -55,8 +57,7 @@ class Run:
         plan: what to run.
         start: the batch before which the pipeline is empty.
         last: the most batches that it will be run to.
-        global_norm: whether updates use the norm of the gradients of all stages.
-        shared: for each group of shared parameters, the stages that hold them.
+        uses: as in `Program`.
         workers: those whose instructions are written; None: all.
         alike: whether to run only the first replica of each stage where all replicas do the same; see `Listing`.
     """
@@ -66,13 +67,13 @@ class Run:
         plan: Plan,
         start: int,
         last: int,
-        global_norm: bool,
-        shared: tuple[tuple[int, ...], ...],
+        uses: FrozenMapping[Any],
         workers: Collection[int] | None = None,
         *,
         alike: bool = True,
     ) -> None:
-        self.plan, self.start, self.last, self.global_norm, self.shared = plan, start, last, global_norm, shared
+        self.plan, self.start, self.last, self.uses = plan, start, last, uses
+        self.global_norm, self.shared = "global_norm" in uses, uses.get("shared_parameters", ())
         self.schedule, self.depth, self.replicas = SCHEDULES[plan.schedule], plan.depth, plan.replicas
         self.sums = [plan.sums_gradients(s) for s in range(plan.depth)]  # whether updates wait for a sum over replicas
         self.every = [plan.microbatches_per_update(s) for s in range(plan.depth)]  # microbatches for an update
@@ -86,8 +87,8 @@ class Run:
         # Without a flush the last of a rank's chunks may come to a microbatch only after the step of its batch.
         several = not self.schedule.flushes and plan.depth > len(plan.pipeline_ranks)
         self.labels_with = 0 if several else plan.depth - 1
-        self.shares = [[group for group, stages in enumerate(shared) if s in stages] for s in range(plan.depth)]
-        self.waits = [global_norm or bool(groups) for groups in self.shares]  # whether updates wait for other stages
+        self.shares = [[group for group, stages in enumerate(self.shared) if s in stages] for s in range(plan.depth)]
+        self.waits = [self.global_norm or bool(groups) for groups in self.shares]  # whether updates wait for other stages
         self.route = route_of(plan) if any(self.waits) and not self.schedule.flushes else None
         self.routed = [self.route is not None and wait for wait in self.waits]  # whether they wait for other stages without a flush
         self.version = self.schedule.version if plan.flush_first else self.schedule.formula
@@ -107,7 +108,7 @@ class Run:
         self.written = [workers is None or not set(plan.stage_workers[s]).isdisjoint(workers) for s in range(plan.depth)]
         self.linked = [before or after for before, after in pairwise(self.written)] + [False]
         self.is_whole = workers is None and not self.alike  # whether the listing has all instructions since the start
-        lowerings = made("lower", programs_of(plan), self)
+        lowerings = made("lower", programs_of(plan, uses), self)
         self._before_compute, self._drained = hooks("before_compute", lowerings), hooks("drained", lowerings)
         self._version_ready, self._settle = hooks("version_ready", lowerings), hooks("settle", lowerings)
         self.updates = PendingUpdates(plan, self.available, self.listing, lowerings, self.routed, start, self.alike)
@@ -131,8 +132,7 @@ class Run:
             begin,
             batches,
             drain,
-            self.global_norm,
-            self.shared,
+            self.uses,
             self.sets_aside(),
             self.versions(),
             range(ended, self.ended()),
@@ -232,7 +232,7 @@ class Run:
         plan, rows = self.plan, [list[Span]() for _ in self.plan.rank_workers]
         if not self.is_whole:
             try:
-                Run(plan, self.start, end, self.global_norm, self.shared, alike=False).go_on(end, True)
+                Run(plan, self.start, end, self.uses, alike=False).go_on(end, True)
             except (InputError, ProgramError) as error:
                 return error
         for i, time in ((i, time) for i, time in self.listing.computations() if not i.part):
@@ -335,7 +335,7 @@ class Run:
 
     def _due_with(self, s: int, k: int) -> int | None:
         """Return the batch whose update is due at stage s before the forward of k, if any; the norm arrives with its activation."""
-        batch = self.route.norm_with(s, k) if self.route is not None and self.waits[s] else None
+        batch = self.route.from_first_with(s, k) if self.route is not None and self.waits[s] else None
         return batch if batch is not None and batch >= self.first_free else None
 
     def _update_before(self, worker: Worker, k: int, version: int, begins: int) -> None:
@@ -465,9 +465,9 @@ class Run:
 
     def _note_due(self, route: Route, worker: Worker, k: int) -> None:
         """Note the batches whose shared gradients a worker sends, and whose squares it sums, after its backward of microbatch k."""
-        if self.shares[worker.stage] and (batch := route.shared_after(worker.stage, k)) is not None and batch >= self.first_free:
+        if self.shares[worker.stage] and (batch := route.complete_after(worker.stage, k)) is not None and batch >= self.first_free:
             worker.shared_due.append(batch)
-        if self.global_norm and (batch := route.squares_with(k)) is not None and batch >= self.first_free:
+        if self.global_norm and (batch := route.to_first_with(k)) is not None and batch >= self.first_free:
             worker.squares_due.append(batch)
 
     def _drain(self, end: int) -> None:

@@ -9,17 +9,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jpipe.capabilities.protocol import hooks, merged
+from jpipe.capabilities.protocol import MessageHooks, hooks, merged
 from jpipe.capabilities.registry import programs_of
 from jpipe.ops import OPS
 from jpipe.programs._costs import Overlap
-from jpipe.programs._global_norm import last_microbatch
 from jpipe.programs._instructions import (
     AddShared,
     AllReduce,
     Compute,
     Load,
-    Message,
     Program,
     Receive,
     Release,
@@ -30,6 +28,7 @@ from jpipe.programs._instructions import (
     ends_update,
     op_of,
 )
+from jpipe.programs._route import last_microbatch
 from jpipe.programs._verify import versions_before
 from jpipe.schedules import SCHEDULES
 
@@ -139,6 +138,7 @@ class Actions:
     Attributes:
         ranks: the actions of each rank.
         workers: the workers that have instructions, by number.
+        messages: those of capabilities.
         away, begin, before_compute, before_update: what capabilities do there, see `PriceHooks`.
         places: the numbers of places, by worker and what is there; empty once all is written.
         num_places: how many there are.
@@ -155,7 +155,9 @@ class Actions:
         self.flushes = SCHEDULES[plan.schedule].flushes
         self.averages_state = plan.sync_state and self.flushes and not plan.has_parallel_pipelines
         self.places, self.seconds, self.changes, self.routes = (_Numbers() for _ in range(4))
-        prices = [used.price for used in programs_of(plan) if used.price is not None]
+        used = programs_of(plan, program.uses)
+        self.messages: dict[str, MessageHooks] = merged("messages", used)
+        prices = [capability.price for capability in used if capability.price is not None]
         self.away, self.begin = hooks("away", prices), hooks("begin", prices)
         self.before_compute, self.before_update = hooks("before_compute", prices), hooks("before_update", prices)
         writers = WRITERS | merged("writers", prices)
@@ -264,7 +266,7 @@ class Worker:
         for part in range(self.parts) if self.parts else (None,):
             self.wait("sum", part, batch, uses_up=uses_up)
 
-    def transfer(self, message: Message, source: int, to: int, k: int, sent: int = NOWHERE) -> None:
+    def transfer(self, message: str, source: int, to: int, k: int, sent: int = NOWHERE) -> None:
         """Take part in a message between two ranks; only its sender does so if the ranks compute meanwhile."""
         program, order, arrival = self.all, (0, source, to, message, k), (to, *self.received(message, source, k))
         if program.transfers_block:
@@ -273,13 +275,12 @@ class Worker:
         event = Event(order, 1, program.routes[message, (source, to)], (program.places[arrival],), (program.plan.rank_of[to],))
         self.rank.queue.append((BEGIN, event, sent, NOWHERE))
 
-    def received(self, message: Message, source: int, k: int) -> tuple[Any, ...]:
+    def received(self, message: str, source: int, k: int) -> tuple[Any, ...]:
         """Return what a message is at the worker that waits for it."""
         if message == "shared":
             return message, self.all.plan.workers[source][0], k
-        if message == "weights":
-            return message, source, k // self.all.plan.microbatches_per_update(self.stage) + 1
-        return message, k
+        hooks = self.all.messages.get(message)
+        return (message, k) if hooks is None or hooks.awaited is None else (message, *hooks.awaited(self, source, k))
 
 
 def _name(what: str, part: int | None) -> str:
@@ -358,10 +359,8 @@ def _receive(worker: Worker, i: Receive) -> None:
         return  # computations wait for these by themselves
     received = worker.received(i.message, i.source, k)
     worker.place(*received)
-    if i.message == "weights":
-        _, source, version = received
-        worker.versions[version] = tuple(replica for replica in worker.versions[version] if replica != program.plan.workers[source][1])
-        worker.rank.note_versions()
+    if i.message in program.messages and (hook := program.messages[i.message].received) is not None:
+        hook(worker, i)
     if program.transfers_block and program.plan.rank_of[i.source] != worker.rank.number:
         worker.transfer(i.message, i.source, i.worker, k)
         worker.wait(*received)
@@ -381,7 +380,7 @@ def _take_shared(worker: Worker, i: TakeShared) -> None:
 
 
 def _add_shared(worker: Worker, i: AddShared) -> None:
-    for s in worker.all.program.shared[i.group]:
+    for s in worker.all.program.uses["shared_parameters"][i.group]:
         worker.wait("shared", s, last_microbatch(worker.all.plan, i.batch))
 
 
@@ -399,14 +398,14 @@ def _sum_squares(worker: Worker, i: SumSquares) -> None:
 def _update(worker: Worker, i: Update) -> None:
     program, rank, s, k = worker.all, worker.rank, worker.stage, last_microbatch(worker.all.plan, i.batch)
     worker.wait_for_sums(i.batch, uses_up=True)
-    if program.program.global_norm:
+    if "global_norm" in program.program.uses:
         worker.wait("norm", k, uses_up=program.flushes)
     if program.averages_state and len(program.plan.stage_workers[s]) > 1:
         worker.change("average state")
     if worker.accumulates and program.sets_aside[s]:
         worker.change("set aside")
     worker.accumulates = True
-    if sharing := sorted({other for stages in program.program.shared if s in stages for other in stages} - {s}):
+    if sharing := sorted({other for stages in program.program.uses.get("shared_parameters", ()) if s in stages for other in stages} - {s}):
         worker.change("free shared", *sharing)
         for other in sharing:
             worker.wait("shared", other, k, uses_up=True)

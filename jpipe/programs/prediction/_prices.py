@@ -3,11 +3,11 @@
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from jpipe.capabilities.protocol import merged
+from jpipe.capabilities.protocol import MessageHooks, merged
 from jpipe.capabilities.registry import programs_of
 from jpipe.ops import OPS
 from jpipe.programs._costs import StageCost
-from jpipe.programs._instructions import Message, Program
+from jpipe.programs._instructions import Program
 
 
 class Change(NamedTuple):
@@ -18,7 +18,7 @@ class Change(NamedTuple):
         while_running: how many more arrays are on the device while it runs than before.
         sent: the bytes that it sends to other ranks.
         residuals: the part of `live` that residuals and stashes have.
-        optimizer: the part of `live` that optimizer state has, with the errors of compressed sums.
+        optimizer: the part of `live` that optimizer state has, with what capabilities keep beside it.
         in_host: in host memory, where a capability keeps something.
         moved: the bytes that it moves to host memory or back.
     """
@@ -42,7 +42,9 @@ class Prices:
 
     def __init__(self, program: Program, costs: Sequence[StageCost]) -> None:
         self.program, self.plan, self.costs = program, program.plan, costs
-        self._changes = CHANGES | merged("changes", [used.price for used in programs_of(program.plan) if used.price is not None])
+        used = programs_of(program.plan, program.uses)
+        self._messages: dict[str, MessageHooks] = merged("messages", used)
+        self._changes = CHANGES | merged("changes", [capability.price for capability in used if capability.price is not None])
 
     def seconds(self, s: int, op: str, part: int | None) -> float:
         """Return the time of an op, or of one part of it; "" stands for an update."""
@@ -81,9 +83,12 @@ class Prices:
             freed -= sum(arrays.size for arrays in passed if arrays.sender in op.parts and arrays.receiver not in after)
         return Change(made - freed, made + cost.temporary, residuals=residuals)
 
-    def message(self, message: Message, source: int, to: int) -> tuple[int, int, int]:
+    def message(self, message: str, source: int, to: int) -> tuple[int, int, int]:
         """Return the bytes that a message frees at its sender, its size, and the bytes that it adds at its receiver."""
-        (s, replica), (other, _), rank_of = self.plan.workers[source], self.plan.workers[to], self.plan.rank_of
+        if message in self._messages:
+            freed, size, added = self._messages[message].price(self, source, to)
+            return freed, size, added
+        (s, _), (other, _), rank_of = self.plan.workers[source], self.plan.workers[to], self.plan.rank_of
         cost, receiver = self.costs[s], self.costs[other]
         match message:
             case "activation":
@@ -96,12 +101,10 @@ class Prices:
                 return self.squares(s), 0, self.squares(s)  # too little to take time beyond the latency
             case "shared":
                 return 0, self.shared(s, other), self.shared(s, other)
-            case "weights":
-                return 0, self.share(s, [replica]), self.share(s, [replica])
             case _:
                 return 0, 0, 0
 
-    def sends(self, message: Message, source: int, to: int) -> Change:
+    def sends(self, message: str, source: int, to: int) -> Change:
         """Return the bytes of a message at its sender."""
         freed, size, _ = self.message(message, source, to)
         return Change(-freed, sent=size if self.plan.rank_of[source] != self.plan.rank_of[to] else 0)
@@ -109,17 +112,19 @@ class Prices:
     def sum(self, what: str, s: int, part: int | None) -> tuple[float, int]:
         """Return the bytes that each replica of a stage sends for a sum, and how often something goes around the ring of replicas.
 
-        What is compressed goes around once, and each replica adds it up; otherwise shares go around, and then their sums.
+        What replicas gather goes around once, and each adds it up; otherwise shares go around, and then their sums.
         """
         cost, others = self.costs[s], self.plan.replicas[s] - 1
-        if what == "sum" and cost.compressed_sums:
-            return others * cost.compressed_sums[part or 0], 1
-        of_gradients = cost.accumulators if part is None else cost.accumulators_of_part(part, self.plan.stages[s])
-        return 2 * others / (others + 1) * (of_gradients if what == "sum" else cost.trained), 2
+        if what == "sum" and cost.gathered:
+            return others * cost.gathered[part or 0], 1
+        size = cost.accumulators if part is None else cost.accumulators_of_part(part, self.plan.stages[s])
+        if what != "sum":
+            size = self._messages[what].price(self, s)
+        return 2 * others / (others + 1) * size, 2
 
     def shared(self, s: int, other: int) -> int:
         """Return the size of the gradients of shared parameters that one stage sends to another."""
-        sizes = zip(self.program.shared, self.costs[s].shared, strict=False)
+        sizes = zip(self.program.uses.get("shared_parameters", ()), self.costs[s].shared, strict=False)
         return sum(size for stages, size in sizes if {s, other} <= set(stages))
 
     def share(self, s: int, replicas: Sequence[int]) -> int:
@@ -130,21 +135,16 @@ class Prices:
         """Return the size of the sums of squares of a stage and all later ones."""
         return sum(cost.squares for cost in self.costs[s:])
 
-    def kept(self, s: int, what: str) -> int:
-        """Return the size of something that may wait in host memory."""
-        cost = self.costs[s]
-        return {"optimizer": cost.optimizer, "versions": cost.trained, "residuals": cost.residuals, "stash": cost.stash}[what]
-
 
 def _begin(prices: Prices, cost: StageCost, s: int, versions: int, optimizer_in_host: bool) -> Change:
-    optimizer = cost.sum_error + (0 if optimizer_in_host else cost.optimizer)
+    optimizer = cost.kept + (0 if optimizer_in_host else cost.optimizer)
     live = versions * cost.trained + cost.frozen + cost.state + cost.accumulators + optimizer
     return Change(live, optimizer=optimizer, in_host=cost.optimizer if optimizer_in_host else 0)
 
 
 def _sum(prices: Prices, cost: StageCost, s: int, part: int | None) -> Change:
     """Return what a replica holds and sends for a sum: gradients, then what all have sent, which is taken to come together."""
-    held = prices.plan.replicas[s] * cost.compressed_sums[part or 0] + cost.temporary if cost.compressed_sums else 0
+    held = prices.plan.replicas[s] * cost.gathered[part or 0] + cost.temporary if cost.gathered else 0
     return Change(0, held, round(prices.sum("sum", s, part)[0]))
 
 

@@ -95,13 +95,13 @@ class Simulator:
 
     def _route(self, what: Any, workers: tuple[int, ...], *summed: Any) -> _Route:
         ranks = tuple(w if w == HOST else self._plan.rank_of[w] for w in workers)
-        if HOST in workers:
-            link, size = self._host(max(ranks)), self._prices.kept(self._plan.workers[max(workers)][0], what)
-            return what, ranks, (), size / link.bandwidth, link.latency, size
         if summed:
             summed_bytes, rounds = self._prices.sum(what, *summed)
             return what, ranks, *self._traffic.ring(ranks, summed_bytes, rounds), summed_bytes
         (source, to), (_, size, _) = ranks, self._prices.message(what, *workers)
+        if HOST in workers:
+            link = self._host(max(ranks))
+            return what, ranks, (), size / link.bandwidth, link.latency, size
         return what, ranks, *self._traffic.link(source, to, size), size
 
     def run(self) -> None:

@@ -48,11 +48,9 @@ def fresh_worker(
     dynamic = f.precision.dynamic_scale
     scales = {} if dynamic is None else jax.device_put({0: dynamic.first()}, stage.place.sharding())
     weights = weights_of({0: version}, most)
-    kept = {name: hooks.fresh(f, version) for name, hooks in runtimes_for(f.capabilities).items() if hooks.fresh is not None}
+    kept = {name: hooks.fresh(f, version, accumulators) for name, hooks in runtimes_for(f.capabilities).items() if hooks.fresh is not None}
     placed_key = jax.device_put(key, stage.place.sharding())
-    error = None if f.compressed_sums is None else jax.tree.map(jnp.copy, accumulators["gradients"])
-    optional: dict[str, Tree] = {"loss_scales": scales, "capabilities": kept, "sum_error": error}
-    return WorkerState(weights, optimizer, state, accumulators, placed_key, **optional)
+    return WorkerState(weights, optimizer, state, accumulators, placed_key, loss_scales=scales, capabilities=kept)
 
 
 def initialized_at(stage: CompiledStage) -> tuple[str, ...]:

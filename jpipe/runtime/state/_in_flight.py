@@ -40,7 +40,6 @@ class PendingUpdate:
 
     Attributes:
         sums: the gradient accumulators, complete and set aside.
-        weight: that of the microbatches of this replica, while only some parts of compressed gradients have been given to their sums.
         summed: (accumulators, means of the layer state, (mean loss, weight) at the last stage) over all replicas.
         squares: the sums of squared gradients from the next stage; then with those of this stage, until they are sent.
         norm: the norm of the gradients of all stages; it stays until the next update, since it may have to be sent on.
@@ -51,7 +50,6 @@ class PendingUpdate:
     """
 
     sums: Tree = None
-    weight: Tree = None
     summed: Tree = None
     squares: Tree = None
     norm: Tree = None

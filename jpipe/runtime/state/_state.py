@@ -38,7 +38,6 @@ class WorkerState:
         microbatches: the microbatches in flight, by number.
         updates: what waits for an update, by the number of the update.
         loss_scales: with a dynamic loss scale that of each version; a microbatch has the one of the version that it reads.
-        sum_error: if the replicas of its stage compress the gradients that they sum, what rounding has lost of its own (`Links.sums`).
         capabilities: what capabilities keep, by their names, see `RuntimeHooks.specs`.
     """
 
@@ -50,7 +49,6 @@ class WorkerState:
     microbatches: Mapping[int, Microbatch] = field(default_factory=dict)
     updates: Mapping[int, PendingUpdate] = field(default_factory=dict)
     loss_scales: Mapping[int, LossScale] = field(default_factory=dict)
-    sum_error: Tree = None
     capabilities: Mapping[str, Tree] = field(default_factory=dict)
 
     def __repr__(self) -> str:
@@ -63,7 +61,7 @@ class WorkerState:
         buffers = self.microbatches, self.updates
         parts = (
             (self.weights, self.loss_scales),
-            (self.optimizer, self.capabilities, self.sum_error),
+            (self.optimizer, self.capabilities),
             (self.accumulators, self.layer_state),
             buffers,
         )

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jpipe.capabilities.protocol import hooks
-from jpipe.capabilities.registry import runtimes_of
+from jpipe.capabilities.protocol import hooks, merged
+from jpipe.capabilities.registry import exchange_of, runtimes_of, values_of
 from jpipe.meshes._partition import shard_bytes
 from jpipe.ops import OPS, Leaves
 from jpipe.plan import Plan
@@ -20,7 +20,6 @@ from jpipe.runtime._interpreter import Event
 from jpipe.runtime._transport import PendingTransfer
 from jpipe.runtime.state import WorkerState
 from jpipe.runtime.timing._arrivals import Arrivals
-from jpipe.stages.messages._sums import bytes_of_sent
 
 Tree = Any
 Computation = tuple[int, str, int, int]
@@ -160,9 +159,9 @@ def _received(i: Receive, state: WorkerState, plan: Plan) -> Tree:
         return state.microbatches[i.microbatch].inputs
     if i.message == "gradient":
         return state.microbatches[i.microbatch].message
-    update = i.microbatch // plan.microbatches
-    if i.message == "weights":
-        return state.weights.read(update + 1)
+    update, message = i.microbatch // plan.microbatches, merged("messages", runtimes_of(plan)).get(i.message)
+    if message is not None:
+        return message.received(state, i, update)
     pending = state.updates[update]
     if i.message == "shared":
         assert pending.received is not None
@@ -178,20 +177,17 @@ def nbytes(tree: Tree) -> float:
 
 def _sent(summed: Tree, plan: Plan, replicas: int) -> float:
     """Return the bytes that each replica has sent for a sum, as a prediction counts them: without layer state that is averaged with it."""
-    others = replicas - 1
-    if plan.links is None or plan.links.sums is None:
+    others, summing = replicas - 1, exchange_of(values_of(plan)).sums
+    if summing is None:
         return 2 * others / replicas * nbytes(summed)
-    accumulators = summed.specs if isinstance(summed, PendingTransfer) else summed
-    numbers = {name: number for name, number in accumulators.items() if name != "gradients"}
-    return others * (bytes_of_sent(plan.links.sums, accumulators["gradients"]) + nbytes(numbers))
+    size: float = others * summing.size(summed.specs if isinstance(summed, PendingTransfer) else summed)
+    return size
 
 
 def _summed(i: AllReduce, state: WorkerState) -> Tree:
     """Return the sum that a worker has just begun to receive; None: other replicas of this process have still to give their parts."""
     pending = state.updates.get(i.batch)
-    if pending is None or i.part is None:
-        return None if pending is None else pending.summed
-    return (pending.summed or {}).get(i.part)
+    return None if pending is None else pending.summed if not i.piece else pending.others.get(f"summed{i.piece}")
 
 
 def _producers(moved: _Moved, plan: Plan) -> list[Computation]:

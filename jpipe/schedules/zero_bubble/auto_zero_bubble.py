@@ -22,7 +22,7 @@ from typing import SupportsIndex
 
 from jpipe.errors import InputError, short
 from jpipe.ops import OPS
-from jpipe.schedules._schedule import Action, Ranks, Schedule, Shape, fused, in_flight_of
+from jpipe.schedules._schedule import Action, Ranks, Schedule, Shape, fused, in_flight_of, most_in_flight
 from jpipe.schedules.zero_bubble._greedy import Order, Problem, StageTimes, list_schedules, seconds
 from jpipe.schedules.zero_bubble._order_text import as_text, read_order
 from jpipe.schedules.zero_bubble.interleaved_zero_bubble import INTERLEAVED_ZERO_BUBBLE
@@ -88,21 +88,12 @@ def _static_orders(plan: Shape, problem: Problem) -> Iterator[Order]:
     for schedule in (ZB_H1, ZB_H2, ZB_V, INTERLEAVED_ZERO_BUBBLE):
         if schedule.refuses(plan) == "":
             order = tuple(_unfused(schedule.order(plan, p, range(problem.microbatches))) for p in range(len(plan.pipeline_ranks)))
-            if all(_most_in_flight(entries) <= limit for entries, limit in zip(order, problem.limits, strict=True)):
+            if all(most_in_flight(entries) <= limit for entries, limit in zip(order, problem.limits, strict=True)):
                 yield order
 
 
 def _unfused(order: Iterator[Action]) -> tuple[Action, ...]:
     return tuple(Action(op, s, k) for fused_op, s, k in order for op in OPS[fused_op].pieces)
-
-
-def _most_in_flight(order: Sequence[Action]) -> int:
-    in_flight = most = 0
-    for entry in order:
-        in_flight += entry.is_forward
-        most = max(most, in_flight)
-        in_flight -= entry.finishes
-    return most
 
 
 def _order(plan: Shape, p: int, microbatches: Sequence[int]) -> Iterator[Action]:

@@ -7,8 +7,6 @@ from jpipe.errors import InputError
 from jpipe.model._losses import Loss
 from jpipe.stages.functions._loss import call_loss, check_loss
 from jpipe.stages.functions._stage import StageFunctions
-from jpipe.stages.messages._compress import decompress
-from jpipe.stages.messages._messages import compress_message
 
 Tree = Any
 
@@ -17,7 +15,7 @@ def evaluate(f: StageFunctions, params: Tree, state: Tree, x: Tree, labels: Tree
     """Return the stage output in evaluation mode; at the last stage (sum, weight) of the loss and of each metric, in their order."""
     y = predict(f, params, state, x, None, rng)
     if not f.last:
-        return compress_message(f.links, y, "activations", f.number, None)
+        return f.sent(y, None)
     sums = [f.loss_of(y, labels, f.draw_key(f.loss, "", rng, train=False))]
     for name, metric in f.metrics.items():
         key = f.draw_key(metric, name, rng, train=False, of_metric=True)
@@ -27,7 +25,7 @@ def evaluate(f: StageFunctions, params: Tree, state: Tree, x: Tree, labels: Tree
 
 def predict(f: StageFunctions, params: Tree, state: Tree, x: Tree, labels: None, rng: tuple[Any, Any]) -> Tree:
     """Return the stage output in evaluation mode, at the last stage, too; the arguments are those of `evaluate`, without labels."""
-    return f.apply(f.whole(params), state, x if f.first else decompress(x, f.links.activations, f.specs.input), rng, train=False)[0]
+    return f.apply(f.whole(params), state, f.received(x), rng, train=False)[0]
 
 
 def check_evaluation(last: StageFunctions, metrics: Mapping[str, Loss]) -> None:

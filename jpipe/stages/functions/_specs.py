@@ -18,7 +18,7 @@ class Specs:
     Attributes:
         params: the parameters of the weight versions.
         state: the layer state.
-        x: the stage input, as the forward gets it: perhaps compressed.
+        x: the stage input, as the forward gets it: perhaps encoded.
         labels: at the last stage.
         rng: (microbatch, key), or Nones without randomness.
         fresh: the parameters as the layers initialize them.

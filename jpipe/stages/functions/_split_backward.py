@@ -8,8 +8,7 @@ from typing import Any
 
 import jax
 
-from jpipe.model.jaxprs._parts import Part, cut
-from jpipe.model.jaxprs._split import Halves, NotSplittable, split, undivided
+from jpipe.model.jaxprs._split import Halves, NotSplittable, Part, cut, split, undivided
 from jpipe.stages.functions._residuals import Residuals
 
 Tree = Any

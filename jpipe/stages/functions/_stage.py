@@ -9,6 +9,8 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
+from jpipe.capabilities.protocol import Exchange, SumHooks
+from jpipe.capabilities.registry import exchange_of
 from jpipe.context import tracing_on
 from jpipe.errors import callers_code, cause
 from jpipe.meshes._partition import ONE_DEVICE, Partition
@@ -19,18 +21,16 @@ from jpipe.model._stack import LayerStack
 from jpipe.model._subset import EVERYTHING, Subset, floats_of, is_float, with_floats
 from jpipe.model._ties import NOTHING_SHARED, Sharing
 from jpipe.model.jaxprs._dependence import passed_on
-from jpipe.model.jaxprs._elementwise import all_but_elementwise
+from jpipe.model.jaxprs._primitives import all_but_elementwise
 from jpipe.model.layerwise._optimizer import LayerwiseOptimizer
 from jpipe.ops import Op
-from jpipe.plan import Kind, Links, Stage
+from jpipe.plan import Stage
 from jpipe.stages.functions._accumulators import accumulate, zero_accumulators
 from jpipe.stages.functions._effects import describe_effects
 from jpipe.stages.functions._loss import call_loss, loss_dtype
 from jpipe.stages.functions._residuals import Residuals, find_residuals
 from jpipe.stages.functions._specs import Specs, rng_spec
 from jpipe.stages.functions._split_backward import BackwardInParts, LateInputs, SplitBackward
-from jpipe.stages.messages._compress import compressed_specs, decompress
-from jpipe.stages.messages._messages import compress_message
 
 Tree = Any
 
@@ -48,7 +48,7 @@ class StageFunctions:
     in place of the frozen ones; forwards and backwards read whole `params`. Likewise they return the part of the layer state that a
     microbatch changes (`changed`).
 
-    Where messages are compressed, x, y and the gradients in gradient messages are compressed here: stages decompress what they receive.
+    x, y and the gradients in gradient messages are as they are sent: where a capability encodes them, stages decode what they receive.
 
     Attributes:
         stack: the model.
@@ -67,7 +67,6 @@ class StageFunctions:
         number: of the stage in its plan.
         sharing: which shared parameters the stages of the plan hold.
         precision: the dtypes of weight versions and accumulators, and the loss scale; the layers of `stack` compute in it already.
-        links: how messages between stages, and what replicas sum, are compressed.
         partition: how its arrays are sharded over the mesh of each of its workers.
         input_gradient: whether the gradient of x is computed: not at the first stage, and not where all parameters before are frozen.
         output_gradient: whether that of y is: not if all parameters up to here are frozen. Messages without a gradient have an empty
@@ -90,7 +89,6 @@ class StageFunctions:
     precision: Precision = PLAIN
     number: int = 0
     sharing: Sharing = NOTHING_SHARED
-    links: Links = field(default_factory=Links)
     partition: Partition = ONE_DEVICE
     input_gradient: bool = True
     output_gradient: bool = True
@@ -215,9 +213,9 @@ class StageFunctions:
         return self.average_state == "read" and self.stage.replicas > 1 and bool(self.averaged_state(self.specs.state))
 
     @property
-    def compressed_sums(self) -> Kind | None:
-        """How its replicas compress the gradients that they sum; None: not at all."""
-        return self.links.sums if self.stage.replicas > 1 else None
+    def summing(self) -> SumHooks | None:
+        """How its replicas sum gradients, if not around a ring."""
+        return self.exchange.sums if self.stage.replicas > 1 else None
 
     @property
     def predicts(self) -> bool:
@@ -245,17 +243,22 @@ class StageFunctions:
         with tracing_on(self.partition.traced):
             return self.stack.apply(self.stage.layers, params, state, x, key=key, microbatch=microbatch, train=train)
 
-    def _received(self, x: Tree) -> Tree:
-        """Return the stage input, as the layers read it."""
-        return x if self.first else decompress(x, self.links.activations, self.specs.input)
+    @cached_property
+    def exchange(self) -> Exchange:
+        """How workers exchange activations and gradients."""
+        return exchange_of(self.capabilities)
 
-    def _sent(self, y: Tree, rng: tuple[Any, Any]) -> Tree:
-        """Return the output of the layers as the forward returns it."""
-        return y if self.last else compress_message(self.links, y, "activations", self.number, rng)
+    def received(self, x: Tree) -> Tree:
+        """Return the stage input, as the layers read it."""
+        return x if self.first else self.exchange.decode("activation", x, self.specs.input)
+
+    def sent(self, y: Tree, rng: tuple[Any, Any] | None) -> Tree:
+        """Return the output of the layers as the forward returns it; `rng` is None in an evaluation."""
+        return y if self.last else self.exchange.encode("activation", y, self.number, rng)
 
     def _sent_gradient(self, gradient: Tree, weight: Any, rng: tuple[Any, Any]) -> tuple[Tree, Any]:
         """Return the gradient message for the previous stage."""
-        return compress_message(self.links, gradient, "gradients", self.number, rng), weight
+        return self.exchange.encode("gradient", gradient, self.number, rng), weight
 
     def whole(self, params: Tree) -> Tree:
         """Return the parameters of whole layers, by layer id, as they are used."""
@@ -386,13 +389,13 @@ class StageFunctions:
         forward_arrays = self.residuals.keep(self.specs.arguments, (y, self.changed.joined(changed, self.specs.state)))
         if self.last:
             return forward_arrays, saved, y
-        gradient = compressed_specs(floats_of(self._output), self.links.gradients) if self.output_gradient else []
+        gradient = self.exchange.specs("gradient", floats_of(self._output)) if self.output_gradient else []
         return forward_arrays, saved, (gradient, jax.ShapeDtypeStruct((), loss_dtype()))
 
     @property
     def gradient_spec(self) -> tuple[Tree, Any]:
         """Shapes and dtypes of the gradient message for the previous stage."""
-        gradient = compressed_specs(floats_of(self.specs.input), self.links.gradients) if self.input_gradient else []
+        gradient = self.exchange.specs("gradient", floats_of(self.specs.input)) if self.input_gradient else []
         return gradient, jax.ShapeDtypeStruct((), loss_dtype())
 
     @property
@@ -434,7 +437,7 @@ class StageFunctions:
             or None where no gradient is computed.
         """
         state, received, labels = arguments
-        x = self._received(received)
+        x = self.received(received)
         leaves, treedef = jax.tree.flatten(x)
         moving = [i for i, leaf in enumerate(leaves) if is_float(leaf)] if self.input_gradient else []
         whole = self.whole(params)
@@ -454,7 +457,7 @@ class StageFunctions:
         trained, floats = self._trained_in_layers.part(whole), [leaves[i] for i in moving]
         if not self.output_gradient:
             y, new_state = stage(trained, floats)[1]
-            return (self._sent(y, rng), new_state), None
+            return (self.sent(y, rng), new_state), None
         match self.stage.recompute:
             case "none":
                 pass
@@ -465,7 +468,7 @@ class StageFunctions:
             case policy:
                 stage = jax.checkpoint(stage, policy=getattr(jax.checkpoint_policies, policy))
         _, vjp, (y, new_state) = jax.vjp(stage, trained, floats, has_aux=True)
-        return (self._sent(y, rng), new_state), vjp
+        return (self.sent(y, rng), new_state), vjp
 
     @cached_property
     def _trained_in_layers(self) -> Subset:
@@ -490,8 +493,8 @@ class StageFunctions:
         scale = self._scale(scale)
         if self.last:
             gradient = [jnp.full_like(gradient, 1.0 if scale is None else scale)]
-        elif self.links.gradients is not None:
-            gradient = decompress(gradient, self.links.gradients, floats_of(self._output))
+        else:
+            gradient = self.exchange.decode("gradient", gradient, floats_of(self._output))
         gradients, x_gradient = vjp(gradient)
         return gradients, x_gradient
 

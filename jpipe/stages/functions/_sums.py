@@ -1,7 +1,6 @@
 """Sums over the replicas of a stage, and over the stages that hold a shared parameter."""
 
 from collections.abc import Mapping, Sequence
-from functools import reduce
 from typing import Any
 
 import jax
@@ -9,11 +8,8 @@ import jax.numpy as jnp
 
 from jpipe.stages.functions._accumulators import mean_loss
 from jpipe.stages.functions._stage import StageFunctions
-from jpipe.stages.messages._sums import with_feedback, without_compression
 
 Tree = Any
-
-_PURPOSE = 8  # of a key of the run; those of the layers and of the messages between stages are below
 
 
 def add(a: Tree, b: Tree) -> Tree:
@@ -29,46 +25,6 @@ def finish(f: StageFunctions, summed: tuple[Tree, list[jax.Array]]) -> tuple[Tre
     """
     accumulators, state = summed
     return accumulators, mean_state(f, state), mean_loss(accumulators) if "loss" in accumulators else None
-
-
-def compress_sum(f: StageFunctions, gradients: Tree, weight: jax.Array, errors: Tree, rng: tuple[Any, Any]) -> tuple[Tree, Tree]:
-    """Compress what a replica gives to a sum, or one part of it.
-
-    Args:
-        f: of the stage.
-        gradients: from the accumulators of the replica.
-        weight: of its microbatches.
-        errors: what rounding has lost of its gradients before.
-        rng: (number of the update and the replica, key of the run); (None, None): round to nearest.
-
-    Returns:
-        The compressed gradients; the new errors.
-    """
-    assert f.compressed_sums is not None
-    number, key = rng
-    keys = None
-    if key is not None:
-        for fixed in (_PURPOSE, f.number, number):
-            key = jax.random.fold_in(key, fixed)
-        keys = {entry: jax.random.fold_in(key, n) for n, entry in enumerate(sorted(f.specs.params))}
-    return with_feedback(f.partition, f.compressed_sums, gradients, weight, errors, keys)
-
-
-def sum_compressed(f: StageFunctions, parts: Sequence[tuple[Tree, list[jax.Array]]]) -> tuple[Tree, list[jax.Array], Any]:
-    """Sum what all replicas have sent, in their order, and finish it as `finish` does.
-
-    Args:
-        f: of the stage.
-        parts: of each replica (accumulators with compressed gradients, layer state), or one part of them.
-    """
-    assert f.compressed_sums is not None
-    specs = f.accumulators_spec["gradients"]
-    of_replicas = []
-    for accumulators, state in parts:
-        sent = accumulators["gradients"]
-        gradients = without_compression(f.partition, f.compressed_sums, sent, {entry: specs[entry] for entry in sent})
-        of_replicas.append(({**accumulators, "gradients": gradients}, state))
-    return finish(f, reduce(add, of_replicas))
 
 
 def joined_sums(parts: Sequence[tuple[Tree, list[jax.Array], Any]]) -> tuple[Tree, list[jax.Array], Any]:

@@ -9,7 +9,7 @@ import numpy as np
 import jpipe
 from jpipe.schedules import PlainShape, PlanOptions
 
-__all__ = ["is_planned", "needs_vertical_sync", "planned_schedules", "sharing_refusal"]
+__all__ = ["is_planned", "needs_vertical_sync", "planned_schedules", "updates_early"]
 
 
 @lru_cache(maxsize=4096)
@@ -32,20 +32,20 @@ def planned_schedules() -> tuple[str, ...]:
     return tuple(filter(is_planned, jpipe.schedules.SCHEDULES))
 
 
-def sharing_refusal(schedule: str) -> str:
-    """Return why updates of the planned stages of a schedule cannot depend on the gradients of all stages; "" if they can.
+def updates_early(schedule: str) -> bool:
+    """Return whether updates of the planned stages of a schedule cannot depend on the gradients of all stages.
 
     They do with shared parameters, and if gradients are clipped by their norm over all stages.
     """
-    rules, options = jpipe.schedules.SCHEDULES[schedule], PlanOptions(vertical_sync=needs_vertical_sync(schedule))
+    options = PlanOptions(vertical_sync=needs_vertical_sync(schedule))
     shape = PlainShape(schedule, 2, (1, 1), options)
-    return rules.norm_refusal(shape) if is_planned(schedule) else ""
+    return is_planned(schedule) and jpipe.schedules.SCHEDULES[schedule].updates_early(shape)
 
 
 def needs_vertical_sync(schedule: str) -> bool:
     """Return whether updates of a schedule can depend on the gradients of all stages with `vertical_sync` only."""
     rules = jpipe.schedules.SCHEDULES[schedule]
-    return "vertical_sync" in rules.options and bool(rules.norm_refusal(PlainShape(schedule, 2, (1, 1))))
+    return "vertical_sync" in rules.options and rules.updates_early(PlainShape(schedule, 2, (1, 1)))
 
 
 class ScheduleFacts(NamedTuple):

@@ -144,7 +144,7 @@ def closed_form_bytes(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost
         sizes.append(
             stage_bytes(
                 weights=cost.trained,
-                optimizer=cost.optimizer,
+                optimizer=cost.optimizer + cost.kept,
                 state=cost.state + cost.frozen,
                 residuals=0 if fused else cost.residuals,
                 inputs=cost.inputs,

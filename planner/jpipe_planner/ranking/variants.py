@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import jpipe
 from jpipe import InputError
-from jpipe.plan import repeats_forward
+from jpipe.plan import excluded, repeats_forward
 from jpipe_planner.cost.devices import slowed, slowness_of
 from jpipe_planner.cost.shape import is_planned, needs_vertical_sync
 from jpipe_planner.ranking.choose import EQUAL, Choice, Ranked, in_order
@@ -135,9 +135,8 @@ class _Variants:
 
     def _lacks_norm(self, candidate: Candidate) -> bool:
         """Return whether the schedule of a plan cannot do what the model or its optimizer needs."""
-        if not self._is_restricted:
-            return False
-        return bool(jpipe.schedules.SCHEDULES[candidate.schedule].norm_refusal(candidate.plan(self._choice.profile.ids)))
+        choice = self._choice
+        return bool(excluded(candidate.plan(choice.profile.ids), skip_nonfinite=choice.global_norm, ties=bool(choice.profile.shared)))
 
     def early(self, base: Candidate) -> Iterator[Candidate]:
         """Yield a plan with split backwards, with and without additional microbatches in flight."""

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from typing import Literal
 
 import jpipe
-from jpipe_planner.cost.shape import planned_schedules, sharing_refusal
+from jpipe_planner.cost.shape import planned_schedules, updates_early
 from jpipe_planner.machine.topology import Topology
 from jpipe_planner.profile.profile import Profile
 from jpipe_planner.profile.sharded import NO_MESH, Degrees, Meshes
@@ -44,7 +44,7 @@ def find_candidates(
     """Return all plans of equal pipelines, and for each microbatch size the best of PipeDream's (1F1B round-robin), with estimates.
 
     Schedules that do not flush are tried with 0 to 2 additional microbatches in flight. If layers share a parameter, or gradients are
-    clipped by their norm over all stages, schedules with a `sharing_refusal` are left out, and `pipedream` is tried with `vertical_sync`
+    clipped by their norm over all stages, those that `updates_early` names are left out, and `pipedream` is tried with `vertical_sync`
     and equal pipelines only. Data parallelism is tried with each schedule that does not flush, too: the sum of an update then overlaps with
     the next computations, and is applied one update late.
 
@@ -68,7 +68,7 @@ def find_candidates(
     schedules = planned_schedules() if schedules is None else schedules
     is_restricted = global_norm or bool(profile.shared)
     if is_restricted:
-        schedules = tuple(name for name in schedules if not sharing_refusal(name))
+        schedules = tuple(name for name in schedules if not updates_early(name))
 
     def search(on_devices: Topology) -> Iterator[Candidate]:
         estimates = Estimates(of_mesh, on_devices, asked)

@@ -16,6 +16,7 @@ from tests.packages import ROOT
 
 NAMES = {
     "agreement": r"agree(d|s|ment|ments)?|agree(d|ment)_\w+|\w+_agreed|Agree(d|ment)?|OuterOptimizer|SumChanges|sum_changes",
+    "compressed_messages": r"links|Links|BLOCK|\w*compress(ed|ion)?\w*|(specs|bytes)_of_(sent|given)|with_feedback",
     "host_memory": r"offload\w*|Offload|Fetch|HostMemory|Kept|(to|from|check)_host_memory|copied_to_host|MoveWatcher",
     "shared_optimizer": r"shard_optimizer|deal|lower_weights",
 }

@@ -11,7 +11,7 @@ from flax import nnx
 from jpipe import InputError, LayerStack, PeerLost, Pipeline, Plan, Tie, checkpoints
 from jpipe.checkpoints import files
 from jpipe.processes import Processes
-from jpipe.processes.channel._channel import Limits
+from jpipe.processes._channel import Limits
 from jpipe.runtime import CopiesDiffer
 from tests.jpipe import models
 from tests.jpipe.running import KEY, check_equal

@@ -8,7 +8,7 @@ import pytest
 from flax import linen, nnx
 
 import jpipe
-from jpipe.model.jaxprs import _follow, _rows
+from jpipe.model.jaxprs import _rows
 from jpipe.model.jaxprs._origins import origin_of
 from tests.jpipe import models
 
@@ -216,7 +216,7 @@ def test_rows_depend_on_other_rows_where_other_values_show_it(functions, mixes):
     found = {}
     for name, function in functions.items():
         traced = jax.make_jaxpr(function)(x)
-        (origin,) = _follow.follow(traced.jaxpr, traced.consts, [origin_of(x.shape, 0)])
+        (origin,) = _rows.follow(traced.jaxpr, traced.consts, [origin_of(x.shape, 0)])
         found[name] = not origin.is_apart(count)
     assert found == expected
 

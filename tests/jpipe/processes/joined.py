@@ -16,10 +16,10 @@ if not NAME.startswith("jax"):
     sys.modules["jpipe"] = types.ModuleType("jpipe")
     sys.modules["jpipe"].__path__ = [str(pathlib.Path(__file__).parents[3] / "jpipe")]
 
-import jpipe.processes.channel._inbox  # noqa: E402 - after the stand-in
+import jpipe.processes._membership  # noqa: E402 - after the stand-in
 from jpipe.errors import InputError, PeerLost  # noqa: E402 - after the stand-in
+from jpipe.processes._channel import Limits  # noqa: E402 - after the stand-in
 from jpipe.processes._membership import Processes  # noqa: E402 - after the stand-in
-from jpipe.processes.channel._channel import Limits  # noqa: E402 - after the stand-in
 
 NUMBERS = bytes.fromhex("000000000000f03f00000000000000800100000000000000000000000000f07f000000000000f0ff0123456789abf87f")
 
@@ -48,7 +48,7 @@ def join(limit=30.0, **limits):
 
 def well():
     """Join, agree, disagree, meet, send a message and leave."""
-    jpipe.processes.channel._inbox._MAX_UNREAD = 100
+    jpipe.processes._membership._MAX_UNREAD = 100
     processes = join()
     config = f"model: gpt\nlearning_rate: {0.2 if INDEX == 2 else 0.1}\nsteps: 3\n"
     processes.agree({"config": "model: gpt", "plan": "{}"})
@@ -65,7 +65,7 @@ def well():
     processes.barrier("middle")
     for number in range(150 if INDEX == 1 else 0):
         processes.broadcast(f"unread {number}", [number])
-    kept_messages = processes.receive("unread 149", on=1) == (149.0,) and len(processes._inbox._messages)
+    kept_messages = processes.receive("unread 149", on=1) == (149.0,) and len(processes._arrived)
     processes.check()
     processes.close()
     result = {"differences": differences, "exact": read == NUMBERS, "kept": kept_messages, "threads": threading.active_count()}

@@ -6,8 +6,8 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from jpipe.processes.channel import _waits
-from jpipe.processes.channel._waits import LOOK_AFTER, main_thread_calls
+from jpipe.processes import _waits
+from jpipe.processes._waits import LOOK_AFTER, main_thread_calls
 
 ROOT = Path(__file__).parents[3]
 
@@ -31,7 +31,7 @@ def test_the_calls_are_those_of_the_main_thread_the_innermost_first():
 
 PROGRAM = """
 import sys, threading
-from jpipe.processes.channel._waits import main_thread_calls
+from jpipe.processes._waits import main_thread_calls
 sys.setswitchinterval(1e-5)
 looks = []
 thread = threading.Thread(target=lambda: looks.extend(main_thread_calls() for _ in range(2000)))

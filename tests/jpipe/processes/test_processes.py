@@ -19,11 +19,10 @@ import numpy as np
 import pytest
 
 from jpipe import InputError
-from jpipe.processes import _rendezvous, handshake, jax_internals
+from jpipe.processes import _membership, _rendezvous, handshake, jax_internals
+from jpipe.processes._channel import Channel
+from jpipe.processes._coordinator import Beat, Coordinator
 from jpipe.processes._membership import Processes
-from jpipe.processes.channel import _inbox
-from jpipe.processes.channel._channel import Channel
-from jpipe.processes.channel._coordinator import Beat, Coordinator
 from jpipe.runtime import _metrics, _transport
 
 PROGRAM = Path(__file__).parent / "joined.py"
@@ -272,7 +271,7 @@ def test_a_run_of_one_process_needs_no_connections():
 
 
 def test_an_error_in_a_thread_that_nobody_waits_for_is_raised_by_all_waits(monkeypatch):
-    monkeypatch.setattr(_inbox, "_BLAME_SECONDS", 0.0)
+    monkeypatch.setattr(_membership, "_BLAME_SECONDS", 0.0)
 
     def fails():
         return [1 / 0]

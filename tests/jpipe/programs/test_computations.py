@@ -11,7 +11,9 @@ import pytest
 
 import jpipe
 from jpipe import Plan
+from jpipe.capabilities.registry import uses_of
 from jpipe.ops import OPS, Op
+from jpipe.plan import excluded
 from jpipe.programs import _verify as verify
 from jpipe.programs._instructions import CoreInstruction, Load
 from jpipe.programs._steps import Steps
@@ -94,7 +96,7 @@ BATCHES = 5
 
 def reported(plan, norm, drains):
     """Return the batches whose losses, and those whose norms, steps and drains report, with any repetitions."""
-    steps = Steps(plan, norm)
+    steps = Steps(plan, uses_of(global_norm=norm))
     losses, norms, start = list[int](), list[int](), 0
     for batch in range(BATCHES + 1):
         for drain in [True, False] if batch in drains or batch == BATCHES else [False]:
@@ -126,7 +128,7 @@ def check_each_reports_once(norm, some):
 
 
 def may(plan, norm):
-    return not norm or not SCHEDULES[plan.schedule].norm_refusal(plan)
+    return not norm or not excluded(plan, skip_nonfinite=True)
 
 
 def test_a_missing_loss_is_an_internal_error(monkeypatch):

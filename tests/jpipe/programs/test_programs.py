@@ -15,6 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jpipe import InputError, Link, Plan, lower, simulate
+from jpipe.capabilities.registry import uses_of
+from jpipe.plan import excluded
 from jpipe.programs import (
     LayerCost,
     Program,
@@ -76,7 +78,7 @@ def replicated_plans(draw) -> dict:
 
 def has_norm(plan: Plan) -> bool:
     """Return whether updates of the plan can use the global norm."""
-    return not SCHEDULES[plan.schedule].norm_refusal(plan)
+    return not excluded(plan, skip_nonfinite=True)
 
 
 def versions_alive(plan: Plan, s: int) -> int:
@@ -132,7 +134,7 @@ def test_the_programs_of_the_steps_one_after_the_other_are_the_whole_run(fields,
 def test_the_few_programs_a_pipeline_repeats_are_one_run_with_a_drain_in_between(fields, first, second, global_norm):
     plan = Plan.even(**fields)
     global_norm = global_norm and has_norm(plan)
-    steps = Steps(plan, global_norm)
+    steps = Steps(plan, uses_of(global_norm=global_norm))
     joined = []
 
     def go_on(since, batch, drain):

@@ -7,6 +7,8 @@ import math
 import pytest
 
 from jpipe import InputError, Plan, lower, simulate
+from jpipe.capabilities.registry import uses_of
+from jpipe.plan import excluded
 from jpipe.programs import ProgramError, _steps
 from jpipe.programs._instructions import Compute, Receive, Send, shifted
 from jpipe.programs._simulate import verify
@@ -25,7 +27,7 @@ OPTIONS = (
     {"split_backward": "early", "extra_in_flight": 1},
     {"update_every": "replicas"},
     {"agree": {"every": 2}},
-    {"agree": {"every": 3, "fragments": "stages", "delay": 2}},
+    {"agree": {"every": 3, "fragments": "stages", "delay": 2}, "offload": {"optimizer": "all", "versions": "all"}},
 )
 
 
@@ -46,7 +48,7 @@ def uses(plan):
     yield False, ()
     if plan.agree is not None and SCHEDULES[plan.schedule].flushes:
         yield True, ()
-    elif plan.agree is None and not SCHEDULES[plan.schedule].norm_refusal(plan):
+    elif plan.agree is None and not excluded(plan, skip_nonfinite=True):
         yield True, ((0, plan.depth - 1),)
 
 
@@ -76,7 +78,7 @@ def test_the_first_replicas_tell_what_all_do(name, every):
     derived = 0
     for plan in some(plans(name), name, every):
         for norm, shared in uses(plan):
-            full, alike = (Run(plan, 1, 3, norm, shared, alike=alike) for alike in (False, True))
+            full, alike = (Run(plan, 1, 3, uses_of(global_norm=norm, shared_parameters=shared), alike=alike) for alike in (False, True))
             assert alike.alike == (len({*plan.replicas}) == 1 and not (norm and not SCHEDULES[plan.schedule].flushes))
             derived += alike.alike
             for batches, drain in ((2, False), (3, False), (3, True)):
@@ -89,7 +91,7 @@ def test_the_first_replicas_tell_what_all_do(name, every):
 
 def joined_steps(plan, norm, shared, batches):
     """Return the instructions of the programs of so many steps from an empty pipeline, and of a drain, one after the other."""
-    steps, written, start = Steps(plan, norm, shared), [], 0
+    steps, written, start = Steps(plan, uses_of(global_norm=norm, shared_parameters=shared)), [], 0
     for batch in range(batches + 1):
         drains = batch == batches
         if not drains or start < batch:
@@ -128,7 +130,7 @@ SOME = [
 @pytest.mark.parametrize("plan", SOME, ids=lambda plan: plan.schedule)
 def test_a_process_has_the_instructions_of_its_workers(plan, most, monkeypatch):
     monkeypatch.setattr(_steps, "MOST_VERIFIED", most)
-    whole, flushes = Steps(plan, plan.shard_optimizer), SCHEDULES[plan.schedule].flushes
+    whole, flushes = Steps(plan, uses_of(global_norm=plan.shard_optimizer)), SCHEDULES[plan.schedule].flushes
     for rank in range(len(plan.rank_workers)):
         workers = {w for other in (rank, (rank + 3) % len(plan.rank_workers)) for w in plan.rank_workers[other]}
         own = whole.of(workers)
@@ -151,7 +153,7 @@ def test_a_process_has_its_part_of_an_evaluation(plan):
 
 
 def test_a_schedule_that_flushes_repeats_one_batch():
-    steps = Steps(Plan.even("abcd", 4, "pipedream_flush", 8), True)
+    steps = Steps(Plan.even("abcd", 4, "pipedream_flush", 8), uses_of(global_norm=True))
     (run,) = steps.verified_runs
     assert (run.begin, run.end) == (0, 1)
     for batch in (0, 1, 7, 1000):

@@ -42,6 +42,6 @@ def test_each_port_carries_one_message_at_a_time(per_server):
 def test_what_all_replicas_send_to_a_compressed_sum_is_held_together():
     plan = jpipe.Plan.even("a", 1, "gpipe", 2, replicas=2, links={"sums": "int8"})
     cost = jpipe.programs.StageCost(weights=1, accumulators=4)
-    peaks = [jpipe.simulate(jpipe.lower(plan, 1), [dataclasses.replace(cost, compressed_sums=(sent,))]).peak_bytes for sent in (100, 101)]
+    peaks = [jpipe.simulate(jpipe.lower(plan, 1), [dataclasses.replace(cost, gathered=(sent,))]).peak_bytes for sent in (100, 101)]
     assert peaks[0] == (205, 205)  # weights, accumulators, and 100 from each of two
     assert peaks[1] == (207, 207)

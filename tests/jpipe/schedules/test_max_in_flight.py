@@ -44,7 +44,10 @@ def test_no_limit_deadlocks_whatever_the_replicas(replicas):
             {"schedule": "pipedream", "extra_in_flight": 1},
             "max_in_flight: expected no extra_in_flight, found 1: one lowers the number that the other raises; remove one of them",
         ),
-        ({"schedule": "pipedream", "num_stages": 4, "chunks_per_rank": 2}, "max_in_flight is for one stage for each rank"),
+        (
+            {"schedule": "pipedream", "num_stages": 4, "chunks_per_rank": 2},
+            "max_in_flight: expected no chunks_per_rank, found 2: the order of several stages on a rank",
+        ),
     ],
 )
 def test_where_there_is_no_such_limit_the_error_says_so(fields, message):

@@ -10,7 +10,7 @@ import pytest
 
 from jpipe import Layer, LayerStack, Pipeline, Precision, Tie
 from jpipe.model.jaxprs._dependence import is_literal
-from jpipe.model.jaxprs._split import _evaluate
+from jpipe.model.jaxprs._wanted import evaluate_wanted
 from jpipe.stages._bytes import nbytes
 from jpipe.stages.functions._stage import StageFunctions
 from tests.jpipe import models, running
@@ -224,7 +224,8 @@ def check_close(actual, expected, tolerance: float = 1e-3) -> None:
 def one_by_one(function, arguments):
     """Evaluate a function, compiling each operation alone, so that equal ones give equal bits; a loop is one operation."""
     traced, results = jax.make_jaxpr(function, return_shape=True)(*arguments)
-    return jax.tree.unflatten(jax.tree.structure(results), _evaluate(traced.jaxpr, traced.consts, jax.tree.leaves(arguments), {}))
+    leaves, treedef = jax.tree.flatten(results)
+    return treedef.unflatten(evaluate_wanted(traced.jaxpr, traced.consts, jax.tree.leaves(arguments), [True] * len(leaves)))
 
 
 def check_halves(f: StageFunctions, tolerance: float = 1e-3) -> Run:

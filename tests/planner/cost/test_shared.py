@@ -10,7 +10,7 @@ from flax import nnx
 
 import jpipe
 from jpipe import InputError
-from jpipe_planner.cost.shape import needs_vertical_sync, planned_schedules, sharing_refusal
+from jpipe_planner.cost.shape import needs_vertical_sync, planned_schedules, updates_early
 from jpipe_planner.cost.simulated import simulate_plan
 from jpipe_planner.machine.topology import Topology
 from jpipe_planner.profile.analyze import analyze
@@ -103,7 +103,7 @@ def test_weight_stashing_is_planned_with_vertical_sync():
     profile, topology = shared_profile(1, "layer_0", "layer_7"), Topology.flat(2, bandwidth=1e9)
     assert needs_vertical_sync("pipedream")
     assert not any(needs_vertical_sync(name) for name in planned_schedules() if name != "pipedream")
-    assert not any(map(sharing_refusal, planned_schedules()))
+    assert not any(map(updates_early, planned_schedules()))
     candidates = find_candidates(profile, topology, 4, schedules=("pipedream", "pipedream_flush"))
     assert all(one.options.vertical_sync == (one.schedule == "pipedream" and one.depth > 1) for one in candidates)
     assert any(one.options.vertical_sync for one in candidates)
@@ -113,7 +113,7 @@ def test_weight_stashing_is_planned_with_vertical_sync():
 def test_a_schedule_that_cannot_share_parameters_is_excluded(monkeypatch):
     without_option = dataclasses.replace(jpipe.schedules.SCHEDULES["pipedream"], options=("extra_in_flight",))
     monkeypatch.setitem(jpipe.schedules._BY_NAME, "pipedream", without_option)
-    assert "under weight stashing the last stage updates before" in sharing_refusal("pipedream")
+    assert updates_early("pipedream")
     profile, topology = shared_profile(1, "layer_0", "layer_7"), Topology.flat(2, bandwidth=1e9)
     assert find_candidates(profile, topology, 4, schedules=("pipedream",)) == []
 

@@ -15,14 +15,14 @@ from jpipe_train.launch.together import Together
 class ConnectedProcesses(jpipe.processes.Processes):
     """One of several processes that receive each other's messages at once; records how long others may wait for it."""
 
-    def __init__(self, index, count, names):
-        self.index, self.count, self._names, self.waits = index, count, names, []
+    def __init__(self, index, count, messages):
+        self.index, self.count, self._messages, self.waits = index, count, messages, []
 
     def broadcast(self, name, values):
-        self._names.add(name)
+        self._messages[name] = values
 
     def has_message(self, name):
-        return name in self._names
+        return name in self._messages
 
     def check(self):
         pass
@@ -34,8 +34,7 @@ class ConnectedProcesses(jpipe.processes.Processes):
         return 0.0
 
     def receive(self, name, on=None, what=None):
-        assert name in self._names
-        return ()
+        return self._messages[name]
 
     def waiting(self, what, on=None, limit=None):
         self.waits.append((what, limit))
@@ -69,8 +68,8 @@ def make_checkpoints(tmp_path):
     """Return a function that returns the checkpoints of several processes, the processes, and a list of process 0's messages."""
 
     def make(policy, count=2):
-        names, messages = set(), []
-        processes = [ConnectedProcesses(index, count, names) for index in range(count)]
+        sent, messages = {}, []
+        processes = [ConnectedProcesses(index, count, sent) for index in range(count)]
         config = CheckpointConfig(every=2, on_full_disk=policy)
         checkpoints = [
             Checkpoints(

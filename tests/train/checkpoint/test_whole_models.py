@@ -137,7 +137,7 @@ def test_a_file_of_a_run_and_of_the_model_have_other_names(tmp_path):
     """What `jpipe export` writes has the names of layers."""
     pipe = scanned()
     state = pipe.init(jax.random.key(4), (X, X))
-    by_layer = pipe.stack.traced.split(pipe.params(state), jax.tree.map(np.zeros_like, pipe.stack.traced.specs[1]))
+    by_layer = pipe.stack.traced.split(pipe.params(state), jax.tree.map(np.zeros_like, pipe.stack.traced.whole.specs[1]))
     save_file(
         {name: array for layer_id, (tree, _) in by_layer.items() for name, array in flat({layer_id: tree}, "/").items()}, tmp_path / "f"
     )

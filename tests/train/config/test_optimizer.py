@@ -13,9 +13,9 @@ import pytest
 
 import jpipe
 from jpipe import InputError
-from jpipe_train.assemble.build import check_accumulation, check_per_stage
+from jpipe_train.assemble.build import check_per_stage, check_plan
 from jpipe_train.assemble.optimizer import learning_rate, lr_schedule, optimizer
-from jpipe_train.config.config import OptimizerConfig
+from jpipe_train.config.config import Config, OptimizerConfig
 from jpipe_train.config.functions import optax_names
 from tests.jpipe.running import check_equal
 from tests.optimizers import lenient
@@ -472,6 +472,9 @@ def test_the_rate_that_is_logged_is_that_of_the_update():
 
 def test_batches_are_not_accumulated_where_stages_update_several_times_in_one():
     plan = jpipe.Plan.even("ab", 2, "pipedream", 4, replicas=[2, 1], update_every="replicas")
-    check_accumulation(plan, 1)
-    with pytest.raises(InputError, match=r"optimizer.accumulate_batches: expected 1 for a plan with update_every 'replicas', .* found 2"):
-        check_accumulation(plan, 2)
+    config = Config(train={"batch_size": 8, "steps": 2})
+    check_plan(config, plan)
+    with pytest.raises(
+        InputError, match=r"^accumulate_batches: expected plan\.update_every 'batch' with 2, found 'replicas': stages update"
+    ):
+        check_plan(config.model_copy(update={"optimizer": OptimizerConfig(accumulate_batches=2)}), plan)

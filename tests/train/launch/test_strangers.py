@@ -19,10 +19,10 @@ from jax.extend import backend
 
 from jpipe import InputError
 from jpipe.processes import handshake, jax_internals
+from jpipe.processes._channel import Channel, Limits
+from jpipe.processes._coordinator import Beat
 from jpipe.processes._rendezvous import JaxStore
 from jpipe.processes.addresses import is_loopback, private_loopback
-from jpipe.processes.channel._channel import Channel, Limits
-from jpipe.processes.channel._coordinator import Beat
 from jpipe_train.launch import distributed, jax_runtime, rendezvous
 from jpipe_train.launch.numeric_settings import _MAY_DIFFER, numeric_settings
 from jpipe_train.launch.rendezvous import Address, Meeting

@@ -22,7 +22,7 @@ import yaml
 
 from jpipe import InputError, PeerLost, Plan
 from jpipe.processes import Processes
-from jpipe.processes.channel._coordinator import Coordinator, _differences
+from jpipe.processes._coordinator import Coordinator, _differences
 from jpipe_planner import Profile
 from jpipe_train import cli
 from jpipe_train.config import config_file

@@ -269,9 +269,9 @@ def test_schedules_that_cannot_clip_are_left_out(files, capsys, monkeypatch):
     arguments = "tiny.yaml", *BOTH, "--set=optimizer.clip_global_norm=1.0"
     out = " ".join(planned(capsys, *arguments, "--schedules=all", "--out=plan.json").split())
     needs = "optimizer.clip_global_norm, skip_nonfinite or a dynamic loss scale"
-    assert f"left out, because of {needs}: pipedream: under weight stashing " in out
+    assert f"left out, because of {needs}: pipedream: expected no weight stashing " in out
     assert cli.main(["plan", *arguments, "--schedules=pipedream"]) == 2
-    assert f"--schedules: pipedream cannot be used with {needs}: under weight stashing" in capsys.readouterr().err
+    assert f"--schedules: pipedream cannot be used with {needs}: expected no weight stashing" in capsys.readouterr().err
 
 
 def test_with_shared_parameters_pipedream_has_vertical_sync(files, capsys):
@@ -309,11 +309,11 @@ def test_a_model_that_does_not_fit_reports_the_missing_bytes_and_advice(files, c
         ),
         (
             [*BOTH, "--batch=4", "--agree=9", "--pipedream=text"],
-            r"--pipedream: expected none with --agree, .* as many replicas, found text; leave one of them out",
+            r"--pipedream: expected no --agree with 'text', found 9: .* as many replicas; leave one of them out",
         ),
         (
             ["tiny.yaml", *BOTH, "--set=plan.agree={every: 9}", "--pipedream=replicas"],
-            r"--pipedream: expected none with plan.agree, .*, found replicas; leave one of them out",
+            r"--pipedream: expected no plan.agree with 'replicas': .*; leave one of them out",
         ),
         ([*BOTH, "--batch=4", "--max-delay=-0.5"], r"--max-delay: expected 0 or more updates, found -0.5"),
         ([*BOTH, "--batch=4", "--max-delay=nan"], r"--max-delay: expected 0 or more updates, found nan"),
@@ -500,7 +500,10 @@ def test_plans_agree_or_compress_messages_if_the_option_or_the_config_says_so(fi
     _, out = plan_of("tiny.yaml", "--set=plan.links={activations: int8}")
     assert " links int8/– " in out
     assert cli.main(["plan", *BOTH, "tiny.yaml", "--set=plan.links={sums: int8}", "--out=plan.json"]) == 2
-    assert "plan.links.sums: expected none where a plan is searched, found 'int8'; remove it" in capsys.readouterr().err
+    assert (
+        "plan.links.sums: expected no search for a plan with 'int8': it does not price compressed sums; remove it"
+        in capsys.readouterr().err
+    )
     plan, out = plan_of("tiny.yaml")
     assert plan.agree is plan.links is None
     assert "agree" not in out

@@ -13,6 +13,7 @@ import optax
 
 import jpipe
 from jpipe.files import expanded, read_text
+from jpipe.plan import excluded
 from jpipe_planner.machine.local import host_memory, usable_cores
 from jpipe_planner.search.balance import balance
 from jpipe_train.assemble import labels, meshes, model
@@ -108,7 +109,8 @@ def check_plan(config: Config, plan: jpipe.Plan) -> None:
     """
     check_microbatches(plan, config.train.batch_size)
     check_delay(plan, config.plan.max_delay)
-    check_accumulation(plan, config.optimizer.accumulate_batches)
+    if reason := excluded(plan, **config.optimizer.of_plans):
+        raise jpipe.InputError(reason)
     check_per_stage(plan, config.optimizer.per_stage)
     meshes.check_heads(config.model, plan)
 
@@ -204,7 +206,7 @@ def errors_name_config_keys(plan_file: str | None) -> Iterator[None]:
         options = {f"plan: {key}{end}": f"plan.{key}{end}" for key in PlanConfig.model_fields for end in " .:"}
         options |= {"rules: ": "plan.rules: ", "param_axes: ": "plan.param_axes: "}
         where = options if plan_file in (None, AUTO) else {"plan: ": f"{plan_file}: "}
-        of_optimizer = ("clip_global_norm", "clip_stage_norm", "skip_nonfinite", "ema_decay", "delay_correction")
+        of_optimizer = ("clip_global_norm", "clip_stage_norm", "skip_nonfinite", "ema_decay", "delay_correction", "accumulate_batches")
         where |= {f"{key}: ": f"optimizer.{key}: " for key in of_optimizer}
         where |= {"from_model: ": "model.target: ", "the model: ": "model.target: "}
         where |= {"precision: loss_scale: ": "precision.loss_scale: "}
@@ -244,15 +246,6 @@ def check_delay(plan: jpipe.Plan, most: float | None) -> None:
         raise jpipe.InputError(
             f"plan.max_delay: expected a plan with a mean delay of at most {most:g} updates, found {plan.schedule} with "
             f"{plan.mean_delay:.3g}; use a schedule that flushes or more microbatches, or raise it"
-        )
-
-
-def check_accumulation(plan: jpipe.Plan, batches: int) -> None:
-    """Check that gradients are not accumulated over batches if stages update several times per batch."""
-    if batches > 1 and plan.update_every != "batch":
-        raise jpipe.InputError(
-            f"optimizer.accumulate_batches: expected 1 for a plan with update_every '{plan.update_every}', whose stages update several "
-            f"times per batch, found {batches}; leave it out, or use update_every: batch"
         )
 
 

@@ -10,6 +10,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, field_validator, mo
 
 import jpipe
 from jpipe.errors import nearest
+from jpipe.plan import excluded
 from jpipe_train.config.data_config import DataConfig as DataConfig
 from jpipe_train.config.functions import entry_point, optax_names
 from jpipe_train.config.model_config import ModelConfig as ModelConfig
@@ -207,22 +208,15 @@ class OptimizerConfig(Section):
         names = ("clip_global_norm", "clip_stage_norm", "skip_nonfinite", "ema_decay", "delay_correction")
         return {name: getattr(self, name) for name in names}
 
-    @model_validator(mode="after")
-    def _corrects_each_update(self) -> "OptimizerConfig":
-        if self.delay_correction is not None and self.accumulate_batches > 1:
-            raise ValueError(
-                f"delay_correction: expected accumulate_batches 1, found {self.accumulate_batches}; the correction assumes that "
-                "every batch makes an update; use more microbatches instead"
-            )
-        return self
+    @property
+    def of_plans(self) -> dict[str, Any]:
+        """The keys that some plans, or others of these keys, exclude; see `jpipe.plan.excluded`."""
+        return self.of_pipeline | {"accumulate_batches": self.accumulate_batches if self.accumulate_batches > 1 else None}
 
     @model_validator(mode="after")
-    def _one_clipping(self) -> "OptimizerConfig":
-        if self.clip_global_norm is not None and self.clip_stage_norm is not None:
-            raise ValueError(
-                f"clip_stage_norm: expected null with clip_global_norm {self.clip_global_norm:g}, found {self.clip_stage_norm:g}; "
-                "leave out one of them"
-            )
+    def _can_be_combined(self) -> "OptimizerConfig":
+        if reason := excluded(None, **self.of_plans):
+            raise ValueError(reason)
         return self
 
     @field_validator("name")

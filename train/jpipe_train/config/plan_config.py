@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator
 
 from jpipe.errors import nearest
-from jpipe.plan import RECOMPUTE, Agreement, HostMemory, Links
+from jpipe.plan import RECOMPUTE, CapabilityOptions
 from jpipe.schedules import SCHEDULES, ScheduleOptions
 from jpipe_train.config.section import Count, FilePath, Section
 
@@ -29,25 +29,26 @@ class _EvenStages(Section):
     fsdp: bool = False
 
 
-class PlanConfig(ScheduleOptions, _EvenStages):
-    """The plan of a run: even stages from these keys, or the JSON file `file`, which then decides everything.
-
-    The keys are the arguments of `jpipe.Plan.even`, among them the options of the schedule, and `layer_costs`: the relative cost of layers
-    (1 by default), for stages of equal cost. If `file` is "auto", the run first searches for the best plan: of the schedules that flush, or
-    of all up to a mean delay of `max_delay` updates. A plan with a larger delay is an error. The plans that it finds do what `agree` and
-    `links` say.
-
-    `mesh` has the axes and sizes of the devices of each replica of every stage, or is a list with one mesh per stage; {} is one device.
-    """
+class _Layout(Section):
+    """The keys between the options of the schedule and those of capabilities."""
 
     sync_state: bool = True
     keep_together: Literal["replicas", "stages"] = "replicas"
     rules: dict[str, str | None] = {}
     param_axes: dict[str, list[str | None]] = {}
-    links: Links | None = None
-    shard_optimizer: bool = False
-    agree: Agreement | None = None
-    offload: HostMemory | None = None
+
+
+class PlanConfig(CapabilityOptions, _Layout, ScheduleOptions, _EvenStages):
+    """The plan of a run: even stages from these keys, or the JSON file `file`, which then decides everything.
+
+    The keys are the arguments of `jpipe.Plan.even`, among them the options of the schedule and of capabilities, and `layer_costs`: the
+    relative cost of layers (1 by default), for stages of equal cost. If `file` is "auto", the run first searches for the best plan: of the
+    schedules that flush, or of all up to a mean delay of `max_delay` updates. A plan with a larger delay is an error. The plans that it
+    finds do what `agree` and `links` say.
+
+    `mesh` has the axes and sizes of the devices of each replica of every stage, or is a list with one mesh per stage; {} is one device.
+    """
+
     sum_parts: Count = 1
     file: FilePath | None = None
     max_delay: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None

@@ -9,7 +9,7 @@ import pydantic
 import jpipe
 from jpipe import InputError, files
 from jpipe.files import expanded
-from jpipe.plan import Agreement
+from jpipe.plan import Agreement, Exclusion, excluded
 from jpipe_planner import Profile, Topology, read_graph_txt
 from jpipe_planner.machine.local import usable_cores
 from jpipe_planner.profile.sharded import NO_MESH, Degrees
@@ -22,6 +22,14 @@ LOCAL = "local"
 ALL = "all"  # in place of the names of schedules
 _MOST_TOPOLOGY = 2**20  # bytes
 _MOST_PROFILE = 2**25  # bytes: thousands of layers at a dozen sizes
+
+_EXCLUSIONS = (
+    Exclusion("--pipedream", "--agree", "all stages of pipelines that agree have as many replicas", "leave one of them out"),
+    Exclusion("--pipedream", "plan.agree", "all stages of pipelines that agree have as many replicas", "leave one of them out"),
+    Exclusion("--mesh", "plan.links", "no search prices compressed messages on meshes"),
+    Exclusion("plan.links.sums", "search for a plan", "it does not price compressed sums", "remove it, or write the plan by hand"),
+)
+"""What a search cannot combine."""
 
 
 @dataclass(frozen=True)
@@ -69,23 +77,14 @@ class Request:
         """Return the request with what plans are to do by `agree` and the config.
 
         Raises:
-            InputError: the config compresses sums, which no search prices, `agree` does not fit the config's agreement,
-                or pipelines agree and `pipedream` is given.
+            InputError: `agree` does not fit the config's agreement, or options cannot be combined.
         """
         agree, links = (None, None) if plan is None else (plan.agree, plan.links)
-        if links is not None and links.sums is not None:
-            raise InputError(
-                f"plan.links.sums: expected none where a plan is searched, found {links.sums!r}; remove it, or write the plan by hand"
-            )
-        if self.agree is not None:
-            agree = _agreeing_every(self.agree, agree)
-        if agree is not None and self.pipedream is not None:
-            where = "plan.agree" if self.agree is None else "--agree"
-            raise InputError(
-                f"--pipedream: expected none with {where}, for which all stages have as many replicas, found {self.pipedream}; "
-                "leave one of them out"
-            )
-        return replace(self, asked=Asked(agree, links))
+        sums, meshes = None if links is None else links.sums, None if self.degrees in (None, (NO_MESH,)) else self.meshes
+        given = {"--agree": self.agree, "--mesh": meshes, "--pipedream": self.pipedream, "search for a plan": True}
+        if reason := excluded(None, _EXCLUSIONS, **given, **{"plan.agree": agree, "plan.links": links, "plan.links.sums": sums}):
+            raise InputError(reason)
+        return replace(self, asked=Asked(agree if self.agree is None else _agreeing_every(self.agree, agree), links))
 
     @property
     def allowed(self) -> tuple[str, ...]:

@@ -6,8 +6,9 @@ from typing import Any
 
 import jpipe
 from jpipe import InputError
+from jpipe.plan import excluded
 from jpipe_planner import Plans, Profile, Topology, find_plans
-from jpipe_planner.cost.shape import needs_vertical_sync, planned_schedules, sharing_refusal
+from jpipe_planner.cost.shape import needs_vertical_sync, planned_schedules
 from jpipe_planner.profile.sharded import NO_MESH, Degrees, links_of, mesh_refusal, mesh_seconds, possible_degrees
 from jpipe_planner.ranking import table
 from jpipe_planner.ranking.choose import Choice, Ranked
@@ -20,7 +21,8 @@ from jpipe_train.console.terminal import count
 from jpipe_train.plan.inputs import ALL, Request
 
 _FASTER = 0.01  # relative gain above which a faster plan with delayed weights is mentioned
-_NEEDS_NORM = "optimizer.clip_global_norm, skip_nonfinite or a dynamic loss scale"
+_NEEDS = {"skip_nonfinite": "optimizer.clip_global_norm, skip_nonfinite or a dynamic loss scale", "ties": "shared parameters"}
+_SMALL = jpipe.Plan.even(["a", "b"], 2, replicas=2)  # of which each schedule is asked what it excludes
 
 
 @dataclass(frozen=True)
@@ -59,14 +61,15 @@ def refused_schedules(request: Request, global_norm: bool, shares: bool = False)
     Raises:
         InputError: no requested schedule can be used.
     """
-    requested = request.allowed
-    needs = " or ".join([_NEEDS_NORM] * global_norm + ["shared parameters"] * shares)
-    reasons = {name: why for name in requested if needs and (why := sharing_refusal(name))}
-    if global_norm and request.asked.agree is not None:
-        late = (name for name in requested if not jpipe.schedules.SCHEDULES[name].flushes)
-        reasons |= dict.fromkeys(late, "pipelines that agree need a schedule that flushes for it")
-    if all(name in reasons for name in requested):
-        raise InputError("--schedules: " + "; ".join(f"{name} cannot be used with {needs}: {why}" for name, why in reasons.items()))
+    arguments, reasons = {"skip_nonfinite": global_norm, "ties": shares}, dict[str, str]()
+    needs = " or ".join(_NEEDS[option] for option, is_set in arguments.items() if is_set)
+    for name in request.allowed:
+        fields = {"schedule": name, "agree": request.asked.agree, "vertical_sync": bool(needs) and needs_vertical_sync(name)}
+        if reason := excluded(_SMALL.model_copy(update=fields), **arguments):
+            reasons[name] = reason.partition(": ")[2]
+    if all(name in reasons for name in request.allowed):
+        names = {why: ", ".join(name for name in reasons if reasons[name] == why) for why in reasons.values()}
+        raise InputError("--schedules: " + "; ".join(f"{name} cannot be used with {needs}: {why}" for why, name in names.items()))
     return needs, reasons
 
 
@@ -76,9 +79,6 @@ def _usable_schedules(profile: Profile, request: Request, global_norm: bool, rep
     Raises:
         InputError: no requested schedule can be used.
     """
-    if request.asked.agree is not None and profile.shared:
-        layers = ", ".join(profile.shared[0].layers)
-        raise InputError(f"agree: expected no parameters that layers share, found some of {layers}; plan without agree")
     needs, reasons = refused_schedules(request, global_norm, bool(profile.shared))
     schedules = tuple(name for name in request.allowed if name not in reasons)
     for name, why in reasons.items():
@@ -188,8 +188,6 @@ def _meshes(profile: Profile, topology: Topology, request: Request, reporter: Re
         InputError: a requested mesh does not fit the devices or the layers.
     """
     if request.asked.links is not None:
-        if request.degrees not in (None, (NO_MESH,)):
-            raise InputError("--mesh: expected none with plan.links, whose messages no search prices on meshes; remove one of them")
         return (NO_MESH,)
     if request.degrees is None:
         return possible_degrees(profile, topology)

@@ -14,8 +14,7 @@ from jpipe.model._adapters import is_constructor, linen_layer, needed_parameters
 from jpipe.model._calls import Randomness, arguments_of, call_by_name, is_bound, modes
 from jpipe.model._layer import Layer, describe, key_spec, spec_of
 from jpipe.model._nnx import NnxFunctions, abstract, built_functions, is_in_evaluation, nnx_functions
-from jpipe.model.traced.doors._parts import Parts, is_array, is_spec, matched, path_name
-from jpipe.model.traced.doors._whole import WHERE, Whole, whole
+from jpipe.model.traced.doors._whole import WHERE, Whole, is_array, is_spec, joined, matched, only, path_name, specs_of, whole
 
 Tree = Any
 
@@ -139,9 +138,8 @@ def _open_linen(module: linen.Module, inputs: tuple[Any, ...], variables: Any) -
 
 def _open_called(fn: Callable[..., Any], params: Tree, inputs: tuple[Any, ...], state: Tree | None) -> Whole:
     """Return the whole of a function of a tree, of which only the arrays change."""
-    state_parts = Parts.of({} if state is None else state, is_array)
-    state_specs = state_parts.treedef.unflatten(state_parts.leaves)
-    state_arrays = state_parts.chosen_of({} if state is None else state)
+    state_arrays = only({} if state is None else state, is_array)
+    static_state = only(state, lambda leaf: not is_array(leaf))
     num_inputs, mode, randomness = len(inputs), modes(WHERE, fn, is_bound(fn), (state is not None) + 1 + len(inputs)), Randomness.of(fn)
 
     def init(key: jax.Array, x: Tree) -> tuple[Tree, Tree]:
@@ -150,7 +148,7 @@ def _open_called(fn: Callable[..., Any], params: Tree, inputs: tuple[Any, ...], 
         return params, state_arrays
 
     def apply(tree: Tree, arrays: Tree, x: Tree, key: jax.Array | None, train: bool) -> tuple[Tree, Tree]:
-        first = (_with_inference(tree, not train), *(() if state is None else (state_parts.joined(arrays),)))
+        first = (_with_inference(tree, not train), *(() if state is None else (joined(arrays, static_state),)))
         named = {**mode(train), **randomness.arguments(key, train)}
         y = call_by_name(fn, (*first, *arguments_of(x, num_inputs)), named)
         if state is None:
@@ -158,14 +156,14 @@ def _open_called(fn: Callable[..., Any], params: Tree, inputs: tuple[Any, ...], 
         if not isinstance(y, tuple) or len(y) != 2:
             raise InputError(f"{WHERE}: with a state its function returns a pair, (outputs, new state); found {_kind(y)}")
         y, changed = y
-        if jax.tree.structure(changed) != state_parts.treedef:
+        if jax.tree.structure(changed) != jax.tree.structure(state):  # type: ignore[operator]
             raise InputError(
-                f"{WHERE}: expected a new state of the structure of the old, {describe(state_specs)}, found {describe(changed)}"
+                f"{WHERE}: expected a new state of the structure of the old, {describe(specs_of(state))}, found {describe(changed)}"
             )
-        return y, state_parts.chosen_of(changed) if train else arrays
+        return y, jax.tree.map(lambda old, new: new if is_array(old) else None, state, changed) if train else arrays
 
     def rebuild(tree: Tree, arrays: Tree) -> Any:
-        return tree if state is None else (tree, state_parts.joined(arrays))
+        return tree if state is None else (tree, joined(arrays, static_state))
 
     layer = Layer(init, apply, randomness.name is not None, draws_in_evaluation=randomness.is_needed)
     return whole(layer, params, state_arrays, rebuild, lambda tree: (tree, {}))

@@ -6,10 +6,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from jpipe.errors import InputError
-from jpipe.model._layer import Layer
-from jpipe.model.traced.doors._parts import Parts, array_spec, is_array, is_spec, is_trained, matched, path_name, specs_of
+from jpipe.errors import InputError, nearest
+from jpipe.model._layer import Layer, describe, spec_of
 
 Tree = Any
 
@@ -67,41 +67,42 @@ def whole(
         trees: what a user gives -> (tree, state).
         others: further structures of the user's tree, with its leaves in the same order.
     """
-    parts = Parts.of(params, is_trained)
-    _reject_complex(parts.treedef.unflatten(parts.leaves))
+    full_specs, state_specs = specs_of(params), specs_of(state)
+    _reject_complex(full_specs)
+    static = only(params, lambda leaf: not is_array(leaf))
+    has_constants = any(map(is_constant, jax.tree.leaves(params)))
 
-    def pack(state: Tree, constants: Tree) -> Tree:
-        return {"state": state, "constants": constants} if parts.has_constants else state
+    def pack(tree: Tree, state: Tree) -> tuple[Tree, Tree]:
+        """Return the layer's parameters and state from the user's tree and state."""
+        return only(tree, is_trained), {"state": state, "constants": only(tree, is_constant)} if has_constants else state
 
     def unpack(params: Tree, state: Tree) -> tuple[Tree, Tree]:
-        """Return the user's tree and the layer's state."""
-        return (parts.joined(params, state["constants"]), state["state"]) if parts.has_constants else (parts.joined(params), state)
+        """Return the user's tree and state from the layer's parameters and state."""
+        return (joined(params, state["constants"], static), state["state"]) if has_constants else (joined(params, static), state)
 
     def init(key: jax.Array, x: Tree) -> tuple[Tree, Tree]:
-        tree, state = layer.init(key, x)
-        return _canonical(parts.chosen_of(tree)), _canonical(pack(state, parts.constants_of(tree)))
+        params, state = pack(*layer.init(key, x))
+        return _canonical(params), _canonical(state)
 
     def apply(params: Tree, state: Tree, x: Tree, key: jax.Array | None, train: bool) -> tuple[Tree, Tree]:
         y, new_state = layer.apply(*unpack(params, state), x, key, train)
-        return y, pack(new_state, state["constants"] if parts.has_constants else None)
-
-    full_specs, state_specs = parts.treedef.unflatten(parts.leaves), specs_of(state)
-    initial = parts.chosen_of(params), pack(state, parts.constants_of(params))
+        return y, {**state, "state": new_state} if has_constants else new_state
 
     def from_user(tree: Any) -> tuple[Tree, Tree]:
         params, state = trees(tree)
-        full = matched("params", full_specs, params)
-        return parts.chosen_of(full), pack(matched("params: state", state_specs, state), parts.constants_of(full))
+        return pack(matched("params", full_specs, params), matched("params: state", state_specs, state))
 
+    initial = pack(params, state)
+    structures = jax.tree.structure(params), *others
     return Whole(
         layer=replace(layer, init=init, apply=apply),
         params=_arrays(initial[0]),
         state=_arrays(initial[1]),
         specs=(specs_of(initial[0]), specs_of(initial[1])),
         rebuild=lambda params, state: rebuild(*unpack(params, state)),
-        to_user=lambda chosen: parts.joined(chosen, parts.constants_of(params)),
+        to_user=lambda chosen: joined(chosen, only(params, lambda leaf: not is_trained(leaf))),
         from_user=from_user,
-        structures=tuple(jax.tree.structure(parts.chosen_in(treedef)) for treedef in (parts.treedef, *others)),
+        structures=tuple(jax.tree.structure(only(each.unflatten(jax.tree.leaves(params)), is_trained)) for each in structures),
     )
 
 
@@ -123,3 +124,86 @@ def _reject_complex(tree: Tree) -> None:
                 f"{WHERE}: parameter '{path_name(path)}' is {leaf.dtype}: only real floating-point parameters can be trained; keep its "
                 "real and imaginary parts as two parameters"
             )
+
+
+# Parts of a user's tree: the arrays that are trained, constant arrays, and everything else --------------------------------
+
+
+def is_array(leaf: Any) -> bool:
+    """Return whether a leaf is an array or the spec of one."""
+    return isinstance(leaf, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct))
+
+
+def is_spec(leaf: Any) -> bool:
+    """Return whether a leaf is the spec of an array."""
+    return isinstance(leaf, jax.ShapeDtypeStruct)
+
+
+def array_spec(leaf: Any) -> jax.ShapeDtypeStruct:
+    """Return the spec of an array, which may hold random keys."""
+    is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if is_key else spec_of(leaf)
+
+
+def specs_of(tree: Tree) -> Tree:
+    """Return the specs of a tree's arrays; other leaves stay."""
+    return jax.tree.map(lambda leaf: array_spec(leaf) if is_array(leaf) else leaf, tree)
+
+
+def is_trained(leaf: Any) -> bool:
+    """Return whether a leaf is an array of floating-point numbers."""
+    return is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.floating)
+
+
+def path_name(path: tuple[Any, ...]) -> str:
+    """Return the path to a leaf as text, with keys joined by "/"."""
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def is_constant(leaf: Any) -> bool:
+    """Return whether a leaf is an array that is not trained."""
+    return is_array(leaf) and not is_trained(leaf)
+
+
+def only(tree: Tree, choose: Callable[[Any], bool]) -> Tree:
+    """Return a tree with None in place of the leaves that are not chosen."""
+    return jax.tree.map(lambda leaf: leaf if choose(leaf) else None, tree)
+
+
+def joined(*parts: Tree) -> Tree:
+    """Return the whole tree from parts of it, of which each has None where it has no leaf."""
+    return jax.tree.map(
+        lambda *leaves: next((leaf for leaf in leaves if leaf is not None), None), *parts, is_leaf=lambda leaf: leaf is None
+    )
+
+
+def matched(where: str, specs: Tree, tree: Tree, *, any_float: bool = False) -> Tree:
+    """Return the arrays of a tree in the structure of `specs`, found by their paths; None where the tree has none.
+
+    Args:
+        where: what the tree is, for messages.
+        specs: specs of the arrays; other leaves are left out.
+        tree: any pytree with the same names on the path to each array.
+        any_float: whether floating-point arrays may have another floating-point dtype than their specs.
+
+    Raises:
+        InputError: an array that `specs` does not have, or of another shape or dtype.
+    """
+    flat, treedef = jax.tree_util.tree_flatten_with_path(specs)
+    arrays = {path_name(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}
+    leaves: list[Any] = []
+    for path, spec in flat:
+        leaf = arrays.pop(path_name(path), None)
+        if not is_array(spec) or leaf is None:
+            leaves.append(None)
+            continue
+        if not is_array(leaf):
+            raise InputError(f"{where}: expected an array as '{path_name(path)}', found {type(leaf).__name__}")
+        has_dtype = leaf.dtype == spec.dtype or (any_float and is_trained(leaf) and is_trained(spec))
+        if leaf.shape != spec.shape or not has_dtype:
+            raise InputError(f"{where}: expected '{path_name(path)}' as in the model, {describe(spec)}, found {describe(leaf)}")
+        leaves.append(leaf)
+    if unknown := next((name for name, leaf in arrays.items() if is_array(leaf)), None):
+        names = [path_name(path) for path, spec in flat if is_array(spec)]
+        raise InputError(f"{where}: '{unknown}' is not in the model; {nearest(unknown, names)}")
+    return jax.tree.unflatten(treedef, leaves)

@@ -2,6 +2,7 @@
 
 import functools
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -189,3 +190,210 @@ class Builder:
         variable = available[number, fixed] = self.read(number, fixed)
         self.equations[-1] = self.equations[-1].replace(outvars=[variable])
         return variable
+
+
+# Values that can be read as a whole or slice by slice; nothing is computed before it is read --------------------------
+
+MOST = 512
+"""The most slices into which a leaf is split along one axis, so that a scan over words or time steps stays one equation."""
+
+
+class Lazy(ABC):
+    """A value of which each slice can be read alone.
+
+    Attributes:
+        aval: its shape and dtype.
+        of_leaf: whether it comes from a leaf alone, by operations on slices.
+    """
+
+    def __init__(self, builder: Builder, aval: Any, of_leaf: bool):
+        self.builder, self.aval, self.of_leaf = builder, aval, of_leaf
+        self._atom: Atom = None
+        self._items: dict[tuple[int, int], Value] = {}
+
+    def whole(self) -> Atom:
+        """Return the variable of the whole value."""
+        if self._atom is None:
+            self._atom = self._make()
+        return self._atom
+
+    def item(self, axis: int, index: int) -> "Value":
+        """Return a slice."""
+        if (axis, index) not in self._items:
+            self._items[axis, index] = self._slice(axis, index)
+        return self._items[axis, index]
+
+    @abstractmethod
+    def _make(self) -> Atom: ...
+
+    @abstractmethod
+    def _slice(self, axis: int, index: int) -> "Value": ...
+
+    @abstractmethod
+    def axes(self) -> set[int]:
+        """Return the axes along which the slices are separate values."""
+
+    @abstractmethod
+    def split(self, axis: int) -> None:
+        """Make the slices along an axis separate values, if they come from a leaf."""
+
+
+Value = Atom | Lazy
+
+
+def whole(value: Value) -> Atom:
+    """Return the variable or literal of a value."""
+    return value.whole() if isinstance(value, Lazy) else value
+
+
+def item(builder: Builder, value: Value, axis: int, index: int) -> Value:
+    """Return a slice of a value."""
+    return value.item(axis, index) if isinstance(value, Lazy) else builder.item(value, axis, index)
+
+
+def axes_of(value: Value) -> set[int]:
+    """Return the axes along which the slices of a value are separate values."""
+    return value.axes() if isinstance(value, Lazy) else set()
+
+
+def transposed(builder: Builder, value: Value, permutation: tuple[int, ...]) -> Value:
+    """Return a value with its axes in another sequence."""
+    if not isinstance(value, Lazy):
+        return builder.transpose(value, permutation)
+    if isinstance(value, Transposed):
+        permutation = tuple(value.permutation[axis] for axis in permutation)
+        value = value.source
+    return value if permutation == tuple(sorted(permutation)) else Transposed(value, permutation)
+
+
+class LeafSlice(Lazy):
+    """A leaf, or a slice of one with its remaining axes."""
+
+    def __init__(self, builder: Builder, number: int, fixed: Fixed = frozenset()):
+        self.number, self.fixed = number, fixed
+        axes = range(len(builder.avals[number].shape))
+        self._axes = [axis for axis in axes if axis not in dict(fixed)]  # of the leaf
+        super().__init__(builder, builder.slice_aval(number, fixed), True)
+
+    def _make(self) -> Atom:
+        return self.builder.read(self.number, self.fixed)
+
+    def _slice(self, axis: int, index: int) -> Value:
+        return LeafSlice(self.builder, self.number, self.fixed | {(self._axes[axis], index)})
+
+    def axes(self) -> set[int]:
+        return {position for position, axis in enumerate(self._axes) if axis in self.builder.axes[self.number]}
+
+    def split(self, axis: int) -> None:
+        self.builder.axes[self.number].add(self._axes[axis])
+
+
+class Stack(Lazy):
+    """Separate values of the same shape, along a new first axis."""
+
+    def __init__(self, builder: Builder, aval: Any, items: Sequence[Value]):
+        self.items = items
+        super().__init__(builder, aval, all(isinstance(value, Lazy) and value.of_leaf for value in items))
+
+    def _make(self) -> Atom:
+        return self.builder.join([whole(value) for value in self.items])
+
+    def _slice(self, axis: int, index: int) -> Value:
+        if axis == 0:
+            return self.items[index]
+        items = [item(self.builder, value, axis - 1, index) for value in self.items]
+        return Stack(self.builder, self.builder.item_aval(self.aval, axis), items)
+
+    def axes(self) -> set[int]:
+        return {0, *(axis + 1 for axis in set.intersection(*map(axes_of, self.items)))}
+
+    def split(self, axis: int) -> None:
+        for value in self.items if axis else ():
+            if isinstance(value, Lazy):
+                value.split(axis - 1)
+
+
+class Elementwise(Lazy):
+    """The result of an elementwise equation, which can be computed for each slice."""
+
+    def __init__(self, builder: Builder, aval: Any, equation: Any, inputs: Sequence[Value]):
+        self.equation, self.inputs = equation, inputs
+        self._lazy = [value for value in inputs if isinstance(value, Lazy) and value.aval.shape]
+        super().__init__(builder, aval, all(value.of_leaf for value in self._lazy))
+
+    def _make(self) -> Atom:
+        atoms = [whole(value) for value in self.inputs]
+        if self.aval is self.equation.outvars[0].aval:
+            return self.builder.add(self.equation, atoms)[0]
+        return self.builder.call(("apply", id(self.equation)), lambda *values: bind(self.equation, list(values))[0], atoms)
+
+    def _slice(self, axis: int, index: int) -> Value:
+        inputs = [item(self.builder, value, axis, index) if value.aval.shape else value for value in self.inputs]
+        result = Elementwise(self.builder, self.builder.item_aval(self.aval, axis), self.equation, inputs)
+        return result if result.aval.shape else result.whole()
+
+    def axes(self) -> set[int]:
+        return set.union(*map(axes_of, self._lazy))
+
+    def split(self, axis: int) -> None:
+        for value in self._lazy:
+            value.split(axis)
+
+
+class Rows(Lazy):
+    """A value whose first axes hold slices of another one, in any sequence and shape.
+
+    Attributes:
+        source: the other value.
+        numbers: of the slices along its first `dims` axes, counted in C order, in the shape of the first axes of this value.
+        equation: makes this value of the source and of `more`; None: it is stacked from the slices.
+    """
+
+    def __init__(self, aval: Any, source: Lazy, numbers: np.ndarray, dims: int, equation: Any = None, more: Sequence[Atom] = ()):
+        self.source, self.numbers, self.dims, self.equation, self.more = source, numbers, dims, equation, more
+        super().__init__(source.builder, aval, source.of_leaf and source.aval.shape[0] <= MOST)
+
+    def _make(self) -> Atom:
+        if self.equation is not None and 0 not in self.source.axes():
+            return self.builder.add(self.equation, [self.source.whole(), *self.more])[0]
+        return self.builder.join([whole(self.item(0, i)) for i in range(self.aval.shape[0])])
+
+    def _slice(self, axis: int, index: int) -> Value:
+        if axis >= self.numbers.ndim:
+            return self.builder.item(self.whole(), axis, index)
+        numbers = self.numbers.take(index, axis)
+        if numbers.ndim:
+            return Rows(self.builder.item_aval(self.aval, axis), self.source, numbers, self.dims)
+        value: Value = self.source
+        for i in np.unravel_index(numbers, self.source.aval.shape[: self.dims]):
+            value = item(self.builder, value, 0, int(i))
+        return value
+
+    def axes(self) -> set[int]:
+        return {*range(self.numbers.ndim)} if self.source.axes() >= {*range(self.dims)} else set()
+
+    def split(self, axis: int) -> None:
+        for source_axis in range(self.dims if axis < self.numbers.ndim else 0):
+            self.source.split(source_axis)
+
+
+class Transposed(Lazy):
+    """A value with its axes in another sequence."""
+
+    def __init__(self, source: Lazy, permutation: tuple[int, ...]):
+        self.source, self.permutation = source, permutation
+        super().__init__(source.builder, source.builder.transposed_aval(source.aval, permutation), source.of_leaf)
+
+    def _make(self) -> Atom:
+        return self.builder.transpose(self.source.whole(), self.permutation)
+
+    def _slice(self, axis: int, index: int) -> Value:
+        removed = self.permutation[axis]
+        permutation = tuple(other - (other > removed) for other in self.permutation if other != removed)
+        return transposed(self.builder, self.source.item(removed, index), permutation)
+
+    def axes(self) -> set[int]:
+        return {self.permutation.index(axis) for axis in self.source.axes()}
+
+    def split(self, axis: int) -> None:
+        self.source.split(self.permutation[axis])

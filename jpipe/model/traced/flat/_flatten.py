@@ -10,16 +10,15 @@ import jax.extend.core as jex
 import numpy as np
 
 from jpipe.model.jaxprs._dependence import body_of, is_literal, scan_parts
+from jpipe.model.jaxprs._primitives import SIZELESS
 from jpipe.model.jaxprs._wanted import UNKNOWN
-from jpipe.model.traced.flat._builder import Builder
-from jpipe.model.traced.flat._stacked import (
+from jpipe.model.traced.flat._builder import (
     MOST,
-    Divided,
+    Builder,
     Elementwise,
-    Joined,
     Lazy,
     LeafSlice,
-    Selected,
+    Rows,
     Stack,
     Value,
     axes_of,
@@ -32,15 +31,6 @@ CUT = "jpipe_cut["
 """How the name of a call begins that marks a cut; such a call stays one equation."""
 
 _INLINED = frozenset({"jit", "pjit", "closed_call", "core_call"})
-_ELEMENTWISE = frozenset(
-    {
-        *("abs", "add", "add_any", "and", "ceil", "clamp", "convert_element_type", "copy", "copy_p", "cos", "div", "eq", "erf", "exp"),
-        *("expm1", "floor", "ge", "gt", "integer_pow", "is_finite", "le", "log", "log1p", "logistic", "lt", "max", "min", "mul", "ne"),
-        *("neg", "not", "or", "pow", "real", "reduce_precision", "rem", "round", "rsqrt", "select_n", "sign", "sin", "sqrt", "square"),
-        *("stop_gradient", "sub", "tanh", "xor"),
-    }
-)
-"""Primitives whose parameters do not depend on shapes."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +115,7 @@ def flatten(
     """
     jaxpr, replaces = closed.jaxpr, replaces or {}
     builder = Builder([var.aval for var in jaxpr.invars[:num_leaves]], axes or {})
-    leaves = [LeafSlice(builder, number, frozenset(), tuple(range(len(aval.shape)))) for number, aval in enumerate(builder.avals)]
+    leaves = [LeafSlice(builder, number) for number in range(num_leaves)]
     data = [jex.Var(var.aval) for var in jaxpr.invars[num_leaves:]]
     values = _run(builder, jaxpr, closed.consts, [*leaves, *data])
     builder.split_indexed()
@@ -189,7 +179,7 @@ def _is_over_layers(builder: Builder, equation: Any, inputs: list[Value]) -> boo
         return any(is_leaf[count + carried :])
     trial = Builder([value.aval for value in inputs], {})
     values: list[Value] = [
-        LeafSlice(trial, number, frozenset(), tuple(range(len(value.aval.shape))))
+        LeafSlice(trial, number)
         if is_leaf[number]
         else trial.variable(value.aval, None if isinstance(value, Lazy) else builder.numbers(value))
         for number, value in enumerate(inputs)
@@ -227,7 +217,7 @@ def _scan(builder: Builder, equation: Any, inputs: list[Value]) -> list[Value]:
 def _of_slices(builder: Builder, equation: Any, inputs: list[Value]) -> Value | None:
     """Return the result of an equation that can be computed slice by slice, or None for another one."""
     name, params, aval = equation.primitive.name, equation.params, equation.outvars[0].aval
-    if name in _ELEMENTWISE and params.get("sharding") is None and aval.shape:
+    if name in SIZELESS and params.get("sharding") is None and aval.shape:
         is_sliced = all(isinstance(value, Lazy) if value.aval.shape == aval.shape else not value.aval.shape for value in inputs)
         return Elementwise(builder, aval, equation, inputs) if is_sliced else None
     source, *more = inputs
@@ -241,7 +231,7 @@ def _of_slices(builder: Builder, equation: Any, inputs: list[Value]) -> Value | 
         if not is_literal(more[0]):
             source.split(0)
         first = min(max(int(start), 0), before[0] - after[0])
-        return Selected(aval, source, equation, range(first, first + after[0]), [whole(value) for value in more])
+        return Rows(aval, source, np.arange(first, first + after[0]), 1, equation, [whole(value) for value in more])
     return None if more else _moved(builder, equation, source)
 
 
@@ -254,14 +244,14 @@ def _moved(builder: Builder, equation: Any, source: Lazy) -> Value | None:
     if name == "squeeze":
         return functools.reduce(lambda value, axis: item(builder, value, axis, 0), sorted(params["dimensions"], reverse=True), source)
     if name == "rev" and tuple(params["dimensions"]) == (0,):
-        return Selected(aval, source, equation, range(before[0])[::-1])
+        return Rows(aval, source, np.arange(before[0])[::-1], 1, equation)
     if name == "slice" and after[1:] == before[1:] and after[0]:
         stride = params["strides"][0] if params["strides"] else 1
-        return Selected(aval, source, equation, range(params["start_indices"][0], params["limit_indices"][0], stride))
+        return Rows(aval, source, np.arange(params["start_indices"][0], params["limit_indices"][0], stride), 1, equation)
     if name == "reshape" and params["dimensions"] is None:
         new = len(after) - len(before)
         if new > 0 and before[1:] == after[new + 1 :]:  # (a * b, ...) -> (a, b, ...)
-            return Divided(aval, source, equation, new + 1)
+            return Rows(aval, source, np.arange(before[0]).reshape(after[: new + 1]), 1, equation)
         if new == -1 and before[2:] == after[1:]:  # (a, b, ...) -> (a * b, ...)
-            return Joined(aval, source, equation)
+            return Rows(aval, source, np.arange(after[0]), 2, equation)
     return None

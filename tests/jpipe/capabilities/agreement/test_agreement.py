@@ -402,7 +402,7 @@ REFUSED = [
     (
         {},
         {"precision": Precision(params="bfloat16")},
-        r"precision: params: expected no plan\.agree with 'bfloat16': .* kept in float32; use compute",
+        r"precision: params: expected no plan\.agree with 'bfloat16': .* in float32 that the optimizer updates; use compute",
     ),
 ]
 

@@ -105,7 +105,6 @@ def test_fewer_versions_are_on_the_device():
             "plan: offload.residuals: expected no chunks_per_rank, found 2: two stages of a rank",
         ),
         ({"offload": {"residuals": [1]}, "replicas": 2, "sum_parts": 2}, "plan: offload.residuals: expected no stages.1.sum_parts, found"),
-        ({"offload": {"optimizer": "all"}, "replicas": 2, "agree": {"every": 2}}, "plan: offload: expected no agree"),
         ({"offload": {"versions": "all"}, "replicas": 2, "shard_optimizer": True}, "plan: offload.versions: expected no shard_optimizer"),
     ],
 )

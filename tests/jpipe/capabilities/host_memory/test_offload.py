@@ -21,6 +21,15 @@ CASES: dict[str, dict] = {
     "replicas": {"schedule": "pipedream", "num_stages": 2, "replicas": [2, 1], "offload": WHOLE},
     "shared": {"schedule": "pipedream_flush", "num_stages": 2, "replicas": 2, "shard_optimizer": True, "offload": {"optimizer": "all"}},
     "vertical": {"schedule": "pipedream", "num_stages": 3, "microbatches": 1, "vertical_sync": True, "offload": {"versions": "all"}},
+    "agree": {"schedule": "pipedream", "num_stages": 3, "replicas": 2, "agree": {"every": 2}, "offload": WHOLE},
+    "agree late": {
+        "schedule": "pipedream_2bw",
+        "num_stages": 2,
+        "microbatches": 8,
+        "replicas": 2,
+        "agree": {"every": 3, "delay": 2, "fragments": "stages"},
+        "offload": {"optimizer": "all", "versions": "all"},
+    },
     "flush first": {"schedule": "pipedream_2bw", "num_stages": 3, "flush_first": 2, "offload": {"optimizer": [1], "versions": "all"}},
 }
 
@@ -39,7 +48,8 @@ def check_memory_of_copies(plan, layers):
     device_kind = jax.devices()[0].default_memory().kind
     for s, stage in enumerate(plan.stages):
         of_stage = [layers[name] for name in layers if name.partition(" replica ")[0] in stage.layers]
-        for what, part in (("optimizer", "optimizer"), ("versions", "params")):
+        versions = "params" if plan.agree is None else "own"  # the agreed weights are on the device
+        for what, part in (("optimizer", "optimizer"), ("versions", versions)):
             kinds = {leaf.sharding.memory_kind for layer in of_stage for leaf in jax.tree.leaves(layer.get(part))}
             assert kinds == {"pinned_host" if offloads(plan, what, s) else device_kind}, (what, s)
 

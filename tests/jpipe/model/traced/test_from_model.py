@@ -117,7 +117,7 @@ def test_layers_compute_what_the_model_computes(name, train, granularity):
     model, x = MODELS[name]
     stack, key = LayerStack.from_model(model, x, granularity=granularity), jax.random.key(7)
     params, state = initialized(stack, x, key)
-    whole, (whole_params, whole_state) = stack.whole.layer, stack.traced.join(params, state)
+    whole, (whole_params, whole_state) = stack.traced.whole.layer, stack.traced.join(params, state)
 
     def in_layers(entries):
         y, new_state = stack.apply(stack.ids, in_all_places(stack, entries), state, x, key=key, microbatch=3, train=train)
@@ -141,7 +141,7 @@ def test_initial_weights_are_those_of_the_model_with_the_same_key(name):
     model, x = MODELS[name]
     stack, key = LayerStack.from_model(model, x), jax.random.key(7)
     params, state = stack.traced.join(*initialized(stack, x, key))
-    expected_params, expected_state = stack.whole.layer.init(key, x)
+    expected_params, expected_state = stack.traced.whole.layer.init(key, x)
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), (params, state), (expected_params, expected_state))
     if name == "residual":
         variables = model.init(key, x, train=True)
@@ -259,7 +259,7 @@ def test_cuts_by_paths_and_by_marks_decide_alone():
     params = [{"w": jnp.eye(8) * number} for number in range(1, 7)]
     stack = LayerStack.from_function(model, params, X)
     assert stack.ids == ("part 1", "part 3", "4")
-    np.testing.assert_array_equal(stack.whole.layer.apply(params, {}, X, None, True)[0], jax.jit(model)(params, X))
+    np.testing.assert_array_equal(stack.traced.whole.layer.apply(params, {}, X, None, True)[0], jax.jit(model)(params, X))
 
 
 def test_equal_layers_are_traced_once():

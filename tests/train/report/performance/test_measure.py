@@ -12,7 +12,7 @@ import optax
 import pytest
 
 import jpipe
-from jpipe.processes.channel import _channel
+from jpipe.processes import _channel
 from jpipe_train.assemble import build
 from jpipe_train.console.progress import Reporter
 from jpipe_train.launch import gather

@@ -30,7 +30,6 @@ PAUSE = 600.0
 
 _FEWEST = 3  # the least number of steps that count as a minute, however long they are
 _JOINED = 0.1  # the largest number of seconds of steps that are kept as one entry; a minute then has at most some 1,200 entries
-_SUMS = "sum", "changes"
 
 
 class Step(NamedTuple):
@@ -179,7 +178,7 @@ def waits(window: jpipe.programs.Window) -> dict[Link, float]:
     gaps = [_gaps(row) for row in window.timeline]
     found: dict[tuple[Link, int], list[tuple[float, float]]] = {}
     for transfer in window.transfers:
-        kind = "moves" if transfer.is_move else "sums" if transfer.what in _SUMS else "messages"
+        kind = "moves" if transfer.is_move else "sums" if transfer.is_sum else "messages"
         receivers = transfer.ranks[1:] if kind == "messages" else [rank for rank in transfer.ranks if rank >= 0]
         link = Link(kind, tuple(receivers) if kind == "moves" else transfer.ranks)
         for rank in receivers:

@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from jpipe.capabilities.compressed_messages.compress import compress, compressed_specs, decompress
+from jpipe.capabilities.compressed_messages.option import Kind
 from jpipe.meshes._partition import WHOLE, Partition, shard_bytes, without_devices
-from jpipe.plan import Kind
 from jpipe.stages.functions._accumulators import divisor
-from jpipe.stages.messages._compress import compress, compressed_specs, decompress
 
 Tree = Any
 Spec = jax.ShapeDtypeStruct

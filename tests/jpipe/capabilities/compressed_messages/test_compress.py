@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jpipe.capabilities.compressed_messages.compress import compress, compressed_specs, decompress
 from jpipe.plan import BLOCK
-from jpipe.stages.messages._compress import compress, compressed_specs, decompress
 
 KINDS = ("bfloat16", "int8", "fp8")
 SHAPES = [(3, 700), (2, 5, 33), (1, 300), (4, 256)]

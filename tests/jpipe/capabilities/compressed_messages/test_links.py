@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from jpipe import InputError, LayerStack, Link, Pipeline, Plan, lower, simulate
+from jpipe.capabilities.compressed_messages.compress import compress, decompress
+from jpipe.capabilities.compressed_messages.runtime import exchange
 from jpipe.plan import Links
 from jpipe.programs import LayerCost, sum_layer_costs
-from jpipe.stages.messages._compress import compress, decompress
-from jpipe.stages.messages._messages import compress_message
 from tests.jpipe import models, reference, running
 
 WIDTH = 40
@@ -57,13 +57,14 @@ def rounded(links, stage, rng, x):
     """Round what a stage sends forward, and the gradient that comes back to it."""
 
     def both_ways(tree, message, sender):
-        return decompress(compress_message(links, tree, message, sender, rng), links.kind(message), tree)
+        messages = exchange(links)
+        return messages.decode(message, messages.encode(message, tree, sender, rng), tree)
 
     @jax.custom_vjp
     def identity(x):
-        return both_ways(x, "activations", stage)
+        return both_ways(x, "activation", stage)
 
-    identity.defvjp(lambda x: (identity(x), None), lambda _, g: (both_ways([g], "gradients", stage + 1)[0],))
+    identity.defvjp(lambda x: (identity(x), None), lambda _, g: (both_ways([g], "gradient", stage + 1)[0],))
     return identity(x)
 
 

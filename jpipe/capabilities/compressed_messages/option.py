@@ -27,11 +27,15 @@ microbatches, and the layer state that replicas average, are sent as they are.
 import math
 from collections.abc import Mapping
 from fractions import Fraction
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import pydantic
 
+from jpipe.capabilities.protocol import Exclusion, Option
 from jpipe.errors import short
+
+if TYPE_CHECKING:
+    import jpipe
 
 Kind = Literal["bfloat16", "int8", "fp8"]
 """What the values of a message are rounded to."""
@@ -87,3 +91,31 @@ class Links(pydantic.BaseModel):
     def draws(self) -> bool:
         """Whether messages between stages are rounded with random numbers."""
         return self.rounding == "stochastic" and (self.activations is not None or self.gradients is not None)
+
+
+def check(plan: "jpipe.Plan") -> None:
+    """Check that what a plan compresses is sent.
+
+    Raises:
+        ValueError: sums are to be compressed, and no stage has replicas.
+    """
+    assert plan.links is not None
+    if plan.links.sums is not None and max(plan.replicas) == 1:
+        raise ValueError(
+            f"links.sums: expected a stage with replicas, found {plan.links.sums!r} and none; remove it, or give a stage replicas"
+        )
+
+
+OPTION = Option(
+    room="compressed_messages",
+    field="links",
+    check=check,
+    exclusions=(
+        Exclusion(
+            "ties",
+            "links.sums",
+            "gradients of shared parameters are summed between stages, where nothing is compressed",
+            "put the layers that share a parameter into one stage, or remove one of them",
+        ),
+    ),
+)

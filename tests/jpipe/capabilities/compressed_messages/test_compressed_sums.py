@@ -9,11 +9,11 @@ import optax
 import pytest
 
 from jpipe import InputError, Link, Pipeline, Plan, lower, simulate
+from jpipe.capabilities.compressed_messages.compress import compress, decompress
 from jpipe.plan import Links
 from jpipe.programs import LayerCost, StageCost, sum_layer_costs
-from jpipe.stages.messages._compress import compress, decompress
 from tests.jpipe import models, running
-from tests.jpipe.weights.test_links import MESHES, STACK, batches_of, pipeline, rule
+from tests.jpipe.capabilities.compressed_messages.test_links import MESHES, STACK, batches_of, pipeline, rule
 
 KINDS = ("bfloat16", "int8", "fp8")
 CASES: dict[str, dict] = {
@@ -35,6 +35,11 @@ CASES: dict[str, dict] = {
 def plan_of(name, links, **fields) -> Plan:
     fields = {"num_stages": 2, "microbatches": 4, "replicas": 2, "schedule": name, **CASES.get(name, {}), **fields}
     return Plan.even(STACK.ids, links=None if links is None else Links(**links), **fields)
+
+
+def errors_of(worker):
+    """Return what rounding has lost of the gradients of a worker, by entry."""
+    return worker.capabilities["compressed_messages"]
 
 
 class Replicas:
@@ -149,7 +154,7 @@ def test_a_skipped_batch_leaves_no_nan_in_the_errors():
     for batch in batches:
         state, metrics = pipe.step(state, batch)
     assert np.isfinite(float(metrics.losses[3]))
-    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves([worker.sum_error for worker in state.workers]))
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves([errors_of(worker) for worker in state.workers]))
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(pipe.params(state)))
     with pytest.raises(AssertionError):
         running.check_equal(pipe.params(state), before)
@@ -184,7 +189,7 @@ def test_a_run_from_a_snapshot_equals_the_run_that_continued(name):
         found |= resumed.losses
     again, resumed = pipe.drain(again, with_metrics=True)
     running.check_equal(found | resumed.losses, {t: loss for t, loss in (losses | metrics.losses).items() if t >= cut})
-    running.check_equal(*([(worker.sum_error, worker.optimizer, worker.layer_state) for worker in s.workers] for s in (again, state)))
+    running.check_equal(*([(errors_of(worker), worker.optimizer, worker.layer_state) for worker in s.workers] for s in (again, state)))
     running.check_equal(pipe.params(again), pipe.params(state))
     for workers in plan.stage_workers:
         newest = [state.workers[w].weights.read(state.workers[w].weights.newest) for w in workers]
@@ -208,13 +213,13 @@ def test_the_error_goes_on_with_as_many_replicas_and_else_begins_with_zeros():
     }
     for name, other in others.items():
         restored = pipeline(other).restore(jax.random.key(running.KEY), batches[0], layers, 2)
-        found[name] = [worker.sum_error for worker in restored.workers]
-    expected = [{i: state.workers[w].sum_error[i] for w in (k, 2 + k) for i in state.workers[w].sum_error} for k in range(2)]
+        found[name] = [worker.capabilities.get("compressed_messages") for worker in restored.workers]
+    expected = [errors_of(state.workers[k]) | errors_of(state.workers[2 + k]) for k in range(2)]
     running.check_equal(found["other kind and cut"], expected)
     assert all(not np.any(leaf) for leaf in jax.tree.leaves(found["three replicas"]))
     assert found["no sums"] == [None]
     begun = pipe.restore(jax.random.key(running.KEY), batches[0], layers, 2, fresh_optimizer=True)
-    assert all(not np.any(leaf) for worker in begun.workers for leaf in jax.tree.leaves(worker.sum_error))
+    assert all(not np.any(leaf) for worker in begun.workers for leaf in jax.tree.leaves(errors_of(worker)))
 
 
 def test_compressed_bytes_are_counted():
@@ -236,11 +241,11 @@ def test_compressed_bytes_are_counted():
     layers = {layer_id: LayerCost(1.0, 2.0, weights=1024, residuals={"none": 0}) for layer_id in STACK.ids}
     for parts, sent in ((1, (520, 520)), (2, (260, 260))):
         first, _ = sum_layer_costs(plan_of("pipedream_flush", {"sums": "int8"}, replicas=[2, 1], sum_parts=parts), layers)
-        assert (first.compressed_sums, first.sum_error) == (sent if parts == 2 else sent[:1], 2048)
+        assert (first.gathered, first.kept) == (sent if parts == 2 else sent[:1], 2048)
 
 
 def test_what_is_given_to_a_sum_takes_less_memory_than_the_gradients_until_the_sum_is_there():
-    costs = [StageCost(accumulators=400, sum_error=400, compressed_sums=(104,))]
+    costs = [StageCost(accumulators=400, kept=400, gathered=(104,))]
     plan = plan_of("gpipe", {"sums": "int8"}, num_stages=1, microbatches=2)
     prediction = simulate(lower(plan, 1), costs, Link())
     assert prediction.held_bytes == (800, 800)

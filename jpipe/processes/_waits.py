@@ -7,7 +7,7 @@ import tempfile
 import threading
 from collections.abc import Callable
 
-from jpipe.processes.channel._coordinator import Beat
+from jpipe.processes._coordinator import Beat, named
 
 LOOK_AFTER = 5
 """Beats without progress after which heartbeats say where the main thread is. A process is blamed after ten or more."""
@@ -25,8 +25,7 @@ class Wait:
         self.what, self.on, self.limit, self.beats = what, on, limit, 0
 
     def __str__(self) -> str:
-        who = f" of process{'es' if len(self.on) > 1 else ''} {', '.join(map(str, self.on))}" if self.on else ""
-        return f"{self.what}{who}"
+        return f"{self.what} of {named(self.on)}" if self.on else str(self.what)
 
 
 class Waits:

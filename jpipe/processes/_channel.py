@@ -16,8 +16,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 
+from jpipe.processes._coordinator import Beat, Coordinator, Message
 from jpipe.processes._rendezvous import Store, connect_to_first, listen_for_processes
-from jpipe.processes.channel._coordinator import Beat, Coordinator, Message
 from jpipe.processes.handshake import Caller, Door
 
 _LOOK = 0.01  # seconds between two polls of the door
@@ -61,7 +61,7 @@ class Channel:
 
     def __init__(self, index: int, count: int, limits: Limits, take: Callable[[Message], None], beat: Callable[[], Beat]) -> None:
         self._index, self._count, self._limits, self._take, self._beat = index, count, limits, take, beat
-        self._coordinator = Coordinator(count)  # of process 0 alone
+        self.coordinator = Coordinator(count)  # of process 0 alone
         self._peers: dict[int, asyncio.StreamWriter] = {}  # in process 0: all other processes; elsewhere: process 0
         self._talks: set[asyncio.Task[None]] = set()  # of process 0, one with each other process
         self._silent: dict[int, int] = {}  # beats since the last message of each of them
@@ -108,14 +108,6 @@ class Channel:
             self._send(message)
         else:
             self._loop.call_soon_threadsafe(self._send, message)
-
-    def still(self) -> float:
-        """Return the seconds since the last progress in any process, as process 0 knows."""
-        return self._coordinator.still()
-
-    def finished(self) -> set[int]:
-        """Return the processes that have finished, as process 0 knows."""
-        return self._coordinator.finished()
 
     def later(self, seconds: float, action: Callable[[], None]) -> None:
         """Call a function later in the channel's thread, which calls this; do nothing in a run of one process."""
@@ -219,7 +211,7 @@ class Channel:
             self._peers[0].write(_line(message))
 
     def _decide(self, sender: int, message: Message) -> None:
-        answer = self._coordinator.answer(sender, message)
+        answer = self.coordinator.answer(sender, message)
         if answer is not None:
             self._broadcast(answer)
             self._take(answer)

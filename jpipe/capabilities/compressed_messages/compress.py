@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jpipe.capabilities.compressed_messages.option import BLOCK, Kind
 from jpipe.model._precision import wider
-from jpipe.plan import BLOCK, Kind
 
 Tree = Any
 

@@ -71,7 +71,7 @@ class Coordinator:
                     return {"refused": early}
                 if len(present) == self._count and place == END and self._comparisons:
                     name, (compared, hint) = next(iter(self._comparisons.items()))
-                    return {"refused": f"only {_named(compared)} came to {name}; {hint}"}
+                    return {"refused": f"only {named(compared)} came to {name}; {hint}"}
                 if len(present) == self._count:
                     return {"met": place, "differences": _differences(self._meetings.pop(place))}
             case {"compare": name, "facts": facts, "hint": hint}:
@@ -97,7 +97,7 @@ class Coordinator:
             for process in self.finished():
                 if place != END and process not in present:
                     return (
-                        f"process {process} has finished, and '{place}' of {_named(sorted(present))} waits for it; "
+                        f"process {process} has finished, and '{place}' of {named(sorted(present))} waits for it; "
                         "call the same methods of the pipeline in all processes"
                     )
         return None
@@ -174,12 +174,12 @@ def _outliers(facts: Mapping[int, Mapping[str, str]]) -> str:
         differing = [process for process, fact in known.items() if fact != usual]
         if differing:
             fact = known[differing[0]]
-            those, most = (_named(process for process, other in known.items() if other == value) for value in (fact, usual))
+            those, most = (named(process for process, other in known.items() if other == value) for value in (fact, usual))
             return f"{name} differs in {those}: {fact}, and {usual} in {most}"
     return ""
 
 
-def _named(processes: Iterable[int]) -> str:
+def named(processes: Iterable[int]) -> str:
     """Return `process 1`, or `processes 1, 3`."""
     numbers = [*map(str, processes)]
     return f"process{'es' if len(numbers) > 1 else ''} {', '.join(numbers)}"

@@ -1,0 +1,28 @@
+"""What compressed messages cost. They add no instructions: messages between stages and sums have fewer bytes."""
+
+import math
+from dataclasses import replace
+
+from jpipe.capabilities.protocol import ProgramHooks
+from jpipe.plan import Plan, Stage
+from jpipe.programs._costs import StageCost
+
+
+def sent_cost(plan: Plan, stage: Stage, cost: StageCost) -> StageCost:
+    """Return the cost of a stage with compressed messages, and with what its replicas send and keep of compressed sums."""
+    links = plan.links
+    assert links is not None
+    cost = replace(
+        cost,
+        inputs=cost.inputs if stage is plan.stages[0] else links.compressed_bytes("activations", cost.inputs),
+        outputs=links.compressed_bytes("activations", cost.outputs),
+        message=links.compressed_bytes("gradients", cost.message),
+        gradient=links.compressed_bytes("gradients", cost.gradient),
+    )
+    if links.sums is None or stage.replicas == 1:
+        return cost
+    sizes = [math.ceil(cost.accumulators_of_part(part, stage)) for part in range(len(stage.sum_parts))] or [cost.accumulators]
+    return replace(cost, kept=cost.kept + cost.accumulators, gathered=tuple(links.compressed_bytes("sums", size) for size in sizes))
+
+
+PROGRAM = ProgramHooks(sent_cost=sent_cost)

@@ -1,0 +1,36 @@
+"""Names of primitives by kind, and a policy of `jax.checkpoint` that keeps everything but the results of elementwise operations."""
+
+from typing import Any
+
+_LOGIC = "and eq ge gt is_finite le lt ne not or select_n xor"
+_ARITHMETIC = (
+    "abs add ceil clamp convert_element_type copy cos div exp floor integer_pow log logistic max min mul neg rem round rsqrt sign sin"
+)
+_COMMON = frozenset(f"{_ARITHMETIC} {_LOGIC} sqrt square stop_gradient sub tanh".split())
+_LAYOUT = frozenset(["broadcast_in_dim", "expand_dims", "iota", "reshape", "squeeze", "transpose"])
+_REDUCING = frozenset(["concatenate", "pad", "reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_sum", "rev", "slice"])
+_SHIFTS = frozenset(["shift_left", "shift_right_arithmetic", "shift_right_logical"])
+_FUNCTIONS = frozenset(["add_any", "erf", "expm1", "log1p", "pow", "reduce_precision"])
+_MORE_FUNCTIONS = frozenset(["cbrt", "cosh", "erf_inv", "exp2", "sinh", "tan"])
+_RARE = frozenset(["atan", "bitcast_convert_type", "erfc", "log2", "one_minus_square"])
+
+CHEAP = _COMMON | _LAYOUT | _REDUCING | {"cumsum", "shift_right_logical"}
+"""Primitives whose results a later layer may make again, where that sends fewer bytes."""
+REPEATABLE = _COMMON | _LAYOUT | _REDUCING | _FUNCTIONS | _MORE_FUNCTIONS
+REPEATABLE |= {"atan2", "dynamic_slice", "full_like", "imag", "random_unwrap", "random_wrap", "real"}
+"""Primitives that the second half of a backward may repeat: elementwise operations, layouts and reductions."""
+SIZELESS = _COMMON | _FUNCTIONS | {"copy_p", "real"}
+"""Elementwise primitives whose parameters do not depend on shapes."""
+_ELEMENTWISE = _COMMON | _LAYOUT | _SHIFTS | _FUNCTIONS | _MORE_FUNCTIONS | _RARE
+
+
+def all_but_elementwise(primitive: Any, *_: Any, **__: Any) -> bool:
+    """Return whether a forward keeps the results of an operation: not if each number of them is made from one number of each operand.
+
+    XLA fuses such operations with the one that reads their results, so that a backward computes them again almost for free, while
+    keeping them writes and reads memory.
+
+    Args:
+        primitive: the operation, as `jax.checkpoint` passes it to policies.
+    """
+    return primitive.name not in _ELEMENTWISE
