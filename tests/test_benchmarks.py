@@ -15,7 +15,6 @@ import jax
 import numpy as np
 import optax
 import pytest
-from jpipe_planner.search.pipedream.partition import Placed, Problem, evaluate_partition
 from matplotlib.figure import Figure
 
 import jpipe
@@ -26,6 +25,7 @@ from benchmarks.hosts.models import KINDS, WORKLOADS, kinds, make_plan, sizes
 from benchmarks.papers import __main__ as papers
 from benchmarks.papers import draw, stages
 from benchmarks.papers.document import put
+from benchmarks.papers.partition import Placed, Problem, evaluate_partition
 from benchmarks.peers.entries import CEILING_ENTRY, ENTRIES, goals
 from benchmarks.planner.here import legal_plans
 from benchmarks.programs import Program, ProgramFailed, steps_per_second

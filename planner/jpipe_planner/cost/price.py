@@ -72,14 +72,14 @@ def batch_seconds(shape: PlainShape, times: Times, in_flight: Any, hidden: Any) 
         in_flight: n_s of each stage.
         hidden: how many microbatches a replica of each stage may compute before one needs the sum.
     """
-    rules, replicas = jpipe.schedules.SCHEDULES[shape.schedule], np.array(shape.replicas)
-    each, compute, cuts = shape.microbatches / replicas, times.forward + times.backward, times.messages + times.latencies
+    rules = jpipe.schedules.SCHEDULES[shape.schedule]
+    each: Any = np.array([shape.microbatches / count for count in shape.replicas])
+    compute, cuts = times.forward + times.backward, times.messages + times.latencies
     before: Any = np.append(0.0, np.cumsum(compute[:-1] + 2 * cuts))
     trip = before[-1] + compute[-1]
     slowest, cut = f"stage {int((each * compute).argmax())} computes", f"cut {int(cuts.argmax()) if len(cuts) else 0}"
-    returns: Any = np.where(
-        in_flight < each, (trip - before) / in_flight, 0.0
-    )  # of one replica's microbatch, from the stage and back to it
+    # of one replica's microbatch, from the stage and back to it
+    returns: Any = np.where(in_flight < each, (trip - before) / in_flight, 0.0)
     if rules.flushes:
         m, summed = float(each.max()), times.all_reduce + times.update - before
         if rules.closed_form == "serial":

@@ -68,11 +68,11 @@ def planned(machine: str, asked: dict, *schedules: str) -> set[str]:
     result = search(profile(), topology, 4, request, False, Reporter(1, 1, "samples", Console(file=io.StringIO())))
     choice = result.choice
     assert choice.ranked
-    for one in result.known.values():
+    for one in result.plans.tried.values():
         plan = choice.plan(one)
         assert jpipe.Plan.from_json(plan.to_json()) == plan
         fits = all(size <= limit for size, limit in zip(one.simulated.peak_bytes, limits(plan, topology), strict=True))
-        assert (one.lacks(choice.meshes)[1] <= 0) == fits
+        assert (one.candidate.over is None) == fits
         seen |= options(plan)
     assert len(table.rows(choice, 10)) == len(choice.ranked[:10])
     assert table.why_chosen(choice, 3)
