@@ -19,6 +19,7 @@ __all__ = ["Choice", "Ranked", "choose"]
 MOST_SIMULATED = 20  # candidates that are simulated
 MOST_ALIKE = 3  # of them, with the same schedule and replicas
 MOST_IN_ALL = 12_000  # forwards of all simulations, after which no further one begins: about two seconds
+LONG = 10_000  # forwards of a batch of a plan that is simulated where one with twice its estimate is
 EQUAL = 0.005  # relative difference up to which plans count as equally fast
 BUSY = 0.005  # bubble of a plan up to which other plans of the same work gain nothing
 FEWER = 2  # candidates with the best estimates that are simulated where one of them hardly waits
@@ -174,6 +175,7 @@ def choose(
     by_rank = sorted(candidates, key=lambda candidate: candidate.rank)
     choice = Choice(profile, topology, (), (), len(by_rank), global_norm)
     fitting, lacking = ([candidate for candidate in by_rank if (candidate.over is None) == fits] for fits in (True, False))
+    fitting.sort(key=lambda one: one.seconds / one.batch * (1 + one.depth * one.microbatches / LONG))
     found, spent, seen, alike = list[Ranked](), 0, set[Candidate](), Counter[object]()
     for candidates, count in ((fitting, most // 2), (first_of_kinds(fitting), most), (fitting, most)):
         for candidate in candidates:

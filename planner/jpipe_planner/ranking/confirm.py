@@ -1,6 +1,7 @@
 """Compile the best plans until one fits: the estimates of a profile are not exact, so a plan that lacks memory recomputes more."""
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -18,6 +19,7 @@ __all__ = ["Attempt", "Confirmation", "confirm"]
 MOST_COMPILED = 16  # plans, in the order of their speed
 MOST_LEAN = 4  # plans with full recomputation, which are compiled when none of those fits
 MOST_EQUAL = 3  # plans that are compiled because they may be as fast as the first one that fits, that one included
+MOST_NEAR = 4  # plans that lack little by their estimates, and are simulated to be compiled
 NEAR = 0.1  # share of the memory that a plan may lack by its estimate, to be compiled nevertheless
 ERROR = 0.02  # relative error of predicted times: plans that differ by less are all compiled
 
@@ -92,8 +94,10 @@ class _Confirm:
     def __init__(self, plans: Plans, compile: Compile, report: Callable[[Attempt], None]) -> None:
         self.result = Confirmation(tried=dict(plans.tried))
         self._choice, self._candidates, self._compile, self._report = plans.choice, plans.candidates, compile, report
-        self._queue = [one for one in plans.tried.values() if self._nearly_fits(one)]
         self._compiled = set[Candidate]()
+        misses = (one for one in _fastest_first(plans.candidates) if one.over and one.without_costs not in plans.tried)
+        nearly = itertools.islice((one for one in misses if self._nearly_fits(Ranked(one))), MOST_NEAR)
+        self._queue = [one for one in (*plans.tried.values(), *map(self._simulated, nearly)) if self._nearly_fits(one)]
 
     def _limits(self, candidate: Candidate) -> tuple[float, ...]:
         """Return the bytes that each pipeline rank of a plan may use."""

@@ -8,6 +8,7 @@ such a plan, so the variants of the best plan are simulated, and of the others o
 """
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
 import jpipe
@@ -67,8 +68,8 @@ def find_variants(
     ]
     for base in _bases((one for one in near if one.depth > 1), EARLY):
         run.simulate(run.early(base))
-    for base in near[:IN_PARTS]:
-        run.simulate(run.in_parts(base))
+    in_parts = (one for base in near for one in run.in_parts(base))
+    run.simulate(itertools.islice(in_parts, IN_PARTS))
     for base in _bases((one for one in usable if lacks_memory(one) and one.schedule in schedules), SAVING):
         run.simulate(run.saving(base, share_optimizer))
     straight = (one for one in usable if one.schedule == BASE and one.depth > 1 and not one.options.extra_in_flight)

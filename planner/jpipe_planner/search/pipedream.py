@@ -72,7 +72,7 @@ def pipedream_plans(estimates: Estimates, batch: int, every: Literal["batch", "r
 
 
 def _placements(estimates: Estimates, rows: int, microbatches: int | None) -> list[Placement]:
-    """Return the best placements, with as much of the memory as those need that then fit."""
+    """Return the best placements, with as much of the memory as those need that then fit; if none does, those that need least."""
     devices, found = estimates.topology.num_devices, list[Placement]()
     counts = [r for r in range(1, devices + 1) if microbatches is None or microbatches % r == 0]
     if len(counts) > MOST_REPLICAS:
@@ -80,13 +80,15 @@ def _placements(estimates: Estimates, rows: int, microbatches: int | None) -> li
     places = _places(estimates, rows)
     work = len(places) ** 2 * devices * len(counts)
     depth = min(len(places) - 1, devices, MOST_DEPTH)
-    for margin in MARGINS:
+    for margin in (*MARGINS, None):
+        if margin is None and found:
+            break
         loads = _Loads(estimates, rows, microbatches, places, margin)
         found = fastest_stages(loads.matrix, len(places) - 1, devices, counts, depth if work * depth <= MOST_BY_DEPTH else None)
         shapes = [PlainShape(SCHEDULE, microbatches or math.lcm(*one.replicas), one.replicas) for one in found]
         found = [one._replace(starts=tuple(places[list(one.starts)].tolist())) for one in found]
         plans = (estimates.candidate(shape, rows, one.starts) for shape, one in zip(shapes, found, strict=True))
-        if estimates.topology.device.limit is None or any(plan is not None and plan.over is None for plan in plans):
+        if estimates.topology.device.limit is None or margin is None or any(plan is not None and plan.over is None for plan in plans):
             break
     return found
 
@@ -104,16 +106,18 @@ def _places(estimates: Estimates, rows: int) -> Any:
 
 
 class _Loads:
-    """The seconds per microbatch of all runs of layers as stages, on any devices."""
+    """The seconds per microbatch of all runs of layers as stages, on any devices; with no margin, the bytes in their place."""
 
-    def __init__(self, estimates: Estimates, rows: int, microbatches: int | None, places: Any, margin: float) -> None:
+    def __init__(self, estimates: Estimates, rows: int, microbatches: int | None, places: Any, margin: float | None) -> None:
         self._topology, self._overlap = estimates.topology, estimates.topology.device.overlap
         self._microbatches, self._repeats, count = microbatches, estimates.layers.repeats > 0, len(places)
         self._pairs = np.triu_indices(count, 1)
         self._first, self._end = (places[index] for index in self._pairs)
         self._stages, self._at_end = estimates.layers.runs(self._first, self._end, rows), self._end == estimates.layers.count
         self._crossing = np.where(self._first > 0, self._stages.inputs, 0)
-        self._limit = None if self._topology.device.limit is None else margin * self._topology.device.limit
+        limit = self._topology.device.limit
+        self._limit = None if limit is None or margin is None else margin * limit
+        self._counts_bytes = margin is None
         self._count, self._ranges, self._known = count, DeviceRanges(self._topology), dict[Any, Any]()
 
     def matrix(self, first: int, replicas: int) -> Any:
@@ -127,7 +131,8 @@ class _Loads:
             self._side(first, last, first - 1) if first else (1.0, 1),
             self._side(first, last, last + 1) if last + 1 < devices else (1.0, 1),
         )
-        key = (replicas, kind, *sides, 0 if self._limit is None else (ahead, first > 0))
+        limited = self._limit is not None or self._counts_bytes
+        key = (replicas, kind, *sides, (ahead, first > 0) if limited else 0)
         if key not in self._known:
             matrix = np.full((self._count, self._count), _INFINITE)
             matrix[self._pairs] = self._seconds(replicas, kind, sides, ahead, first > 0)
@@ -142,6 +147,8 @@ class _Loads:
 
     def _seconds(self, replicas: int, kind: Any, sides: Any, ahead: int, has_before: bool) -> Any:
         stages, every = self._stages, self._microbatches or replicas
+        if self._counts_bytes:
+            return self._memory(replicas, ahead, has_before).min(0) / kind.share
         each, ((left, ports_left), (right, ports_right)) = every / replicas, sides
         summed = all_reduce_seconds(stages.accumulators, replicas, kind.link)
         crossing, outputs = self._crossing / left, stages.outputs / right
