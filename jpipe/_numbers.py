@@ -22,6 +22,12 @@ def as_python(value: Any) -> Any:
     return value.item() if isinstance(value, np.generic) else value
 
 
+def even_numbers(total: int, parts: int) -> tuple[int, ...]:
+    """Return as many even numbers as there are parts, with this sum; the first ones take the remainder."""
+    size, remainder = divmod(total, parts)
+    return tuple(size + (part < remainder) for part in range(parts))
+
+
 Int = Annotated[int, pydantic.BeforeValidator(as_python)]
 """An integer, Python's or NumPy's; in a JSON file Python's."""
 

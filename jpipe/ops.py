@@ -3,8 +3,8 @@
 A new op is a row and a method of the stage's functions (`jpipe.stages`).
 """
 
-from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 __all__ = ["OPS", "Op"]
@@ -66,25 +66,6 @@ class Op:
         """The ops that together compute the same, where a whole backward counts as one op. They determine its time and its picture."""
         backward = {"IW": "B"}.get(after := self.parts.removeprefix("F"), after)
         return tuple(name for name in ("F" * self.begins, backward) if name)
-
-    def of_part(self, number: int, count: int) -> "Op":
-        """Return what it does for one part of a stage, if it computes the gradients of the weights part by part.
-
-        The first part, that of the last layers, reads what the whole op reads, and each leaves a stash for the next one.
-
-        Args:
-            number: of the part, counted from 0.
-            count: the number of parts.
-        """
-        return _of_part(self, number, count)
-
-
-@cache
-def _of_part(op: Op, number: int, count: int) -> Op:
-    left_by_all: dict[Leaves, bool] = {"state": number == 0, "gradient": number == count - 1}
-    leaves = (*(kind for kind in op.leaves if left_by_all.get(kind, True)), *(("stash",) if number < count - 1 else ()))
-    name = "B" if number and op.begins else op.name
-    return replace(op, name=name, function=f"{op.function} {number}", reads="stash" if number else op.reads, leaves=leaves)
 
 
 _ROWS = (

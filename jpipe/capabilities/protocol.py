@@ -10,7 +10,7 @@ Some functions are made for one object of the core, such as one verifier: they h
 `VerifyHooks`. The core asks each capability that a plan uses for them once, and calls them in the order of the registry.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,8 +49,12 @@ class Option:
         room: the name of its folder.
         field: the field of the plan, which is None or False where the plan does not use the capability; None if it is in no plan: then it
             is used where its room is among what a program `uses`.
+        of_stages: whether it is a field of each stage instead, which is empty where the stage does not use it.
         check: `(plan) -> None`, raises ValueError if the value does not fit the plan; only called where it is set.
         exclusions: what the option cannot be combined with. Each pair of options is in one list.
+        even: `(value, stages) -> stages`, the fields of stages with an argument of `Plan.even`, which has the name of the field.
+        with_layers: `(stage, layers) -> fields` that a stage has with other layers.
+        text: `(stage) -> str`, what the text of a plan says after the replicas of a stage.
         parallel_pipelines: whether the replicas of a plan that uses it are parallel pipelines, which update by themselves: they sum no
             gradients for their updates.
         divides_updates: whether the replicas of a stage update different entries of its weights.
@@ -58,15 +62,26 @@ class Option:
 
     room: str
     field: str | None
+    of_stages: bool = False
     check: Callable[[Any], None] | None = None
     exclusions: tuple[Exclusion, ...] = ()
+    even: Hook | None = None
+    with_layers: Hook | None = None
+    text: Hook | None = None
     parallel_pipelines: bool = False
     divides_updates: bool = False
 
     def is_set(self, plan: Any) -> bool:
         """Return whether a plan uses the capability."""
-        value = None if self.field is None else getattr(plan, self.field)
+        value = self.value(plan)
         return value is not None and value is not False
+
+    def value(self, plan: Any) -> Any:
+        """Return what a plan says of it: None or False if it does not use it; of stages the values of all of them."""
+        if self.field is None or not self.of_stages:
+            return None if self.field is None else getattr(plan, self.field)
+        values = tuple(getattr(stage, self.field) for stage in plan.stages)
+        return values if any(values) else None
 
 
 @dataclass(frozen=True)
@@ -109,6 +124,10 @@ class ProgramHooks:
         modelled: `(plan) -> plan`, a plan whose programs contain all that the capability does in any step; `due` chooses from them.
         due: `(plan, instruction, shift) -> Instruction | None`, one of its instructions as it is when it runs so many batches later.
         stage_cost: `(plan, stage, StageCost, layers) -> StageCost`, the cost of a stage with what changes in it.
+        fit_cost: `(StageCost, spans) -> StageCost`, the cost of a stage with the times of its measured spans.
+        pieces: `(stage, StageCost) -> list of bytes` of the pieces in which the replicas of a stage sum gradients; empty: in one.
+        per_piece: the fields of `StageCost` that have a number for each of these pieces.
+        unit: `(plan) -> int`, into how many ticks the lowering divides the time of a forward.
         sent_cost: `(plan, stage, StageCost) -> StageCost`, likewise what changes in what is sent or summed, after all else.
         lower: `(Run) -> LoweringHooks`.
         verify: `(Verifier) -> VerifyHooks`, for one worker.
@@ -123,6 +142,10 @@ class ProgramHooks:
     modelled: Hook | None = None
     due: Hook | None = None
     stage_cost: Hook | None = None
+    fit_cost: Hook | None = None
+    pieces: Hook | None = None
+    per_piece: tuple[str, ...] = ()
+    unit: Hook | None = None
     sent_cost: Hook | None = None
     lower: Hook | None = None
     verify: Hook | None = None
@@ -135,6 +158,9 @@ class LoweringHooks:
 
     Attributes:
         before_compute: `(time, worker) -> None`, before the next computation in the order of the worker's rank.
+        write: `(worker, op, ticks, microbatch, version) -> int | None`, writes a computation of so many ticks that begins now, and returns
+            when it ends; None: the core writes it.
+        begins_sums: the stages of which it begins the sums of gradients itself.
         settle: `(worker) -> bool`, before the next computation of a worker's rank: whether it can continue; False if it waits.
         before_update: `(time, worker, batch, retires) -> None`, before an `Update` with these fields is written.
         after_update: the same, after it.
@@ -145,6 +171,8 @@ class LoweringHooks:
     """
 
     before_compute: Hook | None = None
+    write: Hook | None = None
+    begins_sums: Collection[int] = ()
     settle: Hook | None = None
     before_update: Hook | None = None
     after_update: Hook | None = None
@@ -158,7 +186,7 @@ class VerifyHooks:
     """How the instructions of a capability are verified for one worker. All raise `Violation`, by `Verifier.fail`.
 
     Attributes:
-        checks: by the type of its instructions, `(instruction) -> None`.
+        checks: by the type of instructions, `(instruction) -> None`; for one of the core in place of its check there.
         sends: the same of sends, by their message.
         receives: the same of receives.
         needs: `(what, number, instruction) -> None`: an instruction of the core reads a weight version, the residuals or the stash of a
@@ -186,7 +214,8 @@ class PriceHooks:
     """What the instructions of a capability cost. Workers are those of a program as actions, see `jpipe.programs.prediction`.
 
     Attributes:
-        writers: by the type of its instructions, `(worker, instruction) -> None`, writes it as actions and changes of bytes.
+        writers: by the type of instructions, `(worker, instruction) -> None`, writes it as actions and changes of bytes; for one of the
+            core in place of its writer there.
         changes: the changes of bytes, by name, `(Prices, StageCost, stage, *arguments) -> Change`.
         away: `(plan, stage) -> set` of what it keeps elsewhere before the first instruction, see `Worker.away`.
         begin: `(worker) -> None`, before the first instruction.
@@ -265,11 +294,16 @@ class RuntimeHooks:
     Instructions and messages:
         handlers: by the type of its instructions, `(Worker, instruction) -> None`.
         messages: by `Send.message`, how one runs.
-        exchange: `(value in the plan) -> Exchange` of activations and gradients.
+        exchange: `(values by field of the plan) -> Exchange` of activations and gradients.
         summed: `(Arrays) -> specs` of what the replicas of a stage sum in place of gradients.
 
     Programs of a stage:
-        calls: `(Arrays) -> dict[str, Call]`, programs of its own, by name.
+        calls: `(Arrays) -> dict[str, Call]`, programs of its own, by name, or functions that return them.
+        ops: `(StageFunctions) -> dict[str, Op]` of those of them that are pieces of an op, in order. What one leaves as a stash is for the
+            next one.
+        pieces: `(Arrays) -> dict[str, specs]` of what the replicas of a stage sum, by piece (`Instruction.piece`); empty: all at once.
+        costs: `(Arrays) -> dict[str, Any]`, fields of the `StageCost` with the bytes of a stage.
+        join_sums: `(Worker, update) -> None`, before the sum of an update is read: puts its pieces together.
         used_calls: by the type of its instructions, the names of those that it needs.
         always_used: `(StageFunctions) -> names` of those that no instruction needs.
         shares: `(plan, StageFunctions) -> shares` of the replicas of a stage in its updates.
@@ -306,6 +340,10 @@ class RuntimeHooks:
     summed: Hook | None = None
 
     calls: Hook | None = None
+    ops: Hook | None = None
+    pieces: Hook | None = None
+    costs: Hook | None = None
+    join_sums: Hook | None = None
     used_calls: Mapping[type, tuple[str, ...]] = field(default_factory=dict)
     always_used: Hook | None = None
     shares: Hook | None = None

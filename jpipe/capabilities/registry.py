@@ -1,6 +1,7 @@
 """The list of all capabilities: what they add to plans, and one line for each. To remove one, remove its lines and its folder."""
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from typing import Any
@@ -16,11 +17,14 @@ from jpipe.capabilities.host_memory.option import OPTION as HOST_MEMORY
 from jpipe.capabilities.host_memory.option import HostMemory, Kept
 from jpipe.capabilities.protocol import Exchange, Option, ProgramHooks, RuntimeHooks
 from jpipe.capabilities.shared_optimizer.option import OPTION as SHARED_OPTIMIZER
+from jpipe.capabilities.sums_in_parts.option import OPTION as SUMS_IN_PARTS
+from jpipe.capabilities.sums_in_parts.option import PartCosts, SumParts
 
 OPTIONS: Sequence[Option] = [
     AGREEMENT,
     HOST_MEMORY,
     SHARED_OPTIMIZER,
+    SUMS_IN_PARTS,
     COMPRESSED_MESSAGES,
 ]
 
@@ -34,12 +38,38 @@ __all__ += ["BLOCK", "Kind", "Links", "Message"]
 
 
 class Options(pydantic.BaseModel):
-    """The fields of a plan that belong to capabilities."""
+    """The fields of a plan, and keys of a config, that belong to capabilities.
+
+    Attributes:
+        links: messages between stages, and what replicas sum, are compressed, see `jpipe.plan.Links`. None, the default: they are sent
+            as they are.
+        shard_optimizer: replicas of a stage share its optimizer state (ZeRO stage 1): each updates some of the layers, and they send each
+            other what they have updated. The numbers are the same. With update_every "batch". False by default.
+        agree: the replicas of all stages, equally many, are parallel pipelines: each makes its own updates, without sums of gradients, and
+            they agree on their weights rarely (DiLoCo), see `jpipe.plan.Agreement`. None, the default: replicas sum their
+            gradients for each update.
+        offload: what waits in the memory of the host while no computation needs it, see `jpipe.plan.HostMemory`. None, the default:
+            everything is on the devices.
+    """
 
     links: Links | None = None
     shard_optimizer: bool = False
     agree: Agreement | None = None
     offload: HostMemory | None = None
+
+
+class StageOptions(
+    SumParts,
+    pydantic.BaseModel,
+):
+    """The fields of a stage that belong to capabilities."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Costs(
+    PartCosts,
+):
+    """The fields of the cost of a stage that belong to capabilities."""
 
 
 @cache
@@ -80,14 +110,22 @@ def runtimes_for(fields: Collection[str]) -> dict[str, RuntimeHooks]:
 
 def values_of(plan: Any) -> dict[str, Any]:
     """Return what a plan says of the capabilities that have programs of their own, by field."""
-    used = [(option.field, option.room) for option in OPTIONS if option.is_set(plan)]
-    return {field: getattr(plan, field) for field, room in used if field is not None and runtimes()[room].calls is not None}
+    used = [option for option in OPTIONS if option.field is not None and option.is_set(plan)]
+    return {str(option.field): option.value(plan) for option in used if runtimes()[option.room].calls is not None}
+
+
+def with_options(stages: Sequence[dict[str, Any]], **values: Any) -> Sequence[dict[str, Any]]:
+    """Return the fields of even stages with what capabilities make of arguments of `Plan.even`."""
+    for option in OPTIONS:
+        if option.even is not None and option.field in values:
+            stages = option.even(values[option.field], stages)
+    return stages
 
 
 def exchange_of(values: Mapping[str, Any]) -> Exchange:
     """Return how workers exchange activations and gradients, from `values_of` a plan."""
-    made = ((runtimes()[option.room].exchange, values.get(str(option.field))) for option in OPTIONS)
-    return next((exchange(value) for exchange, value in made if exchange is not None and value is not None), Exchange())
+    made = (hooks.exchange(values) for hooks in runtimes_for(values).values() if hooks.exchange is not None)
+    return next(made, Exchange())
 
 
 def has_parallel_pipelines(plan: Any) -> bool:

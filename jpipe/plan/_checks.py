@@ -27,7 +27,6 @@ def check(plan: "jpipe.Plan") -> None:
     _check_ranks(plan)
     _check_per_rank(plan)
     _check_meshes(plan)
-    _check_sum_parts(plan.stages)
     for option in OPTIONS:
         if option.check is not None and option.is_set(plan):
             option.check(plan)
@@ -104,16 +103,6 @@ def _check_meshes(plan: "jpipe.Plan") -> None:
             rank_meshes = [dict(plan.stages[s].mesh) for s in stages]
             expected = f"the same mesh and fsdp for all stages of a rank, {list(stages)}"
             raise ValueError(f"ranks.{p}: expected {expected}, found {rank_meshes}; they take turns on its devices")
-
-
-def _check_sum_parts(stages: Sequence[Stage]) -> None:
-    """Check that the parts of sums hold all layers of a stage, and that the stage can sum its gradients by part."""
-    for s, stage in enumerate(stages):
-        where, actual = f"stages.{s}.sum_parts", list(stage.sum_parts)
-        if actual and sum(actual) != len(stage.layers):
-            raise ValueError(f"{where}: expected numbers of layers whose sum is {len(stage.layers)}, found {actual}; change one of them")
-        if actual and stage.replicas == 1:
-            raise ValueError(f"{where}: expected a stage with replicas, found one without, which sums nothing; remove sum_parts")
 
 
 def _check_per_rank(plan: "jpipe.Plan") -> None:

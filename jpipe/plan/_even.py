@@ -6,15 +6,12 @@ from typing import Any
 
 import numpy as np
 
-from jpipe._numbers import is_int
+from jpipe._numbers import even_numbers, is_int
 from jpipe.errors import InputError, short
-from jpipe.plan._stage import even_numbers
 from jpipe.schedules import SCHEDULES, Ranks, arranged
 
 
-def even_stages(
-    layers: Sequence[str], num_stages: Any, recompute: Any, replicas: Any, mesh: Any, fsdp: bool, sum_parts: Any
-) -> list[dict[str, Any]]:
+def even_stages(layers: Sequence[str], num_stages: Any, recompute: Any, replicas: Any, mesh: Any, fsdp: bool) -> list[dict[str, Any]]:
     """Return the fields of stages that hold equally many layers, with the arguments of `Plan.even`."""
     layers = _layer_ids(layers)
     if not is_int(num_stages):
@@ -28,14 +25,9 @@ def even_stages(
     for what, values in (("recomputation policy", policies), ("number of replicas", counts), ("mesh", meshes)):
         if len(values) != num_stages:
             raise InputError(f"plan: expected one {what} for all or one for each of {num_stages} stages, found a list of {len(values)}")
-    if not is_int(sum_parts) or sum_parts < 1:
-        raise InputError(f"plan: sum_parts: expected an integer of 1 or more, found {short(sum_parts)}")
-    if sum_parts > 1 and all(count == 1 for count in counts):
-        raise InputError(f"plan: sum_parts: expected a stage with replicas, found none; remove sum_parts {sum_parts}, or give replicas")
     starts = list(itertools.accumulate(even_numbers(len(layers), num_stages), initial=0))
     return [
         {"layers": tuple(layers[a:b]), "replicas": count, "recompute": policy, "mesh": sizes, "fsdp": fsdp}
-        | ({"sum_parts": even_numbers(b - a, min(int(sum_parts), b - a))} if sum_parts > 1 and count > 1 else {})
         for (a, b), count, policy, sizes in zip(itertools.pairwise(starts), counts, policies, meshes, strict=True)
     ]
 

@@ -103,7 +103,7 @@ def _by_stage(plan: "jpipe.Plan | None", arguments: Mapping[str, Any], key: str)
     if plan is not None and key not in arguments:
         fields = type(plan).model_fields
         if name == "stages":
-            by_stage = {s: getattr(stage, part) for s, stage in enumerate(plan.stages)}
+            by_stage = {s: getattr(stage, part) for s, stage in enumerate(plan.stages) if part in _STAGE}
             return {s: value for s, value in by_stage.items() if value != _STAGE[part].default}
         if key in _PROPERTIES:
             value = _PROPERTIES[key](plan)

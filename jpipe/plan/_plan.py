@@ -11,7 +11,7 @@ from pydantic import Field
 
 from jpipe._frozen import NOTHING
 from jpipe._numbers import Int
-from jpipe.capabilities.registry import Options, divides_updates, has_parallel_pipelines
+from jpipe.capabilities.registry import Options, divides_updates, has_parallel_pipelines, with_options
 from jpipe.errors import InputError, explain
 from jpipe.plan._axes import ParamAxes, Rules
 from jpipe.plan._checks import check, check_layers_of_model
@@ -51,7 +51,8 @@ class Plan(Options, _Layout, PlanOptions, _Pipeline):
     """Stages, schedule, microbatches and recomputation of one run.
 
     Every plan that was built or read can run with its schedule. Fields are given by keyword and cannot be changed afterwards. Beside the
-    attributes below, they are the options of the schedule, which `jpipe.schedules.PlanOptions` describes: `Plan(…, extra_in_flight=1)`.
+    attributes below, they are the options of the schedule, which `jpipe.schedules.PlanOptions` describes, and those of capabilities, in
+    `jpipe.plan.CapabilityOptions`: `Plan(…, extra_in_flight=1, shard_optimizer=True)`.
 
     Attributes:
         format: "jpipe-plan/1", which marks the JSON as a plan.
@@ -69,15 +70,6 @@ class Plan(Options, _Layout, PlanOptions, _Pipeline):
         rules: by logical axis the axis of the meshes over which it is sharded, None for none: what differs from `RULES`.
         param_axes: for models that name no logical axes: for parameters whose "layer id/path" matches a pattern (`fnmatch`), a logical
             axis or None for each dim. A parameter that matches several has the first.
-        shard_optimizer: replicas of a stage share its optimizer state (ZeRO stage 1): each updates some of the layers, and they send each
-            other what they have updated. The numbers are the same. With update_every "batch". False by default.
-        agree: the replicas of all stages, equally many, are parallel pipelines: each makes its own updates, without sums of gradients, and
-            they agree on their weights rarely (DiLoCo), see `jpipe.plan.Agreement`. None, the default: replicas sum their
-            gradients for each update.
-        links: messages between stages, and what replicas sum, are compressed, see `jpipe.plan.Links`. None, the default: they are sent
-            as they are.
-        offload: what waits in the memory of the host while no computation needs it, see `jpipe.plan.HostMemory`. None, the default:
-            everything is on the devices.
         placement: for each pipeline rank the numbers of its replicas' devices, counted from 0 over the devices of all processes, process by
             process; with a mesh the first device of each, followed by its other devices. None: in order, as `keep_together` says.
         predicted: the prediction of a planner; None: there is none.
@@ -255,7 +247,7 @@ class Plan(Options, _Layout, PlanOptions, _Pipeline):
             >>> Plan.even(["a", "b", "c"], num_stages=2, schedule="gpipe", microbatches=4).stages[0].layers
             ('a', 'b')
         """
-        stages = even_stages(layers, num_stages, recompute, replicas, mesh, fsdp, sum_parts)
+        stages = with_options(even_stages(layers, num_stages, recompute, replicas, mesh, fsdp), sum_parts=sum_parts)
         if chunks_per_rank is not None and "ranks" not in fields:
             fields["ranks"] = even_ranks(schedule, len(stages), len(layers), chunks_per_rank)
         return cls(schedule=schedule, microbatches=microbatches, stages=stages, **fields)

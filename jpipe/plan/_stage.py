@@ -1,6 +1,5 @@
 """The stages of a plan and the numbers that a planner predicts for it."""
 
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any
@@ -10,6 +9,7 @@ from pydantic import Field
 
 from jpipe._frozen import NOTHING, FrozenMapping
 from jpipe._numbers import Float, Int
+from jpipe.capabilities.registry import OPTIONS, StageOptions
 from jpipe.errors import nearest
 from jpipe.plan._axes import Mesh
 
@@ -38,7 +38,19 @@ def repeats_forward(policy: str) -> bool:
     return policy not in ("none", "elementwise")
 
 
-class Stage(pydantic.BaseModel):
+class _Layers(pydantic.BaseModel):
+    """The fields of a stage that stand before those of capabilities in JSON."""
+
+    model_config = pydantic.ConfigDict(frozen=True, extra="forbid", strict=True, arbitrary_types_allowed=True)
+
+    layers: Annotated[tuple[str, ...], Field(min_length=1, strict=False)]
+    replicas: Annotated[Int, Field(ge=1, le=65536)] = 1
+    recompute: str = "none"
+    mesh: Mesh = NOTHING
+    fsdp: bool = False
+
+
+class Stage(StageOptions, _Layers):
     """Consecutive layers, by id, that one worker or several replicas run.
 
     Attributes:
@@ -53,15 +65,6 @@ class Stage(pydantic.BaseModel):
             a part over the replicas begins while the next part is computed. Empty, the default: one sum after the whole backward.
     """
 
-    model_config = pydantic.ConfigDict(frozen=True, extra="forbid", strict=True, arbitrary_types_allowed=True)
-
-    layers: Annotated[tuple[str, ...], Field(min_length=1, strict=False)]
-    replicas: Annotated[Int, Field(ge=1, le=65536)] = 1
-    recompute: str = "none"
-    mesh: Mesh = NOTHING
-    fsdp: bool = False
-    sum_parts: Annotated[tuple[Annotated[Int, Field(ge=1)], ...], Field(strict=False)] = ()
-
     @property
     def shape(self) -> FrozenMapping[int]:
         """The mesh without axes of size 1, which shard nothing."""
@@ -72,20 +75,14 @@ class Stage(pydantic.BaseModel):
         """The number of devices of each replica: the size of its mesh."""
         return math.prod(self.mesh.values())
 
-    @property
-    def layers_by_part(self) -> tuple[tuple[str, ...], ...]:
-        """The layers of each part, in the order in which their gradients are computed: the last layers first."""
-        ends = itertools.accumulate(self.sum_parts)
-        return tuple(self.layers[end - count : end] for count, end in zip(self.sum_parts, ends, strict=True))[::-1]
-
     def with_layers(self, layers: Sequence[str]) -> "Stage":
-        """Return the stage with other layers, and as many parts of equally many layers if it sums its gradients in parts.
+        """Return the stage with other layers, and what follows from these.
 
         Args:
             layers: their ids, in order.
         """
-        parts = even_numbers(len(layers), min(len(self.sum_parts), len(layers))) if self.sum_parts else ()
-        return self.model_copy(update={"layers": tuple(layers), "sum_parts": parts})
+        more = {key: value for option in OPTIONS if option.with_layers for key, value in option.with_layers(self, layers).items()}
+        return self.model_copy(update={"layers": tuple(layers), **more})
 
     @pydantic.field_validator("recompute")
     @classmethod
@@ -93,12 +90,6 @@ class Stage(pydantic.BaseModel):
         if name not in RECOMPUTE:
             raise ValueError(f"unknown recomputation policy {name!r}; {nearest(name, RECOMPUTE)}")
         return name
-
-
-def even_numbers(total: int, parts: int) -> tuple[int, ...]:
-    """Return as many even numbers as there are parts, with this sum; the first ones take the remainder."""
-    size, remainder = divmod(total, parts)
-    return tuple(size + (part < remainder) for part in range(parts))
 
 
 class Predicted(pydantic.BaseModel):

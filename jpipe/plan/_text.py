@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from jpipe._html import html_table
+from jpipe.capabilities.registry import OPTIONS
 from jpipe.errors import InputError, short, shortened
 from jpipe.plan._stage import Stage
 
@@ -28,9 +29,9 @@ def _options_text(plan: "jpipe.Plan") -> str:
 
 
 def _replicas_text(stage: Stage) -> str:
-    """Return a short text of the replicas and parts of a stage; empty for one replica."""
-    parts = f" in {len(stage.sum_parts)} parts" if len(stage.sum_parts) > 1 else ""
-    return f" × {stage.replicas}{parts}" if stage.replicas > 1 else ""
+    """Return a short text of the replicas of a stage and their options; empty for one replica."""
+    options = "".join(option.text(stage) for option in OPTIONS if option.text is not None)
+    return f" × {stage.replicas}{options}" if stage.replicas > 1 else ""
 
 
 def _mesh_text(stage: Stage) -> str:

@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from jpipe._numbers import is_number
 from jpipe.capabilities.protocol import hooks
-from jpipe.capabilities.registry import programs_of
+from jpipe.capabilities.registry import Costs, programs_of
 from jpipe.errors import InputError, nearest, short
 from jpipe.ops import OPS
 from jpipe.plan import Plan, Stage, repeats_forward
@@ -29,7 +29,7 @@ class Passed(NamedTuple):
 
 
 @dataclass(frozen=True)
-class StageCost:
+class StageCost(Costs):
     """Cost of one microbatch at one stage; seconds for times, bytes for sizes.
 
     Attributes:
@@ -55,13 +55,10 @@ class StageCost:
         squares: the sums of squares of its gradients, where updates use the norm of all of them.
         shared: for each group of shared parameters, as in `Program`, the size of its gradients; 0 where the stage holds none.
         passed: the arrays of the stage input that the previous stage keeps, too. If both are on one rank, they count once.
-        part_times: with `Stage.sum_parts`, the share of each part in the time of a backward, the part of the last layers first; empty:
-            in proportion to the layers.
-        part_accumulators: likewise the accumulated gradients of each part; empty: in proportion to the layers.
         updated: with `Plan.shard_optimizer`, the bytes of one version that each replica updates and sends to the other replicas.
         kept: what capabilities keep beside the optimizer state, such as the errors of compressed sums, or agreed weights.
-        gathered: for each part of the stage (one without `Stage.sum_parts`) what a replica sends to each other one for a sum that each of
-            them makes; empty: gradients and then their sums go around a ring.
+        gathered: for each piece of a sum (see `pieces_of`) what a replica sends to each other one, if each of them makes the sum; empty:
+            gradients and then their sums go around a ring.
     """
 
     forward: float = 1.0
@@ -87,8 +84,6 @@ class StageCost:
     shared: tuple[int, ...] = ()
     passed: tuple[Passed, ...] = ()
     updated: tuple[int, ...] = ()
-    part_times: tuple[float, ...] = ()
-    part_accumulators: tuple[int, ...] = ()
     kept: int = 0
     gathered: tuple[int, ...] = ()
 
@@ -102,20 +97,11 @@ class StageCost:
         times: tuple[float, ...] = tuple(getattr(self, OPS[piece].function) for piece in OPS[op].pieces)
         return sum(times)
 
-    def seconds_of_part(self, op: str, part: int, stage: Stage) -> float:
-        """Return the time of an op for one of the parts of its stage, `Stage.sum_parts`: the first one includes a forward."""
-        *before, backward = (self.seconds(piece) for piece in OPS[op].pieces)
-        share = (self.part_times or _by_layers(stage))[part]
-        return backward * share + (0.0 if part else sum(before))
 
-    def accumulators_of_part(self, part: int, stage: Stage) -> float:
-        """Return the accumulated gradients of one of the parts of a stage."""
-        return self.part_accumulators[part] if self.part_accumulators else self.accumulators * _by_layers(stage)[part]
-
-
-def _by_layers(stage: Stage) -> list[float]:
-    """Return the share of each part of a stage in its layers."""
-    return [len(layers) / len(stage.layers) for layers in stage.layers_by_part]
+def pieces_of(plan: Plan, stage: Stage, cost: StageCost) -> list[float]:
+    """Return the bytes of the pieces in which the replicas of a stage sum its gradients: of one, unless a capability cuts them."""
+    cut = (pieces(stage, cost) for pieces in hooks("pieces", programs_of(plan)))
+    return next((sizes for sizes in cut if sizes), [cost.accumulators])
 
 
 @dataclass(frozen=True)
@@ -239,7 +225,9 @@ def check_costs(plan: Plan, costs: Sequence[StageCost]) -> None:
     Raises:
         InputError: names the stage and the field.
     """
+    per_piece = {name for used in programs_of(plan) for name in used.per_piece}
     for s, (stage, cost) in enumerate(zip(plan.stages, costs, strict=True)):
+        count = len(pieces_of(plan, stage, StageCost()))
         for name, value in vars(cost).items():
             where, are_several = f"simulate: costs of stage {s}: {name}", isinstance(getattr(StageCost, name), tuple)
             if are_several and not isinstance(value, tuple):
@@ -248,8 +236,7 @@ def check_costs(plan: Plan, costs: Sequence[StageCost]) -> None:
                 amount = part.size if isinstance(part, Passed) else part
                 if not _is_amount(amount) or amount == math.inf:
                     raise InputError(f"{where}: expected a number of 0 or more, found {short(amount)}")
-            is_read = name == "gathered" or (name in ("part_times", "part_accumulators") and stage.sum_parts)
-            count = max(len(stage.sum_parts), 1)
+            is_read = name == "gathered" or (name in per_piece and count > 1)
             if is_read and value and len(value) != count:
                 raise InputError(f"{where}: expected a number for each part of the stage, {count} in all, found {short(value)}")
 
@@ -345,22 +332,10 @@ def sum_layer_costs(
         )
     for stage_cost in hooks("stage_cost", programs_of(plan)):
         costs = [stage_cost(plan, stage, cost, layers) for stage, cost in zip(plan.stages, costs, strict=True)]
-    costs = [_with_parts(stage, cost, layers) for stage, cost in zip(plan.stages, costs, strict=True)]
     costs = list(_with_shared(plan, costs, shared))
     for sent_cost in hooks("sent_cost", programs_of(plan)):
         costs = [sent_cost(plan, stage, cost) for stage, cost in zip(plan.stages, costs, strict=True)]
     return tuple(costs)
-
-
-def _with_parts(stage: Stage, cost: StageCost, layers: Mapping[str, LayerCost]) -> StageCost:
-    """Return the cost with those of each part of the stage; the first part recomputes the forward of all layers."""
-    if not stage.sum_parts or not cost.backward:
-        return cost
-    parts = [[layers[layer_id] for layer_id in part] for part in stage.layers_by_part]
-    _, *later = (sum(layer.backward for layer in part) / cost.backward for part in parts)
-    return replace(
-        cost, part_times=(1 - sum(later), *later), part_accumulators=tuple(sum(layer.summed for layer in part) for part in parts)
-    )
 
 
 def _scratch(layers: Sequence[LayerCost], unchanged: int, remade: int, inputs: int) -> int:

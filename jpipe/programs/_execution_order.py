@@ -62,13 +62,12 @@ def walk(program: Program) -> Iterator[Instruction]:
     plan, instructions, rank_of = program.plan, program.instructions, program.plan.rank_of
     workers = range(len(plan.workers)) if program.workers is None else program.workers
     local = [sum(w in workers for w in replicas) for replicas in plan.stage_workers]
-    sums = [max(len(stage.sum_parts), 1) * count for stage, count in zip(plan.stages, local, strict=True)]
     queues: list[list[int]] = [[] for _ in plan.rank_workers]  # indices of instructions
     for index, instruction in enumerate(instructions):
         queues[rank_of[instruction.worker]].append(index)
     heads = [0 for _ in queues]
     used = programs_of(plan, program.uses)
-    begun = _Sums(plan, sums, (AllReduce, *(kind for hooks in used for kind in hooks.sums)), merged("waits_for", used))
+    begun = _Sums(plan, local, (AllReduce, *(kind for hooks in used for kind in hooks.sums)), merged("waits_for", used))
     ready = deque(range(len(queues)))
     while ready:
         rank = ready.popleft()

@@ -9,7 +9,6 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from jpipe._frozen import FrozenMapping
-from jpipe.ops import OPS, Op
 from jpipe.plan import Plan
 
 Data = Literal["inputs", "labels"]
@@ -23,6 +22,16 @@ class Instruction:
 
         @property
         def worker(self) -> int: ...
+
+    @property
+    def piece(self) -> str:
+        """Which piece of a computation or a sum it is, as the names of its calls end; empty: the whole, or what remains of a sum."""
+        return ""
+
+    @property
+    def following(self) -> int:
+        """How many further pieces of the same computation or sum follow."""
+        return 0
 
     def later(self, microbatches: int, updates: int) -> Self:
         """Return the same instruction so many microbatches, and updates of its stage, later in the run."""
@@ -42,16 +51,17 @@ class Load(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class Compute(Instruction):
-    """Run the program of an op (a name of `jpipe.ops.OPS`) on a microbatch, with weights `version`.
-
-    With `Stage.sum_parts` the last backward of an update is several such instructions, one after the other, each for one part.
-    """
+    """Run the program of an op (a name of `jpipe.ops.OPS`) on a microbatch, with weights `version`."""
 
     op: str
     worker: int
     microbatch: int
     version: int
-    part: int | None = None
+
+    @property
+    def shown(self) -> str:
+        """The op of its `Span`."""
+        return self.op
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,17 +93,11 @@ class Receive(Instruction):
 class AllReduce(Instruction):
     """Begin to sum the gradients of `batch` over the replicas of the worker's stage; its update waits for the sum.
 
-    The instructions of all replicas stand side by side in the total order. With `Stage.sum_parts` there is one for each part.
+    The instructions of all replicas stand side by side in the total order.
     """
 
     worker: int
     batch: int
-    part: int | None = None
-
-    @property
-    def piece(self) -> str:
-        """Which piece of the gradients it sums, as the names of its calls end with it; empty: all of them."""
-        return "" if self.part is None else f" {self.part}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,22 +148,10 @@ class Release(Instruction):
 CoreInstruction = Load | Compute | Send | Receive | AllReduce | TakeShared | AddShared | SumSquares | Update | Release
 
 
-def op_of(i: Compute, plan: Plan) -> Op:
-    """Return the op of a computation, or what it does of it for one part of its stage."""
-    op = OPS[i.op]
-    return op if i.part is None else op.of_part(i.part, len(plan.stages[plan.workers[i.worker][0]].sum_parts))
-
-
 def ends_update(plan: Plan, s: int, k: int) -> bool:
     """Return whether microbatch k is the last that its replica of stage s has in an update."""
     replicas = plan.replicas[s]
     return (k // replicas + 1) % (plan.microbatches_per_update(s) // replicas) == 0
-
-
-def parts_of(op: str, plan: Plan, s: int, k: int) -> list[int | None]:
-    """Return the parts in which an op of microbatch k is computed at stage s, in order; [None] if it is computed as a whole."""
-    stage = plan.stages[s]
-    return [*range(len(stage.sum_parts))] if stage.sum_parts and OPS[op].finishes and ends_update(plan, s, k) else [None]
 
 
 def shifted(instruction: Instruction, plan: Plan, batches: int) -> Instruction:

@@ -2,7 +2,7 @@
 
 One row a rank, one column a tick. `F3.1` is the forward of microbatch 3 at weight version 1, `B3.1` its backward, `FB3.1` both in one
 program; `I3.1` and `W3.1` are the halves of a backward, for inputs and for weights, `FI3.1` a forward and the first half in one program.
-`F3.1/2` is a forward of the rank's chunk 2, the third of its stages; `B3.1:2` is part 2 of a backward (`Stage.sum_parts`). `*` marks the
+`F3.1/2` is a forward of the rank's chunk 2, the third of its stages; `B3.1:2` is part 2 of a backward. `*` marks the
 update that follows; `-` continues what began to the left, `.` is idle.
 """
 
@@ -29,7 +29,7 @@ class Span(NamedTuple):
         update_time: how long that update takes.
         update_wait: from `end` to its beginning: it may wait for the norm of all gradients.
         chunk: which of the rank's stages, counted from 0.
-        part: for which part of the stage it is, counted from that of the last layers (`Stage.sum_parts`); None: for all of it.
+        part: for which part of the stage it is, counted from that of the last layers; None: for all of it.
     """
 
     op: str
@@ -89,7 +89,7 @@ _CELL = re.compile(r"([A-Z]+)(\d+)\.(\d+)(?:/(\d+))?(?::(\d+))?(\*?)")
 
 
 def whole_spans(spans: Sequence[Span]) -> list[Span]:
-    """Return the spans of one stage with the parts of each backward (`Stage.sum_parts`) added up to one span, as long as all of them.
+    """Return the spans of one stage with the parts of each backward added up to one span, as long as all of them.
 
     Args:
         spans: in the order of a rank.

@@ -1,12 +1,11 @@
 """Verify the instructions of each worker: their order, the versions they read, buffers, and the batch of each update."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any, NoReturn
 
 from jpipe.capabilities.protocol import hooks, made, merged
 from jpipe.capabilities.registry import programs_of
-from jpipe.ops import Reads
+from jpipe.ops import OPS, Op, Reads
 from jpipe.plan import Plan
 from jpipe.programs._execution_order import Violation
 from jpipe.programs._instructions import (
@@ -23,8 +22,6 @@ from jpipe.programs._instructions import (
     TakeShared,
     Update,
     ends_update,
-    op_of,
-    parts_of,
 )
 from jpipe.programs._route import last_microbatch
 from jpipe.schedules import SCHEDULES, Action
@@ -71,7 +68,6 @@ class Verifier:
         self.versions = versions_before(self.plan, number, program.start)
         self.buffers = set[tuple[str, int]]()
         self._accumulated = 0  # backwards of the batch that is being accumulated
-        self._unfinished: list[Compute] = []  # the remaining parts of the last computation, in order
         self._sets_aside = program.sets_aside[self.stage]
         self._norms: set[int] = set()  # that the worker has, by the last microbatch of their batch
         verifications = made("verify", programs_of(self.plan, program.uses), self)
@@ -87,10 +83,10 @@ class Verifier:
             Violation: it breaks a rule.
         """
         check, added = _CHECKS.get(type(i)), self._added.get(type(i))
-        if check is not None:
-            check(self, i)
-        elif added is not None:
+        if added is not None:
             added(i)
+        elif check is not None:
+            check(self, i)
         else:
             self._fail_unused(i)
 
@@ -102,8 +98,6 @@ class Verifier:
         """
         for computation in self._computations:
             self.fail(f"the program ends before {computation}")
-        if self._unfinished:
-            self.fail(f"the program ends before {self._unfinished[0]}")
         if self.buffers != (held := self._held_before(self._program.end)):
             expected = f", expected {sorted(held)}" if held else ""
             self.fail(f"left behind: {sorted(self.buffers) or 'no buffers'}{expected}")
@@ -120,13 +114,23 @@ class Verifier:
     def _load(self, i: Load) -> None:
         self.put(i.data, i.microbatch)
 
-    def _compute(self, i: Compute) -> None:
-        op, k = op_of(i, self.plan), i.microbatch
+    def compute(self, i: Compute) -> None:
+        """Check a computation, which has to be the next one of its rank."""
+        self.read(i, OPS[i.op])
+        self.check_next(i)
+        self.check_version(i)
+        self.leave(i, OPS[i.op])
+
+    def read(self, i: Compute, op: Op) -> None:
+        """Take what an op reads."""
         if op.reads != "inputs":
-            self.need(op.reads, k, i)
+            self.need(op.reads, i.microbatch, i)
         for kind in self._kinds_read(op.reads):
-            self.take(kind, k)
-        self._check_order_and_version(i)
+            self.take(kind, i.microbatch)
+
+    def leave(self, i: Compute, op: Op) -> None:
+        """Put what an op leaves."""
+        k = i.microbatch
         for kind in op.leaves:
             if kind == "accumulators":
                 self._accumulate(i)
@@ -161,13 +165,12 @@ class Verifier:
             self._check_other(i, i.source, 1 if i.message == "gradient" else -1)
             self.put(_RECEIVED[i.message], i.microbatch)
 
-    def _all_reduce(self, i: AllReduce) -> None:
+    def all_reduce(self, i: AllReduce) -> None:
+        """Check a sum."""
         if not self.plan.sums_gradients(self.stage):
             self.fail(f"{i}: its replicas do not sum gradients")
-        if i.part and (_of_part("summed", i.part - 1), i.batch) not in self.buffers:
-            self.fail(f"{i} before the sum of part {i.part - 1}: all replicas sum the parts in order")
-        self.take(_of_part("sums", i.part), i.batch)
-        self.put(_of_part("summed", i.part), i.batch)
+        self.take("sums", i.batch)
+        self.put("summed", i.batch)
 
     def _take_shared(self, i: TakeShared) -> None:
         self._look_at_sum(i.batch)
@@ -230,16 +233,15 @@ class Verifier:
             return ("inputs", "labels") if self._last else ("inputs",)
         return ("residuals", "message") if reads == "residuals" else ("stash",)
 
-    def _check_order_and_version(self, i: Compute) -> None:
-        k = i.microbatch
-        if not self._unfinished:
-            expected = next(self._computations, None)
-            if expected != (i.op, self.stage, k):
-                self.fail(f"{i}: the schedule's next computation is {expected}")
-            self._unfinished = [i if part == i.part else replace(i, part=part) for part in parts_of(i.op, self.plan, self.stage, k)]
-        if i != (following := self._unfinished.pop(0)):
-            self.fail(f"{i}: the next part is {following}")
-        version = self._schedule.version(self.plan, self.stage, k)
+    def check_next(self, i: Compute) -> None:
+        """Check that the schedule has a computation next."""
+        expected = next(self._computations, None)
+        if expected != (i.op, self.stage, i.microbatch):
+            self.fail(f"{i}: the schedule's next computation is {expected}")
+
+    def check_version(self, i: Compute) -> None:
+        """Check that a computation reads the version that the formula says, and that it is alive."""
+        version = self._schedule.version(self.plan, self.stage, i.microbatch)
         if i.version != version:
             self.fail(f"{i} reads version {i.version}, the formula says {version}")
         if version not in self.versions:
@@ -269,30 +271,26 @@ class Verifier:
 
     def _accumulate(self, i: Compute) -> None:
         """Count the gradients of a microbatch; those of a whole batch may be set aside until its update."""
-        if not self._unfinished:
-            self._accumulated += 1
+        self._accumulated += 1
         if not self._sets_aside or not ends_update(self.plan, self.stage, i.microbatch):
             return
         expected = self._every // self._replicas
-        if not self._unfinished:
-            if self._accumulated != expected:
-                self.fail(f"{i} ends a batch after {self._accumulated} backwards, expected {expected}")
-            self._accumulated = 0
-        self.put(_of_part("sums", i.part), i.microbatch // self._every)
+        if self._accumulated != expected:
+            self.fail(f"{i} ends a batch after {self._accumulated} backwards, expected {expected}")
+        self._accumulated = 0
+        self.put("sums", i.microbatch // self._every)
 
     def _take_sum(self, batch: int) -> None:
         """Take the gradients of a whole batch, summed over all replicas."""
         if self._sets_aside:
-            for kind in self._aside_as:
-                self.take(kind, batch)
+            self.take(self._aside_as, batch)
         elif self._accumulated != (expected := self._every // self._replicas):
             self.fail(f"update {batch} after {self._accumulated} backwards, expected {expected}")
 
     def _look_at_sum(self, batch: int) -> None:
         """Check that the gradients of a whole batch are there, and leave them to the update."""
         if self._sets_aside:
-            for kind in self._aside_as:
-                self.put(kind, self.take(kind, batch))
+            self.put(self._aside_as, self.take(self._aside_as, batch))
         else:
             self._take_sum(batch)
 
@@ -307,10 +305,9 @@ class Verifier:
             self.take(f"group {group} added", k)
 
     @property
-    def _aside_as(self) -> list[str]:
-        """The kinds of buffers in which the gradients of a whole batch wait for its update."""
-        parts = [*range(len(self.plan.stages[self.stage].sum_parts))] or [None]
-        return [_of_part("summed" if self.plan.sums_gradients(self.stage) else "sums", part) for part in parts]
+    def _aside_as(self) -> str:
+        """The kind of buffer in which the gradients of a whole batch wait for its update."""
+        return "summed" if self.plan.sums_gradients(self.stage) else "sums"
 
     def _need_norm(self, k: int) -> None:
         if k not in self._norms:
@@ -343,20 +340,15 @@ class Verifier:
         raise Violation.at(self.plan, self.number, what)
 
 
-def _of_part(kind: str, part: int | None) -> str:
-    """Return the kind of buffer that holds one part of sums, or all of them."""
-    return kind if part is None else f"{kind} of part {part}"
-
-
 _SENT = {"activation": "output", "gradient": "gradient", "squares": "squares"}
 _RECEIVED = {"activation": "inputs", "gradient": "message", "squares": "later squares"}
 
 _CHECKS: dict[type, Callable[[Verifier, Any], None]] = {
     Load: Verifier._load,
-    Compute: Verifier._compute,
+    Compute: Verifier.compute,
     Send: Verifier._send,
     Receive: Verifier._receive,
-    AllReduce: Verifier._all_reduce,
+    AllReduce: Verifier.all_reduce,
     TakeShared: Verifier._take_shared,
     AddShared: Verifier._add_shared,
     SumSquares: Verifier._sum_squares,

@@ -110,8 +110,8 @@ class Executor:
         self._by_bucket = {w: [stages[w] for stages in self._compiled] for w in self.stages}
         self._transport = Transport(places, plan.stage_workers, processes)
         sends = _sends(plan, arrays, steps.verified_runs, self.stages)
-        gathers = _gathers(plan, arrays[0])
-        self._transport.compile(sends, _replica_sums(plan, arrays[0]), _loads(self.stages, arrays[0]), gathers)
+        sums, gathers = _replica_sums(plan, arrays[0])
+        self._transport.compile(sends, sums, _loads(self.stages, arrays[0]), gathers)
         self._exchange = MetricsExchange(
             plan,
             [place.first for place in places],
@@ -458,21 +458,19 @@ def _sends(plan: Plan, buckets: Sequence[Sequence[Arrays]], runs: Iterable[Progr
     return [sent(i, 0) for i in ordered] + [sent(i, bucket) for bucket in range(1, len(buckets)) for i in of_shape]
 
 
-def _replica_sums(plan: Plan, arrays: Sequence[Arrays]) -> list[tuple[int, Tree]]:
-    """Return the first replica of each stage and the specs of what its replicas sum."""
-    replicated = [(workers[0], arrays[workers[0]]) for workers in plan.stage_workers if len(workers) > 1]
-    sums: list[tuple[int, Tree]] = []
-    for first, a in replicated:
-        if a.functions.summing is None:
+def _replica_sums(plan: Plan, arrays: Sequence[Arrays]) -> tuple[list[tuple[int, Tree]], list[tuple[int, Tree]]]:
+    """Return what the replicas of each stage sum, and what each gives to a sum that all of them make: the first replica and the specs."""
+    sums, gathers = list[tuple[int, Tree]](), list[tuple[int, Tree]]()
+    for first, *others in plan.stage_workers:
+        a, summing = arrays[first], arrays[first].functions.summing
+        if summing is not None:
+            gathers += [(first, given) for given in summing.specs(a)]
+        elif others:
             instead = [summed(a) for summed in hooks("summed", runtimes_of(plan))]
             sums += [(first, spec) for spec in instead or a.sums.values()]
-    return sums + [(first, a.averaged) for first, a in replicated if a.functions.averages_when_read]
-
-
-def _gathers(plan: Plan, arrays: Sequence[Arrays]) -> list[tuple[int, Tree]]:
-    """Return the first replica of each stage whose replicas each make their sums, with what each of them gives."""
-    first = [(workers[0], arrays[workers[0]]) for workers in plan.stage_workers]
-    return [(w, given) for w, a in first if (summing := a.functions.summing) is not None for given in summing.specs(a)]
+        if a.functions.averages_when_read:
+            sums.append((first, a.averaged))
+    return sums, gathers
 
 
 def _loads(workers: Iterable[int], arrays: Sequence[Arrays]) -> dict[tuple[int, str], Tree]:

@@ -11,7 +11,7 @@ import numpy as np
 from jpipe.errors import shortened
 from jpipe.ops import OPS, Op
 from jpipe.plan import Plan
-from jpipe.stages._calls import op_of_call
+from jpipe.stages._calls import ops_of_stage
 from jpipe.stages._compiled_stage import CompiledStage
 
 Tree = Any
@@ -62,7 +62,7 @@ class _Checked:
         """The op that this call computes; None if it computes no op."""
         if self.name == OPS["E"].function:
             return OPS["E"]
-        return op_of_call(self.name, self.stage.functions.stage)
+        return ops_of_stage(self.stage.functions).get(self.name)
 
     def _begins(self, arguments: tuple[Any, ...], results: Any, wanted: "Wanted") -> str:
         """Describe where the value first occurs in this call, with the layer if it is known."""

@@ -188,7 +188,7 @@ class Part:
             return
         i, state = event.instruction, event.state
         is_last = getattr(i, "batch", None) == self.newest - 1
-        if type(i) is Compute and OPS[i.op].begins:
+        if isinstance(i, Compute) and OPS[i.op].begins:
             self._has_begun |= i.microbatch >= self._first
             if self._first - self._replicas <= i.microbatch < self._first:  # the worker's last one before the batch
                 self._state = _copied(state.layer_state)

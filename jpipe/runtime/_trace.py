@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 import jax
 
 from jpipe.capabilities.protocol import hooks
-from jpipe.capabilities.registry import runtimes_of
+from jpipe.capabilities.registry import programs, runtimes_of
 from jpipe.errors import InputError
 from jpipe.meshes._partition import shard_bytes
 from jpipe.ops import OPS
 from jpipe.plan import Plan
 from jpipe.programs._costs import StageCost
-from jpipe.programs._instructions import Compute, SumSquares, Update, op_of
+from jpipe.programs._instructions import Compute, SumSquares, Update
 from jpipe.programs._route import route_of
 from jpipe.programs._timeline import MemorySample, MemoryTimeline, Span, Timeline, whole_spans
 from jpipe.programs._transfers import Transfer
@@ -362,7 +362,7 @@ def _timeline(ranks: Sequence[Sequence[_Computation]], plan: Plan, starts: Mappi
         i, end, rank = computations[key].instruction, ends[key], plan.rank_of[key[0]]
         row, chunk = rows[rank], plan.rank_workers[rank].index(key[0])
         if not isinstance(i, Update):
-            row.append(Span(op_of(i, plan).name, i.microbatch, i.version, start, end, chunk=chunk, part=i.part))
+            row.append(Span(i.shown, i.microbatch, i.version, start, end, chunk=chunk, part=int(i.piece) if i.piece else None))
         elif (place := max((n for n, span in enumerate(row) if span.chunk == chunk), default=None)) is not None:
             row[place] = row[place]._replace(updates=True, update_time=end - start, update_wait=start - row[place].end)
     return tuple(tuple(row) for row in rows)
@@ -372,16 +372,14 @@ def key_of(instruction: _Instruction) -> _Key:
     """Return what names a computation or an update in a trace."""
     if isinstance(instruction, Update):
         return instruction.worker, "U", instruction.batch, 0
-    return instruction.worker, instruction.op, instruction.microbatch, instruction.part or 0
+    return instruction.worker, instruction.op, instruction.microbatch, instruction.following
 
 
 def _inputs(key: _Key, plan: Plan, global_norm: bool) -> list[_Key]:
     """Return the computations that may produce a computation's input: a neighbour's; for an update those of all that it sums over."""
-    worker, op, k, part = key
+    worker, op, k, _ = key
     s = plan.workers[worker][0]
     match OPS[op].reads if op in OPS else "":  # an update is no op
-        case _ if part:
-            return []
         case "inputs":
             return that_leave("output", plan, s - 1, k) if s > 0 else []
         case "residuals":
@@ -443,12 +441,9 @@ def fit_costs(costs: Sequence[StageCost], timeline: Timeline, plan: Plan | None 
 
 def _fit(cost: StageCost, spans: Sequence[Span]) -> StageCost:
     fitted = _fit_whole(cost, whole_spans(spans))
-    numbers = sorted({span.part for span in spans if span.part})
-    if not numbers:
-        return fitted
-    whole = fitted.backward_weight if any(span.op == "W" for span in spans) else fitted.backward
-    later = [_median([span.end - span.start for span in spans if span.part == number]) / whole for number in numbers]
-    return replace(fitted, part_times=(max(1 - sum(later), 0.0), *later))
+    for fit_cost in hooks("fit_cost", programs().values()):
+        fitted = fit_cost(fitted, spans)
+    return fitted
 
 
 def _fit_whole(cost: StageCost, spans: Sequence[Span]) -> StageCost:

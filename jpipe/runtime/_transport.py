@@ -351,7 +351,7 @@ class Transport:
         """
         replicas = self._replicas[i.worker]
         local = [w for w in replicas if w in self._local]
-        key = replicas[0], batch, type(i), i.piece if isinstance(i, AllReduce) else ""
+        key = replicas[0], batch, type(i), i.piece
         parts = self._parts.setdefault(key, {})
         parts[i.worker] = part, add, finish
         if len(parts) < len(local):

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import numpy as np
 
-from jpipe.capabilities.protocol import TransportHooks, merged
+from jpipe.capabilities.protocol import Hook, TransportHooks, hooks, merged
 from jpipe.capabilities.registry import runtimes_of
 from jpipe.model._precision import LossScale
-from jpipe.ops import OPS, Op
+from jpipe.ops import OPS, Leaves, Op
 from jpipe.plan import Plan
 from jpipe.programs._instructions import (
     AddShared,
@@ -25,7 +25,6 @@ from jpipe.programs._instructions import (
     SumSquares,
     TakeShared,
     Update,
-    op_of,
 )
 from jpipe.runtime._transport import PendingTransfer, Transport, arrived
 from jpipe.runtime.state import (
@@ -36,7 +35,7 @@ from jpipe.runtime.state import (
     WorkerState,
 )
 from jpipe.stages._compiled_stage import CompiledStage, UpdateNumber, update_kind
-from jpipe.stages.functions._sums import joined_sums, shared_with
+from jpipe.stages.functions._sums import shared_with
 
 Tree = Any
 
@@ -192,16 +191,18 @@ class Added(NamedTuple):
     Attributes:
         handlers: by the type of instruction, what it does at a worker.
         messages: how messages run, by their names.
+        joins: what puts the pieces of sums together.
     """
 
     handlers: dict[type, Callable[["Worker", Any], None]]
     messages: dict[str, TransportHooks]
+    joins: tuple[Hook, ...]
 
     @classmethod
     def by(cls, plan: Plan) -> "Added":
         """Return what the capabilities of a plan add."""
         used = runtimes_of(plan)
-        return cls(merged("handlers", used), merged("messages", used))
+        return cls(merged("handlers", used), merged("messages", used), hooks("join_sums", used))
 
 
 class Worker:
@@ -348,39 +349,46 @@ class Worker:
 
     def compute(self, i: Compute) -> None:
         """Run an op on what it reads, and keep what it leaves."""
-        op, state = OPS[i.op] if i.part is None else op_of(i, self.plan), self.state
+        op, state = OPS[i.op], self.state
         if not op.trains:
             self.evaluate(i)
             return
-        k, version = i.microbatch + self.microbatch_shift, i.version + self.version_shift
-        microbatch, params, before = state.microbatches[k], state.weights.read(version), state.layer_state
-        stage, reads = self.stage_for(k) if self.has_buckets else self.compiled, self.take(op, microbatch)
-        functions, rng = stage.functions, (np.uint32(k), state.key) if self.has_rng else (None, None)
-        sums = (self.donated_accumulators(params, i.part),) if op.finishes else ()
-        scale = (state.scale(version),) if op.parts != "F" else ()
-        results, self.done = stage.calls[op.function](params, *reads, *sums, rng, *scale)
-        left = dict(zip(op.leaves, results if len(op.leaves) > 1 else (results,), strict=True))
-        if "state" in left:
-            self.change_layer_state(functions.changed.joined(left["state"], before))
+        k = i.microbatch + self.microbatch_shift
+        stage, microbatch = self.stage_for(k) if self.has_buckets else self.compiled, state.microbatches[k]
+        functions, reads = stage.functions, self.take(op, microbatch)
+        left = self.run(i, op, stage, reads, self.donated_accumulators)
         if "output" in left:
             microbatch["message" if self.functions.last else "output"] = left["output"]
         if "residuals" in left:
             microbatch["residuals"] = functions.residuals.keep(reads, (left["output"], state.layer_state)), left["residuals"]
-        if "stash" in left and op.begins and i.part is None:
+        if "stash" in left and op.begins:
             microbatch["stash"] = functions.halves.stash_of(reads, state.layer_state, left["stash"])
-        elif "stash" in left and i.part is not None:
-            microbatch["stash"] = functions.in_parts(op.function).held(i.part, reads[0] if i.part else reads, left["stash"])
         elif "stash" in left:
             microbatch["stash"] = functions.halves.late_inputs(*reads), left["stash"]
-        if op.gives_gradient and not self.functions.first:
-            microbatch["gradient"] = left["gradient"]
         self.used_microbatch(k)
-        if op.finishes and i.part is not None:
-            self.set_part_aside(k, i.part, left["accumulators"])
-        elif op.finishes:
+        if op.finishes:
             state.accumulators = left["accumulators"]
             if self.sets_aside:
                 self.after_backward(k)
+
+    def run(self, i: Compute, op: Op, stage: CompiledStage, reads: tuple[Any, ...], donated: Callable[[Tree], Tree]) -> dict[Leaves, Tree]:
+        """Run the program of an op, with what it reads and what `donated` makes of the weights: the accumulators that it adds to.
+
+        Returns:
+            All that it leaves. The layer state and the gradient are kept.
+        """
+        state, k, version = self.state, i.microbatch + self.microbatch_shift, i.version + self.version_shift
+        params, before = state.weights.read(version), state.layer_state
+        rng = (np.uint32(k), state.key) if self.has_rng else (None, None)
+        sums = (donated(params),) if op.finishes else ()
+        scale = (state.scale(version),) if op.parts != "F" else ()
+        results, self.done = stage.calls[op.function](params, *reads, *sums, rng, *scale)
+        left = dict(zip(op.leaves, results if len(op.leaves) > 1 else (results,), strict=True))
+        if "state" in left:
+            self.change_layer_state(stage.functions.changed.joined(left["state"], before))
+        if "gradient" in left and not self.functions.first:
+            state.microbatches[k]["gradient"] = left["gradient"]
+        return left
 
     def take(self, op: Op, microbatch: Fields) -> tuple[Any, ...]:
         """Pop what an op reads: (state, x, labels), (kept arguments and outputs, saved arrays, message) or (arguments, stash)."""
@@ -388,26 +396,12 @@ class Worker:
             return self.state.layer_state, arrived(microbatch.pop("inputs")), microbatch.pop("labels", None)
         if op.reads == "residuals":
             return *microbatch.pop("residuals"), arrived(microbatch.pop("message"))
-        stash = microbatch.pop("stash")
-        return (stash,) if isinstance(stash, list) else stash  # a list for a later part of the stage
+        stash: tuple[Any, ...] = microbatch.pop("stash")
+        return stash
 
-    def donated_accumulators(self, params: Tree, part: int | None) -> Tree:
-        """Return the gradient accumulators to donate, all or those of one part of the stage; new ones if the last were set aside."""
-        accumulators = self.state.accumulators if self.state.accumulators is not None else self.calls["zero_accumulators"](params)
-        if part is None:
-            return accumulators
-        self.state.accumulators = {**accumulators, "gradients": dict(accumulators["gradients"])}
-        donated = self.functions.accumulators_of_part(accumulators, part)
-        for entry in donated["gradients"]:
-            del self.state.accumulators["gradients"][entry]
-        return donated
-
-    def set_part_aside(self, k: int, part: int, accumulators: Tree) -> None:
-        """Set the complete accumulators of one part of the stage aside."""
-        update = k // self.plan.microbatches_per_update(self.stage)
-        if part == len(self.plan.stages[self.stage].sum_parts) - 1:
-            self.state.accumulators = None
-        self.change_update(update, **{f"sums {part}": accumulators})
+    def donated_accumulators(self, params: Tree) -> Tree:
+        """Return the gradient accumulators to donate; new ones if the last were set aside."""
+        return self.state.accumulators if self.state.accumulators is not None else self.calls["zero_accumulators"](params)
 
     def after_backward(self, k: int) -> None:
         """Set the accumulators aside if they are complete."""
@@ -443,11 +437,9 @@ class Worker:
             self.finish(update, total[2])
 
     def arrived_sum(self, update: int) -> Tree:
-        """Return the sum over all replicas, as `finish` returns it, waiting for each part of it."""
-        pending = self.state.updates[update]
-        if parts := sorted((name for name in pending if name.startswith("summed ")), key=lambda name: int(name.split()[1])):
-            joined = joined_sums([arrived(pending[name]) for name in parts])
-            self.change_update(update, **dict.fromkeys(parts), summed=joined)
+        """Return the sum over all replicas, as `finish` returns it, waiting for it."""
+        for join in self.added.joins:
+            join(self, update)
         return arrived(self.state.updates[update]["summed"])
 
     def complete(self, update: int) -> Tree:

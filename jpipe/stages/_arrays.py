@@ -7,9 +7,11 @@ from typing import Any
 
 import jax
 
+from jpipe.capabilities.protocol import hooks
 from jpipe.capabilities.registry import runtimes_for
 from jpipe.meshes._place import Place
 from jpipe.model.layerwise._trace import position_spec
+from jpipe.ops import Reads
 from jpipe.stages.functions._stage import StageFunctions
 from jpipe.stages.functions._update import GlobalNorm, norm_spec
 
@@ -141,7 +143,7 @@ class Arrays:
     @cached_property
     def saved(self) -> tuple[Spec, ...]:
         """The further arrays that the forward saves for the backward."""
-        return tuple(self._chosen("saved", self.functions.between_specs[1]))
+        return tuple(self.as_chosen("saved", self.functions.between_specs[1]))
 
     @cached_property
     def message(self) -> Tree:
@@ -162,7 +164,7 @@ class Arrays:
     @cached_property
     def stash(self) -> tuple[Any, Any]:
         """The late inputs and the stash that the second half of a backward reads."""
-        return self.functions.halves.late_inputs(*self.between), self._chosen("stash", self.functions.halves.stash_spec[1])
+        return self.functions.halves.late_inputs(*self.between), self.as_chosen("stash", self.functions.halves.stash_spec[1])
 
     @cached_property
     def norm(self) -> Tree:
@@ -195,10 +197,9 @@ class Arrays:
 
     @property
     def sums(self) -> dict[str, tuple[Tree, list[Spec]]]:
-        """The arrays of `reduced` by the pieces of them that are summed each by itself (`AllReduce.piece`)."""
-        (accumulators, averaged), f = self.reduced, self.functions
-        parts = range(len(f.stage.sum_parts))
-        return {f" {part}": (f.accumulators_of_part(accumulators, part), [] if part else averaged) for part in parts} or {"": self.reduced}
+        """The arrays of `reduced` by the pieces of them that are summed each by itself, see `Instruction.piece`."""
+        cut = (pieces(self) for pieces in hooks("pieces", runtimes_for(self.functions.capabilities).values()))
+        return next((pieces for pieces in cut if pieces), {"": self.reduced})
 
     @property
     def averaged(self) -> list[Spec]:
@@ -213,19 +214,9 @@ class Arrays:
         """Return specs of arrays of which each device has all."""
         return self.place.specs(tree)
 
-    def held(self, function: str, part: int, reads: tuple[Tree, ...]) -> list[Spec]:
-        """Return what the backward of a later part of the stage reads: some of what the whole op reads, and the stash of the parts before.
-
-        Args:
-            function: of the whole op.
-            part: its number, 1 or more.
-            reads: what the whole op reads.
-        """
-        parts, held = self.functions.in_parts(function), list[Tree](reads)
-        for number in range(part):
-            count = len(parts.held(number, held, ()))
-            held = parts.held(number, held, self._chosen(f"{function} {number}", parts.held_spec(number + 1)[count:]))
-        return held
+    def read_by(self, reads: Reads) -> tuple[Tree, ...]:
+        """Return what an op reads."""
+        return {"inputs": lambda: self.arguments, "residuals": lambda: self.between, "stash": lambda: self.stash}[reads]()
 
     def _of_params(self, tree: Tree) -> Tree:
         return self.place.specs(tree, self.functions.partition.of_params(tree))
@@ -233,7 +224,8 @@ class Arrays:
     def _flow(self, tree: Tree) -> Tree:
         return self.place.specs(tree, self.functions.partition.flow(tree))
 
-    def _chosen(self, name: str, specs: Sequence[Spec]) -> list[Spec]:
+    def as_chosen(self, name: str, specs: Sequence[Spec]) -> list[Spec]:
+        """Return specs with the shardings that XLA chose for them, if it has."""
         if name not in self.chosen:
             return list(self._flow(list(specs)))
         return [Spec(spec.shape, spec.dtype, sharding=sharding) for spec, sharding in zip(specs, self.chosen[name], strict=True)]

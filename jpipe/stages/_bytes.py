@@ -6,6 +6,8 @@ from typing import Any, Literal
 
 import jax
 
+from jpipe.capabilities.protocol import hooks
+from jpipe.capabilities.registry import runtimes_for
 from jpipe.meshes._partition import shard_bytes
 from jpipe.meshes._place import Place
 from jpipe.plan import Plan, repeats_forward
@@ -82,13 +84,13 @@ def measure_bytes(
         optimizer=nbytes(a.optimizer),
         state=nbytes(a.state),
         accumulators=nbytes(a.accumulators),
-        part_accumulators=tuple(nbytes(f.accumulators_of_part(a.accumulators, part)) for part in range(len(f.stage.sum_parts))),
         kept=nbytes(a.capabilities),
         gathered=() if f.summing is None else tuple(nbytes(accumulators) for accumulators, _ in f.summing.specs(a)),
         squares=nbytes(squares_spec([len(f.counted)])),
         shared=tuple(
             nbytes([a.accumulators["gradients"][name] for name in names]) if f.number in stages else 0 for stages, names in f.sharing.groups
         ),
+        **{name: value for costs in hooks("costs", runtimes_for(f.capabilities).values()) for name, value in costs(a).items()},
     )
 
 

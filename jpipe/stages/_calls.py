@@ -1,17 +1,18 @@
 """The programs of a stage before they are compiled: what each computes, takes, donates and returns."""
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import partial, reduce
+from operator import or_
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
 
+from jpipe.capabilities.protocol import hooks
 from jpipe.capabilities.registry import runtimes_for
 from jpipe.meshes._place import Place
 from jpipe.model.jaxprs._wanted import without_effects
 from jpipe.ops import OPS, Leaves, Op
-from jpipe.plan import Stage
 from jpipe.stages._arrays import Arrays, Share, shardings_of
 from jpipe.stages.functions._accumulators import mean_loss
 from jpipe.stages.functions._evaluation import evaluate, predict
@@ -40,11 +41,10 @@ def ops_by_call() -> dict[str, Op]:
     return {op.function: op for op in OPS.values() if op.trains}
 
 
-def op_of_call(name: str, stage: Stage) -> Op | None:
-    """Return the op that a call of a stage computes, or computes for one part; None for a call that is not of an op."""
-    function, _, part = name.partition(" ")
-    op = ops_by_call().get(function)
-    return op if op is None or not part else op.of_part(int(part), len(stage.sum_parts))
+def ops_of_stage(f: StageFunctions) -> dict[str, Op]:
+    """Return the ops of training by the name of their call, with the pieces of them that capabilities compute."""
+    more = (ops(f) for ops in hooks("ops", runtimes_for(f.capabilities).values()))
+    return reduce(or_, more, ops_by_call())
 
 
 class Call(NamedTuple):
@@ -85,7 +85,7 @@ def trace_call(
     """
     call = _call(Arrays(functions, place, {} if chosen is None else chosen, share), name, counts)
     function, outputs = call.function, call.outputs
-    if op_of_call(name, functions.stage) is not None or name in get_args(UpdateKind):
+    if name in ops_of_stage(functions) or name in get_args(UpdateKind):
         function, outputs = _with_done(function), (outputs, place.specs(_DONE))
     function = _named(function, name)
     options: dict[str, Any] = {"donate_argnums": call.donated, "keep_unused": name.startswith(("in_place", "into_retired"))}
@@ -100,7 +100,7 @@ def trace_call(
 def _call(a: Arrays, name: str, counts: Sequence[int]) -> Call:
     """Return a call by name."""
     f = a.functions
-    if (op := op_of_call(name, f.stage)) is not None:
+    if (op := ops_by_call().get(name)) is not None:
         return _call_of_op(a, op)
     params, optimizer, gradients = (unshared(f, tree) for tree in (a.updated(a.trained), a.optimizer, a.accumulators["gradients"]))
     updated = params, optimizer, {**a.accumulators, "gradients": gradients}
@@ -130,34 +130,20 @@ def _call(a: Arrays, name: str, counts: Sequence[int]) -> Call:
     }
     if name in calls:
         return calls[name]()
-    for hooks in runtimes_for(f.capabilities).values():
-        if hooks.calls is not None and name in (more := hooks.calls(a)):
-            return more[name]
+    for added in hooks("calls", runtimes_for(f.capabilities).values()):
+        if name in (more := added(a)):
+            return more[name] if isinstance(more[name], Call) else more[name]()
     return {**_calls_for_shared(a), **_calls_for_sums(a)}[name]
 
 
 def _call_of_op(a: Arrays, op: Op) -> Call:
     """Return the call of an op, with the arguments and results that its row of the table says."""
     scale = None if a.scale is None else a.scale.value
-    reads = {"inputs": lambda: a.arguments, "residuals": lambda: a.between, "stash": lambda: a.stash}
-    function, _, part = op.function.partition(" ")
-    if part:
-        return _call_of_part(a, op, int(part), reads[ops_by_call()[function].reads]())
     results = tuple(_result_of_op(a, op, kind) for kind in op.leaves)
-    arguments = reads[op.reads]()
+    arguments = a.read_by(op.reads)
     sums, donated = ((a.accumulators,), (1 + len(arguments),)) if op.finishes else ((), ())
     inputs = a.params, *arguments, *sums, a.rng, *(() if op.parts == "F" else (scale,))
     return Call(getattr(a.functions, op.function), donated, inputs, results if len(results) > 1 else results[0])
-
-
-def _call_of_part(a: Arrays, op: Op, part: int, reads: tuple[Any, ...]) -> Call:
-    """Return the call of an op for one part of the stage; `reads` is what the whole op reads."""
-    held = reads if part == 0 else (a.held(op.function.partition(" ")[0], part, reads),)
-    sums, scale = a.functions.accumulators_of_part(a.accumulators, part), None if a.scale is None else a.scale.value
-    results = {"state": a.changed, "gradient": a.gradient, "accumulators": sums, "stash": None}
-    left = tuple(results[kind] for kind in op.leaves)
-    inputs = a.params, *held, sums, a.rng, scale
-    return Call(partial(a.functions.run_part, op, part), (1 + len(held),), inputs, left if len(left) > 1 else left[0])
 
 
 def _result_of_op(a: Arrays, op: Op, kind: Leaves) -> Any:

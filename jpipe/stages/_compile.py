@@ -26,6 +26,7 @@ from jpipe.model._layer import Layer, LayerSpec, key_spec
 from jpipe.model._losses import Loss
 from jpipe.model._stack import LayerStack
 from jpipe.model.jaxprs._wanted import without_effects
+from jpipe.ops import OPS
 from jpipe.plan import Plan
 from jpipe.programs._instructions import (
     AddShared,
@@ -36,10 +37,9 @@ from jpipe.programs._instructions import (
     SumSquares,
     TakeShared,
     Update,
-    op_of,
 )
 from jpipe.stages._arrays import Share
-from jpipe.stages._calls import UpdateKind, op_of_call, ops_by_call, trace_call
+from jpipe.stages._calls import UpdateKind, ops_of_stage, trace_call
 from jpipe.stages._compiled_stage import CompiledStage, choices, sharded_by_xla, update_kind
 from jpipe.stages.functions._evaluation import can_evaluate
 from jpipe.stages.functions._stage import StageFunctions
@@ -74,7 +74,7 @@ def compile_workers(
         for instruction in program.instructions:
             if instruction.worker in workers:
                 for name in _calls(instruction, program):
-                    if like is not None and op_of_call(name, workers[instruction.worker][0].stage) is None:
+                    if like is not None and name not in ops_of_stage(workers[instruction.worker][0]):
                         continue
                     key = keys[instruction.worker]
                     used[key if name in get_args(UpdateKind) else _for_all(key)].add(name)
@@ -117,7 +117,7 @@ def _compile_in_turns(
     """
     compiled: list[dict[str, jax.stages.Compiled]] = [{} for _ in stages]
     chosen: list[dict[str, Sequence[Any]]] = [{} for _ in stages]
-    for turn in (*sharded_by_xla(), *_parts_in_order(name for *_, names in stages for name in names), None):
+    for turn in (*dict.fromkeys(name for f, *_ in stages for name in sharded_by_xla(f)), None):
         lowered = {}
         for i, (f, place, share, names) in enumerate(stages):
             for name in names:
@@ -135,12 +135,6 @@ def _compile_in_turns(
             if turn is not None:
                 chosen[i] = {**choices(stages[i][0], turn, call), **chosen[i]}
     return [{name: programs[name] for name in names} for programs, (*_, names) in zip(compiled, stages, strict=True)]
-
-
-def _parts_in_order(names: Iterable[str]) -> list[str]:
-    """Return the calls of ops for a part of a stage, the first parts first: each reads what the one before leaves."""
-    parts = {name for name in names if name.partition(" ")[0] in ops_by_call() and " " in name}
-    return sorted(parts, key=lambda name: int(name.partition(" ")[2]))
 
 
 def with_metrics(workers: Mapping[int, CompiledStage], metrics: Mapping[str, Loss]) -> dict[int, CompiledStage]:
@@ -200,7 +194,7 @@ def _calls(instruction: Instruction, program: Program) -> tuple[str, ...]:
     stage = program.plan.workers[instruction.worker][0]
     match instruction:
         case Compute():
-            return (op_of(instruction, program.plan).function,)
+            return (OPS[instruction.op].function + instruction.piece,)
         case AllReduce(piece=piece):
             summing = exchange_of(values_of(program.plan)).sums
             names = ("add", "finish") if summing is None else summing.calls

@@ -13,16 +13,16 @@ from jpipe.ops import Op
 from jpipe.plan import Plan
 from jpipe.programs._instructions import Update
 from jpipe.stages._arrays import Share
-from jpipe.stages._calls import UpdateKind, ops_by_call
+from jpipe.stages._calls import UpdateKind, ops_by_call, ops_of_stage
 from jpipe.stages.functions._stage import StageFunctions
 from jpipe.stages.functions._sums import unshared
 
 Tree = Any
 
 
-def sharded_by_xla() -> dict[str, Op]:
+def sharded_by_xla(f: StageFunctions) -> dict[str, Op]:
     """Return by call the ops that leave arrays for a later op, in the order in which XLA chooses the shardings of these arrays."""
-    return {name: op for name, op in ops_by_call().items() if {"residuals", "stash"} & {*op.leaves}}
+    return {name: op for name, op in ops_of_stage(f).items() if {"residuals", "stash"} & {*op.leaves}}
 
 
 def update_kind(update: Update) -> UpdateKind:
@@ -60,9 +60,9 @@ class CompiledStage:
     Each except `evaluate` returns (result, done), where `done` is an array of one byte that is ready when the computation is finished.
     With the global norm there is also `sum_squares`, and at the first stage `norm`; with a norm of each stage `stage_norm`; with a dynamic
     loss scale `next_scale`; if gradients are set aside, `zero_accumulators` and at the last stage `mean_loss`; if replicas sum them, `add`
-    and `finish`, or those of a capability that sums in another way, with `Stage.sum_parts` for each part one with its number, as in
-    `add 0` and `backward 0`; if they average their layer state when it is read, `add_state` and `mean_state`; those of capabilities. With a
-    `share`, updates are of this part of the weights. `starts` keeps what runs once before batch 0, compiled at the first use.
+    and `finish`, or those of a capability that sums in another way; if they average their layer state when it is read, `add_state` and
+    `mean_state`; those of capabilities. With a `share`, updates are of this part of the weights. `starts` keeps what runs once before
+    batch 0, compiled at the first use.
     """
 
     functions: StageFunctions
@@ -75,7 +75,7 @@ class CompiledStage:
     def chosen(self) -> dict[str, Sequence[Any]]:
         """The shardings that XLA chose for arrays between two programs, as in `Arrays`; empty on one device."""
         chosen: dict[str, Sequence[Any]] = {}
-        for name in sharded_by_xla() if self.place.mesh else ():
+        for name in sharded_by_xla(self.functions) if self.place.mesh else ():
             if name in self.calls:
                 chosen = {**choices(self.functions, name, self.calls[name]), **chosen}
         return chosen
@@ -152,11 +152,9 @@ class CompiledStage:
 def choices(f: StageFunctions, name: str, call: jax.stages.Compiled) -> dict[str, Sequence[Any]]:
     """Return how one of the calls in `sharded_by_xla` shards its results for later calls, as `Arrays.chosen`."""
     result, _ = call.output_shardings
-    function, _, part = name.partition(" ")
-    op = ops_by_call()[function]
-    if part:
-        last = int(part) == len(f.stage.sum_parts) - 1
-        return {} if last else {name: result[op.of_part(int(part), len(f.stage.sum_parts)).leaves.index("stash")]}
+    op = sharded_by_xla(f)[name]
+    if name not in ops_by_call():
+        return {name: result[op.leaves.index("stash")]}
     sharded = result[op.leaves.index("residuals" if "residuals" in op.leaves else "stash")]
     if "residuals" in op.leaves:
         return {"saved": sharded}

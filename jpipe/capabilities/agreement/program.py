@@ -166,17 +166,17 @@ def _begin(worker: prediction.Worker) -> None:
     plan, start = worker.all.plan, worker.all.program.start
     if (begun := agreement_under_way(plan, worker.stage, start * plan.updates_per_batch(worker.stage))) is not None:
         worker.change("changes")
-        worker.all.there.add(worker.place("changes", None, begun))
+        worker.all.there.add(worker.place("changes", begun))
 
 
 def _write_sum(worker: prediction.Worker, i: SumChanges) -> None:
     worker.change("changes")  # then their mean
     worker.change("sum changes")
-    worker.begin_sum("changes", i.batch, None, prediction.NOWHERE)
+    worker.begin_sum("changes", i.batch)
 
 
 def _write_agree(worker: prediction.Worker, i: Agree) -> None:
-    worker.wait("changes", None, i.begun, uses_up=True)
+    worker.wait("changes", i.begun, uses_up=True)
     worker.change("agree")
 
 
@@ -184,7 +184,7 @@ PRICE = PriceHooks(
     writers={SumChanges: _write_sum, Agree: _write_agree},
     changes={
         "changes": lambda prices, cost, s: Change(cost.trained),
-        "sum changes": lambda prices, cost, s: Change(sent=round(prices.sum("changes", s, None)[0])),
+        "sum changes": lambda prices, cost, s: Change(sent=round(prices.sum("changes", s)[0])),
         "agree": lambda prices, cost, s: Change(-cost.trained),
     },
     begin=_begin,

@@ -49,6 +49,17 @@ def compressed_specs(specs: Tree, kind: Kind | None) -> Tree:
     return specs if kind is None else jax.eval_shape(partial(compress, kind=kind), specs)
 
 
+_PURPOSES = {"activation": 6, "gradient": 7, "sum": 8}  # of a key of the run; those of the layers are below
+
+
+def key_of(message: str, stage: int, rng: tuple[Any, Any]) -> jax.Array:
+    """Return the key with which a stage rounds a message or a sum at random, from (its number, key of the run)."""
+    number, key = rng
+    for fixed in (_PURPOSES[message], stage, number):
+        key = jax.random.fold_in(key, fixed)
+    return key
+
+
 class _Format(NamedTuple):
     """Values with a common scale.
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from jpipe.capabilities.protocol import ProgramHooks
 from jpipe.plan import Plan, Stage
-from jpipe.programs._costs import StageCost
+from jpipe.programs._costs import StageCost, pieces_of
 
 
 def sent_cost(plan: Plan, stage: Stage, cost: StageCost) -> StageCost:
@@ -21,8 +21,8 @@ def sent_cost(plan: Plan, stage: Stage, cost: StageCost) -> StageCost:
     )
     if links.sums is None or stage.replicas == 1:
         return cost
-    sizes = [math.ceil(cost.accumulators_of_part(part, stage)) for part in range(len(stage.sum_parts))] or [cost.accumulators]
-    return replace(cost, kept=cost.kept + cost.accumulators, gathered=tuple(links.compressed_bytes("sums", size) for size in sizes))
+    gathered = tuple(links.compressed_bytes("sums", math.ceil(size)) for size in pieces_of(plan, stage, cost))
+    return replace(cost, kept=cost.kept + cost.accumulators, gathered=gathered)
 
 
 PROGRAM = ProgramHooks(sent_cost=sent_cost)

@@ -8,16 +8,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jpipe.capabilities.compressed_messages.compress import compress, compressed_specs, decompress
-from jpipe.capabilities.compressed_messages.option import Kind, Links, Message
-from jpipe.capabilities.compressed_messages.shards import bytes_of_sent, specs_of_sent, with_feedback, without_compression
+from jpipe.capabilities.compressed_messages.compress import compress, compressed_specs, decompress, key_of
+from jpipe.capabilities.compressed_messages.option import Links
+from jpipe.capabilities.compressed_messages.shards import bytes_of_given, specs_of_sent, with_feedback, without_compression
 from jpipe.capabilities.protocol import Exchange, RuntimeHooks, SnapshotHooks, SumHooks
 from jpipe.programs._instructions import AllReduce
 from jpipe.runtime._plain import Plain, from_plain, to_plain
 from jpipe.runtime._snapshot import Part, entry_name
 from jpipe.runtime._worker import Worker
 from jpipe.stages._arrays import Arrays
-from jpipe.stages._bytes import nbytes
 from jpipe.stages._calls import Call, loss_specs
 from jpipe.stages.functions._loss import loss_dtype
 from jpipe.stages.functions._specs import rng_spec
@@ -30,68 +29,30 @@ ROOM = "compressed_messages"
 
 # Messages between stages ---------------------------------------------------------------------------------------------------
 
-_FIELDS: dict[str, Message] = {"activation": "activations", "gradient": "gradients"}
-_PURPOSES = {"activation": 6, "gradient": 7, "sum": 8}  # of a key of the run; those of the layers are below
 
-
-def exchange(links: Links) -> Exchange:
+def exchange(values: Mapping[str, Any]) -> Exchange:
     """Return how messages between stages and sums are compressed."""
-    kinds = {message: links.kind(name) for message, name in _FIELDS.items()}
+    links: Links = values["links"]
+    kinds = {"activation": links.activations, "gradient": links.gradients}
 
     def encode(message: str, tree: Tree, stage: int, rng: tuple[Any, Any] | None) -> Tree:
         kind = kinds[message]
-        key = None if kind is None or rng is None or not links.draws else _key(_PURPOSES[message], stage, rng)
+        key = None if kind is None or rng is None or not links.draws else key_of(message, stage, rng)
         return compress(tree, kind, key)
 
-    sums = SumHooks(calls=("compress", "sum"), run=give_compressed, specs=specs_of_given, size=partial(bytes_of_given, links.sums))
+    sums = None
+    if links.sums is not None:
+        sums = SumHooks(calls=("compress", "sum"), run=give_compressed, specs=specs_of_given, size=partial(bytes_of_given, links.sums))
     return Exchange(
         encode=encode,
         decode=lambda message, tree, specs: decompress(tree, kinds[message], specs),
         specs=lambda message, specs: compressed_specs(specs, kinds[message]),
         draws=links.draws,
-        sums=None if links.sums is None else sums,
+        sums=sums,
     )
 
 
-def _key(purpose: int, stage: int, rng: tuple[Any, Any]) -> jax.Array:
-    """Return the key for what a stage sends, from its number and the key of the run."""
-    number, key = rng
-    for fixed in (purpose, stage, number):
-        key = jax.random.fold_in(key, fixed)
-    return key
-
-
 # Sums over replicas --------------------------------------------------------------------------------------------------------
-
-
-def _kind(f: StageFunctions) -> Kind:
-    """Return how the replicas of a stage that compress their gradients do it."""
-    kind: Kind = f.capabilities["links"].sums
-    return kind
-
-
-def _is_random(f: StageFunctions) -> bool:
-    return bool(f.capabilities["links"].rounding == "stochastic")
-
-
-def compress_sum(f: StageFunctions, gradients: Tree, weight: jax.Array, errors: Tree, rng: tuple[Any, Any]) -> tuple[Tree, Tree]:
-    """Compress what a replica gives to a sum, or one part of it.
-
-    Args:
-        f: of the stage.
-        gradients: from the accumulators of the replica.
-        weight: of its microbatches.
-        errors: what rounding has lost of its gradients before.
-        rng: (number of the update and the replica, key of the run); (None, None): round to nearest.
-
-    Returns:
-        The compressed gradients; the new errors.
-    """
-    keys = None
-    if rng[1] is not None:
-        key = _key(_PURPOSES["sum"], f.number, rng)
-        keys = {entry: jax.random.fold_in(key, n) for n, entry in enumerate(sorted(f.specs.params))}
-    return with_feedback(f.partition, _kind(f), gradients, weight, errors, keys)
 
 
 def sum_compressed(f: StageFunctions, parts: Sequence[tuple[Tree, list[jax.Array]]]) -> tuple[Tree, list[jax.Array], Any]:
@@ -104,7 +65,7 @@ def sum_compressed(f: StageFunctions, parts: Sequence[tuple[Tree, list[jax.Array
     specs, of_replicas = f.accumulators_spec["gradients"], []
     for accumulators, state in parts:
         sent = accumulators["gradients"]
-        gradients = without_compression(f.partition, _kind(f), sent, {entry: specs[entry] for entry in sent})
+        gradients = without_compression(f.partition, f.capabilities["links"].sums, sent, {entry: specs[entry] for entry in sent})
         of_replicas.append(({**accumulators, "gradients": gradients}, state))
     return finish(f, reduce(add, of_replicas))
 
@@ -112,12 +73,13 @@ def sum_compressed(f: StageFunctions, parts: Sequence[tuple[Tree, list[jax.Array
 def calls(a: Arrays) -> dict[str, Call]:
     """Return the programs with which the replicas of a stage sum compressed gradients."""
     f, programs = a.functions, dict[str, Call]()
+    links: Links = f.capabilities["links"]
     number = a.whole(jax.ShapeDtypeStruct((), loss_dtype()))
-    rng = a.whole(rng_spec()) if _is_random(f) else (None, None)
+    rng = a.whole(rng_spec()) if links.rounding == "stochastic" else (None, None)
     for (piece, reduced), given in zip(a.sums.items(), specs_of_given(a), strict=True) if f.summing is not None else ():
         gradients = reduced[0]["gradients"]
         inputs = gradients, number, gradients, rng
-        programs[f"compress{piece}"] = Call(partial(compress_sum, f), (2,), inputs, (given[0]["gradients"], gradients))
+        programs[f"compress{piece}"] = Call(partial(with_feedback, f), (2,), inputs, (given[0]["gradients"], gradients))
         total = *reduced, loss_specs(a, reduced[0])
         programs[f"sum{piece}"] = Call(partial(sum_compressed, f), (), ([given] * f.stage.replicas,), total)
     return programs
@@ -127,28 +89,23 @@ def specs_of_given(a: Arrays) -> list[tuple[Tree, list[Any]]]:
     """Return what a replica gives to the sum of each piece."""
     found = []
     for accumulators, averaged in a.sums.values():
-        sent = specs_of_sent(a.functions.partition, _kind(a.functions), accumulators["gradients"])
+        sent = specs_of_sent(a.functions.partition, a.functions.capabilities["links"].sums, accumulators["gradients"])
         found.append(({**accumulators, "gradients": a.place.specs(*sent)}, averaged))
     return found
-
-
-def bytes_of_given(kind: Any, accumulators: Tree) -> int:
-    """Return the bytes that a replica sends to each other one for a sum of accumulators."""
-    return bytes_of_sent(kind, accumulators["gradients"]) + nbytes({**accumulators, "gradients": None})
 
 
 def give_compressed(worker: Worker, i: AllReduce, accumulators: Tree, means: Tree) -> Mapping[int, Tree]:
     """Give compressed accumulators, which take the place of those of the replica, to a sum, and keep what rounding has lost."""
     state, update = worker.state, i.batch + worker.version_shift
+    links: Links = worker.functions.capabilities["links"]
     gradients, numbers = accumulators["gradients"], {name: tree for name, tree in accumulators.items() if name != "gradients"}
     weight = numbers.get("weight", state.updates[update].get("given_weight"))  # the first piece has it
-    rng = (np.uint32(update * worker.replicas + worker.replica), state.key) if _is_random(worker.functions) else (None, None)
+    rng = (np.uint32(update * worker.replicas + worker.replica), state.key) if links.rounding == "stochastic" else (None, None)
     before = state.capabilities[ROOM]
     sent, errors = worker.calls[f"compress{i.piece}"](gradients, weight, {entry: before[entry] for entry in gradients}, rng)
     state.capabilities[ROOM] = {**before, **errors}
     worker.consumed.keep((numbers, weight))  # the transfer may read them later
-    is_last = i.part in (None, len(worker.plan.stages[worker.stage].sum_parts) - 1)
-    worker.change_update(update, **{f"sums{i.piece}": None}, given_weight=None if is_last else weight)
+    worker.change_update(update, **{f"sums{i.piece}": None}, given_weight=weight if i.following else None)
     return worker.transport.sum_gathered(i, update, ({**numbers, "gradients": sent}, means), worker.calls[f"sum{i.piece}"])
 
 

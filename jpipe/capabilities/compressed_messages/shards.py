@@ -14,10 +14,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jpipe.capabilities.compressed_messages.compress import compress, compressed_specs, decompress
+from jpipe.capabilities.compressed_messages.compress import compress, compressed_specs, decompress, key_of
 from jpipe.capabilities.compressed_messages.option import Kind
 from jpipe.meshes._partition import WHOLE, Partition, shard_bytes, without_devices
+from jpipe.stages._bytes import nbytes
 from jpipe.stages.functions._accumulators import divisor
+from jpipe.stages.functions._stage import StageFunctions
 
 Tree = Any
 Spec = jax.ShapeDtypeStruct
@@ -26,22 +28,25 @@ Keys = Mapping[str, jax.Array]
 
 
 def with_feedback(
-    partition: Partition, kind: Kind, gradients: Mapping[str, Tree], weight: jax.Array, errors: Mapping[str, Tree], keys: Keys | None
+    f: StageFunctions, gradients: Mapping[str, Tree], weight: jax.Array, errors: Tree, rng: tuple[Any, Any]
 ) -> tuple[Tree, Tree]:
-    """Compress the gradients of a replica, with what rounding has lost of them before.
+    """Compress the gradients that a replica gives to a sum, with what rounding has lost of them before.
 
     Args:
-        partition: of the arrays of the stage.
-        kind: of the compression.
+        f: of the stage.
         gradients: the sums over the microbatches of the replica, by entry.
         weight: of these microbatches.
         errors: what rounding has lost before, in the structure of the gradients.
-        keys: for stochastic rounding; None: round to nearest.
+        rng: (number of the update and the replica, key of the run); (None, None): round to nearest.
 
     Returns:
         The compressed gradients; the new errors.
     """
-    arrays = _arrays(partition, kind, gradients)
+    keys = None
+    if rng[1] is not None:
+        key = key_of("sum", f.number, rng)
+        keys = {entry: jax.random.fold_in(key, n) for n, entry in enumerate(sorted(f.specs.params))}
+    arrays = _arrays(f.partition, f.capabilities["links"].sums, gradients)
     pairs = jax.tree.map(lambda array, *both: array.compress(*both, weight, keys), arrays, gradients, errors)
     sent, lost = (jax.tree.map(lambda _, pair, n=n: pair[n], arrays, pairs) for n in range(2))
     return sent, lost
@@ -58,14 +63,17 @@ def specs_of_sent(partition: Partition, kind: Kind, gradients: Mapping[str, Tree
     return jax.tree.map(lambda array: array.sent_shapes, arrays), jax.tree.map(lambda array: array.sent_specs, arrays)
 
 
-def bytes_of_sent(kind: Kind, gradients: Tree) -> int:
-    """Return the bytes of compressed gradients on each device, from the gradients or their sum, or from specs with their shardings."""
-    return sum(_bytes_of_row(shard_bytes(leaf) // leaf.dtype.itemsize, leaf.dtype, kind) for leaf in jax.tree.leaves(gradients))
+def bytes_of_given(kind: Kind, accumulators: Mapping[str, Any]) -> int:
+    """Return the bytes on each device that a replica gives for a sum, from accumulators or their specs, with their shardings."""
+    gradients = jax.tree.leaves(accumulators["gradients"])
+    return nbytes({**accumulators, "gradients": None}) + sum(
+        _bytes_of_row(shard_bytes(leaf) // leaf.dtype.itemsize, leaf.dtype, kind) for leaf in gradients
+    )
 
 
 @functools.cache
 def _bytes_of_row(length: int, dtype: Any, kind: Kind) -> int:
-    return sum(map(shard_bytes, jax.tree.leaves(compressed_specs(Spec((1, length), dtype), kind))))
+    return nbytes(compressed_specs(Spec((1, length), dtype), kind))
 
 
 @dataclass(frozen=True)

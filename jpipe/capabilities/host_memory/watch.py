@@ -14,6 +14,7 @@ from jpipe.plan import Plan
 from jpipe.programs._instructions import Compute, Update
 from jpipe.programs._transfers import HOST, Transfer
 from jpipe.runtime._interpreter import Event
+from jpipe.runtime._trace import key_of
 from jpipe.runtime.state import WorkerState
 from jpipe.runtime.timing._arrivals import Arrivals
 from jpipe.runtime.timing._transfers import Computation
@@ -62,7 +63,7 @@ class MoveWatcher:
         if isinstance(i, Offload | Fetch):
             self._note_move(i, event.state)
         elif isinstance(i, Compute):
-            computation, op = (i.worker, i.op, i.microbatch, i.part or 0), OPS[i.op]
+            computation, op = key_of(i), OPS[i.op]
             self._read(computation, ("versions", i.version), (op.reads, i.microbatch))
             self._made |= {(i.worker, kind, i.microbatch): computation for kind in op.leaves}
         elif isinstance(i, Update):

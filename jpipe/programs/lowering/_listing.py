@@ -38,10 +38,10 @@ class Listing:
         for j in self._copies(worker):
             self._written_at[2 * time + 1].append(Load(worker + j, k + j, data))
 
-    def compute(self, time: int, op: str, worker: int, k: int, version: int, part: int | None) -> None:
-        """Write a computation."""
+    def compute(self, time: int, op: str, worker: int, k: int, version: int, kind: type[Compute] = Compute, *fields: int) -> None:
+        """Write a computation; a capability may have a kind of its own, with more fields."""
         for j in self._copies(worker):
-            self._written_at[2 * time + 1].append(Compute(op, worker + j, k + j, version, part))
+            self._written_at[2 * time + 1].append(kind(op, worker + j, k + j, version, *fields))
 
     def write(self, time: int, kind: type[Any], worker: int, *fields: int | None) -> None:
         """Write an instruction about a batch or a version, which have the same number in all replicas."""

@@ -166,7 +166,8 @@ class PendingUpdates:
         self.summing = [workers[:1] if alike else workers for workers in plan.stage_workers]  # by stage, those that are run
         self.begun = [start * plan.updates_per_batch(s) for s in range(plan.depth)]  # sums of whole updates, by stage
         self.routed = routed  # by stage, whether they wait for other stages, at the times of the route
-        self.arrived: dict[tuple[int, int, int | None], list[int]] = {}  # when each replica had gradients, by stage, batch and part
+        self.arrived: dict[tuple[int, ...], list[int]] = {}  # when each replica had gradients, by stage and what they are of
+        self._sums_elsewhere = {s for lowering in lowerings for s in lowering.begins_sums}
 
     def add(self, worker: Worker, batch: int | None, dead: int | None) -> None:
         """Note the end of a backward.
@@ -185,7 +186,7 @@ class PendingUpdates:
             pending[0] = Pending(pending[0].batch, dead)  # the update that is due, or that starts from this version, takes its memory
         elif dead is not None:
             self.write_release(worker.clock, worker.number, dead)
-        if batch is not None and (len(pending) == 1 or routed) and not self._sums_parts(worker):
+        if batch is not None and (len(pending) == 1 or routed) and worker.stage not in self._sums_elsewhere:
             self.begin_sum(worker, batch)
 
     def settle(self, worker: Worker) -> bool:
@@ -200,7 +201,7 @@ class PendingUpdates:
                 return False
             worker.clock = max(worker.clock, summed)
             self.make(worker, worker.clock)
-            if not self._sums_parts(worker):
+            if worker.stage not in self._sums_elsewhere:
                 self.begin_sum(worker, worker.pending[0].batch)
         return True
 
@@ -224,20 +225,22 @@ class PendingUpdates:
         for hook in self._released:
             hook(worker, version)
 
-    def _sums_parts(self, worker: Worker) -> bool:
-        """Return whether a stage sums its gradients in parts, each as soon as it is computed, whatever updates are pending."""
-        return bool(self.plan.stages[worker.stage].sum_parts)
-
-    def begin_sum(self, worker: Worker, batch: int, part: int | None = None) -> None:
-        """Note that a replica has all gradients of a batch, or of a part of the stage; the sum begins with the last replica."""
-        s = worker.stage
-        arrived = self.arrived.setdefault((s, batch, part), [])
-        arrived.append(worker.clock)
-        if len(arrived) == len(self.summing[s]):
-            begins = max(self.arrived.pop((s, batch, part)))
+    def begin_sum(self, worker: Worker, batch: int) -> None:
+        """Note that a replica has all gradients of a batch; the sum begins with the last replica."""
+        s, begins = worker.stage, self.come(worker, batch)
+        if begins is not None:
             if self.plan.sums_gradients(s):
-                for w in self.summing[s]:
-                    self.listing.write(begins, AllReduce, w, batch, part)
-            self.begun[s] += not part
-            if part is None or part == len(self.plan.stages[s].sum_parts) - 1:
-                self.available.announce("sum", s, batch, begins)
+                self.write_sums(begins, s, AllReduce, batch)
+            self.begun[s] += 1
+            self.available.announce("sum", s, batch, begins)
+
+    def come(self, worker: Worker, *what: int) -> int | None:
+        """Note that a replica has some gradients, and return when the last replica of its stage has; None: not all have."""
+        arrived = self.arrived.setdefault((worker.stage, *what), [])
+        arrived.append(worker.clock)
+        return max(self.arrived.pop((worker.stage, *what))) if len(arrived) == len(self.summing[worker.stage]) else None
+
+    def write_sums(self, time: int, s: int, kind: type[AllReduce], *fields: int) -> None:
+        """Write the instructions of all replicas of a stage that begin a sum."""
+        for w in self.summing[s]:
+            self.listing.write(time, kind, w, *fields)

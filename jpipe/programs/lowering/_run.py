@@ -15,11 +15,11 @@ from jpipe.programs._execution_order import ProgramError
 from jpipe.programs._global_norm import distribute, norm_alone, norm_of_pipeline
 from jpipe.programs._instructions import (
     AddShared,
+    Compute,
     Instruction,
     Program,
     SumSquares,
     TakeShared,
-    parts_of,
 )
 from jpipe.programs._route import Route, last_microbatch, route_of
 from jpipe.programs._timeline import Span, format_grid
@@ -78,8 +78,7 @@ class Run:
         self.sums = [plan.sums_gradients(s) for s in range(plan.depth)]  # whether updates wait for a sum over replicas
         self.every = [plan.microbatches_per_update(s) for s in range(plan.depth)]  # microbatches for an update
         self.each = [every // count for every, count in zip(self.every, self.replicas, strict=True)]  # backwards of a replica for an update
-        self.in_parts = [bool(stage.sum_parts) for stage in plan.stages]
-        self.unit = max(len(stage.sum_parts) or 1 for stage in plan.stages)  # ticks of a forward, so that each part takes some
+        self.unit = max((unit(plan) for unit in hooks("unit", programs_of(plan, uses))), default=1)  # ticks of a forward
         again = [int(repeats_forward(stage.recompute)) for stage in plan.stages]  # a forward that is computed again
         self.ticks: dict[tuple[str, int], int] = {}  # of an op at a stage: a unit for each of its halves, and one more if it recomputes
         for (name, op), s in itertools.product(OPS.items(), range(plan.depth)):
@@ -110,6 +109,7 @@ class Run:
         self.is_whole = workers is None and not self.alike  # whether the listing has all instructions since the start
         lowerings = made("lower", programs_of(plan, uses), self)
         self._before_compute, self._drained = hooks("before_compute", lowerings), hooks("drained", lowerings)
+        self._writers = hooks("write", lowerings)
         self._version_ready, self._settle = hooks("version_ready", lowerings), hooks("settle", lowerings)
         self.updates = PendingUpdates(plan, self.available, self.listing, lowerings, self.routed, start, self.alike)
         self.added: set[tuple[int, int, int]] = set()  # shared gradients, by worker, batch and group
@@ -235,7 +235,10 @@ class Run:
                 Run(plan, self.start, end, self.uses, alike=False).go_on(end, True)
             except (InputError, ProgramError) as error:
                 return error
-        for i, time in ((i, time) for i, time in self.listing.computations() if not i.part):
+        begun: dict[tuple[int, str, int], tuple[Compute, int]] = {}
+        for i, time in self.listing.computations():
+            begun.setdefault((i.worker, i.op, i.microbatch), (i, time))
+        for i, time in begun.values():
             rank, (s, _) = plan.rank_of[i.worker], plan.workers[i.worker]
             chunk = plan.rank_workers[rank].index(i.worker)
             rows[rank].append(Span(i.op, i.microbatch, i.version, time, time + self.ticks[i.op, s], chunk=chunk))
@@ -290,7 +293,7 @@ class Run:
         of_rank.clock = begins
         for hook in self._before_compute:
             hook(begins, worker)
-        is_simple = not (self.written[s] or self.in_parts[s])
+        is_simple = not (self.written[s] or self._writers)
         ends = of_rank.clock = begins + effect.ticks if is_simple else self._write(worker, effect, k, version)
         if effect.output is not None:
             if self.linked[s]:
@@ -312,20 +315,13 @@ class Run:
             self.listing.load(time, self.plan.worker(self.plan.depth - 1, k), k, "labels")
 
     def _write(self, worker: Worker, effect: _Effect, k: int, version: int) -> int:
-        """Write a computation that begins now, and return when it ends; a part of it is followed by the sum of this part."""
-        op, s, time = effect.op, worker.stage, worker.rank.clock
-        if not self.in_parts[s]:
-            if self.written[s]:
-                self.listing.compute(time, op.name, worker.number, k, version, None)
-            return time + effect.ticks
-        parts = parts_of(op.name, self.plan, s, k)
-        later = self.unit * len(op.parts.strip("F")) // len(parts)  # ticks of each part but the first
-        for part in parts:
-            self.listing.compute(worker.clock, op.name, worker.number, k, version, part)
-            worker.clock += later if part else effect.ticks - later * (len(parts) - 1)
-            if part is not None:
-                self.updates.begin_sum(worker, k // self.every[s], part)
-        return worker.clock
+        """Write a computation that begins now, and return when it ends."""
+        for write in self._writers:
+            if (ends := write(worker, effect.op, effect.ticks, k, version)) is not None:
+                return int(ends)
+        if self.written[worker.stage]:
+            self.listing.compute(worker.clock, effect.op.name, worker.number, k, version)
+        return worker.clock + effect.ticks
 
     def _send_output(self, worker: Worker, k: int, time: int) -> None:
         s, to = worker.stage, self.plan.worker(worker.stage + 1, k)

@@ -4,7 +4,7 @@ What an action waits for is a place in one list of times. What depends on costs 
 of a rank change in the order of its instructions, whatever the times are, so their changes are a list of their own.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,10 +26,10 @@ from jpipe.programs._instructions import (
     TakeShared,
     Update,
     ends_update,
-    op_of,
 )
 from jpipe.programs._route import last_microbatch
 from jpipe.programs._verify import versions_before
+from jpipe.programs.prediction._prices import Prices
 from jpipe.schedules import SCHEDULES
 
 WORK, BEGIN, WAIT, MAKE, MOVE = range(5)
@@ -143,7 +143,8 @@ class Actions:
         places: the numbers of places, by worker and what is there; empty once all is written.
         num_places: how many there are.
         there: the places of what is there from the beginning.
-        seconds, changes: the numbers of prices of works, and of changes of bytes.
+        seconds: the numbers of prices of works, by the function of `Prices` that gives it and its arguments.
+        changes: the numbers of changes of bytes.
         routes: the numbers of what goes over links, by what it is, the ranks, and the price of its size.
         events: by their order; likewise.
     """
@@ -185,7 +186,6 @@ class Worker:
         all, rank: the actions of all ranks, and those of its own.
         number, stage, replica: of the worker.
         chunk: which of the rank's stages its stage is.
-        parts: the number of parts in which its stage sums gradients; 0: it sums them together.
         others: the other replicas, if they update the remaining weights.
         versions: its weight versions, each with the replicas whose share of the weights is still to come.
         most_versions: the most versions so far.
@@ -199,7 +199,7 @@ class Worker:
         plan, start = of_program.plan, of_program.program.start
         self.all, self.rank, self.number = of_program, of_program.ranks[plan.rank_of[number]], number
         self.stage, self.replica = s, _ = plan.workers[number]
-        self.chunk, self.parts = plan.rank_workers[self.rank.number].index(number), len(plan.stages[s].sum_parts)
+        self.chunk = plan.rank_workers[self.rank.number].index(number)
         self.others = tuple(w for w in plan.stage_workers[s] if w != number) if plan.divides_updates else ()
         self.versions: dict[int, tuple[int, ...]] = dict.fromkeys(sorted(versions_before(plan, number, start)), ())
         self.most_versions, self.accumulates, self.last = len(self.versions), True, NOWHERE
@@ -252,19 +252,18 @@ class Worker:
             event = self.all.events[order] = Event(order, participants, self.all.routes[route], places, ranks)
         self.rank.queue.append((BEGIN, event, sent, NOWHERE))
 
-    def begin_sum(self, what: str, batch: int, part: int | None, summed: int) -> None:
-        """Take part in a sum over the replicas of the stage, of gradients ("sum") or of changes."""
-        program, s = self.all, self.stage
-        route = what, program.plan.stage_workers[s], s, part
-        waiting = ((w, what, part, batch) for w in program.summing[s])
-        self.begin((1, s, _name(what, part), batch), len(program.summing[s]), route, waiting, NOWHERE if program.sums_block else summed)
-        if program.sums_block:
-            self.wait(what, part, batch)
+    def begin_sum(self, what: str, batch: int, sent: int = NOWHERE, piece: int = 0, following: int = 0) -> None:
+        """Take part in a sum over the replicas of the stage, of gradients ("sum") or of what a capability sums, or in a piece of it.
 
-    def wait_for_sums(self, batch: int, *, uses_up: bool = False) -> None:
-        """Wait for the sums of the gradients of a batch, all parts of them."""
-        for part in range(self.parts) if self.parts else (None,):
-            self.wait("sum", part, batch, uses_up=uses_up)
+        Sums of the same replicas end in order: if pieces follow, they are waited for and this one is not.
+        """
+        program, s = self.all, self.stage
+        place = (what, batch, piece) if following else (what, batch)
+        waiting = ((w, *place) for w in program.summing[s] if program.sums_block or not following)
+        route = what, program.plan.stage_workers[s], s, piece
+        self.begin((1, s, what, piece, batch), len(program.summing[s]), route, waiting, NOWHERE if program.sums_block else sent)
+        if program.sums_block:
+            self.wait(*place, uses_up=following > 0)
 
     def transfer(self, message: str, source: int, to: int, k: int, sent: int = NOWHERE) -> None:
         """Take part in a message between two ranks; only its sender does so if the ranks compute meanwhile."""
@@ -283,51 +282,64 @@ class Worker:
         return (message, k) if hooks is None or hooks.awaited is None else (message, *hooks.awaited(self, source, k))
 
 
-def _name(what: str, part: int | None) -> str:
-    return what if part is None else f"{what} of part {part}"
-
-
 def _load(worker: Worker, i: Load) -> None:
     worker.change(i.data)
 
 
 def _compute(worker: Worker, i: Compute) -> None:
-    program, rank, s, k, op = worker.all, worker.rank, worker.stage, i.microbatch, OPS[i.op]
-    is_last, needs, made = i.part is None or i.part == worker.parts - 1, NOWHERE, list[int]()
+    prepare(worker, i)
+    needs, made = needed(worker, i), made_by(worker, i)
+    change_bytes(worker, i)
+    work(worker, i, worker.all.seconds[Prices.seconds, worker.stage, i.op], needs, made)
+    finish(worker, i)
+
+
+def prepare(worker: Worker, i: Compute) -> None:
+    """Wait for the weights of a computation, and let capabilities do what comes before it."""
     for other in worker.others:
         worker.wait("weights", other, i.version)
-    for hook in program.before_compute:
+    for hook in worker.all.before_compute:
         hook(worker, i)
-    message, places = _NEEDS[op.reads], program.places
-    if message and not i.part and s != (0 if op.begins else program.depth - 1):
-        needs = places[i.worker, message, k]
-    if i.part is not None:
-        made.append(worker.place("part", i.part, k // program.plan.microbatches_per_update(s)))
-    if is_last and "output" in op.leaves and s < program.depth - 1:
-        made.append(places[i.worker, "made", "activation", k])
-    if is_last and op.gives_gradient and s > 0:
-        made.append(places[i.worker, "made", "gradient", k])
-    _change_bytes(worker, i, is_last)
-    seconds, name = program.seconds[s, i.op, i.part], i.op if i.part is None else op_of(i, program.plan).name
+
+
+def needed(worker: Worker, i: Compute) -> int:
+    """Return the place of the message that a computation needs, or NOWHERE."""
+    message, is_first = _NEEDS[OPS[i.op].reads], worker.stage == (0 if OPS[i.op].begins else worker.all.depth - 1)
+    return worker.place(message, i.microbatch) if message and not is_first else NOWHERE
+
+
+def made_by(worker: Worker, i: Compute) -> list[int]:
+    """Return the places of what a computation makes for other stages."""
+    op, s, made = OPS[i.op], worker.stage, list[int]()
+    if "output" in op.leaves and s < worker.all.depth - 1:
+        made.append(worker.place("made", "activation", i.microbatch))
+    if op.gives_gradient and s > 0:
+        made.append(worker.place("made", "gradient", i.microbatch))
+    return made
+
+
+def work(worker: Worker, i: Compute, seconds: int, needs: int, made: Sequence[int], part: int | None = None) -> None:
+    """Write a computation, with the number of its price and its places."""
+    rank = worker.rank
     rank.queue.append((WORK, seconds, needs, made[0] if made else NOWHERE))
     for place in made[1:]:
         rank.queue.append((MAKE, 0, NOWHERE, place))
-    rank.works.append(Work(seconds, s, worker.chunk, name, k, i.version, i.part, NOWHERE, len(rank.changes), rank.versions))
+    rank.works.append(
+        Work(seconds, worker.stage, worker.chunk, i.shown, i.microbatch, i.version, part, NOWHERE, len(rank.changes), rank.versions)
+    )
     worker.last, rank.computations = rank.computations, rank.computations + 1
-    if is_last and op.finishes:
-        worker.accumulate()
-        worker.accumulates = not (program.sets_aside[s] and ends_update(program.plan, s, k))
 
 
-def _change_bytes(worker: Worker, i: Compute, is_last: bool) -> None:
-    """Change the bytes at the end of a computation. The first of several parts leaves residuals to the others, if it has the forward."""
-    op, k, leaves = OPS[i.op], i.microbatch, i.part is not None and OPS[i.op].begins and worker.parts > 1
-    if not is_last:
+def finish(worker: Worker, i: Compute) -> None:
+    """Note whether the gradients of a computation end an update."""
+    if OPS[i.op].finishes:
         worker.accumulate()
-        worker.change("first part" if leaves and not i.part else "part")
-        return
-    if leaves:
-        worker.change("last part")
+        worker.accumulates = not (worker.all.sets_aside[worker.stage] and ends_update(worker.all.plan, worker.stage, i.microbatch))
+
+
+def change_bytes(worker: Worker, i: Compute) -> None:
+    """Change the bytes at the end of a computation."""
+    op, k = OPS[i.op], i.microbatch
     of_stage = {other.stage: other.computed.get(k, "") for other in worker.rank.workers} if len(worker.rank.workers) > 1 else {}
     worker.change("compute", i.op, of_stage.get(worker.stage - 1), of_stage.get(worker.stage + 1))
     if of_stage:
@@ -366,15 +378,15 @@ def _receive(worker: Worker, i: Receive) -> None:
         worker.wait(*received)
 
 
-def _all_reduce(worker: Worker, i: AllReduce) -> None:
-    if worker.all.averages_state and not i.part:
+def all_reduce(worker: Worker, i: AllReduce) -> None:
+    if worker.all.averages_state:
         worker.change("take state")  # the mean, until the update replaces the worker's own by it
-    worker.change("sum", i.part)
-    worker.begin_sum("sum", i.batch, i.part, NOWHERE if i.part is None else worker.place("part", i.part, i.batch))
+    worker.change("sum", 0)
+    worker.begin_sum("sum", i.batch)
 
 
 def _take_shared(worker: Worker, i: TakeShared) -> None:
-    worker.wait_for_sums(i.batch)
+    worker.wait("sum", i.batch)
     worker.make("made", "shared", last_microbatch(worker.all.plan, i.batch))
     worker.change("take shared")
 
@@ -386,7 +398,7 @@ def _add_shared(worker: Worker, i: AddShared) -> None:
 
 def _sum_squares(worker: Worker, i: SumSquares) -> None:
     k, s = last_microbatch(worker.all.plan, i.batch), worker.stage
-    worker.wait_for_sums(i.batch)
+    worker.wait("sum", i.batch)
     if s < worker.all.depth - 1:
         worker.wait("squares", k, uses_up=True)
         worker.change("free squares")
@@ -397,7 +409,7 @@ def _sum_squares(worker: Worker, i: SumSquares) -> None:
 
 def _update(worker: Worker, i: Update) -> None:
     program, rank, s, k = worker.all, worker.rank, worker.stage, last_microbatch(worker.all.plan, i.batch)
-    worker.wait_for_sums(i.batch, uses_up=True)
+    worker.wait("sum", i.batch, uses_up=True)
     if "global_norm" in program.program.uses:
         worker.wait("norm", k, uses_up=program.flushes)
     if program.averages_state and len(program.plan.stage_workers[s]) > 1:
@@ -420,7 +432,7 @@ def _update(worker: Worker, i: Update) -> None:
     rank.note_versions()
     if worker.others:
         worker.change("lack shares", worker.replica)
-    seconds = program.seconds[s, "", None]
+    seconds = program.seconds[Prices.seconds, s, ""]
     rank.queue.append((WORK, seconds, NOWHERE, worker.place("made", "weights", k) if worker.others else NOWHERE))
     rank.works.append(Work(seconds, s, worker.chunk, "", k, i.batch, None, worker.last, len(rank.changes), rank.versions))
 
@@ -437,7 +449,7 @@ WRITERS: dict[type, Callable[[Worker, Any], None]] = {
     Compute: _compute,
     Send: _send,
     Receive: _receive,
-    AllReduce: _all_reduce,
+    AllReduce: all_reduce,
     TakeShared: _take_shared,
     AddShared: _add_shared,
     SumSquares: _sum_squares,

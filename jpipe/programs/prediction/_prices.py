@@ -6,7 +6,7 @@ from typing import NamedTuple
 from jpipe.capabilities.protocol import MessageHooks, merged
 from jpipe.capabilities.registry import programs_of
 from jpipe.ops import OPS
-from jpipe.programs._costs import StageCost
+from jpipe.programs._costs import StageCost, pieces_of
 from jpipe.programs._instructions import Program
 
 
@@ -46,11 +46,9 @@ class Prices:
         self._messages: dict[str, MessageHooks] = merged("messages", used)
         self._changes = CHANGES | merged("changes", [capability.price for capability in used if capability.price is not None])
 
-    def seconds(self, s: int, op: str, part: int | None) -> float:
-        """Return the time of an op, or of one part of it; "" stands for an update."""
-        if not op:
-            return self.costs[s].update
-        return self.costs[s].seconds(op) if part is None else self.costs[s].seconds_of_part(op, part, self.plan.stages[s])
+    def seconds(self, s: int, op: str) -> float:
+        """Return the time of an op; "" stands for an update."""
+        return self.costs[s].seconds(op) if op else self.costs[s].update
 
     def change(self, name: str, s: int, *arguments: object) -> Change:
         """Return a change of bytes at stage s, one of `CHANGES`, or of a capability."""
@@ -109,17 +107,15 @@ class Prices:
         freed, size, _ = self.message(message, source, to)
         return Change(-freed, sent=size if self.plan.rank_of[source] != self.plan.rank_of[to] else 0)
 
-    def sum(self, what: str, s: int, part: int | None) -> tuple[float, int]:
-        """Return the bytes that each replica of a stage sends for a sum, and how often something goes around the ring of replicas.
+    def sum(self, what: str, s: int, piece: int = 0) -> tuple[float, int]:
+        """Return the bytes that each replica of a stage sends for a sum, or a piece of it, and how often something goes around their ring.
 
         What replicas gather goes around once, and each adds it up; otherwise shares go around, and then their sums.
         """
         cost, others = self.costs[s], self.plan.replicas[s] - 1
         if what == "sum" and cost.gathered:
-            return others * cost.gathered[part or 0], 1
-        size = cost.accumulators if part is None else cost.accumulators_of_part(part, self.plan.stages[s])
-        if what != "sum":
-            size = self._messages[what].price(self, s)
+            return others * cost.gathered[piece], 1
+        size = pieces_of(self.plan, self.plan.stages[s], cost)[piece] if what == "sum" else self._messages[what].price(self, s)
         return 2 * others / (others + 1) * size, 2
 
     def shared(self, s: int, other: int) -> int:
@@ -142,10 +138,10 @@ def _begin(prices: Prices, cost: StageCost, s: int, versions: int, optimizer_in_
     return Change(live, optimizer=optimizer, in_host=cost.optimizer if optimizer_in_host else 0)
 
 
-def _sum(prices: Prices, cost: StageCost, s: int, part: int | None) -> Change:
+def _sum(prices: Prices, cost: StageCost, s: int, piece: int) -> Change:
     """Return what a replica holds and sends for a sum: gradients, then what all have sent, which is taken to come together."""
-    held = prices.plan.replicas[s] * cost.gathered[part or 0] + cost.temporary if cost.gathered else 0
-    return Change(0, held, round(prices.sum("sum", s, part)[0]))
+    held = prices.plan.replicas[s] * cost.gathered[piece] + cost.temporary if cost.gathered else 0
+    return Change(0, held, round(prices.sum("sum", s, piece)[0]))
 
 
 CHANGES: dict[str, Callable[..., Change]] = {
@@ -153,9 +149,6 @@ CHANGES: dict[str, Callable[..., Change]] = {
     "inputs": lambda prices, cost, s: Change(cost.inputs),
     "labels": lambda prices, cost, s: Change(cost.labels),
     "compute": lambda prices, cost, s, *arguments: prices.computes(s, *arguments),
-    "first part": lambda prices, cost, s: Change(cost.residuals, cost.residuals + cost.temporary, residuals=cost.residuals),
-    "part": lambda prices, cost, s: Change(0, cost.temporary),
-    "last part": lambda prices, cost, s: Change(-cost.residuals, residuals=-cost.residuals),
     "accumulate": lambda prices, cost, s: Change(cost.accumulators),
     "send": lambda prices, cost, s, *arguments: prices.sends(*arguments),
     "receive": lambda prices, cost, s, *arguments: Change(prices.message(*arguments)[2]),

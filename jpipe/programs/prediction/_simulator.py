@@ -80,7 +80,7 @@ class Simulator:
         self._actions: Actions = program.prepared[overlap]
         self._plan, self._prices, self._is_brief = program.plan, Prices(program, costs), brief
         self._traffic, self._host = Traffic(network), host
-        self._seconds = [self._prices.seconds(*work) for work in self._actions.seconds]
+        self._seconds = [seconds(self._prices, *of) for seconds, *of in self._actions.seconds]
         self._routes = [self._route(*route) for route in self._actions.routes]
         self._times = [_NOT_YET] * self._actions.num_places
         for place in self._actions.there:

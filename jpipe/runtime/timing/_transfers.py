@@ -14,7 +14,7 @@ from jpipe.capabilities.registry import exchange_of, runtimes_of, values_of
 from jpipe.meshes._partition import shard_bytes
 from jpipe.ops import OPS, Leaves
 from jpipe.plan import Plan
-from jpipe.programs._instructions import AllReduce, Receive, Send, parts_of
+from jpipe.programs._instructions import AllReduce, Receive, Send
 from jpipe.programs._transfers import Transfer, in_rows
 from jpipe.runtime._interpreter import Event
 from jpipe.runtime._transport import PendingTransfer
@@ -23,16 +23,16 @@ from jpipe.runtime.timing._arrivals import Arrivals
 
 Tree = Any
 Computation = tuple[int, str, int, int]
-"""Worker, op or U, microbatch (of an update: batch), part of the stage."""
+"""Worker, op or U, microbatch (of an update: batch), how many further pieces of the computation follow."""
 
 
 class _Moved(NamedTuple):
-    """What is moved: its kind, the sender and the receiver or all replicas, the microbatch or update, and the part of the stage."""
+    """What is moved: its kind, the sender and the receiver or all replicas, the microbatch or update, and how many pieces of it follow."""
 
     what: str
     workers: tuple[int, ...]
     number: int
-    part: int | None = None
+    following: int = 0
 
 
 class TransferWatcher:
@@ -67,7 +67,7 @@ class TransferWatcher:
             self._watch(moved, received, nbytes(received))
         elif isinstance(i, AllReduce):
             replicas = tuple(plan.stage_workers[plan.workers[i.worker][0]])
-            moved = _Moved("sum", replicas, i.batch, i.part)
+            moved = _Moved("sum", replicas, i.batch, i.following)
             self._posted[moved] = self._now()
             if (total := _summed(i, event.state)) is not None:  # once the last replica of this process has given its part
                 self._watch(moved, total, _sent(total[0], plan, len(replicas)))
@@ -93,7 +93,7 @@ class TransferWatcher:
         for moved in dict.fromkeys([*self._posted, *self._sizes]):
             produced = max((ends[key] for key in _producers(moved, self._plan) if key in ends), default=0.0)
             start = max(self._posted[moved], produced) if moved in self._posted else math.nan
-            reader = readers.get(moved)
+            reader = readers.get(moved._replace(following=0))
             used, read = (math.nan, math.inf) if reader is None else (starts[reader], ends[reader])
             end = min(self._arrived[moved], read) if moved in self._arrived else used
             ranks = tuple(self._plan.rank_of[w] for w in moved.workers)
@@ -201,7 +201,7 @@ def _producers(moved: _Moved, plan: Plan) -> list[Computation]:
         case "sum":
             end = (moved.number + 1) * plan.microbatches_per_update(s)
             keys = [key for k in range(end - plan.replicas[s], end) for key in that_leave("accumulators", plan, s, k)]
-            return keys if moved.part is None else [(*key[:3], moved.part) for key in keys]
+            return [(*key[:3], moved.following) for key in keys]
     return []  # of small messages the post is the beginning
 
 
@@ -209,19 +209,17 @@ def _readers(plan: Plan, computations: Iterable[Computation]) -> dict[_Moved, Co
     """Return for messages and sums the computation that reads them."""
     readers: dict[_Moved, Computation] = {}
     for key in computations:
-        w, op, k, part = key
+        w, op, k, _ = key
         s = plan.workers[w][0]
         if op == "U":
-            for number in range(len(plan.stages[s].sum_parts)) or (None,):
-                readers.setdefault(_Moved("sum", tuple(plan.stage_workers[s]), k, number), key)
-        elif OPS[op].reads == "inputs" and not part and s > 0:
-            readers[_Moved("activation", (plan.worker(s - 1, k), w), k)] = key
-        elif OPS[op].reads == "residuals" and not part and s + 1 < plan.depth:
-            readers[_Moved("gradient", (plan.worker(s + 1, k), w), k)] = key
+            readers.setdefault(_Moved("sum", tuple(plan.stage_workers[s]), k), key)
+        elif OPS[op].reads == "inputs" and s > 0:
+            readers.setdefault(_Moved("activation", (plan.worker(s - 1, k), w), k), key)
+        elif OPS[op].reads == "residuals" and s + 1 < plan.depth:
+            readers.setdefault(_Moved("gradient", (plan.worker(s + 1, k), w), k), key)
     return readers
 
 
 def that_leave(what: Leaves, plan: Plan, s: int, k: int) -> list[Computation]:
-    """Return the computations that may leave something of a microbatch at a stage; of those in parts the last part."""
-    names = [name for name, op in OPS.items() if what in op.leaves]
-    return [(plan.worker(s, k), name, k, parts_of(name, plan, s, k)[-1] or 0) for name in names]
+    """Return the computations that may leave something of a microbatch at a stage; of those in pieces the last one."""
+    return [(plan.worker(s, k), name, k, 0) for name, op in OPS.items() if what in op.leaves]

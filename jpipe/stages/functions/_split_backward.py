@@ -1,108 +1,18 @@
-"""The backward of a stage in two halves, the gradients of its inputs and those of its weights, or in parts along its layers."""
+"""The backward of a stage in two halves, the gradients of its inputs and those of its weights."""
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import jax
 
-from jpipe.model.jaxprs._split import Halves, NotSplittable, Part, cut, split, undivided
+from jpipe.model.jaxprs._split import Halves, NotSplittable, split, undivided
 from jpipe.stages.functions._residuals import Residuals
 
 Tree = Any
 LateInputs = tuple[list[Any], tuple[Any, ...]]
-
-
-@dataclass(frozen=True)
-class BackwardInParts:
-    """A backward, perhaps with its forward, cut along the layers, from the last ones to the first (`Stage.sum_parts`).
-
-    Attributes:
-        results: `(params, reads, rng, scale) -> (numbers and changed state, [(entry, gradient)], message)`: what the first part returns,
-            what the part of the entry does, and what the last one returns. `reads` is what the op reads.
-        params, reads, rng, scale: specs of the arguments.
-        part_of: the part of each entry.
-        parts: how many there are.
-        describe: returns what a warning calls the stage.
-    """
-
-    results: Callable[[Tree, Tree, Tree, Any], tuple[Tree, list[tuple[str, Tree]], Tree]]
-    params: Tree
-    reads: Tree
-    rng: Tree
-    scale: Any
-    part_of: Mapping[str, int]
-    parts: int
-    describe: Callable[[], str]
-
-    def run(self, number: int, params: Tree, held: Tree, rng: Tree, scale: Any) -> tuple[Tree, list[tuple[str, Tree]], Tree, list[Any]]:
-        """Run one part.
-
-        Args:
-            number: of the part.
-            params, rng, scale: as of the whole backward.
-            held: what the op reads, or for a later part what `held` returned.
-
-        Returns:
-            As `results`, with None in place of what other parts return; the stash.
-        """
-        outputs, stash = self._cut[number].run(jax.tree.leaves((params, rng, scale)), jax.tree.leaves(held))
-        early, gradients, late = self._specs
-        wanted = (
-            early if number == 0 else None,
-            [g for g in gradients if self.part_of[g[0]] == number],
-            late if self._is_last(number) else None,
-        )
-        leaves = iter(outputs)
-        first, of_entries, last = jax.tree.map(lambda _: next(leaves), (wanted[0], [tree for _, tree in wanted[1]], wanted[2]))
-        return first, [(entry, tree) for (entry, _), tree in zip(wanted[1], of_entries, strict=True)], last, stash
-
-    def held(self, number: int, held: Tree, stash: Sequence[Any]) -> list[Any]:
-        """Return what the part after this one reads, from what this one reads and its stash. Nothing is computed."""
-        leaves = jax.tree.leaves(held)
-        return [*(leaves[i] for i in self._cut[number].kept), *stash]
-
-    def held_spec(self, number: int) -> list[Any]:
-        """Shapes and dtypes of what a later part reads."""
-        return list(self._cut[number].held)
-
-    def _is_last(self, number: int) -> bool:
-        return number == self.parts - 1
-
-    @cached_property
-    def _specs(self) -> tuple[Tree, list[tuple[str, Tree]], Tree]:
-        names = list[str]()
-
-        def results(*arguments: Any) -> Any:
-            early, gradients, late = self.results(*arguments)
-            names[:] = [entry for entry, _ in gradients]
-            return early, [tree for _, tree in gradients], late
-
-        early, trees, late = jax.eval_shape(results, self.params, self.reads, self.rng, self.scale)
-        return early, list(zip(names, trees, strict=True)), late
-
-    @cached_property
-    def _cut(self) -> list[Part]:
-        free, free_treedef = jax.tree.flatten((self.params, self.rng, self.scale))
-        reads, treedef = jax.tree.flatten(self.reads)
-
-        def function(*leaves: Any) -> list[Any]:
-            params, rng, scale = jax.tree.unflatten(free_treedef, leaves[: len(free)])
-            early, gradients, late = self.results(params, jax.tree.unflatten(treedef, leaves[len(free) :]), rng, scale)
-            return jax.tree.leaves((early, [tree for _, tree in gradients], late))
-
-        early, gradients, late = self._specs
-        part_of = [0] * len(jax.tree.leaves(early))
-        part_of += [self.part_of[entry] for entry, tree in gradients for _ in jax.tree.leaves(tree)]
-        part_of += [self.parts - 1] * len(jax.tree.leaves(late))
-        parts, error = cut(function, free, reads, part_of, self.parts)
-        if error is not None:
-            warnings.warn(
-                f"{self.describe()}: its backward cannot be cut in parts: {error}; the first part computes all of it", stacklevel=2
-            )
-        return parts
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,9 @@
 """One stage of a model: its forward and backward as pure functions, and the shapes of what they take and return."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Any, Literal
 
 import jax
@@ -23,14 +23,13 @@ from jpipe.model._ties import NOTHING_SHARED, Sharing
 from jpipe.model.jaxprs._dependence import passed_on
 from jpipe.model.jaxprs._primitives import all_but_elementwise
 from jpipe.model.layerwise._optimizer import LayerwiseOptimizer
-from jpipe.ops import Op
 from jpipe.plan import Stage
 from jpipe.stages.functions._accumulators import accumulate, zero_accumulators
 from jpipe.stages.functions._effects import describe_effects
 from jpipe.stages.functions._loss import call_loss, loss_dtype
 from jpipe.stages.functions._residuals import Residuals, find_residuals
 from jpipe.stages.functions._specs import Specs, rng_spec
-from jpipe.stages.functions._split_backward import BackwardInParts, LateInputs, SplitBackward
+from jpipe.stages.functions._split_backward import LateInputs, SplitBackward
 
 Tree = Any
 
@@ -97,14 +96,14 @@ class StageFunctions:
 
     def forward(self, params: Tree, state: Tree, x: Tree, labels: Tree, rng: tuple[Any, Any]) -> tuple[Tree, Tree, tuple[jax.Array, ...]]:
         """Return y, the changed part of the state, and the arrays saved for the backward."""
-        (y, new_state), vjp = self._linearize(params, (state, x, labels), rng)
+        (y, new_state), vjp = self.linearize(params, (state, x, labels), rng)
         return y, self.changed.part(new_state), self.residuals.saved(jax.tree.leaves(vjp))
 
     def backward(
         self, params: Tree, forward_arrays: Any, saved: Tree, message: Tree, accumulators: Tree, rng: tuple[Any, Any], scale: Any = None
     ) -> tuple[Tree, Tree]:
         """Return the gradient message for the previous stage, and the accumulators with this microbatch added."""
-        return self._pull_back(self._restored_vjp(params, forward_arrays, saved, rng), message, accumulators, rng, scale)
+        return self._pull_back(self.restored_vjp(params, forward_arrays, saved, rng), message, accumulators, rng, scale)
 
     def forward_backward(
         self, params: Tree, state: Tree, x: Tree, labels: Tree, accumulators: Tree, rng: tuple[Any, Any], scale: Any = None
@@ -114,7 +113,7 @@ class StageFunctions:
         Returns:
             The gradient message for the previous stage; the accumulators with this microbatch added; the changed part of the state.
         """
-        (y, new_state), vjp = self._linearize(params, (state, x, labels), rng)
+        (y, new_state), vjp = self.linearize(params, (state, x, labels), rng)
         message, accumulators = self._pull_back(vjp, y, accumulators, rng, scale)
         return message, accumulators, self.changed.part(new_state)
 
@@ -123,7 +122,7 @@ class StageFunctions:
     ) -> tuple[Tree, list[jax.Array]]:
         """Run the first half of a backward: return the gradient message for the previous stage, and the stash."""
         x_gradient, stash = self.halves.gradients_of_input(params, forward_arrays, saved, message, rng, scale)
-        return self._sent_gradient(x_gradient, message[1], rng), stash
+        return self.sent_gradient(x_gradient, message[1], rng), stash
 
     def backward_weight(
         self, params: Tree, late: LateInputs, stash: Sequence[Any], accumulators: Tree, rng: tuple[Any, Any], scale: Any = None
@@ -144,27 +143,6 @@ class StageFunctions:
         forward_arrays = self.residuals.keep((state, x, labels), (y, self.changed.joined(changed, state)))
         gradient, stash = self.backward_input(params, forward_arrays, saved, y, rng, scale)
         return gradient, changed, (y, [saved[i] for i in self.halves.late_saved], stash)
-
-    def run_part(self, op: Op, number: int, params: Tree, *arguments: Any) -> Any:
-        """Run an op for one part of the stage.
-
-        Args:
-            op: from `Op.of_part`.
-            number: of the part, counted from that of the last layers.
-            params: as for the whole op.
-            arguments: what the part reads, the accumulators of the part, rng and scale.
-
-        Returns:
-            What the op leaves.
-        """
-        *reads, accumulators, rng, scale = arguments
-        held = reads[0] if number else tuple(reads)
-        early, gradients, message, stash = self.in_parts(op.function).run(number, params, held, rng, scale)
-        numbers, changed = early or ((), None)
-        added = accumulate(accumulators, gradients, numbers, self._scale(scale))
-        results = {"state": changed, "gradient": message, "accumulators": added, "stash": stash}
-        left = tuple(results[kind] for kind in op.leaves)
-        return left if len(left) > 1 else left[0]
 
     def init_optimizer(self, params: Tree) -> Tree:
         """Return the optimizer state of new parameters, keyed by layer id."""
@@ -237,6 +215,11 @@ class StageFunctions:
         """The norm to which gradients are clipped, whether it is of all stages or of this one; None if they are not."""
         return self.clip_global_norm if self.clip_stage_norm is None else self.clip_stage_norm
 
+    @cached_property
+    def added(self) -> dict[str, Any]:
+        """What capabilities make of these functions once, by their names."""
+        return {}
+
     def apply(self, params: Tree, state: Tree, x: Tree, rng: tuple[Any, Any], *, train: bool) -> tuple[Tree, Tree]:
         """Run the layers with the parameters of whole layers: return the output of the last one, and the new state."""
         microbatch, key = rng
@@ -256,7 +239,7 @@ class StageFunctions:
         """Return the output of the layers as the forward returns it; `rng` is None in an evaluation."""
         return y if self.last else self.exchange.encode("activation", y, self.number, rng)
 
-    def _sent_gradient(self, gradient: Tree, weight: Any, rng: tuple[Any, Any]) -> tuple[Tree, Any]:
+    def sent_gradient(self, gradient: Tree, weight: Any, rng: tuple[Any, Any]) -> tuple[Tree, Any]:
         """Return the gradient message for the previous stage."""
         return self.exchange.encode("gradient", gradient, self.number, rng), weight
 
@@ -264,56 +247,6 @@ class StageFunctions:
         """Return the parameters of whole layers, by layer id, as they are used."""
         params = self.partition.gather(params)
         return {layer_id: self.stack.ties.whole(layer_id, params) for layer_id in self.stage.layers}
-
-    # Parts of the stage ------------------------------------------------------------------------------------------------
-
-    @cached_property
-    def part_of(self) -> dict[str, int]:
-        """The part of each entry: the last to be computed of those whose layers use it."""
-        by_part = enumerate(self.stage.layers_by_part)
-        return {entry: number for number, layers in by_part for entry in self.stack.ties.entries(layers)}
-
-    def accumulators_of_part(self, accumulators: Tree, number: int) -> Tree:
-        """Select the accumulators (or specs) of one part of the stage. The first part has the numbers, too."""
-        gradients = {entry: tree for entry, tree in accumulators["gradients"].items() if self.part_of[entry] == number}
-        return {**accumulators, "gradients": gradients} if number == 0 else {"gradients": gradients}
-
-    def in_parts(self, function: str) -> BackwardInParts:
-        """Return an op that computes the gradients of the weights, cut in parts; `function` is the name of the whole or of one part."""
-        return self._in_parts(function.partition(" ")[0])
-
-    @cached_property
-    def _in_parts(self) -> Callable[[str], BackwardInParts]:
-        return cache(self._find_parts)
-
-    def _find_parts(self, function: str) -> BackwardInParts:
-        ops: dict[str, tuple[Any, Callable[[], Tree]]] = {
-            "backward": (self._results_of_backward, lambda: self.between_specs),
-            "forward_backward": (self._results_of_forward_backward, lambda: self.specs.arguments),
-            "backward_weight": (self._results_of_weights, lambda: self.halves.stash_spec),
-        }
-        results, reads = ops[function]
-        scale = None if self.scale_spec is None else self.scale_spec.value
-        arguments = results, self.specs.params, reads(), self.specs.rng, scale
-        return BackwardInParts(*arguments, self.part_of, len(self.stage.sum_parts), lambda: self.description)
-
-    def _results_of_backward(self, params: Tree, reads: Tree, rng: Tree, scale: Any) -> Any:
-        forward_arrays, saved, message = reads
-        return self._results(self._restored_vjp(params, forward_arrays, saved, rng), message, None, rng, scale)
-
-    def _results_of_forward_backward(self, params: Tree, reads: Tree, rng: Tree, scale: Any) -> Any:
-        (y, new_state), vjp = self._linearize(params, reads, rng)
-        return self._results(vjp, y, self.changed.part(new_state), rng, scale)
-
-    def _results_of_weights(self, params: Tree, reads: Tree, rng: Tree, scale: Any) -> Any:
-        (arrays, numbers), stash = reads
-        gradients = self.halves.gradients_of_weights(params, arrays, stash, rng, scale)
-        return (numbers, None), list(self.stack.ties.by_place(gradients)), None
-
-    def _results(self, vjp: Any, message: Tree, changed: Tree, rng: tuple[Any, Any], scale: Any) -> Any:
-        gradients, x_gradient = self._cotangents(vjp, message, scale)
-        numbers = tuple(message) if self.last else (message[1],)
-        return (numbers, changed), list(self.stack.ties.by_place(gradients)), self._sent_gradient(x_gradient, message[1], rng)
 
     # Residuals and halves ------------------------------------------------------------------------------------------------
 
@@ -326,14 +259,14 @@ class StageFunctions:
             return f"{name}: it cannot be recomputed: {cause(error)}; set recompute to 'none' for the stage, or leave out what is named"
 
         with callers_code(message) if self.stage.recompute != "none" else nullcontext():
-            return find_residuals(self._linearize, self.specs.params, self.specs.arguments, self.specs.rng)
+            return find_residuals(self.linearize, self.specs.params, self.specs.arguments, self.specs.rng)
 
     @cached_property
     def halves(self) -> SplitBackward:
         """The backward cut in two."""
 
         def backward(params: Tree, forward_arrays: Any, saved: Tree, message: Tree, rng: Tree, scale: Any) -> tuple[list[jax.Array], Tree]:
-            gradients, x_gradient = self._cotangents(self._restored_vjp(params, forward_arrays, saved, rng), message, scale)
+            gradients, x_gradient = self.cotangents(self.restored_vjp(params, forward_arrays, saved, rng), message, scale)
             return x_gradient, gradients
 
         return SplitBackward(
@@ -426,7 +359,7 @@ class StageFunctions:
 
     # Inside ------------------------------------------------------------------------------------------------------------
 
-    def _linearize(self, params: Tree, arguments: tuple[Tree, Tree, Tree], rng: tuple[Any, Any]) -> tuple[tuple[Tree, Tree], Any]:
+    def linearize(self, params: Tree, arguments: tuple[Tree, Tree, Tree], rng: tuple[Any, Any]) -> tuple[tuple[Tree, Tree], Any]:
         """Run the forward in training mode and return its outputs with their VJP.
 
         A parameter that two layers share is in both: its gradients in the two places are summed in the accumulators, and not before, in
@@ -475,22 +408,22 @@ class StageFunctions:
         """The parameters that updates change, by layer id."""
         return self.stack.ties.in_layers(self.trained, self.specs.params, self.stage.layers)
 
-    def _restored_vjp(self, params: Tree, forward_arrays: Any, saved: Tree, rng: tuple[Any, Any]) -> Any:
+    def restored_vjp(self, params: Tree, forward_arrays: Any, saved: Tree, rng: tuple[Any, Any]) -> Any:
         """Return the VJP of a forward from its residuals, or None where no gradient is computed."""
         return self.residuals.vjp(params, rng, forward_arrays, saved) if self.output_gradient else None
 
     def _pull_back(self, vjp: Any, message: Tree, accumulators: Tree, rng: tuple[Any, Any], scale: Any) -> tuple[Tree, Tree]:
         """Apply the VJP to a gradient message: return the message for the previous stage, and the new accumulators."""
-        gradients, x_gradient = self._cotangents(vjp, message, scale)
+        gradients, x_gradient = self.cotangents(vjp, message, scale)
         added = self._accumulated(gradients, tuple(message) if self.last else (message[1],), accumulators, scale)
-        return self._sent_gradient(x_gradient, message[1], rng), added
+        return self.sent_gradient(x_gradient, message[1], rng), added
 
-    def _cotangents(self, vjp: Any, message: Tree, scale: Any) -> tuple[Tree, list[jax.Array]]:
+    def cotangents(self, vjp: Any, message: Tree, scale: Any) -> tuple[Tree, list[jax.Array]]:
         """Return the gradients of the trained parameters and of the floating-point leaves of x, times the loss scale."""
         if not self.output_gradient:
             return self._gradients_spec, []  # without leaves
         gradient, _ = message
-        scale = self._scale(scale)
+        scale = self.scale_of(scale)
         if self.last:
             gradient = [jnp.full_like(gradient, 1.0 if scale is None else scale)]
         else:
@@ -500,9 +433,9 @@ class StageFunctions:
 
     def _accumulated(self, gradients: Tree, numbers: tuple[Any, ...], accumulators: Tree, scale: Any) -> Tree:
         """Add the gradients of one microbatch and its numbers, (weight,) or at the last stage (loss, weight), to the accumulators."""
-        return accumulate(accumulators, self.stack.ties.by_place(gradients), numbers, self._scale(scale))
+        return accumulate(accumulators, self.stack.ties.by_place(gradients), numbers, self.scale_of(scale))
 
-    def _scale(self, scale: Any) -> Any:
+    def scale_of(self, scale: Any) -> Any:
         """Return the loss scale of a microbatch, the same in all stages; None if there is none."""
         return self.precision.fixed_scale if scale is None else scale
 

@@ -1,6 +1,6 @@
 """Sums over the replicas of a stage, and over the stages that hold a shared parameter."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -25,13 +25,6 @@ def finish(f: StageFunctions, summed: tuple[Tree, list[jax.Array]]) -> tuple[Tre
     """
     accumulators, state = summed
     return accumulators, mean_state(f, state), mean_loss(accumulators) if "loss" in accumulators else None
-
-
-def joined_sums(parts: Sequence[tuple[Tree, list[jax.Array], Any]]) -> tuple[Tree, list[jax.Array], Any]:
-    """Return what `finish` returned for each part of a stage, in order, as for the whole stage."""
-    first, means, loss = parts[0]
-    gradients = {entry: gradient for accumulators, *_ in parts for entry, gradient in accumulators["gradients"].items()}
-    return {**first, "gradients": gradients}, means, loss
 
 
 def mean_state(f: StageFunctions, total: list[jax.Array]) -> list[jax.Array]:

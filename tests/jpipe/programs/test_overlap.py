@@ -8,10 +8,12 @@ import pytest
 
 from jpipe import Link, Plan, lower, simulate, to_perfetto
 from jpipe.capabilities.agreement.program import SumChanges
+from jpipe.capabilities.sums_in_parts.program import ComputePart
 from jpipe.ops import OPS
 from jpipe.programs import StageCost, parse_grid
 from jpipe.programs._instructions import AllReduce, Compute, Send, Update
 from jpipe.programs.prediction import Prediction
+from tests.jpipe.capabilities.sums_in_parts import part_summed
 
 LINK = Link(bandwidth=2.0, latency=0.25)
 PLANS = {
@@ -39,8 +41,9 @@ def end_by_clocks(plan: Plan, batches: int) -> float:
     for i in lower(plan, batches).instructions:
         s, _ = plan.workers[i.worker]
         if isinstance(i, Compute):
-            part = plan.stages[s]
-            clocks[rank_of[i.worker]] += costs[s].seconds(i.op) if i.part is None else costs[s].seconds_of_part(i.op, i.part, part)
+            stage = plan.stages[s]
+            seconds = costs[s].seconds_of_part(i.op, i.part, stage) if isinstance(i, ComputePart) else costs[s].seconds(i.op)
+            clocks[rank_of[i.worker]] += seconds
         elif isinstance(i, Update):
             clocks[rank_of[i.worker]] += 0.5
         elif isinstance(i, Send) and rank_of[i.worker] != rank_of[i.to]:
@@ -49,7 +52,7 @@ def end_by_clocks(plan: Plan, batches: int) -> float:
             for rank in both:
                 clocks[rank] = end
         elif isinstance(i, AllReduce | SumChanges):
-            part = i.part if isinstance(i, AllReduce) else None
+            part = part_summed(plan, i)
             ranks = begun.setdefault((s, i.batch, part), [])
             ranks.append(rank_of[i.worker])
             size = 4 if part is None else costs[s].accumulators_of_part(part, plan.stages[s])

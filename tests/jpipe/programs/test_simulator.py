@@ -6,11 +6,13 @@ from collections import Counter
 import pytest
 
 from jpipe import Plan, lower, simulate
+from jpipe.capabilities.sums_in_parts.program import ComputePart
 from jpipe.ops import OPS
 from jpipe.programs._costs import OVERLAPS
 from jpipe.programs._instructions import AllReduce, Compute, Load, Receive, Release, Send, Update
 from jpipe.programs._verify import versions_before
 from jpipe.schedules import SCHEDULES
+from tests.jpipe.capabilities.sums_in_parts import part_summed
 from tests.jpipe.programs.test_batches import costs_of, in_servers, plan_of
 from tests.jpipe.programs.test_traffic import PortByPort
 
@@ -37,7 +39,12 @@ def starts_of(program, costs, link):
         s = plan.workers[i.worker][0]
         if isinstance(i, Update) and plan.sums_gradients(s):
             return [(i.worker, part, i.batch) for part in [*range(len(plan.stages[s].sum_parts))] or [None]]
-        if not isinstance(i, Compute) or i.part or OPS[i.op].reads == "stash" or s == (0 if OPS[i.op].begins else plan.depth - 1):
+        if (
+            not isinstance(i, Compute)
+            or getattr(i, "part", 0)
+            or OPS[i.op].reads == "stash"
+            or s == (0 if OPS[i.op].begins else plan.depth - 1)
+        ):
             return []
         return [(i.worker, "activation" if OPS[i.op].begins else "gradient", i.microbatch)]
 
@@ -46,7 +53,8 @@ def starts_of(program, costs, link):
         cost = costs[s]
         clocks[rank] = max(clocks[rank], *(there[key] for key in needs(i)), 0.0)
         match i:
-            case Compute(op, worker, k, _, part):
+            case Compute(op, worker, k, _):
+                part = i.part if isinstance(i, ComputePart) else None
                 starts[rank].append(clocks[rank])
                 clocks[rank] += cost.seconds(op) if part is None else cost.seconds_of_part(op, part, plan.stages[s])
                 made = ["activation"] * ("output" in OPS[op].leaves) + ["gradient"] * OPS[op].gives_gradient
@@ -59,7 +67,8 @@ def starts_of(program, costs, link):
                     there[to, message, k] = made
                 else:
                     events.append((made, (0, worker, to, message, k), [link(*ranks)], size, 1, [(to, message, k)]))
-            case AllReduce(worker, batch, part):
+            case AllReduce(worker, batch):
+                part = part_summed(plan, i)
                 begun.setdefault((s, batch, part), []).append(clocks[rank] if part is None else there[worker, "made", part, batch])
                 if len(begun[s, batch, part]) == (count := plan.replicas[s]):
                     ranks = [plan.rank_of[w] for w in plan.stage_workers[s]]

@@ -57,7 +57,7 @@ def rounded(links, stage, rng, x):
     """Round what a stage sends forward, and the gradient that comes back to it."""
 
     def both_ways(tree, message, sender):
-        messages = exchange(links)
+        messages = exchange({"links": links})
         return messages.decode(message, messages.encode(message, tree, sender, rng), tree)
 
     @jax.custom_vjp

@@ -1,0 +1,237 @@
+"""Computations and sums of single parts of a stage: where they go into a program, how they are verified, and what they cost."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+
+from jpipe.capabilities.protocol import LoweringHooks, PriceHooks, ProgramHooks, VerifyHooks
+from jpipe.capabilities.sums_in_parts.option import layers_by_part
+from jpipe.ops import OPS, Leaves, Op
+from jpipe.plan import Plan, Stage
+from jpipe.programs._costs import LayerCost, StageCost
+from jpipe.programs._instructions import AllReduce, Compute, ends_update
+from jpipe.programs._timeline import Span
+from jpipe.programs._verify import Verifier
+from jpipe.programs.lowering import Run
+from jpipe.programs.lowering._progress import Worker
+from jpipe.programs.prediction import _actions as prediction
+from jpipe.programs.prediction._prices import Change, Prices
+
+
+class _Part:
+    """One of `parts` parts of a stage."""
+
+    __slots__ = ()
+    part: int
+    parts: int
+
+    @property
+    def piece(self) -> str:
+        return f" {self.part}"
+
+    @property
+    def following(self) -> int:
+        return self.parts - 1 - self.part
+
+
+@dataclass(frozen=True, slots=True)
+class ComputePart(_Part, Compute):
+    """Run an op that computes the gradients of the weights for one of `parts` parts of the stage; those of a microbatch follow each other.
+
+    Part 0 is that of the last layers.
+    """
+
+    part: int
+    parts: int
+
+    @property
+    def shown(self) -> str:
+        return "B" if self.part and OPS[self.op].begins else self.op
+
+
+@dataclass(frozen=True, slots=True)
+class SumPart(_Part, AllReduce):
+    """Begin to sum the gradients of one part of the stage; for the last part there is an `AllReduce` of the core."""
+
+    part: int
+    parts: int
+
+
+def op_of_part(op: Op, part: int, parts: int) -> Op:
+    """Return what an op does for one part of a stage: the first one reads what the whole op reads, each leaves a stash for the next one."""
+    left_by_one: dict[Leaves, bool] = {"state": part == 0, "gradient": part == parts - 1}
+    leaves = (*(kind for kind in op.leaves if left_by_one.get(kind, True)), *(("stash",) if part < parts - 1 else ()))
+    return replace(op, function=f"{op.function} {part}", reads="stash" if part else op.reads, leaves=leaves)
+
+
+def parts_of(op: str, plan: Plan, s: int, k: int) -> int:
+    """Return in how many parts an op of microbatch k is computed at stage s; 0: it is computed as a whole."""
+    return len(plan.stages[s].sum_parts) if OPS[op].finishes and ends_update(plan, s, k) else 0
+
+
+# Lowering ------------------------------------------------------------------------------------------------------------------
+
+
+class _Lowering:
+    """The last backwards of updates, each part followed by its sum."""
+
+    def __init__(self, run: Run) -> None:
+        self._run, self._plan = run, run.plan
+
+    def write(self, worker: Worker, op: Op, ticks: int, k: int, version: int) -> int | None:
+        """Write the parts of a computation and their sums; None if it is computed as a whole."""
+        run, s = self._run, worker.stage
+        parts, batch = parts_of(op.name, self._plan, s, k), k // run.every[s]
+        later = run.unit * len(op.parts.strip("F")) // max(parts, 1)  # ticks of each part but the first
+        for part in range(parts):
+            run.listing.compute(worker.clock, op.name, worker.number, k, version, ComputePart, part, parts)
+            worker.clock += later if part else ticks - later * (parts - 1)
+            if part == parts - 1:
+                run.updates.begin_sum(worker, batch)
+            elif (begins := run.updates.come(worker, batch, part)) is not None:
+                run.updates.write_sums(begins, s, SumPart, batch, part, parts)
+        return worker.clock if parts else None
+
+
+def lower(run: Run) -> LoweringHooks:
+    """Return what writes the computations and sums of parts of a run."""
+    stages = [s for s, stage in enumerate(run.plan.stages) if stage.sum_parts]
+    return LoweringHooks(write=_Lowering(run).write, begins_sums=stages)
+
+
+# Verification --------------------------------------------------------------------------------------------------------------
+
+
+class _Verification:
+    """Which parts one worker has computed of its last computation, and summed of its updates."""
+
+    def __init__(self, verifier: Verifier) -> None:
+        self._verifier = verifier
+        self._unfinished: list[Compute] = []  # the remaining parts of the last computation, in order
+        self._summed: dict[int, int] = {}  # how many parts, by batch
+
+    def compute(self, i: Compute) -> None:
+        """Check a computation, or one part of it; the last part leaves what the whole computation leaves."""
+        verifier, plan = self._verifier, self._verifier.plan
+        op = op_of_part(OPS[i.op], i.part, i.parts) if isinstance(i, ComputePart) else OPS[i.op]
+        verifier.read(i, op)
+        if not self._unfinished:
+            verifier.check_next(i)
+            whole, parts = (i.op, i.worker, i.microbatch, i.version), parts_of(i.op, plan, verifier.stage, i.microbatch)
+            self._unfinished = [ComputePart(*whole, part, parts) for part in range(parts)] or [Compute(*whole)]
+        if i != (following := self._unfinished.pop(0)):
+            verifier.fail(f"{i}: the next part is {following}")
+        verifier.check_version(i)
+        if i.following:
+            verifier.leave(i, replace(op, leaves=tuple(kind for kind in op.leaves if kind != "accumulators")))
+            verifier.put(f"sums of part{i.piece}", i.microbatch // plan.microbatches_per_update(verifier.stage))
+        else:
+            verifier.leave(i, op)
+
+    def sum_part(self, i: SumPart) -> None:
+        self._check_in_order(i, i.part)
+        self._verifier.take(f"sums of part{i.piece}", i.batch)
+        self._summed[i.batch] = i.part + 1
+
+    def all_reduce(self, i: AllReduce) -> None:
+        self._check_in_order(i, len(self._verifier.plan.stages[self._verifier.stage].sum_parts) - 1)
+        self._verifier.all_reduce(i)
+        self._summed.pop(i.batch, None)
+
+    def _check_in_order(self, i: AllReduce, part: int) -> None:
+        if part > self._summed.get(i.batch, 0):
+            self._verifier.fail(f"{i} before the sum of part {part - 1}: all replicas sum the parts in order")
+
+
+def verify(verifier: Verifier) -> VerifyHooks:
+    """Return the checks of the computations and sums of one worker."""
+    parts = _Verification(verifier)
+    return VerifyHooks(checks={Compute: parts.compute, ComputePart: parts.compute, SumPart: parts.sum_part, AllReduce: parts.all_reduce})
+
+
+# Price ---------------------------------------------------------------------------------------------------------------------
+
+
+def _compute_part(worker: prediction.Worker, i: ComputePart) -> None:
+    program, op, is_last = worker.all, OPS[i.op], not i.following
+    leaves = op.begins and i.parts > 1  # the first part has the forward, and leaves residuals to the others
+    prediction.prepare(worker, i)
+    needs = prediction.NOWHERE if i.part else prediction.needed(worker, i)
+    made = [worker.place("part", i.part, i.microbatch // program.plan.microbatches_per_update(worker.stage))]
+    if is_last:
+        made += prediction.made_by(worker, i)
+        if leaves:
+            worker.change("last part")
+        prediction.change_bytes(worker, i)
+    else:
+        worker.accumulate()
+        worker.change("first part" if leaves and not i.part else "part")
+    prediction.work(worker, i, program.seconds[_seconds, worker.stage, i.op, i.part], needs, made, i.part)
+    if is_last:
+        prediction.finish(worker, i)
+
+
+def _seconds(prices: Prices, s: int, op: str, part: int) -> float:
+    return prices.costs[s].seconds_of_part(op, part, prices.plan.stages[s])
+
+
+def _sum(worker: prediction.Worker, i: AllReduce) -> None:
+    """Begin the sum of a part, once it is computed; averages of layer state are with the first part."""
+    parts = len(worker.all.plan.stages[worker.stage].sum_parts)
+    if not parts:
+        prediction.all_reduce(worker, i)
+        return
+    part = parts - 1 - i.following
+    if worker.all.averages_state and not part:
+        worker.change("take state")
+    worker.change("sum", part)
+    worker.begin_sum("sum", i.batch, worker.place("part", part, i.batch), part, i.following)
+
+
+PRICE = PriceHooks(
+    writers={ComputePart: _compute_part, SumPart: _sum, AllReduce: _sum},
+    changes={
+        "first part": lambda prices, cost, s: Change(cost.residuals, cost.residuals + cost.temporary, residuals=cost.residuals),
+        "part": lambda prices, cost, s: Change(0, cost.temporary),
+        "last part": lambda prices, cost, s: Change(-cost.residuals, residuals=-cost.residuals),
+    },
+)
+
+
+def stage_cost(plan: Plan, stage: Stage, cost: StageCost, layers: Mapping[str, LayerCost]) -> StageCost:
+    """Return the cost with those of each part of the stage; the first part recomputes the forward of all layers."""
+    if not stage.sum_parts or not cost.backward:
+        return cost
+    parts = [[layers[layer_id] for layer_id in part] for part in layers_by_part(stage)]
+    _, *later = (sum(layer.backward for layer in part) / cost.backward for part in parts)
+    sizes = tuple(sum(layer.summed for layer in part) for part in parts)
+    return replace(cost, part_times=(1 - sum(later), *later), part_accumulators=sizes)
+
+
+def pieces(stage: Stage, cost: StageCost) -> list[float]:
+    """Return the bytes of the parts of a stage."""
+    return [cost.accumulators_of_part(part, stage) for part in range(len(stage.sum_parts))]
+
+
+def fit_cost(cost: StageCost, spans: Sequence[Span]) -> StageCost:
+    """Return the cost of a stage with the shares of its parts in the times of measured backwards."""
+    numbers = sorted({span.part for span in spans if span.part})
+    if not numbers:
+        return cost
+    whole = cost.backward_weight if any(span.op == "W" for span in spans) else cost.backward
+    later = [median(span.end - span.start for span in spans if span.part == number) / whole for number in numbers]
+    return replace(cost, part_times=(max(1 - sum(later), 0.0), *later))
+
+
+PROGRAM = ProgramHooks(
+    instructions=(ComputePart, SumPart),
+    sums=(SumPart,),
+    stage_cost=stage_cost,
+    fit_cost=fit_cost,
+    pieces=pieces,
+    per_piece=("part_times", "part_accumulators"),
+    unit=lambda plan: max(len(stage.sum_parts) or 1 for stage in plan.stages),  # so that each part takes some time
+    lower=lower,
+    verify=verify,
+    price=PRICE,
+)

@@ -1,0 +1,127 @@
+"""How single parts of a stage are computed and summed."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from jpipe.capabilities.protocol import RuntimeHooks
+from jpipe.capabilities.sums_in_parts.program import ComputePart, SumPart, op_of_part
+from jpipe.capabilities.sums_in_parts.stage import StageInParts
+from jpipe.ops import OPS, Op
+from jpipe.runtime._transport import arrived
+from jpipe.runtime._worker import Worker
+from jpipe.stages._arrays import Arrays
+from jpipe.stages._bytes import nbytes
+from jpipe.stages._calls import Call
+from jpipe.stages.functions._stage import StageFunctions
+
+Tree = Any
+
+
+# Programs of a stage -------------------------------------------------------------------------------------------------------
+
+
+def ops(f: StageFunctions) -> dict[str, Op]:
+    """Return what ops do for each part of a stage, by the name of the call, such as `backward 0`."""
+    parts = len(f.stage.sum_parts)
+    of_parts = [op_of_part(op, n, parts) for op in OPS.values() if op.trains and op.finishes for n in range(parts)]
+    return {op.function: op for op in of_parts}
+
+
+def calls(a: Arrays) -> dict[str, Any]:
+    """Return functions that return the calls of these ops."""
+    whole = [op for op in OPS.values() if op.trains and op.finishes]
+    return {f"{op.function} {n}": partial(_call, a, op, n) for op in whole for n in range(len(a.functions.stage.sum_parts))}
+
+
+def _call(a: Arrays, whole: Op, number: int) -> Call:
+    """Return the call of an op for one part of the stage."""
+    stage, op = StageInParts.of(a.functions), op_of_part(whole, number, len(a.functions.stage.sum_parts))
+    reads = (_held(a, whole.function, number, a.read_by(whole.reads)),) if number else a.read_by(whole.reads)
+    sums, scale = stage.accumulators(a.accumulators, number), None if a.scale is None else a.scale.value
+    results = {"state": a.changed, "gradient": a.gradient, "accumulators": sums, "stash": None}
+    left = tuple(results[kind] for kind in op.leaves)
+    inputs = a.params, *reads, sums, a.rng, scale
+    return Call(partial(stage.backward(whole.function).run, op, number), (1 + len(reads),), inputs, left if len(left) > 1 else left[0])
+
+
+def _held(a: Arrays, function: str, number: int, reads: tuple[Tree, ...]) -> list[Any]:
+    """Return what the backward of a later part of the stage reads: some of what the whole op reads, and the stash of the parts before.
+
+    Args:
+        a: the arrays of the stage.
+        function: of the whole op.
+        number: of the part, 1 or more.
+        reads: what the whole op reads.
+    """
+    backward, held = StageInParts.of(a.functions).backward(function), list[Tree](reads)
+    for n in range(number):
+        count = len(backward.held(n, held, ()))
+        held = backward.held(n, held, a.as_chosen(f"{function} {n}", backward.held_spec(n + 1)[count:]))
+    return held
+
+
+def pieces(a: Arrays) -> dict[str, tuple[Tree, list[Any]]]:
+    """Return what the replicas of a stage sum of each part; layer state is with the first part."""
+    (accumulators, averaged), stage, parts = a.reduced, StageInParts.of(a.functions), len(a.functions.stage.sum_parts)
+    names = [f" {n}" if n < parts - 1 else "" for n in range(parts)]
+    return {name: (stage.accumulators(accumulators, n), [] if n else averaged) for n, name in enumerate(names)}
+
+
+def costs(a: Arrays) -> dict[str, Any]:
+    """Return the bytes of the accumulators of each part."""
+    return {"part_accumulators": tuple(nbytes(accumulators) for accumulators, _ in pieces(a).values())}
+
+
+# Instructions --------------------------------------------------------------------------------------------------------------
+
+
+def compute_part(worker: Worker, i: ComputePart) -> None:
+    """Run an op for one part of the stage, and set its accumulators, which are complete, aside."""
+    k, whole = i.microbatch + worker.microbatch_shift, OPS[i.op]
+    stage, microbatch, op = worker.stage_for(k), worker.state.microbatches[k], op_of_part(whole, i.part, i.parts)
+    reads = (microbatch.pop("stash"),) if i.part else worker.take(whole, microbatch)
+    left = worker.run(i, op, stage, reads, lambda params: _donated(worker, params, i.part))
+    if "stash" in left:
+        backward = StageInParts.of(stage.functions).backward(whole.function)
+        microbatch["stash"] = backward.held(i.part, reads[0] if i.part else reads, left["stash"])
+    worker.used_microbatch(k)
+    if not i.following:
+        worker.state.accumulators = None
+    update, name = k // worker.plan.microbatches_per_update(worker.stage), f"sums{i.piece}" if i.following else "sums"
+    worker.change_update(update, **{name: left["accumulators"]})
+
+
+def _donated(worker: Worker, params: Tree, number: int) -> Tree:
+    """Return the accumulators of one part of the stage, and take them out of the state."""
+    accumulators = worker.donated_accumulators(params)
+    donated = StageInParts.of(worker.functions).accumulators(accumulators, number)
+    gradients = {entry: tree for entry, tree in accumulators["gradients"].items() if entry not in donated["gradients"]}
+    worker.state.accumulators = {**accumulators, "gradients": gradients}
+    return donated
+
+
+def join_sums(worker: Worker, update: int) -> None:
+    """Put the sums of the parts of an update together, waiting for them."""
+    pending = worker.state.updates[update]
+    names = sorted((name for name in pending if name.startswith("summed ")), key=lambda name: int(name.split()[1]))
+    if names:
+        joined = _joined([arrived(pending[name]) for name in (*names, "summed")])
+        worker.change_update(update, **dict.fromkeys(names), summed=joined)
+
+
+def _joined(parts: Sequence[tuple[Tree, list[Any], Any]]) -> tuple[Tree, list[Any], Any]:
+    """Return the sums of all parts as for the whole stage; the first part has the numbers."""
+    first, means, loss = parts[0]
+    gradients = {entry: gradient for accumulators, *_ in parts for entry, gradient in accumulators["gradients"].items()}
+    return {**first, "gradients": gradients}, means, loss
+
+
+RUNTIME = RuntimeHooks(
+    handlers={ComputePart: compute_part, SumPart: Worker.all_reduce},
+    calls=calls,
+    ops=ops,
+    pieces=pieces,
+    costs=costs,
+    join_sums=join_sums,
+)

@@ -1,0 +1,164 @@
+"""A stage cut in parts along its layers, as pure functions."""
+
+import warnings
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any
+
+import jax
+
+from jpipe.capabilities.sums_in_parts.cut import Part, cut
+from jpipe.capabilities.sums_in_parts.option import layers_by_part
+from jpipe.ops import Op
+from jpipe.stages.functions._accumulators import accumulate
+from jpipe.stages.functions._stage import StageFunctions
+
+Tree = Any
+
+
+class StageInParts:
+    """The functions of a stage for its parts.
+
+    Args:
+        functions: those of the whole stage.
+    """
+
+    def __init__(self, functions: StageFunctions) -> None:
+        self._functions, self._backwards = functions, dict[str, BackwardInParts]()
+        self.count = len(functions.stage.sum_parts)
+
+    @classmethod
+    def of(cls, functions: StageFunctions) -> "StageInParts":
+        """Return those of a stage, which are made once."""
+        made: StageInParts = functions.added.setdefault("sums_in_parts", cls(functions))
+        return made
+
+    @cached_property
+    def part_of(self) -> dict[str, int]:
+        """The part of each entry: the last to be computed of those whose layers use it."""
+        f = self._functions
+        return {entry: number for number, layers in enumerate(layers_by_part(f.stage)) for entry in f.stack.ties.entries(layers)}
+
+    def accumulators(self, accumulators: Tree, number: int) -> Tree:
+        """Select the accumulators (or specs) of one part of the stage. The first part has the numbers, too."""
+        gradients = {entry: tree for entry, tree in accumulators["gradients"].items() if self.part_of[entry] == number}
+        return {**accumulators, "gradients": gradients} if number == 0 else {"gradients": gradients}
+
+    def backward(self, function: str) -> "BackwardInParts":
+        """Return an op that computes the gradients of the weights, cut in parts; `function` is the name of the whole op."""
+        if function not in self._backwards:
+            self._backwards[function] = BackwardInParts(self._functions, self.part_of, self.count, function)
+        return self._backwards[function]
+
+
+class BackwardInParts:
+    """A backward, perhaps with its forward, cut along the layers, from the last ones to the first.
+
+    Args:
+        functions: of the stage.
+        part_of: the part of each entry.
+        parts: how many there are.
+        function: the name of the whole op.
+    """
+
+    def __init__(self, functions: StageFunctions, part_of: dict[str, int], parts: int, function: str) -> None:
+        self._functions, self._part_of, self._parts, f = functions, part_of, parts, functions
+        ops: dict[str, tuple[Any, Callable[[], Tree]]] = {
+            "backward": (self._of_backward, lambda: f.between_specs),
+            "forward_backward": (self._of_forward_backward, lambda: f.specs.arguments),
+            "backward_weight": (self._of_backward_weight, lambda: f.halves.stash_spec),
+        }
+        self._results, reads = ops[function]
+        scale = None if f.scale_spec is None else f.scale_spec.value
+        self._arguments = f.specs.params, reads(), f.specs.rng, scale
+
+    def run(self, op: Op, number: int, params: Tree, *arguments: Any) -> Any:
+        """Run one part.
+
+        Args:
+            op: what it does for this part.
+            number: of the part, counted from that of the last layers.
+            params: as for the whole op.
+            arguments: what the part reads (for a later part what `held` returned), the accumulators of the part, rng and scale.
+
+        Returns:
+            What the op leaves.
+        """
+        *reads, sums, rng, scale = arguments
+        held = reads[0] if number else tuple(reads)
+        outputs, stash = self._cut[number].run(jax.tree.leaves((params, rng, scale)), jax.tree.leaves(held))
+        early, gradients, late = self._specs
+        wanted = [g for g in gradients if self._part_of[g[0]] == number]
+        trees = early if number == 0 else None, [tree for _, tree in wanted], late if number == self._parts - 1 else None
+        leaves = iter(outputs)
+        first, found, message = jax.tree.map(lambda _: next(leaves), trees)
+        numbers, changed = first or ((), None)
+        entries = [(entry, tree) for (entry, _), tree in zip(wanted, found, strict=True)]
+        added = accumulate(sums, entries, numbers, self._functions.scale_of(scale))
+        results = {"state": changed, "gradient": message, "accumulators": added, "stash": stash}
+        left = tuple(results[kind] for kind in op.leaves)
+        return left if len(left) > 1 else left[0]
+
+    def held(self, number: int, held: Tree, stash: Sequence[Any]) -> list[Any]:
+        """Return what the part after this one reads, from what this one reads and its stash. Nothing is computed."""
+        leaves = jax.tree.leaves(held)
+        return [*(leaves[i] for i in self._cut[number].kept), *stash]
+
+    def held_spec(self, number: int) -> list[Any]:
+        """Shapes and dtypes of what a later part reads."""
+        return list(self._cut[number].held)
+
+    # The results of the whole op: numbers and changed state, which the first part returns; (entry, gradient) of each; the message to the
+    # stage before, which the last part returns.
+
+    def _of_backward(self, params: Tree, reads: Tree, rng: Tree, scale: Any) -> Any:
+        forward_arrays, saved, message = reads
+        return self._with_gradients(self._functions.restored_vjp(params, forward_arrays, saved, rng), message, None, rng, scale)
+
+    def _of_forward_backward(self, params: Tree, reads: Tree, rng: Tree, scale: Any) -> Any:
+        (y, new_state), vjp = self._functions.linearize(params, reads, rng)
+        return self._with_gradients(vjp, y, self._functions.changed.part(new_state), rng, scale)
+
+    def _of_backward_weight(self, params: Tree, reads: Tree, rng: Tree, scale: Any) -> Any:
+        f, ((arrays, numbers), stash) = self._functions, reads
+        gradients = f.halves.gradients_of_weights(params, arrays, stash, rng, scale)
+        return (numbers, None), list(f.stack.ties.by_place(gradients)), None
+
+    def _with_gradients(self, vjp: Any, message: Tree, changed: Tree, rng: tuple[Any, Any], scale: Any) -> Any:
+        f = self._functions
+        gradients, x_gradient = f.cotangents(vjp, message, scale)
+        numbers = tuple(message) if f.last else (message[1],)
+        return (numbers, changed), list(f.stack.ties.by_place(gradients)), f.sent_gradient(x_gradient, message[1], rng)
+
+    @cached_property
+    def _specs(self) -> tuple[Tree, list[tuple[str, Tree]], Tree]:
+        names = list[str]()
+
+        def results(*arguments: Any) -> Any:
+            early, gradients, late = self._results(*arguments)
+            names[:] = [entry for entry, _ in gradients]
+            return early, [tree for _, tree in gradients], late
+
+        early, trees, late = jax.eval_shape(results, *self._arguments)
+        return early, list(zip(names, trees, strict=True)), late
+
+    @cached_property
+    def _cut(self) -> list[Part]:
+        params, reads, rng, scale = self._arguments
+        free, free_treedef = jax.tree.flatten((params, rng, scale))
+        held, treedef = jax.tree.flatten(reads)
+
+        def function(*leaves: Any) -> list[Any]:
+            params, rng, scale = jax.tree.unflatten(free_treedef, leaves[: len(free)])
+            early, gradients, late = self._results(params, jax.tree.unflatten(treedef, leaves[len(free) :]), rng, scale)
+            return jax.tree.leaves((early, [tree for _, tree in gradients], late))
+
+        early, gradients, late = self._specs
+        part_of = [0] * len(jax.tree.leaves(early))
+        part_of += [self._part_of[entry] for entry, tree in gradients for _ in jax.tree.leaves(tree)]
+        part_of += [self._parts - 1] * len(jax.tree.leaves(late))
+        parts, error = cut(function, free, held, part_of, self._parts)
+        if error is not None:
+            what = self._functions.description
+            warnings.warn(f"{what}: its backward cannot be cut in parts: {error}; the first part computes all of it", stacklevel=2)
+        return parts
