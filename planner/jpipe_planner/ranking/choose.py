@@ -175,7 +175,7 @@ def choose(
     by_rank = sorted(candidates, key=lambda candidate: candidate.rank)
     choice = Choice(profile, topology, (), (), len(by_rank), global_norm)
     fitting, lacking = ([candidate for candidate in by_rank if (candidate.over is None) == fits] for fits in (True, False))
-    fitting.sort(key=lambda one: one.seconds / one.batch * (1 + one.depth * one.microbatches / LONG))
+    fitting.sort(key=_turn)
     found, spent, seen, alike = list[Ranked](), 0, set[Candidate](), Counter[object]()
     for candidates, count in ((fitting, most // 2), (first_of_kinds(fitting), most), (fitting, most)):
         for candidate in candidates:
@@ -197,6 +197,12 @@ def choose(
                 lacking.append(one.candidate)
     ranked = best_of_kinds(found)
     return dataclasses.replace(choice, ranked=ranked, rejected=_of_other_kinds(lacking, ranked))
+
+
+def _turn(candidate: Candidate) -> tuple[float, int]:
+    """Return the sort key of what is simulated first: good estimates, short simulations, and few microbatches in flight."""
+    length = candidate.depth * candidate.microbatches / LONG
+    return float(f"{candidate.seconds / candidate.batch * (1 + length):.3g}"), candidate.options.extra_in_flight
 
 
 def first_of_kinds(candidates: Iterable[Candidate]) -> list[Candidate]:

@@ -164,7 +164,9 @@ class _Confirm:
         self._queue = [other for other in self._queue if other.candidate.without_costs != candidate.without_costs]
         self.result.tried[candidate.without_costs] = compiled.ranked
         if compiled.fits:
-            self.result.fitting.append(compiled)
+            fitting = dataclasses.replace(compiled.ranked, candidate=dataclasses.replace(candidate, over=None))
+            self.result.tried[candidate.without_costs] = fitting
+            self.result.fitting.append(dataclasses.replace(compiled, ranked=fitting))
             return
         raised = self._raised(ranked, compiled)
         attempt = Attempt(ranked, compiled, None if raised is None else raised.candidate)

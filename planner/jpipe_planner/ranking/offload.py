@@ -30,9 +30,9 @@ MOST_IN_ALL = 48_000  # forwards of all simulations, after which no further plan
 def offload_bases(candidates: Iterable[Candidate]) -> list[Candidate]:
     """Return the plans that lack memory, or recompute so that they fit: of each kind the one that lacks least, and the fastest."""
     tight = [candidate for candidate in candidates if lacks_memory(candidate)]
-    fastest = {one.kind: one for one in sorted(tight, key=lambda one: (-one.seconds / one.batch, one.rank))}
+    fastest = {(one.kind, one.rows): one for one in sorted(tight, key=lambda one: (one.seconds / one.batch, one.rank), reverse=True)}
     leanest = first_of_kinds(sorted(tight, key=lambda one: one.rank))
-    return list(dict.fromkeys(base for one in leanest for base in (one, fastest[one.kind])))[:BASES]
+    return list(dict.fromkeys(base for one in leanest for base in (one, fastest[one.kind, one.rows])))[:BASES]
 
 
 def find_offloads(choice: Choice, bases: Sequence[Candidate]) -> list[Ranked]:

@@ -68,7 +68,7 @@ def find_variants(
     ]
     for base in _bases((one for one in near if one.depth > 1), EARLY):
         run.simulate(run.early(base))
-    in_parts = (one for base in near for one in run.in_parts(base))
+    in_parts = (one for base in simulated if base.over is None for one in run.in_parts(base))
     run.simulate(itertools.islice(in_parts, IN_PARTS))
     for base in _bases((one for one in usable if lacks_memory(one) and one.schedule in schedules), SAVING):
         run.simulate(run.saving(base, share_optimizer))

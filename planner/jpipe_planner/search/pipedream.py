@@ -72,7 +72,7 @@ def pipedream_plans(estimates: Estimates, batch: int, every: Literal["batch", "r
 
 
 def _placements(estimates: Estimates, rows: int, microbatches: int | None) -> list[Placement]:
-    """Return the best placements, with as much of the memory as those need that then fit; if none does, those that need least."""
+    """Return the best placements that fit, counted with a margin; if none does, also those that need least memory, and the fastest."""
     devices, found = estimates.topology.num_devices, list[Placement]()
     counts = [r for r in range(1, devices + 1) if microbatches is None or microbatches % r == 0]
     if len(counts) > MOST_REPLICAS:
@@ -80,17 +80,19 @@ def _placements(estimates: Estimates, rows: int, microbatches: int | None) -> li
     places = _places(estimates, rows)
     work = len(places) ** 2 * devices * len(counts)
     depth = min(len(places) - 1, devices, MOST_DEPTH)
-    for margin in (*MARGINS, None):
-        if margin is None and found:
-            break
+
+    def search(margin: float | None) -> list[Placement]:
         loads = _Loads(estimates, rows, microbatches, places, margin)
-        found = fastest_stages(loads.matrix, len(places) - 1, devices, counts, depth if work * depth <= MOST_BY_DEPTH else None)
+        best = fastest_stages(loads.matrix, len(places) - 1, devices, counts, depth if work * depth <= MOST_BY_DEPTH else None)
+        return [one._replace(starts=tuple(places[list(one.starts)].tolist())) for one in best]
+
+    for margin in MARGINS:
+        found = search(margin)
         shapes = [PlainShape(SCHEDULE, microbatches or math.lcm(*one.replicas), one.replicas) for one in found]
-        found = [one._replace(starts=tuple(places[list(one.starts)].tolist())) for one in found]
         plans = (estimates.candidate(shape, rows, one.starts) for shape, one in zip(shapes, found, strict=True))
-        if estimates.topology.device.limit is None or margin is None or any(plan is not None and plan.over is None for plan in plans):
-            break
-    return found
+        if estimates.topology.device.limit is None or any(plan is not None and plan.over is None for plan in plans):
+            return found
+    return [*found, *search(None), *search(math.inf)]  # parts of them may wait in host memory
 
 
 def _places(estimates: Estimates, rows: int) -> Any:

@@ -419,9 +419,7 @@ def test_a_faster_plan_with_delayed_weights_is_one_line_unless_requested(files, 
     longer = re.search(r"price of the flush: per sample, .* takes 1\.(\d\d) times as long", out)
     assert int(faster[2]) == int(longer[1])  # both lines have the simulated speeds
     assert not re.search(r" 1 pipedream(_2bw)? ", out)
-    price = (
-        r"price of the flush: per sample, [a-z_0-9]+ with \d stages takes 1\.\d\d times as long as pipedream(_2bw)?( \+\d)? with 3 stages "
-    )
+    price = r"price of the flush: per sample, (one stage on one device|[a-z_0-9]+ with \d stages) takes 1\.\d\d times as long as pipedream(_2bw)?( \+\d)? with 3 stages "
     pays = (
         r"the asynchronous plan pays if it reaches the same loss with fewer than 1\.\d\d times the samples "
         r"\(docs/explanation/learning.md\)"
@@ -533,10 +531,10 @@ def test_what_no_device_can_hold_waits_in_host_memory_and_if_asked_what_makes_pl
     assert re.search(r"gpipe offload optimizer \d, residuals \d .* \(offload [\d.]+% slower\)", out)
     recomputing, _ = plan_of("170 MB")
     assert recomputing.offload is None
-    assert recomputing.stages[0].recompute == "full"
+    assert "full" in {stage.recompute for stage in recomputing.stages}
     moving, _ = plan_of("170 MB", "--offload")
     assert moving.offload.residuals
-    assert moving.stages[0].recompute == "none"
+    assert {stage.recompute for stage in moving.stages} == {"none"}
     assert moving.predicted.batch_seconds < recomputing.predicted.batch_seconds
     slow, _ = plan_of("1 GB", "--offload")
     assert slow.offload is None, "where everything fits nothing is moved"
