@@ -29,6 +29,7 @@ SCHEDULE = "pipedream"
 MOST_CUTS = 128  # places for cuts; of more layers, those with the smallest outputs are taken
 MOST_BY_DEPTH = 4e7  # numbers to compare, up to which the best stages of each depth are found
 MOST_DEPTH = 32
+LEAST_DEPTH = 2  # number of stages up to which the best of each depth must be affordable, or only the best of all depths is searched
 MOST_REPLICAS = 64  # numbers of replicas, beyond which only powers of two, their multiples by three, and divisors of the devices are tried
 MARGINS = (1.0, 0.9, 0.8, 0.65)  # shares of the memory with which the recurrence is tried: it counts the fewest microbatches in flight
 _INFINITE = float("inf")
@@ -79,11 +80,14 @@ def _placements(estimates: Estimates, rows: int, microbatches: int | None) -> li
         counts = [r for r in counts if devices % r == 0 or r & (r - 1) == 0 or (r % 3 == 0 and r // 3 & (r // 3 - 1) == 0)]
     places = _places(estimates, rows)
     work = len(places) ** 2 * devices * len(counts)
-    depth = min(len(places) - 1, devices, MOST_DEPTH)
+    layers, depth = len(places) - 1, min(len(places) - 1, devices, MOST_DEPTH, int(MOST_BY_DEPTH / work))
+    widths = [r for r in counts if devices % r == 0 and 1 < devices // r <= min(layers, MOST_DEPTH)] if depth < LEAST_DEPTH else []
 
     def search(margin: float | None) -> list[Placement]:
         loads = _Loads(estimates, rows, microbatches, places, margin)
-        best = fastest_stages(loads.matrix, len(places) - 1, devices, counts, depth if work * depth <= MOST_BY_DEPTH else None)
+        best = fastest_stages(loads.matrix, layers, devices, counts, depth if depth >= LEAST_DEPTH else None)
+        for width in widths:  # with as many replicas of each stage
+            best += fastest_stages(loads.matrix, layers, devices, [width], devices // width)[-1:]
         return [one._replace(starts=tuple(places[list(one.starts)].tolist())) for one in best]
 
     for margin in MARGINS:
@@ -207,7 +211,7 @@ def fastest_stages(
     Returns:
         The placements, the fewest stages first; of equally fast ones with as many stages those with the fewest devices.
     """
-    ends, found = np.arange(layers + 1), list[Placement]()
+    ends, found, step = np.arange(layers + 1), list[Placement](), math.gcd(*replicas)
     best: Any = np.full((devices + 1, layers + 1), _INFINITE)
     best[0, 0] = 0.0
     choices = list[tuple[Any, Any]]()
@@ -215,7 +219,7 @@ def fastest_stages(
         longer = best if depth is None else np.full_like(best, _INFINITE)
         begin, count = np.zeros(best.shape, np.int32), np.zeros(best.shape, np.int32)
         choices.append((begin, count))
-        for used in range(1, devices + 1):
+        for used in range(step, devices + 1, step):
             for r in replicas:
                 if r > used or best[used - r].min() == _INFINITE:
                     continue

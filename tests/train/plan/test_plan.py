@@ -419,7 +419,10 @@ def test_a_faster_plan_with_delayed_weights_is_one_line_unless_requested(files, 
     longer = re.search(r"price of the flush: per sample, .* takes 1\.(\d\d) times as long", out)
     assert int(faster[2]) == int(longer[1])  # both lines have the simulated speeds
     assert not re.search(r" 1 pipedream(_2bw)? ", out)
-    price = r"price of the flush: per sample, (one stage on one device|[a-z_0-9]+ with \d stages) takes 1\.\d\d times as long as pipedream(_2bw)?( \+\d)? with 3 stages "
+    price = (
+        r"price of the flush: per sample, (one stage on one device|[a-z_0-9]+ with \d stages) takes 1\.\d\d times as long "
+        r"as pipedream(_2bw)?( \+\d)? with 3 stages "
+    )
     pays = (
         r"the asynchronous plan pays if it reaches the same loss with fewer than 1\.\d\d times the samples "
         r"\(docs/explanation/learning.md\)"
