@@ -11,9 +11,11 @@ from typing import Any, NamedTuple
 
 from benchmarks.papers.document import Table
 from benchmarks.papers.models import topology, transformer_profile, two_blocks, with_blocks
+from jpipe.plan import repeats_forward
 from jpipe_planner import Profile, Ranked, Topology
 from jpipe_planner.cost.simulated import Simulated, simulate_plan
 from jpipe_planner.ranking.choose import choose
+from jpipe_planner.search.balance import balance
 from jpipe_planner.search.candidates import find_candidates
 
 SCHEDULES = ("naive", "gpipe", "pipedream_flush", "pipedream_2bw")
@@ -144,7 +146,8 @@ def same_policy(profile: Profile, where: Topology, schedule: str, depth: int, ro
     """
     plans = find_candidates(profile, where, batch, schedules=(schedule,))
     plan = next(c for c in plans if (c.depth, c.rows, c.options.extra_in_flight) == (depth, rows, 0) and c.devices == where.num_devices)
-    plan = dataclasses.replace(plan, policies=(policy,) * depth)
+    seconds = [(1 + repeats_forward(policy)) * cost.forward + cost.backward for cost in profile.costs(rows).values()]
+    plan = dataclasses.replace(plan, policies=(policy,) * depth, starts=balance(seconds, depth))
     result = simulate_plan(plan.plan(profile.ids), profile.stage_costs(plan.plan(profile.ids), rows), where)
     assert result is not None, "too long to simulate"
     return result

@@ -16,7 +16,7 @@ import numpy as np
 import jpipe
 from jpipe_planner.machine.topology import Topology
 
-__all__ = ["DeviceRanges"]
+__all__ = ["DeviceRanges", "Kind"]
 
 _TIMES = ("forward", "backward", "backward_input", "backward_weight", "update")
 
