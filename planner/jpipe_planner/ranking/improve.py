@@ -19,6 +19,8 @@ from jpipe_planner.search.candidate import Asked, Candidate
 from jpipe_planner.search.candidates import on_meshes
 from jpipe_planner.search.estimate import Estimates
 
+__all__ = ["improve"]
+
 GAIN = 0.002  # relative gain of a step: smaller ones are not worth a simulation
 STARTS = 3  # plans with different stages that are improved
 NEAR = 0.2  # relative amount by which such a plan may be slower than the fastest one
