@@ -12,13 +12,12 @@ import optax
 
 from jpipe._arguments import (
     as_key,
-    check_combinations,
     check_ema_decay,
     check_model,
-    check_norms,
     check_observer,
     check_to,
     check_weights,
+    checked_arguments,
     checked_batch,
     checked_delay_factor,
     checked_metrics,
@@ -167,7 +166,6 @@ class Pipeline:
     ) -> None:
         check_model(stack, plan, loss)
         check_precision(precision)
-        check_norms(clip_global_norm, clip_stage_norm, skip_nonfinite)
         check_ema_decay(ema_decay)
         if plan.order is not None:
             lower(plan, 1, workers=())  # raises an error for one that deadlocks, before anything is compiled
@@ -178,10 +176,9 @@ class Pipeline:
         self.delay_factor = checked_delay_factor(delay_correction)
         norms = {"clip_global_norm": self.clip_global_norm, "clip_stage_norm": self.clip_stage_norm}
         others = {"skip_nonfinite": skip_nonfinite, "ema_decay": self.ema_decay, "delay_correction": self.delay_factor}
-        check_combinations(plan, precision, **norms, **others)
+        arguments = checked_arguments(plan, precision, **norms, **others)
         self._explicit_devices = None if devices is None else checked_devices(devices)
-        options = {**norms, "skip_nonfinite": self._skips}
-        self._builder = StageBuilder(self.stack, plan, loss, optimizer, precision, self.ema_decay, self.delay_factor, **options)
+        self._builder = StageBuilder(self.stack, plan, loss, optimizer, precision, self.ema_decay, self.delay_factor, arguments)
         self._steps = Steps(plan, uses_of(global_norm=self.uses_global_norm, shared_parameters=self._shared_stages()))
         self._executor: Executor | None = None  # once `init` or `restore` has compiled
 
@@ -205,12 +202,7 @@ class Pipeline:
     @property
     def uses_global_norm(self) -> bool:
         """Whether updates use the norm of the gradients of all stages: to clip, to skip batches, or for a dynamic loss scale."""
-        return self.clip_global_norm is not None or self._skips
-
-    @property
-    def _skips(self) -> bool:
-        """Whether batches whose gradients are not finite are skipped."""
-        return self.skip_nonfinite or self.precision.dynamic_scale is not None
+        return self.clip_global_norm is not None or self.skip_nonfinite or self.precision.dynamic_scale is not None
 
     def _shared_stages(self) -> tuple[tuple[int, ...], ...]:
         """Return, for each group of shared parameters, the stages that hold them.

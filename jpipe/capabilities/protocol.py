@@ -51,6 +51,10 @@ class Option:
             is used where its room is among what a program `uses`.
         of_stages: whether it is a field of each stage instead, which is empty where the stage does not use it.
         check: `(plan) -> None`, raises ValueError if the value does not fit the plan; only called where it is set.
+        stands_for: where it is in no plan, the argument of a pipeline whose exclusions hold for programs that use it.
+        check_arguments: `(arguments) -> None`, raises InputError for values of arguments of a pipeline, by name as in `excluded`.
+        of_arguments: `(arguments, entries) -> value | None` in `StageFunctions.capabilities`, where it comes from arguments of a pipeline;
+            `entries` are those that each stage counts.
         exclusions: what the option cannot be combined with. Each pair of options is in one list.
         even: `(value, stages) -> stages`, the fields of stages with an argument of `Plan.even`, which has the name of the field.
         with_layers: `(stage, layers) -> fields` that a stage has with other layers.
@@ -64,12 +68,20 @@ class Option:
     field: str | None
     of_stages: bool = False
     check: Callable[[Any], None] | None = None
+    stands_for: str = ""
+    check_arguments: Callable[[Any], None] | None = None
+    of_arguments: Callable[[Any, Any], Any] | None = None
     exclusions: tuple[Exclusion, ...] = ()
     even: Hook | None = None
     with_layers: Hook | None = None
     text: Hook | None = None
     parallel_pipelines: bool = False
     divides_updates: bool = False
+
+    @property
+    def key(self) -> str:
+        """The name of its value in `StageFunctions.capabilities`: that of the field of the plan, or of the room."""
+        return self.field or self.room
 
     def is_set(self, plan: Any) -> bool:
         """Return whether a plan uses the capability."""
@@ -120,6 +132,7 @@ class ProgramHooks:
         messages: what it sends, sums or moves, by `Send.message` or `Transfer.what`.
         carries_over: whether what it does in a batch depends on earlier batches under schedules that flush, too.
         sums: those of its instructions with which the replicas of a stage begin a sum, all side by side in the total order.
+        waits: `(plan, uses) -> stages` whose updates wait for other stages.
         waits_for: by the type of its instructions, `(instruction) -> (type, number)`: the sum that one waits for, by its batch.
         modelled: `(plan) -> plan`, a plan whose programs contain all that the capability does in any step; `due` chooses from them.
         due: `(plan, instruction, shift) -> Instruction | None`, one of its instructions as it is when it runs so many batches later.
@@ -138,6 +151,7 @@ class ProgramHooks:
     messages: Mapping[str, MessageHooks] = field(default_factory=dict)
     carries_over: bool = False
     sums: tuple[type, ...] = ()
+    waits: Hook | None = None
     waits_for: Mapping[type, Callable[[Any], tuple[type, int]]] = field(default_factory=dict)
     modelled: Hook | None = None
     due: Hook | None = None
@@ -164,6 +178,10 @@ class LoweringHooks:
         settle: `(worker) -> bool`, before the next computation of a worker's rank: whether it can continue; False if it waits.
         before_update: `(time, worker, batch, retires) -> None`, before an `Update` with these fields is written.
         after_update: the same, after it.
+        after_backward: `(worker, k) -> None`, after the backward of a microbatch, where updates wait for a sum or for other stages.
+        after_output: `(time, worker, k, to) -> None`, after the output of a microbatch is sent.
+        needed: `(worker, batch) -> list of (what, stage or worker, batch)` in `Run.available`: what an update waits for without a flush.
+        drain: `(time, batch, workers) -> None`, where the pipeline is empty, before these workers update with a batch.
         version_ready: `(worker, version) -> int | None`, the time from which a forward can read a version; None: it is not known yet, and
             the worker's rank is woken later.
         released: `(worker, version) -> None`, after the release of a version is written.
@@ -176,6 +194,10 @@ class LoweringHooks:
     settle: Hook | None = None
     before_update: Hook | None = None
     after_update: Hook | None = None
+    after_backward: Hook | None = None
+    after_output: Hook | None = None
+    needed: Hook | None = None
+    drain: Hook | None = None
     version_ready: Hook | None = None
     released: Hook | None = None
     drained: Hook | None = None
@@ -251,6 +273,23 @@ class TransportHooks:
 
 
 @dataclass(frozen=True)
+class UpdateHooks:
+    """What a capability changes in the updates of a stage.
+
+    Attributes:
+        spec: `(Arrays) -> specs` of what an update gets of it.
+        argument: `(Worker, update, accumulators) -> tree` with these shapes.
+        gradient: `(StageFunctions, argument, gradient) -> gradient` of one entry, before the optimizer.
+        step: `(StageFunctions, step) -> step`, functions of (params, optimizer state, accumulators, arguments by capability, position).
+    """
+
+    spec: Hook
+    argument: Hook
+    gradient: Hook
+    step: Hook
+
+
+@dataclass(frozen=True)
 class SumHooks:
     """How the replicas of a stage sum gradients where each gives something to each other one, and sums what it gets.
 
@@ -304,9 +343,10 @@ class RuntimeHooks:
         pieces: `(Arrays) -> dict[str, specs]` of what the replicas of a stage sum, by piece (`Instruction.piece`); empty: all at once.
         costs: `(Arrays) -> dict[str, Any]`, fields of the `StageCost` with the bytes of a stage.
         join_sums: `(Worker, update) -> None`, before the sum of an update is read: puts its pieces together.
-        used_calls: by the type of its instructions, the names of those that it needs.
+        used_calls: by the type of an instruction, `(StageFunctions, instruction) -> names` of those that it needs.
         always_used: `(StageFunctions) -> names` of those that no instruction needs.
         shares: `(plan, StageFunctions) -> shares` of the replicas of a stage in its updates.
+        update: what it changes in updates.
 
     The state of a worker, and snapshots of it:
         specs: `(Arrays) -> Tree` of what it keeps in `WorkerState.capabilities`, under the name of the capability.
@@ -328,7 +368,9 @@ class RuntimeHooks:
         fetch: `(tree) -> tree` with the arrays that are away on their devices.
         copy: `(leaf) -> leaf`, a copy of an array that is away, in the same memory.
 
-    Checks and traces:
+    Checks, metrics and traces:
+        report: `(MetricsExchange, StageFunctions, updated, RunResults, Metrics) -> list | None`, puts numbers of updates into the metrics;
+            returns for each pipeline, by batch, a number that is not 0 if its update changed nothing, or None if that cannot be.
         check_devices: `(plan, devices) -> None`, raises InputError for devices of this process that cannot do it.
         watch: `(plan, now) -> watcher`, which notes transfers while a run is traced; see `TransferWatcher`.
         waits_for: `(plan, computations) -> dict`, for a trace: which computations each of them waits for beside those of its inputs.
@@ -344,9 +386,10 @@ class RuntimeHooks:
     pieces: Hook | None = None
     costs: Hook | None = None
     join_sums: Hook | None = None
-    used_calls: Mapping[type, tuple[str, ...]] = field(default_factory=dict)
+    used_calls: Mapping[type, Hook] = field(default_factory=dict)
     always_used: Hook | None = None
     shares: Hook | None = None
+    update: UpdateHooks | None = None
 
     specs: Hook | None = None
     fresh: Hook | None = None
@@ -366,6 +409,7 @@ class RuntimeHooks:
     copy: Hook | None = None
 
     check_devices: Hook | None = None
+    report: Hook | None = None
     watch: Hook | None = None
     waits_for: Hook | None = None
 

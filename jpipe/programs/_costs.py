@@ -52,7 +52,6 @@ class StageCost(Costs):
         state: layer state (batch statistics).
         accumulators: accumulated gradients.
         temporary: the largest scratch memory of a program.
-        squares: the sums of squares of its gradients, where updates use the norm of all of them.
         shared: for each group of shared parameters, as in `Program`, the size of its gradients; 0 where the stage holds none.
         passed: the arrays of the stage input that the previous stage keeps, too. If both are on one rank, they count once.
         updated: with `Plan.shard_optimizer`, the bytes of one version that each replica updates and sends to the other replicas.
@@ -80,7 +79,6 @@ class StageCost(Costs):
     state: int = 0
     accumulators: int = 0
     temporary: int = 0
-    squares: int = 0
     shared: tuple[int, ...] = ()
     passed: tuple[Passed, ...] = ()
     updated: tuple[int, ...] = ()

@@ -14,12 +14,11 @@ from jpipe.programs._instructions import (
     Program,
     Receive,
     Send,
-    SumSquares,
     TakeShared,
     Update,
 )
 
-_NEED_SUM = Update, SumSquares, TakeShared, AddShared
+_NEED_SUM = Update, TakeShared, AddShared
 
 
 class ProgramError(ValueError):

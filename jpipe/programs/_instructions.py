@@ -68,9 +68,8 @@ class Compute(Instruction):
 class Send(Instruction):
     """Send the output (`activation`) or the input gradient (`gradient`) of a microbatch to the worker `to`, and free it.
 
-    With the global norm: `squares`, the sums of squares of this stage and those after it; `norm`, made of them all. Both belong to the
-    batch that ends with the microbatch, and the worker keeps the norm. With shared parameters: `shared`, their gradients of that batch,
-    which the worker keeps until its update. Capabilities have others.
+    With shared parameters: `shared`, their gradients of the batch that ends with the microbatch, which the worker keeps until its update.
+    Capabilities have others.
     """
 
     worker: int
@@ -118,14 +117,6 @@ class AddShared(Instruction):
 
 
 @dataclass(frozen=True, slots=True)
-class SumSquares(Instruction):
-    """Sum the squares of the mean gradient of `batch`, layer by layer, and add those of later stages; at stage 0 compute the norm."""
-
-    worker: int
-    batch: int
-
-
-@dataclass(frozen=True, slots=True)
 class Update(Instruction):
     """Make version `batch + 1` from version `batch` and the gradients of `batch`, in the memory of version `retires` if there is one.
 
@@ -145,7 +136,7 @@ class Release(Instruction):
     version: int
 
 
-CoreInstruction = Load | Compute | Send | Receive | AllReduce | TakeShared | AddShared | SumSquares | Update | Release
+CoreInstruction = Load | Compute | Send | Receive | AllReduce | TakeShared | AddShared | Update | Release
 
 
 def ends_update(plan: Plan, s: int, k: int) -> bool:

@@ -22,8 +22,6 @@ def messages() -> dict[str, MessageHooks]:
         "gradient": MessageHooks("g", "#D9A3C1", "gradient sent"),
         "sum": MessageHooks("s", "#009E73", "sum over replicas", is_sum=True),
         "shared": MessageHooks("p"),
-        "squares": MessageHooks("q"),
-        "norm": MessageHooks("n"),
         **merged("messages", programs().values()),
     }
 

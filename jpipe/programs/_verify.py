@@ -18,7 +18,6 @@ from jpipe.programs._instructions import (
     Receive,
     Release,
     Send,
-    SumSquares,
     TakeShared,
     Update,
     ends_update,
@@ -69,7 +68,6 @@ class Verifier:
         self.buffers = set[tuple[str, int]]()
         self._accumulated = 0  # backwards of the batch that is being accumulated
         self._sets_aside = program.sets_aside[self.stage]
-        self._norms: set[int] = set()  # that the worker has, by the last microbatch of their batch
         verifications = made("verify", programs_of(self.plan, program.uses), self)
         self._added, self._sends, self._receives = (merged(name, verifications) for name in ("checks", "sends", "receives"))
         self._needs, self._updated, self._whole = (hooks(name, verifications) for name in ("needs", "updated", "whole"))
@@ -140,9 +138,7 @@ class Verifier:
                 self.put(kind, k)
 
     def _send(self, i: Send) -> None:
-        if i.message == "norm":
-            self._need_norm(i.microbatch)
-        elif i.message == "shared":
+        if i.message == "shared":
             self.put("shared", self.take("shared", i.microbatch))  # for other sends, until the update
         elif i.message in self._sends:
             self._sends[i.message](i)
@@ -153,9 +149,7 @@ class Verifier:
             self.take(_SENT[i.message], i.microbatch)
 
     def _receive(self, i: Receive) -> None:
-        if i.message == "norm":
-            self._norms.add(i.microbatch)
-        elif i.message == "shared":
+        if i.message == "shared":
             self.put(f"shared of stage {self.plan.workers[i.source][0]}", i.microbatch)
         elif i.message in self._receives:
             self._receives[i.message](i)
@@ -185,19 +179,6 @@ class Verifier:
             self.put(kind, self.take(kind, k))  # for other groups, until the update
         self.put(f"group {i.group} added", k)
 
-    def _sum_squares(self, i: SumSquares) -> None:
-        self._look_at_sum(i.batch)
-        k = last_microbatch(self.plan, i.batch)
-        for group, stages in enumerate(self._shared):
-            if stages[0] == self.stage:  # the only one whose norm has them
-                self.put(f"group {group} added", self.take(f"group {group} added", k))
-        if not self._last:
-            self.take("later squares", k)
-        if self._first:
-            self._norms.add(k)
-        else:
-            self.put("squares", k)
-
     def _update(self, i: Update) -> None:
         latest = max(self.versions, default=None)
         if i.batch != latest:
@@ -207,10 +188,6 @@ class Verifier:
         if not self._sets_aside:
             self._accumulated = 0
         self._take_all_shared(last_microbatch(self.plan, i.batch))
-        if "global_norm" in self._program.uses:
-            k = last_microbatch(self.plan, i.batch)
-            self._need_norm(k)
-            self._norms = {known for known in self._norms if known >= k}
         self.need("optimizer", 0, i)
         self.need("versions", i.batch, i)
         if i.retires is not None:
@@ -261,7 +238,7 @@ class Verifier:
     def _check_other(self, i: Send | Receive, other: int, step: int) -> None:
         """Check that an output or a gradient goes from or to the worker that runs its microbatch `step` stages on."""
         s = self.stage + step
-        if i.message != "squares" and (not 0 <= s < self.plan.depth or other != self.plan.worker(s, i.microbatch)):
+        if not 0 <= s < self.plan.depth or other != self.plan.worker(s, i.microbatch):
             self.fail(f"{i}: worker {other} does not run microbatch {i.microbatch} at stage {s}")
 
     def check_whole(self, version: int, where: object) -> None:
@@ -287,6 +264,14 @@ class Verifier:
         elif self._accumulated != (expected := self._every // self._replicas):
             self.fail(f"update {batch} after {self._accumulated} backwards, expected {expected}")
 
+    def look_at_complete_sum(self, batch: int) -> None:
+        """Look at the gradients of a whole batch, which are complete as far as the stage is the first that has them."""
+        self._look_at_sum(batch)
+        k = last_microbatch(self.plan, batch)
+        for group, stages in enumerate(self._shared):
+            if stages[0] == self.stage:
+                self.put(f"group {group} added", self.take(f"group {group} added", k))
+
     def _look_at_sum(self, batch: int) -> None:
         """Check that the gradients of a whole batch are there, and leave them to the update."""
         if self._sets_aside:
@@ -308,10 +293,6 @@ class Verifier:
     def _aside_as(self) -> str:
         """The kind of buffer in which the gradients of a whole batch wait for its update."""
         return "summed" if self.plan.sums_gradients(self.stage) else "sums"
-
-    def _need_norm(self, k: int) -> None:
-        if k not in self._norms:
-            self.fail(f"norm of microbatch {k} used before it was there")
 
     def take(self, kind: str, k: int) -> int:
         """Take a buffer, which has to be there."""
@@ -340,8 +321,8 @@ class Verifier:
         raise Violation.at(self.plan, self.number, what)
 
 
-_SENT = {"activation": "output", "gradient": "gradient", "squares": "squares"}
-_RECEIVED = {"activation": "inputs", "gradient": "message", "squares": "later squares"}
+_SENT = {"activation": "output", "gradient": "gradient"}
+_RECEIVED = {"activation": "inputs", "gradient": "message"}
 
 _CHECKS: dict[type, Callable[[Verifier, Any], None]] = {
     Load: Verifier._load,
@@ -351,7 +332,6 @@ _CHECKS: dict[type, Callable[[Verifier, Any], None]] = {
     AllReduce: Verifier.all_reduce,
     TakeShared: Verifier._take_shared,
     AddShared: Verifier._add_shared,
-    SumSquares: Verifier._sum_squares,
     Update: Verifier._update,
     Release: Verifier._release,
 }

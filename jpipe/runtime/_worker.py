@@ -1,15 +1,15 @@
 """The worker of the interpreter: holds the state of one worker while a program runs, with a method for each type of instruction."""
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
 
-from jpipe.capabilities.protocol import Hook, TransportHooks, hooks, merged
-from jpipe.capabilities.registry import runtimes_of
+from jpipe.capabilities.protocol import Hook, TransportHooks, UpdateHooks, hooks, merged
+from jpipe.capabilities.registry import runtimes_of, updates_for
 from jpipe.model._precision import LossScale
 from jpipe.ops import OPS, Leaves, Op
 from jpipe.plan import Plan
@@ -22,7 +22,6 @@ from jpipe.programs._instructions import (
     Receive,
     Release,
     Send,
-    SumSquares,
     TakeShared,
     Update,
 )
@@ -41,27 +40,24 @@ Tree = Any
 
 
 class RunResults(NamedTuple):
-    """The losses, norms and evaluations that the workers of this process computed, as arrays that may not be ready.
+    """The losses, evaluations and other numbers that the workers of this process computed, as arrays that may not be ready.
 
     Attributes:
         losses: for each finished batch, the (mean loss, weight) of each of its updates, by (batch, pipeline); perhaps still to come from
             other replicas. Pipeline 0 stands for all whose replicas sum their gradients.
-        norms: for each update that used it, the `GlobalNorm` of the gradients, and after it the next loss scale if that is dynamic, by
-            (update, pipeline) as `losses`.
-        stage_norms: for each update of a stage that clips by its own norm, that norm, by (update, stage).
         evaluations: for each evaluated microbatch, (sum, weight) of the loss and of each metric; in a prediction the outputs.
+        others: what capabilities report, by what it is.
     """
 
     losses: dict[tuple[int, int], list[Tree]]
-    norms: dict[tuple[int, int], Tree]
-    stage_norms: dict[tuple[int, int], jax.Array]
     evaluations: dict[int, Tree]
+    others: dict[str, dict[Any, Tree]]
 
 
 Data = dict[tuple[str, int], Tree]
 """What workers load, by name (inputs or labels) and microbatch."""
 
-_COUNTED = ("sums", "squares", "shared", "received")  # of a pending update
+_COUNTED = ("sums", "shared", "received")  # of a pending update
 _Part = tuple[int, str, int]  # a part of the state: its worker, its kind (see `Worker.read_part`), and the number of it
 
 
@@ -192,17 +188,19 @@ class Added(NamedTuple):
         handlers: by the type of instruction, what it does at a worker.
         messages: how messages run, by their names.
         joins: what puts the pieces of sums together.
+        updates: what they change in updates, by the names of the capabilities.
     """
 
     handlers: dict[type, Callable[["Worker", Any], None]]
     messages: dict[str, TransportHooks]
     joins: tuple[Hook, ...]
+    updates: dict[str, UpdateHooks]
 
     @classmethod
-    def by(cls, plan: Plan) -> "Added":
-        """Return what the capabilities of a plan add."""
-        used = runtimes_of(plan)
-        return cls(merged("handlers", used), merged("messages", used), hooks("join_sums", used))
+    def by(cls, plan: Plan, capabilities: Collection[str]) -> "Added":
+        """Return what the capabilities of a plan add, and those of stages (`StageFunctions.capabilities`)."""
+        used = runtimes_of(plan, capabilities)
+        return cls(merged("handlers", used), merged("messages", used), hooks("join_sums", used), updates_for(capabilities))
 
 
 class Worker:
@@ -212,7 +210,7 @@ class Worker:
         stage, replica, replicas: its stage, which replica of it the worker is, and how many there are.
         sums: whether they sum their gradients.
         sets_aside: as in `Program`, for its stage.
-        global_norm, shared: what the program uses, as in `lower`.
+        shared: what the program uses, as in `lower`.
         microbatch_shift, version_shift: to be added to the numbers of the program for those of the run.
         compiled, functions, calls: of its stage; what depends on the shapes of a microbatch is in `stage_for`.
         stages, buckets: as given to `run`, for its stage.
@@ -223,7 +221,7 @@ class Worker:
         state: the state, which instructions change.
         data: what the workers of this process load.
         workers: the workers of this process, by number.
-        results: losses, norms and evaluations; shared by the workers of this process.
+        results: losses, evaluations and other numbers; shared by the workers of this process.
         consumed: counts the arrays of the consumed states; shared by the workers of this process.
         changed_parts: of the state, by the present instruction.
         done: of the last computation, see `Event`.
@@ -252,7 +250,7 @@ class Worker:
         self.stage, self.replica = plan.workers[worker]
         self.replicas = plan.replicas[self.stage]
         self.sums = program.sums_gradients[self.stage]
-        self.sets_aside, self.global_norm = program.sets_aside[self.stage], "global_norm" in program.uses
+        self.sets_aside = program.sets_aside[self.stage]
         self.shared = program.uses.get("shared_parameters", ())
         self.microbatch_shift, self.version_shift = shift * plan.microbatches, shift * program.updates_per_batch[self.stage]
         self.stages, self.buckets, self.transport = stages, buckets, transport
@@ -468,16 +466,6 @@ class Worker:
         else:
             state.accumulators = added
 
-    def sum_squares(self, i: SumSquares) -> None:
-        state, update = self.state, i.batch + self.version_shift
-        accumulators = self.complete(update)
-        later = arrived(state.updates.get(update, {}).get("squares", ()))
-        squares = self.calls["sum_squares"](accumulators), *later
-        if self.functions.first:
-            self.change_update(update, squares=None, norm=self.calls["norm"](squares))
-        else:
-            self.change_update(update, squares=squares)
-
     def send(self, i: Send) -> None:
         state, k, bucket = self.state, i.microbatch + self.microbatch_shift, 0
         tree: Tree
@@ -496,12 +484,6 @@ class Worker:
         """Return what a worker sends for an update."""
         state = self.state
         match i.message:
-            case "norm":
-                return arrived(state.updates[update]["norm"])
-            case "squares":
-                squares = state.updates[update]["squares"]
-                self.change_update(update, squares=None)
-                return squares
             case "shared":
                 return shared_with(self.functions, self.plan.workers[i.to][0], state.updates[update]["shared"])
             case _:
@@ -515,8 +497,6 @@ class Worker:
             return
         tree, update = self.transport.receive(i, k), k // self.plan.microbatches
         match i.message:
-            case "norm" | "squares":
-                self.change_update(update, **{i.message: tree})
             case "shared":
                 before = state.updates.get(update, {}).get("received", {})
                 self.change_update(update, received={**before, self.plan.workers[i.source][0]: tree})
@@ -525,17 +505,12 @@ class Worker:
 
     def update(self, i: Update) -> None:
         state, update, kind = self.state, i.batch + self.version_shift, update_kind(i)
-        accumulators, norm = self.gradients(update), self.norm(update)
-        if state.loss_scales:
-            state.loss_scales[update + 1] = self.calls["next_scale"](state.loss_scales[update], norm)
+        accumulators = self.gradients(update)
+        others = {name: hooks.argument(self, update, accumulators) for name, hooks in self.added.updates.items()}
         retires = None if i.retires is None else i.retires + self.version_shift
         memory = (state.weights.read(retires),) if retires is not None and kind == "into_retired" else ()
-        number, used = UpdateNumber(self.plan, self.stage, i.batch), norm
-        if self.functions.clip_stage_norm is not None:
-            used = self.calls["stage_norm"](accumulators, norm)
-            if self.replica == 0:
-                self.results.stage_norms[update, self.stage] = used.norm
-        new, self.done = self.compiled.update(kind, memory, state.weights.read(update), state.optimizer, accumulators, used, number)
+        number = UpdateNumber(self.plan, self.stage, i.batch)
+        new, self.done = self.compiled.update(kind, memory, state.weights.read(update), state.optimizer, accumulators, others, number)
         params, state.optimizer, zeros, loss = new
         state.weights = state.weights.with_update(params, retires)
         if retires is not None:
@@ -545,19 +520,6 @@ class Worker:
             state.accumulators = zeros
         if self.functions.last and not self.sets_aside:
             self.finish(update, loss)
-        if self.functions.last and self.global_norm and (self.replica == 0 or self.plan.has_parallel_pipelines):
-            scale = state.scale(update + 1)
-            self.results.norms[update, self.replica] = norm if scale is None else (*norm, scale)
-
-    def norm(self, update: int) -> Tree:
-        """Return the norm of the gradients of all stages, if updates use it, and keep it, since it may have to be sent on."""
-        if not self.global_norm:
-            return None
-        if update - 1 in self.state.updates:
-            self.change_update(update - 1, norm=None)
-        norm = arrived(self.state.updates[update]["norm"])
-        self.change_update(update, norm=norm)
-        return norm
 
     def gradients(self, update: int) -> Tree:
         """Return the accumulators of a whole batch for its update, and average the layer state if replicas average it with each update."""

@@ -28,7 +28,7 @@ from jpipe.stages.functions._sums import (
     take_shared,
     unshared,
 )
-from jpipe.stages.functions._update import next_scale, norm_of, squares_spec, sum_squares, update, update_shared, with_stage_norm
+from jpipe.stages.functions._update import update, update_shared
 
 Tree = Any
 UpdateKind = Literal["in_place", "into_retired", "into_new"]
@@ -67,7 +67,6 @@ def trace_call(
     functions: StageFunctions,
     place: Place,
     name: str,
-    counts: Sequence[int] = (),
     chosen: Mapping[str, Sequence[Any]] | None = None,
     share: Share | None = None,
     *,
@@ -79,11 +78,10 @@ def trace_call(
         functions: of the stage.
         place: where it runs.
         name: of the call.
-        counts: the number of entries that each stage counts in the norm.
         chosen, share: as in `Arrays`.
         with_effects: whether to keep side effects, such as host callbacks, that no result needs.
     """
-    call = _call(Arrays(functions, place, {} if chosen is None else chosen, share), name, counts)
+    call = _call(Arrays(functions, place, {} if chosen is None else chosen, share), name)
     function, outputs = call.function, call.outputs
     if name in ops_of_stage(functions) or name in get_args(UpdateKind):
         function, outputs = _with_done(function), (outputs, place.specs(_DONE))
@@ -97,7 +95,7 @@ def trace_call(
     return jax.jit(_named(without_effects(function), name), **options).trace(*call.inputs)
 
 
-def _call(a: Arrays, name: str, counts: Sequence[int]) -> Call:
+def _call(a: Arrays, name: str) -> Call:
     """Return a call by name."""
     f = a.functions
     if (op := ops_by_call().get(name)) is not None:
@@ -107,15 +105,9 @@ def _call(a: Arrays, name: str, counts: Sequence[int]) -> Call:
     number = a.whole(jax.ShapeDtypeStruct((), loss_dtype()))
     loss = (number, number) if f.last else None
     calls: dict[str, Callable[[], Call]] = {
-        "in_place": lambda: Call(partial(update, f), (0, 1, 2), (*updated, a.update_norm, *a.position), (*updated, loss)),
-        "into_new": lambda: Call(partial(update, f), (1, 2), (*updated, a.update_norm, *a.position), (*updated, loss)),
-        "into_retired": lambda: Call(
-            _into(partial(update, f)), (0, 2, 3), (params, *updated, a.update_norm, *a.position), (*updated, loss)
-        ),
-        "sum_squares": lambda: Call(partial(sum_squares, f), (), (a.accumulators,), a.whole(squares_spec([len(f.counted)])[0])),
-        "stage_norm": lambda: Call(partial(with_stage_norm, f), (), (a.accumulators, a.norm), a.update_norm),
-        "next_scale": lambda: Call(partial(next_scale, f), (), (a.scale, a.norm), a.scale),
-        "norm": lambda: Call(norm_of, (), (a.whole(squares_spec(counts)),), a.norm),
+        "in_place": lambda: Call(partial(update, f), (0, 1, 2), (*updated, a.others, *a.position), (*updated, loss)),
+        "into_new": lambda: Call(partial(update, f), (1, 2), (*updated, a.others, *a.position), (*updated, loss)),
+        "into_retired": lambda: Call(_into(partial(update, f)), (0, 2, 3), (params, *updated, a.others, *a.position), (*updated, loss)),
         "take_shared": lambda: Call(partial(take_shared, f), (), (a.accumulators,), shared_gradients(f, a.accumulators)),
         "mean_loss": lambda: Call(mean_loss, (), (a.accumulators,), (number, number)),
         "init_optimizer": lambda: Call(f.init_optimizer, (), (a.updated(a.fresh),), a.optimizer),
@@ -182,7 +174,7 @@ def _calls_for_shared(a: Arrays) -> dict[str, Call]:
     for group, names in f.sharing.groups_of(f.number).items():
         received = {s: shared_with(f, s, gradients) for s in f.sharing.groups[group][0] if s != f.number}
         updated = params, *_ = tuple({name: tree[name] for name in names} for tree in (a.trained, a.optimizer, gradients))
-        arguments, step = (*updated, weight, a.norm, *a.position), partial(update_shared, f)
+        arguments, step = (*updated, weight, a.others, *a.position), partial(update_shared, f)
         calls[f"add_shared {group}"] = Call(partial(add_shared, f, group), (0,), (a.accumulators, received), a.accumulators)
         calls[f"in_place shared {group}"] = Call(step, (0, 1, 2), arguments, updated)
         calls[f"into_new shared {group}"] = Call(step, (1, 2), arguments, updated)

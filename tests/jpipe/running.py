@@ -9,8 +9,9 @@ import numpy as np
 import optax
 
 from jpipe import LayerStack, Pipeline, Plan, State
+from jpipe.capabilities.global_norm.runtime import sum_squares, with_stage_norm
 from jpipe.stages.functions._sums import add
-from jpipe.stages.functions._update import sum_squares, update, update_shared, with_stage_norm
+from jpipe.stages.functions._update import update, update_shared
 from tests.jpipe import models, monolith, reference
 
 KEY = 11

@@ -2,11 +2,12 @@
 
 from collections.abc import Collection, Sequence
 from itertools import chain
+from typing import Any
 
 from jpipe._frozen import NOTHING
 from jpipe._numbers import is_int
-from jpipe.capabilities.registry import uses_of
-from jpipe.errors import InputError, short
+from jpipe.capabilities.registry import known_beside, uses_of
+from jpipe.errors import InputError, nearest, short
 from jpipe.plan import Plan, excluded
 from jpipe.programs._instructions import Compute, Instruction, Load, Program
 from jpipe.programs._route import transfer
@@ -21,9 +22,9 @@ def lower(
     begin: int = 0,
     start: int = 0,
     drain: bool = True,
-    global_norm: bool = False,
     shared: Sequence[Sequence[int]] = (),
     workers: Collection[int] | None = None,
+    **uses: Any,
 ) -> Program:
     """Write the programs of all workers, or of some, for the batches `begin` .. `batches` - 1.
 
@@ -36,16 +37,16 @@ def lower(
         begin: the first batch whose data is loaded; microbatches of earlier batches may be in flight.
         start: the batch before which the pipeline was last empty.
         drain: whether to finish all microbatches; otherwise stop before the first computation that needs batch `batches`.
-        global_norm: whether updates use the norm of the gradients of all stages.
         shared: for each group of shared parameters, the stages that hold them, in order.
         workers: those whose instructions are written; all by default.
+        uses: what to do beside the plan: `global_norm=True` if updates use the norm of the gradients of all stages.
 
     Returns:
         The program; the programs of successive steps, one after the other, are one run.
 
     Raises:
-        InputError: batches out of order, other workers, the global norm with a schedule that cannot use it, or an order of the plan that
-            deadlocks; then the message ends with the grid up to the deadlock.
+        InputError: batches out of order, other workers, something unknown beside the plan, or that its schedule cannot do, or an order of
+            the plan that deadlocks; then the message ends with the grid up to the deadlock.
         ProgramError: the order of a schedule deadlocks; the message ends with the same grid.
     """
     if not isinstance(plan, Plan):
@@ -59,10 +60,14 @@ def lower(
             f"lower: workers: expected numbers of workers of the plan, below {len(plan.workers)}, found {short(list(workers))}"
         )
     groups = _checked_groups(shared, plan)
-    for argument, option, is_set in (("global_norm", "skip_nonfinite", global_norm), ("shared", "ties", bool(groups))):
-        if reason := excluded(plan, **{option: is_set}):
-            raise InputError(f"lower: {argument}: {reason.removeprefix(f'{option}: ')}")
-    run = Run(plan, start, batches, uses_of(global_norm=global_norm, shared_parameters=groups), workers)
+    if reason := excluded(plan, ties=bool(groups)):
+        raise InputError(f"lower: shared: {reason.removeprefix('ties: ')}")
+    for name, value in uses.items():
+        if (option := known_beside().get(name)) is None:
+            raise InputError(f"lower: {name}: unknown; {nearest(name, known_beside())}")
+        if reason := excluded(plan, **{option.stands_for: bool(value)}):
+            raise InputError(f"lower: {name}: {reason.removeprefix(f'{option.stands_for}: ')}")
+    run = Run(plan, start, batches, uses_of(**uses, shared_parameters=groups), workers)
     if begin > start:
         run.go_on(begin, False)
     return run.program(batches, drain)

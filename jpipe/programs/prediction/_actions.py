@@ -22,7 +22,6 @@ from jpipe.programs._instructions import (
     Receive,
     Release,
     Send,
-    SumSquares,
     TakeShared,
     Update,
     ends_update,
@@ -354,7 +353,7 @@ def _send(worker: Worker, i: Send) -> None:
     program, k = worker.all, i.microbatch
     worker.change("send", i.message, i.worker, i.to)
     made = program.places.get((i.worker, "made", i.message, k))
-    sent = program.places[i.worker, i.message, k] if made is None else made  # a worker passes on the norm that it has received
+    sent = program.places[i.worker, i.message, k] if made is None else made  # a worker may pass on what it has received
     if program.plan.rank_of[i.to] == worker.rank.number:
         received = program.places[i.to, *worker.received(i.message, i.worker, k)]
         worker.rank.queue.append((MAKE, 0, sent, received))
@@ -396,22 +395,9 @@ def _add_shared(worker: Worker, i: AddShared) -> None:
         worker.wait("shared", s, last_microbatch(worker.all.plan, i.batch))
 
 
-def _sum_squares(worker: Worker, i: SumSquares) -> None:
-    k, s = last_microbatch(worker.all.plan, i.batch), worker.stage
-    worker.wait("sum", i.batch)
-    if s < worker.all.depth - 1:
-        worker.wait("squares", k, uses_up=True)
-        worker.change("free squares")
-    if s > 0:
-        worker.change("squares")
-    worker.make(*(("made", "squares") if s > 0 else ("norm",)), k)
-
-
 def _update(worker: Worker, i: Update) -> None:
     program, rank, s, k = worker.all, worker.rank, worker.stage, last_microbatch(worker.all.plan, i.batch)
     worker.wait("sum", i.batch, uses_up=True)
-    if "global_norm" in program.program.uses:
-        worker.wait("norm", k, uses_up=program.flushes)
     if program.averages_state and len(program.plan.stage_workers[s]) > 1:
         worker.change("average state")
     if worker.accumulates and program.sets_aside[s]:
@@ -452,7 +438,6 @@ WRITERS: dict[type, Callable[[Worker, Any], None]] = {
     AllReduce: all_reduce,
     TakeShared: _take_shared,
     AddShared: _add_shared,
-    SumSquares: _sum_squares,
     Update: _update,
     Release: _release,
 }

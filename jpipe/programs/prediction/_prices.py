@@ -95,8 +95,6 @@ class Prices:
                 return cost.outputs - cost.kept_outputs, cost.outputs, arrives
             case "gradient":
                 return cost.gradient, cost.gradient, receiver.message
-            case "squares":
-                return self.squares(s), 0, self.squares(s)  # too little to take time beyond the latency
             case "shared":
                 return 0, self.shared(s, other), self.shared(s, other)
             case _:
@@ -126,10 +124,6 @@ class Prices:
     def share(self, s: int, replicas: Sequence[int]) -> int:
         """Return the bytes of one version that some replicas update for all."""
         return sum(self.costs[s].updated[replica] for replica in replicas) if self.costs[s].updated else 0
-
-    def squares(self, s: int) -> int:
-        """Return the size of the sums of squares of a stage and all later ones."""
-        return sum(cost.squares for cost in self.costs[s:])
 
 
 def _begin(prices: Prices, cost: StageCost, s: int, versions: int, optimizer_in_host: bool) -> Change:
@@ -161,8 +155,6 @@ CHANGES: dict[str, Callable[..., Change]] = {
     "release in host": lambda prices, cost, s: Change(in_host=-cost.trained),
     "take shared": lambda prices, cost, s: Change(sum(cost.shared)),
     "free shared": lambda prices, cost, s, *others: Change(-sum(cost.shared) - sum(prices.shared(other, s) for other in others)),
-    "squares": lambda prices, cost, s: Change(prices.squares(s)),
-    "free squares": lambda prices, cost, s: Change(-prices.squares(s + 1)),
     "lack shares": lambda prices, cost, s, replica: Change(prices.share(s, [replica]) - sum(cost.updated)),
 }
 """The bytes of each kind of action, as functions of the prices, the costs of the stage, its number, and what the action says of itself."""

@@ -57,10 +57,7 @@ class StageFunctions:
         loss: `(outputs, labels) -> (sum, weight)`, called at the last stage.
         optimizer: applied to each layer separately; its state is keyed by layer id.
         specs: shapes and dtypes for one microbatch.
-        clip_global_norm: the norm to which the gradients of all stages are clipped, if any.
-        clip_stage_norm: the norm to which the gradients of this stage are clipped, if any; not both.
-        skip_nonfinite: whether an update changes nothing if any gradient of any stage is NaN or infinite.
-        capabilities: of the capabilities that have programs of their own, what the plan says, by the fields of the plan.
+        capabilities: of the capabilities that have programs of their own, what the plan or the pipeline says, by key; see `values_of`.
         average_state: when replicas average their layer state: with each update, when it is read from the run, or never.
         metrics: functions like the loss, by name, which an evaluation also computes.
         number: of the stage in its plan.
@@ -79,9 +76,6 @@ class StageFunctions:
     loss: Loss
     optimizer: LayerwiseOptimizer
     specs: Specs
-    clip_global_norm: float | None = None
-    clip_stage_norm: float | None = None
-    skip_nonfinite: bool = False
     capabilities: Mapping[str, Any] = field(default_factory=dict)
     average_state: Literal["update", "read"] | None = None
     metrics: Mapping[str, Loss] = field(default_factory=dict)
@@ -202,18 +196,8 @@ class StageFunctions:
 
     @property
     def counted(self) -> tuple[str, ...]:
-        """The entries that this stage counts in the global norm."""
+        """The entries that this stage counts where all stages together count each once."""
         return self.sharing.counted[self.number] if self.sharing.counted else self.stage.layers
-
-    @property
-    def global_norm(self) -> bool:
-        """Whether updates use the norm of the gradients of all stages."""
-        return self.clip_global_norm is not None or self.skip_nonfinite
-
-    @property
-    def largest_norm(self) -> float | None:
-        """The norm to which gradients are clipped, whether it is of all stages or of this one; None if they are not."""
-        return self.clip_global_norm if self.clip_stage_norm is None else self.clip_stage_norm
 
     @cached_property
     def added(self) -> dict[str, Any]:

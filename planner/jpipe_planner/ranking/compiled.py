@@ -15,6 +15,8 @@ from jpipe_planner.cost.simulated import simulate_plan
 from jpipe_planner.machine.compiling import bytes_beyond_memory
 from jpipe_planner.ranking.choose import Choice, Ranked
 
+__all__ = ["Compiled", "compile_stages"]
+
 _AT_ONCE = 8  # stages that are compiled at once, without the fullest pipeline rank first
 _TIMES = ("forward", "backward", "backward_input", "backward_weight", "update")
 
@@ -25,7 +27,7 @@ class Compiled:
 
     Attributes:
         ranked: the plan, simulated with the exact bytes of its stages and the scratch memory that XLA reports for its programs.
-        estimated: bytes of each pipeline rank, from the profile: in closed form, or simulated where there is none.
+        estimated: bytes of each pipeline rank, simulated with the profile.
         lacking: the most bytes that a pipeline rank lacks, 0 or less if the plan fits; None if memory is not limited.
         ranks: the pipeline ranks whose stages are compiled; the memory of the other ranks is estimated.
     """

@@ -17,7 +17,8 @@ from jpipe import files
 from jpipe.context import tracing_for
 from jpipe.files import expanded, write_atomically
 from jpipe.plan import repeats_forward
-from jpipe_planner import Device, compiling_for
+from jpipe_planner import Device
+from jpipe_planner.machine.compiling import compiling_for
 from jpipe_train.assemble.build import build, devices_of, errors_name_config_keys
 from jpipe_train.assemble.delay import delay_words
 from jpipe_train.assemble.meshes import has_meshes, mesh_words
