@@ -18,7 +18,7 @@ import optax
 import jpipe
 from benchmarks.papers.document import Table, write
 from jpipe.processes import Connection, Reduction
-from jpipe_planner import find_target, target_devices
+from jpipe_planner.machine.targets import find_target, target_devices
 from jpipe_train.config.model_config import ModelConfig
 from jpipe_train.models.cross_entropy import loss
 from jpipe_train.models.layers import layers

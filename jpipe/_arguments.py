@@ -1,7 +1,6 @@
 """Checks of the arguments of a pipeline. Each function raises `InputError` for an argument that does not fit."""
 
 import logging
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
@@ -11,6 +10,7 @@ import optax
 from flax import nnx
 
 from jpipe._numbers import is_int, is_number
+from jpipe.capabilities.registry import OPTIONS
 from jpipe.errors import InputError, nearest, short
 from jpipe.model._layer import LayerSpec, key_spec
 from jpipe.model._losses import Loss
@@ -131,27 +131,35 @@ def check_observer(observe: Any) -> None:
         raise InputError(f"observe: expected a function of an Event, such as a Tracer or a Snapshot, found {type(observe).__name__}")
 
 
-def check_norms(clip_global_norm: Any, clip_stage_norm: Any, skip_nonfinite: Any) -> None:
-    """Check the values of clipping and of skipping."""
-    for option, norm in (("clip_global_norm", clip_global_norm), ("clip_stage_norm", clip_stage_norm)):
-        if norm is not None and (not is_number(norm) or not 0 < norm < math.inf):
-            raise InputError(f"{option}: expected a finite number above 0, found {norm!r}")
-    if not isinstance(skip_nonfinite, bool):
-        raise InputError(f"skip_nonfinite: expected True or False, found {skip_nonfinite!r}")
-
-
-def check_combinations(plan: Plan, precision: Precision, **options: Any) -> None:
-    """Check that the options of a pipeline can be combined with each other and with its plan.
+def checked_arguments(plan: Plan, precision: Precision, **arguments: Any) -> dict[str, Any]:
+    """Check that the options of a pipeline fit its plan, and can be combined with each other and with it.
 
     Args:
         plan: of the pipeline.
         precision: of the pipeline.
-        options: the other options by name; None or False for one that is not set.
+        arguments: the other options by name; None or False for one that is not set.
+
+    Returns:
+        All options by name, as in `excluded`.
     """
-    options["precision: params"] = precision.params if precision.has_masters else None
-    options["precision: loss_scale: dynamic"] = precision.dynamic_scale is not None
-    if reason := excluded(plan, **options):
+    arguments["precision: params"] = precision.params if precision.has_masters else None
+    arguments["precision: loss_scale: dynamic"] = precision.dynamic_scale is not None
+    for option in OPTIONS:
+        if option.check_arguments is not None:
+            option.check_arguments(arguments)
+    if reason := excluded(plan, **arguments):
         raise InputError(reason)
+    return arguments
+
+
+def check_ties(plan: Plan, stack: LayerStack) -> None:
+    """Check that stages of a plan can hold copies of the same parameters, where they do."""
+    entries = stack.ties.in_stages([stage.layers for stage in plan.stages])
+    if reason := excluded(plan, ties=entries.in_several or None):
+        raise InputError(reason)
+    for option in OPTIONS:
+        if option.check_model is not None:
+            option.check_model(plan, entries)
 
 
 def check_ema_decay(ema_decay: Any) -> None:

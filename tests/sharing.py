@@ -77,7 +77,7 @@ def shared(patch: pytest.MonkeyPatch) -> None:
     share(
         _compile,
         "_lower_call",
-        lambda f, place, name, counts, chosen, part: ((f.stage.layers, place, name, tuple(counts), part), f, chosen),
+        lambda f, place, name, chosen, part: ((f.stage.layers, place, name, part), f, chosen),
     )
     share(_compile, "_lower_initializer", lambda layer, x, device: (device, layer, x))
     share(

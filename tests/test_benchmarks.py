@@ -25,13 +25,14 @@ from benchmarks.hosts.models import KINDS, WORKLOADS, kinds, make_plan, sizes
 from benchmarks.papers import __main__ as papers
 from benchmarks.papers import draw, stages
 from benchmarks.papers.document import put
+from benchmarks.papers.partition import Placed, Problem, evaluate_partition
 from benchmarks.peers.entries import CEILING_ENTRY, ENTRIES, goals
 from benchmarks.planner.here import legal_plans
 from benchmarks.programs import Program, ProgramFailed, steps_per_second
 from benchmarks.sizes import GPU, PEERS, TINY
 from examples.papers.samples import make
 from jpipe.capabilities.agreement.option import agreement_applied, agrees
-from jpipe_planner import Placed, Problem, Profile, Topology, evaluate_partition
+from jpipe_planner import Profile, Topology
 
 CORE = min(os.sched_getaffinity(0))
 DENSE = jpipe.Layer(

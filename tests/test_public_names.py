@@ -117,7 +117,7 @@ def test_no_page_shows_a_private_name(page):
         ("from jpipe.files import to_disk", "jpipe.files.to_disk"),
         ("from jpipe import files\nfiles.to_disk(path)", "files.to_disk"),
         ("import jpipe\njpipe.errors.cause(error)", "jpipe.errors.cause"),
-        ("from jpipe_planner.search.parallel import EXTRA", "jpipe_planner.search.parallel.EXTRA"),
+        ("from jpipe_planner.search.equal import EXTRA", "jpipe_planner.search.equal.EXTRA"),
         ("from jpipe_train.report.report import _chart", "jpipe_train.report.report._chart"),
         ("pipe._executor.close()", "pipe._executor"),
         ("from jpipe import Link, files\nfiles.shown(path)\nfrom jpipe.processes import handshake\nrow._replace(x=self._x)", None),

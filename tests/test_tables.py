@@ -17,7 +17,6 @@ PAGES = (
     "fault-tests",
     "gpu",
     "planner-accuracy",
-    "planner-memory",
     "time-to-accuracy",
 )
 """Those whose tables all are measurements."""

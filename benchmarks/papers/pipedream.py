@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from benchmarks.papers import stages
 from benchmarks.papers.document import Table
 from benchmarks.papers.models import PIPEDREAM, pipedream_profile, servers, topology
-from jpipe_planner import Partition, Problem, Profile, Topology, evaluate_partition, search_paper, search_pipedream
+from benchmarks.papers.partition import Partition, Problem, evaluate_partition, search_pipedream
+from benchmarks.papers.recurrence import search_paper
+from jpipe_planner import Profile, Topology
 
 SHARED_PCIE = 10e9 / 4
 """Bytes per second of each of four GPUs that share the PCIe of `cluster-a.yaml`, as those of the paper do."""

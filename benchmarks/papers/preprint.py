@@ -2,8 +2,8 @@
 
 from benchmarks.papers import stages
 from benchmarks.papers.document import Table
+from benchmarks.papers.partition import search_pipedream
 from benchmarks.papers.pipedream import cell, machine, problem_on, replicas_of
-from jpipe_planner import search_pipedream
 
 TABLE_1: tuple[tuple[str, str, str, float, int], ...] = (
     ("VGG-16", "4 × 1 Titan X", "", 3.14 / 1.47, 32),

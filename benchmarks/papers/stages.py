@@ -6,21 +6,10 @@ from collections.abc import Callable
 from typing import Literal
 
 import jpipe
-from jpipe_planner import (
-    Device,
-    Partition,
-    Placed,
-    Problem,
-    Profile,
-    Simulated,
-    Topology,
-    all_reduce_seconds,
-    as_candidate,
-    cut_seconds,
-    evaluate_partition,
-    placed_seconds,
-    simulate_plan,
-)
+from benchmarks.papers.partition import Partition, Placed, Problem, cut_seconds, evaluate_partition, placed_seconds
+from jpipe_planner import Device, Profile, Topology
+from jpipe_planner.cost.price import all_reduce_seconds
+from jpipe_planner.cost.simulated import Simulated, simulate_plan
 
 
 def scaled(profile: Profile, seconds: float, size: float = 1.0) -> Profile:
@@ -192,7 +181,13 @@ def sum_share(problem: Problem) -> float:
 
 def bytes_per_sample(problem: Problem, partition: Partition, rows: int) -> float:
     """Return the bytes that all devices send per sample: outputs, their gradients, and sums of weight gradients."""
-    return as_candidate(problem, partition, rows).sent
+    plan, sent = partition.plan([str(n) for n in range(len(problem.layers))], problem), 0.0
+    for stage in partition.stages:
+        layers = problem.layers[stage.start : stage.stop]
+        updates = plan.microbatches // problem.microbatches_per_update(stage.replicas)
+        sent += updates * 2 * (stage.replicas - 1) * sum(layer.summed for layer in layers)
+        sent += plan.microbatches * 2 * layers[-1].outputs if stage.stop < len(problem.layers) else 0
+    return sent / (rows * plan.microbatches)
 
 
 def simulate(profile: Profile, problem: Problem, partition: Partition, schedule: str = "pipedream", **options: int) -> Simulated:

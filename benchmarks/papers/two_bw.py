@@ -11,7 +11,12 @@ from typing import Any, NamedTuple
 
 from benchmarks.papers.document import Table
 from benchmarks.papers.models import topology, transformer_profile, two_blocks, with_blocks
-from jpipe_planner import Candidate, Profile, Simulated, Topology, search_parallel, simulate_plan
+from jpipe.plan import repeats_forward
+from jpipe_planner import Profile, Ranked, Topology
+from jpipe_planner.cost.simulated import Simulated, simulate_plan
+from jpipe_planner.ranking.choose import choose
+from jpipe_planner.search.balance import balance
+from jpipe_planner.search.candidates import find_candidates
 
 SCHEDULES = ("naive", "gpipe", "pipedream_flush", "pipedream_2bw")
 POLICIES = ("none", "full")
@@ -47,7 +52,7 @@ def choice() -> list[Table]:
         profile = transformer_profile(name, MORE_SIZES, POLICIES)
         for half, label in ((0.0, "as fast"), (HALF_ROWS, "slower")):
             for chosen in best_plans(with_half_rows(profile, half), topology(cluster), batches):
-                best = chosen.best
+                best = chosen.best.candidate
                 full = sum(policy == "full" for policy in best.policies)
                 cells = (
                     f"{best.depth} × {best.replicas[0]}",
@@ -69,17 +74,16 @@ class Chosen(NamedTuple):
     """
 
     batch: int
-    best: Candidate
+    best: Ranked
     slower: str
 
 
 def best_plans(profile: Profile, where: Topology, batches: Sequence[int]) -> Iterator[Chosen]:
     """Sweep the plans of 2BW for each batch."""
     for batch in batches:
-        fitting = [c for c in search_parallel(profile, where, batch, exact=True, schedules=("pipedream_2bw",)) if c.over is None]
-        best = fitting[0]
-        other = next((c for c in fitting if c.depth != best.depth), None)
-        slower = f"{other.depth}, {1 - other.samples_per_second / best.samples_per_second:.1%} slower" if other else ""
+        best, *others = choose(profile, where, find_candidates(profile, where, batch, schedules=("pipedream_2bw",))).ranked
+        other = next((one for one in others if one.candidate.depth != best.candidate.depth), None)
+        slower = f"{other.candidate.depth}, {1 - other.samples_per_second / best.samples_per_second:.1%} slower" if other else ""
         yield Chosen(batch, best, slower)
 
 
@@ -140,9 +144,10 @@ def same_policy(profile: Profile, where: Topology, schedule: str, depth: int, ro
         batch: rows between two updates.
         policy: of all stages.
     """
-    plans = search_parallel(profile, where, batch, exact=True, schedules=(schedule,))
+    plans = find_candidates(profile, where, batch, schedules=(schedule,))
     plan = next(c for c in plans if (c.depth, c.rows, c.options.extra_in_flight) == (depth, rows, 0) and c.devices == where.num_devices)
-    plan = dataclasses.replace(plan, policies=(policy,) * depth)
+    seconds = [(1 + repeats_forward(policy)) * cost.forward + cost.backward for cost in profile.costs(rows).values()]
+    plan = dataclasses.replace(plan, policies=(policy,) * depth, starts=balance(seconds, depth))
     result = simulate_plan(plan.plan(profile.ids), profile.stage_costs(plan.plan(profile.ids), rows), where)
     assert result is not None, "too long to simulate"
     return result
@@ -244,7 +249,7 @@ def largest_models(profile: Profile, where: Topology, rows: int) -> dict[int, fl
         fits, fails = 0, 1024
         while fails - fits > 1:
             blocks = (fits + fails) // 2
-            plans = search_parallel(with_blocks(profile, blocks, (rows,)), where, batch, exact=True, schedules=("pipedream_2bw",))
+            plans = find_candidates(with_blocks(profile, blocks, (rows,)), where, batch, schedules=("pipedream_2bw",))
             enough = any(c.over is None and c.depth == depth for c in plans)
             fits, fails = (blocks, fails) if enough else (fits, blocks)
         models[depth] = parameters(with_blocks(profile, fits, (rows,))) if fits else 0.0

@@ -14,7 +14,8 @@ import jax
 
 from benchmarks import parts
 from benchmarks.planner import choice, here, measured, speed, targets
-from jpipe_planner import known_targets, usable_cores
+from jpipe_planner.machine.local import usable_cores
+from jpipe_planner.machine.targets import known_targets
 from jpipe_train.assemble.build import force_cpu_devices
 
 PARTS: dict[str, Callable[[argparse.Namespace], Any]] = {

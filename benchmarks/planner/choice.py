@@ -18,7 +18,11 @@ import numpy as np
 
 from benchmarks.planner.markdown import print_table
 from jpipe import InputError
-from jpipe_planner import Candidate, Profile, Ranked, Topology, choose, find_candidates, improve, read_graph_txt, simulate_plan
+from jpipe_planner import Candidate, Profile, Ranked, Topology, read_graph_txt
+from jpipe_planner.cost.simulated import simulate_plan
+from jpipe_planner.ranking.choose import choose
+from jpipe_planner.ranking.improve import improve
+from jpipe_planner.search.candidates import find_candidates
 
 CLUSTERS = ("cluster-a", "cluster-b")  # of 16 devices
 FLAT = (8, 16)  # devices, with links of `BANDWIDTH`
@@ -91,7 +95,7 @@ def _measured(profile: Profile, topology: Topology, count: int, limit: float) ->
     candidates = find_candidates(profile, topology, count)
     choice = choose(profile, topology, candidates)
     chosen = time.process_time()
-    known: dict[Candidate, Ranked] = {}
+    known = {one.candidate.without_costs: one for one in choice.ranked}
     best = improve(choice, known).ranked[0]
     stepped = time.process_time()
     fitting = sorted((candidate for candidate in candidates if candidate.over is None), key=lambda candidate: candidate.rank)

@@ -3,7 +3,6 @@
 The layers are synthetic and all different: from the first to the last, weights grow and outputs shrink, as in convolutional networks.
 """
 
-import dataclasses
 import sys
 import time
 from collections.abc import Callable
@@ -12,9 +11,10 @@ from typing import Any
 
 import numpy as np
 
-import jpipe
 from benchmarks.planner.markdown import print_table
-from jpipe_planner import Problem, Profile, Topology, search_parallel, search_pipedream
+from jpipe_planner import Candidate, Profile, Topology
+from jpipe_planner.cost.shape import planned_schedules
+from jpipe_planner.search.candidates import find_candidates
 
 ETHERNET, NVLINK = 25e9 / 8, 30e9
 SHARE = 0.7  # of the memory that the fastest plan takes: the limit of the runs with one
@@ -32,21 +32,33 @@ def main() -> list[dict[str, Any]]:
     ]
     rows = []
     for what, goal, original, layers, topology, limited_too in searches:
-        problem = invented(layers, topology)
-        rows.append(_row(what, partial(search_pipedream, problem), goal=goal, original=original))
-        if limited_too:  # half a minute and more for the larger ones
-            rows.append(_row(f"{what}, memory limited", partial(search_pipedream, with_limit(problem))))
+        profile = invented(layers, topology)
+        rows.append(_row(what, partial(search, profile, topology), goal=goal, original=original))
+        if limited_too:
+            rows.append(_row(f"{what}, memory limited", partial(search, profile, with_limit(profile, topology))))
     gpt, cluster = blocks(96), _servers(8, 512)
-    rows.append(_row("2BW sweep, all schedules: 98 layers, 8 × 512 devices", partial(search_parallel, gpt, cluster, 16384), goal=1.0))
-    most = max(search_parallel(gpt, cluster, 16384)[0].memory)
+    rows.append(_row("2BW sweep, all schedules: 98 layers, 8 × 512 devices", partial(sweep, gpt, cluster), goal=1.0))
+    most = max(sweep(gpt, cluster)[0].memory)
     small = cluster.model_copy(update={"device": cluster.device.model_copy(update={"memory": SHARE * most})})
-    rows.append(_row("the same, memory limited", partial(search_parallel, gpt, small, 16384)))
+    rows.append(_row("the same, memory limited", partial(sweep, gpt, small)))
     shown = [(row["what"], f"{row['seconds']:.3f} s", f"{row['goal']:g} s" if row["goal"] else "", row["original"]) for row in rows]
     print_table(("search", "found", "goal", "the original program"), shown)
     return rows
 
 
-def invented(count: int, topology: Topology) -> Problem:
+def search(profile: Profile, topology: Topology) -> list[Candidate]:
+    """Return PipeDream's plans, each stage of which updates by itself."""
+    plans = find_candidates(profile, topology, topology.num_devices**2, exact=False, schedules=("pipedream",), pipedream="replicas")
+    return [one for one in plans if one.options.update_every == "replicas"]
+
+
+def sweep(profile: Profile, topology: Topology) -> list[Candidate]:
+    """Return the plans of all schedules but PipeDream's stages."""
+    names = [name for name in planned_schedules() if name != "pipedream"]
+    return find_candidates(profile, topology, 16384, exact=False, schedules=names)
+
+
+def invented(count: int, topology: Topology) -> Profile:
     """Return a deterministic model of `layers` layers for which data parallelism communicates twice as long as it computes."""
     random, bandwidth = np.random.default_rng(0), topology.levels[-1].bandwidth
     seconds = random.uniform(0.2e-3, 5e-3, count)
@@ -56,17 +68,22 @@ def invented(count: int, topology: Topology) -> Problem:
     outputs = 8 * np.exp(-4 * share) * random.uniform(0.5, 1, count)  # times those that take as long as a stage
     outputs = (outputs * 3 * seconds.sum() / topology.num_devices * bandwidth).astype(int)
     layers = [
-        jpipe.programs.LayerCost(
-            time, 2 * time, outputs=out, weights=size, optimizer=size, residuals={"none": 2 * out, "full": out}, update=1e-5
-        )
-        for time, out, size in zip(seconds.tolist(), outputs.tolist(), weights.tolist(), strict=True)
+        {
+            "id": f"layer {n}",
+            "weights": size,
+            "optimizer": size,
+            "update": 1e-5,
+            "at": [{"forward": time, "backward": 2 * time, "outputs": out, "residuals": {"none": 2 * out, "full": out}}],
+        }
+        for n, (time, out, size) in enumerate(zip(seconds.tolist(), outputs.tolist(), weights.tolist(), strict=True))
     ]
-    return Problem(layers, topology, inputs=int(outputs[0]), policies=("none", "full"))
+    return Profile(source="analytic", sizes=[1], inputs=[int(outputs[0])], labels=[0], layers=layers)
 
 
-def with_limit(problem: Problem) -> Problem:
+def with_limit(profile: Profile, topology: Topology) -> Topology:
     """Return the same topology with less memory than the fastest plan takes."""
-    return dataclasses.replace(problem, memory=SHARE * max(search_pipedream(problem).memory))
+    memory = SHARE * max(search(profile, topology)[0].memory)
+    return topology.model_copy(update={"device": topology.device.model_copy(update={"memory": memory})})
 
 
 def blocks(count: int) -> Profile:

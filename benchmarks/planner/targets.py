@@ -17,7 +17,9 @@ from rich.filesize import decimal
 import jpipe
 from benchmarks.planner.markdown import print_table
 from jpipe.context import tracing_for
-from jpipe_planner import Device, Profile, Topology, analyze, compiling_for, simulate_plan
+from jpipe_planner import Device, Profile, Topology, analyze
+from jpipe_planner.cost.simulated import simulate_plan
+from jpipe_planner.machine.compiling import compiling_for
 from jpipe_train.config import config_file
 from jpipe_train.config.config import AUTO
 from jpipe_train.console.progress import Reporter

@@ -8,19 +8,25 @@ from typing import Any
 
 import pydantic
 
-from jpipe._frozen import FrozenMapping
+from jpipe._frozen import NOTHING, FrozenMapping
 from jpipe.capabilities.agreement.option import OPTION as AGREEMENT
 from jpipe.capabilities.agreement.option import Agreement, OuterOptimizer
 from jpipe.capabilities.compressed_messages.option import BLOCK, Kind, Links, Message
 from jpipe.capabilities.compressed_messages.option import OPTION as COMPRESSED_MESSAGES
+from jpipe.capabilities.global_norm.option import OPTION as GLOBAL_NORM
+from jpipe.capabilities.global_norm.option import NormCosts
 from jpipe.capabilities.host_memory.option import OPTION as HOST_MEMORY
 from jpipe.capabilities.host_memory.option import HostMemory, Kept
-from jpipe.capabilities.protocol import Exchange, Option, ProgramHooks, RuntimeHooks
+from jpipe.capabilities.protocol import Exchange, Option, ProgramHooks, RuntimeHooks, UpdateHooks
 from jpipe.capabilities.shared_optimizer.option import OPTION as SHARED_OPTIMIZER
+from jpipe.capabilities.shared_parameters.option import OPTION as SHARED_PARAMETERS
+from jpipe.capabilities.shared_parameters.option import SharedCosts
 from jpipe.capabilities.sums_in_parts.option import OPTION as SUMS_IN_PARTS
 from jpipe.capabilities.sums_in_parts.option import PartCosts, SumParts
 
 OPTIONS: Sequence[Option] = [
+    SHARED_PARAMETERS,
+    GLOBAL_NORM,
     AGREEMENT,
     HOST_MEMORY,
     SHARED_OPTIMIZER,
@@ -67,6 +73,8 @@ class StageOptions(
 
 @dataclass(frozen=True, kw_only=True)
 class Costs(
+    SharedCosts,
+    NormCosts,
     PartCosts,
 ):
     """The fields of the cost of a stage that belong to capabilities."""
@@ -90,7 +98,23 @@ def runtimes() -> dict[str, RuntimeHooks]:
 
 def uses_of(**values: Any) -> FrozenMapping[Any]:
     """Return what a program does beside its plan, by the names of capabilities: of these values those that are not False or empty."""
-    return FrozenMapping({name: value for name, value in sorted(values.items()) if value})
+    return FrozenMapping({name: _as_tuples(value) for name, value in sorted(values.items()) if value})
+
+
+def _as_tuples(value: Any) -> Any:
+    """Return a value with tuples in place of lists, so that it can be compared and hashed."""
+    return tuple(map(_as_tuples, value)) if isinstance(value, list | tuple) else value
+
+
+def uses_by(capabilities: Mapping[str, Any]) -> FrozenMapping[Any]:
+    """Return what programs do beside their plan, for stages with these capabilities (`StageFunctions.capabilities`)."""
+    used = {option.room: option.used(capabilities[option.key]) for option in OPTIONS if option.used and option.key in capabilities}
+    return uses_of(**used)
+
+
+def known_beside() -> dict[str, Option]:
+    """Return the capabilities that are in no plan, by their names in what a program `uses`."""
+    return {option.room: option for option in OPTIONS if option.field is None}
 
 
 def programs_of(plan: Any, uses: Collection[str] = ()) -> list[ProgramHooks]:
@@ -103,15 +127,31 @@ def runtimes_of(plan: Any, uses: Collection[str] = ()) -> list[RuntimeHooks]:
     return [runtimes()[option.room] for option in OPTIONS if option.room in uses or option.is_set(plan)]
 
 
-def runtimes_for(fields: Collection[str]) -> dict[str, RuntimeHooks]:
-    """Return how the capabilities of some fields of plans run, by their names."""
-    return {option.room: runtimes()[option.room] for option in OPTIONS if option.field in fields} if fields else {}
+def runtimes_for(capabilities: Collection[str]) -> dict[str, RuntimeHooks]:
+    """Return how capabilities run, by their names; given are their keys in `StageFunctions.capabilities`."""
+    return {option.room: runtimes()[option.room] for option in OPTIONS if option.key in capabilities} if capabilities else {}
 
 
-def values_of(plan: Any) -> dict[str, Any]:
-    """Return what a plan says of the capabilities that have programs of their own, by field."""
-    used = [option for option in OPTIONS if option.field is not None and option.is_set(plan)]
-    return {str(option.field): option.value(plan) for option in used if runtimes()[option.room].calls is not None}
+def updates_for(capabilities: Collection[str]) -> dict[str, UpdateHooks]:
+    """Return what capabilities change in updates, as `runtimes_for`."""
+    return {name: used.update for name, used in runtimes_for(capabilities).items() if used.update is not None}
+
+
+def values_of(plan: Any, arguments: Mapping[str, Any] = NOTHING, entries: Any = None) -> dict[str, Any]:
+    """Return what there is to say to stages of the capabilities that have programs of their own, by key.
+
+    Args:
+        plan: of the pipeline.
+        arguments: of the pipeline, as in `excluded`.
+        entries: the `StageEntries` of the model.
+    """
+    values: dict[str, Any] = {}
+    for option in OPTIONS:
+        if option.of_arguments is not None and (value := option.of_arguments(arguments, entries)) is not None:
+            values[option.key] = value
+        elif option.is_set(plan) and runtimes()[option.room].calls is not None:
+            values[option.key] = option.in_plan(plan)
+    return values
 
 
 def with_options(stages: Sequence[dict[str, Any]], **values: Any) -> Sequence[dict[str, Any]]:

@@ -123,10 +123,10 @@ class _Rule(NamedTuple):
         def zeros(p: Any) -> jax.Array:
             return jnp.zeros(p.shape, precise(p))
 
-        def squares(p: Any) -> tuple[jax.Array, ...]:
+        def square(p: Any) -> tuple[jax.Array, ...]:
             return tuple(jnp.zeros((p.shape[dim],) * 2, precise(p)) for dim in self.rotated_dims(p.shape))
 
-        return SoapState(jnp.zeros([], jnp.int32), *(jax.tree.map(make, params) for make in (zeros, zeros, squares, squares)))
+        return SoapState(jnp.zeros([], jnp.int32), *(jax.tree.map(make, params) for make in (zeros, zeros, square, square)))
 
     def update(self, updates: Tree, state: SoapState, params: Tree = None) -> tuple[Tree, SoapState]:
         leaves: list[Any] = jax.tree.leaves(updates)
@@ -177,8 +177,8 @@ class _Rule(NamedTuple):
     def averaged(self, covariances: tuple[Any, ...], gradient: Any) -> tuple[Any, ...]:
         """Return the covariances with one more gradient."""
         remaining = [[other for other in range(gradient.ndim) if other != dim] for dim in self.rotated_dims(gradient.shape)]
-        squares = [jnp.tensordot(gradient, gradient, (axes, axes), precision="highest") for axes in remaining]
-        return tuple(self.shampoo_beta * c + (1 - self.shampoo_beta) * square for c, square in zip(covariances, squares, strict=True))
+        products = [jnp.tensordot(gradient, gradient, (axes, axes), precision="highest") for axes in remaining]
+        return tuple(self.shampoo_beta * c + (1 - self.shampoo_beta) * product for c, product in zip(covariances, products, strict=True))
 
     def rotated(self, array: Any, bases: tuple[Any, ...], back: bool = False) -> Any:
         """Return a gradient in the given bases, or back from these in the ordinary one."""

@@ -15,16 +15,6 @@ if TYPE_CHECKING:
 
 
 _STASHING = "weight stashing"  # no option, but what a schedule does
-_TO_ONE_STAGE = "put the layers that share a parameter into one stage"
-_OWN_NORMS = ", or clip_stage_norm, which clips each stage by its own norm"
-_NEEDS_ALL_STAGES = {
-    "clip_global_norm": _OWN_NORMS,
-    "skip_nonfinite": "",
-    "precision: loss_scale: dynamic": "",
-    "ties": f", or {_TO_ONE_STAGE}",
-}
-"""Options with which an update depends on the gradients of all stages, and what may be done besides where it cannot."""
-
 EXCLUSIONS = (
     Exclusion("max_in_flight", "extra_in_flight", "one lowers the number that the other raises"),
     Exclusion("max_in_flight", "chunks_per_rank", "the order of several stages on a rank says how many are in flight"),
@@ -38,26 +28,6 @@ EXCLUSIONS = (
         "use more microbatches instead",
     ),
     *(exclusion for option in OPTIONS for exclusion in option.exclusions),
-    Exclusion("clip_stage_norm", "clip_global_norm", "gradients are clipped by one norm"),
-    Exclusion("clip_stage_norm", "ties", "each stage would clip its copy by another norm", f"use clip_global_norm, or {_TO_ONE_STAGE}"),
-    *(
-        Exclusion(
-            option,
-            _STASHING,
-            "the last stage updates before the first one has computed its gradients",
-            f"use vertical_sync, 'pipedream_2bw' or a schedule that flushes{instead}",
-        )
-        for option, instead in _NEEDS_ALL_STAGES.items()
-    ),
-    *(
-        Exclusion(
-            option,
-            "update_every",
-            "a stage would update before the batch has all of its gradients",
-            "use 'batch' with as many microbatches as the stages have replicas",
-        )
-        for option in _NEEDS_ALL_STAGES
-    ),
 )
 """All exclusions: those of capabilities are said in their folders."""
 

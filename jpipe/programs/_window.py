@@ -2,11 +2,12 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from jpipe.errors import InputError
 from jpipe.ops import OPS
 from jpipe.plan import Plan
-from jpipe.programs._costs import Link, Network, Overlap, StageCost, shared_stages
+from jpipe.programs._costs import Link, Network, Overlap, StageCost, uses_by_costs
 from jpipe.programs._simulate import simulate
 from jpipe.programs._timeline import MemorySample, MemoryTimeline, Span, Timeline
 from jpipe.programs._transfers import Transfer
@@ -85,9 +86,9 @@ def predict_window(
     first: int,
     batches: int,
     *,
-    global_norm: bool = False,
     link: Link | Network | None = None,
     overlap: Overlap = "transfers and sums",
+    **uses: Any,
 ) -> Window:
     """Predict the window that `extract_window` extracts from a run, to compare it with the measured one.
 
@@ -96,12 +97,12 @@ def predict_window(
         costs: one for each stage, in seconds and bytes; `fit_costs` takes them from a measurement.
         first: the batch whose entry is the beginning, counted as in the run.
         batches: how many batches later the window ends.
-        global_norm: whether updates use the norm of the gradients of all stages.
         link: between the ranks, as in `simulate`.
         overlap: what goes on beside the computations of a rank, as in `simulate`.
+        uses: what it does beside the plan, as in `lower`.
     """
     start = max(first - 2 * batches_until_full(plan), 0)  # from there the pipeline is in steady state when the window begins
-    program = lower(plan, first + batches + 1, begin=start, start=start, global_norm=global_norm, shared=shared_stages(costs))
+    program = lower(plan, first + batches + 1, begin=start, start=start, **(uses_by_costs(costs) | uses))
     prediction = simulate(program, costs, link, overlap)
     return extract_window(prediction.timeline, prediction.memory, plan.microbatches, first, batches, prediction.transfers)
 

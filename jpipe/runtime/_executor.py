@@ -3,13 +3,14 @@
 import dataclasses
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import jax
 import numpy as np
 
 from jpipe.capabilities.protocol import TransportHooks, hooks, merged
-from jpipe.capabilities.registry import runtimes_of
+from jpipe.capabilities.registry import runtimes_for, runtimes_of
 from jpipe.meshes._place import Place
 from jpipe.model._losses import Loss
 from jpipe.plan import Plan
@@ -39,8 +40,7 @@ from jpipe.stages._compiled_stage import CompiledStage
 from jpipe.stages._shares import shares_of
 from jpipe.stages.functions._evaluation import check_evaluation
 from jpipe.stages.functions._stage import StageFunctions
-from jpipe.stages.functions._sums import shared_with
-from jpipe.stages.functions._update import average_params, delay_squares, newest_params, squares_spec
+from jpipe.stages.functions._update import average_params, delay_squares, newest_params
 
 Tree = Any
 Weights = Literal["newest", "ema"]
@@ -95,7 +95,7 @@ class Executor:
             check_devices(plan, [device for place in places for device in place.devices if device.process_index == process])
         steps = steps.of([w for w, place in enumerate(places) if place.process_index == process])
         self._plan, self._steps, self._places, self._processes = plan, steps, places, processes
-        self._added = Added.by(plan)
+        self._added = Added.by(plan, functions[0].capabilities)
         shares = [shares_of(plan, f) for f in functions]
         arrays = [
             [Arrays(bucket.functions[s], places[w], share=shares[s][replica]) for w, (s, replica) in enumerate(plan.workers)]
@@ -105,7 +105,7 @@ class Executor:
         for of_bucket in arrays[len(self._compiled) :]:
             local = {w: (a.functions, places[w], a.share) for w, a in enumerate(of_bucket) if places[w].process_index == process}
             like = self._compiled[0] if self._compiled else None
-            self._compiled.append(compile_workers(local, steps.verified_runs, [len(f.counted) for f in functions], like))
+            self._compiled.append(compile_workers(local, steps.verified_runs, like))
         self.stages = self._compiled[0]
         self._by_bucket = {w: [stages[w] for stages in self._compiled] for w in self.stages}
         self._transport = Transport(places, plan.stage_workers, processes)
@@ -116,10 +116,7 @@ class Executor:
             plan,
             [place.first for place in places],
             processes,
-            global_norm=functions[0].global_norm,
-            loss_scale=functions[0].scale_spec is not None,
-            stage_norms=functions[0].clip_stage_norm is not None,
-            skips=functions[0].skip_nonfinite,
+            [partial(report, f=functions[0]) for report in hooks("report", runtimes_for(functions[0].capabilities).values())],
         )
         for program in steps.verified_runs:
             self._exchange.check(program)
@@ -133,7 +130,7 @@ class Executor:
         if before is not None:
             self._measuring, self._predicting, self.initializers = before._measuring, before._predicting, before.initializers
         self._predictions = 0
-        self.fingerprint = fingerprint(plan, places, self.specs, functions)
+        self.fingerprint = fingerprint(plan, steps.uses, places, self.specs, functions)
 
     @property
     def _predicts(self) -> bool:
@@ -326,7 +323,7 @@ class Executor:
 
     def delay_norms(self, state: State) -> DelayNorms:
         """Return the norms of the prediction and of the distance of the newest versions. Replicas report the entries that they update."""
-        squares = {}
+        squared = {}
         for (w, stage), worker in zip(self.stages.items(), state.workers, strict=True):
             (_, replica), share, versions = self._plan.workers[w], stage.share, worker.weights.versions
             if replica and share is None:
@@ -335,8 +332,8 @@ class Executor:
             newest = part(worker.weights.read(versions[-1]))
             before = part(worker.weights.read(versions[-2])) if len(versions) > 1 else None
             arrays = jax.tree.map(arrived, (newest, before, part(worker.optimizer)))
-            squares[w] = delay_squares(stage.functions, *fetched(arrays))
-        return self._exchange.delay_norms(squares)
+            squared[w] = delay_squares(stage.functions, *fetched(arrays))
+        return self._exchange.delay_norms(squared)
 
     def _read(self, state: State, version: int, weights: Weights, *, masters: bool = False) -> dict[int, dict[str, Tree]]:
         """Return the weights of one version, without prediction, or their average, for each worker of this process.
@@ -430,28 +427,15 @@ def _sends(plan: Plan, buckets: Sequence[Sequence[Arrays]], runs: Iterable[Progr
         elif type(i) is Receive:
             kinds[i.source, i.worker, i.message] = Send(i.source, i.microbatch, i.message, i.worker)
 
-    of_capabilities: dict[str, TransportHooks] = merged("messages", runtimes_of(plan))
+    of_capabilities: dict[str, TransportHooks] = merged("messages", runtimes_of(plan, buckets[0][0].functions.capabilities))
 
     def sent(i: Send, bucket: int) -> Sent:
         arrays = buckets[bucket]
         source, to = arrays[i.worker], arrays[i.to]
-        s, to_stage = plan.workers[i.worker][0], plan.workers[i.to][0]
         if i.message in of_capabilities:
             leaving, arriving = of_capabilities[i.message].specs(source, to)
             return Sent(i, bucket, leaving, arriving, of_capabilities[i.message].copies)
-        match i.message:
-            case "activation":
-                return Sent(i, bucket, source.outputs, to.x)
-            case "gradient":
-                return Sent(i, bucket, source.gradient, to.message)
-            case "norm":
-                return Sent(i, bucket, source.norm, to.norm)
-            case "squares":
-                squares = squares_spec([len(arrays[w].functions.counted) for w, *_ in plan.stage_workers[s:]])
-                return Sent(i, bucket, source.whole(squares), to.whole(squares))
-        gradients = source.accumulators["gradients"], to.accumulators["gradients"]
-        leaving, arriving = (shared_with(source.functions, to_stage, gradient) for gradient in gradients)
-        return Sent(i, bucket, leaving, arriving)
+        return Sent(i, bucket, source.outputs, to.x) if i.message == "activation" else Sent(i, bucket, source.gradient, to.message)
 
     ordered = [i for _, i in sorted(kinds.items())]
     of_shape = [i for i in ordered if i.message in ("activation", "gradient")]

@@ -1,12 +1,12 @@
 """The interpreter, which runs a program instruction by instruction. It knows no schedule and reads no configuration."""
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import jax
 
 from jpipe.programs._instructions import (
-    AddShared,
     AllReduce,
     Compute,
     Instruction,
@@ -15,8 +15,6 @@ from jpipe.programs._instructions import (
     Receive,
     Release,
     Send,
-    SumSquares,
-    TakeShared,
     Update,
     shifted,
 )
@@ -75,12 +73,12 @@ def run(
         consume: delete the arrays of the states that the new ones do not share. Without it the program must not train.
 
     Returns:
-        The new states, and the losses, norms and evaluations.
+        The new states, and the losses, evaluations and other numbers.
     """
-    plan, results, consumed, config = program.plan, RunResults({}, {}, {}, {}), ConsumedArrays(), cast(Any, jax.config)
+    plan, results, consumed, config = program.plan, RunResults({}, {}, defaultdict(dict)), ConsumedArrays(), cast(Any, jax.config)
     if config.jax_debug_nans or config.jax_debug_infs:
         stages = checked(plan, stages)
-    added = added or Added.by(program.plan)
+    added = added or Added.by(program.plan, {name for of_worker in stages.values() for name in of_worker[0].functions.capabilities})
     workers: dict[int, Worker] = {}
     for w, state in states.items():
         workers[w] = Worker(program, w, shift, stages[w], buckets, state, transport, data, workers, results, consumed, added)
@@ -134,9 +132,6 @@ _METHODS: dict[type, Callable[[Worker, Any], None]] = {
     Send: Worker.send,
     Receive: Worker.receive,
     AllReduce: Worker.all_reduce,
-    TakeShared: Worker.take_shared,
-    AddShared: Worker.add_shared,
-    SumSquares: Worker.sum_squares,
     Update: Worker.update,
     Release: Worker.release,
 }

@@ -118,10 +118,7 @@ class MetricsExchange:
         plan: the plan of the run.
         devices: the device of each worker.
         processes: the processes of the run, if there are several.
-        global_norm: whether there are norms.
-        loss_scale: whether there are dynamic loss scales.
-        stage_norms: whether stages clip by their own norms.
-        skips: whether updates with gradients that are not finite are skipped.
+        reports: those of capabilities, see `RuntimeHooks.report`.
 
     Attributes:
         name: name of the pipeline, the same in all processes, because they make the same pipelines in the same order.
@@ -132,16 +129,11 @@ class MetricsExchange:
         plan: Plan,
         devices: Sequence[jax.Device],
         processes: Processes | None,
-        *,
-        global_norm: bool = False,
-        loss_scale: bool = False,
-        stage_norms: bool = False,
-        skips: bool = False,
+        reports: Sequence[Callable[..., Sequence[Mapping[int, Any]] | None]] = (),
     ) -> None:
         self.name = f"pipeline {next(_pipelines)}"
-        self._plan, self._devices, self._processes = plan, devices, processes
-        self._with_updates = 2 * global_norm + loss_scale  # how many fields of `Metrics` are known with the updates of the last stage
-        self._with_stage_norms, self._skips = stage_norms, skips
+        self.plan, self._devices, self._processes = plan, devices, processes
+        self._reports = reports
         self._evaluations = self._delay_norms = 0
 
     def check(self, run: Program) -> None:
@@ -154,54 +146,34 @@ class MetricsExchange:
             _check_complete(what, range(run.start, run.end), batches)
 
     @property
-    def _reporting(self) -> tuple[int, ...]:
+    def reporting(self) -> tuple[int, ...]:
         """The workers that report the numbers of batches: the first of the last stage, or one for each of the pipelines that agree."""
-        last = self._plan.stage_workers[-1]
-        return last if self._plan.has_parallel_pipelines else last[:1]
+        last = self.plan.stage_workers[-1]
+        return last if self.plan.has_parallel_pipelines else last[:1]
 
     def metrics(self, program: Program, shift: int, results: RunResults) -> Metrics:
         """Return the metrics of the batches that the program finishes, run `shift` batches later, from this process's `results`."""
         metrics = Metrics.empty()
         ended, *updated = ([batch + shift for batch in batches] for batches in (program.ended, *program.updated))
-        nonfinite = self._share_norms(updated[-1], results, metrics)
-        self._share_losses(ended, results, metrics, nonfinite if self._skips else None)
-        for s in range(self._plan.depth) if self._with_stage_norms else ():
-            rate, by_batch = self._plan.updates_per_batch(s), dict[int, jax.Array | RemoteScalar]()
-            of_stage = {g // rate: functools.partial(tuple, [norm]) for (g, stage), norm in results.stage_norms.items() if stage == s}
-            self._share(f"gradient norm of stage {s}", self._plan.stage_workers[s][0], updated[s], of_stage, [by_batch])
-            metrics.stage_norms.update({(batch, s): norm for batch, norm in by_batch.items()})
+        found = [report(self, updated=updated, results=results, metrics=metrics) for report in self._reports]
+        self._share_losses(ended, results, metrics, next((unchanged for unchanged in found if unchanged is not None), None))
         return metrics
 
-    def _is_here(self, worker: int) -> bool:
-        return self._devices[worker].process_index == jax.process_index()
+    def check_complete(self, what: str, worker: int, batches: Sequence[int], local: Collection[int]) -> None:
+        """Check that a worker, if it is in this process, has numbers of these batches, as an error of jpipe, which would lose them."""
+        if self._devices[worker].process_index == jax.process_index():
+            _check_complete(what, batches, local)
 
-    def _share_norms(self, batches: Sequence[int], results: RunResults, metrics: Metrics) -> list[dict[int, Any]]:
-        """Put the norms and what comes with them into the metrics, and return how many entries are not finite, for each pipeline."""
-        of_pipelines: list[dict[int, Any]] = []
-        for pipeline, worker in enumerate(self._reporting):
-            local = {t: functools.partial(tuple, norm) for (t, number), norm in results.norms.items() if number == pipeline}
-            if self._is_here(worker):
-                _check_complete("gradient norm", batches if self._with_updates else [], local)
-            into = Metrics.empty() if pipeline else metrics
-            of_pipeline = dict[int, Any]()
-            fields = [into.norms, of_pipeline, into.loss_scales][: self._with_updates]
-            of_pipelines.append(of_pipeline)
-            if self._with_updates:
-                self._share(f"gradient norm of pipeline {pipeline}" if pipeline else "gradient norm", worker, batches, local, fields)
-        for batch in batches if self._with_updates else ():
-            metrics.nonfinite[batch] = self._sum_of([of_pipeline[batch] for of_pipeline in of_pipelines])
-        return of_pipelines
-
-    def _sum_of(self, numbers: Sequence[Any]) -> jax.Array | RemoteScalar:
+    def sum_of(self, numbers: Sequence[Any]) -> jax.Array | RemoteScalar:
         """Return the sum of a number of each pipeline."""
         if len(numbers) == 1:
             return numbers[0]
         if self._processes is None:
-            return _sum(jax.device_put(numbers, self._devices[self._reporting[0]]))
+            return _sum(jax.device_put(numbers, self._devices[self.reporting[0]]))
         return RemoteScalar(lambda: sum(map(float, numbers)))
 
     def _share_losses(
-        self, batches: Sequence[int], results: RunResults, metrics: Metrics, nonfinite: Sequence[Mapping[int, Any]] | None
+        self, batches: Sequence[int], results: RunResults, metrics: Metrics, unchanged: Sequence[Mapping[int, Any]] | None
     ) -> None:
         """Put the losses and weights of these batches into the metrics; with pipelines that agree, those over all of them.
 
@@ -209,26 +181,25 @@ class MetricsExchange:
             batches: the batches.
             results: of this process.
             metrics: what to put them into.
-            nonfinite: for each pipeline, how many entries of its gradient are not finite, by batch, if it skips such updates.
+            unchanged: for each pipeline, by batch, a number that is not 0 if its update changed nothing; None if none did.
         """
         of_pipelines: list[tuple[dict[int, Any], dict[int, Any]]] = []
-        for pipeline, worker in enumerate(self._reporting):
+        for pipeline, worker in enumerate(self.reporting):
             local = {t: functools.partial(_mean_loss, updates) for (t, number), updates in results.losses.items() if number == pipeline}
-            if self._is_here(worker):
-                _check_complete("loss", batches, local)
-            are_several = self._plan.has_parallel_pipelines
+            self.check_complete("loss", worker, batches, local)
+            are_several = self.plan.has_parallel_pipelines
             into: tuple[dict[int, Any], dict[int, Any]] = ({}, {}) if are_several else (metrics.losses, metrics.weights)
-            self._share(f"loss of pipeline {pipeline}" if pipeline else "loss", worker, batches, local, into)
+            self.share(f"loss of pipeline {pipeline}" if pipeline else "loss", worker, batches, local, into)
             of_pipelines.append(into)
         for batch in batches if len(of_pipelines) > 1 else ():
-            skipped = [0] * len(of_pipelines) if nonfinite is None else [counts[batch] for counts in nonfinite]
+            skipped = [0] * len(of_pipelines) if unchanged is None else [counts[batch] for counts in unchanged]
             triples = [(loss[batch], weight[batch], count) for (loss, weight), count in zip(of_pipelines, skipped, strict=True)]
             metrics.losses[batch], metrics.weights[batch] = self._mean_of(triples)
 
     def _mean_of(self, triples: Sequence[tuple[Any, Any, Any]]) -> tuple[jax.Array | RemoteScalar, jax.Array | RemoteScalar]:
         """Return (mean, weight) over the (mean, weight, whether the update was skipped) of each pipeline."""
         if self._processes is None:
-            return _mean(_as_sums(_without_skipped(jax.device_put(triples, self._devices[self._reporting[0]]))))
+            return _mean(_as_sums(_without_skipped(jax.device_put(triples, self._devices[self.reporting[0]]))))
         dtype = jax.dtypes.canonicalize_dtype(np.float64)
 
         @functools.cache
@@ -239,7 +210,7 @@ class MetricsExchange:
 
         return RemoteScalar(lambda: read()[0]), RemoteScalar(lambda: read()[1])
 
-    def _share(
+    def share(
         self,
         what: str,
         worker: int,
@@ -263,7 +234,7 @@ class MetricsExchange:
 
     def evaluation(self, results: RunResults, version: int, names: Sequence[str], count: int) -> Evaluation:
         """Return the evaluation over all `count` microbatches with the weights of `version`; `names` are those of the metrics."""
-        last = self._plan.stage_workers[-1]
+        last = self.plan.stage_workers[-1]
         if self._processes is None:
             parts = [results.evaluations[k] for k in sorted(results.evaluations)]
             placed = parts if len(last) == 1 else jax.device_put(parts, self._devices[last[0]])
@@ -305,20 +276,20 @@ class MetricsExchange:
             local: the squares of the norms, (correction, distance), of the workers of this process that report some, by worker: the first
                 replica of each stage, with `Plan.shard_optimizer` all replicas.
         """
-        plan = self._plan
+        plan = self.plan
         reporting = [w for w, (_, replica) in enumerate(plan.workers) if not replica or plan.divides_updates]
         if self._processes is None:
             return DelayNorms(*_norms(jax.device_put([local[w] for w in reporting], self._devices[reporting[-1]])))
         self._delay_norms += 1
         processes, topic = self._processes, f"{self.name}: norms {self._delay_norms} of the delay"
-        for w, squares in local.items():
-            _send(processes, f"{topic}, worker {w}", functools.partial(list, squares))
+        for w, squared in local.items():
+            _send(processes, f"{topic}, worker {w}", functools.partial(list, squared))
 
         @functools.cache
         def read() -> list[float]:
             words = "the norms of the delay"
             received = [processes.receive(f"{topic}, worker {w}", self._devices[w].process_index, words) for w in reporting]
-            return [float(norm) for norm in _norms([np.array(squares, jax.dtypes.canonicalize_dtype(np.float64)) for squares in received])]
+            return [float(norm) for norm in _norms([np.array(squared, jax.dtypes.canonicalize_dtype(np.float64)) for squared in received])]
 
         return DelayNorms(RemoteScalar(lambda: read()[0]), RemoteScalar(lambda: read()[1]))
 
@@ -366,8 +337,8 @@ def _as_sums(means: Sequence[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
 
 @without_mesh()  # it may run only when a number is read
 @jax.jit
-def _norms(squares: list[Number]) -> tuple[jax.Array, jax.Array]:
-    corrections, distances = jnp.stack(squares).T
+def _norms(squared: list[Number]) -> tuple[jax.Array, jax.Array]:
+    corrections, distances = jnp.stack(squared).T
     none_holds_two = jnp.isnan(distances).all()
     return jnp.sqrt(corrections.sum()), jnp.where(none_holds_two, jnp.nan, jnp.sqrt(jnp.nansum(distances)))
 

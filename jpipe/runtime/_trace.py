@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -20,15 +20,13 @@ from jpipe.meshes._partition import shard_bytes
 from jpipe.ops import OPS
 from jpipe.plan import Plan
 from jpipe.programs._costs import StageCost
-from jpipe.programs._instructions import Compute, SumSquares, Update
-from jpipe.programs._route import route_of
+from jpipe.programs._instructions import Compute, Update
 from jpipe.programs._timeline import MemorySample, MemoryTimeline, Span, Timeline, whole_spans
 from jpipe.programs._transfers import Transfer
 from jpipe.programs.prediction import draw_grid
 from jpipe.runtime._interpreter import Event
 from jpipe.runtime.state import Microbatch, PendingUpdate, Weights, WorkerState, is_away
 from jpipe.runtime.timing._transfers import Computation, TransferWatcher, join_transfers, that_leave
-from jpipe.schedules import SCHEDULES
 
 
 @dataclass(frozen=True)
@@ -79,7 +77,7 @@ class Tracer:
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
-        self._global_norm = False
+        self._seen: set[type] = set()  # types of instructions
         self._began = time.perf_counter()
         self._open = True
         _switch_often(True)
@@ -88,7 +86,7 @@ class Tracer:
 
     def __call__(self, event: Event) -> None:
         """Observe one instruction."""
-        self._global_norm |= isinstance(event.instruction, SumSquares)
+        self._seen.add(type(event.instruction))
         w = event.instruction.worker
         watcher = self._watchers[self._plan.rank_of[w]]
         if event.done is not None:
@@ -109,7 +107,7 @@ class Tracer:
             if watcher.error is not None:
                 raise watcher.error
         ranks = [watcher.computations for watcher in self._watchers]
-        waits_for = _waits_for(ranks, self._plan, self._global_norm)
+        waits_for = _waits_for(ranks, self._plan, {room for room, hooks in programs().items() if self._seen & {*hooks.instructions}})
         ends = _consistent({key_of(c.instruction): c.end for row in ranks for c in row}, waits_for)
         starts = _starts(ranks, waits_for, ends)
         transfers = self._transfers.transfers(starts, ends)
@@ -326,13 +324,13 @@ def _on_each_device(leaf: Any) -> int:
     return shard_bytes(leaf) if isinstance(leaf, jax.Array) and len(leaf.sharding.device_set) > 1 else leaf.nbytes
 
 
-def _waits_for(ranks: Sequence[Sequence[_Computation]], plan: Plan, global_norm: bool) -> dict[_Key, list[_Key]]:
+def _waits_for(ranks: Sequence[Sequence[_Computation]], plan: Plan, uses: Collection[str]) -> dict[_Key, list[_Key]]:
     """Return the computations that each one waits for: those of its inputs, and the one before it on its rank."""
     keys = [[key_of(c.instruction) for c in row] for row in ranks]
     computations = dict.fromkeys(itertools.chain(*keys))
     instructions = [c.instruction for row in ranks for c in row]
-    more = [waits_for(plan, instructions) for waits_for in hooks("waits_for", runtimes_of(plan))]
-    needed = {key: [*_inputs(key, plan, global_norm), *(other for each in more for other in each.get(key, ()))] for key in computations}
+    more = [waits_for(plan, instructions) for waits_for in hooks("waits_for", runtimes_of(plan, uses))]
+    needed = {key: [*_inputs(key, plan), *(other for each in more for other in each.get(key, ()))] for key in computations}
     waits_for = {key: [k for k in keys_before if k in computations] for key, keys_before in needed.items()}
     for row in keys:
         for before, after in itertools.pairwise(row):
@@ -375,8 +373,8 @@ def key_of(instruction: _Instruction) -> _Key:
     return instruction.worker, instruction.op, instruction.microbatch, instruction.following
 
 
-def _inputs(key: _Key, plan: Plan, global_norm: bool) -> list[_Key]:
-    """Return the computations that may produce a computation's input: a neighbour's; for an update those of all that it sums over."""
+def _inputs(key: _Key, plan: Plan) -> list[_Key]:
+    """Return the computations that may produce a computation's input: a neighbour's; for an update those of all whose gradients it sums."""
     worker, op, k, _ = key
     s = plan.workers[worker][0]
     match OPS[op].reads if op in OPS else "":  # an update is no op
@@ -387,14 +385,9 @@ def _inputs(key: _Key, plan: Plan, global_norm: bool) -> list[_Key]:
         case "stash":
             return []
         case _:
-            end = (k + 1) * plan.microbatches_per_update(s)
-            summed = 0 if global_norm else s  # the first stage's gradients are the last
-            is_alone = not global_norm or SCHEDULES[plan.schedule].flushes_after(plan, k)
-            last = [] if is_alone else [end - 1 + route_of(plan).delay]
-            microbatches = [*range(end - plan.replicas[summed], end), *last]
-            if plan.has_parallel_pipelines:  # each pipeline updates alone
-                microbatches = [end - plan.replicas[s] + plan.workers[worker][1]]
-            return [key for j in microbatches for key in that_leave("accumulators", plan, summed, j)]
+            first = (k + 1) * plan.microbatches_per_update(s) - plan.replicas[s]
+            replicas = [plan.workers[worker][1]] if plan.has_parallel_pipelines else range(plan.replicas[s])  # each pipeline updates alone
+            return [key for j in replicas for key in that_leave("accumulators", plan, s, first + j)]
 
 
 def _consistent(ends: dict[_Key, float], waits_for: dict[_Key, list[_Key]]) -> dict[_Key, float]:

@@ -1,20 +1,19 @@
 """The worker of the interpreter: holds the state of one worker while a program runs, with a method for each type of instruction."""
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
 
-from jpipe.capabilities.protocol import Hook, TransportHooks, hooks, merged
-from jpipe.capabilities.registry import runtimes_of
+from jpipe.capabilities.protocol import Hook, TransportHooks, UpdateHooks, hooks, merged
+from jpipe.capabilities.registry import runtimes_of, updates_for
 from jpipe.model._precision import LossScale
 from jpipe.ops import OPS, Leaves, Op
 from jpipe.plan import Plan
 from jpipe.programs._instructions import (
-    AddShared,
     AllReduce,
     Compute,
     Load,
@@ -22,8 +21,6 @@ from jpipe.programs._instructions import (
     Receive,
     Release,
     Send,
-    SumSquares,
-    TakeShared,
     Update,
 )
 from jpipe.runtime._transport import PendingTransfer, Transport, arrived
@@ -35,33 +32,29 @@ from jpipe.runtime.state import (
     WorkerState,
 )
 from jpipe.stages._compiled_stage import CompiledStage, UpdateNumber, update_kind
-from jpipe.stages.functions._sums import shared_with
 
 Tree = Any
 
 
 class RunResults(NamedTuple):
-    """The losses, norms and evaluations that the workers of this process computed, as arrays that may not be ready.
+    """The losses, evaluations and other numbers that the workers of this process computed, as arrays that may not be ready.
 
     Attributes:
         losses: for each finished batch, the (mean loss, weight) of each of its updates, by (batch, pipeline); perhaps still to come from
             other replicas. Pipeline 0 stands for all whose replicas sum their gradients.
-        norms: for each update that used it, the `GlobalNorm` of the gradients, and after it the next loss scale if that is dynamic, by
-            (update, pipeline) as `losses`.
-        stage_norms: for each update of a stage that clips by its own norm, that norm, by (update, stage).
         evaluations: for each evaluated microbatch, (sum, weight) of the loss and of each metric; in a prediction the outputs.
+        others: what capabilities report, by what it is.
     """
 
     losses: dict[tuple[int, int], list[Tree]]
-    norms: dict[tuple[int, int], Tree]
-    stage_norms: dict[tuple[int, int], jax.Array]
     evaluations: dict[int, Tree]
+    others: dict[str, dict[Any, Tree]]
 
 
 Data = dict[tuple[str, int], Tree]
 """What workers load, by name (inputs or labels) and microbatch."""
 
-_COUNTED = ("sums", "squares", "shared", "received")  # of a pending update
+_COUNTED = ("sums",)  # of a pending update
 _Part = tuple[int, str, int]  # a part of the state: its worker, its kind (see `Worker.read_part`), and the number of it
 
 
@@ -192,17 +185,22 @@ class Added(NamedTuple):
         handlers: by the type of instruction, what it does at a worker.
         messages: how messages run, by their names.
         joins: what puts the pieces of sums together.
+        updates: what they change in updates, by the names of the capabilities.
+        for_updates: the names of what they keep in pending updates until these are made.
     """
 
     handlers: dict[type, Callable[["Worker", Any], None]]
     messages: dict[str, TransportHooks]
     joins: tuple[Hook, ...]
+    updates: dict[str, UpdateHooks]
+    for_updates: tuple[str, ...]
 
     @classmethod
-    def by(cls, plan: Plan) -> "Added":
-        """Return what the capabilities of a plan add."""
-        used = runtimes_of(plan)
-        return cls(merged("handlers", used), merged("messages", used), hooks("join_sums", used))
+    def by(cls, plan: Plan, capabilities: Collection[str]) -> "Added":
+        """Return what the capabilities of a plan add, and those of stages (`StageFunctions.capabilities`)."""
+        used = runtimes_of(plan, capabilities)
+        for_updates = tuple(name for each in used for name in each.for_updates)
+        return cls(merged("handlers", used), merged("messages", used), hooks("join_sums", used), updates_for(capabilities), for_updates)
 
 
 class Worker:
@@ -212,7 +210,6 @@ class Worker:
         stage, replica, replicas: its stage, which replica of it the worker is, and how many there are.
         sums: whether they sum their gradients.
         sets_aside: as in `Program`, for its stage.
-        global_norm, shared: what the program uses, as in `lower`.
         microbatch_shift, version_shift: to be added to the numbers of the program for those of the run.
         compiled, functions, calls: of its stage; what depends on the shapes of a microbatch is in `stage_for`.
         stages, buckets: as given to `run`, for its stage.
@@ -223,7 +220,7 @@ class Worker:
         state: the state, which instructions change.
         data: what the workers of this process load.
         workers: the workers of this process, by number.
-        results: losses, norms and evaluations; shared by the workers of this process.
+        results: losses, evaluations and other numbers; shared by the workers of this process.
         consumed: counts the arrays of the consumed states; shared by the workers of this process.
         changed_parts: of the state, by the present instruction.
         done: of the last computation, see `Event`.
@@ -252,8 +249,7 @@ class Worker:
         self.stage, self.replica = plan.workers[worker]
         self.replicas = plan.replicas[self.stage]
         self.sums = program.sums_gradients[self.stage]
-        self.sets_aside, self.global_norm = program.sets_aside[self.stage], "global_norm" in program.uses
-        self.shared = program.uses.get("shared_parameters", ())
+        self.sets_aside = program.sets_aside[self.stage]
         self.microbatch_shift, self.version_shift = shift * plan.microbatches, shift * program.updates_per_batch[self.stage]
         self.stages, self.buckets, self.transport = stages, buckets, transport
         self.compiled, self.functions, self.calls = stages[0], stages[0].functions, stages[0].calls
@@ -294,8 +290,8 @@ class Worker:
         if kind == "microbatch":
             return state.microbatches.get(number)
         if kind == "update":
-            pending = state.updates.get(number)
-            return None if pending is None else [tree for name, tree in pending.items() if name.partition(" ")[0] in _COUNTED]
+            pending, counted = state.updates.get(number), (*_COUNTED, *self.added.for_updates)
+            return None if pending is None else [tree for name, tree in pending.items() if name.partition(" ")[0] in counted]
         return state.layer_state
 
     def delete_unused(self) -> None:
@@ -449,34 +445,14 @@ class Worker:
             return self.state.updates[update]["summed"][0]
         return self.state.updates[update]["sums"] if self.sets_aside else self.state.accumulators
 
-    def take_shared(self, i: TakeShared) -> None:
-        update = i.batch + self.version_shift
-        self.change_update(update, shared=self.calls["take_shared"](self.complete(update)))
-
-    def add_shared(self, i: AddShared) -> None:
-        """Add the shared gradients of the other stages; the computation writes into the memory of the accumulators."""
-        state, update = self.state, i.batch + self.version_shift
-        accumulators = self.complete(update)
-        received = state.updates[update].get("received", {})
-        gradients = {s: arrived(received[s]) for s in self.shared[i.group] if s != self.stage}
-        self.change_update(update, received={**received, **gradients})
-        added = self.calls[f"add_shared {i.group}"](accumulators, gradients)
+    def replace_complete(self, update: int, accumulators: Tree) -> None:
+        """Replace the accumulators of a whole batch."""
         if self.sums:
-            self.change_update(update, summed=(added, *state.updates[update]["summed"][1:]))
+            self.change_update(update, summed=(accumulators, *self.state.updates[update]["summed"][1:]))
         elif self.sets_aside:
-            self.change_update(update, sums=added)
+            self.change_update(update, sums=accumulators)
         else:
-            state.accumulators = added
-
-    def sum_squares(self, i: SumSquares) -> None:
-        state, update = self.state, i.batch + self.version_shift
-        accumulators = self.complete(update)
-        later = arrived(state.updates.get(update, {}).get("squares", ()))
-        squares = self.calls["sum_squares"](accumulators), *later
-        if self.functions.first:
-            self.change_update(update, squares=None, norm=self.calls["norm"](squares))
-        else:
-            self.change_update(update, squares=squares)
+            self.state.accumulators = accumulators
 
     def send(self, i: Send) -> None:
         state, k, bucket = self.state, i.microbatch + self.microbatch_shift, 0
@@ -488,24 +464,9 @@ class Worker:
             if self.changed_parts:
                 self.consumed.keep(tree)
         else:
-            tree = self.message_of_update(i, k // self.plan.microbatches)
+            tree = self.added.messages[i.message].send(self, i, k // self.plan.microbatches)
             self.consumed.keep(tree)
         self.transport.send(i, k, tree, bucket)
-
-    def message_of_update(self, i: Send, update: int) -> Tree:
-        """Return what a worker sends for an update."""
-        state = self.state
-        match i.message:
-            case "norm":
-                return arrived(state.updates[update]["norm"])
-            case "squares":
-                squares = state.updates[update]["squares"]
-                self.change_update(update, squares=None)
-                return squares
-            case "shared":
-                return shared_with(self.functions, self.plan.workers[i.to][0], state.updates[update]["shared"])
-            case _:
-                return self.added.messages[i.message].send(self, i, update)
 
     def receive(self, i: Receive) -> None:
         state, k = self.state, i.microbatch + self.microbatch_shift
@@ -514,28 +475,16 @@ class Worker:
             state.microbatches.setdefault(k, {})["inputs" if i.message == "activation" else "message"] = tree
             return
         tree, update = self.transport.receive(i, k), k // self.plan.microbatches
-        match i.message:
-            case "norm" | "squares":
-                self.change_update(update, **{i.message: tree})
-            case "shared":
-                before = state.updates.get(update, {}).get("received", {})
-                self.change_update(update, received={**before, self.plan.workers[i.source][0]: tree})
-            case _:
-                self.added.messages[i.message].receive(self, i, update, tree)
+        self.added.messages[i.message].receive(self, i, update, tree)
 
     def update(self, i: Update) -> None:
         state, update, kind = self.state, i.batch + self.version_shift, update_kind(i)
-        accumulators, norm = self.gradients(update), self.norm(update)
-        if state.loss_scales:
-            state.loss_scales[update + 1] = self.calls["next_scale"](state.loss_scales[update], norm)
+        accumulators = self.gradients(update)
+        others = {name: hooks.argument(self, update, accumulators) for name, hooks in self.added.updates.items()}
         retires = None if i.retires is None else i.retires + self.version_shift
         memory = (state.weights.read(retires),) if retires is not None and kind == "into_retired" else ()
-        number, used = UpdateNumber(self.plan, self.stage, i.batch), norm
-        if self.functions.clip_stage_norm is not None:
-            used = self.calls["stage_norm"](accumulators, norm)
-            if self.replica == 0:
-                self.results.stage_norms[update, self.stage] = used.norm
-        new, self.done = self.compiled.update(kind, memory, state.weights.read(update), state.optimizer, accumulators, used, number)
+        number = UpdateNumber(self.plan, self.stage, i.batch)
+        new, self.done = self.compiled.update(kind, memory, state.weights.read(update), state.optimizer, accumulators, others, number)
         params, state.optimizer, zeros, loss = new
         state.weights = state.weights.with_update(params, retires)
         if retires is not None:
@@ -545,24 +494,11 @@ class Worker:
             state.accumulators = zeros
         if self.functions.last and not self.sets_aside:
             self.finish(update, loss)
-        if self.functions.last and self.global_norm and (self.replica == 0 or self.plan.has_parallel_pipelines):
-            scale = state.scale(update + 1)
-            self.results.norms[update, self.replica] = norm if scale is None else (*norm, scale)
-
-    def norm(self, update: int) -> Tree:
-        """Return the norm of the gradients of all stages, if updates use it, and keep it, since it may have to be sent on."""
-        if not self.global_norm:
-            return None
-        if update - 1 in self.state.updates:
-            self.change_update(update - 1, norm=None)
-        norm = arrived(self.state.updates[update]["norm"])
-        self.change_update(update, norm=norm)
-        return norm
 
     def gradients(self, update: int) -> Tree:
         """Return the accumulators of a whole batch for its update, and average the layer state if replicas average it with each update."""
-        if self.shared and update in self.state.updates:
-            self.change_update(update, shared=None, received=None)
+        if self.added.for_updates and update in self.state.updates:
+            self.change_update(update, **dict.fromkeys(self.added.for_updates))
         if not self.sets_aside:
             return self.state.accumulators
         if not self.sums:

@@ -8,12 +8,11 @@ from typing import Any
 import jax
 
 from jpipe.capabilities.protocol import hooks
-from jpipe.capabilities.registry import runtimes_for
+from jpipe.capabilities.registry import runtimes_for, updates_for
 from jpipe.meshes._place import Place
 from jpipe.model.layerwise._trace import position_spec
 from jpipe.ops import Reads
 from jpipe.stages.functions._stage import StageFunctions
-from jpipe.stages.functions._update import GlobalNorm, norm_spec
 
 Tree = Any
 Spec = jax.ShapeDtypeStruct
@@ -167,17 +166,9 @@ class Arrays:
         return self.functions.halves.late_inputs(*self.between), self.as_chosen("stash", self.functions.halves.stash_spec[1])
 
     @cached_property
-    def norm(self) -> Tree:
-        """The norm of all gradients, if updates use it."""
-        return self.whole(norm_spec()) if self.functions.global_norm else None
-
-    @property
-    def update_norm(self) -> Tree:
-        """The norm that an update gets: that of its stage with `clip_stage_norm`, otherwise `norm`."""
-        if self.functions.clip_stage_norm is None:
-            return self.norm
-        number = self.whole(norm_spec()).norm
-        return GlobalNorm(number, number if self.functions.global_norm else None)
+    def others(self) -> dict[str, Tree]:
+        """What an update gets of capabilities, by their names."""
+        return {name: changed.spec(self) for name, changed in updates_for(self.functions.capabilities).items()}
 
     @cached_property
     def scale(self) -> Tree:

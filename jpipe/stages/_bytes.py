@@ -17,7 +17,6 @@ from jpipe.stages._arrays import Arrays, Share
 from jpipe.stages._compiled_stage import CompiledStage
 from jpipe.stages._gradients import has_gradient
 from jpipe.stages.functions._stage import StageFunctions
-from jpipe.stages.functions._update import squares_spec
 
 
 def measure_stages(
@@ -86,10 +85,6 @@ def measure_bytes(
         accumulators=nbytes(a.accumulators),
         kept=nbytes(a.capabilities),
         gathered=() if f.summing is None else tuple(nbytes(accumulators) for accumulators, _ in f.summing.specs(a)),
-        squares=nbytes(squares_spec([len(f.counted)])),
-        shared=tuple(
-            nbytes([a.accumulators["gradients"][name] for name in names]) if f.number in stages else 0 for stages, names in f.sharing.groups
-        ),
         **{name: value for costs in hooks("costs", runtimes_for(f.capabilities).values()) for name, value in costs(a).items()},
     )
 

@@ -29,13 +29,10 @@ from jpipe.model.jaxprs._wanted import without_effects
 from jpipe.ops import OPS
 from jpipe.plan import Plan
 from jpipe.programs._instructions import (
-    AddShared,
     AllReduce,
     Compute,
     Instruction,
     Program,
-    SumSquares,
-    TakeShared,
     Update,
 )
 from jpipe.stages._arrays import Share
@@ -52,7 +49,6 @@ CompiledPrograms = dict[tuple[Place, str], jax.stages.Compiled]
 def compile_workers(
     workers: Mapping[int, tuple[StageFunctions, Place, Share | None]],
     programs: Iterable[Program],
-    counts: Sequence[int],
     like: Mapping[int, CompiledStage] | None = None,
 ) -> dict[int, CompiledStage]:
     """Compile the calls that the programs need for each of these workers, and its evaluation; replicas in one place share them.
@@ -62,7 +58,6 @@ def compile_workers(
     Args:
         workers: functions, place and share of each.
         programs: what will run.
-        counts: the numbers of entries that each stage counts in the norm.
         like: the same workers compiled for microbatches of other shapes; calls that do not depend on the shapes are shared.
     """
     keys = {w: (f.stage.layers, place, share) for w, (f, place, share) in workers.items()}
@@ -73,13 +68,13 @@ def compile_workers(
     for program in programs:
         for instruction in program.instructions:
             if instruction.worker in workers:
-                for name in _calls(instruction, program):
+                for name in _calls(instruction, program, workers[instruction.worker][0]):
                     if like is not None and name not in ops_of_stage(workers[instruction.worker][0]):
                         continue
                     key = keys[instruction.worker]
                     used[key if name in get_args(UpdateKind) else _for_all(key)].add(name)
     stages = [(f, *key[1:], sorted(used[key])) for key, f in of_key.items()]
-    compiled = dict(zip(of_key, _compile_in_turns(stages, counts), strict=True))
+    compiled = dict(zip(of_key, _compile_in_turns(stages), strict=True))
     stages_by_key = {
         key: CompiledStage(of_key[key], place, compiled[_for_all(key)] | compiled[key], share)
         for key in dict.fromkeys(keys.values())
@@ -92,8 +87,7 @@ def compile_workers(
 
 def _always_used(f: StageFunctions) -> set[str]:
     """Return the calls of a stage that no instruction names, or that every program needs."""
-    options = {"stage_norm": f.clip_stage_norm is not None, "next_scale": f.scale_spec is not None}
-    options |= dict.fromkeys(("add_state", "mean_state"), f.averages_when_read)
+    options = dict.fromkeys(("add_state", "mean_state"), f.averages_when_read)
     options["evaluate"] = can_evaluate(f)
     added = (hooks.always_used(f) for hooks in runtimes_for(f.capabilities).values() if hooks.always_used is not None)
     return {*(name for name, used in options.items() if used), *chain.from_iterable(added)}
@@ -106,7 +100,6 @@ def _for_all(key: tuple[tuple[str, ...], Place, Share | None]) -> tuple[tuple[st
 
 def _compile_in_turns(
     stages: Sequence[tuple[StageFunctions, Place, Share | None, list[str]]],
-    counts: Sequence[int],
     before: Sequence[Mapping[str, jax.stages.Lowered]] = (),
     known: CompiledPrograms | None = None,
 ) -> list[dict[str, jax.stages.Compiled]]:
@@ -123,7 +116,7 @@ def _compile_in_turns(
             for name in names:
                 if name not in compiled[i] and (turn is None or (place.mesh and name == turn)):
                     earlier = before[i].get(name) if before and not chosen[i] else None
-                    lowered[i, name] = earlier or _lower_call(f, place, name, counts, dict(chosen[i]), share)
+                    lowered[i, name] = earlier or _lower_call(f, place, name, dict(chosen[i]), share)
         if known is None:
             calls = compile_in_parallel(list(lowered.values()))
         else:
@@ -150,7 +143,7 @@ def with_outputs(workers: Mapping[int, CompiledStage]) -> dict[int, CompiledStag
 
 def _evaluating_by(workers: Mapping[int, CompiledStage], name: str) -> dict[int, CompiledStage]:
     """Return the workers with this call in place of their evaluation."""
-    lowered = {stage.place: _lower_call(stage.functions, stage.place, name, (), {}, None) for stage in workers.values()}
+    lowered = {stage.place: _lower_call(stage.functions, stage.place, name, {}, None) for stage in workers.values()}
     compiled = dict(zip(lowered, compile_in_parallel(list(lowered.values())), strict=True))
     return {w: replace(stage, calls=stage.calls | {"evaluate": compiled[stage.place]}) for w, stage in workers.items()}
 
@@ -168,29 +161,37 @@ def compile_stages(
     Of replicas that share the optimizer state one stands for all: that with the share in `shares`. Programs in `known` are not compiled
     again; new ones are added.
     """
-    names: list[set[str]] = [set() if f.clip_stage_norm is None else {"stage_norm"} for f in functions]
+    names: list[set[str]] = [set() for _ in functions]
     for program in programs:
         for instruction in program.instructions:
-            names[plan.workers[instruction.worker][0]].update(_calls(instruction, program))
-    counts, known = [len(f.counted) for f in functions], {} if known is None else known
+            s, _ = plan.workers[instruction.worker]
+            names[s].update(_calls(instruction, program, functions[s]))
+    known = {} if known is None else known
     lowered: dict[int, dict[str, jax.stages.Lowered]] = {}
     keys: dict[int, dict[str, tuple[Place, str]]] = {}
     with Analyses(known) as analyses:
         for s, place in places.items():
             lowered[s], keys[s] = {}, {}
             for name in sorted(names[s]):
-                lowered[s][name] = call = _lower_call(functions[s], place, name, counts, {}, shares[s])
+                lowered[s][name] = call = _lower_call(functions[s], place, name, {}, shares[s])
                 keys[s][name] = analyses.key(place, call) if place.mesh else analyses.begin(place, call)  # while the next ones are traced
     calls = {s: {name: known[key] for name, key in keys[s].items()} for s, place in places.items() if not place.mesh}
     distinct = {tuple(keys[s].values()): s for s in reversed([*places]) if places[s].mesh}
     stages = [(functions[s], places[s], shares[s], [*lowered[s]]) for s in distinct.values()]
-    on_meshes = dict(zip(distinct, _compile_in_turns(stages, counts, [lowered[s] for s in distinct.values()], known), strict=True))
+    on_meshes = dict(zip(distinct, _compile_in_turns(stages, [lowered[s] for s in distinct.values()], known), strict=True))
     calls |= {s: on_meshes[tuple(keys[s].values())] for s, place in places.items() if place.mesh}
     return {s: CompiledStage(functions[s], place, calls[s], shares[s]) for s, place in places.items()}
 
 
-def _calls(instruction: Instruction, program: Program) -> tuple[str, ...]:
-    """Return the calls that an instruction needs."""
+def _calls(instruction: Instruction, program: Program, f: StageFunctions) -> Iterator[str]:
+    """Yield the calls that an instruction needs at a stage."""
+    yield from _calls_of_core(instruction, program)
+    for hooks in runtimes_of(program.plan, f.capabilities):
+        if (calls := hooks.used_calls.get(type(instruction))) is not None:
+            yield from calls(f, instruction)
+
+
+def _calls_of_core(instruction: Instruction, program: Program) -> tuple[str, ...]:
     stage = program.plan.workers[instruction.worker][0]
     match instruction:
         case Compute():
@@ -199,18 +200,10 @@ def _calls(instruction: Instruction, program: Program) -> tuple[str, ...]:
             summing = exchange_of(values_of(program.plan)).sums
             names = ("add", "finish") if summing is None else summing.calls
             return tuple(f"{name}{piece}" for name in names)
-        case TakeShared():
-            return ("take_shared",)
-        case AddShared(group=group):
-            return (f"add_shared {group}",)
-        case SumSquares():
-            return ("sum_squares",) if stage else ("sum_squares", "norm")
         case Update():
             aside = ("zero_accumulators", "mean_loss") if stage == program.plan.depth - 1 else ("zero_accumulators",)
-            kind = update_kind(instruction)
-            shared = (f"{kind} shared {group}" for group, stages in enumerate(program.uses.get("shared_parameters", ())) if stage in stages)
-            return (kind, *shared, *(aside if program.sets_aside[stage] else ()))
-    return tuple(name for hooks in runtimes_of(program.plan, program.uses) for name in hooks.used_calls.get(type(instruction), ()))
+            return (update_kind(instruction), *(aside if program.sets_aside[stage] else ()))
+    return ()
 
 
 def compile_start(stage: CompiledStage) -> Callable[[Tree], tuple[Tree, Tree, Tree]]:
@@ -218,7 +211,7 @@ def compile_start(stage: CompiledStage) -> Callable[[Tree], tuple[Tree, Tree, Tr
     f, starts = stage.functions, stage.starts
     if not starts:
         names = ["init_optimizer", "zero_accumulators"] + ["first_version"] * f.precision.has_masters
-        lowered = [_lower_call(f, stage.place, name, (), {}, stage.share) for name in names]
+        lowered = [_lower_call(f, stage.place, name, {}, stage.share) for name in names]
         starts.update(zip(names, compile_in_parallel(lowered), strict=True))
 
     def start(fresh: Tree) -> tuple[Tree, Tree, Tree]:
@@ -351,9 +344,9 @@ def compile_in_parallel(
 
 
 def _lower_call(
-    functions: StageFunctions, place: Place, name: str, counts: Sequence[int], chosen: Mapping[str, Sequence[Any]], share: Share | None
+    functions: StageFunctions, place: Place, name: str, chosen: Mapping[str, Sequence[Any]], share: Share | None
 ) -> jax.stages.Lowered:
-    traced = trace_call(functions, place, name, counts, chosen, share)
+    traced = trace_call(functions, place, name, chosen, share)
     if not traced.jaxpr.effects:
         return traced.lower()
 

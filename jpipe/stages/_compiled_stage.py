@@ -1,12 +1,13 @@
 """The compiled programs of a stage, as the runtime calls them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
+from jpipe.capabilities.registry import runtimes_for
 from jpipe.meshes._place import Place
 from jpipe.model.layerwise._trace import Position
 from jpipe.ops import Op
@@ -15,7 +16,6 @@ from jpipe.programs._instructions import Update
 from jpipe.stages._arrays import Share
 from jpipe.stages._calls import UpdateKind, ops_by_call, ops_of_stage
 from jpipe.stages.functions._stage import StageFunctions
-from jpipe.stages.functions._sums import unshared
 
 Tree = Any
 
@@ -58,11 +58,10 @@ class CompiledStage:
     """The compiled calls of a stage, by name: the functions of `jpipe.ops.OPS` and an update of each kind, those that are used.
 
     Each except `evaluate` returns (result, done), where `done` is an array of one byte that is ready when the computation is finished.
-    With the global norm there is also `sum_squares`, and at the first stage `norm`; with a norm of each stage `stage_norm`; with a dynamic
-    loss scale `next_scale`; if gradients are set aside, `zero_accumulators` and at the last stage `mean_loss`; if replicas sum them, `add`
-    and `finish`, or those of a capability that sums in another way; if they average their layer state when it is read, `add_state` and
-    `mean_state`; those of capabilities. With a `share`, updates are of this part of the weights. `starts` keeps what runs once before
-    batch 0, compiled at the first use.
+    If gradients are set aside, there are `zero_accumulators` and at the last stage `mean_loss`; if replicas sum them, `add` and `finish`,
+    or those of a capability that sums in another way; if they average their layer state when it is read, `add_state` and `mean_state`;
+    those of capabilities. With a `share`, updates are of this part of the weights. `starts` keeps what runs once before batch 0, compiled
+    at the first use.
     """
 
     functions: StageFunctions
@@ -87,7 +86,7 @@ class CompiledStage:
         params: Tree,
         optimizer: Tree,
         accumulators: Tree,
-        norm: Any,
+        others: Mapping[str, Any],
         number: UpdateNumber,
     ) -> tuple[tuple[Tree, Tree, Tree, Any], jax.Array]:
         """Call an update.
@@ -95,7 +94,7 @@ class CompiledStage:
         Args:
             kind: of the update.
             retired: the version into whose memory it writes, if it does.
-            params, optimizer, accumulators, norm: as of the stage function `update`.
+            params, optimizer, accumulators, others: as of the stage function `update`.
             number: of the update.
 
         Returns:
@@ -107,7 +106,7 @@ class CompiledStage:
             *retired, params = (self.share.part(tree) for tree in (*retired, params))
         frozen = trained.unchosen(params)
         *retired, params = (trained.part(tree) for tree in (*retired, params))
-        (new, *remaining), done = self._update_trained(kind, retired, params, optimizer, accumulators, norm, number)
+        (new, *remaining), done = self._update_trained(kind, retired, params, optimizer, accumulators, others, number)
         return (trained.joined(new, frozen), *remaining), done
 
     def _update_trained(
@@ -117,27 +116,23 @@ class CompiledStage:
         params: Tree,
         optimizer: Tree,
         accumulators: Tree,
-        norm: Any,
+        others: Mapping[str, Any],
         number: UpdateNumber,
     ) -> tuple[tuple[Tree, Tree, Tree, Any], jax.Array]:
         """Call an update with the parameters that the updates of this replica change."""
-        sharing, position = self.functions.sharing, self._position(number)
-        groups = sharing.groups_of(self.functions.number)
-        if not groups:
-            results, done = self.calls[kind](*retired, params, optimizer, accumulators, norm, *position)
+        f, trees = self.functions, (*retired, params, optimizer, accumulators["gradients"])
+        apart = [hooks.apart.update for hooks in runtimes_for(f.capabilities).values() if hooks.apart is not None]
+        parts = [part for update in apart for part in update(self, kind, trees, accumulators["weight"], others, number)]
+        if not parts:
+            results, done = self.calls[kind](*retired, params, optimizer, accumulators, others, *self.position(number))
             return results, done
-        gradients, parts = accumulators["gradients"], []
-        for group, names in groups.items():
-            arguments = ({name: tree[name] for name in names} for tree in (*retired, params, optimizer, gradients))
-            first = self._position(number._replace(stage=sharing.groups[group][0][0]))  # the same at all of their stages
-            parts.append(self.calls[f"{kind} shared {group}"](*arguments, accumulators["weight"], norm, *first))
-        *local, gradients = (unshared(self.functions, tree) for tree in (*retired, params, optimizer, gradients))
-        (*updated, zeros, loss), done = self.calls[kind](*local, {**accumulators, "gradients": gradients}, norm, *position)
+        *local, gradients = map(f.without_apart, trees)
+        (*updated, zeros, loss), done = self.calls[kind](*local, {**accumulators, "gradients": gradients}, others, *self.position(number))
         parts.append((*updated, zeros["gradients"]))
         versions, states, blank = ({entry: tree for part in parts for entry, tree in part[i].items()} for i in range(3))
         return (versions, states, {**zeros, "gradients": blank}, loss), done
 
-    def _position(self, number: UpdateNumber) -> tuple[Position, ...]:
+    def position(self, number: UpdateNumber) -> tuple[Position, ...]:
         """Return the last argument of an update, if the optimizer needs it."""
         needs = self.functions.optimizer.required
         return (number.position(needs),) if needs else ()

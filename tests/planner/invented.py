@@ -2,20 +2,34 @@
 
 import numpy as np
 
-from jpipe_planner.cost.simulated import simulate_plan
+import jpipe
+from jpipe_planner.cost.shape import planned_schedules
 from jpipe_planner.machine.topology import Topology
 from jpipe_planner.profile.profile import Profile
-from jpipe_planner.ranking.choose import Ranked
+from jpipe_planner.ranking.choose import Choice, choose
+from jpipe_planner.ranking.variants import find_variants
+from jpipe_planner.search.equal import equal_pipelines
+from jpipe_planner.search.estimate import Estimates
 
 
 def simulate_all(profile, topology, candidates):
-    """Simulate all candidates that fit by their estimates, as a search without bounds would."""
-    fitting = [candidate for candidate in candidates if candidate.over is None]
-    plans = [candidate.plan(profile.ids) for candidate in fitting]
-    return [
-        Ranked(candidate, simulate_plan(plan, profile.stage_costs(plan, candidate.rows), topology))
-        for candidate, plan in zip(fitting, plans, strict=True)
-    ]
+    """Simulate all candidates that fit by their estimates."""
+    choice = Choice(profile, topology, (), (), 0)
+    return [choice.simulate(candidate) for candidate in candidates if candidate.over is None]
+
+
+def varied(profile, topology, candidates, schedules=None, *, global_norm=False, **options):
+    """Return the simulated variants of candidates."""
+    tried = {}
+    choice = choose(profile, topology, candidates, tried=tried, global_norm=global_norm)
+    schedules = tuple(jpipe.schedules.SCHEDULES) if schedules is None else schedules
+    return [one.candidate for one in find_variants(choice, candidates, schedules, tried, **options)[0]]
+
+
+def equal(profile, topology, batch, *, schedules=None, exact=False, **options):
+    """Return the equal pipelines of some schedules, the best estimates first."""
+    found = equal_pipelines(Estimates(profile, topology), batch, schedules or planned_schedules(), exact=exact, **options)
+    return sorted(found, key=lambda candidate: candidate.rank)
 
 
 def invented_profile(seed: int, layers: int = 8) -> Profile:

@@ -8,7 +8,9 @@ import pytest
 from flax import nnx
 
 import jpipe
-from jpipe_planner import Topology, analyze, find_candidates, simulate_plan
+from jpipe_planner import Topology, analyze
+from jpipe_planner.cost.simulated import simulate_plan
+from jpipe_planner.search.candidates import find_candidates
 from jpipe_train.assemble.build import make_plan
 from jpipe_train.config.config import PlanConfig
 

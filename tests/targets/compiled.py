@@ -21,7 +21,7 @@ def compile_pipeline(pipe: Pipeline, batch, devices, *, start: bool = False) -> 
         workers = {
             w: (functions[s], place_on(devices, functions[s].partition.mesh), shares[s][r]) for w, (s, r) in enumerate(pipe.plan.workers)
         }
-        stages = compile_workers(workers, pipe._steps_of(functions).verified_runs, [len(f.counted) for f in functions])
+        stages = compile_workers(workers, pipe._steps_of(functions).verified_runs)
         for stage in stages.values() if start else ():
             compile_start(stage)
     for stage in stages.values():

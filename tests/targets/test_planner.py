@@ -8,8 +8,11 @@ import pytest
 from flax import nnx
 
 import jpipe
-from jpipe_planner import Topology, analyze, choose, compile_stages, compiling_for, find_candidates
-from jpipe_planner.machine.compiling import bytes_beyond_memory
+from jpipe_planner import Topology, analyze
+from jpipe_planner.machine.compiling import bytes_beyond_memory, compiling_for
+from jpipe_planner.ranking.choose import choose
+from jpipe_planner.ranking.compiled import compile_stages
+from jpipe_planner.search.candidates import find_candidates
 from tests.targets.conftest import devices_of
 
 pytestmark = pytest.mark.targets

@@ -125,7 +125,7 @@ def version_read(plan: Plan, batch: int) -> int:
 RUNTIME = RuntimeHooks(
     handlers={SumChanges: sum_changes, Agree: move_agreed},
     calls=calls,
-    used_calls={SumChanges: ("changes", "add_changes", "mean_changes"), Agree: ("agree",)},
+    used_calls={SumChanges: lambda f, i: ("changes", "add_changes", "mean_changes"), Agree: lambda f, i: ("agree",)},
     always_used=always_used,
     specs=specs,
     fresh=fresh,

@@ -2,11 +2,12 @@
 
 from collections.abc import Collection, Sequence
 from itertools import chain
+from typing import Any
 
 from jpipe._frozen import NOTHING
 from jpipe._numbers import is_int
-from jpipe.capabilities.registry import uses_of
-from jpipe.errors import InputError, short
+from jpipe.capabilities.registry import known_beside, uses_of
+from jpipe.errors import InputError, nearest, short
 from jpipe.plan import Plan, excluded
 from jpipe.programs._instructions import Compute, Instruction, Load, Program
 from jpipe.programs._route import transfer
@@ -21,9 +22,8 @@ def lower(
     begin: int = 0,
     start: int = 0,
     drain: bool = True,
-    global_norm: bool = False,
-    shared: Sequence[Sequence[int]] = (),
     workers: Collection[int] | None = None,
+    **uses: Any,
 ) -> Program:
     """Write the programs of all workers, or of some, for the batches `begin` .. `batches` - 1.
 
@@ -36,16 +36,16 @@ def lower(
         begin: the first batch whose data is loaded; microbatches of earlier batches may be in flight.
         start: the batch before which the pipeline was last empty.
         drain: whether to finish all microbatches; otherwise stop before the first computation that needs batch `batches`.
-        global_norm: whether updates use the norm of the gradients of all stages.
-        shared: for each group of shared parameters, the stages that hold them, in order.
         workers: those whose instructions are written; all by default.
+        uses: what to do beside the plan: `global_norm=True` if updates use the norm of the gradients of all stages;
+            `shared_parameters=((0, 3),)`, for each group of shared parameters the stages that hold them, in order.
 
     Returns:
         The program; the programs of successive steps, one after the other, are one run.
 
     Raises:
-        InputError: batches out of order, other workers, the global norm with a schedule that cannot use it, or an order of the plan that
-            deadlocks; then the message ends with the grid up to the deadlock.
+        InputError: batches out of order, other workers, something unknown beside the plan, or that its schedule cannot do, or an order of
+            the plan that deadlocks; then the message ends with the grid up to the deadlock.
         ProgramError: the order of a schedule deadlocks; the message ends with the same grid.
     """
     if not isinstance(plan, Plan):
@@ -54,26 +54,26 @@ def lower(
         raise InputError(f"lower: expected integers, found start {short(start)}, begin {short(begin)}, batches {short(batches)}")
     if not 0 <= start <= begin <= batches:
         raise InputError(f"lower: expected 0 ≤ start ≤ begin ≤ batches, found start {start}, begin {begin}, batches {batches}")
+    for name, value in uses.items():
+        if reason := _refusal(plan, name, value):
+            raise InputError(f"lower: {name}: {reason}")
     if workers is not None and not {*workers} <= {*range(len(plan.workers))}:
         raise InputError(
             f"lower: workers: expected numbers of workers of the plan, below {len(plan.workers)}, found {short(list(workers))}"
         )
-    groups = _checked_groups(shared, plan)
-    for argument, option, is_set in (("global_norm", "skip_nonfinite", global_norm), ("shared", "ties", bool(groups))):
-        if reason := excluded(plan, **{option: is_set}):
-            raise InputError(f"lower: {argument}: {reason.removeprefix(f'{option}: ')}")
-    run = Run(plan, start, batches, uses_of(global_norm=global_norm, shared_parameters=groups), workers)
+    run = Run(plan, start, batches, uses_of(**uses), workers)
     if begin > start:
         run.go_on(begin, False)
     return run.program(batches, drain)
 
 
-def _checked_groups(shared: Sequence[Sequence[int]], plan: Plan) -> tuple[tuple[int, ...], ...]:
-    groups = tuple(tuple(stages) for stages in shared)
-    for stages in groups:
-        if len(stages) < 2 or list(stages) != sorted(set(stages)) or not set(stages) <= set(range(plan.depth)):
-            raise InputError(f"lower: shared: expected two or more stages of {plan.depth} in order, found {short(stages)}")
-    return groups
+def _refusal(plan: Plan, name: str, value: Any) -> str:
+    """Return why a program cannot do something beside its plan, or ""."""
+    if (option := known_beside().get(name)) is None:
+        return f"unknown; {nearest(name, known_beside())}"
+    if value and option.refusal is not None and (reason := option.refusal(plan, value)):
+        return reason
+    return excluded(plan, **{option.stands_for: bool(value)}).removeprefix(f"{option.stands_for}: ")
 
 
 def batches_until_full(plan: Plan) -> int:

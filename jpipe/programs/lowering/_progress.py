@@ -11,7 +11,7 @@ from jpipe.programs.lowering._listing import Listing
 
 
 class Pending(NamedTuple):
-    """An update that waits for a sum or a norm, and the version that it retires, if any."""
+    """An update that waits for a sum or for other stages, and the version that it retires, if any."""
 
     batch: int
     retires: int | None
@@ -36,9 +36,7 @@ class Worker:
         updates: its updates since then.
         read: the newest version that one of its forwards has read; -1 before the first one.
         next_version: the version that the next microbatch reads of which it finishes the backward; None before the first one.
-        pending: its updates that wait for a sum or a norm, in order.
-        shared_due: the batches whose shared gradients it sends next.
-        squares_due: the batches whose squares it sums next.
+        pending: its updates that wait for a sum or for other stages, in order.
     """
 
     def __init__(self, plan: Plan, number: int, start: int, rank: Rank) -> None:
@@ -49,8 +47,6 @@ class Worker:
         self.read = -1
         self.next_version: int | None = None
         self.pending: list[Pending] = []
-        self.shared_due: list[int] = []
-        self.squares_due: list[int] = []
 
     @property
     def clock(self) -> int:
@@ -96,7 +92,7 @@ class Results:
 
 
 class Availability:
-    """The times from which outputs, gradients, sums and norms are available, and the ranks that wait for them.
+    """The times from which outputs, gradients, sums and what capabilities make are available, and the ranks that wait for them.
 
     Attributes:
         woken: the ranks that can continue.

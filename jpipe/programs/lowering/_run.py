@@ -12,16 +12,12 @@ from jpipe.errors import InputError
 from jpipe.ops import OPS, Op
 from jpipe.plan import Plan, repeats_forward
 from jpipe.programs._execution_order import ProgramError
-from jpipe.programs._global_norm import distribute, norm_alone, norm_of_pipeline
 from jpipe.programs._instructions import (
-    AddShared,
     Compute,
     Instruction,
     Program,
-    SumSquares,
-    TakeShared,
 )
-from jpipe.programs._route import Route, last_microbatch, route_of
+from jpipe.programs._route import route_of
 from jpipe.programs._timeline import Span, format_grid
 from jpipe.programs.lowering._listing import Listing
 from jpipe.programs.lowering._progress import Availability, PendingUpdates, Rank, Results, Worker
@@ -73,7 +69,6 @@ class Run:
         alike: bool = True,
     ) -> None:
         self.plan, self.start, self.last, self.uses = plan, start, last, uses
-        self.global_norm, self.shared = "global_norm" in uses, uses.get("shared_parameters", ())
         self.schedule, self.depth, self.replicas = SCHEDULES[plan.schedule], plan.depth, plan.replicas
         self.sums = [plan.sums_gradients(s) for s in range(plan.depth)]  # whether updates wait for a sum over replicas
         self.every = [plan.microbatches_per_update(s) for s in range(plan.depth)]  # microbatches for an update
@@ -86,12 +81,13 @@ class Run:
         # Without a flush the last of a rank's chunks may come to a microbatch only after the step of its batch.
         several = not self.schedule.flushes and plan.depth > len(plan.pipeline_ranks)
         self.labels_with = 0 if several else plan.depth - 1
-        self.shares = [[group for group, stages in enumerate(self.shared) if s in stages] for s in range(plan.depth)]
-        self.waits = [self.global_norm or bool(groups) for groups in self.shares]  # whether updates wait for other stages
+        used = programs_of(plan, uses)
+        waiting = {s for waits in hooks("waits", used) for s in waits(plan, uses)}
+        self.waits = [s in waiting for s in range(plan.depth)]  # whether updates wait for other stages
         self.route = route_of(plan) if any(self.waits) and not self.schedule.flushes else None
         self.routed = [self.route is not None and wait for wait in self.waits]  # whether they wait for other stages without a flush
         self.version = self.schedule.version if plan.flush_first else self.schedule.formula
-        # With a route, one replica of each stage sums squares for all.
+        # With a route, one replica of each stage sends messages for all.
         self.alike = alike and plan.replicas[0] > 1 and len(set(plan.replicas)) == 1 and self.route is None
         ranks = [Rank(rank) for rank in range(len(plan.rank_workers))]
         self.workers = [Worker(plan, w, start, ranks[plan.rank_of[w]]) for w, (_, j) in enumerate(plan.workers) if not (self.alike and j)]
@@ -107,12 +103,14 @@ class Run:
         self.written = [workers is None or not set(plan.stage_workers[s]).isdisjoint(workers) for s in range(plan.depth)]
         self.linked = [before or after for before, after in pairwise(self.written)] + [False]
         self.is_whole = workers is None and not self.alike  # whether the listing has all instructions since the start
-        lowerings = made("lower", programs_of(plan, uses), self)
-        self._before_compute, self._drained = hooks("before_compute", lowerings), hooks("drained", lowerings)
+        lowerings = made("lower", used, self)
+        self._before_compute, self._settle = hooks("before_compute", lowerings), hooks("settle", lowerings)
+        self._after_output, self._after_backward = hooks("after_output", lowerings), hooks("after_backward", lowerings)
+        self._needed, self._version_ready = hooks("needed", lowerings), hooks("version_ready", lowerings)
+        self._needed_for_sum, self._complete_sum = hooks("needed_for_sum", lowerings), hooks("complete_sum", lowerings)
+        self._drain, self._drained = hooks("drain", lowerings), hooks("drained", lowerings)
         self._writers = hooks("write", lowerings)
-        self._version_ready, self._settle = hooks("version_ready", lowerings), hooks("settle", lowerings)
         self.updates = PendingUpdates(plan, self.available, self.listing, lowerings, self.routed, start, self.alike)
-        self.added: set[tuple[int, int, int]] = set()  # shared gradients, by worker, batch and group
         self.end = start  # one past the last batch whose data is loaded
         self.first_free = max(start, plan.flush_first)  # the first batch of the part without a flush
         after = last + self.schedule.period(plan)
@@ -165,7 +163,7 @@ class Run:
         self.orders = {rank: [*self._actions(rank, first, end)] for rank in self.rank_workers}
         self._compute_all()
         self._check_done(end)
-        self._drain(end)
+        self._update_all()
 
     def sets_aside(self) -> tuple[bool, ...]:
         """Return `Program.sets_aside`: where updates wait for a sum over replicas or, without a flush, for other stages."""
@@ -304,7 +302,7 @@ class Run:
                 self.listing.transfer(ends, worker.number, self.plan.worker(s - 1, k), k, "gradient")
             effect.gradient.announce(k, ends)
         if op.finishes:
-            self._after_backward(worker, k, version)
+            self._finish(worker, k, version)
         return True
 
     def _load(self, time: int, worker: Worker, k: int) -> None:
@@ -324,13 +322,13 @@ class Run:
         return worker.clock + effect.ticks
 
     def _send_output(self, worker: Worker, k: int, time: int) -> None:
-        s, to = worker.stage, self.plan.worker(worker.stage + 1, k)
+        to = self.plan.worker(worker.stage + 1, k)
         self.listing.transfer(time, worker.number, to, k, "activation")
-        if self.global_norm and (batch := self._due_with(s + 1, k)) is not None:
-            self.listing.transfer(time, worker.number, to, last_microbatch(self.plan, batch), "norm")
+        for hook in self._after_output:
+            hook(time, worker, k, to)
 
-    def _due_with(self, s: int, k: int) -> int | None:
-        """Return the batch whose update is due at stage s before the forward of k, if any; the norm arrives with its activation."""
+    def due_with(self, s: int, k: int) -> int | None:
+        """Return the batch whose update is due at stage s before the forward of k, if any, for what arrives with its activation."""
         batch = self.route.from_first_with(s, k) if self.route is not None and self.waits[s] else None
         return batch if batch is not None and batch >= self.first_free else None
 
@@ -339,12 +337,8 @@ class Run:
         if self.route is None or not self.waits[worker.stage]:
             if version > worker.pending[0].batch:
                 self.updates.make(worker, begins)
-        elif (batch := self._due_with(worker.stage, k)) is not None and worker.updates <= batch:
-            self._add_shared(worker, batch, begins)
-            root = self.route.root(batch)
-            if self.global_norm and worker.stage == 0 and worker.number != root:
-                self.listing.transfer(begins, root, worker.number, last_microbatch(self.plan, batch), "norm")
-            assert worker.pending[0].batch == batch, "updates are made in order, each with its norm"
+        elif (batch := self.due_with(worker.stage, k)) is not None and worker.updates <= batch:
+            assert worker.pending[0].batch == batch, "updates are made in order, each with what it waits for"
             self.updates.make(worker, begins)
 
     def _weights_ready(self, worker: Worker, k: int, version: int) -> int | None:
@@ -353,11 +347,10 @@ class Run:
         if self.route is None or not self.waits[s]:
             summed = self.sums[s] and version > self.start * self.plan.updates_per_batch(s)
             return self.available.time("sum", s, version - 1, worker) if summed else 0
-        batch = self._due_with(s, k)
+        batch = self.due_with(s, k)
         if batch is None:
             return 0
-        wanted = [("norm", 0, batch)] if self.global_norm and s == 0 else []
-        wanted += [("shared", source, batch) for group in self.shares[s] for source in self._sources(worker, group)]
+        wanted = [each for needed in self._needed for each in needed(worker, batch)]
         return self.available.latest(wanted, worker)
 
     def _whole(self, worker: Worker, version: int) -> int | None:
@@ -370,18 +363,12 @@ class Run:
         return ready
 
     def _settled(self, workers: Sequence[Worker]) -> bool:
-        """Send shared gradients, sum squares and update, where they are due before the next computation of a rank.
+        """Make the updates that are due before the next computation of a rank, and what capabilities do then.
 
         Returns:
             Whether the rank can continue; False if something that these need is not available yet.
         """
         for worker in workers:
-            if not (worker.pending or worker.shared_due or worker.squares_due):
-                continue
-            if worker.shared_due and not self._give_shared(worker):
-                return False
-            if worker.squares_due and not self._sum_squares(worker):
-                return False
             if not worker.pending:
                 continue
             if not all(settle(worker) for settle in self._settle):
@@ -390,58 +377,16 @@ class Run:
                 return False
         return True
 
-    def _give_shared(self, worker: Worker) -> bool:
-        while worker.shared_due:
-            summed = self.available.time("sum", worker.stage, worker.shared_due[0], worker)
-            if summed is None:
-                return False
-            worker.clock = max(worker.clock, summed)
-            self._send_shared(worker, worker.shared_due.pop(0), worker.clock)
-        return True
+    def needed_for_sum(self, worker: Worker, batch: int) -> list[tuple[str, int, int]]:
+        """Return what a worker needs to complete the gradients of a batch that its stage counts."""
+        return [("sum", worker.stage, batch), *(each for needed in self._needed_for_sum for each in needed(worker, batch))]
 
-    def _send_shared(self, worker: Worker, batch: int, time: int) -> None:
-        """Send the gradients of shared parameters to the workers of the other stages that hold them, each from one replica."""
-        plan, w, s = self.plan, worker.number, worker.stage
-        self.listing.write(time, TakeShared, w, batch)
-        for other in sorted({stage for group in self.shares[s] for stage in self.shared[group]} - {s}):
-            for replica, to in enumerate(plan.stage_workers[other]):
-                if replica % plan.replicas[s] == worker.replica:
-                    self.listing.transfer(time, w, to, last_microbatch(plan, batch), "shared")
-        self.available.announce("shared", w, batch, time)
+    def complete_sum(self, worker: Worker, batch: int, time: int) -> None:
+        """Complete the gradients of a batch that the worker's stage counts."""
+        for hook in self._complete_sum:
+            hook(time, worker.number, batch)
 
-    def _sources(self, worker: Worker, group: int) -> list[int]:
-        """Return the workers that send shared gradients of a group to a worker."""
-        replicas = {s: self.plan.stage_workers[s] for s in self.shared[group] if s != worker.stage}
-        return [workers[worker.replica % len(workers)] for workers in replicas.values()]
-
-    def _add_shared(self, worker: Worker, batch: int, time: int, *, first: bool = False) -> None:
-        """Add the shared gradients of the groups not added yet, or only of those of which the worker's stage is the first."""
-        for group in self.shares[worker.stage]:
-            if (worker.number, batch, group) not in self.added and (not first or self.shared[group][0] == worker.stage):
-                self.added.add((worker.number, batch, group))
-                self.listing.write(time, AddShared, worker.number, batch, group)
-
-    def _sum_squares(self, worker: Worker) -> bool:
-        s, w, plan, of = worker.stage, worker.number, self.plan, self.available
-        while worker.squares_due:
-            assert self.route is not None
-            batch, groups = worker.squares_due[0], [group for group in self.shares[s] if self.shared[group][0] == s]
-            wanted = [("sum", s, batch), *([("squares", s + 1, batch)] if s + 1 < plan.depth else [])]
-            wanted += [("shared", source, batch) for group in groups for source in self._sources(worker, group)]
-            ready = of.latest(wanted, worker)
-            if ready is None:
-                return False
-            worker.clock = max(worker.clock, ready)
-            self._add_shared(worker, batch, worker.clock, first=True)
-            self.listing.write(worker.clock, SumSquares, w, batch)
-            k = last_microbatch(plan, batch)
-            if s > 0:
-                self.listing.transfer(worker.clock, w, plan.worker(s - 1, k + self.route.delay), k, "squares")
-            of.announce("squares" if s > 0 else "norm", s, batch, worker.clock)
-            worker.squares_due.pop(0)
-        return True
-
-    def _after_backward(self, worker: Worker, k: int, version: int) -> None:
+    def _finish(self, worker: Worker, k: int, version: int) -> None:
         plan, w, s = self.plan, worker.number, worker.stage
         worker.backwards += 1
         worker.next_version = self.version(plan, s, k + self.replicas[s])
@@ -451,48 +396,25 @@ class Run:
         if self.sums[s] or self.waits[s]:
             if batch is not None or dead is not None:
                 self.updates.add(worker, batch, dead)
-            if self.route is not None:
-                self._note_due(self.route, worker, k)
+            for hook in self._after_backward:
+                hook(worker, k)
         elif batch is not None:
             self.updates.write_update(worker.clock, w, batch, dead)
             worker.updates += 1
         elif dead is not None:
             self.updates.write_release(worker.clock, w, dead)
 
-    def _note_due(self, route: Route, worker: Worker, k: int) -> None:
-        """Note the batches whose shared gradients a worker sends, and whose squares it sums, after its backward of microbatch k."""
-        if self.shares[worker.stage] and (batch := route.complete_after(worker.stage, k)) is not None and batch >= self.first_free:
-            worker.shared_due.append(batch)
-        if self.global_norm and (batch := route.to_first_with(k)) is not None and batch >= self.first_free:
-            worker.squares_due.append(batch)
-
-    def _drain(self, end: int) -> None:
-        """Write the norm of the last batch and all pending updates where the pipeline is empty."""
+    def _update_all(self) -> None:
+        """Write all pending updates where the pipeline is empty, and what capabilities do before them."""
         time = max(worker.clock for worker in self.workers)
         while pending := [worker.pending[0].batch for worker in self.workers if worker.pending]:
             batch = min(pending)
             late = [worker for worker in self.workers if worker.pending and worker.pending[0].batch == batch]
-            for worker in late:
-                if self.shares[worker.stage] and not self.available.known("shared", worker.number, batch):
-                    self._send_shared(worker, batch, time)
-            for worker in late:
-                self._add_shared(worker, batch, time)
-            if self.global_norm:
-                self._finish_norm(batch, {worker.number for worker in late}, time)
+            for hook in self._drain:
+                hook(time, batch, [worker.number for worker in late])
             for worker in late:
                 self.updates.make(worker, time)
         for worker in self.workers:
             worker.clock = time
             for hook in self._drained:
                 hook(time, worker.number)
-
-    def _finish_norm(self, batch: int, late: set[int], time: int) -> None:
-        """Write separate messages that bring the norm of a batch to the workers that lack it."""
-        if self.plan.has_parallel_pipelines:
-            for pipeline in range(self.replicas[0]):
-                self.listing.once(time, norm_of_pipeline(self.plan, batch, pipeline))
-        elif self.route is not None and self.available.known("norm", 0, batch):
-            holders = set(range(len(self.workers))) - late | {self.route.root(batch)}
-            self.listing.once(time, distribute(self.plan, batch, holders))
-        else:
-            self.listing.once(time, norm_alone(self.plan, batch))

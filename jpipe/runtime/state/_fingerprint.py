@@ -1,7 +1,7 @@
 """The fingerprint of a pipeline: everything that determines the content of its states, by name."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -16,11 +16,14 @@ Tree = Any
 Fingerprint = tuple[tuple[str, str], ...]
 
 
-def fingerprint(plan: Plan, places: Sequence[Place], specs: Sequence[Batch], functions: Sequence[StageFunctions]) -> Fingerprint:
+def fingerprint(
+    plan: Plan, uses: Iterable[str], places: Sequence[Place], specs: Sequence[Batch], functions: Sequence[StageFunctions]
+) -> Fingerprint:
     """Everything that determines the content of a state, by name.
 
     Args:
         plan: the plan of the pipeline.
+        uses: the names of what programs do beside the plan.
         places: where each worker computes.
         specs: shapes and dtypes of a microbatch, of each bucket.
         functions: the functions of each stage.
@@ -34,7 +37,7 @@ def fingerprint(plan: Plan, places: Sequence[Place], specs: Sequence[Batch], fun
         *((name, str(value)) for name, value in fields),
         *stages,
         recompute,
-        ("updates", "with the global norm" if functions[0].global_norm else "without the global norm"),
+        *((name.replace("_", " "), "used") for name in uses),
         ("devices", ", ".join(str(device) for place in places for device in place.devices)),
         ("meshes", ", ".join(f"{dict(stage.mesh)}{' fsdp' * stage.fsdp}" for stage in plan.stages)),
         ("microbatch", " or ".join(map(describe, specs))),

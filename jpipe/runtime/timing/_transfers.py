@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jpipe.capabilities.protocol import hooks, merged
-from jpipe.capabilities.registry import exchange_of, runtimes_of, values_of
+from jpipe.capabilities.registry import exchange_of, runtimes, runtimes_of, values_of
 from jpipe.meshes._partition import shard_bytes
 from jpipe.ops import OPS, Leaves
 from jpipe.plan import Plan
@@ -159,14 +159,7 @@ def _received(i: Receive, state: WorkerState, plan: Plan) -> Tree:
         return state.microbatches[i.microbatch].inputs
     if i.message == "gradient":
         return state.microbatches[i.microbatch].message
-    update, message = i.microbatch // plan.microbatches, merged("messages", runtimes_of(plan)).get(i.message)
-    if message is not None:
-        return message.received(state, i, update)
-    pending = state.updates[update]
-    if i.message == "shared":
-        assert pending.received is not None
-        return pending.received[plan.workers[i.source][0]]
-    return pending.norm if i.message == "norm" else pending.squares
+    return merged("messages", runtimes().values())[i.message].received(state, i, i.microbatch // plan.microbatches)
 
 
 def nbytes(tree: Tree) -> float:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jpipe.capabilities.protocol import Exchange, SumHooks
-from jpipe.capabilities.registry import exchange_of
+from jpipe.capabilities.registry import exchange_of, runtimes_for
 from jpipe.context import tracing_on
 from jpipe.errors import callers_code, cause
 from jpipe.meshes._partition import ONE_DEVICE, Partition
@@ -19,7 +19,6 @@ from jpipe.model._losses import Loss, random_parameter
 from jpipe.model._precision import PLAIN, LossScale, Precision
 from jpipe.model._stack import LayerStack
 from jpipe.model._subset import EVERYTHING, Subset, floats_of, is_float, with_floats
-from jpipe.model._ties import NOTHING_SHARED, Sharing
 from jpipe.model.jaxprs._dependence import passed_on
 from jpipe.model.jaxprs._primitives import all_but_elementwise
 from jpipe.model.layerwise._optimizer import LayerwiseOptimizer
@@ -57,14 +56,11 @@ class StageFunctions:
         loss: `(outputs, labels) -> (sum, weight)`, called at the last stage.
         optimizer: applied to each layer separately; its state is keyed by layer id.
         specs: shapes and dtypes for one microbatch.
-        clip_global_norm: the norm to which the gradients of all stages are clipped, if any.
-        clip_stage_norm: the norm to which the gradients of this stage are clipped, if any; not both.
-        skip_nonfinite: whether an update changes nothing if any gradient of any stage is NaN or infinite.
-        capabilities: of the capabilities that have programs of their own, what the plan says, by the fields of the plan.
+        capabilities: of the capabilities that have programs of their own, what the plan or the pipeline says, by key; see `values_of`.
         average_state: when replicas average their layer state: with each update, when it is read from the run, or never.
         metrics: functions like the loss, by name, which an evaluation also computes.
         number: of the stage in its plan.
-        sharing: which shared parameters the stages of the plan hold.
+        counted: the entries that it counts where all stages together count each once.
         precision: the dtypes of weight versions and accumulators, and the loss scale; the layers of `stack` compute in it already.
         partition: how its arrays are sharded over the mesh of each of its workers.
         input_gradient: whether the gradient of x is computed: not at the first stage, and not where all parameters before are frozen.
@@ -79,15 +75,12 @@ class StageFunctions:
     loss: Loss
     optimizer: LayerwiseOptimizer
     specs: Specs
-    clip_global_norm: float | None = None
-    clip_stage_norm: float | None = None
-    skip_nonfinite: bool = False
     capabilities: Mapping[str, Any] = field(default_factory=dict)
     average_state: Literal["update", "read"] | None = None
     metrics: Mapping[str, Loss] = field(default_factory=dict)
     precision: Precision = PLAIN
     number: int = 0
-    sharing: Sharing = NOTHING_SHARED
+    counted: tuple[str, ...] = ()
     partition: Partition = ONE_DEVICE
     input_gradient: bool = True
     output_gradient: bool = True
@@ -200,20 +193,15 @@ class StageFunctions:
         """Whether updates move the weights ahead, because its gradients are late."""
         return self.optimizer.delay_factor is not None
 
-    @property
-    def counted(self) -> tuple[str, ...]:
-        """The entries that this stage counts in the global norm."""
-        return self.sharing.counted[self.number] if self.sharing.counted else self.stage.layers
+    @cached_property
+    def apart(self) -> frozenset[str]:
+        """The entries that capabilities update by programs of their own."""
+        used = runtimes_for(self.capabilities).values()
+        return frozenset(name for hooks in used if hooks.apart is not None for name in hooks.apart.names(self))
 
-    @property
-    def global_norm(self) -> bool:
-        """Whether updates use the norm of the gradients of all stages."""
-        return self.clip_global_norm is not None or self.skip_nonfinite
-
-    @property
-    def largest_norm(self) -> float | None:
-        """The norm to which gradients are clipped, whether it is of all stages or of this one; None if they are not."""
-        return self.clip_global_norm if self.clip_stage_norm is None else self.clip_stage_norm
+    def without_apart(self, tree: Mapping[str, Tree]) -> dict[str, Tree]:
+        """Select the entries that the update of the stage itself changes."""
+        return {entry: part for entry, part in tree.items() if entry not in self.apart}
 
     @cached_property
     def added(self) -> dict[str, Any]:

@@ -16,7 +16,8 @@ import numpy as np
 import jpipe
 from jpipe_planner.machine.topology import Topology
 
-MOST_DIFFERING = 1024  # devices of a topology with differing ones for which all ranges are listed
+__all__ = ["DeviceRanges", "Kind"]
+
 _TIMES = ("forward", "backward", "backward_input", "backward_weight", "update")
 
 
@@ -73,23 +74,6 @@ class DeviceRanges:
         inside = slice(first, last)
         link = jpipe.Link(float(self._bandwidths[inside].min()), float(self._latencies[inside].max())) if last > first else jpipe.Link()
         return Kind(link, float(self._slowness[first : last + 1].max()), float(self._shares[first : last + 1].min()))
-
-    @property
-    def fastest(self) -> float:
-        """The slowness of the fastest device."""
-        return float(self._slowness.min())
-
-    @property
-    def speed(self) -> float:
-        """The speed of all devices together, in usual devices."""
-        return float((1 / self._slowness).sum())
-
-    def kinds_from(self, first: int) -> list[Kind]:
-        """Return the kinds of the ranges from a device on, by their last device."""
-        slowness, shares = np.maximum.accumulate(self._slowness[first:]), np.minimum.accumulate(self._shares[first:])
-        bandwidths, latencies = np.minimum.accumulate(self._bandwidths[first:]), np.maximum.accumulate(self._latencies[first:])
-        links = [jpipe.Link(), *map(jpipe.Link, bandwidths.tolist(), latencies.tolist())]
-        return list(map(Kind, links, slowness.tolist(), shares.tolist()))
 
 
 def device_numbers(plan: jpipe.Plan) -> tuple[int, ...]:

@@ -4,6 +4,8 @@ from typing import Any
 
 import numpy as np
 
+__all__ = ["stage_bytes", "temporary_bytes", "waiting_gradients", "waiting_inputs"]
+
 Number = Any  # int or array
 
 

@@ -1,4 +1,4 @@
-"""What schedules say about the pipelines of a planner: their delays, and facts about parallel equal pipelines."""
+"""What schedules say about the plans of a planner: their delays, and what is in flight."""
 
 from bisect import bisect_left
 from functools import cache, lru_cache
@@ -7,7 +7,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import jpipe
-from jpipe.schedules import NO_OPTIONS, PlainShape, PlanOptions
+from jpipe.schedules import PlainShape, PlanOptions
+
+__all__ = ["is_planned", "needs_vertical_sync", "planned_schedules", "updates_early"]
 
 
 @lru_cache(maxsize=4096)
@@ -26,7 +28,7 @@ def is_planned(schedule: str) -> bool:
 
 
 def planned_schedules() -> tuple[str, ...]:
-    """Return the schedules for which planners search all cuts; for the remaining schedules see `variant_schedules`."""
+    """Return the schedules for which planners search all cuts; plans of the remaining ones are derived from theirs."""
     return tuple(filter(is_planned, jpipe.schedules.SCHEDULES))
 
 
@@ -46,85 +48,46 @@ def needs_vertical_sync(schedule: str) -> bool:
     return "vertical_sync" in rules.options and rules.updates_early(PlainShape(schedule, 2, (1, 1)))
 
 
-class Pipelines(NamedTuple):
-    """Parallel equal pipelines that update together; their microbatches are not specified.
-
-    Attributes:
-        schedule: a name of `jpipe.schedules.SCHEDULES`.
-        width: the number of pipelines.
-        depth: the number of stages of each.
-        options: the options of the schedule.
-    """
-
-    schedule: str
-    width: int
-    depth: int
-    options: PlanOptions = NO_OPTIONS
-
-    def shape(self, microbatches: int) -> PlainShape:
-        """Return the shape of all pipelines, with `microbatches` microbatches each."""
-        return PlainShape(self.schedule, microbatches * self.width, (self.width,) * self.depth, self.options)
-
-
 class ScheduleFacts(NamedTuple):
-    """What a schedule says about pipelines, by number of microbatches and, in the arrays, by stage.
+    """What a schedule says about the stages of a plan: arrays over the stages.
 
     Attributes:
-        microbatches: the legal numbers of microbatches of one pipeline.
         in_flight: n_s.
         versions: weight versions alive.
         fused: whether forward and backward, or its first half, are one program.
         hidden: without a flush, how many forwards and backwards a sum of gradients may take before something waits for it.
     """
 
-    microbatches: tuple[int, ...]
     in_flight: Any
     versions: Any
     fused: Any
     hidden: Any
 
 
-@cache
-def schedule_facts(pipelines: Pipelines, microbatches: tuple[int, ...]) -> ScheduleFacts:
-    """Return what the schedule of pipelines says about them.
-
-    Args:
-        pipelines: the pipelines.
-        microbatches: numbers of microbatches of one pipeline, ascending.
-    """
-    rules, stages = jpipe.schedules.SCHEDULES[pipelines.schedule], range(pipelines.depth)
-    legal: list[int] = []
-    in_flight, versions, fused, hidden = [], [], [], []
-    for m in microbatches:
-        shape = pipelines.shape(m)
-        if legal or not rules.refuses(shape):  # if m is legal, so is every larger number
-            legal.append(m)
-            in_flight.append([rules.in_flight(shape, s) for s in stages])
-            versions.append([rules.versions_alive(shape, s) for s in stages])
-            few = pipelines.shape(min(m, 4 * pipelines.depth))  # more of them begin with the same op, and take long to list
-            fused.append([rules.begins_fused(few, s) for s in stages])
-            hidden.append([hidden_passes(shape, s, ahead) for s, ahead in enumerate(in_flight[-1])])
-    return ScheduleFacts(tuple(legal), np.array(in_flight), np.array(versions), np.array(fused), np.array(hidden))
+@lru_cache(maxsize=4096)
+def schedule_facts(shape: PlainShape) -> ScheduleFacts | None:
+    """Return what the schedule says about a plan with one stage on each rank; None if it cannot run it."""
+    rules, stages = jpipe.schedules.SCHEDULES[shape.schedule], range(shape.depth)
+    if rules.refuses(shape):
+        return None
+    in_flight = [rules.in_flight(shape, s) for s in stages]
+    # More microbatches begin with the same op, and take long to list.
+    few = min(shape.microbatches // max(shape.replicas), 4 * shape.depth) * max(shape.replicas)
+    beginning = PlainShape(shape.schedule, few, shape.replicas, shape.options) if len(set(shape.replicas)) == 1 else shape
+    return ScheduleFacts(
+        np.array(in_flight),
+        np.array([rules.versions_alive(shape, s) for s in stages]),
+        np.array([rules.begins_fused(beginning, s) for s in stages]),
+        np.array([hidden_passes(shape, s, ahead) for s, ahead in enumerate(in_flight)]),
+    )
 
 
 def hidden_passes(shape: PlainShape, s: int, in_flight: int) -> int:
     """Return how many forwards a replica can do after the first batch, beyond those that it may do earlier, before one reads the update."""
     rules, replicas = jpipe.schedules.SCHEDULES[shape.schedule], shape.replicas[s]
-    if rules.flushes or replicas == 1:  # no sum overlaps, or there is none
+    if rules.flushes or replicas == 1 or shape.options.update_every == "replicas":  # no sum overlaps, there is none, or one pass
         return 1
     done, most = shape.microbatches // replicas - 1 + in_flight, 1
     while not rules.version(shape, s, (done + most) * replicas):
         most *= 2
     return bisect_left(range(most), 1, key=lambda more: rules.version(shape, s, (done + more) * replicas))
-
-
-@lru_cache(maxsize=64)
-def batch_orders(pipelines: Pipelines, microbatches: int) -> tuple[tuple[tuple[str, int], ...], ...]:
-    """Return what each stage of one of the pipelines computes in a batch.
-
-    Returns:
-        For each stage (op, microbatch) pairs; microbatches are counted from 0 without gaps.
-    """
-    shape, rules = pipelines.shape(microbatches), jpipe.schedules.SCHEDULES[pipelines.schedule]
-    orders = [rules.computations(shape, s, 0, 0, 1) for s in range(pipelines.depth)]
-    return tuple(tuple((entry.op, entry.microbatch // pipelines.width) for entry in order) for order in orders)

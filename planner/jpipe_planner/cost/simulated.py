@@ -1,4 +1,4 @@
-"""Prices from `jpipe.simulate`: a plan instruction by instruction, with transfers and sums on the links of a topology."""
+"""The price of a plan: its program is simulated, instruction by instruction, with transfers and sums on the links of a topology."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -8,10 +8,10 @@ from functools import lru_cache
 import numpy as np
 
 import jpipe
-from jpipe_planner.cost.bound import busy_seconds, computing_seconds, has_bounds, port_seconds, unhindered_seconds
-from jpipe_planner.cost.copies import Part, part_of
-from jpipe_planner.cost.devices import device_numbers, slowed
+from jpipe_planner.cost.devices import device_numbers, network, slowed
 from jpipe_planner.machine.topology import Topology
+
+__all__ = ["Simulated", "simulate_plan"]
 
 MOST_FORWARDS = 100_000  # most in a simulation, which then takes some seconds
 _MOST_KEPT = 10_000  # most forwards of a simulation whose program is kept for others
@@ -42,16 +42,12 @@ class Simulated:
 
 
 def simulate_plan(
-    plan: jpipe.Plan,
-    costs: Sequence[jpipe.programs.StageCost],
-    topology: Topology,
-    global_norm: bool = False,
-    least: float | None = None,
+    plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost], topology: Topology, global_norm: bool = False
 ) -> Simulated | None:
     """Simulate a plan on a topology, with rank n on device n, or placed by the plan's `keep_together`.
 
-    Of pipelines that do the same, as `part_of` says, a few are simulated for all. Pipelines that agree are simulated for a round
-    of agreements and without any: the time is the mean, and the memory that with agreements.
+    Of equal pipelines without ports in common one is simulated, because the others do the same at the same times. Pipelines that agree are
+    simulated for a round of agreements and without any: the time is the mean, and the memory that with agreements.
 
     Args:
         plan: the plan.
@@ -59,52 +55,67 @@ def simulate_plan(
         topology: the links, those to host memory included, and what overlaps computations; if ranks share cores, time is stretched while
             more ranks compute than there are cores.
         global_norm: whether updates wait for the norm of all stages' gradients.
-        least: the largest of its bounds, in seconds per batch; None: not known.
 
     Returns:
         The result; None if the simulation would take more than some seconds.
     """
     if plan.agree is not None and _round_batches(plan) < plan.agree.every < _NEVER:
         return _between_agreements(plan, costs, topology, global_norm)
-    costs, shared = slowed(plan, costs, topology), jpipe.programs.shared_stages(costs)
-    part = part_of(plan, topology, global_norm or bool(shared))
-    plan, link, overlap = part.plan, part.link, topology.device.overlap
-    if forwards(plan) > MOST_FORWARDS:
+    costs, shared = slowed(plan, costs, topology), jpipe.programs.uses_by_costs(costs).get("shared_parameters", ())
+    workers = None if global_norm or shared else _first_pipeline(plan, topology)
+    if forwards(plan, topology) > MOST_FORWARDS:
         return None
-    first, batches = window(plan)
-    prediction, seconds, counted = _predicted(part, costs, topology, global_norm, shared)
-    if least is None and has_bounds(plan):
-        bounds = unhindered_seconds(plan, costs, link, first, batches), port_seconds(plan, costs, link)
-        least = max(*bounds, busy_seconds(plan, costs, None, link, overlap))
-    seconds = max(seconds, least or 0.0)
+    prediction, seconds, counted = _predicted(plan, costs, topology, global_norm, shared, workers)
     if topology.cores is not None:
+        first, batches = window(plan)
         cut = jpipe.programs.extract_window(prediction.timeline, ((),) * len(prediction.timeline), plan.microbatches, first, batches)
         seconds *= _stretched(cut.timeline, cut.seconds, topology.cores) / cut.seconds
-    ranks = part.ranks()
-    sent = _sent_bytes(part, costs, [moved / counted for moved in prediction.moved_bytes])
+    ranks = [rank if workers is None else rank - replica for rank, (_, replica) in enumerate(plan.rank_positions)]
     return Simulated(
         batch_seconds=seconds,
         bubble=1 - computing_seconds(plan, costs) / (len(plan.rank_workers) * seconds),
         held_bytes=tuple(map(prediction.held_bytes.__getitem__, ranks)),
         peak_bytes=tuple(map(prediction.peak_bytes.__getitem__, ranks)),
-        sent_bytes=tuple(map(sent.__getitem__, ranks)),
+        sent_bytes=tuple(prediction.moved_bytes[rank] / counted for rank in ranks),
         host_bytes=tuple(map(prediction.host_bytes.__getitem__, ranks)),
     )
 
 
+def _first_pipeline(plan: jpipe.Plan, topology: Topology) -> frozenset[int] | None:
+    """Return the workers of the first of equal pipelines, if the others do the same at the same times; None otherwise."""
+    alike = len(set(plan.replicas)) == 1 and plan.replicas[0] > 1 and len([level for level in topology.levels if level.count > 1]) == 1
+    differs = topology.differing or topology.cores is not None or plan.placement is not None
+    if not alike or differs or plan.shard_optimizer or plan.agree is not None or plan.links is not None or plan.offload is not None:
+        return None
+    return frozenset(w for w, (_, replica) in enumerate(plan.workers) if replica == 0)
+
+
+def computing_seconds(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost]) -> float:
+    """Return the seconds per batch that all workers together compute."""
+    seconds = 0.0
+    for s, cost in enumerate(costs):
+        seconds += plan.microbatches * (cost.forward + cost.backward) + plan.updates_per_batch(s) * plan.replicas[s] * cost.update
+    return seconds
+
+
 def _predicted(
-    part: Part, costs: Sequence[jpipe.programs.StageCost], topology: Topology, global_norm: bool, shared: tuple[tuple[int, ...], ...]
+    plan: jpipe.Plan,
+    costs: Sequence[jpipe.programs.StageCost],
+    topology: Topology,
+    global_norm: bool,
+    shared: tuple[tuple[int, ...], ...],
+    workers: frozenset[int] | None,
 ) -> tuple[jpipe.programs.Prediction, float, int]:
     """Return a prediction of what is to be simulated, the seconds of a batch in its window, and the batches whose moved bytes it has."""
-    plan, link, overlap = part.plan, part.link, topology.device.overlap
-    lowered = _lowered if forwards(plan) <= _MOST_KEPT else _lowered.__wrapped__
+    link, overlap = network(plan, topology), topology.device.overlap
+    lowered = _lowered if forwards(plan, topology) <= _MOST_KEPT else _lowered.__wrapped__
     if jpipe.programs.has_equal_batches(plan):
-        program = lowered(_without_layers(plan), 1, global_norm, shared, part.workers)
+        program = lowered(_without_layers(plan), 1, global_norm, shared, workers)
         most, is_short = sum(window(plan)), topology.cores is None  # with cores the whole window is looked at
         prediction, period = jpipe.programs.simulate_batches(program, most, costs, link, overlap, until_periodic=is_short)
         return prediction, _measured(plan, prediction.timeline) if period is None else period, 1
     shown = _shown_batches(plan, overlap)
-    program = lowered(_without_layers(plan), shown, global_norm, shared, part.workers)
+    program = lowered(_without_layers(plan), shown, global_norm, shared, workers)
     prediction = jpipe.simulate(program, costs, link, overlap, host=hosts(plan, topology), brief=True)  # a plan is verified before it runs
     return prediction, _measured(plan, prediction.timeline), shown
 
@@ -151,21 +162,12 @@ def _round_batches(plan: jpipe.Plan) -> int:
     return min(plan.agree.every, fragments * (plan.agree.delay + settles))
 
 
-def _sent_bytes(part: Part, costs: Sequence[jpipe.programs.StageCost], sent: Sequence[float]) -> list[float]:
-    """Return the bytes that each simulated rank sends per batch, where those for sums over all replicas are more than simulated."""
-    plan, more = part.plan, [0.0] * part.plan.depth
-    for s, count in enumerate(plan.replicas if part.pipelines > part.simulated else ()):
-        share = 1 / count - part.simulated / (part.pipelines * count)  # of each gradient, (count - 1) / count and the like are sent twice
-        more[s] = plan.updates_per_batch(s) * 2 * share * costs[s].accumulators
-    return [size + sum(more[plan.workers[w][0]] for w in workers) for size, workers in zip(sent, plan.rank_workers, strict=True)]
-
-
 @lru_cache(maxsize=8)
 def _lowered(
     plan: jpipe.Plan, batches: int, global_norm: bool, shared: tuple[tuple[int, ...], ...], workers: frozenset[int] | None
 ) -> jpipe.programs.Program:
     """Return the program of a plan; that of plans that differ in their cuts is the same."""
-    return jpipe.lower(plan, batches, global_norm=global_norm, shared=shared, workers=workers)
+    return jpipe.lower(plan, batches, global_norm=global_norm, shared_parameters=shared, workers=workers)
 
 
 def _without_layers(plan: jpipe.Plan) -> jpipe.Plan:
@@ -174,9 +176,14 @@ def _without_layers(plan: jpipe.Plan) -> jpipe.Plan:
     return plan.model_copy(update={"stages": tuple(stages), "predicted": None})
 
 
-def forwards(plan: jpipe.Plan) -> int:
-    """Return the number of forwards in a simulation of all pipelines of a plan, which determines how long it takes."""
-    return plan.depth * plan.microbatches * (sum(window(plan)) + 1)
+def forwards(plan: jpipe.Plan, topology: Topology) -> int:
+    """Return the number of forwards in a simulation of a plan, which determines how long it takes.
+
+    Of equal batches one is lowered, and some are simulated, which takes about as long.
+    """
+    pipelines = plan.replicas[0] if _first_pipeline(plan, topology) is not None else 1
+    batches = 2 if jpipe.programs.has_equal_batches(plan) else sum(window(plan)) + 1
+    return plan.depth * plan.microbatches * batches // pipelines
 
 
 def hosts(plan: jpipe.Plan, topology: Topology) -> jpipe.programs.HostLink | None:

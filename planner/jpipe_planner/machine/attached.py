@@ -11,6 +11,8 @@ from jpipe_planner.machine.host import Host
 from jpipe_planner.machine.plain_yaml import dump
 from jpipe_planner.machine.targets import FORMAT, known_targets, local_devices
 
+__all__ = ["Attached", "attached_target"]
+
 # Numbers of CUdevice_attribute in the CUDA driver API, by the names of XLA's GpuDeviceInfoProto.
 _ATTRIBUTES: Mapping[str, int] = {
     "threads_per_block_limit": 1,

@@ -8,6 +8,8 @@ import jax
 from jpipe_planner.machine.device import Device
 from jpipe_planner.machine.targets import TargetUnavailable, target_devices
 
+__all__ = ["Compiling", "compiling_for"]
+
 _ANY_BYTES = 10**14
 _UNITS = {"K": 2.0**10, "M": 2.0**20, "G": 2.0**30}
 

@@ -16,6 +16,8 @@ from jpipe_planner.machine.host import Host
 from jpipe_planner.machine.overlap import overlap_of, overlap_words, usual_overlap
 from jpipe_planner.machine.topology import Topology
 
+__all__ = ["host_memory", "local_topology", "usable_cores"]
+
 SMALL, LARGE = 1, 2**18  # elements of float32 in a message: 4 bytes, 1 MB
 STEPS = 30
 _SHARE_FOR_PLANS = 0.5  # of the memory of a machine, for what waits there; the rest is for data and other programs

@@ -30,6 +30,8 @@ from jpipe_planner.machine.units import Data, Positive, Possible, Rates, Share, 
 if TYPE_CHECKING:
     import jax
 
+__all__ = ["Target", "TargetUnavailable", "find_target", "known_targets", "target_devices", "target_refusal"]
+
 FORMAT = "jpipe-targets/1"
 MOST_BYTES = 2**20  # of a file of targets
 _LARGEST_SLICE = 256  # chips

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 
 import jax
 
+__all__ = ["count_products"]
+
 
 def count_flops(traced: jax.stages.Traced, lowered: jax.stages.Lowered) -> float:
     """Return the FLOPs of a program: those of XLA's cost analysis, and those of loop iterations that it omits.

@@ -11,6 +11,8 @@ from jpipe import InputError
 from jpipe_planner.machine.topology import Topology
 from jpipe_planner.profile.profile import AtSize, LayerProfile, Profile, SharedProfile, TensorProfile
 
+__all__ = ["NO_MESH", "Degrees", "Meshes", "links_of", "mesh_refusal", "mesh_seconds", "possible_degrees"]
+
 MOST_TENSOR = 8  # devices over which a layer is sharded by default, at most
 
 

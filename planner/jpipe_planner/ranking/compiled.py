@@ -15,6 +15,8 @@ from jpipe_planner.cost.simulated import simulate_plan
 from jpipe_planner.machine.compiling import bytes_beyond_memory
 from jpipe_planner.ranking.choose import Choice, Ranked
 
+__all__ = ["Compiled", "compile_stages"]
+
 _AT_ONCE = 8  # stages that are compiled at once, without the fullest pipeline rank first
 _TIMES = ("forward", "backward", "backward_input", "backward_weight", "update")
 
@@ -25,7 +27,7 @@ class Compiled:
 
     Attributes:
         ranked: the plan, simulated with the exact bytes of its stages and the scratch memory that XLA reports for its programs.
-        estimated: bytes of each pipeline rank, from the profile: in closed form, or simulated where there is none.
+        estimated: bytes of each pipeline rank, simulated with the profile.
         lacking: the most bytes that a pipeline rank lacks, 0 or less if the plan fits; None if memory is not limited.
         ranks: the pipeline ranks whose stages are compiled; the memory of the other ranks is estimated.
     """
@@ -134,7 +136,7 @@ def _rejected_by_compiler(ranked: Ranked, limits: Sequence[float], plan: jpipe.P
 
 def closed_form_bytes(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost]) -> tuple[int, ...]:
     """Return the peak bytes of a device of each stage, in a pipeline whose stages are about equally fast."""
-    rules, shared, sizes = jpipe.schedules.SCHEDULES[plan.schedule], jpipe.programs.shared_stages(costs), []
+    rules, shared, sizes = jpipe.schedules.SCHEDULES[plan.schedule], jpipe.programs.uses_by_costs(costs).get("shared_parameters", ()), []
     for s, (cost, replicas) in enumerate(zip(costs, plan.replicas, strict=True)):
         ahead = rules.in_flight(plan, s)
         sent = rules.in_flight(plan, s - 1) * plan.replicas[s - 1] if s else 0

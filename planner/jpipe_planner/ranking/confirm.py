@@ -1,24 +1,25 @@
 """Compile the best plans until one fits: the estimates of a profile are not exact, so a plan that lacks memory recomputes more."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from jpipe_planner.cost.bound import computing_seconds
-from jpipe_planner.cost.devices import lacking, slowed
-from jpipe_planner.cost.simulated import simulate_plan
-from jpipe_planner.machine.topology import Topology
+from jpipe_planner.cost.devices import lacking
+from jpipe_planner.find import Plans
 from jpipe_planner.profile.profile import Profile
-from jpipe_planner.ranking.choose import Choice, Ranked, choose, in_order
+from jpipe_planner.ranking.choose import Choice, Ranked, best_of_kinds, in_order
 from jpipe_planner.ranking.compiled import Compiled, closed_form_bytes
-from jpipe_planner.ranking.saving.offload import find_offloads
+from jpipe_planner.ranking.offload import find_offloads
 from jpipe_planner.search.candidate import Candidate
-from jpipe_planner.search.candidates import closed_form
 from jpipe_planner.search.stages import Layers
+
+__all__ = ["Attempt", "Confirmation", "confirm"]
 
 MOST_COMPILED = 16  # plans, in the order of their speed
 MOST_LEAN = 4  # plans with full recomputation, which are compiled when none of those fits
 MOST_EQUAL = 3  # plans that are compiled because they may be as fast as the first one that fits, that one included
+MOST_NEAR = 4  # plans that lack little by their estimates, and are simulated to be compiled
 NEAR = 0.1  # share of the memory that a plan may lack by its estimate, to be compiled nevertheless
 ERROR = 0.02  # relative error of predicted times: plans that differ by less are all compiled
 
@@ -53,40 +54,30 @@ class Confirmation:
     Attributes:
         fitting: the plans whose compiled stages fit, best first; the first one is the choice.
         attempts: the plans whose compiled stages do not fit, in the order in which they were compiled.
-        known: the results of simulating or compiling, by candidate.
-        added: candidates with more recomputation than the search gave them.
-        uncompiled: plans of other kinds that were not compiled, ranked by their estimates.
+        tried: the simulated or compiled plans, by candidate without costs.
+        uncompiled: plans of other kinds that were not compiled, ranked by their simulations.
     """
 
     fitting: list[Compiled] = field(default_factory=list)
     attempts: list[Attempt] = field(default_factory=list)
-    known: dict[Candidate, Ranked] = field(default_factory=dict)
-    added: list[Candidate] = field(default_factory=list)
+    tried: dict[Candidate, Ranked] = field(default_factory=dict)
     uncompiled: tuple[Ranked, ...] = ()
 
 
-def confirm(
-    choice: Choice,
-    candidates: Sequence[Candidate],
-    known: dict[Candidate, Ranked],
-    compile: Compile,
-    report: Callable[[Attempt], None],
-) -> Confirmation:
-    """Compile plans in the order of their predicted speed until one fits, and then those that may be as fast.
+def confirm(plans: Plans, compile: Compile, report: Callable[[Attempt], None]) -> Confirmation:
+    """Compile simulated plans in the order of their speed until one fits, and then those that may be as fast.
 
-    A plan whose compiled stages do not fit is tried again with more recomputation at the stages that lack memory, and so are those of its
-    kind with smaller microbatches, in the order of their speed. Near misses are compiled as well, because estimates may be too high. If
-    none of the first `MOST_COMPILED` plans fits, a few with full recomputation are compiled, and if none of these does, those that lack
-    least with parts of their state in host memory.
+    A plan whose compiled stages do not fit is tried again with more recomputation at the stages that lack memory, and so is a smaller one
+    of its kind, in the order of their speed. Near misses are compiled as well, because estimates may be too high. If none of the first
+    `MOST_COMPILED` plans fits, a few with full recomputation are compiled, and if none of these does, those that lack least with parts of
+    their state in host memory.
 
     Args:
-        choice: the ranking by estimates.
-        candidates: all candidates.
-        known: the results of simulations.
+        plans: the result of the search.
         compile: compiles the stages of a plan.
         report: called with each plan that does not fit.
     """
-    run = _Confirm(choice, candidates, known, compile, report)
+    run = _Confirm(plans, compile, report)
     run.fastest()
     if not run.result.fitting:
         run.leanest()
@@ -100,39 +91,26 @@ def confirm(
 class _Confirm:
     """A confirmation in progress."""
 
-    def __init__(
-        self,
-        choice: Choice,
-        candidates: Sequence[Candidate],
-        known: dict[Candidate, Ranked],
-        compile: Compile,
-        report: Callable[[Attempt], None],
-    ) -> None:
-        self.result = Confirmation(known=dict(known))
-        self._choice, self._compile, self._report = choice, compile, report
-        self._roomy = choice.topology.with_memory(1 + NEAR)
-        self._candidates = list(candidates)
-        # The original of each candidate; near misses are marked as plans that fit.
-        self._originals = {_assumed_to_fit(candidate, self._limits(candidate)): candidate for candidate in candidates}
-        self._remaining = list(self._originals)
-        self._tried: set[Candidate] = set()
-        self._estimates = self.result.known | {
-            assumed: dataclasses.replace(known[original], candidate=assumed)
-            for assumed, original in self._originals.items()
-            if original in known
-        }
+    def __init__(self, plans: Plans, compile: Compile, report: Callable[[Attempt], None]) -> None:
+        self.result = Confirmation(tried=dict(plans.tried))
+        self._choice, self._candidates, self._compile, self._report = plans.choice, plans.candidates, compile, report
+        self._compiled = set[Candidate]()
+        misses = (one for one in _fastest_first(plans.candidates) if one.over and one.without_costs not in plans.tried)
+        nearly = itertools.islice((one for one in misses if self._nearly_fits(Ranked(one))), MOST_NEAR)
+        self._queue = [one for one in (*plans.tried.values(), *map(self._simulated, nearly)) if self._nearly_fits(one)]
 
     def _limits(self, candidate: Candidate) -> tuple[float, ...]:
         """Return the bytes that each pipeline rank of a plan may use."""
         return candidate.limits(*self._choice.meshes.of(candidate.degrees))
 
+    def _nearly_fits(self, one: Ranked) -> bool:
+        over = one.candidate.over
+        return over is None or over[1] <= NEAR * self._limits(one.candidate)[over[0]]
+
     def fastest(self) -> None:
         """Compile in the order of speed until a plan fits."""
-        while len(self.result.attempts) < MOST_COMPILED and not self.result.fitting:
-            ranked = self._ranked(self._roomy, self._remaining, self._estimates)
-            if not ranked:
-                return
-            self._try(ranked[0])
+        while self._queue and len(self.result.attempts) < MOST_COMPILED and not self.result.fitting:
+            self._try(in_order(self._queue)[0])
 
     def leanest(self) -> None:
         """Compile plans with full recomputation: of each kind the one that needs least memory, the fastest few, and the smallest of all."""
@@ -145,70 +123,74 @@ class _Confirm:
             best = lean.get(candidate.kind)
             if lacking(full.memory, self._limits(full))[1] <= 0 and (best is None or max(full.memory) < max(best.memory)):
                 lean[candidate.kind] = full
-        untried = [full for full in lean.values() if full.without_costs not in self._tried]
+        untried = [full for full in lean.values() if full.without_costs not in self._compiled]
         fastest = sorted(untried, key=lambda full: full.seconds / full.batch)[: MOST_LEAN - 1]
         smallest = [full for full in sorted(untried, key=lambda full: max(full.memory)) if full not in fastest][:1]
         for full in (*fastest, *smallest):
-            ranked = None if self.result.fitting else _with_policies(self._choice, full, full.policies)
-            if ranked is not None:
-                self._add(ranked)
-                self._try(ranked)
+            if not self.result.fitting:
+                self._try(self._simulated(full))
 
     def offloading(self) -> None:
         """Compile the plans that lack least, with what they lack, and the error of their estimates, in host memory."""
         nearest = sorted(self.result.attempts, key=lambda attempt: attempt.compiled.lacking or 0)
         for attempt in [one for one in nearest if one.ranked.candidate.offload is None][:MOST_LEAN]:
             candidate, true = attempt.ranked.candidate, attempt.compiled.ranked.memory
-            limits = self._limits(candidate)
             errors = [max(actual - estimate, 0) for actual, estimate in zip(true, attempt.ranked.memory, strict=True)]
-            share = min(limit / (limit + error) for limit, error in zip(limits, errors, strict=True))
+            share = min(limit / (limit + error) for limit, error in zip(self._limits(candidate), errors, strict=True))
             smaller = dataclasses.replace(self._choice, topology=self._choice.topology.with_memory(share))
             for ranked in find_offloads(smaller, [candidate]):
-                if self.result.fitting:
-                    return
-                self._add(ranked)
-                self._try(ranked)
+                if not self.result.fitting:
+                    self._try(ranked)
 
     def as_fast(self) -> None:
         """Compile the plans of other kinds that are predicted to be as fast as the one that fits, and rank those that fit."""
-        choice, first = self._choice, self.result.fitting[0]
+        first = self.result.fitting[0].ranked
         for compilations_left in range(MOST_EQUAL - 1, -1, -1):
             kinds = {one.ranked.candidate.kind for one in self.result.fitting}
-            remaining = [candidate for candidate in self._remaining if candidate.kind not in kinds]
-            self.result.uncompiled = uncompiled = self._ranked(choice.topology, remaining, self._estimates)
-            near = uncompiled and uncompiled[0].samples_per_second * (1 + ERROR) >= first.ranked.samples_per_second
+            fitting = (one for one in self._queue if one.candidate.over is None and one.candidate.kind not in kinds)
+            self.result.uncompiled = uncompiled = best_of_kinds(fitting)
+            near = uncompiled and uncompiled[0].samples_per_second * (1 + ERROR) >= first.samples_per_second
             if not near or not compilations_left:
                 break
             self._try(uncompiled[0])
         by_plan = {id(one.ranked): one for one in self.result.fitting}
         self.result.fitting = [by_plan[id(ranked)] for ranked in in_order([one.ranked for one in self.result.fitting])]
 
-    def _ranked(self, topology: Topology, candidates: Sequence[Candidate], known: dict[Candidate, Ranked]) -> tuple[Ranked, ...]:
-        return choose(self._choice.profile, topology, candidates, global_norm=self._choice.global_norm, tried=known).ranked
-
-    def _add(self, ranked: Ranked) -> None:
-        """Add a plan that is not among the candidates."""
-        self._originals[ranked.candidate] = ranked.candidate
-        self._estimates[ranked.candidate] = self.result.known[ranked.candidate] = ranked
-        self.result.added.append(ranked.candidate)
-
     def _try(self, ranked: Ranked) -> None:
-        """Compile a plan; if it does not fit, queue the same with more recomputation and smaller plans of its kind."""
+        """Compile a plan; if it does not fit, queue the same with more recomputation and a smaller plan of its kind."""
         candidate = ranked.candidate
         compiled = self._compile(self._choice, ranked)
-        self._tried.add(candidate.without_costs)
-        self.result.known[self._originals[candidate]] = compiled.ranked
+        self._compiled.add(candidate.without_costs)
+        self._queue = [other for other in self._queue if other.candidate.without_costs != candidate.without_costs]
+        self.result.tried[candidate.without_costs] = compiled.ranked
         if compiled.fits:
-            self.result.fitting.append(compiled)
+            fitting = dataclasses.replace(compiled.ranked, candidate=dataclasses.replace(candidate, over=None))
+            self.result.tried[candidate.without_costs] = fitting
+            self.result.fitting.append(dataclasses.replace(compiled, ranked=fitting))
             return
         raised = self._raised(ranked, compiled)
         attempt = Attempt(ranked, compiled, None if raised is None else raised.candidate)
         self.result.attempts.append(attempt)
         self._report(attempt)
-        self._remaining = [other for other in self._remaining if other.kind != candidate.kind or _may_be_smaller(other, candidate)]
-        if raised is not None:
-            self._add(raised)
-            self._remaining.append(raised.candidate)
+        self._queue = [one for one in self._queue if one.candidate.kind != candidate.kind or _may_be_smaller(one.candidate, candidate)]
+        alike = (one for one in self._candidates if one.kind == candidate.kind and _may_be_smaller(one, candidate))
+        smaller = next((one for one in _fastest_first(alike) if one.over is None and one.without_costs not in self.result.tried), None)
+        for one in (raised, None if smaller is None else self._simulated(smaller)):
+            if one is not None and self._nearly_fits(one):
+                self._queue.append(one)
+
+    def _simulated(self, candidate: Candidate) -> Ranked:
+        """Return a plan with its simulation or, where that takes too long, with its bytes in closed form."""
+        one = self._choice.simulate(candidate)
+        if one.simulated is None:
+            plan, profile = candidate.plan(self._choice.profile.ids), self._choice.meshes.of(candidate.degrees)[0]
+            memory = closed_form_bytes(plan, profile.stage_costs(plan, candidate.rows))
+            one = Ranked(dataclasses.replace(candidate, memory=memory))
+        elif candidate.offload is not None:  # moves never gain time, but times are rounded
+            on_device = self._choice.simulate(dataclasses.replace(candidate, offload=None))
+            one = dataclasses.replace(one, candidate=dataclasses.replace(one.candidate, on_device=min(on_device.seconds, one.seconds)))
+        self.result.tried[candidate.without_costs] = one
+        return one
 
     def _raised(self, ranked: Ranked, compiled: Compiled) -> Ranked | None:
         """Return the plan with more recomputation at the stages that lack memory; None if they recompute all that they can.
@@ -226,34 +208,10 @@ class _Confirm:
             policies = list(raised.candidate.policies)
             for s in [s for p in over for s in pipeline_ranks[p]]:
                 policies[s] = order[min(order.index(policies[s]) + 1, len(order) - 1)]
-            more = None if tuple(policies) == raised.candidate.policies else _with_policies(self._choice, candidate, tuple(policies))
-            if more is None:
+            if tuple(policies) == raised.candidate.policies:
                 break
-            raised = more
-        return None if raised.candidate.without_costs in self._tried else raised
-
-
-def _with_policies(choice: Choice, candidate: Candidate, policies: tuple[str, ...]) -> Ranked | None:
-    """Return the plan with other recomputation, simulated with the estimates; None if it has no closed form and is too long to simulate."""
-    profile, topology = choice.meshes.of(candidate.degrees)
-    candidate = dataclasses.replace(candidate, policies=policies, over=None)
-    plan = candidate.plan(profile.ids)
-    costs = profile.stage_costs(plan, candidate.rows)
-    simulation, has_closed_form = (
-        simulate_plan(plan, costs, topology, choice.global_norm),
-        candidate.has_whole_backwards and candidate.chunks == 1,
-    )
-    if simulation is None and not has_closed_form:
-        return None
-    seconds = closed_form(profile, topology, candidate) if has_closed_form or simulation is None else simulation.batch_seconds
-    computing = computing_seconds(plan, slowed(plan, costs, topology))
-    bubble = max(1 - computing / (candidate.num_ranks * seconds), 0.0)
-    memory = closed_form_bytes(plan, costs) if simulation is None else Ranked(candidate, simulation).memory
-    if candidate.offload is not None:
-        on_device = simulate_plan(plan.model_copy(update={"offload": None}), costs, topology, choice.global_norm)
-        times = [one.batch_seconds for one in (on_device, simulation) if one is not None]  # moves never gain time, but times are rounded
-        candidate = dataclasses.replace(candidate, on_device=0.0 if on_device is None else min(times))
-    return Ranked(dataclasses.replace(candidate, seconds=seconds, bubble=bubble, memory=memory), simulation)
+            raised = self._simulated(dataclasses.replace(candidate, policies=tuple(policies), over=None))
+        return None if raised.candidate.without_costs in self._compiled else raised
 
 
 def _bytes_without_temporaries(profile: Profile, candidate: Candidate) -> tuple[int, ...]:
@@ -268,7 +226,5 @@ def _may_be_smaller(other: Candidate, candidate: Candidate) -> bool:
     return max(other.memory) < max(candidate.memory) or other.rows < candidate.rows
 
 
-def _assumed_to_fit(candidate: Candidate, limits: Sequence[float]) -> Candidate:
-    """Return the candidate as one that fits, if it is a near miss."""
-    near = candidate.over is not None and candidate.over[1] <= NEAR * limits[candidate.over[0]]
-    return dataclasses.replace(candidate, over=None) if near else candidate
+def _fastest_first(candidates: Iterable[Candidate]) -> Sequence[Candidate]:
+    return sorted(candidates, key=lambda one: (one.seconds / one.batch, one.rank))

@@ -1,6 +1,6 @@
-"""Pictures of candidates: predicted throughput against memory, and the balance of the chosen plan's stages."""
+"""Pictures of plans: predicted throughput against memory, and the balance of the chosen plan's stages."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Literal
 
 import jpipe
@@ -8,7 +8,6 @@ from jpipe.plan import repeats_forward
 from jpipe_planner.cost.devices import slowed
 from jpipe_planner.ranking.choose import Choice, Ranked
 from jpipe_planner.ranking.table import name, rows_of, size
-from jpipe_planner.search.candidate import Candidate
 
 if TYPE_CHECKING:
     import matplotlib.axes
@@ -26,38 +25,36 @@ _MARKERS: tuple["str | tuple[int, Literal[0, 1, 2], int]", ...] = (
 _FORWARD, _BACKWARD, _AGAIN = "#0072B2", "#F0A830", "#CC79A7"
 
 
-def draw_choice(
-    choice: Choice, candidates: Sequence[Candidate], chosen: Ranked, known: Mapping[Candidate, Ranked] | None = None
-) -> "matplotlib.figure.Figure":
-    """Draw all candidates, the chosen one ringed, and the time of each of its stages.
+def draw_choice(choice: Choice, plans: Iterable[Ranked], chosen: Ranked) -> "matplotlib.figure.Figure":
+    """Draw plans, the chosen one ringed, and the time of each of its stages.
+
+    Example:
+        ```python
+        draw_choice(plans.choice, plans.tried.values(), plans.choice.ranked[0]).savefig("plans.png")
+        ```
 
     Args:
         choice: the ranking, with the limit of memory, drawn as a line.
-        candidates: all candidates; those that do not fit are pale.
+        plans: the simulated plans; those that do not fit are pale.
         chosen: the chosen plan.
-        known: results of simulating or compiling some candidates, which replace the estimates.
     """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 5), layout="constrained")
     scatter, bars = figure.subplots(1, 2, width_ratios=(3, 2))
-    _draw_candidates(scatter, choice, [(one, (known or {}).get(one)) for one in candidates], chosen)
+    _draw_plans(scatter, choice, list(plans), chosen)
     _draw_stages(bars, choice, chosen)
     figure.suptitle(f"{choice.topology.name or 'plan'}: {name(chosen.candidate)}", fontsize=11)
     return figure
 
 
-def _draw_candidates(
-    axes: "matplotlib.axes.Axes", choice: Choice, candidates: Sequence[tuple[Candidate, Ranked | None]], chosen: Ranked
-) -> None:
+def _draw_plans(axes: "matplotlib.axes.Axes", choice: Choice, plans: Sequence[Ranked], chosen: Ranked) -> None:
     from matplotlib import ticker
 
     limit = choice.topology.device.limit
     points: dict[tuple[str, bool], list[tuple[int, float]]] = {}
-    for candidate, known in candidates:
-        memory = max((known or candidate).memory)
-        fits = candidate.over is None if known is None else known.lacks(choice.meshes)[1] <= 0
-        points.setdefault((candidate.schedule, fits), []).append((memory, candidate.samples_per_second))
+    for one in plans:
+        points.setdefault((one.candidate.schedule, one.candidate.over is None), []).append((max(one.memory), one.samples_per_second))
     for number, kind in enumerate(jpipe.schedules.SCHEDULES):
         colour, mark = look(number)
         for fits in (False, True):
@@ -73,7 +70,7 @@ def _draw_candidates(
                     zorder=2 if fits else 1,
                     label=kind if fits else None,
                 )
-    memory, speed = max(chosen.memory), chosen.candidate.samples_per_second
+    memory, speed = max(chosen.memory), chosen.samples_per_second
     axes.scatter([memory], [speed], s=180, facecolors="none", edgecolors="#1A1A1A", linewidths=1.5, label="chosen", zorder=3)
     if limit is not None:
         of = f"a {choice.topology.device.name}" if choice.topology.differing else "a device"
@@ -85,10 +82,10 @@ def _draw_candidates(
     axes.xaxis.set_minor_formatter(ticker.NullFormatter())
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
     axes.tick_params(labelsize=8)
-    axes.set_ylim(0, 1.15 * max(candidate.samples_per_second for candidate, _ in candidates))  # space for the ring
+    axes.set_ylim(0, 1.15 * max(one.samples_per_second for one in (chosen, *plans)))  # space for the ring
     axes.set_xlabel("most memory of a device", fontsize=9)
-    axes.set_ylabel("samples per second, in closed form", fontsize=9)
-    axes.set_title(f"{len(candidates):,} candidates; those that do not fit are pale", loc="left", fontsize=9)
+    axes.set_ylabel("samples per second", fontsize=9)
+    axes.set_title(f"{len(plans):,} simulated plans; those that do not fit are pale", loc="left", fontsize=9)
     axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(0, -0.12), ncols=3, frameon=False)
     axes.grid(alpha=0.3)
 

@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 
 import jpipe
-from jpipe_planner.cost.bound import sum_speed
-from jpipe_planner.cost.copies import part_of
+from jpipe_planner.cost.links import find_links, ring_share
 from jpipe_planner.cost.shape import hidden_passes
 from jpipe_planner.machine.topology import Topology
 from jpipe_planner.profile.profile import Profile
@@ -34,12 +33,12 @@ def with_sum_parts(candidate: Candidate, profile: Profile, topology: Topology) -
         return None
     plan = dataclasses.replace(candidate, sum_parts=()).plan(profile.ids)
     layers, hidden = profile.costs(candidate.rows), _hidden_seconds(candidate, plan, profile)
-    some, link, *_ = part_of(plan, topology, waits=False)
+    rings = find_links(candidate.in_order(topology), candidate.replicas, candidate.keep_together).rings
     parts: list[tuple[int, ...]] = [()] * plan.depth
     for s, stage in enumerate(plan.stages):
         if stage.replicas > 1:
             costs = [layers[layer_id] for layer_id in stage.layers]
-            per_byte, fixed = sum_speed(some, s, link)
+            per_byte, fixed = ring_share(stage.replicas) / rings[s].bandwidth, 2 * (stage.replicas - 1) * rings[s].latency
             least = GAIN * candidate.seconds / plan.updates_per_batch(s)
             parts[s] = cut_sum([cost.backward for cost in costs], [per_byte * cost.summed for cost in costs], fixed, hidden[s], least)
     return dataclasses.replace(candidate, sum_parts=tuple(parts)) if any(parts) else None

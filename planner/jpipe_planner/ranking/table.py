@@ -21,9 +21,10 @@ __all__ = [
     "delay",
     "devices",
     "head",
-    "how_known",
+    "legend",
     "links",
     "name",
+    "no_pipeline",
     "price",
     "rate",
     "rows",
@@ -46,7 +47,6 @@ HEAD = (
     "m",
     "recompute",
     "samples/s",
-    "simulated",
     "bubble",
     "delay",
     "peak memory",
@@ -84,11 +84,35 @@ def has_meshes(choice: Choice) -> bool:
     return any(candidate.degrees.size > 1 for candidate in (*choice.rejected, *(ranked.candidate for ranked in choice.ranked)))
 
 
-def how_known(choice: Choice, most: int) -> str:
-    """Return the meaning of the signs in the first rows for plans without a simulation, as the end of a sentence."""
-    unsimulated = [ranked for ranked in choice.ranked[:most] if ranked.simulated is None]
-    bounded = "; ≤: not simulated, because it cannot be faster" if any(ranked.least for ranked in unsimulated) else ""
-    return bounded + ("; –: too long to simulate, closed form only" if any(not ranked.least for ranked in unsimulated) else "")
+def legend(choice: Choice, most: int, known_by: str) -> str:
+    """Return the meaning of the columns.
+
+    Args:
+        choice: the ranking.
+        most: the number of rows that are shown.
+        known_by: how the peak memory is known.
+    """
+    unsimulated = any(ranked.simulated is None for ranked in choice.ranked[:most])
+    return (
+        "stages: 4 × 2 is 4 stages of 2 replicas each; delay: the mean age of the weights in updates; peak memory: of the fullest device, "
+        f"{known_by}" + ("; ≈: a closed form, because a simulation would take too long" if unsimulated else "")
+    )
+
+
+def no_pipeline(choice: Choice) -> str:
+    """Say so if a plan of one stage is the best; "" otherwise."""
+    best = choice.ranked[0]
+    if best.candidate.depth > 1:
+        return ""
+    other = next((one for one in choice.ranked if one.candidate.depth > 1), None)
+    how = "one device" if best.candidate.num_ranks == 1 else "data parallelism"
+    slower = "" if other is None else f"; the best one, {name(other.candidate)}, is {_slower(best, other)}"
+    return f"no pipeline pays here: {how} is as fast or faster{slower}"
+
+
+def _slower(best: Ranked, other: Ranked) -> str:
+    slower = best.samples_per_second / other.samples_per_second - 1
+    return f"{slower:.1%} slower" if slower > EQUAL else "no faster"
 
 
 def shape(candidate: Candidate) -> str:
@@ -112,6 +136,8 @@ def schedule(candidate: Candidate) -> str:
     in_parts = f"sum in {parts} parts" if parts > 1 else ""
     waiting = f"offload {offloaded(candidate)}" if candidate.offload is not None else ""
     agreeing = "" if candidate.agree is None else agreement(candidate.agree)
+    if candidate.num_ranks == 1 and candidate.depth == 1:
+        return ", ".join(["one device", *filter(None, (waiting,))])
     if candidate.depth == 1 and candidate.num_ranks > 1 and jpipe.schedules.SCHEDULES[candidate.schedule].data_parallel:
         return ", ".join(["data parallel", *filter(None, (agreeing, in_parts, waiting))])
     if candidate.is_late_data_parallel:
@@ -148,6 +174,8 @@ def offloaded(candidate: Candidate) -> str:
 def name(candidate: Candidate) -> str:
     """Return schedule and stages, for a sentence."""
     mesh = f" on meshes ({candidate.degrees})" if candidate.degrees.size > 1 else ""
+    if candidate.devices == 1:
+        return f"one stage on {schedule(candidate)}"
     return f"{schedule(candidate)} with {shape(candidate)} stage{'' if candidate.num_ranks == 1 else 's'}{mesh}"
 
 
@@ -213,12 +241,11 @@ def price(cost: PriceOfFlush) -> list[str]:
     """Compare the best plan that flushes with the best asynchronous plan, and say when the asynchronous one pays."""
     candidate = cost.asynchronous.candidate
     flushing, other = name(cost.flushing.candidate), f"{name(candidate)} (mean delay {delay(candidate)})"
-    how = "as simulated" if cost.is_simulated else "by estimate"
     if cost.is_free:
         speed = "as fast as" if cost.ratio >= 1 - EQUAL else "faster than"
-        return [f"price of the flush: none; {flushing} is {speed} {other}, {how}, and its weights are newer"]
+        return [f"price of the flush: none; {flushing} is {speed} {other}, and its weights are newer"]
     return [
-        f"price of the flush: per sample, {flushing} takes {cost.ratio:.2f} times as long as {other}, {how}",
+        f"price of the flush: per sample, {flushing} takes {cost.ratio:.2f} times as long as {other}",
         f"the asynchronous plan pays if it reaches the same loss with fewer than {cost.ratio:.2f} times the samples "
         "(docs/explanation/learning.md)",
     ]
@@ -278,7 +305,7 @@ def _why_row(best: Ranked, other: Ranked, limits: Sequence[float]) -> tuple[str,
         schedule(candidate),
         shape(candidate) + (f" ({candidate.degrees})" if candidate.degrees.size > 1 else ""),
         f"{1e3 / other.samples_per_second:.4g} ms",
-        f"{_bubble(other):.1%}",
+        f"{other.bubble:.1%}",
         memory,
         "chosen" if other is best else _what_is_worse(best, other),
     )
@@ -289,7 +316,7 @@ def _what_is_worse(best: Ranked, other: Ranked) -> str:
     candidate, chosen = other.candidate, best.candidate
     slower = best.samples_per_second / other.samples_per_second - 1
     if slower > EQUAL:
-        more = 100 * (_bubble(other) - _bubble(best))
+        more = 100 * (other.bubble - best.bubble)
         points = f"{more:.0f} {'point' if round(more) == 1 else 'points'}"
         return f"{slower:.1%} slower" + (f", {points} more bubble" if more > 1 else "")
     reasons = (
@@ -301,10 +328,6 @@ def _what_is_worse(best: Ranked, other: Ranked) -> str:
         (max(other.memory) > max(best.memory), "more memory"),
     )
     return "as fast, " + next((what for holds, what in reasons if holds), "no better")
-
-
-def _bubble(ranked: Ranked) -> float:
-    return ranked.candidate.bubble if ranked.simulated is None else ranked.simulated.bubble
 
 
 def what_would_fit(choice: Choice) -> list[str]:
@@ -348,12 +371,10 @@ def _limits(choice: Choice, candidate: Candidate) -> tuple[float, ...]:
 
 
 def _row(rank: int, ranked: Ranked, limits: Sequence[float]) -> tuple[str, ...]:
-    candidate, simulated = ranked.candidate, ranked.simulated
+    candidate = ranked.candidate
     limit, memory = max(zip(limits, ranked.memory, strict=True), key=lambda both: (both[1] / both[0], both[1]))
-    reasons = [ranked.why] if ranked.why else []
-    if candidate.offload is not None and candidate.on_device:
-        reasons.append(f"offload {max(ranked.seconds / candidate.on_device - 1, 0):.1%} slower")
-    difference = f" ({', '.join(reasons)})" if reasons else ""
+    moves = candidate.offload is not None and candidate.on_device
+    slower = f" (offload {max(ranked.seconds / candidate.on_device - 1, 0):.1%} slower)" if moves else ""
     return (
         str(rank),
         schedule(candidate),
@@ -361,9 +382,8 @@ def _row(rank: int, ranked: Ranked, limits: Sequence[float]) -> tuple[str, ...]:
         str(candidate.rows),
         str(candidate.microbatches),
         recomputation(candidate.policies),
-        rate(candidate.samples_per_second),
-        rate(ranked.samples_per_second) + difference if simulated else f"≤ {rate(ranked.most)}" if ranked.least else "–",
-        f"{_bubble(ranked):.0%}",
+        ("" if ranked.simulated else "≈ ") + rate(ranked.samples_per_second) + slower,
+        f"{ranked.bubble:.0%}",
         delay(candidate),
         size(memory) + (f" ({memory / limit:.0%})" if limit < math.inf else ""),
         size(candidate.sent),

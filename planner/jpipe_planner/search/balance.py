@@ -6,6 +6,8 @@ from itertools import accumulate
 
 import numpy as np
 
+__all__ = ["balance"]
+
 _TICKS = 1e15  # per second, so that sums and ties are exact
 
 

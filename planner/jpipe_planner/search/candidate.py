@@ -14,6 +14,8 @@ from jpipe_planner.machine.topology import Topology
 from jpipe_planner.profile.profile import Profile
 from jpipe_planner.profile.sharded import NO_MESH, Degrees
 
+__all__ = ["USUAL", "Asked", "Candidate"]
+
 
 class Asked(NamedTuple):
     """What plans do only if they are asked to, because the run learns something else.
@@ -163,12 +165,17 @@ class Candidate:
     @property
     def without_costs(self) -> "Candidate":
         """The same plan without its costs, by which plans can be told apart."""
-        return replace(self, seconds=0.0, bubble=0.0, memory=(), sent=0.0, bound="", over=None, on_device=0.0)
+        return replace(self, seconds=0.0, bubble=0.0, memory=(0,), sent=0.0, bound="", over=None, on_device=0.0)
 
     @property
     def is_late_data_parallel(self) -> bool:
         """Whether it is data parallelism that applies the sum of the gradients one update late."""
         return self.depth == 1 and self.num_ranks > 1 and self.agree is None and not jpipe.schedules.SCHEDULES[self.schedule].flushes
+
+    @property
+    def has_one_stage_each(self) -> bool:
+        """Whether it has one stage on each rank, and a schedule for which all cuts are searched."""
+        return is_planned(self.schedule) and self.chunks == 1
 
     @property
     def kind(self) -> tuple[object, ...]:

@@ -1,9 +1,8 @@
-"""Costs of the stages of a cut, for all recomputation policies together."""
+"""Costs of runs of layers as stages, for all recomputation policies together, from prefix sums."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -12,13 +11,15 @@ from jpipe.plan import repeats_forward
 from jpipe_planner.cost.memory import temporary_bytes
 from jpipe_planner.profile.profile import Profile
 
+_ONCE = ("update", "weights", "frozen", "accumulators", "optimizer", "ahead", "state")  # do not depend on the microbatch size
+_BYTES = ("residuals", "shared")
+
 
 @dataclass(frozen=True)
 class Stages:
-    """Costs by stage, counted as in `jpipe.programs.sum_layer_costs`: NumPy arrays over the stages, some with a first axis of policies.
+    """Costs of stages, counted as in `jpipe.programs.sum_layer_costs`: NumPy arrays over the stages, some with a first axis of policies.
 
     Attributes:
-        starts: the first layer of each stage.
         forward: seconds per microbatch, including dispatch.
         backward: the same, by policy, including recomputation.
         update: seconds, including dispatch.
@@ -38,7 +39,6 @@ class Stages:
         sent: bytes of shared gradients that it sends to other stages.
     """
 
-    starts: tuple[int, ...]
     forward: Any
     backward: Any
     update: Any
@@ -54,93 +54,153 @@ class Stages:
     residuals: Any
     temporary: Any
     fused: Any
-    exchanged: Any
-    sent: Any
+    exchanged: Any = 0
+    sent: Any = 0
 
 
 class Layers:
-    """The numbers of a profile as arrays, and the recomputation policies for which all its layers have residuals, in the order of trial."""
+    """The numbers of a profile as arrays.
+
+    Attributes:
+        policies: the recomputation policies for which all layers have residuals, in the order in which they are tried.
+        count: the number of layers.
+    """
 
     def __init__(self, profile: Profile) -> None:
-        self._profile = profile
-        at = [[layer.at[n] for layer in profile.layers] for n in range(len(profile.sizes))]
-        known = set.intersection(*(set(one.residuals) for row in at for one in row)) & set(jpipe.plan.RECOMPUTE) - {"none", "full"}
-        residual_bytes = {policy: sum(one.residuals[policy] for row in at for one in row) for policy in known}
-        self.policies = ("none", *sorted(known, key=lambda policy: (repeats_forward(policy), -residual_bytes[policy], policy)), "full")
-        self._full_known = np.array([all("full" in one.residuals for one in layer.at) for layer in profile.layers])
-        self.forward = np.array([[one.forward for one in row] for row in at])
-        self.backward = np.array([[one.backward for one in row] for row in at])
-        self._outputs = np.array([[one.outputs for one in row] for row in at])
-        self._temporary = np.array([[one.temporary for one in row] for row in at])
-        self._more = np.array([[one.temporary_more for one in row] for row in at])
-        self._remaking = None
-        if all(one.remaking is not None for row in at for one in row):
-            self._remaking = np.array([[one.remaking for one in row] for row in at])
-        self._remaking_next = np.array([[one.remaking_next for one in row] for row in at])
-        self._remaking_more = np.array([[one.remaking_more for one in row] for row in at])
-        self._residuals, self._shared = (
-            np.array([[[getattr(one, name).get(policy, 0) for one in row] for row in at] for policy in self.policies])
-            for name in ("residuals", "shared")
+        self._profile, self.count = profile, len(profile.layers)
+        at = [one for layer in profile.layers for one in layer.at]
+        known = set.intersection(*(set(one.residuals) for one in at)) & set(jpipe.plan.RECOMPUTE) - {"none", "full"}
+        size = {policy: sum(one.residuals[policy] for one in at) for policy in known}
+        self.policies = ("none", *sorted(known, key=lambda policy: (repeats_forward(policy), -size[policy], policy)), "full")
+        self.repeats = np.array([float(repeats_forward(policy)) for policy in self.policies])
+        self._once = {name: _sums([getattr(layer, name) for layer in profile.layers]) for name in _ONCE}
+        self._unknown_full = _sums([int(any("full" not in one.residuals for one in layer.at)) for layer in profile.layers])
+        self._at = {rows: self._at_size(n) for n, rows in enumerate(profile.sizes)}
+
+    def _at_size(self, n: int) -> "_AtSize":
+        at = [layer.at[n] for layer in self._profile.layers]
+        known = all(one.remaking is not None for one in at)
+        residuals, shared = (np.array([[getattr(one, name).get(policy, 0) for one in at] for policy in self.policies]) for name in _BYTES)
+        more, further = ([getattr(one, name) for one in at] for name in ("temporary_more", "remaking_more"))
+        return _AtSize(
+            labels=self._profile.labels[n],
+            forward=_sums([one.forward for one in at]),
+            backward=_sums([one.backward for one in at]),
+            crossing=np.array([self._profile.inputs[n], *(one.outputs for one in at)]),
+            residuals=_sums(residuals - shared),
+            shared=shared,
+            scratch=_Most([one.temporary for one in at]),
+            more=_sums(more),
+            remaking=np.array([one.remaking for one in at]) if known else None,
+            following=np.array([one.remaking_next for one in at]),
+            further=_sums(further),
         )
 
-    @cached_property
-    def _once(self) -> dict[str, Any]:
-        """The parts that do not depend on the microbatch size."""
-        names = ("update", "weights", "frozen", "accumulators", "optimizer", "ahead", "state")
-        return {name: np.array([getattr(layer, name) for layer in self._profile.layers]) for name in names}
+    def work(self, rows: int, repeats: int) -> list[float]:
+        """Return the seconds of forward and backward of each layer, without dispatch, with the forward repeated."""
+        at = self._at[rows]
+        return np.diff((1 + repeats) * at.forward + at.backward).tolist()
 
-    def _summed(self, first: Any) -> dict[str, Any]:
-        """Sum the parts that do not depend on the microbatch size by stage, with each shared parameter once in a stage."""
-        sums = {name: np.add.reduceat(values, first) for name, values in self._once.items()}
-        sums["exchanged"] = sums["sent"] = np.zeros_like(first)
-        for parameter in self._profile.shared:
-            uses = np.add.reduceat([int(layer_id in parameter.layers) for layer_id in self._profile.ids], first)
-            for name in ("weights", "frozen", "accumulators", "optimizer", "ahead"):
-                sums[name] = sums[name] - np.maximum(uses - 1, 0) * getattr(parameter, name)
-            holders = np.count_nonzero(uses)
-            sizes = np.where((uses > 0) & (holders > 1), parameter.accumulators, 0)  # 0 of a frozen one
-            sums["exchanged"], sums["sent"] = sums["exchanged"] + holders * sizes, sums["sent"] + (holders - 1) * sizes
-        return sums
+    def runs(self, first: Any, end: Any, rows: int) -> Stages:
+        """Return the stages of the layers from each `first` up to each `end`, for microbatches of this many rows.
 
-    def cut(self, starts: Sequence[int], n: int) -> Stages:
-        """Return the stages of a cut for the n-th microbatch size of the profile.
+        Parameters that layers share are counted for each of them; `cut` counts them once.
 
         Args:
-            starts: the first layer of each stage.
-            n: index of the size.
+            first: the first layer of each stage, an array of any shape.
+            end: one past the last layer of each; larger than `first`.
+            rows: one of the sizes of the profile.
         """
-        first, profile = np.array(starts), self._profile
-        inputs = np.append(profile.inputs[n], self._outputs[n, first[1:] - 1])
-        labels = np.zeros_like(inputs)
-        labels[-1] = profile.labels[n]
-        shared = self._shared[:, n]
-        residuals = np.add.reduceat(self._residuals[:, n] - shared, first, axis=-1) + shared[:, np.append(first[1:], 0) - 1]
-        residuals[-1] = np.where(np.logical_and.reduceat(self._full_known, first), residuals[-1], inputs)
-        last = np.append(first[1:], len(profile.layers)) - 1
-        everything = None
-        if self._remaking is not None:
-            everything = self._remaking[n, last] + _before_last(self._remaking_next[n], self._remaking_more[n], first, last)
-        forward = np.add.reduceat(self.forward[n], first)
-        backward = np.add.reduceat(self.backward[n], first)
-        scratch = np.maximum.reduceat(self._temporary[n], first) + np.add.reduceat(self._more[n], first) - self._more[n, last]
-        recomputation = np.array([float(repeats_forward(policy)) for policy in self.policies])[:, None] * forward
-        once = self._summed(first)
+        at, dispatch, last, is_last = self._at[rows], self._profile.dispatch, end - 1, end == self.count
+        once = {name: sums[end] - sums[first] for name, sums in self._once.items()}
+        before = np.maximum(last - 1, first)
+        inputs, forward = at.crossing[first], at.forward[end] - at.forward[first]
+        residuals = at.residuals[:, end] - at.residuals[:, first] + at.shared[:, last]
+        residuals[-1] = np.where(self._unknown_full[end] > self._unknown_full[first], inputs, residuals[-1])
+        scratch, everything = at.scratch(first, end) + at.more[last] - at.more[first], None
+        if at.remaking is not None:
+            more = at.following[before] + at.further[before] - at.further[first]
+            everything = at.remaking[last] + np.where(last > first, more, 0)
         return Stages(
-            starts=tuple(starts),
-            forward=forward + profile.dispatch,
-            backward=backward + recomputation + profile.dispatch,
+            forward=forward + dispatch,
+            backward=at.backward[end] - at.backward[first] + np.multiply.outer(self.repeats, forward) + dispatch,
             inputs=inputs,
-            outputs=np.append(inputs[1:], 0),
-            labels=labels,
+            outputs=np.where(is_last, 0, at.crossing[end]),
+            labels=np.where(is_last, at.labels, 0),
             residuals=residuals,
             temporary=temporary_bytes(scratch, everything, residuals[0], residuals, inputs),
             fused=temporary_bytes(scratch, everything, residuals[0], 0, inputs),
-            **(once | {"update": once["update"] + profile.dispatch}),
+            **(once | {"update": once["update"] + dispatch}),
         )
 
+    def cut(self, starts: Sequence[int], rows: int) -> Stages:
+        """Return the stages of a cut for microbatches of this many rows, with each shared parameter once in a stage.
 
-def _before_last(following: Any, more: Any, first: Any, last: Any) -> Any:
-    """Sum by stage the value in `following` of its last layer but one, and those in `more` of the layers before."""
-    sums, several = np.concatenate([[0], np.cumsum(more)]), last > first
-    before = np.maximum(last - 1, first)
-    return np.where(several, following[before] + sums[before] - sums[first], 0)
+        Args:
+            starts: the first layer of each stage.
+            rows: one of the sizes of the profile.
+        """
+        first = np.array(starts)
+        stages = self.runs(first, np.append(first[1:], self.count), rows)
+        if not self._profile.shared:
+            return stages
+        names = ("weights", "frozen", "accumulators", "optimizer", "ahead")
+        sizes: dict[str, Any] = {name: getattr(stages, name) for name in names}
+        exchanged = sent = np.zeros_like(first)
+        for parameter in self._profile.shared:
+            uses = np.add.reduceat([int(layer_id in parameter.layers) for layer_id in self._profile.ids], first)
+            sizes = {name: size - np.maximum(uses - 1, 0) * getattr(parameter, name) for name, size in sizes.items()}
+            holders = np.count_nonzero(uses)
+            size = np.where((uses > 0) & (holders > 1), parameter.accumulators, 0)  # 0 of a frozen one
+            exchanged, sent = exchanged + holders * size, sent + (holders - 1) * size
+        return replace(stages, exchanged=exchanged, sent=sent, **sizes)
+
+
+class _Most:
+    """The maximum of values[i:j], for arrays of i < j, from two overlapping windows whose lengths are powers of two."""
+
+    def __init__(self, values: Sequence[int]) -> None:
+        rows = [np.array(values)]
+        while 2 ** len(rows) <= len(values):
+            half = 2 ** (len(rows) - 1)
+            rows.append(np.append(np.maximum(rows[-1][:-half], rows[-1][half:]), np.zeros(half, int)))
+        self._rows = np.stack(rows)
+        self._power = np.array([0, *(length.bit_length() - 1 for length in range(1, len(values) + 1))])
+
+    def __call__(self, i: Any, j: Any) -> Any:
+        k = self._power[j - i]
+        return np.maximum(self._rows[k, i], self._rows[k, j - 2**k])
+
+
+class _AtSize(NamedTuple):
+    """The costs at one microbatch size; sums of all layers before each one, unless said otherwise.
+
+    Attributes:
+        labels: bytes.
+        forward, backward: seconds.
+        crossing: bytes before each layer and after the last one; no sums.
+        residuals: bytes by policy, without those that a layer shares with the next one.
+        shared: bytes by policy and layer that it shares with the next one; no sums.
+        scratch: the largest scratch memory of any run of layers.
+        more: what a pair needs more than a layer.
+        remaking, following: as `AtSize.remaking` and `remaking_next`; no sums.
+        further: of `AtSize.remaking_more`.
+    """
+
+    labels: int
+    forward: Any
+    backward: Any
+    crossing: Any
+    residuals: Any
+    shared: Any
+    scratch: _Most
+    more: Any
+    remaking: Any | None
+    following: Any
+    further: Any
+
+
+def _sums(values: Any) -> Any:
+    """Return the sums of all values before each one and of all, along the last axis."""
+    sums = np.cumsum(values, -1)
+    return np.concatenate([np.zeros_like(sums[..., :1]), sums], -1)

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from jpipe import InputError, Pipeline, Plan, Tracer, lower, simulate
+from jpipe.capabilities.global_norm.runtime import waits_for
 from jpipe.ops import OPS
 from jpipe.plan import Agreement
 from jpipe.programs import StageCost, Window, extract_window
@@ -240,11 +241,12 @@ def test_costs_fitted_to_a_timeline_give_that_timeline():
 
 def test_pipelines_that_agree_wait_for_each_other_only_to_read_what_they_have_agreed_on():
     plan = Plan.even("ab", 2, "gpipe", 4, replicas=2, agree={"every": 2})
-    assert [_inputs((w, "U", 0, 0), plan, False) for w in range(4)] == [finish(w, 2 + w % 2) for w in range(4)]
-    assert _inputs((3, "U", 0, 0), plan, True) == finish(1, 3), "the norm ends at the pipeline's first stage"
+    assert [_inputs((w, "U", 0, 0), plan) for w in range(4)] == [finish(w, 2 + w % 2) for w in range(4)]
+    of_norm = waits_for(plan, [Update(3, 0, 0)])
+    assert of_norm == {(3, "U", 0, 0): finish(1, 3)}, "the norm ends at the pipeline's first stage"
     program = [i for i in lower(plan, 3).instructions if isinstance(i, (Compute, Update))]
     ranks = [[_Computation(i, jax.devices()[0], 0.0, 0.0) for i in program if i.worker == w] for w in range(4)]
-    updates = {key: [k for k in before if k[1] == "U"] for key, before in _waits_for(ranks, plan, False).items()}
+    updates = {key: [k for k in before if k[1] == "U"] for key, before in _waits_for(ranks, plan, ()).items()}
     for w in range(4):
         both = plan.stage_workers[w // 2]
         assert {(other, "U", 1, 0) for other in both} <= set(updates[w, "F", 8 + w % 2, 0])
@@ -252,7 +254,7 @@ def test_pipelines_that_agree_wait_for_each_other_only_to_read_what_they_have_ag
     late = plan.model_copy(update={"agree": Agreement(every=2, delay=1)})
     program = [i for i in lower(late, 4).instructions if isinstance(i, (Compute, Update))]
     ranks = [[_Computation(i, jax.devices()[0], 0.0, 0.0) for i in program if i.worker == w] for w in range(4)]
-    for (w, op, k, _), before in _waits_for(ranks, late, False).items():
+    for (w, op, k, _), before in _waits_for(ranks, late, ()).items():
         others = {update for other, name, update, _ in before if name == "U" and other != w}
         assert others == ({1} if op == "F" and k // 4 == 3 and k % 4 < 2 else set()), "the first forward that reads version 3"
 

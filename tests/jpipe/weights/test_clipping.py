@@ -15,8 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jpipe import InputError, Layer, LayerStack, Link, Pipeline, Plan, lower, simulate
+from jpipe.capabilities.global_norm.program import SumSquares
 from jpipe.programs import ProgramError, StageCost, predict_window
-from jpipe.programs._instructions import SumSquares, Update
+from jpipe.programs._instructions import Update
 from tests.jpipe import models
 from tests.jpipe.running import check_against_reference, check_close, check_equal, train, train_as_one_function
 
@@ -278,6 +279,12 @@ def test_weight_stashing_reports_why_it_has_no_norm(fields, why, option):
         Pipeline(STACK, Plan.even(STACK.ids, 2, **fields), models.masked_squares, optax.sgd(0.1), **option)
     with pytest.raises(InputError, match=f"lower: global_norm: {why}"):
         lower(Plan.even(STACK.ids, 2, **fields), 2, global_norm=True)
+
+
+@pytest.mark.parametrize("value", [True, False])
+def test_what_no_capability_does_beside_a_plan_is_an_error(value):
+    with pytest.raises(InputError, match="lower: global_nrom: unknown; did you mean 'global_norm'"):
+        lower(Plan.even(STACK.ids, 2, "gpipe", 2), 2, global_nrom=value)
 
 
 @pytest.mark.parametrize("norm", [0.0, -1.0, float("nan"), float("inf"), True])

@@ -95,5 +95,5 @@ def test_a_state_of_a_pipeline_without_the_norm_is_refused():
     plain, skipping = (Pipeline(STACK, plan, models.masked_squares, optax.sgd(0.1), skip_nonfinite=skip) for skip in (False, True))
     state = fresh(plain, batches)
     fresh(skipping, batches)
-    with pytest.raises(InputError, match="updates is without the global norm there and with the global norm here"):
+    with pytest.raises(InputError, match="global norm is absent there and used here"):
         skipping.step(state, batches[0])

@@ -6,9 +6,9 @@ import random
 import pytest
 
 import jpipe
+from benchmarks.papers.partition import Placed, Problem, evaluate_partition
 from jpipe_planner.cost.memory import stage_bytes, waiting_gradients, waiting_inputs
 from jpipe_planner.machine.topology import Topology
-from jpipe_planner.search.pipedream.partition import Placed, Problem, evaluate_partition
 
 
 def shares(replicas, rng):
@@ -34,7 +34,6 @@ def shares(replicas, rng):
         microbatches=rng.choice(["replicas", common, 2 * common]),
         inputs=rng.randint(1, 30),
         labels=rng.randint(0, 5),
-        sync_state=rng.random() < 0.5,
     )
     policy = rng.choice(["none", "full", "dots_saveable"])
     cuts = [0, *sorted(rng.sample(range(1, depth + 2), depth - 1)), depth + 2]

@@ -10,8 +10,6 @@ from flax import nnx
 
 import jpipe
 from jpipe import InputError
-from jpipe_planner.cost.bound import port_seconds
-from jpipe_planner.cost.devices import network
 from jpipe_planner.cost.shape import needs_vertical_sync, planned_schedules, updates_early
 from jpipe_planner.cost.simulated import simulate_plan
 from jpipe_planner.machine.topology import Topology
@@ -19,8 +17,7 @@ from jpipe_planner.profile.analyze import analyze
 from jpipe_planner.profile.profile import Profile
 from jpipe_planner.ranking.choose import choose
 from jpipe_planner.search.candidates import find_candidates
-from jpipe_planner.search.parallel import search_parallel
-from tests.planner.invented import invented_profile
+from tests.planner.invented import equal, invented_profile
 
 WORDS, WIDTH = 12, 4
 LAYERS = {
@@ -74,7 +71,7 @@ def test_the_bytes_of_a_profile_are_those_of_the_pipeline(precision):
 def test_held_and_sent_bytes_of_plans_equal_the_simulators():
     topology = Topology.flat(4, bandwidth=1e9)
     for profile in shared_profile(1, "layer_0", "layer_7"), shared_profile(2, "layer_1", "layer_2", "layer_6"):
-        candidates = search_parallel(profile, topology, 8, exact=True, schedules=("gpipe", "pipedream_flush", "pipedream_2bw"))
+        candidates = equal(profile, topology, 8, exact=True, schedules=("gpipe", "pipedream_flush", "pipedream_2bw"))
         assert {candidate.depth for candidate in candidates} == {1, 2, 4}
         for candidate in candidates:
             plan = candidate.plan(profile.ids)
@@ -100,16 +97,6 @@ def test_both_layers_in_a_stage_take_less_than_apart():
         )
         == twice
     )
-
-
-def test_no_simulation_is_faster_than_the_ports_that_carry_shared_gradients():
-    profile, topology = shared_profile(1, "layer_0", "layer_7"), Topology.flat(2, bandwidth=1e7)
-    plan = jpipe.Plan.even(profile.ids, 2, "pipedream_2bw", 2)
-    costs = profile.stage_costs(plan, 1)
-    least = port_seconds(plan, costs, network(plan, topology))
-    alone = port_seconds(plan, [dataclasses.replace(cost, shared=()) for cost in costs], network(plan, topology))
-    assert least == pytest.approx(alone + profile.shared[0].accumulators / 1e7)
-    assert simulate_plan(plan, costs, topology).batch_seconds >= least
 
 
 def test_weight_stashing_is_planned_with_vertical_sync():

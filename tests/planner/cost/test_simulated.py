@@ -176,15 +176,3 @@ def test_ranks_wait_for_what_a_sum_takes_longer_than_the_delay(seconds, delay, o
     plan = _plan(replicas=2, schedule="gpipe", stages=1, agree={"every": 10, "delay": delay})
     known = simulate_plan(plan, _costs(plan, weights=seconds), topology)
     assert known.batch_seconds == pytest.approx(6 + max(seconds - hidden * delay, 0) / 10, rel=1e-9)
-
-
-@pytest.mark.parametrize("sum_parts", [(), (3, 5)])
-@pytest.mark.parametrize("schedule", ["pipedream_2bw", "gpipe"])
-@pytest.mark.parametrize("overlap", ["none", "transfers and sums"])
-def test_compressed_sums_are_not_slower_than_simulated(schedule, overlap, sum_parts):
-    topology = Topology(levels=({"count": 4, "bandwidth": 1e8, "latency": 0.01},), device={"overlap": overlap})
-    plan = jpipe.Plan.even([f"layer_{n}" for n in range(8)], 1, schedule, 4, replicas=4, links={"sums": "int8"})
-    plan = plan.model_copy(update={"stages": tuple(stage.model_copy(update={"sum_parts": sum_parts}) for stage in plan.stages)})
-    costs = invented_profile(3).stage_costs(plan, 1)
-    known, unbounded = (simulate_plan(plan, costs, topology, least=least) for least in (None, 0.0))
-    assert known.batch_seconds == pytest.approx(unbounded.batch_seconds, rel=1e-9)

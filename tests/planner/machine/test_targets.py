@@ -10,9 +10,12 @@ import pytest
 import yaml
 
 import jpipe
-from jpipe_planner import Device, Target, TargetUnavailable, Topology, attached_target, compiling_for, find_target, known_targets
-from jpipe_planner import target_devices as devices_of
+from jpipe_planner import Device, Topology
 from jpipe_planner.machine import attached, targets
+from jpipe_planner.machine.attached import attached_target
+from jpipe_planner.machine.compiling import compiling_for
+from jpipe_planner.machine.targets import Target, TargetUnavailable, find_target, known_targets
+from jpipe_planner.machine.targets import target_devices as devices_of
 
 GPU = {
     "platform": "cuda",

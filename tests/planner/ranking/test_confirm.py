@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 
 import jpipe
+from jpipe_planner import Plans
 from jpipe_planner.cost.simulated import simulate_plan
 from jpipe_planner.machine.topology import Topology
 from jpipe_planner.profile.analyze import analyze
@@ -55,9 +56,9 @@ def confirmed(memory: float, actual: Profile, schedules=("pipedream_flush",), es
     # Stages without replicas: each width would be a kind of its own.
     candidates = find_candidates(estimated, topology, 8, schedules=schedules, replicas=False)
     candidates = [candidate for candidate in candidates if candidate.depth == count]
-    choice = choose(estimated, topology, candidates)
-    known = {ranked.candidate: ranked for ranked in choice.ranked if ranked.simulated}
-    return confirm(choice, candidates, known, compile_stages, reported.append), compiled, reported
+    tried = {}
+    choice = choose(estimated, topology, candidates, tried=tried)
+    return confirm(Plans(choice, tuple(candidates), tried), compile_stages, reported.append), compiled, reported
 
 
 def test_only_stages_that_lack_memory_recompute_more():
@@ -73,8 +74,7 @@ def test_only_stages_that_lack_memory_recompute_more():
     assert first.policies[-1] == "none"
     assert max(result.fitting[0].ranked.memory) <= 18e6
     assert first.rows == compiled[0].rows
-    assert first in result.added
-    assert result.known[first].memory == result.fitting[0].ranked.memory
+    assert result.tried[first.without_costs].memory == result.fitting[0].ranked.memory
 
 
 def test_policies_that_save_too_little_are_skipped():
@@ -165,27 +165,6 @@ def test_programs_that_were_compiled_for_another_plan_are_not_compiled_again(mon
     assert counts[other, False] <= counts[other, True] - 3  # forward, backward, and both in one
 
 
-def test_what_is_reserved_is_subtracted_once_from_the_memory_that_near_misses_may_have():
-    topology = Topology(levels=({"count": 2, "bandwidth": 1e9},), device={"memory": 80e9, "reserved": 10e9})
-    choice = choose(profile(), topology, find_candidates(profile(), topology, 8, schedules=["gpipe"]))
-    one = module._Confirm(choice, [], {}, lambda *_: None, lambda *_: None)
-    assert one._roomy.device.limit == pytest.approx(1.1 * 70e9)
-
-
-def test_what_moves_gain_by_rounding_is_no_time(monkeypatch):
-    topology = Topology(levels=({"count": 2, "bandwidth": 1e12},), device={"memory": 1e9, "host": {"bandwidth": 1e9}})
-    candidates = [one for one in find_candidates(profile(), topology, 8, schedules=["gpipe"], replicas=False) if one.depth == 2]
-    candidate = dataclasses.replace(candidates[0], offload=jpipe.plan.HostMemory(optimizer="all"))
-
-    def rounded(plan, *arguments):
-        simulation = simulate_plan(plan, *arguments)
-        return simulation if plan.offload else dataclasses.replace(simulation, batch_seconds=2 * simulation.batch_seconds)
-
-    monkeypatch.setattr(module, "simulate_plan", rounded)
-    found = module._with_policies(choose(profile(), topology, candidates), candidate, ("none", "none"))
-    assert found.candidate.on_device <= found.simulated.batch_seconds
-
-
 def test_what_the_compiler_finds_too_large_even_with_recomputation_waits_in_host_memory():
     estimated = profile()
     layers = [
@@ -197,5 +176,5 @@ def test_what_the_compiler_finds_too_large_even_with_recomputation_waits_in_host
     assert all(attempt.compiled.ranked.memory[0] > 20e6 for attempt in reported)
     found = result.fitting[0].ranked
     assert found.candidate.offload is not None
-    assert found.candidate in result.added
+    assert found.candidate.without_costs in result.tried
     assert max(found.memory) <= 20e6

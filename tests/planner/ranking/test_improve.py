@@ -1,19 +1,15 @@
 """Steps from the best plan to faster neighbours."""
 
 import dataclasses
-import itertools
 
 import pytest
 
-from jpipe import InputError
-from jpipe_planner.cost.simulated import simulate_plan
 from jpipe_planner.machine.topology import Topology
 from jpipe_planner.profile.profile import Profile
 from jpipe_planner.ranking.choose import choose
-from jpipe_planner.ranking.improve import GAIN, improve
-from jpipe_planner.ranking.loads import least_loaded
-from jpipe_planner.ranking.neighbours import QuickBound, neighbours, pairs, recut
+from jpipe_planner.ranking.improve import GAIN, improve, neighbours
 from jpipe_planner.search.candidates import find_candidates
+from jpipe_planner.search.estimate import Estimates
 
 SECONDS = (2.0, 1.0, 1.0, 1.0, 1.0, 2.0)  # the first three layers compute as long as the last three
 
@@ -45,7 +41,7 @@ def test_a_cut_moves_from_a_bad_place_to_the_best_one():
         assert improved.ranked[0].candidate.starts == (0, 3)
         assert improved.ranked[0].seconds == pytest.approx(choice.ranked[0].seconds)
         assert len(improved.ranked) == 1  # of the same kind
-        assert improved.ranked[0].candidate in known
+        assert improved.ranked[0].candidate.without_costs in known
         assert improved.considered > bad.considered
 
 
@@ -82,7 +78,7 @@ def test_no_neighbour_of_the_result_is_faster_and_none_that_does_not_fit_is_take
     first = improve(choice, {}).ranked[0]
     limit = topology.device.limit or float("inf")
     assert max(first.memory) <= limit
-    others = choose(one, topology, [*neighbours(first.candidate, one)], most=100).ranked
+    others = choose(one, topology, [*neighbours(first.candidate, Estimates(one, topology))], most=100).ranked
     fitting = [other for other in others if other.simulated is not None and max(other.memory) <= limit]
     assert all(other.seconds >= (1 - GAIN) * first.seconds for other in fitting)
 
@@ -90,87 +86,17 @@ def test_no_neighbour_of_the_result_is_faster_and_none_that_does_not_fit_is_take
 def test_schedules_that_flush_keep_equal_replicas():
     one, topology = profile(), Topology.flat(4, 1e9)
     flushing = next(c for c in find_candidates(one, topology, 12, schedules=["pipedream_flush"]) if c.replicas == (2, 2))
-    moved = [*neighbours(flushing, one)]
+    moved = [*neighbours(flushing, Estimates(one, topology))]
     assert moved
     assert {c.replicas for c in moved} == {(2, 2)}
     assert {c.options.extra_in_flight for c in moved} == {0, 1, 2}
     assert {c.starts for c in moved} == {(0, cut) for cut in (1, 2, 3, 4, 5)}
 
 
-@pytest.mark.parametrize(("topology", "frozen"), [(Topology.flat(4, 50.0, latency=0.3), 0), (Topology.flat(4, 1e6), 10**6)])
-def test_the_quick_bound_is_at_most_the_simulation_for_plans_near_others(topology, frozen):
-    one = profile()
-    layers = tuple(layer.model_copy(update={"frozen": frozen} if n == 0 else {}) for n, layer in enumerate(one.layers))
-    one = one.model_copy(update={"layers": layers})
-    quick = QuickBound(one, topology, 1)
-    schedules = ["pipedream", "pipedream_2bw", "pipedream_flush"]
-    bases = [c for c in find_candidates(one, topology, 12, schedules=schedules) if c.depth > 1 and not c.options.extra_in_flight]
-    near = [*bases, *(c for base in bases[:4] for c in itertools.islice((*neighbours(base, one), *pairs(base, one)), 0, None, 25))]
-    tightest = 0.0
-    for candidate in near:
-        try:
-            plan = candidate.plan(one.ids)
-        except InputError:
-            continue
-        seconds = simulate_plan(plan, one.stage_costs(plan, 1), topology).batch_seconds
-        assert quick.seconds(candidate) <= seconds * (1 + 1e-9)
-        tightest = max(tightest, quick.seconds(candidate) / seconds)
-    assert tightest > 0.95
-
-
-def test_pairs_are_two_changes_away():
-    one, topology = profile(), Topology.flat(2, 1e9)
-    base = best_of(one, topology, schedules=["pipedream_2bw"]).ranked[0].candidate
-    found = {(c.starts, c.options.extra_in_flight) for c in pairs(base, one)}
-    assert {((0, 2), 2), ((0, 4), 1)} <= found
-    assert not found & {(c.starts, c.options.extra_in_flight) for c in [base, *neighbours(base, one)]}
-
-
-def test_one_cut_moves_anywhere_with_any_number_in_flight():
-    one, topology = profile((1.0,) * 9), Topology.flat(2, 1e9)
-    base = best_of(one, topology, schedules=["pipedream_2bw"]).ranked[0].candidate
-    found = {(c.starts, c.options.extra_in_flight) for c in recut(base, one)}
-    assert found == {((0, start), extra) for start in range(1, 9) for extra in range(5)}
-
-
-def test_the_least_loaded_stages_are_those_of_all_cuts_and_replicas():
-    """The busiest device computes or sends longest, the activations of one cut and the gradients of the other through one port."""
-    one, bandwidth = profile((2.0, 1.0, 1.0, 3.0, 1.0)), 20.0
-    outputs = (60, 10, 80, 10, 0)
-    layers = [
-        layer.model_copy(update={"at": (layer.at[0].model_copy(update={"outputs": size}),)})
-        for layer, size in zip(one.layers, outputs, strict=True)
-    ]
-    one, topology = one.model_copy(update={"layers": tuple(layers)}), Topology.flat(4, bandwidth)
-    base = next(c for c in find_candidates(one, topology, 4, schedules=["pipedream_2bw"]) if c.depth == 2)
-
-    def load(starts, replicas):
-        ends, loads = (*starts[1:], 5), []
-        for start, end, count in zip(starts, ends, replicas, strict=True):
-            sent = 4 / count * ((outputs[end - 1] if end < 5 else 0) + (outputs[start - 1] if start else 0))
-            computes = 4 / count * sum(layer.at[0].forward + layer.at[0].backward for layer in layers[start:end])
-            sums = 2 * (count - 1) / count * sum(layer.accumulators for layer in layers[start:end])
-            loads.append(max(computes, (sent + sums) / bandwidth))
-        return max(loads)
-
-    for found in least_loaded(base, one, topology):
-        cuts = itertools.combinations(range(1, 5), found.depth - 1)
-        splits = [split for split in itertools.product((1, 2, 4), repeat=found.depth) if sum(split) == 4]
-        best = min(load((0, *cut), split) for cut in cuts for split in splits)
-        assert load(found.starts, found.replicas) == pytest.approx(best)
-    assert {found.depth for found in least_loaded(base, one, topology)} == {2, 3, 4}
-    assert not list(least_loaded(dataclasses.replace(base, schedule="pipedream_flush"), one, topology))
-
-
-@pytest.mark.parametrize(("latency", "extras"), [(0.0, {0}), (0.5, {0, 1, 2}), (2.0, {0, 1, 2})])
-def test_more_are_in_flight_with_a_flush_only_where_links_make_that_faster(latency, extras):
+@pytest.mark.parametrize("latency", [0.0, 0.5, 2.0])
+def test_more_are_in_flight_with_a_flush_only_where_links_make_that_faster(latency):
     """Stages compute for 12 seconds; without more in flight the latency of both directions counts once for every second microbatch."""
     one, topology = profile(), Topology.flat(2, 1e9, latency=latency)
-    candidates = [c for c in find_candidates(one, topology, 12, schedules=["pipedream_flush"]) if c.depth == 2]
-    assert {c.options.extra_in_flight for c in candidates} == extras
-    for c in candidates:
-        plan = c.plan(one.ids)
-        assert c.seconds == pytest.approx(simulate_plan(plan, one.stage_costs(plan, 1), topology).batch_seconds)
-        assert c.seconds == pytest.approx(13 * 12.0 + latency * (2 if c.options.extra_in_flight else 12), rel=1e-6)
-    best = choose(one, topology, candidates).ranked[0].candidate
-    assert best.options.extra_in_flight == (1 if latency else 0)
+    best = improve(best_of(one, topology, schedules=["pipedream_flush"]), {}).ranked[0]
+    assert best.candidate.options.extra_in_flight == (1 if latency else 0)
+    assert best.seconds == pytest.approx(13 * 12.0 + latency * 2, rel=1e-6)

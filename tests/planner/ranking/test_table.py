@@ -44,7 +44,7 @@ def test_one_stage_is_named_in_the_singular():
     one = dataclasses.replace(
         candidate, schedule="gpipe", starts=(0,), replicas=(1,), policies=("none",), options=jpipe.schedules.NO_OPTIONS
     )
-    assert table.name(one) == "gpipe with 1 stage"
+    assert table.name(one) == "one stage on one device"
     assert table.name(dataclasses.replace(one, starts=(0, 2), replicas=(1, 1), policies=("none",) * 2)) == "gpipe with 2 stages"
 
 
@@ -64,18 +64,15 @@ def test_links_are_printed_with_their_units():
     assert table.links(Topology(levels=(level | {"count": 1},))) == "one device, no links; 8 GB/s to host memory"
 
 
-def test_the_picture_shows_the_simulated_plan_in_place_of_its_estimate():
+def test_the_picture_shows_plans_that_do_not_fit_pale():
     choice = chosen(10**5, 10**3, memory=1e9)
-    first, second = (ranked.candidate for ranked in choice.ranked[:2])
-    proven = dataclasses.replace(choice.ranked[0], simulated=None, candidate=dataclasses.replace(first, memory=(123_456,) * first.depth))
-    too_large = dataclasses.replace(
-        choice.ranked[1], simulated=None, candidate=dataclasses.replace(second, memory=(2 * 10**9,) * second.depth)
-    )
-    scatter = draw_choice(choice, [first, second], proven, {first: proven, second: too_large}).axes[0]
+    first, second = choice.ranked[:2]
+    too_large = dataclasses.replace(second, candidate=dataclasses.replace(second.candidate, over=(0, 1)))
+    scatter = draw_choice(choice, [first, too_large], first).axes[0]
     *points, ring = scatter.collections
-    assert ring.get_offsets().tolist() == [[123_456, first.samples_per_second]]
+    assert ring.get_offsets().tolist() == [[max(first.memory), first.samples_per_second]]
     pale = {tuple(points_.get_offsets().tolist()[0]): points_.get_alpha() < 0.5 for points_ in points}
-    assert pale == {(123_456, first.samples_per_second): False, (2e9, second.samples_per_second): True}
+    assert pale == {(max(one.memory), one.samples_per_second): one is second for one in (first, second)}
     assert scatter.get_ylim()[1] > 1.1 * first.samples_per_second  # the ring is not cut
 
 
@@ -89,10 +86,24 @@ def test_each_schedule_has_a_colour_and_a_marker_of_its_own():
 def test_the_picture_has_each_schedule_once_in_its_legend_with_its_own_look():
     choice = chosen(10**5, 10**3, memory=1e9)
     first = choice.ranked[0]
-    candidates = [dataclasses.replace(first.candidate, schedule=name) for name in jpipe.schedules.SCHEDULES]
-    scatter = draw_choice(choice, candidates, first).axes[0]
+    plans = [
+        dataclasses.replace(first, candidate=dataclasses.replace(first.candidate, schedule=name)) for name in jpipe.schedules.SCHEDULES
+    ]
+    scatter = draw_choice(choice, plans, first).axes[0]
     legend = [text.get_text() for text in scatter.get_legend().get_texts()]
     assert legend == [*jpipe.schedules.SCHEDULES, "chosen", "memory of a device"]
     series = scatter.collections[:-1]
-    assert len({tuple(points.get_facecolor()[0]) for points in series}) == len(candidates)
-    assert len({str(points.get_paths()[0].vertices.tolist()) for points in series}) == len(candidates)
+    assert len({tuple(points.get_facecolor()[0]) for points in series}) == len(plans)
+    assert len({str(points.get_paths()[0].vertices.tolist()) for points in series}) == len(plans)
+
+
+def test_it_is_said_if_no_pipeline_pays():
+    choice = chosen(10, 10**3, memory=1e9)
+    best = choice.ranked[0]
+    alone = dataclasses.replace(best, candidate=dataclasses.replace(best.candidate, schedule="gpipe", starts=(0,), replicas=(1,)))
+    pipeline = next(one for one in choice.ranked if one.candidate.depth > 1)
+    slower = dataclasses.replace(pipeline.simulated, batch_seconds=1.5 * best.seconds)
+    words = table.no_pipeline(dataclasses.replace(choice, ranked=(alone, dataclasses.replace(pipeline, simulated=slower))))
+    assert words.startswith("no pipeline pays here: one device is as fast or faster; the best one, ")
+    assert words.endswith(" is 50.0% slower")
+    assert table.no_pipeline(dataclasses.replace(choice, ranked=(pipeline,))) == ""

@@ -1,17 +1,19 @@
 """Candidates of both searches are comparable: the bytes that they send, and their costs where devices share cores."""
 
 import dataclasses
+import math
 
 import pytest
 
+from jpipe.schedules import PlainShape, PlanOptions
 from jpipe_planner.cost.simulated import simulate_plan
 from jpipe_planner.machine.topology import Topology
 from jpipe_planner.profile.profile import Profile, TensorProfile
 from jpipe_planner.profile.sharded import NO_MESH, Degrees, Meshes, possible_degrees, shard_profile
 from jpipe_planner.ranking.choose import choose
-from jpipe_planner.search.candidates import as_candidate, find_candidates
-from jpipe_planner.search.parallel import search_parallel
-from jpipe_planner.search.pipedream.partition import Placed, Problem, evaluate_partition
+from jpipe_planner.search.candidates import find_candidates
+from jpipe_planner.search.estimate import Estimates
+from tests.planner.invented import equal
 
 
 def blocks(count: int = 4, weights: int = 1_000) -> Profile:
@@ -27,11 +29,10 @@ def machines(count: int, cores: float | None = None) -> Topology:
 
 def placed(profile, topology, *replicas, microbatches):
     """Return a candidate with one layer a stage and its own replicas in each; the last stage has the remaining layers."""
-    count = len(profile.ids)
-    ends = [*range(1, len(replicas)), count]
-    stages = [Placed(s, ends[s], sum(replicas[:s]), r) for s, r in enumerate(replicas)]
-    problem = Problem(list(profile.costs(1).values()), topology, microbatches, inputs=10, labels=4)
-    return as_candidate(problem, evaluate_partition(problem, stages), 1)
+    every = "replicas" if microbatches == "replicas" else "batch"
+    count = math.lcm(*replicas) if microbatches == "replicas" else microbatches
+    shape = PlainShape("pipedream", count, replicas, PlanOptions(update_every=every))
+    return Estimates(profile, topology).candidate(shape, 1, tuple(range(len(replicas))))
 
 
 def simulate(profile, topology, candidate):
@@ -51,26 +52,29 @@ def test_sent_bytes_of_stages_with_unequal_replicas_equal_the_simulators(replica
 @pytest.mark.slow
 def test_sent_bytes_of_equal_pipelines_equal_the_simulators():
     profile, topology = blocks(), machines(4)
-    for candidate in search_parallel(profile, topology, 8, exact=True):
+    for candidate in equal(profile, topology, 8, exact=True):
         assert candidate.sent * candidate.batch == pytest.approx(sum(simulate(profile, topology, candidate).sent_bytes), rel=1e-3)
 
 
 @pytest.mark.slow
 def test_workers_of_both_searches_share_cores():
     profile, topology = blocks(), machines(4, cores=1)
-    equal = [candidate for candidate in search_parallel(profile, topology, 16, exact=True) if not candidate.options.extra_in_flight]
+    straight = [candidate for candidate in equal(profile, topology, 16, exact=True) if not candidate.options.extra_in_flight]
     plans = [((2, 1, 1), 8), ((3, 1), "replicas"), ((2, 2), 8)]
     unequal = [placed(profile, topology, *replicas, microbatches=microbatches) for replicas, microbatches in plans]
-    for candidate in (*equal, *unequal):
+    for candidate in (*straight, *unequal):
         assert candidate.seconds >= candidate.microbatches * 4 * 3.0  # computed by a single core
         assert candidate.seconds == pytest.approx(simulate(profile, topology, candidate).batch_seconds, rel=0.05)
     assert {candidate.bound for candidate in unequal} == {"the cores"}
-    assert "the cores" in {candidate.bound for candidate in equal}
+    assert "the cores" in {candidate.bound for candidate in straight}
 
 
 def test_the_best_of_pipedreams_is_found_with_the_time_that_its_cores_take():
     profile = blocks()
-    alone, shared = (find_candidates(profile, machines(4, cores), 8, schedules=["pipedream"])[-1] for cores in (None, 1.0))
+    alone, shared = (
+        next(one for one in find_candidates(profile, machines(4, cores), 8, schedules=["pipedream"]) if one.replicas == (1,) * 4)
+        for cores in (None, 1.0)
+    )
     assert shared.seconds == pytest.approx((1 - alone.bubble) * 4 * alone.seconds)
     assert shared.bubble == pytest.approx(0.75)
     assert (alone.bound, shared.bound) == ("stage 0 computes", "the cores")
@@ -93,7 +97,7 @@ def test_data_parallelism_hides_its_sum_one_update_late(microbatches, first, del
     layers = [{"id": f"block_{n}", "weights": 2_500, "at": at} for n in range(4)]
     profile, topology = Profile(source="analytic", sizes=[1], inputs=[10], labels=[4], layers=layers), Topology.flat(2, 1e3)
     flushing, late = (find_candidates(profile, topology, microbatches, schedules=names) for names in (["pipedream_flush"], [first]))
-    (late,) = [candidate for candidate in late if candidate.depth == 1]
+    (late,) = [candidate for candidate in late if candidate.replicas == (2,)]
     assert late.is_late_data_parallel
     assert late.delay == delay
     assert choose(profile, topology, flushing).ranked[0].seconds == pytest.approx(computing + 10.0)

@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jpipe
+from benchmarks.papers.partition import Problem
+from benchmarks.papers.recurrence import search_paper
 from jpipe_planner.machine.topology import Topology
-from jpipe_planner.search.pipedream.paper import search_paper
-from jpipe_planner.search.pipedream.partition import Problem
 
 NUMBERS = st.tuples(st.integers(0, 9), st.integers(0, 9), st.sampled_from([0, 1, 5, 30]), st.sampled_from([0, 2, 20]))
 

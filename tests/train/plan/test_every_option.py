@@ -7,8 +7,9 @@ from rich.console import Console
 
 import jpipe
 from jpipe.plan import Agreement, Links
-from jpipe_planner import Asked, Profile, Topology
+from jpipe_planner import Profile, Topology
 from jpipe_planner.ranking import table
+from jpipe_planner.search.candidate import Asked
 from jpipe_train.console.progress import Reporter
 from jpipe_train.plan.inputs import Request
 from jpipe_train.plan.search import search
@@ -67,11 +68,11 @@ def planned(machine: str, asked: dict, *schedules: str) -> set[str]:
     result = search(profile(), topology, 4, request, False, Reporter(1, 1, "samples", Console(file=io.StringIO())))
     choice = result.choice
     assert choice.ranked
-    for one in result.known.values():
+    for one in result.plans.tried.values():
         plan = choice.plan(one)
         assert jpipe.Plan.from_json(plan.to_json()) == plan
         fits = all(size <= limit for size, limit in zip(one.simulated.peak_bytes, limits(plan, topology), strict=True))
-        assert (one.lacks(choice.meshes)[1] <= 0) == fits
+        assert (one.candidate.over is None) == fits
         seen |= options(plan)
     assert len(table.rows(choice, 10)) == len(choice.ranked[:10])
     assert table.why_chosen(choice, 3)

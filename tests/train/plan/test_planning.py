@@ -14,8 +14,11 @@ from rich.console import Console
 
 import jpipe
 from jpipe.plan import Agreement
-from jpipe_planner import Asked, Compiled, Profile, Topology
+from jpipe_planner import Profile, Topology
 from jpipe_planner.ranking import variants
+from jpipe_planner.ranking.compiled import Compiled
+from jpipe_planner.search.candidate import Asked
+from jpipe_planner.search.candidates import find_candidates
 from jpipe_train.config.config import Config
 from jpipe_train.config.plan_config import PlanConfig
 from jpipe_train.console.progress import Reporter
@@ -78,26 +81,22 @@ def fits(monkeypatch):
 
 def test_plans_of_too_many_microbatches_are_counted(monkeypatch):
     reporter = Reporter(1, 1, "samples", Console(file=(output := io.StringIO()), width=200))
-    everything = search(profile(), TWO, 8, Request(schedules=("all",)), False, reporter).candidates
+    request = Request(schedules=("pipedream_flush",))
+    everything = search(profile(), TWO, 8, request, False, reporter).plans
     monkeypatch.setattr(searching, "MOST_MICROBATCHES", 4)
-    result = search(profile(), TWO, 8, Request(schedules=("all",)), False, reporter)
-    assert {candidate.rows for candidate in everything} == {1, 2}
-    left_out = sum(candidate.rows == 1 for candidate in everything)
-    assert output.getvalue() == f"{left_out} candidates left out, with more than 4 microbatches\n"
-    assert {candidate.rows for candidate in result.candidates} == {2}
-
-
-def test_a_search_for_thousands_of_devices_warns_that_it_takes_minutes(monkeypatch):
-    monkeypatch.setattr(searching, "MANY_DEVICES", 2)
-    reporter = Reporter(1, 1, "samples", Console(file=(output := io.StringIO()), width=200))
-    search(profile(), TWO, 8, Request(schedules=("all",)), False, reporter)
-    assert output.getvalue().startswith(
-        "PipeDream's stages are searched exactly, which can take minutes for 2 devices; --schedules without"
+    result = search(profile(), TWO, 8, request, False, reporter)
+    assert {candidate.rows for candidate in everything.candidates} == {1, 2}
+    left_out = len(result.plans.excluded)
+    assert left_out == sum(
+        one.rows == 1 and one.schedule == "pipedream_flush" for one in find_candidates(profile(), TWO, 8, schedules=request.schedules)
     )
-    output.truncate(0)
-    for request in (Request(schedules=("pipedream_2bw",)), Request(schedules=("pipedream",), asked=Asked(agree=Agreement(every=4)))):
-        search(profile(), TWO, 8, request, False, reporter)
-    assert "minutes" not in output.getvalue()
+    assert output.getvalue() == f"{left_out} candidates left out, with more than 4 microbatches\n"
+    assert {candidate.rows for candidate in result.plans.candidates} == {2}
+
+
+def test_stages_of_pipelines_that_agree_are_not_searched():
+    reporter = Reporter(1, 1, "samples", Console(file=(output := io.StringIO()), width=200))
+    search(profile(), TWO, 8, Request(schedules=("pipedream",), asked=Asked(agree=Agreement(every=4))), False, reporter)
     words = "left out: different numbers of replicas per stage, because pipelines that agree have equal stages"
     assert output.getvalue().count(f"{words}\n") == 1
 
@@ -105,7 +104,7 @@ def test_a_search_for_thousands_of_devices_warns_that_it_takes_minutes(monkeypat
 def test_only_schedules_that_flush_are_considered_by_default():
     def schedules(**options) -> set[str]:
         result = search(profile(), TWO, 8, Request(replicas=False, **options), False, silent())
-        return {candidate.schedule for candidate in result.candidates}
+        return {candidate.schedule for candidate in result.plans.candidates}
 
     rules = jpipe.schedules.SCHEDULES
     flushing = schedules()
@@ -123,8 +122,8 @@ def test_the_gain_of_delayed_weights_is_known_where_they_were_not_requested():
 
     result = delayed(3)
     assert result.delayed is not None
-    assert not jpipe.schedules.SCHEDULES[result.delayed.schedule].flushes
-    assert result.delayed.samples_per_second > 1.5 * result.choice.ranked[0].samples_per_second
+    assert not jpipe.schedules.SCHEDULES[result.delayed.candidate.schedule].flushes
+    assert result.delayed.samples_per_second > 1.4 * result.choice.ranked[0].samples_per_second
     assert delayed(3, schedules=("all",)).delayed is None
     assert delayed(1).delayed is None  # one stage has no bubble
 
@@ -164,10 +163,11 @@ def test_a_plan_that_does_not_fit_when_compiled_gives_way_to_a_smaller_one_of_it
     result, attempts = searched(TWO, dispatch=0.02), []
     best = result.choice.ranked[0].candidate
     assert best.rows == 2
-    candidates = tuple(candidate for candidate in result.candidates if candidate.rows == 2 or candidate.kind == best.kind)
+    candidates = tuple(candidate for candidate in result.plans.candidates if candidate.rows == 2 or candidate.kind == best.kind)
+    tried = {key: one for key, one in result.plans.tried.items() if one.candidate.rows == 2 or one.candidate.kind == best.kind}
     compiled = fits(lambda candidate: candidate.rows == 1)
     after, (confirmed, *_) = confirm(
-        dataclasses.replace(result, candidates=candidates),
+        dataclasses.replace(result, plans=dataclasses.replace(result.plans, candidates=candidates, tried=tried)),
         parts(),
         of_this_machine(),
         lambda attempt: attempts.append(attempt.ranked.candidate),
@@ -180,7 +180,7 @@ def test_a_plan_that_does_not_fit_when_compiled_gives_way_to_a_smaller_one_of_it
     assert first.candidate == compiled[-1]
     assert (first.candidate.kind, first.candidate.rows) == (best.kind, 1)
     assert not {ranked.candidate for ranked in after.choice.ranked} & set(attempts)
-    assert set(attempts) <= set(after.known)
+    assert {one.without_costs for one in attempts} <= set(after.plans.tried)
 
 
 def test_where_nothing_fits_when_compiled_the_missing_bytes_are_reported(fits):
@@ -194,7 +194,7 @@ def test_near_misses_are_compiled_if_they_would_be_faster(fits, memory, near, do
     monkeypatch.setattr(variants, "SAVING", 0)  # with a shared optimizer data parallelism would fit
     weights = 10**8  # a device of data parallelism holds 12 times that, one of two stages 8 times
     result = searched(Topology.flat(2, 1e12, memory=memory), weights)
-    parallel = [candidate for candidate in result.candidates if candidate.depth == 1]
+    parallel = [candidate for candidate in result.plans.candidates if candidate.depth == 1]
     assert parallel
     assert all(candidate.over is not None for candidate in parallel)
     assert all(ranked.candidate.depth == 2 for ranked in result.choice.ranked)
@@ -205,7 +205,7 @@ def test_near_misses_are_compiled_if_they_would_be_faster(fits, memory, near, do
     assert first.depth == (1 if near and does else 2)
     assert first.over is None
     assert [ranked.candidate.kind for ranked in after.choice.ranked].count(first.kind) == 1
-    assert any(after.known.get(candidate) is confirmed.ranked for candidate in result.candidates)
+    assert any(after.plans.tried.get(candidate.without_costs) is confirmed.ranked for candidate in result.plans.candidates)
 
 
 def test_nothing_is_compiled_if_no_plan_can_fit(fits):

@@ -9,7 +9,8 @@ import yaml
 
 import jpipe
 import jpipe_train.plan.target
-from jpipe_planner import Attached, find_target, known_targets
+from jpipe_planner.machine.attached import Attached
+from jpipe_planner.machine.targets import find_target, known_targets
 from jpipe_train import cli
 
 ROOT = Path(__file__).parents[3]

@@ -13,7 +13,9 @@ import yaml
 from rich.console import Console
 
 import jpipe
-from jpipe_planner import Compiled, Profile, simulate_plan
+from jpipe_planner import Profile
+from jpipe_planner.cost.simulated import simulate_plan
+from jpipe_planner.ranking.compiled import Compiled
 from jpipe_train import cli
 from jpipe_train.console import interrupt
 from jpipe_train.console.progress import Reporter

@@ -14,7 +14,8 @@ import optax
 import jpipe
 from jpipe.files import expanded, read_text
 from jpipe.plan import excluded
-from jpipe_planner import balance, host_memory, usable_cores
+from jpipe_planner.machine.local import host_memory, usable_cores
+from jpipe_planner.search.balance import balance
 from jpipe_train.assemble import labels, meshes, model
 from jpipe_train.assemble.delay import words_by_stage
 from jpipe_train.assemble.frozen import part_of, trained, trains_part

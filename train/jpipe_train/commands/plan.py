@@ -22,7 +22,7 @@ def plan(
     max_delay: Annotated[float | None, tyro.conf.arg(metavar="UPDATES")] = None,
     devices: OptionalCount = None,
     mesh: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="MESH|none")] = (),
-    pipedream: Literal["batch", "replicas", "text", "code"] | None = None,
+    pipedream: Literal["batch", "replicas"] | None = None,
     measure: Annotated[int | None, tyro.conf.arg(metavar="PLANS")] = None,
     agree: Annotated[int | None, tyro.conf.arg(metavar="UPDATES")] = None,
     offload: Flag = False,
@@ -48,8 +48,7 @@ def plan(
         devices: With local, how many to use; by default all, and on CPUs as many as there are cores.
         mesh: Only stages on meshes like this, such as model=4, data=2,model=4,fsdp or expert=8, or none: on one device each. May be given
             several times. By default meshes inside a server are tried for a topology from a file, if the model's logical axes allow them.
-        pipedream: How PipeDream's stages update and are found: by default once a batch; or (replicas) after a microbatch of each replica,
-            as in the original; or that by the recurrence of its paper, with the costs of the text or of the released code, for comparison.
+        pipedream: How PipeDream's stages update: by default once a batch; or (replicas) after a microbatch of each replica.
         measure: With a config and local, run the best plans of so many kinds for some seconds each, and choose the fastest.
         agree: Let replicas be parallel pipelines that agree on their weights after this many updates each; by default as plan.agree says.
         offload: Try parts of the state in host memory, though plans fit without; if none does, that is tried anyway.

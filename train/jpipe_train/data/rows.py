@@ -13,7 +13,7 @@ import grain
 import jax
 import numpy as np
 
-from jpipe_planner import usable_cores
+from jpipe_planner.machine.local import usable_cores
 from jpipe_train.data import position
 from jpipe_train.data.position import Position
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jpipe.files import TEMPORARY, create
-from jpipe_planner import host_memory, usable_cores
+from jpipe_planner.machine.local import host_memory, usable_cores
 
 ROOT = Path("/")
 _SIZE = 2**24  # bytes of the file whose writing is timed: some milliseconds on a disk, a second on a slow network

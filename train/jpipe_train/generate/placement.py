@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 import jax
 
 from jpipe import InputError
-from jpipe_planner import balance
+from jpipe_planner.search.balance import balance
 
 _USED = 0.9  # fraction of a device's memory; the remainder is for activations
 

@@ -6,13 +6,15 @@ from collections.abc import Iterator
 import jax
 
 from jpipe import InputError
-from jpipe_planner import Compiling, Device, find_target
+from jpipe_planner import Device
+from jpipe_planner.machine.compiling import Compiling
 from jpipe_planner.machine.plain_yaml import parse
+from jpipe_planner.machine.targets import find_target
 from jpipe_train.config.config import Config
 from jpipe_train.console.terminal import first_line
 from jpipe_train.plan.inputs import read_text, read_topology
 
-# The temporaries of a CPU's compiler divided by those of the target's, in 16 bits and otherwise: docs/explanation/planner-memory.md.
+# The temporaries of a CPU's compiler divided by those of the target's, in 16 bits and otherwise: docs/explanation/planner-accuracy.md.
 RATIOS = {
     "cuda": ("an H100's", "1.1 to 12 times (median 1.8)", "0.7 to 3 times (median 1.4)"),
     "tpu": ("a TPU v5e's", "0.3 to 5 times (median 2.3)", ""),

@@ -4,10 +4,13 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jpipe_planner
 from jpipe import InputError
-from jpipe_planner import Attempt, Choice, Compiled, Compiling, Ranked, compile_stages
+from jpipe_planner.machine.compiling import Compiling
+from jpipe_planner.ranking import confirm as confirmation
 from jpipe_planner.ranking import table
+from jpipe_planner.ranking.choose import Choice, Ranked
+from jpipe_planner.ranking.compiled import Compiled, compile_stages
+from jpipe_planner.ranking.confirm import Attempt
 from jpipe_train.console.terminal import count
 from jpipe_train.plan.compiling import compiled_words
 from jpipe_train.plan.profiling import Parts
@@ -42,7 +45,7 @@ def confirm(
         pipe = parts.pipeline(choice.plan(ranked))
         return compile_stages(choice, ranked, pipe, parts.rows(ranked.candidate.batch), compiling.devices, programs)
 
-    result = jpipe_planner.confirm(searched.choice, searched.candidates, searched.known, compile, report)
+    result = confirmation.confirm(searched.plans, compile, report)
     if not result.attempts and not result.fitting:
         raise nothing_fits(searched.choice)
     if not result.fitting:
@@ -50,17 +53,9 @@ def confirm(
     ranked = (*(compiled.ranked for compiled in result.fitting), *result.uncompiled)
     kinds = {plan.candidate.kind for plan in ranked}
     rejected = tuple(candidate for candidate in searched.choice.rejected if candidate.kind not in kinds)
-    considered = searched.choice.considered + len(result.added)
-    choice = dataclasses.replace(searched.choice, ranked=ranked, rejected=rejected, considered=considered)
-    confirmed = dataclasses.replace(
-        searched,
-        choice=choice,
-        candidates=(*searched.candidates, *result.added),
-        known=result.known,
-        compiled=len(result.fitting),
-        attempts=tuple(result.attempts),
-    )
-    return confirmed, result.fitting
+    choice = dataclasses.replace(searched.choice, ranked=ranked, rejected=rejected)
+    plans = dataclasses.replace(searched.plans, choice=choice, tried=result.tried)
+    return dataclasses.replace(searched, plans=plans, compiled=len(result.fitting), attempts=tuple(result.attempts)), result.fitting
 
 
 def _nothing_fitted(attempts: Sequence[Attempt], scratch: str) -> InputError:

@@ -10,7 +10,11 @@ import jpipe
 from jpipe import InputError, files
 from jpipe.files import expanded
 from jpipe.plan import Agreement, Exclusion, excluded
-from jpipe_planner import NO_MESH, USUAL, Asked, Degrees, Profile, Topology, Updates, read_graph_txt, usable_cores
+from jpipe_planner import Profile, Topology, read_graph_txt
+from jpipe_planner.machine.local import usable_cores
+from jpipe_planner.profile.sharded import NO_MESH, Degrees
+from jpipe_planner.search.candidate import USUAL, Asked
+from jpipe_planner.search.candidates import Updates
 from jpipe_train.assemble.build import force_cpu_devices, start_devices
 from jpipe_train.config.plan_config import PlanConfig
 

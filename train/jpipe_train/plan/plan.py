@@ -14,21 +14,13 @@ import jpipe
 from jpipe import InputError
 from jpipe.context import tracing_for
 from jpipe.files import expanded, write_atomically
-from jpipe_planner import (
-    NO_MESH,
-    Choice,
-    Compiled,
-    Compiling,
-    PriceOfFlush,
-    Profile,
-    Ranked,
-    Topology,
-    compiling_for,
-    draw_choice,
-    local_topology,
-    price_of_flush,
-)
+from jpipe_planner import Profile, Topology, draw_choice, local_topology
+from jpipe_planner.machine.compiling import Compiling, compiling_for
+from jpipe_planner.profile.sharded import NO_MESH
 from jpipe_planner.ranking import table
+from jpipe_planner.ranking.choose import Choice, Ranked
+from jpipe_planner.ranking.compiled import Compiled
+from jpipe_planner.ranking.price_of_flush import PriceOfFlush, price_of_flush
 from jpipe_train.assemble.build import check_by_reading
 from jpipe_train.config import config_file
 from jpipe_train.config.config import AUTO, Config
@@ -321,30 +313,26 @@ def _report(
 ) -> None:
     choice = result.choice
     profile, topology, chosen = choice.profile, choice.topology, choice.ranked[0]
+    if kinds := other_kinds(topology):
+        reporter.say(
+            f"these plans cannot be run: they are for devices of different kinds, {kinds}, and the devices of a run are of one kind; plan "
+            "for the devices of one kind to train"
+        )
     reporter.say(
         f"{topology.name or 'topology'}: {table.devices(topology)}; {profile.source} profile of "
         f"{count(len(profile.layers), 'layer')}{_compiled_for(profile, topology)}; {choice.considered:,} candidates"
     )
-    first_rows = "row" if result.compiled < 2 else count(result.compiled, "row")
     rows, head = table.rows(choice, SHOWN), table.head(choice)
     if measured is not None:
         head = (*head, *trial_words.HEAD)
         rows = [(*row, *trial_words.cells(measured, ranked)) for row, ranked in zip(rows, choice.ranked, strict=False)]
     reporter.table(head, rows, table.WORDS)
-    reporter.say(
-        "samples/s in closed form and as simulated; where they differ by more than 10%, the cause follows"
-        + table.how_known(choice, SHOWN)
-        + "; delay: how many updates old the weights are that gradients are computed with, in the mean over stages"
-        + "; peak memory of the fullest device: what it holds and the temporaries of its programs, "
-        + ("estimated" if confirmed is None else f"estimated except in the first {first_rows}, whose stages are {known_by}")
-    )
-    if choice.open:
-        reporter.say(
-            f"{count(choice.open, 'candidate')} might be faster than the first one: simulating them all would take too long; "
-            "fewer --schedules or a smaller --batch leave less to simulate"
-        )
+    compiled = f"estimated except in the first {'row' if result.compiled < 2 else count(result.compiled, 'row')}, {known_by}"
+    reporter.say(table.legend(choice, SHOWN, "estimated" if confirmed is None else compiled))
+    if words := table.no_pipeline(choice):
+        reporter.say(words)
     if cost := price_of_flush(choice if measured is None else measured.searched.choice, result.delayed):
-        for line in _price_words(cost, only_flushing=cost.asynchronous.candidate is result.delayed):
+        for line in _price_words(cost, only_flushing=cost.asynchronous is result.delayed):
             reporter.say(line)
     for line in table.signs(choice, SHOWN):
         reporter.say(line)
@@ -354,8 +342,8 @@ def _report(
     _report_measured(reporter, measured)
     reporter.say(f"chosen: {table.name(candidate)}" + (f", mean delay {table.delay(candidate)}" if candidate.delay else ""))
     plan = choice.plan(chosen)
-    kinds = plan.predicted.devices if plan.predicted is not None else ()
-    of_stage = {s: f" on {words}" for stages, words in zip(plan.pipeline_ranks, kinds, strict=False) for s in stages}
+    devices = plan.predicted.devices if plan.predicted is not None else ()
+    of_stage = {s: f" on {words}" for stages, words in zip(plan.pipeline_ranks, devices, strict=False) for s in stages}
     for s, stage in enumerate(plan.stages):
         layers = stage.layers[0] if len(stage.layers) == 1 else f"{stage.layers[0]} … {stage.layers[-1]}"
         replicas = f" × {stage.replicas}" if stage.replicas > 1 else ""
@@ -375,12 +363,17 @@ def _price_words(cost: PriceOfFlush, *, only_flushing: bool) -> list[str]:
     """Compare the best plan that flushes with the best asynchronous one, and say how to get one if none was considered."""
     if not only_flushing or cost.is_free:
         return table.price(cost)
-    how = "as simulated" if cost.is_simulated else "by estimate"
     return [
         f"only schedules that flush were considered; {table.name(cost.asynchronous.candidate)}, whose weights are delayed, would be about "
-        f"{cost.ratio - 1:.0%} faster, {how}: --schedules all compares these, too, and --max-delay bounds the delay",
+        f"{cost.ratio - 1:.0%} faster: --schedules all compares these, too, and --max-delay bounds the delay",
         *table.price(cost),
     ]
+
+
+def other_kinds(topology: Topology) -> str:
+    """Return the names of the kinds of devices of a topology, if there are several."""
+    others = {one.target for one in topology.differing if one.target not in (None, topology.device.target)}
+    return ", ".join(sorted({topology.device.target or topology.device.name, *map(str, others)})) if others else ""
 
 
 def _report_measured(reporter: Reporter, measured: trial.Measured | None) -> None:
@@ -438,8 +431,8 @@ def _explain_choice(reporter: Reporter, result: SearchResult, measured: trial.Me
         pairs = zip(rows, result.choice.ranked, strict=False)
         rows = [(*row[:-1], trial_words.why(measured, ranked) or row[-1]) for row, ranked in pairs]
     reporter.table(table.WHY_HEAD, rows, table.WORDS)
-    if result.left_out:
-        many = f"{count(result.left_out, 'plan')} with chunks or split backwards left out"
+    if result.plans.left_out:
+        many = f"{count(result.plans.left_out, 'plan')} with chunks or split backwards left out"
         reporter.say(f"{many}: simulating them all would take too long; fewer --schedules or a smaller --batch leave less to simulate")
 
 
@@ -448,7 +441,7 @@ def _write(reporter: Reporter, files: Files, result: SearchResult, profile: Prof
     written: list[tuple[str, str, str | bytes]] = []
     if files.png is not None:
         image = BytesIO()
-        draw_choice(choice, result.candidates, chosen, result.known).savefig(image, format="png")
+        draw_choice(choice, result.plans.tried.values(), chosen).savefig(image, format="png")
         written.append(("--png", files.png, image.getvalue()))
     if files.profile_out is not None:
         written.append(("--profile-out", files.profile_out, profile.to_json()))

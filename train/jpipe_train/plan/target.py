@@ -5,7 +5,8 @@ from collections.abc import Mapping
 from rich.filesize import decimal
 
 from jpipe import InputError, files
-from jpipe_planner import Target, TargetUnavailable, attached_target, find_target, known_targets, target_devices, target_refusal
+from jpipe_planner.machine.attached import attached_target
+from jpipe_planner.machine.targets import Target, TargetUnavailable, find_target, known_targets, target_devices, target_refusal
 from jpipe_train.console.terminal import align
 
 _ENDINGS = ".yaml", ".yml"

@@ -19,8 +19,11 @@ import jax
 import numpy as np
 
 import jpipe
-from jpipe_planner import Attempt, Choice, Compiled, Profile, Ranked, compile_stages, simulate_plan
+from jpipe_planner import Profile
 from jpipe_planner.ranking import table
+from jpipe_planner.ranking.choose import Choice, Ranked
+from jpipe_planner.ranking.compiled import Compiled, compile_stages
+from jpipe_planner.ranking.confirm import Attempt
 from jpipe_train.console import interrupt
 from jpipe_train.console.progress import Reporter
 from jpipe_train.console.terminal import count, first_line
@@ -363,7 +366,7 @@ def _compared(search: _Search) -> Measured:
     rest = [ranked for ranked in searched.choice.ranked if ranked.candidate not in tried]
     choice = dataclasses.replace(searched.choice, ranked=(*first, *last, *rest) if first else (*rest, *last))
     compiled = sum(1 for _ in itertools.takewhile(lambda ranked: ranked.candidate in known, choice.ranked))
-    result = dataclasses.replace(searched, choice=choice, compiled=compiled)
+    result = dataclasses.replace(searched, plans=dataclasses.replace(searched.plans, choice=choice), compiled=compiled)
     return Measured(result, searched, tuple(trials), tuple(failed), correction(choice, trials), known.get(choice.ranked[0].candidate))
 
 
@@ -384,8 +387,5 @@ def correction(choice: Choice, trials: Sequence[Trial]) -> float:
 
 def corrected_seconds(choice: Choice, factor: float, trial: Trial) -> float:
     """Return the predicted seconds of a step if computations take `factor` times as long as in the profile."""
-    candidate, corrected = trial.ranked.candidate, dataclasses.replace(choice, profile=choice.profile.scaled(factor))
-    shares, topology = corrected.meshes.of(candidate.degrees)
-    plan = candidate.plan(choice.profile.ids)
-    simulated = simulate_plan(plan, shares.stage_costs(plan, candidate.rows), topology, choice.global_norm)
-    return factor * trial.ranked.seconds if simulated is None else simulated.batch_seconds
+    simulated = dataclasses.replace(choice, profile=choice.profile.scaled(factor)).simulate(trial.ranked.candidate)
+    return factor * trial.ranked.seconds if simulated.simulated is None else simulated.seconds

@@ -3,8 +3,8 @@
 import itertools
 from collections.abc import Sequence
 
-from jpipe_planner import Ranked
 from jpipe_planner.ranking import table
+from jpipe_planner.ranking.choose import Ranked
 from jpipe_train.console.terminal import count
 from jpipe_train.plan.trial import ROUNDS, Measured, Trial, corrected_seconds
 

@@ -3,8 +3,8 @@
     T(i, j, m) = 1/m · max(inner A(i, j, all), 2 (m - 1) · weights of i .. j / bandwidth)
     A(i, j, m) = min(T(i, j, m), min over s, m' of max(A(i, s, m - m'), 2 · outputs at s / bandwidth, T(s, j, m')))
 
-Unlike `jpipe_planner.search.pipedream.search` it cannot place a stage on a part of a component, uses all devices, and ignores updates and
-memory.
+Unlike `benchmarks.papers.partition.search_pipedream` it cannot place a stage on a part of a component, uses all devices, and ignores
+updates.
 """
 
 from dataclasses import dataclass, replace
@@ -12,8 +12,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from jpipe_planner.machine.topology import Level
-from jpipe_planner.search.pipedream.partition import Partition, Placed, Problem, evaluate_partition
+from benchmarks.papers.partition import Partition, Placed, Problem, evaluate_partition
+from jpipe_planner import Level
 
 
 @dataclass(frozen=True)

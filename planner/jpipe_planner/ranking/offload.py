@@ -11,9 +11,8 @@ from collections.abc import Iterable, Iterator, Sequence
 import jpipe
 from jpipe.plan import excluded
 from jpipe_planner.cost.devices import host_limits_of, lacking, limits_of
-from jpipe_planner.cost.simulated import Simulated, forwards, simulate_plan
-from jpipe_planner.ranking.choose import Choice, Ranked
-from jpipe_planner.ranking.variants import lacks_memory, priced
+from jpipe_planner.ranking.choose import Choice, Ranked, first_of_kinds
+from jpipe_planner.ranking.variants import lacks_memory
 from jpipe_planner.search.candidate import Candidate
 
 LEVELS: tuple[tuple[jpipe.plan.Kept, ...], ...] = (
@@ -31,19 +30,9 @@ MOST_IN_ALL = 48_000  # forwards of all simulations, after which no further plan
 def offload_bases(candidates: Iterable[Candidate]) -> list[Candidate]:
     """Return the plans that lack memory, or recompute so that they fit: of each kind the one that lacks least, and the fastest."""
     tight = [candidate for candidate in candidates if lacks_memory(candidate)]
-    by_lack, by_speed = (
-        _of_each_kind(sorted(tight, key=key)) for key in (lambda one: one.rank, lambda one: (one.seconds / one.batch, one.rank))
-    )
-    both = [one for pair in zip(by_lack, by_speed, strict=True) for one in pair]
-    return list(dict.fromkeys(both))[:BASES]
-
-
-def _of_each_kind(candidates: Iterable[Candidate]) -> list[Candidate]:
-    """Return the first candidate of each kind."""
-    first = dict[tuple[object, ...], Candidate]()
-    for candidate in candidates:
-        first.setdefault(candidate.kind, candidate)
-    return list(first.values())
+    fastest = {(one.kind, one.rows): one for one in sorted(tight, key=lambda one: (one.seconds / one.batch, one.rank), reverse=True)}
+    leanest = first_of_kinds(sorted(tight, key=lambda one: one.rank))
+    return list(dict.fromkeys(base for one in leanest for base in (one, fastest[one.kind, one.rows])))[:BASES]
 
 
 def find_offloads(choice: Choice, bases: Sequence[Candidate]) -> list[Ranked]:
@@ -55,24 +44,14 @@ def find_offloads(choice: Choice, bases: Sequence[Candidate]) -> list[Ranked]:
         choice: the ranking, for its profile, its topology and whether updates wait for a norm.
         bases: plans that do not fit, or do not without recomputation.
     """
-    run = _Offloads(choice)
-    return [found for base in bases for found in run.of(base)]
-
-
-class _Offloads:
-    """The search, which simulates plans while they are few enough."""
-
-    def __init__(self, choice: Choice) -> None:
-        self._choice, self._spent = choice, 0
-
-    def of(self, base: Candidate) -> Iterator[Ranked]:
-        """Yield a plan with as little in host memory as it needs to fit, and with as much of these ranks as possible."""
+    found, spent = list[Ranked](), 0
+    for base in bases:
         for policies in dict.fromkeys((base.policies, ("none",) * base.depth)):
-            run = _OfPlan(self._choice, dataclasses.replace(base, policies=policies, over=None, offload=None))
-            if self._spent > MOST_IN_ALL or not any(run.host_limits):
-                return
-            yield from run.found()
-            self._spent += run.spent
+            run = _OfPlan(choice, dataclasses.replace(base, policies=policies, over=None, offload=None))
+            if spent <= MOST_IN_ALL and any(run.host_limits):
+                found += run.found()
+                spent += run.spent
+    return found
 
 
 class _OfPlan:
@@ -84,41 +63,37 @@ class _OfPlan:
     """
 
     def __init__(self, choice: Choice, candidate: Candidate) -> None:
-        profile, self._topology = choice.meshes.of(candidate.degrees)
-        self._candidate, self._plan = candidate, candidate.plan(profile.ids)
+        profile, topology = choice.meshes.of(candidate.degrees)
+        self._choice, self._candidate, self._plan = choice, candidate, candidate.plan(profile.ids)
         self._costs = profile.stage_costs(self._plan, candidate.rows)
-        self._global_norm = choice.global_norm
-        self._limits, self.host_limits = limits_of(self._plan, self._topology), host_limits_of(self._plan, self._topology)
-        self._forwards, self.spent = forwards(self._plan), 0
+        self._limits, self.host_limits = limits_of(self._plan, topology), host_limits_of(self._plan, topology)
+        self._forwards, self.spent = choice.forwards(candidate), 0
 
     def found(self) -> Iterator[Ranked]:
         """Yield the plan with as little in host memory as it needs to fit, and then with as much of the same ranks as possible."""
         on_device = self._simulated(None)
-        levels = None if on_device is None else self._levels(on_device)
-        if on_device is None or levels is None:
+        levels = None if on_device.simulated is None else self._levels(on_device)
+        if levels is None:
             return
         deepest = tuple(len(LEVELS) - 1 if level else 0 for level in levels)
         for offload in dict.fromkeys(_offload(self._plan, self._costs, chosen) for chosen in (levels, deepest)):
-            simulation = self._simulated(offload)
-            if simulation is None or lacking(_of_ranks(self._plan, simulation.host_bytes), self.host_limits)[1] > 0:
-                continue
-            seconds = min(on_device.batch_seconds, simulation.batch_seconds)  # moves never gain time, but times are rounded
-            candidate = dataclasses.replace(self._candidate, offload=offload, on_device=seconds)
-            if (one := priced(candidate, self._plan, self._costs, simulation, self._topology)).over is None:
-                yield Ranked(one, simulation)
+            one = self._simulated(offload)
+            if one.candidate.over is None and lacking(self._in_host(one), self.host_limits)[1] <= 0:
+                seconds = min(on_device.seconds, one.seconds)  # moves never gain time, but times are rounded
+                yield dataclasses.replace(one, candidate=dataclasses.replace(one.candidate, on_device=seconds))
 
-    def _levels(self, on_device: Simulated) -> tuple[int, ...] | None:
+    def _levels(self, on_device: Ranked) -> tuple[int, ...] | None:
         """Return for each pipeline rank the first level with which it fits; None: a rank fits with none of them, or all fit without."""
-        sizes = _of_ranks(self._plan, on_device.peak_bytes)
-        levels, last = [0 if size <= limit else -1 for size, limit in zip(sizes, self._limits, strict=True)], None
+        levels = [0 if size <= limit else -1 for size, limit in zip(on_device.memory, self._limits, strict=True)]
         if min(levels) >= 0:
             return None
+        last = None
         for level in range(1, len(LEVELS)):
             offload = _offload(self._plan, self._costs, [level if known < 0 else 0 for known in levels])
-            simulation = None if offload == last else self._simulated(offload)
-            if simulation is None:  # nothing more than at the level before, or too long
+            if offload == last:  # nothing more than at the level before
                 continue
-            last, sizes, waiting = offload, *(_of_ranks(self._plan, each) for each in (simulation.peak_bytes, simulation.host_bytes))
+            last, one = offload, self._simulated(offload)
+            sizes, waiting = one.memory, self._in_host(one)
             for p, known in enumerate(levels):
                 if known < 0 and sizes[p] <= self._limits[p] and waiting[p] <= self.host_limits[p]:
                     levels[p] = level
@@ -126,18 +101,12 @@ class _OfPlan:
                 return tuple(levels)
         return None
 
-    def _simulated(self, offload: jpipe.plan.HostMemory | None) -> Simulated | None:
+    def _simulated(self, offload: jpipe.plan.HostMemory | None) -> Ranked:
         self.spent += self._forwards
-        plan = self._plan.model_copy(update={"offload": offload})
-        return simulate_plan(plan, self._costs, self._topology, self._global_norm)
+        return self._choice.simulate(dataclasses.replace(self._candidate, offload=offload))
 
-
-def _of_ranks(plan: jpipe.Plan, sizes: Sequence[int]) -> list[int]:
-    """Return the largest of the sizes of the replicas of each pipeline rank."""
-    largest = [0] * len(plan.pipeline_ranks)
-    for (p, _), size in zip(plan.rank_positions, sizes, strict=True):
-        largest[p] = max(largest[p], size)
-    return largest
+    def _in_host(self, one: Ranked) -> tuple[int, ...]:
+        return one.candidate.most_of_replicas(one.simulated.host_bytes if one.simulated else (0,) * one.candidate.num_ranks)
 
 
 def _offload(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost], levels: Sequence[int]) -> jpipe.plan.HostMemory | None:

@@ -1,4 +1,4 @@
-"""The problem of the PipeDream search, its solutions, and a straightforward evaluation of any solution.
+"""PipeDream's problem as its paper states it, its solutions, and their evaluation, with the price of the paper.
 
 Devices are numbered innermost first. Stages take contiguous ranges of devices without gaps, from device 0 on; the last devices may stay
 idle. A sum over the replicas of a stage uses the slowest link of all levels that its range crosses; a cut uses the slowest link of all
@@ -10,18 +10,52 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
 
 import jpipe
 from jpipe.plan import repeats_forward
-from jpipe.schedules import NO_OPTIONS, PlainShape, PlanOptions
-from jpipe_planner.cost.devices import DeviceRanges, Kind, lacking
+from jpipe.schedules import PlainShape, PlanOptions
+from jpipe_planner import Topology
+from jpipe_planner.cost.devices import DeviceRanges, Kind
 from jpipe_planner.cost.memory import stage_bytes, temporary_bytes, waiting_gradients, waiting_inputs
-from jpipe_planner.cost.price import Number, all_reduce_seconds, cut_seconds, stage_seconds
-from jpipe_planner.machine.topology import Topology
+from jpipe_planner.cost.price import all_reduce_seconds
+from jpipe_planner.search.pipedream import fastest_stages
+
+Number = Any  # float or array
 
 SCHEDULE = jpipe.schedules.SCHEDULES["pipedream"]
 """The schedule of all solutions."""
+
+TIE = 1e-9
+"""Relative difference below which times count as equal."""
+
+
+def cut_seconds(size: Number, link: jpipe.Link) -> Number:
+    """Return the seconds in which the outputs of a microbatch cross a cut, or their gradients return: links are full duplex.
+
+    The latency is not included: it does not slow the pipeline down as long as enough microbatches are in flight.
+    """
+    return size / link.bandwidth
+
+
+def stage_seconds(compute: Number, update: Number, all_reduce: Number, replicas: Number, microbatches: Number) -> Number:
+    """Return the seconds per microbatch that a stage of a pipeline in steady state needs, divided among its replicas.
+
+    Per update each replica computes M_s / r_s microbatches and updates once. The sum of the gradients overlaps with the forward and
+    backward after it, and the stage waits for what remains of it. With M_s = r_s that is the larger of compute and all-reduce, as in
+    PipeDream (SOSP 2019), section 3.1.
+
+    Args:
+        compute: seconds of the forward and backward of one microbatch.
+        update: seconds of an update.
+        all_reduce: seconds to sum the gradients over the replicas.
+        replicas: r_s.
+        microbatches: M_s, microbatches per update over all replicas.
+    """
+    microbatches_per_replica = microbatches / replicas
+    return (microbatches_per_replica * compute + update + np.maximum(all_reduce - compute, 0.0)) / microbatches
 
 
 @dataclass(frozen=True)
@@ -36,14 +70,6 @@ class Problem:
         inputs: bytes of one microbatch's inputs.
         labels: bytes of its labels.
         dispatch: seconds for each forward, backward and update of a stage, in addition to its layers.
-        memory: bytes of a device, where devices differ of the usual one; None: not limited.
-        policies: recomputation policies that a stage may have. Each stage takes the cheapest that fits; ties go to the first.
-        sync_state: as in `jpipe.Plan`.
-        options: the options of the schedule, except `update_every`, which follows from `microbatches`; only `evaluate_partition` reads
-            them, the searches do not.
-
-    Raises:
-        InputError: there is no policy, or memory is limited and a layer has no residual bytes for a policy.
     """
 
     layers: Sequence[jpipe.programs.LayerCost]
@@ -52,19 +78,6 @@ class Problem:
     inputs: int = 0
     labels: int = 0
     dispatch: float = 0.0
-    memory: float | None = None
-    policies: tuple[str, ...] = ("none",)
-    sync_state: bool = True
-    options: PlanOptions = NO_OPTIONS
-
-    def __post_init__(self) -> None:
-        if not self.policies:
-            raise jpipe.InputError("policies: expected at least one recomputation policy, found none; 'none' is one")
-        for n, layer in enumerate(self.layers) if self.memory is not None else ():
-            for policy in set(self.policies) - {"full", *layer.residuals}:
-                raise jpipe.InputError(
-                    f"layer costs: layer {n} has no residual bytes for '{policy}', found {sorted(layer.residuals)}; leave out this policy"
-                )
 
     @cached_property
     def ranges(self) -> DeviceRanges:
@@ -75,24 +88,15 @@ class Problem:
         """Return the kind of the devices of a stage."""
         return self.ranges.kind(stage.first, stage.first + stage.replicas - 1)
 
-    def limit(self, stage: "Placed") -> float:
-        """Return the bytes of the device of a stage with the least memory; infinity: not limited."""
-        return math.inf if self.memory is None else self.memory * self.kind(stage).share
-
     def microbatches_per_update(self, replicas: Number) -> Number:
         """Return M_s of a stage."""
         return replicas if self.microbatches == "replicas" else self.microbatches
 
-    def versions(self, in_flight: Number, replicas: Number) -> Number:
-        """Return the weight versions alive at a stage; for arrays too."""
-        return jpipe.schedules.pipedream_versions(in_flight, replicas, replicas > 1, self.microbatches_per_update(replicas))
-
     def shape(self, replicas: tuple[int, ...]) -> PlainShape:
         """Return the part of a solution that the schedule reads, for these numbers of replicas."""
         if self.microbatches == "replicas":
-            options = self.options.model_copy(update={"update_every": "replicas"})
-            return PlainShape(SCHEDULE.name, math.lcm(*replicas), replicas, options)
-        return PlainShape(SCHEDULE.name, self.microbatches, replicas, self.options)
+            return PlainShape(SCHEDULE.name, math.lcm(*replicas), replicas, PlanOptions(update_every="replicas"))
+        return PlainShape(SCHEDULE.name, self.microbatches, replicas)
 
 
 class Placed(NamedTuple):
@@ -122,14 +126,12 @@ class Partition:
         seconds: seconds per microbatch, in steady state.
         bound: what limits the speed: ("stage", s), or ("cut", s) for the cut after stage s.
         memory: peak bytes of a device of each stage.
-        over: the stage that lacks most memory and how many bytes; None: it fits.
     """
 
     stages: tuple[Placed, ...]
     seconds: float
     bound: tuple[Literal["stage", "cut"], int]
     memory: tuple[int, ...]
-    over: tuple[int, int] | None = None
 
     @property
     def devices(self) -> int:
@@ -149,7 +151,6 @@ class Partition:
             schedule=shape.schedule,
             microbatches=shape.microbatches,
             stages=stages,
-            sync_state=problem.sync_state,
             **dict(shape.options),
         )
 
@@ -167,9 +168,7 @@ def evaluate_partition(problem: Problem, stages: Sequence[Placed]) -> Partition:
         link = problem.ranges.kind(before.first, after.first + after.replicas - 1).link
         times.append((cut_seconds(problem.layers[before.stop - 1].outputs, link), ("cut", s)))
     seconds, bound = max(times, key=lambda time: time[0])
-    memory = memory_of(problem, stages)
-    worst, lacks = lacking(memory, [problem.limit(stage) for stage in stages])
-    return Partition(tuple(stages), seconds, bound, memory, (worst, math.ceil(lacks)) if lacks > 0 else None)
+    return Partition(tuple(stages), seconds, bound, memory_of(problem, stages))
 
 
 def placed_seconds(problem: Problem, stage: Placed) -> float:
@@ -243,3 +242,44 @@ def _everything(layers: Sequence[jpipe.programs.LayerCost]) -> int | None:
 
 def _residuals(layers: Sequence[jpipe.programs.LayerCost], policy: str) -> int:
     return sum(layer.residuals.get(policy, 0) for layer in layers) - sum(layer.shared.get(policy, 0) for layer in layers[:-1])
+
+
+def search_pipedream(problem: Problem) -> Partition:
+    """Return the fastest stages; of equally fast ones those with the fewest stages, then devices.
+
+    Args:
+        problem: the costs and the devices.
+    """
+    layers, devices = problem.layers, problem.topology.num_devices
+    first, end = np.triu_indices(len(layers) + 1, 1)
+    compute, update, summed = (
+        np.concatenate([[0.0], np.cumsum(values)])
+        for values in (
+            [layer.forward + layer.backward for layer in layers],
+            [layer.update for layer in layers],
+            [float(layer.summed) for layer in layers],
+        )
+    )
+    outputs = np.array([0, *(layer.outputs for layer in layers[:-1]), 0])
+
+    def seconds(device: int, replicas: int) -> Any:
+        last, kind = device + replicas - 1, problem.ranges.kind(device, device + replicas - 1)
+        sums = all_reduce_seconds(summed[end] - summed[first], replicas, kind.link)
+        computes = kind.slowness * (compute[end] - compute[first] + 2 * problem.dispatch)
+        updates = kind.slowness * (update[end] - update[first] + problem.dispatch)
+        times = stage_seconds(computes, updates, sums, replicas, problem.microbatches_per_update(replicas))
+        for cut, ends in ((first, (device - 1, last)), (end, (device, last + 1))):
+            if ends[0] >= 0 and ends[1] < devices:
+                times = np.maximum(times, cut_seconds(outputs[cut], problem.ranges.kind(*ends).link))
+        matrix = np.full((len(layers) + 1, len(layers) + 1), np.inf)
+        matrix[first, end] = times
+        return matrix
+
+    every = problem.microbatches
+    counts = [r for r in range(1, devices + 1) if every == "replicas" or every % r == 0]
+    found = fastest_stages(seconds, len(layers), devices, counts, min(devices, len(layers)))
+    best = min(one.seconds for one in found)
+    chosen = next(one for one in found if one.seconds <= best * (1 + TIE))
+    firsts = np.cumsum([0, *chosen.replicas]).tolist()
+    stops = (*chosen.starts[1:], len(layers))
+    return evaluate_partition(problem, list(map(Placed, chosen.starts, stops, firsts, chosen.replicas)))

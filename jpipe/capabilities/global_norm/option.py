@@ -1,0 +1,113 @@
+"""What updates do with the norm of their gradients, from the arguments of a pipeline: clip, skip batches, adapt the loss scale."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from jpipe._numbers import is_number
+from jpipe.capabilities.protocol import Exclusion, Option
+from jpipe.errors import InputError
+
+if TYPE_CHECKING:
+    pass
+
+
+@dataclass(frozen=True)
+class Norms:
+    """What updates do with the norm of their gradients.
+
+    Attributes:
+        largest: the norm to which gradients are clipped, if they are.
+        of_stage: whether that is the norm of the gradients of each stage, and not of all.
+        skips: whether an update changes nothing if any gradient of any stage is NaN or infinite.
+        counts: for each stage the number of entries (see `Ties`) that it counts.
+    """
+
+    largest: float | None
+    of_stage: bool
+    skips: bool
+    counts: tuple[int, ...]
+
+    @property
+    def of_all(self) -> bool:
+        """Whether updates use the norm of the gradients of all stages."""
+        return self.skips or (self.largest is not None and not self.of_stage)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NormCosts:
+    """The field of the cost of a stage whose updates use the norm of all stages.
+
+    Attributes:
+        squares: the sums of squares of its gradients.
+    """
+
+    squares: int = 0
+
+
+_OF_ALL = {"clip_global_norm": ", or clip_stage_norm, which clips each stage by its own norm"}
+_OF_ALL |= dict.fromkeys(("skip_nonfinite", "precision: loss_scale: dynamic"), "")
+"""Options with which updates use the norm of all stages, and what may be done besides where they cannot."""
+
+
+def check_arguments(arguments: Mapping[str, Any]) -> None:
+    """Check the values of clipping and of skipping.
+
+    Raises:
+        InputError: they are no norms, or no bool.
+    """
+    for option in ("clip_global_norm", "clip_stage_norm"):
+        if (norm := arguments[option]) is not None and (not is_number(norm) or not 0 < norm < math.inf):
+            raise InputError(f"{option}: expected a finite number above 0, found {norm!r}")
+    if not isinstance(skip := arguments["skip_nonfinite"], bool):
+        raise InputError(f"skip_nonfinite: expected True or False, found {skip!r}")
+
+
+def of_arguments(arguments: Mapping[str, Any], entries: Any) -> Norms | None:
+    """Return what the arguments of a pipeline say, for stages with these entries; None if updates use no norm."""
+    of_all, *skips = map(arguments.get, _OF_ALL)
+    of_stage = arguments.get("clip_stage_norm")
+    largest = of_all if of_stage is None else of_stage
+    if largest is None and not any(skips):
+        return None
+    return Norms(largest, of_stage is not None, any(skips), tuple(map(len, entries.counted)))
+
+
+EXCLUSIONS = (
+    Exclusion("clip_stage_norm", "clip_global_norm", "gradients are clipped by one norm"),
+    Exclusion(
+        "clip_stage_norm",
+        "ties",
+        "each stage would clip its copy by another norm",
+        "use clip_global_norm, or put the layers that share a parameter into one stage",
+    ),
+    *(
+        Exclusion(
+            option,
+            "weight stashing",
+            "the last stage updates before the first one has computed its gradients",
+            f"use vertical_sync, 'pipedream_2bw' or a schedule that flushes{instead}",
+        )
+        for option, instead in _OF_ALL.items()
+    ),
+    *(
+        Exclusion(
+            option,
+            "update_every",
+            "a stage would update before the batch has all of its gradients",
+            "use 'batch' with as many microbatches as the stages have replicas",
+        )
+        for option in _OF_ALL
+    ),
+)
+
+OPTION = Option(
+    room="global_norm",
+    field=None,
+    stands_for="skip_nonfinite",
+    check_arguments=check_arguments,
+    of_arguments=of_arguments,
+    used=lambda norms: norms.of_all,
+    exclusions=EXCLUSIONS,
+)

@@ -1,0 +1,271 @@
+"""How updates use norms: the sums of squares of a stage, the norm made of them, and what updates do with it."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jpipe.capabilities.global_norm.option import Norms
+from jpipe.capabilities.global_norm.program import SumSquares
+from jpipe.capabilities.protocol import RuntimeHooks, TransportHooks, UpdateHooks
+from jpipe.model._precision import LossScale
+from jpipe.plan import Plan
+from jpipe.programs._instructions import Compute, Instruction, Receive, Send, Update
+from jpipe.programs._route import route_of
+from jpipe.runtime._metrics import Metrics, MetricsExchange
+from jpipe.runtime._trace import key_of
+from jpipe.runtime._transport import arrived
+from jpipe.runtime._worker import RunResults, Worker
+from jpipe.runtime.state import WorkerState
+from jpipe.runtime.timing._transfers import Computation, that_leave
+from jpipe.schedules import SCHEDULES
+from jpipe.stages._arrays import Arrays
+from jpipe.stages._bytes import nbytes
+from jpipe.stages._calls import Call
+from jpipe.stages.functions._accumulators import divisor, mean
+from jpipe.stages.functions._loss import loss_dtype
+from jpipe.stages.functions._stage import StageFunctions
+
+Tree = Any
+
+
+class GlobalNorm(NamedTuple):
+    """What an update has to know of the gradients of all stages, as scalars.
+
+    Attributes:
+        norm: the square root of the sum of the squares of the mean gradients. With `clip_stage_norm` an update gets the norm of its stage
+            alone, see `with_stage_norm`.
+        nonfinite: the number of their entries that are NaN or infinite; None if updates do not use it.
+    """
+
+    norm: Any
+    nonfinite: Any
+
+
+def norms_of(f: StageFunctions) -> Norms:
+    """Return what the updates of a stage do with norms."""
+    norms: Norms = f.capabilities["global_norm"]
+    return norms
+
+
+# Functions of a stage --------------------------------------------------------------------------------------------------
+
+
+def sum_squares(f: StageFunctions, accumulators: Tree) -> GlobalNorm:
+    """Sum the squares of each layer's mean gradient, as `norm`, and count its entries that are not finite."""
+    weight = divisor(accumulators["weight"])
+    means = {layer_id: mean(gradient, weight) for layer_id, gradient in accumulators["gradients"].items()}
+    leaves = [[leaf.astype(loss_dtype()) for leaf in jax.tree.leaves(means[entry])] for entry in f.counted]
+    zero = jnp.zeros((), loss_dtype())
+    squares = [sum((jnp.square(leaf).sum() for leaf in layer), zero) for layer in leaves]
+    nonfinite = [sum(((~jnp.isfinite(leaf)).sum(dtype=loss_dtype()) for leaf in layer), zero) for layer in leaves]
+    return GlobalNorm(jnp.stack(squares), jnp.stack(nonfinite))
+
+
+def norm_of(squares: tuple[GlobalNorm, ...]) -> GlobalNorm:
+    """Return the norm from `sum_squares` of each stage, added layer by layer, so that it does not depend on the cut."""
+    total = jnp.zeros((), squares[0].norm.dtype)
+    for layer in jnp.concatenate([stage.norm for stage in squares]):
+        total += layer
+    return GlobalNorm(jnp.sqrt(total), jnp.concatenate([stage.nonfinite for stage in squares]).sum())
+
+
+def with_stage_norm(f: StageFunctions, accumulators: Tree, norm: GlobalNorm | None) -> GlobalNorm:
+    """Return what an update gets with `clip_stage_norm`: the norm of the stage's mean gradient, and `norm.nonfinite` of all stages.
+
+    Args:
+        f: of the stage.
+        accumulators: the sums over the batch, with all trained parameters of the stage, also those that other replicas update.
+        norm: of all stages, if updates use it.
+    """
+    return GlobalNorm(norm_of((sum_squares(f, accumulators),)).norm, None if norm is None else norm.nonfinite)
+
+
+def next_scale(f: StageFunctions, scale: LossScale, norm: GlobalNorm) -> LossScale:
+    """Return the dynamic loss scale of the version that an update makes, from that of the version before."""
+    assert f.precision.dynamic_scale is not None
+    return f.precision.dynamic_scale.after(scale, norm.nonfinite == 0)
+
+
+def clip(f: StageFunctions, norm: GlobalNorm, gradient: Tree) -> Tree:
+    """Clip as `optax.clip_by_global_norm`; if the norm is NaN, all gradients become NaN."""
+    largest = norms_of(f).largest
+    if largest is None:
+        return gradient
+    return jax.tree.map(lambda g: jnp.where(norm.norm < largest, g, g / norm.norm.astype(g.dtype) * largest), gradient)
+
+
+def step_or_skip(f: StageFunctions, step: Callable[..., Tree]) -> Callable[..., Tree]:
+    """Return the optimizer step, or one that changes nothing if the batch is skipped."""
+
+    def step_if_finite(params: Tree, optimizer_state: Tree, accumulators: Tree, others: Mapping[str, Tree], position: Any) -> Tree:
+        # With `where` instead, XLA rounds the update in other ways than without `skip_nonfinite`.
+        arguments = params, optimizer_state, accumulators, others, dict(position)
+        return jax.lax.cond(others["global_norm"].nonfinite == 0, step, lambda *unchanged: unchanged[:2], *arguments)
+
+    return step_if_finite if norms_of(f).skips else step
+
+
+# Specs and programs ----------------------------------------------------------------------------------------------------
+
+
+def _number(a: Arrays) -> Tree:
+    return a.whole(jax.ShapeDtypeStruct((), loss_dtype()))
+
+
+def _norm(a: Arrays) -> GlobalNorm | None:
+    """Return the specs of the norm of all gradients, if updates use it."""
+    return GlobalNorm(_number(a), _number(a)) if norms_of(a.functions).of_all else None
+
+
+def _squares(a: Arrays, counts: Iterable[int]) -> tuple[GlobalNorm, ...]:
+    """Return the specs of the sums of squares of stages that count these numbers of entries."""
+    numbers = [a.whole(jax.ShapeDtypeStruct((count,), loss_dtype())) for count in counts]
+    return tuple(GlobalNorm(number, number) for number in numbers)
+
+
+def spec(a: Arrays) -> GlobalNorm | None:
+    """Return the specs of what an update gets: the norm of its stage with `clip_stage_norm`, otherwise that of all."""
+    norms = norms_of(a.functions)
+    return GlobalNorm(_number(a), _number(a) if norms.of_all else None) if norms.of_stage else _norm(a)
+
+
+def calls(a: Arrays) -> dict[str, Call]:
+    """Return the programs of norms."""
+    f, counts = a.functions, norms_of(a.functions).counts
+    return {
+        "sum_squares": Call(partial(sum_squares, f), (), (a.accumulators,), _squares(a, [len(f.counted)])[0]),
+        "norm": Call(norm_of, (), (_squares(a, counts),), _norm(a)),
+        "stage_norm": Call(partial(with_stage_norm, f), (), (a.accumulators, _norm(a)), spec(a)),
+        "next_scale": Call(partial(next_scale, f), (), (a.scale, _norm(a)), a.scale),
+    }
+
+
+def used_calls(f: StageFunctions, i: Instruction) -> tuple[str, ...]:
+    """Return the programs that an instruction needs."""
+    if isinstance(i, Update):
+        return ("stage_norm",) if norms_of(f).of_stage else ()
+    return ("sum_squares", "norm") if f.first else ("sum_squares",)
+
+
+# Instructions ----------------------------------------------------------------------------------------------------------
+
+
+def run_sum_squares(worker: Worker, i: SumSquares) -> None:
+    """Sum the squares of the gradients of a batch, and of those that later stages have sent."""
+    update = i.batch + worker.version_shift
+    later = arrived(worker.state.updates.get(update, {}).get("squares", ()))
+    squares = worker.calls["sum_squares"](worker.complete(update)), *later
+    if worker.functions.first:
+        worker.change_update(update, squares=None, norm=worker.calls["norm"](squares))
+    else:
+        worker.change_update(update, squares=squares)
+
+
+def send_squares(worker: Worker, i: Send, update: int) -> Tree:
+    """Return the sums of squares, which the worker needs no more."""
+    squares = worker.state.updates[update]["squares"]
+    worker.change_update(update, squares=None)
+    return squares
+
+
+def receive(worker: Worker, i: Receive, update: int, tree: Tree) -> None:
+    """Keep a norm, or the sums of squares of later stages, for the update."""
+    worker.change_update(update, **{i.message: tree})
+
+
+def norm_for_update(worker: Worker, update: int, accumulators: Tree) -> GlobalNorm | None:
+    """Return the norm that an update gets; that of all stages stays until the next update, since it may have to be sent on."""
+    norms, norm = norms_of(worker.functions), None
+    if norms.of_all:
+        if update - 1 in worker.state.updates:
+            worker.change_update(update - 1, norm=None)
+        norm = arrived(worker.state.updates[update]["norm"])
+        worker.change_update(update, norm=norm)
+        if scales := worker.state.loss_scales:
+            scales[update + 1] = worker.calls["next_scale"](scales[update], norm)
+        if worker.functions.last and (worker.replica == 0 or worker.plan.has_parallel_pipelines):
+            scale = worker.state.scale(update + 1)
+            worker.results.others["norms"][update, worker.replica] = norm if scale is None else (*norm, scale)
+    if not norms.of_stage:
+        return norm
+    of_stage: GlobalNorm = worker.calls["stage_norm"](accumulators, norm)
+    if worker.replica == 0:
+        worker.results.others["stage norms"][update, worker.stage] = of_stage.norm
+    return of_stage
+
+
+# Numbers of a run ------------------------------------------------------------------------------------------------------
+
+
+def report(
+    exchange: MetricsExchange, f: StageFunctions, updated: Sequence[Sequence[int]], results: RunResults, metrics: Metrics
+) -> list[dict[int, Any]] | None:
+    """Put the norms and what comes with them into the metrics.
+
+    Returns:
+        For each pipeline how many entries of its gradient are not finite, by batch, if it skips such updates.
+    """
+    norms, of_pipelines = norms_of(f), list[dict[int, Any]]()
+    for pipeline, worker in enumerate(exchange.reporting) if norms.of_all else ():
+        local = {t: partial(tuple, norm) for (t, number), norm in results.others["norms"].items() if number == pipeline}
+        into, nonfinite = Metrics.empty() if pipeline else metrics, dict[int, Any]()
+        fields = [into.norms, nonfinite, *([into.loss_scales] if f.scale_spec is not None else [])]
+        exchange.check_complete("gradient norm", worker, updated[-1], local)
+        exchange.share(f"gradient norm of pipeline {pipeline}" if pipeline else "gradient norm", worker, updated[-1], local, fields)
+        of_pipelines.append(nonfinite)
+    for batch in updated[-1] if of_pipelines else ():
+        metrics.nonfinite[batch] = exchange.sum_of([nonfinite[batch] for nonfinite in of_pipelines])
+    for s, batches in enumerate(updated) if norms.of_stage else ():
+        rate, by_batch = exchange.plan.updates_per_batch(s), dict[int, Any]()
+        of_stage = {g // rate: partial(tuple, [norm]) for (g, stage), norm in results.others["stage norms"].items() if stage == s}
+        exchange.share(f"gradient norm of stage {s}", exchange.plan.stage_workers[s][0], batches, of_stage, [by_batch])
+        metrics.stage_norms.update({(batch, s): norm for batch, norm in by_batch.items()})
+    return of_pipelines if norms.skips else None
+
+
+def waits_for(plan: Plan, instructions: Iterable[Compute | Update]) -> dict[Computation, list[Computation]]:
+    """Return for each update the computations at the first stage for which it waits, whose gradients are the last."""
+    waits: dict[Computation, list[Computation]] = {}
+    for i in instructions:
+        if isinstance(i, Update):
+            s, replica = plan.workers[i.worker]
+            end = (i.batch + 1) * plan.microbatches_per_update(s)
+            last = [] if SCHEDULES[plan.schedule].flushes_after(plan, i.batch) else [end - 1 + route_of(plan).delay]
+            microbatches = [*range(end - plan.replicas[0], end), *last]
+            if plan.has_parallel_pipelines:
+                microbatches = [end - plan.replicas[s] + replica]
+            waits[key_of(i)] = [key for k in microbatches for key in that_leave("accumulators", plan, 0, k)]
+    return waits
+
+
+def _received(state: WorkerState, i: Receive, update: int) -> Tree:
+    return state.updates[update].others[i.message]
+
+
+RUNTIME = RuntimeHooks(
+    handlers={SumSquares: run_sum_squares},
+    messages={
+        "squares": TransportHooks(
+            send_squares,
+            receive,
+            _received,
+            lambda source, to: tuple(_squares(a, norms_of(a.functions).counts[source.functions.number :]) for a in (source, to)),
+        ),
+        "norm": TransportHooks(
+            lambda worker, i, update: arrived(worker.state.updates[update]["norm"]),
+            receive,
+            _received,
+            lambda source, to: (_norm(source), _norm(to)),
+        ),
+    },
+    calls=calls,
+    used_calls=dict.fromkeys((SumSquares, Update), used_calls),
+    always_used=lambda f: () if f.scale_spec is None else ("next_scale",),
+    update=UpdateHooks(spec, norm_for_update, clip, step_or_skip),
+    costs=lambda a: {"squares": nbytes(_squares(a, [len(a.functions.counted)]))},
+    report=report,
+    waits_for=waits_for,
+)

@@ -1,0 +1,109 @@
+"""The links and devices of the stages of a plan: what messages and sums take, and which ports they share."""
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+import jpipe
+from jpipe_planner.machine.topology import Topology
+
+KeepTogether = Literal["replicas", "stages"]
+
+
+class StageLinks(NamedTuple):
+    """The links of a pipeline with one stage on each rank: NumPy arrays over the d - 1 cuts or the d stages.
+
+    Attributes:
+        bandwidths: bandwidth of the slowest link of each cut.
+        latencies: the longest latency of each cut.
+        rings: for each stage the slowest link between neighbouring replicas.
+        slowness: how many times as long as in the profile the slowest device of each stage computes.
+        limits: the bytes that each stage may use of its device with the least; infinity: not limited.
+        messages: by port and cut, the seconds that it sends for each microbatch of the batch and byte of the output: outputs and gradients.
+        sums: by port and stage, the seconds that it sends for each byte of the gradients that are summed.
+    """
+
+    bandwidths: Any
+    latencies: Any
+    rings: tuple[jpipe.Link, ...]
+    slowness: Any
+    limits: Any
+    messages: Any
+    sums: Any
+
+    def port_seconds(self, microbatches: int, sizes: Any, summed: Any) -> float:
+        """Return the seconds of a batch for which the busiest port sends.
+
+        Args:
+            microbatches: M, over all replicas.
+            sizes: bytes of a microbatch that cross each cut.
+            summed: bytes that are summed in a batch over the replicas of each stage.
+        """
+        return float((microbatches * self.messages @ sizes + self.sums @ summed).max(initial=0.0))
+
+
+def stage_devices(replicas: Sequence[int], keep_together: KeepTogether) -> list[Any]:
+    """Return the numbers of the devices of each stage's replicas, as `jpipe.Pipeline` places them."""
+    if keep_together == "replicas":
+        ends = np.cumsum(replicas)
+        return [np.arange(end - count, end) for end, count in zip(ends.tolist(), replicas, strict=True)]
+    return [np.arange(s, len(replicas) * count, len(replicas)) for s, count in enumerate(replicas)]
+
+
+@lru_cache(maxsize=4096)
+def ring_share(replicas: int) -> float:
+    """Return how often each replica sends the bytes that a ring sums: shares of them once, and then the sums of these shares."""
+    return 2 * (replicas - 1) / replicas
+
+
+def find_links(topology: Topology, replicas: Sequence[int], keep_together: KeepTogether) -> StageLinks:
+    """Return the links of stages on the first devices of a topology."""
+    devices, depth = stage_devices(replicas, keep_together), len(replicas)
+    ports = np.zeros((2 * len(topology.levels) * topology.num_devices, 2 * depth - 1))  # messages of each cut, then sums of each stage
+    bandwidths, latencies, rings = np.full(depth - 1, np.inf), np.zeros(depth - 1), list[jpipe.Link]()
+    for s in range(depth - 1):
+        k = np.arange(math.lcm(replicas[s], replicas[s + 1]))
+        source, target = devices[s][k % replicas[s]], devices[s + 1][k % replicas[s + 1]]
+        levels, bandwidth, ends = _crossed(topology, source, target)
+        bandwidths[s], latencies[s] = bandwidth.min(), max(topology.levels[n].latency for n in np.unique(levels).tolist())
+        for port in (*ends, *(ends + 1)):  # outputs one way and gradients back, so both ports of both ends
+            np.add.at(ports[:, s], port, 1 / len(k) / bandwidth)
+    for s, of_stage in enumerate(devices):
+        if len(of_stage) == 1:
+            rings.append(jpipe.Link())
+            continue
+        levels, bandwidth, (out, into) = _crossed(topology, of_stage, np.roll(of_stage, 1))
+        rings.append(jpipe.Link(float(bandwidth.min()), max(topology.levels[n].latency for n in np.unique(levels).tolist())))
+        ports[np.concatenate([out, into + 1]), depth - 1 + s] = ring_share(len(of_stage)) / rings[-1].bandwidth
+    used = np.unique(ports, axis=0)
+    slowness, limits = topology.slowness, topology.limits
+    return StageLinks(
+        bandwidths,
+        latencies,
+        tuple(rings),
+        np.array([slowness[of_stage].max() for of_stage in devices]),
+        np.array([limits[of_stage].min() for of_stage in devices]),
+        used[:, : depth - 1],
+        used[:, depth - 1 :],
+    )
+
+
+def _crossed(topology: Topology, sources: Any, targets: Any) -> tuple[Any, Any, Any]:
+    """Return of the links between devices the level, the bandwidth, and the numbers of the sending ports of both ends.
+
+    The receiving port of an end has the next number.
+    """
+    levels = sum((sources // size != targets // size).astype(int) for size in topology.sizes)
+    inside = np.array([1, *topology.sizes])[levels]
+    components = np.stack([sources // inside, targets // inside])
+    if topology.differing:
+        bandwidths = np.empty(len(levels))
+        for k in np.unique(levels).tolist():
+            ports, at = topology.ports(k), levels == k
+            bandwidths[at] = ports[components[:, at]].min(0)
+    else:
+        bandwidths = np.array([level.bandwidth for level in topology.levels])[levels]
+    return levels, bandwidths, 2 * (levels * topology.num_devices + components)

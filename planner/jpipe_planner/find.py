@@ -1,0 +1,114 @@
+"""Find the fastest plans that fit: candidates, simulations of the best, variants, and steps to faster neighbours."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jpipe
+from jpipe_planner.cost.shape import is_planned, updates_early
+from jpipe_planner.machine.topology import Topology
+from jpipe_planner.profile.profile import Profile
+from jpipe_planner.profile.sharded import NO_MESH, Degrees
+from jpipe_planner.ranking.choose import Choice, Ranked, choose
+from jpipe_planner.ranking.improve import improve
+from jpipe_planner.ranking.offload import find_offloads, offload_bases
+from jpipe_planner.ranking.variants import BASE, find_variants, variant_schedules
+from jpipe_planner.search.candidate import USUAL, Asked, Candidate
+from jpipe_planner.search.candidates import Updates, find_candidates
+
+
+@dataclass(frozen=True)
+class Plans:
+    """The plans that a search found.
+
+    Attributes:
+        choice: the ranking.
+        candidates: all plans that were considered, with estimates or the numbers of their simulation.
+        tried: the simulated plans, by candidate without costs.
+        excluded: the number of plans that need more microbatches than allowed, or leave devices idle although they must not.
+        left_out: the number of plans with chunks or split backwards that were not simulated, because all would take too long.
+    """
+
+    choice: Choice
+    candidates: tuple[Candidate, ...]
+    tried: dict[Candidate, Ranked]
+    excluded: tuple[Candidate, ...] = ()
+    left_out: int = 0
+
+
+def find_plans(
+    profile: Profile,
+    topology: Topology,
+    batch: int,
+    *,
+    schedules: Sequence[str] | None = None,
+    exact: bool = True,
+    pipedream: Updates = "batch",
+    meshes: Sequence[Degrees] = (NO_MESH,),
+    replicas: bool = True,
+    all_devices: bool = False,
+    most_microbatches: int = 2**20,
+    max_delay: float | None = None,
+    global_norm: bool = False,
+    share_optimizer: bool = True,
+    offload: bool = False,
+    asked: Asked = USUAL,
+) -> Plans:
+    """Find the fastest plans that fit.
+
+    Example:
+        ```python
+        topology = Topology.flat(4, bandwidth=10e9, memory=16e9)
+        plans = find_plans(profile, topology, batch=64, schedules=("pipedream_flush", "zb_h1"))
+        best = plans.choice.plan(plans.choice.ranked[0])  # a jpipe.Plan
+        ```
+
+    Args:
+        profile: the costs of the model's layers.
+        topology: the machines.
+        batch: rows between two updates.
+        schedules: the schedules to try; None: all.
+        exact: whether plans must have exactly this batch, or may have a smaller one.
+        pipedream: how stages with different numbers of replicas update, see `find_candidates`.
+        meshes: the meshes to try in place of a device.
+        replicas: whether stages may have replicas.
+        all_devices: whether no device may stay idle.
+        most_microbatches: the most microbatches of a plan.
+        max_delay: the largest mean delay of a plan in updates; None: no limit.
+        global_norm: whether updates use the norm of the gradients of all stages, which not all schedules support.
+        share_optimizer: whether replicas may share an optimizer.
+        offload: whether plans with parts of their state in host memory are tried although others fit; they are if none does.
+        asked: what plans are to do in addition.
+    """
+    schedules = tuple(jpipe.schedules.SCHEDULES) if schedules is None else tuple(schedules)
+    if global_norm or profile.shared:
+        schedules = tuple(name for name in schedules if not updates_early(name))
+    planned, varies = tuple(filter(is_planned, schedules)), any(name in variant_schedules() for name in schedules)
+    tries = planned if BASE in planned or not varies else (*planned, BASE)
+    considered = find_candidates(
+        profile,
+        topology,
+        batch,
+        exact=exact,
+        schedules=tries,
+        pipedream=pipedream,
+        meshes=meshes,
+        replicas=replicas,
+        max_delay=max_delay,
+        global_norm=global_norm,
+        asked=asked,
+    )
+    usable = [
+        one for one in considered if one.microbatches <= most_microbatches and (one.devices == topology.num_devices or not all_devices)
+    ]
+    candidates, tried = [one for one in usable if one.schedule in planned], dict[Candidate, Ranked]()
+    choice = choose(profile, topology, candidates, global_norm=global_norm, tried=tried)
+    share_optimizer = share_optimizer and asked.agree is None
+    varied, left_out = find_variants(choice, usable, schedules, tried, max_delay=max_delay, share_optimizer=share_optimizer)
+    choice = improve(choice.with_more(varied, len(varied)), tried, max_delay)
+    candidates += [one.candidate for one in tried.values() if one.candidate.without_costs not in {c.without_costs for c in candidates}]
+    if offload or not choice.ranked:
+        moved = find_offloads(choice, offload_bases(candidates))
+        tried |= {one.candidate.without_costs: one for one in moved}
+        candidates += [one.candidate for one in moved]
+        choice = choice.with_more(moved, len(moved))
+    return Plans(choice, tuple(candidates), tried, tuple(one for one in considered if one not in usable), left_out)

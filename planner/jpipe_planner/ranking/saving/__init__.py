@@ -1,1 +1,0 @@
-"""Plans that need less memory than those of the search."""

@@ -1,0 +1,130 @@
+"""Parallel equal pipelines: every width, depth, schedule, microbatch size and number of microbatches.
+
+PipeDream-2BW (ICML 2021), section 4, for all schedules; data parallelism is a pipeline of one stage.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+import jpipe
+from jpipe.schedules import PlainShape, PlanOptions
+from jpipe_planner.cost.links import KeepTogether
+from jpipe_planner.cost.shape import needs_vertical_sync
+from jpipe_planner.machine.topology import Topology
+from jpipe_planner.search.balance import balance
+from jpipe_planner.search.candidate import Candidate
+from jpipe_planner.search.estimate import Estimates
+
+EXTRA = (0, 1, 2)  # additional microbatches in flight, tried without a flush; steps try them with one
+
+
+def equal_pipelines(
+    estimates: Estimates, batch: int, schedules: Sequence[str], *, exact: bool = True, replicas: bool = True, syncs: bool = False
+) -> list[Candidate]:
+    """Return all plans of w pipelines of d stages on all w d devices, and of one stage on one device; on others only if none fits.
+
+    Each depth has the cuts that balance compute best without and with recomputation. Where devices differ, plans that leave slow devices
+    idle are tried as well.
+
+    Args:
+        estimates: the estimates of the plans.
+        batch: the largest number of rows per update.
+        schedules: the schedules to try, of `planned_schedules`.
+        exact: whether the batch must have exactly that many rows.
+        replicas: whether stages may have replicas. Without: all plans of one pipeline, on any number of the devices.
+        syncs: whether updates depend on the gradients of all stages, so that schedules that need it have `vertical_sync`.
+    """
+    sweep = _Sweep(estimates, batch, schedules, exact, syncs)
+    candidates = [candidate for width, depth in sweep.sizes(replicas) for candidate in sweep.candidates(width, depth)]
+    if replicas and all(candidate.over for candidate in candidates if candidate.devices > 1 or estimates.topology.num_devices == 1):
+        for width, depth in sweep.smaller():
+            fewer = list(sweep.candidates(width, depth))
+            candidates += fewer
+            if fewer and all(candidate.over for candidate in fewer):
+                break  # less depth needs even more memory
+    return candidates
+
+
+def in_orders(topology: Topology, search: Callable[[Topology], Iterable[Candidate]]) -> Iterator[Candidate]:
+    """Yield the candidates of a search on a topology with its devices in each of its orders."""
+    for n, order in enumerate(topology.orders()):
+        for candidate in search(topology.ordered(order)):
+            yield replace(candidate, placed_on=order) if n else candidate
+
+
+class _Sweep:
+    def __init__(self, estimates: Estimates, batch: int, schedules: Sequence[str], exact: bool, syncs: bool) -> None:
+        self._estimates, self._batch, self._exact, self._syncs = estimates, int(batch), exact, syncs
+        self._layers, self._topology = estimates.layers.count, estimates.topology
+        self._schedules = [(name, jpipe.schedules.SCHEDULES[name]) for name in schedules]
+
+    def sizes(self, replicas: bool) -> list[tuple[int, int]]:
+        """Return each (w, d) with all devices; where they differ, the most pipelines for each depth, also on the faster devices alone."""
+        count = self._topology.num_devices
+        depths = range(1, min(self._layers, count) + 1)
+        if not replicas:
+            return [(1, depth) for depth in depths]
+        if not self._topology.differing:  # and one stage on one device, for comparison
+            return list(dict.fromkeys([*((count // depth, depth) for depth in depths if count % depth == 0), (1, 1)]))
+        leading = {count, *(np.flatnonzero(np.diff(self._topology.slowness)) + 1).tolist()}  # all, and those before a change of speed
+        return sorted({(some // depth, depth) for depth in depths for some in leading if some >= depth})
+
+    def smaller(self) -> Iterator[tuple[int, int]]:
+        """Yield the largest number of pipelines for each depth that leaves devices idle, deepest first."""
+        count = self._topology.num_devices
+        for depth in range(min(self._layers, count), 0, -1):
+            widths = {self._width(rows, count // depth) for rows in self._estimates.profile.sizes} - {0, count / depth}
+            yield from ((width, depth) for width in sorted(widths))
+
+    def _width(self, rows: int, most: int) -> int:
+        """Return the largest number of pipelines for which the batch has enough microbatches; 0: not enough for one."""
+        whole, remainder = divmod(self._batch, rows)
+        if not self._exact or not whole:
+            return min(most, whole)
+        return 0 if remainder else max(width for width in range(1, most + 1) if whole % width == 0)
+
+    def candidates(self, width: int, depth: int) -> Iterator[Candidate]:
+        """Yield all plans of w pipelines of d stages."""
+        for keep in ("replicas", "stages") if min(width, depth, len(self._topology.levels)) > 1 else ("replicas",):
+            for rows in self._estimates.profile.sizes:
+                if numbers := self._microbatches(rows * width, depth):
+                    yield from self._of_size(width, depth, rows, numbers, keep)
+
+    def _of_size(self, width: int, depth: int, rows: int, numbers: Sequence[int], keep: KeepTogether) -> Iterator[Candidate]:
+        replicas = (width,) * depth
+        slowness = self._estimates.links(replicas, keep).slowness.tolist() if self._topology.differing else None
+        cuts = {balance(self._estimates.layers.work(rows, repeats), depth, slowness) for repeats in (0, 1)}
+        for name, rules in self._schedules:
+            if depth == 1 and rules.flushes and not rules.data_parallel:
+                continue  # the same as another one, because nothing is in flight
+            sync = self._syncs and depth > 1 and needs_vertical_sync(name)
+            extras = EXTRA if "extra_in_flight" in rules.options and not rules.flushes and depth > 1 else (0,)
+            for options in (PlanOptions(extra_in_flight=extra, vertical_sync=sync) for extra in extras):
+                for shape in (PlainShape(name, m * width, replicas, options) for m in numbers):
+                    yield from self._recut(shape, rows, cuts, keep)
+
+    def _recut(self, shape: PlainShape, rows: int, cuts: Iterable[tuple[int, ...]], keep: KeepTogether) -> Iterator[Candidate]:
+        """Yield the plans with these cuts and, where only some stages recompute so that they fit, with the cut that balances these."""
+        layers, slowness = self._estimates.layers, self._estimates.links(shape.replicas, keep).slowness
+        for starts in sorted(cuts):
+            candidate = self._estimates.candidate(shape, rows, starts, keep)
+            if candidate is None:
+                return
+            yield candidate
+            repeats = [layers.repeats[layers.policies.index(policy)] for policy in candidate.policies]
+            if 0 < sum(repeats) < shape.depth:
+                once, twice = layers.work(rows, 0), layers.work(rows, 1)
+                slower = slowness * (1 + np.array(repeats) * (sum(twice) / sum(once) - 1))
+                if (again := balance(once, shape.depth, slower.tolist())) not in cuts:
+                    recut = self._estimates.candidate(shape, rows, again, keep)
+                    yield from () if recut is None else (recut,)
+
+    def _microbatches(self, rows: int, depth: int) -> tuple[int, ...]:
+        """Return the numbers of microbatches of a pipeline to try: powers of two, the depth times these, and the largest."""
+        most, remainder = divmod(self._batch, rows)
+        if self._exact:
+            return (most,) if most and not remainder else ()
+        numbers = {least << k for least in (1, depth) for k in range(most.bit_length()) if least << k <= most}
+        return tuple(sorted(numbers | {most} - {0}))

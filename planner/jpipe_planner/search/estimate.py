@@ -1,0 +1,135 @@
+"""Estimates of plans with one stage on each rank: recomputation, memory, and seconds in closed form.
+
+They choose which plans are simulated, so they only have to rank plans about right.
+"""
+
+import math
+from functools import lru_cache, partial
+from typing import Any
+
+import numpy as np
+
+from jpipe.schedules import PlainShape
+from jpipe_planner.cost.links import KeepTogether, StageLinks, find_links
+from jpipe_planner.cost.memory import stage_bytes, waiting_gradients, waiting_inputs
+from jpipe_planner.cost.price import Times, all_reduce_seconds, batch_seconds
+from jpipe_planner.cost.shape import ScheduleFacts, schedule_facts
+from jpipe_planner.machine.topology import Topology
+from jpipe_planner.profile.profile import Profile
+from jpipe_planner.search.candidate import USUAL, Asked, Candidate
+from jpipe_planner.search.stages import Layers, Stages
+
+__all__ = ["Estimates"]
+
+
+class Estimates:
+    """Estimates of the plans of a profile on the devices of a topology.
+
+    Attributes:
+        profile: the costs of the layers.
+        topology: the devices and links.
+        asked: what plans do in addition.
+        layers: the costs as arrays.
+    """
+
+    def __init__(self, profile: Profile, topology: Topology, asked: Asked = USUAL) -> None:
+        self.profile, self.topology, self.asked, self.layers = profile, topology, asked, Layers(profile)
+        self.links = lru_cache(maxsize=4096)(partial(find_links, topology))
+        self._stages = lru_cache(maxsize=4096)(self.layers.cut)
+
+    def candidate(
+        self, shape: PlainShape, rows: int, starts: tuple[int, ...], keep_together: KeepTogether = "replicas"
+    ) -> Candidate | None:
+        """Return a plan with its estimate; each stage has the cheapest recomputation that fits, or the one that needs least.
+
+        Args:
+            shape: schedule, microbatches, replicas and options.
+            rows: rows of a microbatch, one of the sizes of the profile.
+            starts: the first layer of each stage.
+            keep_together: as in `jpipe.Plan`.
+
+        Returns:
+            The plan; None if its schedule cannot run it.
+        """
+        facts = schedule_facts(shape)
+        if facts is None:
+            return None
+        replicas, links = np.array(shape.replicas), self.links(shape.replicas, keep_together)
+        stages, asked = self._stages(starts, rows), self.asked.of_pipelines(shape.replicas[0], shape.depth)
+        memory = memory_of(stages, facts, replicas, asked)
+        fits = memory <= links.limits
+        policy = np.where(fits.any(0), fits.argmax(0), memory.argmin(0))
+        chosen, backward = (np.take_along_axis(values, policy[None], 0)[0] for values in (memory, stages.backward))
+        updates = np.array([shape.microbatches / shape.microbatches_per_update(s) for s in range(shape.depth)])
+        summed = stages.accumulators if asked.agree is None else (stages.weights - stages.frozen) / asked.agree.every
+        times = self._times(stages, backward, links, shape, summed, updates, asked)
+        seconds, bound = batch_seconds(shape, times.overlapping(self.topology.device.overlap), facts.in_flight, facts.hidden)
+        computing = shape.microbatches * (times.forward + times.backward).sum() + (replicas * updates * times.update).sum()
+        sent = (updates * 2 * (replicas - 1) * summed + replicas * stages.sent).sum() / (rows * shape.microbatches)
+        over = chosen - links.limits
+        worst = int(over.argmax())
+        return Candidate(
+            schedule=shape.schedule,
+            rows=rows,
+            microbatches=shape.microbatches,
+            starts=starts,
+            replicas=shape.replicas,
+            policies=tuple([self.layers.policies[number] for number in policy.tolist()]),
+            options=shape.options,
+            keep_together=keep_together,
+            seconds=seconds,
+            bubble=float(1 - computing / (replicas.sum() * seconds)),
+            memory=tuple(chosen.tolist()),
+            sent=float(sent + 2 * sum(asked.message_bytes(stages.outputs.tolist())) / rows),
+            bound=bound,
+            over=(worst, math.ceil(over[worst])) if over[worst] > 0 else None,
+            agree=asked.agree,
+            links=asked.links,
+        ).sharing(self.topology.cores)
+
+    def _times(self, stages: Stages, backward: Any, links: StageLinks, shape: PlainShape, summed: Any, updates: Any, asked: Asked) -> Times:
+        """Return the times of the stages on their devices; agreements are spread over all updates, as if they were applied at once."""
+        messages = np.array(asked.message_bytes(stages.outputs[:-1].tolist()))
+        sums = zip(summed.tolist(), shape.replicas, links.rings, strict=True)
+        every = 1 if asked.agree is None else asked.agree.every
+        return Times(
+            forward=links.slowness * stages.forward,
+            backward=links.slowness * backward,
+            update=links.slowness * stages.update,
+            all_reduce=np.array([all_reduce_seconds(every * size, replicas, ring) / every for size, replicas, ring in sums]),
+            messages=messages / links.bandwidths,
+            latencies=links.latencies,
+            sending=links.port_seconds(shape.microbatches, messages, 0 * summed),
+            port=links.port_seconds(shape.microbatches, messages, updates * summed),
+        )
+
+
+def memory_of(stages: Stages, facts: ScheduleFacts, replicas: Any, asked: Asked = USUAL) -> Any:
+    """Return the peak bytes of a device of each stage, by recomputation policy and stage.
+
+    Args:
+        stages: the costs of the stages.
+        facts: what the schedule says about them.
+        replicas: of each stage, an array.
+        asked: what the plan does in addition.
+    """
+    trained = stages.weights - stages.frozen
+    sent = np.append(0, (facts.in_flight * replicas)[:-1])
+    return stage_bytes(
+        trained,
+        stages.optimizer + asked.agreed_copies * trained,
+        stages.state + stages.frozen,
+        np.where(facts.fused, 0, stages.residuals),
+        stages.inputs,
+        stages.outputs,
+        np.where(facts.fused, stages.fused, stages.temporary),
+        stages.labels,
+        versions=facts.versions,
+        in_flight=facts.in_flight,
+        waiting=waiting_inputs(facts.in_flight, replicas, sent),
+        accumulators=stages.accumulators,
+        replicas=replicas if asked.agree is None else 1,
+        gradients=waiting_gradients(replicas, np.append(replicas[1:], 0)),
+        exchanged=stages.exchanged + (0 if asked.agree is None or asked.agree.delay else trained),
+        ahead=stages.ahead,
+    )

@@ -1,0 +1,245 @@
+"""PipeDream's stages (SOSP 2019, section 3.1), each with its own number of replicas: the recurrence, with memory and ports.
+
+A stage takes neighbouring layers and neighbouring devices. The recurrence goes from the first device and layer to the last: the best way to
+place the layers before j on the first u devices ends with a stage of some layers i .. j - 1 on the last r of them, and takes as long as
+the slower of this stage and the best way to place the layers before i on u - r devices. How long a stage takes depends on its layers and
+its devices alone: it computes, its port sends the messages of both its cuts and its share of a sum, and it must fit.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+import jpipe
+from jpipe.schedules import PlainShape, PlanOptions
+from jpipe_planner.cost.devices import DeviceRanges
+from jpipe_planner.cost.links import ring_share
+from jpipe_planner.cost.memory import stage_bytes
+from jpipe_planner.cost.price import all_reduce_seconds
+from jpipe_planner.search.candidate import Candidate
+from jpipe_planner.search.equal import EXTRA
+from jpipe_planner.search.estimate import Estimates
+
+__all__ = ["Placement", "fastest_stages", "pipedream_plans"]
+
+SCHEDULE = "pipedream"
+
+MOST_CUTS = 128  # places for cuts; of more layers, those with the smallest outputs are taken
+MOST_BY_DEPTH = 4e7  # numbers to compare, up to which the best stages of each depth are found
+MOST_DEPTH = 32
+LEAST_DEPTH = 2  # number of stages up to which the best of each depth must be affordable, or only the best of all depths is searched
+MOST_REPLICAS = 64  # numbers of replicas, beyond which only powers of two, their multiples by three, and divisors of the devices are tried
+MARGINS = (1.0, 0.9, 0.8, 0.65)  # shares of the memory with which the recurrence is tried: it counts the fewest microbatches in flight
+_INFINITE = float("inf")
+
+
+class Placement(NamedTuple):
+    """Stages on the first devices.
+
+    Attributes:
+        seconds: of the slowest one, for a microbatch.
+        starts: the first layer of each stage.
+        replicas: of each stage.
+    """
+
+    seconds: float
+    starts: tuple[int, ...]
+    replicas: tuple[int, ...]
+
+
+def pipedream_plans(estimates: Estimates, batch: int, every: Literal["batch", "replicas"], exact: bool) -> Iterator[Candidate]:
+    """Yield for each microbatch size the best plans of each depth, with 0 to 2 additional microbatches in flight.
+
+    Args:
+        estimates: the estimates of the plans.
+        batch: the largest number of rows per update.
+        every: "batch": all stages update once per batch, so their replicas divide its microbatches. "replicas": each updates after one
+            microbatch of each of its replicas, whose number is then free; the batch may be smaller.
+        exact: whether the microbatches must have exactly that many rows.
+    """
+    for rows in estimates.profile.sizes:
+        if batch < rows or (exact and batch % rows):
+            continue
+        for placement in _placements(estimates, rows, batch // rows if every == "batch" else None):
+            microbatches = batch // rows if every == "batch" else math.lcm(*placement.replicas)
+            extras = EXTRA if len(placement.starts) > 1 else (0,)
+            for extra in extras if microbatches * rows <= batch else ():
+                options = PlanOptions(extra_in_flight=extra, update_every=every)
+                shape = PlainShape(SCHEDULE, microbatches, placement.replicas, options)
+                if (candidate := estimates.candidate(shape, rows, placement.starts)) is not None:
+                    yield candidate
+
+
+def _placements(estimates: Estimates, rows: int, microbatches: int | None) -> list[Placement]:
+    """Return the best placements that fit, counted with a margin; if none does, also those that need least memory, and the fastest."""
+    devices, found = estimates.topology.num_devices, list[Placement]()
+    counts = [r for r in range(1, devices + 1) if microbatches is None or microbatches % r == 0]
+    if len(counts) > MOST_REPLICAS:
+        counts = [r for r in counts if devices % r == 0 or r & (r - 1) == 0 or (r % 3 == 0 and r // 3 & (r // 3 - 1) == 0)]
+    places = _places(estimates, rows)
+    work = len(places) ** 2 * devices * len(counts)
+    layers, depth = len(places) - 1, min(len(places) - 1, devices, MOST_DEPTH, int(MOST_BY_DEPTH / work))
+    widths = [r for r in counts if devices % r == 0 and 1 < devices // r <= min(layers, MOST_DEPTH)] if depth < LEAST_DEPTH else []
+
+    def search(margin: float | None) -> list[Placement]:
+        loads = _Loads(estimates, rows, microbatches, places, margin)
+        best = fastest_stages(loads.matrix, layers, devices, counts, depth if depth >= LEAST_DEPTH else None)
+        for width in widths:  # with as many replicas of each stage
+            best += fastest_stages(loads.matrix, layers, devices, [width], devices // width)[-1:]
+        return [one._replace(starts=tuple(places[list(one.starts)].tolist())) for one in best]
+
+    for margin in MARGINS:
+        found = search(margin)
+        shapes = [PlainShape(SCHEDULE, microbatches or math.lcm(*one.replicas), one.replicas) for one in found]
+        plans = (estimates.candidate(shape, rows, one.starts) for shape, one in zip(shapes, found, strict=True))
+        if estimates.topology.device.limit is None or any(plan is not None and plan.over is None for plan in plans):
+            return found
+    return [*found, *search(None), *search(math.inf)]  # parts of them may wait in host memory
+
+
+def _places(estimates: Estimates, rows: int) -> Any:
+    """Return the layers before which there may be cuts, and the number of layers: in each piece of the work the one with least to send."""
+    layers = estimates.layers
+    if layers.count <= MOST_CUTS:
+        return np.arange(layers.count + 1)
+    sums, first = np.cumsum(layers.work(rows, 0)), np.arange(1, layers.count)
+    sent = layers.runs(first - 1, first, rows).outputs
+    piece = np.minimum((sums[:-1] / sums[-1] * MOST_CUTS).astype(int), MOST_CUTS - 1)
+    chosen = first[np.lexsort((sent, piece))]
+    return np.array([0, *np.sort(chosen[np.unique(np.sort(piece), return_index=True)[1]]).tolist(), layers.count])
+
+
+class _Loads:
+    """The seconds per microbatch of all runs of layers as stages, on any devices; with no margin, the bytes in their place."""
+
+    def __init__(self, estimates: Estimates, rows: int, microbatches: int | None, places: Any, margin: float | None) -> None:
+        self._topology, self._overlap = estimates.topology, estimates.topology.device.overlap
+        self._microbatches, self._repeats, count = microbatches, estimates.layers.repeats > 0, len(places)
+        self._pairs = np.triu_indices(count, 1)
+        self._first, self._end = (places[index] for index in self._pairs)
+        self._stages, self._at_end = estimates.layers.runs(self._first, self._end, rows), self._end == estimates.layers.count
+        self._crossing = np.where(self._first > 0, self._stages.inputs, 0)
+        limit = self._topology.device.limit
+        self._limit = None if limit is None or margin is None else margin * limit
+        self._counts_bytes = margin is None
+        self._count, self._ranges, self._known = count, DeviceRanges(self._topology), dict[Any, Any]()
+
+    def matrix(self, first: int, replicas: int) -> Any:
+        """Return the seconds by first layer and end of the stages on some devices; infinity where a stage is empty or does not fit."""
+        last, devices = first + replicas - 1, self._topology.num_devices
+        kind = self._ranges.kind(first, last)
+        ahead = -(-(devices - first) // replicas)
+        if ahead > 16:  # nearly the same for all
+            ahead = -(-ahead // (step := 2 ** (ahead.bit_length() - 3))) * step
+        sides = (
+            self._side(first, last, first - 1) if first else (1.0, 1),
+            self._side(first, last, last + 1) if last + 1 < devices else (1.0, 1),
+        )
+        limited = self._limit is not None or self._counts_bytes
+        key = (replicas, kind, *sides, (ahead, first > 0) if limited else 0)
+        if key not in self._known:
+            matrix = np.full((self._count, self._count), _INFINITE)
+            matrix[self._pairs] = self._seconds(replicas, kind, sides, ahead, first > 0)
+            self._known[key] = matrix
+        return self._known[key]
+
+    def _side(self, first: int, last: int, neighbour: int) -> tuple[float, int]:
+        """Return the bandwidth of the links to a neighbouring device, and how many ports of the stage share the messages over them."""
+        ends = min(first, neighbour), max(last, neighbour)
+        inside = (1, *self._topology.sizes)[self._topology.level(*ends)]
+        return self._ranges.kind(*ends).link.bandwidth, last // inside - first // inside + 1
+
+    def _seconds(self, replicas: int, kind: Any, sides: Any, ahead: int, has_before: bool) -> Any:
+        stages, every = self._stages, self._microbatches or replicas
+        if self._counts_bytes:
+            return self._memory(replicas, ahead, has_before).min(0) / kind.share
+        each, ((left, ports_left), (right, ports_right)) = every / replicas, sides
+        summed = all_reduce_seconds(stages.accumulators, replicas, kind.link)
+        crossing, outputs = self._crossing / left, stages.outputs / right
+        sends = every * (crossing / ports_left + outputs / ports_right)
+        sends = sends + (ring_share(replicas) * stages.accumulators / kind.link.bandwidth if replicas > 1 else 0.0)
+
+        def load(backward: Any) -> Any:
+            compute = kind.slowness * (stages.forward + backward)
+            computes = each * compute + kind.slowness * stages.update
+            if self._overlap == "none":
+                computes = computes + 2 * each * (crossing + outputs)
+            waits = np.maximum(summed - compute, 0.0) if self._overlap == "transfers and sums" else summed
+            return np.maximum(computes + waits, sends) / every
+
+        if self._limit is None:
+            return load(stages.backward[0])
+        memory = self._memory(replicas, ahead, has_before)
+        fits = memory <= self._limit * kind.share
+        again = np.where(fits[self._repeats].any(0), load(stages.backward[-1]), _INFINITE)
+        return np.where(fits[~self._repeats].any(0), load(stages.backward[0]), again)
+
+    def _memory(self, replicas: int, ahead: int, has_before: bool) -> Any:
+        stages, fused = self._stages, self._at_end & (ahead == 1)
+        return stage_bytes(
+            stages.weights - stages.frozen,
+            stages.optimizer,
+            stages.state + stages.frozen,
+            np.where(fused, 0, stages.residuals),
+            stages.inputs,
+            stages.outputs,
+            np.where(fused, stages.fused, stages.temporary),
+            stages.labels,
+            versions=jpipe.schedules.pipedream_versions(ahead, replicas, replicas > 1, self._microbatches or replicas),
+            in_flight=ahead,
+            waiting=int(has_before),
+            accumulators=stages.accumulators,
+            replicas=replicas,
+            ahead=stages.ahead,
+        )
+
+
+def fastest_stages(
+    seconds: Callable[[int, int], Any], layers: int, devices: int, replicas: list[int], depth: int | None
+) -> list[Placement]:
+    """Return the stages whose slowest one is fastest, by the recurrence.
+
+    Args:
+        seconds: (first device, replicas) -> the seconds of a stage by its first layer and one past its last one; infinity: impossible.
+        layers: the number of layers.
+        devices: the number of devices, of which the last ones may stay idle.
+        replicas: the numbers of replicas that a stage may have.
+        depth: the most stages: the best placement of each number of stages is found; None: only the best of all, with any number.
+
+    Returns:
+        The placements, the fewest stages first; of equally fast ones with as many stages those with the fewest devices.
+    """
+    ends, found, step = np.arange(layers + 1), list[Placement](), math.gcd(*replicas)
+    best: Any = np.full((devices + 1, layers + 1), _INFINITE)
+    best[0, 0] = 0.0
+    choices = list[tuple[Any, Any]]()
+    for _ in range(depth or 1):
+        longer = best if depth is None else np.full_like(best, _INFINITE)
+        begin, count = np.zeros(best.shape, np.int32), np.zeros(best.shape, np.int32)
+        choices.append((begin, count))
+        for used in range(step, devices + 1, step):
+            for r in replicas:
+                if r > used or best[used - r].min() == _INFINITE:
+                    continue
+                times = np.maximum(best[used - r][:, None], seconds(used - r, r))
+                first = times.argmin(0)
+                least = times[first, ends]
+                better = least < longer[used]
+                longer[used][better], begin[used][better], count[used][better] = least[better], first[better], r
+        best = longer
+        if (used := int(best[:, layers].argmin())) and best[used, layers] < _INFINITE:
+            found.append(_traced(choices, depth is None, used, layers, float(best[used, layers])))
+    return found
+
+
+def _traced(choices: list[tuple[Any, Any]], repeats: bool, used: int, end: int, seconds: float) -> Placement:
+    """Return the stages that lead to a state, from the choices of each number of stages, or always of the last one."""
+    starts, replicas = list[int](), list[int]()
+    while end:
+        begin, count = choices[-1] if repeats else choices[len(choices) - 1 - len(starts)]
+        replicas.append(int(count[used, end]))
+        starts.append(int(begin[used, end]))
+        used, end = used - replicas[-1], starts[-1]
+    return Placement(seconds, tuple(starts[::-1]), tuple(replicas[::-1]))

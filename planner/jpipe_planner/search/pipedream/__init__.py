@@ -1,1 +1,0 @@
-"""Searches for stages that each have their own number of replicas, as PipeDream has them."""
