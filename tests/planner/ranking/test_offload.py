@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 import jpipe
-from jpipe_planner.find import find_plans
 from jpipe_planner.machine.topology import Topology
 from jpipe_planner.profile.profile import Profile
 from jpipe_planner.ranking import table
@@ -95,4 +94,8 @@ def test_cuts_for_which_only_host_memory_suffices_are_found():
     profile = Profile(source="analytic", sizes=(1,), inputs=[10**5], labels=[100], layers=layers)
     device = {"memory": 340_314_116, "reserved": 0, "overlap": "transfers and sums"}
     topology = Topology(levels=[{"count": 8, "bandwidth": 1e9, "latency": 5e-5}], device=device)
-    assert find_plans(profile, topology, 64, schedules=("pipedream",)).choice.ranked
+    candidates = find_candidates(profile, topology, 16, schedules=["pipedream"])
+    choice = choose(profile, topology, candidates)
+    assert not choice.ranked
+    assert find_offloads(choice, offload_bases(candidates, choice.lacks_in_host)[:1])
+    assert not find_offloads(choice, offload_bases(candidates)[:2])
