@@ -2,17 +2,18 @@
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import jpipe
 from jpipe_planner.cost.devices import kinds_of, lacking, limits_of, slowed
 from jpipe_planner.cost.simulated import Simulated, forwards, simulate_plan
 from jpipe_planner.machine.topology import Topology
 from jpipe_planner.profile.profile import Profile
-from jpipe_planner.profile.sharded import Meshes
-from jpipe_planner.search.candidate import Candidate
+from jpipe_planner.profile.sharded import NO_MESH, Degrees, Meshes
+from jpipe_planner.search.candidate import Asked, Candidate
+from jpipe_planner.search.estimate import Estimates
 
 __all__ = ["Choice", "Ranked", "choose"]
 
@@ -112,6 +113,22 @@ class Choice:
         """Return the number of forwards in the simulation of a candidate."""
         profile, topology = self.meshes.of(candidate.degrees)
         return forwards(candidate.plan(profile.ids), topology)
+
+    @cached_property
+    def estimates(self) -> Callable[[Degrees, tuple[int, ...] | None, Asked], Estimates]:
+        """The estimates by meshes, order of the devices, and what plans do in addition."""
+
+        @lru_cache(maxsize=8)
+        def of(degrees: Degrees, placed_on: tuple[int, ...] | None, asked: Asked) -> Estimates:
+            profile, topology = self.meshes.of(degrees)
+            return Estimates(profile, topology if placed_on is None else topology.ordered(placed_on), asked)
+
+        return of
+
+    def lacks_in_host(self, candidate: Candidate) -> bool:
+        """Return whether a plan does not fit even if what is large and seldom needed waits in host memory, by its estimate."""
+        estimates = self.estimates(candidate.degrees, candidate.placed_on, candidate.asked)
+        return candidate.has_one_stage_each and estimates.lacks_in_host(dataclasses.replace(candidate, degrees=NO_MESH))
 
     def simulate(self, candidate: Candidate) -> Ranked:
         """Return a candidate with its simulation; one that does not fit by it has `Candidate.over`."""

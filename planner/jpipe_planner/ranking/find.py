@@ -107,7 +107,7 @@ def find_plans(
     choice = improve(choice.with_more(varied, len(varied)), tried, max_delay)
     candidates += [one.candidate for one in tried.values() if one.candidate.without_costs not in {c.without_costs for c in candidates}]
     if offload or not choice.ranked:
-        moved = find_offloads(choice, offload_bases(candidates))
+        moved = find_offloads(choice, offload_bases(candidates, choice.lacks_in_host))
         tried |= {one.candidate.without_costs: one for one in moved}
         candidates += [one.candidate for one in moved]
         choice = choice.with_more(moved, len(moved))

@@ -7,7 +7,6 @@ of microbatches in flight, or with sums in parts. Of all neighbours those with t
 
 import dataclasses
 from collections.abc import Iterator
-from functools import lru_cache
 from itertools import accumulate
 
 import jpipe
@@ -15,7 +14,7 @@ from jpipe.schedules import PlanOptions
 from jpipe_planner.profile.sharded import Degrees
 from jpipe_planner.ranking.choose import Choice, Ranked, in_order
 from jpipe_planner.ranking.sum_parts import with_sum_parts
-from jpipe_planner.search.candidate import Asked, Candidate
+from jpipe_planner.search.candidate import Candidate
 from jpipe_planner.search.candidates import on_meshes
 from jpipe_planner.search.estimate import Estimates
 
@@ -69,11 +68,6 @@ class _Improvement:
     def __init__(self, choice: Choice, tried: dict[Candidate, Ranked], max_delay: float | None) -> None:
         self.count = 0
         self._choice, self._tried, self._max_delay, self._spent = choice, tried, max_delay, 0
-        self._estimates = lru_cache(maxsize=8)(self._estimates_of)
-
-    def _estimates_of(self, degrees: Degrees, placed_on: tuple[int, ...] | None, asked: Asked) -> Estimates:
-        profile, topology = self._choice.meshes.of(degrees)
-        return Estimates(profile, topology if placed_on is None else topology.ordered(placed_on), asked)
 
     def climb(self, ranked: Ranked) -> Ranked:
         """Return the plan that is reached by steps to faster neighbours."""
@@ -84,7 +78,7 @@ class _Improvement:
     def _step(self, ranked: Ranked) -> Ranked | None:
         """Return a faster neighbour; None: none of those with the best estimates is."""
         candidate = ranked.candidate
-        estimates = self._estimates(candidate.degrees, candidate.placed_on, candidate.asked)
+        estimates = self._choice.estimates(candidate.degrees, candidate.placed_on, candidate.asked)
         whole = dataclasses.replace(candidate, sum_parts=(), degrees=Degrees())
         now = estimates.candidate(whole.shape, whole.rows, whole.starts, whole.keep_together)
         assert now is not None, "a ranked plan is legal"

@@ -6,7 +6,7 @@ the moves cost follows from a simulation of the whole, with the links to host me
 """
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import jpipe
 from jpipe.plan import excluded
@@ -27,12 +27,23 @@ BASES = 12  # plans that are tried
 MOST_IN_ALL = 48_000  # forwards of all simulations, after which no further plan is tried
 
 
-def offload_bases(candidates: Iterable[Candidate]) -> list[Candidate]:
-    """Return the plans that lack memory, or recompute so that they fit: of each kind the one that lacks least, and the fastest."""
+def offload_bases(candidates: Iterable[Candidate], lacks_in_host: Callable[[Candidate], bool] = lambda _: False) -> list[Candidate]:
+    """Return the plans that lack memory, or recompute so that they fit, for which host memory may suffice.
+
+    Of each kind these are the one that lacks least, and the fastest.
+
+    Args:
+        candidates: the plans.
+        lacks_in_host: whether a plan does not fit even with host memory; those are tried last.
+    """
     tight = [candidate for candidate in candidates if lacks_memory(candidate)]
-    fastest = {(one.kind, one.rows): one for one in sorted(tight, key=lambda one: (one.seconds / one.batch, one.rank), reverse=True)}
+    fastest = {
+        (one.kind, one.rows): one
+        for one in sorted(tight, key=lambda one: (lacks_in_host(one), one.seconds / one.batch, one.rank), reverse=True)
+    }
     leanest = first_of_kinds(sorted(tight, key=lambda one: one.rank))
-    return list(dict.fromkeys(base for one in leanest for base in (one, fastest[one.kind, one.rows])))[:BASES]
+    bases = dict.fromkeys(base for one in leanest for base in (one, fastest[one.kind, one.rows]))
+    return sorted(bases, key=lacks_in_host)[:BASES]
 
 
 def find_offloads(choice: Choice, bases: Sequence[Candidate]) -> list[Ranked]:

@@ -4,6 +4,7 @@ They choose which plans are simulated, so they only have to rank plans about rig
 """
 
 import math
+from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
 
@@ -20,6 +21,8 @@ from jpipe_planner.search.candidate import USUAL, Asked, Candidate
 from jpipe_planner.search.stages import Layers, Stages
 
 __all__ = ["Estimates"]
+
+STAYING = 2  # microbatches whose residuals stay on a device, where those of the others wait in host memory
 
 
 class Estimates:
@@ -86,6 +89,18 @@ class Estimates:
             agree=asked.agree,
             links=asked.links,
         ).sharing(self.topology.cores)
+
+    def lacks_in_host(self, candidate: Candidate) -> bool:
+        """Return whether a plan does not fit even if optimizer states, and most residuals, wait in host memory."""
+        facts, replicas = schedule_facts(candidate.shape), np.array(candidate.replicas)
+        assert facts is not None, "a candidate is legal"
+        stages = self._stages(candidate.starts, candidate.rows)
+        limits = self.links(candidate.replicas, candidate.keep_together).limits
+        computing = memory_of(
+            replace(stages, optimizer=0 * stages.optimizer), facts._replace(in_flight=np.minimum(facts.in_flight, STAYING)), replicas
+        )
+        updating = memory_of(stages, facts._replace(in_flight=0 * facts.in_flight), replicas)
+        return bool((np.maximum(computing, updating).min(0) > limits).any())
 
     def _times(self, stages: Stages, backward: Any, links: StageLinks, shape: PlainShape, summed: Any, updates: Any, asked: Asked) -> Times:
         """Return the times of the stages on their devices; agreements are spread over all updates, as if they were applied at once."""

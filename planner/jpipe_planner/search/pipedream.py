@@ -20,7 +20,7 @@ from jpipe_planner.cost.memory import stage_bytes
 from jpipe_planner.cost.price import all_reduce_seconds
 from jpipe_planner.search.candidate import Candidate
 from jpipe_planner.search.equal import EXTRA
-from jpipe_planner.search.estimate import Estimates
+from jpipe_planner.search.estimate import STAYING, Estimates
 
 __all__ = ["Placement", "fastest_stages", "pipedream_plans"]
 
@@ -83,8 +83,8 @@ def _placements(estimates: Estimates, rows: int, microbatches: int | None) -> li
     layers, depth = len(places) - 1, min(len(places) - 1, devices, MOST_DEPTH, int(MOST_BY_DEPTH / work))
     widths = [r for r in counts if devices % r == 0 and 1 < devices // r <= min(layers, MOST_DEPTH)] if depth < LEAST_DEPTH else []
 
-    def search(margin: float | None) -> list[Placement]:
-        loads = _Loads(estimates, rows, microbatches, places, margin)
+    def search(margin: float | None, in_host: bool = False) -> list[Placement]:
+        loads = _Loads(estimates, rows, microbatches, places, margin, in_host)
         best = fastest_stages(loads.matrix, layers, devices, counts, depth if depth >= LEAST_DEPTH else None)
         for width in widths:  # with as many replicas of each stage
             best += fastest_stages(loads.matrix, layers, devices, [width], devices // width)[-1:]
@@ -96,7 +96,8 @@ def _placements(estimates: Estimates, rows: int, microbatches: int | None) -> li
         plans = (estimates.candidate(shape, rows, one.starts) for shape, one in zip(shapes, found, strict=True))
         if estimates.topology.device.limit is None or any(plan is not None and plan.over is None for plan in plans):
             return found
-    return [*found, *search(None), *search(math.inf)]  # parts of them may wait in host memory
+    moved = [one for margin in MARGINS for one in search(margin, in_host=True)] if estimates.topology.device.host.limit else []
+    return [*found, *search(None), *search(math.inf), *moved]  # parts of them may wait in host memory
 
 
 def _places(estimates: Estimates, rows: int) -> Any:
@@ -112,9 +113,14 @@ def _places(estimates: Estimates, rows: int) -> Any:
 
 
 class _Loads:
-    """The seconds per microbatch of all runs of layers as stages, on any devices; with no margin, the bytes in their place."""
+    """The seconds per microbatch of all runs of layers as stages, on any devices; with no margin, the bytes in their place.
 
-    def __init__(self, estimates: Estimates, rows: int, microbatches: int | None, places: Any, margin: float | None) -> None:
+    With `in_host` a stage fits if it does while its optimizer state, and the residuals of all but `STAYING` microbatches, wait in the host.
+    """
+
+    def __init__(
+        self, estimates: Estimates, rows: int, microbatches: int | None, places: Any, margin: float | None, in_host: bool = False
+    ) -> None:
         self._topology, self._overlap = estimates.topology, estimates.topology.device.overlap
         self._microbatches, self._repeats, count = microbatches, estimates.layers.repeats > 0, len(places)
         self._pairs = np.triu_indices(count, 1)
@@ -123,7 +129,7 @@ class _Loads:
         self._crossing = np.where(self._first > 0, self._stages.inputs, 0)
         limit = self._topology.device.limit
         self._limit = None if limit is None or margin is None else margin * limit
-        self._counts_bytes = margin is None
+        self._counts_bytes, self._in_host = margin is None, in_host
         self._count, self._ranges, self._known = count, DeviceRanges(self._topology), dict[Any, Any]()
 
     def matrix(self, first: int, replicas: int) -> Any:
@@ -177,10 +183,17 @@ class _Loads:
         return np.where(fits[~self._repeats].any(0), load(stages.backward[0]), again)
 
     def _memory(self, replicas: int, ahead: int, has_before: bool) -> Any:
+        optimizer = self._stages.optimizer
+        if not self._in_host:
+            return self._bytes(replicas, ahead, has_before, ahead, optimizer)
+        computing = self._bytes(replicas, ahead, has_before, min(ahead, STAYING), 0 * optimizer)
+        return np.maximum(computing, self._bytes(replicas, ahead, has_before, 0, optimizer))
+
+    def _bytes(self, replicas: int, ahead: int, has_before: bool, in_flight: int, optimizer: Any) -> Any:
         stages, fused = self._stages, self._at_end & (ahead == 1)
         return stage_bytes(
             stages.weights - stages.frozen,
-            stages.optimizer,
+            optimizer,
             stages.state + stages.frozen,
             np.where(fused, 0, stages.residuals),
             stages.inputs,
@@ -188,7 +201,7 @@ class _Loads:
             np.where(fused, stages.fused, stages.temporary),
             stages.labels,
             versions=jpipe.schedules.pipedream_versions(ahead, replicas, replicas > 1, self._microbatches or replicas),
-            in_flight=ahead,
+            in_flight=in_flight,
             waiting=int(has_before),
             accumulators=stages.accumulators,
             replicas=replicas,

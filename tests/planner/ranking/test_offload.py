@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 
 import jpipe
@@ -78,3 +79,23 @@ def test_bases_lack_memory_or_recompute_and_are_the_leanest_and_the_fastest_of_e
     )
     other = dataclasses.replace(whole, schedule="naive", policies=("full",) * whole.depth)
     assert offload_bases([fast, other, lean, whole]) == [other, lean, fast]
+
+
+def test_cuts_for_which_only_host_memory_suffices_are_found():
+    """Of these layers no cut that needs least memory fits with host memory; another one does."""
+    random = np.random.default_rng(1015)
+    count = int(random.integers(8, 65))
+    seconds, outputs, weights = random.exponential(5e-3, count), 10 ** random.uniform(5, 7.3, count), 10 ** random.uniform(5, 8, count)
+    layers = []
+    for n in range(count):
+        residuals = {"none": int(3 * outputs[n]), "full": int(outputs[max(n - 1, 0)])}
+        at = {"forward": float(seconds[n]), "backward": 2 * float(seconds[n]), "outputs": int(outputs[n]), "residuals": residuals}
+        layers.append({"id": f"layer {n}", "weights": int(weights[n]), "optimizer": int(weights[n]), "update": 1e-4, "at": [at]})
+    profile = Profile(source="analytic", sizes=(1,), inputs=[10**5], labels=[100], layers=layers)
+    device = {"memory": 340_314_116, "reserved": 0, "overlap": "transfers and sums"}
+    topology = Topology(levels=[{"count": 8, "bandwidth": 1e9, "latency": 5e-5}], device=device)
+    candidates = find_candidates(profile, topology, 16, schedules=["pipedream"])
+    choice = choose(profile, topology, candidates)
+    assert not choice.ranked
+    assert find_offloads(choice, offload_bases(candidates, choice.lacks_in_host)[:1])
+    assert not find_offloads(choice, offload_bases(candidates)[:2])
