@@ -152,6 +152,16 @@ def checked_arguments(plan: Plan, precision: Precision, **arguments: Any) -> dic
     return arguments
 
 
+def check_ties(plan: Plan, stack: LayerStack) -> None:
+    """Check that stages of a plan can hold copies of the same parameters, where they do."""
+    entries = stack.ties.in_stages([stage.layers for stage in plan.stages])
+    if reason := excluded(plan, ties=entries.in_several or None):
+        raise InputError(reason)
+    for option in OPTIONS:
+        if option.check_model is not None:
+            option.check_model(plan, entries)
+
+
 def check_ema_decay(ema_decay: Any) -> None:
     if ema_decay is not None and not (is_number(ema_decay) and 0 <= ema_decay < 1):
         raise InputError(f"ema_decay: expected a number of at least 0 and below 1, such as 0.999, found {ema_decay!r}")

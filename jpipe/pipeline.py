@@ -15,6 +15,7 @@ from jpipe._arguments import (
     check_ema_decay,
     check_model,
     check_observer,
+    check_ties,
     check_to,
     check_weights,
     checked_arguments,
@@ -26,7 +27,7 @@ from jpipe._arguments import (
 )
 from jpipe._interrupts import Outcome, consuming, current_state, delayed_signals
 from jpipe._numbers import as_python
-from jpipe.capabilities.registry import uses_of
+from jpipe.capabilities.registry import uses_by
 from jpipe.context import traced_platform, tracing_for
 from jpipe.errors import InputError
 from jpipe.meshes._place import Place
@@ -34,7 +35,7 @@ from jpipe.model._losses import Loss
 from jpipe.model._precision import PLAIN, Precision, cast_layers, check_precision
 from jpipe.model._stack import LayerStack
 from jpipe.model.jaxprs._rows import warn_of_mixed_rows
-from jpipe.plan import Plan, excluded, html_of_plan
+from jpipe.plan import Plan, html_of_plan
 from jpipe.programs._costs import StageCost
 from jpipe.programs._steps import Steps
 from jpipe.programs.lowering import lower
@@ -177,9 +178,10 @@ class Pipeline:
         norms = {"clip_global_norm": self.clip_global_norm, "clip_stage_norm": self.clip_stage_norm}
         others = {"skip_nonfinite": skip_nonfinite, "ema_decay": self.ema_decay, "delay_correction": self.delay_factor}
         arguments = checked_arguments(plan, precision, **norms, **others)
+        check_ties(plan, self.stack)
         self._explicit_devices = None if devices is None else checked_devices(devices)
         self._builder = StageBuilder(self.stack, plan, loss, optimizer, precision, self.ema_decay, self.delay_factor, arguments)
-        self._steps = Steps(plan, uses_of(global_norm=self.uses_global_norm, shared_parameters=self._shared_stages()))
+        self._steps: Steps | None = None
         self._executor: Executor | None = None  # once `init` or `restore` has compiled
 
     def __repr__(self) -> str:
@@ -203,18 +205,6 @@ class Pipeline:
     def uses_global_norm(self) -> bool:
         """Whether updates use the norm of the gradients of all stages: to clip, to skip batches, or for a dynamic loss scale."""
         return self.clip_global_norm is not None or self.skip_nonfinite or self.precision.dynamic_scale is not None
-
-    def _shared_stages(self) -> tuple[tuple[int, ...], ...]:
-        """Return, for each group of shared parameters, the stages that hold them.
-
-        Raises:
-            InputError: the schedule cannot sum their gradients in time.
-        """
-        sharing = self.stack.ties.sharing([stage.layers for stage in self.plan.stages])
-        names = [name for _, names in sharing.groups for name in names]
-        if reason := excluded(self.plan, ties=names or None):
-            raise InputError(reason)
-        return tuple(stages for stages, _ in sharing.groups)
 
     # What a user calls -------------------------------------------------------------------------------------------------
 
@@ -674,11 +664,10 @@ class Pipeline:
         return Executor(self.plan, steps, buckets, self.places, join_processes(), facts, depends_on, before)
 
     def _steps_of(self, functions: Sequence[StageFunctions]) -> Steps:
-        """Return the programs of the plan, in which stages sum no gradients of shared parameters that are frozen."""
-        shared = tuple(stages for stages, _ in functions[0].sharing.groups)
-        used = uses_of(global_norm=self.uses_global_norm, shared_parameters=shared)
-        if used != self._steps.uses:
-            self._steps = Steps(self.plan, used)
+        """Return the programs of the plan."""
+        uses = uses_by(functions[0].capabilities)
+        if self._steps is None or self._steps.uses != uses:
+            self._steps = Steps(self.plan, uses)
         return self._steps
 
     def _start(self, executor: Executor, workers: Sequence[WorkerState], batch: int) -> State:

@@ -15,7 +15,7 @@ from tests.test_documentation import SNIPPET
 
 PAGE = ROOT / "docs" / "tutorials" / "write-a-capability.md"
 TEXT = PAGE.read_text("utf-8")
-FILE = re.compile(r"^```{code-block} python\n:caption: (?P<file>\S+)\n(?P<content>.*?)^```", re.MULTILINE | re.DOTALL)
+FILE = re.compile(r"^`(?P<file>\S+)`:\n\n```py\n(?P<content>.*?)^```", re.MULTILINE | re.DOTALL)
 REGISTRY = "jpipe/capabilities/registry.py"
 
 

@@ -52,9 +52,12 @@ class Option:
         of_stages: whether it is a field of each stage instead, which is empty where the stage does not use it.
         check: `(plan) -> None`, raises ValueError if the value does not fit the plan; only called where it is set.
         stands_for: where it is in no plan, the argument of a pipeline whose exclusions hold for programs that use it.
+        refusal: `(plan, value) -> str`, why no program of a plan can use it with a value, or "".
+        check_model: `(plan, StageEntries) -> None`, raises InputError for a model with which the plan cannot use it.
         check_arguments: `(arguments) -> None`, raises InputError for values of arguments of a pipeline, by name as in `excluded`.
         of_arguments: `(arguments, entries) -> value | None` in `StageFunctions.capabilities`, where it comes from arguments of a pipeline;
-            `entries` are those that each stage counts.
+            `entries` are those of the stages, see `StageEntries`.
+        used: `(value) -> value` in `Program.uses`, of that value.
         exclusions: what the option cannot be combined with. Each pair of options is in one list.
         even: `(value, stages) -> stages`, the fields of stages with an argument of `Plan.even`, which has the name of the field.
         with_layers: `(stage, layers) -> fields` that a stage has with other layers.
@@ -69,8 +72,11 @@ class Option:
     of_stages: bool = False
     check: Callable[[Any], None] | None = None
     stands_for: str = ""
+    refusal: Callable[[Any, Any], str] | None = None
+    check_model: Callable[[Any, Any], None] | None = None
     check_arguments: Callable[[Any], None] | None = None
     of_arguments: Callable[[Any, Any], Any] | None = None
+    used: Callable[[Any], Any] | None = None
     exclusions: tuple[Exclusion, ...] = ()
     even: Hook | None = None
     with_layers: Hook | None = None
@@ -85,10 +91,10 @@ class Option:
 
     def is_set(self, plan: Any) -> bool:
         """Return whether a plan uses the capability."""
-        value = self.value(plan)
+        value = self.in_plan(plan)
         return value is not None and value is not False
 
-    def value(self, plan: Any) -> Any:
+    def in_plan(self, plan: Any) -> Any:
         """Return what a plan says of it: None or False if it does not use it; of stages the values of all of them."""
         if self.field is None or not self.of_stages:
             return None if self.field is None else getattr(plan, self.field)
@@ -137,6 +143,8 @@ class ProgramHooks:
         modelled: `(plan) -> plan`, a plan whose programs contain all that the capability does in any step; `due` chooses from them.
         due: `(plan, instruction, shift) -> Instruction | None`, one of its instructions as it is when it runs so many batches later.
         stage_cost: `(plan, stage, StageCost, layers) -> StageCost`, the cost of a stage with what changes in it.
+        model_costs: `(plan, costs, shared) -> costs` of all stages, of a model with these `SharedCost`s.
+        used: `(costs) -> value` in `Program.uses`, of programs whose stages have these costs.
         fit_cost: `(StageCost, spans) -> StageCost`, the cost of a stage with the times of its measured spans.
         pieces: `(stage, StageCost) -> list of bytes` of the pieces in which the replicas of a stage sum gradients; empty: in one.
         per_piece: the fields of `StageCost` that have a number for each of these pieces.
@@ -156,6 +164,8 @@ class ProgramHooks:
     modelled: Hook | None = None
     due: Hook | None = None
     stage_cost: Hook | None = None
+    model_costs: Hook | None = None
+    used: Hook | None = None
     fit_cost: Hook | None = None
     pieces: Hook | None = None
     per_piece: tuple[str, ...] = ()
@@ -181,6 +191,8 @@ class LoweringHooks:
         after_backward: `(worker, k) -> None`, after the backward of a microbatch, where updates wait for a sum or for other stages.
         after_output: `(time, worker, k, to) -> None`, after the output of a microbatch is sent.
         needed: `(worker, batch) -> list of (what, stage or worker, batch)` in `Run.available`: what an update waits for without a flush.
+        needed_for_sum: the same of what it waits for to complete the gradients of a batch where the stage counts them, see `complete_sum`.
+        complete_sum: `(time, worker, batch) -> None`, before something looks at the gradients of a batch that the worker's stage counts.
         drain: `(time, batch, workers) -> None`, where the pipeline is empty, before these workers update with a batch.
         version_ready: `(worker, version) -> int | None`, the time from which a forward can read a version; None: it is not known yet, and
             the worker's rank is woken later.
@@ -197,6 +209,8 @@ class LoweringHooks:
     after_backward: Hook | None = None
     after_output: Hook | None = None
     needed: Hook | None = None
+    needed_for_sum: Hook | None = None
+    complete_sum: Hook | None = None
     drain: Hook | None = None
     version_ready: Hook | None = None
     released: Hook | None = None
@@ -220,6 +234,7 @@ class VerifyHooks:
         needs: `(what, number, instruction) -> None`: an instruction of the core reads a weight version, the residuals or the stash of a
             microbatch, or the optimizer state (number 0).
         updated: `(instruction) -> None`, after an update.
+        complete: `(batch) -> None`, checks that the gradients of a batch are complete where something looks at those that the stage counts.
         whole: `(version, where) -> None`, checks that a version is complete where something reads it.
         held: `(batch) -> set[Buffer]`, the buffers that it holds where the pipeline is empty before a batch.
         freed: `(version) -> None`, after a version is freed.
@@ -231,6 +246,7 @@ class VerifyHooks:
     receives: Mapping[str, Hook] = field(default_factory=dict)
     needs: Hook | None = None
     updated: Hook | None = None
+    complete: Hook | None = None
     whole: Hook | None = None
     held: Hook | None = None
     freed: Hook | None = None
@@ -296,6 +312,20 @@ class UpdateHooks:
 
 
 @dataclass(frozen=True)
+class ApartHooks:
+    """How a capability updates some entries of a stage by programs of its own.
+
+    Attributes:
+        names: `(StageFunctions) -> names` of the entries.
+        update: `(CompiledStage, kind, trees, weight, others, number) -> Iterable of (version, optimizer state, zero gradients)` by entry;
+            `trees` are the retired version if there is one, the version, optimizer state and gradients, with all entries.
+    """
+
+    names: Hook
+    update: Hook
+
+
+@dataclass(frozen=True)
 class SumHooks:
     """How the replicas of a stage sum gradients where each gives something to each other one, and sums what it gets.
 
@@ -353,9 +383,12 @@ class RuntimeHooks:
         always_used: `(StageFunctions) -> names` of those that no instruction needs.
         shares: `(plan, StageFunctions) -> shares` of the replicas of a stage in its updates.
         update: what it changes in updates.
+        apart: what it updates by programs of its own.
 
     The state of a worker, and snapshots of it:
         specs: `(Arrays) -> Tree` of what it keeps in `WorkerState.capabilities`, under the name of the capability.
+        for_updates: the names of what it keeps in pending updates until these are made.
+        copied: `(StageFunctions) -> names` of the entries of which several stages hold copies, in an order that all stages have.
         fresh: `(StageFunctions, version, accumulators) -> Tree`, the same before the first batch, from the weights.
         changed_by: the type of instruction after which this is complete for an update; by default the update.
         restored: `(StageFunctions, replica, layers, fresh=) -> Tree`, the same from a snapshot, perhaps for fresh optimizer state.
@@ -396,8 +429,11 @@ class RuntimeHooks:
     always_used: Hook | None = None
     shares: Hook | None = None
     update: UpdateHooks | None = None
+    apart: ApartHooks | None = None
 
     specs: Hook | None = None
+    for_updates: tuple[str, ...] = ()
+    copied: Hook | None = None
     fresh: Hook | None = None
     changed_by: type | None = None
     restored: Hook | None = None

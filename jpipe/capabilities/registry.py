@@ -19,10 +19,13 @@ from jpipe.capabilities.host_memory.option import OPTION as HOST_MEMORY
 from jpipe.capabilities.host_memory.option import HostMemory, Kept
 from jpipe.capabilities.protocol import Exchange, Option, ProgramHooks, RuntimeHooks, UpdateHooks
 from jpipe.capabilities.shared_optimizer.option import OPTION as SHARED_OPTIMIZER
+from jpipe.capabilities.shared_parameters.option import OPTION as SHARED_PARAMETERS
+from jpipe.capabilities.shared_parameters.option import SharedCosts
 from jpipe.capabilities.sums_in_parts.option import OPTION as SUMS_IN_PARTS
 from jpipe.capabilities.sums_in_parts.option import PartCosts, SumParts
 
 OPTIONS: Sequence[Option] = [
+    SHARED_PARAMETERS,
     GLOBAL_NORM,
     AGREEMENT,
     HOST_MEMORY,
@@ -70,6 +73,7 @@ class StageOptions(
 
 @dataclass(frozen=True, kw_only=True)
 class Costs(
+    SharedCosts,
     NormCosts,
     PartCosts,
 ):
@@ -94,7 +98,18 @@ def runtimes() -> dict[str, RuntimeHooks]:
 
 def uses_of(**values: Any) -> FrozenMapping[Any]:
     """Return what a program does beside its plan, by the names of capabilities: of these values those that are not False or empty."""
-    return FrozenMapping({name: value for name, value in sorted(values.items()) if value})
+    return FrozenMapping({name: _as_tuples(value) for name, value in sorted(values.items()) if value})
+
+
+def _as_tuples(value: Any) -> Any:
+    """Return a value with tuples in place of lists, so that it can be compared and hashed."""
+    return tuple(map(_as_tuples, value)) if isinstance(value, list | tuple) else value
+
+
+def uses_by(capabilities: Mapping[str, Any]) -> FrozenMapping[Any]:
+    """Return what programs do beside their plan, for stages with these capabilities (`StageFunctions.capabilities`)."""
+    used = {option.room: option.used(capabilities[option.key]) for option in OPTIONS if option.used and option.key in capabilities}
+    return uses_of(**used)
 
 
 def known_beside() -> dict[str, Option]:
@@ -122,20 +137,20 @@ def updates_for(capabilities: Collection[str]) -> dict[str, UpdateHooks]:
     return {name: used.update for name, used in runtimes_for(capabilities).items() if used.update is not None}
 
 
-def values_of(plan: Any, arguments: Mapping[str, Any] = NOTHING, entries: Sequence[Sequence[str]] = ()) -> dict[str, Any]:
+def values_of(plan: Any, arguments: Mapping[str, Any] = NOTHING, entries: Any = None) -> dict[str, Any]:
     """Return what there is to say to stages of the capabilities that have programs of their own, by key.
 
     Args:
         plan: of the pipeline.
         arguments: of the pipeline, as in `excluded`.
-        entries: those that each stage counts, see `StageFunctions.counted`.
+        entries: the `StageEntries` of the model.
     """
     values: dict[str, Any] = {}
     for option in OPTIONS:
         if option.of_arguments is not None and (value := option.of_arguments(arguments, entries)) is not None:
             values[option.key] = value
         elif option.is_set(plan) and runtimes()[option.room].calls is not None:
-            values[option.key] = option.value(plan)
+            values[option.key] = option.in_plan(plan)
     return values
 
 

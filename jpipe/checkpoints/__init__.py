@@ -25,7 +25,7 @@ from jpipe.processes._coordinator import named
 from jpipe.processes._membership import Processes
 from jpipe.runtime._join import join_processes
 from jpipe.runtime._plain import Plain
-from jpipe.runtime._snapshot import CopiesDiffer, SharedCopy, Snapshot, layer_of
+from jpipe.runtime._snapshot import CopiesDiffer, Copy, Snapshot, layer_of
 from jpipe.runtime.state import State
 from jpipe.stages._batch import Batch
 
@@ -71,7 +71,7 @@ def save(
     processes = processes or join_processes()
     if isinstance(folder, ocp.CheckpointManager):
         managers.check_can_save(folder, processes, keep)
-        _check_copies(snapshot, snapshot.shared_copies())
+        _check_copies(snapshot, snapshot.copies())
         return managers.save(folder, snapshot.batch, snapshot.layers(), facts)
     run, step, index = folders.run_folder(folder), snapshot.batch, 0 if processes is None else processes.index
     if processes is not None and index > 0:
@@ -81,7 +81,7 @@ def save(
         files.write_layers(run, step, snapshot.layers(), index)
     except OSError as error:
         problem = error
-    copies = snapshot.shared_copies()
+    copies = snapshot.copies()
     if processes is not None and index > 0:
         processes.broadcast(_ended(step, index), [float(number) for number in (problem is None, *itertools.chain(*copies))])
         if problem is not None:
@@ -237,7 +237,7 @@ def _await_calls(processes: Processes, step: int) -> None:
 def _complete(
     place: Path,
     snapshot: Snapshot,
-    copies: list[SharedCopy],
+    copies: list[Copy],
     processes: Processes | None,
     problem: OSError | None,
     facts: Any,
@@ -261,7 +261,7 @@ def _complete(
             raise OSError(errno.EIO, f"process {without[0]} could not write its part")
         for _, *numbers in reports.values():
             each = map(int, numbers)
-            copies = copies + [SharedCopy(*copy) for copy in zip(each, each, each, strict=True)]
+            copies = copies + [Copy(*copy) for copy in zip(each, each, each, strict=True)]
         _check_copies(snapshot, copies)
         files.complete(place, step, count, facts, rows())
     except (OSError, CopiesDiffer):
@@ -269,9 +269,9 @@ def _complete(
         raise
 
 
-def _check_copies(snapshot: Snapshot, copies: Iterable[SharedCopy]) -> None:
+def _check_copies(snapshot: Snapshot, copies: Iterable[Copy]) -> None:
     """Check that the copies of each shared parameter equal that of its first stage."""
-    first: dict[int, SharedCopy] = {}
+    first: dict[int, Copy] = {}
     for copy in sorted(copies):
         other = first.setdefault(copy.parameter, copy)
         if copy.checksum != other.checksum:
@@ -279,7 +279,7 @@ def _check_copies(snapshot: Snapshot, copies: Iterable[SharedCopy]) -> None:
                 "stage {}{}".format(s, f", replica {r}" if r else "") for s, r in (snapshot.plan.workers[c.worker] for c in (other, copy))
             ]
             raise CopiesDiffer(
-                f"checkpoint of step {snapshot.batch}: the copies of '{snapshot.shared[copy.parameter]}' at {at[0]} and at {at[1]} are not "
+                f"checkpoint of step {snapshot.batch}: the copies of '{snapshot.copied[copy.parameter]}' at {at[0]} and at {at[1]} are not "
                 f"the same bits after batch {snapshot.batch - 1}; a device or a link may be faulty, so use the previous checkpoint"
             )
 

@@ -264,6 +264,7 @@ def _compare(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
 _DEEPEST = 64  # dicts in dicts; far more would overflow the stack of code that walks the tree
 _ARRAYS = frozenset({"jax.Array", "np.ndarray", "scalar"})  # Orbax's names of the types of leaves that it stores as arrays
 _MOST_METADATA = 2**26  # bytes of `_METADATA`, about 200 for each array
+_MOST_INDEX = 2**26  # bytes of the index of a store that are kept while arrays are opened and read
 _INLINE = 1024  # bytes of an array that OCDBT may keep in its compressed index; larger arrays are stored as they are
 
 
@@ -288,7 +289,7 @@ def _open_arrays(path: Path, metadata: Mapping[str, Any], names: Iterable[str]) 
         ValueError: one is missing or cannot be opened.
     """
     base = {"driver": "file", "path": f"{path.absolute()}/"}
-    opening = {}
+    context, opening = ts.Context({"cache_pool": {"total_bytes_limit": _MOST_INDEX}}), {}  # all read the index once
     for name in names:
         store = (
             {"driver": "ocdbt", "base": base, "path": f"{name}/"} if metadata["use_ocdbt"] else base | {"path": f"{base['path']}{name}/"}
@@ -296,7 +297,7 @@ def _open_arrays(path: Path, metadata: Mapping[str, Any], names: Iterable[str]) 
         spec: dict[str, Any] = {"driver": "zarr3" if metadata.get("use_zarr3") else "zarr", "kvstore": store}
         if metadata.get("store_array_data_equal_to_fill_value"):
             spec["fill_missing_data_reads"] = False  # what is missing was lost
-        opening[name] = ts.open(spec, read=True, open=True)
+        opening[name] = ts.open(spec, read=True, open=True, context=context)
     arrays = {}
     for name, future in opening.items():
         try:

@@ -124,7 +124,6 @@ def partitions(plan: Plan, stack: LayerStack, layers: Mapping[str, LayerSpec], r
         return (ONE_DEVICE,) * plan.depth
     axes = {layer_id: _axes_of(plan, layer_id, spec) for layer_id, spec in layers.items()}
     _check_matched(plan, axes, layers)
-    _check_shared(plan, stack)
     of_stages = tuple(
         _partition(plan, stage, mesh, stack, layers, axes, rows) if mesh else ONE_DEVICE
         for stage, mesh in zip(plan.stages, meshes, strict=True)
@@ -253,17 +252,6 @@ def _check_matched(plan: Plan, axes: Mapping[str, Axes], layers: Mapping[str, La
     for name in plan.rules:
         if name not in logical:
             raise InputError(f"rules: no parameter of the model has the logical axis '{name}'; {nearest(name, sorted(logical))}")
-
-
-def _check_shared(plan: Plan, stack: LayerStack) -> None:
-    """Check that no parameter is shared by stages on different meshes: its copies would be rounded differently."""
-    for stages, names in stack.ties.sharing([stage.layers for stage in plan.stages]).groups:
-        meshes = [(plan.stages[s].shape, plan.stages[s].fsdp) for s in stages]
-        if len(set(meshes)) > 1:
-            actual = ", ".join(
-                f"stage {s} on {dict(mesh)}{' with fsdp' if fsdp else ''}" for s, (mesh, fsdp) in zip(stages, meshes, strict=True)
-            )
-            raise InputError(f"ties: expected the same mesh for all stages that share '{names[0]}', found {actual}; give them one mesh")
 
 
 def _check_used(plan: Plan, of_stages: Sequence[Partition]) -> None:

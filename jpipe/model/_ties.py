@@ -18,32 +18,26 @@ Tree = Any
 
 
 @dataclass(frozen=True)
-class Sharing:
-    """Which shared parameters the stages of a plan hold.
+class StageEntries:
+    """The entries (see `Ties`) of the stages of a plan.
 
     Attributes:
-        groups: (stages, names) of the shared parameters that two or more stages hold, together if the same stages hold them.
-        counted: for each stage the entries that it counts in the global norm: of a shared parameter only the first stage that holds it.
+        groups: (stages, names) of the parameters that two or more stages hold, together if the same stages hold them.
+        counted: for each stage the entries that it counts where all stages count each once: it is the first one that holds them.
     """
 
     groups: tuple[tuple[tuple[int, ...], tuple[str, ...]], ...]
     counted: tuple[tuple[str, ...], ...]
 
-    def groups_of(self, s: int) -> dict[int, tuple[str, ...]]:
-        """Return the shared parameters of each group that a stage is in, by number of the group."""
-        return {group: names for group, (stages, names) in enumerate(self.groups) if s in stages}
+    @property
+    def in_several(self) -> list[str]:
+        """The parameters that two or more stages hold."""
+        return [name for _, names in self.groups for name in names]
 
-    def between(self, s: int, other: int) -> tuple[str, ...]:
-        """Return the shared parameters that both stages hold."""
-        return tuple(name for stages, names in self.groups if {s, other} <= set(stages) for name in names)
-
-    def without(self, names: Iterable[str]) -> "Sharing":
-        """Return the sharing without these parameters, whose gradients are not computed."""
+    def without(self, names: Iterable[str]) -> "StageEntries":
+        """Return the same without these parameters in the groups, since their gradients are not computed."""
         remaining = ((stages, tuple(name for name in group if name not in names)) for stages, group in self.groups)
-        return Sharing(tuple((stages, group) for stages, group in remaining if group), self.counted)
-
-
-NOTHING_SHARED = Sharing((), ())
+        return StageEntries(tuple((stages, group) for stages, group in remaining if group), self.counted)
 
 
 @dataclass(frozen=True)
@@ -115,15 +109,15 @@ class Ties:
         users = {name: tuple(layer_id for layer_id in ids if name in self.shared.get(layer_id, {}).values()) for name in self.first}
         return {name: layers for name, layers in users.items() if len(layers) > 1}
 
-    def sharing(self, stages: Sequence[Sequence[str]]) -> Sharing:
-        """Return what stages with these layers share."""
+    def in_stages(self, stages: Sequence[Sequence[str]]) -> StageEntries:
+        """Return the entries of stages with these layers."""
         stages_of = {name: tuple(s for s, ids in enumerate(stages) if name in self.names(ids)) for name in self.first}
         groups: dict[tuple[int, ...], list[str]] = {}
         for name, holders in stages_of.items():
             if len(holders) > 1:
                 groups.setdefault(holders, []).append(name)
         counted = tuple(tuple(name for name in self.entries(ids) if stages_of.get(name, (s,))[0] == s) for s, ids in enumerate(stages))
-        return Sharing(tuple((holders, tuple(names)) for holders, names in groups.items()), counted)
+        return StageEntries(tuple((holders, tuple(names)) for holders, names in groups.items()), counted)
 
     def split(self, params: Mapping[str, Tree], ids: Sequence[str] | None = None) -> dict[str, Tree]:
         """Split whole parameters of some layers into entries.

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
 
 _STASHING = "weight stashing"  # no option, but what a schedule does
-_TO_ONE_STAGE = "put the layers that share a parameter into one stage"
 EXCLUSIONS = (
     Exclusion("max_in_flight", "extra_in_flight", "one lowers the number that the other raises"),
     Exclusion("max_in_flight", "chunks_per_rank", "the order of several stages on a rank says how many are in flight"),
@@ -29,18 +28,6 @@ EXCLUSIONS = (
         "use more microbatches instead",
     ),
     *(exclusion for option in OPTIONS for exclusion in option.exclusions),
-    Exclusion(
-        "ties",
-        _STASHING,
-        "the last stage updates before the first one has computed its gradients",
-        f"use vertical_sync, 'pipedream_2bw' or a schedule that flushes, or {_TO_ONE_STAGE}",
-    ),
-    Exclusion(
-        "ties",
-        "update_every",
-        "a stage would update before the batch has all of its gradients",
-        "use 'batch' with as many microbatches as the stages have replicas",
-    ),
 )
 """All exclusions: those of capabilities are said in their folders."""
 

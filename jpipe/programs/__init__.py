@@ -1,6 +1,6 @@
 """Programs of a plan: instructions, their lowering, simulation and timeline. Nothing here imports JAX."""
 
-from jpipe.programs._costs import HostLink, LayerCost, Network, Overlap, SharedCost, StageCost, shared_stages, sum_layer_costs, unit_costs
+from jpipe.programs._costs import HostLink, LayerCost, Network, Overlap, SharedCost, StageCost, sum_layer_costs, unit_costs, uses_by_costs
 from jpipe.programs._execution_order import ProgramError
 from jpipe.programs._instructions import Program
 from jpipe.programs._simulate import has_equal_batches, simulate_batches
@@ -34,10 +34,10 @@ __all__ = [
     "has_equal_batches",
     "parse_grid",
     "predict_window",
-    "shared_stages",
     "simulate_batches",
     "sum_layer_costs",
     "to_ticks",
     "unit_costs",
+    "uses_by_costs",
     "whole_spans",
 ]

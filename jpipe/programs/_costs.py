@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from jpipe._numbers import is_number
 from jpipe.capabilities.protocol import hooks
-from jpipe.capabilities.registry import Costs, programs_of
+from jpipe.capabilities.registry import Costs, programs, programs_of
 from jpipe.errors import InputError, nearest, short
 from jpipe.ops import OPS
 from jpipe.plan import Plan, Stage, repeats_forward
@@ -52,7 +52,6 @@ class StageCost(Costs):
         state: layer state (batch statistics).
         accumulators: accumulated gradients.
         temporary: the largest scratch memory of a program.
-        shared: for each group of shared parameters, as in `Program`, the size of its gradients; 0 where the stage holds none.
         passed: the arrays of the stage input that the previous stage keeps, too. If both are on one rank, they count once.
         updated: with `Plan.shard_optimizer`, the bytes of one version that each replica updates and sends to the other replicas.
         kept: what capabilities keep beside the optimizer state, such as the errors of compressed sums, or agreed weights.
@@ -79,7 +78,6 @@ class StageCost(Costs):
     state: int = 0
     accumulators: int = 0
     temporary: int = 0
-    shared: tuple[int, ...] = ()
     passed: tuple[Passed, ...] = ()
     updated: tuple[int, ...] = ()
     kept: int = 0
@@ -263,13 +261,14 @@ def unit_costs(plan: Plan) -> tuple[StageCost, ...]:
     return tuple(StageCost(backward=2.0 + more, backward_input=1.0 + more) for more in again)
 
 
-def shared_stages(costs: Sequence[StageCost]) -> tuple[tuple[int, ...], ...]:
-    """Return for each group of shared parameters the stages that hold it, for `lower`.
+def uses_by_costs(costs: Sequence[StageCost]) -> dict[str, Any]:
+    """Return what programs of stages with these costs do beside their plan, for `lower`, such as to sum gradients of shared parameters.
 
     Args:
         costs: one for each stage.
     """
-    return tuple(tuple(s for s, size in enumerate(sizes) if size) for sizes in zip(*(cost.shared for cost in costs), strict=True))
+    used = {name: hooks.used(costs) for name, hooks in programs().items() if hooks.used is not None}
+    return {name: value for name, value in used.items() if value}
 
 
 def sum_layer_costs(
@@ -330,7 +329,9 @@ def sum_layer_costs(
         )
     for stage_cost in hooks("stage_cost", programs_of(plan)):
         costs = [stage_cost(plan, stage, cost, layers) for stage, cost in zip(plan.stages, costs, strict=True)]
-    costs = list(_with_shared(plan, costs, shared))
+    costs = _once(plan, costs, shared)
+    for with_shared in hooks("model_costs", programs().values()):
+        costs = with_shared(plan, costs, shared)
     for sent_cost in hooks("sent_cost", programs_of(plan)):
         costs = [sent_cost(plan, stage, cost) for stage, cost in zip(plan.stages, costs, strict=True)]
     return tuple(costs)
@@ -364,26 +365,20 @@ def _gradient_flows(plan: Plan, layers: Mapping[str, LayerCost]) -> list[bool]:
     return flows
 
 
-def _with_shared(plan: Plan, costs: Sequence[StageCost], shared: Sequence[SharedCost]) -> tuple[StageCost, ...]:
-    """Return the costs with each shared parameter once in a stage, and the gradients that stages exchange."""
-    with_groups, groups = list(costs), dict[tuple[int, ...], int]()
+def _once(plan: Plan, costs: Sequence[StageCost], shared: Sequence[SharedCost]) -> list[StageCost]:
+    """Return the costs with each shared parameter once in a stage."""
+    once = list(costs)
     for parameter in shared:
-        uses = [len(set(stage.layers) & set(parameter.layers)) for stage in plan.stages]
-        holders = tuple(s for s, count in enumerate(uses) if count)
-        for s in holders:
-            again = uses[s] - 1
-            with_groups[s] = replace(
-                with_groups[s],
-                weights=with_groups[s].weights - again * parameter.weights,
-                accumulators=with_groups[s].accumulators - again * parameter.accumulators,
-                optimizer=with_groups[s].optimizer - again * (parameter.optimizer + (parameter.ahead if plan.delays[s] else 0)),
-                frozen=with_groups[s].frozen - again * parameter.frozen,
+        for s, stage in enumerate(plan.stages):
+            again = max(len(set(stage.layers) & set(parameter.layers)) - 1, 0)
+            once[s] = replace(
+                once[s],
+                weights=once[s].weights - again * parameter.weights,
+                accumulators=once[s].accumulators - again * parameter.accumulators,
+                optimizer=once[s].optimizer - again * (parameter.optimizer + (parameter.ahead if plan.delays[s] else 0)),
+                frozen=once[s].frozen - again * parameter.frozen,
             )
-        if len(holders) > 1 and not parameter.frozen:
-            groups[holders] = groups.get(holders, 0) + parameter.accumulators
-    return tuple(
-        replace(cost, shared=tuple(size if s in holders else 0 for holders, size in groups.items())) for s, cost in enumerate(with_groups)
-    )
+    return once
 
 
 def _check_layers(plan: Plan, layers: Mapping[str, LayerCost]) -> None:

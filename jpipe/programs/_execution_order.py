@@ -8,17 +8,13 @@ from jpipe.capabilities.protocol import merged
 from jpipe.capabilities.registry import programs_of
 from jpipe.plan import Plan
 from jpipe.programs._instructions import (
-    AddShared,
     AllReduce,
     Instruction,
     Program,
     Receive,
     Send,
-    TakeShared,
     Update,
 )
-
-_NEED_SUM = Update, TakeShared, AddShared
 
 
 class ProgramError(ValueError):
@@ -144,7 +140,7 @@ class _Sums:
             return True
         if kind in self._waits_for:
             needed, batch = self._waits_for[kind](i)
-        elif kind in _NEED_SUM and self._plan.sums_gradients(s):
+        elif kind is Update and self._plan.sums_gradients(s):
             needed, batch = AllReduce, i.batch
         else:
             return True

@@ -68,8 +68,7 @@ class Compute(Instruction):
 class Send(Instruction):
     """Send the output (`activation`) or the input gradient (`gradient`) of a microbatch to the worker `to`, and free it.
 
-    With shared parameters: `shared`, their gradients of the batch that ends with the microbatch, which the worker keeps until its update.
-    Capabilities have others.
+    Capabilities have other messages.
     """
 
     worker: int
@@ -100,23 +99,6 @@ class AllReduce(Instruction):
 
 
 @dataclass(frozen=True, slots=True)
-class TakeShared(Instruction):
-    """Copy the gradients of `batch` with respect to shared parameters, for the other stages that hold these parameters."""
-
-    worker: int
-    batch: int
-
-
-@dataclass(frozen=True, slots=True)
-class AddShared(Instruction):
-    """Add to the gradients of `batch` those that the other stages have sent, for the shared parameters of group `group`."""
-
-    worker: int
-    batch: int
-    group: int
-
-
-@dataclass(frozen=True, slots=True)
 class Update(Instruction):
     """Make version `batch + 1` from version `batch` and the gradients of `batch`, in the memory of version `retires` if there is one.
 
@@ -136,7 +118,7 @@ class Release(Instruction):
     version: int
 
 
-CoreInstruction = Load | Compute | Send | Receive | AllReduce | TakeShared | AddShared | Update | Release
+CoreInstruction = Load | Compute | Send | Receive | AllReduce | Update | Release
 
 
 def ends_update(plan: Plan, s: int, k: int) -> bool:

@@ -21,7 +21,6 @@ def messages() -> dict[str, MessageHooks]:
         "activation": MessageHooks("a", "#7FC4EA", "activation sent"),
         "gradient": MessageHooks("g", "#D9A3C1", "gradient sent"),
         "sum": MessageHooks("s", "#009E73", "sum over replicas", is_sum=True),
-        "shared": MessageHooks("p"),
         **merged("messages", programs().values()),
     }
 

@@ -9,7 +9,6 @@ from jpipe.ops import OPS, Op, Reads
 from jpipe.plan import Plan
 from jpipe.programs._execution_order import Violation
 from jpipe.programs._instructions import (
-    AddShared,
     AllReduce,
     Compute,
     Instruction,
@@ -18,11 +17,9 @@ from jpipe.programs._instructions import (
     Receive,
     Release,
     Send,
-    TakeShared,
     Update,
     ends_update,
 )
-from jpipe.programs._route import last_microbatch
 from jpipe.schedules import SCHEDULES, Action
 
 
@@ -50,7 +47,7 @@ class Verifier:
 
     Attributes:
         number: as given.
-        plan: that of the program.
+        plan, uses: those of the program.
         stage: of the worker.
         versions: the weight versions that are alive.
         buffers: what else it holds: (kind, microbatch or batch).
@@ -58,7 +55,7 @@ class Verifier:
 
     def __init__(self, program: Program, number: int, computations: Iterator[Action]) -> None:
         self._program, self.plan, self.number = program, program.plan, number
-        self._schedule, self._shared = SCHEDULES[self.plan.schedule], program.uses.get("shared_parameters", ())
+        self._schedule, self.uses = SCHEDULES[self.plan.schedule], program.uses
         self.stage, _ = self.plan.workers[number]
         self._first, self._last = self.stage == 0, self.stage == self.plan.depth - 1
         self._replicas, self._every = self.plan.replicas[self.stage], self.plan.microbatches_per_update(self.stage)
@@ -70,8 +67,8 @@ class Verifier:
         self._sets_aside = program.sets_aside[self.stage]
         verifications = made("verify", programs_of(self.plan, program.uses), self)
         self._added, self._sends, self._receives = (merged(name, verifications) for name in ("checks", "sends", "receives"))
-        self._needs, self._updated, self._whole = (hooks(name, verifications) for name in ("needs", "updated", "whole"))
-        self._held, self._freed, self._end = (hooks(name, verifications) for name in ("held", "freed", "end"))
+        self._needs, self._updated, self._complete = (hooks(name, verifications) for name in ("needs", "updated", "complete"))
+        self._whole, self._held, self._freed, self._end = (hooks(name, verifications) for name in ("whole", "held", "freed", "end"))
         self.buffers |= self._held_before(program.start)
 
     def check(self, i: Instruction) -> None:
@@ -138,9 +135,7 @@ class Verifier:
                 self.put(kind, k)
 
     def _send(self, i: Send) -> None:
-        if i.message == "shared":
-            self.put("shared", self.take("shared", i.microbatch))  # for other sends, until the update
-        elif i.message in self._sends:
+        if i.message in self._sends:
             self._sends[i.message](i)
         elif i.message not in _SENT:
             self._fail_unused(i)
@@ -149,9 +144,7 @@ class Verifier:
             self.take(_SENT[i.message], i.microbatch)
 
     def _receive(self, i: Receive) -> None:
-        if i.message == "shared":
-            self.put(f"shared of stage {self.plan.workers[i.source][0]}", i.microbatch)
-        elif i.message in self._receives:
+        if i.message in self._receives:
             self._receives[i.message](i)
         elif i.message not in _RECEIVED:
             self._fail_unused(i)
@@ -166,19 +159,6 @@ class Verifier:
         self.take("sums", i.batch)
         self.put("summed", i.batch)
 
-    def _take_shared(self, i: TakeShared) -> None:
-        self._look_at_sum(i.batch)
-        self.put("shared", last_microbatch(self.plan, i.batch))
-
-    def _add_shared(self, i: AddShared) -> None:
-        self._look_at_sum(i.batch)
-        k, stages = last_microbatch(self.plan, i.batch), self._shared[i.group]
-        if self.stage not in stages:
-            self.fail(f"{i}: stage {self.stage} does not hold it, stages {list(stages)} do")
-        for kind in ("shared", *(f"shared of stage {s}" for s in stages if s != self.stage)):
-            self.put(kind, self.take(kind, k))  # for other groups, until the update
-        self.put(f"group {i.group} added", k)
-
     def _update(self, i: Update) -> None:
         latest = max(self.versions, default=None)
         if i.batch != latest:
@@ -187,7 +167,6 @@ class Verifier:
         self._take_sum(i.batch)
         if not self._sets_aside:
             self._accumulated = 0
-        self._take_all_shared(last_microbatch(self.plan, i.batch))
         self.need("optimizer", 0, i)
         self.need("versions", i.batch, i)
         if i.retires is not None:
@@ -266,28 +245,16 @@ class Verifier:
 
     def look_at_complete_sum(self, batch: int) -> None:
         """Look at the gradients of a whole batch, which are complete as far as the stage is the first that has them."""
-        self._look_at_sum(batch)
-        k = last_microbatch(self.plan, batch)
-        for group, stages in enumerate(self._shared):
-            if stages[0] == self.stage:
-                self.put(f"group {group} added", self.take(f"group {group} added", k))
+        self.look_at_sum(batch)
+        for hook in self._complete:
+            hook(batch)
 
-    def _look_at_sum(self, batch: int) -> None:
+    def look_at_sum(self, batch: int) -> None:
         """Check that the gradients of a whole batch are there, and leave them to the update."""
         if self._sets_aside:
-            self.put(self._aside_as, self.take(self._aside_as, batch))
+            self.look_at(self._aside_as, batch)
         else:
             self._take_sum(batch)
-
-    def _take_all_shared(self, k: int) -> None:
-        """Take the shared gradients of an update: of its stage, of all other stages, and their sums."""
-        groups = {group: stages for group, stages in enumerate(self._shared) if self.stage in stages}
-        if groups:
-            self.take("shared", k)
-        for s in sorted({s for stages in groups.values() for s in stages} - {self.stage}):
-            self.take(f"shared of stage {s}", k)
-        for group in groups:
-            self.take(f"group {group} added", k)
 
     @property
     def _aside_as(self) -> str:
@@ -300,6 +267,10 @@ class Verifier:
             self.fail(f"{kind} of microbatch {k} used before it was there, or twice")
         self.buffers.remove((kind, k))
         return k
+
+    def look_at(self, kind: str, k: int) -> None:
+        """Check that a buffer is there, and leave it."""
+        self.put(kind, self.take(kind, k))
 
     def put(self, kind: str, k: int) -> None:
         """Put a buffer, which must not be there yet."""
@@ -330,8 +301,6 @@ _CHECKS: dict[type, Callable[[Verifier, Any], None]] = {
     Send: Verifier._send,
     Receive: Verifier._receive,
     AllReduce: Verifier.all_reduce,
-    TakeShared: Verifier._take_shared,
-    AddShared: Verifier._add_shared,
     Update: Verifier._update,
     Release: Verifier._release,
 }

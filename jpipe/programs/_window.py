@@ -7,7 +7,7 @@ from typing import Any
 from jpipe.errors import InputError
 from jpipe.ops import OPS
 from jpipe.plan import Plan
-from jpipe.programs._costs import Link, Network, Overlap, StageCost, shared_stages
+from jpipe.programs._costs import Link, Network, Overlap, StageCost, uses_by_costs
 from jpipe.programs._simulate import simulate
 from jpipe.programs._timeline import MemorySample, MemoryTimeline, Span, Timeline
 from jpipe.programs._transfers import Transfer
@@ -102,7 +102,7 @@ def predict_window(
         uses: what it does beside the plan, as in `lower`.
     """
     start = max(first - 2 * batches_until_full(plan), 0)  # from there the pipeline is in steady state when the window begins
-    program = lower(plan, first + batches + 1, begin=start, start=start, shared=shared_stages(costs), **uses)
+    program = lower(plan, first + batches + 1, begin=start, start=start, **(uses_by_costs(costs) | uses))
     prediction = simulate(program, costs, link, overlap)
     return extract_window(prediction.timeline, prediction.memory, plan.microbatches, first, batches, prediction.transfers)
 

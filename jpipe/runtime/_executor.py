@@ -40,7 +40,6 @@ from jpipe.stages._compiled_stage import CompiledStage
 from jpipe.stages._shares import shares_of
 from jpipe.stages.functions._evaluation import check_evaluation
 from jpipe.stages.functions._stage import StageFunctions
-from jpipe.stages.functions._sums import shared_with
 from jpipe.stages.functions._update import average_params, delay_squares, newest_params
 
 Tree = Any
@@ -433,18 +432,10 @@ def _sends(plan: Plan, buckets: Sequence[Sequence[Arrays]], runs: Iterable[Progr
     def sent(i: Send, bucket: int) -> Sent:
         arrays = buckets[bucket]
         source, to = arrays[i.worker], arrays[i.to]
-        to_stage = plan.workers[i.to][0]
         if i.message in of_capabilities:
             leaving, arriving = of_capabilities[i.message].specs(source, to)
             return Sent(i, bucket, leaving, arriving, of_capabilities[i.message].copies)
-        match i.message:
-            case "activation":
-                return Sent(i, bucket, source.outputs, to.x)
-            case "gradient":
-                return Sent(i, bucket, source.gradient, to.message)
-        gradients = source.accumulators["gradients"], to.accumulators["gradients"]
-        leaving, arriving = (shared_with(source.functions, to_stage, gradient) for gradient in gradients)
-        return Sent(i, bucket, leaving, arriving)
+        return Sent(i, bucket, source.outputs, to.x) if i.message == "activation" else Sent(i, bucket, source.gradient, to.message)
 
     ordered = [i for _, i in sorted(kinds.items())]
     of_shape = [i for i in ordered if i.message in ("activation", "gradient")]

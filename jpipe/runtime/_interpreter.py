@@ -7,7 +7,6 @@ from typing import Any, NamedTuple, cast
 import jax
 
 from jpipe.programs._instructions import (
-    AddShared,
     AllReduce,
     Compute,
     Instruction,
@@ -16,7 +15,6 @@ from jpipe.programs._instructions import (
     Receive,
     Release,
     Send,
-    TakeShared,
     Update,
     shifted,
 )
@@ -134,8 +132,6 @@ _METHODS: dict[type, Callable[[Worker, Any], None]] = {
     Send: Worker.send,
     Receive: Worker.receive,
     AllReduce: Worker.all_reduce,
-    TakeShared: Worker.take_shared,
-    AddShared: Worker.add_shared,
     Update: Worker.update,
     Release: Worker.release,
 }

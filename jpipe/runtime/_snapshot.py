@@ -31,14 +31,14 @@ Tree = Any
 
 
 class CopiesDiffer(RuntimeError):
-    """Stages hold different bits of a parameter that they share: a device, a link or a program has gone wrong since the last checkpoint."""
+    """Stages hold different bits of a parameter that all of them have: a device, a link or a program has gone wrong meanwhile."""
 
 
-class SharedCopy(NamedTuple):
-    """A checksum of a worker's copy of a parameter that stages share: of the newest version and of the optimizer state.
+class Copy(NamedTuple):
+    """A checksum of a worker's copy of a parameter that several stages hold: of the newest version and of the optimizer state.
 
     Attributes:
-        parameter: its number among the shared parameters of the plan.
+        parameter: its number in `Snapshot.copied`.
         worker: that holds the copy.
         checksum: CRC-32 of all bytes.
     """
@@ -66,7 +66,7 @@ class Snapshot:
     Attributes:
         plan: the plan of the run.
         batch: the first batch of a restored run.
-        shared: the parameters that several stages share, by name, in an order that all processes have.
+        copied: the parameters of which several stages hold copies, by name, in an order that all processes have.
     """
 
     def __init__(self, plan: Plan, batch: int, workers: Mapping[int, CompiledStage]) -> None:
@@ -74,8 +74,9 @@ class Snapshot:
         self.plan = plan
         self._parts = {w: Part(plan, w, batch, stage) for w, stage in workers.items()}
         self._sums = tuple(kind for used in programs_of(plan) for kind in used.sums)
-        groups = next(iter(workers.values())).functions.sharing.groups if workers else ()
-        self.shared = tuple(name for _, names in groups for name in names)
+        functions = [stage.functions for stage in workers.values()][:1]
+        copied = [(hook, f) for f in functions for hook in hooks("copied", runtimes_for(f.capabilities).values())]
+        self.copied = tuple(name for names_of, f in copied for name in names_of(f))
 
     def __call__(self, event: Event) -> None:
         """Observe one instruction."""
@@ -107,11 +108,11 @@ class Snapshot:
         assert self.complete
         return {name: plain for part in self._parts.values() for name, plain in part.layers().items()}
 
-    def shared_copies(self) -> list[SharedCopy]:
-        """Return the checksums of this process's copies of shared parameters, which are copied to the host for that."""
+    def copies(self) -> list[Copy]:
+        """Return the checksums of this process's copies of parameters that several stages hold, brought to the host for that."""
         assert self.complete
-        copies = [(n, w, part) for n, name in enumerate(self.shared) for w, part in self._parts.items() if part.holds(name)]
-        return [SharedCopy(n, w, part.checksum(self.shared[n])) for n, w, part in copies]
+        copies = [(n, w, part) for n, name in enumerate(self.copied) for w, part in self._parts.items() if part.holds(name)]
+        return [Copy(n, w, part.checksum(self.copied[n])) for n, w, part in copies]
 
 
 _OTHER_OPTIMIZER = (
@@ -149,7 +150,7 @@ class Part:
         self.newest = batch * plan.updates_per_batch(s)
         self._oldest = SCHEDULES[plan.schedule].version(plan, s, self._first + self.replica)
         self._all, self.trained = f.specs.params.keys(), f.trained
-        self._ids, self._entries = f.stage.layers, f.counted  # of a shared parameter only the first stage is copied
+        self._ids, self._entries = f.stage.layers, f.counted  # of a parameter that several stages hold only the first is copied
         self.versions: dict[int, Tree] = {}
         self._scales: dict[int, LossScale] = {}
         self._optimizer: Tree = None

@@ -14,7 +14,6 @@ from jpipe.model._precision import LossScale
 from jpipe.ops import OPS, Leaves, Op
 from jpipe.plan import Plan
 from jpipe.programs._instructions import (
-    AddShared,
     AllReduce,
     Compute,
     Load,
@@ -22,7 +21,6 @@ from jpipe.programs._instructions import (
     Receive,
     Release,
     Send,
-    TakeShared,
     Update,
 )
 from jpipe.runtime._transport import PendingTransfer, Transport, arrived
@@ -34,7 +32,6 @@ from jpipe.runtime.state import (
     WorkerState,
 )
 from jpipe.stages._compiled_stage import CompiledStage, UpdateNumber, update_kind
-from jpipe.stages.functions._sums import shared_with
 
 Tree = Any
 
@@ -57,7 +54,7 @@ class RunResults(NamedTuple):
 Data = dict[tuple[str, int], Tree]
 """What workers load, by name (inputs or labels) and microbatch."""
 
-_COUNTED = ("sums", "shared", "received")  # of a pending update
+_COUNTED = ("sums",)  # of a pending update
 _Part = tuple[int, str, int]  # a part of the state: its worker, its kind (see `Worker.read_part`), and the number of it
 
 
@@ -189,18 +186,21 @@ class Added(NamedTuple):
         messages: how messages run, by their names.
         joins: what puts the pieces of sums together.
         updates: what they change in updates, by the names of the capabilities.
+        for_updates: the names of what they keep in pending updates until these are made.
     """
 
     handlers: dict[type, Callable[["Worker", Any], None]]
     messages: dict[str, TransportHooks]
     joins: tuple[Hook, ...]
     updates: dict[str, UpdateHooks]
+    for_updates: tuple[str, ...]
 
     @classmethod
     def by(cls, plan: Plan, capabilities: Collection[str]) -> "Added":
         """Return what the capabilities of a plan add, and those of stages (`StageFunctions.capabilities`)."""
         used = runtimes_of(plan, capabilities)
-        return cls(merged("handlers", used), merged("messages", used), hooks("join_sums", used), updates_for(capabilities))
+        for_updates = tuple(name for each in used for name in each.for_updates)
+        return cls(merged("handlers", used), merged("messages", used), hooks("join_sums", used), updates_for(capabilities), for_updates)
 
 
 class Worker:
@@ -210,7 +210,6 @@ class Worker:
         stage, replica, replicas: its stage, which replica of it the worker is, and how many there are.
         sums: whether they sum their gradients.
         sets_aside: as in `Program`, for its stage.
-        shared: what the program uses, as in `lower`.
         microbatch_shift, version_shift: to be added to the numbers of the program for those of the run.
         compiled, functions, calls: of its stage; what depends on the shapes of a microbatch is in `stage_for`.
         stages, buckets: as given to `run`, for its stage.
@@ -251,7 +250,6 @@ class Worker:
         self.replicas = plan.replicas[self.stage]
         self.sums = program.sums_gradients[self.stage]
         self.sets_aside = program.sets_aside[self.stage]
-        self.shared = program.uses.get("shared_parameters", ())
         self.microbatch_shift, self.version_shift = shift * plan.microbatches, shift * program.updates_per_batch[self.stage]
         self.stages, self.buckets, self.transport = stages, buckets, transport
         self.compiled, self.functions, self.calls = stages[0], stages[0].functions, stages[0].calls
@@ -292,8 +290,8 @@ class Worker:
         if kind == "microbatch":
             return state.microbatches.get(number)
         if kind == "update":
-            pending = state.updates.get(number)
-            return None if pending is None else [tree for name, tree in pending.items() if name.partition(" ")[0] in _COUNTED]
+            pending, counted = state.updates.get(number), (*_COUNTED, *self.added.for_updates)
+            return None if pending is None else [tree for name, tree in pending.items() if name.partition(" ")[0] in counted]
         return state.layer_state
 
     def delete_unused(self) -> None:
@@ -447,24 +445,14 @@ class Worker:
             return self.state.updates[update]["summed"][0]
         return self.state.updates[update]["sums"] if self.sets_aside else self.state.accumulators
 
-    def take_shared(self, i: TakeShared) -> None:
-        update = i.batch + self.version_shift
-        self.change_update(update, shared=self.calls["take_shared"](self.complete(update)))
-
-    def add_shared(self, i: AddShared) -> None:
-        """Add the shared gradients of the other stages; the computation writes into the memory of the accumulators."""
-        state, update = self.state, i.batch + self.version_shift
-        accumulators = self.complete(update)
-        received = state.updates[update].get("received", {})
-        gradients = {s: arrived(received[s]) for s in self.shared[i.group] if s != self.stage}
-        self.change_update(update, received={**received, **gradients})
-        added = self.calls[f"add_shared {i.group}"](accumulators, gradients)
+    def replace_complete(self, update: int, accumulators: Tree) -> None:
+        """Replace the accumulators of a whole batch."""
         if self.sums:
-            self.change_update(update, summed=(added, *state.updates[update]["summed"][1:]))
+            self.change_update(update, summed=(accumulators, *self.state.updates[update]["summed"][1:]))
         elif self.sets_aside:
-            self.change_update(update, sums=added)
+            self.change_update(update, sums=accumulators)
         else:
-            state.accumulators = added
+            self.state.accumulators = accumulators
 
     def send(self, i: Send) -> None:
         state, k, bucket = self.state, i.microbatch + self.microbatch_shift, 0
@@ -476,18 +464,9 @@ class Worker:
             if self.changed_parts:
                 self.consumed.keep(tree)
         else:
-            tree = self.message_of_update(i, k // self.plan.microbatches)
+            tree = self.added.messages[i.message].send(self, i, k // self.plan.microbatches)
             self.consumed.keep(tree)
         self.transport.send(i, k, tree, bucket)
-
-    def message_of_update(self, i: Send, update: int) -> Tree:
-        """Return what a worker sends for an update."""
-        state = self.state
-        match i.message:
-            case "shared":
-                return shared_with(self.functions, self.plan.workers[i.to][0], state.updates[update]["shared"])
-            case _:
-                return self.added.messages[i.message].send(self, i, update)
 
     def receive(self, i: Receive) -> None:
         state, k = self.state, i.microbatch + self.microbatch_shift
@@ -496,12 +475,7 @@ class Worker:
             state.microbatches.setdefault(k, {})["inputs" if i.message == "activation" else "message"] = tree
             return
         tree, update = self.transport.receive(i, k), k // self.plan.microbatches
-        match i.message:
-            case "shared":
-                before = state.updates.get(update, {}).get("received", {})
-                self.change_update(update, received={**before, self.plan.workers[i.source][0]: tree})
-            case _:
-                self.added.messages[i.message].receive(self, i, update, tree)
+        self.added.messages[i.message].receive(self, i, update, tree)
 
     def update(self, i: Update) -> None:
         state, update, kind = self.state, i.batch + self.version_shift, update_kind(i)
@@ -523,8 +497,8 @@ class Worker:
 
     def gradients(self, update: int) -> Tree:
         """Return the accumulators of a whole batch for its update, and average the layer state if replicas average it with each update."""
-        if self.shared and update in self.state.updates:
-            self.change_update(update, shared=None, received=None)
+        if self.added.for_updates and update in self.state.updates:
+            self.change_update(update, **dict.fromkeys(self.added.for_updates))
         if not self.sets_aside:
             return self.state.accumulators
         if not self.sums:

@@ -168,7 +168,7 @@ class Arrays:
     @cached_property
     def others(self) -> dict[str, Tree]:
         """What an update gets of capabilities, by their names."""
-        return {name: hooks.spec(self) for name, hooks in updates_for(self.functions.capabilities).items()}
+        return {name: changed.spec(self) for name, changed in updates_for(self.functions.capabilities).items()}
 
     @cached_property
     def scale(self) -> Tree:

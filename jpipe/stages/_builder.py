@@ -16,7 +16,6 @@ from jpipe.model._layer import LayerSpec
 from jpipe.model._losses import Loss, random_parameter
 from jpipe.model._precision import Precision
 from jpipe.model._stack import LayerStack, Probed
-from jpipe.model._ties import NOTHING_SHARED
 from jpipe.model.layerwise._optimizer import LayerwiseOptimizer
 from jpipe.model.layerwise._probe import find_layerwise
 from jpipe.plan import Plan, Stage, excluded
@@ -79,22 +78,24 @@ class StageBuilder:
         unprobed = LayerwiseOptimizer(self._optimizer, {})  # a wrong loss is reported before a wrong optimizer
         functions = []
         split = partitions(self._plan, self._stack, layers, rows_of(spec))
-        sharing = self._stack.ties.sharing([stage.layers for stage in self._plan.stages]) if self._stack.ties.first else NOTHING_SHARED
-        capabilities = values_of(self._plan, self._arguments, sharing.counted or [stage.layers for stage in self._plan.stages])
+        entries = self._stack.ties.in_stages([stage.layers for stage in self._plan.stages])
+        capabilities = values_of(self._plan, self._arguments, entries)
         for s, stage in enumerate(self._plan.stages):
-            options: dict[str, Any] = {"average_state": self._average_state, "sharing": sharing, "capabilities": capabilities}
-            options |= {"number": s} if sharing.counted or capabilities else {}
+            options: dict[str, Any] = {"average_state": self._average_state, "counted": entries.counted[s], "capabilities": capabilities}
+            options |= {"number": s} if capabilities else {}
             options |= {"partition": split[s]}
             functions.append(stage_functions(self._stack, stage, layers, labels, self._loss, unprobed, self._precision, **options))
         layerwise = self._layerwise({layer_id: spec.params for layer_id, spec in layers.items()})
         check_gradients(self._stack, layers, len(self._plan.stages[0].layers), self._loss, labels, layerwise.trained)
         layerwise = dataclasses.replace(layerwise, ema_decay=self._ema_decay)
-        sharing = sharing.without([name for name in self._stack.ties.first if layerwise.trained.excludes(name)])
-        if reason := excluded(self._plan, **self._arguments, ties=[name for _, names in sharing.groups for name in names] or None):
+        entries = entries.without([name for name in self._stack.ties.first if layerwise.trained.excludes(name)])
+        if reason := excluded(self._plan, **self._arguments, ties=entries.in_several or None):
             raise InputError(reason)
+        capabilities = values_of(self._plan, self._arguments, entries)
         optimizers = [dataclasses.replace(layerwise, delay_factor=factor) for factor in self._delay_factors]
         of_stages = zip(functions, optimizers, strict=True)
-        self._built = known, with_gradients([dataclasses.replace(f, optimizer=optimizer, sharing=sharing) for f, optimizer in of_stages])
+        complete = [dataclasses.replace(f, optimizer=optimizer, capabilities=capabilities) for f, optimizer in of_stages]
+        self._built = known, with_gradients(complete)
         return self._built[1]
 
     @property
@@ -150,7 +151,7 @@ def stage_functions(
     x = layers[stage.layers[0]].x
     received = x if first else exchange.specs("activation", x)
     specs = Specs(params, state, received, labels if last else None, rng, fresh, x)
-    options = {"input_gradient": not first, **options}
+    options = {"input_gradient": not first, "counted": stage.layers, **options}
     if last:
         check_loss(loss, "loss", f"'{stage.layers[-1]}'", layers[stage.layers[-1]].output, labels)
     return StageFunctions(stack, stage, first, last, loss, optimizer, specs, precision=precision, **options)

@@ -85,9 +85,6 @@ def measure_bytes(
         accumulators=nbytes(a.accumulators),
         kept=nbytes(a.capabilities),
         gathered=() if f.summing is None else tuple(nbytes(accumulators) for accumulators, _ in f.summing.specs(a)),
-        shared=tuple(
-            nbytes([a.accumulators["gradients"][name] for name in names]) if f.number in stages else 0 for stages, names in f.sharing.groups
-        ),
         **{name: value for costs in hooks("costs", runtimes_for(f.capabilities).values()) for name, value in costs(a).items()},
     )
 

@@ -20,15 +20,10 @@ from jpipe.stages.functions._loss import loss_dtype
 from jpipe.stages.functions._stage import StageFunctions
 from jpipe.stages.functions._sums import (
     add,
-    add_shared,
     finish,
     mean_state,
-    shared_gradients,
-    shared_with,
-    take_shared,
-    unshared,
 )
-from jpipe.stages.functions._update import update, update_shared
+from jpipe.stages.functions._update import update
 
 Tree = Any
 UpdateKind = Literal["in_place", "into_retired", "into_new"]
@@ -100,15 +95,11 @@ def _call(a: Arrays, name: str) -> Call:
     f = a.functions
     if (op := ops_by_call().get(name)) is not None:
         return _call_of_op(a, op)
-    params, optimizer, gradients = (unshared(f, tree) for tree in (a.updated(a.trained), a.optimizer, a.accumulators["gradients"]))
+    params, optimizer, gradients = map(f.without_apart, (a.updated(a.trained), a.optimizer, a.accumulators["gradients"]))
     updated = params, optimizer, {**a.accumulators, "gradients": gradients}
     number = a.whole(jax.ShapeDtypeStruct((), loss_dtype()))
     loss = (number, number) if f.last else None
     calls: dict[str, Callable[[], Call]] = {
-        "in_place": lambda: Call(partial(update, f), (0, 1, 2), (*updated, a.others, *a.position), (*updated, loss)),
-        "into_new": lambda: Call(partial(update, f), (1, 2), (*updated, a.others, *a.position), (*updated, loss)),
-        "into_retired": lambda: Call(_into(partial(update, f)), (0, 2, 3), (params, *updated, a.others, *a.position), (*updated, loss)),
-        "take_shared": lambda: Call(partial(take_shared, f), (), (a.accumulators,), shared_gradients(f, a.accumulators)),
         "mean_loss": lambda: Call(mean_loss, (), (a.accumulators,), (number, number)),
         "init_optimizer": lambda: Call(f.init_optimizer, (), (a.updated(a.fresh),), a.optimizer),
         "first_version": lambda: Call(f.first_version, (), (a.fresh,), a.params),
@@ -122,10 +113,12 @@ def _call(a: Arrays, name: str) -> Call:
     }
     if name in calls:
         return calls[name]()
+    if name in get_args(UpdateKind):
+        return update_calls(partial(update, f), updated, (a.others, *a.position), (*updated, loss))[name]
     for added in hooks("calls", runtimes_for(f.capabilities).values()):
         if name in (more := added(a)):
             return more[name] if isinstance(more[name], Call) else more[name]()
-    return {**_calls_for_shared(a), **_calls_for_sums(a)}[name]
+    return _calls_for_sums(a)[name]
 
 
 def _call_of_op(a: Arrays, op: Op) -> Call:
@@ -167,21 +160,6 @@ def loss_specs(a: Arrays, accumulators: Tree) -> tuple[Any, Any] | None:
     return (number, number) if "loss" in accumulators else None
 
 
-def _calls_for_shared(a: Arrays) -> dict[str, Call]:
-    """Return the calls for each group of parameters that other stages hold, too."""
-    calls: dict[str, Call] = {}
-    f, gradients, weight = a.functions, a.accumulators["gradients"], a.accumulators["weight"]
-    for group, names in f.sharing.groups_of(f.number).items():
-        received = {s: shared_with(f, s, gradients) for s in f.sharing.groups[group][0] if s != f.number}
-        updated = params, *_ = tuple({name: tree[name] for name in names} for tree in (a.trained, a.optimizer, gradients))
-        arguments, step = (*updated, weight, a.others, *a.position), partial(update_shared, f)
-        calls[f"add_shared {group}"] = Call(partial(add_shared, f, group), (0,), (a.accumulators, received), a.accumulators)
-        calls[f"in_place shared {group}"] = Call(step, (0, 1, 2), arguments, updated)
-        calls[f"into_new shared {group}"] = Call(step, (1, 2), arguments, updated)
-        calls[f"into_retired shared {group}"] = Call(_into(step), (0, 2, 3), (params, *arguments), updated)
-    return calls
-
-
 def _named(function: Callable[..., Any], name: str) -> Callable[..., Any]:
     """Return the function with a name, which the compiled program and profiles of it show."""
 
@@ -197,6 +175,21 @@ def _with_done(function: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *arguments: (function(*arguments), jnp.zeros((), jnp.bool_))
 
 
-def _into(update: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the update with the retired version, into whose memory it writes, as first argument."""
-    return lambda retired, *arguments: update(*arguments)
+def update_calls(update: Callable[..., Any], updated: Sequence[Tree], others: Sequence[Tree], results: Tree) -> dict[str, Call]:
+    """Return the calls of each kind of an update.
+
+    Args:
+        update: the function.
+        updated: the specs of its first arguments: a version, optimizer state, accumulators.
+        others: those of the remaining ones.
+        results: of its results.
+    """
+
+    def into_retired(retired: Tree, *arguments: Tree) -> Tree:
+        return update(*arguments)
+
+    return {
+        "in_place": Call(update, (0, 1, 2), (*updated, *others), results),
+        "into_new": Call(update, (1, 2), (*updated, *others), results),
+        "into_retired": Call(into_retired, (0, 2, 3), (updated[0], *updated, *others), results),
+    }

@@ -29,12 +29,10 @@ from jpipe.model.jaxprs._wanted import without_effects
 from jpipe.ops import OPS
 from jpipe.plan import Plan
 from jpipe.programs._instructions import (
-    AddShared,
     AllReduce,
     Compute,
     Instruction,
     Program,
-    TakeShared,
     Update,
 )
 from jpipe.stages._arrays import Share
@@ -202,15 +200,9 @@ def _calls_of_core(instruction: Instruction, program: Program) -> tuple[str, ...
             summing = exchange_of(values_of(program.plan)).sums
             names = ("add", "finish") if summing is None else summing.calls
             return tuple(f"{name}{piece}" for name in names)
-        case TakeShared():
-            return ("take_shared",)
-        case AddShared(group=group):
-            return (f"add_shared {group}",)
         case Update():
             aside = ("zero_accumulators", "mean_loss") if stage == program.plan.depth - 1 else ("zero_accumulators",)
-            kind = update_kind(instruction)
-            shared = (f"{kind} shared {group}" for group, stages in enumerate(program.uses.get("shared_parameters", ())) if stage in stages)
-            return (kind, *shared, *(aside if program.sets_aside[stage] else ()))
+            return (update_kind(instruction), *(aside if program.sets_aside[stage] else ()))
     return ()
 
 

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jpipe.capabilities.registry import runtimes_for
 from jpipe.meshes._place import Place
 from jpipe.model.layerwise._trace import Position
 from jpipe.ops import Op
@@ -15,7 +16,6 @@ from jpipe.programs._instructions import Update
 from jpipe.stages._arrays import Share
 from jpipe.stages._calls import UpdateKind, ops_by_call, ops_of_stage
 from jpipe.stages.functions._stage import StageFunctions
-from jpipe.stages.functions._sums import unshared
 
 Tree = Any
 
@@ -120,23 +120,19 @@ class CompiledStage:
         number: UpdateNumber,
     ) -> tuple[tuple[Tree, Tree, Tree, Any], jax.Array]:
         """Call an update with the parameters that the updates of this replica change."""
-        sharing, position = self.functions.sharing, self._position(number)
-        groups = sharing.groups_of(self.functions.number)
-        if not groups:
-            results, done = self.calls[kind](*retired, params, optimizer, accumulators, others, *position)
+        f, trees = self.functions, (*retired, params, optimizer, accumulators["gradients"])
+        apart = [hooks.apart.update for hooks in runtimes_for(f.capabilities).values() if hooks.apart is not None]
+        parts = [part for update in apart for part in update(self, kind, trees, accumulators["weight"], others, number)]
+        if not parts:
+            results, done = self.calls[kind](*retired, params, optimizer, accumulators, others, *self.position(number))
             return results, done
-        gradients, parts = accumulators["gradients"], []
-        for group, names in groups.items():
-            arguments = ({name: tree[name] for name in names} for tree in (*retired, params, optimizer, gradients))
-            first = self._position(number._replace(stage=sharing.groups[group][0][0]))  # the same at all of their stages
-            parts.append(self.calls[f"{kind} shared {group}"](*arguments, accumulators["weight"], others, *first))
-        *local, gradients = (unshared(self.functions, tree) for tree in (*retired, params, optimizer, gradients))
-        (*updated, zeros, loss), done = self.calls[kind](*local, {**accumulators, "gradients": gradients}, others, *position)
+        *local, gradients = map(f.without_apart, trees)
+        (*updated, zeros, loss), done = self.calls[kind](*local, {**accumulators, "gradients": gradients}, others, *self.position(number))
         parts.append((*updated, zeros["gradients"]))
         versions, states, blank = ({entry: tree for part in parts for entry, tree in part[i].items()} for i in range(3))
         return (versions, states, {**zeros, "gradients": blank}, loss), done
 
-    def _position(self, number: UpdateNumber) -> tuple[Position, ...]:
+    def position(self, number: UpdateNumber) -> tuple[Position, ...]:
         """Return the last argument of an update, if the optimizer needs it."""
         needs = self.functions.optimizer.required
         return (number.position(needs),) if needs else ()

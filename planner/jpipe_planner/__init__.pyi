@@ -1,4 +1,3 @@
-from .find import Plans, find_plans
 from .machine.device import Device
 from .machine.local import local_topology
 from .machine.topology import Level, Topology
@@ -8,6 +7,7 @@ from .profile.measure import measure
 from .profile.profile import LayerProfile, Profile
 from .ranking.choose import Choice, Ranked
 from .ranking.draw import draw_choice
+from .ranking.find import Plans, find_plans
 from .search.candidate import Candidate
 
 __all__ = [

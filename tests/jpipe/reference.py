@@ -8,7 +8,6 @@ import jax.numpy as jnp
 
 from jpipe.capabilities.global_norm.runtime import norm_of
 from jpipe.schedules import SCHEDULES
-from jpipe.stages.functions._sums import unshared
 
 NORM = jax.jit(norm_of)
 ASYNCHRONOUS = ("pipedream", "pipedream_2bw")  # all others flush
@@ -115,7 +114,7 @@ def train(functions, calls, plan, start, batches, drained) -> Outcome:
         for s in reversed(left):
             x, sums[s][k % replicas[s]] = calls[s]["backward"](read[s], *left[s], x, sums[s][k % replicas[s]], draw[s], *scale)
         totals, norm = {s: completed(calls[s], sums[s]) for s in range(d) if (k + 1) % every(plan, s) == 0}, None
-        totals = with_shared_sums(functions[0].sharing.groups, totals)
+        totals = with_shared_sums(functions[0].capabilities.get("shared_parameters", ()), totals)
         norms_used = functions[0].capabilities.get("global_norm")
         if norms_used is not None and norms_used.of_all and len(totals) == d:
             norm = NORM(tuple(calls[s]["sum_squares"](totals[s]) for s in range(d)))
@@ -172,11 +171,11 @@ def updated(f, calls, params, optimizer, total, norm):
     The parameters that other stages hold, too, are updated by a program of their own, which is the same at all of these stages.
     """
     trained, new, states, others = f.trained.part(params), {}, {}, {} if norm is None else {"global_norm": norm}
-    for names in f.sharing.groups_of(f.number).values():
+    for names in (names for stages, names in f.capabilities.get("shared_parameters", ()) if f.number in stages):
         arguments = ({name: tree[name] for name in names} for tree in (trained, optimizer, total["gradients"]))
-        changed, state, _ = calls["update_shared"](*arguments, total["weight"], others)
+        changed, state, _ = calls["update_entries"](*arguments, total["weight"], others)
         new, states = new | changed, states | state
-    local, local_optimizer, gradients = (unshared(f, tree) for tree in (trained, optimizer, total["gradients"]))
+    local, local_optimizer, gradients = map(f.without_apart, (trained, optimizer, total["gradients"]))
     changed, state, _, mean = calls["update"](local, local_optimizer, {**total, "gradients": gradients}, others)
     return f.trained.joined(new | changed, params), states | state, mean
 

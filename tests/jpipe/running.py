@@ -11,7 +11,7 @@ import optax
 from jpipe import LayerStack, Pipeline, Plan, State
 from jpipe.capabilities.global_norm.runtime import sum_squares, with_stage_norm
 from jpipe.stages.functions._sums import add
-from jpipe.stages.functions._update import update, update_shared
+from jpipe.stages.functions._update import update, update_entries
 from tests.jpipe import models, monolith, reference
 
 KEY = 11
@@ -112,7 +112,7 @@ def check_against_reference(
         functions, added = pipe.stage_functions(batches[0]), jax.jit(add)
         names = ("forward", "backward", "forward_backward", "forward_backward_input", "backward_weight")
         calls = [{name: jax.jit(getattr(f, name)) for name in names} for f in functions]
-        of_updates = {"update": update, "update_shared": update_shared, "sum_squares": sum_squares, "stage_norm": with_stage_norm}
+        of_updates = {"update": update, "update_entries": update_entries, "sum_squares": sum_squares, "stage_norm": with_stage_norm}
         update_calls = [{"add": added} | {name: jax.jit(partial(call, f)) for name, call in of_updates.items()} for f in functions]
         JITTED[key] = functions, [stage_calls | other for stage_calls, other in zip(calls, update_calls, strict=True)]
     for drains in (set(), drain_after):

@@ -92,7 +92,9 @@ def test_arguments_are_checked_without_a_plan():
     assert excluded(None, [Exclusion("--here", "--there", "they differ")], **{"--here": 1, "--there": False}) == ""
 
 
-@pytest.mark.parametrize(("option", "found"), [({"global_norm": True}, "global_norm"), ({"shared": [(0, 1)]}, "shared")])
+@pytest.mark.parametrize(
+    ("option", "found"), [({"global_norm": True}, "global_norm"), ({"shared_parameters": [(0, 1)]}, "shared_parameters")]
+)
 def test_programs_are_not_written_for_what_is_excluded(option, found):
     with pytest.raises(InputError, match=rf"^lower: {found}: expected no weight stashing under the schedule 'pipedream': the last stage "):
         lower(plan_of(vertical_sync=False), 2, **option)

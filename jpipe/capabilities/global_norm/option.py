@@ -1,7 +1,7 @@
 """What updates do with the norm of their gradients, from the arguments of a pipeline: clip, skip batches, adapt the loss scale."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -64,14 +64,14 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
         raise InputError(f"skip_nonfinite: expected True or False, found {skip!r}")
 
 
-def of_arguments(arguments: Mapping[str, Any], entries: Sequence[Sequence[str]]) -> Norms | None:
-    """Return what the arguments of a pipeline say, for stages that count these entries; None if updates use no norm."""
+def of_arguments(arguments: Mapping[str, Any], entries: Any) -> Norms | None:
+    """Return what the arguments of a pipeline say, for stages with these entries; None if updates use no norm."""
     of_all, *skips = map(arguments.get, _OF_ALL)
     of_stage = arguments.get("clip_stage_norm")
     largest = of_all if of_stage is None else of_stage
     if largest is None and not any(skips):
         return None
-    return Norms(largest, of_stage is not None, any(skips), tuple(map(len, entries)))
+    return Norms(largest, of_stage is not None, any(skips), tuple(map(len, entries.counted)))
 
 
 _TOO_EARLY = "the last stage updates before the first one has computed its gradients"
@@ -101,5 +101,6 @@ OPTION = Option(
     stands_for="skip_nonfinite",
     check_arguments=check_arguments,
     of_arguments=of_arguments,
+    used=lambda norms: norms.of_all,
     exclusions=EXCLUSIONS,
 )

@@ -25,7 +25,7 @@ def shares(plan: Plan, f: StageFunctions) -> tuple[Share | None, ...]:
     """
     if f.stage.replicas == 1:
         return (None,)
-    arrays, common = arrays_of(f), [name for names in f.sharing.groups_of(f.number).values() for name in names]
+    arrays, common = arrays_of(f), [entry for entry in f.specs.params if entry in f.apart]
     ties = f.stack.ties
     parts: dict[str, list[str]] = {}
     for entry in f.specs.params:

@@ -22,7 +22,6 @@ def lower(
     begin: int = 0,
     start: int = 0,
     drain: bool = True,
-    shared: Sequence[Sequence[int]] = (),
     workers: Collection[int] | None = None,
     **uses: Any,
 ) -> Program:
@@ -37,9 +36,9 @@ def lower(
         begin: the first batch whose data is loaded; microbatches of earlier batches may be in flight.
         start: the batch before which the pipeline was last empty.
         drain: whether to finish all microbatches; otherwise stop before the first computation that needs batch `batches`.
-        shared: for each group of shared parameters, the stages that hold them, in order.
         workers: those whose instructions are written; all by default.
-        uses: what to do beside the plan: `global_norm=True` if updates use the norm of the gradients of all stages.
+        uses: what to do beside the plan: `global_norm=True` if updates use the norm of the gradients of all stages;
+            `shared_parameters=((0, 3),)`, for each group of shared parameters the stages that hold them, in order.
 
     Returns:
         The program; the programs of successive steps, one after the other, are one run.
@@ -55,30 +54,26 @@ def lower(
         raise InputError(f"lower: expected integers, found start {short(start)}, begin {short(begin)}, batches {short(batches)}")
     if not 0 <= start <= begin <= batches:
         raise InputError(f"lower: expected 0 ≤ start ≤ begin ≤ batches, found start {start}, begin {begin}, batches {batches}")
+    for name, value in uses.items():
+        if reason := _refusal(plan, name, value):
+            raise InputError(f"lower: {name}: {reason}")
     if workers is not None and not {*workers} <= {*range(len(plan.workers))}:
         raise InputError(
             f"lower: workers: expected numbers of workers of the plan, below {len(plan.workers)}, found {short(list(workers))}"
         )
-    groups = _checked_groups(shared, plan)
-    if reason := excluded(plan, ties=bool(groups)):
-        raise InputError(f"lower: shared: {reason.removeprefix('ties: ')}")
-    for name, value in uses.items():
-        if (option := known_beside().get(name)) is None:
-            raise InputError(f"lower: {name}: unknown; {nearest(name, known_beside())}")
-        if reason := excluded(plan, **{option.stands_for: bool(value)}):
-            raise InputError(f"lower: {name}: {reason.removeprefix(f'{option.stands_for}: ')}")
-    run = Run(plan, start, batches, uses_of(**uses, shared_parameters=groups), workers)
+    run = Run(plan, start, batches, uses_of(**uses), workers)
     if begin > start:
         run.go_on(begin, False)
     return run.program(batches, drain)
 
 
-def _checked_groups(shared: Sequence[Sequence[int]], plan: Plan) -> tuple[tuple[int, ...], ...]:
-    groups = tuple(tuple(stages) for stages in shared)
-    for stages in groups:
-        if len(stages) < 2 or list(stages) != sorted(set(stages)) or not set(stages) <= set(range(plan.depth)):
-            raise InputError(f"lower: shared: expected two or more stages of {plan.depth} in order, found {short(stages)}")
-    return groups
+def _refusal(plan: Plan, name: str, value: Any) -> str:
+    """Return why a program cannot do something beside its plan, or ""."""
+    if (option := known_beside().get(name)) is None:
+        return f"unknown; {nearest(name, known_beside())}"
+    if value and option.refusal is not None and (reason := option.refusal(plan, value)):
+        return reason
+    return excluded(plan, **{option.stands_for: bool(value)}).removeprefix(f"{option.stands_for}: ")
 
 
 def batches_until_full(plan: Plan) -> int:

@@ -37,7 +37,6 @@ class Worker:
         read: the newest version that one of its forwards has read; -1 before the first one.
         next_version: the version that the next microbatch reads of which it finishes the backward; None before the first one.
         pending: its updates that wait for a sum or for other stages, in order.
-        shared_due: the batches whose shared gradients it sends next.
     """
 
     def __init__(self, plan: Plan, number: int, start: int, rank: Rank) -> None:
@@ -48,7 +47,6 @@ class Worker:
         self.read = -1
         self.next_version: int | None = None
         self.pending: list[Pending] = []
-        self.shared_due: list[int] = []
 
     @property
     def clock(self) -> int:

@@ -13,13 +13,11 @@ from jpipe.ops import OPS, Op
 from jpipe.plan import Plan, repeats_forward
 from jpipe.programs._execution_order import ProgramError
 from jpipe.programs._instructions import (
-    AddShared,
     Compute,
     Instruction,
     Program,
-    TakeShared,
 )
-from jpipe.programs._route import Route, last_microbatch, route_of
+from jpipe.programs._route import route_of
 from jpipe.programs._timeline import Span, format_grid
 from jpipe.programs.lowering._listing import Listing
 from jpipe.programs.lowering._progress import Availability, PendingUpdates, Rank, Results, Worker
@@ -71,7 +69,6 @@ class Run:
         alike: bool = True,
     ) -> None:
         self.plan, self.start, self.last, self.uses = plan, start, last, uses
-        self.shared = uses.get("shared_parameters", ())
         self.schedule, self.depth, self.replicas = SCHEDULES[plan.schedule], plan.depth, plan.replicas
         self.sums = [plan.sums_gradients(s) for s in range(plan.depth)]  # whether updates wait for a sum over replicas
         self.every = [plan.microbatches_per_update(s) for s in range(plan.depth)]  # microbatches for an update
@@ -84,10 +81,9 @@ class Run:
         # Without a flush the last of a rank's chunks may come to a microbatch only after the step of its batch.
         several = not self.schedule.flushes and plan.depth > len(plan.pipeline_ranks)
         self.labels_with = 0 if several else plan.depth - 1
-        self.shares = [[group for group, stages in enumerate(self.shared) if s in stages] for s in range(plan.depth)]
         used = programs_of(plan, uses)
         waiting = {s for waits in hooks("waits", used) for s in waits(plan, uses)}
-        self.waits = [s in waiting or bool(groups) for s, groups in enumerate(self.shares)]  # whether updates wait for other stages
+        self.waits = [s in waiting for s in range(plan.depth)]  # whether updates wait for other stages
         self.route = route_of(plan) if any(self.waits) and not self.schedule.flushes else None
         self.routed = [self.route is not None and wait for wait in self.waits]  # whether they wait for other stages without a flush
         self.version = self.schedule.version if plan.flush_first else self.schedule.formula
@@ -111,10 +107,10 @@ class Run:
         self._before_compute, self._settle = hooks("before_compute", lowerings), hooks("settle", lowerings)
         self._after_output, self._after_backward = hooks("after_output", lowerings), hooks("after_backward", lowerings)
         self._needed, self._version_ready = hooks("needed", lowerings), hooks("version_ready", lowerings)
+        self._needed_for_sum, self._complete_sum = hooks("needed_for_sum", lowerings), hooks("complete_sum", lowerings)
         self._drain, self._drained = hooks("drain", lowerings), hooks("drained", lowerings)
         self._writers = hooks("write", lowerings)
         self.updates = PendingUpdates(plan, self.available, self.listing, lowerings, self.routed, start, self.alike)
-        self.added: set[tuple[int, int, int]] = set()  # shared gradients, by worker, batch and group
         self.end = start  # one past the last batch whose data is loaded
         self.first_free = max(start, plan.flush_first)  # the first batch of the part without a flush
         after = last + self.schedule.period(plan)
@@ -342,7 +338,6 @@ class Run:
             if version > worker.pending[0].batch:
                 self.updates.make(worker, begins)
         elif (batch := self.due_with(worker.stage, k)) is not None and worker.updates <= batch:
-            self._add_shared(worker, batch, begins)
             assert worker.pending[0].batch == batch, "updates are made in order, each with what it waits for"
             self.updates.make(worker, begins)
 
@@ -356,7 +351,6 @@ class Run:
         if batch is None:
             return 0
         wanted = [each for needed in self._needed for each in needed(worker, batch)]
-        wanted += [("shared", source, batch) for group in self.shares[s] for source in self._sources(worker, group)]
         return self.available.latest(wanted, worker)
 
     def _whole(self, worker: Worker, version: int) -> int | None:
@@ -369,7 +363,7 @@ class Run:
         return ready
 
     def _settled(self, workers: Sequence[Worker]) -> bool:
-        """Send shared gradients and update, where they are due before the next computation of a rank, and what capabilities do then.
+        """Make the updates that are due before the next computation of a rank, and what capabilities do then.
 
         Returns:
             Whether the rank can continue; False if something that these need is not available yet.
@@ -377,54 +371,20 @@ class Run:
         for worker in workers:
             if not worker.pending:
                 continue
-            if worker.shared_due and not self._give_shared(worker):
-                return False
             if not all(settle(worker) for settle in self._settle):
                 return False
             if len(worker.pending) > 1 and not self.updates.settle(worker):
                 return False
         return True
 
-    def _give_shared(self, worker: Worker) -> bool:
-        while worker.shared_due:
-            summed = self.available.time("sum", worker.stage, worker.shared_due[0], worker)
-            if summed is None:
-                return False
-            worker.clock = max(worker.clock, summed)
-            self._send_shared(worker, worker.shared_due.pop(0), worker.clock)
-        return True
-
-    def _send_shared(self, worker: Worker, batch: int, time: int) -> None:
-        """Send the gradients of shared parameters to the workers of the other stages that hold them, each from one replica."""
-        plan, w, s = self.plan, worker.number, worker.stage
-        self.listing.write(time, TakeShared, w, batch)
-        for other in sorted({stage for group in self.shares[s] for stage in self.shared[group]} - {s}):
-            for replica, to in enumerate(plan.stage_workers[other]):
-                if replica % plan.replicas[s] == worker.replica:
-                    self.listing.transfer(time, w, to, last_microbatch(plan, batch), "shared")
-        self.available.announce("shared", w, batch, time)
-
-    def _sources(self, worker: Worker, group: int) -> list[int]:
-        """Return the workers that send shared gradients of a group to a worker."""
-        replicas = {s: self.plan.stage_workers[s] for s in self.shared[group] if s != worker.stage}
-        return [workers[worker.replica % len(workers)] for workers in replicas.values()]
-
-    def _add_shared(self, worker: Worker, batch: int, time: int, *, first: bool = False) -> None:
-        """Add the shared gradients of the groups not added yet, or only of those of which the worker's stage is the first."""
-        for group in self.shares[worker.stage]:
-            if (worker.number, batch, group) not in self.added and (not first or self.shared[group][0] == worker.stage):
-                self.added.add((worker.number, batch, group))
-                self.listing.write(time, AddShared, worker.number, batch, group)
-
     def needed_for_sum(self, worker: Worker, batch: int) -> list[tuple[str, int, int]]:
-        """Return what a worker needs to complete the gradients of a batch, as far as its stage is the first that has them."""
-        s = worker.stage
-        groups = [group for group in self.shares[s] if self.shared[group][0] == s]
-        return [("sum", s, batch), *(("shared", source, batch) for group in groups for source in self._sources(worker, group))]
+        """Return what a worker needs to complete the gradients of a batch that its stage counts."""
+        return [("sum", worker.stage, batch), *(each for needed in self._needed_for_sum for each in needed(worker, batch))]
 
     def complete_sum(self, worker: Worker, batch: int, time: int) -> None:
-        """Complete the gradients of a batch that other stages have, too, as far as the worker's stage is the first of them."""
-        self._add_shared(worker, batch, time, first=True)
+        """Complete the gradients of a batch that the worker's stage counts."""
+        for hook in self._complete_sum:
+            hook(time, worker.number, batch)
 
     def _finish(self, worker: Worker, k: int, version: int) -> None:
         plan, w, s = self.plan, worker.number, worker.stage
@@ -436,8 +396,6 @@ class Run:
         if self.sums[s] or self.waits[s]:
             if batch is not None or dead is not None:
                 self.updates.add(worker, batch, dead)
-            if self.route is not None:
-                self._note_due(self.route, worker, k)
             for hook in self._after_backward:
                 hook(worker, k)
         elif batch is not None:
@@ -446,22 +404,12 @@ class Run:
         elif dead is not None:
             self.updates.write_release(worker.clock, w, dead)
 
-    def _note_due(self, route: Route, worker: Worker, k: int) -> None:
-        """Note the batch whose shared gradients a worker sends after its backward of microbatch k."""
-        if self.shares[worker.stage] and (batch := route.complete_after(worker.stage, k)) is not None and batch >= self.first_free:
-            worker.shared_due.append(batch)
-
     def _update_all(self) -> None:
         """Write all pending updates where the pipeline is empty, and what capabilities do before them."""
         time = max(worker.clock for worker in self.workers)
         while pending := [worker.pending[0].batch for worker in self.workers if worker.pending]:
             batch = min(pending)
             late = [worker for worker in self.workers if worker.pending and worker.pending[0].batch == batch]
-            for worker in late:
-                if self.shares[worker.stage] and not self.available.known("shared", worker.number, batch):
-                    self._send_shared(worker, batch, time)
-            for worker in late:
-                self._add_shared(worker, batch, time)
             for hook in self._drain:
                 hook(time, batch, [worker.number for worker in late])
             for worker in late:

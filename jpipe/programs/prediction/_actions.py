@@ -14,7 +14,6 @@ from jpipe.capabilities.registry import programs_of
 from jpipe.ops import OPS
 from jpipe.programs._costs import Overlap
 from jpipe.programs._instructions import (
-    AddShared,
     AllReduce,
     Compute,
     Load,
@@ -22,7 +21,6 @@ from jpipe.programs._instructions import (
     Receive,
     Release,
     Send,
-    TakeShared,
     Update,
     ends_update,
 )
@@ -275,8 +273,6 @@ class Worker:
 
     def received(self, message: str, source: int, k: int) -> tuple[Any, ...]:
         """Return what a message is at the worker that waits for it."""
-        if message == "shared":
-            return message, self.all.plan.workers[source][0], k
         hooks = self.all.messages.get(message)
         return (message, k) if hooks is None or hooks.awaited is None else (message, *hooks.awaited(self, source, k))
 
@@ -384,17 +380,6 @@ def all_reduce(worker: Worker, i: AllReduce) -> None:
     worker.begin_sum("sum", i.batch)
 
 
-def _take_shared(worker: Worker, i: TakeShared) -> None:
-    worker.wait("sum", i.batch)
-    worker.make("made", "shared", last_microbatch(worker.all.plan, i.batch))
-    worker.change("take shared")
-
-
-def _add_shared(worker: Worker, i: AddShared) -> None:
-    for s in worker.all.program.uses["shared_parameters"][i.group]:
-        worker.wait("shared", s, last_microbatch(worker.all.plan, i.batch))
-
-
 def _update(worker: Worker, i: Update) -> None:
     program, rank, s, k = worker.all, worker.rank, worker.stage, last_microbatch(worker.all.plan, i.batch)
     worker.wait("sum", i.batch, uses_up=True)
@@ -403,10 +388,6 @@ def _update(worker: Worker, i: Update) -> None:
     if worker.accumulates and program.sets_aside[s]:
         worker.change("set aside")
     worker.accumulates = True
-    if sharing := sorted({other for stages in program.program.uses.get("shared_parameters", ()) if s in stages for other in stages} - {s}):
-        worker.change("free shared", *sharing)
-        for other in sharing:
-            worker.wait("shared", other, k, uses_up=True)
     for hook in program.before_update:
         hook(worker, i)
     if i.retires is None:
@@ -436,8 +417,6 @@ WRITERS: dict[type, Callable[[Worker, Any], None]] = {
     Send: _send,
     Receive: _receive,
     AllReduce: all_reduce,
-    TakeShared: _take_shared,
-    AddShared: _add_shared,
     Update: _update,
     Release: _release,
 }

@@ -88,17 +88,10 @@ class Prices:
             return freed, size, added
         (s, _), (other, _), rank_of = self.plan.workers[source], self.plan.workers[to], self.plan.rank_of
         cost, receiver = self.costs[s], self.costs[other]
-        match message:
-            case "activation":
-                passed = receiver.passed if rank_of[source] == rank_of[to] else ()
-                arrives = receiver.inputs - sum(arrays.size for arrays in passed)
-                return cost.outputs - cost.kept_outputs, cost.outputs, arrives
-            case "gradient":
-                return cost.gradient, cost.gradient, receiver.message
-            case "shared":
-                return 0, self.shared(s, other), self.shared(s, other)
-            case _:
-                return 0, 0, 0
+        if message == "gradient":
+            return cost.gradient, cost.gradient, receiver.message
+        passed = receiver.passed if rank_of[source] == rank_of[to] else ()
+        return cost.outputs - cost.kept_outputs, cost.outputs, receiver.inputs - sum(arrays.size for arrays in passed)
 
     def sends(self, message: str, source: int, to: int) -> Change:
         """Return the bytes of a message at its sender."""
@@ -115,11 +108,6 @@ class Prices:
             return others * cost.gathered[piece], 1
         size = pieces_of(self.plan, self.plan.stages[s], cost)[piece] if what == "sum" else self._messages[what].price(self, s)
         return 2 * others / (others + 1) * size, 2
-
-    def shared(self, s: int, other: int) -> int:
-        """Return the size of the gradients of shared parameters that one stage sends to another."""
-        sizes = zip(self.program.uses.get("shared_parameters", ()), self.costs[s].shared, strict=False)
-        return sum(size for stages, size in sizes if {s, other} <= set(stages))
 
     def share(self, s: int, replicas: Sequence[int]) -> int:
         """Return the bytes of one version that some replicas update for all."""
@@ -153,8 +141,6 @@ CHANGES: dict[str, Callable[..., Change]] = {
     "update": lambda prices, cost, s: Change(cost.trained),
     "release": lambda prices, cost, s: Change(-cost.trained),
     "release in host": lambda prices, cost, s: Change(in_host=-cost.trained),
-    "take shared": lambda prices, cost, s: Change(sum(cost.shared)),
-    "free shared": lambda prices, cost, s, *others: Change(-sum(cost.shared) - sum(prices.shared(other, s) for other in others)),
     "lack shares": lambda prices, cost, s, replica: Change(prices.share(s, [replica]) - sum(cost.updated)),
 }
 """The bytes of each kind of action, as functions of the prices, the costs of the stage, its number, and what the action says of itself."""

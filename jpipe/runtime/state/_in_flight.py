@@ -41,16 +41,12 @@ class PendingUpdate:
     Attributes:
         sums: the gradient accumulators, complete and set aside.
         summed: (accumulators, means of the layer state, (mean loss, weight) at the last stage) over all replicas.
-        shared: the gradients of parameters that other stages hold, too.
-        received: those of the other stages, by stage.
         loss: (mean loss, weight), until all updates of the batch are made.
         others: what capabilities keep for it, by name.
     """
 
     sums: Tree = None
     summed: Tree = None
-    shared: Tree = None
-    received: Mapping[int, Tree] | None = None
     loss: Tree = None
     others: Mapping[str, Tree] = field(default_factory=dict)
 

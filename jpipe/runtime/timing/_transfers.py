@@ -159,12 +159,7 @@ def _received(i: Receive, state: WorkerState, plan: Plan) -> Tree:
         return state.microbatches[i.microbatch].inputs
     if i.message == "gradient":
         return state.microbatches[i.microbatch].message
-    update, message = i.microbatch // plan.microbatches, merged("messages", runtimes().values()).get(i.message)
-    if message is not None:
-        return message.received(state, i, update)
-    received = state.updates[update].received
-    assert received is not None
-    return received[plan.workers[i.source][0]]
+    return merged("messages", runtimes().values())[i.message].received(state, i, i.microbatch // plan.microbatches)
 
 
 def nbytes(tree: Tree) -> float:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jpipe.capabilities.protocol import Exchange, SumHooks
-from jpipe.capabilities.registry import exchange_of
+from jpipe.capabilities.registry import exchange_of, runtimes_for
 from jpipe.context import tracing_on
 from jpipe.errors import callers_code, cause
 from jpipe.meshes._partition import ONE_DEVICE, Partition
@@ -19,7 +19,6 @@ from jpipe.model._losses import Loss, random_parameter
 from jpipe.model._precision import PLAIN, LossScale, Precision
 from jpipe.model._stack import LayerStack
 from jpipe.model._subset import EVERYTHING, Subset, floats_of, is_float, with_floats
-from jpipe.model._ties import NOTHING_SHARED, Sharing
 from jpipe.model.jaxprs._dependence import passed_on
 from jpipe.model.jaxprs._primitives import all_but_elementwise
 from jpipe.model.layerwise._optimizer import LayerwiseOptimizer
@@ -61,7 +60,7 @@ class StageFunctions:
         average_state: when replicas average their layer state: with each update, when it is read from the run, or never.
         metrics: functions like the loss, by name, which an evaluation also computes.
         number: of the stage in its plan.
-        sharing: which shared parameters the stages of the plan hold.
+        counted: the entries that it counts where all stages together count each once.
         precision: the dtypes of weight versions and accumulators, and the loss scale; the layers of `stack` compute in it already.
         partition: how its arrays are sharded over the mesh of each of its workers.
         input_gradient: whether the gradient of x is computed: not at the first stage, and not where all parameters before are frozen.
@@ -81,7 +80,7 @@ class StageFunctions:
     metrics: Mapping[str, Loss] = field(default_factory=dict)
     precision: Precision = PLAIN
     number: int = 0
-    sharing: Sharing = NOTHING_SHARED
+    counted: tuple[str, ...] = ()
     partition: Partition = ONE_DEVICE
     input_gradient: bool = True
     output_gradient: bool = True
@@ -194,10 +193,15 @@ class StageFunctions:
         """Whether updates move the weights ahead, because its gradients are late."""
         return self.optimizer.delay_factor is not None
 
-    @property
-    def counted(self) -> tuple[str, ...]:
-        """The entries that this stage counts where all stages together count each once."""
-        return self.sharing.counted[self.number] if self.sharing.counted else self.stage.layers
+    @cached_property
+    def apart(self) -> frozenset[str]:
+        """The entries that capabilities update by programs of their own."""
+        used = runtimes_for(self.capabilities).values()
+        return frozenset(name for hooks in used if hooks.apart is not None for name in hooks.apart.names(self))
+
+    def without_apart(self, tree: Mapping[str, Tree]) -> dict[str, Tree]:
+        """Select the entries that the update of the stage itself changes."""
+        return {entry: part for entry, part in tree.items() if entry not in self.apart}
 
     @cached_property
     def added(self) -> dict[str, Any]:

@@ -33,7 +33,7 @@ def update(
 
     Args:
         f: of the stage.
-        params: the trained parameters, without those that other stages hold, too (see `update_shared`).
+        params: the trained parameters, without those that are updated apart (`StageFunctions.apart`).
         optimizer_state: of the entries to update.
         accumulators: the sums over the batch; they may have more entries.
         others: what it gets of capabilities, by their names.
@@ -47,7 +47,7 @@ def update(
     return new_params, new_state, zeros, mean_loss(accumulators) if f.last else None
 
 
-def update_shared(
+def update_entries(
     f: StageFunctions,
     params: Tree,
     optimizer_state: Tree,
@@ -56,9 +56,9 @@ def update_shared(
     others: Mapping[str, Tree] = _NOWHERE,
     position: Position = _NOWHERE,
 ) -> tuple[Tree, Tree, Tree]:
-    """Take one optimizer step for shared parameters, keyed by name.
+    """Take one optimizer step for some entries, in a program of its own, as all stages run it that hold them.
 
-    All stages that hold them run this same program. As a part of the update of different stages XLA would round it differently.
+    As a part of the update of different stages XLA would round it differently.
 
     Returns:
         The new parameters; the new optimizer state; zero gradients.

@@ -61,7 +61,7 @@ def simulate_plan(
     """
     if plan.agree is not None and _round_batches(plan) < plan.agree.every < _NEVER:
         return _between_agreements(plan, costs, topology, global_norm)
-    costs, shared = slowed(plan, costs, topology), jpipe.programs.shared_stages(costs)
+    costs, shared = slowed(plan, costs, topology), jpipe.programs.uses_by_costs(costs).get("shared_parameters", ())
     workers = None if global_norm or shared else _first_pipeline(plan, topology)
     if forwards(plan, topology) > MOST_FORWARDS:
         return None
@@ -167,7 +167,7 @@ def _lowered(
     plan: jpipe.Plan, batches: int, global_norm: bool, shared: tuple[tuple[int, ...], ...], workers: frozenset[int] | None
 ) -> jpipe.programs.Program:
     """Return the program of a plan; that of plans that differ in their cuts is the same."""
-    return jpipe.lower(plan, batches, global_norm=global_norm, shared=shared, workers=workers)
+    return jpipe.lower(plan, batches, global_norm=global_norm, shared_parameters=shared, workers=workers)
 
 
 def _without_layers(plan: jpipe.Plan) -> jpipe.Plan:

@@ -136,7 +136,7 @@ def _rejected_by_compiler(ranked: Ranked, limits: Sequence[float], plan: jpipe.P
 
 def closed_form_bytes(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost]) -> tuple[int, ...]:
     """Return the peak bytes of a device of each stage, in a pipeline whose stages are about equally fast."""
-    rules, shared, sizes = jpipe.schedules.SCHEDULES[plan.schedule], jpipe.programs.shared_stages(costs), []
+    rules, shared, sizes = jpipe.schedules.SCHEDULES[plan.schedule], jpipe.programs.uses_by_costs(costs).get("shared_parameters", ()), []
     for s, (cost, replicas) in enumerate(zip(costs, plan.replicas, strict=True)):
         ahead = rules.in_flight(plan, s)
         sent = rules.in_flight(plan, s - 1) * plan.replicas[s - 1] if s else 0

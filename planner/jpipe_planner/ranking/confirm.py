@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from jpipe_planner.cost.devices import lacking
-from jpipe_planner.find import Plans
 from jpipe_planner.profile.profile import Profile
 from jpipe_planner.ranking.choose import Choice, Ranked, best_of_kinds, in_order
 from jpipe_planner.ranking.compiled import Compiled, closed_form_bytes
+from jpipe_planner.ranking.find import Plans
 from jpipe_planner.ranking.offload import find_offloads
 from jpipe_planner.search.candidate import Candidate
 from jpipe_planner.search.stages import Layers

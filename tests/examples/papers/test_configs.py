@@ -70,7 +70,7 @@ def test_a_full_config_is_planned_and_simulated_without_its_weights(name, sample
     config = load(name)
     subject = plan_and_costs(config, compile=False)
     plan, costs = subject.plan, subject.costs
-    prediction = jpipe.simulate(jpipe.lower(plan, 6, shared=jpipe.programs.shared_stages(costs)), costs)
+    prediction = jpipe.simulate(jpipe.lower(plan, 6, **jpipe.programs.uses_by_costs(costs)), costs)
     assert max(prediction.held_bytes) < 16 * 2**30
     parts = Parts.of(config, silent())
     topology = read_topology(str(CONFIGS / "topologies" / f"{FULL[name]}.yaml"))

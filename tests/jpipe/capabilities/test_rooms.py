@@ -20,6 +20,7 @@ NAMES = {
     "global_norm": r"\w*global_norm|GlobalNorm|Norm(s|Costs)|norms_of|clip_stage_norm|skip_nonfinite|SumSquares|(sum_)?squares|stage_norms",
     "host_memory": r"offload\w*|Offload|Fetch|HostMemory|Kept|(to|from|check)_host_memory|copied_to_host|MoveWatcher",
     "shared_optimizer": r"shard_optimizer|deal|lower_weights",
+    "shared_parameters": r"(Take|Add)Shared|(take|add|update|un)_?shared|shared_(with|gradients|parameters)|[Ss]haring|SharedCosts",
     "sums_in_parts": r"sum_parts?|compute_part|part_(times|accumulators)|\w+(_of|_by)_part|ComputePart|SumParts?|PartCosts|\w+InParts",
 }
 """The names of each capability, as in its own files. A new capability needs a line here."""

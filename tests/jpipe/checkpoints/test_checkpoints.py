@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+import tensorstore as ts
 from flax import nnx
 
 from jpipe import InputError, LayerStack, PeerLost, Pipeline, Plan, Tie, checkpoints
@@ -237,3 +238,15 @@ def test_a_checkpoint_manager_restores_a_run_and_its_hashes_are_verified(tmp_pat
         (tmp_path / "checkpoints" / str(step) / "metrics.jsonl").write_text("changed")
         with pytest.raises(InputError, match="none of its checkpoints is whole"):
             checkpoints.load(pipe, manager, jax.random.key(KEY), batches[0])
+
+
+def test_however_many_arrays_a_checkpoint_has_its_index_is_read_once(tmp_path):
+    def bytes_read():
+        metrics = ts.experimental_collect_matching_metrics("/tensorstore/kvstore/file/bytes_read")
+        return sum(value["value"] for metric in metrics for value in metric["values"])
+
+    files.write_layers(tmp_path, 1, {f"layer {n}": {"params": {"0": {"w": np.ones(4, np.float32)}}} for n in range(100)}, 0)
+    files.complete(tmp_path, 1, 1, None)
+    before, size = bytes_read(), sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())
+    assert len(files.layer_specs(tmp_path, 1)) == 100
+    assert bytes_read() - before < size

@@ -3,7 +3,7 @@
 import pytest
 
 from jpipe import InputError, Link, Plan, lower, simulate
-from jpipe.programs import StageCost, has_equal_batches, shared_stages, simulate_batches
+from jpipe.programs import StageCost, has_equal_batches, simulate_batches, uses_by_costs
 from jpipe.schedules import SCHEDULES
 
 BATCHES, MOST, M = 2, 8, 4
@@ -49,7 +49,7 @@ def seconds_of_a_batch(program, costs, overlap):
 
 
 def check_equals_simulation(plan, costs, overlap="transfers and sums", global_norm=False, workers=None):
-    options = {"global_norm": global_norm, "shared": shared_stages(costs), "workers": workers}
+    options = {"global_norm": global_norm, **uses_by_costs(costs), "workers": workers}
     program = lower(plan, 1, **options)
     known, _ = simulate_batches(program, BATCHES, costs, in_servers, overlap, until_periodic=False)
     # Sends of a batch that is not over are counted in a simulation of one batch more: two simulations show what each batch adds.

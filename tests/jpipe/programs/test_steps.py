@@ -85,7 +85,7 @@ def test_the_first_replicas_tell_what_all_do(name, every):
                 expected, found = (run.program(batches, drain) for run in (full, alike))
                 assert by_rank(found) == by_rank(expected)
                 assert dataclasses.replace(found, instructions=()) == dataclasses.replace(expected, instructions=())
-            simulate(lower(plan, 2, begin=1, start=1, global_norm=norm, shared=shared))
+            simulate(lower(plan, 2, begin=1, start=1, global_norm=norm, shared_parameters=shared))
     assert derived
 
 
@@ -113,7 +113,7 @@ def test_steps_do_what_one_long_run_does(name, every):
     for plan in some(itertools.chain(plans(name, (*REPLICAS, *UNEQUAL), MORE, ((2, 2), (1, 2))), unequal), name, every):
         for norm, shared in uses(plan):
             compared += 1
-            assert joined_steps(plan, norm, shared, 9) == lower(plan, 9, global_norm=norm, shared=shared).instructions
+            assert joined_steps(plan, norm, shared, 9) == lower(plan, 9, global_norm=norm, shared_parameters=shared).instructions
     assert compared
 
 

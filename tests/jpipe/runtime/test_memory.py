@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 from jpipe import LayerStack, Pipeline, Plan, Precision, Tie, lower, simulate
-from jpipe.programs import shared_stages
+from jpipe.programs import uses_by_costs
 from tests.jpipe.models import VARIANTS
 
 ROWS, WIDTH, MICROBATCHES = 32, 24, 4
@@ -73,7 +73,7 @@ def peaks_of(pipe, batch, devices) -> tuple[list[int], list[int]]:
         state, _ = pipe.step(state, batch, observe=observe)
     state = pipe.drain(state, observe=observe)
     costs = pipe.costs(batch)
-    program = lower(plan, 5, global_norm=pipe.uses_global_norm, shared=shared_stages(costs))
+    program = lower(plan, 5, global_norm=pipe.uses_global_norm, **uses_by_costs(costs))
     predicted = simulate(program, costs).held_bytes
     return [after - base for after, base in zip(peak, before, strict=True)], list(predicted)
 

@@ -171,7 +171,7 @@ def test_copies_of_a_shared_parameter_stay_equal_bit_for_bit():
     for batch in batches:
         state, _ = pipe.step(state, batch, observe=cut)
     pipe.drain(state, observe=cut)
-    copies = cut.shared_copies()
+    copies = cut.copies()
     assert len(copies) == 2
     assert len({copy.checksum for copy in copies}) == 1
 

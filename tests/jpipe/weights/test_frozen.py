@@ -9,7 +9,7 @@ import optax
 import pytest
 
 from jpipe import InputError, Layer, LayerStack, Pipeline, Plan, Precision, Tie, lower, simulate
-from jpipe.programs import shared_stages
+from jpipe.programs import uses_by_costs
 from tests.jpipe import models, monolith, reference, running
 
 RICH, PLAIN, TIED = models.rich_stack(), models.plain_stack(), models.tied_stack()
@@ -220,7 +220,7 @@ def test_nothing_is_stored_or_sent_for_frozen_parameters(schedule):
     assert [cost.message for cost in costs[:3]] == [4, 4, costs[2].outputs + 4]
     assert [cost.frozen for cost in costs] == [costs[0].weights, costs[1].weights, 36, 0]
     assert [(cost.backward, cost.backward_weight) for cost in costs] == [(0, 0), (0, 0), (2, 1), (2, 1)]
-    simulate(lower(plan, 4, shared=shared_stages(costs)), costs)
+    simulate(lower(plan, 4, **uses_by_costs(costs)), costs)
 
 
 def test_a_backward_of_frozen_layers_computes_only_the_gradient_of_its_input():
@@ -285,7 +285,7 @@ def tied_everywhere():
 def test_stages_sum_no_gradients_of_a_frozen_tied_parameter(words, groups):
     stack, batches = tied_everywhere(), models.masked_batches(3, 4)
     pipe, alone = (pipeline(words, even(stack, num_stages=stages), stack, clip_global_norm=0.5) for stages in (3, 1))
-    assert len(shared_stages(pipe.costs(batches[0]))) == groups
+    assert len(uses_by_costs(pipe.costs(batches[0])).get("shared_parameters", ())) == groups
     start = pipe.params(running.fresh(pipe, batches))
     actual, expected = running.train(pipe, batches), running.train(alone, batches)
     running.check_close(actual.params, models.on_first_device(expected.params), 1e-5)

@@ -119,7 +119,7 @@ def test_the_bytes_of_frozen_layers_are_those_of_their_pipeline():
         plan = jpipe.Plan(schedule="pipedream_2bw" if len(stages) > 1 else "gpipe", microbatches=6, stages=stages)
         expected = jpipe.Pipeline(stack, plan, squares, optimizer).costs(batch(12))
         costs = profile.stage_costs(plan, 2)
-        assert jpipe.programs.shared_stages(costs) == jpipe.programs.shared_stages(expected) == ()
+        assert jpipe.programs.uses_by_costs(costs) == jpipe.programs.uses_by_costs(expected) == {}
         for actual, exact in zip(costs, expected, strict=True):
             for part in ("weights", "frozen", "optimizer", "state", "inputs"):
                 assert getattr(actual, part) == getattr(exact, part), (stages, part)

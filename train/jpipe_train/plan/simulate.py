@@ -74,10 +74,10 @@ def main(
     warm_up = jpipe.programs.batches_until_full(plan)
     shown, steady_from = batches or max(3, warm_up + 1), 2 * warm_up  # batches until the steady state
     check_effort(plan, max(shown, steady_from + 3))
-    shared = jpipe.programs.shared_stages(costs or ())
+    uses = jpipe.programs.uses_by_costs(costs or ())
     with errors_name_config_keys(source if costs is None else None):  # a custom order may deadlock
-        prediction = jpipe.simulate(jpipe.lower(plan, shown, shared=shared), costs)
-    long = jpipe.simulate(jpipe.lower(plan, steady_from + 3, shared=shared), costs)
+        prediction = jpipe.simulate(jpipe.lower(plan, shown, **uses), costs)
+    long = jpipe.simulate(jpipe.lower(plan, steady_from + 3, **uses), costs)
     steady = jpipe.programs.extract_window(long.timeline, long.memory, plan.microbatches, steady_from, 2)
     long, moved = with_agreements(plan, costs, long, steady_from + 3)
     pictures = [] if png is None else draw(expanded(png, "--png"), plan, prediction, sized=costs is not None)

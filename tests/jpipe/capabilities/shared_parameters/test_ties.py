@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jpipe import InputError, Layer, LayerStack, Link, Pipeline, Plan, Precision, Tie, lower, simulate
+from jpipe.capabilities.shared_parameters.program import AddShared, TakeShared
 from jpipe.model._ties import Ties
 from jpipe.programs import ProgramError, StageCost, predict_window
-from jpipe.programs._instructions import AddShared, TakeShared
 from jpipe.schedules import SCHEDULES
 from tests.jpipe import models, reference
 from tests.jpipe.running import check_close, check_equal
@@ -263,7 +263,7 @@ def programs(draw) -> dict:
 def test_programs_are_verified_and_without_a_flush_no_worker_waits(chosen, batches, norm, latency):
     plan, shared = Plan.even(**chosen["fields"]), chosen["shared"]
     costs = [StageCost(forward=1 + s / 3, shared=tuple(3 * (s in stages) for stages in shared)) for s in range(plan.depth)]
-    with_ties = simulate(lower(plan, batches, global_norm=norm, shared=shared), costs, Link(latency=latency))
+    with_ties = simulate(lower(plan, batches, global_norm=norm, shared_parameters=shared), costs, Link(latency=latency))
     without = simulate(lower(plan, batches), costs, Link(latency=latency))
     rows = [[[span[:3] for span in spans] for spans in prediction.timeline] for prediction in (with_ties, without)]
     assert rows[0] == rows[1]
@@ -275,14 +275,14 @@ def test_programs_are_verified_and_without_a_flush_no_worker_waits(chosen, batch
 
 def test_a_predicted_window_includes_the_exchange_of_shared_gradients():
     plan = Plan.even("abc", 3, "pipedream_2bw", 3)
-    windows = [predict_window(plan, [StageCost(shared=sizes) for sizes in three], 6, 2) for three in ([()] * 3, [(100,), (0,), (100,)])]
+    windows = [predict_window(plan, [StageCost(shared=each) for each in three], 6, 2) for three in ([()] * 3, [(100,), (0,), (100,)])]
     assert [window.held_bytes for window in windows] == [(0, 0, 0), (100, 0, 100)]  # after computations
 
 
 @pytest.mark.parametrize("kind", [TakeShared, AddShared])
 @pytest.mark.parametrize("worker", [0, 2])
 def test_a_program_without_its_exchange_is_refused(kind, worker):
-    program = lower(Plan.even("abc", 3, "pipedream_2bw", 3), 3, global_norm=True, shared=[(0, 2)])
+    program = lower(Plan.even("abc", 3, "pipedream_2bw", 3), 3, global_norm=True, shared_parameters=[(0, 2)])
     index = next(i for i, one in enumerate(program.instructions) if isinstance(one, kind) and one.worker == worker)
     remaining = (*program.instructions[:index], *program.instructions[index + 1 :])
     with pytest.raises(ProgramError, match=r"shared of microbatch|group 0 added of microbatch"):
@@ -353,5 +353,5 @@ def test_weight_stashing_cannot_share_between_stages():
 
 @pytest.mark.parametrize("shared", [[(0,)], [(1, 0)], [(0, 3)], [(0, 0)]])
 def test_impossible_groups_of_stages(shared):
-    with pytest.raises(InputError, match="lower: shared: expected two or more stages of 3 in order, found"):
-        lower(Plan.even("abc", 3, "gpipe", 2), 2, shared=shared)
+    with pytest.raises(InputError, match="lower: shared_parameters: expected two or more stages of 3 in order, found"):
+        lower(Plan.even("abc", 3, "gpipe", 2), 2, shared_parameters=shared)
