@@ -112,8 +112,8 @@ class MessageHooks:
         legend: what a picture calls those of its colour.
         has_number: whether its label has its number.
         is_sum: whether it is a sum.
-        price: `(Prices, source, to) -> (freed, size, added)`, the bytes that it frees at its sender, that it has, and that it adds at its
-            receiver; of a sum `(Prices, stage) -> int`, the bytes that are summed. By default none.
+        price: `(Prices, source, to) -> (freed, size, added)`, in bytes: what it frees at its sender, its size, and what it adds at its
+            receiver. Of a sum: `(Prices, stage) -> int`, the bytes that are summed. By default none.
         awaited: `(worker, source, microbatch) -> tuple`, the numbers that tell it from others for the worker that waits for it in a
             prediction; by default the microbatch.
         received: `(worker, receive) -> None`, what it changes at a worker of a prediction.
@@ -143,13 +143,13 @@ class ProgramHooks:
         modelled: `(plan) -> plan`, a plan whose programs contain all that the capability does in any step; `due` chooses from them.
         due: `(plan, instruction, shift) -> Instruction | None`, one of its instructions as it is when it runs so many batches later.
         stage_cost: `(plan, stage, StageCost, layers) -> StageCost`, the cost of a stage with what changes in it.
+        sent_cost: `(plan, stage, StageCost) -> StageCost`, the cost with what changes in what is sent or summed, after all else.
         model_costs: `(plan, costs, shared) -> costs` of all stages, of a model with these `SharedCost`s.
         used: `(costs) -> value` in `Program.uses`, of programs whose stages have these costs.
         fit_cost: `(StageCost, spans) -> StageCost`, the cost of a stage with the times of its measured spans.
         pieces: `(stage, StageCost) -> list of bytes` of the pieces in which the replicas of a stage sum gradients; empty: in one.
         per_piece: the fields of `StageCost` that have a number for each of these pieces.
         unit: `(plan) -> int`, into how many ticks the lowering divides the time of a forward.
-        sent_cost: `(plan, stage, StageCost) -> StageCost`, likewise what changes in what is sent or summed, after all else.
         lower: `(Run) -> LoweringHooks`.
         verify: `(Verifier) -> VerifyHooks`, for one worker.
         price: what its instructions cost.
@@ -164,13 +164,13 @@ class ProgramHooks:
     modelled: Hook | None = None
     due: Hook | None = None
     stage_cost: Hook | None = None
+    sent_cost: Hook | None = None
     model_costs: Hook | None = None
     used: Hook | None = None
     fit_cost: Hook | None = None
     pieces: Hook | None = None
     per_piece: tuple[str, ...] = ()
     unit: Hook | None = None
-    sent_cost: Hook | None = None
     lower: Hook | None = None
     verify: Hook | None = None
     price: "PriceHooks | None" = None
@@ -191,8 +191,9 @@ class LoweringHooks:
         after_backward: `(worker, k) -> None`, after the backward of a microbatch, where updates wait for a sum or for other stages.
         after_output: `(time, worker, k, to) -> None`, after the output of a microbatch is sent.
         needed: `(worker, batch) -> list of (what, stage or worker, batch)` in `Run.available`: what an update waits for without a flush.
-        needed_for_sum: the same of what it waits for to complete the gradients of a batch where the stage counts them, see `complete_sum`.
-        complete_sum: `(time, worker, batch) -> None`, before something looks at the gradients of a batch that the worker's stage counts.
+        needed_for_sum: the same: what `complete_sum` waits for.
+        complete_sum: `(time, worker, batch) -> None`, completes the gradients that a worker's stage counts (`StageFunctions.counted`),
+            before their squares are summed.
         drain: `(time, batch, workers) -> None`, where the pipeline is empty, before these workers update with a batch.
         version_ready: `(worker, version) -> int | None`, the time from which a forward can read a version; None: it is not known yet, and
             the worker's rank is woken later.
@@ -234,7 +235,7 @@ class VerifyHooks:
         needs: `(what, number, instruction) -> None`: an instruction of the core reads a weight version, the residuals or the stash of a
             microbatch, or the optimizer state (number 0).
         updated: `(instruction) -> None`, after an update.
-        complete: `(batch) -> None`, checks that the gradients of a batch are complete where something looks at those that the stage counts.
+        complete: `(batch) -> None`, checks that the gradients are complete that a stage counts, where their squares are summed.
         whole: `(version, where) -> None`, checks that a version is complete where something reads it.
         held: `(batch) -> set[Buffer]`, the buffers that it holds where the pipeline is empty before a batch.
         freed: `(version) -> None`, after a version is freed.
@@ -379,16 +380,14 @@ class RuntimeHooks:
         pieces: `(Arrays) -> dict[str, specs]` of what the replicas of a stage sum, by piece (`Instruction.piece`); empty: all at once.
         costs: `(Arrays) -> dict[str, Any]`, fields of the `StageCost` with the bytes of a stage.
         join_sums: `(Worker, update) -> None`, before the sum of an update is read: puts its pieces together.
-        used_calls: by the type of an instruction, `(StageFunctions, instruction) -> names` of those that it needs.
-        always_used: `(StageFunctions) -> names` of those that no instruction needs.
+        used_calls: by the type of an instruction, `(StageFunctions, instruction) -> names` of the `calls` that it needs.
+        always_used: `(StageFunctions) -> names` of the `calls` that are compiled whatever the instructions are.
         shares: `(plan, StageFunctions) -> shares` of the replicas of a stage in its updates.
         update: what it changes in updates.
         apart: what it updates by programs of its own.
 
     The state of a worker, and snapshots of it:
         specs: `(Arrays) -> Tree` of what it keeps in `WorkerState.capabilities`, under the name of the capability.
-        for_updates: the names of what it keeps in pending updates until these are made.
-        copied: `(StageFunctions) -> names` of the entries of which several stages hold copies, in an order that all stages have.
         fresh: `(StageFunctions, version, accumulators) -> Tree`, the same before the first batch, from the weights.
         changed_by: the type of instruction after which this is complete for an update; by default the update.
         restored: `(StageFunctions, replica, layers, fresh=) -> Tree`, the same from a snapshot, perhaps for fresh optimizer state.
@@ -398,6 +397,8 @@ class RuntimeHooks:
         at_rest: `(plan, stage, WorkerState) -> WorkerState`: the state before the worker begins.
         snapshot: `(part of a snapshot) -> SnapshotHooks`, for one worker.
         copy_for_snapshot: `(plan, stage, what, tree) -> tree`, copies of the optimizer state or of a weight version; None: as usual.
+        for_updates: the names of what it keeps in pending updates until these are made.
+        copied: `(StageFunctions) -> names` of the entries of which several stages hold copies, in an order that all stages have.
 
     Reading between programs:
         read: `(CompiledStage, WorkerState) -> params`, the weights that are evaluated and returned in place of the newest ones.
@@ -432,8 +433,6 @@ class RuntimeHooks:
     apart: ApartHooks | None = None
 
     specs: Hook | None = None
-    for_updates: tuple[str, ...] = ()
-    copied: Hook | None = None
     fresh: Hook | None = None
     changed_by: type | None = None
     restored: Hook | None = None
@@ -442,6 +441,8 @@ class RuntimeHooks:
     at_rest: Hook | None = None
     snapshot: Hook | None = None
     copy_for_snapshot: Hook | None = None
+    for_updates: tuple[str, ...] = ()
+    copied: Hook | None = None
 
     read: Hook | None = None
     version_read: Hook | None = None

@@ -1,4 +1,4 @@
-"""The list of all capabilities: what they add to plans, and one line for each. To remove one, remove its lines and its folder."""
+"""The list of all capabilities, and what they add to plans. To remove one, remove its lines here and its folder."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -138,7 +138,7 @@ def updates_for(capabilities: Collection[str]) -> dict[str, UpdateHooks]:
 
 
 def values_of(plan: Any, arguments: Mapping[str, Any] = NOTHING, entries: Any = None) -> dict[str, Any]:
-    """Return what there is to say to stages of the capabilities that have programs of their own, by key.
+    """Return the values that stages have of capabilities, by key: of all those that have programs of their own.
 
     Args:
         plan: of the pipeline.

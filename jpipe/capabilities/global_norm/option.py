@@ -3,14 +3,11 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jpipe._numbers import is_number
 from jpipe.capabilities.protocol import Exclusion, Option
 from jpipe.errors import InputError
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ class Plans:
         choice: the ranking.
         candidates: all plans that were considered, with estimates or the numbers of their simulation.
         tried: the simulated plans, by candidate without costs.
-        excluded: the number of plans that need more microbatches than allowed, or leave devices idle although they must not.
+        excluded: the plans that need more microbatches than allowed, or leave devices idle although they must not.
         left_out: the number of plans with chunks or split backwards that were not simulated, because all would take too long.
     """
 

@@ -43,7 +43,7 @@ class Request:
         schedules: the schedules to try; "all" for all; empty for those that flush, which train as without a pipeline, and pipedream
             if `pipedream` is given, or for all if `max_delay` is.
         devices: the number of devices of "local"; None for all, on CPUs as many as there are cores.
-        pipedream: how PipeDream's stages are searched, see `jpipe_planner.find_candidates`; None for "batch".
+        pipedream: how PipeDream's stages update, see `jpipe_planner.find_plans`; None for "batch".
         all_devices: whether no device may stay idle, as when each belongs to a process of its own.
         meshes: the meshes of a stage to try, as `jpipe_planner.Degrees.read` takes them; empty for those inside a server that the
             profile allows if the topology is a file, and none if it is "local".
