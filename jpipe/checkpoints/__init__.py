@@ -254,6 +254,8 @@ def _complete(
         reports = {k: processes.receive(name, k) for k, name in names.items() if processes.has_message(name)}
     failed = {k for k, (well, *_) in reports.items() if not well} | ({0} if problem is not None else set())
     without = files.gather(place, step, count, max(end - time.monotonic(), 0.0), lambda: failed)
+    if silent := sorted({*range(1, count)} - reports.keys()):
+        raise TimeoutError(f"{place}: waited {limit:g} s for {named(silent)} to say that the part of step {step} is written")
     try:
         if problem is not None:
             raise problem

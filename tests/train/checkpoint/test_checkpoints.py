@@ -44,7 +44,7 @@ class ConnectedProcesses(jpipe.processes.Processes):
 class EmptySnapshot(jpipe.runtime.Snapshot):
     """A snapshot that is complete at once and empty."""
 
-    complete, shared = True, ()
+    complete, copied = True, ()
 
     def __init__(self, batch):
         self.batch = batch
@@ -168,3 +168,11 @@ def test_every_process_of_a_stopped_run_names_the_last_good_checkpoint(make_chec
         with pytest.raises(OSError, match="a checkpoint could not be written: No space left on device; the last good one is of step 2"):
             one.finish()
         one.close()
+
+
+def test_a_part_of_which_its_process_says_nothing_is_not_joined(tmp_path):
+    for process in range(2):  # that of process 1 may be of an earlier attempt
+        checkpoint_files.write_layers(tmp_path, 2, {}, process)
+    with pytest.raises(TimeoutError, match=r"waited 0 s for process 1 to say that the part of step 2 is written"):
+        jpipe.checkpoints._complete(tmp_path, EmptySnapshot(2), [], ConnectedProcesses(0, 2, {}), None, {}, bytes, 0.0)
+    assert checkpoint_files.steps(tmp_path) == []
