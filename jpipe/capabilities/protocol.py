@@ -11,7 +11,7 @@ Some functions are made for one object of the core, such as one verifier: they h
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 Tree = Any
@@ -217,6 +217,12 @@ class LoweringHooks:
     released: Hook | None = None
     drained: Hook | None = None
 
+    @classmethod
+    def of(cls, methods: object) -> "LoweringHooks":
+        """Return the hooks that an object has as methods."""
+        found: dict[str, Any] = {each.name: getattr(methods, each.name) for each in fields(cls) if hasattr(methods, each.name)}
+        return cls(**found)
+
 
 @dataclass(frozen=True)
 class VerifyHooks:
@@ -237,8 +243,8 @@ class VerifyHooks:
     """
 
     checks: Mapping[type, Callable[[Any], None]] = field(default_factory=dict)
-    sends: Mapping[str, Callable[[Any], None]] = field(default_factory=dict)
-    receives: Mapping[str, Callable[[Any], None]] = field(default_factory=dict)
+    sends: Mapping[str, Hook] = field(default_factory=dict)
+    receives: Mapping[str, Hook] = field(default_factory=dict)
     needs: Hook | None = None
     updated: Hook | None = None
     complete: Hook | None = None

@@ -80,8 +80,7 @@ class _Lowering:
 
 def lower(run: Run) -> LoweringHooks:
     """Return what writes the agreements of a run."""
-    agreements = _Lowering(run)
-    return LoweringHooks(after_update=agreements.after_update, version_ready=agreements.version_ready)
+    return LoweringHooks.of(_Lowering(run))
 
 
 def modelled(plan: Plan) -> Plan:

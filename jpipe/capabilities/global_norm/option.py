@@ -71,6 +71,9 @@ def of_arguments(arguments: Mapping[str, Any], entries: Any) -> Norms | None:
     return Norms(largest, of_stage is not None, any(skips), tuple(map(len, entries.counted)))
 
 
+_TOO_EARLY = "the last stage updates before the first one has computed its gradients"
+_TOO_OFTEN = "a stage would update before the batch has all of its gradients"
+
 EXCLUSIONS = (
     Exclusion("clip_stage_norm", "clip_global_norm", "gradients are clipped by one norm"),
     Exclusion(
@@ -80,22 +83,12 @@ EXCLUSIONS = (
         "use clip_global_norm, or put the layers that share a parameter into one stage",
     ),
     *(
-        Exclusion(
-            option,
-            "weight stashing",
-            "the last stage updates before the first one has computed its gradients",
-            f"use vertical_sync, 'pipedream_2bw' or a schedule that flushes{instead}",
-        )
+        exclusion
         for option, instead in _OF_ALL.items()
-    ),
-    *(
-        Exclusion(
-            option,
-            "update_every",
-            "a stage would update before the batch has all of its gradients",
-            "use 'batch' with as many microbatches as the stages have replicas",
+        for exclusion in (
+            Exclusion(option, "weight stashing", _TOO_EARLY, f"use vertical_sync, 'pipedream_2bw' or a schedule that flushes{instead}"),
+            Exclusion(option, "update_every", _TOO_OFTEN, "use 'batch' with as many microbatches as the stages have replicas"),
         )
-        for option in _OF_ALL
     ),
 )
 

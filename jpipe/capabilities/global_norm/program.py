@@ -11,7 +11,7 @@ from itertools import pairwise
 
 from jpipe.capabilities.protocol import LoweringHooks, MessageHooks, PriceHooks, ProgramHooks, VerifyHooks
 from jpipe.plan import Plan
-from jpipe.programs._instructions import AllReduce, Instruction, Receive, Send, Update
+from jpipe.programs._instructions import AllReduce, Instruction, Update
 from jpipe.programs._route import last_microbatch, transfer
 from jpipe.programs._verify import Verifier
 from jpipe.programs.lowering import Run
@@ -127,15 +127,7 @@ def _distributed(plan: Plan, batch: int, holders: Collection[int]) -> list[Instr
 
 def lower(run: Run) -> LoweringHooks:
     """Return what writes the norms of a run."""
-    norms = _Lowering(run)
-    return LoweringHooks(
-        after_backward=norms.after_backward,
-        settle=norms.settle,
-        after_output=norms.after_output,
-        needed=norms.needed,
-        before_update=norms.before_update,
-        drain=norms.drain,
-    )
+    return LoweringHooks.of(_Lowering(run))
 
 
 # Verification --------------------------------------------------------------------------------------------------------------
@@ -146,7 +138,7 @@ class _Verification:
 
     def __init__(self, verifier: Verifier) -> None:
         self._verifier, self._plan = verifier, verifier.plan
-        self._norms: set[int] = set()
+        self.known: set[int] = set()
 
     def sum_squares(self, i: SumSquares) -> None:
         verifier, k = self._verifier, last_microbatch(self._plan, i.batch)
@@ -154,29 +146,17 @@ class _Verification:
         if verifier.stage < self._plan.depth - 1:
             verifier.take("later squares", k)
         if verifier.stage == 0:
-            self._norms.add(k)
+            self.known.add(k)
         else:
             verifier.put("squares", k)
 
-    def send_squares(self, i: Send) -> None:
-        self._verifier.take("squares", i.microbatch)
-
-    def receive_squares(self, i: Receive) -> None:
-        self._verifier.put("later squares", i.microbatch)
-
-    def send_norm(self, i: Send) -> None:
-        self._need(i.microbatch)
-
-    def receive_norm(self, i: Receive) -> None:
-        self._norms.add(i.microbatch)
-
     def updated(self, i: Update) -> None:
         k = last_microbatch(self._plan, i.batch)
-        self._need(k)
-        self._norms = {known for known in self._norms if known >= k}
+        self.need(k)
+        self.known = {each for each in self.known if each >= k}
 
-    def _need(self, k: int) -> None:
-        if k not in self._norms:
+    def need(self, k: int) -> None:
+        if k not in self.known:
             self._verifier.fail(f"norm of microbatch {k} used before it was there")
 
 
@@ -185,8 +165,8 @@ def verify(verifier: Verifier) -> VerifyHooks:
     norms = _Verification(verifier)
     return VerifyHooks(
         checks={SumSquares: norms.sum_squares},
-        sends={"squares": norms.send_squares, "norm": norms.send_norm},
-        receives={"squares": norms.receive_squares, "norm": norms.receive_norm},
+        sends={"squares": lambda i: verifier.take("squares", i.microbatch), "norm": lambda i: norms.need(i.microbatch)},
+        receives={"squares": lambda i: verifier.put("later squares", i.microbatch), "norm": lambda i: norms.known.add(i.microbatch)},
         updated=norms.updated,
     )
 

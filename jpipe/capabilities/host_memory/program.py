@@ -138,14 +138,7 @@ class _Lowering:
 
 def lower(run: Run) -> LoweringHooks:
     """Return what writes the moves of a run."""
-    moves = _Lowering(run)
-    return LoweringHooks(
-        before_compute=moves.before_compute,
-        before_update=moves.before_update,
-        after_update=moves.after_update,
-        released=moves.released,
-        drained=moves.drained,
-    )
+    return LoweringHooks.of(_Lowering(run))
 
 
 # Verification --------------------------------------------------------------------------------------------------------------

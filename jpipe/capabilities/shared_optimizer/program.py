@@ -69,8 +69,7 @@ class _Lowering:
 
 def lower(run: Run) -> LoweringHooks:
     """Return what writes the messages of a run."""
-    messages = _Lowering(run)
-    return LoweringHooks(settle=messages.settle, after_update=messages.after_update, version_ready=messages.version_ready)
+    return LoweringHooks.of(_Lowering(run))
 
 
 def lower_weights(plan: Plan, stages: Collection[int], batch: int, *, workers: Collection[int]) -> Program:
