@@ -8,6 +8,9 @@ A capability is a folder in `jpipe/capabilities/` with three modules, each of wh
 
 Some functions are made for one object of the core, such as one verifier: they have a state of their own, and come as `LoweringHooks` or
 `VerifyHooks`. The core asks each capability that a plan uses for them once, and calls them in the order of the registry.
+
+Many hooks have one user so far. Each stands where the core would need a branch on that capability: with the hook, a reader of the core sees
+that something may happen there, and finds what in the folder of the capability. A hook that no capability sets is deleted.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
