@@ -48,7 +48,7 @@ def path_of_a_step(schedule):
 def test_a_step_reaches_the_first_compiled_call_within_ten_files_and_twelve_calls(schedule):
     files, calls = path_of_a_step(schedule)
     assert files[0] == "jpipe/pipeline.py"
-    assert calls[-1] == "Worker.compute"
+    assert calls[-2:] == ["Worker.compute", "Worker.run"]
     assert len(calls) <= 12, calls
     assert len(files) <= 10, files
 
