@@ -1,6 +1,7 @@
 """Extend Sphinx for this site: generated pages, names that link to the reference, links to files of the repository."""
 
 import html
+import importlib
 import inspect
 import re
 import textwrap
@@ -61,7 +62,18 @@ def full_name(name: str) -> str | None:
             if head in api.public_names(module):
                 return name
     full = api.qualified_names().get(head)
-    return f"{full}.{member}" if full and member else full
+    return _member(full, member) if full and member else full
+
+
+def _member(full: str, member: str) -> str:
+    """Return the full name of a member at the class that describes it: `jpipe.Plan.agree` is `jpipe.plan.CapabilityOptions.agree`."""
+    module, _, name = full.rpartition(".")
+    described = getattr(importlib.import_module(module), name)
+    if isinstance(described, type) and not re.search(rf"^ +{member}: ", described.__doc__ or "", re.MULTILINE):
+        for base in described.__mro__[1:]:
+            if base.__name__ in api.qualified_names() and re.search(rf"^ +{member}: ", base.__doc__ or "", re.MULTILINE):
+                return f"{api.qualified_names()[base.__name__]}.{member}"
+    return f"{full}.{member}"
 
 
 def _source_read(app: Sphinx, docname: str, content: list[str]) -> None:

@@ -43,7 +43,7 @@ __all__ = [  # what `jpipe.plan` exports of them
 __all__ += ["BLOCK", "Kind", "Links", "Message"]
 
 
-class Options(pydantic.BaseModel):
+class CapabilityOptions(pydantic.BaseModel):
     """The fields of a plan, and keys of a config, that belong to capabilities.
 
     Attributes:

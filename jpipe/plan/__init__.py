@@ -3,7 +3,7 @@
 from jpipe.capabilities import registry
 from jpipe.capabilities.protocol import Exclusion
 from jpipe.capabilities.registry import *  # noqa: F403  # the options of capabilities
-from jpipe.capabilities.registry import Options as CapabilityOptions
+from jpipe.capabilities.registry import CapabilityOptions
 from jpipe.plan._axes import RULES, mesh_rules
 from jpipe.plan._exclusions import EXCLUSIONS, excluded
 from jpipe.plan._plan import Plan as Plan

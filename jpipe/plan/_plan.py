@@ -11,7 +11,7 @@ from pydantic import Field
 
 from jpipe._frozen import NOTHING
 from jpipe._numbers import Int
-from jpipe.capabilities.registry import Options, divides_updates, has_parallel_pipelines, with_options
+from jpipe.capabilities.registry import CapabilityOptions, divides_updates, has_parallel_pipelines, with_options
 from jpipe.errors import InputError, explain
 from jpipe.plan._axes import ParamAxes, Rules
 from jpipe.plan._checks import check, check_layers_of_model
@@ -47,7 +47,7 @@ class _Layout(pydantic.BaseModel):
     param_axes: ParamAxes = NOTHING
 
 
-class Plan(Options, _Layout, PlanOptions, _Pipeline):
+class Plan(CapabilityOptions, _Layout, PlanOptions, _Pipeline):
     """Stages, schedule, microbatches and recomputation of one run.
 
     Every plan that was built or read can run with its schedule. Fields are given by keyword and cannot be changed afterwards. Beside the
