@@ -1,5 +1,7 @@
 """Random profiles and machines, and the simulation of every candidate."""
 
+import dataclasses
+
 import numpy as np
 
 import jpipe
@@ -19,9 +21,9 @@ def simulate_all(profile, topology, candidates):
 
 
 def varied(profile, topology, candidates, schedules=None, *, global_norm=False, **options):
-    """Return the simulated variants of candidates."""
+    """Return the simulated variants of candidates, also of those that cannot be the fastest."""
     tried = {}
-    choice = choose(profile, topology, candidates, tried=tried, global_norm=global_norm)
+    choice = dataclasses.replace(choose(profile, topology, candidates, tried=tried, global_norm=global_norm), ranked=())
     schedules = tuple(jpipe.schedules.SCHEDULES) if schedules is None else schedules
     return [one.candidate for one in find_variants(choice, candidates, schedules, tried, **options)[0]]
 

@@ -194,7 +194,8 @@ def choose(
     fitting, lacking = ([candidate for candidate in by_rank if (candidate.over is None) == fits] for fits in (True, False))
     fitting.sort(key=_turn)
     found, spent, seen, alike = list[Ranked](), 0, set[Candidate](), Counter[object]()
-    for candidates, count in ((fitting, most // 2), (first_of_kinds(fitting), most), (fitting, most)):
+    kinds = sorted(first_of_kinds(fitting), key=lambda candidate: candidate.depth > 1)  # first those that all others are compared with
+    for candidates, count in ((fitting, most // 2), (kinds, most), (fitting, most)):
         for candidate in candidates:
             plan, family = candidate.without_costs, (candidate.schedule, candidate.replicas, candidate.degrees)
             is_busy = any(one.is_busy for one in found)

@@ -186,7 +186,11 @@ class _Variants:
                 profile, topology = self._choice.meshes.of(base.degrees)
                 width = base.replicas[0]
                 narrow = dataclasses.replace(
-                    candidate, replicas=(1,) * candidate.depth, microbatches=candidate.microbatches // width, degrees=type(base.degrees)()
+                    candidate,
+                    replicas=(1,) * candidate.depth,
+                    microbatches=candidate.microbatches // width,
+                    degrees=type(base.degrees)(),
+                    agree=None,  # one pipeline, which agrees with none
                 )
                 plan = narrow.plan(profile.ids)
                 costs = slowed(plan, profile.stage_costs(plan, base.rows), topology)

@@ -62,10 +62,13 @@ def test_chunks_gain_nothing_without_a_flush():
     """Transfers are more frequent and there is no bubble to fill: for equal layers the straight plan of 2BW is best."""
     profile = gpt(8, sizes=(1,))
     profile = profile.model_copy(update={"layers": profile.layers[1:-1]})
-    choice = ranking(profile, levels((4, 20_000.0, 0.02)), 8, ["pipedream_2bw"])
-    without_flush = [one for one in choice.ranked if one.candidate.schedule == "pipedream_2bw"]
-    assert without_flush[0].candidate.chunks == 1
-    assert any(one.candidate.chunks > 1 for one in without_flush)
+    topology, schedules = levels((4, 20_000.0, 0.02)), ["pipedream_2bw", "pipedream_flush"]
+    best = ranking(profile, topology, 8, ["pipedream_2bw"]).ranked[0]
+    assert best.candidate.chunks == 1
+    variants = varied(profile, topology, find_candidates(profile, topology, 8, schedules=schedules), ["pipedream_2bw"])
+    chunked = [one for one in variants if one.chunks > 1 and one.over is None]
+    assert chunked
+    assert max(one.samples_per_second for one in chunked) <= best.samples_per_second
 
 
 def test_with_a_global_norm_chunks_and_early_gradients_of_pipedream_have_vertical_sync():
