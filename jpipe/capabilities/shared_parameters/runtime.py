@@ -75,7 +75,7 @@ def calls(a: Arrays) -> dict[str, Call]:
     found = {"take_shared": Call(partial(take_shared, names=_own(f)), (), (a.accumulators,), own)}
     for group, names in _names(f).items():
         received = {s: {name: gradients[name] for name in _with(f, s)} for s in _groups(f)[group][0] if s != f.number}
-        updated = [{name: tree[name] for name in names} for tree in (a.trained, a.optimizer, gradients)]
+        updated = tuple({name: tree[name] for name in names} for tree in (a.trained, a.optimizer, gradients))
         found[f"add_shared {group}"] = Call(partial(add_shared, f, group), (0,), (a.accumulators, received), a.accumulators)
         of_group = update_calls(partial(update_entries, f), updated, (weight, a.others, *a.position), updated)
         found |= {f"{kind} shared {group}": call for kind, call in of_group.items()}
