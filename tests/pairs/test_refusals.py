@@ -72,5 +72,6 @@ def test_all_other_pairs_are_allowed_and_few_settings_of_them_are_refused():
         except SameOption:
             continue
         refused, total = refused + sum(map(bool, found)), total + len(found)
-        assert not all(found), f"{pair} is always refused: {found[0]}"
+        more = (refusal(pair, seed)[1] for seed in range(6, 24))  # where parts of a capability are refused, six may all have them
+        assert not all(found) or not all(more), f"{pair} is always refused: {found[0]}"
     assert refused / total < 0.15
