@@ -35,12 +35,13 @@ def shares(replicas, rng):
         inputs=rng.randint(1, 30),
         labels=rng.randint(0, 5),
     )
+    sync_state = rng.random() < 0.5
     policy = rng.choice(["none", "full", "dots_saveable"])
     cuts = [0, *sorted(rng.sample(range(1, depth + 2), depth - 1)), depth + 2]
     stages = [Placed(cuts[s], cuts[s + 1], sum(replicas[:s]), replicas[s], policy) for s in range(depth)]
     ids = [f"layer{i}" for i in range(len(layers))]
     partition = evaluate_partition(problem, stages)
-    plan = partition.plan(ids, problem)
+    plan = partition.plan(ids, problem).model_copy(update={"sync_state": sync_state})
     costs = jpipe.programs.sum_layer_costs(plan, dict(zip(ids, layers, strict=True)), inputs=problem.inputs, labels=problem.labels)
     prediction = jpipe.simulate(jpipe.lower(plan, batches=max(2, math.ceil(40 / plan.microbatches))), costs)
     peaks = [max(prediction.peak_bytes[w] for w in workers) for workers in plan.stage_workers]
