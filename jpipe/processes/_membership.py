@@ -298,8 +298,8 @@ class Processes:
     def _put(self, kind: str, name: str, value: Any) -> None:
         with self._changed:
             self._arrived[kind, name] = value
-            if len(self._arrived) > _MAX_UNREAD:
-                del self._arrived[next(iter(self._arrived))]
+            if len(self._arrived) > _MAX_UNREAD:  # but never an answer: somebody waits for it
+                del self._arrived[next(key for key in self._arrived if key[0] == "message")]
             self._changed.notify_all()
 
     def _lose(self, lost: InputError | PeerLost, *, at_once: bool = False) -> None:

@@ -270,6 +270,16 @@ def test_a_run_of_one_process_needs_no_connections():
     assert processes._channel._thread is None
 
 
+def test_unread_messages_never_push_out_what_a_process_waits_for(monkeypatch):
+    monkeypatch.setattr(_membership, "_MAX_UNREAD", 3)
+    processes = Processes.join(store=EmptyStore())
+    processes._take({"met": "barrier start", "differences": []})
+    for number in range(5):
+        processes.broadcast(f"loss {number}", [number])
+    assert ("answer", "barrier start") in processes._arrived
+    assert [processes.has_message(f"loss {number}") for number in range(5)] == [False, False, False, True, True]
+
+
 def test_an_error_in_a_thread_that_nobody_waits_for_is_raised_by_all_waits(monkeypatch):
     monkeypatch.setattr(_membership, "_BLAME_SECONDS", 0.0)
 
