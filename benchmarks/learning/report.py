@@ -7,7 +7,6 @@ from typing import NamedTuple
 from benchmarks.learning.grid import Row
 from benchmarks.papers.document import Table
 
-SHARES = (0.6, 0.8, 1.0)  # of the run of a flush
 FLUSH = "flush"
 CONTROLS = ("prediction by", "global clipping", "momentum 0")  # recipes that no pipeline has, or that are there to hurt
 
@@ -100,17 +99,7 @@ def updates_until(curve: Sequence[float], every: int, target: float) -> float | 
     return None
 
 
-def token_overheads(recipe: Recipe, flush: Recipe) -> list[float | None]:
-    """Return the updates of a recipe over those of the flush, until its losses at `SHARES` of its run; None if they are not reached."""
-    overheads = []
-    for share in SHARES:
-        target = flush.mean_curve[round(share * len(flush.mean_curve)) - 1]
-        needed, base = (updates_until(one.mean_curve, one.every, target) for one in (recipe, flush))
-        overheads.append(needed / base if needed and base else None)
-    return overheads
-
-
-def whole_run_overhead(recipe: Recipe, flush: Recipe) -> float | None:
+def token_overhead(recipe: Recipe, flush: Recipe) -> float | None:
     """Return the updates of the recipe's run over those after which the flush has its last loss; None if the flush never has it."""
     reached = updates_until(flush.mean_curve, flush.every, recipe.mean_curve[-1])
     return recipe.every * len(recipe.mean_curve) / reached if reached else None
@@ -124,8 +113,7 @@ def table(rows: Iterable[Row], task: str, d: int, optimizer: str) -> Table:
     """
     by_rate = recipes_by_rate(rows, task, d, optimizer)
     every_rate = len({recipe.seeds for candidates in by_rate for recipe in candidates}) > 1
-    overheads = [f"overhead, {share:.0%}" for share in SHARES]
-    head = ["schedule", "remedy", "rate", *["seeds"] * every_rate, "loss", "more than the best flush", *overheads, "at its end"]
+    head = ["schedule", "remedy", "rate", *["seeds"] * every_rate, "loss", "above the best flush", "updates"]
     if every_rate:
         recipes = [recipe for candidates in by_rate for recipe in candidates]
         lines = [_line(recipe, best_flush(recipes, recipe.seeds), [str(len(recipe.seeds))]) for recipe in recipes]
@@ -145,13 +133,12 @@ def tables(rows: Sequence[Row], where: str = "") -> list[Table]:
 def _line(recipe: Recipe, flush: Recipe, seeds: Sequence[str] = ()) -> list[str]:
     names = [recipe.schedule, recipe.remedy, f"{recipe.rate:g}", *seeds]
     if not math.isfinite(recipe.loss):
-        return [*names, "diverged", *["–"] * (len(SHARES) + 2)]
+        return [*names, "diverged", "–", "–"]
     differences = [a - b for a, b in zip(recipe.losses, flush.losses, strict=True)]
     more = f"{sum(differences) / len(differences):+.3f}"
     if len(differences) > 1:
         more += f" ({min(differences):+.3f} to {max(differences):+.3f})"
-    overheads = [f"{value:.2f}" if value else "not reached" for value in token_overheads(recipe, flush)]
-    end = whole_run_overhead(recipe, flush)
     if recipe == flush:
-        return [*names, f"{recipe.loss:.3f}", "–", *overheads, "1.00"]
-    return [*names, f"{recipe.loss:.3f}", more, *overheads, f"{end:.2f}" if end else "< 1"]
+        return [*names, f"{recipe.loss:.3f}", "–", "1.00"]
+    overhead = token_overhead(recipe, flush)
+    return [*names, f"{recipe.loss:.3f}", more, f"{overhead:.2f}" if overhead else "< 1"]

@@ -31,9 +31,9 @@ def read(path: Path) -> tuple[list[Row], str]:
         raise InputError(f"--from-json: expected results that this program wrote in '{path}': {error}") from None
 
 
-def show(tables: Sequence[Table], documents: Sequence[Path] | None) -> None:
-    """Print tables, and put them into documents."""
+def show(tables: Sequence[Table], documents: Sequence[Path] | None, written: str = "") -> None:
+    """Print tables, and put those into documents that have names which begin with `written`."""
     for table in tables:
         print(f"\n{table.name}\n\n{table.text}", end="")
     if documents:
-        write_pages(documents, {table.name: table.text for table in tables})
+        write_pages(documents, {table.name: table.text for table in tables if table.name.startswith(written)})
