@@ -90,22 +90,22 @@ def table_1(models: Sequence[str] = ()) -> list[Table]:
     if waits := [_sums_row(*case, rows) for case in cases if not case[2].isdecimal() for rows in ROWS.get(case[0], (0,))]:
         slow = ("model", "cluster", "paper", "sums overlap", "sums wait", "link", "rate for the paper's speed-up", "share of the link")
         tables.append(Table("table 1, sums", slow, waits))
-    other = ("model", "cluster", "paper", "planned", f"planned, M = {MICROBATCHES} per device", "recurrence: text", "recurrence: code")
-    return [*tables, Table("table 1, recurrence", other, [_recurrence_row(*case) for case in cases])]
+    other = ("model", "cluster", f"planned, M = {MICROBATCHES} per device", "recurrence: text", "recurrence: code")
+    return [*tables, Table("table 1, recurrence", other, [_recurrence_row(model, cluster) for model, cluster, *_ in cases])]
 
 
 MICROBATCHES = 4
 """Per device and update of all stages, where stages do not update by themselves."""
 
 
-def _recurrence_row(model: str, cluster: str, paper: str, speed_up: str) -> tuple[str, ...]:
-    """Return the plans by the paper's update, by one update of all stages, and by the paper's recurrence with both of its costs."""
+def _recurrence_row(model: str, cluster: str) -> tuple[str, ...]:
+    """Return the plans by one update of all stages, and by the paper's recurrence with both of its costs."""
     where = machine(cluster)
     profile = profile_on(model, where)
     problem, uniform = stages.problem_of(profile, where), stages.problem_of(profile, where, MICROBATCHES * where.num_devices)
-    cells = [cell(each, search_pipedream(each)) for each in (problem, uniform)]
+    cells = [cell(uniform, search_pipedream(uniform))]
     cells += [cell(problem, evaluate_partition(problem, search_paper(problem, price).stages)) for price in ("text", "code")]
-    return (model, cluster, f"{paper} ({speed_up})", *cells)
+    return (model, cluster, *cells)
 
 
 def _row(model: str, cluster: str, paper: str, speed_up: str) -> tuple[str, ...]:
