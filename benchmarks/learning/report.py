@@ -105,40 +105,69 @@ def token_overhead(recipe: Recipe, flush: Recipe) -> float | None:
     return recipe.every * len(recipe.mean_curve) / reached if reached else None
 
 
-def table(rows: Iterable[Row], task: str, d: int, optimizer: str) -> Table:
-    """Return the table of one optimizer: each recipe at its best rate, beside the best flush.
+def table(rows: Iterable[Row], task: str, d: int, optimizers: Sequence[str]) -> Table:
+    """Return the table of a task: each recipe at its best learning rate, with a column for each optimizer."""
+    cells: dict[tuple[str, str], dict[str, str]] = {}
+    rows = list(rows)
+    for optimizer in optimizers:
+        recipes = best_recipes(rows, task, d, optimizer)
+        flush = best_flush(recipes)
+        for recipe in recipes:
+            cells.setdefault((recipe.schedule, recipe.remedy), {})[optimizer] = _cell(recipe, flush)
+    lines = [[*names, *(by_optimizer.get(optimizer, "") for optimizer in optimizers)] for names, by_optimizer in cells.items()]
+    return Table(f"{task}, {d} stages", ["schedule", "remedy", *optimizers], lines)
 
-    If not all recipes have the same seeds, each learning rate has a line, with the number of seeds, and the best flush is that of these
-    seeds.
-    """
-    by_rate = recipes_by_rate(rows, task, d, optimizer)
-    every_rate = len({recipe.seeds for candidates in by_rate for recipe in candidates}) > 1
-    head = ["schedule", "remedy", "rate", *["seeds"] * every_rate, "loss", "above the best flush", "updates"]
-    if every_rate:
-        recipes = [recipe for candidates in by_rate for recipe in candidates]
-        lines = [_line(recipe, best_flush(recipes, recipe.seeds), [str(len(recipe.seeds))]) for recipe in recipes]
-    else:
-        recipes = [min(candidates, key=lambda recipe: recipe.loss) for candidates in by_rate]
-        lines = [_line(recipe, best_flush(recipes)) for recipe in recipes]
-    return Table(f"{task}, {d} stages, {optimizer}", head, lines)
+
+def table_by_rate(rows: Iterable[Row], task: str, d: int, optimizer: str) -> Table:
+    """Return the table of one optimizer: each recipe at each of its rates, beside the flush that is best with the same seeds."""
+    recipes = [recipe for candidates in recipes_by_rate(rows, task, d, optimizer) for recipe in candidates]
+    lines = [_line(recipe, best_flush(recipes, recipe.seeds)) for recipe in recipes]
+    return Table(
+        f"{task}, {d} stages, {optimizer}", ["schedule", "remedy", "rate", "seeds", "loss", "above the best flush", "updates"], lines
+    )
 
 
 def tables(rows: Sequence[Row], where: str = "") -> list[Table]:
-    """Return the tables of all parts that have a flush; `where` is added to their names."""
-    parts = dict.fromkeys((row.task, row.d, row.optimizer) for row in rows if row.schedule == FLUSH)
-    of_parts = [table(rows, *part) for part in parts]
-    return [one._replace(name=one.name + where) for one in of_parts]
+    """Return the tables of all tasks: one for the optimizers with the same seeds for all recipes, one for each other optimizer.
+
+    Args:
+        rows: of the study.
+        where: is added to the names of the tables.
+    """
+    optimizers: dict[tuple[str, int], list[str]] = {}
+    for task, d, optimizer in dict.fromkeys((row.task, row.d, row.optimizer) for row in rows if row.schedule == FLUSH):
+        optimizers.setdefault((task, d), []).append(optimizer)
+    found = []
+    for (task, d), names in optimizers.items():
+        seeds = {name: {recipe.seeds for one in recipes_by_rate(rows, task, d, name) for recipe in one} for name in names}
+        found += [table_by_rate(rows, task, d, name) for name in names if len(seeds[name]) > 1]
+        if same := [name for name in names if len(seeds[name]) == 1]:
+            found.append(table(rows, task, d, same))
+    return [one._replace(name=one.name + where) for one in found]
 
 
-def _line(recipe: Recipe, flush: Recipe, seeds: Sequence[str] = ()) -> list[str]:
-    names = [recipe.schedule, recipe.remedy, f"{recipe.rate:g}", *seeds]
+def _cell(recipe: Recipe, flush: Recipe) -> str:
+    """Return the last loss of a recipe, and in brackets how far it is above the flush, and its token overhead."""
+    if not math.isfinite(recipe.loss):
+        return "diverged"
+    if recipe == flush:
+        return f"{recipe.loss:.3f}"
+    return f"{recipe.loss:.3f} ({recipe.loss - flush.loss:+.3f}, {_overhead(recipe, flush)})"
+
+
+def _line(recipe: Recipe, flush: Recipe) -> list[str]:
+    names = [recipe.schedule, recipe.remedy, f"{recipe.rate:g}", str(len(recipe.seeds))]
     if not math.isfinite(recipe.loss):
         return [*names, "diverged", "–", "–"]
+    if recipe == flush:
+        return [*names, f"{recipe.loss:.3f}", "–", "1.00"]
     differences = [a - b for a, b in zip(recipe.losses, flush.losses, strict=True)]
     more = f"{sum(differences) / len(differences):+.3f}"
     if len(differences) > 1:
         more += f" ({min(differences):+.3f} to {max(differences):+.3f})"
-    if recipe == flush:
-        return [*names, f"{recipe.loss:.3f}", "–", "1.00"]
+    return [*names, f"{recipe.loss:.3f}", more, _overhead(recipe, flush)]
+
+
+def _overhead(recipe: Recipe, flush: Recipe) -> str:
     overhead = token_overhead(recipe, flush)
-    return [*names, f"{recipe.loss:.3f}", more, f"{overhead:.2f}" if overhead else "< 1"]
+    return f"{overhead:.2f}" if overhead else "< 1"
