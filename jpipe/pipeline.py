@@ -47,7 +47,6 @@ from jpipe.runtime._placement import checked_devices, place, place_names, place_
 from jpipe.runtime._plain import Plain
 from jpipe.runtime._snapshot import Snapshot, fitting, for_stage, restored_worker
 from jpipe.runtime.state import State, WorkerState, check_state, fresh_worker, initialized_at, is_fresh
-from jpipe.schedules import SCHEDULES
 from jpipe.stages._batch import (
     Batch,
     Bucket,
@@ -263,9 +262,7 @@ class Pipeline:
         initializers = executor.initializers
         missing = [each for each in places if is_fresh(initial[each[0]]) and each not in initializers]
         initializers.update(compile_initializers(self.stack, specs, missing))
-        return self._start(
-            executor, [fresh_worker(stage, self._most_versions(w), initializers, key, initial) for w, stage in executor.stages.items()], 0
-        )
+        return self._start(executor, [fresh_worker(stage, initializers, key, initial) for stage in executor.stages.values()], 0)
 
     @isolated_context()
     def restore(
@@ -675,10 +672,6 @@ class Pipeline:
         executor.connect()
         self._executor = executor
         return executor.state(executor.at_rest(workers), batch, batch)
-
-    def _most_versions(self, worker: int) -> int:
-        """Return how many weight versions a worker holds at most."""
-        return SCHEDULES[self.plan.schedule].versions_alive(self.plan, self.plan.workers[worker][0])
 
     def _undivided(self) -> contextlib.AbstractContextManager[None]:
         """Delay Ctrl-C in a run of several processes, even where no state changes: other processes wait for the whole call."""

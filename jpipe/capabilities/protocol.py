@@ -6,15 +6,16 @@ A capability is a folder in `jpipe/capabilities/` with three modules, each of wh
     program.py  PROGRAM, a `ProgramHooks`: its instructions, where they go into a program, how they are verified and priced; without JAX
     runtime.py  RUNTIME, a `RuntimeHooks`: how its instructions run, what it keeps in the state, and what snapshots have of that
 
-Some functions are made for one object of the core, such as one verifier: they have a state of their own, and come as `LoweringHooks` or
-`VerifyHooks`. The core asks each capability that a plan uses for them once, and calls them in the order of the registry.
+Some functions are made for one object of the core, such as one verifier: they have a state of their own, and come as `LoweringHooks`,
+`VerifyHooks` or `SnapshotHooks`, or as any object that has some of them as methods. The core asks each capability that a plan uses for them
+once, and calls them in the order of the registry.
 
 Many hooks have one user so far. Each stands where the core would need a branch on that capability: with the hook, a reader of the core sees
 that something may happen there, and finds what in the folder of the capability. A hook that no capability sets is deleted.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 Tree = Any
@@ -220,12 +221,6 @@ class LoweringHooks:
     released: Hook | None = None
     drained: Hook | None = None
 
-    @classmethod
-    def of(cls, methods: object) -> "LoweringHooks":
-        """Return the hooks that an object has as methods."""
-        found: dict[str, Any] = {each.name: getattr(methods, each.name) for each in fields(cls) if hasattr(methods, each.name)}
-        return cls(**found)
-
 
 @dataclass(frozen=True)
 class VerifyHooks:
@@ -394,7 +389,7 @@ class RuntimeHooks:
         fresh: `(StageFunctions, version, accumulators) -> Tree`, the same before the first batch, from the weights.
         changed_by: the type of instruction after which this is complete for an update; by default the update.
         restored: `(StageFunctions, replica, layers, fresh=) -> Tree`, the same from a snapshot, perhaps for fresh optimizer state.
-        restored_updates: `(plan, worker, StageFunctions, layers, updates) -> dict[int, PendingUpdate]`, the pending updates of a snapshot.
+        restored_updates: `(plan, worker, StageFunctions, layers, updates) -> dict[int, dict]`, the pending updates of a snapshot.
         own_entries: `(plan, stage, replica, layers, entries) -> dict[str, Plain]`, from a snapshot the entries of the worker alone:
             its weights by version in `own`, and its optimizer state.
         at_rest: `(plan, stage, WorkerState) -> WorkerState`: the state before the worker begins.
@@ -481,7 +476,7 @@ class SnapshotHooks:
 
 def hooks(name: str, values: Iterable[Any]) -> tuple[Hook, ...]:
     """Return the functions of one name that some values have, in order."""
-    return tuple(hook for value in values if (hook := getattr(value, name)) is not None)
+    return tuple(hook for value in values if (hook := getattr(value, name, None)) is not None)
 
 
 def made(name: str, values: Iterable[Any], core: Any) -> list[Any]:
@@ -491,4 +486,4 @@ def made(name: str, values: Iterable[Any], core: Any) -> list[Any]:
 
 def merged(name: str, values: Iterable[Any]) -> dict[Any, Any]:
     """Return what all values have by type of instruction, or by message."""
-    return {kind: hook for value in values for kind, hook in getattr(value, name).items()}
+    return {kind: hook for value in values for kind, hook in getattr(value, name, {}).items()}

@@ -5,18 +5,14 @@ from jpipe.runtime._metrics import DelayNorms, RemoteScalar
 from jpipe.runtime._placement import placement_grid
 from jpipe.runtime._snapshot import CopiesDiffer, Snapshot, average_replicas, layer_of, shared_place
 from jpipe.runtime._trace import Trace, fit_costs
-from jpipe.runtime.state import DoubleBuffer, Latest, Microbatch, PendingUpdate, Stash, WorkerState
+from jpipe.runtime.state import WeightVersions, WorkerState
 from jpipe.runtime.state._saved_optimizer import masters_in, without_prediction
 from jpipe.runtime.timing._overlap import Moved, OverlapTimes, time_overlap
 from jpipe.runtime.timing._transfers import join_transfers
 
 __all__ = [  # noqa: RUF022 - in the order of the data flow
     "WorkerState",
-    "Latest",
-    "DoubleBuffer",
-    "Stash",
-    "Microbatch",
-    "PendingUpdate",
+    "WeightVersions",
     "RemoteScalar",
     "DelayNorms",
     "Snapshot",

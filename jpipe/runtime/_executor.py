@@ -23,15 +23,7 @@ from jpipe.runtime._join import BatchComparison, share_rows
 from jpipe.runtime._metrics import DelayNorms, Evaluation, Metrics, MetricsExchange
 from jpipe.runtime._transport import Sent, Transport, arrived
 from jpipe.runtime._worker import Added, Data, RunResults
-from jpipe.runtime.state import (
-    Latest,
-    State,
-    WorkerState,
-    copied,
-    fetched,
-    fingerprint,
-    model_of,
-)
+from jpipe.runtime.state import State, WeightVersions, WorkerState, copied, fetched, fingerprint, model_of
 from jpipe.schedules import SCHEDULES
 from jpipe.stages._arrays import Arrays, shardings_of
 from jpipe.stages._batch import Batch, Bucket, Padded, check_outputs, describe_shapes, joined_rows, rows_of, to_host
@@ -370,8 +362,8 @@ class Executor:
             whole = jax.tree.map(lambda leaf, spec: leaf.astype(spec.dtype), params, {entry: specs[entry] for entry in params})
             if len(whole) < len(specs):  # the other entries come from other replicas
                 whole = {**fetched(held.read(held.newest)), **whole}
-            latest = Latest(whole, version * self._plan.updates_per_batch(self._plan.workers[w][0]))
-            workers[w] = dataclasses.replace(workers[w], weights=latest, microbatches={}, updates={}, loss_scales={})
+            read = WeightVersions({version * self._plan.updates_per_batch(self._plan.workers[w][0]): whole})
+            workers[w] = dataclasses.replace(workers[w], weights=read, microbatches={}, updates={}, loss_scales={})
         for completes in hooks("completes_read", runtimes_of(self._plan)):
             if (program := completes(self._plan, self.functions, version, self.stages)) is not None:
                 workers, _ = run(program, 0, self._by_bucket, lambda _: 0, workers, self._transport, {}, consume=False)

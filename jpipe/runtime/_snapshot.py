@@ -20,7 +20,7 @@ from jpipe.plan import Plan
 from jpipe.programs._instructions import Compute, Update
 from jpipe.runtime._interpreter import Event
 from jpipe.runtime._plain import Plain, checked_dict, from_plain, overlaid, to_plain
-from jpipe.runtime.state import PendingUpdate, WorkerState, weights_of
+from jpipe.runtime.state import Fields, WeightVersions, WorkerState
 from jpipe.runtime.state._saved_optimizer import masters_in, with_buffers, without_prediction
 from jpipe.schedules import SCHEDULES
 from jpipe.stages._arrays import Arrays, Share, shardings_of
@@ -401,9 +401,8 @@ def restored_worker(
     # Copied, because a CPU device shares the memory of NumPy arrays, into which an update cannot write.
     placed = jax.device_put((parts, optimizer, state, accumulators, key, scales, kept), shardings_of(specs))
     copied, optimizer, state, accumulators, key, scales, kept = jax.tree.map(jnp.copy, placed)
-    whole = {v: f.trained.joined(params, copied[last]) for v, params in copied.items()}
-    weights = weights_of(whole, SCHEDULES[plan.schedule].versions_alive(plan, plan.workers[worker][0]))
-    updates = dict[int, PendingUpdate]()
+    weights = WeightVersions({v: f.trained.joined(params, copied[last]) for v, params in copied.items()})
+    updates = dict[int, Fields]()
     for restored_updates in hooks("restored_updates", runtimes_of(plan)):
         updates |= restored_updates(plan, worker, f, layers, last)
     return WorkerState(weights, optimizer, state, accumulators, key, updates=updates, loss_scales=scales, capabilities=kept)

@@ -1,12 +1,9 @@
 """Traces of a pipeline: when each computation runs and what each rank holds, measured during training."""
 
 import itertools
-import queue
 import statistics
 import sys
-import threading
 import time
-import weakref
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -25,7 +22,8 @@ from jpipe.programs._timeline import MemorySample, MemoryTimeline, Span, Timelin
 from jpipe.programs._transfers import Transfer
 from jpipe.programs.prediction import draw_grid
 from jpipe.runtime._interpreter import Event
-from jpipe.runtime.state import Microbatch, PendingUpdate, Weights, WorkerState, is_away
+from jpipe.runtime.state import WeightVersions, WorkerState, is_away
+from jpipe.runtime.timing._arrivals import Arrivals
 from jpipe.runtime.timing._transfers import Computation, TransferWatcher, join_transfers, that_leave
 
 
@@ -104,8 +102,8 @@ class Tracer:
         """
         self.close()
         for watcher in self._watchers:
-            if watcher.error is not None:
-                raise watcher.error
+            if watcher.ends.error is not None:
+                raise watcher.ends.error
         ranks = [watcher.computations for watcher in self._watchers]
         waits_for = _waits_for(ranks, self._plan, {room for room, hooks in programs().items() if self._seen & {*hooks.instructions}})
         ends = _consistent({key_of(c.instruction): c.end for row in ranks for c in row}, waits_for)
@@ -122,7 +120,7 @@ class Tracer:
         if self._open:
             self._open = False
             for watcher in self._watchers:
-                watcher.stop()
+                watcher.ends.stop()
             self._transfers.close()
             _switch_often(False)
 
@@ -161,51 +159,39 @@ class _Computation:
 
 
 class _Watcher:
-    """The thread that waits for the computations of one rank.
+    """Notes the computations of one rank, and what the rank holds.
 
     Attributes:
+        ends: the thread that waits for the computations.
         is_shared: whether several workers take turns on the rank.
     """
 
     def __init__(self, began: float, workers: int) -> None:
         self.computations: list[_Computation] = []
-        self.error: Exception | None = None
         self.is_shared = workers > 1
         self._began = began
         self._sizes: dict[int, dict[str, int]] = {}  # by worker, of parts of constant size: optimizer, accumulators, layer state
         self._weights: dict[int, tuple[tuple[tuple[int, int, bool], ...], dict[int, int]]] = {}  # by worker, of the last versions
         self._parts: dict[int, _Parts] = {}
         self._first_parts: dict[int, _Parts] = {}
-        self._buffers = _Buffers()
+        self._buffers: dict[int, _Buffers] = {}  # by worker
         self._samples: list[_Sample] = []
-        self._queue: queue.SimpleQueue[tuple[_Instruction, jax.Array, float, _Sample] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._wait, daemon=True)
-        self._thread.start()
+        self.ends: Arrivals[tuple[_Instruction, jax.Device, float, _Sample]] = Arrivals(self._note_end)
 
     def watch(self, instruction: _Instruction, done: jax.Array, worker: int, state: WorkerState) -> None:
         """Note a computation of a worker, and what the rank holds when it is over."""
         self.look(worker, state)
-        sample = _Sample(dict(self._parts), self._buffers.residuals, self._buffers.other)
-        self._queue.put((instruction, done, time.perf_counter() - self._began, sample))
+        sample = _Sample(dict(self._parts), *_sum_buffers(self._buffers.values()))
+        device = min(done.devices(), key=lambda device: device.id)  # of a mesh the first one
+        self.ends.put((instruction, device, time.perf_counter() - self._began, sample), done)
 
-    def stop(self) -> None:
-        self._queue.put(None)
-        self._thread.join()
-
-    def _wait(self) -> None:
-        try:
-            while (item := self._queue.get()) is not None:
-                instruction, done, dispatched, sample = item
-                done.block_until_ready()
-                end = time.perf_counter() - self._began
-                device = min(done.devices(), key=lambda device: device.id)  # of a mesh the first one
-                self.computations.append(_Computation(instruction, device, dispatched, end))
-                self._samples.append(sample)
-        except Exception as error:  # `finish` raises it
-            self.error = error
+    def _note_end(self, computation: "tuple[_Instruction, jax.Device, float, _Sample]") -> None:
+        instruction, device, dispatched, sample = computation
+        self.computations.append(_Computation(instruction, device, dispatched, time.perf_counter() - self._began))
+        self._samples.append(sample)
 
     def look(self, worker: int, state: WorkerState) -> None:
-        """Note what a worker holds; looks only at new buffers, because there may be hundreds of microbatches."""
+        """Note what a worker holds."""
         sizes = self._sizes.setdefault(worker, {})
         count = 0 if state.accumulators is None else len(state.accumulators.get("gradients", ()))  # fewer while parts of them are set aside
         summed = f"accumulators of {count} entries"
@@ -224,7 +210,7 @@ class _Watcher:
             self._weights[worker] = versions, weights
         self._parts[worker] = _Parts(weights, sizes[optimizer], sizes[summed], sizes["state"])
         self._first_parts.setdefault(worker, self._parts[worker])
-        self._buffers.look(worker, state)
+        self._buffers[worker] = _Buffers.of(state)
 
     def memory(self, ends: Mapping[_Key, float]) -> tuple[MemorySample, ...]:
         """Return the memory of the rank after each computation; before its first one a worker counts as at its first instruction."""
@@ -240,7 +226,7 @@ class _Watcher:
         return tuple(samples)
 
 
-def _bytes_by_version(weights: Weights) -> dict[int, int]:
+def _bytes_by_version(weights: WeightVersions) -> dict[int, int]:
     """Return the bytes of each version; frozen parameters, which are the same arrays in all of them, count with the oldest one."""
     counted, sizes = set[int](), dict[int, int]()
     for version in weights.versions:
@@ -267,54 +253,26 @@ class _Sample(NamedTuple):
     buffers: int
 
 
-class _Entry(NamedTuple):
-    """The arrays of a microbatch in flight or a pending update, each as (id, bytes, whether it is a residual)."""
+class _Buffers(NamedTuple):
+    """The bytes of the arrays of microbatches in flight and pending updates, by array: those kept for backwards, and all others."""
 
-    entry: "weakref.ref[Microbatch | PendingUpdate]"
-    arrays: list[tuple[int, int, bool]]
+    residuals: dict[int, int]
+    other: dict[int, int]
+
+    @classmethod
+    def of(cls, state: WorkerState) -> "_Buffers":
+        """Return the buffers of a worker."""
+        fields = [item for entries in (state.microbatches, state.updates) for entry in entries.values() for item in entry.items()]
+        kept = [tree for name, tree in fields if name in ("residuals", "stash")]
+        others = [tree for name, tree in fields if name not in ("residuals", "stash")]
+        return cls(*({id(leaf): _on_each_device(leaf) for leaf in jax.tree.leaves(trees)} for trees in (kept, others)))
 
 
-def _arrays_of(entry: Microbatch | PendingUpdate) -> list[tuple[int, int, bool]]:
-    fields = {name: tree for name, tree in vars(entry).items() if tree is not None}
-    return [
-        (id(leaf), _on_each_device(leaf), name in ("residuals", "stash")) for name, tree in fields.items() for leaf in jax.tree.leaves(tree)
-    ]
-
-
-class _Buffers:
-    """The bytes of the buffers of a rank; an array that is in several of them counts once, as a residual if it is one.
-
-    Attributes:
-        residuals: bytes of the arrays kept for backwards.
-        other: bytes of all other arrays.
-    """
-
-    def __init__(self) -> None:
-        self.residuals = self.other = 0
-        self._entries: dict[int, dict[tuple[type, int], _Entry]] = {}  # by worker
-        self._uses: dict[int, list[int]] = {}  # of each array: as a residual, as another buffer
-
-    def look(self, worker: int, state: WorkerState) -> None:
-        """Note the entries of a worker's buffers that are new, and those that are gone."""
-        known = self._entries.setdefault(worker, {})
-        buffers = state.microbatches, state.updates
-        present = {(type(entry), number): entry for entries in buffers for number, entry in entries.items()}
-        for name in [name for name, (entry, _) in known.items() if entry() is None or entry() is not present.get(name)]:
-            for leaf, size, is_residual in known.pop(name).arrays:
-                self._count(leaf, size, is_residual, -1)
-        for name in present.keys() - known.keys():
-            known[name] = _Entry(weakref.ref(present[name]), _arrays_of(present[name]))
-            for leaf, size, is_residual in known[name].arrays:
-                self._count(leaf, size, is_residual, 1)
-
-    def _count(self, leaf: int, size: int, is_residual: bool, change: int) -> None:
-        uses = self._uses.setdefault(leaf, [0, 0])
-        before = list(map(bool, uses))
-        uses[not is_residual] += change
-        self.residuals += size * (bool(uses[0]) - before[0])
-        self.other += size * ((not uses[0] and bool(uses[1])) - (not before[0] and before[1]))
-        if not any(uses):
-            del self._uses[leaf]
+def _sum_buffers(of_workers: Collection[_Buffers]) -> tuple[int, int]:
+    """Return the bytes of residuals and of other buffers; an array that is in several of them counts once, as a residual if it is one."""
+    residuals = {key: size for each in of_workers for key, size in each.residuals.items()}
+    other = {key: size for each in of_workers for key, size in each.other.items() if key not in residuals}
+    return sum(residuals.values()), sum(other.values())
 
 
 def _on_each_device(leaf: Any) -> int:

@@ -2,8 +2,8 @@
 
 import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any, NamedTuple, TypeVar
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -24,13 +24,7 @@ from jpipe.programs._instructions import (
     Update,
 )
 from jpipe.runtime._transport import PendingTransfer, Transport, arrived
-from jpipe.runtime.state import (
-    Fields,
-    Microbatch,
-    PendingUpdate,
-    Weights,
-    WorkerState,
-)
+from jpipe.runtime.state import Fields, WeightVersions, WorkerState
 from jpipe.stages._compiled_stage import CompiledStage, UpdateNumber, update_kind
 
 Tree = Any
@@ -113,40 +107,11 @@ class ConsumedArrays:
             self.parts[part] = keys
 
 
-_Entry = TypeVar("_Entry", Microbatch, PendingUpdate)
-
-
-def _unpack(entries: Mapping[int, _Entry]) -> dict[int, Fields]:
-    """Return the fields of each entry that are not None, with those of capabilities beside the others."""
-    return {number: _unpacked(vars(entry)) for number, entry in entries.items()}
-
-
-def _unpacked(values: Mapping[str, Any]) -> Fields:
-    return {name: value for name, value in values.items() if value is not None and name != "others"} | dict(values.get("others", {}))
-
-
-def _pack(kind: type[_Entry], entries: Mapping[int, Fields]) -> dict[int, _Entry]:
-    """Return the entries with these fields; one without any is left out."""
-    return {number: _packed(kind, values) for number, values in entries.items() if values}
-
-
-_NAMES = {kind: frozenset(each.name for each in fields(kind)) for kind in (Microbatch, PendingUpdate)}
-
-
-def _packed(kind: type[_Entry], values: Fields) -> _Entry:
-    names = _NAMES[kind]
-    if values.keys() <= names:
-        return kind(**values)
-    known: dict[str, Any] = {name: value for name, value in values.items() if name in names}
-    known["others"] = {name: value for name, value in values.items() if name not in names}
-    return kind(**known)
-
-
 @dataclass
 class _MutableState:
-    """The state of a worker while a program runs, with fields that instructions change; entries in flight are dicts."""
+    """The state of a worker while a program runs, with fields that instructions change: see `WorkerState`."""
 
-    weights: Weights
+    weights: WeightVersions
     optimizer: Tree
     layer_state: Tree
     accumulators: Tree
@@ -158,24 +123,22 @@ class _MutableState:
 
     @classmethod
     def of(cls, state: WorkerState) -> "_MutableState":
-        """Return the fields of a state, its entries unpacked and its dicts copied."""
-        entries = {"microbatches": _unpack(state.microbatches), "updates": _unpack(state.updates)}
-        dicts = {"loss_scales": dict(state.loss_scales), "capabilities": dict(state.capabilities)}
-        return cls(**{**vars(state), **entries, **dicts})
+        """Return the fields of a state, its dicts copied."""
+        return cls(**_with_copies(state))
 
     def freeze(self) -> WorkerState:
         """Return the state that holds these fields, its dicts copied."""
-        entries = {"microbatches": _pack(Microbatch, self.microbatches), "updates": _pack(PendingUpdate, self.updates)}
-        dicts = {"loss_scales": dict(self.loss_scales), "capabilities": dict(self.capabilities)}
-        return WorkerState(**{**vars(self), **entries, **dicts})
+        return WorkerState(**_with_copies(self))
 
     def all_entries(self) -> Tree:
         """Return the weights of all entries, of any version: one may still lack what other replicas update."""
         return {entry: tree for version in self.weights.versions for entry, tree in self.weights.read(version).items()}
 
-    def scale(self, version: int) -> jax.Array | None:
-        """Return the loss scale of the microbatches that read a version, if it is dynamic."""
-        return self.loss_scales[version].value if self.loss_scales else None
+
+def _with_copies(state: "WorkerState | _MutableState") -> dict[str, Any]:
+    """Return the fields of a state, with copies of its dicts, so that instructions change only one of the two states."""
+    entries = {name: {number: {**fields} for number, fields in getattr(state, name).items()} for name in ("microbatches", "updates")}
+    return {**vars(state), **entries, "loss_scales": {**state.loss_scales}, "capabilities": {**state.capabilities}}
 
 
 class Added(NamedTuple):
@@ -285,7 +248,7 @@ class Worker:
         """Return a part of the state as it is now, without the arrays that are not deleted: frozen parameters, and numbers for metrics."""
         state, (_, kind, number) = self.state, part
         if kind == "weights":
-            params = state.weights.read(number) if number in state.weights.versions else None
+            params = state.weights.params.get(number)
             return self.functions.trained.part(params) if self.frozen and params else params
         if kind == "microbatch":
             return state.microbatches.get(number)
@@ -352,7 +315,8 @@ class Worker:
         k = i.microbatch + self.microbatch_shift
         stage, microbatch = self.stage_for(k) if self.has_buckets else self.compiled, state.microbatches[k]
         functions, reads = stage.functions, self.take(op, microbatch)
-        left = self.run(i, op, stage, reads, self.donated_accumulators)
+        sums = () if not op.finishes else (self.fresh_accumulators(i) if state.accumulators is None else state.accumulators,)
+        left = self.run(i, op, stage, reads, sums)
         if "output" in left:
             microbatch["message" if self.functions.last else "output"] = left["output"]
         if "residuals" in left:
@@ -367,18 +331,16 @@ class Worker:
             if self.sets_aside:
                 self.after_backward(k)
 
-    def run(self, i: Compute, op: Op, stage: CompiledStage, reads: tuple[Any, ...], donated: Callable[[Tree], Tree]) -> dict[Leaves, Tree]:
-        """Run the program of an op, with what it reads and what `donated` makes of the weights: the accumulators that it adds to.
+    def run(self, i: Compute, op: Op, stage: CompiledStage, reads: tuple[Any, ...], sums: tuple[Tree, ...]) -> dict[Leaves, Tree]:
+        """Run the program of an op, with what it reads and, in `sums`, the accumulators that it adds to, if it does.
 
         Returns:
             All that it leaves. The layer state and the gradient are kept.
         """
         state, k, version = self.state, i.microbatch + self.microbatch_shift, i.version + self.version_shift
-        params, before = state.weights.read(version), state.layer_state
-        rng = (np.uint32(k), state.key) if self.has_rng else (None, None)
-        sums = (donated(params),) if op.finishes else ()
-        scale = (state.scale(version),) if op.parts != "F" else ()
-        results, self.done = stage.calls[op.function](params, *reads, *sums, rng, *scale)
+        rng, before = (np.uint32(k), state.key) if self.has_rng else (None, None), state.layer_state
+        scale = () if op.parts == "F" else (state.loss_scales[version].value if state.loss_scales else None,)
+        results, self.done = stage.calls[op.function](state.weights.read(version), *reads, *sums, rng, *scale)
         left = dict(zip(op.leaves, results if len(op.leaves) > 1 else (results,), strict=True))
         if "state" in left:
             self.change_layer_state(stage.functions.changed.joined(left["state"], before))
@@ -395,9 +357,9 @@ class Worker:
         stash: tuple[Any, ...] = microbatch.pop("stash")
         return stash
 
-    def donated_accumulators(self, params: Tree) -> Tree:
-        """Return the gradient accumulators to donate; new ones if the last were set aside."""
-        return self.state.accumulators if self.state.accumulators is not None else self.calls["zero_accumulators"](params)
+    def fresh_accumulators(self, i: Compute) -> Tree:
+        """Return new accumulators for a computation, where the last ones were set aside."""
+        return self.calls["zero_accumulators"](self.state.weights.read(i.version + self.version_shift))
 
     def after_backward(self, k: int) -> None:
         """Set the accumulators aside if they are complete."""

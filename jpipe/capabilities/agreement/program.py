@@ -1,11 +1,11 @@
 """Agreements of parallel pipelines: where they go into a program, how they are verified, and what they cost."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Self
 
 from jpipe.capabilities.agreement.option import agreement_applied, agreement_under_way, agrees
-from jpipe.capabilities.protocol import LoweringHooks, MessageHooks, PriceHooks, ProgramHooks, VerifyHooks
+from jpipe.capabilities.protocol import MessageHooks, PriceHooks, ProgramHooks
 from jpipe.plan import Plan, Stage
 from jpipe.programs._costs import LayerCost, StageCost
 from jpipe.programs._instructions import Instruction, Update
@@ -78,11 +78,6 @@ class _Lowering:
         return self._run.available.time("agreed", s, update, worker) if waits and version > self._run.start else 0
 
 
-def lower(run: Run) -> LoweringHooks:
-    """Return what writes the agreements of a run."""
-    return LoweringHooks.of(_Lowering(run))
-
-
 def modelled(plan: Plan) -> Plan:
     """Return a plan whose pipelines agree after each update, and apply each agreement at once."""
     assert plan.agree is not None
@@ -109,16 +104,17 @@ class _Verification:
 
     def __init__(self, verifier: Verifier) -> None:
         self._verifier, self._plan, self._stage = verifier, verifier.plan, verifier.stage
+        self.checks = {SumChanges: self._sum_changes, Agree: self._agree}
         self._to_begin, self._to_apply = set[int](), set[int]()
 
-    def sum_changes(self, i: SumChanges) -> None:
+    def _sum_changes(self, i: SumChanges) -> None:
         if i.batch not in self._to_begin:
             self._verifier.fail(f"{i}: no agreement begins after update {i.batch}: expected {_one_of(self._to_begin)}")
         self._verifier.need("versions", i.batch + 1, i)
         self._verifier.put("changes", i.batch)
         self._to_begin.remove(i.batch)
 
-    def agree(self, i: Agree) -> None:
+    def _agree(self, i: Agree) -> None:
         if i.batch not in self._to_apply:
             self._verifier.fail(f"{i}: no agreement is to be applied after update {i.batch}: expected {_one_of(self._to_apply)}")
         if i.begun != (begun := agreement_applied(self._plan, self._stage, i.batch)):
@@ -143,13 +139,6 @@ class _Verification:
         """Return the buffer with the changes of an agreement that has begun before a batch and is applied later, if there is one."""
         begun = agreement_under_way(self._plan, self._stage, batch * self._plan.updates_per_batch(self._stage))
         return set() if begun is None else {("changes", begun)}
-
-
-def verify(verifier: Verifier) -> VerifyHooks:
-    """Return the checks of the agreements of one worker."""
-    agreements = _Verification(verifier)
-    checks: dict[type, Callable[[Any], None]] = {SumChanges: agreements.sum_changes, Agree: agreements.agree}
-    return VerifyHooks(checks=checks, updated=agreements.updated, whole=agreements.whole, held=agreements.held)
 
 
 def _one_of(updates: set[int]) -> str:
@@ -208,7 +197,7 @@ PROGRAM = ProgramHooks(
     modelled=modelled,
     due=due,
     stage_cost=stage_cost,
-    lower=lower,
-    verify=verify,
+    lower=_Lowering,
+    verify=_Verification,
     price=PRICE,
 )

@@ -21,7 +21,7 @@ from jpipe.capabilities.agreement.rule import (
     mean_changes,
     mix,
 )
-from jpipe.capabilities.agreement.snapshot import agreed_params, own_entries, restored, restored_updates, snapshot
+from jpipe.capabilities.agreement.snapshot import AgreementSnapshot, agreed_params, own_entries, restored, restored_updates
 from jpipe.capabilities.agreement.watch import ChangesWatcher, waits_for
 from jpipe.capabilities.protocol import RuntimeHooks
 from jpipe.plan import Plan
@@ -132,7 +132,7 @@ RUNTIME = RuntimeHooks(
     summed=lambda arrays: arrays.trained,
     read=agreed_params,
     version_read=version_read,
-    snapshot=snapshot,
+    snapshot=AgreementSnapshot,
     own_entries=own_entries,
     restored=restored,
     restored_updates=restored_updates,

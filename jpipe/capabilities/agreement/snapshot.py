@@ -10,13 +10,12 @@ import numpy as np
 from jpipe.capabilities.agreement.option import agreement_applied, agreement_under_way
 from jpipe.capabilities.agreement.program import Agree
 from jpipe.capabilities.agreement.rule import ALREADY_AGREED, ALREADY_APPLIED, Agreed
-from jpipe.capabilities.protocol import SnapshotHooks
 from jpipe.plan import Plan
 from jpipe.runtime._interpreter import Event
 from jpipe.runtime._plain import Plain, checked_dict, from_plain, to_plain
 from jpipe.runtime._snapshot import Part, entry_name, replicas_in
 from jpipe.runtime._transport import arrived
-from jpipe.runtime.state import PendingUpdate, WorkerState, copied
+from jpipe.runtime.state import Fields, WorkerState, copied
 from jpipe.stages._arrays import shardings_of
 from jpipe.stages._compiled_stage import CompiledStage
 from jpipe.stages.functions._stage import StageFunctions
@@ -26,7 +25,7 @@ Tree = Any
 
 def changes_under_way(worker: WorkerState) -> Tree:
     """Return the mean of the changes of an agreement that is still to be applied, perhaps still in transfer; None: there is none."""
-    return next((pending.others["changes"] for pending in worker.updates.values() if "changes" in pending.others), None)
+    return next((pending["changes"] for pending in worker.updates.values() if "changes" in pending), None)
 
 
 def last_agreed(stage: CompiledStage, agreed: Agreed, changes: Tree) -> Agreed:
@@ -49,7 +48,7 @@ def agreed_params(stage: CompiledStage, worker: WorkerState) -> Tree:
     return stage.functions.trained.joined(agreed.params, worker.weights.read(worker.weights.newest))
 
 
-class _Snapshot:
+class AgreementSnapshot:
     """What one worker has of agreements in a snapshot."""
 
     def __init__(self, part: Part) -> None:
@@ -60,7 +59,7 @@ class _Snapshot:
     def see(self, event: Event) -> None:
         """Note the mean of the changes of the agreement that is under way, if a worker of the stage has it."""
         if self._changes is None and self._under_way is not None and self._under_way in event.state.updates:
-            self._changes = event.state.updates[self._under_way].others.get("changes")
+            self._changes = event.state.updates[self._under_way].get("changes")
 
     def completes(self, update: int) -> type | None:
         return None if agreement_applied(self._part.plan, self._part.stage, update) is None else Agree
@@ -89,12 +88,6 @@ class _Snapshot:
         return last_agreed(self._part.compiled, self._part.kept["agreement"], self._changes)
 
 
-def snapshot(part: Part) -> SnapshotHooks:
-    """Return what a snapshot of one worker has of agreements."""
-    agreements = _Snapshot(part)
-    return SnapshotHooks(see=agreements.see, completes=agreements.completes, is_complete=agreements.is_complete, saved=agreements.saved)
-
-
 def own_entries(plan: Plan, s: int, replica: int, layers: Mapping[str, Plain], entries: Iterable[str]) -> dict[str, Plain]:
     """Return the entries with the weights of a pipeline itself; none if the snapshot is of another number of pipelines that agree."""
     with_own = [entry for entry in entries if "own" in layers[entry]]
@@ -120,11 +113,11 @@ def restored(f: StageFunctions, replica: int, layers: Mapping[str, Plain], *, fr
     return Agreed(trained, momentum)
 
 
-def restored_updates(plan: Plan, worker: int, f: StageFunctions, layers: Mapping[str, Plain], updates: int) -> dict[int, PendingUpdate]:
+def restored_updates(plan: Plan, worker: int, f: StageFunctions, layers: Mapping[str, Plain], updates: int) -> dict[int, Fields]:
     """Return what a restored worker holds of an agreement that its plan applies later: whether it has still to be mixed in."""
     s, replica = plan.workers[worker]
     if (begun := agreement_under_way(plan, s, updates)) is None:
         return {}
     own = own_entries(plan, s, replica, layers, f.stack.ties.entries(f.stage.layers))
     is_under_way = bool(own) and all(np.array_equal(plain.get("under_way"), begun) for plain in own.values())
-    return {begun: PendingUpdate(others={"changes": ALREADY_AGREED if is_under_way else ALREADY_APPLIED})}
+    return {begun: {"changes": ALREADY_AGREED if is_under_way else ALREADY_APPLIED}}

@@ -73,8 +73,7 @@ class ChangesWatcher:
             self._sums[s, i.batch] = _Sum(workers, tuple(plan.rank_of[w] for w in workers), i.batch)
         moved = self._sums[s, i.batch]
         moved.posted = self._now()
-        pending = event.state.updates.get(i.batch)
-        mean = None if pending is None else pending.others.get("changes")
+        mean = event.state.updates.get(i.batch, {}).get("changes")
         if mean is None:  # other replicas of this process have still to give their parts
             return
         moved.size = 2 * (len(moved.workers) - 1) / len(moved.workers) * nbytes(mean)

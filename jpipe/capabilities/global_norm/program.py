@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from jpipe.capabilities.protocol import LoweringHooks, MessageHooks, PriceHooks, ProgramHooks, VerifyHooks
+from jpipe.capabilities.protocol import MessageHooks, PriceHooks, ProgramHooks
 from jpipe.plan import Plan
 from jpipe.programs._instructions import AllReduce, Instruction, Update
 from jpipe.programs._route import last_microbatch, transfer
@@ -125,11 +125,6 @@ def _distributed(plan: Plan, batch: int, holders: Collection[int]) -> list[Instr
     return written
 
 
-def lower(run: Run) -> LoweringHooks:
-    """Return what writes the norms of a run."""
-    return LoweringHooks.of(_Lowering(run))
-
-
 # Verification --------------------------------------------------------------------------------------------------------------
 
 
@@ -138,37 +133,29 @@ class _Verification:
 
     def __init__(self, verifier: Verifier) -> None:
         self._verifier, self._plan = verifier, verifier.plan
-        self.known: set[int] = set()
+        self._known: set[int] = set()
+        self.checks = {SumSquares: self._sum_squares}
+        self.sends = {"squares": lambda i: verifier.take("squares", i.microbatch), "norm": lambda i: self._need(i.microbatch)}
+        self.receives = {"squares": lambda i: verifier.put("later squares", i.microbatch), "norm": lambda i: self._known.add(i.microbatch)}
 
-    def sum_squares(self, i: SumSquares) -> None:
+    def _sum_squares(self, i: SumSquares) -> None:
         verifier, k = self._verifier, last_microbatch(self._plan, i.batch)
         verifier.look_at_complete_sum(i.batch)
         if verifier.stage < self._plan.depth - 1:
             verifier.take("later squares", k)
         if verifier.stage == 0:
-            self.known.add(k)
+            self._known.add(k)
         else:
             verifier.put("squares", k)
 
     def updated(self, i: Update) -> None:
         k = last_microbatch(self._plan, i.batch)
-        self.need(k)
-        self.known = {each for each in self.known if each >= k}
+        self._need(k)
+        self._known = {each for each in self._known if each >= k}
 
-    def need(self, k: int) -> None:
-        if k not in self.known:
+    def _need(self, k: int) -> None:
+        if k not in self._known:
             self._verifier.fail(f"norm of microbatch {k} used before it was there")
-
-
-def verify(verifier: Verifier) -> VerifyHooks:
-    """Return the checks of the norms of one worker."""
-    norms = _Verification(verifier)
-    return VerifyHooks(
-        checks={SumSquares: norms.sum_squares},
-        sends={"squares": lambda i: verifier.take("squares", i.microbatch), "norm": lambda i: norms.need(i.microbatch)},
-        receives={"squares": lambda i: verifier.put("later squares", i.microbatch), "norm": lambda i: norms.known.add(i.microbatch)},
-        updated=norms.updated,
-    )
 
 
 # Price ---------------------------------------------------------------------------------------------------------------------
@@ -205,8 +192,8 @@ PROGRAM = ProgramHooks(
     messages={"squares": MessageHooks("q", price=_price), "norm": MessageHooks("n")},
     waits=lambda plan, value: range(plan.depth),
     waits_for={SumSquares: lambda i: (AllReduce, i.batch)},
-    lower=lower,
-    verify=verify,
+    lower=_Lowering,
+    verify=_Verification,
     price=PriceHooks(
         writers={SumSquares: _sum_squares},
         changes={

@@ -187,8 +187,7 @@ def norm_for_update(worker: Worker, update: int, accumulators: Tree) -> GlobalNo
         if scales := worker.state.loss_scales:
             scales[update + 1] = worker.calls["next_scale"](scales[update], norm)
         if worker.functions.last and (worker.replica == 0 or worker.plan.has_parallel_pipelines):
-            scale = worker.state.scale(update + 1)
-            worker.results.others["norms"][update, worker.replica] = norm if scale is None else (*norm, scale)
+            worker.results.others["norms"][update, worker.replica] = (*norm, scales[update + 1].value) if scales else norm
     if not norms.of_stage:
         return norm
     of_stage: GlobalNorm = worker.calls["stage_norm"](accumulators, norm)
@@ -242,7 +241,7 @@ def waits_for(plan: Plan, instructions: Iterable[Compute | Update]) -> dict[Comp
 
 
 def _received(state: WorkerState, i: Receive, update: int) -> Tree:
-    return state.updates[update].others[i.message]
+    return state.updates[update][i.message]
 
 
 RUNTIME = RuntimeHooks(

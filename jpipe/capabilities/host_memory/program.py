@@ -1,12 +1,11 @@
 """Moves between a device and the memory of its host: where they go into a program, how they are verified, and what they cost."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import chain, islice
-from typing import Any, Self
+from typing import Self
 
 from jpipe.capabilities.host_memory.option import Kept, offloads
-from jpipe.capabilities.protocol import LoweringHooks, MessageHooks, PriceHooks, ProgramHooks, VerifyHooks
+from jpipe.capabilities.protocol import MessageHooks, PriceHooks, ProgramHooks
 from jpipe.ops import OPS
 from jpipe.plan import Plan
 from jpipe.programs._costs import StageCost
@@ -136,11 +135,6 @@ class _Lowering:
         self._run.listing.write_each(time, worker, lambda j: kind(worker + j, what, number + j * of_microbatch))
 
 
-def lower(run: Run) -> LoweringHooks:
-    """Return what writes the moves of a run."""
-    return LoweringHooks.of(_Lowering(run))
-
-
 # Verification --------------------------------------------------------------------------------------------------------------
 
 
@@ -151,14 +145,15 @@ class _Verification:
         self._verifier = verifier
         self._at_rest: set[_Moved] = {_OPTIMIZER} if offloads(verifier.plan, "optimizer", verifier.stage) else set()
         self._away = set(self._at_rest)
+        self.checks = {Offload: self._offload, Fetch: self._fetch}
 
-    def offload(self, i: Offload) -> None:
+    def _offload(self, i: Offload) -> None:
         self._check_kept(i)
         if (i.what, i.number) in self._away:
             self._verifier.fail(f"{i}: it is in host memory already")
         self._away.add((i.what, i.number))
 
-    def fetch(self, i: Fetch) -> None:
+    def _fetch(self, i: Fetch) -> None:
         self._check_kept(i)
         if (i.what, i.number) not in self._away:
             self._verifier.fail(f"{i}: it is not in host memory")
@@ -187,13 +182,6 @@ class _Verification:
     def end(self) -> None:
         if self._away != self._at_rest:
             self._verifier.fail(f"{sorted(self._away)} are left in host memory, expected {sorted(self._at_rest)}")
-
-
-def verify(verifier: Verifier) -> VerifyHooks:
-    """Return the checks of the moves of one worker."""
-    moves = _Verification(verifier)
-    checks: dict[type, Callable[[Any], None]] = {Offload: moves.offload, Fetch: moves.fetch}
-    return VerifyHooks(checks=checks, needs=moves.needs, freed=moves.freed, end=moves.end)
 
 
 # Price ---------------------------------------------------------------------------------------------------------------------
@@ -263,7 +251,7 @@ PROGRAM = ProgramHooks(
     instructions=(Offload, Fetch),
     messages={what: _message(letter, what) for what, letter in _LETTERS.items()},
     carries_over=True,
-    lower=lower,
-    verify=verify,
+    lower=_Lowering,
+    verify=_Verification,
     price=PRICE,
 )

@@ -128,4 +128,4 @@ def _kept(i: Offload | Fetch, state: WorkerState) -> Tree:
         return state.optimizer
     if i.what == "versions":
         return state.weights.read(i.number)
-    return getattr(state.microbatches[i.number], i.what)
+    return state.microbatches[i.number][i.what]

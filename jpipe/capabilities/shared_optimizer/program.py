@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, permutations
 
-from jpipe.capabilities.protocol import LoweringHooks, MessageHooks, ProgramHooks, VerifyHooks
+from jpipe.capabilities.protocol import MessageHooks, ProgramHooks
 from jpipe.plan import Plan, Stage
 from jpipe.programs._costs import LayerCost, StageCost
 from jpipe.programs._instructions import Program, Receive, Send, Update
@@ -67,11 +67,6 @@ class _Lowering:
         return self._run.available.time("weights", s, version - 1, worker)
 
 
-def lower(run: Run) -> LoweringHooks:
-    """Return what writes the messages of a run."""
-    return LoweringHooks.of(_Lowering(run))
-
-
 def lower_weights(plan: Plan, stages: Collection[int], batch: int, *, workers: Collection[int]) -> Program:
     """Write the programs with which the replicas of stages send each other what each of them updates, of the weights after `batch` batches.
 
@@ -96,11 +91,9 @@ class _Verification:
         self._verifier, self._plan = verifier, verifier.plan
         self._others = set(verifier.plan.stage_workers[verifier.stage]) - {verifier.number}  # that update the other weights
         self._missing: dict[int, set[int]] = {}  # by version the replicas whose weights it lacks
+        self.sends, self.receives = {"weights": self._updated_with}, {"weights": self._receive}
 
-    def send(self, i: Send) -> None:
-        self._updated_with(i)
-
-    def receive(self, i: Receive) -> None:
+    def _receive(self, i: Receive) -> None:
         missing = self._missing.get(version := self._updated_with(i), set())
         if i.source not in missing:
             self._verifier.fail(f"{i}: version {version} does not lack what that worker updates")
@@ -123,18 +116,6 @@ class _Verification:
 
     def freed(self, version: int) -> None:
         self._missing.pop(version, None)
-
-
-def verify(verifier: Verifier) -> VerifyHooks:
-    """Return the checks of the messages of one worker."""
-    weights = _Verification(verifier)
-    return VerifyHooks(
-        sends={"weights": weights.send},
-        receives={"weights": weights.receive},
-        updated=weights.updated,
-        whole=weights.whole,
-        freed=weights.freed,
-    )
 
 
 # Price ---------------------------------------------------------------------------------------------------------------------
@@ -195,4 +176,4 @@ def _received(worker: prediction.Worker, i: Receive) -> None:
 
 WEIGHTS = MessageHooks("w", price=_price, awaited=lambda worker, source, k: (source, _version(worker, k)), received=_received)
 
-PROGRAM = ProgramHooks(messages={"weights": WEIGHTS}, carries_over=True, stage_cost=stage_cost, lower=lower, verify=verify)
+PROGRAM = ProgramHooks(messages={"weights": WEIGHTS}, carries_over=True, stage_cost=stage_cost, lower=_Lowering, verify=_Verification)

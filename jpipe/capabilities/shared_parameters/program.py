@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
-from jpipe.capabilities.protocol import LoweringHooks, MessageHooks, PriceHooks, ProgramHooks, VerifyHooks
+from jpipe.capabilities.protocol import MessageHooks, PriceHooks, ProgramHooks
 from jpipe.capabilities.shared_parameters.option import ROOM
 from jpipe.plan import Plan
 from jpipe.programs._costs import SharedCost, StageCost
@@ -83,15 +83,29 @@ class _Lowering:
                     self._run.listing.transfer(time, w, to, last_microbatch(plan, batch), "shared")
         self._run.available.announce("shared", w, batch, time)
 
-    def needed(self, worker: Worker, batch: int, *, first: bool = False) -> list[tuple[str, int, int]]:
-        """Return the gradients of other stages that an update waits for, or only those of groups of which its stage is the first."""
+    def needed(self, worker: Worker, batch: int) -> list[tuple[str, int, int]]:
+        """Return the gradients of other stages that an update waits for."""
+        return self._needed(worker, batch, first=False)
+
+    def needed_for_sum(self, worker: Worker, batch: int) -> list[tuple[str, int, int]]:
+        """Return those of groups of which the worker's stage is the first, which alone counts them."""
+        return self._needed(worker, batch, first=True)
+
+    def _needed(self, worker: Worker, batch: int, *, first: bool) -> list[tuple[str, int, int]]:
         s = worker.stage
         groups = [stages for stages in self._groups if s in stages and (not first or stages[0] == s)]
         senders = [self._plan.stage_workers[other] for stages in groups for other in stages if other != s]
         return [("shared", workers[worker.replica % len(workers)], batch) for workers in senders]
 
-    def add(self, time: int, w: int, batch: int, *, first: bool = False) -> None:
-        """Add the gradients of the groups that are not added yet, or only of those of which the worker's stage is the first."""
+    def complete_sum(self, time: int, w: int, batch: int) -> None:
+        """Add the gradients of the groups of which the worker's stage is the first."""
+        self._add(time, w, batch, first=True)
+
+    def before_update(self, time: int, w: int, batch: int, retires: int | None) -> None:
+        """Add the gradients of the groups that are not added yet."""
+        self._add(time, w, batch)
+
+    def _add(self, time: int, w: int, batch: int, *, first: bool = False) -> None:
         s, _ = self._plan.workers[w]
         for group, stages in enumerate(self._groups):
             if s in stages and (w, batch, group) not in self._added and (not first or stages[0] == s):
@@ -104,21 +118,7 @@ class _Lowering:
             if _others(self._groups, self._plan.workers[w][0]) and not self._run.available.known("shared", w, batch):
                 self._send(w, batch, time)
         for w in late:
-            self.add(time, w, batch)
-
-
-def lower(run: Run) -> LoweringHooks:
-    """Return what writes the exchange of shared gradients of a run."""
-    shared = _Lowering(run)
-    return LoweringHooks(
-        after_backward=shared.after_backward,
-        settle=shared.settle,
-        needed=shared.needed,
-        needed_for_sum=lambda worker, batch: shared.needed(worker, batch, first=True),
-        complete_sum=lambda time, worker, batch: shared.add(time, worker, batch, first=True),
-        before_update=lambda time, worker, batch, retires: shared.add(time, worker, batch),
-        drain=shared.drain,
-    )
+            self._add(time, w, batch)
 
 
 # Verification --------------------------------------------------------------------------------------------------------------
@@ -130,12 +130,15 @@ class _Verification:
     def __init__(self, verifier: Verifier) -> None:
         self._verifier, self._plan, self._stage = verifier, verifier.plan, verifier.stage
         self._groups: Stages = verifier.uses[ROOM]
+        self.checks = {TakeShared: self._take_shared, AddShared: self._add_shared}
+        self.sends = {"shared": lambda i: verifier.look_at("shared", i.microbatch)}  # it stays for other sends, until the update
+        self.receives = {"shared": lambda i: verifier.put(f"shared of stage {verifier.plan.workers[i.source][0]}", i.microbatch)}
 
-    def take_shared(self, i: TakeShared) -> None:
+    def _take_shared(self, i: TakeShared) -> None:
         self._verifier.look_at_sum(i.batch)
         self._verifier.put("shared", last_microbatch(self._plan, i.batch))
 
-    def add_shared(self, i: AddShared) -> None:
+    def _add_shared(self, i: AddShared) -> None:
         self._verifier.look_at_sum(i.batch)
         k, stages = last_microbatch(self._plan, i.batch), self._groups[i.group]
         if self._stage not in stages:
@@ -157,18 +160,6 @@ class _Verification:
         kinds += [f"shared of stage {s}" for s in _others(self._groups, self._stage)]
         for kind in (*kinds, *(f"group {group} added" for group in groups)):
             self._verifier.take(kind, k)
-
-
-def verify(verifier: Verifier) -> VerifyHooks:
-    """Return the checks of the shared gradients of one worker."""
-    shared = _Verification(verifier)
-    return VerifyHooks(
-        checks={TakeShared: shared.take_shared, AddShared: shared.add_shared},
-        sends={"shared": lambda i: verifier.look_at("shared", i.microbatch)},  # it stays for other sends, until the update
-        receives={"shared": lambda i: verifier.put(f"shared of stage {verifier.plan.workers[i.source][0]}", i.microbatch)},
-        complete=shared.complete,
-        updated=shared.updated,
-    )
 
 
 # Price ---------------------------------------------------------------------------------------------------------------------
@@ -241,7 +232,7 @@ PROGRAM = ProgramHooks(
     waits_for=dict.fromkeys((TakeShared, AddShared), lambda i: (AllReduce, i.batch)),
     model_costs=costs,
     used=used,
-    lower=lower,
-    verify=verify,
+    lower=_Lowering,
+    verify=_Verification,
     price=PRICE,
 )

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
-from jpipe.capabilities.protocol import LoweringHooks, PriceHooks, ProgramHooks, VerifyHooks
+from jpipe.capabilities.protocol import PriceHooks, ProgramHooks
 from jpipe.capabilities.sums_in_parts.option import layers_by_part
 from jpipe.ops import OPS, Leaves, Op
 from jpipe.plan import Plan, Stage
@@ -77,6 +77,7 @@ class _Lowering:
 
     def __init__(self, run: Run) -> None:
         self._run, self._plan = run, run.plan
+        self.begins_sums = [s for s, stage in enumerate(run.plan.stages) if stage.sum_parts]
 
     def write(self, worker: Worker, op: Op, ticks: int, k: int, version: int) -> int | None:
         """Write the parts of a computation and their sums; None if it is computed as a whole."""
@@ -93,12 +94,6 @@ class _Lowering:
         return worker.clock if parts else None
 
 
-def lower(run: Run) -> LoweringHooks:
-    """Return what writes the computations and sums of parts of a run."""
-    stages = [s for s, stage in enumerate(run.plan.stages) if stage.sum_parts]
-    return LoweringHooks(write=_Lowering(run).write, begins_sums=stages)
-
-
 # Verification --------------------------------------------------------------------------------------------------------------
 
 
@@ -109,8 +104,9 @@ class _Verification:
         self._verifier = verifier
         self._unfinished: list[Compute] = []  # the remaining parts of the last computation, in order
         self._summed: dict[int, int] = {}  # how many parts, by batch
+        self.checks = {Compute: self._compute, ComputePart: self._compute, SumPart: self._sum_part, AllReduce: self._all_reduce}
 
-    def compute(self, i: Compute) -> None:
+    def _compute(self, i: Compute) -> None:
         """Check a computation, or one part of it; the last part leaves what the whole computation leaves."""
         verifier, plan = self._verifier, self._verifier.plan
         op = op_of_part(OPS[i.op], i.part, i.parts) if isinstance(i, ComputePart) else OPS[i.op]
@@ -128,12 +124,12 @@ class _Verification:
         else:
             verifier.leave(i, op)
 
-    def sum_part(self, i: SumPart) -> None:
+    def _sum_part(self, i: SumPart) -> None:
         self._check_in_order(i, i.part)
         self._verifier.take(f"sums of part{i.piece}", i.batch)
         self._summed[i.batch] = i.part + 1
 
-    def all_reduce(self, i: AllReduce) -> None:
+    def _all_reduce(self, i: AllReduce) -> None:
         self._check_in_order(i, len(self._verifier.plan.stages[self._verifier.stage].sum_parts) - 1)
         self._verifier.all_reduce(i)
         self._summed.pop(i.batch, None)
@@ -141,12 +137,6 @@ class _Verification:
     def _check_in_order(self, i: AllReduce, part: int) -> None:
         if part > self._summed.get(i.batch, 0):
             self._verifier.fail(f"{i} before the sum of part {part - 1}: all replicas sum the parts in order")
-
-
-def verify(verifier: Verifier) -> VerifyHooks:
-    """Return the checks of the computations and sums of one worker."""
-    parts = _Verification(verifier)
-    return VerifyHooks(checks={Compute: parts.compute, ComputePart: parts.compute, SumPart: parts.sum_part, AllReduce: parts.all_reduce})
 
 
 # Price ---------------------------------------------------------------------------------------------------------------------
@@ -231,7 +221,7 @@ PROGRAM = ProgramHooks(
     pieces=pieces,
     per_piece=("part_times", "part_accumulators"),
     unit=lambda plan: max(len(stage.sum_parts) or 1 for stage in plan.stages),  # so that each part takes some time
-    lower=lower,
-    verify=verify,
+    lower=_Lowering,
+    verify=_Verification,
     price=PRICE,
 )

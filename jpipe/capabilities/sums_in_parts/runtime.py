@@ -81,7 +81,7 @@ def compute_part(worker: Worker, i: ComputePart) -> None:
     k, whole = i.microbatch + worker.microbatch_shift, OPS[i.op]
     stage, microbatch, op = worker.stage_for(k), worker.state.microbatches[k], op_of_part(whole, i.part, i.parts)
     reads = (microbatch.pop("stash"),) if i.part else worker.take(whole, microbatch)
-    left = worker.run(i, op, stage, reads, lambda params: _donated(worker, params, i.part))
+    left = worker.run(i, op, stage, reads, (_donated(worker, i),))
     if "stash" in left:
         backward = StageInParts.of(stage.functions).backward(whole.function)
         microbatch["stash"] = backward.held(i.part, reads[0] if i.part else reads, left["stash"])
@@ -92,10 +92,10 @@ def compute_part(worker: Worker, i: ComputePart) -> None:
     worker.change_update(update, **{name: left["accumulators"]})
 
 
-def _donated(worker: Worker, params: Tree, number: int) -> Tree:
+def _donated(worker: Worker, i: ComputePart) -> Tree:
     """Return the accumulators of one part of the stage, and take them out of the state."""
-    accumulators = worker.donated_accumulators(params)
-    donated = StageInParts.of(worker.functions).accumulators(accumulators, number)
+    accumulators = worker.fresh_accumulators(i) if worker.state.accumulators is None else worker.state.accumulators
+    donated = StageInParts.of(worker.functions).accumulators(accumulators, i.part)
     gradients = {entry: tree for entry, tree in accumulators["gradients"].items() if entry not in donated["gradients"]}
     worker.state.accumulators = {**accumulators, "gradients": gradients}
     return donated

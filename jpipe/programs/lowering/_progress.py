@@ -2,9 +2,9 @@
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from jpipe.capabilities.protocol import LoweringHooks, hooks
+from jpipe.capabilities.protocol import hooks
 from jpipe.plan import Plan
 from jpipe.programs._instructions import AllReduce, Release, Update
 from jpipe.programs.lowering._listing import Listing
@@ -151,7 +151,7 @@ class PendingUpdates:
         plan: Plan,
         available: Availability,
         listing: Listing,
-        lowerings: Sequence[LoweringHooks],
+        lowerings: Sequence[Any],
         routed: Sequence[bool],
         start: int,
         alike: bool,
@@ -163,7 +163,7 @@ class PendingUpdates:
         self.begun = [start * plan.updates_per_batch(s) for s in range(plan.depth)]  # sums of whole updates, by stage
         self.routed = routed  # by stage, whether they wait for other stages, at the times of the route
         self.arrived: dict[tuple[int, ...], list[int]] = {}  # when each replica had gradients, by stage and what they are of
-        self._sums_elsewhere = {s for lowering in lowerings for s in lowering.begins_sums}
+        self._sums_elsewhere = {s for lowering in lowerings for s in getattr(lowering, "begins_sums", ())}
 
     def add(self, worker: Worker, batch: int | None, dead: int | None) -> None:
         """Note the end of a backward.

@@ -3,20 +3,14 @@
 from jpipe.runtime.state._away import copied, fetched, is_away
 from jpipe.runtime.state._fingerprint import fingerprint, model_of
 from jpipe.runtime.state._fresh import fresh_worker, initialized_at, is_fresh
-from jpipe.runtime.state._in_flight import Fields, Microbatch, PendingUpdate
-from jpipe.runtime.state._state import CONSUMED, State, WorkerState, check_state, is_consumed
-from jpipe.runtime.state._weights import DoubleBuffer, Latest, Stash, Weights, weights_of
+from jpipe.runtime.state._state import CONSUMED, Fields, State, WorkerState, check_state, is_consumed
+from jpipe.runtime.state._weights import WeightVersions
 
 __all__ = [
     "CONSUMED",
-    "DoubleBuffer",
     "Fields",
-    "Latest",
-    "Microbatch",
-    "PendingUpdate",
-    "Stash",
     "State",
-    "Weights",
+    "WeightVersions",
     "WorkerState",
     "check_state",
     "copied",
@@ -28,5 +22,4 @@ __all__ = [
     "is_consumed",
     "is_fresh",
     "model_of",
-    "weights_of",
 ]

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jpipe.capabilities.registry import runtimes_for
 from jpipe.meshes._place import Place
 from jpipe.runtime.state._state import WorkerState
-from jpipe.runtime.state._weights import weights_of
+from jpipe.runtime.state._weights import WeightVersions
 from jpipe.stages._arrays import Arrays, shardings_of
 from jpipe.stages._compile import compile_start
 from jpipe.stages._compiled_stage import CompiledStage
@@ -20,7 +20,6 @@ Tree = Any
 
 def fresh_worker(
     stage: CompiledStage,
-    most: int,
     initializers: Mapping[tuple[str, Place], jax.stages.Compiled],
     key: jax.Array,
     initial: Mapping[str, Tree],
@@ -29,7 +28,6 @@ def fresh_worker(
 
     Args:
         stage: of the worker.
-        most: how many weight versions it holds at most.
         initializers: the programs for the layers with fresh arrays.
         key: of the run.
         initial: (parameters, state) of each layer: arrays to copy, specs of fresh ones.
@@ -47,10 +45,9 @@ def fresh_worker(
     state = jax.device_put({layer_id: state[layer_id] for layer_id in f.stage.layers}, shardings_of(a.state))
     dynamic = f.precision.dynamic_scale
     scales = {} if dynamic is None else jax.device_put({0: dynamic.first()}, stage.place.sharding())
-    weights = weights_of({0: version}, most)
     kept = {name: hooks.fresh(f, version, accumulators) for name, hooks in runtimes_for(f.capabilities).items() if hooks.fresh is not None}
     placed_key = jax.device_put(key, stage.place.sharding())
-    return WorkerState(weights, optimizer, state, accumulators, placed_key, loss_scales=scales, capabilities=kept)
+    return WorkerState(WeightVersions({0: version}), optimizer, state, accumulators, placed_key, loss_scales=scales, capabilities=kept)
 
 
 def initialized_at(stage: CompiledStage) -> tuple[str, ...]:

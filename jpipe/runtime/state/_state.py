@@ -10,10 +10,11 @@ from jpipe._html import html_table, size
 from jpipe.errors import InputError
 from jpipe.model._precision import LossScale
 from jpipe.runtime.state._fingerprint import Fingerprint
-from jpipe.runtime.state._in_flight import Microbatch, PendingUpdate
-from jpipe.runtime.state._weights import Weights
+from jpipe.runtime.state._weights import WeightVersions
 
 Tree = Any
+Fields = dict[str, Tree]
+"""What is known of a microbatch in flight, or of a pending update, by name."""
 
 CONSUMED = "state: step or drain has already consumed it and deleted its arrays; use the state that call returned"
 """The message for a state that is used a second time."""
@@ -30,24 +31,34 @@ class WorkerState:
     """What one worker holds between two steps, an immutable pytree.
 
     Attributes:
-        weights: the weight versions, as `Latest`, `DoubleBuffer` or `Stash`. Microbatches in flight that read the same version share it.
+        weights: the weight versions. Microbatches in flight that read the same version share it.
         optimizer: optimizer state by layer id.
         layer_state: state that forwards update (batch statistics), by layer id.
         accumulators: sums over the current batch: gradients, weight and loss.
         key: the random key of the run.
-        microbatches: the microbatches in flight, by number.
-        updates: what waits for an update, by the number of the update.
+        microbatches: the microbatches in flight, by number, each with what is computed and not yet used:
+            `inputs`: the input of the stage.
+            `labels`: the labels, at the last stage.
+            `residuals`: (kept arguments and outputs, saved arrays) of the forward, for the backward.
+            `output`: the output of the stage, until it is sent.
+            `message`: the gradient message from the next stage; at the last stage the output of its forward.
+            `gradient`: the gradient message for the previous stage, until it is sent.
+            `stash`: what the first half of the backward leaves for the second: (its other arguments, the stash).
+        updates: what waits for an update, by the number of the update, with what capabilities keep for it:
+            `sums`: the gradient accumulators, complete and set aside.
+            `summed`: (accumulators, means of the layer state, (mean loss, weight) at the last stage) over all replicas.
+            `loss`: (mean loss, weight), until all updates of the batch are made.
         loss_scales: with a dynamic loss scale that of each version; a microbatch has the one of the version that it reads.
         capabilities: what capabilities keep, by their names, see `RuntimeHooks.specs`.
     """
 
-    weights: Weights
+    weights: WeightVersions
     optimizer: Tree
     layer_state: Tree
     accumulators: Tree
     key: jax.Array
-    microbatches: Mapping[int, Microbatch] = field(default_factory=dict)
-    updates: Mapping[int, PendingUpdate] = field(default_factory=dict)
+    microbatches: Mapping[int, Fields] = field(default_factory=dict)
+    updates: Mapping[int, Fields] = field(default_factory=dict)
     loss_scales: Mapping[int, LossScale] = field(default_factory=dict)
     capabilities: Mapping[str, Tree] = field(default_factory=dict)
 

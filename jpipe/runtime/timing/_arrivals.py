@@ -1,6 +1,5 @@
 """Note when arrays have arrived, without holding up the run."""
 
-import contextlib
 import queue
 import threading
 from collections.abc import Callable
@@ -17,10 +16,14 @@ class Arrivals(Generic[_Moved]):
 
     Args:
         note: called when what was moved has arrived.
+
+    Attributes:
+        error: why an array has not arrived: its computation failed, or the run has consumed it before this thread came to it.
     """
 
     def __init__(self, note: Callable[[_Moved], None]) -> None:
         self._note = note
+        self.error: Exception | None = None
         self._queue: queue.SimpleQueue[tuple[_Moved, Tree] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._wait, daemon=True)
         self._thread.start()
@@ -37,7 +40,9 @@ class Arrivals(Generic[_Moved]):
     def _wait(self) -> None:
         while (item := self._queue.get()) is not None:
             moved, tree = item
-            with contextlib.suppress(RuntimeError):  # consumed before this thread came to it; or it failed, as the run reports
+            try:
                 jax.block_until_ready(tree)
                 self._note(moved)
+            except Exception as error:
+                self.error = self.error or error
             del item, tree  # while this thread waits, nothing that was moved is kept alive

@@ -155,10 +155,8 @@ def _latest(times: Iterable[float]) -> float:
 
 def _received(i: Receive, state: WorkerState, plan: Plan) -> Tree:
     """Return what a worker has just received, which may still be on its way."""
-    if i.message == "activation":
-        return state.microbatches[i.microbatch].inputs
-    if i.message == "gradient":
-        return state.microbatches[i.microbatch].message
+    if i.message in ("activation", "gradient"):
+        return state.microbatches[i.microbatch]["inputs" if i.message == "activation" else "message"]
     return merged("messages", runtimes().values())[i.message].received(state, i, i.microbatch // plan.microbatches)
 
 
@@ -179,8 +177,7 @@ def _sent(summed: Tree, plan: Plan, replicas: int) -> float:
 
 def _summed(i: AllReduce, state: WorkerState) -> Tree:
     """Return the sum that a worker has just begun to receive; None: other replicas of this process have still to give their parts."""
-    pending = state.updates.get(i.batch)
-    return None if pending is None else pending.summed if not i.piece else pending.others.get(f"summed{i.piece}")
+    return state.updates.get(i.batch, {}).get(f"summed{i.piece}")
 
 
 def _producers(moved: _Moved, plan: Plan) -> list[Computation]:

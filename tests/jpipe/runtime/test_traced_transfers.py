@@ -18,7 +18,7 @@ from jpipe.programs import Transfer, parse_grid
 from jpipe.programs._instructions import Compute, Receive, Send
 from jpipe.runtime import Event, WorkerState, join_transfers
 from jpipe.runtime._transport import PendingTransfer
-from jpipe.runtime.state import Latest, Microbatch
+from jpipe.runtime.state import WeightVersions
 from jpipe.runtime.timing._transfers import TransferWatcher
 from tests.jpipe import models
 
@@ -78,7 +78,7 @@ def test_changes_that_nobody_saw_arrive_end_where_their_result_is_read():
     plan, clock = Plan.even("ab", 1, "gpipe", 2, replicas=2, agree={"every": 2, "delay": 1}), itertools.count(1.0)
     watcher = TransferWatcher(plan, 0.0)
     watcher._now = lambda: next(clock)
-    state = WorkerState(Latest({}, 0), (), {}, None, jax.random.key(0), {}, {}, {})
+    state = WorkerState(WeightVersions({0: {}}), (), {}, None, jax.random.key(0))
     instructions = [SumChanges(0, 0), SumChanges(1, 0), Agree(0, 1, 0), Agree(1, 1, 0), Compute("F", 0, 2, 2), Compute("F", 1, 3, 2)]
     for instruction in instructions:
         watcher.note(Event(instruction, None, state))
@@ -102,7 +102,7 @@ def test_a_message_of_another_process_ends_when_its_thread_says_so():
     plan, message, clock = Plan.even("ab", 2, "gpipe", 1), Done(), iter((2.0, 5.0))
     watcher = TransferWatcher(plan, 0.0)
     watcher._now = lambda: next(clock)
-    state = WorkerState(Latest({}, 0), (), {}, None, jax.random.key(0), {0: Microbatch(inputs=message.pending)}, {}, {})
+    state = WorkerState(WeightVersions({0: {}}), (), {}, None, jax.random.key(0), {0: {"inputs": message.pending}})
     watcher.note(Event(Send(0, 0, "activation", 1), None, state))
     watcher.note(Event(Receive(1, 0, "activation", 0), None, state))
     assert [transfer[:3] for transfer in watcher.transfers({}, {})] == [("activation", (0, 1), 0)]

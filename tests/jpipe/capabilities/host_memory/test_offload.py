@@ -74,7 +74,7 @@ def test_host_memory_changes_no_bit(name):
                 case "versions":
                     moved = weights.read(i.number)
                 case _:
-                    moved = getattr(event.state.microbatches[i.number], i.what)
+                    moved = event.state.microbatches[i.number][i.what]
             kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(moved)}
             assert kinds == {"pinned_host" if isinstance(i, Offload) else jax.devices()[0].default_memory().kind}
             moves.add((i.what, stage))
