@@ -55,7 +55,6 @@ def test_the_interpreter_knows_no_schedule_by_name():
         "runtime/_transport",
         "runtime/state/_state",
         "runtime/state/_weights",
-        "runtime/state/_in_flight",
         "stages/_calls",
         "stages/_compile",
         "stages/_compiled_stage",
