@@ -410,7 +410,7 @@ class RuntimeHooks:
         report: `(MetricsExchange, StageFunctions, updated, RunResults, Metrics) -> list | None`, puts numbers of updates into the metrics;
             returns for each pipeline, by batch, a number that is not 0 if its update changed nothing, or None if that cannot be.
         check_devices: `(plan, devices) -> None`, raises InputError for devices of this process that cannot do it.
-        watch: `(plan, now) -> watcher`, which notes transfers while a run is traced; see `TransferWatcher`.
+        watch: `(TransferWatcher) -> function(event)`, which notes what the capability moves while a run is traced.
         waits_for: `(plan, computations) -> dict`, for a trace: which computations each of them waits for beside those of its inputs.
     """
 

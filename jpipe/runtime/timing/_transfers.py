@@ -3,19 +3,19 @@
 import math
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
-from itertools import chain
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 
-from jpipe.capabilities.protocol import hooks, merged
+from jpipe.capabilities.protocol import made, merged
 from jpipe.capabilities.registry import exchange_of, runtimes, runtimes_of, values_of
 from jpipe.meshes._partition import shard_bytes
 from jpipe.ops import OPS, Leaves
 from jpipe.plan import Plan
 from jpipe.programs._instructions import AllReduce, Receive, Send
-from jpipe.programs._transfers import Transfer, in_rows
+from jpipe.programs._transfers import HOST, Transfer, in_rows
 from jpipe.runtime._interpreter import Event
 from jpipe.runtime._transport import PendingTransfer
 from jpipe.runtime.state import WorkerState
@@ -26,13 +26,46 @@ Computation = tuple[int, str, int, int]
 """Worker, op or U, microbatch (of an update: batch), how many further pieces of the computation follow."""
 
 
-class _Moved(NamedTuple):
-    """What is moved: its kind, the sender and the receiver or all replicas, the microbatch or update, and how many pieces of it follow."""
+_Name = tuple[str, tuple[int, ...], int]
+"""What is moved, the sender and the receiver or all replicas, the microbatch or update."""
+
+
+@dataclass(eq=False)
+class Moved:
+    """A message, a sum or a move to or from host memory, and what is known of its times.
+
+    Attributes:
+        what, number: as in a `Transfer`.
+        workers: the sender and the receiver, of which one may be `HOST`, or all replicas.
+        makers: the computations of which one or more leave what is moved.
+        readers: those that read it.
+        lasts: whether it takes time for sure, also where it was seen to arrive before the end of what makes it was noted.
+        posted: when it was last posted; NaN: not by this process.
+        arrived: when it has arrived; NaN: nobody has seen it.
+        size: in bytes.
+    """
 
     what: str
     workers: tuple[int, ...]
     number: int
-    following: int = 0
+    makers: Sequence[Computation] = ()
+    readers: list[Computation] = field(default_factory=list)
+    lasts: bool = False
+    posted: float = math.nan
+    arrived: float = math.nan
+    size: float = 0.0
+
+    def transfer(self, plan: Plan, starts: Mapping[Computation, float], ends: Mapping[Computation, float]) -> Transfer:
+        """Return it with the times that follow from those of the computations, see `TransferWatcher.transfers`."""
+        made = max((ends[key] for key in self.makers if key in ends), default=0.0)
+        start = math.nan if math.isnan(self.posted) else max(self.posted, made)
+        reader = min((key for key in self.readers if key in starts), key=starts.__getitem__, default=None)
+        used, read = (math.nan, math.inf) if reader is None else (starts[reader], ends[reader])
+        end = used if math.isnan(self.arrived) else min(self.arrived, read)
+        if self.lasts and reader is not None and end <= start:
+            end = read
+        ranks = tuple(w if w == HOST else plan.rank_of[w] for w in self.workers)
+        return Transfer(self.what, ranks, self.number, start, end, end, self.size)
 
 
 class TransferWatcher:
@@ -44,40 +77,55 @@ class TransferWatcher:
     Args:
         plan: the plan of the run.
         began: the time that counts as 0.
+
+    Attributes:
+        plan: as given.
+        moved: what was noted so far; capabilities add what they move.
     """
 
     def __init__(self, plan: Plan, began: float) -> None:
-        self._plan, self._began = plan, began
-        self._posted: dict[_Moved, float] = {}
-        self._arrived: dict[_Moved, float] = {}
-        self._sizes: dict[_Moved, float] = {}
-        self._lanes: dict[tuple[int, ...], Arrivals[_Moved]] = {}
-        self._watchers = [watch(plan, lambda: self._now()) for watch in hooks("watch", runtimes_of(plan))]
+        self.plan, self._began = plan, began
+        self.moved: list[Moved] = []
+        self._known: dict[tuple[_Name, int], Moved] = {}  # messages and sums, by name and how many pieces of a sum follow
+        self._lanes: dict[tuple[int, ...], Arrivals[Moved]] = {}
+        self._notes = made("watch", runtimes_of(plan), self)
+
+    def now(self) -> float:
+        """Return the time, in seconds."""
+        return time.perf_counter() - self._began
 
     def note(self, event: Event) -> None:
         """Note a send, a receive, a sum or a move that was just dispatched."""
-        i, plan = event.instruction, self._plan
-        for watcher in self._watchers:
-            watcher.note(event)
+        i, plan = event.instruction, self.plan
+        for note in self._notes:
+            note(event)
         if isinstance(i, Send) and plan.rank_of[i.worker] != plan.rank_of[i.to]:
-            self._posted[_Moved(i.message, (i.worker, i.to), i.microbatch)] = self._now()
+            self._of((i.message, (i.worker, i.to), i.microbatch)).posted = self.now()
         elif isinstance(i, Receive) and plan.rank_of[i.worker] != plan.rank_of[i.source]:
-            moved = _Moved(i.message, (i.source, i.worker), i.microbatch)
             received = _received(i, event.state, plan)
-            self._watch(moved, received, nbytes(received))
+            self.watch(self._of((i.message, (i.source, i.worker), i.microbatch)), received, nbytes(received))
         elif isinstance(i, AllReduce):
             replicas = tuple(plan.stage_workers[plan.workers[i.worker][0]])
-            moved = _Moved("sum", replicas, i.batch, i.following)
-            self._posted[moved] = self._now()
-            if (total := _summed(i, event.state)) is not None:  # once the last replica of this process has given its part
-                self._watch(moved, total, _sent(total[0], plan, len(replicas)))
+            moved = self._of(("sum", replicas, i.batch), i.following)
+            moved.posted = self.now()
+            total = event.state.updates.get(i.batch, {}).get(f"summed{i.piece}")
+            if total is not None:  # once the last replica of this process has given its part
+                self.watch(moved, total, _sent(total[0], plan, len(replicas)))
+
+    def watch(self, moved: Moved, tree: Tree, size: float) -> None:
+        """Note when arrays arrive, which have this size."""
+        moved.size = size
+        if isinstance(tree, PendingTransfer):
+            tree.when_done(lambda: self._note_arrival(moved))
+        else:
+            if moved.workers not in self._lanes:
+                self._lanes[moved.workers] = Arrivals(self._note_arrival)
+            self._lanes[moved.workers].put(moved, tree)
 
     def close(self) -> None:
         """Stop when all arrays that are awaited have arrived."""
         for lane in self._lanes.values():
             lane.stop()
-        for watcher in self._watchers:
-            watcher.close()
 
     def transfers(self, starts: Mapping[Computation, float], ends: Mapping[Computation, float]) -> tuple[Transfer, ...]:
         """Return what was noted, for `join_transfers`; what this process does not know is NaN.
@@ -89,31 +137,21 @@ class TransferWatcher:
             starts: when each computation of this process began.
             ends: when it ended.
         """
-        readers, found = _readers(self._plan, starts), list[Transfer]()
-        for moved in dict.fromkeys([*self._posted, *self._sizes]):
-            produced = max((ends[key] for key in _producers(moved, self._plan) if key in ends), default=0.0)
-            start = max(self._posted[moved], produced) if moved in self._posted else math.nan
-            reader = readers.get(moved._replace(following=0))
-            used, read = (math.nan, math.inf) if reader is None else (starts[reader], ends[reader])
-            end = min(self._arrived[moved], read) if moved in self._arrived else used
-            ranks = tuple(self._plan.rank_of[w] for w in moved.workers)
-            found.append(Transfer(moved.what, ranks, moved.number, start, end, end, self._sizes.get(moved, 0.0)))
-        return (*found, *chain.from_iterable(watcher.transfers(starts, ends) for watcher in self._watchers))
+        readers = _readers(self.plan, starts)
+        for (name, _), moved in self._known.items():
+            moved.readers = [readers[name]] if name in readers else []
+        return tuple(moved.transfer(self.plan, starts, ends) for moved in self.moved)
 
-    def _now(self) -> float:
-        return time.perf_counter() - self._began
+    def _of(self, name: _Name, following: int = 0) -> Moved:
+        """Return what was noted of a message or a sum."""
+        if (name, following) not in self._known:
+            self._known[name, following] = Moved(*name, _producers(name, following, self.plan))
+            self.moved.append(self._known[name, following])
+        return self._known[name, following]
 
-    def _watch(self, moved: _Moved, tree: Tree, size: float) -> None:
-        self._sizes[moved] = size
-        if isinstance(tree, PendingTransfer):
-            tree.when_done(lambda: self._note_arrival(moved))
-        else:
-            if moved.workers not in self._lanes:
-                self._lanes[moved.workers] = Arrivals(self._note_arrival)
-            self._lanes[moved.workers].put(moved, tree)
-
-    def _note_arrival(self, moved: _Moved) -> None:
-        self._arrived.setdefault(moved, self._now())
+    def _note_arrival(self, moved: Moved) -> None:
+        if math.isnan(moved.arrived):
+            moved.arrived = self.now()
 
 
 def join_transfers(*processes: Iterable[Transfer]) -> tuple[Transfer, ...]:
@@ -175,38 +213,34 @@ def _sent(summed: Tree, plan: Plan, replicas: int) -> float:
     return size
 
 
-def _summed(i: AllReduce, state: WorkerState) -> Tree:
-    """Return the sum that a worker has just begun to receive; None: other replicas of this process have still to give their parts."""
-    return state.updates.get(i.batch, {}).get(f"summed{i.piece}")
-
-
-def _producers(moved: _Moved, plan: Plan) -> list[Computation]:
+def _producers(name: _Name, following: int, plan: Plan) -> list[Computation]:
     """Return the computations of which one leaves what is moved."""
-    s = plan.workers[moved.workers[0]][0]
-    match moved.what:
+    what, workers, number = name
+    s = plan.workers[workers[0]][0]
+    match what:
         case "activation":
-            return that_leave("output", plan, s, moved.number)
+            return that_leave("output", plan, s, number)
         case "gradient":
-            return that_leave("gradient", plan, s, moved.number)
+            return that_leave("gradient", plan, s, number)
         case "sum":
-            end = (moved.number + 1) * plan.microbatches_per_update(s)
+            end = (number + 1) * plan.microbatches_per_update(s)
             keys = [key for k in range(end - plan.replicas[s], end) for key in that_leave("accumulators", plan, s, k)]
-            return [(*key[:3], moved.following) for key in keys]
+            return [(*key[:3], following) for key in keys]
     return []  # of small messages the post is the beginning
 
 
-def _readers(plan: Plan, computations: Iterable[Computation]) -> dict[_Moved, Computation]:
+def _readers(plan: Plan, computations: Iterable[Computation]) -> dict[_Name, Computation]:
     """Return for messages and sums the computation that reads them."""
-    readers: dict[_Moved, Computation] = {}
+    readers: dict[_Name, Computation] = {}
     for key in computations:
         w, op, k, _ = key
         s = plan.workers[w][0]
         if op == "U":
-            readers.setdefault(_Moved("sum", tuple(plan.stage_workers[s]), k), key)
+            readers.setdefault(("sum", tuple(plan.stage_workers[s]), k), key)
         elif OPS[op].reads == "inputs" and s > 0:
-            readers.setdefault(_Moved("activation", (plan.worker(s - 1, k), w), k), key)
+            readers.setdefault(("activation", (plan.worker(s - 1, k), w), k), key)
         elif OPS[op].reads == "residuals" and s + 1 < plan.depth:
-            readers.setdefault(_Moved("gradient", (plan.worker(s + 1, k), w), k), key)
+            readers.setdefault(("gradient", (plan.worker(s + 1, k), w), k), key)
     return readers
 
 

@@ -54,9 +54,8 @@ def test_a_trace_has_the_transfers_of_the_plan_and_they_end_before_they_are_used
     changes = {key for key in expected if key[0] == "changes"}
     assert bool(changes) == (plan.agree is not None)
     assert changes <= set(found), "no array of an agreement is left for the watching thread, but a computation reads its result"
-    watched = tracer._transfers
-    posted = {(moved.what, tuple(plan.rank_of[w] for w in moved.workers), moved.number) for moved in watched._posted}
-    posted |= {(move.what, move.ranks, move.number) for watcher in watched._watchers for move in watcher.moved}
+    moves = tracer._transfers.moved
+    posted = {(move.what, tuple(w if w < 0 else plan.rank_of[w] for w in move.workers), move.number) for move in moves}
     assert posted == set(expected)
     moved = {transfer.what for transfer in trace.transfers if transfer.is_move}
     assert moved == {what for what, stages in plan.offload or () if stages}
@@ -77,7 +76,7 @@ def test_a_trace_has_the_transfers_of_the_plan_and_they_end_before_they_are_used
 def test_changes_that_nobody_saw_arrive_end_where_their_result_is_read():
     plan, clock = Plan.even("ab", 1, "gpipe", 2, replicas=2, agree={"every": 2, "delay": 1}), itertools.count(1.0)
     watcher = TransferWatcher(plan, 0.0)
-    watcher._now = lambda: next(clock)
+    watcher.now = lambda: next(clock)
     state = WorkerState(WeightVersions({0: {}}), (), {}, None, jax.random.key(0))
     instructions = [SumChanges(0, 0), SumChanges(1, 0), Agree(0, 1, 0), Agree(1, 1, 0), Compute("F", 0, 2, 2), Compute("F", 1, 3, 2)]
     for instruction in instructions:
@@ -101,7 +100,7 @@ class Done:
 def test_a_message_of_another_process_ends_when_its_thread_says_so():
     plan, message, clock = Plan.even("ab", 2, "gpipe", 1), Done(), iter((2.0, 5.0))
     watcher = TransferWatcher(plan, 0.0)
-    watcher._now = lambda: next(clock)
+    watcher.now = lambda: next(clock)
     state = WorkerState(WeightVersions({0: {}}), (), {}, None, jax.random.key(0), {0: {"inputs": message.pending}})
     watcher.note(Event(Send(0, 0, "activation", 1), None, state))
     watcher.note(Event(Receive(1, 0, "activation", 0), None, state))
@@ -113,7 +112,7 @@ def test_a_message_of_another_process_ends_when_its_thread_says_so():
     late, reader = {(0, "F", 0, 0): 3.0}, (1, "FB", 0, 0)
     assert watcher.transfers({}, late)[0].start == 3.0, "what is sent has to be computed"
     assert watcher.transfers({reader: 3.5}, {reader: 4.0})[0].end == 4.0, "what was read has arrived"
-    watcher._arrived.clear()
+    watcher.moved[0].arrived = math.nan
     assert watcher.transfers({reader: 3.5}, {reader: 4.0})[0].end == 3.5, "else it ends at its first use"
 
 
