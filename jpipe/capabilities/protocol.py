@@ -402,9 +402,6 @@ class RuntimeHooks:
         read: `(CompiledStage, WorkerState) -> params`, the weights that are evaluated and returned in place of the newest ones.
         version_read: `(plan, batch) -> int`, the version of these, in batches, where the pipeline is empty before a batch.
         completes_read: `(plan, functions, batch, workers) -> Program | None`, to run before an evaluation of weights that were read.
-        is_away: `(leaf) -> bool`: whether an array of a state is in other memory than that of its devices.
-        fetch: `(tree) -> tree` with the arrays that are away on their devices.
-        copy: `(leaf) -> leaf`, a copy of an array that is away, in the same memory.
 
     Checks, metrics and traces:
         report: `(MetricsExchange, StageFunctions, updated, RunResults, Metrics) -> list | None`, puts numbers of updates into the metrics;
@@ -445,9 +442,6 @@ class RuntimeHooks:
     read: Hook | None = None
     version_read: Hook | None = None
     completes_read: Hook | None = None
-    is_away: Hook | None = None
-    fetch: Hook | None = None
-    copy: Hook | None = None
 
     check_devices: Hook | None = None
     report: Hook | None = None

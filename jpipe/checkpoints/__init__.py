@@ -9,15 +9,14 @@ import itertools
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 
-from jpipe.checkpoints import files, folders, managers
+from jpipe.checkpoints import files, folders
 from jpipe.checkpoints.files import prune, steps
 from jpipe.errors import InputError
 from jpipe.pipeline import Pipeline
@@ -35,7 +34,7 @@ _PATIENCE = 5.0  # seconds without any progress until the processes are named th
 
 
 def save(
-    folder: str | Path | ocp.CheckpointManager,
+    folder: str | Path,
     snapshot: Snapshot,
     *,
     facts: Any = None,
@@ -50,11 +49,10 @@ def save(
     that. Before that the copies of parameters that stages and their replicas share are compared, bit for bit.
 
     Args:
-        folder: of the run, which all processes share; or, in a run of one process, an `ocp.CheckpointManager`, whose options decide
-            whether the checkpoint is written, which are kept, and whether this waits until it is on disk. Its folder is not a run's.
+        folder: of the run, which all processes share.
         snapshot: from `Pipeline.snapshot`, complete.
-        facts: of any JSON types, for `files.read_facts`; a manager keeps them as custom metadata.
-        rows: returns the metrics so far, for `files.read_metrics`; process 0 calls it when the parts are written. Not used by a manager.
+        facts: of any JSON types, for `files.read_facts`.
+        rows: returns the metrics so far, for `files.read_metrics`; process 0 calls it when the parts are written.
         keep: the number of newest checkpoints that stay, older ones are removed; None: all stay. `prune` has other rules.
         limit: seconds that process 0 waits for the other processes.
         processes: of the run; by default those of `jpipe.join_processes`.
@@ -69,10 +67,6 @@ def save(
     """
     _check(snapshot, keep)
     processes = processes or join_processes()
-    if isinstance(folder, ocp.CheckpointManager):
-        managers.check_can_save(folder, processes, keep)
-        _check_copies(snapshot, snapshot.copies())
-        return managers.save(folder, snapshot.batch, snapshot.layers(), facts)
     run, step, index = folders.run_folder(folder), snapshot.batch, 0 if processes is None else processes.index
     if processes is not None and index > 0:
         processes.broadcast(_begun(step, index), [])
@@ -96,7 +90,7 @@ def save(
 
 def load(
     pipe: Pipeline,
-    folder: str | Path | ocp.CheckpointManager,
+    folder: str | Path,
     key: jax.Array,
     batch: Batch,
     step: int | None = None,
@@ -109,8 +103,7 @@ def load(
 
     Args:
         pipe: the pipeline that continues, perhaps under another plan than the run had.
-        folder: of the run, also of one of `jpipe train`; or an `ocp.CheckpointManager`, of such a run's `checkpoints` or with which `save`
-            was called.
+        folder: of the run, also of one of `jpipe train`.
         key: of the run, as passed to `Pipeline.init`.
         batch: as in `Pipeline.init`; only shapes and dtypes are used.
         step: of the checkpoint, the batches that its weights have seen; None: the newest that is complete.
@@ -127,16 +120,6 @@ def load(
     """
     if not isinstance(pipe, Pipeline):
         raise InputError(f"pipe: expected a jpipe.Pipeline, found {type(pipe).__name__}")
-    if isinstance(folder, ocp.CheckpointManager):
-        if (written := managers.run_of(folder)) is None:
-            chosen = managers.find_step(folder, step)
-            if chosen is None:
-                return None
-            specs = managers.layer_specs(folder, chosen)
-            names = _local_names(pipe, list(specs), str(folder.directory), chosen)
-            pipe.check_layers(batch, _stand_ins(specs, names), chosen)
-            return pipe.restore(key, batch, managers.read_layers(folder, chosen, names), chosen, buckets=buckets)
-        folder = written
     run = folders.run_folder(folder)
     chosen = files.newest_good(run, lambda line: None) if step is None else step
     if chosen is None:
@@ -169,11 +152,7 @@ def stand_ins(pipe: Pipeline, folder: Path, step: int) -> dict[str, Plain]:
     Arguments and errors are those of `read`; the contents of files are not compared.
     """
     specs = files.layer_specs(folder, step)
-    return _stand_ins(specs, _local_names(pipe, files.layers_in(folder, step), str(folder), step))
-
-
-def _stand_ins(specs: Mapping[str, Plain], names: Sequence[str]) -> dict[str, Plain]:
-    """Return arrays like those of the named layers that need no memory."""
+    names = _local_names(pipe, files.layers_in(folder, step), str(folder), step)
     return jax.tree.map(lambda spec: np.broadcast_to(np.zeros((), spec.dtype), spec.shape), {name: specs[name] for name in names})
 
 

@@ -50,33 +50,21 @@ def html_of_plan(plan: "jpipe.Plan", name: str, facts: str = "", devices: Sequen
         devices: the device of each worker; None: no column of devices.
     """
     caption = f"{name}: {plan.schedule}, {plan.microbatches} microbatches, {plan.depth} stages{_options_text(plan)}{facts}"
-    shares = plan.depth > len(plan.pipeline_ranks)
-    meshes = any(stage.mesh for stage in plan.stages)
-    is_delayed = any(plan.delays)
-    head = [
-        "stage",
-        "layers",
-        "replicas",
-        "recompute",
-        *(("mesh",) if meshes else ()),
-        *(("rank",) if shares else ()),
-        *(("delay",) if is_delayed else ()),
-        *(() if devices is None else ("devices",)),
-    ]
-    rows = [[str(s), shortened(stage.layers), str(stage.replicas), stage.recompute] for s, stage in enumerate(plan.stages)]
-    if meshes:
-        for row, stage in zip(rows, plan.stages, strict=True):
-            row.append(_mesh_text(stage).strip() or "–")
-    if shares:
-        for row, workers in zip(rows, plan.stage_workers, strict=True):
-            row.append(shortened([str(plan.rank_of[w]) for w in workers]))
-    if is_delayed:
-        for row, delay in zip(rows, plan.delays, strict=True):
-            row.append(f"{delay:.3g}")
+    columns = {
+        "stage": [str(s) for s in range(plan.depth)],
+        "layers": [shortened(stage.layers) for stage in plan.stages],
+        "replicas": [str(stage.replicas) for stage in plan.stages],
+        "recompute": [stage.recompute for stage in plan.stages],
+    }
+    if any(stage.mesh for stage in plan.stages):
+        columns["mesh"] = [_mesh_text(stage).strip() or "–" for stage in plan.stages]
+    if plan.depth > len(plan.pipeline_ranks):
+        columns["rank"] = [shortened([str(plan.rank_of[w]) for w in workers]) for workers in plan.stage_workers]
+    if any(plan.delays):
+        columns["delay"] = [f"{delay:.3g}" for delay in plan.delays]
     if devices is not None:
-        for row, workers in zip(rows, plan.stage_workers, strict=True):
-            row.append(shortened([devices[w] for w in workers]))
-    return html_table(caption, head, rows)
+        columns["devices"] = [shortened([devices[w] for w in workers]) for workers in plan.stage_workers]
+    return html_table(caption, list(columns), list(zip(*columns.values(), strict=True)))
 
 
 def read_json(text: str | bytes, expected: str, where: str) -> dict[str, Any]:

@@ -289,7 +289,9 @@ def sum_layer_costs(
     Raises:
         InputError: a layer without a cost, or without residual bytes for its stage's recomputation policy.
     """
-    _check_layers(plan, layers)
+    for layer_id in plan.layers:
+        if layer_id not in layers:
+            raise InputError(f"layer costs: layer '{layer_id}' of the plan has none; {nearest(layer_id, layers)}")
     costs, flows = list[StageCost](), _gradient_flows(plan, layers)
     for s, stage in enumerate(plan.stages):
         layer_costs = [layers[layer_id] for layer_id in stage.layers]
@@ -379,13 +381,6 @@ def _once(plan: Plan, costs: Sequence[StageCost], shared: Sequence[SharedCost]) 
                 frozen=once[s].frozen - again * parameter.frozen,
             )
     return once
-
-
-def _check_layers(plan: Plan, layers: Mapping[str, LayerCost]) -> None:
-    """Check that there is a cost for each layer of the plan."""
-    for layer_id in plan.layers:
-        if layer_id not in layers:
-            raise InputError(f"layer costs: layer '{layer_id}' of the plan has none; {nearest(layer_id, layers)}")
 
 
 def _check_policy(stage: Stage, layers: Sequence[LayerCost]) -> None:

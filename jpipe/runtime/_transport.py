@@ -378,7 +378,7 @@ class Transport:
         local, group = list(parts), self._group(replicas)
         first, total = self._places[local[0]], parts.pop(local[0])
         for w in local[1:]:
-            total = add(total, jax.device_put(parts[w], first.like(parts[w]) if first.mesh else first.first))
+            total = add(total, self._moved(parts[w], first))
             del parts[w]
         if len(group) == 1:
             return self._copies(finish(total), local)
@@ -452,10 +452,7 @@ class Transport:
 
     def _group(self, replicas: Sequence[int]) -> tuple[Place, ...]:
         """Return the place of the first of these replicas in each process that holds some."""
-        first: dict[int, Place] = {}
-        for w in replicas:
-            first.setdefault(self._places[w].process_index, self._places[w])
-        return tuple(first.values())
+        return tuple(self._places[first] for first, *_ in self._by_process(replicas))
 
     def _by_process(self, replicas: Sequence[int]) -> list[list[int]]:
         """Return these replicas by process, in the order of the first of each."""
@@ -465,16 +462,15 @@ class Transport:
         return list(found.values())
 
     def _moved(self, tree: Tree, place: Place) -> Tree:
-        """Return arrays of one worker at the place of another, which only reads them."""
+        """Return arrays of one worker at the place of another."""
         return jax.device_put(tree, place.like(tree) if place.mesh else place.first)
 
     def _copies(self, total: Tree, workers: Sequence[int]) -> dict[int, Tree]:
         """Copy the sum to each worker's devices; each gets separate memory, because it will write into it."""
         copies, first = {workers[0]: total}, self._places[workers[0]]
         for w in workers[1:]:
-            place = self._places[w]
-            moved = jax.device_put(total, place.like(total) if place.mesh else place.first)
-            copies[w] = jax.tree.map(jnp.copy, moved) if place == first else moved
+            moved = self._moved(total, self._places[w])
+            copies[w] = jax.tree.map(jnp.copy, moved) if self._places[w] == first else moved
         return copies
 
     def _call_all(

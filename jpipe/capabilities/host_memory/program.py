@@ -48,6 +48,11 @@ class Fetch(_Move):
     """Begin to move something back from the memory of the host to the device."""
 
 
+def _at_rest(plan: Plan, s: int) -> set[_Moved]:
+    """Return what of a stage is in host memory where the pipeline is empty."""
+    return {_OPTIMIZER} if offloads(plan, "optimizer", s) else set()
+
+
 # Lowering ------------------------------------------------------------------------------------------------------------------
 
 
@@ -62,7 +67,7 @@ class _Lowering:
         for w, (s, replica) in enumerate(run.plan.workers):
             oldest = run.schedule.version(run.plan, s, run.start * run.plan.microbatches + replica)
             self._versions[w] = [*range(oldest, run.start * run.plan.updates_per_batch(s) + 1)]
-            self._left[w], self._away[w] = [], {_OPTIMIZER} if offloads(run.plan, "optimizer", s) else set()
+            self._left[w], self._away[w] = [], _at_rest(run.plan, s)
 
     def before_compute(self, time: int, worker: Worker) -> None:
         """Write the moves before the next computation of a worker."""
@@ -143,8 +148,7 @@ class _Verification:
 
     def __init__(self, verifier: Verifier) -> None:
         self._verifier = verifier
-        self._at_rest: set[_Moved] = {_OPTIMIZER} if offloads(verifier.plan, "optimizer", verifier.stage) else set()
-        self._away = set(self._at_rest)
+        self._away = _at_rest(verifier.plan, verifier.stage)
         self.checks = {Offload: self._offload, Fetch: self._fetch}
 
     def _offload(self, i: Offload) -> None:
@@ -180,8 +184,8 @@ class _Verification:
         self._away.discard(("versions", version))
 
     def end(self) -> None:
-        if self._away != self._at_rest:
-            self._verifier.fail(f"{sorted(self._away)} are left in host memory, expected {sorted(self._at_rest)}")
+        if self._away != (expected := _at_rest(self._verifier.plan, self._verifier.stage)):
+            self._verifier.fail(f"{sorted(self._away)} are left in host memory, expected {sorted(expected)}")
 
 
 # Price ---------------------------------------------------------------------------------------------------------------------
@@ -234,14 +238,10 @@ def _before_update(worker: prediction.Worker, i: Update) -> None:
         worker.wait("moved", *kept)
 
 
-def _away(plan: Plan, s: int) -> set[_Moved]:
-    return {_OPTIMIZER} if offloads(plan, "optimizer", s) else set()
-
-
 PRICE = PriceHooks(
     writers={Offload: _write_move, Fetch: _write_move},
     changes={"move": _change},
-    away=_away,
+    away=_at_rest,
     before_compute=_before_compute,
     before_update=_before_update,
 )

@@ -1,31 +1,32 @@
 """How moves run: arrays of the state in the memory of the host and back on the devices."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
-from jpipe.capabilities.host_memory.memory import check_host_memory, copied, copied_to_host, from_host_memory, in_host, to_host_memory
 from jpipe.capabilities.host_memory.option import Kept, offloads
 from jpipe.capabilities.host_memory.program import Fetch, Offload
 from jpipe.capabilities.host_memory.watch import MoveWatcher
 from jpipe.capabilities.protocol import RuntimeHooks
+from jpipe.errors import InputError
 from jpipe.plan import Plan
 from jpipe.runtime._worker import Worker
-from jpipe.runtime.state import WorkerState
+from jpipe.runtime.state import AWAY, WorkerState, fetched, is_away, sent_away
 
 Tree = Any
 
 
 def offload(worker: Worker, i: Offload) -> None:
     """Begin to move something to host memory."""
-    _move(worker, i, to_host_memory)
+    _move(worker, i, sent_away)
 
 
 def fetch(worker: Worker, i: Fetch) -> None:
     """Begin to move something back."""
-    _move(worker, i, from_host_memory)
+    _move(worker, i, fetched)
 
 
 def _move(worker: Worker, i: Offload | Fetch, moved: Callable[..., Tree]) -> None:
@@ -50,21 +51,33 @@ def _move(worker: Worker, i: Offload | Fetch, moved: Callable[..., Tree]) -> Non
 
 def at_rest(plan: Plan, s: int, state: WorkerState) -> WorkerState:
     """Return a worker of stage s before it begins, with what waits in host memory there."""
-    return dataclasses.replace(state, optimizer=to_host_memory(state.optimizer)) if offloads(plan, "optimizer", s) else state
+    return dataclasses.replace(state, optimizer=sent_away(state.optimizer)) if offloads(plan, "optimizer", s) else state
 
 
 def copy_for_snapshot(plan: Plan, s: int, what: Kept, tree: Tree) -> Tree:
     """Return copies in host memory of what waits there, which may fit on the device only in part; None for anything else."""
-    return copied_to_host(tree) if offloads(plan, what, s) else None
+    if not offloads(plan, what, s):
+        return None
+    # Through NumPy, because JAX does not promise that `device_put` copies an array to the memory in which it is.
+    return sent_away(jax.tree.map(lambda leaf: jax.device_put(np.array(leaf), leaf.sharding) if is_away(leaf) else leaf, tree))
+
+
+def check_devices(plan: Plan, devices: Sequence[jax.Device]) -> None:
+    """Check that devices can keep arrays in the memory of their hosts.
+
+    Raises:
+        InputError: one of them cannot.
+    """
+    for device in devices:
+        kinds = sorted(memory.kind for memory in device.addressable_memories())
+        if AWAY not in kinds or device.default_memory().kind == AWAY:
+            raise InputError(f"plan: offload: expected devices with the memory '{AWAY}', found {device} with {kinds}; remove it")
 
 
 RUNTIME = RuntimeHooks(
     handlers={Offload: offload, Fetch: fetch},
-    check_devices=lambda plan, devices: check_host_memory(devices),
+    check_devices=check_devices,
     at_rest=at_rest,
-    is_away=in_host,
-    fetch=from_host_memory,
-    copy=copied,
     copy_for_snapshot=copy_for_snapshot,
     watch=MoveWatcher,
 )

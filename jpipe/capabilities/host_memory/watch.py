@@ -4,14 +4,13 @@ from typing import Any
 
 import jax
 
-from jpipe.capabilities.host_memory.memory import in_host
 from jpipe.capabilities.host_memory.program import Fetch, Offload
 from jpipe.ops import OPS
 from jpipe.programs._instructions import Compute, Update
 from jpipe.programs._transfers import HOST
 from jpipe.runtime._interpreter import Event
 from jpipe.runtime._trace import key_of
-from jpipe.runtime.state import WorkerState
+from jpipe.runtime.state import WorkerState, is_away
 from jpipe.runtime.timing._transfers import Computation, Moved, TransferWatcher
 
 Tree = Any
@@ -49,7 +48,7 @@ class MoveWatcher:
     def _note_move(self, i: Offload | Fetch, state: WorkerState) -> None:
         kept, leaves = (i.worker, i.what, i.number), jax.tree.leaves(_kept(i, state))
         if isinstance(i, Offload):
-            leaves = [leaf for leaf in leaves if in_host(leaf)]
+            leaves = [leaf for leaf in leaves if is_away(leaf)]
             self._sizes[kept] = sum(leaf.nbytes for leaf in leaves)
             makers = [self._made[kept]] if kept in self._made else []
             move = Moved(i.what, (i.worker, HOST), i.number, makers, posted=self._watcher.now())

@@ -1,40 +1,49 @@
-"""Arrays of a state that a capability keeps in other memory than that of their devices: read there, and copied."""
+"""Arrays of a state that are away, in the memory of the host of their devices: moved there and back, and copied."""
 
-from functools import cache
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jpipe.capabilities.protocol import RuntimeHooks
-from jpipe.capabilities.registry import runtimes
-
 Tree = Any
 
-
-@cache
-def _keepers() -> tuple[RuntimeHooks, ...]:
-    """Return the capabilities that keep arrays elsewhere."""
-    return tuple(hooks for hooks in runtimes().values() if hooks.is_away is not None)
+AWAY = "pinned_host"
+"""The kind of host memory from which devices copy without waiting for the host."""
 
 
 def is_away(leaf: Any) -> bool:
-    """Return whether an array is in other memory than that of its devices."""
-    return any(hooks.is_away(leaf) for hooks in _keepers() if hooks.is_away is not None)
+    """Return whether an array is in the memory of the host."""
+    return isinstance(leaf, jax.Array) and leaf.sharding.memory_kind == AWAY
 
 
-def fetched(tree: Tree) -> Tree:
-    """Begin to copy the arrays that are away to their devices; the others are returned as they are."""
-    for hooks in _keepers():
-        tree = tree if hooks.fetch is None else hooks.fetch(tree)
-    return tree
+def sent_away(tree: Tree, without: Tree = None) -> Tree:
+    """Begin to copy arrays to the memory of the host; those that are there already are returned as they are.
+
+    Args:
+        tree: the arrays.
+        without: arrays that are returned as they are, too.
+    """
+    return _moved(tree, AWAY, without)
+
+
+def fetched(tree: Tree, without: Tree = None) -> Tree:
+    """Begin to copy the arrays that are away to their devices; the others, and those of `without`, are returned as they are."""
+    away = [leaf for leaf in jax.tree.leaves(tree) if is_away(leaf)]
+    return _moved(tree, next(iter(away[0].sharding.device_set)).default_memory().kind, without) if away else tree
 
 
 def copied(tree: Tree) -> Tree:
     """Copy arrays, each in the memory in which it is."""
-    return jax.tree.map(_copied, tree)
+    return jax.tree.map(lambda leaf: sent_away(fetched(leaf)) if is_away(leaf) else jnp.copy(leaf), tree)
 
 
-def _copied(leaf: Any) -> Any:
-    copies = (hooks.copy for hooks in _keepers() if hooks.copy is not None and hooks.is_away is not None and hooks.is_away(leaf))
-    return next(copies, jnp.copy)(leaf)
+def _moved(tree: Tree, kind: str, without: Tree) -> Tree:
+    leaves, structure = jax.tree.flatten(tree)
+    stay = set(map(id, jax.tree.leaves(without)))
+    places = [
+        n for n, leaf in enumerate(leaves) if isinstance(leaf, jax.Array) and is_away(leaf) is not (kind == AWAY) and id(leaf) not in stay
+    ]
+    moved = jax.device_put([leaves[n] for n in places], [leaves[n].sharding.with_memory_kind(kind) for n in places])
+    for n, leaf in zip(places, moved, strict=True):
+        leaves[n] = leaf
+    return jax.tree.unflatten(structure, leaves)

@@ -18,7 +18,7 @@ NAMES = {
     "agreement": r"agree(d|s|ment|ments)?|agree(d|ment)_\w+|\w+_agreed|Agree(d|ment)?|OuterOptimizer|SumChanges|sum_changes",
     "compressed_messages": r"links|Links|BLOCK|\w*compress(ed|ion)?\w*|(specs|bytes)_of_(sent|given)|with_feedback",
     "global_norm": r"\w*global_norm|GlobalNorm|Norm(s|Costs)|norms_of|clip_stage_norm|skip_nonfinite|SumSquares|(sum_)?squares|stage_norms",
-    "host_memory": r"offload\w*|Offload|Fetch|HostMemory|Kept|(to|from|check)_host_memory|copied_to_host|MoveWatcher",
+    "host_memory": r"offload\w*|Offload|Fetch|HostMemory|Kept|MoveWatcher",
     "shared_optimizer": r"shard_optimizer|deal|lower_weights",
     "shared_parameters": r"(Take|Add)Shared|(take|add|update|un)_?shared|shared_(with|gradients|parameters)|[Ss]haring|SharedCosts",
     "sums_in_parts": r"sum_parts?|compute_part|part_(times|accumulators)|\w+(_of|_by)_part|ComputePart|SumParts?|PartCosts|\w+InParts",
