@@ -280,16 +280,16 @@ class TransportHooks:
 
     Attributes:
         send: `(Worker, send, update) -> tree`, what is sent.
-        receive: `(Worker, receive, update, tree) -> None`, which keeps it.
-        received: `(WorkerState, receive, update) -> tree`, what was kept, which may still be on its way.
         specs: `(Arrays, Arrays) -> specs` at the sender and at the receiver.
+        receive: `(Worker, receive, update, tree) -> None`, which keeps it; by default under its name in the pending update.
+        received: `(WorkerState, receive, update) -> tree`, what was kept, which may still be on its way.
         copies: whether a receiver on the device of the sender gets a copy, because both write into it.
     """
 
     send: Hook
-    receive: Hook
-    received: Hook
     specs: Hook
+    receive: Hook = lambda worker, i, update, tree: worker.change_update(update, **{i.message: tree})
+    received: Hook = lambda state, i, update: state.updates[update][i.message]
     copies: bool = False
 
 
@@ -379,7 +379,6 @@ class RuntimeHooks:
         costs: `(Arrays) -> dict[str, Any]`, fields of the `StageCost` with the bytes of a stage.
         join_sums: `(Worker, update) -> None`, before the sum of an update is read: puts its pieces together.
         used_calls: by the type of an instruction, `(StageFunctions, instruction) -> names` of the `calls` that it needs.
-        always_used: `(StageFunctions) -> names` of the `calls` that are compiled whatever the instructions are.
         shares: `(plan, StageFunctions) -> shares` of the replicas of a stage in its updates.
         update: what it changes in updates.
         apart: what it updates by programs of its own.
@@ -422,7 +421,6 @@ class RuntimeHooks:
     costs: Hook | None = None
     join_sums: Hook | None = None
     used_calls: Mapping[type, Hook] = field(default_factory=dict)
-    always_used: Hook | None = None
     shares: Hook | None = None
     update: UpdateHooks | None = None
     apart: ApartHooks | None = None

@@ -124,11 +124,6 @@ class Executor:
         self._predictions = 0
         self.fingerprint = fingerprint(plan, steps.uses, places, self.specs, functions)
 
-    @property
-    def _predicts(self) -> bool:
-        """Whether any stage moves its weights ahead."""
-        return any(f.predicts for f in self.functions)
-
     def connect(self) -> None:
         """Wait until all processes have compiled, and connect those that exchange arrays."""
         if self._processes is not None:
@@ -227,7 +222,7 @@ class Executor:
         true of the weights without prediction, and of those that some capabilities read.
         """
         version_read = hooks("version_read", runtimes_of(self._plan))
-        if weights == "ema" or self._predicts or version_read:
+        if weights == "ema" or version_read or any(f.predicts for f in self.functions):
             whole = state if state.start == state.batch else self.drained_copy(state)
             return whole, min((version(self._plan, state.batch) for version in version_read), default=state.batch)
         # After a restore or a drain the workers are ahead of an uninterrupted run, and hold all of its common versions.

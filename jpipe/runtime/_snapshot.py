@@ -167,11 +167,6 @@ class Part:
         self._has_begun = False  # whether the first forward of the batch has run
 
     @property
-    def _updated_entries(self) -> tuple[str, ...]:
-        """The entries that no other replica updates."""
-        return () if self._share is None else self._share.exclusive
-
-    @property
     def complete(self) -> bool:
         return self._optimizer is not None and self.newest in self.versions and all(hook() for hook in self._is_complete)
 
@@ -233,6 +228,8 @@ class Part:
 
     def layers(self) -> dict[str, Plain]:
         layers: dict[str, Plain] = {layer_id: {} for layer_id in (*self._entries, *self._ids)}
+        has_all = self.replica == 0 or self.plan.has_parallel_pipelines  # all optimizer state, not only that which no other replica updates
+        updated = self._optimizer if has_all else () if self._share is None else self._share.exclusive
         for layer_id, plain in layers.items():
             if self._saved:
                 plain |= self._saved[0](layer_id)
@@ -242,7 +239,7 @@ class Part:
                 ages = {str(self.newest - v): to_plain(params[layer_id]) for v, params in versions.items()}
                 plain["params"] = {age: params for age, params in ages.items() if params}
                 plain["loss_scale"] = {str(self.newest - v): to_plain(scale) for v, scale in self._scales.items()}
-            if layer_id in (self._optimizer if self.replica == 0 or self.plan.has_parallel_pipelines else self._updated_entries):
+            if layer_id in updated:
                 plain["optimizer"] = to_plain(self._optimizer[layer_id])
             if layer_id in self._state:
                 plain["state"] = to_plain(self._state[layer_id])

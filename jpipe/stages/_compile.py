@@ -11,7 +11,6 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from itertools import chain
 from queue import Empty, LifoQueue
 from types import MappingProxyType
 from typing import Any, get_args
@@ -19,7 +18,7 @@ from typing import Any, get_args
 import jax
 import jax.numpy as jnp
 
-from jpipe.capabilities.registry import exchange_of, runtimes_for, runtimes_of, values_of
+from jpipe.capabilities.registry import exchange_of, runtimes_of, values_of
 from jpipe.errors import callers_code, cause
 from jpipe.meshes._place import Place
 from jpipe.model._layer import Layer, LayerSpec, key_spec
@@ -89,8 +88,7 @@ def _always_used(f: StageFunctions) -> set[str]:
     """Return the calls of a stage that no instruction names, or that every program needs."""
     options = dict.fromkeys(("add_state", "mean_state"), f.averages_when_read)
     options["evaluate"] = can_evaluate(f)
-    added = (hooks.always_used(f) for hooks in runtimes_for(f.capabilities).values() if hooks.always_used is not None)
-    return {*(name for name, used in options.items() if used), *chain.from_iterable(added)}
+    return {name for name, used in options.items() if used}
 
 
 def _for_all(key: tuple[tuple[str, ...], Place, Share | None]) -> tuple[tuple[str, ...], Place, Share | None]:

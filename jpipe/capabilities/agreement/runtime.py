@@ -1,6 +1,5 @@
 """How agreements run: programs, instructions, what a worker keeps of them, and the weights that are read in place of its own."""
 
-from collections.abc import Iterable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -98,11 +97,6 @@ def calls(a: Arrays) -> dict[str, Call]:
     }
 
 
-def always_used(f: StageFunctions) -> Iterable[str]:
-    """Return the programs that no instruction names."""
-    return ("mix",) if _agreement(f).delay else ()
-
-
 def specs(a: Arrays) -> Agreed:
     """Return the specs of the result of the last agreement."""
     return like_agreed(_agreement(a.functions).outer, a.trained)
@@ -125,8 +119,10 @@ def version_read(plan: Plan, batch: int) -> int:
 RUNTIME = RuntimeHooks(
     handlers={SumChanges: sum_changes, Agree: move_agreed},
     calls=calls,
-    used_calls={SumChanges: lambda f, i: ("changes", "add_changes", "mean_changes"), Agree: lambda f, i: ("agree",)},
-    always_used=always_used,
+    used_calls={
+        SumChanges: lambda f, i: ("changes", "add_changes", "mean_changes"),
+        Agree: lambda f, i: ("agree", "mix") if _agreement(f).delay else ("agree",),
+    },
     specs=specs,
     fresh=fresh,
     summed=lambda arrays: arrays.trained,

@@ -12,13 +12,12 @@ from jpipe.capabilities.global_norm.program import SumSquares
 from jpipe.capabilities.protocol import RuntimeHooks, TransportHooks, UpdateHooks
 from jpipe.model._precision import LossScale
 from jpipe.plan import Plan
-from jpipe.programs._instructions import Compute, Instruction, Receive, Send, Update
+from jpipe.programs._instructions import Compute, Instruction, Send, Update
 from jpipe.programs._route import route_of
 from jpipe.runtime._metrics import Metrics, MetricsExchange
 from jpipe.runtime._trace import key_of
 from jpipe.runtime._transport import arrived
 from jpipe.runtime._worker import RunResults, Worker
-from jpipe.runtime.state import WorkerState
 from jpipe.runtime.timing._transfers import Computation, that_leave
 from jpipe.schedules import SCHEDULES
 from jpipe.stages._arrays import Arrays
@@ -146,7 +145,7 @@ def calls(a: Arrays) -> dict[str, Call]:
 def used_calls(f: StageFunctions, i: Instruction) -> tuple[str, ...]:
     """Return the programs that an instruction needs."""
     if isinstance(i, Update):
-        return ("stage_norm",) if norms_of(f).of_stage else ()
+        return (*(("stage_norm",) if norms_of(f).of_stage else ()), *(("next_scale",) if f.scale_spec is not None else ()))
     return ("sum_squares", "norm") if f.first else ("sum_squares",)
 
 
@@ -169,11 +168,6 @@ def send_squares(worker: Worker, i: Send, update: int) -> Tree:
     squares = worker.state.updates[update]["squares"]
     worker.change_update(update, squares=None)
     return squares
-
-
-def receive(worker: Worker, i: Receive, update: int, tree: Tree) -> None:
-    """Keep a norm, or the sums of squares of later stages, for the update."""
-    worker.change_update(update, **{i.message: tree})
 
 
 def norm_for_update(worker: Worker, update: int, accumulators: Tree) -> GlobalNorm | None:
@@ -240,29 +234,20 @@ def waits_for(plan: Plan, instructions: Iterable[Compute | Update]) -> dict[Comp
     return waits
 
 
-def _received(state: WorkerState, i: Receive, update: int) -> Tree:
-    return state.updates[update][i.message]
-
-
 RUNTIME = RuntimeHooks(
     handlers={SumSquares: run_sum_squares},
     messages={
         "squares": TransportHooks(
             send_squares,
-            receive,
-            _received,
             lambda source, to: tuple(_squares(a, norms_of(a.functions).counts[source.functions.number :]) for a in (source, to)),
         ),
         "norm": TransportHooks(
             lambda worker, i, update: arrived(worker.state.updates[update]["norm"]),
-            receive,
-            _received,
             lambda source, to: (_norm(source), _norm(to)),
         ),
     },
     calls=calls,
     used_calls=dict.fromkeys((SumSquares, Update), used_calls),
-    always_used=lambda f: () if f.scale_spec is None else ("next_scale",),
     update=UpdateHooks(spec, norm_for_update, clip, step_or_skip),
     costs=lambda a: {"squares": nbytes(_squares(a, [len(a.functions.counted)]))},
     report=report,

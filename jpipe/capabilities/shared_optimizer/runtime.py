@@ -72,6 +72,6 @@ def completes_read(plan: Plan, functions: Sequence[StageFunctions], batch: int, 
 
 RUNTIME = RuntimeHooks(
     shares=shares,
-    messages={"weights": TransportHooks(send, receive, received, specs_of_message, copies=True)},
+    messages={"weights": TransportHooks(send, specs_of_message, receive, received, copies=True)},
     completes_read=completes_read,
 )

@@ -141,7 +141,7 @@ def costs(a: Arrays) -> dict[str, Any]:
 
 RUNTIME = RuntimeHooks(
     handlers={TakeShared: run_take, AddShared: run_add},
-    messages={"shared": TransportHooks(send, receive, lambda state, i, update: state.updates[update]["received"][i.source], specs)},
+    messages={"shared": TransportHooks(send, specs, receive, lambda state, i, update: state.updates[update]["received"][i.source])},
     calls=calls,
     used_calls={
         TakeShared: lambda f, i: ["take_shared"],

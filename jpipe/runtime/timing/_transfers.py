@@ -1,11 +1,13 @@
 """Measure when messages between ranks, sums over replicas and moves to host memory begin and end, while a run is traced."""
 
 import math
+import queue
+import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import jax
 
@@ -19,7 +21,6 @@ from jpipe.programs._transfers import HOST, Transfer, in_rows
 from jpipe.runtime._interpreter import Event
 from jpipe.runtime._transport import PendingTransfer
 from jpipe.runtime.state import WorkerState
-from jpipe.runtime.timing._arrivals import Arrivals
 
 Tree = Any
 Computation = tuple[int, str, int, int]
@@ -66,6 +67,46 @@ class Moved:
             end = read
         ranks = tuple(w if w == HOST else plan.rank_of[w] for w in self.workers)
         return Transfer(self.what, ranks, self.number, start, end, end, self.size)
+
+
+_Item = TypeVar("_Item")
+
+
+class Arrivals(Generic[_Item]):
+    """A thread that waits for the arrays that one lane moves, in order.
+
+    Args:
+        note: called when what was moved has arrived.
+
+    Attributes:
+        error: why an array has not arrived: its computation failed, or the run has consumed it before this thread came to it.
+    """
+
+    def __init__(self, note: Callable[[_Item], None]) -> None:
+        self._note = note
+        self.error: Exception | None = None
+        self._queue: queue.SimpleQueue[tuple[_Item, Tree] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._wait, daemon=True)
+        self._thread.start()
+
+    def put(self, moved: _Item, tree: Tree) -> None:
+        """Wait for the arrays of `tree` after all that were put before."""
+        self._queue.put((moved, tree))
+
+    def stop(self) -> None:
+        """Return when all of them have arrived."""
+        self._queue.put(None)
+        self._thread.join()
+
+    def _wait(self) -> None:
+        while (item := self._queue.get()) is not None:
+            moved, tree = item
+            try:
+                jax.block_until_ready(tree)
+                self._note(moved)
+            except Exception as error:
+                self.error = self.error or error
+            del item, tree  # while this thread waits, nothing that was moved is kept alive
 
 
 class TransferWatcher:
