@@ -25,9 +25,11 @@ import stat
 import time
 from collections import Counter
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Self
 
 from jpipe.errors import InputError
+from jpipe.files import open_to_read
 
 __all__ = [
     "VARIABLE",
@@ -305,23 +307,17 @@ def _line(link: socket.socket, end: float) -> bytes:
 
 def _read(file: str, where: str) -> bytes:
     try:
-        descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a FIFO keeps nobody waiting
+        with open_to_read(Path(file)) as opened:
+            mode, text = os.fstat(opened.fileno()).st_mode, opened.read(_LONGEST + 1)
     except (OSError, ValueError) as error:
         raise InputError(
             f"{where}: cannot read it: {getattr(error, 'strerror', None) or error}; give a file that holds the secret"
         ) from None
-    try:
-        mode = os.fstat(descriptor).st_mode
-        if not stat.S_ISREG(mode):
-            raise InputError(f"{where}: expected a regular file; give a file that holds the secret")
-        if mode & 0o077:
-            raise InputError(
-                f"{where}: expected a file that only its owner may read, found mode {stat.S_IMODE(mode):04o}; "
-                f"run chmod 600 on it, or give the secret by the variable {VARIABLE}"
-            )
-        text = os.read(descriptor, _LONGEST + 1)
-    finally:
-        os.close(descriptor)
+    if mode & 0o077:
+        raise InputError(
+            f"{where}: expected a file that only its owner may read, found mode {stat.S_IMODE(mode):04o}; "
+            f"run chmod 600 on it, or give the secret by the variable {VARIABLE}"
+        )
     if len(text) > _LONGEST:
         raise InputError(f"{where}: expected at most {_LONGEST} bytes; give a file that holds only the secret")
     return text

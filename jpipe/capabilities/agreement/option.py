@@ -108,17 +108,6 @@ class Agreement(pydantic.BaseModel):
         offset = s * fragments // depth * self.every // fragments
         return max(updates - (updates - offset) % self.every, 0)
 
-    def under_way(self, s: int, depth: int, updates: int) -> int | None:
-        """Return the agreement of stage s that is under way after some updates, by its number, or None.
-
-        Args:
-            s: the stage.
-            depth: the number of stages.
-            updates: how many updates the stage has made.
-        """
-        begun = self.last(s, depth, updates) - 1
-        return begun if begun >= 0 and begun + self.delay >= updates else None
-
 
 def agrees(plan: "jpipe.Plan", s: int, update: int) -> bool:
     """Return whether an agreement of parallel pipelines on the weights of stage s begins after an update, counted from 0."""
@@ -133,7 +122,10 @@ def agreement_applied(plan: "jpipe.Plan", s: int, update: int) -> int | None:
 
 def agreement_under_way(plan: "jpipe.Plan", s: int, updates: int) -> int | None:
     """Return the agreement, by the update after which it began, that is under way at stage s after its first `updates`, or None."""
-    return None if plan.agree is None else plan.agree.under_way(s, plan.depth, updates)
+    if plan.agree is None:
+        return None
+    begun = plan.agree.last(s, plan.depth, updates) - 1
+    return begun if begun >= 0 and begun + plan.agree.delay >= updates else None
 
 
 def check(plan: "jpipe.Plan") -> None:
