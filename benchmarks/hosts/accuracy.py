@@ -181,7 +181,7 @@ def table(runs: Sequence[dict[str, Any]]) -> Table:
     Args:
         runs: of `main`'s JSON.
     """
-    head = ("model", "hosts", "rate", "plan", "samples", "seconds", "samples/s", "kB/sample", "link busy", "speed-up", "predicted", "paper")
+    head = ("model", "hosts", "rate", "plan", "samples", "seconds", "speed-up", "predicted", "paper")
     base: dict[tuple[str, int], dict[str, Any]] = {}
     rows = []
     for run in runs:
@@ -198,8 +198,7 @@ def table(runs: Sequence[dict[str, Any]]) -> Table:
                     f"{run['rate'] / 1e6:g} Mbit/s",
                     run["plan"] + ("" if is_base or run["chosen"] else " (not chosen)"),
                 ),
-                *(f"{last['samples']:,}", f"{last['seconds']:.1f}", f"{run['samples_per_second']:.0f}"),
-                *(f"{run['bytes_per_sample'] / 1e3:.0f}", f"{run['link_busy']:.0%}"),
+                *(f"{last['samples']:,}", f"{last['seconds']:.1f}"),
                 *(("", "", "") if is_base else compared),
             )
         )
