@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import os
 import re
 import shutil
 import subprocess
@@ -26,6 +27,7 @@ NAMES = {
 """The names of each capability, as in its own files. A new capability needs a line here."""
 
 MOST = 3  # files that may use them outside its folder
+COMPILED = shutil.ignore_patterns("__pycache__")
 
 
 def names(source: str) -> Iterator[str]:
@@ -80,7 +82,7 @@ def test_the_instructions_of_a_capability_run(room):
 
 def without(room: str, folder: Path) -> None:
     """Copy the library into a folder, and remove a capability: its folder, and its lines of the registry."""
-    shutil.copytree(ROOT / "jpipe", folder / "jpipe", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "jpipe", folder / "jpipe", ignore=COMPILED)
     shutil.rmtree(folder / "jpipe" / "capabilities" / room)
     registry, mine = folder / "jpipe" / "capabilities" / "registry.py", re.compile(rf"\b({NAMES[room]}|{room}|{room.upper()})\b")
     lines = registry.read_text("utf-8").splitlines(keepends=True)
@@ -149,3 +151,24 @@ def test_programs_are_the_same_without_a_capability(room, tmp_path):
 def test_a_pipeline_trains_without_a_capability(room, tmp_path):
     without(room, tmp_path)
     assert output(TRAINING, tmp_path) == output(TRAINING, ROOT)
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("room", ["agreement", "host_memory"])
+def test_other_tests_pass_without_a_capability(room, tmp_path):
+    """Run the tests of the library in a copy without the capability, except the files that speak of it."""
+    without(room, tmp_path)
+    for name in ("planner", "train", "tests"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=COMPILED)
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    shutil.rmtree(tmp_path / "tests" / "jpipe" / "capabilities" / room)
+    mine = re.compile(rf"\b({NAMES[room]}|{room}|{room.replace('_', ' ')})\b")
+    folders = [tmp_path / "tests" / "jpipe" / name for name in ("capabilities", "checkpoints", "programs", "schedules", "weights")]
+    files = [file for folder in folders for file in sorted(folder.rglob("test_*.py")) if not mine.search(file.read_text("utf-8"))]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(str(tmp_path / name) for name in (".", "planner", "train"))}
+    chosen = ["-m", "not slow and not targets", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", *chosen, *map(str, files)]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert not done.returncode, done.stdout
+    assert int(re.findall(r"(\d+) passed", done.stdout)[0]) > 500
