@@ -241,6 +241,7 @@ def test_all_mistakes_are_reported_at_once(write):
         ("train.step=3", "config.yaml --set train.step=3: unknown key 'train.step'; did you mean 'train.steps'?"),
         ("trian.steps=3", "config.yaml --set trian.steps=3: unknown key 'trian'; did you mean 'train'?"),
         ("seed.x=3", "config.yaml --set seed.x=3: seed: expected a valid integer, found {'x': 3}"),
+        ("log=[wanbd]", "config.yaml --set log=[wanbd]: log: unknown log 'wanbd'; did you mean 'wandb'?"),
         ("data.path=*.txt", "--set data.path=*.txt, line 1, column 2: this YAML cannot be read"),
     ],
 )
