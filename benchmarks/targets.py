@@ -6,7 +6,6 @@ table goes into docs/explanation/communication.md.
 
 import argparse
 import re
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -126,16 +125,11 @@ def collectives(text: str) -> Iterator[Found]:
 
 
 def in_words(each: Sequence[Found]) -> str:
-    """Describe the collectives of one kind in a program."""
-    synchronous = sum(collective.between is None for collective in each)
-    overlapping = Counter(collective.between > 0 for collective in each if collective.between is not None)
-    parts = [f"{synchronous} synchronous"] if synchronous else []
-    if overlapping:
-        counts = sorted(collective.between for collective in each if collective.between)
-        spread = " to ".join(str(count) for count in dict.fromkeys((*counts[:1], *counts[-1:])))
-        total = sum(overlapping.values())
-        which = "" if len(counts) == total == 1 else "each " if len(counts) == total else f"{len(counts)} of them "
-        parts.append(f"{total} asynchronous, {f'{which}with {spread} computations' if counts else 'nothing'} between start and done")
+    """Count the collectives of one kind in a program; in brackets, the fewest and the most computations between start and done."""
+    between = sorted(collective.between for collective in each if collective.between is not None)
+    parts = [f"{len(each) - len(between)} synchronous"] if len(each) > len(between) else []
+    if between:
+        parts.append(f"{len(between)} asynchronous ({' to '.join(dict.fromkeys((str(between[0]), str(between[-1]))))})")
     return "; ".join(parts)
 
 

@@ -636,4 +636,5 @@ ENTRY %main (x: f32[8]) -> f32[8] {
 """
     each = list(collectives(text))
     assert each == [Found("all-reduce", 2), Found("reduce-scatter", 0), Found("all-gather", None)]
-    assert in_words(each) == "1 synchronous; 2 asynchronous, 1 of them with 2 computations between start and done"
+    assert in_words(each) == "1 synchronous; 2 asynchronous (0 to 2)"
+    assert in_words(each[:1]) == "1 asynchronous (2)"
