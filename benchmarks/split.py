@@ -40,7 +40,7 @@ def _stage(recompute: str) -> StandaloneStage:
     """Return two blocks in the middle of the model."""
     stack = layers(MODEL)
     tokens = jax.ShapeDtypeStruct((ROWS, MODEL.seq_len), np.int32)
-    optimizer = jpipe.model.LayerwiseOptimizer(optax.adamw(1e-3), {})
+    optimizer = jpipe.model.LayerwiseOptimizer(optax.adamw(1e-3))
     return StandaloneStage(stack, jpipe.Stage(layers=BLOCKS, recompute=recompute), stack.specs(tokens), tokens, loss, optimizer)
 
 

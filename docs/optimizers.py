@@ -57,7 +57,7 @@ class Row(NamedTuple):
         make: returns it.
         instead: what to use in place of one that does not work, as its error names it; "" for one that works layer by layer.
         remark: what else to know.
-        in_structure: whether a layer has to stand in the structure of the whole model. Then `make` takes the shapes of that.
+        in_structure: whether `make` takes the shapes of the whole model, for masks and labels in its structure.
         in_slices: whether it works for blocks that are stacked in one array.
     """
 
@@ -104,7 +104,7 @@ def _skipping(function: Any) -> Any:
 
 
 _RATE = "`adamw` with a learning-rate schedule, or `schedule_free_adamw`"
-_NOISE = "`optax.partition` with an `add_noise` for each layer, each with its own key"
+_NOISE = "the noise that optax gives the whole model; each layer computes its own"
 _CLIP = "`clip_global_norm` of the pipeline"
 _SKIP = "`skip_nonfinite` of the pipeline"
 _NORMS = f"{_CLIP}, or `lamb` or `lars`"
@@ -148,14 +148,8 @@ OPTIMIZERS = (
     *_by_name(optax, "", "lbfgs", _RATE, "the update needs the loss as a value or as a function"),
     Row("`polyak_sgd`", optax.polyak_sgd, _RATE, "the update needs the loss as a value or as a function"),
     *_by_name(optax.contrib, "contrib.", "momo momo_adam sophia", _RATE, "the update needs the loss as a value or as a function"),
-    *_by_name(
-        optax.contrib,
-        "contrib.",
-        "galore",
-        "join such a layer to the next one",
-        "fails on a layer without parameters; works for other models",
-    ),
-    Row("`noisy_sgd`", lambda: optax.noisy_sgd(RATE, key=0), _NOISE),
+    *_by_name(optax.contrib, "contrib.", "galore", in_slices=False),
+    Row("`noisy_sgd`", lambda: optax.noisy_sgd(RATE, key=0), remark=_NOISE, in_slices=False),
     Row(
         "`contrib.dpsgd`",
         lambda: optax.contrib.dpsgd(RATE, l2_norm_clip=1.0, noise_multiplier=0.1, seed=0),
@@ -265,7 +259,7 @@ WRAPPERS = (
     Row("`centralize`", lambda: _before_sgd(optax.centralize())),
     Row("`add_decayed_weights`", lambda: _before_sgd(optax.add_decayed_weights(0.1))),
     Row("`keep_params_nonnegative`", lambda: optax.chain(optax.sgd(RATE), optax.keep_params_nonnegative())),
-    Row("`add_noise`", lambda: _before_sgd(optax.add_noise(0.1, 0.55, jax.random.key(0))), _NOISE),
+    Row("`add_noise`", lambda: _before_sgd(optax.add_noise(0.1, 0.55, jax.random.key(0))), remark=_NOISE, in_slices=False),
     Row("an `add_noise` for each layer", _noise_per_layer, in_structure=True, in_slices=False),
     Row("`ema`", lambda: _before_sgd(optax.ema(0.9)), remark="averages gradients; for weights use `ema_decay` of the pipeline"),
     Row("`lookahead`", lambda: optax.lookahead(optax.sgd(RATE), 5, 0.5), "`ema_decay` of the pipeline"),
@@ -299,8 +293,6 @@ def check(row: Row) -> str:
         return f"{row.name} raises: {error}" if not row.instead else f"{missing} is not in: {error}" if missing else ""
     if row.instead:
         return f"{row.name} works"
-    if bool(layerwise.blank) != row.in_structure:
-        return f"{row.name}: in_structure is {not row.in_structure}"
     if _difference(rule, layerwise, specs, dict, dict) >= 1e-12:
         return f"{row.name} gives other numbers layer by layer"
     return _check_stacked(row, dtype)
@@ -367,7 +359,8 @@ def _difference(rule: Any, layerwise: Any, specs: Any, split: Callable[[Any], An
         state, update = rule.init(whole), optax.with_extra_args_support(rule).update
         for step in range(STEPS):
             gradients, position = random_tree(), {"delay": jnp.float32(step / 2), "stage": jnp.int32(step % 2)}
-            updates, state = update(gradients, state, whole, **{name: position[name] for name in layerwise.accepted})
+            names = layerwise.of_model.traced.position
+            updates, state = update(gradients, state, whole, **{name: position[name] for name in names})
             whole, of_layers = optax.apply_updates(whole, updates), split(gradients)
             for layer_id, params in layers.items():
                 parts = (trained.of(layer_id, tree) for tree in (of_layers[layer_id], params))

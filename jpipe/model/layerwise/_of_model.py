@@ -4,7 +4,7 @@ Masks, labels and other functions of trees and paths are called in that trace, s
 Where a loop such as `nn.scan` stacks the blocks of a model, each layer has slices of the stacked arrays.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ from jpipe.model._subset import Subset
 from jpipe.model._ties import ModelTree, Ties
 from jpipe.model.jaxprs._wanted import evaluate_wanted, needed
 from jpipe.model.layerwise._trace import TracedOptimizer, dependence, trace_optimizer
+from jpipe.model.traced.flat._flatten import Leaf
 
 Tree = Any
 
@@ -66,8 +67,7 @@ class ModelOptimizer:
         for slots in self._rounds(entry):
             kept = self._state(entry, slots)
             arguments = self._placed(leaves, slots)
-            wanted = {array.number for array in kept}
-            results = evaluate_wanted(closed.jaxpr, closed.consts, arguments, [i in wanted for i in range(len(self.owners))])
+            results = _evaluated(closed, arguments, {array.number for array in kept})
             self._store(entry, state, kept, results, leaves)
         return unflatten_dict(state)
 
@@ -86,10 +86,9 @@ class ModelOptimizer:
                 *self._placed(gradients, slots),
                 *before,
                 *self._placed(leaves, slots),
-                *(position[n] for n in self.traced.position),
+                *map(position.get, self.traced.position),
             ]
-            wanted = {*slots, *(count + array.number for array in kept)}
-            results = evaluate_wanted(closed.jaxpr, closed.consts, arguments, [i in wanted for i in range(len(closed.jaxpr.outvars))])
+            results = _evaluated(closed, arguments, {*slots, *(count + array.number for array in kept)})
             for number, slot in slots.items():
                 updates[slot] = results[number].reshape(leaves[slot].shape)
             self._store(entry, new_state, kept, results[count:], leaves)
@@ -147,6 +146,13 @@ class ModelOptimizer:
             state[array.names] = value
 
 
+def _evaluated(closed: Any, arguments: Sequence[Any], wanted: Collection[int]) -> list[Any]:
+    """Return these results of a jaxpr, from the arguments that are not None. Its side effects see no other values than those."""
+    flags = [i in wanted for i in range(len(closed.jaxpr.outvars))]
+    is_missing = [argument is None for argument in arguments] if closed.effects else None
+    return evaluate_wanted(closed.jaxpr, closed.consts, arguments, flags, is_missing)
+
+
 def names_of(path: Sequence[Any]) -> tuple[str, ...]:
     """Return the names on a path, as they stand in snapshots."""
     return tuple(jax.tree_util.keystr((key,), simple=True) for key in path)
@@ -187,6 +193,12 @@ def traced_in(
         except Exception as error:
             failures.append(error)
     raise failures[0]
+
+
+def tree_by_id(specs: Mapping[str, Tree]) -> ModelTree:
+    """Return the tree of parameters by layer id, of a model whose layers are not cut from one."""
+    leaves, structure = jax.tree.flatten(dict(specs))
+    return ModelTree((structure,), tuple(leaf.shape for leaf in leaves), jax.tree.unflatten(structure, map(Leaf, range(len(leaves)))))
 
 
 def whole_specs(tree: ModelTree, specs: Mapping[str, Tree], *, sliced: bool = False) -> list[jax.ShapeDtypeStruct]:

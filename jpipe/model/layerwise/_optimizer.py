@@ -1,7 +1,6 @@
 """An optax optimizer applied to each layer separately."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -50,30 +49,23 @@ class LayerwiseOptimizer:
 
     Attributes:
         transformation: any optax transformation; `find_layerwise` says whether it may be used like this.
-        blank: empty; or all layers by layer id, with `optax.MaskedNode()` in place of every leaf, as optax does for leaves that a
-            transformation must not see. Then a layer has the structure of the whole model, which masks and labels given as trees need.
+        of_model: it, traced for the parameters of the whole model, of which each entry evaluates its part; None: apply it to each layer
+            alone.
         has_masters: whether the state is a `WithMasters`, whose masters are updated and then cast to the parameters' dtypes.
         ema_decay: keep an exponential moving average of the weights, or of the masters, with this decay.
         delay_factor: move the weights ahead of each update by this many updates for each update of its delay, as the last thing.
-        accepted: the names of the `Position` that the transformation accepts as extra arguments, sorted.
-        used: those of them on which its updates or its state depend.
+        used: the names of the `Position` on which its updates or its state depend, sorted.
         trained: the parameters that updates change, by entry (see `Ties`). Of frozen parameters there are no gradients and
             no optimizer state. A layer of which all are frozen has none of either.
-        of_model: the optimizer for the tree of the model that the layers were cut from, which updates one entry at a time; None: apply
-            `transformation` to layers by layer id.
-        structured: for shared parameters, and for layers with shared or frozen ones, (layer id, tree of that layer) from their arrays.
     """
 
     transformation: optax.GradientTransformation
-    blank: Mapping[str, Tree]
+    of_model: ModelOptimizer | None = None
     has_masters: bool = False
     ema_decay: float | None = None
-    trained: Subset = EVERYTHING
-    of_model: ModelOptimizer | None = None
-    structured: Mapping[str, Callable[[Tree], tuple[str, Tree]]] = field(default_factory=dict)
     delay_factor: float | None = None
-    accepted: tuple[str, ...] = ()
     used: tuple[str, ...] = ()
+    trained: Subset = EVERYTHING
 
     @property
     def required(self) -> tuple[str, ...]:
@@ -113,9 +105,12 @@ class LayerwiseOptimizer:
             return jax.tree.map(lambda p, master: master.astype(p.dtype), params, masters), WithMasters(masters, inner)
         gradient = jax.tree.map(lambda g, p: g.astype(p.dtype), gradient, params)
         state, average, ahead = state if self._has_buffers else (state, None, None)
-        extra = {name: position[name] if name in self.used else 0 for name in self.accepted}
         with optax_promotion():
-            update, state = self._update(layer_id, gradient, state, params, extra)
+            if self.of_model is not None:
+                update, state = self.of_model.update(layer_id, gradient, state, params, position)
+            else:
+                updates, state = self.transformation.update({layer_id: gradient}, state, {layer_id: params})
+                update = updates[layer_id]
             new = optax.apply_updates(params, update)
         if not self._has_buffers:
             return new, state
@@ -137,22 +132,7 @@ class LayerwiseOptimizer:
         return (state.state if self.has_masters else state).ahead
 
     def _init(self, entry: str, params: Tree) -> Tree:
-        if self.of_model is not None:
-            return self.of_model.init(entry, params)
-        return self.transformation.init(self._placed(entry, params)[1])
-
-    def _update(self, entry: str, gradient: Tree, state: Tree, params: Tree, extra: Mapping[str, Any]) -> tuple[Tree, Tree]:
-        """Return the updates of an entry, in the structure of its parameters, and its new state."""
-        if self.of_model is not None:
-            return self.of_model.update(entry, gradient, state, params, extra)
-        place, placed = self._placed(entry, params)
-        updates, state = self.transformation.update(self._placed(entry, gradient)[1], state, placed, **extra)
-        return with_structure(params, updates[place]), state
-
-    def _placed(self, entry: str, tree: Tree) -> tuple[str, dict[str, Tree]]:
-        """Return the layer id of an entry, and its tree as the transformation sees it."""
-        layer_id, tree = self.structured[entry](tree) if entry in self.structured else (entry, tree)
-        return layer_id, {**self.blank, layer_id: tree}
+        return self.transformation.init({entry: params}) if self.of_model is None else self.of_model.init(entry, params)
 
     @property
     def _has_buffers(self) -> bool:
@@ -172,11 +152,6 @@ class LayerwiseOptimizer:
 def without_prediction(params: Tree, ahead: Tree) -> Tree:
     """Return the parameters without the prediction that has moved them ahead."""
     return jax.tree.map(jnp.subtract, params, ahead)
-
-
-def with_structure(like: Tree, tree: Tree) -> Tree:
-    """Return the leaves of a tree in the structure of another one."""
-    return jax.tree.unflatten(jax.tree.structure(like), jax.tree.leaves(tree))
 
 
 def _precise_copy(leaf: jax.Array) -> jax.Array:

@@ -136,14 +136,11 @@ def read_state(traced: TracedOptimizer) -> list[bool]:
     return [bool(bit & read) for bit in bits]
 
 
-def coupled_layers(traced: TracedOptimizer, specs: Mapping[str, Tree]) -> tuple[str, str] | None:
-    """Return a layer whose update depends on another layer, at any step, and that other layer; or None."""
-    ids = sorted(specs)  # as the leaves of a dict come
-    marks = [1 << bit for bit, layer_id in enumerate(ids) for _ in jax.tree.leaves(specs[layer_id])]
-    for layer, mark in zip(marks, dependence(traced, marks)[0], strict=True):
-        if other_layers := mark & ~layer:
-            return ids[layer.bit_length() - 1], ids[other_layers.bit_length() - 1]
-    return None
+def has_momentum(traced: TracedOptimizer) -> bool:
+    """Return whether an optimizer has momentum: whether gradients of zero ever move parameters of zero, which no weight decay moves."""
+    count, update = len(traced.init.jaxpr.invars), traced.update
+    zeros = [True] * count + [False] * len(traced.paths) + [True] * count + [False] * len(traced.position)
+    return not all(always_zero(update.jaxpr, update.consts, zeros)[:count])
 
 
 def frozen_leaves(traced: TracedOptimizer) -> list[bool]:

@@ -177,5 +177,5 @@ def _empty_stage() -> jpipe.stages.StandaloneStage:
     """Return an empty stage in the middle of a pipeline."""
     stack = jpipe.LayerStack(dict.fromkeys(("before", "here", "after"), jnp.negative))
     specs = stack.specs(jax.ShapeDtypeStruct((1,), np.float32))
-    optimizer = jpipe.model.LayerwiseOptimizer(optax.identity(), {})
+    optimizer = jpipe.model.LayerwiseOptimizer(optax.identity())
     return jpipe.stages.StandaloneStage(stack, jpipe.Stage(layers=("here",)), specs, None, lambda y, labels: (y.sum(), y.sum()), optimizer)

@@ -52,7 +52,6 @@ SPLIT = {
         optax.set_to_zero(), lambda params: {i: n < 2 for n, i in enumerate(sorted(params))}
     ),
 }
-NEED_STRUCTURE = {"adamw, a tree as mask", "labels", "first layers frozen, by their place"}
 WHOLE = {
     "clip": optax.chain(optax.clip_by_global_norm(1.0), optax.adam(RATE)),
     "clip, seldom": optax.chain(optax.clip_by_global_norm(1e3), optax.sgd(RATE)),
@@ -79,7 +78,6 @@ WHOLE = {
     ),
     "parameters on a ball": optax.chain(optax.zero_nans(), optax.adam(RATE), on_a_ball(100.0)),
     "all in one": optax.flatten(optax.adam(RATE)),
-    "noise from one key": optax.chain(optax.add_noise(0.1, 0.5, jax.random.key(0)), optax.sgd(RATE)),
     "normalize": optax.chain(optax.contrib.normalize(), optax.sgd(RATE)),
 }
 RATE_OF_ITS_OWN = "adamw with a learning-rate schedule"
@@ -89,7 +87,6 @@ WAYS_OUT = {
     **dict.fromkeys(("prodigy", "prodigy without NaN", "dadapt_adamw", "dadapt_adamw without NaN"), RATE_OF_ITS_OWN),
     "parameters on a ball": "leave out the part that looks at all layers at once",
     "all in one": "leave out optax.flatten",
-    "noise from one key": "optax.partition with an add_noise for each layer",
 }
 
 
@@ -129,13 +126,13 @@ def test_the_tables_are_those_of_the_pages():
 
 
 @pytest.mark.parametrize("name", SPLIT)
-def test_trees_that_need_the_structure_of_the_model_get_it(name):
-    assert bool(find_layerwise(SPLIT[name], SPECS).blank) == (name in NEED_STRUCTURE)
+def test_optimizers_are_used_layer_by_layer_also_if_they_see_the_structure_of_the_model(name):
+    find_layerwise(SPLIT[name], SPECS)
 
 
 @pytest.mark.parametrize("name", few_on_oldest(WHOLE))
 def test_optimizers_that_look_at_all_layers_are_refused_with_a_way_out(name):
-    why = r"(the update of layer '\w+' depends on layer '\w+'|after step \d+ layer '\w+' is not updated as it is alone)"
+    why = r"the (update|state) of layer '\w+' depends on layer '\w+'"
     instead = WAYS_OUT.get(name, "clip_global_norm of the pipeline")
     with pytest.raises(InputError, match=rf"optimizer: it cannot be applied layer by layer, .*: {why}; instead: {instead}"):
         find_layerwise(WHOLE[name], SPECS)
@@ -145,20 +142,7 @@ def test_optimizers_that_look_at_all_layers_are_refused_with_a_way_out(name):
 @pytest.mark.parametrize("name", WHOLE)
 def test_with_the_parameters_in_one_layer_there_is_nothing_to_split(name):
     if name != "clip some layers":
-        find_layerwise(WHOLE[name], {"act": {}, "only": SPECS["block_0"]} if name != "all in one" else {"only": SPECS["block_0"]})
-
-
-@pytest.mark.parametrize("name", ["adam", "first layers frozen, by their place"])
-def test_only_some_of_many_layers_are_tried(name):
-    specs = {f"layer_{n:02}": {"kernel": spec(8, 8)} for n in range(40)}
-    assert bool(find_layerwise(SPLIT[name], specs).blank) == (name in NEED_STRUCTURE)
-    with pytest.raises(InputError, match="the update of layer 'layer_00' depends on layer 'layer_39'"):
-        find_layerwise(WHOLE["clip"], specs)
-
-
-def test_the_trial_is_not_disturbed_by_debugging_modes():
-    with jax.debug_nans(True), jax.transfer_guard("disallow"):
-        find_layerwise(SPLIT["adam"], SPECS)
+        find_layerwise(WHOLE[name], {"act": {}, "only": SPECS["block_0"]})
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

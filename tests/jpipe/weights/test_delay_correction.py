@@ -418,7 +418,8 @@ def test_an_optimizer_gets_the_delay_and_the_stage_of_each_update(name, tied):
     assert set(seen) == {(np.dtype(np.float32), np.dtype(np.int32))}
     for worker, (s, _) in zip(state.workers, plan.workers, strict=True):
         updates = 5 * plan.updates_per_batch(s)
-        for entry, (_, delays, stages) in worker.optimizer.items():
+        for entry, kept in worker.optimizer.items():
+            delays, stages = kept["1"], kept["2"]
             stage = next(i for i, stage in enumerate(plan.stages) if "noise" in stage.layers) if entry in stack.ties.first else s
             expected = [plan.delay(stage, update) for update in range(updates)][-6:]
             np.testing.assert_array_equal(delays[-len(expected) :], np.float32(expected))

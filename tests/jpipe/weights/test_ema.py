@@ -117,7 +117,7 @@ def test_an_average_starts_with_the_given_weights():
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_the_average_is_stored_in_float32(dtype):
     """In bfloat16, steps of a thousandth of the weights would be lost."""
-    rule = LayerwiseOptimizer(optax.sgd(0.5), {}, ema_decay=0.999)
+    rule = LayerwiseOptimizer(optax.sgd(0.5), ema_decay=0.999)
     params = {"w": jnp.ones(3, dtype)}
     state = rule.init("a", params)
     new, state = rule.update("a", {"w": jnp.ones(3, dtype)}, state, params)

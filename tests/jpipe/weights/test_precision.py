@@ -93,7 +93,7 @@ def test_a_step_with_masters_by_hand():
 
 
 def test_an_update_is_of_the_masters():
-    rule, params = LayerwiseOptimizer(optax.sgd(0.5), {}, has_masters=True), {"w": jnp.ones(3, jnp.bfloat16)}
+    rule, params = LayerwiseOptimizer(optax.sgd(0.5), has_masters=True), {"w": jnp.ones(3, jnp.bfloat16)}
     new, state = rule.update("a", {"w": jnp.full(3, 2.0**-9)}, rule.init("a", params), params)
     running.check_equal(state.masters, {"w": np.full(3, 1 - 2.0**-10, np.float32)})
     running.check_equal(new, {"w": jnp.ones(3, jnp.bfloat16)})

@@ -112,7 +112,7 @@ def test_a_split_backward_stores_no_logits_between_its_halves(recompute):
     for chunk in (None, 16):
         stack = layers(config, chunk)
         specs = stack.specs(labels)
-        optimizer = jpipe.model.LayerwiseOptimizer(optax.sgd(1.0), {})
+        optimizer = jpipe.model.LayerwiseOptimizer(optax.sgd(1.0))
         head = jpipe.Stage(layers=("head",), recompute=recompute)
         stages[chunk] = StandaloneStage(stack, head, {"head": specs["head"]}, labels, loss, optimizer)
     logits = rows * 8 * 500
