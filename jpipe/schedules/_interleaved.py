@@ -8,7 +8,7 @@ Reference: Narayanan et al. 2021, section 2.2.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from jpipe.schedules._schedule import Action, Shape, fused, pipeline_in_flight, pipeline_order, split_early
 
@@ -30,14 +30,14 @@ def flushed_order(plan: Shape, p: int, microbatches: Sequence[int], ahead: int, 
     return fused(plan, _interleaved(plan, p, microbatches, -(-len(microbatches) // rounds), 0, ahead, delay))
 
 
-def endless_order(plan: Shape, p: int, microbatches: Sequence[int]) -> Iterator[Action]:
+def endless_order(plan: Shape, p: int, microbatches: Sequence[int]) -> Iterable[Action]:
     """Return the order of batches without a flush, with groups of microbatches across batches; with one chunk a rank it is 1F1B."""
     if plan.depth == len(plan.pipeline_ranks):
         return pipeline_order(plan, p, microbatches)
     replicas, group = plan.replicas[0], len(plan.pipeline_ranks)
     begun = max(microbatches[0] - plan.options.flush_first * plan.microbatches, 0) // replicas % group
-    order = iter(fused(plan, _interleaved(plan, p, microbatches, group, begun, _AHEAD, None)))
-    return split_early(plan, order) if plan.options.split_backward == "early" else order
+    order = fused(plan, _interleaved(plan, p, microbatches, group, begun, _AHEAD, None))
+    return split_early(order) if plan.options.split_backward == "early" else order
 
 
 def _interleaved(

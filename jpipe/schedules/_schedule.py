@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
-from typing import Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 from jpipe.ops import OPS
 from jpipe.schedules._options import NO_OPTIONS, PlanOptions
@@ -64,31 +64,6 @@ class Action(NamedTuple):
         return OPS[self.op].finishes
 
 
-def synchronous_version(plan: Shape, s: int, k: int) -> int:
-    """Return v = floor(k / m): all microbatches of a batch read the weights of the last update."""
-    return k // plan.microbatches
-
-
-def one_version(plan: Shape, s: int) -> int:
-    """Return 1: only the newest weights are alive."""
-    return 1
-
-
-def repeats(plan: Shape) -> int:
-    """Return 1: the order is the same in each batch."""
-    return 1
-
-
-def no_refusal(plan: Shape) -> str:
-    """Return "": every plan is legal."""
-    return ""
-
-
-def updates_together(plan: Shape) -> bool:
-    """Return False: no stage updates before all have computed the gradients of the batch."""
-    return False
-
-
 @dataclass(frozen=True)
 class Schedule:
     """A pipeline schedule.
@@ -97,7 +72,8 @@ class Schedule:
     Microbatch k runs forward and backward on replica k mod r_s of each stage.
 
     The paper, its section and a timeline of each schedule are in the docstring of its module in `jpipe/schedules/`. The defaults suit a
-    schedule that flushes. `tests/jpipe/weights/test_schedule_contract.py` checks that the functions of each schedule agree with each other.
+    schedule that flushes: each batch reads the weights of the last update, the only ones alive, and every plan is legal.
+    `tests/jpipe/weights/test_schedule_contract.py` checks that the functions of each schedule agree with each other.
 
     Attributes:
         name: its name in plans.
@@ -125,15 +101,15 @@ class Schedule:
 
     name: str
     flushes: bool
-    order: Callable[[Shape, int, Sequence[int]], Iterator[Action]]
+    order: Callable[[Shape, int, Sequence[int]], Iterable[Action]]
     in_flight: Callable[[Shape, int], int]
     done: Callable[[Shape, int, int], int] = lambda plan, s, k: 0
-    period: Callable[[Shape], int] = repeats
+    period: Callable[[Shape], int] = lambda plan: 1
     layout: Literal["straight", "looped", "v", "any"] = "straight"
-    formula: Callable[[Shape, int, int], int] = synchronous_version
-    versions_alive: Callable[[Shape, int], int] = one_version
-    refusal: Callable[[Shape], str] = no_refusal
-    updates_early: Callable[[Shape], bool] = updates_together
+    formula: Callable[[Shape, int, int], int] = lambda plan, s, k: k // plan.microbatches
+    versions_alive: Callable[[Shape, int], int] = lambda plan, s: 1
+    refusal: Callable[[Shape], str] = lambda plan: ""
+    updates_early: Callable[[Shape], bool] = lambda plan: False
     options: tuple[str, ...] = ()
     closed_form: Literal["serial", "fill and drain", "1F1B"] | None = None
     data_parallel: bool = False
@@ -308,24 +284,23 @@ def _rank_refusal(schedule: Schedule, plan: Shape) -> str:
     if schedule.layout == "v" and depth % 2:
         even = f"{depth - 1} or {depth + 1}" if depth > 1 else "2"
         return f"{name} needs two stages on each rank, so an even number of stages, found {depth}; use {even} stages"
-    if schedule.layout == "v":
-        return f"{name} needs ranks in a V, on rank p of P the stages p and 2P - 1 - p; {shown}; leave out ranks"
-    if schedule.layout == "looped":
-        stages = "as many stages on each rank, stage s on rank s mod the number of ranks"
-        return f"{name} needs {stages}; {shown}; leave out ranks, or give chunks_per_rank instead"
-    if len(ranks) < depth:
-        return f"{name} runs one stage on each rank; {shown}; leave out ranks, or use {_SEVERAL}"
-    return f"{name} needs one stage on each rank, in order; {shown}; leave out ranks"
+    several = "as many stages on each rank, stage s on rank s mod the number of ranks"
+    needs, instead = {
+        "v": ("ranks in a V, on rank p of P the stages p and 2P - 1 - p", ""),
+        "looped": (several, ", or give chunks_per_rank instead"),
+        "straight": ("one stage on each rank, in order", f", or use {_SEVERAL}" if len(ranks) < depth else ""),
+    }[schedule.layout]
+    return f"{name} needs {needs}; {shown}; leave out ranks{instead}"
 
 
-def in_flight_of(order: Callable[[Shape, int, Sequence[int]], Iterable[Action]]) -> Callable[[Shape, int], int]:
-    """Return the `in_flight` of a schedule that flushes, which counts in its order."""
+def counted(order: Callable[[Shape, int, Sequence[int]], Iterable[Action]], **fields: Any) -> Schedule:
+    """Return a schedule that flushes, whose microbatches in flight are counted in its order; `fields` are the others of `Schedule`."""
 
     def in_flight(plan: Shape, s: int) -> int:
         p = next(p for p, stages in enumerate(plan.pipeline_ranks) if s in stages)
         return most_in_flight(e for e in order(plan, p, range(0, plan.microbatches, plan.replicas[s])) if e.stage == s)
 
-    return in_flight
+    return Schedule(flushes=True, order=order, in_flight=in_flight, **fields)
 
 
 def most_in_flight(order: Iterable[Action]) -> int:
@@ -338,7 +313,7 @@ def most_in_flight(order: Iterable[Action]) -> int:
     return most
 
 
-def split_early(plan: Shape, order: Iterator[Action]) -> Iterator[Action]:
+def split_early(order: Iterable[Action]) -> Iterator[Action]:
     """Yield the order with each backward split in two halves, so that the input gradient can be sent after the first.
 
     Stage 0 sends no input gradient, and keeps whole backwards.
@@ -392,7 +367,7 @@ def one_forward_one_backward(plan: Shape, s: int, microbatches: Sequence[int], a
 def pipeline_order(plan: Shape, p: int, microbatches: Sequence[int]) -> Iterator[Action]:
     """Return 1F1B with the number of microbatches in flight that keeps every rank busy."""
     order = one_forward_one_backward(plan, p, microbatches, pipeline_in_flight(plan, p))
-    return split_early(plan, order) if plan.options.split_backward == "early" else order
+    return split_early(order) if plan.options.split_backward == "early" else order
 
 
 def pipeline_in_flight(plan: Shape, s: int) -> int:

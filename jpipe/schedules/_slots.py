@@ -1,7 +1,7 @@
 """Orders of ranks in a V, written without the numbers of the microbatches."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 from jpipe.ops import OPS
 from jpipe.schedules._schedule import Action, Shape, fused
@@ -15,7 +15,7 @@ def in_turn(pattern: str, times: int) -> list[Slot]:
     return [(name[0], int(name[1:])) for name in pattern.split()] * max(times, 0)
 
 
-def numbered(plan: Shape, p: int, microbatches: Sequence[int], slots: Iterable[Slot]) -> Iterator[Action]:
+def numbered(plan: Shape, p: int, microbatches: Sequence[int], slots: Iterable[Slot]) -> list[Action]:
     """Return the order of a rank: each op takes the next microbatch at its chunk; slots without one are skipped.
 
     Args:
@@ -31,4 +31,4 @@ def numbered(plan: Shape, p: int, microbatches: Sequence[int], slots: Iterable[S
         done.update((part, chunk) for part in parts)
         if n < len(microbatches):
             order.append(Action(op, plan.pipeline_ranks[p][chunk], microbatches[n]))
-    return iter(fused(plan, order))
+    return fused(plan, order)

@@ -14,15 +14,15 @@ and W / 2, where F = I = W; otherwise near it. Needs m >= 2 d for each replica.
 Reference: DeepSeek 2025, github.com/deepseek-ai/DualPipe, DualPipeV; Sea AI Lab 2025, "cut-in-half".
 """  # noqa: E501 - the timeline
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from jpipe.schedules._interleaved import unequal_replicas
-from jpipe.schedules._schedule import Action, Schedule, Shape, in_flight_of
+from jpipe.schedules._schedule import Action, Shape, counted
 from jpipe.schedules._slots import Slot, in_turn, numbered
 
 
-def _order(plan: Shape, p: int, microbatches: Sequence[int]) -> Iterator[Action]:
-    """Yield the order of a rank; chunk 0 is on the way down the V, chunk 1 on the way back."""
+def _order(plan: Shape, p: int, microbatches: Sequence[int]) -> list[Action]:
+    """Return the order of a rank; chunk 0 is on the way down the V, chunk 1 on the way back."""
     ranks = len(plan.pipeline_ranks)
     before_last = ranks - 1 - p
     split = [1 - n % 2 for n in range(p + 1, 2 * (p + 1))]  # the chunks of the last backwards, in turn
@@ -54,11 +54,9 @@ def _refusal(plan: Shape) -> str:
     return ""
 
 
-DUALPIPE_V = Schedule(
+DUALPIPE_V = counted(
     name="dualpipe_v",
-    flushes=True,
     order=_order,
-    in_flight=in_flight_of(_order),
     layout="v",
     refusal=_refusal,
 )

@@ -12,21 +12,12 @@ Bubble of a batch: (d - 1) (F + B) / v on d ranks, where m is a multiple of d. T
 microbatches in flight. Reference: Narayanan et al. 2021, section 2.2.
 """
 
-from collections.abc import Iterator, Sequence
-
 from jpipe.schedules._interleaved import flushed_order, unequal_replicas
-from jpipe.schedules._schedule import Action, Schedule, Shape, in_flight_of
+from jpipe.schedules._schedule import counted
 
-
-def _order(plan: Shape, p: int, microbatches: Sequence[int]) -> Iterator[Action]:
-    return iter(flushed_order(plan, p, microbatches, 2))
-
-
-INTERLEAVED_1F1B = Schedule(
+INTERLEAVED_1F1B = counted(
     name="interleaved_1f1b",
-    flushes=True,
-    order=_order,
-    in_flight=in_flight_of(_order),
+    order=lambda plan, p, microbatches: flushed_order(plan, p, microbatches, 2),
     layout="looped",
     refusal=unequal_replicas,
 )

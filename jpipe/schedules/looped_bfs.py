@@ -13,16 +13,16 @@ A stage finishes its batch before the rank begins its next one, so that its sum 
 Reference: Lamy-Poirier 2022, "Breadth-First Pipeline Parallelism", section 4.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from jpipe.schedules._schedule import Action, Schedule, Shape, fused
 
 
-def _order(plan: Shape, p: int, microbatches: Sequence[int]) -> Iterator[Action]:
+def _order(plan: Shape, p: int, microbatches: Sequence[int]) -> list[Action]:
     stages = plan.pipeline_ranks[p]
     forwards = [Action("F", s, k) for s in stages for k in microbatches]
     backwards = [Action("B", s, k) for s in reversed(stages) for k in microbatches]
-    return iter(fused(plan, [*forwards, *backwards]))
+    return fused(plan, [*forwards, *backwards])
 
 
 LOOPED_BFS = Schedule(

@@ -21,36 +21,24 @@ from jpipe.schedules._schedule import Schedule, Shape, pipeline_in_flight
 
 
 def _refusal(plan: Shape) -> str:
-    is_straight = plan.depth == len(plan.pipeline_ranks)
-    return ("" if is_straight else unequal_replicas(plan)) or _too_few_microbatches(plan)
-
-
-def _too_few_microbatches(plan: Shape) -> str:
-    least = _least_straight(plan) if plan.depth == len(plan.pipeline_ranks) else _least_in_chunks(plan)
-    if plan.microbatches < least:
-        ranks = "" if plan.depth == len(plan.pipeline_ranks) else f" on {len(plan.pipeline_ranks)} ranks"
-        extra = f" with extra_in_flight {plan.options.extra_in_flight}" if plan.options.extra_in_flight else ""
-        replicated = max(plan.replicas) > 1
-        replicas = f" with replicas {list(plan.replicas)}" if replicated else ""
-        fewer = "fewer stages or replicas" if replicated else "fewer stages"
-        return (
-            f"the schedule 'pipedream_2bw' needs at least {least} microbatches for {plan.depth} stages{ranks}{replicas}{extra}, "
-            f"found microbatches {plan.microbatches}; raise microbatches or use {fewer}"
-        )
-    return ""
-
-
-def _least_straight(plan: Shape) -> int:
-    # A stage reads W(t) when it has done all except its last n_s - 1 microbatches of batch t; a sum over replicas delays that by one.
-    needs = [r * (pipeline_in_flight(plan, s) - 1 + (r > 1)) for s, r in enumerate(plan.replicas)]
-    common = math.lcm(*plan.replicas)
-    return -(-max(plan.depth, *needs) // common) * common
-
-
-def _least_in_chunks(plan: Shape) -> int:
-    # The same on p ranks of several stages, by counting in the order: 2 (p - 1), one more for odd p; 2 p for each of several replicas.
-    ranks, replicas = len(plan.pipeline_ranks), plan.replicas[0]
-    return 2 * (ranks - 1) + ranks % 2 if replicas == 1 else 2 * ranks * replicas
+    ranks, replicated = len(plan.pipeline_ranks), max(plan.replicas) > 1
+    if plan.depth == ranks:
+        # A stage reads W(t) when it has done all except its last n_s - 1 microbatches of batch t; a sum over replicas delays that by one.
+        needs = [r * (pipeline_in_flight(plan, s) - 1 + (r > 1)) for s, r in enumerate(plan.replicas)]
+        common, several = math.lcm(*plan.replicas), ""
+        least = -(-max(plan.depth, *needs) // common) * common
+    elif reason := unequal_replicas(plan):
+        return reason
+    else:  # the same, by counting in the order: 2 (p - 1) on p ranks, one more for odd p; 2 p for each of several replicas
+        least, several = 2 * ranks * plan.replicas[0] if replicated else 2 * (ranks - 1) + ranks % 2, f" on {ranks} ranks"
+    if plan.microbatches >= least:
+        return ""
+    extra = f" with extra_in_flight {plan.options.extra_in_flight}" if plan.options.extra_in_flight else ""
+    replicas = f" with replicas {list(plan.replicas)}" if replicated else ""
+    return (
+        f"the schedule 'pipedream_2bw' needs at least {least} microbatches for {plan.depth} stages{several}{replicas}{extra}, found "
+        f"microbatches {plan.microbatches}; raise microbatches or use fewer stages{' or replicas' if replicated else ''}"
+    )
 
 
 PIPEDREAM_2BW = Schedule(

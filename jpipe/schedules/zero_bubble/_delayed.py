@@ -1,11 +1,11 @@
 """1F1B with delayed backwards for weights."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from jpipe.schedules._schedule import Action, Shape, fused, one_forward_one_backward
 
 
-def delayed_weights(plan: Shape, p: int, microbatches: Sequence[int], ahead: int, delay: int) -> Iterator[Action]:
+def delayed_weights(plan: Shape, p: int, microbatches: Sequence[int], ahead: int, delay: int) -> list[Action]:
     """Return 1F1B where the backward for weights of a microbatch comes `delay` microbatches after that for inputs.
 
     Args:
@@ -22,4 +22,4 @@ def delayed_weights(plan: Shape, p: int, microbatches: Sequence[int], ahead: int
             order.append(Action("I", p, entry.microbatch))
             delay -= 1
             order += [Action("W", p, next(weights))] if delay < 0 else []
-    return iter(fused(plan, [*order, *(Action("W", p, k) for k in weights)]))
+    return fused(plan, [*order, *(Action("W", p, k) for k in weights)])

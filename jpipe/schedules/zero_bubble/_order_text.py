@@ -4,7 +4,6 @@ import re
 from collections import Counter
 from collections.abc import Iterable
 from functools import lru_cache
-from typing import NamedTuple
 
 from jpipe.ops import OPS
 from jpipe.schedules._schedule import Action, Ranks, Shape
@@ -18,42 +17,28 @@ def as_text(order: Iterable[Action]) -> str:
     return " ".join(f"{op}{s}.{k}" for op, s, k in order)
 
 
-class Read(NamedTuple):
-    """An order that was read, or the reason why it is wrong.
-
-    Attributes:
-        ranks: for each rank its computations, with the microbatches of one replica counted from 0.
-        refusal: the reason, or "".
-    """
-
-    ranks: tuple[tuple[Action, ...], ...]
-    refusal: str
-
-
 class _WrongOrder(Exception):
     """An order that cannot be run; the message says where and why."""
 
 
-def read_order(plan: Shape) -> Read:
-    """Read the order of a plan that has one."""
+def read_order(plan: Shape) -> tuple[tuple[Action, ...], ...] | str:
+    """Return for each rank its computations, with the microbatches of one replica counted from 0, or why the order of a plan is wrong."""
     assert plan.options.order is not None
     microbatches_of_ranks = tuple(plan.microbatches // plan.replicas[stages[0]] for stages in plan.pipeline_ranks)
     return _read(plan.options.order, plan.pipeline_ranks, microbatches_of_ranks, plan.options.order_limit)
 
 
 @lru_cache(maxsize=16)  # plans ask for it at each step
-def _read(order: tuple[str, ...], ranks: Ranks, microbatches: tuple[int, ...], limit: int | None) -> Read:
+def _read(order: tuple[str, ...], ranks: Ranks, microbatches: tuple[int, ...], limit: int | None) -> tuple[tuple[Action, ...], ...] | str:
     if len(order) != len(ranks):
         change = "add those of the other ranks" if len(order) < len(ranks) else f"remove those after the first {len(ranks)}"
-        return Read((), f"order: expected one text for each of {len(ranks)} ranks, found {len(order)}; {change}")
+        return f"order: expected one text for each of {len(ranks)} ranks, found {len(order)}; {change}"
     last = max(s for stages in ranks for s in stages)
+    texts = enumerate(zip(order, ranks, strict=True))
     try:
-        read = [
-            _Checks(p, stages, microbatches[p], last, limit).read(text) for p, (text, stages) in enumerate(zip(order, ranks, strict=True))
-        ]
+        return tuple(_Checks(p, stages, microbatches[p], last, limit).read(text) for p, (text, stages) in texts)
     except _WrongOrder as error:
-        return Read((), str(error))
-    return Read(tuple(read), "")
+        return str(error)
 
 
 class _Checks:

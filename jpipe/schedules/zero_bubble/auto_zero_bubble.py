@@ -22,7 +22,7 @@ from typing import SupportsIndex
 
 from jpipe.errors import InputError, short
 from jpipe.ops import OPS
-from jpipe.schedules._schedule import Action, Ranks, Schedule, Shape, fused, in_flight_of, most_in_flight
+from jpipe.schedules._schedule import Action, Ranks, Shape, counted, fused, most_in_flight
 from jpipe.schedules.zero_bubble._greedy import Order, Problem, StageTimes, list_schedules, seconds
 from jpipe.schedules.zero_bubble._order_text import as_text, read_order
 from jpipe.schedules.zero_bubble.interleaved_zero_bubble import INTERLEAVED_ZERO_BUBBLE
@@ -92,26 +92,26 @@ def _static_orders(plan: Shape, problem: Problem) -> Iterator[Order]:
                 yield order
 
 
-def _unfused(order: Iterator[Action]) -> tuple[Action, ...]:
+def _unfused(order: Iterable[Action]) -> tuple[Action, ...]:
     return tuple(Action(op, s, k) for fused_op, s, k in order for op in OPS[fused_op].pieces)
 
 
-def _order(plan: Shape, p: int, microbatches: Sequence[int]) -> Iterator[Action]:
-    return iter(fused(plan, (entry._replace(microbatch=microbatches[entry.microbatch]) for entry in read_order(plan).ranks[p])))
+def _order(plan: Shape, p: int, microbatches: Sequence[int]) -> list[Action]:
+    order = read_order(plan)
+    assert not isinstance(order, str), order
+    return fused(plan, (entry._replace(microbatch=microbatches[entry.microbatch]) for entry in order[p]))
 
 
 def _refusal(plan: Shape) -> str:
     if plan.options.order is None:
         how = "make one with jpipe.schedules.greedy_order, or say what each rank computes, such as 'F0.0 F0.1 I0.0 W0.0'"
         return f"the schedule 'auto_zero_bubble' needs an order for each rank, found none; {how}"
-    return read_order(plan).refusal
+    return order if isinstance(order := read_order(plan), str) else ""
 
 
-AUTO_ZERO_BUBBLE = Schedule(
+AUTO_ZERO_BUBBLE = counted(
     name="auto_zero_bubble",
-    flushes=True,
     order=_order,
-    in_flight=in_flight_of(_order),
     layout="any",
     refusal=_refusal,
     options=("order", "order_limit"),

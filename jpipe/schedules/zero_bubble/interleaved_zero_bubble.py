@@ -14,21 +14,12 @@ Ranks begin with d - 1 - p forwards fewer than under `interleaved_1f1b`, with le
 Reference: Qi et al. 2023 for the halves, Narayanan et al. 2021 for the order; ScheduleInterleavedZeroBubble of PyTorch.
 """
 
-from collections.abc import Iterator, Sequence
-
 from jpipe.schedules._interleaved import flushed_order, unequal_replicas
-from jpipe.schedules._schedule import Action, Schedule, Shape, in_flight_of
+from jpipe.schedules._schedule import counted
 
-
-def _order(plan: Shape, p: int, microbatches: Sequence[int]) -> Iterator[Action]:
-    return iter(flushed_order(plan, p, microbatches, 1, delay=p))
-
-
-INTERLEAVED_ZERO_BUBBLE = Schedule(
+INTERLEAVED_ZERO_BUBBLE = counted(
     name="interleaved_zero_bubble",
-    flushes=True,
-    order=_order,
-    in_flight=in_flight_of(_order),
+    order=lambda plan, p, microbatches: flushed_order(plan, p, microbatches, 1, delay=p),
     layout="looped",
     refusal=unequal_replicas,
 )

@@ -14,19 +14,10 @@ m >= d, a third of that of 1F1B for F = I = W; for longer W more.
 Reference: Qi et al. 2023, "Zero Bubble Pipeline Parallelism", section 2.2.
 """
 
-from collections.abc import Iterator, Sequence
-
-from jpipe.schedules._schedule import Action, Schedule, Shape, in_flight_of, pipeline_in_flight
+from jpipe.schedules._schedule import counted, pipeline_in_flight
 from jpipe.schedules.zero_bubble._delayed import delayed_weights
 
-
-def _order(plan: Shape, p: int, microbatches: Sequence[int]) -> Iterator[Action]:
-    return delayed_weights(plan, p, microbatches, pipeline_in_flight(plan, p), p)
-
-
-ZB_H1 = Schedule(
+ZB_H1 = counted(
     name="zb_h1",
-    flushes=True,
-    order=_order,
-    in_flight=in_flight_of(_order),
+    order=lambda plan, p, microbatches: delayed_weights(plan, p, microbatches, pipeline_in_flight(plan, p), p),
 )

@@ -15,19 +15,10 @@ F >= I >= W and m >= 2 d - 1. Ranks that wait for each other at updates (the glo
 Reference: Qi et al. 2023, "Zero Bubble Pipeline Parallelism", section 2.3.
 """
 
-from collections.abc import Iterator, Sequence
-
-from jpipe.schedules._schedule import Action, Schedule, Shape, in_flight_of, pipeline_in_flight
+from jpipe.schedules._schedule import counted, pipeline_in_flight
 from jpipe.schedules.zero_bubble._delayed import delayed_weights
 
-
-def _order(plan: Shape, p: int, microbatches: Sequence[int]) -> Iterator[Action]:
-    return delayed_weights(plan, p, microbatches, 2 * pipeline_in_flight(plan, p) - 1, 2 * p)
-
-
-ZB_H2 = Schedule(
+ZB_H2 = counted(
     name="zb_h2",
-    flushes=True,
-    order=_order,
-    in_flight=in_flight_of(_order),
+    order=lambda plan, p, microbatches: delayed_weights(plan, p, microbatches, 2 * pipeline_in_flight(plan, p) - 1, 2 * p),
 )

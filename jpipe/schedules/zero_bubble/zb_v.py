@@ -15,15 +15,15 @@ this one. For other times see `auto_zero_bubble`. With fewer than 2 d - 1 microb
 Reference: Qi et al. 2024, "Pipeline Parallelism with Controllable Memory", section 4.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from jpipe.schedules._interleaved import unequal_replicas
-from jpipe.schedules._schedule import Action, Schedule, Shape, in_flight_of
+from jpipe.schedules._schedule import Action, Shape, counted
 from jpipe.schedules._slots import in_turn, numbered
 
 
-def _order(plan: Shape, p: int, microbatches: Sequence[int]) -> Iterator[Action]:
-    """Yield the order of a rank; chunk 0 is on the way down the V, chunk 1 on the way back."""
+def _order(plan: Shape, p: int, microbatches: Sequence[int]) -> list[Action]:
+    """Return the order of a rank; chunk 0 is on the way down the V, chunk 1 on the way back."""
     ranks = len(plan.pipeline_ranks)
     count = max(len(microbatches), 2 * ranks - 1)
     slots = [
@@ -39,11 +39,9 @@ def _order(plan: Shape, p: int, microbatches: Sequence[int]) -> Iterator[Action]
     return numbered(plan, p, microbatches, slots)
 
 
-ZB_V = Schedule(
+ZB_V = counted(
     name="zb_v",
-    flushes=True,
     order=_order,
-    in_flight=in_flight_of(_order),
     layout="v",
     refusal=unequal_replicas,
 )

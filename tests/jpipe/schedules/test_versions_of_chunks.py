@@ -118,7 +118,7 @@ def test_after_flushed_batches_the_order_restarts():
         (
             "zb_h1",
             {"ranks": [[0, 3], [1, 2]]},
-            r"'zb_h1' runs one stage on each rank; found ranks \[\[0, 3\], \[1, 2\]\]; leave out ranks, or use an",
+            r"'zb_h1' needs one stage on each rank, in order; found ranks \[\[0, 3\], \[1, 2\]\]; leave out ranks, or use an",
         ),
         (
             "zb_h1",
