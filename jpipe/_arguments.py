@@ -12,8 +12,8 @@ from flax import nnx
 from jpipe._numbers import is_int, is_number
 from jpipe.capabilities.registry import OPTIONS
 from jpipe.errors import InputError, nearest, short
+from jpipe.model._calls import Loss
 from jpipe.model._layer import LayerSpec, key_spec
-from jpipe.model._losses import Loss
 from jpipe.model._precision import Precision
 from jpipe.model._stack import LayerStack
 from jpipe.model.layerwise._transformation import has_nesterov

@@ -31,7 +31,7 @@ from jpipe.capabilities.registry import uses_by
 from jpipe.context import traced_platform, tracing_for
 from jpipe.errors import InputError
 from jpipe.meshes._place import Place
-from jpipe.model._losses import Loss
+from jpipe.model._calls import Loss
 from jpipe.model._precision import PLAIN, Precision, cast_layers, check_precision
 from jpipe.model._stack import LayerStack
 from jpipe.model.jaxprs._rows import warn_of_mixed_rows
@@ -47,6 +47,7 @@ from jpipe.runtime._placement import checked_devices, place, place_names, place_
 from jpipe.runtime._plain import Plain
 from jpipe.runtime._snapshot import Snapshot, fitting, for_stage, restored_worker
 from jpipe.runtime.state import State, WorkerState, check_state, fresh_worker, initialized_at, is_fresh
+from jpipe.stages._arrays import shares_of
 from jpipe.stages._batch import (
     Batch,
     Bucket,
@@ -62,7 +63,6 @@ from jpipe.stages._builder import StageBuilder
 from jpipe.stages._bytes import measure_stages
 from jpipe.stages._compile import CompiledPrograms, compile_initializers, compile_stages
 from jpipe.stages._compiled_stage import CompiledStage
-from jpipe.stages._shares import shares_of
 from jpipe.stages.functions._evaluation import check_evaluation
 from jpipe.stages.functions._stage import StageFunctions
 

@@ -154,7 +154,9 @@ def linen_layer(where: str, module: linen.Module, num_inputs: int | None = None)
         return params, jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), state, after)
 
     def apply(params: Tree, state: Tree, x: Tree, key: jax.Array | None, train: bool) -> tuple[Tree, Tree]:
-        rngs = {} if key is None else _streams(key) if is_whole else {"dropout": key}
+        rngs = {} if key is None else {"dropout": key}
+        if key is not None and is_whole:  # Linen draws from "params" in place of a stream that is missing
+            rngs["params"] = jax.random.fold_in(key, 1)
         variables, inputs = {"params": params, **state}, arguments_of(x, num_inputs)
         try:
             if not train or not state:
@@ -171,11 +173,6 @@ def linen_layer(where: str, module: linen.Module, num_inputs: int | None = None)
     # Linen asks for a "dropout" key only when it needs one: whether it does shows when it is traced, so it always gets one.
     draws = is_whole or bool(mode(True))
     return Layer(init, apply, draws, owner=module, axes=axes, draws_in_evaluation=draws)
-
-
-def _streams(key: jax.Array) -> dict[str, jax.Array]:
-    """Return the random keys of a whole model; Linen draws from "params" in place of a stream that is missing."""
-    return {"dropout": key, "params": jax.random.fold_in(key, 1)}
 
 
 def linen_axes(params: Tree) -> dict[str, tuple[str | None, ...]]:

@@ -15,6 +15,9 @@ Tree = Any
 Modes = Callable[[bool], dict[str, Any]]
 """From `train` to the arguments of a call that select training or evaluation."""
 
+Loss = Callable[..., tuple[jax.Array, jax.Array]]
+"""`(outputs, labels) -> (sum, weight)`; with a further parameter `rngs` or `key`, it gets random numbers."""
+
 _MODES = {"train": True, "training": True, "is_training": True, "deterministic": False, "use_running_average": False}
 """The value of each mode parameter in training, by name; in evaluation it is the opposite."""
 
@@ -114,3 +117,23 @@ def call_by_name(function: Callable[..., Any], positional: Sequence[Any], named:
             break
         arguments.append(keywords.pop(parameter.name) if parameter.name in keywords else remaining.pop(0))
     return function(*arguments, *remaining, **keywords)
+
+
+# Losses and metrics ----------------------------------------------------------------------------------------------------
+
+
+def random_parameter(function: Loss) -> str | None:
+    """Return the parameter that asks for random numbers: `rngs` or `key`, if its only default is None."""
+    parameters = list(parameters_of(function).values())[2:]  # after the outputs and labels
+    names = (p.name for p in parameters if p.name in ("rngs", "key") and (p.default is None or p.default is p.empty))
+    return next(names, None)
+
+
+def call_with_randomness(function: Loss, outputs: Tree, labels: Tree, key: jax.Array | None) -> Any:
+    """Call a loss or a metric, with random numbers if it asks for them: `rngs` a `flax.nnx.Rngs`, `key` the key itself."""
+    name = random_parameter(function)
+    if name is None:
+        return function(outputs, labels)
+    assert key is not None
+    randomness: dict[str, Any] = {name: nnx.Rngs(key) if name == "rngs" else key}
+    return function(outputs, labels, **randomness)

@@ -19,12 +19,11 @@ from jpipe.model._ties import ModelTree, Tie, Ties
 from jpipe.model.jaxprs._constants import built_module, reject_constants
 from jpipe.model.traced._cuts import Granularity
 from jpipe.model.traced._model import TracedModel, cut_model
+from jpipe.model.traced._trace import context
 from jpipe.model.traced.doors._doors import open_function, open_model
 from jpipe.model.traced.doors._whole import Whole
 
 Tree = Any  # a pytree of arrays
-
-_SETTINGS = "jax_enable_x64", "jax_numpy_dtype_promotion", "jax_numpy_rank_promotion", "jax_default_prng_impl"  # that change specs
 
 
 class Probed(NamedTuple):
@@ -387,9 +386,8 @@ class LayerStack:
     def like(self, layer_id: str, x: Tree) -> Any:
         """Return what a layer's spec depends on: layers given as one object, such as one constructor, are traced once for each input."""
         leaves, treedef = jax.tree.flatten(x)
-        settings = tuple(jax.config.values[name] for name in _SETTINGS)
         same = self._object_ids[layer_id] if self.traced is None else self.traced.first_equal(layer_id, x)
-        return same, layer_id == self.ids[-1], treedef, tuple((leaf.shape, leaf.dtype) for leaf in leaves), settings
+        return same, layer_id == self.ids[-1], treedef, tuple((leaf.shape, leaf.dtype) for leaf in leaves), context()
 
     def _spec(self, layer_id: str, before: str, x: Tree) -> LayerSpec:
         """Return the specs around one layer, whose input `x` comes from `before`."""

@@ -12,7 +12,7 @@ import numpy as np
 from jpipe.capabilities.protocol import TransportHooks, hooks, merged
 from jpipe.capabilities.registry import runtimes_for, runtimes_of
 from jpipe.meshes._place import Place
-from jpipe.model._losses import Loss
+from jpipe.model._calls import Loss
 from jpipe.plan import Plan
 from jpipe.processes._membership import Processes
 from jpipe.programs._instructions import Program, Receive, Send
@@ -25,11 +25,10 @@ from jpipe.runtime._transport import Sent, Transport, arrived
 from jpipe.runtime._worker import Added, Data, RunResults
 from jpipe.runtime.state import State, WeightVersions, WorkerState, copied, fetched, fingerprint, model_of
 from jpipe.schedules import SCHEDULES
-from jpipe.stages._arrays import Arrays, shardings_of
+from jpipe.stages._arrays import Arrays, shardings_of, shares_of
 from jpipe.stages._batch import Batch, Bucket, Padded, check_outputs, describe_shapes, joined_rows, rows_of, to_host
 from jpipe.stages._compile import compile_workers, with_metrics, with_outputs
 from jpipe.stages._compiled_stage import CompiledStage
-from jpipe.stages._shares import shares_of
 from jpipe.stages.functions._evaluation import check_evaluation
 from jpipe.stages.functions._stage import StageFunctions
 from jpipe.stages.functions._update import average_params, delay_squares, newest_params

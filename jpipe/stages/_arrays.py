@@ -8,10 +8,11 @@ from typing import Any
 import jax
 
 from jpipe.capabilities.protocol import hooks
-from jpipe.capabilities.registry import runtimes_for, updates_for
+from jpipe.capabilities.registry import runtimes_for, runtimes_of, updates_for
 from jpipe.meshes._place import Place
 from jpipe.model.layerwise._trace import position_spec
 from jpipe.ops import Reads
+from jpipe.plan import Plan
 from jpipe.stages.functions._stage import StageFunctions
 
 Tree = Any
@@ -42,6 +43,14 @@ class Share:
     def outgoing(self, tree: Mapping[str, Tree]) -> dict[str, Tree]:
         """Return the entries of a tree that the replica sends to the other replicas."""
         return {entry: tree[entry] for entry in self.exclusive}
+
+
+def shares_of(plan: Plan, f: StageFunctions) -> tuple[Share | None, ...]:
+    """Return the share of each replica of a stage, or Nones where each updates everything."""
+    for shares in hooks("shares", runtimes_of(plan)):
+        divided: tuple[Share | None, ...] = shares(plan, f)
+        return divided
+    return (None,) * f.stage.replicas
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from jpipe.capabilities.registry import exchange_of, values_of
 from jpipe.context import traced_platform
 from jpipe.errors import InputError
 from jpipe.meshes._partition import partitions
+from jpipe.model._calls import Loss, random_parameter
 from jpipe.model._layer import LayerSpec
-from jpipe.model._losses import Loss, random_parameter
 from jpipe.model._precision import Precision
 from jpipe.model._stack import LayerStack, Probed
 from jpipe.model.layerwise._optimizer import LayerwiseOptimizer
@@ -23,8 +23,7 @@ from jpipe.schedules import SCHEDULES
 from jpipe.stages._batch import Batch, rows_of
 from jpipe.stages._gradients import check_gradients, with_gradients
 from jpipe.stages.functions._loss import check_loss
-from jpipe.stages.functions._specs import Specs, rng_spec
-from jpipe.stages.functions._stage import StageFunctions
+from jpipe.stages.functions._stage import Specs, StageFunctions, rng_spec
 
 Tree = Any
 
@@ -75,15 +74,19 @@ class StageBuilder:
             return self._built[1]
         inputs, labels = spec
         layers = self._stack.specs(inputs)
-        unprobed = LayerwiseOptimizer(self._optimizer, {})  # a wrong loss is reported before a wrong optimizer
-        functions = []
+        unprobed = LayerwiseOptimizer(self._optimizer)  # a wrong loss is reported before a wrong optimizer
         split = partitions(self._plan, self._stack, layers, rows_of(spec))
         entries = self._stack.ties.in_stages([stage.layers for stage in self._plan.stages])
         capabilities = values_of(self._plan, self._arguments, entries)
+        functions = []
         for s, stage in enumerate(self._plan.stages):
-            options: dict[str, Any] = {"average_state": self._average_state, "counted": entries.counted[s], "capabilities": capabilities}
-            options |= {"number": s} if capabilities else {}
-            options |= {"partition": split[s]}
+            options = {
+                "counted": entries.counted[s],
+                "partition": split[s],
+                "number": s if capabilities else 0,
+                "capabilities": capabilities,
+            }
+            options["average_state"] = self._average_state
             functions.append(stage_functions(self._stack, stage, layers, labels, self._loss, unprobed, self._precision, **options))
         layerwise = self._layerwise({layer_id: spec.params for layer_id, spec in layers.items()})
         check_gradients(self._stack, layers, len(self._plan.stages[0].layers), self._loss, labels, layerwise.trained)

@@ -14,16 +14,15 @@ from jpipe.meshes._place import Place
 from jpipe.model.jaxprs._wanted import without_effects
 from jpipe.ops import OPS, Leaves, Op
 from jpipe.stages._arrays import Arrays, Share, shardings_of
-from jpipe.stages.functions._accumulators import mean_loss
 from jpipe.stages.functions._evaluation import evaluate, predict
-from jpipe.stages.functions._loss import loss_dtype
+from jpipe.stages.functions._loss import loss_dtype, mean_loss
 from jpipe.stages.functions._stage import StageFunctions
-from jpipe.stages.functions._sums import (
+from jpipe.stages.functions._update import (
     add,
     finish,
     mean_state,
+    update,
 )
-from jpipe.stages.functions._update import update
 
 Tree = Any
 UpdateKind = Literal["in_place", "into_retired", "into_new"]

@@ -21,8 +21,8 @@ import jax.numpy as jnp
 from jpipe.capabilities.registry import exchange_of, runtimes_of, values_of
 from jpipe.errors import callers_code, cause
 from jpipe.meshes._place import Place
+from jpipe.model._calls import Loss
 from jpipe.model._layer import Layer, LayerSpec, key_spec
-from jpipe.model._losses import Loss
 from jpipe.model._stack import LayerStack
 from jpipe.model.jaxprs._wanted import without_effects
 from jpipe.ops import OPS
@@ -97,35 +97,51 @@ def _for_all(key: tuple[tuple[str, ...], Place, Share | None]) -> tuple[tuple[st
 
 
 def _compile_in_turns(
-    stages: Sequence[tuple[StageFunctions, Place, Share | None, list[str]]],
-    before: Sequence[Mapping[str, jax.stages.Lowered]] = (),
-    known: CompiledPrograms | None = None,
+    stages: Sequence[tuple[StageFunctions, Place, Share | None, list[str]]], known: CompiledPrograms | None = None
 ) -> list[dict[str, jax.stages.Compiled]]:
     """Compile the named calls of each stage. On a mesh the calls of `sharded_by_xla` come before those that read their results.
 
-    `before` are calls that are lowered already, for nothing chosen. With `known` they are compiled for analysis only: programs in it
-    are not compiled again, and new ones are added.
+    With `known` they are compiled for analysis only, each while the next ones are traced: programs in it are not compiled again, and new
+    ones are added.
     """
     compiled: list[dict[str, jax.stages.Compiled]] = [{} for _ in stages]
     chosen: list[dict[str, Sequence[Any]]] = [{} for _ in stages]
     for turn in (*dict.fromkeys(name for f, *_ in stages for name in sharded_by_xla(f)), None):
-        lowered = {}
-        for i, (f, place, share, names) in enumerate(stages):
-            for name in names:
-                if name not in compiled[i] and (turn is None or (place.mesh and name == turn)):
-                    earlier = before[i].get(name) if before and not chosen[i] else None
-                    lowered[i, name] = earlier or _lower_call(f, place, name, dict(chosen[i]), share)
+        due = [
+            (i, name)
+            for i, (_, place, _, names) in enumerate(stages)
+            for name in names
+            if name not in compiled[i] and (turn is None or (place.mesh and name == turn))
+        ]
+        lowered = (_lower_call(stages[i][0], stages[i][1], name, dict(chosen[i]), stages[i][2]) for i, name in due)
         if known is None:
-            calls = compile_in_parallel(list(lowered.values()))
+            calls = compile_in_parallel(list(lowered))
         else:
-            with Analyses(known) as analyses:
-                keys = [analyses.begin(stages[i][1], call) for (i, _), call in lowered.items()]
+            keys = _compile_unknown(((stages[i][1], call) for (i, _), call in zip(due, lowered, strict=True)), known)
             calls = [known[key] for key in keys]
-        for (i, name), call in zip(lowered, calls, strict=True):
+        for (i, name), call in zip(due, calls, strict=True):
             compiled[i][name] = call
             if turn is not None:
                 chosen[i] = {**choices(stages[i][0], turn, call), **chosen[i]}
-    return [{name: programs[name] for name in names} for programs, (*_, names) in zip(compiled, stages, strict=True)]
+    return compiled
+
+
+def _compile_unknown(programs: Iterable[tuple[Place, jax.stages.Lowered]], known: CompiledPrograms) -> list[tuple[Place, str]]:
+    """Compile programs in threads for analysis only, while the next ones are lowered, unless `known` has them; return their keys there.
+
+    Programs with the same `program_key`, as those of equal stages, are compiled once. After an error nothing more is compiled.
+    """
+    keys, begun = list[tuple[Place, str]](), dict[tuple[Place, str], Future[jax.stages.Compiled]]()
+    pool = ThreadPoolExecutor(os.cpu_count())  # XLA releases Python's lock while it compiles
+    try:
+        for place, call in programs:
+            keys.append(key := (place, program_key(call)))
+            if key not in known and key not in begun:
+                begun[key] = pool.submit(compile_for_analysis, call, place.first)
+        known.update((key, program.result()) for key, program in begun.items())
+    finally:
+        pool.shutdown(cancel_futures=True)
+    return keys
 
 
 def with_metrics(workers: Mapping[int, CompiledStage], metrics: Mapping[str, Loss]) -> dict[int, CompiledStage]:
@@ -164,21 +180,9 @@ def compile_stages(
         for instruction in program.instructions:
             s, _ = plan.workers[instruction.worker]
             names[s].update(_calls(instruction, program, functions[s]))
-    known = {} if known is None else known
-    lowered: dict[int, dict[str, jax.stages.Lowered]] = {}
-    keys: dict[int, dict[str, tuple[Place, str]]] = {}
-    with Analyses(known) as analyses:
-        for s, place in places.items():
-            lowered[s], keys[s] = {}, {}
-            for name in sorted(names[s]):
-                lowered[s][name] = call = _lower_call(functions[s], place, name, {}, shares[s])
-                keys[s][name] = analyses.key(place, call) if place.mesh else analyses.begin(place, call)  # while the next ones are traced
-    calls = {s: {name: known[key] for name, key in keys[s].items()} for s, place in places.items() if not place.mesh}
-    distinct = {tuple(keys[s].values()): s for s in reversed([*places]) if places[s].mesh}
-    stages = [(functions[s], places[s], shares[s], [*lowered[s]]) for s in distinct.values()]
-    on_meshes = dict(zip(distinct, _compile_in_turns(stages, [lowered[s] for s in distinct.values()], known), strict=True))
-    calls |= {s: on_meshes[tuple(keys[s].values())] for s, place in places.items() if place.mesh}
-    return {s: CompiledStage(functions[s], place, calls[s], shares[s]) for s, place in places.items()}
+    stages = [(functions[s], place, shares[s], sorted(names[s])) for s, place in places.items()]
+    compiled = _compile_in_turns(stages, {} if known is None else known)
+    return {s: CompiledStage(f, place, calls, share) for s, (f, place, share, _), calls in zip(places, stages, compiled, strict=True)}
 
 
 def _calls(instruction: Instruction, program: Program, f: StageFunctions) -> Iterator[str]:
@@ -218,43 +222,6 @@ def compile_start(stage: CompiledStage) -> Callable[[Tree], tuple[Tree, Tree, Tr
         return version, optimizer, starts["zero_accumulators"](version)
 
     return start
-
-
-class Analyses:
-    """Programs that are compiled in threads for analysis only: when it ends, `known` has them all.
-
-    Programs with the same `program_key`, as those of equal stages, are compiled once.
-
-    Args:
-        known: those of other plans.
-    """
-
-    def __init__(self, known: CompiledPrograms) -> None:
-        self._known, self._begun = known, dict[tuple[Place, str], Future[jax.stages.Compiled]]()
-        self._pool = ThreadPoolExecutor(os.cpu_count())  # XLA releases Python's lock while it compiles
-
-    def key(self, place: Place, call: jax.stages.Lowered) -> tuple[Place, str]:
-        """Return the key of a program in `known`."""
-        return place, program_key(call)
-
-    def begin(self, place: Place, call: jax.stages.Lowered) -> tuple[Place, str]:
-        """Begin to compile a program unless it is known, and return its key."""
-        key = self.key(place, call)
-        if key not in self._known and key not in self._begun:
-            self._begun[key] = self._pool.submit(compile_for_analysis, call, place.first)
-        return key
-
-    def __enter__(self) -> "Analyses":
-        """Return itself."""
-        return self
-
-    def __exit__(self, failed: type[BaseException] | None, *error: object) -> None:
-        """Wait for what has begun; after an error nothing more is compiled."""
-        try:
-            if failed is None:
-                self._known.update((key, program.result()) for key, program in self._begun.items())
-        finally:
-            self._pool.shutdown(cancel_futures=True)
 
 
 def program_key(program: jax.stages.Lowered) -> str:

@@ -101,36 +101,22 @@ class CompiledStage:
             The results of the stage function `update`, and `done`. With a share the new params are those of the share alone. Frozen
             parameters are the arrays of `params`; no program reads them.
         """
-        trained = self.functions.trained
+        f, position = self.functions, self.position(number)
         if self.share is not None:
             *retired, params = (self.share.part(tree) for tree in (*retired, params))
-        frozen = trained.unchosen(params)
-        *retired, params = (trained.part(tree) for tree in (*retired, params))
-        (new, *remaining), done = self._update_trained(kind, retired, params, optimizer, accumulators, others, number)
-        return (trained.joined(new, frozen), *remaining), done
-
-    def _update_trained(
-        self,
-        kind: UpdateKind,
-        retired: Sequence[Tree],
-        params: Tree,
-        optimizer: Tree,
-        accumulators: Tree,
-        others: Mapping[str, Any],
-        number: UpdateNumber,
-    ) -> tuple[tuple[Tree, Tree, Tree, Any], jax.Array]:
-        """Call an update with the parameters that the updates of this replica change."""
-        f, trees = self.functions, (*retired, params, optimizer, accumulators["gradients"])
+        frozen = f.trained.unchosen(params)
+        *retired, params = (f.trained.part(tree) for tree in (*retired, params))
+        trees = *retired, params, optimizer, accumulators["gradients"]
         apart = [hooks.apart.update for hooks in runtimes_for(f.capabilities).values() if hooks.apart is not None]
         parts = [part for update in apart for part in update(self, kind, trees, accumulators["weight"], others, number)]
         if not parts:
-            results, done = self.calls[kind](*retired, params, optimizer, accumulators, others, *self.position(number))
-            return results, done
+            (new, *remaining), done = self.calls[kind](*retired, params, optimizer, accumulators, others, *position)
+            return (f.trained.joined(new, frozen), *remaining), done
         *local, gradients = map(f.without_apart, trees)
-        (*updated, zeros, loss), done = self.calls[kind](*local, {**accumulators, "gradients": gradients}, others, *self.position(number))
+        (*updated, zeros, loss), done = self.calls[kind](*local, {**accumulators, "gradients": gradients}, others, *position)
         parts.append((*updated, zeros["gradients"]))
-        versions, states, blank = ({entry: tree for part in parts for entry, tree in part[i].items()} for i in range(3))
-        return (versions, states, {**zeros, "gradients": blank}, loss), done
+        new, states, blank = ({entry: tree for part in parts for entry, tree in part[i].items()} for i in range(3))
+        return (f.trained.joined(new, frozen), states, {**zeros, "gradients": blank}, loss), done
 
     def position(self, number: UpdateNumber) -> tuple[Position, ...]:
         """Return the last argument of an update, if the optimizer needs it."""

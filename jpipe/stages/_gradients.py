@@ -1,6 +1,6 @@
 """The places where gradients are computed, and checks by tracing that layers and the loss are differentiable there."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
@@ -10,10 +10,11 @@ import jax
 import jax.numpy as jnp
 
 from jpipe.errors import callers_code, cause
-from jpipe.model._layer import Layer, LayerSpec, key_spec
-from jpipe.model._losses import Loss, call_with_randomness
+from jpipe.model._calls import Loss, call_with_randomness
+from jpipe.model._layer import LayerSpec, key_spec
 from jpipe.model._stack import LayerStack
-from jpipe.model._subset import EVERYTHING, Subset, floats_of
+from jpipe.model._subset import EVERYTHING, Subset, floats_of, with_floats
+from jpipe.stages.functions._effects import layer_backward
 from jpipe.stages.functions._stage import StageFunctions
 
 Tree = Any
@@ -73,31 +74,15 @@ def check_gradients(
         if (moves or jax.tree.leaves(trained)) and key not in checked:
             checked.add(key)
             with callers_code(lambda error, layer_id=layer_id: f"layer '{layer_id}': its backward fails: {cause(error)}; {_REMEDY}"):  # type: ignore[misc]  # layer_id has a default
-                backward = partial(_backward, stack.layers[layer_id], moves, partial(in_layers.filled, layer_id))
+                backward = partial(layer_backward, stack.layers[layer_id], moves, partial(in_layers.filled, layer_id))
                 jax.eval_shape(backward, trained, spec.params, spec.state, spec.x, key_spec())
     outputs = layers[stack.ids[-1]].output
     with callers_code(lambda error: f"loss: its backward fails: {cause(error)}; {_REMEDY}"):
         jax.eval_shape(partial(_loss_backward, loss), outputs, labels, key_spec())
 
 
-def _backward(
-    layer: Layer, moves: bool, filled: Callable[[Tree, Tree], Tree], trained: Tree, params: Tree, state: Tree, x: Tree, key: jax.Array
-) -> Any:
-    def forward(trained: Tree, floats: list[jax.Array]) -> list[jax.Array]:
-        return floats_of(layer.apply(filled(trained, params), state, _filled(x, floats) if moves else x, key, True)[0])
-
-    y, vjp = jax.vjp(forward, trained, floats_of(x))
-    return vjp(jax.tree.map(jnp.ones_like, y))
-
-
 def _loss_backward(loss: Loss, outputs: Tree, labels: Tree, key: jax.Array) -> Any:
     total, vjp = jax.vjp(
-        lambda floats: jnp.asarray(call_with_randomness(loss, _filled(outputs, floats), labels, key)[0]), floats_of(outputs)
+        lambda floats: jnp.asarray(call_with_randomness(loss, with_floats(outputs, floats), labels, key)[0]), floats_of(outputs)
     )
     return vjp(jnp.ones_like(total))
-
-
-def _filled(tree: Tree, floats: list[jax.Array]) -> Tree:
-    """Return the tree with these floating-point leaves."""
-    remaining = iter(floats)
-    return jax.tree.map(lambda leaf: next(remaining) if jnp.issubdtype(leaf.dtype, jnp.inexact) else leaf, tree)

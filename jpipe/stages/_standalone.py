@@ -8,8 +8,8 @@ from typing import Any, Literal
 import jax
 
 from jpipe.meshes._place import Place
+from jpipe.model._calls import Loss
 from jpipe.model._layer import LayerSpec
-from jpipe.model._losses import Loss
 from jpipe.model._precision import PLAIN, Precision
 from jpipe.model._stack import LayerStack
 from jpipe.model.layerwise._optimizer import LayerwiseOptimizer

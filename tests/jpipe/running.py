@@ -10,8 +10,7 @@ import optax
 
 from jpipe import LayerStack, Pipeline, Plan, State
 from jpipe.capabilities.global_norm.runtime import sum_squares, with_stage_norm
-from jpipe.stages.functions._sums import add
-from jpipe.stages.functions._update import update, update_entries
+from jpipe.stages.functions._update import add, update, update_entries
 from tests.jpipe import models, monolith, reference
 
 KEY = 11

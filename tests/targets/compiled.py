@@ -8,9 +8,9 @@ import jax
 from jpipe import Pipeline
 from jpipe.context import tracing_for
 from jpipe.runtime._placement import place_on
+from jpipe.stages._arrays import shares_of
 from jpipe.stages._compile import compile_start, compile_workers
 from jpipe.stages._compiled_stage import CompiledStage
-from jpipe.stages._shares import shares_of
 
 
 def compile_pipeline(pipe: Pipeline, batch, devices, *, start: bool = False) -> dict[int, CompiledStage]:

@@ -29,7 +29,7 @@ from jpipe.runtime._worker import Worker
 from jpipe.stages._arrays import Arrays
 from jpipe.stages._calls import Call
 from jpipe.stages.functions._stage import StageFunctions
-from jpipe.stages.functions._sums import add
+from jpipe.stages.functions._update import add
 
 Tree = Any
 

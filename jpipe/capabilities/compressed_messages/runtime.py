@@ -19,9 +19,8 @@ from jpipe.runtime._worker import Worker
 from jpipe.stages._arrays import Arrays
 from jpipe.stages._calls import Call, loss_specs
 from jpipe.stages.functions._loss import loss_dtype
-from jpipe.stages.functions._specs import rng_spec
-from jpipe.stages.functions._stage import StageFunctions
-from jpipe.stages.functions._sums import add, finish
+from jpipe.stages.functions._stage import StageFunctions, rng_spec
+from jpipe.stages.functions._update import add, finish
 
 Tree = Any
 

@@ -18,7 +18,7 @@ from jpipe.capabilities.compressed_messages.compress import compress, compressed
 from jpipe.capabilities.compressed_messages.option import Kind
 from jpipe.meshes._partition import WHOLE, Partition, shard_bytes, without_devices
 from jpipe.stages._bytes import nbytes
-from jpipe.stages.functions._accumulators import divisor
+from jpipe.stages.functions._loss import divisor
 from jpipe.stages.functions._stage import StageFunctions
 
 Tree = Any

@@ -23,8 +23,7 @@ from jpipe.schedules import SCHEDULES
 from jpipe.stages._arrays import Arrays
 from jpipe.stages._bytes import nbytes
 from jpipe.stages._calls import Call
-from jpipe.stages.functions._accumulators import divisor, mean
-from jpipe.stages.functions._loss import loss_dtype
+from jpipe.stages.functions._loss import divisor, loss_dtype, mean
 from jpipe.stages.functions._stage import StageFunctions
 
 Tree = Any

@@ -11,7 +11,7 @@ import jax
 from jpipe.capabilities.sums_in_parts.option import layers_by_part
 from jpipe.model.jaxprs._split import Halves, NotSplittable, split, undivided
 from jpipe.ops import Op
-from jpipe.stages.functions._accumulators import accumulate
+from jpipe.stages.functions._loss import accumulate
 from jpipe.stages.functions._stage import StageFunctions
 
 Tree = Any

@@ -2,7 +2,7 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import CodeType, ModuleType
 from typing import Any
 
@@ -14,6 +14,7 @@ from flax.core import FrozenDict
 
 from jpipe.errors import InputError
 from jpipe.model._layer import describe
+from jpipe.model.jaxprs._dependence import bodies
 
 _FEW = 4  # numbers: an array of no more is taken to be a constant, unless a module has it
 _MOST_OBJECTS = 10_000  # that are searched for the name of an array
@@ -81,18 +82,16 @@ _OF_JAX = (jax.Array, jax.Ref) if hasattr(jax, "Ref") else (jax.Array,)
 
 def _floats(traced: Any, kinds: Any = _OF_JAX) -> list[Any]:
     """Return the distinct floating-point arrays of these types among the constants of a closed jaxpr."""
-    constants = {id(c): c for c in _constants(traced) if isinstance(c, kinds) and jnp.issubdtype(c.dtype, jnp.inexact)}
+    constants = {id(c): c for c in _constants(traced.jaxpr, traced.consts) if isinstance(c, kinds) and jnp.issubdtype(c.dtype, jnp.inexact)}
     return list(constants.values())
 
 
-def _constants(jaxpr: Any) -> Iterator[Any]:
-    """Return the constants of a jaxpr and of those nested in it."""
-    yield from getattr(jaxpr, "consts", ())
-    for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-        for value in equation.params.values():
-            for inner in value if isinstance(value, (tuple, list)) else (value,):
-                if hasattr(inner, "eqns") or hasattr(inner, "jaxpr"):
-                    yield from _constants(inner)
+def _constants(jaxpr: Any, consts: Sequence[Any]) -> Iterator[Any]:
+    """Yield the constants of a jaxpr and of those nested in it."""
+    yield from consts
+    for equation in jaxpr.eqns:
+        for body in bodies(equation):
+            yield from _constants(*body)
 
 
 def _names(layer: Any, arrays: list[Any], of_numpy: list[Any]) -> dict[int, tuple[str, Any]]:

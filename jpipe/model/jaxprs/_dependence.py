@@ -2,7 +2,7 @@
 
 import functools
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -39,11 +39,15 @@ def calls_host(jaxpr: Any) -> bool:
 
 
 def _calls_host(equation: Any) -> bool:
-    if equation.effects or "callback" in equation.primitive.name:
-        return True
-    values = (value if isinstance(value, tuple | list) else (value,) for value in equation.params.values())
-    bodies = (getattr(item, "jaxpr", item) for items in values for item in items)
-    return any(hasattr(body, "eqns") and calls_host(body) for body in bodies)
+    return bool(equation.effects) or "callback" in equation.primitive.name or any(calls_host(body) for body, _ in bodies(equation))
+
+
+def bodies(equation: Any) -> Iterator[tuple[Any, Sequence[Any]]]:
+    """Yield (jaxpr, constants) of each jaxpr in the parameters of an equation."""
+    for value in equation.params.values():
+        for item in value if isinstance(value, tuple | list) else (value,):
+            if hasattr(body := getattr(item, "jaxpr", item), "eqns"):
+                yield body, getattr(item, "consts", ())
 
 
 def body_of(equation: Any) -> tuple[Any, Sequence[Any]]:

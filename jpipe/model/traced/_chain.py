@@ -10,8 +10,9 @@ import jax.extend.core as jex
 import numpy as np
 
 from jpipe.errors import InputError
-from jpipe.model.jaxprs._dependence import is_literal, nbytes
+from jpipe.model.jaxprs._dependence import bodies, is_literal, nbytes
 from jpipe.model.jaxprs._primitives import CHEAP
+from jpipe.model.jaxprs._wanted import needed
 from jpipe.model.traced.flat._flatten import CUT as MARK
 
 
@@ -173,17 +174,14 @@ def _needed(jaxpr: Any) -> list[Any]:
     Raises:
         InputError: ordered side effects.
     """
-    wanted, equations = set(_variables(jaxpr.outvars)), []
-    for equation in reversed(jaxpr.eqns):
+    equations = [jaxpr.eqns[number] for number in needed(jaxpr, jaxpr.outvars, doubtful=())[1]]
+    for equation in equations:
         if any("ordered" in type(effect).__name__.lower() for effect in equation.effects):
             raise InputError(
                 f"from_model: expected no ordered side effects, found '{equation.primitive.name}' with ordered=True; stages run at the "
                 "same time, so there is no order between them: leave it out, or use ordered=False"
             )
-        if any(var in wanted for var in equation.outvars) or equation.effects:
-            equations.append(equation)
-            wanted.update(_variables(equation.invars))
-    return equations[::-1]
+    return equations
 
 
 def _early(equations: Sequence[Any], outputs: set[Any], inputs: set[Any]) -> list[Any]:
@@ -228,22 +226,14 @@ def operations(equation: Any) -> int:
         return 2 * _size(equation.outvars[0]) * int(np.prod(kernel.shape, dtype=np.int64)) // kernel.shape[spec[0]]
     if name == "ragged_dot_general" or name == "ragged_dot":
         return 2 * _size(equation.outvars[0]) * equation.invars[0].aval.shape[-1]
-    inner = sum(operations(each) for body in _bodies(equation) for each in body.eqns)
+    inner = sum(operations(each) for body, _ in bodies(equation) for each in body.eqns)
     return max(inner * int(params.get("length", 1) or 1), size)
 
 
 def is_contraction(equation: Any) -> bool:
     """Return whether an equation is, or has in its bodies, a product of matrices, a convolution, or a look-up in a table."""
     names = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general", "gather", "dynamic_slice")
-    return equation.primitive.name in names or any(is_contraction(each) for body in _bodies(equation) for each in body.eqns)
-
-
-def _bodies(equation: Any) -> Iterable[Any]:
-    for value in equation.params.values():
-        for item in value if isinstance(value, (tuple, list)) else (value,):
-            body = getattr(item, "jaxpr", item)
-            if hasattr(body, "eqns"):
-                yield body
+    return equation.primitive.name in names or any(is_contraction(each) for body, _ in bodies(equation) for each in body.eqns)
 
 
 def _size(var: Any) -> int:

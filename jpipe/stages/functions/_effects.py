@@ -1,13 +1,13 @@
 """The layers of a stage that have side effects, such as host callbacks, for messages."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jpipe.model._layer import LayerSpec, key_spec
+from jpipe.model._layer import Layer, LayerSpec, key_spec
 from jpipe.model._stack import LayerStack
 from jpipe.model._subset import floats_of, with_floats
 
@@ -15,28 +15,36 @@ Tree = Any
 
 
 def describe_effects(stack: LayerStack, layer_ids: Sequence[str], x: Tree) -> str:
-    """Name the layers of a stage that have side effects, or else the stage, in the words of a message."""
-    layers = _layers_with_effects(stack, stack.specs(x, layer_ids))
-    names = ", ".join(f"'{layer_id}'" for layer_id in layers)
-    return f"layer {names}" if layers else f"the stage of layer '{layer_ids[0]}'"
-
-
-def _layers_with_effects(stack: LayerStack, layers: Mapping[str, LayerSpec]) -> list[str]:
-    """Return the layers whose forward or backward has side effects."""
-
-    def backward(layer_id: str, moves: bool, params: Tree, state: Tree, x: Tree, key: jax.Array) -> Any:
-        def forward(params: Tree, floats: list[jax.Array]) -> list[jax.Array]:
-            inputs = with_floats(x, floats) if moves else x
-            return floats_of(stack.layers[layer_id].apply(params, state, inputs, key, True)[0])
-
-        y, vjp = jax.vjp(forward, params, floats_of(x))
-        return vjp(jax.tree.map(jnp.ones_like, y))
+    """Name the layers of a stage whose forward or backward has side effects, or else the stage, in the words of a message."""
 
     def has_effects(layer_id: str, spec: LayerSpec) -> bool:
-        arguments = spec.params, spec.state, spec.x, key_spec()
-        try:
-            return bool(jax.make_jaxpr(partial(backward, layer_id, True))(*arguments).effects)
-        except Exception:  # a layer of the first stage need not have a gradient for its input
-            return bool(jax.make_jaxpr(partial(backward, layer_id, False))(*arguments).effects)
+        def traced(moves: bool) -> Any:
+            backward = partial(layer_backward, stack.layers[layer_id], moves, lambda trained, params: trained)
+            return jax.make_jaxpr(backward)(spec.params, spec.params, spec.state, spec.x, key_spec())
 
-    return [layer_id for layer_id, spec in layers.items() if has_effects(layer_id, spec)]
+        try:
+            return bool(traced(True).effects)
+        except Exception:  # a layer of the first stage need not have a gradient for its input
+            return bool(traced(False).effects)
+
+    names = ", ".join(f"'{layer_id}'" for layer_id, spec in stack.specs(x, layer_ids).items() if has_effects(layer_id, spec))
+    return f"layer {names}" if names else f"the stage of layer '{layer_ids[0]}'"
+
+
+def layer_backward(
+    layer: Layer, moves: bool, filled: Callable[[Tree, Tree], Tree], trained: Tree, params: Tree, state: Tree, x: Tree, key: jax.Array
+) -> Any:
+    """Return the gradients of the trained parameters of a layer and, if it `moves`, of its input, for gradients of one of its output.
+
+    Args:
+        layer: the layer.
+        moves: whether its input has a gradient.
+        filled: (trained parameters, parameters) -> whole parameters.
+        trained, params, state, x, key: as in `Layer.apply`.
+    """
+
+    def forward(trained: Tree, floats: list[jax.Array]) -> list[jax.Array]:
+        return floats_of(layer.apply(filled(trained, params), state, with_floats(x, floats) if moves else x, key, True)[0])
+
+    y, vjp = jax.vjp(forward, trained, floats_of(x))
+    return vjp(jax.tree.map(jnp.ones_like, y))

@@ -8,14 +8,15 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jpipe.capabilities.protocol import Exchange, SumHooks
 from jpipe.capabilities.registry import exchange_of, runtimes_for
 from jpipe.context import tracing_on
 from jpipe.errors import callers_code, cause
 from jpipe.meshes._partition import ONE_DEVICE, Partition
-from jpipe.model._layer import LayerSpec
-from jpipe.model._losses import Loss, random_parameter
+from jpipe.model._calls import Loss, random_parameter
+from jpipe.model._layer import LayerSpec, key_spec
 from jpipe.model._precision import PLAIN, LossScale, Precision
 from jpipe.model._stack import LayerStack
 from jpipe.model._subset import EVERYTHING, Subset, floats_of, is_float, with_floats
@@ -23,14 +24,45 @@ from jpipe.model.jaxprs._dependence import passed_on
 from jpipe.model.jaxprs._primitives import all_but_elementwise
 from jpipe.model.layerwise._optimizer import LayerwiseOptimizer
 from jpipe.plan import Stage
-from jpipe.stages.functions._accumulators import accumulate, zero_accumulators
 from jpipe.stages.functions._effects import describe_effects
-from jpipe.stages.functions._loss import call_loss, loss_dtype
+from jpipe.stages.functions._loss import accumulate, call_loss, loss_dtype, zero_accumulators
 from jpipe.stages.functions._residuals import Residuals, find_residuals
-from jpipe.stages.functions._specs import Specs, rng_spec
 from jpipe.stages.functions._split_backward import LateInputs, SplitBackward
 
 Tree = Any
+
+
+@dataclass(frozen=True)
+class Specs:
+    """Shapes and dtypes at one stage, for one microbatch.
+
+    Attributes:
+        params: the parameters of the weight versions.
+        state: the layer state.
+        x: the stage input, as the forward gets it: perhaps encoded.
+        labels: at the last stage.
+        rng: (microbatch, key), or Nones without randomness.
+        fresh: the parameters as the layers initialize them.
+        input: the stage input, as the layers read it.
+    """
+
+    params: Tree
+    state: Tree
+    x: Tree
+    labels: Tree
+    rng: tuple[Any, Any]
+    fresh: Tree
+    input: Tree
+
+    @property
+    def arguments(self) -> tuple[Tree, Tree, Tree]:
+        """What a forward reads in addition to the weights: (state, x, labels)."""
+        return self.state, self.x, self.labels
+
+
+def rng_spec() -> tuple[Any, Any]:
+    """Return the specs of (microbatch, key)."""
+    return jax.ShapeDtypeStruct((), np.uint32), key_spec()
 
 
 @dataclass(frozen=True)

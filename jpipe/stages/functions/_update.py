@@ -1,4 +1,4 @@
-"""The optimizer step of a stage, with what capabilities change in it, and what a delay does to the weights."""
+"""Sums over replicas, the optimizer step of a stage, with what capabilities change in it, and what a delay does to the weights."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -12,13 +12,33 @@ from jpipe.capabilities.registry import updates_for
 from jpipe.model._precision import wider
 from jpipe.model.layerwise._optimizer import masters_of, without_prediction
 from jpipe.model.layerwise._trace import Position
-from jpipe.stages.functions._accumulators import divisor, mean, mean_loss
-from jpipe.stages.functions._loss import loss_dtype
+from jpipe.stages.functions._loss import divisor, loss_dtype, mean, mean_loss
 from jpipe.stages.functions._stage import StageFunctions
 
 Tree = Any
 
 _NOWHERE: Position = MappingProxyType({})
+
+
+def add(a: Tree, b: Tree) -> Tree:
+    """Add two trees leaf by leaf."""
+    return jax.tree.map(jnp.add, a, b)
+
+
+def finish(f: StageFunctions, summed: tuple[Tree, list[jax.Array]]) -> tuple[Tree, list[jax.Array], tuple[jax.Array, jax.Array] | None]:
+    """Finish a sum over replicas of (accumulators, layer state), or of one part of them.
+
+    Returns:
+        The accumulators; the means of the layer state; at the last stage the mean loss and the weight of the batch, if they are there.
+    """
+    accumulators, state = summed
+    return accumulators, mean_state(f, state), mean_loss(accumulators) if "loss" in accumulators else None
+
+
+def mean_state(f: StageFunctions, total: list[jax.Array]) -> list[jax.Array]:
+    """Return the mean of each floating-point leaf of the layer state over the replicas, from their sum."""
+    # XLA may replace a division by a constant by this product; written out, the bits do not depend on that.
+    return [leaf * (1 / f.stage.replicas) for leaf in total]
 
 
 def update(

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jpipe.errors import InputError, nearest
-from jpipe.model._layer import Layer, describe, spec_of
+from jpipe.model._layer import Layer, describe, spec_of, untrainable
 
 Tree = Any
 
@@ -120,10 +120,7 @@ def _canonical(tree: Tree) -> Tree:
 def _reject_complex(tree: Tree) -> None:
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         if is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.complexfloating):
-            raise InputError(
-                f"{WHERE}: parameter '{path_name(path)}' is {leaf.dtype}: only real floating-point parameters can be trained; keep its "
-                "real and imaginary parts as two parameters"
-            )
+            raise InputError(f"{WHERE}: {untrainable(repr(path_name(path)), leaf.dtype)}")
 
 
 # Parts of a user's tree: the arrays that are trained, constant arrays, and everything else --------------------------------

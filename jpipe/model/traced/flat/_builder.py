@@ -20,6 +20,20 @@ Fixed = frozenset[tuple[int, int]]
 """The slice of a leaf: pairs of an axis and an index."""
 
 _MOST = 4096  # integers in an array whose values are computed
+Operation = tuple[Any, ...]
+"""A function with one result, and its first arguments, which are no arrays; both can be hashed."""
+
+
+def _item(axis: int, index: int, value: Any) -> Any:
+    return lax.index_in_dim(value, index, axis, keepdims=False)
+
+
+def _joined(axis: int, *values: Any) -> Any:
+    return lax.concatenate([lax.expand_dims(value, [axis]) for value in values], axis)
+
+
+def _permuted(permutation: tuple[int, ...], value: Any) -> Any:
+    return lax.transpose(value, permutation)
 
 
 class Builder:
@@ -50,15 +64,9 @@ class Builder:
         self._producers.update(dict.fromkeys(results, self.equations[-1]))
         return results
 
-    def call(self, name: Any, function: Callable[..., Any], inputs: Sequence[Atom]) -> Atom:
-        """Add the equations of a function and return its result.
-
-        Args:
-            name: of the function, by which its jaxpr is found again.
-            function: of arrays, with one result.
-            inputs: its arguments.
-        """
-        template = self._template(name, function, [atom.aval for atom in inputs])
+    def call(self, operation: Operation, inputs: Sequence[Atom]) -> Atom:
+        """Add the equations of an operation and return its result."""
+        template = self._template(operation, [atom.aval for atom in inputs])
         values = dict(zip(template.jaxpr.invars, inputs, strict=True))
         values.update((var, self.constant(var, const)) for var, const in zip(template.jaxpr.constvars, template.consts, strict=True))
         for equation in template.jaxpr.eqns:
@@ -66,45 +74,20 @@ class Builder:
             values.update(zip(equation.outvars, self.add(equation, atoms), strict=True))
         return values[template.jaxpr.outvars[0]]
 
-    def item(self, atom: Atom, axis: int, index: int) -> Atom:
-        """Add the equations of a slice of an array."""
-        return self.call(("item", axis, index), lambda value: lax.index_in_dim(value, index, axis, keepdims=False), [atom])
-
-    def join(self, atoms: Sequence[Atom], axis: int = 0) -> Atom:
-        """Add the equations of a stack of arrays."""
-
-        def join(*values: Any) -> Any:
-            return lax.concatenate([lax.expand_dims(value, [axis]) for value in values], axis)
-
-        return self.call(("join", axis, len(atoms)), join, atoms)
-
-    def transpose(self, atom: Atom, permutation: tuple[int, ...]) -> Atom:
-        """Add the equation of a transposed array, if it is another one."""
-        if permutation == tuple(sorted(permutation)):
-            return atom
-        return self.call(("transpose", permutation), functools.partial(lax.transpose, permutation=permutation), [atom])
-
     def constant(self, var: Any, value: Any) -> Any:
         """Return the variable of a constant, given the one that it has elsewhere."""
         return self.consts.setdefault(id(value), (jex.Var(var.aval), value))[0]
 
-    def item_aval(self, aval: Any, axis: int) -> Any:
-        """Return the shape and dtype of a slice."""
-        template = self._template(("item", axis, 0), lambda value: lax.index_in_dim(value, 0, axis, keepdims=False), [aval])
-        return template.jaxpr.outvars[0].aval
+    def aval_of(self, operation: Operation, aval: Any) -> Any:
+        """Return the shape and dtype of the result of an operation."""
+        return self._template(operation, [aval]).jaxpr.outvars[0].aval
 
-    def transposed_aval(self, aval: Any, permutation: tuple[int, ...]) -> Any:
-        """Return the shape and dtype of a transposed array."""
-        if permutation == tuple(sorted(permutation)):
-            return aval
-        function = functools.partial(lax.transpose, permutation=permutation)
-        return self._template(("transpose", permutation), function, [aval]).jaxpr.outvars[0].aval
-
-    def _template(self, name: Any, function: Callable[..., Any], avals: Sequence[Any]) -> Any:
-        key = (name, *avals)
+    def _template(self, operation: Operation, avals: Sequence[Any]) -> Any:
+        key = (operation, *avals)
         if key not in self._templates:
             specs = (jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type) for aval in avals)
-            self._templates[key] = jax.make_jaxpr(function)(*specs)
+            function, *first = operation
+            self._templates[key] = jax.make_jaxpr(functools.partial(function, *first))(*specs)
         return self._templates[key]
 
     def variable(self, aval: Any, numbers: np.ndarray | None) -> Any:
@@ -144,7 +127,7 @@ class Builder:
     def slice_aval(self, number: int, fixed: Fixed) -> Any:
         """Return the shape and dtype of a slice of a leaf."""
         axes = sorted((axis for axis, _ in fixed), reverse=True)
-        return functools.reduce(self.item_aval, axes, self.avals[number])
+        return functools.reduce(lambda aval, axis: self.aval_of((_item, axis, 0), aval), axes, self.avals[number])
 
     def split_indexed(self) -> None:
         """Split the leaves that are only read by constant indices, each of them."""
@@ -181,12 +164,12 @@ class Builder:
         if missing:
             axis = min(missing)
             parts = [self._make(number, fixed | {(axis, i)}, available) for i in range(self.avals[number].shape[axis])]
-            self.join(parts, axis - sum(other < axis for other in axes))
+            self.call((_joined, axis - sum(other < axis for other in axes)), parts)
         else:
             axis = max(axes - self.axes[number])
             index = dict(fixed)[axis]
             whole = self._make(number, fixed - {(axis, index)}, available)
-            self.item(whole, axis - sum(other < axis for other in axes), index)
+            self.call((_item, axis - sum(other < axis for other in axes), index), [whole])
         variable = available[number, fixed] = self.read(number, fixed)
         self.equations[-1] = self.equations[-1].replace(outvars=[variable])
         return variable
@@ -248,7 +231,7 @@ def whole(value: Value) -> Atom:
 
 def item(builder: Builder, value: Value, axis: int, index: int) -> Value:
     """Return a slice of a value."""
-    return value.item(axis, index) if isinstance(value, Lazy) else builder.item(value, axis, index)
+    return value.item(axis, index) if isinstance(value, Lazy) else builder.call((_item, axis, index), [value])
 
 
 def axes_of(value: Value) -> set[int]:
@@ -259,7 +242,7 @@ def axes_of(value: Value) -> set[int]:
 def transposed(builder: Builder, value: Value, permutation: tuple[int, ...]) -> Value:
     """Return a value with its axes in another sequence."""
     if not isinstance(value, Lazy):
-        return builder.transpose(value, permutation)
+        return builder.call((_permuted, permutation), [value])
     if isinstance(value, Transposed):
         permutation = tuple(value.permutation[axis] for axis in permutation)
         value = value.source
@@ -296,13 +279,13 @@ class Stack(Lazy):
         super().__init__(builder, aval, all(isinstance(value, Lazy) and value.of_leaf for value in items))
 
     def _make(self) -> Atom:
-        return self.builder.join([whole(value) for value in self.items])
+        return self.builder.call((_joined, 0), [whole(value) for value in self.items])
 
     def _slice(self, axis: int, index: int) -> Value:
         if axis == 0:
             return self.items[index]
         items = [item(self.builder, value, axis - 1, index) for value in self.items]
-        return Stack(self.builder, self.builder.item_aval(self.aval, axis), items)
+        return Stack(self.builder, self.builder.aval_of((_item, axis, 0), self.aval), items)
 
     def axes(self) -> set[int]:
         return {0, *(axis + 1 for axis in set.intersection(*map(axes_of, self.items)))}
@@ -316,8 +299,9 @@ class Stack(Lazy):
 class Elementwise(Lazy):
     """The result of an elementwise equation, which can be computed for each slice."""
 
-    def __init__(self, builder: Builder, aval: Any, equation: Any, inputs: Sequence[Value]):
+    def __init__(self, builder: Builder, aval: Any, equation: Any, inputs: Sequence[Value], apply: Callable[..., Any] | None = None):
         self.equation, self.inputs = equation, inputs
+        self._apply = apply or (lambda *values: bind(equation, list(values))[0])
         self._lazy = [value for value in inputs if isinstance(value, Lazy) and value.aval.shape]
         super().__init__(builder, aval, all(value.of_leaf for value in self._lazy))
 
@@ -325,11 +309,11 @@ class Elementwise(Lazy):
         atoms = [whole(value) for value in self.inputs]
         if self.aval is self.equation.outvars[0].aval:
             return self.builder.add(self.equation, atoms)[0]
-        return self.builder.call(("apply", id(self.equation)), lambda *values: bind(self.equation, list(values))[0], atoms)
+        return self.builder.call((self._apply,), atoms)
 
     def _slice(self, axis: int, index: int) -> Value:
         inputs = [item(self.builder, value, axis, index) if value.aval.shape else value for value in self.inputs]
-        result = Elementwise(self.builder, self.builder.item_aval(self.aval, axis), self.equation, inputs)
+        result = Elementwise(self.builder, self.builder.aval_of((_item, axis, 0), self.aval), self.equation, inputs, self._apply)
         return result if result.aval.shape else result.whole()
 
     def axes(self) -> set[int]:
@@ -356,14 +340,14 @@ class Rows(Lazy):
     def _make(self) -> Atom:
         if self.equation is not None and 0 not in self.source.axes():
             return self.builder.add(self.equation, [self.source.whole(), *self.more])[0]
-        return self.builder.join([whole(self.item(0, i)) for i in range(self.aval.shape[0])])
+        return self.builder.call((_joined, 0), [whole(self.item(0, i)) for i in range(self.aval.shape[0])])
 
     def _slice(self, axis: int, index: int) -> Value:
         if axis >= self.numbers.ndim:
-            return self.builder.item(self.whole(), axis, index)
+            return self.builder.call((_item, axis, index), [self.whole()])
         numbers = self.numbers.take(index, axis)
         if numbers.ndim:
-            return Rows(self.builder.item_aval(self.aval, axis), self.source, numbers, self.dims)
+            return Rows(self.builder.aval_of((_item, axis, 0), self.aval), self.source, numbers, self.dims)
         value: Value = self.source
         for i in np.unravel_index(numbers, self.source.aval.shape[: self.dims]):
             value = item(self.builder, value, 0, int(i))
@@ -382,10 +366,10 @@ class Transposed(Lazy):
 
     def __init__(self, source: Lazy, permutation: tuple[int, ...]):
         self.source, self.permutation = source, permutation
-        super().__init__(source.builder, source.builder.transposed_aval(source.aval, permutation), source.of_leaf)
+        super().__init__(source.builder, source.builder.aval_of((_permuted, permutation), source.aval), source.of_leaf)
 
     def _make(self) -> Atom:
-        return self.builder.transpose(self.source.whole(), self.permutation)
+        return self.builder.call((_permuted, self.permutation), [self.source.whole()])
 
     def _slice(self, axis: int, index: int) -> Value:
         removed = self.permutation[axis]
