@@ -146,9 +146,9 @@ def _differs_by_layer(
     return slice_difference(transformation, traced, structure, stacked, axes, shapes, keeps_axes=False)
 
 
-def _untrainable(specs: Mapping[str, Tree], frozen: Sequence[bool] | None = None) -> InputError | None:
+def _untrainable(specs: Tree, frozen: Sequence[bool] | None = None) -> InputError | None:
     """Return the error for the first trained parameter that is not floating point, if there is one; without `frozen` all are trained."""
-    leaves = jax.tree_util.tree_flatten_with_path(dict(specs))[0]
+    leaves = jax.tree_util.tree_flatten_with_path(specs)[0]
     for (path, leaf), is_frozen in zip(leaves, frozen or [False] * len(leaves), strict=True):
         if not is_frozen and not jnp.issubdtype(leaf.dtype, jnp.floating):
             return untrainable(f"{path[0].key}{jax.tree_util.keystr(path[1:])}", leaf.dtype)
@@ -159,7 +159,7 @@ def _failure(transformation: optax.GradientTransformation, specs: Mapping[str, T
     """Return the message for an optimizer that fails on the model's structure."""
     if words := unfit_mask(transformation, specs):
         return f"optimizer: a mask (or labels) in the form of a tree does not fit the model: {words}"
-    if (reason := _untrainable(specs)) is not None:
+    if (reason := _untrainable(dict(specs))) is not None:
         return str(reason)
     instead = instead_of(transformation)
     return (
