@@ -2,7 +2,7 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +31,16 @@ def parameters_of(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
         return dict(inspect.signature(function).parameters)
     except (TypeError, ValueError):  # some callables of C have no signature: they are functions of the input
         return {}
+
+
+def closed_over(function: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the closed-over variables of a function by name; nothing for other objects, and none that is not assigned yet."""
+    names = getattr(getattr(function, "__code__", None), "co_freevars", ())
+    for name, cell in zip(names, getattr(function, "__closure__", None) or (), strict=False):
+        try:
+            yield name, cell.cell_contents
+        except ValueError:
+            continue
 
 
 def modes(where: str, call: Callable[..., Any], is_set: Callable[[inspect.Parameter], bool], num_inputs: int | None = None) -> Modes:

@@ -13,6 +13,7 @@ from flax import linen, nnx
 from flax.core import FrozenDict
 
 from jpipe.errors import InputError
+from jpipe.model._calls import closed_over
 from jpipe.model._layer import describe
 from jpipe.model.jaxprs._dependence import bodies
 
@@ -200,11 +201,7 @@ def _attribute(value: Any, name: str) -> Any:
 def _variables(function: Any) -> Iterator[tuple[str, Any]]:
     """Return the outer variables that a function reads, by name."""
     yield "", getattr(function, "__wrapped__", None)
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        try:
-            yield name, cell.cell_contents
-        except ValueError:  # not assigned yet
-            continue
+    yield from closed_over(function)
     for name in _names_in(function.__code__):
         if name in function.__globals__:
             yield name, function.__globals__[name]

@@ -11,6 +11,8 @@ from typing import Any
 
 import jax
 
+from jpipe.model._calls import closed_over
+
 Tree = Any
 
 _RATE = "adamw with a learning-rate schedule, or optax.contrib.schedule_free_adamw, which needs none"
@@ -114,12 +116,7 @@ def _functions(transformation: Any) -> Iterator[Any]:
 
 def _variables(function: Any) -> Iterator[tuple[str, Any]]:
     """Yield the closed-over variables of a function by name; of a method those of its object."""
-    cells = getattr(function, "__closure__", None) or ()
-    for name, cell in zip(getattr(getattr(function, "__code__", None), "co_freevars", ()), cells, strict=False):
-        try:
-            yield name, cell.cell_contents
-        except ValueError:  # not assigned yet
-            continue
+    yield from closed_over(function)
     if inspect.ismethod(function):
         yield from getattr(function.__self__, "__dict__", {}).items()
     if hasattr(function, "__wrapped__"):
