@@ -28,12 +28,13 @@ from jpipe.stages.functions._stage import Specs, StageFunctions, rng_spec
 Tree = Any
 
 
+@dataclasses.dataclass
 class StageBuilder:
     """A builder of the functions of each stage, which checks that model, plan, loss, optimizer and batch fit each other.
 
     It keeps its last result, because building traces the whole model.
 
-    Args:
+    Attributes:
         stack: the model.
         plan: its stages.
         loss: `(outputs, labels) -> (sum of the losses, weight)`.
@@ -44,21 +45,15 @@ class StageBuilder:
         arguments: all options of the pipeline, as in `excluded`.
     """
 
-    def __init__(
-        self,
-        stack: LayerStack,
-        plan: Plan,
-        loss: Loss,
-        optimizer: optax.GradientTransformation,
-        precision: Precision,
-        ema_decay: float | None,
-        delay_factor: float | None,
-        arguments: Mapping[str, Any],
-    ) -> None:
-        self._stack, self._plan, self._loss, self._optimizer = stack, plan, loss, optimizer
-        self._precision, self._ema_decay, self._arguments = precision, ema_decay, arguments
-        self._delay_factors = [delay_factor if delay else None for delay in plan.delays]
-        self._built: tuple[Any, list[StageFunctions]] | None = None  # the last batch, and its functions
+    stack: LayerStack
+    plan: Plan
+    loss: Loss
+    optimizer: optax.GradientTransformation
+    precision: Precision
+    ema_decay: float | None
+    delay_factor: float | None
+    arguments: Mapping[str, Any]
+    _built: tuple[Any, list[StageFunctions]] | None = None  # the last batch, and its functions
 
     def build(self, spec: Batch) -> list[StageFunctions]:
         """Return the functions of each stage.
@@ -73,13 +68,13 @@ class StageBuilder:
         if self._built is not None and self._built[0] == known:
             return self._built[1]
         inputs, labels = spec
-        layers = self._stack.specs(inputs)
-        unprobed = LayerwiseOptimizer(self._optimizer)  # a wrong loss is reported before a wrong optimizer
-        split = partitions(self._plan, self._stack, layers, rows_of(spec))
-        entries = self._stack.ties.in_stages([stage.layers for stage in self._plan.stages])
-        capabilities = values_of(self._plan, self._arguments, entries)
+        layers = self.stack.specs(inputs)
+        unprobed = LayerwiseOptimizer(self.optimizer)  # a wrong loss is reported before a wrong optimizer
+        split = partitions(self.plan, self.stack, layers, rows_of(spec))
+        entries = self.stack.ties.in_stages([stage.layers for stage in self.plan.stages])
+        capabilities = values_of(self.plan, self.arguments, entries)
         functions = []
-        for s, stage in enumerate(self._plan.stages):
+        for s, stage in enumerate(self.plan.stages):
             options = {
                 "counted": entries.counted[s],
                 "partition": split[s],
@@ -87,14 +82,14 @@ class StageBuilder:
                 "capabilities": capabilities,
             }
             options["average_state"] = self._average_state
-            functions.append(stage_functions(self._stack, stage, layers, labels, self._loss, unprobed, self._precision, **options))
+            functions.append(stage_functions(self.stack, stage, layers, labels, self.loss, unprobed, self.precision, **options))
         layerwise = self._layerwise({layer_id: spec.params for layer_id, spec in layers.items()})
-        check_gradients(self._stack, layers, len(self._plan.stages[0].layers), self._loss, labels, layerwise.trained)
-        layerwise = dataclasses.replace(layerwise, ema_decay=self._ema_decay)
-        entries = entries.without([name for name in self._stack.ties.first if layerwise.trained.excludes(name)])
-        if reason := excluded(self._plan, **self._arguments, ties=entries.in_several or None):
+        check_gradients(self.stack, layers, len(self.plan.stages[0].layers), self.loss, labels, layerwise.trained)
+        layerwise = dataclasses.replace(layerwise, ema_decay=self.ema_decay)
+        entries = entries.without([name for name in self.stack.ties.first if layerwise.trained.excludes(name)])
+        if reason := excluded(self.plan, **self.arguments, ties=entries.in_several or None):
             raise InputError(reason)
-        capabilities = values_of(self._plan, self._arguments, entries)
+        capabilities = values_of(self.plan, self.arguments, entries)
         optimizers = [dataclasses.replace(layerwise, delay_factor=factor) for factor in self._delay_factors]
         of_stages = zip(functions, optimizers, strict=True)
         complete = [dataclasses.replace(f, optimizer=optimizer, capabilities=capabilities) for f, optimizer in of_stages]
@@ -107,20 +102,24 @@ class StageBuilder:
 
         Parallel pipelines have their own between two flushes, too.
         """
-        if not self._plan.sync_state:
+        if not self.plan.sync_state:
             return None
-        return "update" if SCHEDULES[self._plan.schedule].flushes and not self._plan.has_parallel_pipelines else "read"
+        return "update" if SCHEDULES[self.plan.schedule].flushes and not self.plan.has_parallel_pipelines else "read"
+
+    @property
+    def _delay_factors(self) -> list[float | None]:
+        return [self.delay_factor if delay else None for delay in self.plan.delays]
 
     def _layerwise(self, params: Tree) -> LayerwiseOptimizer:
         predicts = any(factor is not None for factor in self._delay_factors)
-        key = id(self._optimizer), self._precision.has_masters, predicts, self._plan.depth
-        probed = self._stack.probed.get(key)
+        key = id(self.optimizer), self.precision.has_masters, predicts, self.plan.depth
+        probed = self.stack.probed.get(key)
         if probed is None or probed.params != params:
             layerwise = find_layerwise(
-                self._optimizer, params, self._precision.has_masters, self._stack.ties, predicts, self._plan.depth, self._stack.tree
+                self.optimizer, params, self.precision.has_masters, self.stack.ties, predicts, self.plan.depth, self.stack.tree
             )
-            self._stack.probed.clear()  # one is kept
-            probed = self._stack.probed[key] = Probed(self._optimizer, params, layerwise)
+            self.stack.probed.clear()  # one is kept
+            probed = self.stack.probed[key] = Probed(self.optimizer, params, layerwise)
         return probed.layerwise
 
 
