@@ -88,9 +88,7 @@ def test_the_best_plan_is_printed_written_and_drawn(files, capsys):
     assert "train with it: jpipe train tiny.yaml --plan plan.json" in out
     peak = re.search(r"recompute none; peak memory ([\d.]+ kB) ", out)[1]
     assert re.search(rf"^1 .* {re.escape(peak)} \(", out, re.MULTILINE)  # the table has what XLA says
-    words = (
-        r"estimated except in the first (row|\d rows), compiled for this machine \(cpu\), because the topology's device"
-    )
+    words = r"estimated except in the first (row|\d rows), compiled for this machine \(cpu\), because the topology's device"
     assert re.search(words, " ".join(out.split()))
     plan = jpipe.Plan.from_json(Path("plan.json").read_text())
     assert plan.layers == IDS
