@@ -259,7 +259,7 @@ def check_per_stage(plan: jpipe.Plan, arguments: Mapping[str, Sequence[float]]) 
 
 
 def started_devices(pipe: jpipe.Pipeline) -> list[Sequence[jax.Device]]:
-    """Start JAX's devices and return those of each worker: one, or those of its mesh.
+    """Start JAX's devices and return each worker's: one, or its mesh.
 
     Raises:
         jpipe.InputError: JAX finds no devices of the kind that the config asks for, or the plan does not fit the existing ones.
@@ -295,7 +295,7 @@ def check_memory(
         specs: shapes and dtypes of the parameters, by layer id.
         rule: the optimizer.
         plan: the plan; each replica of a stage holds all of its layers.
-        devices: the devices of each worker; those of this process count.
+        devices: the devices of each worker; this process's count.
         has_masters: whether there are weights of half that size in addition to the parameters.
         is_trained: whether the parameter of a name is trained; the others have no gradients and no masters. None: all are.
 

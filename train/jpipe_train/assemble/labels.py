@@ -22,7 +22,7 @@ _NEVER_COUNTED = -(2**31)
 
 @dataclass(frozen=True)
 class CheckedBatches:
-    """Batches whose integers are checked as their rows are read.
+    """Batches with integers that are checked as their rows are read.
 
     Attributes:
         batches: the batches.

@@ -1,7 +1,7 @@
 """The metrics of an evaluation that a config names: built-in ones, or functions of the user's.
 
 The pipeline sums pairs of numbers, (sum, weight), over microbatches, replicas and batches. A metric that is no mean, such as F1, is made of
-several such parts, from whose means `combined` computes it at the end.
+several such parts; `combined` computes it from their means at the end.
 """
 
 import functools
@@ -69,7 +69,7 @@ def mode_of(config: Config, chosen: StopConfig | BestConfig) -> Mode:
 
 
 def combined(means: Mapping[str, float]) -> dict[str, float]:
-    """Return means over a whole data set by name, with those of the parts of a metric replaced by the metric."""
+    """Return means over a whole data set by name; a metric replaces its parts."""
     values: dict[str, float] = {}
     parts: dict[str, tuple[str, list[float]]] = {}
     for key, mean in means.items():
@@ -87,7 +87,7 @@ def centred(
 ) -> dict[str, tuple[float, float]]:
     """Return (mean, weight) by name, with the parts of `pearson` computed in float64 from what each microbatch has summed about its centre.
 
-    Sums of squares in float32 would lose all digits of numbers whose spread is small beside them.
+    Sums of squares in float32 would lose all digits of numbers with a spread small beside them.
 
     Args:
         means: of a batch, by name; waited for.
@@ -115,7 +115,7 @@ class _InParts:
     """A metric made of several means.
 
     Attributes:
-        count: the number of its parts, given that of the classes.
+        count: the number of its parts, given the number of classes.
         sums: returns (outputs, labels, count) -> (the sum of each part, their weight).
         value: the metric, given the means of the parts in their order.
     """

@@ -32,7 +32,7 @@ def layers(
         config: the section `model`.
         batch_size: rows of a batch.
         computes: the dtype in which the built-in model computes, if other than `compute_dtype`.
-        chunk: the number of positions whose logits the built-in loss computes at a time; None if the model computes all of them.
+        chunk: for how many positions the built-in loss computes logits at a time; None if the model computes all of them.
         inputs: returns the inputs of a batch, or their shapes and dtypes. A whole model is cut for these, so that the same layers result
             whatever the plan is. None: whole models are rejected.
         tune: the section `tune`, for adapters in the built-in model; None: without.
@@ -88,11 +88,11 @@ def _spec(rows: Any) -> jax.ShapeDtypeStruct:
 
 
 def loss(config: LossConfig, head: str = "language") -> Any:
-    """Return the loss, `(outputs, labels) -> (sum, weight)`: `loss.name`, that of the head, or `loss.target` with its arguments.
+    """Return the loss, `(outputs, labels) -> (sum, weight)`: `loss.name`, the head's own, or `loss.target` with its arguments.
 
     Args:
         config: the section `loss`.
-        head: of the model; the loss of regression is the squared error, that of other heads the cross-entropy.
+        head: of the model; the loss of regression is the squared error, of other heads the cross-entropy.
 
     Raises:
         InputError: the target does not exist, or has other arguments.

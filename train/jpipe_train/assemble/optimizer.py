@@ -19,7 +19,7 @@ from jpipe_train.config.functions import entry_point, optax_names
 from jpipe_train.config.functions.arguments import LARGEST, check_names, convert, kind_of, parameters_of
 
 Tree = Any
-_BLOCK = 1024  # updates whose learning rates are computed together
+_BLOCK = 1024  # updates for which learning rates are computed together
 MASKS = ("mask", "weight_decay_mask")  # optax's names for the argument that selects what decays
 
 
@@ -85,7 +85,7 @@ def checked_arguments(
 
 
 def same_at_all_stages(config: OptimizerConfig) -> OptimizerConfig:
-    """Return a config whose optimizer has as much state and work per parameter, for a plan with any number of stages."""
+    """Return a config with an optimizer that has as much state and work per parameter, for a plan with any number of stages."""
     first = {name: values[0] for name, values in config.per_stage.items()}
     rate = first.pop("learning_rate", config.learning_rate)
     return config.model_copy(update={"per_stage": {}, "learning_rate": rate, "arguments": config.arguments | first})
@@ -202,7 +202,7 @@ def _check_number(optimizer: str, name: str, parameter: inspect.Parameter) -> No
 
 
 def _accumulated(rule: optax.GradientTransformation, batches: int) -> optax.GradientTransformationExtraArgs:
-    """Return an optimizer that updates once in `batches` batches; the delay of its updates is that of a batch divided by `batches`."""
+    """Return an optimizer that updates once in `batches` batches; the delay of its updates is a batch's divided by `batches`."""
     steps = optax.MultiSteps(rule, batches)
 
     def update(updates: Tree, state: Any, params: Tree = None, *, delay: Any = 0.0, **extra_args: Any) -> tuple[Tree, Any]:

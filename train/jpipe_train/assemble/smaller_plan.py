@@ -72,7 +72,7 @@ def smaller(plan: PlanConfig, ranks: int, batch_size: int) -> PlanConfig | None:
     """Return the plan with fewer stages or replicas that occupies exactly that many ranks, or None.
 
     It has no more stages and no more replicas than `plan`, and of those that fit the most stages, so that a stage needs as little more
-    memory as possible. Its microbatches are those of `plan`, or the next larger number that divides the batch and that the schedule
+    memory as possible. It has as many microbatches as `plan`, or the next larger number that divides the batch and that the schedule
     and the replicas allow.
 
     Args:

@@ -42,7 +42,7 @@ def merged(arrays: Mapping[str, Any], model: ModelConfig, tune: TuneConfig) -> d
 
 
 def merged_specs(specs: Mapping[str, Spec], tune: TuneConfig) -> dict[str, Spec]:
-    """Return the shapes and dtypes of what `merged` returns, from those of its arrays."""
+    """Return the shapes and dtypes of what `merged` returns, given its arrays'."""
     if tune.lora is None:
         return dict(specs)
     whole: dict[str, Spec] = {}
@@ -55,7 +55,7 @@ def merged_specs(specs: Mapping[str, Spec], tune: TuneConfig) -> dict[str, Spec]
 
 
 def _whole_shape(codes: Spec, kind: Kind | None) -> tuple[int, ...]:
-    """Return the shape of a kernel from that of its codes."""
+    """Return the shape of a kernel, given its codes'."""
     return codes.shape[0] * (2 if kind == "nf4" else 1), *codes.shape[1:]
 
 
@@ -85,7 +85,7 @@ def for_adapters(source: Source, model: Mapping[str, Spec], tune: TuneConfig) ->
 
 
 def whole_names(names: list[str]) -> list[str]:
-    """Return the names of parameters, and those of whole kernels for quantized ones."""
+    """Return the names of parameters; for quantized ones the names of whole kernels."""
     return [*names, *(name.removesuffix(_CODES) for name in names if name.endswith(f"{_KERNEL}{_CODES}"))]
 
 

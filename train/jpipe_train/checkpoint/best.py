@@ -99,7 +99,7 @@ def values_in(folder: Path, metric: str, steps: Iterable[int] | None = None, sin
         folder: the run's.
         metric: the name of the result.
         steps: the steps to look at; None for all.
-        since: steps up to this one, or that of a later change of the data of validations (`val_since` of a checkpoint), are left out.
+        since: steps up to this one, or up to a later change of the data of validations (`val_since` of a checkpoint), are left out.
     """
     from jpipe.checkpoints import files as checkpoint_files
 

@@ -92,7 +92,7 @@ class Checkpoints:
 
     @property
     def last_is_done(self) -> bool:
-        """Whether the snapshot of `schedule_last` is written or has failed; in process 0, that of all processes."""
+        """Whether the snapshot of `schedule_last` is written or has failed; in process 0, all processes' snapshots."""
         return self._is_last and not self._snapshots and (self._writing is None or self._writing.done())
 
     @property
@@ -114,10 +114,10 @@ class Checkpoints:
         return observe
 
     def flush_finished(self, logged: int, facts: Callable[[int], Mapping[str, Any]]) -> None:
-        """Start to write the snapshots that are complete and whose rows are logged, and report failures of the one before.
+        """Start to write the complete snapshots with logged rows, and report failures of the one before.
 
         Args:
-            logged: the last step whose row is written.
+            logged: the last step with a written row.
             facts: returns the facts of the checkpoint of a step.
 
         Raises:
@@ -182,7 +182,7 @@ class Checkpoints:
             os.close(self._open_folder)
 
     def _last_complete(self, none: str, but: int | None = None) -> str:
-        """Describe the last complete checkpoint, except that of step `but`."""
+        """Describe the last complete checkpoint, except at step `but`."""
         from jpipe.checkpoints import steps
 
         try:

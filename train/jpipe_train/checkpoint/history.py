@@ -120,7 +120,7 @@ def updates_before(part: Part, plan: jpipe.Plan, step: int) -> int | None:
 
 
 def part(plan: jpipe.Plan, config: Mapping[str, Any], devices: int, first: int, end: int, updates: int | None) -> Part:
-    """Return a part whose start and duration are not known yet, for a config as plain data."""
+    """Return a part without start and duration, which are not known yet, for a config as plain data."""
     replicas = "" if len(plan.workers) == plan.depth else f", replicas {', '.join(str(stage.replicas) for stage in plan.stages)}"
     schedule = plan.schedule + (" with vertical sync" if plan.vertical_sync else "")
     ranks = f" on {count(len(plan.pipeline_ranks), 'rank')}" if plan.depth > len(plan.pipeline_ranks) else ""

@@ -170,7 +170,7 @@ class Resumed:
         return [part(self.plan, settings, self.facts.devices, 0, self.step, None if may_be_reset else 0)]
 
     def changes(self, config: Config) -> list[str]:
-        """Return the config keys whose values have changed; `plan` stands for all keys of the plan, because a plan file sets them all."""
+        """Return the config keys with changed values; `plan` stands for all keys of the plan, because a plan file sets them all."""
         before, now = (_config_in(text) for text in (self.facts.config, config_file.to_yaml(config)))
         plans = before.pop("plan", None), now.pop("plan")
         flat, earlier = _flat(now), _flat(before)
@@ -336,10 +336,10 @@ def _find(config: Config, resume: Resume, say: Callable[[str], None], wanted: St
 
 
 def _newest(folder: Path, report: Callable[[str], None], before: int | None) -> tuple[int | None, Facts | None]:
-    """Return the step and the facts of the newest checkpoint whose files can be restored.
+    """Return the step and the facts of the newest checkpoint that can be restored.
 
     Raises:
-        NotRestorable: there is none, but there is an undamaged one whose contents are not as jpipe writes them.
+        NotRestorable: there is none, but there is an undamaged one with other contents than jpipe writes.
     """
     from jpipe.checkpoints import files as checkpoint_files
 

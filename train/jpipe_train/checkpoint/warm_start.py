@@ -101,7 +101,7 @@ def load(
 
 
 def check_files(config: WarmStartConfig, head: str = "language") -> None:
-    """Check that the file or folder and the adapters can be read, by their headers alone; the arguments are those of `load`.
+    """Check that the file or folder and the adapters can be read, by their headers alone; the arguments are as for `load`.
 
     Raises:
         InputError: they cannot.

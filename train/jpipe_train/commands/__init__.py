@@ -49,7 +49,7 @@ for _name, _command in COMMANDS.items():
 
 
 def names(group: str | None = None) -> tuple[str, ...]:
-    """Return the names of all commands, or of those of a group."""
+    """Return the names of all commands, or of a group."""
     return tuple(COMMANDS) if group is None else GROUPS[group]
 
 

@@ -152,7 +152,7 @@ class LossConfig(TargetSection):
         return self.name or ("squared_error" if head == "regression" else "cross_entropy")
 
     def chunk_for(self, symbols: int) -> int | None:
-        """Return the number of positions whose logits are computed at a time, or None for all.
+        """Return for how many positions logits are computed at a time, or None for all.
 
         Args:
             symbols: the number of logits per position.
@@ -177,7 +177,7 @@ class OptimizerConfig(Section):
     The learning rate (null: the optimizer's own default, or 1e-3) rises over `warmup_steps`, then follows `lr_schedule`: constant, cosine
     (down to a tenth at the last step), or a schedule of optax with its `lr_arguments`. `decay` selects the parameters that decay by
     patterns of their paths (null: matrices, not biases and norms). With `accumulate_batches` above 1, each update uses the mean gradient of
-    that many batches, and schedules count updates. Gradients are clipped by the norm of the whole model or by that of each stage, not by
+    that many batches, and schedules count updates. Gradients are clipped by the norm of the whole model or of each stage, not by
     both. `ema_decay` is the decay of a moving average of the weights. `delay_correction`, predict or a factor in place of 1,
     corrects the delay of gradients under schedules that do not flush.
 
@@ -395,13 +395,13 @@ class Config(Section):
 
     @property
     def logits_chunk(self) -> int | None:
-        """The number of positions whose logits the built-in loss computes at a time; None if the model computes all of them."""
+        """For how many positions the built-in loss computes logits at a time; None if the model computes all of them."""
         has_symbols = self.model.target is None and self.model.head == "language"
         return self.loss.chunk_for(self.model.vocab_size) if has_symbols else None
 
     @property
     def skips_nonfinite(self) -> bool:
-        """Whether batches whose gradients are not finite are skipped."""
+        """Whether batches with gradients that are not finite are skipped."""
         return self.optimizer.skip_nonfinite or self.precision.loss_scale == "dynamic"
 
     @property

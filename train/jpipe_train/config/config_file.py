@@ -26,13 +26,13 @@ def load(
 
     An override of `model.preset` replaces the shape of the model that the file gives, one of `train.epochs` its `train.steps`, and one of
     `train.steps` its `train.epochs`. If `warm_start.file` is a folder in Hugging Face's
-    layout, the keys of `model` that its `config.json` decides are added, and those of `tune.lora` that `warm_start.adapters` decides.
+    layout, the keys of `model` that its `config.json` decides are added, and the keys of `tune.lora` that `warm_start.adapters` decides.
 
     Args:
         path: the YAML file.
         overrides: replacements of single keys, such as `"train.steps=10"`; the value is YAML.
         allow_code: whether the config may name functions to import and call. A stranger's file must not, so a person has to allow it.
-        sections: whole sections that replace those of the file before the overrides apply.
+        sections: whole sections that replace the file's before the overrides apply.
 
     Raises:
         InputError: the file cannot be read or parsed; a key is unknown, has a wrong type or value; code is not allowed; `config.json`

@@ -68,7 +68,7 @@ _PATHS = {  # what the path of a format names that has no default
 class SourceConfig(Section):
     """One of several sources of data: its share of the rows is its `weight` among all weights; its loss is named after it.
 
-    Without `validation_path` a share of `path` is for validation, as in `DataConfig`. Without a `name` it is that of the file or folder.
+    Without `validation_path` a share of `path` is for validation, as in `DataConfig`. The default `name` is the name of the file or folder.
     """
 
     path: FilePath
@@ -97,7 +97,7 @@ def _named(sources: list[SourceConfig]) -> list[SourceConfig]:
 
 
 def _name_of(path: str) -> str:
-    """Return the name of a file or folder as a word; of a glob that of the part before its wildcards."""
+    """Return the name of a file or folder as a word; for a glob, the part before its wildcards."""
     parts = [
         re.sub(r"[^A-Za-z0-9]+", "_", part).strip("_") for part in (Path(path).stem, *reversed(Path(path).parts[:-1])) if "*" not in part
     ]
@@ -110,7 +110,7 @@ _AVERAGED = "ema"
 class DataConfig(TargetSection):
     """The data of a run: `path` is a file, folder or glob; null means the source code of the running Python's standard library.
 
-    In place of `path`, `sources` are several of them, whose rows are mixed in proportion to their weights. The other keys hold for all.
+    In place of `path`, `sources` are several of them; their rows are mixed in proportion to their weights. The other keys hold for all.
 
     The `format` is bytes, text (which needs a `tokenizer`), tokens (a folder that `jpipe data prepare` wrote, or rows of token ids),
     prompts (rows with a prompt and an answer), chat (rows with conversations), labels (rows with texts and a label) or arrays (rows of
@@ -159,7 +159,7 @@ class DataConfig(TargetSection):
 
     @property
     def first_path(self) -> str | None:
-        """The path, or that of the first source."""
+        """The path, or the first source's."""
         return self.path if self.sources is None else self.sources[0].path
 
     def of_source(self, source: SourceConfig) -> "DataConfig":

@@ -35,7 +35,7 @@ class ModelConfig(TargetSection):
 
     Parameters are float32 regardless of `compute_dtype`. The default is a GPT over bytes; a `preset` gives the other keys, and explicit
     keys override it. A `target` is a function: `target(**arguments)` returns a model or a `jpipe.LayerStack`; or it is the class of an NNX
-    module, whose constructor gets `rngs` and `arguments`. `seq_len` then only applies to the text.
+    module; its constructor gets `rngs` and `arguments`. `seq_len` then only applies to the text.
     """
 
     keeps_meaning: ClassVar[frozenset[str]] = TargetSection.keeps_meaning | {"seq_len"}
@@ -81,7 +81,7 @@ class ModelConfig(TargetSection):
 
     @property
     def kv_heads_used(self) -> int:
-        """The number of key and value heads; by default that of the query heads."""
+        """The number of key and value heads; by default as many as query heads."""
         return self.heads if self.kv_heads is None else self.kv_heads
 
     @property
@@ -101,7 +101,7 @@ class ModelConfig(TargetSection):
 
     @property
     def max_positions_used(self) -> int:
-        """The longest sequence; by default that of the batches."""
+        """The longest sequence; by default as long as in the batches."""
         return self.seq_len if self.max_positions is None else self.max_positions
 
     @property

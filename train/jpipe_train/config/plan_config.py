@@ -30,7 +30,7 @@ class _EvenStages(Section):
 
 
 class _Layout(Section):
-    """The keys between the options of the schedule and those of capabilities."""
+    """The keys between the options of schedules and of capabilities."""
 
     sync_state: bool = True
     keep_together: Literal["replicas", "stages"] = "replicas"
@@ -85,7 +85,7 @@ class PlanConfig(CapabilityOptions, _Layout, ScheduleOptions, _EvenStages):
 
     @property
     def devices(self) -> int:
-        """The number of devices by the keys: those of the mesh of each rank."""
+        """The number of devices by the keys: the size of each rank's mesh."""
         meshes = self.mesh if isinstance(self.mesh, list) else [self.mesh] * self.num_stages
         sizes = [math.prod(mesh.values()) for mesh in meshes]
         return max(sum(map(operator.mul, self._replicas_of_stages, sizes)) // self.stages_per_rank, 1)

@@ -74,7 +74,7 @@ def _counted(folder: Path, names: Sequence[str]) -> list[str]:
 
 
 def shipped() -> dict[str, Path]:
-    """Return the files that come with jpipe by name: those in the wheel, or those of the clone that contains this module."""
+    """Return the files that come with jpipe by name: from the wheel, or from the clone that contains this module."""
     root = _PACKAGE / "shipped" if (_PACKAGE / "shipped").is_dir() else _PACKAGE.parents[1]
     files = (file for folder in _FOLDERS for file in sorted((root / folder).rglob("*")) if file.suffix in _SUFFIXES or file.name in _NAMES)
     return {file.relative_to(root).as_posix(): file for file in files}
@@ -96,7 +96,7 @@ def _data(config: str, available: dict[str, Path]) -> list[str]:
 
 
 def _code(config: str, available: dict[str, Path]) -> list[str]:
-    """Return the Python files that a config needs: the modules that it names, and all of a package whose modules import each other."""
+    """Return the Python files that a config needs: the modules that it names, and all modules of a package that import each other."""
     modules = {file: file.removesuffix(".py").replace("/", ".") for file in available if file.endswith(".py")}
     code = [file for file, module in modules.items() if f"{module}:" in config or (module.startswith(_PAPERS) and _PAPERS in config)]
     return [*code, "examples/__init__.py"] if code else []

@@ -47,7 +47,7 @@ class BestConfig(Section):
 
 
 class ProfileConfig(Section):
-    """The steps that JAX's profiler records: `steps` of them, of which `from` is the first one."""
+    """The steps that JAX's profiler records: `steps` of them, beginning with `from`."""
 
     first: Annotated[int, Field(alias="from", ge=0, le=MOST_ROWS)]
     steps: Annotated[int, Field(ge=1, le=1000)] = 3
@@ -116,7 +116,7 @@ class TrainConfig(Section):
 class CheckpointConfig(Section):
     """Checkpoints every `every` steps and at the end, or none if null.
 
-    The last `keep` are kept, and of the older ones those of steps that `keep_every` divides, one every `keep_hours` hours, and the `best`
+    The last `keep` are kept, and of the older ones each at a step that `keep_every` divides, one every `keep_hours` hours, and the `best`
     ones. If the disk is full, the run stops or continues without checkpoints (`on_full_disk`).
     """
 

@@ -16,7 +16,7 @@ PARTS: Final = {
     "expand": ("up_proj",),
     "contract": ("down_proj",),
 }
-"""The linear layers of a block, and the names of their parts as adapters have them: those of Llama in transformers."""
+"""The linear layers of a block, and the names of their parts in adapters, as for Llama in transformers."""
 
 TARGETS: Final = tuple(name for names in PARTS.values() for name in names)
 Pattern = Annotated[str, Field(min_length=1, max_length=256)]

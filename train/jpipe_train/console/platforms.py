@@ -1,6 +1,6 @@
-"""Keep JAX from starting plugins whose devices this machine lacks, which are installed to compile for such devices.
+"""Keep JAX from starting plugins for devices that this machine lacks, which are installed to compile for such devices.
 
-JAX tries each plugin at its start. Without a device, that of CUDA ends in a traceback, and libtpu prints warnings.
+JAX tries each plugin at its start. Without a device, CUDA's ends in a traceback, and libtpu prints warnings.
 """
 
 import ctypes

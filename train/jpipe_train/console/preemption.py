@@ -88,7 +88,7 @@ class Preemption:
         return decision
 
     def __enter__(self) -> "Preemption":
-        # Other handlers are kept: those of a program around this one, or of a shell that has the signals ignored.
+        # Other handlers are kept: of a program around this one, or of a shell that has the signals ignored.
         ours = [number for number in (signal.SIGTERM, signal.SIGHUP) if signals.is_usual(number)]
         if interrupt.is_ours():
             ours.append(signal.SIGINT)

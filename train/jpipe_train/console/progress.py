@@ -58,7 +58,7 @@ class Reporter:
     def table(self, head: Sequence[str], rows: Iterable[Sequence[str]], words: Collection[str] = ()) -> None:
         """Print rows in aligned columns.
 
-        The first column has the names of the rows; columns that do not fit next to it follow in further tables. Columns whose head is in
+        The first column has the names of the rows; columns that do not fit next to it follow in further tables. Columns with a head in
         `words` are aligned left, like the first one.
         """
         head = [printable(cell) for cell in head]

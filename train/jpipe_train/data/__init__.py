@@ -1,4 +1,4 @@
-"""Data for training and validation: batches by index, whose rows are read when they are needed.
+"""Data for training and validation: batches by index; rows are read when they are needed.
 
 CONTRIBUTING.md says which part is left to Grain, pyarrow and tokenizers, and why the rest is here.
 """

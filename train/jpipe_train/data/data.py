@@ -85,7 +85,7 @@ class Data:
 
     @property
     def like(self) -> Batch:
-        """A batch of which only shapes and dtypes are used, the largest one if they differ."""
+        """A batch for its shapes and dtypes alone, the largest one if they differ."""
         return self.shapes[0] if self.shapes else self.train[self.first]
 
     def held_out(self, most: int) -> list[HeldOut]:
@@ -153,7 +153,7 @@ def load(config: Config, position: Position | None = None) -> Data:
 def _with_epochs(config: Config, epochs: float, data: Data) -> Data:
     """Return data for a run of that many epochs, with its number of steps.
 
-    Where rows may be padding, those of the last batch that belong to later epochs are; otherwise they stay.
+    Where rows may be padding, rows of the last batch that belong to later epochs become padding; otherwise they stay.
 
     Raises:
         InputError: the number of rows of an epoch is not known, or the run would be too long.
@@ -175,7 +175,7 @@ def _with_epochs(config: Config, epochs: float, data: Data) -> Data:
 
 
 def _may_be_padded(config: Config) -> bool:
-    """Return whether the loss ignores rows whose labels are below zero."""
+    """Return whether the loss ignores rows with labels below zero."""
     if config.data.target is not None or config.data.objective == "masked":
         return False
     return config.loss.name_for(config.model.head) == "cross_entropy"
@@ -240,7 +240,7 @@ def _check_has_path(config: Config, path: str | None) -> None:
 
 
 def _mixture(config: Config, sources: Sequence[SourceConfig], read: Callable[[Config], Data]) -> Data:
-    """Return the data of several sources, whose rows are in proportion to their weights.
+    """Return the data of several sources, with rows in proportion to their weights.
 
     Args:
         config: of the run.
@@ -275,7 +275,7 @@ def _mixture(config: Config, sources: Sequence[SourceConfig], read: Callable[[Co
 
 
 def _differing(config: Config, path: str, first: Batch, other: Batch) -> str:
-    """Say how the rows of a source differ from those of the first one, at `path`, and what to change."""
+    """Say how the rows of a source differ from the first one's, at `path`, and what to change."""
     expected = f"expected rows like those of '{path}', found"
     if not config.data.has_examples:
         return f"{expected} that only one of the two says where documents end; set data.boundaries: ignore, or prepare both in the same way"

@@ -130,7 +130,7 @@ def make_tokenizer(
         out: the file.
         reporter: prints the progress, and what was written.
         kind: of the model that it is for, which decides its special tokens.
-        special: further special tokens, such as those of a chat template.
+        special: further special tokens, such as a chat template's.
 
     Returns:
         The number of tokens.
@@ -349,7 +349,7 @@ def _content(record: Mapping[str, Any]) -> str:
 
 
 def _find(files: Files, reporter: Reporter) -> _Found:
-    """Find all files; those of the split for validation of a saved `DatasetDict` are held out."""
+    """Find all files; the split for validation of a saved `DatasetDict` is held out."""
     if files.form in ("chat", "tokens") and not files.paths:
         what = {"chat": "conversations", "tokens": "token ids"}[files.form]
         raise InputError(f"SOURCE: expected files of {what} for --format {files.form}, found none; name some")

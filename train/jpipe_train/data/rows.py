@@ -62,7 +62,7 @@ class Elements(Protocol):
 
 @runtime_checkable
 class Pieces(Protocol):
-    """Elements whose order depends on the number of pieces into which they are cut."""
+    """Elements in an order that depends on the number of pieces into which they are cut."""
 
     def in_pieces(self, pieces: int, /) -> Elements:
         """Return the same elements cut into that many pieces."""

@@ -46,7 +46,7 @@ def guess(file: Path) -> str:
 
 
 def validation_names(names: Sequence[str], fraction: float) -> frozenset[str]:
-    """Choose the validation files among two or more: those whose hashed name falls under `fraction`.
+    """Choose the validation files among two or more: a file with a hashed name below `fraction` is one.
 
     So other files change nothing. At least one file is chosen, and never all.
     """
@@ -125,7 +125,7 @@ def with_validation(path: str | None, where: str) -> tuple[str | None, str | Non
         where: the key or the option that names it, for messages.
 
     Returns:
-        The path of the split `train`, and that of the split `validation`, or None if there is none. Of other data `path`, and None.
+        The path of the split `train`, and of the split `validation`, or None if there is none. Of other data `path`, and None.
 
     Raises:
         InputError: a `DatasetDict` has no split `train`.
@@ -190,7 +190,7 @@ def _walk(root: Path, suffix: str = "", leave_out: frozenset[str] = frozenset(),
 
 
 def _ordered(found: Mapping[str, Path]) -> tuple[list[str], list[Path]]:
-    """Order files by name, each once: under its own name, or else that of a link to it; of several names the shortest path counts."""
+    """Order files by name, each once: under its own name, or else the name of a link to it; of several names the shortest path counts."""
     real = functools.cache(os.path.realpath)
     first: dict[str, str] = {}
     for is_link, _, name in sorted((file.is_symlink(), len(file.parts), name) for name, file in found.items()):

@@ -85,7 +85,7 @@ def check_files(config: Config, other: str | None = None) -> int | None:
 
     Args:
         config: the config of the run.
-        other: a path whose files are read in place of those of the run.
+        other: a path to read in place of the run's.
 
     Raises:
         InputError: there is no such file, no library reads it, or the tokenizer or the chat template cannot be used.
@@ -122,7 +122,7 @@ def check_files(config: Config, other: str | None = None) -> int | None:
 
 
 class Part(NamedTuple):
-    """Data at a path, all or a share of which are held out for validation.
+    """Data at a path; all or a share are held out for validation.
 
     Attributes:
         path: a file, a folder or a glob.
@@ -184,7 +184,7 @@ def _check_kinds(data: DataConfig) -> None:
 
 
 def check_beside_weights(config: Config) -> None:
-    """Check that tokens mean the same as those of the weights that the run starts from, if their tokenizer is known."""
+    """Check that tokens mean the same as for the weights that the run starts from, if their tokenizer is known."""
     ours, file = tokenizers.file_of(config), config.warm_start.file
     beside = None if file is None else expanded(file, "warm_start.file") / tokenizers.FILE
     if ours is None or beside is None or config.warm_start.mode == "partial" or not (ours.is_file() and beside.is_file()):

@@ -164,7 +164,7 @@ def checked(result: Any, target: str, batch_size: int) -> tuple[TargetBatches, T
     """Check what `target(seed, batch_size, **arguments)` returned, and wrap it as (train, validation).
 
     `train[t]` is batch t, for any t < `train.steps`, best a pure function of seed and t; `validation[i]`, for i < len(validation), is the
-    same in every run. A batch is (inputs, labels), pytrees of NumPy arrays whose first dim is the batch.
+    same in every run. A batch is (inputs, labels), pytrees of NumPy arrays with the batch as first dim.
 
     Raises:
         InputError: it returned something else.

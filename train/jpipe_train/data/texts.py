@@ -83,7 +83,7 @@ def pieces(names: Sequence[str], files: Sequence[Path], form: Format, fraction: 
         names: of the files, which decide where whole files are held out.
         files: to read.
         form: of the documents: texts, which are whole files or their rows; or prompts with answers, which are rows.
-        fraction: share to hold out: of files; of the text, its end, if there is one file; of rows those whose hash says so.
+        fraction: share to hold out: of files; of the text, its end, if there is one file; of rows, chosen by their hashes.
         keys: of rows.
         where: the key or the option that names the files, for messages.
 
@@ -247,7 +247,7 @@ class Assembler:
 def _of_text(file: Path, start: int, stop: int | None, held_out: bool, where: str) -> Iterator[Piece]:
     """Yield the document in the bytes start .. stop - 1 of a file, in pieces that end where most tokenizers split the text too.
 
-    The bytes are those of the decompressed file; without `stop` they are all from `start` on.
+    Bytes of the decompressed file; without `stop` they are all from `start` on.
     """
     decode = codecs.getincrementaldecoder("utf-8")()
     text, at, continues = "", start, False

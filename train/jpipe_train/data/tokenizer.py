@@ -20,10 +20,10 @@ from jpipe_train.console.terminal import first_line
 from jpipe_train.data.files import tokenizer_limits
 
 FILE = "tokenizer.json"
-MOST_BYTES = 2**27  # of a tokenizer.json; those of the largest vocabularies take a quarter of that
+MOST_BYTES = 2**27  # of a tokenizer.json; the largest vocabularies take a quarter of it
 LARGEST_VOCABULARY = 2**24
 ENDS_OF_TEXT = "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]"
-"""Tokens that end a text, in order of preference, for a tokenizer whose own rules name none."""
+"""Tokens that end a text, in order of preference, for a tokenizer without a rule about it."""
 PADDINGS = "[PAD]", "<pad>", "<|pad|>", "<|padding|>", "<|finetune_right_pad_id|>"
 """Tokens that fill rows, in order of preference."""
 
@@ -286,7 +286,7 @@ def _failed(error: BaseException, what: str) -> BaseException:
 
 
 def batched(items: Iterable[_Item], size: Callable[[_Item], int], most: int) -> Iterator[list[_Item]]:
-    """Yield items in batches that go to a tokenizer together; a batch ends with the item whose size makes it `most` or larger."""
+    """Yield items in batches that go to a tokenizer together; a batch ends with the item that makes it `most` or larger."""
     batch: list[_Item] = []
     total = 0
     for item in items:

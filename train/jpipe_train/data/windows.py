@@ -12,7 +12,7 @@ from jpipe_train.data.documents import Documents
 from jpipe_train.data.rows import Tree
 
 UNCOUNTED = -1
-"""The label of a position whose prediction does not count."""
+"""The label of a position where the prediction does not count."""
 Inputs = Int32[np.ndarray, " s"] | dict[str, Int32[np.ndarray, " s"]]
 
 
@@ -55,7 +55,7 @@ class Windows:
 
 
 class Filled:
-    """Rows, followed by rows of padding, whose labels do not count, until they are `least`."""
+    """Rows, followed by rows of padding with labels that do not count, until they are `least`."""
 
     def __init__(self, rows: "Windows | Examples", least: int):
         self._rows, self._least = rows, least

@@ -18,7 +18,7 @@ _LOOK = 0.2  # seconds between two looks
 
 
 class Clock(NamedTuple):
-    """The clock of a process, compared with that of process 0.
+    """The clock of a process, compared with process 0's.
 
     Attributes:
         offset: seconds by which it is ahead.
@@ -49,7 +49,7 @@ def collect(processes: Processes, what: str, text: str) -> list[str]:
 
 
 def compare_clocks(processes: Processes, clock: Callable[[], float] = time.time) -> Clock:
-    """Compare the clock of this process with that of process 0; all call it, and ask one after the other.
+    """Compare the clock of this process with process 0's; all call it, and ask one after the other.
 
     Args:
         processes: the processes of the job.
@@ -75,7 +75,7 @@ def compare_clocks(processes: Processes, clock: Callable[[], float] = time.time)
 
 
 def quickest(samples: Sequence[tuple[float, float, float]]) -> Clock:
-    """Return the offset by the sample whose answer came soonest.
+    """Return the offset by the sample that was answered soonest.
 
     Args:
         samples: of each question when it was sent and when its answer came by this clock, and between them the time in the answer.

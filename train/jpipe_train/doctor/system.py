@@ -12,7 +12,7 @@ from jpipe.files import TEMPORARY, create
 from jpipe_planner.machine.local import host_memory, usable_cores
 
 ROOT = Path("/")
-_SIZE = 2**24  # bytes of the file whose writing is timed: some milliseconds on a disk, a second on a slow network
+_SIZE = 2**24  # bytes of a test file: writing it takes some milliseconds on a disk, a second on a slow network
 _UNLIMITED = 2**60  # bytes: control groups of version 1 write a number that large where there is no limit
 
 
@@ -98,7 +98,7 @@ def _of_machine(root: Path) -> tuple[float, float]:
 
 
 def _groups(root: Path, controller: str) -> Iterator[Path]:
-    """Yield the folder of this process's control group and those above it, in version 2, or those of one controller in version 1."""
+    """Yield the folders of this process's control group and its parents (version 2), or of one controller's group (version 1)."""
     base = root / "sys" / "fs" / "cgroup"
     for line in _lines(root / "proc" / "self" / "cgroup"):
         _, controllers, path = (*line.split(":", 2), "", "")[:3]

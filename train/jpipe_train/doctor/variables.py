@@ -55,7 +55,7 @@ def _of_proxies(variables: Mapping[str, str], facts: Facts) -> Iterator[Finding]
 
 
 def is_exempt(host: str, exceptions: str) -> bool:
-    """Return whether a list such as that of `no_proxy` has a host: by the end of its name, its address, or a network that it is in."""
+    """Return whether a list such as `no_proxy` has a host: by the end of its name, its address, or a network that it is in."""
     for entry in filter(None, (entry.strip() for entry in exceptions.split(","))):
         if host.endswith(entry.removeprefix("*")):
             return True

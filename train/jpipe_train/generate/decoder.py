@@ -82,7 +82,7 @@ def _piece(config: ModelConfig, rows: int, room: int) -> int:
 
 
 def _keys(config: ModelConfig, room: int, piece: int) -> int:
-    """Return the largest number of keys for which a position of a piece has scores: those of the cache, and with a window of the piece."""
+    """Return the largest number of keys for which a position of a piece has scores: the cache's, and with a window the piece's."""
     cached = [(block, attention.cached_positions(block.window, room)) for block in config.blocks]
     return max(places + (piece if places == block.window else 0) for block, places in cached)
 
@@ -93,7 +93,7 @@ def room_for(config: ModelConfig, positions: int) -> int:
 
 
 def _cache_shape(block: ModelConfig, rows: int, room: int) -> tuple[int, int, int, int]:
-    """Return the shape of the keys of a block, which is also that of its values."""
+    """Return the shape of the keys of a block; its values have the same."""
     return rows, attention.cached_positions(block.window, room), block.kv_heads_used, block.head_size_used
 
 

@@ -45,7 +45,7 @@ class Request:
     Attributes:
         source: the folder of a run, or one in Hugging Face's layout.
         prompts: the texts to continue.
-        tokens: the largest number of tokens for each prompt; None for `MOST_BY_DEFAULT`, or that of `jpipe_train.generate.chat`.
+        tokens: the largest number of tokens for each prompt; None for `MOST_BY_DEFAULT`, or the default of `jpipe_train.generate.chat`.
         temperature: as in `Sampling`; None for 1 with `top_k` or `top_p`, otherwise 0.
         top_k: as in `Sampling`.
         top_p: as in `Sampling`.
@@ -179,7 +179,7 @@ def start(
     say: Callable[[str], None],
     together: Together,
 ) -> Model:
-    """Load a model onto its devices, those of all processes.
+    """Load a model onto its devices, of all processes.
 
     Args:
         request: the options.

@@ -96,7 +96,7 @@ def find(
         step: the step of a run's checkpoint, or "best"; None for the newest complete one.
         weights: of a run, the newest weights or their moving average.
         tokens_of: a tokenizer.json instead of the model's own, or "bytes".
-        dtype: the dtype in which the model computes; None for that of training, or of the weights in the folder.
+        dtype: the dtype in which the model computes; None for the dtype of training, or of the weights in the folder.
         report: prints a line for each newer checkpoint that is damaged.
         adapters: a folder in PEFT's layout, for a model in Hugging Face's.
 

@@ -18,7 +18,7 @@ def place(sizes: Mapping[str, int], devices: Sequence[jax.Device], number: int |
         sizes: bytes of each layer, by id, in order.
         devices: the existing devices.
         number: the number of devices to use; None for as few as have the memory.
-        scratch: bytes that each device needs beside those of its layers.
+        scratch: bytes that each device needs beside its layers.
 
     Raises:
         InputError: there are fewer devices, or too little memory on all of them.

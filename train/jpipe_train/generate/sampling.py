@@ -73,7 +73,7 @@ def with_top_k(logits: Float[Array, "b v"], k: int) -> Float[Array, "b v"]:
 
 
 def with_top_p(logits: Float[Array, "b v"], p: float) -> Float[Array, "b v"]:
-    """Replace all logits by -inf except the fewest largest whose probabilities sum to p or more (the nucleus).
+    """Replace all logits by -inf except the nucleus: the fewest largest with probabilities that sum to p or more.
 
     Reference: Holtzman et al. 2019, "The Curious Case of Neural Text Degeneration".
     """

@@ -78,7 +78,7 @@ def of_tokenizer(
 
 
 class Stream:
-    """Converts tokens to text as they are generated. A character whose bytes are in several tokens waits until it is complete.
+    """Converts tokens to text as they are generated. A character with bytes in several tokens waits until it is complete.
 
     Args:
         decode: returns the text of tokens.
@@ -89,7 +89,7 @@ class Stream:
         self._decode = decode
         self._tokens = list(before[-8:])  # eight are enough; a character cut at the beginning is cut in both texts below
         self._returned = len(self._text())  # number of characters already returned
-        self._whole = len(self._tokens)  # number of tokens whose text ends with a complete character
+        self._whole = len(self._tokens)  # number of tokens up to the last complete character
 
     def add(self, token: int) -> str:
         """Add a token, and return the text that is now complete."""

@@ -175,9 +175,9 @@ def membership(
 
 
 def _check_alone() -> None:
-    """Check that no launcher unknown to JAX has started several processes, each of which would run alone.
+    """Check that no launcher unknown to JAX has started several processes: each would run alone.
 
-    Its variables hold no port that is free for a coordinator: the port of torchrun is that of its own store.
+    Its variables hold no port that is free for a coordinator: torchrun's port is its own store's.
     """
     for launcher, names in _LAUNCHERS.items():
         count, number = map(os.environ.get, names)

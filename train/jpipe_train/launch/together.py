@@ -32,7 +32,7 @@ T = TypeVar("T")
 _LEAVE = 5.5, 4.0
 _MAY_PASS = "whether another try may succeed"
 _LONG_WORK = 600.0  # seconds that the other processes wait for work of process 0
-_PIECE = 2**17  # bytes of a text in one message, whose length is limited
+_PIECE = 2**17  # bytes of a text in one message of limited length
 _joined: jpipe.processes.Processes | None = None  # one run per process, as in JAX's runtime
 
 

@@ -1,4 +1,4 @@
-"""The first and the last layer of BERT, in Flax NNX; its blocks are those of `jpipe_train.models.transformer`.
+"""The first and the last layer of BERT, in Flax NNX; its blocks are in `jpipe_train.models.transformer`.
 
 Reference: Devlin et al. 2018, "BERT: Pre-training of Deep Bidirectional Transformers for Language Understanding".
 

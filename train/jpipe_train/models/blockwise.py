@@ -16,7 +16,7 @@ from jpipe_train.models.cross_entropy import wider
 
 LONG = 8192
 """Rows with so many positions or more are computed in blocks where nothing else is asked for."""
-_PAIRS = 2**25  # of a query and a key, whose weights one block holds in all rows and heads
+_PAIRS = 2**25  # of a query and a key: one block holds their weights in all rows and heads
 _SHORTEST = 16  # queries of a block
 
 Core = Callable[[Any, Any, Any, Any], Any]  # (queries, keys, values, mask) -> outputs
@@ -27,7 +27,7 @@ class Masked:
     """Which keys a query attends to, apart from the segments.
 
     Attributes:
-        is_causal: only those of its own position and of earlier ones.
+        is_causal: only keys at its own position and earlier ones.
         window: if given, of these only so many.
     """
 
@@ -128,7 +128,7 @@ def _forward(blocks: _Blocks, q: Any, k: Any, v: Any, segments: Any) -> tuple[An
 
 
 def _backward(blocks: _Blocks, saved: Any, gradient: Any) -> tuple[Any, Any, Any, None]:
-    """Compute the gradients block by block; those of keys and values are summed in float32 at least."""
+    """Compute the gradients block by block; for keys and values they are summed in float32 at least."""
     q, k, v, segments = saved
     wide = wider(k.dtype)
 

@@ -58,7 +58,7 @@ def loss(outputs: Outputs, labels: Labels) -> tuple[Float[Array, ""], Float[Arra
     """Sum the cross-entropy in nats.
 
     With labels of tokens and of the next sentence (BERT) the mean of the latter over the rows comes on top of the mean of the former:
-    (n / rows) of its sum, for n counted tokens. Over several microbatches the mean is that of all exactly if each has the same n. The
+    (n / rows) of its sum, for n counted tokens. The mean over several microbatches is exact if each has the same n. The
     router loss of a microbatch (see `jpipe_train.models.experts.Routing`) counts n times as well.
 
     Returns:

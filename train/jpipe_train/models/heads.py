@@ -21,7 +21,7 @@ class Head(nnx.Module):
 
     Outputs are logits (b, classes) for `classification`, numbers (b) for `regression`, and logits (b, k) for `multiple_choice`, one from
     the row of each choice. BERT's position goes through its pooler and dropout, a decoder's through the last norm. With experts they are
-    `{"tokens": scores, "experts": routing}`, as those of a language model.
+    `{"tokens": scores, "experts": routing}`, like a language model's.
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):

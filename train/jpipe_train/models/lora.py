@@ -17,7 +17,7 @@ from jpipe_train.config.tune_config import PARTS, TARGETS, LoraConfig, TuneConfi
 from jpipe_train.models.metadata import named
 from jpipe_train.models.quantized import Kind, multiply, quantize
 
-_EMBEDDING, _TIED = "embed/token/embedding", "head/token/embedding"  # the places of a tied embedding; its name is that of the first
+_EMBEDDING, _TIED = "embed/token/embedding", "head/token/embedding"  # the places of a tied embedding; the first is its name
 _UNIFORM = nnx.initializers.variance_scaling(1 / 3, "fan_in", "uniform")  # as PEFT: up to 1 / sqrt(inputs)
 
 
@@ -47,7 +47,7 @@ class Quantized(nnx.Module):
 
 
 class Adapted(nnx.Module):
-    """A linear layer with an adapter for each of its parts, whose outputs lie side by side."""
+    """A linear layer with an adapter for each of its parts; their outputs lie side by side."""
 
     def __init__(self, base: nnx.Linear, widths: Mapping[str, int], tune: TuneConfig, *, rngs: nnx.Rngs):
         lora = tune.lora
@@ -121,18 +121,18 @@ def _tuned(layer_id: str, make: Callable[..., nnx.Module], config: ModelConfig, 
 
 
 def is_of_adapter(name: str) -> bool:
-    """Return whether a name such as "block_0/qkv/lora/q_proj/a" is that of a parameter of an adapter."""
+    """Return whether a name such as "block_0/qkv/lora/q_proj/a" names a parameter of an adapter."""
     parts = name.split("/")
     return len(parts) >= 5 and parts[-3] == "lora" and parts[-2] in TARGETS
 
 
 def is_quantized(name: str) -> bool:
-    """Return whether a name such as "block_0/qkv/kernel/codes" is that of a kernel in fewer bits."""
+    """Return whether a name such as "block_0/qkv/kernel/codes" names a kernel in fewer bits."""
     return name.endswith(("/kernel/codes", "/kernel/scale"))
 
 
 def parts_of(name: str) -> tuple[str, ...]:
-    """Return the names of the parts of the linear layer whose kernel has a name such as "block_0/qkv/kernel"; none of other names."""
+    """Return the names of the parts of the linear layer with a kernel named such as "block_0/qkv/kernel"; none of other names."""
     _, _, inner = name.replace("/experts/shared/", "/").partition("/")
     linear, _, kernel = inner.partition("/")
     return PARTS.get(linear, ()) if kernel.partition("/")[0] == "kernel" else ()

@@ -1,4 +1,4 @@
-"""Rotary position embeddings, and their scalings for texts that are longer than those of the first training.
+"""Rotary position embeddings, and their scalings for texts longer than in the first training.
 
 The letters in the shapes: b rows, s positions, h heads, d numbers per head.
 """

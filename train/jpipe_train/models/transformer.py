@@ -203,7 +203,7 @@ def dtype_of(config: ModelConfig) -> str:
 
 
 def axes(inputs: str | None, outputs: str | None) -> dict[str, Any]:
-    """Return the arguments of a linear layer that name the logical axes of its kernel; the last one is also that of its bias."""
+    """Return the arguments of a linear layer that name the logical axes of its kernel; its bias has the last one, too."""
     return {"kernel_metadata": named(inputs, outputs), "bias_metadata": named(outputs)}
 
 
@@ -219,7 +219,7 @@ def linear(config: ModelConfig, rngs: nnx.Rngs, bias: bool) -> Callable[..., nnx
 
 
 class RMSNormPlusOne(nnx.RMSNorm):
-    """RMSNorm whose scale is 1 plus its parameter, which begins at zero (Gemma)."""
+    """RMSNorm with a scale of 1 plus its parameter, which begins at zero (Gemma)."""
 
     def __call__(self, x: Array, mask: Array | None = None) -> Array:
         """Normalize the last axis, in the norm's dtype."""
@@ -259,7 +259,7 @@ def look_up(embedding: nnx.Embed, numbers: Any, dtype: Any) -> Float[Array, "b s
 
 
 def tied_embedding(config: ModelConfig, rngs: nnx.Rngs) -> nnx.Embed:
-    """Create the head's copy of the symbol embeddings; its initial values are replaced by those of the tied parameter."""
+    """Create the head's copy of the symbol embeddings; its initial values are replaced by the tied parameter's."""
     return table(config.vocab_size, config, nnx.initializers.zeros, rngs, "vocab")
 
 
@@ -315,7 +315,7 @@ def positions(tokens: Any, segments: Int[Array, "b s"] | None) -> Int[Array, "#b
 def waves(size: float, key: Array, shape: tuple[int, int], dtype: DTypeLike, out_sharding: object = None) -> Float[Array, "s w"]:
     """Initialize position embeddings with sines and cosines, the first transformer's encoding.
 
-    They are half as large as the vectors of symbols, whose deviation is `size`, so that "the byte before" is learned soon; larger ones
+    They are half as large as the vectors of symbols, with deviation `size`, so that "the byte before" is learned soon; larger ones
     would drown the symbols.
     """
     count, width = shape

@@ -66,7 +66,7 @@ def draw_losses(
         point, text = (float(held_out[-1]), float(values[-1])), f"{values[-1]:.3f}"
         below = len(losses) > 0 and values[-1] < losses[-1]  # the point, and so away from the line
         side: dict[str, Any] = {"xytext": (0, -5), "va": "top", "zorder": 1.5} if below else {"xytext": (0, 9)}
-        side["bbox"] = {"facecolor": "white", "alpha": 0.85, "linewidth": 0, "pad": 1}  # the line, or that of a change, may run behind it
+        side["bbox"] = {"facecolor": "white", "alpha": 0.85, "linewidth": 0, "pad": 1}  # a line may run behind it
         axes.annotate(text, point, textcoords="offset points", ha="right", color=_VALIDATION, fontsize=10, weight="bold", **side)
     scale(axes, np.concatenate([losses, values]))
     if len(losses) == 1:

@@ -91,11 +91,11 @@ class MetricsLog:
         self._utilization = utilization
         self._learning_rate = None if folder is None else learning_rate(config.optimizer, config.train.length)
         self._validation: dict[int, Validation] = {}
-        self._known: jpipe.Metrics = jpipe.Metrics.empty()  # values of steps whose rows are not written yet
+        self._known: jpipe.Metrics = jpipe.Metrics.empty()  # values of steps with rows to be written
         self._delay_norms: dict[int, jpipe.runtime.DelayNorms] = {}
         self._skipped = 0  # skipped steps in a row
         self._who = "" if plan.agree is None else " by at least one of the pipelines"
-        self.last_step = -1  # the last step that was processed, and whose row was written if due
+        self.last_step = -1  # the last processed step; its row was written if due
         self.steps = config.train.length  # of the run, fewer if it ends early
 
     @property
@@ -122,7 +122,7 @@ class MetricsLog:
         return None if known is None else means(known)
 
     def finished(self, metrics: jpipe.Metrics | None) -> None:
-        """Wait for these metrics, and write the rows of all steps whose values are complete; a norm may come later than its loss."""
+        """Wait for these metrics, and write the rows of all steps with complete values; a norm may come later than its loss."""
         for name, numbers in ({} if metrics is None else metrics._asdict()).items():
             getattr(self._known, name).update(numbers)
         losses, _, norms, _, _, stage_norms = self._known
@@ -308,7 +308,7 @@ def mean_of(batches: Sequence[Means], sources: Sequence[SourceConfig | None] = (
 
 
 def _summing_to(total: float, batches: Sequence[Means]) -> list[Means]:
-    """Return the same means with weights that sum to `total`, for each name of which a batch has a weight."""
+    """Return the same means with weights that sum to `total`, for each name that has a weight in a batch."""
     sums = {name: sum(batch[name][1] for batch in batches) for name in batches[0]}
     return [
         {name: (mean, weight * total / sums[name] if sums[name] else 0.0) for name, (mean, weight) in batch.items()} for batch in batches

@@ -59,7 +59,7 @@ def _columns(boxes: int, least: int, most: int) -> int:
 
 
 def table(kind: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a table whose first column has the names of the rows; `kind` is a class of the style."""
+    """Return a table with the names of the rows in its first column; `kind` is a class of the style."""
     columns = "".join(f'<th scope="col">{escape(name)}</th>' for name in head)
     lines = "".join(
         f'<tr><th scope="row">{escape(first)}</th>{"".join(f"<td>{escape(cell)}</td>" for cell in cells)}</tr>' for first, *cells in rows

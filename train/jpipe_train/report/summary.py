@@ -101,7 +101,7 @@ def write_report(
         "optimizer": optimizer_words(config.optimizer.model_dump()),
         "steps": f"{config.train.length:,}{epochs_words(config.train)} of {per_step:,} {unit} each",
         **remarks,
-        **({"duration": _durations(parts)} if len(parts) > 1 else {}),  # that of a single part is among the results
+        **({"duration": _durations(parts)} if len(parts) > 1 else {}),  # a single part has it among its results
         "devices": f"{len(kinds)} × {kinds[0]}" + (f" in {processes} processes" if processes > 1 else ""),
         "seed": str(config.seed),
         "versions": f"jpipe {jpipe.__version__}, JAX {jax.__version__}",

@@ -32,7 +32,7 @@ class EvalRecord:
     """The results of an evaluation, for `on_eval`.
 
     Attributes:
-        step: the step whose row of `metrics.jsonl` has them. They are of the weights before this step; the last ones, of the final weights.
+        step: its row of `metrics.jsonl` has them. They are of the weights before this step; the last ones, of the final weights.
         loss: the mean loss over the evaluation data.
         metrics: the means of the metrics by name.
     """
@@ -59,7 +59,7 @@ class Callbacks:
     """Calls the callbacks of a run, and records whether one of them has asked to end it.
 
     Args:
-        callbacks: objects with at least one of the methods `METHODS`, each of which gets a record and returns None or "stop".
+        callbacks: objects with at least one of the methods `METHODS`, which get a record and return None or "stop".
 
     Attributes:
         stop: whether a callback has returned "stop".

@@ -64,7 +64,7 @@ def compare_with_prediction(summary: Summary, plan: jpipe.Plan, sizes: Sequence[
 
 @contextlib.contextmanager
 def nonfinite_data_named(log: MetricsLog, batches: data.Batches, first: int) -> Iterator[None]:
-    """Add the rows of the first batch that are not finite to the error of a run whose first loss is not, before any update.
+    """Add the rows of the first batch that are not finite to the error where the first loss of a run is not, before any update.
 
     Args:
         log: has the last step that was finished.

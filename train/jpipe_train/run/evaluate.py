@@ -35,7 +35,7 @@ from jpipe_train.report.metrics_log import RunStopped, mean_of, means_of
 from jpipe_train.run.ending import reason
 from jpipe_train.run.starting import begin, read_checkpoint
 
-_MOST_PENDING = 2  # batches whose results are read later, so that devices always have work
+_MOST_PENDING = 2  # batches with results to be read later, so that devices always have work
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ def _config(folder: Path, request: Request) -> Config:
         if config.optimizer.ema_decay is None:
             raise InputError("--weights: the run has no moving average of the weights; leave it out, or train with optimizer.ema_decay")
         return config
-    # SGD has no optimizer state that needs memory; that of the checkpoint is ignored.
+    # SGD has no optimizer state that needs memory; the checkpoint's is ignored.
     return config.model_copy(update={"optimizer": OptimizerConfig(name="sgd"), "resume": ResumeConfig(optimizer="reset")})
 
 

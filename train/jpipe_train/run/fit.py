@@ -86,7 +86,7 @@ def fit(
     Args:
         pipe: the pipeline, compiled or not.
         data: batches as for `Pipeline.step`: an object with `data[t]`, such as a `grain.MapDataset` of batches, or a function of t; with
-            `batch_size` the pair (inputs, labels) of arrays or trees of arrays, whose rows are shuffled anew in each epoch.
+            `batch_size` the pair (inputs, labels) of arrays or trees of arrays, with rows shuffled anew in each epoch.
         steps: the number of batches, including those before a resume.
         epochs: passes over `data`, in place of `steps`; batches need a length for it.
         batch_size: rows of a batch, where `data` are arrays.
@@ -94,8 +94,8 @@ def fit(
         eval_every: steps between evaluations.
         metrics: by name, functions as in `Pipeline.evaluate`, or names of built-in ones such as "accuracy".
         seed: of the initial weights, dropout and the order of rows.
-        state: the state of this pipeline that a new run begins with, which is consumed; by default that of `Pipeline.init`.
-        run_dir: the run folder, a new one or that of the run to resume; None: nothing is written.
+        state: the state of this pipeline that a new run begins with, which is consumed; by default from `Pipeline.init`.
+        run_dir: the run folder, a new one or of the run to resume; None: nothing is written.
         checkpoint: steps between checkpoints, or the keys of a config's section `checkpoint`: `{"every": 100, "keep": 2}`; None: none.
         log: further logs of the run: "tensorboard", "wandb", "trackio" and "mlflow".
         log_every: steps between rows of `metrics.jsonl`.

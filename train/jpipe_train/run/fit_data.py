@@ -133,7 +133,7 @@ class OwnBatches:
         return self
 
     def at(self, index: int) -> Batch:
-        """Return batch `index`, as NumPy arrays like those of the first one.
+        """Return batch `index`, as NumPy arrays like the first one.
 
         Raises:
             InputError: it is something else.

@@ -26,7 +26,7 @@ from jpipe_train.run.evaluate import Request, main
 
 
 class Address(NamedTuple):
-    """The place of a process among those of its job; None is detected, or means a single process.
+    """The place of a process in its job; None is detected, or means a single process.
 
     Attributes:
         coordinator: HOST:PORT of process 0.

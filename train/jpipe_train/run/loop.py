@@ -110,7 +110,7 @@ class FromPython:
 
     Attributes:
         build: returns the pipeline and its data, given the checkpoint that the run resumes from; None: they are built from the config.
-        state: the state that a new run begins with; None for that of `Pipeline.init`.
+        state: the state that a new run begins with; None for the state from `Pipeline.init`.
         metrics: further metrics of an evaluation, by name.
         callbacks: called in process 0 after steps, evaluations and checkpoints.
     """
@@ -422,7 +422,7 @@ def utilization_of(pipe: jpipe.Pipeline, batches: data.Data) -> mfu.Utilization 
 
 
 def _sizes(pipe: jpipe.Pipeline, batches: data.Data, *, alone: bool, writes: bool) -> tuple[tuple[jpipe.programs.StageCost, ...], Any]:
-    """Return the costs of the stages, and the temporaries of those whose programs are known in this process.
+    """Return the costs of the stages, and the temporaries of each stage with programs in this process.
 
     Each process knows the programs of its own stages. If the run is to be compared with its plan, the remaining programs are compiled as
     well.
@@ -455,7 +455,7 @@ def report_transfers(pipe: jpipe.Pipeline, reporter: Reporter) -> None:
 
 
 def local_stages(pipe: jpipe.Pipeline) -> set[int]:
-    """Return the stages of which this process has a replica."""
+    """Return the stages with a replica in this process."""
     index = jax.process_index()
     return {s for (s, _), device in zip(pipe.plan.workers, pipe.devices, strict=True) if device.process_index == index}
 

@@ -58,7 +58,7 @@ def initial_params(
 
 
 def make_folder(config: Config, plan: jpipe.Plan, resume: Resume, resumed: Resumed | None, reporter: Reporter) -> RunFolder:
-    """Create the run folder, completely or not at all even if Ctrl-C is pressed, or open that of a resumed run; tell a launcher of it."""
+    """Create the run folder, completely or not at all even if Ctrl-C is pressed, or open a resumed run's; tell a launcher of it."""
 
     def prepare(path: Path) -> None:
         if resumed is None:

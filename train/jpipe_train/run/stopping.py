@@ -39,7 +39,7 @@ class Stopping:
 
     Args:
         config: of the run.
-        resumed: the checkpoint from which the run resumes, whose state continues if it is that of the same result.
+        resumed: the checkpoint from which the run resumes; its state continues if the result is the same.
     """
 
     def __init__(self, config: Config, resumed: Resumed | None = None) -> None:

@@ -52,7 +52,7 @@ class Comparison:
 
 
 def main(runs: Sequence[str], out: str, reporter: Reporter) -> None:
-    """Compare the runs in these folders, of which there are at least two; see `compare`.
+    """Compare the runs in these folders, at least two; see `compare`.
 
     A folder of a sweep stands for its runs, and the other files in it are left out.
     """

@@ -26,7 +26,7 @@ def flat(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def keys(configs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the dotted keys whose values are not the same in all configs, in the order of the first that has them."""
+    """Return the dotted keys with values that are not the same in all configs, in the order of the first that has them."""
     return list(table(configs))
 
 

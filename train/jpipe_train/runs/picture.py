@@ -143,7 +143,7 @@ def _axes(curves: Sequence[Curve], has_tokens: bool) -> list[tuple[str, Callable
 
 
 def _examples_before(step: int, size: int, earlier: Sequence[tuple[int, int, int]]) -> int:
-    """Return the number of examples of all steps before `step`, of which those in no earlier part have `size`."""
+    """Return the number of examples of all steps before `step`; steps in no earlier part have `size`."""
     return step * size + sum((max(min(step, end), first) - first) * (other - size) for first, end, other in earlier)
 
 

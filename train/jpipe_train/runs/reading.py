@@ -61,7 +61,7 @@ class Run:
 
     Attributes:
         path: the folder.
-        config: the resolved config as plain data; its keys may be those of another version of jpipe.
+        config: the resolved config as plain data; its keys may be from another version of jpipe.
         plan: the plan in a few words.
         steps: the number of steps that the run was to do, if it is known.
         rows: step, losses and seconds of the rows of `metrics.jsonl`, ascending by step: all of them, or the last ones and the last one

@@ -175,7 +175,7 @@ def _is_complete(found: Run, wanted: TrainConfig) -> bool:
 
 
 def _claim(folder: Path, request: Request) -> None:
-    """Mark a folder as that of a sweep; several tasks may do so at once.
+    """Mark a folder as a sweep's; several tasks may do so at once.
 
     Raises:
         InputError: it holds something else, or cannot be written.

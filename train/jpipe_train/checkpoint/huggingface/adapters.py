@@ -70,7 +70,7 @@ class Module(NamedTuple):
     def joined(self, arrays: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
         """Return A and B as in a folder.
 
-        Adapters of several parts become one of as many times the rank, whose B has a block for each part.
+        Adapters of several parts become one of as many times the rank; its B has a block for each part.
 
         Args:
             arrays: the parameters of the layer, by name in an export.
@@ -225,7 +225,7 @@ def _read(folder: Folder, names: Layout, model: ModelConfig, described: Adapters
 
 
 def _matrices(folder: Folder, module: Module, described: Adapters, where: str) -> tuple[np.ndarray, np.ndarray]:
-    """Read A and B of a module, whose shapes are checked before."""
+    """Read A and B of a module; their shapes are checked before."""
     rank, alpha = described.lora["rank"], described.lora["alpha"]
     its_rank = next((rank for name, rank in described.ranks.items() if huggingface.is_or_ends(module.name, name)), rank)
     its_alpha = next((alpha for name, alpha in described.alphas.items() if huggingface.is_or_ends(module.name, name)), alpha)

@@ -18,7 +18,7 @@ Shape = tuple[int, ...]
 
 
 class Row(NamedTuple):
-    """Parameters of jpipe and the tensors that hold them: those of either side are concatenated along the last axis.
+    """Parameters of jpipe and the tensors that hold them: either side is concatenated along the last axis.
 
     A parameter may be stacked instead: its first axis has a tensor for each expert.
 
@@ -26,7 +26,7 @@ class Row(NamedTuple):
         shapes: of the parameters by name in an export, such as "block_0/qkv/kernel".
         theirs: the shapes of the tensors, by name.
         transposed: whether the tensors are (outputs, inputs), as in PyTorch's `Linear`; jpipe's kernels are (inputs, outputs).
-        stacked: whether the tensors are those of experts.
+        stacked: whether the tensors are the experts'.
     """
 
     shapes: Mapping[str, Shape]

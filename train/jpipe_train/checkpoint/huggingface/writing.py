@@ -65,7 +65,7 @@ def main(
     """Write the parameters of a checkpoint as a folder in Hugging Face's layout, which appears whole or not at all.
 
     Args:
-        source: the folder of the run, or a config whose run would begin with the parameters.
+        source: the folder of the run, or a config of a run that would begin with the parameters.
         out: the folder, a new one.
         step: of the checkpoint, or "best"; None: the newest that is whole.
         report: gets a line for what was written, and one for each newer checkpoint that is damaged.

@@ -28,7 +28,7 @@ def name_in_file(name: str, names: Mapping[str, str]) -> str:
 
 
 def renamed(source: Source, names: Mapping[str, str], wanted: list[str]) -> Source:
-    """Return a source with the names of the model in place of those of the file.
+    """Return a source with the names of the model in place of the file's.
 
     Args:
         source: the arrays in the file.
@@ -60,7 +60,7 @@ def of_whole_model(source: Source, places: Mapping[str, Places], names: Mapping[
     Layer state and integers in the file are left out: they are no parameters.
 
     Args:
-        source: the arrays in the file, in which those of a stack of layers are one array.
+        source: the arrays in the file; a stack of layers is one array.
         places: of the "params" and the "state" of all layers.
         names: as in `name_in_file`; the names of the model are its paths.
         separator: between the parts of a name in the file; in `names` it is a slash.

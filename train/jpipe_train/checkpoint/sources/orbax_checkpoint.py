@@ -25,13 +25,13 @@ def is_meant(path: Path) -> bool:
 
 
 def source(path: Path) -> Source:
-    """Open an Orbax checkpoint whose arrays are read later.
+    """Open an Orbax checkpoint, to read its arrays later.
 
     Of a tree with the key `params`, such as Linen variables, only what is below it counts. The last part of a name is left out if it is
     `value` everywhere, as in an `nnx.State`.
 
     Args:
-        path: an item, a step with one item or one that is called `params`, or a folder of steps, of which the newest is used.
+        path: an item, a step with one item or one that is called `params`, or a folder of steps (the newest is used).
 
     Raises:
         InputError: it is not such a folder, or its metadata cannot be read.

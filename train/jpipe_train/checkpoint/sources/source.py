@@ -33,7 +33,7 @@ class Source:
         where: the file or folder, for messages.
         specs: shapes and dtypes of the arrays.
         read: yields at least the named arrays, in parts, so that not all need be in memory at once.
-        digest: returns a hash that differs from those of other sources.
+        digest: returns a hash that differs between sources.
         converts: whether arrays of another floating-point dtype than the model's are accepted.
         optional: the names of arrays that may be missing.
         in_file: what the arrays are called in the file, where that is another name.

@@ -92,7 +92,7 @@ def load(target: str, key: str) -> Callable[..., Any]:
 
 
 def checked(target: str, key: str, arguments: Mapping[str, Any], supplied: Iterable[str]) -> Callable[..., Any]:
-    """Import the function `target`, which takes these arguments of a config and those of jpipe's, by name.
+    """Import the function `target`, which takes these arguments of a config and jpipe's own, by name.
 
     Raises:
         InputError: as in `load`; the arguments do not fit.

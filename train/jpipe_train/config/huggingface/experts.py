@@ -26,7 +26,7 @@ def experts(
     Args:
         count: the JSON keys that may have the number of experts; the first is written.
         width: the JSON key of the width of an expert.
-        defaults: of the number of experts, of those of a token, and of the factor of the load-balancing loss.
+        defaults: the number of experts, the experts per token, and the factor of the load-balancing loss.
         width_default: of `width`; None if another part has that key.
         renormalizes: whether the probabilities of the chosen experts are divided by their sum; None if `norm_topk_prob` says so.
         dense_layers: whether `mlp_only_layers` and `decoder_sparse_step` may say that some blocks have no experts.

@@ -38,7 +38,7 @@ class Tensors:
     """The names of the tensors of a family, by the names of jpipe's parameters.
 
     Several names with commas between them are concatenated, and so are several parameters: `gate,expand` are in one tensor of Phi-3. A *
-    stands for the number of an expert, each of which has its own tensor. Names of parameters that a block does not have are left out.
+    stands for the number of an expert; each expert has its own tensor. Names of parameters that a block does not have are left out.
 
     Attributes:
         embed: of the layer `embed`.
@@ -47,7 +47,7 @@ class Tensors:
         head: of the layer `head` of a language model.
         scores: of the layer `head` of a model that judges whole texts.
         prefix: the start of names in the whole model that a folder of the model without its head leaves out.
-        transposed: whether the kernels of blocks are (outputs, inputs), as in PyTorch's `Linear`; those of heads always are.
+        transposed: whether the kernels of blocks are (outputs, inputs), as in PyTorch's `Linear`; the kernels of heads always are.
         copies: the names of tensors that are copies of others, by the name of the copy; a folder may have them.
         optional: the starts of the names of tensors that a folder may leave out, by architecture; their parameters are then initialized.
     """
@@ -69,7 +69,7 @@ class Family:
 
     Attributes:
         architectures: the names in `config.json` of language models; the first one is written.
-        judges: the names of models with another `model.head`, by that head; that of classification is that of regression, too.
+        judges: the names of models with another `model.head`, by that head; classification and regression share one.
         model_type: the name of the family there.
         parts: JSON keys, and what they decide.
         fixed: keys of `model` that are the same in all models of the family; those that nothing decides have their defaults.
@@ -142,7 +142,7 @@ _WITHOUT_WINDOWS = only("use_sliding_window", False), without_windows()
 
 
 def _like_llama(default_epsilon: float = 1e-6, tied: bool = False, kv_heads: Any = ..., positions: Any = ...) -> tuple[Part, ...]:
-    """Return the parts that Llama and those that came after it share; `kv_heads` is None where a missing number means that of heads."""
+    """Return the parts that Llama and its successors share; `kv_heads` is None where a missing number means as many as heads."""
     epsilon, tie = one("rms_norm_eps", "norm_epsilon", Number, default_epsilon), one("tie_word_embeddings", "tied", bool, tied)
     return *_sizes(positions), one("num_key_value_heads", "kv_heads", Size | None, kv_heads), epsilon, tie
 

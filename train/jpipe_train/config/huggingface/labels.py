@@ -42,7 +42,7 @@ def keys_of(family: Family, architecture: str, labels: _Labels) -> dict[str, Any
     if head == "language":
         return {}
     if head == "multiple_choice":
-        return {"head": head}  # the number of choices is that of the data
+        return {"head": head}  # the data decide the number of choices
     if labels.count == 1:
         return {"head": "regression"}
     names = [(labels.id2label or {}).get(str(i), _unnamed(i)) for i in range(labels.count)]
@@ -63,7 +63,7 @@ def json_of(model: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def agreed(folder: Any, config: Any) -> Any:
-    """Return the labels of a folder, or those of a config if these are the names for the same number of labels."""
+    """Return the labels of a folder, or of a config if it names as many labels."""
     counts = [len(labels) if isinstance(labels, list) else labels for labels in (folder, config)]
     return config if isinstance(config, list) and not isinstance(folder, list) and counts[0] == counts[1] else folder
 

@@ -14,7 +14,7 @@ Size = Annotated[int, Field(ge=1, le=10**9)]
 Depth = Annotated[int, Field(ge=1, le=1000)]  # as `model.depth`, before a pattern along it is made
 Number = Annotated[float, Field(gt=0)]
 
-# Hugging Face's names by jpipe's; the first is written. The tanh of all of these is that of `gelu_new`.
+# Hugging Face's names by jpipe's; the first is written. All of these approximate tanh like `gelu_new`.
 ACTIVATIONS = {"gelu": ("gelu_new", "gelu_pytorch_tanh", "gelu_fast"), "gelu_exact": ("gelu", "gelu_python"), "silu": ("silu", "swish")}
 Activation = Literal["gelu_new", "gelu_pytorch_tanh", "gelu_fast", "gelu", "gelu_python", "silu", "swish"]
 
@@ -43,7 +43,7 @@ def one(theirs: str, ours: str, kind: Any, default: Any = ...) -> Part:
 
 
 def only(theirs: str, *values: Any) -> Part:
-    """Return the part of a JSON key whose legal values, the first of them its default, say the same; it is not written."""
+    """Return the part of a JSON key with equivalent legal values, the default first; it is not written."""
     return Part({theirs: (Literal[values], values[0])}, lambda *_: {}, lambda _: {})
 
 
@@ -95,7 +95,7 @@ def qkv_bias() -> Part:
 
 
 def attention_scale() -> Part:
-    """Return the part of Gemma's scale of attention, which is given as the number whose inverse root it is."""
+    """Return the part of Gemma's scale of attention, which is given as its inverse square."""
 
     def write(keys: Keys) -> Keys:
         scale = keys["attention_scale"]
@@ -149,7 +149,7 @@ def windows(default: int | None, layers: Layers, fields: Mapping[str, tuple[Any,
 
 
 def without_windows() -> Part:
-    """Return the part of `layer_types` none of which has a window; it is not written."""
+    """Return the part of `layer_types` without any window; it is not written."""
     return Part({"layer_types": (list[Literal["full_attention"]] | None, None)}, lambda *_: {}, lambda _: {})
 
 

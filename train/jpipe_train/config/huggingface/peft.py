@@ -195,7 +195,7 @@ def is_or_ends(module: str, name: str) -> bool:
 
 
 def is_saved(module: str, saved: Collection[str]) -> bool:
-    """Return whether PEFT stores a module whole: its name, or that of a module around it, ends with one of `saved`."""
+    """Return whether PEFT stores a module whole: its name, or the name of a module around it, ends with one of `saved`."""
     parts = module.split(".")
     around = [".".join(parts[: i + 1]) for i in range(len(parts))]
     return any(name.endswith(end) for name in around for end in saved)

@@ -100,7 +100,7 @@ class Rope(BaseModel):
         return {"kind": kind, **{key: OPTIONAL[kind].get(key) if value is None else value for key, value in values.items()}}
 
     def _attention_factor(self, kind: str, original: int) -> float | None:
-        """Return the factor that further keys say, or None if there are none: jpipe's default is then that of transformers."""
+        """Return the factor that further keys say, or None if there are none: jpipe then has the default of transformers."""
         if kind == "longrope" and self.factor is not None:
             return math.sqrt(1 + math.log(self.factor) / math.log(original)) if self.factor > 1 else 1.0
         if kind == "yarn" and self.mscale and self.mscale_all_dim and self.factor and self.factor > 1:

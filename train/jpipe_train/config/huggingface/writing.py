@@ -63,7 +63,7 @@ def _differences(family: Family, keys: Keys) -> list[str]:
 
 
 def _distance(different: list[str]) -> tuple[bool, int]:
-    """Return how far a family is from a model: first those whose keys can be compared, with few differences before many."""
+    """Return how far a family is from a model: families with comparable keys first, few differences before many."""
     return not all(line.startswith("model.") for line in different), len(different)
 
 

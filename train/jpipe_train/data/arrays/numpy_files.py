@@ -38,12 +38,12 @@ _HEADERS: Mapping[tuple[int, int], Callable[..., Any]] = {
     (3, 0): np.lib.format.read_array_header_2_0,  # names of fields are in UTF-8 there, and arrays of numbers have no fields
 }
 _ENDINGS = ".npy", ".npz"
-_BLOCK, _MOST_CHECKED = 2**24, 2**28  # bytes of numbers that are read at once, and of an array whose extremes are looked for
+_BLOCK, _MOST_CHECKED = 2**24, 2**28  # bytes that are read at once, and of the largest array that is searched for its extremes
 
 
 @dataclass(frozen=True)
 class FileRows:
-    """An array of numbers whose rows are read from its file when they are needed, or that is in memory.
+    """An array of numbers: rows are read from its file when they are needed, or that is in memory.
 
     Attributes:
         numbers: all of them, in C's order.

@@ -173,7 +173,7 @@ class _Array:
 
 
 def _of_numpy(opened: Sequence[numpy_files.FileRows], both: Sequence[_Array], part: splits.Part) -> list[list[_Rows]]:
-    """Return the rows of NumPy's files for training and those held out: the ones whose hashed number says so."""
+    """Return the rows of NumPy's files for training and the held-out ones, chosen by their hashed numbers."""
     for array, file in zip(both, opened, strict=True):
         try:
             dtype = result_type(file.dtype, is_target=array.is_target)
@@ -190,7 +190,7 @@ def _example(file: numpy_files.FileRows) -> str:
 
 
 def _of_rows(files: Sequence[Path], both: Sequence[_Array], part: splits.Part) -> list[list[_Rows]]:
-    """Read rows into memory, and return those for training and those held out: the ones whose hashed inputs say so."""
+    """Read rows into memory, and return the rows for training and the held-out ones, chosen by their hashed inputs."""
     wrong, memory = WrongLines(part.where), [[Memory() for _ in both] for _ in (False, True)]
     columns = {column.name: column for array in both for column in array.columns}
     for file in files:

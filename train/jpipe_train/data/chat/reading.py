@@ -60,7 +60,7 @@ def read(files: Sequence[Path], renderer: Renderer, tokenizer: Tokenizer, fracti
         files: with a conversation in each row.
         renderer: renders conversations.
         tokenizer: of their text.
-        fraction: share to hold out: those whose hash says so.
+        fraction: share to hold out, chosen by hash.
         where: the key or the option that names the files, for messages.
 
     Raises:

@@ -120,7 +120,7 @@ class Renderer:
         Args:
             messages: of the conversation.
             tools: that the assistant may call.
-            generation_prompt: whether the conversation goes on with an answer, whose beginning comes last.
+            generation_prompt: whether the conversation goes on with an answer, and ends with its beginning.
 
         Raises:
             Failure: the template does not render it.
@@ -157,7 +157,7 @@ class Renderer:
         """Send a request and return the reply, which is as little trusted as the template."""
         try:
             line = self._reply(self._processes[source], json.dumps(request).encode() + b"\n")
-        except BaseException:  # Ctrl-C, too: a reply that is still to come would be taken for that of the next request
+        except BaseException:  # Ctrl-C, too: a late reply would be taken for the next request's
             self._end(source)
             raise
         try:

@@ -34,11 +34,11 @@ Render = Callable[[Sequence[Message], bool], tuple[str, list[Span]]]
 
 
 class Refused(Exception):
-    """A conversation that the template cannot render, or whose answers it does not show."""
+    """A conversation that the template cannot render, or renders without its answers."""
 
 
 class Generation(jinja2.ext.Extension):
-    """The tag `{% generation %}`, whose block is what an assistant has written.
+    """The tag `{% generation %}`: its block is what an assistant has written.
 
     Attributes:
         tags: the name of the tag.
@@ -235,7 +235,7 @@ def with_parts(messages: Sequence[Message]) -> list[Message]:
 
 
 def reads_only_parts(render: Render) -> bool:
-    """Return whether a template leaves out a content that is a text, as those of models that read pictures do."""
+    """Return whether a template leaves out a content that is a text, as templates of models that read pictures do."""
     question: list[Message] = [{"role": "user", "content": "question"}]
     try:
         return "question" not in render(question, True)[0] and "question" in render(with_parts(question), True)[0]
@@ -270,7 +270,7 @@ def answer(request: Mapping[str, Any], render: Render, is_marked: bool, only_par
 
 
 def _with_reasoning(message: Message) -> Message:
-    """Return a message whose reasoning has both usual names."""
+    """Return a message with its reasoning under both usual names."""
     reasoning = next((message[key] for key in _REASONING if message.get(key) is not None), None)
     return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
 

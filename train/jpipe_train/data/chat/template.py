@@ -107,7 +107,7 @@ def _named(value: Any, place: str) -> dict[str, str]:
 
 
 def _with_default(sources: dict[str, str], expected: str, otherwise: str = "") -> dict[str, str]:
-    """Return templates by name, one of which is for conversations without tools.
+    """Return templates by name; one is for conversations without tools.
 
     Raises:
         InputError: there is none for them; `otherwise` is what was found if there is none at all.

@@ -53,7 +53,7 @@ class Kind(NamedTuple):
 
     @property
     def is_unpacked(self) -> bool:
-        """Whether it is a compressed file whose content is read."""
+        """Whether it is a compressed file, to be decompressed as it is read."""
         return self.hint == _PACKED
 
 
@@ -173,7 +173,7 @@ def _is_tfrecord(head: bytes, size: int, _: bytes) -> bool:
 
 
 def _is_npz(head: bytes, *_: Any) -> bool:
-    """Return whether this is an archive whose first file is one of NumPy's."""
+    """Return whether this is an archive that begins with a file of NumPy's."""
     return head.startswith(b"PK\x03\x04") and head[30 : 30 + int.from_bytes(head[26:28], "little")].endswith(b".npy")
 
 
@@ -289,7 +289,7 @@ _DELIMITER_BY_NAME = {".csv": ",", ".tsv": "\t"}
 
 
 def _table(lines: Sequence[str]) -> Kind | None:
-    """Recognize a table as text: every row has as many columns as the header, whose names look like names, or all cells are numbers.
+    """Recognize a table as text: every row has as many columns as the header of plausible names, or all cells are numbers.
 
     Prose with commas is none: it has spaces behind them, and not as many in each line.
     """

@@ -40,7 +40,7 @@ def files(folder: Path, where: str) -> list[Path] | None:
     """Return the Arrow files of a dataset in the order of its rows, or None if this folder is no dataset.
 
     Raises:
-        InputError: it is a damaged one, or one whose rows are chosen by another file, as old versions of datasets wrote them.
+        InputError: it is damaged, or another file chooses its rows, as old versions of datasets wrote them.
     """
     if not is_saved(folder):
         return None

@@ -1,4 +1,4 @@
-"""Read tables as text: CSV and TSV, whose first row has the names of the columns."""
+"""Read tables as text: CSV and TSV with the names of the columns in the first row."""
 
 import csv
 from collections import Counter

@@ -33,7 +33,7 @@ _MOST_BYTES = 2**26  # of an index; a hundred thousand shards take a third of th
 _SAMPLE = 4096  # bytes at the beginning, in the middle and at the end of each file that the digest reads
 _SOME = 8  # ends at the beginning and at the end of each file that are checked when it is opened
 _WITH_ROWS = ".parquet", ".arrow", ".feather", ".jsonl", ".ndjson", ".gz", ".zst"  # names of files that may have rows of tokens
-MOST_OPEN = 256  # files at a time, each of which needs a file descriptor
+MOST_OPEN = 256  # files at a time; each needs a file descriptor
 _Count = Annotated[int, Field(ge=0, le=2**62)]
 
 
@@ -68,7 +68,7 @@ class ShardFacts(_Part):
 class Index(_Part):
     """The content of tokens.json: what the tokens are, and the shards for training and for validation.
 
-    `end_of_text` is the token that ends each document, `tokenizer_sha256` that of the tokenizer.json beside it, `text_bytes` the size of
+    `end_of_text` is the token that ends each document, `tokenizer_sha256` the tokenizer.json's hash, `text_bytes` the size of
     the files that it was made from.
     """
 

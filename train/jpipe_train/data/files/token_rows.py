@@ -1,4 +1,4 @@
-"""Read rows of token ids, such as a column `input_ids`, each a document whose text was tokenized by another program."""
+"""Read rows of token ids, such as a column `input_ids`, each a document that another program tokenized."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -36,7 +36,7 @@ def read(files: Sequence[Path], key: str, fraction: float, where: str, largest: 
     Args:
         files: to read.
         key: the column with the ids.
-        fraction: share to hold out: those whose hash says so.
+        fraction: share to hold out, chosen by hash.
         where: the key or the option that names the files, for messages.
         largest: ids are below this.
 

@@ -81,7 +81,7 @@ class _Rows:
         self._memory = Memory(dtype), Memory(dtype)
 
     def add_all(self, examples: Iterable[Example], share: float, where: str) -> None:
-        """Add examples, of which this share is held out: those whose hash says so."""
+        """Add examples; a share, chosen by their hashes, is held out."""
         too_long = _TooLong(where, self._most)
         for batch in tokenizers.batched(examples, lambda example: len(example.rows), _AT_ONCE):
             texts = [row for example in batch for row in example.rows]

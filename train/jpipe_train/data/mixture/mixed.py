@@ -13,7 +13,7 @@ from jpipe_train.data.rows import Batch, Divisible, Elements
 
 
 def proportions(weights: Sequence[float]) -> tuple[int, ...]:
-    """Return the smallest whole numbers in the proportion of `weights`, each of which counts as the decimal number that it shows."""
+    """Return the smallest whole numbers in the proportion of `weights`; each counts as the decimal number that it shows."""
     fractions = [Fraction(repr(weight)) for weight in weights]
     whole = [int(fraction * math.lcm(*(each.denominator for each in fractions))) for fraction in fractions]
     return tuple(number // math.gcd(*whole) for number in whole)

@@ -1,6 +1,6 @@
 """Start processes that end with the one that starts them, even if that is killed; only Linux has this.
 
-`python -m jpipe_train.launch.local.child PID COMMAND …` replaces itself by the command. A program with threads, such as those of JAX,
+`python -m jpipe_train.launch.local.child PID COMMAND …` replaces itself by the command. A program with threads, such as JAX's,
 starts processes in this way: a `preexec_fn` would run in a copy of the program without its threads, and may wait for locks that they hold.
 """
 
@@ -33,4 +33,4 @@ def command(words: Sequence[str]) -> list[str]:
 
 if __name__ == "__main__":
     ending_with(int(sys.argv[1]))()
-    os.execv(sys.argv[2], sys.argv[2:])  # noqa: S606 - the command is that of the process that starts this one
+    os.execv(sys.argv[2], sys.argv[2:])  # noqa: S606 - the process that starts this one gives the command

@@ -94,7 +94,7 @@ def main(
         pause: seconds before the first restart; doubled each time, up to a minute.
 
     Returns:
-        The exit code: 0 if all have ended with it, that of the process that failed first, or 128 plus the number of the signal that ended
+        The exit code: 0 if all have ended with it, the code of the first that failed, or 128 plus the number of the signal that ended
         it or this process.
     """
     cores = sorted(os.sched_getaffinity(0)) if pin else [None]

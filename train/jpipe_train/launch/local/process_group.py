@@ -69,7 +69,7 @@ class ProcessGroup:
             stop: returns whether the processes are to save and end now; then no exit code counts as a failure. Called again and again.
 
         Returns:
-            The exit code: 0 if all have ended with it, for any reason; that of the process that failed first; or 128 plus the number of
+            The exit code: 0 if all have ended with it, for any reason; the code of the process that failed first; or 128 plus the number of
             the signal that ended it or this process.
         """
         code: int | None = None
@@ -176,7 +176,7 @@ class _Output:
     remainder: bytes = b""  # an incomplete line
 
     def take(self, data: bytes) -> None:
-        """Copy the complete lines, except those of gloo."""
+        """Copy the complete lines, except gloo's."""
         *lines, self.remainder = (self.remainder + data).split(b"\n")
         if len(self.remainder) > _LONGEST_LINE:
             lines, self.remainder = [*lines, self.remainder], b""

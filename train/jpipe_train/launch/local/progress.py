@@ -34,7 +34,7 @@ class Progress(NamedTuple):
 
 
 def begin(folder: str, step: int | None, *, saves: bool) -> None:
-    """Report that a run begins, if a launcher wants to know; the arguments are those of `goes_on`."""
+    """Report that a run begins, if a launcher wants to know; the arguments are as for `goes_on`."""
     if file := os.environ.get(VARIABLE):
         with contextlib.suppress(OSError):
             write_atomically(_run_file(file), json.dumps([folder, step, saves]))
@@ -57,7 +57,7 @@ def read(file: Path) -> Progress | None:
 
 
 def how_it_goes_on(file: Path) -> str:
-    """Say what is saved of the run of which process 0 has reported to this file, and how it goes on; "" if no run has begun."""
+    """Say what is saved of the run that process 0 has reported to this file, and how it goes on; "" if no run has begun."""
     try:
         folder, step, saves = json.loads(_run_file(file).read_text(encoding="utf-8"))
     except (OSError, ValueError):

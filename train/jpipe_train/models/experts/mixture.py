@@ -1,4 +1,4 @@
-"""Mixtures of experts: MLPs of which a router chooses some for each token.
+"""Mixtures of experts: MLPs among which a router chooses some for each token.
 
 No token is dropped: tokens are sorted by expert, and each kernel is multiplied by the tokens of its expert.
 
@@ -64,7 +64,7 @@ class Experts(nnx.Module):
 
 
 class Kernels(nnx.Module):
-    """The kernels of a linear layer of each expert, (e, in, out), initialized as those of single layers."""
+    """The kernels of a linear layer of each expert, (e, in, out), initialized like single layers."""
 
     def __init__(self, linear: Linear, count: int, inputs: int, outputs: int, names: tuple[str, ...], *, rngs: nnx.Rngs):
         keys = jax.random.split(rngs.params(), count)
@@ -137,7 +137,7 @@ def _mixture(
         over: the axis of the mesh over which the experts are sharded, if any.
         inner: the axis over which each of them is.
         rows: the axes over which the rows are sharded.
-        x, is_counted, router, kernels: as in `on_stage`; the kernels are those of this device.
+        x, is_counted, router, kernels: as in `on_stage`; only this device's kernels.
     """
     logits = jnp.einsum("bsw,we->bse", x.astype(router.dtype), router)
     probabilities = jax.nn.softmax(logits, axis=-1)
@@ -203,7 +203,7 @@ def computed(
 
 
 def _only(valid: Bool[Array, "r 1"] | None, rows: Float[Array, "r w"]) -> Float[Array, "r w"]:
-    """Return zeros in place of rows that no group has, of which a grouped product may make anything, as may its gradient."""
+    """Return zeros in place of rows that no group has, where a grouped product and its gradient may have any value."""
     return rows if valid is None else jnp.where(valid, rows, jnp.zeros((), rows.dtype))
 
 

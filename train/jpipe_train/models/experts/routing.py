@@ -17,7 +17,7 @@ from jpipe_train.models.cross_entropy import wider
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Routing:
-    """The choices of the routers so far, for each row; those of the last block come last. Padding is not counted.
+    """The choices of the routers so far, for each row; the last block's come last. Padding is not counted.
 
     Blocks keep their own numbers, rather than one sum, so that nothing is rounded away where layers pass on bfloat16.
 
@@ -77,7 +77,7 @@ class Routing:
         return jnp.maximum(self.counts.sum(-1).astype(dtype) / self.per_token, jnp.finfo(dtype).tiny)
 
     def followed_by(self, counts: Any, probabilities: Any, squares: Any) -> "Routing":
-        """Return the routing after one more block, whose numbers come last; those of the first block are dropped: zeros, to begin with."""
+        """Return the routing after one more block: its numbers come last, and the first block's are dropped (zeros, to begin with)."""
 
         def shifted(all_blocks: Any, new: Any) -> Any:
             return jnp.concatenate([all_blocks[:, 1:], new[:, None].astype(all_blocks.dtype)], axis=1)

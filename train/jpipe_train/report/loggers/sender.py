@@ -50,7 +50,7 @@ class Sender:
         folder: the folder of the run.
         config: the config of the run, as plain data.
         say: prints a line.
-        command: the command of the sending process; by default that of the service.
+        command: the command of the sending process; by default the service's.
         limit: seconds that `close` waits for it.
     """
 

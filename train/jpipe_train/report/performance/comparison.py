@@ -9,7 +9,7 @@ import jpipe
 WITHOUT_TEMPORARIES = "held memory"
 _MUCH_SLOWER = 1.5  # ratio to the prediction
 _SHORT = 2e-3  # seconds
-_MOST_RANKS = 8  # ranks whose temporaries are listed
+_MOST_RANKS = 8  # ranks with listed temporaries
 
 
 class Comparison(NamedTuple):

@@ -117,7 +117,7 @@ class Measure:
         return jpipe.programs.predict_window(plan, self._costs, *self._window, global_norm=self._pipe.uses_global_norm)
 
     def _window_size(self, step: int) -> int:
-        """Return the number of batches of a window whose trace begins at `step`, or 0 if none begins."""
+        """Return the number of batches of the window with a trace that begins at `step`, or 0 if none begins."""
         due = step % self._every == 0 if self._window[1] else step >= self._start + self._full
         room = min(self._steps - step, self._every - step % self._every)  # steps until the end, or until the next evaluation
         return min(self._most, max(room - 2, 0)) if due or step == self._requested else 0

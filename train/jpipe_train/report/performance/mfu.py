@@ -1,6 +1,6 @@
 """Model FLOPs utilization (MFU): how much of the peak speed of its devices a run uses for the model itself.
 
-The convention of PaLM (Chowdhery et al. 2022, appendix B): the FLOPs of a step are three times those of the matrix products of a forward,
+The convention of PaLM (Chowdhery et al. 2022, appendix B): the FLOPs of a step are three times those in the matrix products of a forward,
 one for the forward and two for the backward; what is computed again by recomputation does not count. MFU is these FLOPs, divided by the
 time of a step and by the peaks of all devices of the run together. Attention counts in full, causal or not.
 """
@@ -33,7 +33,7 @@ def _tpu(peak: float) -> dict[str, float]:
 
 PEAKS: Sequence[tuple[str, Mapping[str, float]]] = (
     # TFLOP/s per JAX device, without sparsity, by a pattern in its `device_kind`; the first match counts.
-    # From NVIDIA's data sheets; those of Hopper and Ada give twice as much, "with sparsity".
+    # From NVIDIA's data sheets; for Hopper and Ada they give twice as much, "with sparsity".
     (r"GB200", _gpu(2500, 1250, 80)),  # GB200 NVL72: 360, 180 and 5.76 PFLOP/s of 72, the first two with sparsity
     (r"B200", _gpu(2250, 1125, 75)),  # HGX B200: 36, 18 and 0.6 PFLOP/s of eight, the first two with sparsity
     (r"GH200|H200(?! NVL)", _gpu(989.4, 494.7, 66.9)),  # as H100 SXM
@@ -96,7 +96,7 @@ def find(pipe: jpipe.Pipeline, batch: Any) -> Utilization | None:
 
     Args:
         pipe: the pipeline.
-        batch: a batch like those of the run; only shapes and dtypes are used.
+        batch: a batch like the run's; only shapes and dtypes are used.
     """
     kinds = device_kinds(pipe)
     if any(not any(re.search(pattern, kind) for pattern, _ in PEAKS) for kind in kinds):

@@ -101,7 +101,7 @@ def find_expected(plan: jpipe.Plan, first: jpipe.programs.Window | None) -> Expe
     """Return what the steps of a run are compared with, or None if nothing is known yet.
 
     Args:
-        plan: the plan of the run, whose prediction comes first.
+        plan: the plan of the run; its prediction comes first.
         first: the first window that the run measured, if there was one.
     """
     if (predicted := plan.predicted) is not None:
@@ -293,7 +293,7 @@ class Watch:
         self._processes = [place.process_index for place in places]
         self._shared = len({tuple(place.devices) for place in places}) < len(places)
         self._expected = find_expected(pipe.plan, None)
-        self._steps = deque[Step]()  # those of the last minute
+        self._steps = deque[Step]()  # the steps of the last minute
         self._seconds, self._count = 0.0, 0  # of all of these together: seconds, and the number of steps
         self._exceeds = False  # whether their mean was slow when the last entry began, or they were too few to tell
         self._slow = 0.0  # seconds for which these have been slow
@@ -317,7 +317,7 @@ class Watch:
         return replace(leaf, read=functools.partial(self._timed, leaf.read)) if isinstance(leaf, Rows) else leaf
 
     def _timed(self, read: Callable[..., Any], *arguments: int) -> Any:
-        """Call `read`, and count its seconds as those of the data of this step."""
+        """Call `read`, and count its seconds for the data of this step."""
         began = self._clock()
         result = read(*arguments)
         self._data += self._clock() - began
@@ -371,7 +371,7 @@ class Watch:
         return self._slow >= MINUTE and len(self._steps) >= _FEWEST and self._clock() - self._judged >= PAUSE
 
     def _add(self, step: Step, limit: float) -> None:
-        """Add a step to those of the last minute, and count the seconds for which their mean has been above the limit.
+        """Add a step to the last minute's, and count the seconds for which their mean has been above the limit.
 
         The first minute of a run counts, too: a run that is slow from its start is reported after one minute and not after two. Steps of a
         millisecond are many in a minute, so they share entries, and all entries are read only when one begins.
