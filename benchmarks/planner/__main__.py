@@ -1,8 +1,8 @@
 """`python -m benchmarks.planner [speed] [choice] [here] [measured] [targets]` with options: print tables, write JSON.
 
 `speed` times the searches, `choice` compares the chosen plan with other candidates and with plans near it, `here` trains on this machine
-and compares measurements with predictions, `measured` runs plans of different kinds in one process, `targets` compiles stages for devices
-that are not here. `benchmarks.papers` has the papers' experiments.
+and compares measurements with predictions, `measured` runs plans of different kinds in one process and in two, `targets` compiles stages
+for devices that are not here. `benchmarks.papers` has the papers' experiments.
 """
 
 import argparse
@@ -14,7 +14,6 @@ import jax
 
 from benchmarks import parts
 from benchmarks.planner import choice, here, measured, speed, targets
-from jpipe_planner.machine.local import usable_cores
 from jpipe_planner.machine.targets import known_targets
 from jpipe_train.assemble.build import force_cpu_devices
 
@@ -22,7 +21,7 @@ PARTS: dict[str, Callable[[argparse.Namespace], Any]] = {
     "speed": lambda _: speed.main(),
     "choice": choice.main,
     "here": lambda _: here.main(),
-    "measured": lambda _: measured.main(),
+    "measured": measured.main,
     "targets": targets.main,
 }
 
@@ -41,6 +40,7 @@ def main(arguments: list[str] | None = None) -> None:
         "--targets", nargs="+", choices=[targets.CPU, *known_targets()], help="of `targets`; by default a CPU, an H100 and a v5e"
     )
     parser.add_argument("--rows", nargs="+", type=int, help="of `targets`: of a microbatch; by default 1 and 4")
+    parser.add_argument("--rounds", type=int, default=measured.ROUNDS, help="of `measured`; by default %(default)s")
     parts.run(parser, PARTS, "benchmarks/planner.json", arguments)
 
 
@@ -48,5 +48,5 @@ if __name__ == "__main__":
     jax.config.update("jax_platforms", "cpu")
     # One thread for each device: otherwise the matrix products of one take the cores of all.
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_multi_thread_eigen=false".strip()
-    force_cpu_devices(usable_cores())  # before `parts.run` describes the machine, for `measured`
+    force_cpu_devices(measured.DEVICES)  # before `parts.run` describes the machine, for `measured`
     main()

@@ -1,78 +1,177 @@
-"""Run plans of different kinds of a small GPT on the devices of this process, as `jpipe plan --measure` does: predicted, measured, off by.
+"""Run ten plans of different kinds of a small GPT on this machine: predicted and measured seconds of a batch, and peak memory.
 
-The plans are spread over the predicted speeds of all candidates, because those of the best ones hardly differ where devices share cores.
+`main` runs them on CPU devices of this process, and on one of each of two processes that `jpipe launch` starts. All of it is measured as
+`jpipe plan` measures it: the layers on one device, how devices slow each other down, and the links. Nothing is fitted. Each plan runs once
+in each round, so that a change of the machine's speed concerns all; the median counts.
+
+    python -m benchmarks.planner measured
 """
 
+import argparse
 import dataclasses
+import json
 import os
+import statistics
+import sys
+import tempfile
 from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
+import jax
 import numpy as np
+from rich.console import Console
 
+import jpipe
 from benchmarks.planner.markdown import print_table
-from jpipe_planner import Choice, Ranked, local_topology
+from jpipe_planner import Topology, local_topology
+from jpipe_planner.cost.simulated import Simulated, simulate_plan
 from jpipe_planner.ranking import table
+from jpipe_train.assemble.build import force_cpu_devices
 from jpipe_train.config import config_file
 from jpipe_train.console.progress import Reporter
-from jpipe_train.launch.together import Together
-from jpipe_train.plan import trial, trial_words
-from jpipe_train.plan.inputs import Request, prepare_devices
-from jpipe_train.plan.profiling import Parts, profile_of
-from jpipe_train.plan.search import search
+from jpipe_train.data import data
+from jpipe_train.launch import distributed
+from jpipe_train.launch.local import launch
+from jpipe_train.launch.together import Together, joined
+from jpipe_train.plan.profiling import Parts, cores_of, profile_together
+from jpipe_train.plan.trial import Running
+from jpipe_train.report.performance.comparison import temporary_of_ranks
 
-CONFIG, SMALLER = "configs/gpt-bytes.yaml", ("model.depth=2", "plan.file=auto")
-PLANS = 10
-
-
-def main() -> dict[str, Any]:
-    """Measure, print and return the figures."""
-    request = Request(schedules=("all",))
-    devices = prepare_devices(request) or 1
-    config = config_file.load(CONFIG, SMALLER)
-    batch, reporter = config.train.batch_size, Reporter(1, 1, "samples")
-    parts = Parts.of(config, reporter)
-    profile = profile_of(parts, None, batch, devices, reporter)
-    topology = local_topology(devices, dispatch=profile.dispatch)
-    reporter.say(table.links(topology))
-    result = search(profile, topology, batch, request, parts.config.uses_global_norm, reporter)
-    plans = spread([Ranked(one) if one not in result.known else result.known[one] for one in result.candidates], PLANS)
-    result = dataclasses.replace(result, choice=dataclasses.replace(result.choice, ranked=tuple(plans)))
-    load = os.getloadavg()[0]
-    measured = trial.measure(lambda: (result, []), parts, PLANS, reporter, Together(None))
-    assert measured is not None
-    rows = [(*row, one.ranked.candidate.rows) for row, one in zip(trial_words.errors(measured), measured.trials, strict=True)]
-    print_table((*trial_words.ERRORS, "rows"), rows)
-    figures = summary(measured.result.choice, measured) | {"candidates": len(result.candidates), "load before": load}
-    figures["load after"] = os.getloadavg()[0]
-    for name, figure in figures.items():
-        print(f"  {name}: {figure}")
-    return figures | {"plans": [_figures(one) for one in measured.trials]}
+CONFIG, BATCH = "configs/gpt-bytes.yaml", 16
+SMALLER = (f"train.batch_size={BATCH}", "model.width=256", "model.seq_len=64", "plan.file=auto")
+DEVICES = 4  # of one process
+ROUNDS = 5
+_CONNECT, _WAIT = 300.0, 600.0  # seconds
+_TIMES = ("forward", "backward", "backward_input", "backward_weight", "update")
 
 
-def spread(plans: Sequence[Ranked], most: int) -> list[Ranked]:
-    """Return plans of different kinds that fit, at about equal distances in the order of their predicted speeds, fastest first."""
-    fitting = sorted((one for one in plans if one.candidate.over is None), key=lambda one: one.seconds)
-    kinds, chosen = set[Any](), list[Ranked]()
-    for place in np.linspace(0, len(fitting) - 1, most).round().astype(int).tolist():
-        near = sorted(range(len(fitting)), key=lambda n: abs(n - place))
-        if (one := next((fitting[n] for n in near if fitting[n].candidate.kind not in kinds), None)) is not None:
-            kinds.add(one.candidate.kind)
-            chosen.append(one)
-    return sorted(chosen, key=lambda one: one.seconds)
+class Row(NamedTuple):
+    """The measurement of a plan.
+
+    Attributes:
+        name: of the plan.
+        predicted: by the planner.
+        rounds: seconds of a batch in each round, those of the slowest process.
+        peaks: bytes of each rank.
+    """
+
+    name: str
+    predicted: Simulated
+    rounds: list[float]
+    peaks: tuple[int, ...]
+
+    @property
+    def ratio(self) -> float:
+        """The measured seconds, the median of the rounds, divided by the predicted ones."""
+        return statistics.median(self.rounds) / self.predicted.batch_seconds
+
+    @property
+    def memory_ratio(self) -> float:
+        """The measured bytes divided by the predicted ones, on the rank where they differ most."""
+        ratios = [measured / predicted for measured, predicted in zip(self.peaks, self.predicted.peak_bytes, strict=True)]
+        return max(ratios, key=lambda ratio: abs(ratio - 1))
 
 
-def summary(choice: Choice, measured: trial.Measured) -> dict[str, Any]:
-    """Return the rank correlation, and the median and worst ratio of measured to predicted time, before and after the correction."""
-    predicted = [one.ranked.seconds for one in measured.trials]
-    corrected = [trial.corrected_seconds(choice, measured.factor, one) for one in measured.trials]
-    seconds = [one.seconds for one in measured.trials]
+def plans(ids: Sequence[str], processes: int) -> dict[str, jpipe.Plan]:
+    """Return ten plans of different kinds by name.
+
+    Args:
+        ids: the layers.
+        processes: with several, each has one device, and all work.
+    """
+
+    def even(stages: int, schedule: str, microbatches: int, **fields: Any) -> jpipe.Plan:
+        return jpipe.Plan.even(ids, stages, schedule, microbatches, **fields)
+
+    found = {
+        "data parallel": even(1, "pipedream_flush", 4, replicas=2),
+        "data parallel, one update late": even(1, "pipedream_2bw", 2, replicas=2),
+        "data parallel, an update for each microbatch": even(1, "pipedream", BATCH, replicas=2, update_every="replicas"),
+        "naive": even(2, "naive", 2),
+        "gpipe, recompute": even(2, "gpipe", 8, recompute="full"),
+        "pipedream_flush": even(2, "pipedream_flush", 4),
+        "pipedream_2bw": even(2, "pipedream_2bw", 4),
+        "pipedream, an update for each microbatch": even(2, "pipedream", BATCH, update_every="replicas"),
+        "interleaved_1f1b": even(4, "interleaved_1f1b", 8, chunks_per_rank=2),
+        "zb_h1": even(2, "zb_h1", 4),
+    }
+    if processes == 1:
+        del found["data parallel"], found["data parallel, one update late"]
+        found |= {"one device": even(1, "pipedream_flush", 2), "2 stages of 2 replicas": even(2, "pipedream_flush", 8, replicas=2)}
+    return found
+
+
+class _Traced(Running):
+    """A plan that runs, and whose memory can be measured."""
+
+    def peaks(self, costs: Sequence[jpipe.programs.StageCost]) -> tuple[int, ...]:
+        """Return the peak bytes of each rank in all processes: of its arrays, and of what its programs need while they run."""
+        plan, tracer = self._pipe.plan, jpipe.Tracer(self._pipe.plan)
+        for _ in range(2):
+            self._state, _ = self._pipe.step(self._state, self._batch, observe=tracer)
+        memory, unseen = tracer.finish().memory, temporary_of_ranks(plan, costs)
+        held = [max((sample.total for sample in samples), default=0) for samples in memory]
+        alone = [held[rank] + unseen[place] if held[rank] else 0 for rank, (place, _) in enumerate(plan.rank_positions)]
+        return tuple(int(self._together.largest("the peak of a rank", float(size))) for size in alone)
+
+
+def main(options: argparse.Namespace) -> dict[str, Any]:
+    """Measure, print and return the figures for one process and for two."""
+    jpipe.keep_freed_memory()
+    figures = {"one process": _measured(Together(None), options.rounds)}
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "figures.json"
+        program = sys.executable, "-m", "benchmarks.planner.measured", str(options.rounds), str(file)
+        if code := launch.main(2, [], pin=True, program=program):
+            sys.exit(code)
+        figures["two processes"] = json.loads(file.read_text(encoding="utf-8"))
+    return figures
+
+
+def _measured(together: Together, rounds: int) -> dict[str, Any]:
+    """Measure in all processes, and print and return the figures in the first one."""
+    reporter, load = Reporter(1, 1, "samples", Console(highlight=False, quiet=not together.is_first)), os.getloadavg()[0]
+    parts = Parts.of(config_file.load(CONFIG, SMALLER), reporter)
+    profile, topologies = profile_together(parts, BATCH, DEVICES, reporter, together), dict[int, Topology]()
+    for count in (2, DEVICES) if together.processes is None else (2,):
+        topologies[count] = local_topology(count, cores=cores_of(parts, profile, count, together))
+        reporter.say(f"{count} devices: {table.links(topologies[count])}")
+    batch, running = data.load(parts.config).train[0], dict[str, tuple[jpipe.Pipeline, _Traced]]()
+    for name, plan in plans(parts.stack.ids, 1 if together.processes is None else together.processes.count).items():
+        pipe = parts.pipeline(plan)
+        running[name] = pipe, _Traced(pipe, batch, together)
+    seconds: dict[str, list[float]] = {name: [] for name in running}
+    for _ in range(rounds):
+        for name, (_, one) in running.items():
+            seconds[name].append(one.round())
+    rows, programs = list[Row](), dict[Any, Any]()
+    for name, (pipe, one) in running.items():
+        costs = pipe.costs(batch, compiled_for=jax.local_devices()[0], programs=programs)
+        times = profile.stage_costs(pipe.plan, BATCH // pipe.plan.microbatches)
+        timed = [_with_times(exact, estimate) for exact, estimate in zip(costs, times, strict=True)]
+        predicted = simulate_plan(pipe.plan, timed, topologies[len(pipe.plan.workers)])
+        assert predicted is not None
+        rows.append(Row(name, predicted, seconds[name], one.peaks(costs)))
+    figures = summary(rows) | {"load before": load, "load after": os.getloadavg()[0]}
+    if together.is_first:
+        _print(rows, figures)
+    return figures | {"plans": [row._asdict() | {"predicted": dataclasses.asdict(row.predicted)} for row in rows]}
+
+
+def _with_times(exact: jpipe.programs.StageCost, estimate: jpipe.programs.StageCost) -> jpipe.programs.StageCost:
+    return dataclasses.replace(exact, **{name: getattr(estimate, name) for name in _TIMES})
+
+
+def summary(rows: Sequence[Row]) -> dict[str, Any]:
+    """Return how far the predictions are off."""
+    predicted, ratios = [row.predicted.batch_seconds for row in rows], [row.ratio for row in rows]
     return {
-        "plans that ran": len(seconds),
-        "rank correlation": rank_correlation(predicted, seconds),
-        "factor": measured.factor,
-        **{f"{which} ratio": figure(seconds, predicted) for which, figure in _RATIOS.items()},
-        **{f"{which} ratio, corrected": figure(seconds, corrected) for which, figure in _RATIOS.items()},
+        "longest ÷ shortest prediction": max(predicted) / min(predicted),
+        "rank correlation": rank_correlation(predicted, [statistics.median(row.rounds) for row in rows]),
+        "median ratio": statistics.median(ratios),
+        "worst ratio": max(ratios, key=lambda ratio: abs(np.log(ratio))),
+        "worst memory": max((row.memory_ratio for row in rows), key=lambda ratio: abs(ratio - 1)),
     }
 
 
@@ -82,17 +181,39 @@ def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float:
     return float(np.corrcoef(*ranks)[0, 1])
 
 
-def _worst(seconds: Sequence[float], predicted: Sequence[float]) -> float:
-    return max((a / b for a, b in zip(seconds, predicted, strict=True)), key=lambda ratio: abs(np.log(ratio)))
+def _print(rows: Sequence[Row], figures: dict[str, Any]) -> None:
+    head = "plan", "predicted", "measured", "rounds", "measured ÷ predicted", "peak memory ÷ predicted"
+    lines = []
+    for row in sorted(rows, key=lambda row: row.predicted.batch_seconds):
+        predicted, measured, least, most = (
+            f"{1e3 * seconds:.0f}"
+            for seconds in (row.predicted.batch_seconds, statistics.median(row.rounds), min(row.rounds), max(row.rounds))
+        )
+        ratios = f"{row.ratio:.2f}", f"{row.memory_ratio:.3f}"
+        lines.append((row.name, f"{predicted} ms", f"{measured} ms", f"{least} to {most} ms", *ratios))
+    print_table(head, lines)
+    for name, figure in figures.items():
+        print(f"  {name}: {figure:.3g}", flush=True)
 
 
-_RATIOS = {
-    "median": lambda seconds, predicted: float(np.median(np.array(seconds) / np.array(predicted))),
-    "worst": _worst,
-}
+def _one_of_several(rounds: int, file: str, coordinator: str, num_processes: int, process_id: int) -> None:
+    """Measure as one of the processes that `jpipe launch` starts; the first one writes the figures into a file."""
+    jpipe.keep_freed_memory()
+    jax.config.update("jax_platforms", "cpu")
+    with joined(distributed.start(coordinator, num_processes, process_id), _CONNECT, _WAIT) as together:
+        force_cpu_devices(1)
+        together.start_devices(_CONNECT)
+        figures = _measured(together, rounds)
+        if together.is_first:
+            Path(file).write_text(json.dumps(figures), encoding="utf-8")
+    distributed.stop()
 
 
-def _figures(one: trial.Trial) -> dict[str, Any]:
-    candidate = one.ranked.candidate
-    name = f"{table.name(candidate)}, {candidate.microbatches} × {table.rows_of(candidate.rows)}"
-    return {"plan": name, "predicted": one.ranked.seconds, "rounds": one.rounds}
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("rounds", type=int)
+    parser.add_argument("file")
+    parser.add_argument("--coordinator")
+    parser.add_argument("--num-processes", type=int)
+    parser.add_argument("--process-id", type=int)
+    _one_of_several(**vars(parser.parse_args()))

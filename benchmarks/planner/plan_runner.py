@@ -45,7 +45,7 @@ def main(index: int, count: int, port: int) -> None:
     if index == 0:
         processes.broadcast("profile", list(map(float, text.encode())))
     received = Profile.from_json(bytes(map(int, processes.receive("profile", 0))).decode())
-    topology = local_topology(dispatch=received.dispatch)
+    topology = local_topology()
     facts = {"profile": json.loads(received.to_json()), "topology": topology.model_dump(mode="json")}
     print(json.dumps({**facts, "pace": statistics.fmean(paces)}), flush=True)
     paces = [pace()]

@@ -20,11 +20,8 @@ Moved = Literal["transfer", "sum"]
 
 ROUNDS = 7
 _LONGER = 3  # times as long as what is moved is the computation: threads that move it may have to share a core
-_ELEMENTS = {"cpu": 2**20}  # of float32 in a message, by platform: some milliseconds in each direction
-_OTHER_ELEMENTS = 2**23
+_ELEMENTS = 2**20  # of float32 in a message, 4 MB
 _MOST_CALLS = 1000
-_THERE, _TAKEN = Send(0, 0, "activation", 1), Receive(1, 0, "activation", 0)
-_BACK, _RETURNED = Send(1, 0, "gradient", 0), Receive(0, 0, "gradient", 1)
 _numbers = itertools.count()
 
 
@@ -33,13 +30,15 @@ class OverlapTimes(NamedTuple):
 
     Attributes:
         computation: alone.
-        moved: a transfer and its return, or a sum over two replicas, alone.
+        moved: a transfer to the last device and its return, or a sum over all, alone.
         both: if it is begun right before the computation, as the runtime does.
+        beside: what is moved until it has arrived, begun like that.
     """
 
     computation: float
     moved: float
     both: float
+    beside: float
 
     @property
     def hidden(self) -> float:
@@ -48,24 +47,26 @@ class OverlapTimes(NamedTuple):
         return min(max((self.computation + self.moved - self.both) / shorter, 0.0), 1.0) if shorter > 0 else 0.0
 
 
-def time_overlap(devices: Sequence[jax.Device] | None = None) -> Mapping[Moved, OverlapTimes] | None:
-    """Time a transfer and a sum between two devices, alone and beside a computation of the first one; all processes call it.
+def time_overlap(devices: Sequence[jax.Device] | None = None, elements: int = _ELEMENTS) -> Mapping[Moved, OverlapTimes] | None:
+    """Time a transfer and a sum between devices, alone and beside a computation of the first one; all processes call it.
 
-    The two devices belong to different processes if there are several. Arrays move as between the stages and replicas of a pipeline. On
-    CPUs the computation runs on one core, because devices that share cores are another matter.
+    They are the first devices of all processes, or of one process two devices. Arrays move as between the stages and replicas of a
+    pipeline: from the first device to the next ones and back. On CPUs the computation runs on one core, because devices that share cores
+    are another matter.
 
     Args:
         devices: of the run; by default all.
+        elements: the number of float32 elements that are moved; by default 4 MB.
 
     Returns:
         The times by what is moved; None in processes without the first device, and if there is only one device.
     """
     devices = jax.devices() if devices is None else list(devices)
     first = {device.process_index: device for device in reversed(devices)}
-    pair = [first[process] for process in sorted(first)][:2] if len(first) > 1 else devices[:2]
-    if len(pair) < 2:
+    ends = [first[process] for process in sorted(first)] if len(first) > 1 else devices[:2]
+    if len(ends) < 2:
         return None
-    moves = _Moves(pair)
+    moves = _Moves(ends, elements)
     if not moves.local:
         return None
     moving: dict[Moved, Callable[[], Tree]] = {"transfer": moves.transfer, "sum": moves.sum}
@@ -74,7 +75,7 @@ def time_overlap(devices: Sequence[jax.Device] | None = None) -> Mapping[Moved, 
             for _ in range(2 * ROUNDS + 2):
                 _seconds(move)
         return None
-    return {name: _times(move, pair[0]) for name, move in moving.items()}
+    return {name: _times(move, ends[0]) for name, move in moving.items()}
 
 
 def _times(move: Callable[[], Tree], device: jax.Device) -> OverlapTimes:
@@ -90,7 +91,15 @@ def _times(move: Callable[[], Tree], device: jax.Device) -> OverlapTimes:
     _seconds(lambda: (move(), work(2)))
     seconds = min(_seconds(lambda: work(10)) for _ in range(2)) / 10
     calls = min(max(round(_LONGER * _seconds(move) / max(seconds, 1e-9)), 1), _MOST_CALLS)
-    rounds = [(_seconds(lambda: work(calls)), _seconds(move), _seconds(lambda: (move(), work(calls)))) for _ in range(ROUNDS)]
+    rounds = list[tuple[float, ...]]()
+    for _ in range(ROUNDS):
+        alone = _seconds(lambda: work(calls)), _seconds(move)
+        begin = time.perf_counter()
+        moved, computed = move(), work(calls)
+        jax.block_until_ready(jax.tree.map(arrived, moved))
+        beside = time.perf_counter() - begin
+        jax.block_until_ready(computed)
+        rounds.append((*alone, time.perf_counter() - begin, beside))
     return OverlapTimes(*(statistics.median(times) for times in zip(*rounds, strict=True)))
 
 
@@ -113,34 +122,43 @@ def _same(total: jax.Array) -> jax.Array:
 
 
 class _Moves:
-    """What a pipeline of two workers moves, one on each of two devices: as neighbouring stages, and as replicas of a stage.
+    """What a pipeline of one worker on each of some devices moves: as consecutive stages, and as replicas of a stage.
 
     Attributes:
         local: the workers of this process.
     """
 
-    def __init__(self, devices: Sequence[jax.Device]) -> None:
+    def __init__(self, devices: Sequence[jax.Device], elements: int) -> None:
         places = [Place((device,)) for device in devices]
-        self.local = [w for w, place in enumerate(places) if place.process_index == jax.process_index()]
-        array = jax.ShapeDtypeStruct((_ELEMENTS.get(devices[0].platform, _OTHER_ELEMENTS),), np.float32)
+        self.local, self._last = [w for w, place in enumerate(places) if place.process_index == jax.process_index()], len(places) - 1
+        array = jax.ShapeDtypeStruct((elements,), np.float32)
         specs = [place.specs(array) for place in places]
-        self._transport = Transport(places, [(0, 1)], join_processes())
-        self._transport.compile([Sent(_THERE, 0, *specs), Sent(_BACK, 0, *specs[::-1])], [(0, specs[0])], {})
+        self._transport = Transport(places, [range(len(places))], join_processes())
+        there = [Sent(Send(w, 0, "activation", w + 1), 0, specs[w], specs[w + 1]) for w in range(self._last)]
+        back = [Sent(Send(w + 1, 0, "gradient", w), 0, specs[w + 1], specs[w]) for w in range(self._last)]
+        self._transport.compile([*there, *back], [(0, specs[0])], {})
         self._transport.connect(f"overlap {next(_numbers)}")
         self._arrays = {w: jax.device_put(np.ones(array.shape, array.dtype), devices[w]) for w in self.local}
         self._batches = itertools.count()
         self._add, self._finish = jax.jit(jnp.add), None if not self.local else jax.jit(_same).lower(specs[self.local[0]]).compile()
 
     def transfer(self) -> Tree:
-        """Begin to send an array from the first device to the second one and back, and return what comes back; nothing at the second."""
-        if 0 in self.local:
-            self._transport.send(_THERE, 0, self._arrays[0])
-        if 1 in self.local:
-            self._transport.send(_BACK, 0, arrived(self._transport.receive(_TAKEN, 0)))
-        return self._transport.receive(_RETURNED, 0) if 0 in self.local else None
+        """Begin to send an array from the first device to the last one and back, and return what comes back; nothing at others."""
+        array = self._arrays.get(0)
+        for w in range(self._last):
+            array = self._hop(w, w + 1, "activation", array)
+        for w in range(self._last, 0, -1):
+            array = self._hop(w, w - 1, "gradient", array)
+        return array if 0 in self.local else None
+
+    def _hop(self, source: int, to: int, message: str, array: Tree) -> Tree:
+        """Do a hop from one device to another, as far as they are of this process, and return what arrived, or else `array`."""
+        if source in self.local:
+            self._transport.send(Send(source, 0, message, to), 0, arrived(array))
+        return self._transport.receive(Receive(to, 0, message, source), 0) if to in self.local else array
 
     def sum(self) -> Tree:
-        """Begin to sum an array over both devices, and return the sums of those of this process."""
+        """Begin to sum an array over all devices, and return the sums of those of this process."""
         batch, sums = next(self._batches), dict[int, Tree]()
         assert self._finish is not None
         for w in self.local:

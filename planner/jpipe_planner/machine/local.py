@@ -1,71 +1,92 @@
-"""Provide this machine as a topology: its devices, the links between them, measured with a pipeline that computes nothing, and overlap."""
+"""Provide this machine as a topology: its devices, the links between them, measured beside a computation, and overlap."""
 
 import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 
 import jpipe
 from jpipe_planner.machine.host import Host
-from jpipe_planner.machine.overlap import overlap_of, overlap_words, usual_overlap
+from jpipe_planner.machine.overlap import assumed_words, overlap_of, overlap_words, usual_overlap
 from jpipe_planner.machine.topology import Topology
 
 __all__ = ["host_memory", "local_topology", "usable_cores"]
 
-SMALL, LARGE = 1, 2**18  # elements of float32 in a message: 4 bytes, 1 MB
-STEPS = 30
+SMALL, LARGE, LARGE_OF_ACCELERATORS = 1, 2**20, 2**23  # elements of float32 that are moved: 4 bytes, 4 MB, 34 MB
 _SHARE_FOR_PLANS = 0.5  # of the memory of a machine, for what waits there; the rest is for data and other programs
 _HOST_KIND = "pinned_host"  # the kind of host memory from which devices copy without waiting for the host
 _LARGE_MOVE = 2**22  # elements of float32: 17 MB
 _MOVES = 7
-_WIDE = 768  # size of the matrices that are multiplied: some milliseconds
+_SHORTEST = 1e-6  # seconds that many elements take longer than few
+_FREE = 1e15  # bytes per second between a device and itself
+_Times = Mapping[jpipe.runtime.Moved, jpipe.runtime.OverlapTimes] | None
 
 
-def local_topology(count: int | None = None, *, dispatch: float = 0.0, report: Callable[[str], object] = lambda words: None) -> Topology:
+def local_topology(
+    count: int | None = None, *, cores: float | None = None, report: Callable[[str], object] = lambda words: None
+) -> Topology:
     """Measure the links between the devices of this run, those of other processes included, and what overlaps; all processes call it.
 
-    The link to host memory is measured, too.
+    The link to host memory is measured, too. A link is as fast as the slower one of a transfer and a sum while the first device
+    computes.
 
     Args:
         count: the number of devices of the topology; by default all.
-        dispatch: seconds to start a computation, which are subtracted (`Profile.dispatch`).
-        report: called with a line that says what was measured to overlap, if that was measured.
+        cores: how many of them can compute at the same time without slowing each other down (`WorkAtOnce`); None: all.
+        report: called with a line that says what overlaps, and whether that was measured.
 
     Returns:
-        One level of equal links, which take no time if there is only one device. On CPUs the devices share the memory, and the cores if
-        programs on several devices slow each other down. Transfers and sums are taken to overlap computations on CPUs, where a measurement
-        would say how busy the cores are. With one device nothing is. Nothing is to wait in host memory on CPUs, whose memory that is; for
-        the devices of a machine together half of it may be used.
+        One level of equal links, which take no time if there is only one device. On CPUs the devices share the memory. Transfers and sums
+        are taken to overlap computations on CPUs, where a measurement would say how busy the cores are. With one device nothing is.
+        Nothing is to wait in host memory on CPUs, whose memory that is; for the devices of a machine together half of it may be used. Only
+        the process of the first device knows what was measured between several.
     """
     devices = jax.devices()
     device, count = devices[0], count or len(devices)
-    overlap = usual_overlap(device.platform)
-    if device.platform != "cpu" and (times := jpipe.runtime.time_overlap(devices)) is not None:
-        overlap = overlap_of(times)
-        report(overlap_words(times))
-    small, large = (_hop_seconds(elements, dispatch) for elements in (SMALL, LARGE))
-    bandwidth = 4 * (LARGE - SMALL) / max(large - small, 1e-6)
-    is_cpu = device.platform == "cpu"
+    is_cpu, overlap = device.platform == "cpu", usual_overlap(device.platform)
+    most = LARGE if is_cpu else LARGE_OF_ACCELERATORS
+    small, large = (jpipe.runtime.time_overlap(devices[:count], elements) for elements in (SMALL, most))
+    if large is not None and not is_cpu:
+        overlap = overlap_of(large)
+        report(overlap_words(large))
+    elif count > 1:
+        report(assumed_words(overlap))
     memory = host_memory() / count if is_cpu else (device.memory_stats() or {}).get("bytes_limit")
     local, shared = jax.local_devices(), 0.0 if is_cpu else _SHARE_FOR_PLANS * host_memory()
     host = _measured_host(local[0], shared / len(local) if math.isfinite(shared) else None)
     return Topology(
         name="local",
-        levels=({"count": count, "bandwidth": bandwidth, "latency": small},),
+        levels=({"count": count, **_link(max(jax.process_count(), 2), most, small, large)},),
         device={
             "name": device.device_kind,
             "memory": memory if memory and math.isfinite(memory) else None,
             "overlap": overlap,
             "host": host,
         },
-        cores=_at_once(devices) if is_cpu else None,
+        cores=cores,
     )
+
+
+def _link(ends: int, most: int, small: _Times, large: _Times) -> dict[str, float]:
+    """Return bandwidth and latency of the slower one of transfers and sums, from times beside a computation; without any it is free.
+
+    Args:
+        ends: the number of devices that they were between: a transfer comes to all and goes back, a sum is that of a ring.
+        most: the number of elements of the large ones.
+        small, large: the times with `SMALL` elements and with as many.
+    """
+    if small is None or large is None:
+        return {"bandwidth": _FREE}
+    hops, bandwidths = 2 * (ends - 1), []
+    shares_of: Mapping[jpipe.runtime.Moved, int] = {"transfer": 1, "sum": ends}
+    for name, shares in shares_of.items():
+        seconds = max(large[name].beside - small[name].beside, _SHORTEST)
+        bandwidths.append(hops / shares * 4 * (most - SMALL) / seconds)
+    return {"bandwidth": min(bandwidths), "latency": max(each.beside for each in small.values()) / hops}
 
 
 def host_memory() -> float:
@@ -82,24 +103,6 @@ def usable_cores() -> int:
         return len(os.sched_getaffinity(0))
     except AttributeError:  # not available on every system
         return os.cpu_count() or 1
-
-
-def _at_once(devices: Sequence[jax.Device]) -> float:
-    """Measure how many devices can compute at the same time as fast as one alone, with a matrix product on one and on all."""
-    if jax.process_count() > 1:
-        # each may be pinned to some cores, which are not those that all of them have
-        return max((os.cpu_count() or 1) / len(jax.local_devices()), 1.0)
-    factors = [jax.device_put(np.ones((_WIDE, _WIDE), np.float32), device) for device in devices]
-    product = jax.jit(lambda x: x @ x)
-    jax.block_until_ready([product(x) for x in factors])
-
-    def seconds(count: int) -> float:
-        begin = time.perf_counter()
-        jax.block_until_ready([product(x) for x in factors[:count]])
-        return time.perf_counter() - begin
-
-    alone, together = (statistics.median(seconds(count) for _ in range(STEPS)) for count in (1, len(devices)))
-    return min(max(len(devices) * alone / together, 1.0), float(len(devices)))
 
 
 def _measured_host(device: jax.Device, memory: float | None) -> Host:
@@ -132,34 +135,3 @@ def _measured_host(device: jax.Device, memory: float | None) -> Host:
     small, large = times(SMALL), times(_LARGE_MOVE)
     slower = max(more - less for less, more in zip(small, large, strict=True))
     return Host(bandwidth=4 * (_LARGE_MOVE - SMALL) / max(slower, 1e-6), latency=max(small), memory=memory)
-
-
-def _loss(outputs: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return outputs.sum() + labels.sum(), jnp.ones(())
-
-
-def _hop_seconds(elements: int, dispatch: float) -> float:
-    """Measure the seconds of a message to the next stage; the stages are on two devices, or one in each process.
-
-    Args:
-        elements: the number of float32 elements of the message.
-        dispatch: seconds to start a computation.
-    """
-    first = {device.process_index: device for device in reversed(jax.devices())}
-    devices = [first[process] for process in sorted(first)] if len(first) > 1 else jax.devices()[:2]
-    if len(devices) == 1:
-        return 0.0
-    stack = jpipe.LayerStack({f"hop {n}": lambda x: x + 1 for n in range(len(devices))})
-    plan = jpipe.Plan.even(stack.ids, len(devices), "naive", 1)
-    pipe = jpipe.Pipeline(stack, plan, _loss, optax.sgd(0.1), devices=devices)
-    batch = np.zeros((1, elements), np.float32), np.zeros((1, 1), np.float32)
-    state = pipe.init(jax.random.key(0), batch)
-    seconds = []
-    for step in range(STEPS):
-        begin = time.perf_counter()
-        state, metrics = pipe.step(state, batch)
-        jax.block_until_ready(pipe.params(state))
-        float(metrics.losses[step])
-        seconds.append(time.perf_counter() - begin)
-    hops = 2 * (len(devices) - 1)
-    return max(statistics.median(seconds[STEPS // 3 :]) - (hops + 1) * dispatch, 0.0) / hops

@@ -13,19 +13,19 @@ def usual_overlap(platform: str) -> Overlap:
     return "transfers and sums" if platform == "cpu" else "none"
 
 
-def overlaps(computation: float, moved: float, both: float) -> bool:
-    """Return whether more than half of the shorter one is hidden, if a computation and what is moved take so long alone, and together."""
-    return jpipe.runtime.OverlapTimes(computation, moved, both).hidden > ENOUGH
-
-
 def overlap_of(times: Mapping[jpipe.runtime.Moved, jpipe.runtime.OverlapTimes]) -> Overlap:
     """Return what overlaps by these times. Sums without transfers count as nothing."""
-    if not overlaps(*times["transfer"]):
+    if times["transfer"].hidden <= ENOUGH:
         return "none"
-    return "transfers and sums" if overlaps(*times["sum"]) else "transfers"
+    return "transfers and sums" if times["sum"].hidden > ENOUGH else "transfers"
 
 
 def overlap_words(times: Mapping[jpipe.runtime.Moved, jpipe.runtime.OverlapTimes]) -> str:
     """Describe what was measured, in one line."""
     shares = " and ".join(f"{each.hidden:.0%} of a {name}" for name, each in times.items())
     return f"overlap: a computation hides {shares}, measured between two devices; plans assume: {overlap_of(times)}"
+
+
+def assumed_words(overlap: Overlap) -> str:
+    """Describe what was not measured, in one line."""
+    return f"overlap: not measured; plans assume: {overlap}"

@@ -80,14 +80,14 @@ class Bench:
     """
 
     def __init__(self, programs: Programs, groups: Sequence[tuple[str, ...]], rows: int) -> None:
-        batch = _filled(programs.model.batch(rows), programs.device)
-        self._runs: dict[tuple[str, ...], _Run] = {}
+        batch = programs.model.batch(rows)
+        self._runs: dict[tuple[str, ...], StageRun] = {}
         self.temporary: dict[tuple[str, ...], int] = {}
         self.flops: dict[tuple[str, ...], ByProgram] = {}
         for ids, stage in programs.stages(groups, rows).items():
             compiled = programs.get(ids, rows)
             calls = {name: program for name, (program, _) in compiled.items()}
-            self._runs[ids] = _Run(stage, batch, calls, programs.device)
+            self._runs[ids] = StageRun(stage, batch, calls, programs.device)
             self.temporary[ids] = max(map(scratch_bytes, calls.values()))
             self.flops[ids] = {name: flops for name, (_, flops) in compiled.items()}
 
@@ -112,7 +112,7 @@ class Bench:
                 self._seconds[ids, name].append(run.seconds(name))
 
 
-class _Run:
+class StageRun:
     """One stage with arrays: the inputs and labels of the batch where it has some, otherwise noise; no time depends on the values."""
 
     def __init__(
@@ -122,9 +122,9 @@ class _Run:
         specs = {name: calls[name].args_info[0] for name in PROGRAMS}
         params, state, x, labels, draw = (_filled(spec, device) for spec in specs["forward"])
         if ids[0] == stack.ids[0]:
-            x = batch[0]
+            x = _filled(batch[0], device)
         if ids[-1] == stack.ids[-1]:
-            labels = batch[1]
+            labels = _filled(batch[1], device)
         self._stage, self._calls, self._params, self._draw = stage, calls, params, draw
         self._arguments = state, x, labels
         self._message, self._sums = (_filled(spec, device) for spec in specs["backward"][3:5])
@@ -137,26 +137,26 @@ class _Run:
 
     def seconds(self, name: str) -> float:
         """Run one of the programs and return its seconds; a backward belongs to the last forward."""
-        call = self._calls[name]
         begin = time.perf_counter()
+        jax.block_until_ready(self.begin(name))
+        return time.perf_counter() - begin
+
+    def begin(self, name: str) -> Tree:
+        """Begin one of the programs and return its results, which may not be ready."""
+        call = self._calls[name]
         match name:
             case "forward":
                 (y, changed, saved), done = call(self._params, *self._arguments, self._draw)
-                jax.block_until_ready((y, changed, saved, done))
-                end = time.perf_counter()
                 self._forward_arrays = self._stage.keep(self._arguments, (y, changed)), saved
+                return y, changed, saved, done
             case "backward":
                 result, done = call(self._params, *self._forward_arrays, self._message, self._sums, self._draw, self._scale)
-                jax.block_until_ready((result, done))
-                end = time.perf_counter()
                 self._sums = result[1]
-            case "update":
-                result, done = call(self._stage.trained(self._params), self._optimizer, self._sums, *self._late)
-                jax.block_until_ready((result, done))
-                end = time.perf_counter()
-                trained, self._optimizer, self._sums, _ = result
-                self._params = self._stage.updated(self._params, trained)
-        return end - begin
+                return result, done
+        result, done = call(self._stage.trained(self._params), self._optimizer, self._sums, *self._late)
+        trained, self._optimizer, self._sums, _ = result
+        self._params = self._stage.updated(self._params, trained)
+        return result, done
 
 
 def _filled(specs: Tree, device: jax.Device) -> Tree:

@@ -4,83 +4,54 @@ import os
 from types import SimpleNamespace
 
 import jax
-import numpy as np
 import pytest
 
+import jpipe
 from jpipe.runtime import OverlapTimes
+from jpipe_planner.cost.price import all_reduce_seconds
 from jpipe_planner.machine import local, overlap
 
 
-def test_the_devices_here_their_links_and_what_they_share(monkeypatch):
-    monkeypatch.setattr(local, "STEPS", 4)
-    monkeypatch.setattr(local, "_WIDE", 64)
-    topology = local.local_topology(dispatch=0.0)
+def test_the_devices_here_and_their_links():
+    topology = local.local_topology(cores=1.5)
     assert topology.num_devices == len(jax.devices())
     assert topology.levels[0].bandwidth > 0
     assert topology.levels[0].latency >= 0
-    assert 1 <= topology.cores <= len(jax.devices())
+    assert topology.cores == 1.5
     assert topology.device.memory == local.host_memory() / len(jax.devices())
-    assert local.local_topology(3).num_devices == 3
     assert topology.device.overlap == "transfers and sums"
+    assert local.local_topology(3).num_devices == 3
+    assert local.local_topology(1).levels[0].latency == 0
 
 
-def test_the_cost_of_computations_is_not_part_of_a_link(monkeypatch):
-    monkeypatch.setattr(local, "STEPS", 4)
-    monkeypatch.setattr(local, "_WIDE", 64)
-    assert local.local_topology(dispatch=10.0).levels[0].latency == 0
+def machine(monkeypatch, transfer, sums, ends=2, latency=3e-5, platform="cpu"):
+    """Replace the measurements by those of a machine whose transfers and sums have these bandwidths beside a computation."""
+
+    def time_overlap(devices, elements):
+        hops, bytes_ = 2 * (ends - 1), 4 * elements
+        moved = {"transfer": hops * (latency + bytes_ / transfer), "sum": hops * (latency + bytes_ / ends / sums)}
+        return {name: OverlapTimes(9.0, 1.0, 9.0, seconds) for name, seconds in moved.items()}
+
+    monkeypatch.setattr(local.jpipe.runtime, "time_overlap", time_overlap)
+    monkeypatch.setattr(local.jax, "process_count", lambda: ends if ends > 2 else 1)
 
 
-class Machine:
-    """A machine whose clock only its messages and products move on."""
-
-    def __init__(self, bandwidth, latency, cores, dispatch):
-        self.now, self.bandwidth, self.latency, self.cores, self.dispatch = 0.0, bandwidth, latency, cores, dispatch
-
-    def pipeline(self, stack, plan, loss, rule, devices):
-        def step(state, batch):
-            hops = 2 * (plan.depth - 1)
-            self.now += hops * (self.latency + batch[0].nbytes / self.bandwidth) + (hops + 1) * self.dispatch
-            return state, SimpleNamespace(losses=np.zeros(local.STEPS))
-
-        return SimpleNamespace(init=lambda key, batch: None, step=step, params=lambda state: ())
-
-    def finish(self, products):
-        self.now += len(products) / min(max(len(products), 1), self.cores)
+@pytest.mark.parametrize(("transfer", "sums", "ends"), [(2e9, 5e9, 2), (5e9, 2e9, 2), (2e9, 2e9, 4), (5e9, 2e9, 8)])
+def test_a_link_is_as_fast_as_the_slower_one_of_transfers_and_sums_beside_a_computation(monkeypatch, transfer, sums, ends):
+    machine(monkeypatch, transfer, sums, ends)
+    level = local.local_topology().levels[0]
+    assert level.bandwidth == pytest.approx(2e9, rel=1e-6)
+    assert level.latency == pytest.approx(3e-5, rel=1e-3)  # and 4 bytes
+    # So the price of a sum in a ring is what was measured of sums, where these are slower.
+    if sums <= transfer:
+        expected = 2 * (ends - 1) * (3e-5 + 4 * 1000 / ends / sums)
+        assert all_reduce_seconds(4000, ends, jpipe.Link(level.bandwidth, level.latency)) == pytest.approx(expected, rel=1e-3)
 
 
-def test_bandwidth_latency_and_cores_are_those_of_the_machine(monkeypatch):
-    machine = Machine(bandwidth=2e9, latency=3e-5, cores=2, dispatch=1e-4)
-    monkeypatch.setattr(local, "_WIDE", 4)
-    monkeypatch.setattr(local, "time", SimpleNamespace(perf_counter=lambda: machine.now))
-    monkeypatch.setattr(local.jpipe, "Pipeline", machine.pipeline)
-    monkeypatch.setattr(local.jax, "jit", lambda function: lambda x: "a product")
-    monkeypatch.setattr(local.jax, "block_until_ready", machine.finish)
-    topology = local.local_topology(dispatch=machine.dispatch)
-    assert topology.levels[0].bandwidth == pytest.approx(2e9, rel=1e-6)
-    assert topology.levels[0].latency == pytest.approx(3e-5, rel=1e-3)  # and 4 bytes
-    assert topology.cores == pytest.approx(2)
-
-
-@pytest.mark.parametrize(("alone", "together", "cores"), [(5.0, 0.1, 8), (0.1, 5.0, 1), (1.0, 2.0, 4)])
-def test_cores_are_between_one_and_the_number_of_devices_for_any_measured_times(monkeypatch, alone, together, cores):
-    clock = SimpleNamespace(now=0.0)
-
-    def finish(products):
-        clock.now += alone if len(products) == 1 else together
-
-    monkeypatch.setattr(local, "_WIDE", 4)
-    monkeypatch.setattr(local, "time", SimpleNamespace(perf_counter=lambda: clock.now))
-    monkeypatch.setattr(local.jax, "jit", lambda function: lambda x: x)
-    monkeypatch.setattr(local.jax, "block_until_ready", finish)
-    assert local._at_once(jax.devices()) == cores
-
-
-def test_a_process_uses_the_cores_it_is_pinned_to_and_several_share_all(monkeypatch):
+def test_a_process_uses_the_cores_it_is_pinned_to(monkeypatch):
     monkeypatch.setattr(os, "cpu_count", lambda: 32)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {3, 5, 7}, raising=False)
     assert local.usable_cores() == 3
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
-    assert local._at_once(jax.devices()) == 32 / len(jax.local_devices())
     monkeypatch.delattr(os, "sched_getaffinity")
     assert local.usable_cores() == 32
 
@@ -99,7 +70,8 @@ def test_a_process_uses_the_cores_it_is_pinned_to_and_several_share_all(monkeypa
     ],
 )
 def test_more_than_half_of_the_shorter_one_has_to_be_hidden(computation, moved, both, hidden):
-    assert overlap.overlaps(computation, moved, both) is hidden
+    times = OverlapTimes(computation, moved, both, both)
+    assert overlap.overlap_of({"transfer": times, "sum": times}) == ("transfers and sums" if hidden else "none")
 
 
 @pytest.mark.parametrize(
@@ -117,17 +89,17 @@ def test_what_was_measured_decides_and_else_what_is_usual(monkeypatch, platform,
     times = (
         None
         if transfer is None
-        else {name: OverlapTimes(3.0, 1.0, both[is_hidden]) for name, is_hidden in (("transfer", transfer), ("sum", sums))}
+        else {name: OverlapTimes(3.0, 1.0, both[is_hidden], 1.0) for name, is_hidden in (("transfer", transfer), ("sum", sums))}
     )
-    monkeypatch.setattr(local.jpipe.runtime, "time_overlap", lambda devices: times)
-    monkeypatch.setattr(local, "_hop_seconds", lambda elements, dispatch: 0.0)
+    monkeypatch.setattr(local.jpipe.runtime, "time_overlap", lambda devices, elements: times)
     device = SimpleNamespace(platform=platform, device_kind=platform, memory_stats=lambda: None, process_index=0)
     monkeypatch.setattr(local.jax, "devices", lambda: [device])
-    monkeypatch.setattr(local, "_at_once", lambda devices: 1.0)
     lines = []
-    assert local.local_topology(report=lines.append).device.overlap == expected
-    assert lines == ([] if times is None or platform == "cpu" else [overlap.overlap_words(times)])
-    assert all(line.startswith("overlap: a computation hides ") and line.endswith(f"assume: {expected}") for line in lines)
+    assert local.local_topology(2, report=lines.append).device.overlap == expected
+    assumed = times is None or platform == "cpu"
+    assert lines == [overlap.assumed_words(expected) if assumed else overlap.overlap_words(times)]
+    assert lines[0].startswith("overlap: not measured" if assumed else "overlap: a computation hides ")
+    assert lines[0].endswith(f"assume: {expected}")
 
 
 def test_a_transfer_and_a_sum_are_timed_and_arrive_whole():

@@ -203,7 +203,8 @@ def test_auto_profiles_plans_and_trains(files, capsys, monkeypatch):
     monkeypatch.setattr(
         profiling, "measure", lambda *model, seconds, progress, precision, ema_decay, delay_correction: seen.append(model) or profile()
     )
-    monkeypatch.setattr(auto, "local_topology", lambda dispatch: Topology.flat(2, 1e9))
+    monkeypatch.setattr(auto, "cores_of", lambda *_: None)
+    monkeypatch.setattr(auto, "local_topology", lambda cores: Topology.flat(2, 1e9))
     assert cli.main(["train", "tiny.yaml", "--plan=auto", *MEASURED]) == 0
     out = capsys.readouterr().out
     assert seen[0][-1] == sizes_for(4, jax.device_count(), profiling.MEASURED_SIZES)

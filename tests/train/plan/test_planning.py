@@ -230,7 +230,8 @@ def test_auto_leaves_no_process_idle(fits, monkeypatch, tiny):
     config = Config.model_validate(tiny)
     monkeypatch.setattr(Parts, "of", lambda *_: parts())
     monkeypatch.setattr(auto, "profile_together", lambda *_: profile())
-    monkeypatch.setattr(auto, "local_topology", lambda dispatch: Topology.flat(7, 1e9))
+    monkeypatch.setattr(auto, "cores_of", lambda *_: None)
+    monkeypatch.setattr(auto, "local_topology", lambda cores: Topology.flat(7, 1e9))
     alone = Alone(None)
     assert len(auto.find_plan(config, silent(), alone).workers) < 7
     alone.processes = types.SimpleNamespace(waiting=lambda *_, **__: contextlib.nullcontext())

@@ -12,7 +12,7 @@ from jpipe_train.launch.together import Together
 from jpipe_train.plan.compiling import of_this_machine
 from jpipe_train.plan.confirm import confirm
 from jpipe_train.plan.inputs import Request
-from jpipe_train.plan.profiling import Parts, profile_together
+from jpipe_train.plan.profiling import Parts, cores_of, profile_together
 from jpipe_train.plan.search import search
 
 
@@ -30,8 +30,7 @@ def find_plan(config: Config, reporter: Reporter, together: Together) -> jpipe.P
     parts = together.run_on_all(lambda: Parts.of(config, reporter))
     batch = config.train.batch_size
     profile = profile_together(parts, batch, jax.device_count(), reporter, together)
-    topology = local_topology(dispatch=profile.dispatch)
-
+    topology = local_topology(cores=cores_of(parts, profile, jax.device_count(), together))
     request = Request(
         all_devices=together.processes is not None,
         replicas=not parts.stack.carries_rows,

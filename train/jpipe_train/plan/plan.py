@@ -16,6 +16,7 @@ from jpipe.context import tracing_for
 from jpipe.files import expanded, write_atomically
 from jpipe_planner import Profile, Topology, draw_choice, local_topology
 from jpipe_planner.machine.compiling import Compiling, compiling_for
+from jpipe_planner.machine.overlap import assumed_words
 from jpipe_planner.profile.sharded import NO_MESH
 from jpipe_planner.ranking import table
 from jpipe_planner.ranking.choose import Choice, Ranked
@@ -33,7 +34,7 @@ from jpipe_train.plan import trial, trial_words
 from jpipe_train.plan.compiling import compiled_words, compiler_errors, of_this_machine
 from jpipe_train.plan.confirm import confirm, nothing_fits
 from jpipe_train.plan.inputs import ALL, LOCAL, Request, prepare_devices, read_profile, read_topology
-from jpipe_train.plan.profiling import Parts, profile_of, profile_together
+from jpipe_train.plan.profiling import Parts, cores_of, profile_of, profile_together
 from jpipe_train.plan.search import SearchResult, refused_schedules, search
 
 SHOWN = 10  # rows of the table
@@ -300,11 +301,14 @@ def _profile_and_topology(
         largest = topology.most_in_mesh if request.degrees is None else max(degrees.size for degrees in degrees_to_try)
         profile = profile_of(parts, topology, batch, topology.num_devices, reporter, largest)
     if topology is None:
+        assert parts is not None
         lines = list[str]()
-        with reporter.phase("measuring the links of this machine"):
-            topology = local_topology(local, dispatch=profile.dispatch, report=lines.append)
+        with reporter.phase("measuring what this machine computes and moves at once"):
+            topology = local_topology(local, cores=cores_of(parts, profile, local, together), report=lines.append)
         for line in (table.links(topology), *lines):
             reporter.say(line)
+    elif topology.num_devices > 1:
+        reporter.say(assumed_words(topology.device.overlap))
     return profile, topology
 
 

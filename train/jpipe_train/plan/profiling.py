@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-import os
+import statistics
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,8 @@ import optax
 
 import jpipe
 from jpipe_planner import Profile, Topology, analyze, measure
+from jpipe_planner.profile.at_once import WorkAtOnce, cores
+from jpipe_planner.profile.model import Batch
 from jpipe_train.assemble import model
 from jpipe_train.assemble.build import precision
 from jpipe_train.assemble.frozen import trains_part
@@ -24,6 +26,8 @@ from jpipe_train.launch.together import Together
 
 MEASURED_SIZES, PAPER_SIZES = 4, 6  # numbers of microbatch sizes to profile; each takes a compilation, and a run if it is measured
 SECONDS = 8.0  # of measuring, without compilation
+ROUNDS = 9  # of which the median says what computing at once takes
+_PROFILE = "the profile of process 0"
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,17 @@ class Parts:
         """Return the shapes and dtypes of a batch of `count` rows."""
         return jax.tree.map(lambda spec: jax.ShapeDtypeStruct((count, *spec.shape[1:]), spec.dtype), self.batch)
 
+    @property
+    def for_profile(self) -> tuple[jpipe.LayerStack, Batch, Any, optax.GradientTransformation]:
+        """Stack, batch, loss and optimizer, as a profile takes them."""
+        return self.stack, self.rows, self.loss, self.rule
+
+    @property
+    def profile_options(self) -> dict[str, Any]:
+        """The options of a profile that say how the model is trained."""
+        of_optimizer = {name: getattr(self.config.optimizer, name) for name in ("ema_decay", "delay_correction")}
+        return {"precision": self.precision, **of_optimizer}
+
     def pipeline(self, plan: jpipe.Plan) -> jpipe.Pipeline:
         """Return the pipeline with a plan."""
         return jpipe.Pipeline(self.stack, plan, self.loss, self.rule, precision=self.precision, **self.config.optimizer.of_pipeline)
@@ -87,28 +102,19 @@ def profile_of(parts: Parts, topology: Topology | None, batch: int, devices: int
         reporter: shows progress.
         largest_mesh: the number of devices of the largest mesh to try; microbatches of an analytic profile are that much larger.
     """
-    of_optimizer = {name: getattr(parts.config.optimizer, name) for name in ("ema_decay", "delay_correction")}
-    model_parts = parts.stack, parts.rows, parts.loss, parts.rule
     if topology is None or not topology.device.flops:
         sizes = sizes_for(batch, devices, MEASURED_SIZES)
         with reporter.counting("profiling the layers on this device") as progress:
-            return measure(
-                *model_parts,
-                sizes,
-                seconds=SECONDS,
-                progress=progress,
-                precision=parts.precision,
-                **of_optimizer,
-            )
+            return measure(*parts.for_profile, sizes, seconds=SECONDS, progress=progress, **parts.profile_options)
     sizes = sizes_for(batch, max(devices // largest_mesh, 1), PAPER_SIZES)
     with reporter.counting(f"profiling the layers for {topology.device.name} analytically") as progress:
-        return analyze(*model_parts, sizes, topology.device, progress=progress, precision=parts.precision, **of_optimizer)
+        return analyze(*parts.for_profile, sizes, topology.device, progress=progress, **parts.profile_options)
 
 
 def profile_together(parts: Parts, batch: int, devices: int, reporter: Reporter, together: Together) -> Profile:
-    """Profile the layers in all processes, which call this, and return the profile of process 0.
+    """Profile the layers in process 0 while the other processes wait; all call this and return the same.
 
-    All cores measure at the same time, because busy cores slow each other down, as they will in training, but only once per core.
+    How devices slow each other down is another measurement (`cores_of`).
 
     Args:
         parts: the model.
@@ -117,15 +123,34 @@ def profile_together(parts: Parts, batch: int, devices: int, reporter: Reporter,
         reporter: shows progress.
         together: the processes of the run.
     """
+    text = together.from_first(_PROFILE, lambda: profile_of(parts, None, batch, devices, reporter).to_json())
+    return Profile.from_json(text)
 
-    def measured() -> Profile | None:
-        if together.index >= (os.cpu_count() or 1):
-            return None
-        with together.working("the profile of the layers"):
-            return profile_of(parts, None, batch, devices, reporter)
 
-    local = together.run_on_all(measured)
-    return Profile.from_json(together.from_first("the profile of process 0", lambda: "" if local is None else local.to_json()))
+def cores_of(parts: Parts, profile: Profile, devices: int, together: Together) -> float | None:
+    """Measure how many devices can compute at the same time as fast as one alone; all processes call this.
+
+    Args:
+        parts: the model.
+        profile: the costs of its layers.
+        devices: the number of devices, over all processes.
+        together: the processes of the run.
+
+    Returns:
+        The number; None with one device, and for accelerators, which share nothing.
+    """
+    local = jax.local_devices()[:devices]
+    if devices == 1 or local[0].platform != "cpu":
+        return None
+    work = WorkAtOnce(*parts.for_profile, profile, local, **parts.profile_options)
+    rounds = list[tuple[float, float]]()
+    for _ in range(ROUNDS):
+        together.meet("one device to compute alone")
+        seconds = work.seconds(1) if together.is_first else 0.0
+        together.meet("all devices to compute at once")
+        rounds.append((together.largest("the time alone", seconds), together.largest("the time at once", work.seconds(len(local)))))
+    alone, at_once = (statistics.median(seconds) for seconds in zip(*rounds, strict=True))
+    return cores(alone, at_once, devices)
 
 
 def _spec(rows: Any) -> jax.ShapeDtypeStruct:
