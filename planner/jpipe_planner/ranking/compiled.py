@@ -2,8 +2,9 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -17,8 +18,8 @@ from jpipe_planner.ranking.choose import Choice, Ranked
 
 __all__ = ["Compiled", "compile_stages"]
 
-_AT_ONCE = 8  # stages that are compiled at once, without the fullest pipeline rank first
 _TIMES = ("forward", "backward", "backward_input", "backward_weight", "update")
+_DECIDED = ("residuals", "stash", "temporary")  # by the compiler, residuals and stash on meshes
 
 
 @dataclass(frozen=True)
@@ -62,8 +63,8 @@ def compile_stages(
 ) -> Compiled:
     """Compile the stages of a plan, run nothing, and simulate the plan again with the exact memory.
 
-    Of a plan of many stages those of the fullest pipeline rank are compiled first, and the other stages only if these fit. The stages of a
-    plan on meshes take longer to compile and are mostly equal, so the other ranks are not compiled: their memory is estimated.
+    The stages of the fullest pipeline rank are compiled first, and the other stages only if these fit; of equal stages the first one. The
+    stages of a plan on meshes take longer to compile, so the other ranks are not compiled: their memory is estimated.
 
     Args:
         choice: the ranking from which the plan comes.
@@ -74,45 +75,63 @@ def compile_stages(
             topology has another kind.
         programs: programs compiled for other plans of the model; new ones are added.
     """
-    programs = {} if programs is None else programs
-    plan = choice.plan(ranked)
-    every, fullest = tuple(range(plan.depth)), plan.pipeline_ranks[max(range(len(ranked.memory)), key=ranked.memory.__getitem__)]
-    on_meshes = any(stage.mesh for stage in plan.stages)
-    if on_meshes or plan.depth > _AT_ONCE:
-        first = _with_compiled(choice, ranked, pipe, batch, devices, fullest, programs)
-        if on_meshes or not first.fits:
-            return first
-    return _with_compiled(choice, ranked, pipe, batch, devices, every, programs)
+    plan, rows, programs = choice.plan(ranked), ranked.candidate.rows, {} if programs is None else programs
+    (profile, topology), compiled = choice.meshes.of(ranked.candidate.degrees), dict[int, jpipe.programs.StageCost]()
+    limits, estimates = limits_of(plan, topology), profile.stage_costs(plan, rows)
+    like, on_meshes = equal_stages(plan, profile.costs(rows), profile.shared_costs), any(stage.mesh for stage in plan.stages)
+    compile = partial(pipe.costs, batch, compiled_for=devices, programs=programs)
+    fullest = plan.pipeline_ranks[max(range(len(ranked.memory)), key=ranked.memory.__getitem__)]
+    for stages in (fullest, range(plan.depth)):
+        try:
+            sizes = compile(stages=sorted({like[s] for s in stages} - compiled.keys()))
+        except jax.errors.JaxRuntimeError as error:
+            if math.inf in limits or bytes_beyond_memory(error) is None:
+                raise
+            return _rejected_by_compiler(ranked, limits, plan, lambda s: compile(stages=[s]))
+        compiled |= {s: sizes[s] for s in {like[s] for s in stages} - compiled.keys()}
+        costs = [
+            dataclasses.replace(size, **_fields(estimate, _TIMES), **_fields(compiled.get(first, estimate), _DECIDED))
+            for size, estimate, first in zip(sizes, estimates, like, strict=True)
+        ]
+        exact = dataclasses.replace(ranked, simulated=simulate_plan(plan, costs, topology, choice.global_norm))
+        if exact.simulated is None:  # too long to simulate: the closed form, with the exact bytes
+            exact = Ranked(dataclasses.replace(ranked.candidate, memory=closed_form_bytes(plan, costs)))
+        ranks = tuple(p for p, of_rank in enumerate(plan.pipeline_ranks) if compiled.keys() >= {like[s] for s in of_rank})
+        found = Compiled(exact, ranked.candidate.memory, None if math.inf in limits else lacking(exact.memory, limits)[1], ranks)
+        if on_meshes or not found.fits or len(ranks) == len(plan.pipeline_ranks):
+            break
+    return found
 
 
-def _with_compiled(
-    choice: Choice,
-    ranked: Ranked,
-    pipe: jpipe.Pipeline,
-    batch: Any,
-    devices: jax.Device | Sequence[jax.Device],
-    stages: Collection[int],
-    programs: Programs,
-) -> Compiled:
-    """Do the work of `compile_stages` with only these stages compiled."""
-    plan = choice.plan(ranked)
-    profile, topology = choice.meshes.of(ranked.candidate.degrees)
-    limits = limits_of(plan, topology)
-    costs, estimates = [], profile.stage_costs(plan, ranked.candidate.rows)
-    try:
-        sizes = pipe.costs(batch, compiled_for=devices, stages=stages, programs=programs)
-    except jax.errors.JaxRuntimeError as error:
-        if math.inf in limits or bytes_beyond_memory(error) is None:
-            raise
-        return _rejected_by_compiler(ranked, limits, plan, lambda s: pipe.costs(batch, compiled_for=devices, stages=[s], programs=programs))
-    for s, (size, estimate) in enumerate(zip(sizes, estimates, strict=True)):
-        names = _TIMES if s in stages else (*_TIMES, "residuals", "stash", "temporary")
-        costs.append(dataclasses.replace(size, **{name: getattr(estimate, name) for name in names}))
-    exact = dataclasses.replace(ranked, simulated=simulate_plan(plan, costs, topology, choice.global_norm))
-    if exact.simulated is None:  # too long to simulate: the closed form, with the exact bytes
-        exact = Ranked(dataclasses.replace(ranked.candidate, memory=closed_form_bytes(plan, costs)))
-    compiled_ranks = tuple(p for p, pipeline_ranks in enumerate(plan.pipeline_ranks) if set(pipeline_ranks) <= set(stages))
-    return Compiled(exact, ranked.candidate.memory, None if math.inf in limits else lacking(exact.memory, limits)[1], compiled_ranks)
+def _fields(cost: jpipe.programs.StageCost, names: Sequence[str]) -> dict[str, Any]:
+    return {name: getattr(cost, name) for name in names}
+
+
+def equal_stages(
+    plan: jpipe.Plan, costs: Mapping[str, jpipe.programs.LayerCost], shared: Sequence[jpipe.programs.SharedCost] = ()
+) -> tuple[int, ...]:
+    """Return for each stage of a plan the first one that has the same programs, possibly itself.
+
+    Both compute the same ops and keep as many versions, their layers cost the same, and neither is the first or the last stage. A layer
+    that shares a parameter equals no other one.
+
+    Args:
+        plan: the plan.
+        costs: of each layer.
+        shared: the parameters that layers share.
+    """
+    rules, shares = jpipe.schedules.SCHEDULES[plan.schedule], {layer_id for parameter in shared for layer_id in parameter.layers}
+    actions = (action for p in range(len(plan.pipeline_ranks)) for action in rules.computations(plan, p, 0, 0, 1))
+    ops = {(action.stage, action.op) for action in actions}
+
+    def kind(s: int) -> tuple[Any, ...]:
+        stage, end = plan.stages[s], s if s in (0, plan.depth - 1) else None
+        layers = [(layer_id if layer_id in shares else None, costs[layer_id]) for layer_id in stage.layers]
+        computed = {op for computing, op in ops if computing == s}
+        return end, computed, rules.versions_alive(plan, s), stage.model_copy(update={"layers": ()}), layers
+
+    kinds = [kind(s) for s in range(plan.depth)]
+    return tuple(map(kinds.index, kinds))
 
 
 def _rejected_by_compiler(ranked: Ranked, limits: Sequence[float], plan: jpipe.Plan, compile: Callable[[int], object]) -> Compiled:

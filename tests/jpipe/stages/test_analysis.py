@@ -3,6 +3,7 @@
 from unittest import mock
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from jpipe.stages import compile_for_analysis
@@ -45,6 +46,13 @@ def test_a_program_that_cannot_be_compiled_with_these_options_is_compiled_withou
     assert compile_for("gpu", fails=lambda options: options != PLAIN)[1:] == [PLAIN]
     with pytest.raises(jax.errors.JaxRuntimeError, match="it cannot be compiled"):
         compile_for("gpu", fails=lambda options: True)
+
+
+def test_for_cpus_nothing_is_optimized_and_the_memory_is_the_same():
+    assert compile_for("cpu") == [{"xla_backend_optimization_level": 0}]
+    program = jax.jit(jax.grad(lambda x: jnp.sum(jnp.tanh(x @ x) @ x))).lower(jnp.ones((64, 64)))
+    found, expected = (each.memory_analysis() for each in (compile_for_analysis(program, jax.devices("cpu")[0]), program.compile()))
+    assert found.temp_size_in_bytes == expected.temp_size_in_bytes > 0
 
 
 def test_for_other_devices_there_are_no_options():

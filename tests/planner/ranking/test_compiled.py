@@ -10,11 +10,13 @@ import pytest
 from flax import nnx
 
 import jpipe
+from jpipe_planner.machine.device import Device
 from jpipe_planner.machine.topology import Topology
 from jpipe_planner.profile.analyze import analyze
+from jpipe_planner.profile.profile import Profile
 from jpipe_planner.ranking import compiled as module
 from jpipe_planner.ranking.choose import choose
-from jpipe_planner.ranking.compiled import compile_stages
+from jpipe_planner.ranking.compiled import compile_stages, equal_stages
 from jpipe_planner.search.candidates import find_candidates
 
 STACK = jpipe.LayerStack({f"dense_{n}": lambda rngs: nnx.Linear(16, 16, rngs=rngs) for n in range(4)})
@@ -63,9 +65,12 @@ def test_where_simulating_takes_too_long_the_closed_form_has_the_exact_bytes(sch
     ],
 )
 def test_a_plan_whose_program_exceeds_the_memory_of_the_compiler_does_not_fit(message, monkeypatch):
+    costs = jpipe.Pipeline.costs
+
     def refuse(self, batch, *, stages, **options):
         if 1 in stages:
             raise jax.errors.JaxRuntimeError(message)
+        return costs(self, batch, stages=stages, **options)
 
     monkeypatch.setattr(jpipe.Pipeline, "costs", refuse)
     compiled, _ = compiled_choice("gpipe")
@@ -101,3 +106,59 @@ def test_an_estimate_that_is_too_high_is_reported_as_a_lower_bound():
     doubled = dataclasses.replace(exact, estimated=tuple(2 * size for size in exact.ranked.memory))
     assert doubled.errors == (1.0, 1.0)
     assert dataclasses.replace(exact, estimated=(0, 0)).errors == (-1.0, -1.0)
+
+
+IDS = tuple("abcdefgh")
+
+
+@pytest.mark.parametrize(
+    ("fields", "heavier", "shared", "expected"),
+    [
+        ({}, "", (), (0, 1, 1, 3)),
+        ({}, "e", (), (0, 1, 2, 3)),
+        ({}, "", ("a", "h"), (0, 1, 1, 3)),
+        ({}, "", ("a", "c"), (0, 1, 2, 3)),
+        ({"schedule": "gpipe", "recompute": ["none", "none", "full", "full"]}, "", (), (0, 1, 2, 3)),
+        ({"schedule": "pipedream_2bw"}, "", (), (0, 1, 1, 3)),
+        ({"schedule": "pipedream", "microbatches": 1}, "", (), (0, 1, 2, 3)),  # three versions, and two
+    ],
+)
+def test_equal_stages_are_those_in_the_middle_with_equal_layers_ops_and_versions(fields, heavier, shared, expected):
+    costs = {name: jpipe.programs.LayerCost(1.0, 2.0, weights=8 if name == heavier else 4, residuals={"none": 1}) for name in IDS}
+    parameters = [jpipe.programs.SharedCost(layers=shared, weights=4, accumulators=4)] if shared else []
+    assert equal_stages(jpipe.Plan.even(IDS, 4, **{"microbatches": 8} | fields), costs, parameters) == expected
+
+
+@pytest.mark.parametrize(("limit", "expected"), [(None, [[0], [1, 3]]), (1.0, [[0]])])
+def test_the_fullest_rank_is_compiled_first_and_of_equal_stages_one(monkeypatch, limit, expected):
+    layers = [
+        {
+            "id": name,
+            "weights": 1000,
+            "at": [{"forward": 1.0, "backward": 2.0, "outputs": 4, "residuals": {"none": 4000, "full": 4}, "temporary": 10}],
+        }
+        for name in IDS
+    ]
+    profile = Profile(source="analytic", sizes=[1], inputs=[4], labels=[4], layers=layers)
+    topology = Topology(levels=({"count": 4, "bandwidth": 1e9},), device={"memory": 1e9})
+    candidates = find_candidates(profile, topology, 8, schedules=["pipedream_flush"], replicas=False)
+    choice = choose(profile, topology, candidates)
+    ranked, asked = choice.ranked[0], []
+    if limit is not None:
+        choice = dataclasses.replace(choice, topology=topology.model_copy(update={"device": Device(memory=limit)}))
+    plan = choice.plan(ranked)
+
+    def costs(self, batch, *, compiled_for, stages, programs):
+        asked.append(stages)
+        estimates = enumerate(profile.stage_costs(plan, 1))
+        return tuple(dataclasses.replace(cost, temporary=100 * s + 50 if s in stages else 0) for s, cost in estimates)
+
+    monkeypatch.setattr(jpipe.Pipeline, "costs", costs)
+    pipe = jpipe.Pipeline(jpipe.LayerStack(dict.fromkeys(IDS, jnp.tanh)), plan, loss, RULE)
+    compiled = compile_stages(choice, ranked, pipe, batch(8), jax.devices()[0])
+    assert asked == expected
+    assert compiled.ranks == ((0, 1, 2, 3) if limit is None else (0,))
+    more = [true - estimate for true, estimate in zip(compiled.ranked.memory, compiled.estimated, strict=True)]
+    temporary = [cost.temporary for cost in profile.stage_costs(plan, 1)]
+    found = (50, 150, 150, 350) if limit is None else (50, *temporary[1:])  # that of stage 2 is stage 1's
+    assert more == [new - old for new, old in zip(found, temporary, strict=True)]
