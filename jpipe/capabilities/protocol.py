@@ -6,15 +6,15 @@ A capability is a folder in `jpipe/capabilities/` with three modules, each of wh
     program.py  PROGRAM, a `ProgramHooks`: its instructions, where they go into a program, how they are verified and priced; without JAX
     runtime.py  RUNTIME, a `RuntimeHooks`: how its instructions run, what it keeps in the state, and what snapshots have of that
 
-Some functions are made for one object of the core, such as one verifier: they have a state of their own, and come as `LoweringHooks`,
-`VerifyHooks` or `SnapshotHooks`, or as any object that has some of them as methods. The core asks each capability that a plan uses for them
-once, and calls them in the order of the registry.
+Some functions belong to one object of the core, such as one verifier, and have a state of their own: they are the methods of a subclass of
+`LoweringHooks`, `VerifyHooks` or `SnapshotHooks`. The core makes one for each capability that a plan uses, and calls its methods in the
+order of the registry.
 
 Many hooks have one user so far. Each stands where the core would need a branch on that capability: with the hook, a reader of the core sees
 that something may happen there, and finds what in the folder of the capability. A hook that no capability sets is deleted.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -154,8 +154,8 @@ class ProgramHooks:
         pieces: `(stage, StageCost) -> list of bytes` of the pieces in which the replicas of a stage sum gradients; empty: in one.
         per_piece: the fields of `StageCost` that have a number for each of these pieces.
         unit: `(plan) -> int`, into how many ticks the lowering divides the time of a forward.
-        lower: `(Run) -> LoweringHooks`.
-        verify: `(Verifier) -> VerifyHooks`, for one worker.
+        lower: the subclass of `LoweringHooks`, made for a `Run`.
+        verify: that of `VerifyHooks`, made for the `Verifier` of one worker.
         price: what its instructions cost.
     """
 
@@ -180,11 +180,10 @@ class ProgramHooks:
     price: "PriceHooks | None" = None
 
 
-@dataclass(frozen=True)
 class LoweringHooks:
     """What a capability writes into a program while it is lowered. Workers are those of the lowering.
 
-    Attributes:
+    A subclass has some of these:
         before_compute: `(time, worker) -> None`, before the next computation in the order of the worker's rank.
         write: `(worker, op, ticks, microbatch, version) -> int | None`, writes a computation of so many ticks that begins now, and returns
             when it ends; None: the core writes it.
@@ -205,28 +204,11 @@ class LoweringHooks:
         drained: `(time, worker) -> None`, where the pipeline is empty and all updates are made.
     """
 
-    before_compute: Hook | None = None
-    write: Hook | None = None
-    begins_sums: Collection[int] = ()
-    settle: Hook | None = None
-    before_update: Hook | None = None
-    after_update: Hook | None = None
-    after_backward: Hook | None = None
-    after_output: Hook | None = None
-    needed: Hook | None = None
-    needed_for_sum: Hook | None = None
-    complete_sum: Hook | None = None
-    drain: Hook | None = None
-    version_ready: Hook | None = None
-    released: Hook | None = None
-    drained: Hook | None = None
 
-
-@dataclass(frozen=True)
 class VerifyHooks:
     """How the instructions of a capability are verified for one worker. All raise `Violation`, by `Verifier.fail`.
 
-    Attributes:
+    A subclass has some of these:
         checks: by the type of instructions, `(instruction) -> None`; for one of the core in place of its check there.
         sends: the same of sends, by their message.
         receives: the same of receives.
@@ -239,17 +221,6 @@ class VerifyHooks:
         freed: `(version) -> None`, after a version is freed.
         end: `() -> None`, after the last instruction.
     """
-
-    checks: Mapping[type, Callable[[Any], None]] = field(default_factory=dict)
-    sends: Mapping[str, Hook] = field(default_factory=dict)
-    receives: Mapping[str, Hook] = field(default_factory=dict)
-    needs: Hook | None = None
-    updated: Hook | None = None
-    complete: Hook | None = None
-    whole: Hook | None = None
-    held: Hook | None = None
-    freed: Hook | None = None
-    end: Hook | None = None
 
 
 @dataclass(frozen=True)
@@ -392,7 +363,7 @@ class RuntimeHooks:
         own_entries: `(plan, stage, replica, layers, entries) -> dict[str, Plain]`, from a snapshot the entries of the worker alone:
             its weights by version in `own`, and its optimizer state.
         at_rest: `(plan, stage, WorkerState) -> WorkerState`: the state before the worker begins.
-        snapshot: `(part of a snapshot) -> SnapshotHooks`, for one worker.
+        snapshot: the subclass of `SnapshotHooks`, made for the `Part` of one worker.
         copy_for_snapshot: `(plan, stage, what, tree) -> tree`, copies of the optimizer state or of a weight version; None: as usual.
         for_updates: the names of what it keeps in pending updates until these are made.
         copied: `(StageFunctions) -> names` of the entries of which several stages hold copies, in an order that all stages have.
@@ -447,23 +418,16 @@ class RuntimeHooks:
     waits_for: Hook | None = None
 
 
-@dataclass(frozen=True)
 class SnapshotHooks:
     """What of one worker a capability has in a snapshot.
 
-    Attributes:
+    A subclass has some of these:
         see: `(event) -> None`, after each instruction of the worker, and of the other replicas of its stage in this process.
         completes: `(update) -> type`, the instruction that completes the version that an update makes, if that is another one.
         is_complete: `() -> bool`, whether it has all that it needs.
         saved: `(layer id) -> Plain`, the weights of a layer in place of its versions.
         added: `(layer id) -> dict[str, Plain]`, what it adds to the entry of a layer.
     """
-
-    see: Hook | None = None
-    completes: Hook | None = None
-    is_complete: Hook | None = None
-    saved: Hook | None = None
-    added: Hook | None = None
 
 
 def hooks(name: str, values: Iterable[Any]) -> tuple[Hook, ...]:

@@ -5,7 +5,7 @@ from jpipe.programs._execution_order import ProgramError
 from jpipe.programs._instructions import Program
 from jpipe.programs._simulate import has_equal_batches, simulate_batches
 from jpipe.programs._steps import Steps
-from jpipe.programs._timeline import MemorySample, MemoryTimeline, Span, Timeline, format_grid, parse_grid, to_ticks, whole_spans
+from jpipe.programs._timeline import MemorySample, MemoryTimeline, Span, Timeline, format_grid, to_ticks, whole_spans
 from jpipe.programs._transfers import Transfer
 from jpipe.programs._window import Window, extract_window, predict_window
 from jpipe.programs.lowering import batches_until_full
@@ -32,7 +32,6 @@ __all__ = [
     "extract_window",
     "format_grid",
     "has_equal_batches",
-    "parse_grid",
     "predict_window",
     "simulate_batches",
     "sum_layer_costs",

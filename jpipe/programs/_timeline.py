@@ -1,4 +1,4 @@
-"""Timelines, and the rank x time grid: a timeline as text that humans can compare, and its parser.
+"""Timelines, and the rank x time grid: a timeline as text that humans can compare.
 
 One row a rank, one column a tick. `F3.1` is the forward of microbatch 3 at weight version 1, `B3.1` its backward, `FB3.1` both in one
 program; `I3.1` and `W3.1` are the halves of a backward, for inputs and for weights, `FI3.1` a forward and the first half in one program.
@@ -6,12 +6,9 @@ program; `I3.1` and `W3.1` are the halves of a backward, for inputs and for weig
 update that follows; `-` continues what began to the left, `.` is idle.
 """
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from jpipe.errors import InputError
-from jpipe.ops import OPS
 from jpipe.programs._transfers import Cell
 
 
@@ -84,9 +81,6 @@ class MemorySample(NamedTuple):
 MemoryTimeline = tuple[tuple[MemorySample, ...], ...]
 """The samples of each rank, in order of time: one after each of its computations."""
 
-_OF_TRANSFERS = re.compile(r"(\d+|host) to (\d+|host)|sum \d+(,\d+)*")  # the name of a row
-_CELL = re.compile(r"([A-Z]+)(\d+)\.(\d+)(?:/(\d+))?(?::(\d+))?(\*?)")
-
 
 def whole_spans(spans: Sequence[Span]) -> list[Span]:
     """Return the spans of one stage with the parts of each backward added up to one span, as long as all of them.
@@ -139,7 +133,7 @@ def format_grid(
         below: further rows by name, such as those of transfers.
 
     Returns:
-        A row of ticks and a row for each rank; `parse_grid` reads them back, and ignores rows of transfers.
+        A row of ticks and a row for each rank, then the further rows.
     """
     cells_of = {f"rank {rank}": [_cell(span) for span in spans] for rank, spans in enumerate(timeline)} | dict(below or {})
     ticks = max((end for cells in cells_of.values() for _, end, _ in cells), default=0)
@@ -154,26 +148,6 @@ def format_grid(
         cells = "".join(f" {token:>{width}}" for token, width in zip(row, widths, strict=True))
         lines.append(f"{name:<{longest}} |{cells}" + (f"  <<< {notes[rank]}" if rank in notes else ""))
     return "\n".join(lines)
-
-
-def parse_grid(text: str) -> Timeline:
-    """Read the text of `format_grid`; indentation, blank lines and notes behind a row are ignored.
-
-    Returns:
-        The timeline in ticks.
-
-    Raises:
-        InputError: a row is malformed; the message has its line number.
-    """
-    rows: list[tuple[Span, ...]] = []
-    for number, line in enumerate(text.splitlines(), start=1):
-        head, bar, cells = line.split("<<<")[0].partition("|")
-        if not line.strip() or (bar and (head.split() == ["tick"] or _OF_TRANSFERS.fullmatch(head.strip()))):
-            continue
-        if not bar or head.split() != ["rank", str(len(rows))]:
-            raise InputError(f"grid, line {number}: expected 'rank {len(rows)} | …', found '{line.strip()[:40]}'")
-        rows.append(_parse_row(cells.split(), number))
-    return tuple(rows)
 
 
 def _cell(span: Span) -> Cell:
@@ -192,24 +166,3 @@ def cell_of(span: Span) -> str:
     """Return the name of a span in a grid, without the mark of an update."""
     chunk, part = f"/{span.chunk}" if span.chunk else "", "" if span.part is None else f":{span.part}"
     return f"{span.op}{span.microbatch}.{span.version}{chunk}{part}"
-
-
-def _parse_row(tokens: list[str], number: int) -> tuple[Span, ...]:
-    spans: list[Span] = []
-    for tick, token in enumerate(tokens):
-        if token == ".":
-            continue
-        if token == "-":
-            if not spans or spans[-1].end != tick:
-                raise InputError(f"grid, line {number}, tick {tick}: '-' continues nothing")
-            spans[-1] = spans[-1]._replace(end=tick + 1)
-            continue
-        match = _CELL.fullmatch(token)
-        if match is None or match[1] not in OPS:
-            raise InputError(
-                f"grid, line {number}, tick {tick}: expected a cell like F3.1, B3.1*, FB3.1, W3.1/1, B3.1:0, '-' or '.', found '{token}'"
-            )
-        op, microbatch, version, chunk, place, star = match.groups()
-        part = None if place is None else int(place)
-        spans.append(Span(op, int(microbatch), int(version), tick, tick + 1, bool(star), chunk=int(chunk or 0), part=part))
-    return tuple(spans)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from jpipe.capabilities.agreement.option import agreement_applied, agreement_under_way, agrees
-from jpipe.capabilities.protocol import MessageHooks, PriceHooks, ProgramHooks
+from jpipe.capabilities.protocol import LoweringHooks, MessageHooks, PriceHooks, ProgramHooks, VerifyHooks
 from jpipe.plan import Plan, Stage
 from jpipe.programs._costs import LayerCost, StageCost
 from jpipe.programs._instructions import Instruction, Update
@@ -46,7 +46,7 @@ class Agree(Instruction):
 # Lowering ------------------------------------------------------------------------------------------------------------------
 
 
-class _Lowering:
+class _Lowering(LoweringHooks):
     """The agreements of a run: pipelines agree on the weights of a stage as soon as all of them have made the update."""
 
     def __init__(self, run: Run) -> None:
@@ -99,7 +99,7 @@ def due(plan: Plan, i: SumChanges | Agree, shift: int) -> SumChanges | Agree | N
 # Verification --------------------------------------------------------------------------------------------------------------
 
 
-class _Verification:
+class _Verification(VerifyHooks):
     """The agreements of one worker: updates whose versions nothing may read yet, since one has to begin after them, or to be applied."""
 
     def __init__(self, verifier: Verifier) -> None:

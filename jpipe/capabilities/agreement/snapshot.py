@@ -10,6 +10,7 @@ import numpy as np
 from jpipe.capabilities.agreement.option import agreement_applied, agreement_under_way
 from jpipe.capabilities.agreement.program import Agree
 from jpipe.capabilities.agreement.rule import ALREADY_AGREED, ALREADY_APPLIED, Agreed
+from jpipe.capabilities.protocol import SnapshotHooks
 from jpipe.plan import Plan
 from jpipe.runtime._interpreter import Event
 from jpipe.runtime._plain import Plain, checked_dict, from_plain, to_plain
@@ -48,7 +49,7 @@ def agreed_params(stage: CompiledStage, worker: WorkerState) -> Tree:
     return stage.functions.trained.joined(agreed.params, worker.weights.read(worker.weights.newest))
 
 
-class AgreementSnapshot:
+class AgreementSnapshot(SnapshotHooks):
     """What one worker has of agreements in a snapshot."""
 
     def __init__(self, part: Part) -> None:

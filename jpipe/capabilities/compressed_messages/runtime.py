@@ -136,11 +136,17 @@ def restored(f: StageFunctions, replica: int, layers: Mapping[str, Plain], *, fr
     return errors
 
 
-def snapshot(part: Part) -> SnapshotHooks:
-    """Return what the entries of a replica have of what rounding has lost in the updates before the batch of a snapshot."""
-    return SnapshotHooks(
-        added=lambda layer_id: {"sum_error": to_plain(errors[layer_id])} if layer_id in (errors := part.kept.get(ROOM, {})) else {}
-    )
+class _Snapshot(SnapshotHooks):
+    """What the entries of a replica have of what rounding has lost in the updates before the batch of a snapshot."""
+
+    def __init__(self, part: Part) -> None:
+        self._part = part
+
+    def added(self, layer_id: str) -> Plain:
+        errors = self._part.kept.get(ROOM, {})
+        return {"sum_error": to_plain(errors[layer_id])} if layer_id in errors else {}
 
 
-RUNTIME = RuntimeHooks(exchange=exchange, calls=calls, specs=specs, fresh=fresh, changed_by=AllReduce, restored=restored, snapshot=snapshot)
+RUNTIME = RuntimeHooks(
+    exchange=exchange, calls=calls, specs=specs, fresh=fresh, changed_by=AllReduce, restored=restored, snapshot=_Snapshot
+)

@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from jpipe.capabilities.protocol import MessageHooks, PriceHooks, ProgramHooks
+from jpipe.capabilities.protocol import LoweringHooks, MessageHooks, PriceHooks, ProgramHooks, VerifyHooks
 from jpipe.plan import Plan
 from jpipe.programs._instructions import AllReduce, Instruction, Update
 from jpipe.programs._route import last_microbatch, transfer
@@ -31,7 +31,7 @@ class SumSquares(Instruction):
 # Lowering ------------------------------------------------------------------------------------------------------------------
 
 
-class _Lowering:
+class _Lowering(LoweringHooks):
     """The norms of a run."""
 
     def __init__(self, run: Run) -> None:
@@ -128,7 +128,7 @@ def _distributed(plan: Plan, batch: int, holders: Collection[int]) -> list[Instr
 # Verification --------------------------------------------------------------------------------------------------------------
 
 
-class _Verification:
+class _Verification(VerifyHooks):
     """The norms that one worker has, by the last microbatch of their batch."""
 
     def __init__(self, verifier: Verifier) -> None:

@@ -5,7 +5,7 @@ from itertools import chain, islice
 from typing import Self
 
 from jpipe.capabilities.host_memory.option import Kept, offloads
-from jpipe.capabilities.protocol import MessageHooks, PriceHooks, ProgramHooks
+from jpipe.capabilities.protocol import LoweringHooks, MessageHooks, PriceHooks, ProgramHooks, VerifyHooks
 from jpipe.ops import OPS
 from jpipe.plan import Plan
 from jpipe.programs._costs import StageCost
@@ -56,7 +56,7 @@ def _at_rest(plan: Plan, s: int) -> set[_Moved]:
 # Lowering ------------------------------------------------------------------------------------------------------------------
 
 
-class _Lowering:
+class _Lowering(LoweringHooks):
     """What each worker has on its device and in host memory, as far as the plan moves it: see `jpipe.plan.HostMemory`."""
 
     def __init__(self, run: Run) -> None:
@@ -143,7 +143,7 @@ class _Lowering:
 # Verification --------------------------------------------------------------------------------------------------------------
 
 
-class _Verification:
+class _Verification(VerifyHooks):
     """What of one worker waits in host memory."""
 
     def __init__(self, verifier: Verifier) -> None:

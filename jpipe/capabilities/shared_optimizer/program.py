@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, permutations
 
-from jpipe.capabilities.protocol import MessageHooks, ProgramHooks
+from jpipe.capabilities.protocol import LoweringHooks, MessageHooks, ProgramHooks, VerifyHooks
 from jpipe.plan import Plan, Stage
 from jpipe.programs._costs import LayerCost, StageCost
 from jpipe.programs._instructions import Program, Receive, Send, Update
@@ -19,7 +19,7 @@ from jpipe.programs.prediction._prices import Prices
 # Lowering ------------------------------------------------------------------------------------------------------------------
 
 
-class _Lowering:
+class _Lowering(LoweringHooks):
     """The messages of a run: replicas send each other what they have updated as soon as all of them have made an update."""
 
     def __init__(self, run: Run) -> None:
@@ -84,7 +84,7 @@ def lower_weights(plan: Plan, stages: Collection[int], batch: int, *, workers: C
 # Verification --------------------------------------------------------------------------------------------------------------
 
 
-class _Verification:
+class _Verification(VerifyHooks):
     """Which versions of one worker lack the weights that other replicas have updated."""
 
     def __init__(self, verifier: Verifier) -> None:

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
-from jpipe.capabilities.protocol import MessageHooks, PriceHooks, ProgramHooks
+from jpipe.capabilities.protocol import LoweringHooks, MessageHooks, PriceHooks, ProgramHooks, VerifyHooks
 from jpipe.capabilities.shared_parameters.option import ROOM
 from jpipe.plan import Plan
 from jpipe.programs._costs import SharedCost, StageCost
@@ -48,7 +48,7 @@ def _others(groups: Stages, s: int) -> list[int]:
 # Lowering ------------------------------------------------------------------------------------------------------------------
 
 
-class _Lowering:
+class _Lowering(LoweringHooks):
     """The shared gradients of a run."""
 
     def __init__(self, run: Run) -> None:
@@ -124,7 +124,7 @@ class _Lowering:
 # Verification --------------------------------------------------------------------------------------------------------------
 
 
-class _Verification:
+class _Verification(VerifyHooks):
     """The shared gradients of one worker: its own of a batch, those of other stages, and the groups that are added."""
 
     def __init__(self, verifier: Verifier) -> None:

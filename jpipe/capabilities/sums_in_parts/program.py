@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
-from jpipe.capabilities.protocol import PriceHooks, ProgramHooks
+from jpipe.capabilities.protocol import LoweringHooks, PriceHooks, ProgramHooks, VerifyHooks
 from jpipe.capabilities.sums_in_parts.option import layers_by_part
 from jpipe.ops import OPS, Leaves, Op
 from jpipe.plan import Plan, Stage
@@ -72,7 +72,7 @@ def parts_of(op: str, plan: Plan, s: int, k: int) -> int:
 # Lowering ------------------------------------------------------------------------------------------------------------------
 
 
-class _Lowering:
+class _Lowering(LoweringHooks):
     """The last backwards of updates, each part followed by its sum."""
 
     def __init__(self, run: Run) -> None:
@@ -97,7 +97,7 @@ class _Lowering:
 # Verification --------------------------------------------------------------------------------------------------------------
 
 
-class _Verification:
+class _Verification(VerifyHooks):
     """Which parts one worker has computed of its last computation, and summed of its updates."""
 
     def __init__(self, verifier: Verifier) -> None:

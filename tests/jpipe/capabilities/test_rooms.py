@@ -80,6 +80,14 @@ def test_the_instructions_of_a_capability_run(room):
     assert runtimes()[room].handlers.keys() == set(programs()[room].instructions)
 
 
+@pytest.mark.parametrize("room", NAMES)
+def test_what_the_core_calls_is_described(room):
+    used = [hooks for hooks in (programs()[room].lower, programs()[room].verify, runtimes()[room].snapshot) if hooks is not None]
+    for hooks in used:
+        described = set(re.findall(r"^        (\w+): ", hooks.__base__.__doc__, re.MULTILINE))
+        assert {name for name in vars(hooks) if not name.startswith("_")} <= described
+
+
 def without(room: str, folder: Path) -> None:
     """Copy the library into a folder, and remove a capability: its folder, and its lines of the registry."""
     shutil.copytree(ROOT / "jpipe", folder / "jpipe", ignore=COMPILED)

@@ -23,6 +23,7 @@ from jpipe.runtime import _interpreter as interpreter
 from jpipe.schedules import SCHEDULES
 from jpipe.stages.functions._stage import StageFunctions
 from jpipe.viz import _draw as draw
+from tests.grid import parse_grid
 from tests.jpipe import models
 
 INSTRUCTIONS = set(typing.get_args(CoreInstruction))
@@ -62,7 +63,7 @@ def test_a_new_op_is_a_row_and_a_stage_function(monkeypatch):
     for layers, expected in zip((stage.layers for stage in plan.stages), (twice, once), strict=True):
         jax.tree.map(np.testing.assert_array_equal, [doubled[i] for i in layers], [expected[i] for i in layers])
     predicted = jpipe.simulate(jpipe.lower(plan, 1))
-    assert jpipe.programs.parse_grid(predicted.grid()) == predicted.timeline
+    assert parse_grid(predicted.grid()) == predicted.timeline
     assert [span.op for span in timeline[1]] == [span.op for span in predicted.timeline[1]] == ["F", "F", "D", "D"]
     assert jpipe.runtime.fit_costs([jpipe.programs.StageCost()] * 2, predicted.timeline)[1].backward == 2.0
     jpipe.draw_timeline({"predicted": predicted.timeline, "measured": timeline})

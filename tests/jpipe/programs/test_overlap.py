@@ -10,9 +10,10 @@ from jpipe import Link, Plan, lower, simulate, to_perfetto
 from jpipe.capabilities.agreement.program import SumChanges
 from jpipe.capabilities.sums_in_parts.program import ComputePart
 from jpipe.ops import OPS
-from jpipe.programs import StageCost, parse_grid
+from jpipe.programs import StageCost
 from jpipe.programs._instructions import AllReduce, Compute, Send, Update
 from jpipe.programs.prediction import Prediction
+from tests.grid import parse_grid
 from tests.jpipe.capabilities.sums_in_parts import part_summed
 
 LINK = Link(bandwidth=2.0, latency=0.25)

@@ -25,7 +25,6 @@ from jpipe.programs import (
     StageCost,
     batches_until_full,
     format_grid,
-    parse_grid,
     predict_window,
     sum_layer_costs,
     to_ticks,
@@ -34,6 +33,7 @@ from jpipe.programs import (
 from jpipe.programs._instructions import AllReduce, Compute, Load, Receive, Release, Send, Update, shifted
 from jpipe.programs._steps import Steps
 from jpipe.schedules import SCHEDULES, greedy_order
+from tests.grid import parse_grid
 from tests.jpipe.models import VARIANTS, is_legal
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
@@ -385,20 +385,6 @@ def test_grids_round_trip(fields, batches):
     text = format_grid(timeline)
     assert parse_grid(text) == timeline
     assert format_grid(parse_grid(text)) == text
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("rank 1 | F0.0", "line 1: expected 'rank 0"),
-        ("rank 0 | F0.0 X", "tick 1: expected a cell like F3.1"),
-        ("rank 0 | - F0.0", "tick 0: '-' continues nothing"),
-        ("hello", "line 1: expected 'rank 0"),
-    ],
-)
-def test_an_invalid_grid(text, message):
-    with pytest.raises(InputError, match=message):
-        parse_grid(text)
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "pipedream_flush"])

@@ -14,12 +14,13 @@ import pytest
 from jpipe import Pipeline, Plan, Tracer, lower, simulate, to_perfetto
 from jpipe.capabilities.agreement.program import Agree, SumChanges
 from jpipe.processes import Processes
-from jpipe.programs import Transfer, parse_grid
+from jpipe.programs import Transfer
 from jpipe.programs._instructions import Compute, Receive, Send
 from jpipe.runtime import Event, WorkerState, join_transfers
 from jpipe.runtime._transport import PendingTransfer
 from jpipe.runtime.state import WeightVersions
 from jpipe.runtime.timing._transfers import TransferWatcher
+from tests.grid import parse_grid
 from tests.jpipe import models
 
 M = 4

@@ -7,8 +7,9 @@ import pytest
 
 from jpipe import InputError, Link, Plan, lower, simulate, to_perfetto
 from jpipe.capabilities.host_memory.program import Fetch, Offload
-from jpipe.programs import ProgramError, StageCost, parse_grid
+from jpipe.programs import ProgramError, StageCost
 from jpipe.programs._instructions import Compute, Update
+from tests.grid import parse_grid
 
 EVERYTHING = dict.fromkeys(("optimizer", "versions", "residuals", "stash"), "all")
 COST = StageCost(weights=3, frozen=1, optimizer=4, accumulators=2, residuals=1)
