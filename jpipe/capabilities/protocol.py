@@ -135,7 +135,7 @@ class MessageHooks:
 
 @dataclass(frozen=True)
 class ProgramHooks:
-    """What a capability adds to programs.
+    """What a capability adds to programs, and how that is predicted: there, workers are those of a program as actions (`_actions`).
 
     Attributes:
         instructions: the types of its instructions, subclasses of `Instruction`.
@@ -156,7 +156,13 @@ class ProgramHooks:
         unit: `(plan) -> int`, into how many ticks the lowering divides the time of a forward.
         lower: the subclass of `LoweringHooks`, made for a `Run`.
         verify: that of `VerifyHooks`, made for the `Verifier` of one worker.
-        price: what its instructions cost.
+        writers: by the type of instructions, `(worker, instruction) -> None`, writes it as actions and changes of bytes; for one of the
+            core in place of its writer there.
+        changes: the changes of bytes, by name, `(Prices, StageCost, stage, *arguments) -> Change`.
+        away: `(plan, stage) -> set` of what it keeps elsewhere before the first instruction, see `Worker.away`.
+        begin: `(worker) -> None`, before the first instruction.
+        before_compute: `(worker, instruction) -> None`, before a computation.
+        before_update: `(worker, instruction) -> None`, before an update.
     """
 
     instructions: tuple[type, ...] = ()
@@ -177,7 +183,12 @@ class ProgramHooks:
     unit: Hook | None = None
     lower: Hook | None = None
     verify: Hook | None = None
-    price: "PriceHooks | None" = None
+    writers: Mapping[type, Hook] = field(default_factory=dict)
+    changes: Mapping[str, Hook] = field(default_factory=dict)
+    away: Hook | None = None
+    begin: Hook | None = None
+    before_compute: Hook | None = None
+    before_update: Hook | None = None
 
 
 class LoweringHooks:
@@ -221,28 +232,6 @@ class VerifyHooks:
         freed: `(version) -> None`, after a version is freed.
         end: `() -> None`, after the last instruction.
     """
-
-
-@dataclass(frozen=True)
-class PriceHooks:
-    """What the instructions of a capability cost. Workers are those of a program as actions, see `jpipe.programs.prediction`.
-
-    Attributes:
-        writers: by the type of instructions, `(worker, instruction) -> None`, writes it as actions and changes of bytes; for one of the
-            core in place of its writer there.
-        changes: the changes of bytes, by name, `(Prices, StageCost, stage, *arguments) -> Change`.
-        away: `(plan, stage) -> set` of what it keeps elsewhere before the first instruction, see `Worker.away`.
-        begin: `(worker) -> None`, before the first instruction.
-        before_compute: `(worker, instruction) -> None`, before a computation.
-        before_update: `(worker, instruction) -> None`, before an update.
-    """
-
-    writers: Mapping[type, Hook] = field(default_factory=dict)
-    changes: Mapping[str, Hook] = field(default_factory=dict)
-    away: Hook | None = None
-    begin: Hook | None = None
-    before_compute: Hook | None = None
-    before_update: Hook | None = None
 
 
 @dataclass(frozen=True)

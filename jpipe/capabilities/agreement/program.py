@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from jpipe.capabilities.agreement.option import agreement_applied, agreement_under_way, agrees
-from jpipe.capabilities.protocol import LoweringHooks, MessageHooks, PriceHooks, ProgramHooks, VerifyHooks
+from jpipe.capabilities.protocol import LoweringHooks, MessageHooks, ProgramHooks, VerifyHooks
 from jpipe.plan import Plan, Stage
 from jpipe.programs._costs import LayerCost, StageCost
 from jpipe.programs._instructions import Instruction, Update
@@ -168,17 +168,6 @@ def _write_agree(worker: prediction.Worker, i: Agree) -> None:
     worker.change("agree")
 
 
-PRICE = PriceHooks(
-    writers={SumChanges: _write_sum, Agree: _write_agree},
-    changes={
-        "changes": lambda prices, cost, s: Change(cost.trained),
-        "sum changes": lambda prices, cost, s: Change(sent=round(prices.sum("changes", s)[0])),
-        "agree": lambda prices, cost, s: Change(-cost.trained),
-    },
-    begin=_begin,
-)
-
-
 def stage_cost(plan: Plan, stage: Stage, cost: StageCost, layers: Mapping[str, LayerCost]) -> StageCost:
     """Return the cost of a stage with the agreed weights and their momentum; shared parameters count with each of their layers."""
     assert plan.agree is not None
@@ -199,5 +188,11 @@ PROGRAM = ProgramHooks(
     stage_cost=stage_cost,
     lower=_Lowering,
     verify=_Verification,
-    price=PRICE,
+    writers={SumChanges: _write_sum, Agree: _write_agree},
+    changes={
+        "changes": lambda prices, cost, s: Change(cost.trained),
+        "sum changes": lambda prices, cost, s: Change(sent=round(prices.sum("changes", s)[0])),
+        "agree": lambda prices, cost, s: Change(-cost.trained),
+    },
+    begin=_begin,
 )

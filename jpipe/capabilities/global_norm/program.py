@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from jpipe.capabilities.protocol import LoweringHooks, MessageHooks, PriceHooks, ProgramHooks, VerifyHooks
+from jpipe.capabilities.protocol import LoweringHooks, MessageHooks, ProgramHooks, VerifyHooks
 from jpipe.plan import Plan
 from jpipe.programs._instructions import AllReduce, Instruction, Update
 from jpipe.programs._route import last_microbatch, transfer
@@ -194,12 +194,10 @@ PROGRAM = ProgramHooks(
     waits_for={SumSquares: lambda i: (AllReduce, i.batch)},
     lower=_Lowering,
     verify=_Verification,
-    price=PriceHooks(
-        writers={SumSquares: _sum_squares},
-        changes={
-            "squares": lambda prices, cost, s: Change(_squares(prices, s)),
-            "free squares": lambda prices, cost, s: Change(-_squares(prices, s + 1)),
-        },
-        before_update=_before_update,
-    ),
+    writers={SumSquares: _sum_squares},
+    changes={
+        "squares": lambda prices, cost, s: Change(_squares(prices, s)),
+        "free squares": lambda prices, cost, s: Change(-_squares(prices, s + 1)),
+    },
+    before_update=_before_update,
 )

@@ -5,7 +5,7 @@ from itertools import chain, islice
 from typing import Self
 
 from jpipe.capabilities.host_memory.option import Kept, offloads
-from jpipe.capabilities.protocol import LoweringHooks, MessageHooks, PriceHooks, ProgramHooks, VerifyHooks
+from jpipe.capabilities.protocol import LoweringHooks, MessageHooks, ProgramHooks, VerifyHooks
 from jpipe.ops import OPS
 from jpipe.plan import Plan
 from jpipe.programs._costs import StageCost
@@ -238,13 +238,6 @@ def _before_update(worker: prediction.Worker, i: Update) -> None:
         worker.wait("moved", *kept)
 
 
-PRICE = PriceHooks(
-    writers={Offload: _write_move, Fetch: _write_move},
-    changes={"move": _change},
-    away=_at_rest,
-    before_compute=_before_compute,
-    before_update=_before_update,
-)
 _LETTERS: dict[Kept, str] = {"optimizer": "o", "versions": "v", "residuals": "r", "stash": "h"}
 
 PROGRAM = ProgramHooks(
@@ -253,5 +246,9 @@ PROGRAM = ProgramHooks(
     carries_over=True,
     lower=_Lowering,
     verify=_Verification,
-    price=PRICE,
+    writers={Offload: _write_move, Fetch: _write_move},
+    changes={"move": _change},
+    away=_at_rest,
+    before_compute=_before_compute,
+    before_update=_before_update,
 )

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
-from jpipe.capabilities.protocol import LoweringHooks, MessageHooks, PriceHooks, ProgramHooks, VerifyHooks
+from jpipe.capabilities.protocol import LoweringHooks, MessageHooks, ProgramHooks, VerifyHooks
 from jpipe.capabilities.shared_parameters.option import ROOM
 from jpipe.plan import Plan
 from jpipe.programs._costs import SharedCost, StageCost
@@ -215,16 +215,6 @@ def _before_update(worker: prediction.Worker, i: Update) -> None:
             worker.wait("shared", other, last_microbatch(worker.all.plan, i.batch), uses_up=True)
 
 
-PRICE = PriceHooks(
-    writers={TakeShared: _write_take, AddShared: _write_add},
-    changes={
-        "take shared": lambda prices, cost, s: Change(sum(cost.shared)),
-        "free shared": lambda prices, cost, s, *others: Change(-sum(cost.shared) - sum(_size(prices, other, s) for other in others)),
-    },
-    before_update=_before_update,
-)
-
-
 PROGRAM = ProgramHooks(
     instructions=(TakeShared, AddShared),
     messages={"shared": MessageHooks("p", price=_price, awaited=lambda worker, source, k: (worker.all.plan.workers[source][0], k))},
@@ -234,5 +224,10 @@ PROGRAM = ProgramHooks(
     used=used,
     lower=_Lowering,
     verify=_Verification,
-    price=PRICE,
+    writers={TakeShared: _write_take, AddShared: _write_add},
+    changes={
+        "take shared": lambda prices, cost, s: Change(sum(cost.shared)),
+        "free shared": lambda prices, cost, s, *others: Change(-sum(cost.shared) - sum(_size(prices, other, s) for other in others)),
+    },
+    before_update=_before_update,
 )

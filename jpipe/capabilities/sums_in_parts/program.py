@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
-from jpipe.capabilities.protocol import LoweringHooks, PriceHooks, ProgramHooks, VerifyHooks
+from jpipe.capabilities.protocol import LoweringHooks, ProgramHooks, VerifyHooks
 from jpipe.capabilities.sums_in_parts.option import layers_by_part
 from jpipe.ops import OPS, Leaves, Op
 from jpipe.plan import Plan, Stage
@@ -178,16 +178,6 @@ def _sum(worker: prediction.Worker, i: AllReduce) -> None:
     worker.begin_sum("sum", i.batch, worker.place("part", part, i.batch), part, i.following)
 
 
-PRICE = PriceHooks(
-    writers={ComputePart: _compute_part, SumPart: _sum, AllReduce: _sum},
-    changes={
-        "first part": lambda prices, cost, s: Change(cost.residuals, cost.residuals + cost.temporary, residuals=cost.residuals),
-        "part": lambda prices, cost, s: Change(0, cost.temporary),
-        "last part": lambda prices, cost, s: Change(-cost.residuals, residuals=-cost.residuals),
-    },
-)
-
-
 def stage_cost(plan: Plan, stage: Stage, cost: StageCost, layers: Mapping[str, LayerCost]) -> StageCost:
     """Return the cost with those of each part of the stage; the first part recomputes the forward of all layers."""
     if not stage.sum_parts or not cost.backward:
@@ -223,5 +213,10 @@ PROGRAM = ProgramHooks(
     unit=lambda plan: max(len(stage.sum_parts) or 1 for stage in plan.stages),  # so that each part takes some time
     lower=_Lowering,
     verify=_Verification,
-    price=PRICE,
+    writers={ComputePart: _compute_part, SumPart: _sum, AllReduce: _sum},
+    changes={
+        "first part": lambda prices, cost, s: Change(cost.residuals, cost.residuals + cost.temporary, residuals=cost.residuals),
+        "part": lambda prices, cost, s: Change(0, cost.temporary),
+        "last part": lambda prices, cost, s: Change(-cost.residuals, residuals=-cost.residuals),
+    },
 )

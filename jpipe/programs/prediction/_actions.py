@@ -136,7 +136,7 @@ class Actions:
         ranks: the actions of each rank.
         workers: the workers that have instructions, by number.
         messages: those of capabilities.
-        away, begin, before_compute, before_update: what capabilities do there, see `PriceHooks`.
+        away, begin, before_compute, before_update: what capabilities do there, see `ProgramHooks`.
         places: the numbers of places, by worker and what is there; empty once all is written.
         num_places: how many there are.
         there: the places of what is there from the beginning.
@@ -155,10 +155,9 @@ class Actions:
         self.places, self.seconds, self.changes, self.routes = (_Numbers() for _ in range(4))
         used = programs_of(plan, program.uses)
         self.messages: dict[str, MessageHooks] = merged("messages", used)
-        prices = [capability.price for capability in used if capability.price is not None]
-        self.away, self.begin = hooks("away", prices), hooks("begin", prices)
-        self.before_compute, self.before_update = hooks("before_compute", prices), hooks("before_update", prices)
-        writers = WRITERS | merged("writers", prices)
+        self.away, self.begin = hooks("away", used), hooks("begin", used)
+        self.before_compute, self.before_update = hooks("before_compute", used), hooks("before_update", used)
+        writers = WRITERS | merged("writers", used)
         self.there: set[int] = set()
         self.events: dict[tuple[Any, ...], Event] = {}
         self.ranks = [RankActions(rank) for rank in range(len(plan.rank_workers))]

@@ -44,7 +44,7 @@ class Prices:
         self.program, self.plan, self.costs = program, program.plan, costs
         used = programs_of(program.plan, program.uses)
         self._messages: dict[str, MessageHooks] = merged("messages", used)
-        self._changes = CHANGES | merged("changes", [capability.price for capability in used if capability.price is not None])
+        self._changes = CHANGES | merged("changes", used)
 
     def seconds(self, s: int, op: str) -> float:
         """Return the time of an op; "" stands for an update."""
