@@ -70,7 +70,7 @@ __all__ = [
 ]
 
 
-def write_layers(folder: Path, step: int, layers: Mapping[str, Tree], process: int) -> int:
+def write_layers(folder: Path, step: int, layers: Mapping[str, Tree], process: int) -> None:
     """Write one process's part of a checkpoint, or leave nothing of it.
 
     Args:
@@ -79,9 +79,6 @@ def write_layers(folder: Path, step: int, layers: Mapping[str, Tree], process: i
         layers: `{layer id: nested dicts of arrays}` of this process, on its devices or as NumPy arrays. On CPUs JAX may share its own
             memory: arrays that are donated later have to be copied before.
         process: its index.
-
-    Returns:
-        The bytes of its files.
 
     Raises:
         OSError: the disk is full, for example.
@@ -102,7 +99,6 @@ def write_layers(folder: Path, step: int, layers: Mapping[str, Tree], process: i
     except BaseException:
         remove_part(place, process)
         raise
-    return sum(file.size for file in files.values())
 
 
 def gather(folder: Path, step: int, processes: int, limit: float, failed: Callable[[], Collection[int]] = lambda: ()) -> list[int]:

@@ -1,9 +1,8 @@
 """The state of a run: weights by version, microbatches in flight, and pending updates."""
 
 from jpipe.runtime.state._away import AWAY, copied, fetched, is_away, sent_away
-from jpipe.runtime.state._fingerprint import fingerprint, model_of
 from jpipe.runtime.state._fresh import fresh_worker, initialized_at, is_fresh
-from jpipe.runtime.state._state import CONSUMED, Fields, State, WorkerState, check_state, is_consumed
+from jpipe.runtime.state._state import CONSUMED, Fields, State, WorkerState, check_state, fingerprint, is_consumed, model_of
 from jpipe.runtime.state._weights import WeightVersions
 
 __all__ = [

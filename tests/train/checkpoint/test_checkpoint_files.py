@@ -114,9 +114,8 @@ def test_every_kind_of_array_comes_back_with_its_bits(tmp_path):
         "nothing": {},
         "numpy": {"f64": np.arange(3.0), "transposed": np.arange(6.0).reshape(2, 3).T},
     }
-    written = write_layers(tmp_path, 1, layers, 0)
+    write_layers(tmp_path, 1, layers, 0)
     complete(tmp_path, 1, 1, facts=None)
-    assert written == sum(path.stat().st_size for path in files_of(place(tmp_path, 1) / "default" / "ocdbt.process_0"))
     assert_same(read_layers(tmp_path, 1), layers)
 
 
