@@ -175,7 +175,7 @@ class _Watcher:
         self._first_parts: dict[int, _Parts] = {}
         self._buffers: dict[int, _Buffers] = {}  # by worker
         self._samples: list[_Sample] = []
-        self.ends: Arrivals[tuple[_Instruction, jax.Device, float, _Sample]] = Arrivals(self._note_end)
+        self.ends = Arrivals(self._note_end)
 
     def watch(self, instruction: _Instruction, done: jax.Array, worker: int, state: WorkerState) -> None:
         """Note a computation of a worker, and what the rank holds when it is over."""

@@ -130,10 +130,6 @@ class _MutableState:
         """Return the state that holds these fields, its dicts copied."""
         return WorkerState(**_with_copies(self))
 
-    def all_entries(self) -> Tree:
-        """Return the weights of all entries, of any version: one may still lack what other replicas update."""
-        return {entry: tree for version in self.weights.versions for entry, tree in self.weights.read(version).items()}
-
 
 def _with_copies(state: "WorkerState | _MutableState") -> dict[str, Any]:
     """Return the fields of a state, with copies of its dicts, so that instructions change only one of the two states."""
@@ -217,8 +213,9 @@ class Worker:
         self.stages, self.buckets, self.transport = stages, buckets, transport
         self.compiled, self.functions, self.calls = stages[0], stages[0].functions, stages[0].calls
         self.state = _MutableState.of(state)
-        trained = self.functions.optimizer.trained
-        self.frozen = trained.unchosen(self.state.all_entries()) if trained.chosen else {}
+        trained, versions = self.functions.optimizer.trained, self.state.weights.params.values()
+        # A version may still lack what other replicas update.
+        self.frozen = trained.unchosen({entry: tree for params in versions for entry, tree in params.items()}) if trained.chosen else {}
         self.results = results
         self.has_rng, self.has_buckets = self.functions.specs.rng[1] is not None, len(stages) > 1
         self.done: jax.Array | None = None

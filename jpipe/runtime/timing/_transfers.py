@@ -7,7 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import jax
 
@@ -69,10 +69,7 @@ class Moved:
         return Transfer(self.what, ranks, self.number, start, end, end, self.size)
 
 
-_Item = TypeVar("_Item")
-
-
-class Arrivals(Generic[_Item]):
+class Arrivals:
     """A thread that waits for the arrays that one lane moves, in order.
 
     Args:
@@ -82,14 +79,14 @@ class Arrivals(Generic[_Item]):
         error: why an array has not arrived: its computation failed, or the run has consumed it before this thread came to it.
     """
 
-    def __init__(self, note: Callable[[_Item], None]) -> None:
+    def __init__(self, note: Callable[[Any], None]) -> None:
         self._note = note
         self.error: Exception | None = None
-        self._queue: queue.SimpleQueue[tuple[_Item, Tree] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[Any, Tree] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._wait, daemon=True)
         self._thread.start()
 
-    def put(self, moved: _Item, tree: Tree) -> None:
+    def put(self, moved: Any, tree: Tree) -> None:
         """Wait for the arrays of `tree` after all that were put before."""
         self._queue.put((moved, tree))
 
@@ -128,7 +125,7 @@ class TransferWatcher:
         self.plan, self._began = plan, began
         self.moved: list[Moved] = []
         self._known: dict[tuple[_Name, int], Moved] = {}  # messages and sums, by name and how many pieces of a sum follow
-        self._lanes: dict[tuple[int, ...], Arrivals[Moved]] = {}
+        self._lanes: dict[tuple[int, ...], Arrivals] = {}
         self._notes = made("watch", runtimes_of(plan), self)
 
     def now(self) -> float:
