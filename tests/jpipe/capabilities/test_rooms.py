@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import inspect
 import os
 import re
 import shutil
@@ -84,7 +85,7 @@ def test_the_instructions_of_a_capability_run(room):
 def test_what_the_core_calls_is_described(room):
     used = [hooks for hooks in (programs()[room].lower, programs()[room].verify, runtimes()[room].snapshot) if hooks is not None]
     for hooks in used:
-        described = set(re.findall(r"^        (\w+): ", hooks.__base__.__doc__, re.MULTILINE))
+        described = set(re.findall(r"^    (\w+): ", inspect.getdoc(hooks.__base__), re.MULTILINE))
         assert {name for name in vars(hooks) if not name.startswith("_")} <= described
 
 
