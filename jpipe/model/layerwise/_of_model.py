@@ -4,6 +4,7 @@ Masks, labels and other functions of trees and paths are called in that trace, s
 Where a loop such as `nn.scan` stacks the blocks of a model, each layer has slices of the stacked arrays.
 """
 
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -244,35 +245,13 @@ def one_slice(
     return sliced
 
 
-_SIZES = {"shape", "new_sizes", "sizes", "limit_indices", "slice_sizes"}
-"""Parameters of equations that are sizes of arrays."""
-_NOT_COMPUTED = {"sharding", "out_sharding", "name", "ctx_mesh"}
+_SIZES = re.compile(r"(?<=[\w>])\[[\d,]+\]|\b(?:shape|new_sizes|sizes|limit_indices|slice_sizes)=\([\d, ]*\)")
+"""The sizes of arrays in the text of a jaxpr."""
 
 
-def _program(jaxpr: Any) -> list[Any]:
-    """Return what a jaxpr computes, without the sizes of its arrays."""
-    number: dict[Any, int] = {var: i for i, var in enumerate([*jaxpr.constvars, *jaxpr.invars])}
-
-    def read(var: Any) -> Any:
-        return f"{var.val}" if hasattr(var, "val") else number[var]
-
-    lines: list[Any] = []
-    for equation in jaxpr.eqns:
-        lines.append((equation.primitive.name, [*map(read, equation.invars)], _sizeless(equation.params)))
-        for var in equation.outvars:
-            number[var] = len(number)
-    return [*lines, [*map(read, jaxpr.outvars)]]
-
-
-def _sizeless(value: Any) -> Any:
-    """Return parameters of an equation without the sizes of arrays."""
-    if isinstance(value, Mapping):
-        kept = sorted(value.keys() - _NOT_COMPUTED)
-        return [(name, len(value[name]) if name in _SIZES else _sizeless(value[name])) for name in kept]
-    if isinstance(value, tuple | list):
-        return [*map(_sizeless, value)]
-    jaxpr = getattr(value, "jaxpr", value)
-    return _program(jaxpr) if hasattr(jaxpr, "eqns") else None if callable(value) else repr(value)
+def _program(jaxpr: Any) -> str:
+    """Return what a jaxpr computes, as text without the sizes of its arrays and the addresses of functions."""
+    return _SIZES.sub(lambda sizes: re.sub(r"\d+", "", sizes[0]), re.sub(r"0x[0-9a-f]+", "", str(jaxpr)))
 
 
 def model_optimizer(

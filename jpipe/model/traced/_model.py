@@ -224,14 +224,8 @@ class TracedModel:
 
     def _make_cut(self, inputs: Tree) -> _Cut:
         traces = {train: self._trace(inputs, train) for train in (True, False)}
-
-        def ids() -> list[str]:
-            return [part.id for part in self.parts]
-
-        positions = {train: same_cuts(trace.chain, self.chain, self.positions, ids, self.leaves.names) for train, trace in traces.items()}
-        evaluation = segments_of(traces[False].chain, positions[False])
-        training = segments_of(traces[True].chain, positions[True], evaluation)
-        cut = _joined({True: training, False: evaluation}, {train: trace.outputs for train, trace in traces.items()})
+        segments = _segments(traces, self.chain, self.positions, lambda: [part.id for part in self.parts])
+        cut = _joined(segments, {train: trace.outputs for train, trace in traces.items()})
         return replace(cut, equal=self._equal(cut))
 
     def _trace(self, inputs: Tree, train: bool) -> Trace:
@@ -317,14 +311,21 @@ def _hashable(tree: Tree) -> tuple[Any, ...]:
     return treedef, tuple((leaf.shape, str(leaf.dtype)) for leaf in leaves)
 
 
+def _segments(
+    traces: Mapping[bool, Trace], like: Chain, positions: Sequence[int], ids: Callable[[], Sequence[str]]
+) -> dict[bool, list[Segment]]:
+    """Return the segments of traces in training (True) and in evaluation, cut where `like` is cut at these positions."""
+    cuts = {train: same_cuts(trace.chain, like, positions, ids, trace.leaves.names) for train, trace in traces.items()}
+    evaluation = segments_of(traces[False].chain, cuts[False])
+    return {True: segments_of(traces[True].chain, cuts[True], evaluation), False: evaluation}
+
+
 def _joined(segments: Mapping[bool, Sequence[Segment]], outputs: Mapping[bool, Callable[[Sequence[Any]], Tree]]) -> _Cut:
     """Return the cut whose carries hold what passes in training and what passes in evaluation."""
     carries, slots = [], {True: list[tuple[int, ...]](), False: list[tuple[int, ...]]()}
-    for k, (training, evaluation) in enumerate(zip(segments[True], segments[False], strict=True)):
+    for training, evaluation in zip(segments[True], segments[False], strict=True):
         carry, free, positions = list(training.takes), list(range(len(training.takes))), []
-        if k == 0:
-            positions = free
-        for spec in evaluation.takes if k else ():
+        for spec in evaluation.takes:
             slot = next((i for i in free if carry[i] == spec), None)
             if slot is None:
                 slot = len(carry)
@@ -375,22 +376,20 @@ def cut_model(whole: Whole, inputs: Tree, granularity: Granularity, prefixes: Se
         read = [{*segment.leaves, *segment.written} for segment in segments_of(chain, positions)]
         return [part.id for part in parts_of(read, leaves, named)]
 
-    evaluation_segments = segments_of(evaluation.chain, same_cuts(evaluation.chain, chain, positions, ids, leaves.names))
-    training_segments = segments_of(chain, positions, evaluation_segments)
-    pairs = zip(training_segments, evaluation_segments, strict=True)
+    segments = _segments({True: training, False: evaluation}, chain, positions, ids)
+    pairs = zip(segments[True], segments[False], strict=True)
     read = [{*segment.leaves, *segment.written, *evaluated.leaves} for segment, evaluated in pairs]
-    changed = {leaf for segment in training_segments for leaf in segment.written}
-    for k, (each, segment) in enumerate(zip(read, training_segments, strict=True)):
-        if stale := sorted(changed & each - {*segment.written}):
+    writers = {leaf: k for k, segment in enumerate(segments[True]) for leaf in segment.written}
+    for k, (each, segment) in enumerate(zip(read, segments[True], strict=True)):
+        if stale := sorted(writers.keys() & each - {*segment.written}):
             raise InputError(
                 f"from_model: layer '{ids()[k]}' reads the layer state '{leaves.names[stale[0]]}', which another layer changes, so its "
                 "copy would be out of date; cut elsewhere (cuts=…, jpipe.cut), so that one layer reads and changes it"
             )
-    writers = {leaf: k for k, segment in enumerate(training_segments) for leaf in segment.written}
     parts = parts_of(read, leaves, named)
     having = {leaf: k for k, part in reversed([*enumerate(parts)]) for leaf in jax.tree.leaves((part.params, part.state))} | writers
     homes = tuple(having[leaf] for leaf in range(len(leaves.leaves)))
-    draws = {True: [segment.uses_key for segment in training_segments], False: [segment.uses_key for segment in evaluation_segments]}
+    draws = {train: [segment.uses_key for segment in each] for train, each in segments.items()}
     traced = TracedModel(whole, inputs, parts, chain, positions, leaves, homes, draws, _as_is, abstract)
     if evaluation.leaves == leaves:
         traced._traces.update({(*_hashable(inputs), train, *context()): trace for train, trace in ((True, training), (False, evaluation))})
