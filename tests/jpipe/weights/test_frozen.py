@@ -198,7 +198,7 @@ def test_nothing_is_stored_or_sent_for_frozen_parameters(schedule):
 
     def observe(event):
         for microbatch in event.state.microbatches.values():
-            for field, tree in vars(microbatch).items():
+            for field, tree in microbatch.items():
                 if tree is not None:
                     sent.setdefault((event.instruction.worker, field), set()).add(leaves_of(tree))
 
