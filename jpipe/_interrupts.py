@@ -159,7 +159,7 @@ def _keep(before: State, outcome: Outcome) -> None:
 
 
 def merged(first: Metrics, second: Metrics) -> Metrics:
-    """Return the metrics of two consecutive calls as those of one call."""
+    """Return the metrics of two consecutive calls as of one call."""
     return Metrics(**{name: numbers | getattr(second, name) for name, numbers in first._asdict().items()})
 
 

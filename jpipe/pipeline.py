@@ -230,7 +230,7 @@ class Pipeline:
         A pipeline that has compiled for such batches under the same settings of JAX does not compile again.
 
         Logs a warning, once, if a layer computes with several rows together, as batch normalization does, or the loss is more than a sum
-        over rows: such a layer or loss sees the rows of a microbatch, not those of a batch.
+        over rows: such a layer or loss sees the rows of a microbatch, not of a batch.
 
         Args:
             key: seed of initialization and dropout.
@@ -285,7 +285,7 @@ class Pipeline:
         Args:
             key: of the run, as it was given to `init`.
             batch: as in `init`.
-            layers: from `Snapshot.layers`, with any arrays; at least those of the layers of this process's workers.
+            layers: from `Snapshot.layers`, with any arrays; at least for the layers of this process's workers.
             at: the batch of the snapshot.
             fresh_optimizer: begin with new optimizer state, as another optimizer has to.
             buckets: as in `init`.
@@ -336,7 +336,7 @@ class Pipeline:
         Ctrl-C does not lose the state. Before the step begins to write over arrays, KeyboardInterrupt is raised at once and `state` is
         as it was. After that the step is dispatched to its end first, and so it is if `observe` raises. The caller then still has `state`:
         called with it and the same batch again, `step` returns the result of the interrupted step; with another batch it continues from
-        there, and the metrics are those of both steps. `drain`, `evaluate` and `params` continue from there, too. Ctrl-C that is pressed
+        there, and the metrics are for both steps. `drain`, `evaluate` and `params` continue from there, too. Ctrl-C that is pressed
         again after three seconds does not wait; it loses the state, as a computation that fails does (out of memory, say): the next call
         with that state raises an InputError that names the cause. SIGTERM is treated as Ctrl-C if a Python function handles it. In a run
         of several processes each completes its own part, so that the other processes can continue.
@@ -467,12 +467,12 @@ class Pipeline:
     def predict(self, state: State, batch: Tree, *, weights: Weights = "newest", to: To = "all") -> Tree | None:
         """Return the outputs of the last layer for each row, in evaluation mode; the state is not changed.
 
-        The version of the weights and the layer state are those of `evaluate`. The last microbatch is filled up with copies of the last
+        The version of the weights and the layer state are as for `evaluate`. The last microbatch is filled up with copies of the last
         row, whose outputs are dropped: layers that look at other rows of a microbatch see them. Compiled at the first call.
 
         Args:
             state: any state that is not consumed.
-            batch: inputs of any number of rows, or (inputs, labels) as in `step`, of which the labels are not read.
+            batch: inputs of any number of rows, or (inputs, labels) as in `step`; the labels are not read.
             weights: as in `evaluate`.
             to: in a run of several processes, whether "all" of them get the outputs, or only the "first", process 0. The same in all
                 processes.
@@ -533,7 +533,7 @@ class Pipeline:
         """Return the model that was given to `LayerStack.from_model` with the trained weights, for code that knows nothing of pipelines.
 
         It is an NNX module of the same class, the variables of a Linen module, the callable pytree, or the parameters of a function (with
-        layer state: parameters and state). Weights and layer state are those of `evaluate`; its arrays are copies. In a run of several
+        layer state: parameters and state). Weights and layer state are as for `evaluate`; its arrays are copies. In a run of several
         processes no process has all arrays: save a checkpoint and load it in one process.
 
         Args:
@@ -590,7 +590,7 @@ class Pipeline:
             batch: as in `init`; `jax.ShapeDtypeStruct`s will do.
             compiled_for: compile the stages for this device, whatever the plan's own are, only to know their temporaries; those on meshes
                 for the first devices of its kind in this process. With a sequence of devices, those on meshes for the first of these,
-                which may be devices that are not here, such as those of `jax.experimental.topologies`.
+                which may be devices that are not here, such as from `jax.experimental.topologies`.
             stages: with `compiled_for`, compile only these; all by default. The temporaries of the other stages are 0.
             programs: a dict that keeps what is compiled with `compiled_for`, so that other plans of this model need not compile equal
                 stages again; empty at first.
@@ -637,7 +637,7 @@ class Pipeline:
         return self._builder.build(microbatch_spec(batch, self.plan.microbatches))
 
     def _compile(self, batch: Batch, other_batches: Sequence[Batch], facts: Mapping[str, str]) -> Executor:
-        """Compile the stages, or take those of the last run if shapes and the settings of JAX are still the same.
+        """Compile the stages, or take the last run's if shapes and the settings of JAX are still the same.
 
         `facts` and the arguments of this pipeline have to be the same in all processes.
         """

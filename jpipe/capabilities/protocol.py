@@ -1,6 +1,6 @@
-"""What an optional capability consists of: frozen values with functions, which the core calls, and of which each may be left out.
+"""What an optional capability consists of: frozen values with functions that the core calls; each may be left out.
 
-A capability is a folder in `jpipe/capabilities/` with three modules, each of which has one of these values:
+A capability is a folder in `jpipe/capabilities/` with three modules; each has one of these values:
 
     option.py   OPTION, an `Option`: what stands in the plan, its checks, and what it cannot be combined with
     program.py  PROGRAM, a `ProgramHooks`: its instructions, where they go into a program, how they are verified and priced; without JAX
@@ -90,7 +90,7 @@ class Option:
 
     @property
     def key(self) -> str:
-        """The name of its value in `StageFunctions.capabilities`: that of the field of the plan, or of the room."""
+        """The name of its value in `StageFunctions.capabilities`: the plan's field, or the room."""
         return self.field or self.room
 
     def is_set(self, plan: Any) -> bool:
@@ -113,7 +113,7 @@ class MessageHooks:
     Attributes:
         letter: its label in a text grid, before its number.
         colour: in pictures.
-        legend: what a picture calls those of its colour.
+        legend: what a picture calls messages of its colour.
         has_number: whether its label has its number.
         is_sum: whether it is a sum.
         price: `(Prices, source, to) -> (freed, size, added)`, in bytes: what it frees at its sender, its size, and what it adds at its
@@ -198,7 +198,7 @@ class LoweringHooks:
         before_compute: `(time, worker) -> None`, before the next computation in the order of the worker's rank.
         write: `(worker, op, ticks, microbatch, version) -> int | None`, writes a computation of so many ticks that begins now, and returns
             when it ends; None: the core writes it.
-        begins_sums: the stages of which it begins the sums of gradients itself.
+        begins_sums: the stages for which it begins the sums of gradients itself.
         settle: `(worker) -> bool`, before the next computation of a worker's rank: whether it can continue; False if it waits.
         before_update: `(time, worker, batch, retires) -> None`, before an `Update` with these fields is written.
         after_update: the same, after it.
@@ -355,7 +355,7 @@ class RuntimeHooks:
         snapshot: the subclass of `SnapshotHooks`, made for the `Part` of one worker.
         copy_for_snapshot: `(plan, stage, what, tree) -> tree`, copies of the optimizer state or of a weight version; None: as usual.
         for_updates: the names of what it keeps in pending updates until these are made.
-        copied: `(StageFunctions) -> names` of the entries of which several stages hold copies, in an order that all stages have.
+        copied: `(StageFunctions) -> names` of the entries that several stages hold copies of, in an order that all stages have.
 
     Reading between programs:
         read: `(CompiledStage, WorkerState) -> params`, the weights that are evaluated and returned in place of the newest ones.
@@ -367,7 +367,7 @@ class RuntimeHooks:
             returns for each pipeline, by batch, a number that is not 0 if its update changed nothing, or None if that cannot be.
         check_devices: `(plan, devices) -> None`, raises InputError for devices of this process that cannot do it.
         watch: `(TransferWatcher) -> function(event)`, which notes what the capability moves while a run is traced.
-        waits_for: `(plan, computations) -> dict`, for a trace: which computations each of them waits for beside those of its inputs.
+        waits_for: `(plan, computations) -> dict`, for a trace: which computations each of them waits for beside its inputs'.
     """
 
     handlers: Mapping[type, Hook] = field(default_factory=dict)

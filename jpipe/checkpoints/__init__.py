@@ -55,7 +55,7 @@ def save(
         rows: returns the metrics so far, for `files.read_metrics`; process 0 calls it when the parts are written.
         keep: the number of newest checkpoints that stay, older ones are removed; None: all stay. `prune` has other rules.
         limit: seconds that process 0 waits for the other processes.
-        processes: of the run; by default those of `jpipe.join_processes`.
+        processes: of the run; by default from `jpipe.join_processes`.
 
     Raises:
         OSError: the disk is full, for example; nothing is left of this checkpoint.
@@ -147,9 +147,9 @@ def read(pipe: Pipeline, folder: Path, step: int) -> dict[str, Plain]:
 
 
 def stand_ins(pipe: Pipeline, folder: Path, step: int) -> dict[str, Plain]:
-    """Return arrays with the shapes and dtypes of those of `read` that need no memory, for `Pipeline.check_layers`.
+    """Return arrays with the shapes and dtypes that `read` returns, but without memory, for `Pipeline.check_layers`.
 
-    Arguments and errors are those of `read`; the contents of files are not compared.
+    Arguments and errors are as for `read`; the contents of files are not compared.
     """
     specs = files.layer_specs(folder, step)
     names = _local_names(pipe, files.layers_in(folder, step), str(folder), step)
@@ -251,7 +251,7 @@ def _complete(
 
 
 def _check_copies(snapshot: Snapshot, copies: Iterable[Copy]) -> None:
-    """Check that the copies of each shared parameter equal that of its first stage."""
+    """Check that the copies of each shared parameter equal the first stage's."""
     first: dict[int, Copy] = {}
     for copy in sorted(copies):
         other = first.setdefault(copy.parameter, copy)

@@ -158,7 +158,7 @@ def prune(
         keep: at least 1.
         keep_every: also keep those whose step is a multiple of this.
         keep_hours: also keep one for each period of this length, by the time of the marker file.
-        also: also keep those of these steps, such as the best ones.
+        also: further steps to keep, such as the best ones.
 
     Raises:
         OSError: something cannot be removed.
@@ -237,7 +237,7 @@ def _is_complete(path: Path) -> bool:
 
 
 def _set_aside(path: Path) -> Path:
-    """Give a checkpoint a new name that is not that of a checkpoint.
+    """Give a checkpoint a new name that no checkpoint has.
 
     Raises:
         OSError: it cannot be renamed, or holds something that jpipe has not written.

@@ -125,7 +125,7 @@ def read_item(path: Path, ids: Collection[str]) -> dict[str, Tree]:
 
     Args:
         path: the item.
-        ids: the layers to read, all of which it has.
+        ids: the layers to read; it has them all.
 
     Returns:
         `{layer id: nested dicts of NumPy arrays}`, which may be read-only.

@@ -102,7 +102,7 @@ def read_marker(folder: Path, step: int) -> Marker:
     """Read the marker in the folder of a step.
 
     Raises:
-        Damaged: it is missing, was changed, or is that of another step.
+        Damaged: it is missing, was changed, or belongs to another step.
         InputError: it is of another format.
     """
     _reject_link(folder)

@@ -27,7 +27,7 @@ class Partition:
     """The sharding of a stage's arrays over its mesh.
 
     Attributes:
-        mesh: sizes by axis, those of size 1 left out; empty: one device, which holds everything.
+        mesh: sizes by axis, without axes of size 1; empty: one device, which holds everything.
         rows: of a microbatch.
         batch: the axes over which the rows are sharded.
         params: by entry the `PartitionSpec` of each parameter, by path; those that are whole on each device are left out.
@@ -67,7 +67,7 @@ class Partition:
         }
 
     def of_optimizer(self, optimizer: Tree, params: Tree) -> Tree:
-        """Return a `PartitionSpec` for each array of the optimizer state, by entry: that of the parameter with its name and shape."""
+        """Return a `PartitionSpec` for each array of the optimizer state, by entry: as for the parameter with its name and shape."""
         return {entry: self._like_params(entry, optimizer[entry], params[entry]) for entry in optimizer}
 
     def flow(self, tree: Tree) -> Tree:
@@ -186,7 +186,7 @@ def _entries(stack: LayerStack, ids: Sequence[str], layers: Mapping[str, LayerSp
 
 
 def _axes_of(plan: Plan, layer_id: str, spec: LayerSpec) -> dict[str, tuple[str | None, ...]]:
-    """Return the logical axes of a layer's parameters: those of the first pattern that matches, else those of the layer."""
+    """Return the logical axes of a layer's parameters: the first matching pattern's, else the layer's own."""
     axes_by_path = dict(spec.axes)
     for path, _ in _paths(spec.params):
         for pattern, axes in plan.param_axes.items():

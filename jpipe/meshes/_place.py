@@ -22,8 +22,8 @@ class Place:
     """The devices of a worker, in one process.
 
     Attributes:
-        devices: those of the mesh, with neighbours along its last axis; one without a mesh; none where only the sizes of shards count.
-        mesh: sizes by axis, those of size 1 left out.
+        devices: of the mesh, with neighbours along its last axis; one without a mesh; none where only the sizes of shards count.
+        mesh: sizes by axis, without axes of size 1.
     """
 
     devices: tuple[jax.Device, ...]

@@ -74,7 +74,7 @@ def _built(layer_id: str, module: nnx.Module) -> NnxFunctions:
 
 
 def layers_by_id(layers: Any) -> Mapping[Any, Any]:
-    """Return the layers by id: those of a list, a tuple, an `nnx.List`, or a `Sequential` of NNX or Linen by their numbers, as text.
+    """Return the layers by id: in a list, a tuple, an `nnx.List`, or a `Sequential` of NNX or Linen their numbers, as text.
 
     Raises:
         InputError: it is none of these, and no mapping.
@@ -221,7 +221,7 @@ def reject_shared_modules(layers: Mapping[str, Any]) -> None:
 
 
 def reject_shared_owners(layers: Mapping[str, Layer]) -> None:
-    """Raise `InputError` for two layers of which one object holds the parameters."""
+    """Reject two layers that share one module object."""
     seen: dict[int, str] = {}
     for layer_id, layer in layers.items():
         if layer.owner is not None and seen.setdefault(id(layer.owner), layer_id) != layer_id:

@@ -48,7 +48,7 @@ class LayerSpec:
         params: its parameters.
         state: its state.
         output: its output in training.
-        evaluated: its output in evaluation; only that of the last layer may have another structure or other shapes.
+        evaluated: its output in evaluation; only the last layer's may have another structure or other shapes.
         axes: as in `Layer`.
     """
 

@@ -113,7 +113,7 @@ class LayerStack:
 
         The model is traced with the inputs, and cut where the fewest bytes pass from one part to the next: one layer for each block.
         Values that cross several layers, such as skip connections, are passed on; parameters that several layers read become ties.
-        Random numbers are those of the whole model called with `microbatch_key`. docs/explanation/layers.md says where a model is cut.
+        Random numbers are as in a call of the whole model with `microbatch_key`. docs/explanation/layers.md says where a model is cut.
 
         Args:
             model: an NNX module, that is built (its weights are the initial ones), abstract (from `nnx.eval_shape`), or a callable with a
@@ -347,7 +347,7 @@ class LayerStack:
             name: the layer's id, or the metric's name; empty for the loss.
             microbatch: as in `apply`.
             train: False in evaluation.
-            of_metric: whether the name is that of a metric.
+            of_metric: whether the name is a metric's.
         """
         purpose = 3 if of_metric else 1 if train else 2  # 0 is initialization
         return jax.random.fold_in(_fold(jax.random.fold_in(key, purpose), name), microbatch)
@@ -362,7 +362,7 @@ class LayerStack:
 
         Args:
             inputs: one microbatch of inputs, or `jax.ShapeDtypeStruct`s like it.
-            ids: only these consecutive layers; `inputs` are those of the first of them. All by default.
+            ids: only these consecutive layers; `inputs` are for the first of them. All by default.
 
         Raises:
             InputError: a layer cannot take the output of the one before (names both, with shapes); its parameters are

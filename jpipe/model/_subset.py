@@ -15,7 +15,7 @@ class Subset:
     """A subset of the leaves of named trees. In a part of a tree None replaces all other leaves.
 
     Attributes:
-        chosen: by name, for trees of which not all leaves are chosen, whether each leaf is.
+        chosen: by name, for trees with only some leaves chosen, whether each leaf is.
     """
 
     chosen: Mapping[str, tuple[bool, ...]] = field(default_factory=dict)
@@ -61,7 +61,7 @@ class Subset:
         return jax.tree.leaves({name: self.chosen.get(name, jax.tree.map(lambda _: True, tree)) for name, tree in trees.items()})
 
     def excludes(self, name: str) -> bool:
-        """Return whether the tree of this name has leaves, none of which is chosen."""
+        """Return whether the tree of this name has leaves, but none is chosen."""
         return name in self.chosen and not any(self.chosen[name])
 
     def has_any(self, trees: Mapping[str, Tree]) -> bool:

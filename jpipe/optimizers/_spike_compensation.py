@@ -27,11 +27,11 @@ def scale_by_compensated_momentum(decay: ArrayLike, accumulator_dtype: DTypeLike
     """Accumulate momentum as `optax.trace` does, with spike compensation.
 
     With the trace m ← g + decay·m the update is decay^τ·m + (1 − decay^τ)/(1 − decay)·g. That is `optax.trace(decay)` for τ = 0, to the
-    bit, and `optax.trace(decay, nesterov=True)` for τ = 1, to rounding. The state is that of `optax.trace`.
+    bit, and `optax.trace(decay, nesterov=True)` for τ = 1, to rounding. The state is an `optax.trace`'s.
 
     Args:
         decay: β, the decay of the momentum.
-        accumulator_dtype: of the momentum; by default that of the parameters.
+        accumulator_dtype: of the momentum; by default the parameters' dtype.
 
     Returns:
         A transformation whose `update` takes `delay`, τ.
@@ -53,16 +53,16 @@ def scale_by_compensated_adam(
     """Rescale updates as Adam does, with spike compensation of the first moment.
 
     After t updates the weights of the gradients in û add up to 1 − β₁^(t+τ), so that the corrected first moment is û/(1 − β₁^(t+τ)). For
-    τ = 0 the updates are those of `optax.scale_by_adam`, to the bit. For τ = 1 they are those of Nesterov's momentum.
+    τ = 0 the updates equal `optax.scale_by_adam`, to the bit. For τ = 1 they are as with Nesterov's momentum.
     `optax.scale_by_adam(nesterov=True)` corrects its gradient term by 1 − β₁^t instead, so that its first updates are larger than Adam's,
-    the first one by 47 % with b1 = 0.9; the difference falls as β₁^t. The state is that of `optax.scale_by_adam`.
+    the first one by 47 % with b1 = 0.9; the difference falls as β₁^t. The state is as in `optax.scale_by_adam`.
 
     Args:
         b1: β₁, the decay of the first moment.
         b2: the decay of the second moment, which is not compensated.
         eps: added to the root of the second moment.
         eps_root: added to the second moment under the root.
-        mu_dtype: of the first moment; by default that of the parameters.
+        mu_dtype: of the first moment; by default the parameters' dtype.
 
     Returns:
         A transformation whose `update` takes `delay`, τ.
@@ -86,13 +86,13 @@ def scale_by_compensated_muon(
 ) -> optax.GradientTransformationExtraArgs:
     """Orthogonalize the momentum of matrices as Muon does, with spike compensation before the orthogonalization.
 
-    For τ = 0 the updates are those of `optax.contrib.scale_by_muon(nesterov=False)`, to the bit. The state is the same, too.
+    For τ = 0 the updates equal `optax.contrib.scale_by_muon(nesterov=False)`, to the bit. The state is the same, too.
 
     Args:
         ns_steps: the number of Newton-Schulz iterations.
         beta: β, the decay of the momentum.
         eps: added to denominators.
-        mu_dtype: of the momentum; by default that of the parameters.
+        mu_dtype: of the momentum; by default the parameters' dtype.
         adaptive: whether to scale the updates by the dual norm of the momentum.
 
     Returns:
@@ -115,7 +115,7 @@ def scale_by_compensated_muon(
 def compensated_sgd(
     learning_rate: optax.ScalarOrSchedule, momentum: ArrayLike = 0.9, accumulator_dtype: DTypeLike | None = None
 ) -> optax.GradientTransformationExtraArgs:
-    """Return `optax.sgd` with momentum and spike compensation; the arguments are those of `optax.sgd`.
+    """Return `optax.sgd` with momentum and spike compensation; the arguments are as for `optax.sgd`.
 
     Returns:
         A transformation whose `update` takes `delay`; see `scale_by_compensated_momentum`.
@@ -131,7 +131,7 @@ def compensated_adam(
     eps_root: ArrayLike = 0.0,
     mu_dtype: DTypeLike | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Return `optax.adam` with spike compensation; the arguments are those of `optax.adam`.
+    """Return `optax.adam` with spike compensation; the arguments are as for `optax.adam`.
 
     Returns:
         A transformation whose `update` takes `delay`; see `scale_by_compensated_adam`.
@@ -149,7 +149,7 @@ def compensated_adamw(
     weight_decay: ArrayLike = 1e-4,
     mask: Any | Callable[[Any], Any] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Return `optax.adamw` with spike compensation; the arguments are those of `optax.adamw`.
+    """Return `optax.adamw` with spike compensation; the arguments are as for `optax.adamw`.
 
     Returns:
         A transformation whose `update` takes `delay`; see `scale_by_compensated_adam`.
@@ -180,7 +180,7 @@ def compensated_muon(
 ) -> optax.GradientTransformationExtraArgs:
     """Return `optax.contrib.muon` with spike compensation: matrices by Muon, other parameters by Adam.
 
-    The arguments are those of `optax.contrib.muon`; without its Nesterov's momentum, which is spike compensation for a delay of 1.
+    The arguments are as for `optax.contrib.muon`; without its Nesterov's momentum, which is spike compensation for a delay of 1.
 
     Returns:
         A transformation whose `update` takes `delay`; see `scale_by_compensated_muon`.

@@ -42,7 +42,7 @@ def scale_by_torch_nadam(
         b2: β₂, the decay of the second moment.
         eps: ε.
         momentum_decay: how fast the momentum rises: with 0.004 it is at 0.75·β₁ after 4,245 updates.
-        mu_dtype: of the first moment; by default that of the parameters.
+        mu_dtype: of the first moment; by default the parameters' dtype.
 
     Returns:
         A transformation.
@@ -95,7 +95,7 @@ def torch_nadam(
         learning_rate: a number or a schedule; PyTorch's default is 2e-3.
         b1: with `b2`, `eps`, `momentum_decay` and `mu_dtype`, as in `scale_by_torch_nadam`.
         weight_decay: added to the gradient, or decoupled.
-        decoupled_weight_decay: whether the weight decay is that of AdamW, multiplied by the learning rate alone.
+        decoupled_weight_decay: whether the weight decay is AdamW's, multiplied by the learning rate alone.
         mask: what decays, as for `optax.adamw`.
     """
     decay, scale = optax.add_decayed_weights(weight_decay, mask), scale_by_torch_nadam(b1, b2, eps, momentum_decay, mu_dtype)

@@ -151,7 +151,7 @@ def _check_microbatches(plan: "jpipe.Plan") -> None:
 
 
 def check_layers_of_model(layers: Sequence[str], ids: Sequence[str]) -> None:
-    """Check that the layers of a plan are those of a model, in the same order.
+    """Check that a plan and a model have the same layers, in the same order.
 
     Raises:
         InputError: a layer is missing, unknown or in another place.

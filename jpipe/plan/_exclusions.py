@@ -29,7 +29,7 @@ EXCLUSIONS = (
     ),
     *(exclusion for option in OPTIONS for exclusion in option.exclusions),
 )
-"""All exclusions: those of capabilities are said in their folders."""
+"""All exclusions; capabilities' stand in their folders."""
 
 _PROPERTIES: Mapping[str, Callable[["jpipe.Plan"], Any]] = MappingProxyType(
     {

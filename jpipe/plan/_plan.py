@@ -36,7 +36,7 @@ class _Pipeline(pydantic.BaseModel):
 
 
 class _Layout(pydantic.BaseModel):
-    """The fields of a plan between its options and those of capabilities."""
+    """The fields of a plan between its options and capabilities' fields."""
 
     model_config = pydantic.ConfigDict(frozen=True, extra="forbid", strict=True, arbitrary_types_allowed=True)
 
@@ -63,8 +63,8 @@ class Plan(CapabilityOptions, _Layout, PlanOptions, _Pipeline):
         sync_state: whether replicas average the state that forwards update (batch statistics): with each update under schedules
             that flush, else when it is read out of the run; without, each replica keeps its own. True by default; False for state
             that belongs to rows, such as a carried recurrent state.
-        keep_together: what gets neighbouring devices, so that it stays inside a host: "replicas", the default, those of a stage (the
-            sums of gradients, 2BW section 3.3); "stages", those of a pipeline (the activations).
+        keep_together: what gets neighbouring devices, so that it stays inside a host: "replicas", the default, of a stage (the
+            sums of gradients, 2BW section 3.3); "stages", of a pipeline (the activations).
         ranks: for each pipeline rank the stages that it runs in turn, in order; None: one stage for each rank, or what the schedule
             needs. With replicas, each replica of these stages is on a device of its own. `even` fills it from `chunks_per_rank`.
         rules: by logical axis the axis of the meshes over which it is sharded, None for none: what differs from `RULES`.

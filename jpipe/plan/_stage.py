@@ -39,7 +39,7 @@ def repeats_forward(policy: str) -> bool:
 
 
 class _Layers(pydantic.BaseModel):
-    """The fields of a stage that stand before those of capabilities in JSON."""
+    """The fields of a stage that stand before capabilities' in JSON."""
 
     model_config = pydantic.ConfigDict(frozen=True, extra="forbid", strict=True, arbitrary_types_allowed=True)
 

@@ -180,7 +180,7 @@ class Channel:
         await listening
 
     async def _keep_beating(self) -> None:
-        """Send heartbeats, and count the beats since those of the other processes; time in which this one is stopped does not count."""
+        """Send heartbeats and count missed ones; ignore the time in which this process was suspended."""
         while not self._closing.is_set():
             self._send({"beat": asdict(self._beat())})
             if self._index == 0:

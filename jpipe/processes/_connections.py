@@ -218,7 +218,7 @@ class Reduction:
             gather(group.zeros(_BYTE))
 
     def __call__(self, tree: Tree) -> Tree:
-        """Sum the trees of all processes, each of which calls this. On CPUs this returns when the sum is complete.
+        """Sum the trees of all processes; each calls this. On CPUs this returns when the sum is complete.
 
         Args:
             tree: arrays on this process's device, of a kind that was compiled. They are not consumed.
@@ -229,7 +229,7 @@ class Reduction:
         return jax.tree.unflatten(jax.tree.structure(tree), _run(self._programs, tree))
 
     def gather(self, tree: Tree) -> list[Tree]:
-        """Return the trees of all processes, each of which calls this, in the order of the devices; otherwise as a sum.
+        """Return the trees of all processes in the order of the devices; otherwise as a sum, each process calls this.
 
         Args:
             tree: of a kind that was compiled with `compile_gather`.
@@ -261,10 +261,10 @@ class Reduction:
         return lambda local: [program(array) for program, array in zip(programs, local, strict=True)]
 
     def _swapped(self, arrays: list[Spec]) -> _Step:
-        """Return a step that exchanges arrays by two collectives at once, each of which sends one way.
+        """Return a step that exchanges arrays by two collectives at once, each in one direction.
 
         In one collective they would be sent one after the other: with gloo a process is ready to receive only after it has sent. The two
-        have connections of their own, apart from those of a `Connection` between the devices.
+        have connections of their own, apart from a `Connection` between the devices.
         """
         first = self._group.devices[0] == self._group.device
         groups = (self._reversed, self._group) if first else (self._group, self._reversed)

@@ -170,7 +170,7 @@ def _outliers(facts: Mapping[int, Mapping[str, str]]) -> str:
     """
     for name in dict.fromkeys(name for values in facts.values() for name in values):
         known = {process: values[name] for process, values in sorted(facts.items()) if values.get(name)}
-        usual, _ = Counter(known.values()).most_common(1)[0] if known else ("", 0)  # of equally many, that of the first process
+        usual, _ = Counter(known.values()).most_common(1)[0] if known else ("", 0)  # of equally many, the first process's
         differing = [process for process, fact in known.items() if fact != usual]
         if differing:
             fact = known[differing[0]]

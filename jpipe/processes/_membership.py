@@ -102,7 +102,7 @@ class Processes:
         self._meet(f"barrier {name}", {}, f"all processes to reach '{name}'", limit)
 
     def compare(self, name: str, facts: Mapping[str, str], hint: str) -> None:
-        """Compare facts with those of the other processes, without waiting for them; all call it, sooner or later.
+        """Compare facts with the other processes', without waiting for them; all call it, sooner or later.
 
         Where a fact differs, the run is lost: every wait of every process raises `InputError`, which names the processes that differ from
         most others.

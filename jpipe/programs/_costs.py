@@ -250,7 +250,7 @@ OVERLAPS: tuple[Overlap, ...] = get_args(Overlap)
 
 
 def unit_costs(plan: Plan) -> tuple[StageCost, ...]:
-    """Return unit costs, those of text timelines: a forward takes 1, a backward 2, each of its halves 1; nothing has a size.
+    """Return unit costs, for text timelines: a forward takes 1, a backward 2, each of its halves 1; nothing has a size.
 
     A backward that recomputes takes 3, its first half 2.
 
@@ -274,7 +274,7 @@ def uses_by_costs(costs: Sequence[StageCost]) -> dict[str, Any]:
 def sum_layer_costs(
     plan: Plan, layers: Mapping[str, LayerCost], *, inputs: int = 0, labels: int = 0, shared: Sequence[SharedCost] = ()
 ) -> tuple[StageCost, ...]:
-    """Return the costs of the stages of a plan from those of their layers.
+    """Return the costs of the stages of a plan from their layers' costs.
 
     Args:
         plan: the cut, and the recomputation of each stage.

@@ -16,7 +16,7 @@ Data = Literal["inputs", "labels"]
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """What a worker does: the base of all instructions, those of capabilities included. Each has a field `worker`, its number."""
+    """What a worker does: the base of all instructions, capabilities' included. Each has a field `worker`, its number."""
 
     if TYPE_CHECKING:
 
@@ -145,10 +145,10 @@ class Program:
         end: one past the last batch whose data it loads.
         drained: whether the pipeline is empty afterwards.
         uses: what it does beside its plan, by the names of the capabilities.
-        sets_aside: for each stage, whether it sets the gradients of a batch aside until their update, to accumulate those of the next
+        sets_aside: for each stage, whether it sets the gradients of a batch aside until their update, to accumulate the next
             batch meanwhile.
         versions: for each worker, afterwards, the oldest version that a microbatch will still read and the newest there is.
-        ended: the batches of which it completes the gradients of the last stage, over all replicas.
+        ended: the batches for which it completes the gradients of the last stage, over all replicas.
         updated: for each stage, the batches whose updates it completes.
         instructions: the total order of loads, forwards, backwards, sends, receives, sums, updates, agreements and releases; the program
             of a rank is the instructions of its workers, in the same order.

@@ -43,11 +43,11 @@ def simulate(
         program: from `lower`, with `drain` and `begin` equal to `start`. It may be of some workers, if these send messages only to each
             other; then a sum begins with these replicas, as where the others do the same, and the other ranks have no spans.
         costs: one for each stage; by default a forward takes 1, a backward 2 (3 where it recomputes) and nothing has a size.
-        link: between any two ranks, or a function that returns that of two ranks; by default transfers and sums are free. A sum
+        link: between any two ranks, or a function of two ranks that returns it; by default transfers and sums are free. A sum
             has the speed of the slowest link between neighbouring replicas, and occupies the ports of all of these links.
         overlap: what goes on beside the computations of a rank. What does not overlap begins when all ranks concerned have come to it in
             their programs, and none of them computes until it has ended, as where transfers and sums are entries of the queue of a device.
-        host: from a rank to the memory of its host, for the moves of `Plan.offload`, or a function that returns that of a rank; by
+        host: from a rank to the memory of its host, for the moves of `Plan.offload`, or a function of a rank that returns it; by
             default moves are free. Each direction carries one move at a time. What is moved counts where it goes from the beginning.
 
     Returns:
@@ -93,7 +93,7 @@ def simulate_batches(
 ) -> tuple[Prediction, float | None]:
     """Predict some batches up to the first computations of the batch after them, from the program of one batch.
 
-    The program is not verified, and memory over time and transfers are left out. Otherwise the prediction is that of `simulate` with the
+    The program is not verified, and memory over time and transfers are left out. Otherwise the prediction equals `simulate` with the
     program of all batches.
 
     Args:
@@ -107,7 +107,7 @@ def simulate_batches(
 
     Returns:
         The prediction, whose timeline ends there; of each rank it contains at least the first computation of the batch after the last one
-        otherwise. Its seconds and bubble are those of this timeline, and the moved bytes those of one batch. The seconds from one of these
+        otherwise. Its seconds and bubble are for this timeline, its moved bytes for one batch. The seconds from one of these
         equal batches to the next one; None if it did not come to them.
 
     Raises:

@@ -25,7 +25,7 @@ class Steps:
     They are several programs in turn if the order of the schedule takes several batches to repeat. Under a schedule that flushes all steps
     are one program.
 
-    The batches that are flushed first also share one program: that of the first batch of a plan that flushes only this one.
+    The batches that are flushed first also share one program, of the first batch of a plan that flushes only this one.
 
     What capabilities do in some steps only, they do in each in what is verified. A step leaves out what is not due, which removes nothing
     but waits, so that there are not as many programs as there are different steps.
@@ -54,7 +54,7 @@ class Steps:
         self._programs_due: dict[tuple[tuple[int, int, bool], tuple[Instruction | None, ...]], Program] = {}
 
     def of(self, workers: Collection[int]) -> "Steps":
-        """Return the programs of some workers, such as those of a process."""
+        """Return the programs of some workers, such as a process's."""
         chosen = frozenset(workers)
         if chosen not in self._chosen:
             self._chosen[chosen] = Steps(self._given, self.uses, chosen)
@@ -64,7 +64,7 @@ class Steps:
     def verified_runs(self) -> tuple[Program, ...]:
         """Return verified runs from the first batch and from steady state, which contain every step that the pipeline repeats.
 
-        A process verifies the instructions of all workers, or where these are many (`MOST_VERIFIED`) those of its own workers; see `verify`
+        A process verifies the instructions of all workers, or where these are many (`MOST_VERIFIED`) only its own workers'; see `verify`
         for what is not verified then.
 
         Raises:
@@ -117,7 +117,7 @@ class Steps:
 
     @property
     def in_flight(self) -> int:
-        """The number of batches, with the newest, of which a microbatch may be computed in a step."""
+        """The number of batches that one step may have in flight, the new one included."""
         return self._full + 1
 
     @cached_property

@@ -26,7 +26,7 @@ class Span(NamedTuple):
         update_time: how long that update takes.
         update_wait: from `end` to its beginning: it may wait for the norm of all gradients.
         chunk: which of the rank's stages, counted from 0.
-        part: for which part of the stage it is, counted from that of the last layers; None: for all of it.
+        part: for which part of the stage it is, counted from the last layers; None: for all of it.
     """
 
     op: str
@@ -130,7 +130,7 @@ def format_grid(
     Args:
         timeline: the spans of each rank.
         marked: (rank, note) pairs that are written behind that rank's row, to show where something is wrong.
-        below: further rows by name, such as those of transfers.
+        below: further rows by name, such as transfers.
 
     Returns:
         A row of ticks and a row for each rank, then the further rows.

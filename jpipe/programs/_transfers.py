@@ -30,7 +30,7 @@ class Transfer(NamedTuple):
 
     Attributes:
         what: `activation`, `gradient` or another message of `Send`; `sum`, or what else is summed or moved.
-        ranks: the sender and the receiver, where -1 is host memory; of a sum those of all replicas.
+        ranks: the sender and the receiver, where -1 is host memory; for a sum all replicas' ranks.
         number: the microbatch, the weight version, or of a sum the batch. What belongs to a batch, but is sent, has the number of its last
             microbatch; the optimizer state has 0.
         start: when it begins to occupy its links, in seconds.
@@ -49,7 +49,7 @@ class Transfer(NamedTuple):
 
     @property
     def row(self) -> str:
-        """The name of its row: that of the direction between two ranks, or a rank and its host, or of the ranks that sum."""
+        """The row's label in the timeline: "0 → 1", "0 → host" or "sum 0, 1"."""
         names = ["host" if rank == HOST else str(rank) for rank in self.ranks]
         return f"sum {','.join(names)}" if self.is_sum else " to ".join(names)
 
@@ -71,7 +71,7 @@ class Transfer(NamedTuple):
 
 
 def in_rows(transfers: Iterable[Transfer]) -> dict[str, list[Transfer]]:
-    """Return the transfers that take time, by row, in order of time; rows of moves come late, and those of sums last."""
+    """Return the transfers that take time, by row, in order of time; rows of moves come late, and rows of sums last."""
     rows: dict[str, list[Transfer]] = {}
     lasting = [transfer for transfer in transfers if transfer.arrival > transfer.start]
     for transfer in sorted(lasting, key=lambda transfer: (transfer.is_sum, transfer.is_move, transfer.ranks, transfer.start)):

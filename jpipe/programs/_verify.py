@@ -47,7 +47,7 @@ class Verifier:
 
     Attributes:
         number: as given.
-        plan, uses: those of the program.
+        plan, uses: of the program.
         stage: of the worker.
         versions: the weight versions that are alive.
         buffers: what else it holds: (kind, microbatch or batch).
@@ -226,7 +226,7 @@ class Verifier:
             hook(version, where)
 
     def _accumulate(self, i: Compute) -> None:
-        """Count the gradients of a microbatch; those of a whole batch may be set aside until its update."""
+        """Count the gradients of a microbatch; a whole batch's may be set aside until its update."""
         self._accumulated += 1
         if not self._sets_aside or not ends_update(self.plan, self.stage, i.microbatch):
             return

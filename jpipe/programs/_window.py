@@ -16,7 +16,7 @@ from jpipe.programs.lowering import batches_until_full, lower
 
 @dataclass(frozen=True)
 class Window:
-    """The part of a run from the first forward of one batch to that of a later batch: whole periods of the pipeline.
+    """A steady-state window: from the first forward of one batch to the first forward of a later one.
 
     Attributes:
         timeline: the spans of each rank inside, cut off at both ends; in seconds from the beginning of the window.

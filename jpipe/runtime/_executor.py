@@ -148,7 +148,7 @@ class Executor:
         return resting
 
     def state(self, workers: Iterable[WorkerState], batch: int, start: int, buckets: tuple[int, ...] = ()) -> State:
-        """Return the state before `batch` of a pipeline that was empty before batch `start`; `buckets` are those of the last batches."""
+        """Return the state before `batch` of a pipeline that was empty before batch `start`; `buckets` are from the last batches."""
         return State(tuple(workers), batch, start, self.functions[0].average_state != "read", self.fingerprint, buckets)
 
     def read(self, state: State, batch: Batch) -> tuple[Mapping[str, Tree], Data]:
@@ -401,9 +401,9 @@ def _by_batch(buckets: Sequence[int], end: int) -> Callable[[int], int]:
 
 
 def _sends(plan: Plan, buckets: Sequence[Sequence[Arrays]], runs: Iterable[Program], workers: Collection[int]) -> list[Sent]:
-    """Return one send of each kind between each pair of workers of which one is of this process, with what it moves.
+    """Return one send of each kind between each pair of workers with one in this process, with what it moves.
 
-    `buckets` has each worker's arrays by bucket; `workers` are those of this process, whose instructions the runs have.
+    `buckets` has each worker's arrays by bucket; `workers` are this process's, and the runs have their instructions.
     """
     evaluation = lower_evaluation(plan, math.lcm(*plan.replicas), 0, workers=workers)
     kinds: dict[tuple[int, int, str], Send] = {}

@@ -51,7 +51,7 @@ _MOST_BYTES = 1 << 16  # of one array of one batch that are read for its checksu
 
 
 class BatchComparison:
-    """Compares the batches of this process with those of the other processes, to find a mistake in reading or shuffling them.
+    """Compares the batches of this process with the other processes', to find a mistake in reading or shuffling them.
 
     Without it a run would continue with the inputs of one batch and the labels of another, since each process uses what its own stages
     need. The comparison takes a message for which nobody waits: for the first batch, for all batches since then after every eighth, and for
@@ -97,7 +97,7 @@ def _facts(batches: str, batch: Tree, checksums: Mapping[str, int]) -> dict[str,
 
 
 def _checksums(batch: Tree, rows_each: int, before: Mapping[str, int]) -> dict[str, int]:
-    """Return the checksums `before`, by array, with those of this batch added."""
+    """Return the checksums `before`, by array, with this batch's added."""
     checksums = dict(before)
     for name, array in _by_name(batch).items():
         if isinstance(array, np.ndarray) and array.size:

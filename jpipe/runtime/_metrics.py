@@ -46,13 +46,13 @@ class Metrics(NamedTuple):
         weights: total weight of each of those batches, over the microbatches that count.
         norms: global norm of the gradient of each of those batches, before clipping; empty without `clip_global_norm` and
             `skip_nonfinite`. Under a schedule that does not flush a step later than the loss, or in the metrics of `drain`. With
-            `Plan.agree` that of the first pipeline.
+            `Plan.agree` the first pipeline's.
         nonfinite: how many entries of that gradient are NaN or infinite; empty or late as `norms`. With `skip_nonfinite` a batch that has
-            any changed no weights. With `Plan.agree` the sum over all pipelines, of which those with any changed no weights.
+            any changed no weights. With `Plan.agree` the sum over all pipelines; a pipeline with any changed no weights.
         loss_scales: the loss scale that follows each of those batches, if it is dynamic; empty or late as `norms`.
         stage_norms: norm of the gradient of one stage, before clipping, by (batch, stage); empty without `clip_stage_norm`. Each is known
-            with the update of its stage, so under a schedule that does not flush those of early stages may be some steps later. Of a
-            batch that updates a stage several times it is that of the last update.
+            with the update of its stage, so under a schedule that does not flush early stages' may come some steps later. Of a
+            batch that updates a stage several times it is the last update's.
     """
 
     losses: dict[int, jax.Array | RemoteScalar]
@@ -87,7 +87,7 @@ class Evaluation(NamedTuple):
         loss: mean over the whole batch.
         weight: total weight of the batch.
         version: weight version that was used, the same in all stages, in batches: how many batches had updated the weights. With
-            `Plan.agree` that of the last agreement; with fragments the first of their last ones.
+            `Plan.agree` the last agreement's; with fragments the first of their last ones.
         metrics: the mean of each requested metric, by name.
         microbatches: what each of these metrics has returned for each microbatch, (sum, weight), by name, for metrics that are no means.
     """
@@ -118,7 +118,7 @@ class MetricsExchange:
         plan: the plan of the run.
         devices: the device of each worker.
         processes: the processes of the run, if there are several.
-        reports: those of capabilities, see `RuntimeHooks.report`.
+        reports: of capabilities, see `RuntimeHooks.report`.
 
     Attributes:
         name: name of the pipeline, the same in all processes, because they make the same pipelines in the same order.
@@ -218,7 +218,7 @@ class MetricsExchange:
         local: Mapping[int, Callable[[], Sequence[Number]]],
         into: Sequence[dict[int, Any]],
     ) -> None:
-        """Put the numbers that a worker computes of these batches into the dicts of all processes; `local` are those of this process."""
+        """Put the numbers that a worker computes of these batches into the dicts of all processes; `local` are this process's."""
         source = self._devices[worker].process_index
         for batch in batches:
             if self._processes is None:
@@ -233,7 +233,7 @@ class MetricsExchange:
                 values[batch] = number
 
     def evaluation(self, results: RunResults, version: int, names: Sequence[str], count: int) -> Evaluation:
-        """Return the evaluation over all `count` microbatches with the weights of `version`; `names` are those of the metrics."""
+        """Return the evaluation over all `count` microbatches with the weights of `version`; `names` name the metrics."""
         last = self.plan.stage_workers[-1]
         if self._processes is None:
             parts = [results.evaluations[k] for k in sorted(results.evaluations)]
@@ -325,7 +325,7 @@ def _send(processes: Processes, name: str, numbers: Callable[[], Sequence[Number
 
 
 def _mean_loss(updates: Sequence[Tree]) -> tuple[jax.Array, jax.Array]:
-    """Return (mean loss, weight) of a batch from those of its updates."""
+    """Return (mean loss, weight) of a batch from its updates'."""
     parts = [arrived(part) for part in updates]
     return parts[0] if len(parts) == 1 else _mean(_as_sums(parts))
 

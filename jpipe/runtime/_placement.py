@@ -14,7 +14,7 @@ from jpipe.plan import Plan
 
 
 def place(plan: Plan, devices: Sequence[jax.Device] | None = None) -> tuple[Place, ...]:
-    """Return the place of each worker, which is that of its rank.
+    """Return the place of each worker: its rank's.
 
     Args:
         plan: the plan, with `placement` or `keep_together`.

@@ -100,7 +100,7 @@ def filled(specs: Tree, arrays: Tree, where: str) -> Tree:
 
 
 def overlaid(plain: Plain, above: Plain) -> Plain:
-    """Return nested dicts with the leaves of both; those of `above` where both have one."""
+    """Return nested dicts with the leaves of both; where both have one, `above` counts."""
     both = {name: overlaid(plain[name], above[name]) for name in plain.keys() & above.keys() if isinstance(above[name], dict)}
     return {**plain, **above, **both}
 

@@ -66,7 +66,7 @@ class Snapshot:
     Attributes:
         plan: the plan of the run.
         batch: the first batch of a restored run.
-        copied: the parameters of which several stages hold copies, by name, in an order that all processes have.
+        copied: the parameters that several stages hold copies of, by name, in an order that all processes have.
     """
 
     def __init__(self, plan: Plan, batch: int, workers: Mapping[int, CompiledStage]) -> None:
@@ -97,7 +97,7 @@ class Snapshot:
 
         Each layer has `params`, with the newest version as "0", the one before as "1", and so on, frozen parameters in "0" only;
         `optimizer`, of the trained parameters; `state`; and with a dynamic
-        loss scale `loss_scale`, by version as `params`. Replicas differ only in layer state: the layer has that of the first replica,
+        loss scale `loss_scale`, by version as `params`. Replicas differ only in layer state: the layer has the first replica's,
         entries such as "block_0 replica 1" have those of the other replicas. With `Plan.shard_optimizer` the optimizer state of a layer is
         in the entry of the replica that updates it. With `Plan.agree` the one version in `params` is that of the last agreement that began
         before the batch, `outer_momentum` is that of the outer optimizer, and each replica's entry has in `own` the trained parameters of
@@ -258,7 +258,7 @@ def layer_of(name: str, ids: Iterable[str]) -> str | None:
 
 
 def shared_place(name: str, layers: Mapping[str, Plain]) -> tuple[str, str] | None:
-    """Return the layer id and path at which a shared parameter comes first, or None if the name is not that of one."""
+    """Return the layer id and path at which a shared parameter comes first, or None if the name is not a shared parameter's."""
     layer_id, _, path = name.partition(" shared ")
     return (layer_id, path) if path and layer_id in layers and "state" not in layers[name] and "params" in layers[name] else None
 
@@ -284,14 +284,14 @@ def fitting(
     """Return a worker's weights by version, optimizer state, layer state and `capabilities`, from a snapshot.
 
     The newest version replaces a version that is missing in the snapshot. Layer state is that of the same replica if the pipeline does not
-    flush and the number of replicas is the same, otherwise the mean over the saved replicas; without `sync_state` it is that of one.
+    flush and the number of replicas is the same, otherwise the mean over the saved replicas; without `sync_state` it is one replica's.
 
     Args:
-        plan: the plan of the restored run, which may differ from that of the snapshot.
+        plan: the plan of the restored run, which may differ from the snapshot's.
         worker: the worker.
         f: the functions of its stage.
         share: what it updates; None: everything.
-        layers: from `for_stage`, those of its stage.
+        layers: of its stage, from `for_stage`.
         batch: the first batch of the restored run.
         fresh: leave out the optimizer state.
 

@@ -34,7 +34,7 @@ class Trace:
         timeline: the spans of each rank, in seconds from the start of the trace.
         memory: the bytes that each rank holds after each of its computations.
         transfers: the messages between ranks, the sums over replicas and the moves to host memory and back, from post to arrival. In one
-            of several processes those of its own workers, and what it does not know of their times is NaN: `join_transfers` puts together
+            of several processes its own workers', and what it does not know of their times is NaN: `join_transfers` puts together
             what all know.
     """
 
@@ -50,7 +50,7 @@ class Trace:
 
         Args:
             tick: in seconds, by default the shortest computation.
-            transfers: whether rows for transfers and sums follow those of the ranks.
+            transfers: whether rows for transfers and sums follow the ranks' rows.
         """
         return draw_grid(self.timeline, tick, transfers=self.transfers if transfers else ())
 
@@ -282,7 +282,7 @@ def _on_each_device(leaf: Any) -> int:
 
 
 def _waits_for(ranks: Sequence[Sequence[_Computation]], plan: Plan, uses: Collection[str]) -> dict[_Key, list[_Key]]:
-    """Return the computations that each one waits for: those of its inputs, and the one before it on its rank."""
+    """Return the computations that each one waits for: for its inputs, and the one before it on its rank."""
     keys = [[key_of(c.instruction) for c in row] for row in ranks]
     computations = dict.fromkeys(itertools.chain(*keys))
     instructions = [c.instruction for row in ranks for c in row]
@@ -331,7 +331,7 @@ def key_of(instruction: _Instruction) -> _Key:
 
 
 def _inputs(key: _Key, plan: Plan) -> list[_Key]:
-    """Return the computations that may produce a computation's input: a neighbour's; for an update those of all whose gradients it sums."""
+    """Return the computations that may produce a computation's input: a neighbour's; for an update all with gradients that it sums."""
     worker, op, k, _ = key
     s = plan.workers[worker][0]
     match OPS[op].reads if op in OPS else "":  # an update is no op
@@ -373,7 +373,7 @@ def fit_costs(costs: Sequence[StageCost], timeline: Timeline, plan: Plan | None 
         plan: what ran; None: one rank for each stage.
 
     Raises:
-        InputError: the number of costs or ranks differs from that of the plan, or of the timeline.
+        InputError: the number of costs or ranks differs from the plan's, or the timeline's.
     """
     ranks = [(s,) for s in range(len(costs))] if plan is None else [tuple(plan.workers[w][0] for w in row) for row in plan.rank_workers]
     stages = len(costs) if plan is None else plan.depth

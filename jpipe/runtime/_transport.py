@@ -168,7 +168,7 @@ class Transport:
     arrays between processes, as a probe at the start shows, messages go that way instead.
 
     Args:
-        places: of each worker; those of this process are served.
+        places: of each worker; this process's are served.
         stage_workers: the workers of each stage, replica by replica.
         processes: the processes of the run; None where there is one.
         threads: whether collectives run in threads; by default on CPUs only.
@@ -243,7 +243,7 @@ class Transport:
                 reduction.compile_gather(shards)
 
     def _reductions(self, first: int, spec: Tree) -> Iterator[tuple[Reduction, Tree]]:
-        """Return for the shards of a tree that the replicas of a stage sum what sums them; nothing for those of other processes."""
+        """Return for the shards of a tree that the replicas of a stage sum what sums them; nothing for other processes' shards."""
         group = self._group(self._replicas[first])
         if len(group) > 1 and not self._local.isdisjoint(self._replicas[first]):
             for number, shards in Shards(spec, self._places[first].devices).specs.items():

@@ -99,7 +99,7 @@ class ConsumedArrays:
             self._arrays[key].delete()
 
     def _count(self, part: _Part, leaves: Iterable[Any]) -> None:
-        """Note that a part holds those of the leaves that are counted."""
+        """Note that a part holds the counted leaves among these."""
         uses = self._uses
         if keys := [id(leaf) for leaf in leaves if id(leaf) in uses]:
             for key in keys:
@@ -156,7 +156,7 @@ class Added(NamedTuple):
 
     @classmethod
     def by(cls, plan: Plan, capabilities: Collection[str]) -> "Added":
-        """Return what the capabilities of a plan add, and those of stages (`StageFunctions.capabilities`)."""
+        """Return what the capabilities of a plan and of stages (`StageFunctions.capabilities`) add."""
         used = runtimes_of(plan, capabilities)
         for_updates = tuple(name for each in used for name in each.for_updates)
         return cls(merged("handlers", used), merged("messages", used), hooks("join_sums", used), updates_for(capabilities), for_updates)
@@ -169,7 +169,7 @@ class Worker:
         stage, replica, replicas: its stage, which replica of it the worker is, and how many there are.
         sums: whether they sum their gradients.
         sets_aside: as in `Program`, for its stage.
-        microbatch_shift, version_shift: to be added to the numbers of the program for those of the run.
+        microbatch_shift, version_shift: to be added to the numbers of the program to get the run's.
         compiled, functions, calls: of its stage; what depends on the shapes of a microbatch is in `stage_for`.
         stages, buckets: as given to `run`, for its stage.
         transport: to and from other workers.
@@ -471,7 +471,7 @@ class Worker:
         return accumulators
 
     def finish(self, update: int, loss: Tree) -> None:
-        """Keep (mean loss, weight) of an update; the last one of a batch reports those of all its updates."""
+        """Keep (mean loss, weight) of an update; the last one of a batch reports all its updates'."""
         rate = self.plan.updates_per_batch(self.stage)
         self.change_update(update, loss=loss)
         if (update + 1) % rate == 0:

@@ -60,7 +60,7 @@ def register(schedule: Schedule) -> Schedule:
 def written_order(plan: Shape) -> tuple[str, ...]:
     """Return the order of a plan for a batch that begins and ends with an empty pipeline, in the form of `PlanOptions.order`.
 
-    An order of your own can begin from that of a schedule. With replicas, the microbatches are those of one of them, counted from 0.
+    An order of your own can begin from a schedule's. With replicas, it has the microbatches of one of them, counted from 0.
 
     Returns:
         A text for each rank.

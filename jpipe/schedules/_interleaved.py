@@ -22,7 +22,7 @@ def flushed_order(plan: Shape, p: int, microbatches: Sequence[int], ahead: int, 
     Args:
         plan: with looped ranks.
         p: the pipeline rank.
-        microbatches: those of one of its replicas, in order.
+        microbatches: of one of its replicas, in order.
         ahead: a, as above.
         delay: how many backwards for inputs a backward for weights waits for; None: they are not split.
     """
@@ -43,7 +43,7 @@ def endless_order(plan: Shape, p: int, microbatches: Sequence[int]) -> Iterable[
 def _interleaved(
     plan: Shape, p: int, microbatches: Sequence[int], group: int, begun: int, ahead: int, delay: int | None
 ) -> Iterator[Action]:
-    """Return the order of groups, of which the first lacks its first `begun` microbatches, and the last may lack some at its end.
+    """Return the order of groups; the first lacks its first `begun` microbatches, and the last may lack some at its end.
 
     It is the order of whole groups without the missing microbatches.
     """

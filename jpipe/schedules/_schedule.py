@@ -79,7 +79,7 @@ class Schedule:
         name: its name in plans.
         flushes: whether the pipeline is empty after each batch.
         order: `(plan, p, microbatches) -> computations` of one replica of pipeline rank p, from an empty pipeline to an empty one, for
-            the given microbatches (in order, at least one): those of one batch if the schedule flushes, of several otherwise. At each
+            the given microbatches (in order, at least one): of one batch if the schedule flushes, of several otherwise. At each
             stage forwards are in the order of the microbatches, and so are backwards, and both halves of them.
         in_flight: `(plan, s) -> n_s`, the largest number of microbatches that a replica of stage s has begun but not finished.
         done: `(plan, s, k) -> int`, without a flush: of how many of its microbatches a replica of stage s has finished the backward when it
@@ -349,7 +349,7 @@ def one_forward_one_backward(plan: Shape, s: int, microbatches: Sequence[int], a
     Args:
         plan: the plan.
         s: the stage.
-        microbatches: those of one of its replicas, in order.
+        microbatches: of one of its replicas, in order.
         ahead: n_s, at least 1.
     """
     if ahead == 1 and s == plan.depth - 1:
@@ -390,7 +390,7 @@ def _all_in_flight(replicas: tuple[int, ...], extra: int, most: int | None) -> t
 
 
 def _limited(replicas: tuple[int, ...], ahead: Sequence[int], most: int) -> tuple[int, ...]:
-    """Return n_s, in proportion to those of busy stages, but at most `most` and few enough for the stage before."""
+    """Return n_s, in proportion to the busy stages', but at most `most` and few enough for the stage before."""
     limited: list[int] = []
     for s, n in enumerate(ahead):
         n = min(n, -(-n * most // max(ahead)))

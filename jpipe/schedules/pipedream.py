@@ -12,18 +12,18 @@ Versions alive: ceil((n_s - 1) / m) + 1.
 
 With `vertical_sync` every stage reads the version that the first stage reads, floor(max(k - (n_0 - 1), 0) / m): W(t - d + 1), staleness
 d - 1 everywhere for m = 1, and every stage holds ceil((n_0 - 1) / m) + 1 versions. The mean staleness is (d - 1 - s) / m, or (d - 1) / m
-with vertical sync: with m >= d and two versions less than that of 2BW.
+with vertical sync: with m >= d and two versions less than under 2BW.
 
 Replicated stages (1F1B round-robin): microbatch k runs on replica k mod r_s, and the replicas sum their gradients before an update.
 Version read: floor(max(floor(k / r_s) - (n_s - 1) - l, 0) / (M_s / r_s)). With l = 1 the sum overlaps with one forward and backward;
 l = 0 for r_s = 1. M_s, the number of microbatches per update, is m, or r_s with update_every "replicas".
 
-With several stages on a rank the order is that of `interleaved_1f1b` without a flush. Version read:
+With several stages on a rank the order is as in `interleaved_1f1b`, without a flush. Version read:
 floor(max(D(s, k) - l, 0) / (m / r)), where D(s, k) is the number of backwards that the rank has done for stage s before the forward of k
 (`_interleaved.endless_done`), r the replicas and l as above. The groups of p microbatches of a replica continue across batches and drains.
 Versions alive: by counting. Needs m / r >= p, the ranks.
 
-`evaluate` in mid-run reads the newest version that all replicas of all stages hold, or that of a drained copy where there is none.
+`evaluate` in mid-run reads the newest version that all replicas of all stages hold, or a drained copy's where there is none.
 Replicas keep their own layer state until a drain, in the batches of `flush_first`, too.
 
 Reference: PipeDream (SOSP 2019), sections 3.2 and 3.3, figures 4, 8 and 9.
@@ -49,7 +49,7 @@ def _version(plan: Shape, s: int, k: int) -> int:
     """Return the newest version that exists when a replica of stage s, with n_s in flight, computes the forward of k.
 
     floor(max(D(s, k) - l, 0) / (M_s / r_s)), D(s, k) = `endless_done`, l = `_sync_delay`, M_s = `plan.microbatches_per_update(s)`;
-    floor(max(k - (n_s - 1), 0) / m) without replicas and chunks. Under vertical sync, that of the first stage.
+    floor(max(k - (n_s - 1), 0) / m) without replicas and chunks. Under vertical sync, the first stage's.
     """
     leader = _leader(plan, s)
     done = endless_done(plan, leader, k) - _sync_delay(plan, leader)

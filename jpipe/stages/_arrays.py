@@ -211,7 +211,7 @@ class Arrays:
         return tree if self.share is None else self.share.part(tree)
 
     def whole(self, tree: Tree) -> Tree:
-        """Return specs of arrays of which each device has all."""
+        """Return specs of arrays that each device has whole."""
         return self.place.specs(tree)
 
     def read_by(self, reads: Reads) -> tuple[Tree, ...]:

@@ -207,7 +207,7 @@ def check_outputs(outputs: Tree, rows: int, layer_id: str) -> None:
 
 
 def joined_rows(spec: Any, parts: Sequence[np.ndarray], size: int) -> np.ndarray:
-    """Return the first `size` rows of the parts of an array, one after the other; the spec is that of a part."""
+    """Return the first `size` rows of the parts of an array, one after the other; the spec describes a part."""
     return np.concatenate([*parts, np.empty((0, *spec.shape[1:]), spec.dtype)])[:size]
 
 

@@ -180,7 +180,7 @@ def update_calls(update: Callable[..., Any], updated: Sequence[Tree], others: Se
     Args:
         update: the function.
         updated: the specs of its first arguments: a version, optimizer state, accumulators.
-        others: those of the remaining ones.
+        others: the remaining ones'.
         results: of its results.
     """
 

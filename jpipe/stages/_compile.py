@@ -129,7 +129,7 @@ def _compile_in_turns(
 def _compile_unknown(programs: Iterable[tuple[Place, jax.stages.Lowered]], known: CompiledPrograms) -> list[tuple[Place, str]]:
     """Compile programs in threads for analysis only, while the next ones are lowered, unless `known` has them; return their keys there.
 
-    Programs with the same `program_key`, as those of equal stages, are compiled once. After an error nothing more is compiled.
+    Programs with the same `program_key`, such as equal stages', are compiled once. After an error nothing more is compiled.
     """
     keys, begun = list[tuple[Place, str]](), dict[tuple[Place, str], Future[jax.stages.Compiled]]()
     pool = ThreadPoolExecutor(os.cpu_count())  # XLA releases Python's lock while it compiles

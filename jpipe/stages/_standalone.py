@@ -72,7 +72,7 @@ class StandaloneStage:
         Returns:
             A program with the arguments forward(params, state, x, labels, rng); backward(params, forward_arrays, saved, message,
             accumulators, rng), which donates `accumulators`; update(trained params, optimizer state, accumulators, {}), which donates
-            the first three. The halves of a backward are those of `StageFunctions`.
+            the first three. The halves of a backward are as in `StageFunctions`.
         """
         return trace_call(self._functions, Place((device,)), "in_place" if name == "update" else name, with_effects=False)
 

@@ -87,7 +87,7 @@ def draw_timeline(
         The figure; `figure.savefig(path)` works without a display.
 
     Raises:
-        InputError: there is no timeline, one has no length, the number of the plan's ranks differs from that of the rows, or `transfers`
+        InputError: there is no timeline, one has no length, the number of the plan's ranks differs from the number of rows, or `transfers`
             names a timeline that there is not.
     """
     rows = {

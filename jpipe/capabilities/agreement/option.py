@@ -46,7 +46,7 @@ class OuterOptimizer(pydantic.BaseModel):
 
     Attributes:
         optimizer: "nesterov", SGD with Nesterov's momentum.
-        learning_rate: 0.7 by default, as in DiLoCo; 1 without momentum makes the agreed weights the mean of those of the pipelines.
+        learning_rate: 0.7 by default, as in DiLoCo; 1 without momentum makes the agreed weights the mean of the pipelines'.
         momentum: at least 0 and below 1, 0.9 by default; with 0 no momentum is kept.
     """
 

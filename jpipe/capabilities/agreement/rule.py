@@ -39,7 +39,7 @@ def like_agreed(outer: OuterOptimizer, params: Tree) -> Agreed:
 
 
 def changes(agreed: Tree, params: Tree) -> Tree:
-    """Return D_k, the agreed weights less those of this pipeline."""
+    """Return D_k, the agreed weights minus this pipeline's."""
     return jax.tree.map(jnp.subtract, agreed, params)
 
 
@@ -79,7 +79,7 @@ def mix(mixing: float, own: Tree, agreed: Tree) -> Tree:
     Args:
         mixing: α, the share of its own.
         own: its own parameters.
-        agreed: those of the agreement.
+        agreed: from the agreement.
     """
     if not mixing:  # even where its own are not finite
         return jax.tree.map(jnp.copy, agreed)

@@ -55,7 +55,7 @@ def sum_changes(worker: Worker, i: SumChanges) -> None:
 
 
 def move_agreed(worker: Worker, i: Agree) -> None:
-    """Move the agreed weights, and go on from them, or from a mixture of them with those of this pipeline."""
+    """Move the agreed weights, and go on from them, or from a mixture of them with this pipeline's."""
     state, update, begun = worker.state, i.batch + worker.version_shift, i.begun + worker.version_shift
     kept, trained = state.capabilities, worker.functions.trained
     mean = arrived(state.updates[begun]["changes"])
@@ -103,7 +103,7 @@ def specs(a: Arrays) -> Agreed:
 
 
 def fresh(f: StageFunctions, version: Tree, accumulators: Tree) -> Agreed:
-    """Return what pipelines have agreed on before their first update: these weights, of which it has copies, and no momentum."""
+    """Return what pipelines have agreed on before their first update: copies of these weights, and no momentum."""
     trained = f.trained.part(version)
     zeros = jax.tree.map(lambda leaf: jax.device_put(np.zeros(leaf.shape, leaf.dtype), leaf.sharding), trained)
     copies, momentum = jax.tree.map(jnp.copy, (trained, zeros))  # of zeros, too: a CPU device shares the memory of NumPy arrays

@@ -1,4 +1,4 @@
-"""Agreements in snapshots: the agreed weights, those of each pipeline, and agreements that are still to be applied."""
+"""Agreements in snapshots: the agreed weights, each pipeline's own, and agreements that are still to be applied."""
 
 from collections.abc import Iterable, Mapping
 from functools import cached_property
@@ -69,7 +69,7 @@ class AgreementSnapshot(SnapshotHooks):
         return self._under_way is None or self._changes is not None
 
     def saved(self, layer_id: str) -> Plain:
-        """Return the weights of a layer: those of the pipeline, and for the first pipeline those on which all have agreed."""
+        """Return the weights of a layer: the pipeline's own, and for the first pipeline the agreed ones, too."""
         part = self._part
         own = {str(part.newest - v): to_plain(part.trained.part(params)[layer_id]) for v, params in part.versions.items()}
         plain: Plain = {"own": own}

@@ -49,7 +49,7 @@ def compressed_specs(specs: Tree, kind: Kind | None) -> Tree:
     return specs if kind is None else jax.eval_shape(partial(compress, kind=kind), specs)
 
 
-_PURPOSES = {"activation": 6, "gradient": 7, "sum": 8}  # of a key of the run; those of the layers are below
+_PURPOSES = {"activation": 6, "gradient": 7, "sum": 8}  # of a key of the run; the layers' are below
 
 
 def key_of(message: str, stage: int, rng: tuple[Any, Any]) -> jax.Array:

@@ -94,7 +94,7 @@ def specs_of_given(a: Arrays) -> list[tuple[Tree, list[Any]]]:
 
 
 def give_compressed(worker: Worker, i: AllReduce, accumulators: Tree, means: Tree) -> Mapping[int, Tree]:
-    """Give compressed accumulators, which take the place of those of the replica, to a sum, and keep what rounding has lost."""
+    """Give compressed accumulators, in place of the replica's own, to a sum, and keep what rounding has lost."""
     state, update = worker.state, i.batch + worker.version_shift
     links: Links = worker.functions.capabilities["links"]
     gradients, numbers = accumulators["gradients"], {name: tree for name, tree in accumulators.items() if name != "gradients"}

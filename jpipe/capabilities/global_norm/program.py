@@ -22,7 +22,7 @@ from jpipe.programs.prediction._prices import Change, Prices
 
 @dataclass(frozen=True, slots=True)
 class SumSquares(Instruction):
-    """Sum the squares of the mean gradient of `batch`, layer by layer, and add those of later stages; at stage 0 compute the norm."""
+    """Sum the squares of the mean gradient of `batch`, layer by layer, and add later stages' squares; at stage 0 compute the norm."""
 
     worker: int
     batch: int

@@ -82,7 +82,7 @@ def with_stage_norm(f: StageFunctions, accumulators: Tree, norm: GlobalNorm | No
 
 
 def next_scale(f: StageFunctions, scale: LossScale, norm: GlobalNorm) -> LossScale:
-    """Return the dynamic loss scale of the version that an update makes, from that of the version before."""
+    """Return the dynamic loss scale of the version that an update makes, from the version before."""
     assert f.precision.dynamic_scale is not None
     return f.precision.dynamic_scale.after(scale, norm.nonfinite == 0)
 
@@ -125,7 +125,7 @@ def _squares(a: Arrays, counts: Iterable[int]) -> tuple[GlobalNorm, ...]:
 
 
 def spec(a: Arrays) -> GlobalNorm | None:
-    """Return the specs of what an update gets: the norm of its stage with `clip_stage_norm`, otherwise that of all."""
+    """Return the specs of what an update gets: the norm of its stage with `clip_stage_norm`, otherwise of all stages."""
     norms = norms_of(a.functions)
     return GlobalNorm(_number(a), _number(a) if norms.of_all else None) if norms.of_stage else _norm(a)
 
@@ -170,7 +170,7 @@ def send_squares(worker: Worker, i: Send, update: int) -> Tree:
 
 
 def norm_for_update(worker: Worker, update: int, accumulators: Tree) -> GlobalNorm | None:
-    """Return the norm that an update gets; that of all stages stays until the next update, since it may have to be sent on."""
+    """Return the norm that an update gets; the norm of all stages stays until the next update, since it may have to be sent on."""
     norms, norm = norms_of(worker.functions), None
     if norms.of_all:
         if update - 1 in worker.state.updates:

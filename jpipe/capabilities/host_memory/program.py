@@ -217,7 +217,7 @@ def _size(cost: StageCost, what: Kept) -> int:
 
 
 def _message(letter: str, what: Kept) -> MessageHooks:
-    """Return a kind of move, of which only the size is asked for."""
+    """Return a kind of move for its size alone."""
 
     def price(prices: Prices, source: int, to: int) -> tuple[int, int, int]:
         s, _ = prices.plan.workers[max(source, to)]

@@ -65,7 +65,7 @@ def specs_of_message(source: Arrays, to: Arrays) -> tuple[Tree, Tree]:
 
 
 def completes_read(plan: Plan, functions: Sequence[StageFunctions], batch: int, workers: Collection[int]) -> Program | None:
-    """Return a program that completes weights that follow from optimizer state: each replica has those of the entries that it updates."""
+    """Return a program that completes weights that follow from optimizer state: each replica has the entries that it updates."""
     predicting = [s for s, f in enumerate(functions) if f.predicts]
     return lower_weights(plan, predicting, batch, workers=workers) if predicting else None
 

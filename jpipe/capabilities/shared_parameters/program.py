@@ -88,7 +88,7 @@ class _Lowering(LoweringHooks):
         return self._needed(worker, batch, first=False)
 
     def needed_for_sum(self, worker: Worker, batch: int) -> list[tuple[str, int, int]]:
-        """Return those of groups of which the worker's stage is the first, which alone counts them."""
+        """Return the groups that begin at the worker's stage, which alone counts them."""
         return self._needed(worker, batch, first=True)
 
     def _needed(self, worker: Worker, batch: int, *, first: bool) -> list[tuple[str, int, int]]:
@@ -98,7 +98,7 @@ class _Lowering(LoweringHooks):
         return [("shared", workers[worker.replica % len(workers)], batch) for workers in senders]
 
     def complete_sum(self, time: int, w: int, batch: int) -> None:
-        """Add the gradients of the groups of which the worker's stage is the first."""
+        """Add the gradients of the groups that begin at the worker's stage."""
         self._add(time, w, batch, first=True)
 
     def before_update(self, time: int, w: int, batch: int, retires: int | None) -> None:
@@ -125,7 +125,7 @@ class _Lowering(LoweringHooks):
 
 
 class _Verification(VerifyHooks):
-    """The shared gradients of one worker: its own of a batch, those of other stages, and the groups that are added."""
+    """The shared gradients of one worker: its own of a batch, other stages', and the groups that are added."""
 
     def __init__(self, verifier: Verifier) -> None:
         self._verifier, self._plan, self._stage = verifier, verifier.plan, verifier.stage
@@ -148,13 +148,13 @@ class _Verification(VerifyHooks):
         self._verifier.put(f"group {i.group} added", k)
 
     def complete(self, batch: int) -> None:
-        """Check that the groups are added of which the stage is the first: it alone counts them."""
+        """Check that the groups that begin at the stage are added: it alone counts them."""
         for group, stages in enumerate(self._groups):
             if stages[0] == self._stage:
                 self._verifier.look_at(f"group {group} added", last_microbatch(self._plan, batch))
 
     def updated(self, i: Update) -> None:
-        """Take what an update needs: the gradients of its stage, those of all other stages, and their sums."""
+        """Take what an update needs: the gradients of its stage, of all other stages, and their sums."""
         k, groups = last_microbatch(self._plan, i.batch), [group for group, stages in enumerate(self._groups) if self._stage in stages]
         kinds = ["shared"] if groups else []
         kinds += [f"shared of stage {s}" for s in _others(self._groups, self._stage)]

@@ -78,7 +78,7 @@ def check(plan: "jpipe.Plan") -> None:
 
 
 def even(parts: Any, stages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the fields of stages, of which those with replicas have so many parts, at most one for each layer; see `Plan.even`."""
+    """Return the fields of stages; stages with replicas have this many parts, at most one for each layer; see `Plan.even`."""
     if not is_int(parts) or parts < 1:
         raise InputError(f"plan: sum_parts: expected an integer of 1 or more, found {short(parts)}")
     if parts > 1 and all(stage["replicas"] == 1 for stage in stages):

@@ -36,9 +36,9 @@ class _Part:
 
 @dataclass(frozen=True, slots=True)
 class ComputePart(_Part, Compute):
-    """Run an op that computes the gradients of the weights for one of `parts` parts of the stage; those of a microbatch follow each other.
+    """Run an op that computes the gradients of the weights for one of `parts` parts of the stage; a microbatch's parts follow each other.
 
-    Part 0 is that of the last layers.
+    Part 0 has the last layers.
     """
 
     part: int
@@ -179,7 +179,7 @@ def _sum(worker: prediction.Worker, i: AllReduce) -> None:
 
 
 def stage_cost(plan: Plan, stage: Stage, cost: StageCost, layers: Mapping[str, LayerCost]) -> StageCost:
-    """Return the cost with those of each part of the stage; the first part recomputes the forward of all layers."""
+    """Return the cost with the costs of each part of the stage; the first part recomputes the forward of all layers."""
     if not stage.sum_parts or not cost.backward:
         return cost
     parts = [[layers[layer_id] for layer_id in part] for part in layers_by_part(stage)]

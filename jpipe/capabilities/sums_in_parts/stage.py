@@ -24,7 +24,7 @@ class Part:
 
     Attributes:
         run: (free arguments, held arrays) -> (results of this part, stash).
-        held: shapes and dtypes of the held arrays; those of the first part are the other arguments of the function.
+        held: shapes and dtypes of the held arrays; for the first part, the other arguments of the function.
         kept: positions of the held arrays that are held for the next part, too, which reads them, and after them the stash.
     """
 
@@ -84,7 +84,7 @@ class StageInParts:
     """The functions of a stage for its parts.
 
     Args:
-        functions: those of the whole stage.
+        functions: of the whole stage.
     """
 
     def __init__(self, functions: StageFunctions) -> None:
@@ -93,7 +93,7 @@ class StageInParts:
 
     @classmethod
     def of(cls, functions: StageFunctions) -> "StageInParts":
-        """Return those of a stage, which are made once."""
+        """Return a stage's parts, which are made once."""
         made: StageInParts = functions.added.setdefault("sums_in_parts", cls(functions))
         return made
 
@@ -141,7 +141,7 @@ class BackwardInParts:
 
         Args:
             op: what it does for this part.
-            number: of the part, counted from that of the last layers.
+            number: of the part, counted from the last layers.
             params: as for the whole op.
             arguments: what the part reads (for a later part what `held` returned), the accumulators of the part, rng and scale.
 

@@ -15,7 +15,7 @@ _Arrange = Callable[[np.ndarray], np.ndarray]
 
 
 def origins_of(equation: Any, arguments: Sequence[Origin]) -> list[Origin]:
-    """Return the origins of the results of an equation that has no body, from those of its arguments."""
+    """Return the origins of the results of an equation without a body, from its arguments' origins."""
     name = equation.primitive.name
     if name in _ARRANGE:
         arrange = _ARRANGE[name](equation)
@@ -305,7 +305,7 @@ class _Windows(NamedTuple):
         shape: of the operand.
         sizes: of a window, for each dim of the operand.
         rank: of what is read or written.
-        window_dims: its dims that are windows; the others are those of the indices.
+        window_dims: its dims that are windows; the others are dims of the indices.
         absent: the dims of the operand that windows lack.
         indexed: the dims of the operand that the indices count.
         batch: dims of the operand and of the indices that go together.
@@ -370,7 +370,7 @@ class _Windows(NamedTuple):
         return together([operand.rows, written])
 
     def _with_indices(self, rows: np.ndarray, indices: Origin) -> np.ndarray:
-        """Return the rows of what is read or written, with those of the indices."""
+        """Return the rows of what is read or written, and of the indices."""
         if not indices.depends:
             return rows
         sizes = iter(indices.rows.shape[1:])
@@ -410,13 +410,13 @@ def _dynamic_update_slice(equation: Any, arguments: Sequence[Origin]) -> list[Or
 
 
 def _window(shape: tuple[int, ...], sizes: Sequence[Any]) -> _Windows:
-    """Return a single window, whose dims are those of the operand."""
+    """Return a single window with the dims of the operand."""
     dims = range(len(shape))
     return _Windows(shape, sizes, len(shape), dims, (), dims, ((), ()))
 
 
 def _indices(starts: Sequence[Origin]) -> Origin:
-    """Return the origin of the index of a window, from those of its components."""
+    """Return the origin of the index of a window, from its components' origins."""
     if not starts:
         return origin_of((0,))
     numbers = [np.full(1, np.nan) if start.numbers is None else start.numbers for start in starts]

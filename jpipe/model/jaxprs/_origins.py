@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 NO_ROW = (1 << 14) - 1
-"""A number above that of any row."""
+"""A number above any row's."""
 _LARGEST = 1 << 26  # elements of an array of origins
 
 
@@ -20,7 +20,7 @@ class Origin(NamedTuple):
         rows: for each element a pair: the first row that it depends on, and the last one with a minus. Both are `NO_ROW` where it depends
             on none; the first is -1 where it is more than a sum over rows. So the pair of a sum is the minimum of the pairs.
         numbers: the values of integers and booleans that depend on no input, NaN where unknown; None where all are unknown.
-        of_model: whether the rows are those of the model's inputs or outputs, and not of labels alone.
+        of_model: whether the rows belong to the model's inputs or outputs, and not to labels alone.
     """
 
     rows: np.ndarray

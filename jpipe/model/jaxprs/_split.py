@@ -1,4 +1,4 @@
-"""Cut a backward in two halves: the gradients of the inputs, which the previous stage needs, and those of the weights.
+"""Cut a backward in two halves: the gradients of the inputs, which the previous stage needs, and of the weights.
 
 The backward is traced, and its calls and recomputations are inlined into one list of equations. Those that the gradients of the inputs need
 are the first half, the remaining ones the second. A scan that both need becomes two scans. Some arrays are kept between them: arguments

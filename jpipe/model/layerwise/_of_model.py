@@ -1,4 +1,4 @@
-"""An optimizer traced for a whole model's own tree of parameters, of which each layer evaluates its own part.
+"""An optimizer traced for a whole model's own tree of parameters; each layer evaluates its own part.
 
 Masks, labels and other functions of trees and paths are called in that trace, so they see the tree that they see outside of a pipeline.
 Where a loop such as `nn.scan` stacks the blocks of a model, each layer has slices of the stacked arrays.

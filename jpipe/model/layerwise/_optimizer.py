@@ -49,14 +49,14 @@ class LayerwiseOptimizer:
 
     Attributes:
         transformation: any optax transformation; `find_layerwise` says whether it may be used like this.
-        of_model: it, traced for the parameters of the whole model, of which each entry evaluates its part; None: apply it to each layer
+        of_model: it, traced for the parameters of the whole model: each entry evaluates its part; None: apply it to each layer
             alone.
         has_masters: whether the state is a `WithMasters`, whose masters are updated and then cast to the parameters' dtypes.
         ema_decay: keep an exponential moving average of the weights, or of the masters, with this decay.
         delay_factor: move the weights ahead of each update by this many updates for each update of its delay, as the last thing.
         used: the names of the `Position` on which its updates or its state depend, sorted.
         trained: the parameters that updates change, by entry (see `Ties`). Of frozen parameters there are no gradients and
-            no optimizer state. A layer of which all are frozen has none of either.
+            no optimizer state. A layer with all parameters frozen has none of either.
     """
 
     transformation: optax.GradientTransformation

@@ -95,9 +95,9 @@ def _find(
     ties: Ties,
     num_stages: int | None,
 ) -> LayerwiseOptimizer:
-    """Return the optimizer of a tree of parameters, of which each entry evaluates its part; see `find_layerwise`.
+    """Return the optimizer of a tree of parameters: each entry evaluates its part; see `find_layerwise`.
 
-    Where blocks are stacked in one array, updates of single slices must equal those of the whole array: its traced equations must not
+    Where blocks are stacked in one array, updates of single slices must equal the whole array's: its traced equations must not
     depend on the number of blocks, and a trial on tiny arrays must give equal numbers.
 
     Args:

@@ -88,7 +88,7 @@ def _of_parameter(path: tuple[str, ...], numbers: Mapping[tuple[str, ...], int])
 
 
 def _accepted(transformation: optax.GradientTransformation, names: Iterable[str]) -> tuple[str, ...]:
-    """Return those of the names that an optimizer's update accepts as keywords."""
+    """Return the names that an optimizer's update accepts as keywords."""
     if not isinstance(transformation, optax.GradientTransformationExtraArgs):
         return ()
     parameters = inspect.signature(transformation.update).parameters

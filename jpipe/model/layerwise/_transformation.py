@@ -115,7 +115,7 @@ def _functions(transformation: Any) -> Iterator[Any]:
 
 
 def _variables(function: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the closed-over variables of a function by name; of a method those of its object."""
+    """Yield the closed-over variables of a function by name; for a method, its object's."""
     yield from closed_over(function)
     if inspect.ismethod(function):
         yield from getattr(function.__self__, "__dict__", {}).items()

@@ -1,4 +1,4 @@
-"""Which pieces of a model are one layer: those of a block, of a small module, and what is small beside its neighbour."""
+"""Group traced equations into layers: by block, by small module; merge small leftovers into a neighbour."""
 
 import itertools
 import re

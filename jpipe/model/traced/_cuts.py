@@ -151,7 +151,7 @@ def same_cuts(chain: Chain, like: Chain, positions: Sequence[int], ids: Callable
         chain: the trace to cut.
         like: the trace that is cut at `positions`.
         positions: of the cuts.
-        ids: returns those of the layers, for messages.
+        ids: returns the layers' ids, for messages.
         names: of the parameters and layer state, for messages.
 
     Raises:

@@ -1,4 +1,4 @@
-"""A whole model that was traced and cut: its layers, and the way between their arrays and those of the whole."""
+"""A whole model that was traced and cut: its layers, and the way between their arrays and the whole model's."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -242,7 +242,7 @@ class TracedModel:
     # The arrays of the whole model ---------------------------------------------------------------------------------------
 
     def by_layer(self, params: Tree, state: Tree) -> dict[str, tuple[Tree, Tree]]:
-        """Return the parameters and state of each layer from those of the whole model; either, and any leaf, may be None."""
+        """Return the parameters and state of each layer from the whole model's; either, and any leaf, may be None."""
         trees = (
             jax.tree.map(lambda _: None, spec) if tree is None else tree
             for spec, tree in zip(self.whole.specs, (params, state), strict=True)
@@ -251,7 +251,7 @@ class TracedModel:
         return jax.tree.map(lambda leaf: None if isinstance(leaf, jax.ShapeDtypeStruct) else leaf, self.split(*filled))
 
     def split(self, params: Tree, state: Tree) -> dict[str, tuple[Tree, Tree]]:
-        """Return the parameters and the state of each layer from those of the whole model.
+        """Return the parameters and the state of each layer from the whole model's.
 
         Parameters that several layers read are with the first of them only; those without arrays (`jax.ShapeDtypeStruct`s) are left out.
         Slices of stacked arrays are made on the host.
@@ -289,7 +289,7 @@ class TracedModel:
         return places
 
     def join(self, params: Mapping[str, Tree], state: Mapping[str, Tree]) -> tuple[Tree, Tree]:
-        """Return the parameters and the layer state of the whole model from those of its layers.
+        """Return the parameters and the layer state of the whole model from its layers'.
 
         Args:
             params: by layer id. Leaves of the whole model that no layer has are `jax.ShapeDtypeStruct`s.

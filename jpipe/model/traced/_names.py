@@ -110,7 +110,7 @@ def parts_of(read: Sequence[set[int]], leaves: Leaves, named: Mapping[int, str])
 
 
 def _nearest(number: int, read: Sequence[set[int]], leaves: Leaves) -> int:
-    """Return the layer with the parameter whose path has most in common with that of a leaf that no layer reads."""
+    """Return the layer with the parameter path closest to the path of a leaf that no layer reads."""
     path = leaves.paths[number]
     common = [max((len(common_beginning([path, leaves.paths[other]])) for other in each), default=0) for each in read]
     return common.index(max(common))

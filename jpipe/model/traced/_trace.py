@@ -123,7 +123,7 @@ def paths_of(tree: Tree) -> list[Path]:
 
 
 def _sliced(leaves: Sequence[Leaf], paths: Sequence[Path]) -> tuple[Path, ...]:
-    """Return the paths of leaves; that of a slice has its index where the stacked part of the tree begins."""
+    """Return the paths of leaves; a slice's has its index where the stacked part of the tree begins."""
     stacked = {leaf.number: len(leaf.index) for leaf in leaves if leaf.index}
     result = []
     for leaf in leaves:

@@ -28,7 +28,7 @@ class Listing:
         self._known: dict[int, list[int]] = {}
 
     def _copies(self, worker: int) -> list[int]:
-        """Return the replicas, counted from that of the worker, for which its instructions are written."""
+        """Return the replicas, counted from the worker's, for which its instructions are written."""
         if worker not in self._known:
             self._known[worker] = [j for j in self._replicas if worker + j in self._written]
         return self._known[worker]
@@ -49,7 +49,7 @@ class Listing:
             self._written_at[2 * time].append(kind(worker + j, *fields))
 
     def write_each(self, time: int, worker: int, make: Callable[[int], Instruction]) -> None:
-        """Write an instruction for each replica: `make(j)` makes that of replica j, counted from the worker."""
+        """Write an instruction for each replica: `make(j)` makes the one for replica j, counted from the worker."""
         for j in self._copies(worker):
             self._written_at[2 * time].append(make(j))
 
@@ -68,7 +68,7 @@ class Listing:
             written += (i for i in transfer(source + j, to + j, k + j * of_microbatch, message) if i.worker in self._written)
 
     def once(self, time: int, instructions: Iterable[Instruction]) -> None:
-        """Write instructions that already are those of all replicas."""
+        """Write instructions that are for all replicas already."""
         for i in instructions:
             if i.worker in self._written:
                 self._written_at[2 * time].append(i)

@@ -35,7 +35,7 @@ class Worker:
         backwards: its backwards since the first batch of the run.
         updates: its updates since then.
         read: the newest version that one of its forwards has read; -1 before the first one.
-        next_version: the version that the next microbatch reads of which it finishes the backward; None before the first one.
+        next_version: the version read by the next microbatch to finish its backward; None before the first one.
         pending: its updates that wait for a sum or for other stages, in order.
     """
 

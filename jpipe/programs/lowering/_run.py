@@ -30,7 +30,7 @@ class _Effect(NamedTuple):
     Attributes:
         op: the op.
         ticks: how long it takes.
-        needs: the outputs or gradients of another stage, of which it waits for that of its microbatch; None: it waits for none.
+        needs: whether it waits for its microbatch's outputs or gradients from another stage; None: it waits for none.
         output: the outputs of the stage, if it makes one for another stage.
         gradient: the same of gradients.
         loads: whether something is loaded before it.

@@ -44,7 +44,7 @@ class Work(NamedTuple):
 
     Attributes:
         seconds: the number of its price.
-        stage, chunk: of which stage it is, and which of its rank's stages that is.
+        stage, chunk: its stage, and the number of that stage on its rank.
         op, microbatch, version, part: of a computation, as in a `Span`.
         follows: of an update, the number of its stage's last computation, counted over the rank; NOWHERE: it is a computation itself.
         changes: the number of changes of the rank's bytes until its end.
@@ -135,7 +135,7 @@ class Actions:
     Attributes:
         ranks: the actions of each rank.
         workers: the workers that have instructions, by number.
-        messages: those of capabilities.
+        messages: of capabilities.
         away, begin, before_compute, before_update: what capabilities do there, see `ProgramHooks`.
         places: the numbers of places, by worker and what is there; empty once all is written.
         num_places: how many there are.
@@ -179,7 +179,7 @@ class Worker:
     """A worker, whose instructions are written as actions of its rank, and what these depend on of earlier instructions.
 
     Attributes:
-        all, rank: the actions of all ranks, and those of its own.
+        all, rank: the actions of all ranks, and its own.
         number, stage, replica: of the worker.
         chunk: which of the rank's stages its stage is.
         others: the other replicas, if they update the remaining weights.

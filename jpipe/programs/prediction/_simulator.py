@@ -54,7 +54,7 @@ class _Rank:
 class Simulator:
     """A simulation of a program.
 
-    Each rank goes through its actions in order, up to one that needs something of which the time is not known. Messages and sums take their
+    Each rank goes through its actions in order, up to one that needs something with an unknown time. Messages and sums take their
     ports in the order of the times from which they can begin, so what a rank does does not depend on how its instructions are interleaved
     with those of others.
 

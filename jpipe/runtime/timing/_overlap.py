@@ -158,7 +158,7 @@ class _Moves:
         return self._transport.receive(Receive(to, 0, message, source), 0) if to in self.local else array
 
     def sum(self) -> Tree:
-        """Begin to sum an array over all devices, and return the sums of those of this process."""
+        """Begin to sum an array over all devices, and return the sums on this process's devices."""
         batch, sums = next(self._batches), dict[int, Tree]()
         assert self._finish is not None
         for w in self.local:

@@ -37,8 +37,8 @@ class Moved:
 
     Attributes:
         what, number: as in a `Transfer`.
-        workers: the sender and the receiver, of which one may be `HOST`, or all replicas.
-        makers: the computations of which one or more leave what is moved.
+        workers: the sender and the receiver (one may be `HOST`), or all replicas.
+        makers: the computations that may leave what is moved; one or more do.
         readers: those that read it.
         lasts: whether it takes time for sure, also where it was seen to arrive before the end of what makes it was noted.
         posted: when it was last posted; NaN: not by this process.
@@ -57,7 +57,7 @@ class Moved:
     size: float = 0.0
 
     def transfer(self, plan: Plan, starts: Mapping[Computation, float], ends: Mapping[Computation, float]) -> Transfer:
-        """Return it with the times that follow from those of the computations, see `TransferWatcher.transfers`."""
+        """Return it with the times that follow from the computations', see `TransferWatcher.transfers`."""
         made = max((ends[key] for key in self.makers if key in ends), default=0.0)
         start = math.nan if math.isnan(self.posted) else max(self.posted, made)
         reader = min((key for key in self.readers if key in starts), key=starts.__getitem__, default=None)
@@ -252,7 +252,7 @@ def _sent(summed: Tree, plan: Plan, replicas: int) -> float:
 
 
 def _producers(name: _Name, following: int, plan: Plan) -> list[Computation]:
-    """Return the computations of which one leaves what is moved."""
+    """Return the computations that may leave what is moved; one does."""
     what, workers, number = name
     s = plan.workers[workers[0]][0]
     match what:

@@ -11,7 +11,7 @@ def delayed_weights(plan: Shape, p: int, microbatches: Sequence[int], ahead: int
     Args:
         plan: with one stage for each rank.
         p: the rank, and its stage.
-        microbatches: those of one of its replicas, in order.
+        microbatches: of one of its replicas, in order.
         ahead: n_s, at least 1.
         delay: in microbatches.
     """

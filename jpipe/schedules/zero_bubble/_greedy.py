@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 from jpipe.schedules._schedule import Action, Ranks
 
 Order = tuple[tuple[Action, ...], ...]
-"""The computations of each rank; those of the last stage not yet as one program, and whole backwards only at stage 0."""
+"""The computations of each rank; the last stage's are not yet one program, and only stage 0 has whole backwards."""
 
 
 @runtime_checkable
@@ -61,7 +61,7 @@ class Rules(NamedTuple):
     """The preferences of a rank. Ready backwards for inputs come before all else, then forwards, then computations for which no rank waits.
 
     Attributes:
-        deepest_first: of the ready forwards that of the last stage first; otherwise that of the first stage.
+        deepest_first: of the ready forwards the last stage's first; otherwise the first stage's.
         ahead: rank p of d begins no more than ahead (d - p - 1) + 1 microbatches of a stage before the backward for inputs of the first
             of them; 0: as many as the limit lets.
         patience: a computation for which no rank waits begins only if this part of it fits before the next known arrival.

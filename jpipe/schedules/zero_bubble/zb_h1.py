@@ -10,7 +10,7 @@ for inputs and for weights; `FI`: a forward and the first half; `*`: an update f
 
 Version read at any stage: floor(k / m); staleness 0. Versions alive: 1. In flight: up to the backward for inputs n_s = d - s, as under
 1F1B; up to the backward for weights d at every stage. Bubble of a batch: (d - 1) (F + I - W) for equal stages with W <= min(F, I) and
-m >= d, a third of that of 1F1B for F = I = W; for longer W more.
+m >= d, a third of 1F1B's for F = I = W; for longer W more.
 Reference: Qi et al. 2023, "Zero Bubble Pipeline Parallelism", section 2.2.
 """
 

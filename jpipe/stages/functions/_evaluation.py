@@ -24,7 +24,7 @@ def evaluate(f: StageFunctions, params: Tree, state: Tree, x: Tree, labels: Tree
 
 
 def predict(f: StageFunctions, params: Tree, state: Tree, x: Tree, labels: None, rng: tuple[Any, Any]) -> Tree:
-    """Return the stage output in evaluation mode, at the last stage, too; the arguments are those of `evaluate`, without labels."""
+    """Return the stage output in evaluation mode, at the last stage, too; the arguments are as for `evaluate`, without labels."""
     return f.apply(f.whole(params), state, f.received(x), rng, train=False)[0]
 
 

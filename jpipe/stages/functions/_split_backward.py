@@ -1,4 +1,4 @@
-"""The backward of a stage in two halves, the gradients of its inputs and those of its weights."""
+"""The backward of a stage in two halves: the gradients of its inputs, and of its weights."""
 
 import warnings
 from collections.abc import Callable, Sequence

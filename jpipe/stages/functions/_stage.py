@@ -96,7 +96,7 @@ class StageFunctions:
         precision: the dtypes of weight versions and accumulators, and the loss scale; the layers of `stack` compute in it already.
         partition: how its arrays are sharded over the mesh of each of its workers.
         input_gradient: whether the gradient of x is computed: not at the first stage, and not where all parameters before are frozen.
-        output_gradient: whether that of y is: not if all parameters up to here are frozen. Messages without a gradient have an empty
+        output_gradient: whether y's gradient is: not if all parameters up to here are frozen. Messages without a gradient have an empty
             list in its place.
     """
 

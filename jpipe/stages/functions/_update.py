@@ -149,7 +149,7 @@ def delay_squares(f: StageFunctions, newest: Tree, before: Tree | None, optimize
     Args:
         f: of the stage.
         newest: the parameters of the newest version, by entry, of the entries to count.
-        before: those of the version before; None if the stage holds one version, which gives NaN for the distance.
+        before: of the version before; None if the stage holds one version, which gives NaN for the distance.
         optimizer_state: of these entries.
 
     Returns:

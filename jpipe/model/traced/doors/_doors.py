@@ -137,7 +137,7 @@ def _open_linen(module: linen.Module, inputs: tuple[Any, ...], variables: Any) -
 
 
 def _open_called(fn: Callable[..., Any], params: Tree, inputs: tuple[Any, ...], state: Tree | None) -> Whole:
-    """Return the whole of a function of a tree, of which only the arrays change."""
+    """Return the whole of a function of a tree with only its arrays changed."""
     state_arrays = only({} if state is None else state, is_array)
     static_state = only(state, lambda leaf: not is_array(leaf))
     num_inputs, mode, randomness = len(inputs), modes(WHERE, fn, is_bound(fn), (state is not None) + 1 + len(inputs)), Randomness.of(fn)

@@ -1,4 +1,4 @@
-"""A whole model as one layer, of which only floating-point arrays are parameters."""
+"""A whole model as one layer; only its floating-point arrays are parameters."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -24,7 +24,7 @@ class Whole:
     With one input the layer's `x` is that input, with several it is their tuple.
 
     Attributes:
-        layer: its `init` uses the key of the run as it is, its `apply` that of the microbatch. Its parameters are the floating-point
+        layer: its `init` uses the key of the run as it is, its `apply` the microbatch's. Its parameters are the floating-point
             arrays that are trained, in a tree in which None replaces all others; other parameters are in its state.
         params: the arrays that the user gave, in the structure of the layer's parameters; None if there are none yet.
         state: likewise.
@@ -168,7 +168,7 @@ def only(tree: Tree, choose: Callable[[Any], bool]) -> Tree:
 
 
 def joined(*parts: Tree) -> Tree:
-    """Return the whole tree from parts of it, of which each has None where it has no leaf."""
+    """Return the whole tree from parts of it; each part has None where it has no leaf."""
     return jax.tree.map(
         lambda *leaves: next((leaf for leaf in leaves if leaf is not None), None), *parts, is_leaf=lambda leaf: leaf is None
     )

@@ -182,7 +182,7 @@ MOST = 512
 
 
 class Lazy(ABC):
-    """A value of which each slice can be read alone.
+    """A value with slices that can be read alone.
 
     Attributes:
         aval: its shape and dtype.

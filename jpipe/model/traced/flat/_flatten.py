@@ -111,7 +111,7 @@ def flatten(
         axes: for some leaves axes along which they must be split, as in another trace of the same model.
 
     Returns:
-        The flat jaxpr. Its values equal those of the original one.
+        The flat jaxpr, with equal values.
     """
     jaxpr, replaces = closed.jaxpr, replaces or {}
     builder = Builder([var.aval for var in jaxpr.invars[:num_leaves]], axes or {})
