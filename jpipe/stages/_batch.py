@@ -90,8 +90,7 @@ def bucket_of(batch: Any, count: int, specs: Sequence[Batch]) -> int:
             return number
     spec = microbatch_spec(batch, count)
     if spec not in specs:
-        those = "the one" if len(specs) == 1 else "one of those"
-        raise InputError(f"batch: expected microbatches like {those} of init, {describe_shapes(specs)}; found {describe(spec)}")
+        raise InputError(f"batch: expected microbatches like {_those(specs)}; found {describe(spec)}")
     return specs.index(spec)
 
 
@@ -127,10 +126,12 @@ def bucket_of_inputs(inputs: Tree, specs: Sequence[Tree]) -> int:
     rows = rows_of(specs[0])
     spec = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), spec_of(leaf).dtype), inputs)
     if spec not in specs:
-        those = "the one" if len(specs) == 1 else "one of those"
-        expected = " or ".join(map(describe, specs))
-        raise InputError(f"predict: expected inputs like {those} of init, {expected} for a microbatch; found {describe(inputs)}")
+        raise InputError(f"predict: expected inputs like {_those(specs)} for a microbatch; found {describe(inputs)}")
     return list(specs).index(spec)
+
+
+def _those(specs: Sequence[Tree]) -> str:
+    return f"{'the one' if len(specs) == 1 else 'one of those'} of init, {describe_shapes(specs)}"
 
 
 def check_buckets(buckets: Sequence[Bucket]) -> None:
@@ -165,7 +166,7 @@ def check_buckets(buckets: Sequence[Bucket]) -> None:
                     )
 
 
-def describe_shapes(specs: Sequence[Batch]) -> str:
+def describe_shapes(specs: Sequence[Tree]) -> str:
     """Describe the shapes for messages."""
     return " or ".join(map(describe, specs))
 

@@ -101,7 +101,7 @@ def _of_microbatch(a: Arrays, splits: bool) -> tuple[tuple[list[Any], list[Any]]
     for i, leaf in zip(f.residuals.arguments, arguments, strict=True):
         if i not in unchanged:
             arguments_kept.append(leaf)
-        elif splits and f.halves.reads_argument_late(i):
+        elif splits and ("argument", i) in f.halves.late:
             late += nbytes(leaf)
     outputs_kept = [leaf for i, leaf in zip(f.residuals.outputs, outputs, strict=True) if i - begin not in unchanged]
     return (arguments_kept, outputs_kept), late
@@ -124,10 +124,10 @@ def kept_by_both(before: StageFunctions, after: StageFunctions, splits: tuple[bo
     passed: list[Passed] = []
     for i, size in enumerate(sizes):
         if i in before.residuals.outputs:
-            late = splits[0] and before.halves.reads_output_late(i)
+            late = splits[0] and ("output", i) in before.halves.late
             is_kept = state + i in after.residuals.arguments
             receiver: Literal["F", "I", "W"] = (
-                "F" if not is_kept else "W" if splits[1] and after.halves.reads_argument_late(state + i) else "I"
+                "F" if not is_kept else "W" if splits[1] and ("argument", state + i) in after.halves.late else "I"
             )
             passed.append(Passed(size, "W" if late else "I", receiver))
     return tuple(passed)

@@ -59,29 +59,27 @@ def compile_workers(
         programs: what will run.
         like: the same workers compiled for microbatches of other shapes; calls that do not depend on the shapes are shared.
     """
-    keys = {w: (f.stage.layers, place, share) for w, (f, place, share) in workers.items()}
-    of_key = {key: f for w, (f, _, _) in workers.items() for key in (_for_all(keys[w]), keys[w])}
-    used: dict[Any, set[str]] = {key: set() for key in of_key}
-    for w, (f, _, _) in workers.items():
-        used[_for_all(keys[w])].update(name for name in _always_used(f) if like is None or name == "evaluate")
+    names = {w: {name for name in _always_used(f) if like is None or name == "evaluate"} for w, (f, _, _) in workers.items()}
     for program in programs:
         for instruction in program.instructions:
-            if instruction.worker in workers:
-                for name in _calls(instruction, program, workers[instruction.worker][0]):
-                    if like is not None and name not in ops_of_stage(workers[instruction.worker][0]):
-                        continue
-                    key = keys[instruction.worker]
-                    used[key if name in get_args(UpdateKind) else _for_all(key)].add(name)
-    stages = [(f, *key[1:], sorted(used[key])) for key, f in of_key.items()]
-    compiled = dict(zip(of_key, _compile_in_turns(stages), strict=True))
-    stages_by_key = {
-        key: CompiledStage(of_key[key], place, compiled[_for_all(key)] | compiled[key], share)
-        for key in dict.fromkeys(keys.values())
-        for _, place, share in (key,)
-    }
-    if like is None:
-        return {w: stages_by_key[key] for w, key in keys.items()}
-    return {w: replace(stages_by_key[key], calls=like[w].calls | stages_by_key[key].calls) for w, key in keys.items()}
+            if (w := instruction.worker) in workers:
+                f = workers[w][0]
+                names[w].update(name for name in _calls(instruction, program, f) if like is None or name in ops_of_stage(f))
+    used: dict[tuple[Any, ...], set[str]] = {}  # by layers, place and share; calls that do not depend on the share have none
+    stages: dict[tuple[Any, ...], StageFunctions] = {}
+    for w, (f, place, share) in workers.items():
+        of_share = {name for name in names[w] if name in get_args(UpdateKind)}
+        for key, some in (((f.stage.layers, place, None), names[w] - of_share), ((f.stage.layers, place, share), of_share)):
+            used.setdefault(key, set()).update(some)
+            stages[key] = f
+    due = [(f, *key[1:], sorted(used[key])) for key, f in stages.items()]
+    compiled = dict(zip(stages, _compile_in_turns(due), strict=True))
+    made: dict[tuple[Any, ...], CompiledStage] = {}
+    for f, place, share in workers.values():
+        key = f.stage.layers, place, share
+        made.setdefault(key, CompiledStage(stages[key], place, compiled[*key[:2], None] | compiled[key], share))
+    of_workers = {w: made[f.stage.layers, place, share] for w, (f, place, share) in workers.items()}
+    return of_workers if like is None else {w: replace(stage, calls=like[w].calls | stage.calls) for w, stage in of_workers.items()}
 
 
 def _always_used(f: StageFunctions) -> set[str]:
@@ -89,11 +87,6 @@ def _always_used(f: StageFunctions) -> set[str]:
     options = dict.fromkeys(("add_state", "mean_state"), f.averages_when_read)
     options["evaluate"] = can_evaluate(f)
     return {name for name, used in options.items() if used}
-
-
-def _for_all(key: tuple[tuple[str, ...], Place, Share | None]) -> tuple[tuple[str, ...], Place, Share | None]:
-    """Return the key of the calls that replicas share whatever their share of the updates is."""
-    return (*key[:2], None)
 
 
 def _compile_in_turns(

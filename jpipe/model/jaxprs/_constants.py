@@ -125,11 +125,7 @@ def _arrays(module: Any) -> Iterator[tuple[str, Any]]:
             yield jax.tree_util.keystr(keys, simple=True, separator="."), leaf
         return
     if isinstance(module, Mapping):
-        for key, inner in module.items():
-            yield from ((f"[{key!r}]{path}", leaf) for path, leaf in (_arrays(inner) if isinstance(inner, Mapping) else [("", inner)]))
-        return
-    if isinstance(module, nnx.Variable):
-        yield from (("", leaf) for leaf in jax.tree.leaves(module.get_value()))
+        yield from ((jax.tree_util.keystr(keys), leaf) for keys, leaf in jax.tree_util.tree_flatten_with_path(module)[0])
         return
     for keys, variable in nnx.iter_graph(module):
         if isinstance(variable, nnx.Variable):

@@ -87,21 +87,17 @@ class SplitBackward:
         return self.late_inputs(forward_arrays, tuple(saved.get(i, unread) for i in range(self.residuals.count)), y), stash
 
     @cached_property
+    def late(self) -> frozenset[tuple[str, int]]:
+        """The residuals that the second half reads, each as the kind and the position of a `Source`."""
+        of_kinds = {"argument": self.residuals.arguments, "output": self.residuals.outputs, "saved": range(len(self.between[1]))}
+        all_of_them = [(kind, position) for kind, positions in of_kinds.items() for position in positions]
+        begin = len(jax.tree.leaves(self.params))
+        return frozenset(residual for i, residual in enumerate(all_of_them, begin) if i in self._late_positions)
+
+    @cached_property
     def late_saved(self) -> tuple[int, ...]:
         """Which of the saved arrays of a forward the second half reads."""
-        forward_arrays, saved, _ = self.between
-        begin = len(jax.tree.leaves((self.params, forward_arrays)))
-        return tuple(i - begin for i in self._late_positions if begin <= i < begin + len(saved))
-
-    def reads_argument_late(self, position: int) -> bool:
-        """Return whether the second half reads this residual, an argument by its position among the leaves of (state, x, labels)."""
-        index = self.residuals.arguments.index(position)
-        return len(jax.tree.leaves(self.params)) + index in self._late_positions
-
-    def reads_output_late(self, position: int) -> bool:
-        """Return whether the second half reads this residual, an output by its position among the leaves of (y, new state)."""
-        index = len(self.residuals.arguments) + self.residuals.outputs.index(position)
-        return len(jax.tree.leaves(self.params)) + index in self._late_positions
+        return tuple(sorted(position for kind, position in self.late if kind == "saved"))
 
     @property
     def stash_spec(self) -> tuple[LateInputs, list[Any]]:
