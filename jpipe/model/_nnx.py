@@ -167,12 +167,14 @@ class NnxFunctions:
     def _rng_state(self, key: jax.Array | None) -> list[jax.Array]:
         """Return the state of every random stream, restarted from this microbatch's key with all counters at 0."""
         base = jax.random.key(0) if key is None else key  # without a key nothing is to be drawn
-        return [
-            _keys_like(spec, jax.random.fold_in(base, i))
-            if jnp.issubdtype(spec.dtype, jax.dtypes.prng_key)
-            else jnp.zeros(spec.shape, spec.dtype)
-            for i, spec in enumerate(jax.tree.leaves(self.rng_specs))
-        ]
+
+        def restarted(i: int, spec: Any) -> jax.Array:
+            if not jnp.issubdtype(spec.dtype, jax.dtypes.prng_key):
+                return jnp.zeros(spec.shape, spec.dtype)
+            own = jax.random.fold_in(base, i)
+            return jax.random.split(own, spec.shape) if spec.shape else own  # vmapped or scanned modules hold a stack of keys
+
+        return [restarted(i, spec) for i, spec in enumerate(jax.tree.leaves(self.rng_specs))]
 
 
 def _axes(params: Any) -> dict[str, tuple[str | None, ...]]:
@@ -244,11 +246,6 @@ def _attributes(part: nnx.Module) -> Iterator[tuple[str, Any]]:
 
 def _holds_arrays(value: Any) -> bool:
     return any(isinstance(leaf, (jax.Array, np.ndarray)) for leaf in jax.tree.leaves(value))
-
-
-def _keys_like(spec: Any, key: jax.Array) -> jax.Array:
-    """Return as many keys as `spec` has (vmapped or scanned modules hold a stack of them), from one."""
-    return jax.random.split(key, spec.shape) if spec.shape else key
 
 
 def _static_attributes(module: nnx.Module) -> dict[str, Any]:

@@ -64,13 +64,9 @@ class Chain:
         return last
 
     @cached_property
-    def _numbers(self) -> dict[Any, int]:
-        return {var: number for number, var in enumerate(self.leaves)}
-
-    @cached_property
     def _needs(self) -> dict[Any, frozenset[Any]]:
         """The parameters, layer state and key (by number, and None) that each variable needs which does not depend on the inputs."""
-        needs: dict[Any, frozenset[Any]] = {var: frozenset([number]) for var, number in self._numbers.items()}
+        needs: dict[Any, frozenset[Any]] = {var: frozenset([number]) for number, var in enumerate(self.leaves)}
         needs[self.key] = frozenset([None])
         for equation in self.jaxpr.eqns:
             if equation.outvars and equation.outvars[0] in self.sources:

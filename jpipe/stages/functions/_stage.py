@@ -342,7 +342,7 @@ class StageFunctions:
         forward_arrays = self.residuals.keep(self.specs.arguments, (y, self.changed.joined(changed, self.specs.state)))
         if self.last:
             return forward_arrays, saved, y
-        gradient = self.exchange.specs("gradient", floats_of(self._output)) if self.output_gradient else []
+        gradient = self.exchange.specs("gradient", floats_of(self.last_layer.output)) if self.output_gradient else []
         return forward_arrays, saved, (gradient, jax.ShapeDtypeStruct((), loss_dtype()))
 
     @property
@@ -350,11 +350,6 @@ class StageFunctions:
         """Shapes and dtypes of the gradient message for the previous stage."""
         gradient = self.exchange.specs("gradient", floats_of(self.specs.input)) if self.input_gradient else []
         return gradient, jax.ShapeDtypeStruct((), loss_dtype())
-
-    @property
-    def _output(self) -> Tree:
-        """Shapes and dtypes of what the last layer returns."""
-        return self.last_layer.output
 
     @cached_property
     def last_layer(self) -> LayerSpec:
@@ -447,7 +442,7 @@ class StageFunctions:
         if self.last:
             gradient = [jnp.full_like(gradient, 1.0 if scale is None else scale)]
         else:
-            gradient = self.exchange.decode("gradient", gradient, floats_of(self._output))
+            gradient = self.exchange.decode("gradient", gradient, floats_of(self.last_layer.output))
         gradients, x_gradient = vjp(gradient)
         return gradients, x_gradient
 

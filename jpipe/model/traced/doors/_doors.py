@@ -12,7 +12,7 @@ from flax import linen, nnx
 from jpipe.errors import InputError, callers_code, cause
 from jpipe.model._adapters import is_constructor, linen_layer, needed_parameters
 from jpipe.model._calls import Randomness, arguments_of, call_by_name, is_bound, modes
-from jpipe.model._layer import Layer, describe, key_spec, spec_of
+from jpipe.model._layer import Layer, describe, key_spec
 from jpipe.model._nnx import NnxFunctions, abstract, built_functions, is_in_evaluation, nnx_functions
 from jpipe.model.traced.doors._whole import WHERE, Whole, is_array, is_spec, joined, matched, only, path_name, specs_of, whole
 
@@ -114,7 +114,7 @@ def _open_nnx(functions: NnxFunctions) -> Whole:
 
 
 def _open_linen(module: linen.Module, inputs: tuple[Any, ...], variables: Any) -> Whole:
-    layer, x = linen_layer(WHERE, module, len(inputs)), _x_of(inputs)
+    layer, x = linen_layer(WHERE, module, len(inputs)), inputs[0] if len(inputs) == 1 else inputs
     with callers_code(lambda error: f"{WHERE} does not take its inputs, {describe(x)}; it says: {cause(error)}; fix one of them"):
         specs = jax.eval_shape(layer.init, key_spec(), x)
 
@@ -176,9 +176,3 @@ def _with_inference(tree: Tree, inference: bool) -> Tree:
         return inference if isinstance(leaf, bool) and path and path_name(path[-1:]) == "inference" else leaf
 
     return jax.tree_util.tree_map_with_path(changed, tree)
-
-
-def _x_of(inputs: tuple[Any, ...]) -> Any:
-    """Return the layer's input."""
-    specs = jax.tree.map(spec_of, inputs)
-    return specs[0] if len(inputs) == 1 else specs
