@@ -159,8 +159,7 @@ class ProgramHooks:
         writers: by the type of instructions, `(worker, instruction) -> None`, writes it as actions and changes of bytes; for one of the
             core in place of its writer there.
         changes: the changes of bytes, by name, `(Prices, StageCost, stage, *arguments) -> Change`.
-        away: `(plan, stage) -> set` of what it keeps elsewhere before the first instruction, see `Worker.away`.
-        begin: `(worker) -> None`, before the first instruction.
+        begin: `(worker) -> None`, before the first instruction; it may note what is elsewhere then, in `Worker.away`.
         before_compute: `(worker, instruction) -> None`, before a computation.
         before_update: `(worker, instruction) -> None`, before an update.
     """
@@ -185,7 +184,6 @@ class ProgramHooks:
     verify: Hook | None = None
     writers: Mapping[type, Hook] = field(default_factory=dict)
     changes: Mapping[str, Hook] = field(default_factory=dict)
-    away: Hook | None = None
     begin: Hook | None = None
     before_compute: Hook | None = None
     before_update: Hook | None = None

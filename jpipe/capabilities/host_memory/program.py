@@ -248,7 +248,7 @@ PROGRAM = ProgramHooks(
     verify=_Verification,
     writers={Offload: _write_move, Fetch: _write_move},
     changes={"move": _change},
-    away=_at_rest,
+    begin=lambda worker: worker.away.update(_at_rest(worker.all.plan, worker.stage)),
     before_compute=_before_compute,
     before_update=_before_update,
 )

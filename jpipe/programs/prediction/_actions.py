@@ -136,7 +136,7 @@ class Actions:
         ranks: the actions of each rank.
         workers: the workers that have instructions, by number.
         messages: of capabilities.
-        away, begin, before_compute, before_update: what capabilities do there, see `ProgramHooks`.
+        begin, before_compute, before_update: what capabilities do there, see `ProgramHooks`.
         places: the numbers of places, by worker and what is there; empty once all is written.
         num_places: how many there are.
         there: the places of what is there from the beginning.
@@ -155,8 +155,7 @@ class Actions:
         self.places, self.seconds, self.changes, self.routes = (_Numbers() for _ in range(4))
         used = programs_of(plan, program.uses)
         self.messages: dict[str, MessageHooks] = merged("messages", used)
-        self.away, self.begin = hooks("away", used), hooks("begin", used)
-        self.before_compute, self.before_update = hooks("before_compute", used), hooks("before_update", used)
+        self.begin, self.before_compute, self.before_update = (hooks(name, used) for name in ("begin", "before_compute", "before_update"))
         writers = WRITERS | merged("writers", used)
         self.there: set[int] = set()
         self.events: dict[tuple[Any, ...], Event] = {}
@@ -199,12 +198,12 @@ class Worker:
         self.others = tuple(w for w in plan.stage_workers[s] if w != number) if plan.divides_updates else ()
         self.versions: dict[int, tuple[int, ...]] = dict.fromkeys(sorted(versions_before(plan, number, start)), ())
         self.most_versions, self.accumulates, self.last = len(self.versions), True, NOWHERE
-        self.away = {kept for away in of_program.away for kept in away(plan, s)}
+        self.away = set[tuple[str, int]]()
         self.computed: dict[int, str] = {}
         self.rank.workers.append(self)
-        self.change("begin", len(self.versions), bool(self.away))
         for begin in of_program.begin:
             begin(self)
+        self.change("begin", len(self.versions), bool(self.away))
 
     def place(self, *what: Any) -> int:
         """Return the place of the time of something that it waits for or makes, a name and numbers."""
