@@ -181,12 +181,13 @@ class _Watcher:
         """Note a computation of a worker, and what the rank holds when it is over."""
         self.look(worker, state)
         sample = _Sample(dict(self._parts), *_sum_buffers(self._buffers.values()))
-        device = min(done.devices(), key=lambda device: device.id)  # of a mesh the first one
-        self.ends.put((instruction, device, time.perf_counter() - self._began, sample), done)
+        self.ends.put((instruction, done, time.perf_counter() - self._began, sample), done)
 
-    def _note_end(self, computation: "tuple[_Instruction, jax.Device, float, _Sample]") -> None:
-        instruction, device, dispatched, sample = computation
-        self.computations.append(_Computation(instruction, device, dispatched, time.perf_counter() - self._began))
+    def _note_end(self, computation: "tuple[_Instruction, jax.Array, float, _Sample]") -> None:
+        instruction, done, dispatched, sample = computation
+        end = time.perf_counter() - self._began
+        device = min(done.devices(), key=lambda device: device.id)  # of a mesh the first one
+        self.computations.append(_Computation(instruction, device, dispatched, end))
         self._samples.append(sample)
 
     def look(self, worker: int, state: WorkerState) -> None:
