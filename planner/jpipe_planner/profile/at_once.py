@@ -3,17 +3,15 @@
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
-import optax
 
-import jpipe
 from jpipe.context import without_mesh
 from jpipe_planner.profile.analyze import PROGRAMS
 from jpipe_planner.profile.bench import StageRun
-from jpipe_planner.profile.model import Batch, Model
+from jpipe_planner.profile.model import Model
 from jpipe_planner.profile.profile import Profile
 from jpipe_planner.profile.scratch import compiling_threads
 
@@ -24,41 +22,21 @@ _MOST = 64  # of these microbatches
 class WorkAtOnce:
     """Forwards, backwards and an update of one layer, to run on some devices of this process at once, as a pipeline does.
 
-    The layer is one of those whose equals take most of the time of the profile, at a size in the middle.
-
-    Attributes:
-        layer_id: the layer.
-
     Args:
-        stack, batch, loss, optimizer, precision, ema_decay, delay_correction: as in `measure`.
-        profile: the costs of the layers.
+        model: the model, at one size.
+        layer_id: the layer, from `longest_layer`.
+        seconds: of its forward and backward.
         devices: of this process.
     """
 
     @without_mesh()
-    def __init__(
-        self,
-        stack: jpipe.LayerStack,
-        batch: Batch,
-        loss: Callable[[Any, Any], tuple[jax.Array, jax.Array]],
-        optimizer: optax.GradientTransformation,
-        profile: Profile,
-        devices: Sequence[jax.Device],
-        *,
-        ema_decay: float | None = None,
-        delay_correction: str | float | None = None,
-        precision: jpipe.Precision | None = None,
-    ) -> None:
-        rows = profile.sizes[len(profile.sizes) // 2]
-        self.layer_id, seconds = longest_layer(profile, rows)
-        self._calls = min(math.ceil(SECONDS / seconds), _MOST)
-        model = Model(stack, batch, loss, optimizer, (rows,), precision or jpipe.Precision(), ema_decay, delay_correction)
-        stage = model.stage([self.layer_id], rows)
+    def __init__(self, model: Model, layer_id: str, seconds: float, devices: Sequence[jax.Device]) -> None:
+        (rows,), self._calls = model.sizes, min(math.ceil(SECONDS / seconds), _MOST)
+        stage = model.stage([layer_id], rows)
         with compiling_threads() as pool:
-            lowered = {device: {name: stage.trace(name, device).lower() for name in PROGRAMS} for device in devices}
-            begun = {device: {name: pool.submit(each.compile) for name, each in lowered[device].items()} for device in devices}
-            compiled = {device: {str(name): each.result() for name, each in begun[device].items()} for device in devices}
-        self._runs = [StageRun(stage, model.batch(rows), calls, device) for device, calls in compiled.items()]
+            begun = [{name: pool.submit(stage.trace(name, device).lower().compile) for name in PROGRAMS} for device in devices]
+            compiled = [{str(name): program.result() for name, program in of_device.items()} for of_device in begun]
+        self._runs = [StageRun(stage, model.batch(rows), *each) for each in zip(compiled, devices, strict=True)]
         self.seconds(len(devices))  # warms up
 
     def seconds(self, count: int) -> float:

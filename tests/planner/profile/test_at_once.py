@@ -13,6 +13,7 @@ from jpipe_planner import Topology
 from jpipe_planner.cost.simulated import simulate_plan
 from jpipe_planner.profile import at_once
 from jpipe_planner.profile.at_once import WorkAtOnce, cores, longest_layer
+from jpipe_planner.profile.model import Model
 from jpipe_planner.profile.profile import Profile
 
 
@@ -50,9 +51,8 @@ def test_all_devices_run_the_same_work_at_once(monkeypatch):
     stack = jpipe.LayerStack({name: lambda rngs: nnx.Linear(4, 4, rngs=rngs) for name in ("in", "a", "b", "out")})
     spec = {rows: jax.ShapeDtypeStruct((rows, 4), np.float32) for rows in (4,)}
     devices = jax.devices()[:2]
-    profile = profile_of(**dict.fromkeys(stack.ids, at_once.SECONDS / 24))  # of 4 rows: two microbatches take SECONDS
-    work = WorkAtOnce(stack, lambda rows: (spec[rows], spec[rows]), loss, optax.adam(1e-3), profile, devices)
-    assert work.layer_id == "in"
+    model = Model(stack, lambda rows: (spec[rows], spec[rows]), loss, optax.adam(1e-3), (4,))
+    work = WorkAtOnce(model, "a", at_once.SECONDS / 2, devices)
     assert work.seconds(1) > 0
     begun, finished = [], []
     clock = iter(range(100))

@@ -13,8 +13,8 @@ import optax
 
 import jpipe
 from jpipe_planner import Profile, Topology, analyze, measure
-from jpipe_planner.profile.at_once import WorkAtOnce, cores
-from jpipe_planner.profile.model import Batch
+from jpipe_planner.profile.at_once import WorkAtOnce, cores, longest_layer
+from jpipe_planner.profile.model import Batch, Model
 from jpipe_train.assemble import model
 from jpipe_train.assemble.build import precision
 from jpipe_train.assemble.frozen import trains_part
@@ -142,7 +142,8 @@ def cores_of(parts: Parts, profile: Profile, devices: int, together: Together) -
     local = jax.local_devices()[:devices]
     if devices == 1 or local[0].platform != "cpu":
         return None
-    work = WorkAtOnce(*parts.for_profile, profile, local, **parts.profile_options)
+    rows = profile.sizes[len(profile.sizes) // 2]
+    work = WorkAtOnce(Model(*parts.for_profile, (rows,), **parts.profile_options), *longest_layer(profile, rows), local)
     rounds = list[tuple[float, float]]()
     for _ in range(ROUNDS):
         together.meet("one device to compute alone")
