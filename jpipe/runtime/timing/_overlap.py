@@ -26,13 +26,13 @@ _numbers = itertools.count()
 
 
 class OverlapTimes(NamedTuple):
-    """How long a computation takes, and what is moved beside it; medians, in seconds.
+    """How long a computation takes, and what is moved beside it; medians in seconds.
 
     Attributes:
         computation: alone.
         moved: a transfer to the last device and its return, or a sum over all, alone.
         both: if it is begun right before the computation, as the runtime does.
-        beside: what is moved until it has arrived, begun like that.
+        beside: what is moved until it has arrived, begun like that; the shortest time, because other programs make it much longer.
     """
 
     computation: float
@@ -100,7 +100,8 @@ def _times(move: Callable[[], Tree], device: jax.Device) -> OverlapTimes:
         beside = time.perf_counter() - begin
         jax.block_until_ready(computed)
         rounds.append((*alone, time.perf_counter() - begin, beside))
-    return OverlapTimes(*(statistics.median(times) for times in zip(*rounds, strict=True)))
+    *medians, beside = zip(*rounds, strict=True)
+    return OverlapTimes(*map(statistics.median, medians), min(beside))
 
 
 def _seconds(begin: Callable[[], Tree]) -> float:
