@@ -100,8 +100,8 @@ def _times(move: Callable[[], Tree], device: jax.Device) -> OverlapTimes:
         beside = time.perf_counter() - begin
         jax.block_until_ready(computed)
         rounds.append((*alone, time.perf_counter() - begin, beside))
-    *medians, beside = zip(*rounds, strict=True)
-    return OverlapTimes(*map(statistics.median, medians), min(beside))
+    computation, moved, both, _ = (statistics.median(times) for times in zip(*rounds, strict=True))
+    return OverlapTimes(computation, moved, both, min(times[-1] for times in rounds))
 
 
 def _seconds(begin: Callable[[], Tree]) -> float:
