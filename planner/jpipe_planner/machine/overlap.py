@@ -5,6 +5,8 @@ from collections.abc import Mapping
 import jpipe
 from jpipe.programs import Overlap
 
+__all__ = ["assumed_words"]
+
 ENOUGH = 0.5  # share of the shorter one of a computation and what is moved beside it that has to be hidden
 
 

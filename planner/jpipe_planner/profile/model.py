@@ -19,6 +19,8 @@ from jpipe import InputError
 from jpipe_planner.profile.profile import SharedProfile
 from jpipe_planner.profile.sizes import count_by_policy
 
+__all__ = ["Batch", "Model"]
+
 Tree = Any
 Batch = Callable[[int], tuple[Tree, Tree]]
 """`rows -> (inputs, labels)`, a microbatch of that many rows; arrays, or `jax.ShapeDtypeStruct`s."""

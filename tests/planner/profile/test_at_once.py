@@ -11,8 +11,8 @@ from flax import nnx
 import jpipe
 from jpipe_planner import Topology
 from jpipe_planner.cost.simulated import simulate_plan
-from jpipe_planner.profile import at_once
-from jpipe_planner.profile.at_once import WorkAtOnce, cores, longest_layer
+from jpipe_planner.profile import bench
+from jpipe_planner.profile.bench import WorkAtOnce, cores, longest_layer
 from jpipe_planner.profile.model import Model
 from jpipe_planner.profile.profile import Profile
 
@@ -52,12 +52,12 @@ def test_all_devices_run_the_same_work_at_once(monkeypatch):
     spec = {rows: jax.ShapeDtypeStruct((rows, 4), np.float32) for rows in (4,)}
     devices = jax.devices()[:2]
     model = Model(stack, lambda rows: (spec[rows], spec[rows]), loss, optax.adam(1e-3), (4,))
-    work = WorkAtOnce(model, "a", at_once.SECONDS / 2, devices)
+    work = WorkAtOnce(model, "a", bench.SECONDS / 2, devices)
     assert work.seconds(1) > 0
     begun, finished = [], []
     clock = iter(range(100))
-    monkeypatch.setattr(at_once, "time", SimpleNamespace(perf_counter=lambda: float(next(clock))))
-    monkeypatch.setattr(at_once.jax, "block_until_ready", finished.append)
+    monkeypatch.setattr(bench, "time", SimpleNamespace(perf_counter=lambda: float(next(clock))))
+    monkeypatch.setattr(bench.jax, "block_until_ready", finished.append)
     monkeypatch.setattr(work, "_runs", [SimpleNamespace(begin=lambda name, n=n: begun.append((n, name)) or n) for n in range(2)])
     assert work.seconds(2) == 1.0
     names = ["forward", "backward"] * 2 + ["update"]

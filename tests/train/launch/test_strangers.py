@@ -525,8 +525,8 @@ def test_a_secret_comes_from_a_file_or_the_environment(tmp_path, monkeypatch):
         (b"x" * 20, 0o604, "expected a file that only its owner may read, found mode 0604"),
         (b"x" * 5000, 0o600, "expected at most 4096 bytes"),
         (None, 0, "cannot read it: No such file or directory"),
-        ("folder", 0o700, "expected a regular file"),
-        ("fifo", 0o600, "expected a regular file"),
+        ("folder", 0o700, "cannot read it: Is a directory; give a file that holds the secret"),
+        ("fifo", 0o600, "cannot read it: it is not a regular file; give a file that holds the secret"),
     ],
 )
 def test_an_invalid_secret_file_is_refused(content, mode, message, tmp_path):

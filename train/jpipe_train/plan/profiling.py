@@ -13,7 +13,7 @@ import optax
 
 import jpipe
 from jpipe_planner import Profile, Topology, analyze, measure
-from jpipe_planner.profile.at_once import WorkAtOnce, cores, longest_layer
+from jpipe_planner.profile.bench import WorkAtOnce, cores, longest_layer
 from jpipe_planner.profile.model import Batch, Model
 from jpipe_train.assemble import model
 from jpipe_train.assemble.build import precision
