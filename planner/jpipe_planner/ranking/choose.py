@@ -1,10 +1,13 @@
 """Rank candidates: those with the best estimates are simulated, and the fastest of them comes first."""
 
 import dataclasses
-from collections import Counter
+import math
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+
+import numpy as np
 
 import jpipe
 from jpipe_planner.cost.devices import kinds_of, lacking, limits_of, slowed
@@ -19,12 +22,10 @@ __all__ = ["Choice", "Ranked", "choose"]
 
 MOST_SIMULATED = 20  # candidates that are simulated
 MOST_ALIKE = 3  # of them, with the same schedule and replicas
-MOST_IN_ALL = 12_000  # forwards of all simulations, after which no further one begins: about two seconds
-LONG = 10_000  # forwards of a batch of a plan that is simulated where one with twice its estimate is
+MOST_IN_ALL = 20_000  # forwards of all simulations of a step of the search, after which no further one begins: some seconds
+MOST_COMPARED = 4_000  # forwards of all simulations for comparison only
+ALIKE = 0.03  # relative difference of estimates that says little
 EQUAL = 0.005  # relative difference up to which plans count as equally fast
-BUSY = 0.005  # bubble of a plan up to which other plans of the same work gain nothing
-FEWER = 2  # candidates with the best estimates that are simulated where one of them hardly waits
-SHORT = MOST_IN_ALL // 30  # forwards of another candidate that is simulated then, for comparison
 
 
 @dataclass(frozen=True)
@@ -34,10 +35,12 @@ class Ranked:
     Attributes:
         candidate: the candidate; simulated ones have the seconds, bubble, memory and bytes of the simulation.
         simulated: its simulation; None if it would take too long, so that the candidate has its estimate.
+        computing: the seconds per batch that the busiest device computes: no variant with the same stages is faster.
     """
 
     candidate: Candidate
     simulated: Simulated | None = None
+    computing: float = 0.0
 
     @property
     def seconds(self) -> float:
@@ -48,11 +51,6 @@ class Ranked:
     def bubble(self) -> float:
         """The share of the devices' time in which they do not compute."""
         return self.candidate.bubble if self.simulated is None else self.simulated.bubble
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether its devices hardly wait, so that steps and variants gain nothing."""
-        return self.bubble <= BUSY and set(self.candidate.policies) == {"none"}
 
     @property
     def samples_per_second(self) -> float:
@@ -138,10 +136,9 @@ class Choice:
         simulated = simulate_plan(plan, costs, topology, self.global_norm)
         if simulated is None:
             return Ranked(candidate)
-        memory, busy = candidate.most_of_replicas(simulated.peak_bytes), list[float]()
+        memory, slow = candidate.most_of_replicas(simulated.peak_bytes), slowed(plan, costs, topology)
         worst, lacks = lacking(memory, limits_of(plan, topology))
-        for stages in plan.pipeline_ranks:
-            busy.append(sum(cost.forward + cost.backward for cost in map(slowed(plan, costs, topology).__getitem__, stages)))
+        busy = [sum(plan.microbatches / plan.replicas[s] * (slow[s].forward + slow[s].backward) for s in of) for of in plan.pipeline_ranks]
         priced = dataclasses.replace(
             candidate,
             seconds=simulated.batch_seconds,
@@ -151,7 +148,7 @@ class Choice:
             bound=candidate.bound or f"rank {max(range(len(busy)), key=busy.__getitem__)} computes",
             over=(worst, round(lacks)) if lacks > 0 else None,
         )
-        return Ranked(priced, simulated)
+        return Ranked(priced, simulated, max(busy))
 
     def with_more(self, found: Iterable[Ranked], considered: int = 0) -> "Choice":
         """Return the ranking with further plans; of each kind the best plan is kept.
@@ -176,9 +173,10 @@ def choose(
     global_norm: bool = False,
     tried: dict[Candidate, Ranked] | None = None,
 ) -> Choice:
-    """Rank candidates: simulate those that fit and have the best estimates, of different kinds.
+    """Rank candidates: simulate those that fit and have the best estimates, and the best of other kinds for comparison.
 
-    If the simulation of a candidate finds too little memory, the next one of its kind is simulated in its place.
+    Estimates of a family, which has the same schedule and about as many microbatches in flight, are wrong by about as much. So those of the
+    others are corrected by what the simulations of their family have taken, relative to their estimates.
 
     Args:
         profile: the profile of the model.
@@ -188,39 +186,92 @@ def choose(
         global_norm: whether gradients are clipped by their norm over all stages, for which updates wait.
         tried: results of earlier simulations by candidate; new ones are added.
     """
-    tried = {} if tried is None else tried
     by_rank = sorted(candidates, key=lambda candidate: candidate.rank)
     choice = Choice(profile, topology, (), (), len(by_rank), global_norm)
-    fitting, lacking = ([candidate for candidate in by_rank if (candidate.over is None) == fits] for fits in (True, False))
-    fitting.sort(key=_turn)
-    found, spent, seen, alike = list[Ranked](), 0, set[Candidate](), Counter[object]()
-    kinds = sorted(first_of_kinds(fitting), key=lambda candidate: candidate.depth > 1)  # first those that all others are compared with
-    for candidates, count in ((fitting, most // 2), (kinds, most), (fitting, most)):
-        for candidate in candidates:
-            plan, family = candidate.without_costs, (candidate.schedule, candidate.replicas, candidate.degrees)
-            is_busy = any(one.is_busy for one in found)
-            enough = FEWER if is_busy and candidates is fitting else count
-            if len(found) >= enough or plan in seen or alike[family] >= MOST_ALIKE:
-                continue
-            effort = 0 if plan in tried else choice.forwards(candidate)
-            if found and (spent + effort > MOST_IN_ALL or (is_busy and len(found) >= FEWER and effort > SHORT)):
-                continue
-            seen.add(plan)
-            spent += effort
-            one = tried[plan] = tried[plan] if plan in tried else choice.simulate(candidate)
-            if one.candidate.over is None:
-                found.append(one)
-                alike[family] += 1
-            else:
-                lacking.append(one.candidate)
-    ranked = best_of_kinds(found)
-    return dataclasses.replace(choice, ranked=ranked, rejected=_of_other_kinds(lacking, ranked))
+    run = _Simulations(choice, by_rank, {} if tried is None else tried, most)
+    run.compared(one for one in run.fitting if one.depth == 1)
+    run.fastest()
+    run.compared(run.fitting)
+    ranked = best_of_kinds(run.found)
+    return dataclasses.replace(choice, ranked=ranked, rejected=_of_other_kinds(run.lacking, ranked))
 
 
-def _turn(candidate: Candidate) -> tuple[float, int]:
-    """Return the sort key of what is simulated first: good estimates, short simulations, and few microbatches in flight."""
-    length = candidate.depth * candidate.microbatches / LONG
-    return float(f"{candidate.seconds / candidate.batch * (1 + length):.3g}"), candidate.options.extra_in_flight
+class _Simulations:
+    """The simulations of candidates, while they are few enough.
+
+    Attributes:
+        fitting: the candidates that fit by their estimates, the best first.
+        found: the simulated plans that fit.
+        lacking: the plans that do not, by their estimates or simulations.
+    """
+
+    def __init__(self, choice: Choice, by_rank: Sequence[Candidate], tried: dict[Candidate, Ranked], most: int) -> None:
+        self.found, self.lacking = list[Ranked](), [candidate for candidate in by_rank if candidate.over is not None]
+        self._choice, self._tried, self._most, self._spent = choice, tried, most, 0
+        self.fitting = [candidate for candidate in by_rank if candidate.over is None]
+
+    def fastest(self) -> None:
+        """Simulate the candidates that are expected to be the fastest, as long as one may be."""
+        known = {one.candidate.without_costs for one in self.found}
+        self._spent, waiting = 0, [one for one in self.fitting if one.without_costs not in known]
+        alike, taken = Counter[object](), defaultdict[object, list[float]](list)
+        while waiting and len(self.found) < self._most:
+            candidate = min(waiting, key=lambda one: _turn(one, taken[_family(one)]))
+            one = self._simulated(candidate, MOST_IN_ALL)
+            if one is not None:
+                alike[_replicated(candidate)] += one.candidate.over is None
+                taken[_family(candidate)].append(_row_seconds(one.candidate) / _row_seconds(candidate))
+            least = min((_row_seconds(one.candidate) for one in self.found), default=math.inf)
+            waiting = [one for one in waiting if one is not candidate and alike[_replicated(one)] < MOST_ALIKE]
+            waiting = [one for one in waiting if _row_seconds(one) <= least or one.bound.startswith("sum")]  # in parts it is faster
+
+    def compared(self, candidates: Iterable[Candidate]) -> None:
+        """Simulate the best of each kind that is not found yet, for comparison, if that is short."""
+        self._spent, kinds = 0, {one.candidate.kind for one in self.found}
+        for candidate in first_of_kinds(candidates):
+            if candidate.kind not in kinds and len(self.found) < self._most:
+                self._simulated(candidate, MOST_COMPARED)
+
+    def _simulated(self, candidate: Candidate, limit: int) -> Ranked | None:
+        """Return a candidate with its simulation; None if all simulations together would take too long."""
+        plan = candidate.without_costs
+        effort = 0 if plan in self._tried else self._choice.forwards(candidate)
+        if self.found and self._spent + effort > limit:
+            return None
+        self._spent += effort
+        one = self._tried[plan] = self._tried[plan] if plan in self._tried else self._choice.simulate(candidate)
+        if one.candidate.over is None:
+            self.found.append(one)
+        else:
+            self.lacking.append(one.candidate)
+        return one
+
+
+def _row_seconds(candidate: Candidate) -> float:
+    """Return the seconds for each row, so that plans of different batches can be compared."""
+    return candidate.seconds / candidate.batch
+
+
+def _turn(candidate: Candidate, taken: Sequence[float]) -> tuple[int, int]:
+    """Return the sort key of what is simulated first: good estimates, and of about equal ones many microbatches in flight.
+
+    Args:
+        candidate: the candidate.
+        taken: what simulations of its family have taken, relative to their estimates.
+    """
+    expected = _row_seconds(candidate) * float(np.mean(taken or 1))
+    return round(math.log(expected) / ALIKE), -candidate.options.extra_in_flight
+
+
+def _replicated(candidate: Candidate) -> tuple[object, ...]:
+    """Return what differs between plans of which more than a few are simulated."""
+    return candidate.schedule, candidate.replicas, candidate.degrees
+
+
+def _family(candidate: Candidate) -> tuple[object, ...]:
+    """Return what plans have in common whose estimates are wrong by about as much."""
+    is_even = len(set(candidate.replicas)) == 1
+    return candidate.schedule, candidate.options.extra_in_flight, is_even, candidate.depth == 1, candidate.keep_together
 
 
 def first_of_kinds(candidates: Iterable[Candidate]) -> list[Candidate]:

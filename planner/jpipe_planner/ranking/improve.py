@@ -12,7 +12,7 @@ from itertools import accumulate
 import jpipe
 from jpipe.schedules import PlanOptions
 from jpipe_planner.profile.sharded import Degrees
-from jpipe_planner.ranking.choose import Choice, Ranked, in_order
+from jpipe_planner.ranking.choose import MOST_IN_ALL, Choice, Ranked, in_order
 from jpipe_planner.ranking.sum_parts import with_sum_parts
 from jpipe_planner.search.candidate import Candidate
 from jpipe_planner.search.candidates import on_meshes
@@ -25,8 +25,7 @@ STARTS = 3  # plans with different stages that are improved
 NEAR = 0.2  # relative amount by which such a plan may be slower than the fastest one
 MOST_AT_ONCE = 12  # neighbours of a plan that are simulated
 MOST_SLOWER = 0.02  # relative amount by which the estimate of a neighbour may be slower
-MOST_IN_ALL = 16_000  # forwards of all simulations: some seconds
-SAME_PROGRAM = 4  # how many times as fast a simulation is for which the program of another plan is used
+SAME_PROGRAM = 2  # how many times as fast a simulation is for which the program of another plan is used
 MOST_EXTRA = 4  # additional microbatches in flight
 
 
@@ -44,18 +43,18 @@ def improve(choice: Choice, tried: dict[Candidate, Ranked], max_delay: float | N
     run = _Improvement(choice, tried, max_delay)
     near = dict[object, Ranked]()
     for one in in_order([one for one in (*choice.ranked, *tried.values()) if _can_step(one)]):
-        if one.samples_per_second * (1 + NEAR) >= choice.ranked[0].samples_per_second and not choice.ranked[0].is_busy:
+        if one.samples_per_second * (1 + NEAR) >= choice.ranked[0].samples_per_second:
             near.setdefault((one.candidate.schedule, one.candidate.starts, one.candidate.replicas), one)
     found = [run.climb(one) for one in list(near.values())[:STARTS]]
     return choice.with_more(found, run.count)
 
 
 def _can_step(one: Ranked) -> bool:
-    """Return whether a plan fits and may wait less: with one stage on each rank, whole backwards, and nothing that saves memory."""
+    """Return whether a plan fits and has neighbours: with one stage on each rank, whole backwards, and nothing that saves memory."""
     candidate = one.candidate
     saves = candidate.options.max_in_flight is not None or candidate.shard_optimizer or candidate.offload is not None
     is_plain = candidate.has_one_stage_each and candidate.options.split_backward == "joint" and not saves
-    return is_plain and candidate.over is None and one.simulated is not None and not one.is_busy
+    return is_plain and candidate.over is None and one.simulated is not None
 
 
 class _Improvement:
@@ -83,9 +82,10 @@ class _Improvement:
         now = estimates.candidate(whole.shape, whole.rows, whole.starts, whole.keep_together)
         assert now is not None, "a ranked plan is legal"
         near = [self._like(one, candidate) for one in neighbours(whole, estimates)]
-        near = [
-            one for one in near if one.over is None and one.is_within(self._max_delay) and one.seconds <= (1 + MOST_SLOWER) * now.seconds
-        ]
+        least = (1 + MOST_SLOWER) * now.seconds
+        if now.seconds <= ranked.seconds:  # sums in parts are faster than their estimate, other plans are not
+            least = min(least, (1 - GAIN) * ranked.seconds)
+        near = [one for one in near if one.over is None and one.is_within(self._max_delay) and one.seconds <= least]
         self.count += len(near)
         in_parts = [with_sum_parts(one, *self._choice.meshes.of(one.degrees)) for one in [self._like(now, candidate), *near]]
         simulated = 0
@@ -126,7 +126,7 @@ def neighbours(candidate: Candidate, estimates: Estimates) -> Iterator[Candidate
         yield from () if found is None else (found,)
 
     if "extra_in_flight" in rules.options and candidate.depth > 1:
-        for extra in (options.extra_in_flight + more for more in (-2, -1, 1, 2)):
+        for extra in (options.extra_in_flight + more for more in (1, 2, -1, -2)):
             if 0 <= extra <= MOST_EXTRA:
                 yield from changed(starts, replicas, options.model_copy(update={"extra_in_flight": extra}))
     for s in range(1, candidate.depth):

@@ -16,7 +16,7 @@ from jpipe import InputError
 from jpipe.plan import excluded, repeats_forward
 from jpipe_planner.cost.devices import slowed, slowness_of
 from jpipe_planner.cost.shape import is_planned, needs_vertical_sync
-from jpipe_planner.ranking.choose import EQUAL, Choice, Ranked, in_order
+from jpipe_planner.ranking.choose import EQUAL, MOST_IN_ALL, Choice, Ranked, in_order
 from jpipe_planner.ranking.sum_parts import with_sum_parts
 from jpipe_planner.search.balance import balance
 from jpipe_planner.search.candidate import Candidate
@@ -25,12 +25,11 @@ BASE = "pipedream_flush"
 BASES = 4  # plans that are varied
 FASTEST = 4  # kinds of variants of the first of them that are tried for the others
 EARLY = 2  # plans of each schedule that are tried with `split_backward` "early"
-SAVING = 2  # plans of each schedule that are tried with fewer microbatches in flight, or with replicas that share an optimizer
+SAVING = 3  # equal pipelines of each schedule that are tried with fewer microbatches in flight, or with replicas that share an optimizer
 IN_PARTS = 4  # plans that are tried with sums in parts
 MOST_CHUNKS = 3
 MOST_MICROBATCHES = 1024  # most of a plan that is varied
-NEAR = 0.3  # relative amount by which plans with early gradients or sums in parts may be slower than the fastest one without
-MOST_IN_ALL = 12_000  # most forwards of all simulations, which then take some seconds
+NEAR = 0.3  # relative amount by which plans that are varied may be slower than the fastest one
 
 
 def variant_schedules() -> tuple[str, ...]:
@@ -59,24 +58,25 @@ def find_variants(
     """
     run = _Variants(choice, schedules, tried, max_delay)
     usable = [one for one in candidates if one.microbatches <= MOST_MICROBATCHES]
-    waiting = [one for one in tried.values() if one.candidate.schedule in schedules and not one.is_busy]
-    simulated = sorted((one.candidate for one in waiting), key=lambda one: one.rank)
-    best = choice.ranked[0] if choice.ranked else None
-    fastest = 0.0 if best is None else best.samples_per_second
-    near = [
-        one for one in simulated if one.over is None and one.samples_per_second * (1 + (0 if best and best.is_busy else NEAR)) >= fastest
+    fastest = choice.ranked[0].samples_per_second if choice.ranked else 0.0
+    waiting = [
+        one
+        for one in in_order([one for one in tried.values() if one.candidate.schedule in schedules and one.candidate.over is None])
+        if one.computing * max(fastest, one.samples_per_second) < one.candidate.batch * (1 - EQUAL)  # or it gains nothing
     ]
-    for base in _bases((one for one in near if one.depth > 1), EARLY):
-        run.simulate(run.early(base))
-    in_parts = (one for base in simulated if base.over is None for one in run.in_parts(base))
+    near = [one.candidate for one in waiting if one.samples_per_second * (1 + NEAR) >= fastest]
+    tight = (one for one in usable if lacks_memory(one) and one.schedule in schedules and len(set(one.replicas)) == 1)
+    saving = _bases((one for one in tight if one.samples_per_second * (1 + NEAR) >= fastest), SAVING)
+    run.simulate(one for base in saving if share_optimizer for one in run.sharing(base))
+    run.simulate(one for base in saving for one in run.with_fewer(base))
+    run.simulate(one for base in _bases((one for one in near if one.depth > 1), EARLY) for one in run.early(base))
+    in_parts = (one for base in waiting for one in run.in_parts(base.candidate))
     run.simulate(itertools.islice(in_parts, IN_PARTS))
-    for base in _bases((one for one in usable if lacks_memory(one) and one.schedule in schedules), SAVING):
-        run.simulate(run.saving(base, share_optimizer))
     straight = (one for one in usable if one.schedule == BASE and one.depth > 1 and not one.options.extra_in_flight)
     kinds: list[tuple[object, ...]] | None = None
     for base in _bases(straight, BASES):
         if _could_win(base, fastest):
-            found = run.simulate(run.of_ranks(base, kinds))
+            found = run.simulate(run.of_ranks(base, kinds), 1.0)
             kinds = list(dict.fromkeys(_kind(one.candidate) for one in in_order(found)))[:FASTEST] if kinds is None else kinds
     return run.found, run.left_out
 
@@ -120,12 +120,12 @@ class _Variants:
         self._is_restricted = choice.global_norm or bool(choice.profile.shared)
         self._spent, self.left_out, self.found = 0, 0, list[Ranked]()
 
-    def simulate(self, variants: Iterable[Candidate]) -> list[Ranked]:
-        """Simulate legal variants, the shortest simulations first, and return those that fit."""
+    def simulate(self, variants: Iterable[Candidate], share: float = 0.5) -> list[Ranked]:
+        """Simulate legal variants, the shortest simulations first, with a share of the forwards that are left; return those that fit."""
         legal = [one for one in variants if one.is_within(self._max_delay) and not self._lacks_norm(one)]
-        fitting = list[Ranked]()
+        fitting, most = list[Ranked](), self._spent + share * (MOST_IN_ALL - self._spent)
         for effort, _, candidate in sorted((self._choice.forwards(one), n, one) for n, one in enumerate(legal)):
-            if self._spent + effort > MOST_IN_ALL:
+            if self._spent + effort > most:
                 self.left_out += 1
                 continue
             self._spent += effort
@@ -151,22 +151,17 @@ class _Variants:
             found = with_sum_parts(base, *self._choice.meshes.of(base.degrees))
             yield from () if found is None else (_unpriced(found),)
 
-    def saving(self, base: Candidate, share_optimizer: bool) -> Iterator[Candidate]:
-        """Yield the plan with fewer and fewer microbatches in flight, and with replicas that share an optimizer.
+    def sharing(self, base: Candidate) -> Iterator[Candidate]:
+        """Yield the plan with replicas that share an optimizer, without recomputation, and if it does not fit with it, with it."""
+        if max(base.replicas) > 1 and base.agree is None:
+            yield from _with_policies(base, dataclasses.replace(base, shard_optimizer=True))
 
-        Both without recomputation, and if the plan does not fit with it, with both.
-        """
-        rules, changed = jpipe.schedules.SCHEDULES[base.schedule], list[Candidate]()
-        usual = base.with_options(extra_in_flight=0).shape
+    def with_fewer(self, base: Candidate) -> Iterator[Candidate]:
+        """Yield the plan with fewer and fewer microbatches in flight, without recomputation, and if it does not fit with it, with it."""
+        rules, usual = jpipe.schedules.SCHEDULES[base.schedule], base.with_options(extra_in_flight=0).shape
         most = max(rules.in_flight(usual, s) for s in range(base.depth))
-        if "max_in_flight" in rules.options and most > 1:
-            limits = sorted({max(most * part // 4, 1) for part in (1, 2, 3)})
-            changed += [base.with_options(max_in_flight=limit, extra_in_flight=0) for limit in limits]
-        if share_optimizer and max(base.replicas) > 1 and base.agree is None:
-            changed.append(dataclasses.replace(base, shard_optimizer=True))
-        without = ("none",) * base.depth
-        for policies in dict.fromkeys((without, base.policies) if base.over else (without,)):
-            yield from (_unpriced(dataclasses.replace(saving, policies=policies)) for saving in changed)
+        for limit in sorted({max(most * part // 4, 1) for part in (1, 2, 3)}) if "max_in_flight" in rules.options and most > 1 else ():
+            yield from _with_policies(base, base.with_options(max_in_flight=limit, extra_in_flight=0))
 
     def of_ranks(self, base: Candidate, kinds: Sequence[tuple[object, ...]] | None) -> Iterator[Candidate]:
         """Yield legal plans of the schedules on the ranks of a plan; of these kinds, unless None."""
@@ -183,6 +178,9 @@ class _Variants:
         """Yield plans with an order for the times of their stages, with the activations of 1F1B's first rank, and with twice as many."""
         for layout, chunks in (("zb_h1", 1), ("zb_v", 2)):
             for candidate in self._chunked(base, layout, chunks):
+                if self._spent + self._choice.forwards(candidate) > MOST_IN_ALL:  # an order takes as long as a simulation
+                    self.left_out += 1
+                    continue
                 profile, topology = self._choice.meshes.of(base.degrees)
                 width = base.replicas[0]
                 narrow = dataclasses.replace(
@@ -224,6 +222,12 @@ class _Variants:
         if chunks > 1 and topology.differing:
             candidate = dataclasses.replace(candidate, starts=balance(seconds, stages, slowness_of(plan, topology)))
         yield candidate
+
+
+def _with_policies(base: Candidate, saving: Candidate) -> Iterator[Candidate]:
+    """Yield a plan that saves memory without recomputation and, if the plan that it is derived from does not fit with it, with both."""
+    for policies in dict.fromkeys((("none",) * base.depth, base.policies) if base.over else (("none",) * base.depth,)):
+        yield _unpriced(dataclasses.replace(saving, policies=policies))
 
 
 def _unpriced(candidate: Candidate) -> Candidate:
