@@ -15,7 +15,7 @@ __all__ = ["Simulated", "simulate_plan"]
 
 MOST_FORWARDS = 100_000  # most in a simulation, which then takes some seconds
 _MOST_KEPT = 10_000  # most forwards of a simulation whose program is kept for others
-BATCHES = 4  # least number of short ones in a window, if the schedule does not flush
+BATCHES = 4  # least number in a window, if the schedule does not flush
 _NEVER = 10**9  # updates from one agreement to the next, of which there is none in a simulation
 MICROBATCHES = 24  # least number for each worker in a window: with shared links the pattern repeats only after several batches
 
@@ -229,8 +229,7 @@ def _steady_batches(plan: jpipe.Plan) -> tuple[int, int]:
     late = 1 if most > 1 else 0  # sums that overlap take longer to reach the steady state
     if jpipe.schedules.SCHEDULES[plan.schedule].flushes:
         return 1 + late, 2  # nearly all batches do the same
-    full, repeats = jpipe.programs.batches_until_full(plan), -(-MICROBATCHES * most // plan.microbatches)
-    return (full + late, 2) if repeats == 1 else (full + 1 + late, max(BATCHES, repeats))  # two long batches are enough
+    return jpipe.programs.batches_until_full(plan) + 1 + late, max(BATCHES, -(-MICROBATCHES * most // plan.microbatches))
 
 
 def _stretched(timeline: jpipe.programs.Timeline, seconds: float, cores: float | None) -> float:

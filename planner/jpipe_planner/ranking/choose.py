@@ -22,7 +22,9 @@ __all__ = ["Choice", "Ranked", "choose"]
 
 MOST_SIMULATED = 20  # candidates that are simulated
 MOST_ALIKE = 3  # of them, with the same schedule and replicas
-MOST_IN_ALL = 20_000  # forwards of all simulations of a step of the search, after which no further one begins: some seconds
+MOST_IN_ALL = 24_000  # forwards of all simulations of a step of the search, after which no further one begins: some seconds
+FIRST = 2  # candidates that are simulated although they take longer, each with at most `LONGEST` forwards
+LONGEST = 70_000
 MOST_COMPARED = 4_000  # forwards of all simulations for comparison only
 ALIKE = 0.03  # relative difference of estimates that says little
 EQUAL = 0.005  # relative difference up to which plans count as equally fast
@@ -214,11 +216,12 @@ class _Simulations:
         """Simulate the candidates that are expected to be the fastest, as long as one may be."""
         known = {one.candidate.without_costs for one in self.found}
         self._spent, waiting = 0, [one for one in self.fitting if one.without_costs not in known]
-        alike, taken = Counter[object](), defaultdict[object, list[float]](list)
+        alike, taken, first = Counter[object](), defaultdict[object, list[float]](list), FIRST
         while waiting and len(self.found) < self._most:
             candidate = min(waiting, key=lambda one: _turn(one, taken[_family(one)]))
-            one = self._simulated(candidate, MOST_IN_ALL)
+            one = self._simulated(candidate, max(MOST_IN_ALL, self._spent + LONGEST if first else 0))
             if one is not None:
+                first = max(first - 1, 0)
                 alike[_replicated(candidate)] += one.candidate.over is None
                 taken[_family(candidate)].append(_row_seconds(one.candidate) / _row_seconds(candidate))
             least = min((_row_seconds(one.candidate) for one in self.found), default=math.inf)

@@ -77,6 +77,8 @@ class _Improvement:
     def _step(self, ranked: Ranked) -> Ranked | None:
         """Return a faster neighbour; None: none of those with the best estimates is."""
         candidate = ranked.candidate
+        if self._spent + self._choice.forwards(candidate) // SAME_PROGRAM > MOST_IN_ALL:  # neighbours take about as long
+            return None
         estimates = self._choice.estimates(candidate.degrees, candidate.placed_on, candidate.asked)
         whole = dataclasses.replace(candidate, sum_parts=(), degrees=Degrees())
         now = estimates.candidate(whole.shape, whole.rows, whole.starts, whole.keep_together)
@@ -91,10 +93,11 @@ class _Improvement:
         simulated = 0
         for one in sorted((one for one in (*near, *in_parts) if one is not None), key=lambda one: one.seconds):
             plan = one.without_costs
-            if plan in self._tried or simulated >= MOST_AT_ONCE or self._spent >= MOST_IN_ALL:
+            effort = 0 if plan in self._tried else self._choice.forwards(one) // (SAME_PROGRAM if one.replicas == candidate.replicas else 1)
+            if plan in self._tried or simulated >= MOST_AT_ONCE or self._spent + effort > MOST_IN_ALL:
                 continue
             simulated += 1
-            self._spent += self._choice.forwards(one) // (SAME_PROGRAM if one.replicas == candidate.replicas else 1)
+            self._spent += effort
             found = self._tried[plan] = self._choice.simulate(one)
             if found.candidate.over is None and found.seconds < ranked.seconds * (1 - GAIN):
                 return found

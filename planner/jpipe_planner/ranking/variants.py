@@ -67,16 +67,16 @@ def find_variants(
     near = [one.candidate for one in waiting if one.samples_per_second * (1 + NEAR) >= fastest]
     tight = (one for one in usable if lacks_memory(one) and one.schedule in schedules and len(set(one.replicas)) == 1)
     saving = _bases((one for one in tight if one.samples_per_second * (1 + NEAR) >= fastest), SAVING)
-    run.simulate(one for base in saving if share_optimizer for one in run.sharing(base))
-    run.simulate(one for base in saving for one in run.with_fewer(base))
-    run.simulate(one for base in _bases((one for one in near if one.depth > 1), EARLY) for one in run.early(base))
-    in_parts = (one for base in waiting for one in run.in_parts(base.candidate))
-    run.simulate(itertools.islice(in_parts, IN_PARTS))
+    run.simulate((one for base in saving if share_optimizer for one in run.sharing(base)), 0.4)
+    early = _bases((one for one in near if one.depth > 1), EARLY)
+    run.simulate((one for base in early for one in run.early(base)), 0.5)
+    run.simulate((one for base in saving for one in run.with_fewer(base)), 0.3)
+    run.simulate(itertools.islice((one for base in waiting for one in run.in_parts(base.candidate)), IN_PARTS), 0.5)
     straight = (one for one in usable if one.schedule == BASE and one.depth > 1 and not one.options.extra_in_flight)
     kinds: list[tuple[object, ...]] | None = None
     for base in _bases(straight, BASES):
         if _could_win(base, fastest):
-            found = run.simulate(run.of_ranks(base, kinds), 1.0)
+            found = run.simulate(run.of_ranks(base, kinds))
             kinds = list(dict.fromkeys(_kind(one.candidate) for one in in_order(found)))[:FASTEST] if kinds is None else kinds
     return run.found, run.left_out
 
@@ -120,7 +120,7 @@ class _Variants:
         self._is_restricted = choice.global_norm or bool(choice.profile.shared)
         self._spent, self.left_out, self.found = 0, 0, list[Ranked]()
 
-    def simulate(self, variants: Iterable[Candidate], share: float = 0.5) -> list[Ranked]:
+    def simulate(self, variants: Iterable[Candidate], share: float = 1.0) -> list[Ranked]:
         """Simulate legal variants, the shortest simulations first, with a share of the forwards that are left; return those that fit."""
         legal = [one for one in variants if one.is_within(self._max_delay) and not self._lacks_norm(one)]
         fitting, most = list[Ranked](), self._spent + share * (MOST_IN_ALL - self._spent)
@@ -157,10 +157,14 @@ class _Variants:
             yield from _with_policies(base, dataclasses.replace(base, shard_optimizer=True))
 
     def with_fewer(self, base: Candidate) -> Iterator[Candidate]:
-        """Yield the plan with fewer and fewer microbatches in flight, without recomputation, and if it does not fit with it, with it."""
+        """Yield the plan with fewer microbatches in flight, without recomputation; if it does not fit, with fewer and fewer, and both.
+
+        Half of them would take longer than recomputation.
+        """
         rules, usual = jpipe.schedules.SCHEDULES[base.schedule], base.with_options(extra_in_flight=0).shape
         most = max(rules.in_flight(usual, s) for s in range(base.depth))
-        for limit in sorted({max(most * part // 4, 1) for part in (1, 2, 3)}) if "max_in_flight" in rules.options and most > 1 else ():
+        parts = ((1, 2, 3) if base.over else (3,)) if "max_in_flight" in rules.options and most > 1 else ()
+        for limit in sorted({max(most * part // 4, 1) for part in parts}):
             yield from _with_policies(base, base.with_options(max_in_flight=limit, extra_in_flight=0))
 
     def of_ranks(self, base: Candidate, kinds: Sequence[tuple[object, ...]] | None) -> Iterator[Candidate]:

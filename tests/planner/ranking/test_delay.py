@@ -34,7 +34,8 @@ def test_a_candidate_has_the_delay_of_its_plan():
     profile, topology = equal_layers(10**6), Topology.flat(DEVICES, 1e2)
     candidates = find_candidates(profile, topology, 8)
     candidates += find_candidates(profile, topology, 8, schedules=["pipedream"], pipedream="replicas")
-    candidates += varied(profile, topology, candidates)
+    shallow = [one for one in candidates if one.depth == 2]  # three chunks of deeper ones would be more stages than layers
+    candidates += varied(profile, topology, candidates) + varied(profile, topology, shallow)
     assert {one.chunks for one in candidates if one.delay} == {1, 2, 3}
     assert {"early", "joint"} == {one.options.split_backward for one in candidates if one.delay}
     for one in candidates:

@@ -32,6 +32,8 @@ def test_its_estimate_is_near_its_simulation(schedule):
     assert {candidate.depth for candidate in candidates} == {2, 4}  # data parallelism is another schedule's
     for candidate in random.Random(2).sample(candidates, 12):
         assert candidate.seconds == pytest.approx(price(profile, TOPOLOGY, candidate), rel=0.3)
+    for ranked in choose(profile, TOPOLOGY, candidates).ranked:  # what is shown is simulated
+        assert ranked.seconds == pytest.approx(price(profile, TOPOLOGY, ranked.candidate), rel=1e-9)
 
 
 def test_very_many_microbatches_are_estimated_at_once(schedule):
