@@ -11,7 +11,7 @@ import numpy as np
 
 import jpipe
 from jpipe_planner.cost.devices import kinds_of, lacking, limits_of, slowed
-from jpipe_planner.cost.simulated import Simulated, forwards, simulate_plan
+from jpipe_planner.cost.simulated import MOST_FORWARDS, Simulated, forwards, simulate_plan
 from jpipe_planner.machine.topology import Topology
 from jpipe_planner.profile.profile import Profile
 from jpipe_planner.profile.sharded import NO_MESH, Degrees, Meshes
@@ -25,6 +25,7 @@ MOST_ALIKE = 3  # of them, with the same schedule and replicas
 MOST_IN_ALL = 24_000  # forwards of all simulations of a step of the search, after which no further one begins: some seconds
 FIRST = 2  # candidates that are simulated although they take longer, each with at most `LONGEST` forwards
 LONGEST = 70_000
+DOUBT = 1.3  # how many times as fast a plan must be by its estimate that cannot be simulated
 MOST_COMPARED = 4_000  # forwards of all simulations for comparison only
 ALIKE = 0.03  # relative difference of estimates that says little
 EQUAL = 0.005  # relative difference up to which plans count as equally fast
@@ -184,7 +185,7 @@ def choose(
         profile: the profile of the model.
         topology: the topology.
         candidates: candidates of any schedules, with their estimates.
-        most: the number of candidates to simulate.
+        most: the number of candidates to simulate, half of them for comparison.
         global_norm: whether gradients are clipped by their norm over all stages, for which updates wait.
         tried: results of earlier simulations by candidate; new ones are added.
     """
@@ -217,16 +218,14 @@ class _Simulations:
         known = {one.candidate.without_costs for one in self.found}
         self._spent, waiting = 0, [one for one in self.fitting if one.without_costs not in known]
         alike, taken, first = Counter[object](), defaultdict[object, list[float]](list), FIRST
-        while waiting and len(self.found) < self._most:
+        while waiting and len(self.found) < (self._most + 1) // 2:
             candidate = min(waiting, key=lambda one: _turn(one, taken[_family(one)]))
             one = self._simulated(candidate, max(MOST_IN_ALL, self._spent + LONGEST if first else 0))
             if one is not None:
                 first = max(first - 1, 0)
                 alike[_replicated(candidate)] += one.candidate.over is None
                 taken[_family(candidate)].append(_row_seconds(one.candidate) / _row_seconds(candidate))
-            least = min((_row_seconds(one.candidate) for one in self.found), default=math.inf)
-            waiting = [one for one in waiting if one is not candidate and alike[_replicated(one)] < MOST_ALIKE]
-            waiting = [one for one in waiting if _row_seconds(one) <= least or one.bound.startswith("sum")]  # in parts it is faster
+            waiting = [one for one in waiting if one is not candidate and alike[_replicated(one)] < MOST_ALIKE and self._could_win(one)]
 
     def compared(self, candidates: Iterable[Candidate]) -> None:
         """Simulate the best of each kind that is not found yet, for comparison, if that is short."""
@@ -235,10 +234,22 @@ class _Simulations:
             if candidate.kind not in kinds and len(self.found) < self._most:
                 self._simulated(candidate, MOST_COMPARED)
 
+    def _could_win(self, candidate: Candidate) -> bool:
+        """Return whether a plan is faster than the best simulated one by its estimate, or equally fast and otherwise better."""
+        if not self.found or candidate.bound.startswith("sum"):  # in parts it takes less
+            return True
+        best = in_order(self.found)[0].candidate
+        share = _row_seconds(candidate) / _row_seconds(best)
+        as_fast = dataclasses.replace(candidate, seconds=candidate.batch / best.samples_per_second)
+        return share < 1 - EQUAL or (share <= 1 + EQUAL and as_fast.rank < best.rank)
+
     def _simulated(self, candidate: Candidate, limit: int) -> Ranked | None:
         """Return a candidate with its simulation; None if all simulations together would take too long."""
         plan = candidate.without_costs
         effort = 0 if plan in self._tried else self._choice.forwards(candidate)
+        if effort > MOST_FORWARDS:  # it has its estimate
+            best = min((_row_seconds(one.candidate) for one in self.found), default=math.inf)
+            effort = 0 if DOUBT * _row_seconds(candidate) < best else effort
         if self.found and self._spent + effort > limit:
             return None
         self._spent += effort
@@ -255,15 +266,15 @@ def _row_seconds(candidate: Candidate) -> float:
     return candidate.seconds / candidate.batch
 
 
-def _turn(candidate: Candidate, taken: Sequence[float]) -> tuple[int, int]:
-    """Return the sort key of what is simulated first: good estimates, and of about equal ones many microbatches in flight.
+def _turn(candidate: Candidate, taken: Sequence[float]) -> tuple[int, int, int]:
+    """Return the sort key of what is simulated first: good estimates, and of about equal ones many microbatches in flight, and few stages.
 
     Args:
         candidate: the candidate.
         taken: what simulations of its family have taken, relative to their estimates.
     """
     expected = _row_seconds(candidate) * float(np.mean(taken or 1))
-    return round(math.log(expected) / ALIKE), -candidate.options.extra_in_flight
+    return round(math.log(expected) / ALIKE), -candidate.options.extra_in_flight, candidate.depth
 
 
 def _replicated(candidate: Candidate) -> tuple[object, ...]:

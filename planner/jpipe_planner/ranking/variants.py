@@ -62,15 +62,15 @@ def find_variants(
     waiting = [
         one
         for one in in_order([one for one in tried.values() if one.candidate.schedule in schedules and one.candidate.over is None])
-        if one.computing * max(fastest, one.samples_per_second) < one.candidate.batch * (1 - EQUAL)  # or it gains nothing
+        if one.computing < one.seconds * (1 - EQUAL)  # or they gain nothing
     ]
     near = [one.candidate for one in waiting if one.samples_per_second * (1 + NEAR) >= fastest]
-    tight = (one for one in usable if lacks_memory(one) and one.schedule in schedules and len(set(one.replicas)) == 1)
-    saving = _bases((one for one in tight if one.samples_per_second * (1 + NEAR) >= fastest), SAVING)
-    run.simulate((one for base in saving if share_optimizer for one in run.sharing(base)), 0.4)
     early = _bases((one for one in near if one.depth > 1), EARLY)
     run.simulate((one for base in early for one in run.early(base)), 0.5)
-    run.simulate((one for base in saving for one in run.with_fewer(base)), 0.3)
+    tight = (one for one in usable if lacks_memory(one) and one.schedule in schedules and len(set(one.replicas)) == 1)
+    saving = _bases((one for one in tight if one.samples_per_second * (1 + NEAR) >= fastest), SAVING)
+    run.simulate((one for base in saving if share_optimizer for one in run.sharing(base)), 0.6)
+    run.simulate((one for base in saving for one in run.with_fewer(base)), 0.4)
     run.simulate(itertools.islice((one for base in waiting for one in run.in_parts(base.candidate)), IN_PARTS), 0.5)
     straight = (one for one in usable if one.schedule == BASE and one.depth > 1 and not one.options.extra_in_flight)
     kinds: list[tuple[object, ...]] | None = None

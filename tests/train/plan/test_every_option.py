@@ -61,10 +61,10 @@ def limits(plan: jpipe.Plan, topology: Topology) -> list[float]:
     return [topology.devices[first[rank]].limit for rank in range(len(first))]
 
 
-def planned(machine: str, asked: dict, *schedules: str) -> set[str]:
+def planned(machine: str, asked: dict, *schedules: str, memory: float = MEMORY) -> set[str]:
     """Search plans, check each of them, and return what they do."""
-    topology, seen = Topology(**MACHINES[machine], device={"memory": MEMORY, "host": {"bandwidth": 2e9}}), set[str]()
-    request = Request(topology="a file", schedules=schedules, offload=True, **asked)
+    topology, seen = Topology(**MACHINES[machine], device={"memory": memory, "host": {"bandwidth": 2e9}}), set[str]()
+    request = Request(topology="a file", schedules=schedules, offload=True, all_devices=True, **asked)
     result = search(profile(), topology, 4, request, False, Reporter(1, 1, "samples", Console(file=io.StringIO())))
     choice = result.choice
     assert choice.ranked
@@ -84,6 +84,7 @@ def planned(machine: str, asked: dict, *schedules: str) -> set[str]:
 @pytest.mark.parametrize("machine", MACHINES)
 def test_every_option_is_planned_on_every_machine(machine):
     seen = set[str]().union(*(planned(machine, asked, "pipedream_flush", "pipedream") for asked in REQUESTS))
+    seen |= planned(machine, {}, "pipedream_flush", memory=0.7 * MEMORY)
     assert seen == {
         *("sum_parts", "mesh", "recompute", "agree", "links", "offload", "max_in_flight", "shard_optimizer", "extra_in_flight", "early")
     }
