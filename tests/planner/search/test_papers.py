@@ -152,6 +152,7 @@ def test_recomputation_costs_a_quarter_of_the_throughput(monkeypatch):
     """A forward more beside a forward and a backward of two; half a row more where few rows are slow."""
     monkeypatch.setattr(two_bw, "APPENDIX_B", ("GPT, 2.2B",))
     monkeypatch.setattr(two_bw, "MORE_SIZES", (1, 4))
+    monkeypatch.setattr(two_bw, "APPENDIX_B_ROWS", (1, 4))
     monkeypatch.setattr(two_bw, "transformer_profile", lambda *_: with_blocks(read("bert"), 14))
     (table,) = two_bw.appendix_b()
     for _, rows, none, none_slower, _, full, full_slower, memory in table.rows:
