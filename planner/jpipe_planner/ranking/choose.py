@@ -178,7 +178,7 @@ def choose(
 ) -> Choice:
     """Rank candidates: simulate those that fit and have the best estimates, and the best of other kinds for comparison.
 
-    Estimates of a family, which has the same schedule and about as many microbatches in flight, are wrong by about as much. So those of the
+    Estimates of a family, which has the same schedule and equal or unequal replicas, are wrong by about as much. So those of the
     others are corrected by what the simulations of their family have taken, relative to their estimates.
 
     Args:
@@ -285,7 +285,7 @@ def _replicated(candidate: Candidate) -> tuple[object, ...]:
 def _family(candidate: Candidate) -> tuple[object, ...]:
     """Return what plans have in common whose estimates are wrong by about as much."""
     is_even = len(set(candidate.replicas)) == 1
-    return candidate.schedule, candidate.options.extra_in_flight, is_even, candidate.depth == 1, candidate.keep_together
+    return candidate.schedule, is_even, candidate.depth == 1, candidate.keep_together
 
 
 def first_of_kinds(candidates: Iterable[Candidate]) -> list[Candidate]:

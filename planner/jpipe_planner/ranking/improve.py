@@ -44,7 +44,7 @@ def improve(choice: Choice, tried: dict[Candidate, Ranked], max_delay: float | N
     near = dict[object, Ranked]()
     for one in in_order([one for one in (*choice.ranked, *tried.values()) if _can_step(one)]):
         if one.samples_per_second * (1 + NEAR) >= choice.ranked[0].samples_per_second:
-            near.setdefault((one.candidate.schedule, one.candidate.starts, one.candidate.replicas), one)
+            near.setdefault((one.candidate.starts, one.candidate.replicas), one)
     found = [run.climb(one) for one in list(near.values())[:STARTS]]
     return choice.with_more(found, run.count)
 
@@ -85,7 +85,7 @@ class _Improvement:
         assert now is not None, "a ranked plan is legal"
         near = [self._like(one, candidate) for one in neighbours(whole, estimates)]
         least = (1 + MOST_SLOWER) * now.seconds
-        if now.seconds <= ranked.seconds:  # sums in parts are faster than their estimate, other plans are not
+        if not candidate.sum_parts and now.seconds <= ranked.seconds:  # other plans are not faster than their estimates
             least = min(least, (1 - GAIN) * ranked.seconds)
         near = [one for one in near if one.over is None and one.is_within(self._max_delay) and one.seconds <= least]
         self.count += len(near)

@@ -71,7 +71,10 @@ def find_variants(
     saving = _bases((one for one in tight if one.samples_per_second * (1 + NEAR) >= fastest), SAVING)
     run.simulate((one for base in saving if share_optimizer for one in run.sharing(base)), 0.6)
     run.simulate((one for base in saving for one in run.with_fewer(base)), 0.4)
-    run.simulate(itertools.islice((one for base in waiting for one in run.in_parts(base.candidate)), IN_PARTS), 0.5)
+    whole = dict[object, Candidate]()
+    for base in (one.candidate for one in waiting):
+        whole.setdefault((base.starts, base.replicas, base.keep_together), base)
+    run.simulate(itertools.islice((one for base in whole.values() for one in run.in_parts(base)), IN_PARTS), 0.5)
     straight = (one for one in usable if one.schedule == BASE and one.depth > 1 and not one.options.extra_in_flight)
     kinds: list[tuple[object, ...]] | None = None
     for base in _bases(straight, BASES):
