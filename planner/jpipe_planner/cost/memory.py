@@ -30,7 +30,7 @@ def stage_bytes(
 ) -> Number:
     """Return the peak bytes of a worker while it computes, in a pipeline whose stages are about equally fast.
 
-    Without a flush a replicated stage sums the gradients of one update while it computes those of the next, and so does a stage that
+    Without a flush a replicated stage sums the gradients of one update while it computes the next one's, and so does a stage that
     shares a parameter with others. Both sets exist until the update, and the newest of `versions` only after it. So the second set adds
     to the peak only what it takes more than the weights do.
 

@@ -14,9 +14,9 @@ from jpipe_planner.machine.topology import Topology
 __all__ = ["Simulated", "simulate_plan"]
 
 MOST_FORWARDS = 100_000  # most in a simulation, which then takes some seconds
-_MOST_KEPT = 10_000  # most forwards of a simulation whose program is kept for others
+_MOST_KEPT = 10_000  # most forwards of a simulation for its program to be kept for others
 BATCHES = 4  # least number in a window, if the schedule does not flush
-_NEVER = 10**9  # updates from one agreement to the next, of which there is none in a simulation
+_NEVER = 10**9  # updates from one agreement to the next: so that a simulation has none
 MICROBATCHES = 24  # least number for each worker in a window: with shared links the pattern repeats only after several batches
 
 
@@ -166,7 +166,7 @@ def _round_batches(plan: jpipe.Plan) -> int:
 def _lowered(
     plan: jpipe.Plan, batches: int, global_norm: bool, shared: tuple[tuple[int, ...], ...], workers: frozenset[int] | None
 ) -> jpipe.programs.Program:
-    """Return the program of a plan; that of plans that differ in their cuts is the same."""
+    """Return the program of a plan; plans that differ only in their cuts have the same."""
     return jpipe.lower(plan, batches, global_norm=global_norm, shared_parameters=shared, workers=workers)
 
 

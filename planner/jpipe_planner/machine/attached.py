@@ -43,7 +43,7 @@ class Attached:
         name: the name of the target in it.
         kind: the kind of the device.
         table: the name of the target in the table from which rates and reserved bytes are; "": the user has to add the rates.
-        differing: the properties that are not those of the table, as text.
+        differing: the properties that differ from the table's, as text.
     """
 
     text: str
@@ -82,7 +82,7 @@ def _attached(platform: str, kind: str, table: str, measured: Mapping[str, Any])
         platform: of JAX, "cuda" or "tpu".
         kind: of the device.
         table: the target of the same kind in the table, or "".
-        measured: the properties that XLA needs, and `memory_bandwidth`; those of the table that are not in it are kept.
+        measured: the properties that XLA needs, and `memory_bandwidth`; the table's others are kept.
     """
     name = table or re.sub(r"[^a-z0-9]+", "-", kind.lower()).strip("-")
     target = known_targets().get(table)

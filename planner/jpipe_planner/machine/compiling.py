@@ -1,4 +1,4 @@
-"""Which devices the stages of a plan are compiled for: those of the topology's target, or those of this machine in their place."""
+"""Which devices the stages of a plan are compiled for: the topology's target, or this machine's in their place."""
 
 import re
 from dataclasses import dataclass
@@ -40,7 +40,7 @@ def compiling_for(device: Device, count: int = 1, *, unlimited: bool = False) ->
         unlimited: compile for a GPU as if it had any amount of memory. XLA otherwise computes again some of what does not fit.
 
     Returns:
-        The devices of its target, or those of this machine where the device has no target or XLA cannot compile for it here.
+        The devices of its target, or of this machine where the device has no target or XLA cannot compile for it here.
     """
     target = device.compiles_for
     missing = "the topology's device names no target; add one of those that `jpipe target` lists"

@@ -1,4 +1,4 @@
-"""The figures of a device, its own or those of a target."""
+"""The figures of a device, its own or a target's."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any
@@ -17,7 +17,7 @@ class Device(Data):
     """The figures of a device.
 
     Attributes:
-        name: a name to show; by default that of the target.
+        name: a name to show; by default the target's.
         target: a name of the table of `jpipe target`, or a YAML file of the same format; stages are compiled for it, and its figures are
             those of the device, except for those that are given here. None: stages are compiled for the devices of this machine.
         memory: bytes; None: not limited.
@@ -28,7 +28,7 @@ class Device(Data):
         overlap: what goes on while the device computes: `none`, `transfers`, or `transfers and sums`. By default `none` for a target,
             because the queue of a GPU may hold transfers and sums between computations, and nobody has measured it there yet; otherwise
             `transfers and sums`, which have threads of their own on CPUs. `local_topology` measures it.
-        host: the memory of its host and the link to it, for what waits there; by default that of the target. `local_topology` measures
+        host: the memory of its host and the link to it, for what waits there; by default the target's. `local_topology` measures
             the link.
     """
 

@@ -45,7 +45,7 @@ class Differing(Data):
 
     Attributes:
         devices: their numbers, counted from 0: a number, text such as `8-11`, or a list.
-        name: a name to show; by default that of the target.
+        name: a name to show; by default the target's.
         target: a name of the table of `jpipe target`, or a YAML file of the same format, for memory, reserved bytes and speed.
         speed: how many times as fast as the other devices they compute, as 0.5 for half as fast; by default 1, or with a target the ratio
             of both devices' `flops`, times `efficiency`.

@@ -25,7 +25,7 @@ class Host(Data):
 
     @property
     def link(self) -> jpipe.Link:
-        """The link, each direction of which carries one move at a time."""
+        """The link; each direction carries one move at a time."""
         return jpipe.Link(self.bandwidth, self.latency)
 
     @property

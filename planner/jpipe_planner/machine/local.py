@@ -29,7 +29,7 @@ _Times = Mapping[jpipe.runtime.Moved, jpipe.runtime.OverlapTimes] | None
 def local_topology(
     count: int | None = None, *, cores: float | None = None, report: Callable[[str], object] = lambda words: None
 ) -> Topology:
-    """Measure the links between the devices of this run, those of other processes included, and what overlaps; all processes call it.
+    """Measure the links between the devices of this run, other processes' included, and what overlaps; all processes call it.
 
     The link to host memory is measured, too. A link is as fast as the slower one of a transfer and a sum while the first device
     computes.
@@ -42,7 +42,7 @@ def local_topology(
     Returns:
         One level of equal links, which take no time if there is only one device. On CPUs the devices share the memory. Transfers and sums
         are taken to overlap computations on CPUs, where a measurement would say how busy the cores are. With one device nothing is.
-        Nothing is to wait in host memory on CPUs, whose memory that is; for the devices of a machine together half of it may be used. Only
+        Nothing is to wait in host memory on CPUs, which have no other; for the devices of a machine together half of it may be used. Only
         the process of the first device knows what was measured between several.
     """
     devices = jax.devices()
@@ -75,7 +75,7 @@ def _link(ends: int, most: int, small: _Times, large: _Times) -> dict[str, float
     """Return bandwidth and latency of the slower one of transfers and sums, from times beside a computation; without any it is free.
 
     Args:
-        ends: the number of devices that they were between: a transfer comes to all and goes back, a sum is that of a ring.
+        ends: the number of devices that they were between: a transfer comes to all and goes back, a sum goes round a ring.
         most: the number of elements of the large ones.
         small, large: the times with `SMALL` elements and with as many.
     """

@@ -43,7 +43,7 @@ _PLUGINS: Mapping[str, Mapping[str, str]] = {
     "tpu": {"libtpu": "libtpu"},
 }
 
-# What a GPU's compute capability decides; the names are those of XLA's GpuDeviceInfoProto. Sources: XLA's own descriptions of a V100, an
+# What a GPU's compute capability decides, by the names in XLA's GpuDeviceInfoProto. Sources: XLA's own descriptions of a V100, an
 # A100, an RTX A6000 and an H100 (openxla/xla, xla/backends/gpu/target_config/specs); of 8.9, what deviceQuery reports of an L40S and an RTX
 # 4090; of the remaining ones, the CUDA programming guide's technical specifications and throughput of instructions.
 # Of each: bytes of shared memory of a multiprocessor, and of a block at most; threads of a multiprocessor; its units for float32.
@@ -290,7 +290,7 @@ def find_target(name: str, folder: Path | None = None) -> Target:
 
 
 def target_devices(target: Target, count: int = 1, processes: int = 1) -> tuple["jax.Device", ...]:
-    """Return devices to compile for: those of this process if they are of this kind, or devices that are not here.
+    """Return devices to compile for: this process's if they are of this kind, or devices that are not here.
 
     `jax.jit(f).lower(spec).compile()` accepts shardings on them; nothing can run there.
 
@@ -424,7 +424,7 @@ def _folders(module: str) -> list[Path]:
 
 
 def _ptxas() -> str | None:
-    """Return the assembler that XLA will call: that of CUDA_ROOT, of NVIDIA's packages, on the PATH or of a CUDA toolkit."""
+    """Return the assembler that XLA will call: in CUDA_ROOT, in NVIDIA's packages, on the PATH or in a CUDA toolkit."""
     root = os.environ.get("CUDA_ROOT")
     preferred = [Path(root)] if root else [*_folders("nvidia.cu13"), *_folders("nvidia.cuda_nvcc")]
     first, last = (

@@ -197,7 +197,7 @@ class Topology(Data):
 
     @property
     def most_in_mesh(self) -> int:
-        """The number of devices that the innermost level joins, such as those of a server: the largest mesh that is tried by default."""
+        """The number of devices that the innermost level joins, such as a server: the largest mesh that is tried by default."""
         return self.levels[0].count
 
     def can_group(self, size: int) -> bool:

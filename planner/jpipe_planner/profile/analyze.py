@@ -42,7 +42,7 @@ def analyze(
     """Profile a model for a device, without allocating it.
 
     The time of a program is its FLOPs divided by `device.flops` times `device.efficiency`, or its memory traffic divided by
-    `device.memory_bandwidth`, whichever is longer. FLOPs are counted by XLA before it optimizes, plus those of the further iterations of
+    `device.memory_bandwidth`, whichever is longer. FLOPs are counted by XLA before it optimizes, plus the FLOPs in further iterations of
     scans; of a while loop one iteration is counted. Traffic is what has to move even if everything is fused: weights, inputs, outputs,
     residuals, gradients and optimizer state, each once. Both are counted at few sizes where they grow linearly with the rows
     (`count_at`). Temporaries come from compiling forward and backward of each distinct layer and of each distinct pair of neighbours, at

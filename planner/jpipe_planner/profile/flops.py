@@ -11,7 +11,7 @@ __all__ = ["count_products"]
 
 
 def count_flops(traced: jax.stages.Traced, lowered: jax.stages.Lowered) -> float:
-    """Return the FLOPs of a program: those of XLA's cost analysis, and those of loop iterations that it omits.
+    """Return the FLOPs of a program by XLA's cost analysis, plus the loop iterations that it omits.
 
     XLA counts the body of a loop once. For a `scan`, the matrix products and convolutions of the further iterations are added; for a
     `while`, whose number of iterations is unknown, nothing is added. Of a product of groups of rows, each with a kernel of its own

@@ -41,7 +41,7 @@ def read_graph_txt(text: str, rows: int, *, optimizer_factor: float = 1.0, where
     """Read a profile from PipeDream's profiler.
 
     The nodes become layers in topological order; if several could come next, the one with the smallest number does. A cut after a layer
-    carries every tensor that is computed before it and used after it, once. An `Input` node is not a layer, because its time is that of
+    carries every tensor that is computed before it and used after it, once. An `Input` node is not a layer, because its time belongs to
     waiting for the data loader; its tensors are the inputs of the model. A forward keeps its own output for its backward. Temporaries
     are unknown.
 

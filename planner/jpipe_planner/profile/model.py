@@ -44,7 +44,7 @@ class Costs(NamedTuple):
 
 @dataclass(frozen=True)
 class Model:
-    """A model to be profiled, whose equal layers are profiled once.
+    """A model to be profiled; equal layers are profiled once.
 
     Layers are equal if their traces, shapes, logical axes and optimizer states are equal. The names of their parameters may differ, and so
     may the constants with which they make random keys, because neither changes what a layer costs. The first layer, which has no input
@@ -125,7 +125,7 @@ class Model:
         return triples
 
     def stage(self, ids: Sequence[str], rows: int, recompute: str = "none", specs: Any = None) -> jpipe.stages.StandaloneStage:
-        """Return consecutive layers as one stage; `specs` are those of all layers, where they are not known for all sizes yet.
+        """Return consecutive layers as one stage; `specs` are of all layers, where they are not known for all sizes yet.
 
         It is traced once: the next call returns the same.
         """

@@ -80,7 +80,7 @@ class TensorProfile(_Data):
         reductions: the number of these sums.
         divides: the number of devices divides this number, as the sizes of all sharded dims do (heads are one); 0: nothing is sharded.
         experts: the number of experts of a mixture, over which an axis of their own shards it; 0: there are none.
-        of_experts: share of the bytes of its parameters that are those of experts.
+        of_experts: share of the bytes of its parameters that belong to experts.
         per_token: how many of them compute each token; 0: not known, as in profiles of older versions.
         exchanged: bytes per row of the tokens that go to the experts in a forward, and of the outputs that come back; and in a backward.
         chosen: share of the bytes of its residuals that each of these devices has for the rows of all, by recomputation policy.
@@ -109,7 +109,7 @@ class LayerProfile(_Data):
         frozen: bytes of those that the optimizer never changes, a part of `weights`.
         accumulators: bytes of its accumulated gradients; by default the bytes of `weights`.
         optimizer: bytes of its optimizer state.
-        ahead: bytes of the prediction of `delay_correction`, for stages whose gradients are late; 0 without it.
+        ahead: bytes of the prediction of `delay_correction`, for stages with late gradients; 0 without it.
         state: bytes of its layer state.
         update: seconds of an update.
         at: the costs that depend on the microbatch size, in the order of `Profile.sizes`.

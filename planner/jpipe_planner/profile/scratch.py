@@ -41,7 +41,7 @@ class ScratchPrograms:
     """Programs that are compiled in threads to know their scratch memory, while others are traced; equal ones are compiled once.
 
     Without recomputation only the smallest and the largest size are compiled; the sizes between are interpolated. A forward of the smallest
-    size is compiled only if that of the largest one needs more than its backward. With full recomputation, if that is among the policies,
+    size is compiled only if the largest one's needs more than its backward. With full recomputation, if that is among the policies,
     only the largest size is compiled: what it adds is proportional to the residuals. There triples of neighbours are compiled too, because
     a compiler for TPUs needs much less for a third layer than for the second one.
 
@@ -76,7 +76,7 @@ class ScratchPrograms:
             self._begin(ids, self._largest, "backward", "full")
 
     def scratch(self, layers: Mapping[tuple[str, int], int] | None = None) -> Scratch:
-        """Return the scratch memory, once all is compiled; `layers` is that of single layers if they were not begun here."""
+        """Return the scratch memory, once all is compiled; `layers` has the single layers' if they were not begun here."""
         self._meter.wait()
         singles = [(one,) for one in self._model.distinct] if layers is None else []
         for ids in [*singles, *self._pairs]:
@@ -199,6 +199,6 @@ class ScratchParts:
         return max(self.scratch.layers[one, rows] for one in (equal, next_equal))
 
     def _share_of_largest(self, equal: str, rows: int) -> float:
-        """Return the residuals of a microbatch as a share of those of the largest one."""
+        """Return the residuals of a microbatch as a share of the largest one's."""
         some, most = (self.stage_costs[equal,][count, "none"].residuals for count in (rows, self.model.sizes[-1]))
         return some / most if most else 1.0

@@ -133,9 +133,9 @@ class Meshes:
 
 
 def shard_profile(profile: Profile, degrees: Degrees, topology: Topology) -> Profile:
-    """Return the profile of one device of a mesh, without the microbatch sizes whose rows cannot be sharded.
+    """Return the profile of one device of a mesh, without the microbatch sizes that cannot be sharded.
 
-    Seconds are those of its share of the work, and of the sums and gathers inside the mesh, which overlap with nothing: the partial sums
+    Seconds are for its share of the work, and for the sums and gathers inside the mesh, which overlap with nothing: the partial sums
     of each layer in a forward, and as many bytes in a backward, where the gradients of a microbatch are summed over `data`, too; with FSDP
     the gathers of weights for both, and a scattered sum of the gradients; with experts over devices the exchange of tokens.
 
@@ -238,7 +238,7 @@ def _share_of_tokens(tensor: TensorProfile, degrees: Degrees) -> float:
 
 
 def _share_of_device(share: float, devices: int) -> float:
-    """Return the share that one device holds of arrays of which this share is sharded."""
+    """Return the share that one device holds of arrays, given the share of them that is sharded."""
     return 1 - share + share / devices
 
 

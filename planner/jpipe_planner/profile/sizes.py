@@ -1,4 +1,4 @@
-"""Numbers at all microbatch sizes, of which few are counted where they grow linearly with the rows."""
+"""Numbers at all microbatch sizes; few are counted where they grow linearly with the rows."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ class BySize(NamedTuple):
 
     Attributes:
         at: the numbers, by rows.
-        is_linear: whether those of a size in the middle lie on the line through those of the smallest and the largest one.
+        is_linear: whether a size in the middle lies on the line through the smallest and the largest one.
     """
 
     at: dict[int, Numbers]
@@ -77,7 +77,7 @@ def _with_policy(count: Callable[[int, str], Numbers], policy: str, rows: int) -
 
 
 def _on_line(counted: dict[int, Numbers], first: int, last: int, rows: int) -> Numbers:
-    """Return the numbers of a size on the line through those of two others; bytes are rounded up."""
+    """Return the numbers of a size on the line through two others'; bytes are rounded up."""
     if rows == first:
         return counted[first]
     share = Fraction(rows - first, last - first)

@@ -28,9 +28,9 @@ class Walk:
         divides: the greatest common divisor of the sizes of all sharded dims; 0: none is sharded.
         reduced: bytes of the arrays that are summed over the devices.
         reductions: the number of these arrays.
-        flops: FLOPs of matrix products whose work is divided among the devices.
+        flops: FLOPs of matrix products that are divided among the devices.
         all_flops: FLOPs of all matrix products.
-        exchanged: bytes of the tokens of which each has chosen some of several kernels, as experts are.
+        exchanged: bytes of the tokens that have each chosen some of several kernels, such as experts.
         per_token: how many of these kernels each token has chosen; 0: there are none.
         chosen: the numbers of rows of the products with these kernels.
     """
@@ -44,11 +44,11 @@ class Walk:
     per_token: int = 0
     chosen: set[int] = field(default_factory=set)
     _choices: tuple[int, int] = 1, 0
-    """How many kernels each token has chosen, and the number of tokens whose products have not been seen yet."""
+    """How many kernels each token has chosen, and the number of tokens with products that have not been seen yet."""
     _known: dict[Any, Dims] = field(default_factory=dict)
 
     def run(self, jaxpr: Any, arguments: Sequence[Dims]) -> list[Dims]:
-        """Walk through a jaxpr whose arguments are sharded like this.
+        """Walk through a jaxpr with arguments sharded like this.
 
         Args:
             jaxpr: the program.

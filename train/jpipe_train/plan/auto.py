@@ -20,7 +20,7 @@ def find_plan(config: Config, reporter: Reporter, together: Together) -> jpipe.P
     """Profile on this device, measure the links, search and compile; all processes call this and get the same plan.
 
     Args:
-        config: the config of the run; its batch size is that of the plan.
+        config: the config of the run; the plan has its batch size.
         reporter: prints the result.
         together: the processes of the run.
 

@@ -14,7 +14,7 @@ from jpipe_train.config.config import Config
 from jpipe_train.console.terminal import first_line
 from jpipe_train.plan.inputs import read_text, read_topology
 
-# The temporaries of a CPU's compiler divided by those of the target's, in 16 bits and otherwise: docs/explanation/planner-accuracy.md.
+# The temporaries of a CPU's compiler divided by the target's, in 16 bits and otherwise: docs/explanation/planner-accuracy.md.
 RATIOS = {
     "cuda": ("an H100's", "1.1 to 12 times (median 1.8)", "0.7 to 3 times (median 1.4)"),
     "tpu": ("a TPU v5e's", "0.3 to 5 times (median 2.3)", ""),
@@ -32,7 +32,7 @@ def read_device(name: str, option: str = "--target") -> Device:
     """Return the device that stages are to be compiled for.
 
     Args:
-        name: a target of the table, or a YAML file: of a target, or of a topology, whose device it is then.
+        name: a target of the table, or a YAML file: of a target, or of a topology, for its device.
         option: the option that names it, for messages.
 
     Raises:

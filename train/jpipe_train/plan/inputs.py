@@ -51,9 +51,9 @@ class Request:
         share_optimizer: whether replicas may share an optimizer; not with a moving average of the weights.
         max_delay: the largest mean delay of a plan in updates, which allows all schedules up to it unless `schedules` names some; None:
             no limit.
-        measure: the number of plans to run on this machine, of which the fastest is chosen; None to choose by predictions.
+        measure: the number of plans to run on this machine, to choose the fastest; None to choose by predictions.
         offload: whether plans with parts of their state in host memory are tried although others fit; they are if none does.
-        agree: the updates from one agreement of parallel pipelines to the next; None: those of the config, if pipelines agree there.
+        agree: the updates from one agreement of parallel pipelines to the next; None: as in the config, if pipelines agree there.
         asked: what plans are to do in addition, by `agree` and the config.
     """
 

@@ -261,7 +261,7 @@ def _check_by_reading(files: Files, request: Request, config: Config | None, row
 
 
 def compiling_of(request: Request, topology: Topology) -> Compiling:
-    """Return the devices to compile for: the target's of a topology in a file, or those of this machine if the plan is for it."""
+    """Return the devices to compile for: the target's of a topology in a file, or this machine's if the plan is for it."""
     if request.topology == LOCAL:
         return of_this_machine()
     degrees = request.degrees

@@ -26,7 +26,7 @@ from jpipe_train.launch.together import Together
 
 MEASURED_SIZES, PAPER_SIZES = 4, 6  # numbers of microbatch sizes to profile; each takes a compilation, and a run if it is measured
 SECONDS = 8.0  # of measuring, without compilation
-ROUNDS = 9  # of which the median says what computing at once takes
+ROUNDS = 9  # their median says what computing at once takes
 _PROFILE = "the profile of process 0"
 
 

@@ -33,7 +33,7 @@ class SearchResult:
         plans: the plans that were found.
         delayed: the best plan of the schedules that do not flush, if these were not requested and it is faster.
         compiled: the number of plans at the top of the ranking whose stages were compiled.
-        attempts: the plans whose compiled stages do not fit.
+        attempts: the plans with compiled stages that do not fit.
     """
 
     plans: Plans

@@ -108,7 +108,7 @@ def with_agreements(
 
     Args:
         plan: the plan.
-        costs: those of its stages, if they are known.
+        costs: of its stages, if they are known.
         prediction: of the plan, which is returned for other plans.
         batches: how many it has.
     """

@@ -32,12 +32,12 @@ from jpipe_train.launch.together import Together
 from jpipe_train.plan.profiling import Parts
 from jpipe_train.plan.search import SearchResult
 
-ROUNDS = 5  # of which the median counts; each plan runs once in each, so that a change of the machine's speed concerns all
+ROUNDS = 5  # their median counts; each plan runs once in each, so that a change of the machine's speed concerns all
 SECONDS = 1.0  # that the measured steps of a round take
 LEAST = 2  # of these steps
 NEARLY = 0.01  # relative difference up to which measured plans count as equally fast
 LONGEST = 6 * 3600.0  # seconds that process 0 may search and compile while the other processes wait
-_READ = 16  # batches of which the largest is used, where they have several shapes
+_READ = 16  # batches; the largest is used, where they have several shapes
 
 
 @dataclass
@@ -46,7 +46,7 @@ class Outcome:
 
     Attributes:
         name: of the plan, for messages.
-        rounds: seconds per step in each round, those of the slowest process.
+        rounds: seconds per step in each round, in the slowest process.
         failure: why it could not run; "": it could.
     """
 
@@ -291,7 +291,7 @@ def _failing(outcome: Outcome, reporter: Reporter, *, processes: jpipe.processes
 
 
 class Running:
-    """A compiled plan that trains fresh weights, and whose pipeline is full.
+    """A compiled plan that trains fresh weights, with a full pipeline.
 
     Args:
         pipe: the pipeline of the plan.
@@ -306,7 +306,7 @@ class Running:
         self._steps = max(LEAST, math.ceil(SECONDS / self._seconds(1)))
 
     def round(self) -> float:
-        """Run some steps and return the seconds of one, those of the slowest process."""
+        """Run some steps and return the seconds of one, in the slowest process."""
         self._seconds(1)  # caches have what another plan needs
         return self._seconds(self._steps)
 
@@ -338,12 +338,12 @@ def _first_batch(batches: data.Data) -> Any:
 
 
 def _rows(array: Any) -> Any:
-    """Return all rows of an array of which only the rows that are sliced are read."""
+    """Return all rows of an array that reads only the rows that are sliced."""
     return np.asarray(array[: array.shape[0]])
 
 
 def _resized(batch: Any, rows: int) -> Any:
-    """Return a batch of some rows: those of `batch`, again and again."""
+    """Return a batch of some rows: the rows of `batch`, again and again."""
     return jax.tree.map(lambda array: np.resize(_rows(array), (rows, *array.shape[1:])), batch)
 
 

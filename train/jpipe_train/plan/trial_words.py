@@ -71,7 +71,7 @@ def why(measured: Measured, ranked: Ranked) -> str | None:
 
 
 def _agreement(trials: Sequence[Trial]) -> str:
-    """Describe how well the order of the predictions agrees with that of the measurements, as the end of a sentence."""
+    """Describe how well the predictions and the measurements agree in order, as the end of a sentence."""
     pairs = list(itertools.combinations(trials, 2))
     if len(pairs) < 3:
         return ""
