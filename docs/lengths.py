@@ -1,4 +1,4 @@
-"""Check that the README and the pages of docs/ are short, and that a page has one title: `python -m docs.lengths`."""
+"""Check that the README and the pages of docs/ are short, that a page has one title, and that noun chains become fewer."""
 
 import re
 import sys
@@ -7,6 +7,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 README_WORDS, README_LINES, PAGE_WORDS = 900, 150, 2500
+CHAINS = 349  # of such words in all, which may only fall
+_CHAIN = re.compile(r"\b(?:that of|those of|of which|whose)\b", re.IGNORECASE)
 _UNSEEN = re.compile(r"^(<!-- .* -->|\|[-| ]+\|)$", re.MULTILINE)  # the names of tables, and the lines below their headings
 _FENCED = re.compile(r"^ *(```+|~~~+).*?^ *\1 *$\n?", re.MULTILINE | re.DOTALL)
 
@@ -26,6 +28,14 @@ def problems(root: Path) -> Iterator[str]:
             yield f"{page}: {words:,} words outside code blocks, at most {PAGE_WORDS:,}; divide it into pages of one purpose each"
         if len(titles := re.findall(r"^# .*", text, re.MULTILINE)) != 1:
             yield f"{page}: expected one title (a line that begins with '# '), found {len(titles)}; a page has one purpose"
+    if (chains := count_chains(root)) > CHAINS:
+        yield f"code and docs: {chains} of 'that of', 'those of', 'of which' and 'whose', at most {CHAINS}; say who does what"
+
+
+def count_chains(root: Path) -> int:
+    """Count the words that join nouns to chains, in the packages and the pages of the project in `root`."""
+    files = [path for name in ("jpipe", "planner", "train", "docs") for path in (root / name).rglob("*") if path.suffix in (".py", ".md")]
+    return sum(len(_CHAIN.findall(path.read_text(encoding="utf-8"))) for path in files)
 
 
 if __name__ == "__main__":

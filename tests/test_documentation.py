@@ -306,6 +306,16 @@ def test_a_long_page_and_one_with_two_titles_are_reported(tmp_path):
     ]
 
 
+def test_noun_chains_are_counted(tmp_path):
+    (tmp_path / "jpipe").mkdir()
+    (tmp_path / "README.md").write_text("")
+    module = tmp_path / "jpipe" / "module.py"
+    module.write_text("# That of those\n" * lengths.CHAINS)
+    assert list(lengths.problems(tmp_path)) == []
+    module.write_text(module.read_text() + "# the run whose rows\n")
+    assert f"code and docs: {lengths.CHAINS + 1} of " in "".join(lengths.problems(tmp_path))
+
+
 @pytest.mark.parametrize(("module", "name"), NAMES)
 def test_the_docstring_of_a_class_names_its_fields(module, name):
     value = getattr(importlib.import_module(module), name)
