@@ -125,7 +125,10 @@ def test_ctrl_c_at_any_moment_of_a_step(pipe, start_state, batches, expected, fu
     hit, count = interrupted(pipe, start_state, batches, expected, -1, functions)
     assert not hit
     points = range(1, count + 1, max(count // 30, 1))
-    assert all(interrupted(pipe, start_state, batches, expected, at, functions)[0] for at in points)
+    results = [interrupted(pipe, start_state, batches, expected, at, functions) for at in points]
+    # The step that was counted may have had some lines more, of what is done once or while it waits.
+    assert all(hit or lines < at for at, (hit, lines) in zip(points, results, strict=True))
+    assert sum(hit for hit, _ in results) >= 0.9 * len(points)
 
 
 def raising(error, after=5):
