@@ -248,7 +248,7 @@ def test_measured_peak_of_clipping_with_masters_is_predicted():
     measured, predicted = measured_and_predicted(plan, LINEAR, clip_global_norm=1.0, **options)
     np.testing.assert_allclose(measured, predicted, atol=64)
     batch = np.ones((ROWS * MICROBATCHES, 5), np.float32), np.ones((ROWS * MICROBATCHES, WIDTH), np.float32)
-    costs = Pipeline(LINEAR, plan, squares, optax.adam(1e-2), **options).costs(batch)
+    costs = Pipeline(LINEAR, plan, squares, MOMENTUM, **options).costs(batch)
     without = simulate(lower(plan, 5), costs).held_bytes
     assert predicted[-1] - without[-1] == costs[-1].accumulators - costs[-1].weights > 0
 
