@@ -169,15 +169,19 @@ class TransferWatcher:
         """Return what was noted, for `join_transfers`; what this process does not know is NaN.
 
         A transfer begins when it is posted and what it moves is computed. Where nobody can see when it has arrived, because the run has
-        consumed its arrays before, it ends when the computation that reads it begins.
+        consumed its arrays before, it ends when the computation that reads it begins. A thread may note an arrival late: a message ends
+        at the latest when the next one of its lane does.
 
         Args:
             starts: when each computation of this process began.
             ends: when it ended.
         """
-        readers = _readers(self.plan, starts)
-        for (name, _), moved in self._known.items():
+        readers, latest = _readers(self.plan, starts), defaultdict[tuple[int, ...], float](lambda: math.inf)
+        for (name, _), moved in reversed(self._known.items()):
             moved.readers = [readers[name]] if name in readers else []
+            moved.arrived = min(moved.arrived, latest[moved.workers])
+            end = moved.transfer(self.plan, starts, ends).end
+            latest[moved.workers] = latest[moved.workers] if math.isnan(end) else min(end, latest[moved.workers])
         return tuple(moved.transfer(self.plan, starts, ends) for moved in self.moved)
 
     def _of(self, name: _Name, following: int = 0) -> Moved:

@@ -74,6 +74,16 @@ def test_a_trace_has_the_transfers_of_the_plan_and_they_end_before_they_are_used
     to_perfetto({"measured": trace.timeline}, {"measured": trace.transfers})
 
 
+def test_a_message_ends_at_the_latest_with_the_next_one_of_its_lane():
+    """A thread may note an arrival late; what a lane moves arrives in order."""
+    watcher = TransferWatcher(Plan.even("ab", 2, "gpipe", 3), 0.0)
+    for number, arrived in enumerate((9.0, math.nan, 3.0)):
+        moved = watcher._of(("activation", (0, 1), number))
+        moved.posted, moved.arrived = float(number), arrived
+    found = watcher.transfers({}, {})
+    assert [(found[0].end, found[2].end), math.isnan(found[1].end)] == [(3.0, 3.0), True]
+
+
 def test_changes_that_nobody_saw_arrive_end_where_their_result_is_read():
     plan, clock = Plan.even("ab", 1, "gpipe", 2, replicas=2, agree={"every": 2, "delay": 1}), itertools.count(1.0)
     watcher = TransferWatcher(plan, 0.0)
