@@ -57,10 +57,11 @@ def local_topology(
         report(assumed_words(overlap))
     memory = host_memory() / count if is_cpu else (device.memory_stats() or {}).get("bytes_limit")
     local, shared = jax.local_devices(), 0.0 if is_cpu else _SHARE_FOR_PLANS * host_memory()
+    ends = max(len({each.process_index for each in devices[:count]}), 2)
     host = _measured_host(local[0], shared / len(local) if math.isfinite(shared) else None)
     return Topology(
         name="local",
-        levels=({"count": count, **_link(max(jax.process_count(), 2), most, small, large)},),
+        levels=({"count": count, **_link(ends, most, small, large)},),
         device={
             "name": device.device_kind,
             "memory": memory if memory and math.isfinite(memory) else None,

@@ -25,7 +25,7 @@ def overlap_of(times: Mapping[jpipe.runtime.Moved, jpipe.runtime.OverlapTimes]) 
 def overlap_words(times: Mapping[jpipe.runtime.Moved, jpipe.runtime.OverlapTimes]) -> str:
     """Describe what was measured, in one line."""
     shares = " and ".join(f"{each.hidden:.0%} of a {name}" for name, each in times.items())
-    return f"overlap: a computation hides {shares}, measured between two devices; plans assume: {overlap_of(times)}"
+    return f"overlap: a computation hides {shares}, measured between devices; plans assume: {overlap_of(times)}"
 
 
 def assumed_words(overlap: Overlap) -> str:

@@ -24,8 +24,8 @@ def test_the_devices_here_and_their_links():
     assert local.local_topology(1).levels[0].latency == 0
 
 
-def machine(monkeypatch, transfer, sums, ends=2, latency=3e-5, platform="cpu"):
-    """Replace the measurements by those of a machine whose transfers and sums have these bandwidths beside a computation."""
+def machine(monkeypatch, transfer, sums, ends=2, processes=1, latency=3e-5):
+    """Replace the measurements by a machine's with these bandwidths of transfers and sums, between devices of so many processes."""
 
     def time_overlap(devices, elements):
         hops, bytes_ = 2 * (ends - 1), 4 * elements
@@ -33,12 +33,14 @@ def machine(monkeypatch, transfer, sums, ends=2, latency=3e-5, platform="cpu"):
         return {name: OverlapTimes(9.0, 1.0, 9.0, seconds) for name, seconds in moved.items()}
 
     monkeypatch.setattr(local.jpipe.runtime, "time_overlap", time_overlap)
-    monkeypatch.setattr(local.jax, "process_count", lambda: ends if ends > 2 else 1)
+    facts = {"platform": "cpu", "device_kind": "cpu", "memory_stats": lambda: None}
+    devices = [SimpleNamespace(**facts, process_index=n if processes > 1 else 0) for n in range(max(processes, 2))]
+    monkeypatch.setattr(local.jax, "devices", lambda: devices)
 
 
 @pytest.mark.parametrize(("transfer", "sums", "ends"), [(2e9, 5e9, 2), (5e9, 2e9, 2), (2e9, 2e9, 4), (5e9, 2e9, 8)])
 def test_a_link_is_as_fast_as_the_slower_one_of_transfers_and_sums_beside_a_computation(monkeypatch, transfer, sums, ends):
-    machine(monkeypatch, transfer, sums, ends)
+    machine(monkeypatch, transfer, sums, ends, processes=ends if ends > 2 else 1)
     level = local.local_topology().levels[0]
     assert level.bandwidth == pytest.approx(2e9, rel=1e-6)
     assert level.latency == pytest.approx(3e-5, rel=1e-3)  # and 4 bytes
@@ -46,6 +48,11 @@ def test_a_link_is_as_fast_as_the_slower_one_of_transfers_and_sums_beside_a_comp
     if sums <= transfer:
         expected = 2 * (ends - 1) * (3e-5 + 4 * 1000 / ends / sums)
         assert all_reduce_seconds(4000, ends, jpipe.Link(level.bandwidth, level.latency)) == pytest.approx(expected, rel=1e-3)
+
+
+def test_links_between_some_of_the_processes_are_measured_between_these(monkeypatch):
+    machine(monkeypatch, 2e9, 2e9, ends=3, processes=8)
+    assert local.local_topology(3).levels[0].bandwidth == pytest.approx(2e9, rel=1e-6)
 
 
 def test_a_process_uses_the_cores_it_is_pinned_to(monkeypatch):
