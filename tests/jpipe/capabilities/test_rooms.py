@@ -163,12 +163,11 @@ def test_a_pipeline_trains_without_a_capability(room, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("room", ["agreement", "host_memory"])
 def test_other_tests_pass_without_a_capability(room, tmp_path):
     """Run the tests of the library in a copy without the capability, except the files that speak of it."""
     without(room, tmp_path)
-    for name in ("planner", "train", "tests"):
+    for name in ("planner", "train", "tests", "docs", "examples", "benchmarks"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=COMPILED)
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     shutil.rmtree(tmp_path / "tests" / "jpipe" / "capabilities" / room)
