@@ -11,8 +11,9 @@ from jpipe_planner.machine.differing import Differing
 from jpipe_planner.machine.topology import Topology
 from jpipe_planner.profile.profile import Profile
 from jpipe_planner.profile.sharded import Degrees
+from jpipe_planner.ranking import choose as choosing
 from jpipe_planner.ranking import table
-from jpipe_planner.ranking.choose import choose
+from jpipe_planner.ranking.choose import ALIKE, DOUBT, Choice, Ranked, choose
 from jpipe_planner.ranking.draw import draw_choice
 from jpipe_planner.search.candidates import find_candidates
 from tests.planner.invented import invented_profile, invented_topology, simulate_all
@@ -69,6 +70,31 @@ def test_one_plan_of_each_kind_is_ranked():
     assert {"gpipe", "naive", "pipedream", "pipedream_2bw", "pipedream_flush"} == {kind[0] for kind in kinds}
     assert any(replicas == (4,) for _, replicas, _ in kinds)  # data parallelism, a plan like any other
     assert {schedule for schedule, replicas, _ in kinds if replicas == (4,)} == {"pipedream_flush", "pipedream", "pipedream_2bw"}
+
+
+def candidate_of_pipedream():
+    profile, topology = gpt(4), machines(50_000.0)
+    candidate = next(one for one in find_candidates(profile, topology, 8) if one.schedule == "pipedream" and one.depth > 1)
+    return Choice(profile, topology, (), (), 0), candidate
+
+
+def test_estimates_are_corrected_by_what_simulations_of_their_family_have_taken():
+    _, candidate = candidate_of_pipedream()
+    slower = dataclasses.replace(candidate, seconds=1.2 * candidate.seconds)
+    more = candidate.with_options(extra_in_flight=2)
+    assert choosing._turn(candidate, []) < choosing._turn(slower, [])
+    assert choosing._turn(candidate, [1.4, 1.6]) > choosing._turn(slower, [1.0])
+    assert choosing._turn(dataclasses.replace(more, seconds=(1 + ALIKE / 4) * candidate.seconds), []) < choosing._turn(candidate, [])
+
+
+@pytest.mark.parametrize("times_as_fast", [0.99 * DOUBT, 1.01 * DOUBT])
+def test_a_plan_that_cannot_be_simulated_has_to_be_much_faster(monkeypatch, times_as_fast):
+    choice, candidate = candidate_of_pipedream()
+    monkeypatch.setattr(Choice, "forwards", lambda self, candidate: 10**9)
+    estimated = dataclasses.replace(candidate, seconds=candidate.seconds / times_as_fast)
+    simulations = choosing._Simulations(choice, [estimated], {}, 20)
+    simulations.found.append(Ranked(candidate))
+    assert (simulations._simulated(estimated, 1000) is not None) == (times_as_fast > DOUBT)
 
 
 @pytest.mark.slow
