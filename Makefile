@@ -49,7 +49,7 @@ test-all: .venv/ready .venv-torch/ready ## Run all tests, and those marked `olde
 	@$(VENV)/$(PYTEST) $(PYTEST_ARGS)
 	@$(call on_oldest,oldest)
 
-test-targets: .venv-targets/ready ## Compile every kind of program for GPUs and TPUs that are not here, about three minutes; nothing is run on them
+test-targets: .venv-targets/ready ## Compile every kind of program for GPUs and TPUs that are not here, about two minutes; nothing is run on them
 	@[ ! -e .venv-targets/ready ] || JPIPE_REQUIRE_TARGETS=1 JAX_PLATFORMS=cpu .venv-targets/bin/$(PYTEST) -m "targets and not exhaustive" tests/targets $(PYTEST_ARGS)
 
 test-gpu: .venv/ready ## Run the tests of numbers on one NVIDIA GPU, if there is one; .venv needs JAX for it (.venv/bin/pip install 'jax[cuda13]')
