@@ -65,7 +65,7 @@ def _remedy(layer_id: str, module: Any) -> str:
     if isinstance(module, (linen.Module, Mapping)):
         return f"give the Linen module itself as the layer, not bound to variables; {weights} with its variables['params']"
     return (
-        f"if it is a parameter, give a Flax module or a jpipe.Layer, whose init makes it ({weights}); "
+        f"if it is a parameter, give a Flax module or a jpipe.Layer with an init ({weights}); "
         "if it is a constant, make it a NumPy array (np.asarray), or compute it in the forward"
     )
 

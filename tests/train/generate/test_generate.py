@@ -126,7 +126,7 @@ def test_generated_text_does_not_control_a_terminal(monkeypatch):
 
 FOX = "--prompt", "fox"
 REFUSED = {
-    "no such folder": (["runs/0099", *FOX], r"there is no folder 'runs/0099'; give that of a run"),
+    "no such folder": (["runs/0099", *FOX], r"there is no folder 'runs/0099'; give the folder of a run"),
     "a folder of nothing": ([str(GOLDEN), *FOX], r"expected checkpoints in .*, found none"),
     "adapters": (
         ["peft", *FOX],

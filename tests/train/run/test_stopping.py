@@ -141,7 +141,7 @@ def test_a_run_ends_early_with_its_best_checkpoint(scripted, tmp_path, capsys):
     assert [row.get("val_loss") for row in rows] == [5.0, None, 3.0, None, 2.0, None, 2.5, 2.4]
     assert checkpoint_files.steps(summary.folder) == [4, 8]
     assert best_step(summary.folder, "") == 4
-    words = "val_loss has not improved in 2 validations; the best one, 2, is that of step 4"
+    words = "val_loss has not improved in 2 validations; the best one, 2, was at step 4"
     out = capsys.readouterr().out
     assert f"stopped early: at step 8: {words}\nbest checkpoint: step 4, val_loss 2\n8 steps in " in out
     again = loop.main(changed(scripted))

@@ -51,7 +51,7 @@ class StopState(pydantic.BaseModel):
 
     def words(self) -> str:
         """Describe why the run has stopped."""
-        best = "it was never finite" if self.best is None else f"the best one, {self.best:.6g}, is that of step {self.best_step}"
+        best = "it was never finite" if self.best is None else f"the best one, {self.best:.6g}, was at step {self.best_step}"
         return f"{self.metric} has not improved in {self.waited} validation{'s' if self.waited > 1 else ''}; {best}"
 
 
