@@ -108,7 +108,9 @@ def find(
         huggingface.reject_file(folder)
         raise InputError(f"generate: expected the folder of a run or of Hugging Face's layout, found the file '{source}'; give a folder")
     if not folder.exists():
-        raise InputError(f"generate: there is no folder '{source}'; give the folder of a run, such as runs/0001, or one in Hugging Face's layout")
+        raise InputError(
+            f"generate: there is no folder '{source}'; give the folder of a run, such as runs/0001, or one in Hugging Face's layout"
+        )
     huggingface.reject_adapters(folder, "generate", "--adapters")
     if not huggingface.is_meant(folder):
         if adapters is not None:
