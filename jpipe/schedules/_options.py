@@ -25,17 +25,16 @@ class ScheduleOptions(pydantic.BaseModel):
     A new option is a field here with its description, and a name in the `options` of the schedules that read it.
 
     Attributes:
-        extra_in_flight: additional microbatches in flight between neighbouring stages, to hide the latency of slow links: 0, which
-            means n_s = d - s, to 64.
-        max_in_flight: the most microbatches that a replica of any stage has in flight, 1 or more. Below n_s, stages wait, and hold fewer
-            activations and weight versions (PipeDream, figure 18; docs/explanation/memory.md). None: no limit.
+        extra_in_flight: additional microbatches in flight between neighbouring stages, which hide the latency of slow links. 0 means
+            n_s = d - s.
+        max_in_flight: the most microbatches in flight on a replica of any stage. Below n_s, stages wait, and hold fewer activations and
+            weight versions (docs/explanation/memory.md). None: no limit.
         vertical_sync: every stage reads the version that the first stage read. False by default.
-        update_every: "batch", the default: all stages update after each batch. "replicas": stage s updates after r_s microbatches,
-            as in the original PipeDream; stages with different replicas update at different rates.
-        flush_first: flush after each of this many first batches, so that these read the newest weights; then run without a flush. A
-            warm-up without staleness. 0 by default.
-        split_backward: "joint", the default, or "early": compute each backward in two halves, and send the input gradient after the
-            first, to hide slow links (docs/explanation/zero-bubble.md). The zero-bubble schedules always split.
+        update_every: "batch": all stages update after each batch. "replicas": stage s updates after r_s microbatches, as in the original
+            PipeDream. "batch" by default.
+        flush_first: flush after each of the first batches, this many, so that they read the newest weights. 0 by default.
+        split_backward: "early": compute each backward in two halves, and send the input gradient after the first, to hide slow links
+            (docs/explanation/zero-bubble.md). "joint" by default.
     """
 
     model_config = pydantic.ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -65,8 +64,8 @@ class PlanOptions(ScheduleOptions):
     Attributes:
         order: for `auto_zero_bubble`: what each rank computes in a batch, such as "F0.0 F0.1 I0.0 W0.0": a forward of stage 0,
             microbatch 0, and so on; microbatches of one replica, counted from 0 in each batch. See `jpipe.schedules.greedy_order`.
-        order_limit: the most microbatches that a rank may hold between forward and the end of the backward, those of all its stages
-            added up; an order that holds more raises an error. None: no limit.
+        order_limit: the most microbatches that a rank may hold between forward and the end of the backward, summed over its stages; an
+            order that holds more raises an error. None: no limit.
     """
 
     order: Annotated[tuple[str, ...], Field(strict=False)] | None = None
