@@ -10,7 +10,7 @@ class FrozenMapping(Mapping[str, Value], Generic[Value]):
     """An immutable mapping from names to values; comparison and hash depend on the order of the items.
 
     Args:
-        items: a mapping whose values can be hashed.
+        items: a mapping with values that can be hashed.
     """
 
     def __init__(self, items: Mapping[str, Value]) -> None:

@@ -123,7 +123,7 @@ def explain(error: pydantic.ValidationError, model: type[pydantic.BaseModel], wh
 
     Args:
         error: what a validation raised.
-        model: the class whose data was validated; unknown keys are compared with its field names.
+        model: the class that validated the data; unknown keys are compared with its field names.
         where: the source of the data, such as a file name; every line begins with it.
     """
     lines = []

@@ -23,7 +23,7 @@ class Op:
     Attributes:
         name: capital letters, in orders and timelines.
         function: the method of the stage's functions that computes it.
-        reads: "inputs", the stage input and at the last stage the labels; "residuals", those of a forward and the output gradient; or
+        reads: "inputs", the stage input and at the last stage the labels; "residuals", from a forward, and the output gradient; or
             "stash", what the first half of a backward has left for the second.
         leaves: "output", the stage output; "state", the layer state; "residuals" and "stash", to be read by a later op; "gradient", the
             gradient of the stage input; "accumulators", with the microbatch's gradients of the weights.

@@ -240,8 +240,8 @@ class Pipeline:
                 What is left out, whole layers or some of the parameters of one, is what the model has, if it has arrays, or else fresh. All
                 optimizer state is fresh.
             buckets: batches of the other shapes that steps and evaluations will get, such as longer sentences; only shapes and dtypes
-                are used. Each step computes with programs compiled for its own shape. All have as many rows as `batch`, and layers
-                whose parameters and state have the same shapes with each of them.
+                are used. Each step computes with programs compiled for its own shape. All have as many rows as `batch`, and the parameters
+                and state of layers have the same shapes with each of them.
 
         Returns:
             The state before batch 0.
@@ -343,7 +343,7 @@ class Pipeline:
 
         Args:
             state: consumed; use the returned one from here on.
-            batch: (inputs, labels), pytrees of arrays whose first dim is the batch, divisible by the plan's microbatches. Anything with
+            batch: (inputs, labels), pytrees of arrays with the batch as first dim, divisible by the plan's microbatches. Anything with
                 a shape, a dtype and slices of rows will do: only the rows that this process's workers need are read. In a run of several
                 processes all pass the same batch; of NumPy and JAX arrays some rows are compared.
             observe: called with an `Event` after each instruction is dispatched; see `Tracer`.
@@ -467,8 +467,8 @@ class Pipeline:
     def predict(self, state: State, batch: Tree, *, weights: Weights = "newest", to: To = "all") -> Tree | None:
         """Return the outputs of the last layer for each row, in evaluation mode; the state is not changed.
 
-        The version of the weights and the layer state are as for `evaluate`. The last microbatch is filled up with copies of the last
-        row, whose outputs are dropped: layers that look at other rows of a microbatch see them. Compiled at the first call.
+        The version of the weights and the layer state are as for `evaluate`. Copies of the last row fill up the last microbatch: layers
+        that look at other rows see them, and their outputs are dropped. Compiled at the first call.
 
         Args:
             state: any state that is not consumed.
@@ -583,7 +583,7 @@ class Pipeline:
         """Return the exact bytes that the stages hold and move for batches like this one, for `jpipe.simulate`, from shapes alone.
 
         Times are units: a forward takes 1, a backward 2, each of its halves 1, and 1 more where they recompute. Temporaries are known
-        once `init` has compiled, or with `compiled_for`. Of a stage on a mesh the bytes are those of each of its devices. How XLA shards
+        once `init` has compiled, or with `compiled_for`. On a mesh the bytes are for each device of the stage. How XLA shards
         what stays from a forward to its backward is then known, too; before, it counts as sharded over the rows alone.
 
         Args:

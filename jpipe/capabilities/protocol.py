@@ -55,12 +55,12 @@ class Option:
             is used where its room is among what a program `uses`.
         of_stages: whether it is a field of each stage instead, which is empty where the stage does not use it.
         check: `(plan) -> None`, raises ValueError if the value does not fit the plan; only called where it is set.
-        stands_for: where it is in no plan, the argument of a pipeline whose exclusions hold for programs that use it.
+        stands_for: where it is in no plan, the argument of a pipeline with the exclusions that hold for programs that use it.
         refusal: `(plan, value) -> str`, why no program of a plan can use it with a value, or "".
         check_model: `(plan, StageEntries) -> None`, raises InputError for a model with which the plan cannot use it.
         check_arguments: `(arguments) -> None`, raises InputError for values of arguments of a pipeline, by name as in `excluded`.
         of_arguments: `(arguments, entries) -> value | None` in `StageFunctions.capabilities`, where it comes from arguments of a pipeline;
-            `entries` are those of the stages, see `StageEntries`.
+            `entries` belong to the stages, see `StageEntries`.
         used: `(value) -> value` in `Program.uses`, of that value.
         exclusions: what the option cannot be combined with. Each pair of options is in one list.
         even: `(value, stages) -> stages`, the fields of stages with an argument of `Plan.even`, which has the name of the field.
@@ -135,27 +135,27 @@ class MessageHooks:
 
 @dataclass(frozen=True)
 class ProgramHooks:
-    """What a capability adds to programs, and how that is predicted: there, workers are those of a program as actions (`_actions`).
+    """What a capability adds to programs, and how that is predicted. In predictions a worker is a `prediction._actions.Worker`.
 
     Attributes:
         instructions: the types of its instructions, subclasses of `Instruction`.
         messages: what it sends, sums or moves, by `Send.message` or `Transfer.what`.
         carries_over: whether what it does in a batch depends on earlier batches under schedules that flush, too.
-        sums: those of its instructions with which the replicas of a stage begin a sum, all side by side in the total order.
-        waits: `(plan, uses) -> stages` whose updates wait for other stages.
+        sums: its instructions with which the replicas of a stage begin a sum, all side by side in the total order.
+        waits: `(plan, uses) -> stages` with updates that wait for other stages.
         waits_for: by the type of its instructions, `(instruction) -> (type, number)`: the sum that one waits for, by its batch.
-        modelled: `(plan) -> plan`, a plan whose programs contain all that the capability does in any step; `due` chooses from them.
+        modelled: `(plan) -> plan`, a plan with programs that contain all that the capability does in any step; `due` chooses from them.
         due: `(plan, instruction, shift) -> Instruction | None`, one of its instructions as it is when it runs so many batches later.
         stage_cost: `(plan, stage, StageCost, layers) -> StageCost`, the cost of a stage with what changes in it.
         sent_cost: `(plan, stage, StageCost) -> StageCost`, the cost with what changes in what is sent or summed, after all else.
         model_costs: `(plan, costs, shared) -> costs` of all stages, of a model with these `SharedCost`s.
-        used: `(costs) -> value` in `Program.uses`, of programs whose stages have these costs.
+        used: `(costs) -> value` in `Program.uses`, of programs with these costs of stages.
         fit_cost: `(StageCost, spans) -> StageCost`, the cost of a stage with the times of its measured spans.
         pieces: `(stage, StageCost) -> list of bytes` of the pieces in which the replicas of a stage sum gradients; empty: in one.
         per_piece: the fields of `StageCost` that have a number for each of these pieces.
         unit: `(plan) -> int`, into how many ticks the lowering divides the time of a forward.
         lower: the subclass of `LoweringHooks`, made for a `Run`.
-        verify: that of `VerifyHooks`, made for the `Verifier` of one worker.
+        verify: the subclass of `VerifyHooks`, made for the `Verifier` of one worker.
         writers: by the type of instructions, `(worker, instruction) -> None`, writes it as actions and changes of bytes; for one of the
             core in place of its writer there.
         changes: the changes of bytes, by name, `(Prices, StageCost, stage, *arguments) -> Change`.
@@ -190,7 +190,7 @@ class ProgramHooks:
 
 
 class LoweringHooks:
-    """What a capability writes into a program while it is lowered. Workers are those of the lowering.
+    """What a capability writes into a program while it is lowered. A worker is a `lowering._progress.Worker`.
 
     A subclass has some of these:
         before_compute: `(time, worker) -> None`, before the next computation in the order of the worker's rank.
@@ -331,7 +331,7 @@ class RuntimeHooks:
 
     Programs of a stage:
         calls: `(Arrays) -> dict[str, Call]`, programs of its own, by name, or functions that return them.
-        ops: `(StageFunctions) -> dict[str, Op]` of those of them that are pieces of an op, in order. What one leaves as a stash is for the
+        ops: `(StageFunctions) -> dict[str, Op]` for the programs that are pieces of an op, in order. What one leaves as a stash is for the
             next one.
         pieces: `(Arrays) -> dict[str, specs]` of what the replicas of a stage sum, by piece (`Instruction.piece`); empty: all at once.
         costs: `(Arrays) -> dict[str, Any]`, fields of the `StageCost` with the bytes of a stage.

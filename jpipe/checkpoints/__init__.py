@@ -187,7 +187,7 @@ def _check(snapshot: Any, keep: int | None) -> None:
         folders.check_keep(keep)
     if not snapshot.complete:
         raise InputError(
-            f"checkpoint: expected a complete snapshot, found one at batch {snapshot.batch} whose run has not come to it yet; step on"
+            f"checkpoint: expected a complete snapshot, found one at batch {snapshot.batch}, which its run has not come to yet; step on"
         )
 
 

@@ -109,7 +109,7 @@ def gather(folder: Path, step: int, processes: int, limit: float, failed: Callab
         step: as in `write_layers`.
         processes: the number of processes that write a part.
         limit: seconds to wait.
-        failed: returns the processes whose parts will not come.
+        failed: returns the processes that will not write their parts.
 
     Returns:
         The processes that failed.

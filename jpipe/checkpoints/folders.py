@@ -115,7 +115,7 @@ def begin(folder: Path, step: int | None) -> list[str]:
         raise InputError(f"{parent}: checkpoints cannot be written there: {error.strerror}; choose another run.dir") from None
     if step is None and (complete := steps(folder)):
         raise InputError(
-            f"{parent}: expected no checkpoint where a run begins, found that of step {complete[-1]}; resume, or choose another run.dir"
+            f"{parent}: expected no checkpoint where a run begins, found one of step {complete[-1]}; resume, or choose another run.dir"
         )
     renamed = []
     for path in [path for number, path in step_folders(folder) if step is None or number > step]:
@@ -156,7 +156,7 @@ def prune(
     Args:
         folder: the run's.
         keep: at least 1.
-        keep_every: also keep those whose step is a multiple of this.
+        keep_every: also keep a checkpoint if its step is a multiple of this.
         keep_hours: also keep one for each period of this length, by the time of the marker file.
         also: further steps to keep, such as the best ones.
 

@@ -165,8 +165,9 @@ def _partition(
 def _axes_of_rows(rules: Mapping[str, str | None], mesh: Mapping[str, int], axes: Mapping[str, Axes]) -> tuple[str, ...]:
     """Return the axes of a mesh over which the rows of a microbatch are sharded.
 
-    They are those of `batch` and, if a parameter of the model names `expert`, that of experts, unless another logical axis has it, too: in
-    place of the devices' copies of all other layers each computes a part of the rows, and experts get their tokens from all of them.
+    They are the axes of `batch` and, if a parameter of the model names `expert`, the axis of experts, unless another logical axis has it,
+    too: in place of the devices' copies of all other layers each computes a part of the rows, and experts get their tokens from all of
+    them.
     """
     over, experts = [rules["batch"]], rules["expert"]
     others = [axis for name, axis in rules.items() if name not in ("batch", "expert")]

@@ -44,7 +44,7 @@ def adapt(layer_id: str, layer: Any) -> Layer:
                 f"layer '{layer_id}' has a parameter 'rngs', so it is taken for a constructor of an NNX module, which gets nothing else; "
                 f"it also needs {', '.join(map(repr, needed))}; give lambda rngs: … with all arguments of the constructor; if it is a "
                 "function of the input, draw random numbers in an NNX module, such as nnx.Dropout(0.1, rngs=rngs), or in a jpipe.Layer "
-                "with stochastic=True, whose apply gets a key"
+                "with stochastic=True: its apply gets a key"
             )
         return nnx_functions(f"layer '{layer_id}'", layer).layer()
     if isinstance(layer, type) and issubclass(layer, nnx.Module):

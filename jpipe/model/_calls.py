@@ -87,7 +87,7 @@ class Randomness:
 
     Attributes:
         name: of the parameter, `key`, `rng` or `dropout_rng` for a random key, `rngs` for a `flax.nnx.Rngs`; None if there is none.
-        is_needed: whether it has no default. One whose default is None gets random numbers in training only.
+        is_needed: whether it has no default. With the default None it gets random numbers in training only.
     """
 
     name: str | None = None
@@ -114,7 +114,7 @@ def arguments_of(x: Tree, num_inputs: int | None) -> tuple[Any, ...]:
 
 
 def call_by_name(function: Callable[..., Any], positional: Sequence[Any], named: Mapping[str, Any]) -> Any:
-    """Call a function whose named arguments may stand between the positional ones, as in `apply(params, rng, x)`.
+    """Call a function with named arguments that may stand between the positional ones, as in `apply(params, rng, x)`.
 
     Args:
         function: any function.

@@ -23,10 +23,10 @@ class Layer:
             `stochastic`, in evaluation if `draws_in_evaluation`, and else None; `train` is False in evaluation.
         stochastic: whether `apply` draws random numbers in training (dropout).
         draws_in_evaluation: whether it draws some in evaluation, too (sampling from a distribution).
-        owner: the object whose reuse in a second layer would mean shared parameters, if any.
+        owner: the object that must not be used in a second layer, since both would share its parameters; if any.
         axes: the logical axis of each dim, or None, of the parameters that have some, by path, with keys joined by "/"; for stages on
             meshes. Layers made of Flax modules fill it in while `init` is traced.
-        of_model: whether it was cut from a whole model, whose random numbers depend on the key of the run, in initialization, and on the
+        of_model: whether it was cut from a whole model. Then its random numbers depend on the key of the run, in initialization, or on the
             key of the microbatch, and not on the layer's id.
     """
 

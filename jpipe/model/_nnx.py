@@ -88,7 +88,7 @@ def abstract(where: str, instead: str) -> InputError:
 
 
 def _functions(where: str, kind: type, graphs: Any, make: Callable[[jax.Array], Any], specs: Any, num_inputs: int | None) -> "NnxFunctions":
-    # A parameter whose default is None leaves the choice to the attribute of the same name, which train() and eval() set.
+    # A parameter with the default None leaves the choice to the attribute of the same name, which train() and eval() set.
     call = functools.partial(getattr(kind, "__call__"), None)  # noqa: B004, B009 - the method, which takes the module
     mode = modes(where, call, lambda parameter: parameter.default is None, num_inputs)
     randomness = Randomness() if num_inputs is None else Randomness.of(call)

@@ -90,12 +90,12 @@ class Precision:
             optimizer state also holds each parameter in float32, its master. Updates change the masters, and each version is a copy of
             them in this dtype.
         compute: of what the layers read and return: their parameters, inputs and outputs, and so of all that crosses a link. The loss gets
-            the outputs in float32. None: that of `params` if it is "bfloat16" or "float16", else as the layers do it themselves.
+            the outputs in float32. None: as `params` if that is "bfloat16" or "float16", else as the layers do it themselves.
         accumulate: in which the gradients of the microbatches are summed, and replicas sum theirs; wider parameters keep their dtype.
             "float64" needs JAX with `jax_enable_x64`.
         loss_scale: the gradient of the loss is multiplied by it at the last stage, and each stage divides by it what it accumulates, so
             that small gradients do not vanish in float16. A power of two adds no rounding. None: 1. A `DynamicLossScale`, or
-            "dynamic" for the default one, adapts it, and a batch whose gradients are not all finite is skipped.
+            "dynamic" for the default one, adapts it, and skips a batch with infinite or NaN gradients.
 
     Raises:
         InputError: an unknown dtype, or a loss scale that is none of these.
@@ -170,7 +170,7 @@ def _checked_scale(scale: Any) -> float | DynamicLossScale:
 
 
 def check_precision(precision: Any) -> None:
-    """Check that a value is a `Precision` whose dtypes JAX has enabled.
+    """Check that a value is a `Precision`, and that JAX has enabled its dtypes.
 
     Raises:
         InputError: says what to change.

@@ -122,7 +122,7 @@ class LayerStack:
                 with several, a tuple, and the model is called with each as an argument.
             variables: of a Linen module, as its `init` returns them: the initial weights and layer state. By default they are made from
                 the key of the run.
-            granularity: "block", or "finest" to make the smallest layers at whose ends no more bytes pass than around them.
+            granularity: "block", or "finest" to cut wherever no more bytes pass than around that place.
             cuts: paths of parameters, such as "blocks.4": the model is cut before the first reader of each, and nowhere else.
                 Places marked by `jpipe.cut` in the model do the same.
 
@@ -197,7 +197,7 @@ class LayerStack:
         return stack
 
     def recut(self, change: Callable[[Layer], Layer], prepare: Callable[[Tree], Tree]) -> "LayerStack":
-        """Return the layers of the changed model, cut at the same places, for a stack whose layers were cut from a model.
+        """Return the layers of the changed model, cut at the same places, for a stack that was cut from a model.
 
         Args:
             change: of the whole model, as one layer.
@@ -390,7 +390,7 @@ class LayerStack:
         return same, layer_id == self.ids[-1], treedef, tuple((leaf.shape, leaf.dtype) for leaf in leaves), context()
 
     def _spec(self, layer_id: str, before: str, x: Tree) -> LayerSpec:
-        """Return the specs around one layer, whose input `x` comes from `before`."""
+        """Return the specs around one layer, which gets its input `x` from `before`."""
         layer, key, original = self.layers[layer_id], key_spec(), self._alive[self.ids.index(layer_id)]
 
         def message(error: BaseException) -> str:

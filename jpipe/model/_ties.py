@@ -79,7 +79,7 @@ class Ties:
             if self.first.get(name, tie.first) != tie.first:
                 raise InputError(f"ties: {_words(tie.first)} and {_words(self.first[name])} would have one name, '{name}'; rename a layer")
             if name in self._index:
-                raise InputError(f"ties: the name '{name}' is that of a layer; rename the layer")
+                raise InputError(f"ties: a layer has the name '{name}' of a tie; rename the layer")
             if tie.second in seconds:
                 raise InputError(f"ties: {_words(tie.second)} is the second place of two ties; give each place once")
             firsts[tie.first], seconds[tie.second] = name, name

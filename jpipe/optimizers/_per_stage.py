@@ -1,4 +1,4 @@
-"""Optimizers whose arguments have another value at each stage."""
+"""Optimizers with arguments that have another value at each stage."""
 
 import inspect
 import math
@@ -30,7 +30,7 @@ class PerStageState(NamedTuple):
 
 
 def per_stage(make: Callable[..., optax.GradientTransformation], **arguments: Any) -> optax.GradientTransformationExtraArgs:
-    """Return an optimizer whose numeric arguments may differ from stage to stage.
+    """Return an optimizer with numeric arguments that may differ from stage to stage.
 
     The state holds none of the values, so that a run can be resumed with other ones, or with another number of stages.
 
@@ -40,7 +40,7 @@ def per_stage(make: Callable[..., optax.GradientTransformation], **arguments: An
         arguments: for `make`. A list has one number or schedule for each stage; anything else is passed on as it is.
 
     Returns:
-        A transformation whose `update` takes `stage`, the number of the stage, and `num_stages`, against which it checks the lists.
+        A transformation. Its `update` takes `stage`, the number of the stage, and `num_stages`, against which it checks the lists.
 
     Raises:
         InputError: a list is empty or holds something else than finite numbers and schedules; numbers for the stages are no list; `make`

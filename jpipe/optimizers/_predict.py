@@ -45,7 +45,7 @@ def predict_delay(factor: float = 1.0) -> optax.GradientTransformationExtraArgs:
         factor: how many updates to predict for each update of delay.
 
     Returns:
-        A transformation whose `update` takes the keyword `delay`, the delay of the gradients in updates, a scalar. Its state is a
+        A transformation. Its `update` takes the keyword `delay`, the delay of the gradients in updates, a scalar. Its state is a
         `PredictDelayState` with one array for each parameter, zeros at first.
 
     Raises:

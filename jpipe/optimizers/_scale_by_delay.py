@@ -32,7 +32,7 @@ def scale_by_delay(steps: int) -> optax.GradientTransformationExtraArgs:
         steps: the number of updates after which it changes nothing.
 
     Returns:
-        A transformation whose `update` takes `delay`, τ.
+        A transformation. Its `update` takes `delay`, τ.
 
     Raises:
         InputError: `steps` is not a whole number of at least 1.

@@ -34,7 +34,7 @@ def scale_by_compensated_momentum(decay: ArrayLike, accumulator_dtype: DTypeLike
         accumulator_dtype: of the momentum; by default the parameters' dtype.
 
     Returns:
-        A transformation whose `update` takes `delay`, τ.
+        A transformation. Its `update` takes `delay`, τ.
     """
     trace = optax.trace(decay, accumulator_dtype=accumulator_dtype)
 
@@ -65,7 +65,7 @@ def scale_by_compensated_adam(
         mu_dtype: of the first moment; by default the parameters' dtype.
 
     Returns:
-        A transformation whose `update` takes `delay`, τ.
+        A transformation. Its `update` takes `delay`, τ.
     """
     init = optax.scale_by_adam(mu_dtype=mu_dtype).init
 
@@ -96,7 +96,7 @@ def scale_by_compensated_muon(
         adaptive: whether to scale the updates by the dual norm of the momentum.
 
     Returns:
-        A transformation of matrices whose `update` takes `delay`, τ.
+        A transformation of matrices. Its `update` takes `delay`, τ.
     """
     init = optax.contrib.scale_by_muon(mu_dtype=mu_dtype).init
     # Without memory of its own, Muon orthogonalizes the momentum that it gets.
@@ -118,7 +118,7 @@ def compensated_sgd(
     """Return `optax.sgd` with momentum and spike compensation; the arguments are as for `optax.sgd`.
 
     Returns:
-        A transformation whose `update` takes `delay`; see `scale_by_compensated_momentum`.
+        A transformation. Its `update` takes `delay`; see `scale_by_compensated_momentum`.
     """
     return optax.chain(scale_by_compensated_momentum(momentum, accumulator_dtype), optax.scale_by_learning_rate(learning_rate))
 
@@ -134,7 +134,7 @@ def compensated_adam(
     """Return `optax.adam` with spike compensation; the arguments are as for `optax.adam`.
 
     Returns:
-        A transformation whose `update` takes `delay`; see `scale_by_compensated_adam`.
+        A transformation. Its `update` takes `delay`; see `scale_by_compensated_adam`.
     """
     return optax.chain(scale_by_compensated_adam(b1, b2, eps, eps_root, mu_dtype), optax.scale_by_learning_rate(learning_rate))
 
@@ -152,7 +152,7 @@ def compensated_adamw(
     """Return `optax.adamw` with spike compensation; the arguments are as for `optax.adamw`.
 
     Returns:
-        A transformation whose `update` takes `delay`; see `scale_by_compensated_adam`.
+        A transformation. Its `update` takes `delay`; see `scale_by_compensated_adam`.
     """
     return optax.chain(
         scale_by_compensated_adam(b1, b2, eps, eps_root, mu_dtype),
@@ -183,7 +183,7 @@ def compensated_muon(
     The arguments are as for `optax.contrib.muon`; without its Nesterov's momentum, which is spike compensation for a delay of 1.
 
     Returns:
-        A transformation whose `update` takes `delay`; see `scale_by_compensated_muon`.
+        A transformation. Its `update` takes `delay`; see `scale_by_compensated_muon`.
     """
 
     def scaled(update: Any) -> jax.Array:
@@ -206,7 +206,7 @@ def compensated_muon(
 
 
 def _compensated(momentum: Tree, gradients: Tree, decay: ArrayLike, count: Any, delay: ArrayLike) -> Tree:
-    """Return the mean of the `count` gradients up to now, of which `momentum` is the moving average, with their weights in û."""
+    """Return the mean of the `count` gradients so far, with their weights in û, from `momentum`, their moving average."""
     retained = _power(decay, delay)
     total = 1 - decay**count * retained
 

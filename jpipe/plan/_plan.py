@@ -51,8 +51,8 @@ class Plan(CapabilityOptions, _Layout, PlanOptions, _Pipeline):
     """Stages, schedule, microbatches and recomputation of one run.
 
     Every plan that was built or read can run with its schedule. Fields are given by keyword and cannot be changed afterwards. Beside the
-    attributes below, they are the options of the schedule, which `jpipe.schedules.PlanOptions` describes, and those of capabilities, in
-    `jpipe.plan.CapabilityOptions`: `Plan(…, extra_in_flight=1, shard_optimizer=True)`.
+    attributes below, they are the options of the schedule, which `jpipe.schedules.PlanOptions` describes, and the options of capabilities,
+    in `jpipe.plan.CapabilityOptions`: `Plan(…, extra_in_flight=1, shard_optimizer=True)`.
 
     Attributes:
         format: "jpipe-plan/1", which marks the JSON as a plan.
@@ -68,8 +68,8 @@ class Plan(CapabilityOptions, _Layout, PlanOptions, _Pipeline):
         ranks: for each pipeline rank the stages that it runs in turn, in order; None: one stage for each rank, or what the schedule
             needs. With replicas, each replica of these stages is on a device of its own. `even` fills it from `chunks_per_rank`.
         rules: by logical axis the axis of the meshes over which it is sharded, None for none: what differs from `RULES`.
-        param_axes: for models that name no logical axes: for parameters whose "layer id/path" matches a pattern (`fnmatch`), a logical
-            axis or None for each dim. A parameter that matches several has the first.
+        param_axes: for models that name no logical axes: for parameters with a "layer id/path" that matches a pattern (`fnmatch`), a
+            logical axis or None for each dim. A parameter that matches several has the first.
         placement: for each pipeline rank the numbers of its replicas' devices, counted from 0 over the devices of all processes, process by
             process; with a mesh the first device of each, followed by its other devices. None: in order, as `keep_together` says.
         predicted: the prediction of a planner; None: there is none.
@@ -224,7 +224,7 @@ class Plan(CapabilityOptions, _Layout, PlanOptions, _Pipeline):
         sum_parts: SupportsIndex = 1,
         **fields: Any,
     ) -> "Plan":
-        """Return a plan whose stages hold equally many layers; the first stages take the remainder.
+        """Return a plan with equally many layers in each stage; the first stages take the remainder.
 
         Args:
             layers: all layer ids in order.
@@ -241,7 +241,7 @@ class Plan(CapabilityOptions, _Layout, PlanOptions, _Pipeline):
             fields: the other fields of `Plan`.
 
         Raises:
-            InputError: more stages than layers, a number of policies or replicas that is not that of the stages, or an illegal plan.
+            InputError: more stages than layers, not as many policies or replicas as stages, or an illegal plan.
 
         Example:
             >>> Plan.even(["a", "b", "c"], num_stages=2, schedule="gpipe", microbatches=4).stages[0].layers

@@ -68,7 +68,7 @@ def html_of_plan(plan: "jpipe.Plan", name: str, facts: str = "", devices: Sequen
 
 
 def read_json(text: str | bytes, expected: str, where: str) -> dict[str, Any]:
-    """Read a JSON object whose key `format` has the expected value.
+    """Read a JSON object with the expected value of the key `format`.
 
     Args:
         text: JSON from any source; a key that occurs twice gets a value that no field accepts.

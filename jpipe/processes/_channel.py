@@ -1,8 +1,8 @@
 """The channel between the processes of a run: a star of connections, lines of JSON, one thread per process.
 
-Process 0 listens, the other processes connect. What a process posts goes to process 0, whose `Coordinator` answers to all. The channel's
-thread keeps listening and sending heartbeats while the main thread is stuck in a collective, which by itself never raises. No arrays pass
-here. Who connects proves that it belongs to the run (`jpipe.processes.handshake`).
+Process 0 listens, the other processes connect. What a process posts goes to process 0, where the `Coordinator` answers to all. The
+channel's thread keeps listening and sending heartbeats while the main thread is stuck in a collective, which by itself never raises. No
+arrays pass here. Who connects proves that it belongs to the run (`jpipe.processes.handshake`).
 """
 
 import asyncio
@@ -54,8 +54,8 @@ class Channel:
         index: of this process.
         count: the number of processes.
         limits: how long a process may be silent.
-        take: handles the messages of process 0 to all, and `{"lost": how, "at once": …}` for a process whose connection is lost, at once
-            if it is process 0; called by the channel's thread.
+        take: handles the messages of process 0 to all, and `{"lost": how, "at once": …}` for a process that has lost its connection, at
+            once if it is process 0; called by the channel's thread.
         beat: returns the heartbeat of this process; called once per beat by the channel's thread.
     """
 

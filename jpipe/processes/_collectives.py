@@ -1,6 +1,6 @@
 """Collectives over one device each of several processes, and the packing of trees for them.
 
-JAX sees each array as one replicated over the devices, whose copies happen to differ: this works for any rank, and each process passes
+JAX sees each array as one replicated over the devices, with copies that happen to differ: this works for any rank, and each process passes
 and receives its own copy as it is.
 
 On CPUs a collective blocks a thread until all peers have called it. It must be the calling thread: in a thread of the pool that all
@@ -71,7 +71,7 @@ class Group:
         return jnp.zeros(spec.shape, spec.dtype, device=self.device)
 
     def shared(self, array: jax.Array) -> jax.Array:
-        """Return an array over all devices whose shard in this process is `array` itself, not a copy."""
+        """Return an array over all devices with `array` itself, not a copy, as the shard of this process."""
         return jax.make_array_from_single_device_arrays(array.shape, self._sharding, [array])
 
 

@@ -158,10 +158,10 @@ class _Moves(NamedTuple):
 class Reduction:
     """A sum over one device each of several processes, or a gathering of what it would add.
 
-    The parts are added in the order of the devices, ((p0 + p1) + p2) + …: every process gets the same bits, those of one process that
-    adds in this order. Each process sends 2 (n - 1) / n of the tree, as in a ring: two processes their whole trees, of which each adds
-    up all; more processes a share of the tree to each, and then the sum of one share to all. It is not `psum`: gloo adds in another
-    order, XLA uses another thread, and a kilobyte takes 4 ms where a process has one core.
+    The parts are added in the order of the devices, ((p0 + p1) + p2) + …: every process gets the bits of one process that adds in this
+    order. Each process sends 2 (n - 1) / n of the tree, as in a ring: two processes their whole trees, and each adds up all; more processes
+    a share of the tree to each, and then the sum of one share to all. It is not `psum`: gloo adds in another order, XLA uses another
+    thread, and a kilobyte takes 4 ms where a process has one core.
 
     Links may be busy at the same time, in other threads; of two reductions over the same devices, in whatever order, one is over
     before the other starts.
@@ -341,5 +341,5 @@ def _in_a_thread(call: Callable[[], Tree]) -> "Future[Tree]":
         except BaseException as error:
             future.set_exception(error)
 
-    threading.Thread(target=run, daemon=True).start()  # a daemon: a collective whose peer is gone never ends
+    threading.Thread(target=run, daemon=True).start()  # a daemon: a collective never ends if its peer is gone
     return future

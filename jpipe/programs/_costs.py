@@ -125,7 +125,7 @@ class LayerCost:
         remaking: the scratch memory of a backward that makes all residuals of the layer itself, as with recomputation; None: not known.
         remaking_next: what scratch memory such a backward needs more if the next layer is in the stage, and is its last one.
         remaking_more: the same if several more layers of the stage follow.
-        ahead: the prediction of `delay_correction`, which stages hold whose gradients are late.
+        ahead: the prediction of `delay_correction`, which stages with late gradients hold.
     """
 
     forward: float
@@ -283,7 +283,7 @@ def sum_layer_costs(
         shared: the parameters that several layers share; a stage with several of these layers has it once.
 
     Returns:
-        One cost for each stage. The residuals that a stage makes again count as temporary, and those of a last stage whose forward and
+        One cost for each stage. Residuals count as temporary if a stage recomputes them, or if it is the last one and its forward and
         backward are one program (as the schedule's order says). Compressed messages count as if of float32.
 
     Raises:

@@ -141,18 +141,18 @@ class Program:
     Attributes:
         plan: what was lowered.
         start: the batch before which the pipeline was empty.
-        begin: the first batch whose data this program loads.
-        end: one past the last batch whose data it loads.
+        begin: the first batch that this program loads.
+        end: one past the last batch that it loads.
         drained: whether the pipeline is empty afterwards.
         uses: what it does beside its plan, by the names of the capabilities.
         sets_aside: for each stage, whether it sets the gradients of a batch aside until their update, to accumulate the next
             batch meanwhile.
         versions: for each worker, afterwards, the oldest version that a microbatch will still read and the newest there is.
         ended: the batches for which it completes the gradients of the last stage, over all replicas.
-        updated: for each stage, the batches whose updates it completes.
+        updated: for each stage, the batches that it completes the updates of.
         instructions: the total order of loads, forwards, backwards, sends, receives, sums, updates, agreements and releases; the program
             of a rank is the instructions of its workers, in the same order.
-        workers: those whose instructions it has; None: all.
+        workers: the workers that it has instructions for; None: all.
         verified: not empty once the instructions have been verified, which the next simulation then leaves out.
         prepared: what simulations have made of the instructions, for further ones.
     """

@@ -1,13 +1,13 @@
 """The route of messages about a batch between all stages without a flush: which messages of microbatches they travel along with.
 
 A message about a batch travels from the last stage to the first along with the input gradients of one microbatch, the j-th after the
-batch. From stage 0 one travels back along with activations. Each worker makes the update of the batch just before the first forward whose
-activation brings the message. No worker waits for these messages: each of them arrives together with one that the worker needs anyway.
+batch. From stage 0 one travels back along with activations. Each worker makes the update of the batch just before the first forward with an
+activation that brings the message. No worker waits for these messages: each of them arrives together with one that the worker needs anyway.
 
     q = (t + 1) m - 1 + j       the message about batch t travels to stage 0 with the input gradients of microbatch q
     K = min(A(q), V)            that back arrives with the activations of the microbatches K .. K + r_s - 1 at stage s
 
-A(q) is the first microbatch whose forward stage 0 begins after the backward of q, on the same replica: q + n_0 r_0 where each rank has one
+A(q) is the first microbatch that stage 0 begins after the backward of q, on the same replica: q + n_0 r_0 where each rank has one
 stage, n_0 microbatches in flight at stage 0. r_s are the replicas of stage s, and V is the first microbatch that reads the updated weights.
 If a stage has replicas, j is as large as K <= V allows, so that the sum over the replicas overlaps with computations; otherwise j = 0.
 """
@@ -21,7 +21,7 @@ from jpipe.schedules import SCHEDULES
 
 @dataclass(frozen=True)
 class Route:
-    """The microbatches whose messages carry those about each batch, under a schedule that does not flush.
+    """The microbatches that carry the messages about each batch, under a schedule that does not flush.
 
     Attributes:
         plan: what runs.
@@ -34,18 +34,18 @@ class Route:
     arrivals: tuple[int, ...]
 
     def to_first_with(self, k: int) -> int | None:
-        """Return the batch whose message travels to stage 0 with the input gradient of microbatch k, if any."""
+        """Return the batch with a message that travels to stage 0 with the input gradient of microbatch k, if any."""
         batch, offset = divmod(k + 1 - self.delay, self.plan.microbatches)
         return batch - 1 if offset == 0 and batch > 0 else None
 
     def complete_after(self, s: int, k: int) -> int | None:
-        """Return the batch whose sum stage s has after the backward of microbatch k, if any; each replica once per batch."""
+        """Return the batch that stage s has summed after the backward of microbatch k, if any; each replica once per batch."""
         replicas = self.plan.replicas[s]
         batch, offset = divmod(k - (self.delay if replicas > 1 else 0), self.plan.microbatches)
         return batch if batch >= 0 and offset >= self.plan.microbatches - replicas else None
 
     def from_first_with(self, s: int, k: int) -> int | None:
-        """Return the batch whose message from stage 0 arrives at stage s with the activation of microbatch k, if any."""
+        """Return the batch with a message from stage 0 that arrives at stage s with the activation of microbatch k, if any."""
         period, m = len(self.arrivals), self.plan.microbatches
         for n, arrival in enumerate(self.arrivals):
             periods, offset = divmod(k - arrival, period * m)
@@ -59,7 +59,7 @@ class Route:
 
 
 def route_of(plan: Plan) -> Route:
-    """Return the route of a plan whose schedule does not flush and whose updates can wait for other stages."""
+    """Return the route of a plan that does not flush and has updates that can wait for other stages."""
     period = SCHEDULES[plan.schedule].period(plan)
     batches = range(plan.flush_first, plan.flush_first + period)
     needed = [_first_reader(plan, batch) for batch in batches]
@@ -85,7 +85,7 @@ def _first_reader(plan: Plan, batch: int) -> int:
 
 
 def _first_after(plan: Plan, q: int) -> int:
-    """Return A(q), the first microbatch whose forward the replica of stage 0 begins after the backward of q."""
+    """Return A(q), the first microbatch that the replica of stage 0 begins after the backward of q."""
     begun, replicas = plan.flush_first * plan.microbatches, plan.replicas[0]
     k = q + replicas
     while SCHEDULES[plan.schedule].done(plan, 0, k - begun) <= (q - begun) // replicas:

@@ -106,9 +106,9 @@ def simulate_batches(
             in all following ones.
 
     Returns:
-        The prediction, whose timeline ends there; of each rank it contains at least the first computation of the batch after the last one
-        otherwise. Its seconds and bubble are for this timeline, its moved bytes for one batch. The seconds from one of these
-        equal batches to the next one; None if it did not come to them.
+        The prediction. Its timeline ends after such a batch, or with the first computation on each rank of the batch after the last one.
+        Its seconds and bubble are for this timeline, its moved bytes for one batch. The seconds from one of these equal batches to the next
+        one; None if it did not come to them.
 
     Raises:
         ProgramError: the ranks deadlock.

@@ -33,7 +33,7 @@ class Steps:
     Args:
         plan: what runs.
         uses: as in `Program`.
-        workers: those whose instructions the programs have; None: all.
+        workers: the workers that the programs have instructions for; None: all.
     """
 
     def __init__(self, plan: Plan, uses: FrozenMapping[Any] = NOTHING, workers: Collection[int] | None = None) -> None:

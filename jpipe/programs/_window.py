@@ -54,7 +54,7 @@ def extract_window(
         timeline: of the run, in seconds, microbatches counted as in the run.
         memory: of the run; may be empty for each rank.
         microbatches: m, of one batch.
-        first: the batch whose entry is the beginning.
+        first: the batch that enters at the beginning.
         batches: how many batches later the window ends.
         transfers: of the run.
 
@@ -95,7 +95,7 @@ def predict_window(
     Args:
         plan: what runs.
         costs: one for each stage, in seconds and bytes; `fit_costs` takes them from a measurement.
-        first: the batch whose entry is the beginning, counted as in the run.
+        first: the batch that enters at the beginning, counted as in the run.
         batches: how many batches later the window ends.
         link: between the ranks, as in `simulate`.
         overlap: what goes on beside the computations of a rank, as in `simulate`.

@@ -53,7 +53,7 @@ class Executor:
         processes: the processes of the run, if there are several.
         facts: what else has to be the same in all processes, by name.
         depends_on: what the compiled programs depend on beside the other arguments, such as settings of JAX.
-        before: an executor whose compiled programs this one runs, because nothing that they depend on has changed.
+        before: an executor with compiled programs that this one runs, because nothing that they depend on has changed.
 
     Attributes:
         specs: of one microbatch of each bucket.

@@ -55,7 +55,7 @@ class BatchComparison:
 
     Without it a run would continue with the inputs of one batch and the labels of another, since each process uses what its own stages
     need. The comparison takes a message for which nobody waits: for the first batch, for all batches since then after every eighth, and for
-    each batch whose shapes may differ. Of a NumPy or JAX array it takes a checksum of the first row of each microbatch. Nothing of any
+    each batch with shapes that may differ. Of a NumPy or JAX array it takes a checksum of the first row of each microbatch. Nothing of any
     other array is read, since a process may not have the rows that its workers do not need.
 
     Args:

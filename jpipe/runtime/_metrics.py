@@ -41,8 +41,8 @@ class Metrics(NamedTuple):
 
     Attributes:
         losses: mean loss of each finished batch over its labels, by batch index. With `Plan.agree` each pipeline computes its microbatches
-            with its own weights. Those of pipelines that have skipped their update of the batch (`skip_nonfinite`) do not count, unless
-            all have.
+            with its own weights. Microbatches of pipelines that skipped their update of the batch (`skip_nonfinite`) do not count, unless
+            all did.
         weights: total weight of each of those batches, over the microbatches that count.
         norms: global norm of the gradient of each of those batches, before clipping; empty without `clip_global_norm` and
             `skip_nonfinite`. Under a schedule that does not flush a step later than the loss, or in the metrics of `drain`. With

@@ -98,12 +98,12 @@ class Snapshot:
         Each layer has `params`, with the newest version as "0", the one before as "1", and so on, frozen parameters in "0" only;
         `optimizer`, of the trained parameters; `state`; and with a dynamic
         loss scale `loss_scale`, by version as `params`. Replicas differ only in layer state: the layer has the first replica's,
-        entries such as "block_0 replica 1" have those of the other replicas. With `Plan.shard_optimizer` the optimizer state of a layer is
-        in the entry of the replica that updates it. With `Plan.agree` the one version in `params` is that of the last agreement that began
-        before the batch, `outer_momentum` is that of the outer optimizer, and each replica's entry has in `own` the trained parameters of
-        its pipeline, by version as `params` otherwise, in `optimizer` its optimizer state, and in `under_way` the update of an agreement
-        that is still to be applied. With `Links.sums` the entry of each replica has in `sum_error` what rounding has lost of its
-        gradients. Parts without arrays are left out.
+        entries such as "block_0 replica 1" have the layer state of the other replicas. With `Plan.shard_optimizer` the optimizer state of a
+        layer is in the entry of the replica that updates it. With `Plan.agree` the one version in `params` is from the last agreement that
+        began before the batch, `outer_momentum` belongs to the outer optimizer, and each replica's entry has in `own` the trained
+        parameters of its pipeline, by version as `params` otherwise, in `optimizer` its optimizer state, and in `under_way` the update of
+        an agreement that is still to be applied. With `Links.sums` the entry of each replica has in `sum_error` what rounding has lost of
+        its gradients. Parts without arrays are left out.
         """
         assert self.complete
         return {name: plain for part in self._parts.values() for name, plain in part.layers().items()}
@@ -283,8 +283,9 @@ def fitting(
 ) -> tuple[dict[int, Tree], Tree, Tree, dict[str, Tree]]:
     """Return a worker's weights by version, optimizer state, layer state and `capabilities`, from a snapshot.
 
-    The newest version replaces a version that is missing in the snapshot. Layer state is that of the same replica if the pipeline does not
-    flush and the number of replicas is the same, otherwise the mean over the saved replicas; without `sync_state` it is one replica's.
+    The newest version replaces a version that is missing in the snapshot. Layer state comes from the same replica if the pipeline does not
+    flush and the number of replicas is the same, otherwise it is the mean over the saved replicas; without `sync_state` it is one
+    replica's.
 
     Args:
         plan: the plan of the restored run, which may differ from the snapshot's.

@@ -33,7 +33,7 @@ class Lane:
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[tuple[Callable[[], Tree], Tree, Callable[[BaseException], None], Future[Tree]]] = queue.SimpleQueue()
-        threading.Thread(target=self._work, daemon=True).start()  # a daemon: a collective whose peer is gone never ends
+        threading.Thread(target=self._work, daemon=True).start()  # a daemon: a collective never ends if its peer is gone
 
     def put(self, transfer: Callable[[], Tree], needs: Tree, fail: Callable[[BaseException], None]) -> "Future[Tree]":
         """Queue a transfer that runs once the arrays it needs are computed; `fail` gets its error, since perhaps nobody waits for it."""
@@ -176,7 +176,7 @@ class Transport:
     Attributes:
         calls: how many messages this process has loaded, sent, received or summed, by all transports: while it grows, nothing hangs.
         way: how messages go between processes: by "collectives", or by JAX's "device_put".
-        crowded: the workers of this process whose computations have to run one after the other, see `crowded_meshes`.
+        crowded: the workers of this process that have to compute one after the other, see `crowded_meshes`.
     """
 
     calls = 0
@@ -367,7 +367,7 @@ class Transport:
 
         Args:
             replicas: the workers.
-            parts: of those of this process; is emptied.
+            parts: the parts of this process; is emptied.
             add: as in `all_reduce`.
             finish: as in `all_reduce`.
             words: what is waited for.

@@ -35,7 +35,7 @@ class RunResults(NamedTuple):
 
     Attributes:
         losses: for each finished batch, the (mean loss, weight) of each of its updates, by (batch, pipeline); perhaps still to come from
-            other replicas. Pipeline 0 stands for all whose replicas sum their gradients.
+            other replicas. Pipeline 0 stands for all pipelines with replicas that sum their gradients.
         evaluations: for each evaluated microbatch, (sum, weight) of the loss and of each metric; in a prediction the outputs.
         others: what capabilities report, by what it is.
     """

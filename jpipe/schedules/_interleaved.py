@@ -1,8 +1,8 @@
 """Orders of ranks that run several chunks in turn, after Megatron's interleaved 1F1B.
 
-Microbatches come in groups. A rank does the forwards of a group through its first chunk, then through its second one, and so on, then
-those of the next group; backwards go from its last chunk to its first. After a warm-up of (v - 1) g + a (d - 1 - p) forwards it
-does a forward and a backward in turn: d ranks, this one p; v chunks each; g microbatches in a group; a microbatches ahead for each link.
+Microbatches come in groups. A rank does the forwards of a group through its first chunk, then through its second one, and so on, then the
+forwards of the next group; backwards go from its last chunk to its first. After a warm-up of (v - 1) g + a (d - 1 - p) forwards it does a
+forward and a backward in turn: d ranks, this one p; v chunks each; g microbatches in a group; a microbatches ahead for each link.
 
 Reference: Narayanan et al. 2021, section 2.2.
 """

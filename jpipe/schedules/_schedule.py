@@ -294,7 +294,7 @@ def _rank_refusal(schedule: Schedule, plan: Shape) -> str:
 
 
 def counted(order: Callable[[Shape, int, Sequence[int]], Iterable[Action]], **fields: Any) -> Schedule:
-    """Return a schedule that flushes, whose microbatches in flight are counted in its order; `fields` are the others of `Schedule`."""
+    """Return a schedule that flushes and counts the microbatches in flight in its order; `fields` are further fields of `Schedule`."""
 
     def in_flight(plan: Shape, s: int) -> int:
         p = next(p for p, stages in enumerate(plan.pipeline_ranks) if s in stages)

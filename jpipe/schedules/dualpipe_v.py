@@ -9,7 +9,7 @@ second stage; `I`, `W`: the halves of a backward, for inputs and for weights; `*
 
 Version read at any stage: floor(k / m); staleness 0. Versions alive: 1. In flight: at most 2 d + 1 over both stages of each of d ranks.
 Only the last backwards of a rank are split. The forward and the backward of a pair run one after the other; the source overlaps the
-transfers of the one with the computing of the other. Bubble of a batch: (d - 1) F / 2 for equal stages, each of which takes F / 2, I / 2
+transfers of the one with the computing of the other. Bubble of a batch: (d - 1) F / 2 for equal stages, each taking F / 2, I / 2
 and W / 2, where F = I = W; otherwise near it. Needs m >= 2 d for each replica.
 Reference: DeepSeek 2025, github.com/deepseek-ai/DualPipe, DualPipeV; Sea AI Lab 2025, "cut-in-half".
 """  # noqa: E501 - the timeline

@@ -7,7 +7,7 @@ second stage; `*`: an update follows):
     rank 0 | F0.0 F1.0 F0.0/1  F1.0/1 . .   B0.0/1 - . B1.0/1*  -  B0.0  - B1.0*  -
     rank 1 |    . F0.0   F1.0 FB0.0/1 - - FB1.0/1* - -    B0.0  - B1.0*  -     .  .
 
-Version read at any stage: floor(k / m); staleness 0. Versions alive: 1. With v chunks, each of which takes F / v and B / v:
+Version read at any stage: floor(k / m); staleness 0. Versions alive: 1. With v chunks, each taking F / v and B / v:
 Bubble of a batch: (d - 1) (F + B) / v on d ranks, where m is a multiple of d. The price: v times as many transfers, and more
 microbatches in flight. Reference: Narayanan et al. 2021, section 2.2.
 """

@@ -8,7 +8,7 @@ second stage; `*`: an update follows):
     rank 1 |    . F0.0 F1.0   F2.0 F0.0/1 F1.0/1 F2.0/1 B0.0/1 - B1.0/1  - B2.0/1*  -    B0.0  - B1.0  - B2.0*  -     .  .
 
 Version read at any stage: floor(k / m); staleness 0. Versions alive: 1. In flight: m at every stage.
-Bubble of a batch: (d - 1) (F + B) / v on d ranks of v chunks, each of which takes F / v and B / v, where m >= d and transfers are free.
+Bubble of a batch: (d - 1) (F + B) / v on d ranks of v chunks, each taking F / v and B / v, where m >= d and transfers are free.
 A stage finishes its batch before the rank begins its next one, so that its sum over replicas has more time.
 Reference: Lamy-Poirier 2022, "Breadth-First Pipeline Parallelism", section 4.
 """

@@ -36,7 +36,7 @@ from jpipe.schedules._schedule import Schedule, Shape, pipeline_in_flight
 
 
 def _leader(plan: Shape, s: int) -> int:
-    """Return the stage whose number in flight determines the version: the first one under vertical sync, otherwise the stage itself."""
+    """Return the stage that determines the version by its number in flight: the first under vertical sync, otherwise the stage itself."""
     return 0 if plan.options.vertical_sync else s
 
 
@@ -71,7 +71,7 @@ def pipedream_versions(in_flight: Any, replicas: Any, delay: Any, microbatches: 
     A stage with l = 1 reaches this number only when it is drained. All arguments may be numbers or NumPy arrays.
 
     Args:
-        in_flight: n, of the stage whose number in flight determines which versions are read.
+        in_flight: n, the number in flight at the stage that determines which versions are read.
         replicas: r, of that stage.
         delay: l, of that stage: 1 if its sum over replicas overlaps with computations, otherwise 0.
         microbatches: M, the microbatches per update of the stage that holds the versions.
@@ -107,9 +107,9 @@ def _updates_early(plan: Shape) -> bool:
     """Return whether updates cannot use the gradients of all stages, or their norm: under weight stashing.
 
     There stage s updates before its forward of microbatch L + n_s, where L is the last one of a batch, and the norm is known after the
-    backward of L at stage 0. That backward follows those of the stages before s, while the forward does not: stage s - 1 with n_{s-1} >
-    n_s does its forward of L + n_s before its backward of L. So stage s > 0 would wait for s backwards, whatever m is. Under vertical sync
-    stages update before their forward of L + n_0, which stage 0 begins after its backward of L.
+    backward of L at stage 0. That backward follows the backwards of the stages before s, but the forward does not: stage s - 1 with n_{s-1}
+    > n_s does its forward of L + n_s before its backward of L. So stage s > 0 would wait for s backwards, whatever m is. Under vertical
+    sync stages update before their forward of L + n_0, which stage 0 begins after its backward of L.
     """
     return plan.depth > 1 and not plan.options.vertical_sync
 

@@ -37,7 +37,7 @@ def _checked_rows(batch: Tree, where: str) -> int:
         ) from None
     if masked := [leaf for leaf in leaves if isinstance(leaf, np.ma.MaskedArray)]:
         raise InputError(
-            f"{where}: expected arrays without masks, found a masked array {describe(masked[0])}, whose mask would be dropped; "
+            f"{where}: expected arrays without masks, found a masked array {describe(masked[0])}: its mask would be dropped; "
             "give filled values (numpy.ma.filled), and the mask as an array of its own"
         )
     sizes = {leaf.shape[0] if getattr(leaf, "ndim", 0) else -1 for leaf in leaves}
@@ -83,7 +83,7 @@ def bucket_of(batch: Any, count: int, specs: Sequence[Batch]) -> int:
     """Return which of `specs` the `count` microbatches of a batch have.
 
     Raises:
-        InputError: none of them, or it is not a pair of arrays whose rows `count` divides.
+        InputError: none of them, or it is not a pair of arrays with a number of rows that `count` divides.
     """
     for number, spec in enumerate(specs):
         if _has_spec(batch, count, spec):
@@ -222,7 +222,7 @@ def to_host(batch: Tree) -> Tree:
         if isinstance(leaf, jax.Array) and leaf.is_deleted():
             raise InputError(f"batch: expected arrays, found {describe(leaf)} that was deleted, as donated arrays are; give a copy of it")
         if not hasattr(leaf, "__getitem__"):
-            raise InputError(f"batch: expected arrays whose rows can be read, found {type(leaf).__name__}; give arrays")
+            raise InputError(f"batch: expected arrays with rows that can be read, found {type(leaf).__name__}; give arrays")
     return jax.tree.map(lambda leaf: np.asarray(leaf) if isinstance(leaf, jax.Array) else leaf, batch)
 
 

@@ -41,7 +41,7 @@ class StageBuilder:
         optimizer: probed once for each model, also if several plans of it are built; batches of other shapes may make other parameters.
         precision: in which the layers of `stack` compute already.
         ema_decay: the decay of the moving average of the weights, if there is one.
-        delay_factor: as in `LayerwiseOptimizer`, for the stages whose gradients are late.
+        delay_factor: as in `LayerwiseOptimizer`, for the stages with late gradients.
         arguments: all options of the pipeline, as in `excluded`.
     """
 

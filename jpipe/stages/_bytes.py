@@ -28,7 +28,7 @@ def measure_stages(
         plan: the plan.
         functions: of each stage.
         shares: of the replicas of each stage, from `shares_of`.
-        compiled: by stage, those whose temporaries and shardings are known.
+        compiled: by stage, the stages with known temporaries and shardings.
     """
     splits = [SCHEDULES[plan.schedule].splits(plan, s) for s in range(plan.depth)]
     chosen = [compiled[s].chosen if s in compiled else {} for s in range(plan.depth)]
@@ -50,8 +50,8 @@ def measure_bytes(
 ) -> StageCost:
     """Return the bytes of one stage on each of its devices, from shapes alone.
 
-    They are exact, except on a mesh for arrays whose sharding XLA chooses, before it is known (`chosen`): those count as sharded over the
-    rows only, which is usually more than a device holds.
+    They are exact, with one exception: arrays on a mesh that XLA chooses the sharding of count as sharded over the rows only until that is
+    known (`chosen`), which is usually more than a device holds.
 
     Times are units: a forward 1, a backward 2 and each of its halves 1, and 1 more where they recompute. A half that computes nothing,
     because all parameters concerned are frozen, takes 0.
@@ -134,7 +134,7 @@ def kept_by_both(before: StageFunctions, after: StageFunctions, splits: tuple[bo
 
 
 def with_shares(cost: StageCost, f: StageFunctions, shares: tuple[Share | None, ...]) -> StageCost:
-    """Return the costs of a stage whose replicas have these shares."""
+    """Return the costs of a stage with replicas that have these shares."""
     present, arrays = [share for share in shares if share is not None], arrays_of(f)
     if not present:
         return cost

@@ -138,13 +138,13 @@ def _compile_unknown(programs: Iterable[tuple[Place, jax.stages.Lowered]], known
 
 
 def with_metrics(workers: Mapping[int, CompiledStage], metrics: Mapping[str, Loss]) -> dict[int, CompiledStage]:
-    """Return workers of the last stage whose evaluations also compute these metrics."""
+    """Return workers of the last stage that also compute these metrics in evaluations."""
     measuring = {w: replace(stage, functions=replace(stage.functions, metrics=metrics)) for w, stage in workers.items()}
     return _evaluating_by(measuring, "evaluate")
 
 
 def with_outputs(workers: Mapping[int, CompiledStage]) -> dict[int, CompiledStage]:
-    """Return workers of the last stage whose evaluations return the outputs of the model in place of the loss."""
+    """Return workers of the last stage that return the model's outputs in place of the loss in evaluations."""
     return _evaluating_by(workers, "predict")
 
 
@@ -222,7 +222,7 @@ def program_key(program: jax.stages.Lowered) -> str:
     return hashlib.sha256(_RESULT_NAME.sub("", program.as_text()).encode()).hexdigest()
 
 
-_RESULT_NAME = re.compile(r'jax\.result_info = "[^"]*"')  # such as that of a layer
+_RESULT_NAME = re.compile(r'jax\.result_info = "[^"]*"')  # such as a layer's
 
 
 def compile_for_analysis(program: jax.stages.Lowered, device: jax.Device) -> jax.stages.Compiled:

@@ -59,9 +59,9 @@ class CompiledStage:
 
     Each except `evaluate` returns (result, done), where `done` is an array of one byte that is ready when the computation is finished.
     If gradients are set aside, there are `zero_accumulators` and at the last stage `mean_loss`; if replicas sum them, `add` and `finish`,
-    or those of a capability that sums in another way; if they average their layer state when it is read, `add_state` and `mean_state`;
-    those of capabilities. With a `share`, updates are of this part of the weights. `starts` keeps what runs once before batch 0, compiled
-    at the first use.
+    or programs of a capability that sums in another way; if they average their layer state when it is read, `add_state` and `mean_state`;
+    programs of capabilities. With a `share`, updates are of this part of the weights. `starts` keeps what runs once before batch 0,
+    compiled at the first use.
     """
 
     functions: StageFunctions
@@ -93,12 +93,12 @@ class CompiledStage:
 
         Args:
             kind: of the update.
-            retired: the version into whose memory it writes, if it does.
+            retired: the version that it overwrites, if it does.
             params, optimizer, accumulators, others: as of the stage function `update`.
             number: of the update.
 
         Returns:
-            The results of the stage function `update`, and `done`. With a share the new params are those of the share alone. Frozen
+            The results of the stage function `update`, and `done`. With a share the new params are of the share alone. Frozen
             parameters are the arrays of `params`; no program reads them.
         """
         f, position = self.functions, self.position(number)

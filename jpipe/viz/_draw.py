@@ -77,7 +77,7 @@ def draw_timeline(
         title: title of the picture.
         unit: unit of time: `"s"` (shown as s, ms or µs), or any other word, such as `"forwards"`, shown unchanged.
         seconds: length of each timeline (one number for all), if that is not its last end, as for a window of a longer run.
-        plan: whose timelines these are. With it, the stages of each rank and its replica stand beside the rows, unless each rank is a
+        plan: the plan of these timelines. With it, the stages of each rank and its replica stand beside the rows, unless each rank is a
             stage without replicas.
         width: in inches.
         font_size: size of the text inside the panels in points; other text is at least as large. 11 in a picture 5.4 inches wide can be

@@ -574,8 +574,8 @@ ODD_BATCHES = {
     "random keys": (lambda: jax.random.split(jax.random.key(0), 2), r"expected arrays of numbers, found .*convert key<fry> to numbers"),
     "keys of several types": (lambda: {1: np.ones((2, 3)), "a": np.ones((2, 3))}, "expected dicts with keys that can be sorted"),
     "a table": (Frame, "expected arrays of numbers, found .*convert Frame to numbers"),
-    "no rows": (OnlyAShape, "expected arrays whose rows can be read, found OnlyAShape"),
-    "a spec": (lambda: jax.ShapeDtypeStruct((2, 3), np.float32), "expected arrays whose rows can be read, found ShapeDtypeStruct"),
+    "no rows": (OnlyAShape, "expected arrays with rows that can be read, found OnlyAShape"),
+    "a spec": (lambda: jax.ShapeDtypeStruct((2, 3), np.float32), "expected arrays with rows that can be read, found ShapeDtypeStruct"),
     "deleted": (deleted, r"expected arrays, found float32\[2, 3\] that was deleted"),
 }
 

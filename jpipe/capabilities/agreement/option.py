@@ -21,9 +21,9 @@ o_s is 0 where all stages agree at once. In F fragments of consecutive stages, f
 o_s = floor(f H / F): each stage agrees every H updates, and fragments at different updates. The first round of a fragment with o_s > 0 has
 o_s updates. Fragments and a delay together are Streaming DiLoCo; α is its mixing factor.
 
-The agreed weights are what is evaluated and exported, between agreements those of the last one that has begun, also where it is still to be
-applied; with H = 1, η = 1, μ = 0, SGD and microbatches of equal weight they are those of data parallelism. References: DiLoCo
-(arXiv:2311.08105), algorithm 1; Streaming DiLoCo (arXiv:2501.18512).
+Evaluations and exports use the agreed weights, between agreements from the last one that has begun, even before it is applied. With H = 1,
+η = 1, μ = 0, SGD and microbatches of equal weight this is data parallelism. References: DiLoCo (arXiv:2311.08105), algorithm 1; Streaming
+DiLoCo (arXiv:2501.18512).
 """
 
 import reprlib
@@ -139,7 +139,7 @@ def check(plan: "jpipe.Plan") -> None:
         expected = "as many replicas of each stage, 2 or more, which are parallel pipelines"
         raise ValueError(f"agree: expected {expected}, found {list(plan.replicas)}; give all stages the same number, or remove agree")
     if isinstance(plan.agree.fragments, int) and plan.agree.fragments > plan.depth:
-        expected = f"'stages', or a number of fragments up to that of the stages, {plan.depth}"
+        expected = f"'stages', or a number of fragments up to the number of stages, {plan.depth}"
         raise ValueError(f"agree.fragments: expected {expected}, found {plan.agree.fragments}; a stage is in one fragment")
 
 

@@ -79,7 +79,7 @@ class _Lowering(LoweringHooks):
 
 
 def modelled(plan: Plan) -> Plan:
-    """Return a plan whose pipelines agree after each update, and apply each agreement at once."""
+    """Return a plan with pipelines that agree after each update, and apply each agreement at once."""
     assert plan.agree is not None
     return plan.model_copy(update={"agree": plan.agree.model_copy(update={"every": 1, "delay": 0})})
 
@@ -100,7 +100,7 @@ def due(plan: Plan, i: SumChanges | Agree, shift: int) -> SumChanges | Agree | N
 
 
 class _Verification(VerifyHooks):
-    """The agreements of one worker: updates whose versions nothing may read yet, since one has to begin after them, or to be applied."""
+    """The agreements of one worker: the updates after which an agreement has to begin or to be applied before their version is read."""
 
     def __init__(self, verifier: Verifier) -> None:
         self._verifier, self._plan, self._stage = verifier, verifier.plan, verifier.stage

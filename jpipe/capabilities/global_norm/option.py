@@ -34,7 +34,7 @@ class Norms:
 
 @dataclass(frozen=True, kw_only=True)
 class NormCosts:
-    """The field of the cost of a stage whose updates use the norm of all stages.
+    """The field of the cost of a stage with updates that use the norm of all stages.
 
     Attributes:
         squares: the sums of squares of its gradients.

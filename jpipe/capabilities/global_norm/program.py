@@ -36,11 +36,11 @@ class _Lowering(LoweringHooks):
 
     def __init__(self, run: Run) -> None:
         self._run, self._plan, self._route = run, run.plan, run.route
-        self._due: defaultdict[int, list[int]] = defaultdict(list)  # by worker the batches whose squares it sums next
-        self._drained = -1  # the last batch whose norm a drain has brought to all workers
+        self._due: defaultdict[int, list[int]] = defaultdict(list)  # by worker the batches that it sums the squares of next
+        self._drained = -1  # the last batch with a norm that a drain has brought to all workers
 
     def after_backward(self, worker: Worker, k: int) -> None:
-        """Note the batch whose squares travel with the input gradient of a microbatch."""
+        """Note the batch that sends its squares with the input gradient of a microbatch."""
         if self._route is not None and (batch := self._route.to_first_with(k)) is not None and batch >= self._run.first_free:
             self._due[worker.number].append(batch)
 

@@ -219,7 +219,7 @@ def report(
 
 
 def waits_for(plan: Plan, instructions: Iterable[Compute | Update]) -> dict[Computation, list[Computation]]:
-    """Return for each update the computations at the first stage for which it waits, whose gradients are the last."""
+    """Return for each update the computations at the first stage that it waits for: these give the last gradients."""
     waits: dict[Computation, list[Computation]] = {}
     for i in instructions:
         if isinstance(i, Update):

@@ -33,7 +33,7 @@ OPTION = Option(
         Exclusion(
             "ema_decay",
             "shard_optimizer",
-            "the average is in the optimizer state, of which each replica has a part, but an evaluation with it needs all of it",
+            "the average is in the optimizer state, and each replica has a part of that, but an evaluation with it needs all of it",
         ),
     ),
     divides_updates=True,

@@ -71,10 +71,10 @@ def lower_weights(plan: Plan, stages: Collection[int], batch: int, *, workers: C
     """Write the programs with which the replicas of stages send each other what each of them updates, of the weights after `batch` batches.
 
     Args:
-        plan: the plan, whose replicas share the optimizer state.
-        stages: of which stages.
+        plan: a plan with replicas that share the optimizer state.
+        stages: the stages to write for.
         batch: number of batches.
-        workers: those whose instructions are written.
+        workers: the workers to write instructions for.
     """
     pairs = chain.from_iterable(permutations(plan.stage_workers[s], 2) for s in stages)
     moves = chain.from_iterable(transfer(w, other, last_microbatch(plan, batch - 1), "weights") for w, other in pairs)
@@ -90,7 +90,7 @@ class _Verification(VerifyHooks):
     def __init__(self, verifier: Verifier) -> None:
         self._verifier, self._plan = verifier, verifier.plan
         self._others = set(verifier.plan.stage_workers[verifier.stage]) - {verifier.number}  # that update the other weights
-        self._missing: dict[int, set[int]] = {}  # by version the replicas whose weights it lacks
+        self._missing: dict[int, set[int]] = {}  # by version the replicas that it lacks the weights of
         self.sends, self.receives = {"weights": self._updated_with}, {"weights": self._receive}
 
     def _receive(self, i: Receive) -> None:
@@ -100,7 +100,7 @@ class _Verification(VerifyHooks):
         missing.remove(i.source)
 
     def _updated_with(self, i: Send | Receive) -> int:
-        """Return the version whose weights a message has; the worker itself has updated its part."""
+        """Return the version of the weights in a message; the worker itself has updated its part."""
         version = i.microbatch // self._plan.microbatches_per_update(self._verifier.stage) + 1
         if version not in self._verifier.versions:
             self._verifier.fail(f"{i} before version {version} is there, alive are {sorted(self._verifier.versions)}")
@@ -122,7 +122,7 @@ class _Verification(VerifyHooks):
 
 
 def stage_cost(plan: Plan, stage: Stage, cost: StageCost, layers: Mapping[str, LayerCost]) -> StageCost:
-    """Return the cost of a stage whose replicas share its optimizer state; shared parameters count with each of their layers."""
+    """Return the cost of a stage with replicas that share its optimizer state; shared parameters count with each of their layers."""
     if stage.replicas == 1:
         return cost
     layers_of_stage = [layers[layer_id] for layer_id in stage.layers]

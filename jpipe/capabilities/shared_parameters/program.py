@@ -53,11 +53,11 @@ class _Lowering(LoweringHooks):
 
     def __init__(self, run: Run) -> None:
         self._run, self._plan, self._groups = run, run.plan, run.uses[ROOM]
-        self._due: defaultdict[int, list[int]] = defaultdict(list)  # by worker the batches whose gradients it sends next
+        self._due: defaultdict[int, list[int]] = defaultdict(list)  # by worker the batches that it sends the gradients of next
         self._added: set[tuple[int, int, int]] = set()  # by worker, batch and group
 
     def after_backward(self, worker: Worker, k: int) -> None:
-        """Note the batch whose gradients a worker sends after its backward of a microbatch."""
+        """Note the batch that a worker sends the gradients of after its backward of a microbatch."""
         route, s = self._run.route, worker.stage
         if route is not None and _others(self._groups, s) and (batch := route.complete_after(s, k)) is not None:
             self._due[worker.number] += [batch] if batch >= self._run.first_free else []

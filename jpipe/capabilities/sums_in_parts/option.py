@@ -72,7 +72,7 @@ def check(plan: "jpipe.Plan") -> None:
     for s, stage in enumerate(plan.stages):
         where, actual = f"stages.{s}.sum_parts", list(stage.sum_parts)
         if actual and sum(actual) != len(stage.layers):
-            raise ValueError(f"{where}: expected numbers of layers whose sum is {len(stage.layers)}, found {actual}; change one of them")
+            raise ValueError(f"{where}: expected numbers of layers that sum to {len(stage.layers)}, found {actual}; change one of them")
         if actual and stage.replicas == 1:
             raise ValueError(f"{where}: expected a stage with replicas, found one without, which sums nothing; remove sum_parts")
 

@@ -99,7 +99,7 @@ class StageInParts:
 
     @cached_property
     def part_of(self) -> dict[str, int]:
-        """The part of each entry: the last to be computed of those whose layers use it."""
+        """The part of each entry: the last one computed among the parts with layers that use it."""
         f = self._functions
         return {entry: number for number, layers in enumerate(layers_by_part(f.stage)) for entry in f.stack.ties.entries(layers)}
 

@@ -22,7 +22,7 @@ _MOST_OBJECTS = 10_000  # that are searched for the name of an array
 
 
 def reject_constants(layer_id: str, layer: Any, traced: Any, trace: Callable[[], Any]) -> None:
-    """Raise `InputError` for a layer whose forward closes over floating-point arrays: parameters that would not be trained.
+    """Raise `InputError` for a layer that closes over floating-point arrays in its forward: parameters that would not be trained.
 
     Integers, arrays that the forward makes itself, arrays of a few numbers, and NumPy arrays that are in no module are constants.
 

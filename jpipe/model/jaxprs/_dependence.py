@@ -76,11 +76,11 @@ _ZERO_OF_ZERO = {
     *("gather", "imag", "neg", "real", "reduce_precision", "reduce_sum", "reshape", "rev", "round", "sharding_constraint", "sign"),
     *("sin", "slice", "sqrt", "square", "squeeze", "stop_gradient", "tanh", "transpose"),
 }
-"""Primitives whose result is zero if their first operand is. Division by zero aside, which no optimizer means."""
+"""Primitives with the result zero if their first operand is zero, division by zero aside, which no optimizer means."""
 _ZERO_OF_ANY = {"dot_general", "mul"}
-"""Primitives whose result is zero if one operand is, as long as the other is finite."""
+"""Primitives with the result zero if one operand is zero and the other finite."""
 _OF_ALL = {"add": np.add, "add_any": np.add, "sub": np.subtract, "max": np.maximum, "min": np.minimum}
-"""Primitives whose result is a known number if all operands are."""
+"""Primitives with a known number as result if all operands are known."""
 _SAME = {"broadcast_in_dim", "copy", "expand_dims", "reshape", "squeeze", "stop_gradient"}
 """Primitives that repeat or arrange the numbers of their operand."""
 

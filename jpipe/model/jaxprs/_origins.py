@@ -97,5 +97,5 @@ def smallest(array: np.ndarray) -> np.ndarray:
 
 
 def is_whole(dtype: Any) -> bool:
-    """Return whether numbers of this dtype are integers or booleans, whose values are followed."""
+    """Return whether this is a dtype of integers or booleans, the values that are followed."""
     return any(jnp.issubdtype(dtype, kind) for kind in (jnp.integer, jnp.bool_))

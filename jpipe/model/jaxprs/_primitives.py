@@ -15,12 +15,12 @@ _MORE_FUNCTIONS = frozenset(["cbrt", "cosh", "erf_inv", "exp2", "sinh", "tan"])
 _RARE = frozenset(["atan", "bitcast_convert_type", "erfc", "log2", "one_minus_square"])
 
 CHEAP = _COMMON | _LAYOUT | _REDUCING | {"cumsum", "shift_right_logical"}
-"""Primitives whose results a later layer may make again, where that sends fewer bytes."""
+"""Primitives that a later layer may repeat, where that sends fewer bytes."""
 REPEATABLE = _COMMON | _LAYOUT | _REDUCING | _FUNCTIONS | _MORE_FUNCTIONS
 REPEATABLE |= {"atan2", "dynamic_slice", "full_like", "imag", "random_unwrap", "random_wrap", "real"}
 """Primitives that the second half of a backward may repeat: elementwise operations, layouts and reductions."""
 SIZELESS = _COMMON | _FUNCTIONS | {"copy_p", "real"}
-"""Elementwise primitives whose parameters do not depend on shapes."""
+"""Elementwise primitives with parameters that do not depend on shapes."""
 _ELEMENTWISE = _COMMON | _LAYOUT | _SHIFTS | _FUNCTIONS | _MORE_FUNCTIONS | _RARE
 
 

@@ -59,7 +59,7 @@ def _warn_once(message: str) -> None:
 
 
 def rows_together(stack: LayerStack, layers: Mapping[str, LayerSpec], labels: Tree, loss: Loss) -> tuple[list[str], bool]:
-    """Return the layers whose training forward mixes rows, and whether the loss is more than a sum over rows.
+    """Return the layers that mix rows in their training forward, and whether the loss is more than a sum over rows.
 
     A layer mixes rows if one row of its outputs, or its new state, depends on another row of its inputs. Layers and losses that fit only
     one number of rows are traced with the rows of a microbatch; what cannot be followed then, and what comes after it, is left out.

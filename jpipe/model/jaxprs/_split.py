@@ -4,8 +4,8 @@ The backward is traced, and its calls and recomputations are inlined into one li
 are the first half, the remaining ones the second. A scan that both need becomes two scans. Some arrays are kept between them: arguments
 of the backward (residuals, the output gradient) and results of the first half, the *stash*. Of all choices that is the cheapest in bytes, a
 minimum cut of the graph of the equations. The second half may repeat cheap elementwise operations for that, but no product, convolution or
-loop: both halves together compute what the whole backward does. Gradients of weights that the first half comes across anyway (those of a
-bias, say) go into the stash.
+loop: both halves together compute what the whole backward does. Gradients of weights that the first half computes anyway (of a bias, say)
+go into the stash.
 
 Reference: Qi et al. 2023, "Zero Bubble Pipeline Parallelism", section 2.
 """

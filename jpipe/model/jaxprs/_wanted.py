@@ -218,7 +218,7 @@ def _stays(equation: Any, doubtful: Collection[Any] | None) -> bool:
 
 
 def _dummies(jaxpr: Any, arguments: Sequence[bool]) -> set[Any]:
-    """Return the variables of a jaxpr whose values depend on dummy arguments."""
+    """Return the variables of a jaxpr that depend on dummy arguments."""
     dummies = {var for var, is_dummy in zip(jaxpr.invars, arguments, strict=True) if is_dummy}
     for equation in jaxpr.eqns:
         into = [int(var in dummies) for var in _variables(equation)]

@@ -197,7 +197,7 @@ def traced_in(
 
 
 def tree_by_id(specs: Mapping[str, Tree]) -> ModelTree:
-    """Return the tree of parameters by layer id, of a model whose layers are not cut from one."""
+    """Return the tree of parameters by layer id, for layers that were not cut from a model."""
     leaves, structure = jax.tree.flatten(dict(specs))
     return ModelTree((structure,), tuple(leaf.shape for leaf in leaves), jax.tree.unflatten(structure, map(Leaf, range(len(leaves)))))
 
@@ -298,7 +298,7 @@ def model_optimizer(
     optimizer = ModelOptimizer(traced, tuple(spec.shape for spec in specs), entries, tuple(owners))
     for entry in entries:
         if (other := optimizer.missing(entry)) is not None:
-            raise Coupled(f"it computes the update of layer '{entry}' together with that of {names[other]}")
+            raise Coupled(f"it computes the update of layer '{entry}' together with the update of {names[other]}")
     return optimizer
 
 

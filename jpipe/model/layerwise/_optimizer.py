@@ -51,7 +51,7 @@ class LayerwiseOptimizer:
         transformation: any optax transformation; `find_layerwise` says whether it may be used like this.
         of_model: it, traced for the parameters of the whole model: each entry evaluates its part; None: apply it to each layer
             alone.
-        has_masters: whether the state is a `WithMasters`, whose masters are updated and then cast to the parameters' dtypes.
+        has_masters: whether the state is a `WithMasters`: the masters are updated and then cast to the parameters' dtypes.
         ema_decay: keep an exponential moving average of the weights, or of the masters, with this decay.
         delay_factor: move the weights ahead of each update by this many updates for each update of its delay, as the last thing.
         used: the names of the `Position` on which its updates or its state depend, sorted.

@@ -1,4 +1,4 @@
-"""The probe that raises an error for an optimizer whose numbers change when it is applied layer by layer."""
+"""The probe that raises an error for an optimizer that gives other numbers when it is applied layer by layer."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -46,7 +46,7 @@ def find_layerwise(
     another layer, at any step. Each layer then evaluates its part of the trace. An optimizer that fails on the model's structure raises an
     error, too.
 
-    The trace also shows the frozen parameters, whose update is always zero. The layers run without them, unless the updates of other
+    The trace also shows the frozen parameters: their update is always zero. The layers run without them, unless the updates of other
     parameters depend on them. A factor of zero freezes, too.
 
     Args:
@@ -164,7 +164,7 @@ def _failure(transformation: optax.GradientTransformation, specs: Mapping[str, T
     instead = instead_of(transformation)
     return (
         f"optimizer: it fails on parameters in the model's structure, {{'{next(iter(specs))}': params, …}}: "
-        f"{cause(error)}; masks and labels given as trees need that structure, and an optimizer whose update needs "
+        f"{cause(error)}; masks and labels given as trees need that structure, and an optimizer that needs "
         f"more than gradients, state and params (a loss value, a function) cannot be used{f'; instead: {instead}' if instead else ''}"
     )
 
@@ -195,7 +195,7 @@ def _check_correction(transformation: optax.GradientTransformation, traced: Trac
         raise InputError("optimizer: it has a predict_delay already; leave that out, or delay_correction")
     if not has_momentum(traced):
         raise InputError(
-            "optimizer: delay_correction needs momentum, found an optimizer whose updates depend on the newest gradient only; without "
+            "optimizer: delay_correction needs momentum, found an optimizer that uses the newest gradient only; without "
             "momentum the prediction makes training less stable: leave it out, or use momentum, as optax.sgd(…, momentum=0.9) or "
             "optax.adamw(…) do"
         )
@@ -214,6 +214,6 @@ def _counted(traced: TracedOptimizer, names: Sequence[str], frozen: Sequence[boo
     if counted is None:
         return ""
     return (
-        f"; the pipeline counts the gradients of trained parameters alone, while this optimizer also counts those of frozen ones, as in "
+        f"; the pipeline counts the gradients of trained parameters alone, while this optimizer also counts frozen ones, as in "
         f"{counted}, and gives other updates: to compare both, clip inside optax.partition"
     )

@@ -18,7 +18,7 @@ Tree = Any
 
 @contextmanager
 def optax_promotion() -> Iterator[None]:
-    """Relax promotion for optax, whose own adam mixes dtypes: strict promotion is for the user's code."""
+    """Relax promotion for optax, where even adam mixes dtypes: strict promotion is for the user's code."""
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
 

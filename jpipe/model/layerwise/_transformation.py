@@ -19,7 +19,7 @@ _RATE = "adamw with a learning-rate schedule, or optax.contrib.schedule_free_ada
 _INSTEAD = (
     ({"clip_by_global_norm", "skip_large_updates"}, "clip_global_norm of the pipeline clips by the norm over all stages"),
     ({"apply_if_finite", "skip_not_finite"}, "skip_nonfinite of the pipeline skips a batch in all stages"),
-    ({"normalize", "normalize_by_update_norm"}, "clip_global_norm of the pipeline, or lamb or lars, whose norms are of single parameters"),
+    ({"normalize", "normalize_by_update_norm"}, "clip_global_norm of the pipeline, or lamb or lars, which take norms of single parameters"),
     ({"prodigy", "dadapt_adamw", "mechanize", "scale_by_dog", "scale_by_dowg", "scale_by_distance_over_gradients"}, _RATE),
     ({"add_noise"}, "optax.partition with an add_noise for each layer, each with a key of its own"),
     ({"flatten"}, "leave out optax.flatten: inside it all parameters are one array"),

@@ -62,7 +62,7 @@ class _Pieces:
 def one_per_block(chain: Chain, paths: Sequence[Path], positions: Sequence[int]) -> tuple[int, ...]:
     """Return the positions that remain where the pieces of one layer are joined.
 
-    These are the pieces of one numbered block; a piece that multiplies by no matrix, such as a norm, with one that does; those of one
+    Joined are the pieces of one numbered block; a piece that multiplies by no matrix, such as a norm, with one that does; the pieces of one
     module with up to a quarter of the model's operations; and a small piece that is in no numbered block with its neighbour. A rule that
     would join all pieces is left out.
 
@@ -90,7 +90,7 @@ def _ends(pieces: _Pieces) -> list[Path | None]:
 
 
 def _without_light(pieces: _Pieces) -> _Pieces:
-    """Join pieces whose parameters enter no product of matrices, convolution or look-up with the neighbour that they fit better.
+    """Join pieces without parameters in a product of matrices, convolution or look-up with the neighbour that they fit better.
 
     They stay by themselves beside blocks of several modules, which are to stay equal.
     """

@@ -165,7 +165,7 @@ def chain_of(closed: Any, num_params: int, num_leaves: int, written: Sequence[in
 
 
 def _needed(jaxpr: Any) -> list[Any]:
-    """Return the equations whose results are needed, or that have side effects.
+    """Return the equations with results that are needed, or with side effects.
 
     Raises:
         InputError: ordered side effects.

@@ -321,7 +321,7 @@ def _segments(
 
 
 def _joined(segments: Mapping[bool, Sequence[Segment]], outputs: Mapping[bool, Callable[[Sequence[Any]], Tree]]) -> _Cut:
-    """Return the cut whose carries hold what passes in training and what passes in evaluation."""
+    """Return the cut with what passes in training and what passes in evaluation in its carries."""
     carries, slots = [], {True: list[tuple[int, ...]](), False: list[tuple[int, ...]]()}
     for training, evaluation in zip(segments[True], segments[False], strict=True):
         carry, free, positions = list(training.takes), list(range(len(training.takes))), []

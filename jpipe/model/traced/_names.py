@@ -68,7 +68,7 @@ def _common(paths: Sequence[Path]) -> Path:
 
 
 def _with_numbers(path: Path) -> list[list[Any]]:
-    """Return a path whose parts sort by the numbers in them: "Dense_9" before "Dense_10"."""
+    """Return a path with parts that sort by the numbers in them: "Dense_9" before "Dense_10"."""
     return [[int(text) if i % 2 else text for i, text in enumerate(re.split(r"(\d+)", part))] for part in path]
 
 

@@ -80,8 +80,8 @@ def segments_of(chain: Chain, positions: Sequence[int], in_evaluation: Sequence[
 def _written(chain: Chain, bounds: Sequence[int], reads: Sequence[frozenset[Any]]) -> list[list[int]]:
     """Return the layer state that each segment writes, from what each of them reads.
 
-    What depends on the inputs is written where it is made. What does not, such as a counter, is written by all segments that read it, each
-    of which has a copy.
+    What depends on the inputs is written where it is made. What does not, such as a counter, is written by all segments that read it: each
+    has a copy.
     """
     count = len(bounds) - 1
     written: list[set[int]] = [set() for _ in range(count)]

@@ -15,7 +15,7 @@ class Listing:
 
     Args:
         plan: what is lowered.
-        workers: those whose instructions are written; None: all.
+        workers: the workers to write instructions for; None: all.
         alike: whether only the first replica of each stage is run, and what it does is written for all replicas: replica j does the same
             with microbatch k + j.
     """

@@ -32,11 +32,11 @@ def lower(
 
     Args:
         plan: what to run.
-        batches: one past the last batch whose data is loaded.
-        begin: the first batch whose data is loaded; microbatches of earlier batches may be in flight.
+        batches: one past the last batch to load.
+        begin: the first batch to load; microbatches of earlier batches may be in flight.
         start: the batch before which the pipeline was last empty.
         drain: whether to finish all microbatches; otherwise stop before the first computation that needs batch `batches`.
-        workers: those whose instructions are written; all by default.
+        workers: the workers to write instructions for; all by default.
         uses: what to do beside the plan: `global_norm=True` if updates use the norm of the gradients of all stages;
             `shared_parameters=((0, 3),)`, for each group of shared parameters the stages that hold them, in order.
 
@@ -96,7 +96,7 @@ def lower_evaluation(
         batch: number of batches.
         first: the number of the first microbatch.
         labels: whether the last stage loads labels.
-        workers: those whose instructions are written; None: all.
+        workers: the workers to write instructions for; None: all.
     """
     instructions: list[Instruction] = []
     written = frozenset(range(len(plan.workers)) if workers is None else workers)

@@ -170,7 +170,7 @@ class PendingUpdates:
 
         Args:
             worker: the worker that did it.
-            batch: the batch that it ends, whose update becomes pending, or None.
+            batch: the batch that it ends and that becomes pending for an update, or None.
             dead: the version that no microbatch reads any more, or None.
         """
         pending = worker.pending

@@ -54,7 +54,7 @@ class Run:
         start: the batch before which the pipeline is empty.
         last: the most batches that it will be run to.
         uses: as in `Program`.
-        workers: those whose instructions are written; None: all.
+        workers: the workers to write instructions for; None: all.
         alike: whether to run only the first replica of each stage where all replicas do the same; see `Listing`.
     """
 
@@ -111,7 +111,7 @@ class Run:
         self._drain, self._drained = hooks("drain", lowerings), hooks("drained", lowerings)
         self._writers = hooks("write", lowerings)
         self.updates = PendingUpdates(plan, self.available, self.listing, lowerings, self.routed, start, self.alike)
-        self.end = start  # one past the last batch whose data is loaded
+        self.end = start  # one past the last batch to load
         self.first_free = max(start, plan.flush_first)  # the first batch of the part without a flush
         after = last + self.schedule.period(plan)
         # By rank: what follows in the part without a flush, the order so far, and the position in it.
@@ -328,7 +328,7 @@ class Run:
             hook(time, worker, k, to)
 
     def due_with(self, s: int, k: int) -> int | None:
-        """Return the batch whose update is due at stage s before the forward of k, if any, for what arrives with its activation."""
+        """Return the batch to update stage s with before the forward of k, if any, for what arrives with its activation."""
         batch = self.route.from_first_with(s, k) if self.route is not None and self.waits[s] else None
         return batch if batch is not None and batch >= self.first_free else None
 

@@ -36,7 +36,7 @@ NOWHERE = -1
 """The place of what does not exist."""
 
 Versions = tuple[tuple[int, tuple[tuple[int, tuple[int, ...]], ...]], ...]
-"""Of each worker of a rank its stage and its versions on the device, each with the replicas whose share of the weights is still to come."""
+"""For each worker of a rank its stage and its versions on the device, each with the replicas that still have to send their weights."""
 
 
 class Work(NamedTuple):
@@ -175,14 +175,14 @@ class Actions:
 
 
 class Worker:
-    """A worker, whose instructions are written as actions of its rank, and what these depend on of earlier instructions.
+    """A worker: writes its instructions as actions of its rank, and keeps what these depend on of earlier instructions.
 
     Attributes:
         all, rank: the actions of all ranks, and its own.
         number, stage, replica: of the worker.
         chunk: which of the rank's stages its stage is.
         others: the other replicas, if they update the remaining weights.
-        versions: its weight versions, each with the replicas whose share of the weights is still to come.
+        versions: its weight versions, each with the replicas that still have to send their share of the weights.
         most_versions: the most versions so far.
         away: what a capability keeps elsewhere: the optimizer state (number 0), versions, residuals and stashes.
         accumulates: whether there is memory for gradients: not between a batch set aside and the next backward.

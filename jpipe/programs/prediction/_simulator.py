@@ -55,8 +55,8 @@ class Simulator:
     """A simulation of a program.
 
     Each rank goes through its actions in order, up to one that needs something with an unknown time. Messages and sums take their
-    ports in the order of the times from which they can begin, so what a rank does does not depend on how its instructions are interleaved
-    with those of others.
+    ports in the order of the times from which they can begin, so a rank does the same however its instructions are interleaved with the
+    instructions of others.
 
     Args:
         program: what runs.

@@ -33,8 +33,8 @@ class Problem:
         ranks: for each of them its stages.
         costs: of each stage.
         microbatches: their number.
-        limits: for each rank the most microbatches that it may hold from forward to the end of the backward, those of all its stages
-            added up; at least its stages.
+        limits: for each rank the most microbatches that it may hold from forward to the end of the backward, summed over its stages; at
+            least the number of its stages.
         latency: how long a message between two ranks takes.
     """
 
@@ -84,7 +84,7 @@ class _Rank:
 
     Attributes:
         number: of the rank.
-        arrived: for each op and stage the microbatches whose inputs have been sent to it, in order, with the times of their arrival.
+        arrived: for each op and stage the microbatches with inputs sent to it, in order, with the times of their arrival.
         weights: backwards for weights that can be done, in order.
         begun: for each unfinished microbatch how many of the rank's stages have done its forward, and its whole backward.
     """

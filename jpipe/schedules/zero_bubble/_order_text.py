@@ -31,7 +31,7 @@ def read_order(plan: Shape) -> tuple[tuple[Action, ...], ...] | str:
 @lru_cache(maxsize=16)  # plans ask for it at each step
 def _read(order: tuple[str, ...], ranks: Ranks, microbatches: tuple[int, ...], limit: int | None) -> tuple[tuple[Action, ...], ...] | str:
     if len(order) != len(ranks):
-        change = "add those of the other ranks" if len(order) < len(ranks) else f"remove those after the first {len(ranks)}"
+        change = "add the other ranks" if len(order) < len(ranks) else f"remove all after the first {len(ranks)}"
         return f"order: expected one text for each of {len(ranks)} ranks, found {len(order)}; {change}"
     last = max(s for stages in ranks for s in stages)
     texts = enumerate(zip(order, ranks, strict=True))

@@ -42,7 +42,7 @@ def greedy_order(
     Args:
         plan: with the stages, ranks, replicas and microbatches that the order is for, of any schedule with these ranks.
         costs: the times of each stage, such as `jpipe.programs.StageCost`.
-        limits: the most microbatches that a rank holds between forward and the end of the backward, those of all its stages added
+        limits: the most microbatches that a rank holds between forward and the end of the backward, summed over its stages
             up; for all ranks, or one for each; at least as many as a rank has stages.
         latency: how long a message between two ranks takes, in the unit of the costs.
 

@@ -8,7 +8,7 @@ follows):
     rank 0 | F0.0 F1.0 F0.0/1  F1.0/1 .  I0.0/1 W0.0/1 I1.0/1 W1.0/1*    B0.0    - B1.0*     -
     rank 1 |    . F0.0   F1.0 FI0.0/1 - FI1.0/1      - W0.0/1    I0.0 W1.0/1* I1.0  W0.0 W1.0*
 
-Version read at any stage: floor(k / m); staleness 0. Versions alive: 1. With v chunks, each of which takes F / v, I / v and W / v:
+Version read at any stage: floor(k / m); staleness 0. Versions alive: 1. With v chunks, each taking F / v, I / v and W / v:
 Bubble of a batch: (d - 1) (F + I - W) / v on d ranks, where m is a multiple of d and W <= min(F, I).
 Ranks begin with d - 1 - p forwards fewer than under `interleaved_1f1b`, with less in flight: slow transfers cost more.
 Reference: Qi et al. 2023 for the halves, Narayanan et al. 2021 for the order; ScheduleInterleavedZeroBubble of PyTorch.

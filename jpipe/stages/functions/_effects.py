@@ -15,7 +15,7 @@ Tree = Any
 
 
 def describe_effects(stack: LayerStack, layer_ids: Sequence[str], x: Tree) -> str:
-    """Name the layers of a stage whose forward or backward has side effects, or else the stage, in the words of a message."""
+    """Name the layers of a stage with side effects in forward or backward, or else the stage, in the words of a message."""
 
     def has_effects(layer_id: str, spec: LayerSpec) -> bool:
         def traced(moves: bool) -> Any:

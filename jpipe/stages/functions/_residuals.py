@@ -33,7 +33,7 @@ class Residuals:
     Attributes:
         sources: of each leaf of the VJP.
         arguments, outputs: which of the forward are kept until the backward.
-        forward: the traced forward, of (weights, arguments, rng), whose last results are the leaves of the VJP.
+        forward: the traced forward, of (weights, arguments, rng), with the leaves of the VJP as last results.
         results: shapes and dtypes of its results: (y, new state) and the VJP.
     """
 

@@ -19,8 +19,8 @@ LateInputs = tuple[list[Any], tuple[Any, ...]]
 class SplitBackward:
     """The two halves of a backward, `gradients_of_input` and `gradients_of_weights`.
 
-    The second half reads the *stash*, results of the first half, and its *late inputs*: those of the residuals and of the gradient
-    message that it needs itself. All other arrays can be freed after the first half.
+    The second half reads the *stash*, results of the first half, and its *late inputs*: the residuals and the parts of the gradient message
+    that it needs itself. All other arrays can be freed after the first half.
 
     Attributes:
         backward: `(params, forward_arrays, saved, message, rng, scale) -> (gradients of inputs, gradients of weights)`.
@@ -30,7 +30,7 @@ class SplitBackward:
         input_count: the number of gradients of inputs.
         gradients: specs of the gradients of the weights.
         residuals: of the stage.
-        last: whether the stage is the last one, whose messages are (loss, weight).
+        last: whether the stage is the last one, with (loss, weight) as messages.
         describe: returns what a warning calls the stage.
     """
 

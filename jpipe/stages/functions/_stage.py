@@ -309,7 +309,7 @@ class StageFunctions:
 
     @property
     def repeated_effects(self) -> str:
-        """The layers whose side effects the backward repeats, in the words of a message, or an empty string."""
+        """The layers with side effects that the backward repeats, in the words of a message, or an empty string."""
         return self.description if self.stage.recompute != "none" and self.residuals.has_effects else ""
 
     # Shapes and dtypes -----------------------------------------------------------------------------------------------------
@@ -381,8 +381,8 @@ class StageFunctions:
         the dtype of the parameter.
 
         Returns:
-            (y, new state); the VJP of y's floating-point leaves with respect to the trained parameters of whole layers and those of x,
-            or None where no gradient is computed.
+            (y, new state); the VJP of y's floating-point leaves with respect to the trained parameters of whole layers and to the leaves of
+            x, or None where no gradient is computed.
         """
         state, received, labels = arguments
         x = self.received(received)

@@ -49,7 +49,7 @@ def update(
     others: Mapping[str, Tree] = _NOWHERE,
     position: Position = _NOWHERE,
 ) -> tuple[Tree, Tree, Tree, tuple[jax.Array, jax.Array] | None]:
-    """Take one optimizer step with the mean gradient. A batch whose weights are all zero has gradient and loss zero.
+    """Take one optimizer step with the mean gradient. If all weights of a batch are zero, so are gradient and loss.
 
     Args:
         f: of the stage.
@@ -93,7 +93,7 @@ def average_params(f: StageFunctions, optimizer_state: Tree, newest: Tree) -> di
     Args:
         f: of the stage.
         optimizer_state: of the entries that the worker updates; the result has these entries alone.
-        newest: the newest parameters, whose frozen ones are their own average.
+        newest: the newest parameters; frozen ones are their own average.
     """
     return f.trained.joined({entry: f.optimizer.average(state) for entry, state in optimizer_state.items()}, newest)
 
@@ -108,7 +108,7 @@ def newest_params(f: StageFunctions, optimizer_state: Tree, newest: Tree) -> dic
     """
     if f.precision.has_masters:
         trained: Tree = {entry: state.masters for entry, state in optimizer_state.items()}
-        frozen = masters_of(f.trained.unchosen(newest))  # a frozen parameter has none: it is that of the newest version, as precise
+        frozen = masters_of(f.trained.unchosen(newest))  # a frozen parameter has none: the newest version is as precise
     else:
         trained, frozen = f.trained.part({entry: newest[entry] for entry in optimizer_state}), newest
     if f.predicts:

@@ -86,7 +86,7 @@ def test_invalid_arguments_of_save_and_load_are_refused(tmp_path):
     with pytest.raises(InputError, match=r"file.checkpoints: expected a folder, found a file in its place; choose another run\.dir$"):
         checkpoints.steps(tmp_path / "file")
     pipe.init(key, batches[0])
-    with pytest.raises(InputError, match="expected a complete snapshot, found one at batch 2 whose run has not come to it yet"):
+    with pytest.raises(InputError, match="expected a complete snapshot, found one at batch 2, which its run has not come to yet"):
         checkpoints.save(tmp_path, pipe.snapshot(2))
     train(pipe, batches, tmp_path, 4)
     (step,) = checkpoints.steps(tmp_path)

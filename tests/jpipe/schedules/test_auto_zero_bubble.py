@@ -75,9 +75,9 @@ def test_an_order_is_refused_for_other_schedules():
         InputError, match=r"'auto_zero_bubble' needs an order for each rank, found none; make one with jpipe\.schedules\.greedy"
     ):
         Plan.even("ab", 2, "auto_zero_bubble", 2)
-    with pytest.raises(InputError, match=r"order: expected one text for each of 2 ranks, found 1; add those of the other ranks$"):
+    with pytest.raises(InputError, match=r"order: expected one text for each of 2 ranks, found 1; add the other ranks$"):
         with_order(GOOD[0])
-    with pytest.raises(InputError, match=r"order: expected one text for each of 2 ranks, found 3; remove those after the first 2$"):
+    with pytest.raises(InputError, match=r"order: expected one text for each of 2 ranks, found 3; remove all after the first 2$"):
         with_order(*GOOD, "")
     with pytest.raises(
         InputError, match=r"plan: order: expected a list of texts, one for each rank, found 'F0\.0 .*'; put it into a list$"

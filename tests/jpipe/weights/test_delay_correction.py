@@ -450,7 +450,7 @@ def test_an_optimizer_that_does_not_read_them_is_compiled_as_before():
 )
 def test_an_optimizer_without_momentum_is_refused(optimizer):
     batch = models.masked_batches(1, 3)[0]
-    with pytest.raises(InputError, match="optimizer: delay_correction needs momentum, found an optimizer whose updates depend on"):
+    with pytest.raises(InputError, match="optimizer: delay_correction needs momentum, found an optimizer that uses the newest"):
         pipeline(plan_of("2BW"), optimizer=optimizer).check(batch)
     pipeline(plan_of("flush"), optimizer=optimizer).check(batch)
 

@@ -519,7 +519,7 @@ def test_a_resumed_run_removes_the_rows_that_it_will_write_again(run):
     assert begin(run, 10) == ["20.old"], "a later one that was complete is kept under another name"
     assert newest_good(run, print) == 10
     with pytest.raises(
-        jpipe.InputError, match=r"expected no checkpoint where a run begins, found that of step 10; resume, or choose another run\.dir$"
+        jpipe.InputError, match=r"expected no checkpoint where a run begins, found one of step 10; resume, or choose another run\.dir$"
     ):
         begin(run, None)
     assert steps(run) == [10]

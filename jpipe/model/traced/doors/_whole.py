@@ -35,8 +35,8 @@ class Whole:
             pytree that was given for other models and functions.
         from_user: such a tree, or the user's model with its variables -> `(params, state)` in the layer's structures, in which None
             replaces what it does not have.
-        structures: of the parameters as an optimizer gets them elsewhere, with equal leaves in the same order: that of the layer's
-            parameters first, then others that functions of Flax need.
+        structures: of the parameters as an optimizer gets them elsewhere, with equal leaves in the same order: first the structure of the
+            layer's parameters, then others that functions of Flax need.
     """
 
     layer: Layer
@@ -57,7 +57,7 @@ def whole(
     trees: Callable[[Any], tuple[Tree, Tree]],
     others: Sequence[Any] = (),
 ) -> Whole:
-    """Return the whole of a layer whose parameters may have constants and leaves that are no arrays: those are not trained.
+    """Return the whole of a layer. Constants and leaves that are no arrays among its parameters are not trained.
 
     Args:
         layer: its parameters are the user's tree.

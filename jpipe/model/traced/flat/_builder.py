@@ -19,7 +19,7 @@ Atom = Any  # a variable or a literal of a jaxpr
 Fixed = frozenset[tuple[int, int]]
 """The slice of a leaf: pairs of an axis and an index."""
 
-_MOST = 4096  # integers in an array whose values are computed
+_MOST = 4096  # integers in an array with computed values
 Operation = tuple[Any, ...]
 """A function with one result, and its first arguments, which are no arrays; both can be hashed."""
 
@@ -325,7 +325,7 @@ class Elementwise(Lazy):
 
 
 class Rows(Lazy):
-    """A value whose first axes hold slices of another one, in any sequence and shape.
+    """A value with first axes that hold slices of another one, in any sequence and shape.
 
     Attributes:
         source: the other value.

@@ -102,12 +102,12 @@ def flatten(
 
     The slices of a leaf over which a scan runs, or which are only read by constant indices, become inputs of their own. Where the leaf is
     read as a whole, too, its slices are stacked again. Rematerialized functions, functions with custom derivatives, loops, branches, scans
-    over anything else and calls whose name begins with `CUT` stay single equations.
+    over anything else and calls with a name that begins with `CUT` stay single equations.
 
     Args:
         closed: the closed jaxpr.
         num_leaves: how many of the first inputs may be split: parameters and layer state.
-        replaces: the leaf whose new value an output is, for outputs that must be split as this leaf is.
+        replaces: the leaf that an output is the new value of, for outputs that must be split like this leaf.
         axes: for some leaves axes along which they must be split, as in another trace of the same model.
 
     Returns:
@@ -199,7 +199,7 @@ def _steps(equation: Any) -> Sequence[int]:
 
 
 def _scan(builder: Builder, equation: Any, inputs: list[Value]) -> list[Value]:
-    """Return the results of a scan whose steps are added one by one."""
+    """Add the steps of a scan one by one, and return its results."""
     body, consts = body_of(equation)
     count, carried = scan_parts(equation, body)
     carry, xs = inputs[count : count + carried], inputs[count + carried :]
