@@ -93,7 +93,7 @@ WAYS = {
     "jax.checkpoint": (lambda: jax.checkpoint(closing_over(built())), "kernel of a Linear"),
     "with arrays of NumPy": (lambda: closing_over(of_numpy()), "module.kernel of a Linear"),
     "one number": (scale, "scale of a Param"),
-    "another library's": (module_of_own_class, r"float32\[3, 3\], weight\), .* a jpipe.Layer, .* NumPy array"),
+    "another library's": (module_of_own_class, r"float32\[3, 3\], weight\), .* a jpipe.Layer with an init .* NumPy array"),
     "another library's in a closure": (lambda: closing_over(module_of_own_class()), r"float32\[3, 3\], module.weight"),
     "another library's method": (lambda: module_of_own_class().__call__, r"float32\[3, 3\], weight"),
     "Linen apply": (lambda: functools.partial(linen.Dense(models.WIDTH).apply, variables()), r"args\[0\]\['params'\]\['kernel'\]"),
