@@ -15,7 +15,7 @@ CHECKED := build/checked-docs
 # So compiled, all tests take half as long. What is about numbers runs once more in `make test-slow`, compiled like the programs of users.
 QUICKLY = env $$(.ci/compile-quickly $(VENV)/python)
 ON_GPU = tests/jpipe/capabilities tests/jpipe/checkpoints tests/jpipe/model tests/jpipe/runtime tests/jpipe/stages tests/jpipe/weights tests/jpipe/test_contexts.py \
-	tests/jpipe/test_pipeline.py tests/jpipe/test_predict.py tests/train/generate/test_decoder.py tests/train/models
+	tests/jpipe/test_pipeline.py tests/jpipe/test_predict.py tests/lm/generate/test_decoder.py tests/lm/models tests/train/losses
 NONE_IS_FINE = $(if $(PYTEST_ARGS),|| [ $$? -eq 5 ]) # where only some of the tests are asked for
 
 define on_oldest

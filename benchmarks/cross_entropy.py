@@ -11,7 +11,7 @@ import numpy as np
 
 from jpipe import keep_freed_memory
 from jpipe_train.config.config import CHUNK
-from jpipe_train.models.cross_entropy import Unprojected, loss
+from jpipe_train.losses.cross_entropy import Unprojected, loss
 
 VOCABULARIES = {"GPT-2": 50_257, "Llama 3": 128_256}
 SIZES = {"GPT-2": 768, "Llama 3": 2048}  # widths of GPT-2 small and of Llama 3.2 1B, whose programs are compiled

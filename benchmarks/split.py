@@ -12,8 +12,8 @@ import optax
 import jpipe
 from benchmarks.single_stage import MODEL, ROWS
 from jpipe.stages import StandaloneStage
-from jpipe_train.models.cross_entropy import loss
-from jpipe_train.models.layers import layers
+from jpipe_lm.models.layers import layers
+from jpipe_train.losses.cross_entropy import loss
 
 REPEATS = 25
 BLOCKS = ("block_1", "block_2")

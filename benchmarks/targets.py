@@ -17,10 +17,10 @@ import optax
 import jpipe
 from benchmarks.papers.document import Table, write
 from jpipe.processes import Connection, Reduction
+from jpipe_lm.config.model_config import ModelConfig
+from jpipe_lm.models.layers import layers
 from jpipe_planner.machine.targets import find_target, target_devices
-from jpipe_train.config.model_config import ModelConfig
-from jpipe_train.models.cross_entropy import loss
-from jpipe_train.models.layers import layers
+from jpipe_train.losses.cross_entropy import loss
 
 TARGETS = {"h100-80gb": "H100", "v5e": "TPU v5e"}
 KINDS = "all-reduce|all-gather|reduce-scatter|collective-permute|all-to-all"

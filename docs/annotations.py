@@ -13,7 +13,19 @@ import optax
 
 from docs import api
 
-_BARE = ("builtins", "typing", "collections.abc", "pathlib", "types", "jpipe", "jpipe_planner", "jpipe_train", "pydantic", "jaxtyping")
+_BARE = (
+    "builtins",
+    "typing",
+    "collections.abc",
+    "pathlib",
+    "types",
+    "jpipe",
+    "jpipe_planner",
+    "jpipe_train",
+    "jpipe_lm",
+    "pydantic",
+    "jaxtyping",
+)
 """Packages whose names stand without the package; others, such as `jax.Array`, with it."""
 _ALIASES = {
     jax.typing.ArrayLike: "ArrayLike",

@@ -162,7 +162,7 @@ def _link_names(app: Sphinx, doctree: nodes.document) -> None:
         return  # which has names of earlier versions
     for literal in list(doctree.findall(nodes.literal)):
         name = literal.astext()
-        is_qualified = re.fullmatch(r"(jpipe|jpipe_planner|jpipe_train)\.[\w.]+|[A-Z]\w*\.\w+", name) or (
+        is_qualified = re.fullmatch(r"(jpipe|jpipe_planner|jpipe_train|jpipe_lm)\.[\w.]+|[A-Z]\w*\.\w+", name) or (
             page == "reference/api/index" and name in api.MODULES
         )
         if is_qualified and not isinstance(literal.parent, nodes.reference | nodes.title | addnodes.pending_xref):

@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 
 from docs import style
 
-PACKAGES = "jpipe", "jpipe_planner", "jpipe_train"
+PACKAGES = "jpipe", "jpipe_planner", "jpipe_train", "jpipe_lm"
 
 
 def rooms(package: str) -> tuple[dict[str, int], dict[str, set[str]]]:

@@ -100,7 +100,7 @@ def nothing_shared(traced_once, monkeypatch):
 
 NUMBERS = (
     *("jpipe/model/", "jpipe/runtime/", "jpipe/stages/", "jpipe/test_pipeline.py", "jpipe/weights/", "jpipe/capabilities/"),
-    *("train/generate/test_decoder.py", "train/checkpoint/test_huggingface.py", "train/models/"),
+    *("lm/generate/test_decoder.py", "lm/checkpoint/test_huggingface.py", "lm/models/", "train/losses/"),
 )
 # What optimizations of XLA could change there, by the names of tests: whether two programs compute equal numbers, what programs hold and
 # move, and how often they compute something. `make test-all` compiles the tests of everything else, too, like the programs of users.

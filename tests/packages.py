@@ -7,6 +7,7 @@ PACKAGES = {
     "jpipe": ROOT / "jpipe",
     "jpipe_planner": ROOT / "planner" / "jpipe_planner",
     "jpipe_train": ROOT / "train" / "jpipe_train",
+    "jpipe_lm": ROOT / "train" / "jpipe_lm",
 }
 
 

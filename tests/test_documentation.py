@@ -345,12 +345,12 @@ def test_files_that_a_page_of_the_root_names_exist(page):
 
 def test_the_table_of_what_libraries_do_names_every_module_of_data():
     """A package is named as one, and all modules with it; those of `files` are named one by one."""
-    folder = ROOT / "train" / "jpipe_train" / "data"
+    folders = [ROOT / "train" / package / "data" for package in ("jpipe_train", "jpipe_lm")]
     _, _, section = (ROOT / "CONTRIBUTING.md").read_text().partition("## Data and libraries\n")
     cells = re.findall(r"^\| (`.+?) \|", section.partition("\n## ")[0], re.MULTILINE)
     named = [name for cell in cells for name in re.findall(r"`([\w.]+)`", cell)]
-    modules = {path.stem for path in [*folder.glob("*.py"), *(init.parent for init in folder.glob("*/__init__.py"))]}
-    modules |= {f"files.{path.stem}" for path in (folder / "files").glob("*.py") if path.stem != "__init__"}
+    modules = {path.stem for folder in folders for path in [*folder.glob("*.py"), *(init.parent for init in folder.glob("*/__init__.py"))]}
+    modules |= {f"files.{path.stem}" for folder in folders for path in (folder / "files").glob("*.py") if path.stem != "__init__"}
     assert sorted(named) == sorted(modules - {"__init__", "files"})
 
 

@@ -14,7 +14,7 @@ from tests.packages import PACKAGES as FOLDERS
 from tests.packages import ROOT
 
 LIBRARIES = ("jpipe", "jpipe_planner")  # every public name of theirs is listed in an `__all__`
-PACKAGES = (*LIBRARIES, "jpipe_train")  # an application: only names that begin with `_` are private
+PACKAGES = (*LIBRARIES, "jpipe_train", "jpipe_lm")  # an application: only names that begin with `_` are private
 OF_PYTHON = ("_replace", "_asdict", "_fields", "_make", "_exit")  # of named tuples and `os`, public in spite of the underscore
 
 

@@ -18,12 +18,13 @@ from rich.console import Console
 
 import jpipe
 from examples.papers.samples import make
+from jpipe_lm.config.model.presets import PRESETS
+from jpipe_lm.models import layers
 from jpipe_planner import LayerProfile, Level, Profile, Topology, analyze
 from jpipe_train.config import config_file
 from jpipe_train.config.config import ModelConfig
-from jpipe_train.config.model.presets import PRESETS
 from jpipe_train.console.progress import Reporter
-from jpipe_train.models import cross_entropy, layers
+from jpipe_train.losses import cross_entropy
 from jpipe_train.plan.profiling import Parts
 
 CONFIGS = Path(__file__).parents[2] / "configs"

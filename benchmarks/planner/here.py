@@ -21,12 +21,12 @@ import jpipe
 from benchmarks.peers.__main__ import ENVIRONMENT
 from benchmarks.planner.plan_runner import BATCH, MODEL, SIZES
 from benchmarks.programs import Program, ProgramFailed, free_port, python_module
+from jpipe_lm.models import layers
 from jpipe_planner import Profile, Topology
 from jpipe_planner.cost.shape import is_planned
 from jpipe_planner.cost.simulated import Simulated, simulate_plan
 from jpipe_planner.ranking.choose import choose
 from jpipe_planner.search.candidates import find_candidates
-from jpipe_train.models import layers
 
 COUNTS = (2, 4)
 SECONDS = 2.5  # that a plan is measured for, at least eight steps

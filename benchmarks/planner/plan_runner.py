@@ -20,9 +20,10 @@ import optax
 
 import jpipe
 from benchmarks.pipelines import Runner
+from jpipe_lm.models import layers
 from jpipe_planner import Profile, local_topology, measure
 from jpipe_train.config.config import ModelConfig
-from jpipe_train.models import cross_entropy, layers
+from jpipe_train.losses import cross_entropy
 from jpipe_train.report.performance.comparison import temporary_of_ranks
 
 MODEL = ModelConfig(depth=3, width=128, heads=4, seq_len=128)  # configs/gpt-bytes.yaml with one block less

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from examples.papers.arguments import LOSS, check_fractions
-from jpipe_train.models import cross_entropy
+from jpipe_train.losses import cross_entropy
 
 
 def smoothed_cross_entropy(outputs: Any, labels: Any, smoothing: float = 0.1) -> tuple[Float[Array, ""], Float[Array, ""]]:

@@ -21,12 +21,12 @@ from examples.papers.models.gnmt import gnmt
 from jpipe import InputError
 from jpipe.checkpoints import files as checkpoint_files
 from jpipe.files import expanded, read_text, resolved
+from jpipe_lm.data.tokenizer import Tokenizer
 from jpipe_train.checkpoint.export import Weights, by_name, step_of, with_ema
 from jpipe_train.config import config_file
 from jpipe_train.console import interrupt
 from jpipe_train.console.exit_codes import failed
 from jpipe_train.console.terminal import count, printable
-from jpipe_train.data.tokenizer import Tokenizer
 
 ROWS = 64  # sentences at a time
 _MOST_BYTES = 2**30  # of a file of sentences

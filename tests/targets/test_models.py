@@ -10,14 +10,14 @@ from flax import nnx
 
 from jpipe import LayerStack, Pipeline, Plan, Precision
 from jpipe.context import tracing_for
-from jpipe_train.config.model_config import ModelConfig
-from jpipe_train.generate.decoder import Decoder, layers_of
-from jpipe_train.generate.sampling import Sampling, choose
-from jpipe_train.models import cross_entropy
-from jpipe_train.models.layers import layers
+from jpipe_lm.config.model_config import ModelConfig
+from jpipe_lm.generate.decoder import Decoder, layers_of
+from jpipe_lm.generate.sampling import Sampling, choose
+from jpipe_lm.models.layers import layers
+from jpipe_train.losses import cross_entropy
 from tests.jpipe import models
+from tests.lm.models.running import LLAMA
 from tests.targets.compiled import check_donations, collectives, compile_pipeline, matrix_products, programs_of
-from tests.train.models.running import LLAMA
 
 pytestmark = pytest.mark.targets
 

@@ -19,10 +19,10 @@ import pytest
 import yaml
 
 import jpipe
+from jpipe_lm.models import layers
 from jpipe_train import cli
 from jpipe_train.checkpoint import run_folder
 from jpipe_train.config.config import ModelConfig
-from jpipe_train.models import layers
 
 ROOT = Path(__file__).parents[2]
 COMPILATIONS, COMPILED_BY_OPTAX = [], []
@@ -213,7 +213,7 @@ def test_a_bad_plan_file_is_refused(refused, tmp_path, spoil, message):
 def test_layers_that_do_not_fit_are_named_with_their_shapes(refused, monkeypatch):
     real = layers.layers(ModelConfig(depth=1, width=8, heads=2, seq_len=8))
     stack = {"embed": real.layers["embed"], "flat": lambda x: x[:, :, :4], "head": real.layers["head"]}
-    monkeypatch.setattr("jpipe_train.models.layers.layers", lambda config, chunk, tune: jpipe.LayerStack(stack))
+    monkeypatch.setattr("jpipe_lm.models.layers.layers", lambda config, chunk, tune: jpipe.LayerStack(stack))
     message = refused()
     assert "'flat'" in message
     assert "'head'" in message

@@ -15,10 +15,10 @@ from jaxtyping import Int32
 
 from jpipe import InputError
 from jpipe.files import expanded, read_text
+from jpipe_lm.data.windows import UNCOUNTED
 from jpipe_train.console.terminal import count
 from jpipe_train.data.data import Data
 from jpipe_train.data.rows import Batch, BatchesOfRows, Elements
-from jpipe_train.data.windows import UNCOUNTED
 
 FOLDER = "data.arguments.folder"
 _MOST_BYTES = 2**34  # of a file of text, which is read whole

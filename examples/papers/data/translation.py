@@ -17,7 +17,7 @@ from examples.papers.data.buckets import batches_of, bucket_of, shapes_of
 from examples.papers.data.sentences import FOLDER, Unusable, digest_of, lines_of, present, shifted, shown, usable
 from jpipe import InputError
 from jpipe.files import expanded
-from jpipe_train.data import tokenizer as tokenizers
+from jpipe_lm.data import tokenizer as tokenizers
 from jpipe_train.data.data import Data
 
 Inputs = dict[str, Int32[np.ndarray, "..."]]

@@ -9,8 +9,8 @@ import numpy as np
 from rich.console import Console
 
 from jpipe.files import create
+from jpipe_lm.data import prepare, texts, tokenizer
 from jpipe_train.console.progress import Reporter
-from jpipe_train.data import prepare, texts, tokenizer
 
 PAIRS = {"train": 4000, "validation": 256}
 LINES = {"train": 4000, "validation": 1000}

@@ -8,8 +8,8 @@ import pytest
 
 import jpipe
 from examples.papers.models.awd_lm import Embed, awd_lm, variational
-from jpipe_train.models.cross_entropy import loss
-from tests.train.models.running import params_of
+from jpipe_train.losses.cross_entropy import loss
+from tests.lm.models.running import params_of
 
 DROPS = ("words", "input", "hidden", "output", "weights")
 DRY = {"vocab_size": 11, "depth": 2, "width": 6, "hidden": 8, **{f"dropout_{name}": 0.0 for name in DROPS}}

@@ -14,11 +14,11 @@ from rich.console import Console
 import jpipe
 from examples.papers.models.awd_lm import awd_lm
 from examples.papers.samples import make
+from jpipe_lm.data import prepare, texts
 from jpipe_planner import analyze
 from jpipe_train import cli
 from jpipe_train.config import config_file
 from jpipe_train.console.progress import Reporter
-from jpipe_train.data import prepare, texts
 from jpipe_train.plan.inputs import Request, read_topology
 from jpipe_train.plan.profiling import Parts
 from jpipe_train.plan.search import search

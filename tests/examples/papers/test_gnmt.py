@@ -12,7 +12,7 @@ from examples.papers.models.gnmt import Attention, gnmt
 from examples.papers.samples import make
 from jpipe_train import cli
 from tests.examples.papers.test_recurrent import plain_lstm
-from tests.train.models.running import params_of
+from tests.lm.models.running import params_of
 
 SMALL = {"vocab_size": 13, "depth": 6, "width": 4, "dropout": 0.0}
 FULL = {"source": (2, 9), "source_length": (2,), "target": (2, 8)}

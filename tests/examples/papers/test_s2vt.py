@@ -6,7 +6,7 @@ import pytest
 
 from examples.papers.models.s2vt import s2vt
 from tests.examples.papers.test_recurrent import plain_lstm
-from tests.train.models.running import applied, params_of
+from tests.lm.models.running import applied, params_of
 
 
 def batch():

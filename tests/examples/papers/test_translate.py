@@ -13,7 +13,7 @@ from examples.papers.models.gnmt import gnmt
 from examples.papers.samples import make
 from jpipe_train import cli
 from jpipe_train.console.terminal import printable
-from tests.train.models.running import params_of
+from tests.lm.models.running import params_of
 
 
 @pytest.mark.slow

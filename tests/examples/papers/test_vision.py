@@ -12,7 +12,7 @@ from flax import nnx
 from examples.papers.models import inception, resnet, vgg
 from examples.papers.models.convolutions import Conv, average_pool
 from jpipe import InputError
-from tests.train.models.running import applied, params_of
+from tests.lm.models.running import applied, params_of
 
 LATE = pytest.mark.slow  # tracing so many layers takes seconds
 PUBLISHED = [("alexnet", 61_100_840), ("vgg16", 138_357_544), pytest.param("resnet50", 25_557_032, marks=LATE),

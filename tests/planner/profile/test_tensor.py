@@ -8,15 +8,15 @@ import pytest
 from flax import nnx
 
 import jpipe
+from jpipe_lm.config.model.experts import ExpertsConfig
+from jpipe_lm.config.model_config import ModelConfig
+from jpipe_lm.models.layers import layers
 from jpipe_planner.machine.device import Device
 from jpipe_planner.machine.topology import Topology
 from jpipe_planner.profile.analyze import analyze
 from jpipe_planner.profile.sharded import Degrees, shard_profile
 from jpipe_planner.profile.tensor import Walk, sharded_params, tensor_profile
-from jpipe_train.config.model.experts import ExpertsConfig
-from jpipe_train.config.model_config import ModelConfig
-from jpipe_train.models.cross_entropy import loss
-from jpipe_train.models.layers import layers
+from jpipe_train.losses.cross_entropy import loss
 
 CONFIG = ModelConfig(preset="llama-tiny")
 ROWS, SEQ, WIDTH, HEADS, KV, INNER = 2, 16, 16, 4, 2, 40

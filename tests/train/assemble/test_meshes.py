@@ -8,10 +8,10 @@ import optax
 import pytest
 
 import jpipe
+from jpipe_lm.config.model_config import ModelConfig
+from jpipe_lm.models.layers import layers
 from jpipe_train.assemble.meshes import check_heads, device_kinds, has_meshes, mesh_words
-from jpipe_train.config.model_config import ModelConfig
-from jpipe_train.models.cross_entropy import loss
-from jpipe_train.models.layers import layers
+from jpipe_train.losses.cross_entropy import loss
 
 IDS = ["embed", "block_0", "block_1", "head"]
 

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 import jpipe
+from jpipe_lm.config.model_config import ModelConfig
 from jpipe_train.assemble.metrics import combined, metrics
 from jpipe_train.config.config import EvalConfig
-from jpipe_train.config.model_config import ModelConfig
 from jpipe_train.report.metrics_log import mean_of, means_of
 
 

@@ -10,11 +10,11 @@ import pytest
 from jpipe import InputError
 from jpipe.checkpoints import files as checkpoint_files
 from jpipe.checkpoints.folders import discard, unfinished_folder
+from jpipe_lm.data.splits import read_bytes
 from jpipe_train.assemble.build import make_plan
 from jpipe_train.checkpoint.export import main as export
 from jpipe_train.checkpoint.resume import find
 from jpipe_train.checkpoint.run_folder import OUTPUTS, RunFolder
-from jpipe_train.data.splits import read_bytes
 from jpipe_train.launch.together import Together
 from jpipe_train.report.loggers.tensorboard import TensorBoard
 from jpipe_train.run import loop

@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 
 import jpipe
 import jpipe_train.plan.simulate
+from jpipe_lm.config.model.presets import PRESETS
 from jpipe_train import cli
 from jpipe_train.config import config_file
 from jpipe_train.config.config import Config
 from jpipe_train.config.functions import optax_names
 from jpipe_train.config.functions.arguments import parameters_of
-from jpipe_train.config.model.presets import PRESETS
 from jpipe_train.plan.simulate import Subject
 from jpipe_train.report.summary import Summary
 from jpipe_train.run import loop

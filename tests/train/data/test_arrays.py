@@ -28,9 +28,9 @@ from jpipe_train.data import data
 from jpipe_train.data.arrays import reading
 from jpipe_train.data.files import streams
 from jpipe_train.data.position import Position
+from tests.lm.data.conftest import same
+from tests.lm.data.test_columns import arrow, lines, parquet, table
 from tests.train.conftest import changed
-from tests.train.data.conftest import same
-from tests.train.data.test_columns import arrow, lines, parquet, table
 
 PAGE = Path(__file__).parents[3] / "docs" / "how-to" / "arrays.md"
 X = np.random.default_rng(0).normal(size=(90, 3)).astype(np.float32).astype(np.float64)  # exact in both

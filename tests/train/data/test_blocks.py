@@ -14,7 +14,7 @@ from jpipe_train.data.arrays.numbers import array_of
 from jpipe_train.data.files import arrow
 from jpipe_train.data.files.records import blocks
 from jpipe_train.data.files.wrong_lines import WrongLine
-from tests.train.data.test_columns import zstd
+from tests.lm.data.test_columns import zstd
 
 TWICE = 2**60 + 2**36 + 1  # in float32 by way of float64 it is another number
 INTEGERS = st.sampled_from([0, 1, -7, 2**31, TWICE, 2**62 + 3, 2**63, 2**70])

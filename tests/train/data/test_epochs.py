@@ -17,7 +17,7 @@ from jpipe_train.console.progress import Reporter
 from jpipe_train.data import data
 from jpipe_train.data.position import Position
 from jpipe_train.launch.together import Together
-from jpipe_train.models import cross_entropy
+from jpipe_train.losses import cross_entropy
 from jpipe_train.run import loop
 from tests.train.conftest import changed
 from tests.train.run.test_loop import rows_of

@@ -10,10 +10,10 @@ from jax._src import xla_bridge
 import jpipe
 from jpipe import InputError
 from jpipe.checkpoints import folders
+from jpipe_lm.generate import model_source
 from jpipe_train.config.config import Config
 from jpipe_train.config.config_file import to_yaml
 from jpipe_train.data import data
-from jpipe_train.generate import model_source
 from jpipe_train.plan import plan as planning
 from jpipe_train.plan.inputs import Request
 from jpipe_train.run import evaluate, loop

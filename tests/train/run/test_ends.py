@@ -13,10 +13,11 @@ import jpipe
 from jpipe import InputError
 from jpipe.checkpoints import files as checkpoint_files
 from jpipe.checkpoints.records import File, marker_text
+from jpipe_lm.data import documents
 from jpipe_train.checkpoint import checkpoints
 from jpipe_train.checkpoint.run_folder import RunFolder
 from jpipe_train.console.exit_codes import code_of
-from jpipe_train.data import data, documents
+from jpipe_train.data import data
 from jpipe_train.launch.together import ReportedElsewhere
 from jpipe_train.report.metrics_log import RunStopped
 from jpipe_train.run import job, loop

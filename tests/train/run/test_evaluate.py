@@ -18,17 +18,19 @@ import pytest
 from rich.console import Console
 
 from jpipe.checkpoints import files as checkpoint_files
+from jpipe_lm.data import prepare
+from jpipe_lm.models import layers
 from jpipe_train import cli
 from jpipe_train.checkpoint import export
 from jpipe_train.config import config_file
 from jpipe_train.console.progress import Reporter
-from jpipe_train.data import data, prepare
+from jpipe_train.data import data
 from jpipe_train.data.sources import validation_names
-from jpipe_train.models import cross_entropy, layers
+from jpipe_train.losses import cross_entropy
 from jpipe_train.run import loop
 from jpipe_train.run.evaluate import Request, Result, main
+from tests.lm.models.running import applied
 from tests.train.conftest import SENTENCE, changed
-from tests.train.models.running import applied
 
 ROOT = Path(__file__).parents[3]
 ROOT = Path(__file__).parents[3]

@@ -23,7 +23,7 @@ from jpipe.checkpoints import files as checkpoint_files
 from jpipe_train import cli
 from jpipe_train.checkpoint.best import best_step
 from jpipe_train.data.arrays import RowsOfArrays
-from jpipe_train.models import cross_entropy
+from jpipe_train.losses import cross_entropy
 from jpipe_train.run import fit_data, loop
 from jpipe_train.run.callbacks import Callbacks
 from tests.jpipe.running import check_equal
@@ -355,7 +355,7 @@ def test_a_run_from_python_can_be_exported_and_evaluated_with_functions_for_its_
     assert cli.main(["evaluate", "run", "--allow-code"]) == 2
     assert "--set model.target=module:function --set data.target=module:function --set loss.target=" in capsys.readouterr().err
     (tmp_path / "parts.py").write_text(
-        "from examples.mlp import data, model\nfrom jpipe_train.models.cross_entropy import loss as of_jpipe\n\n\n"
+        "from examples.mlp import data, model\nfrom jpipe_train.losses.cross_entropy import loss as of_jpipe\n\n\n"
         "def small():\n    return model(8, 2)\n\n\ndef loss(outputs, labels):\n    return of_jpipe(outputs, labels)\n\n\n"
         "def points(seed, batch_size):\n    return data(seed, batch_size)\n"
     )

@@ -17,14 +17,14 @@ import yaml
 from rich.console import Console
 
 import jpipe
+from jpipe_lm.models import layers as built_in
 from jpipe_train.assemble import build
 from jpipe_train.assemble.optimizer import optimizer
 from jpipe_train.checkpoint.run_folder import RunFolder
 from jpipe_train.config import config_file
 from jpipe_train.console.progress import Reporter
 from jpipe_train.data import data
-from jpipe_train.models import cross_entropy
-from jpipe_train.models import layers as built_in
+from jpipe_train.losses import cross_entropy
 from jpipe_train.report import metrics_log, report
 from jpipe_train.report.metrics_log import Evaluated, mean_loss, repeatable
 from jpipe_train.run import loop, training

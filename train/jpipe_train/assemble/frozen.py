@@ -8,8 +8,8 @@ import jax
 import optax
 
 from jpipe import InputError
+from jpipe_lm.models.lora import is_of_adapter, is_quantized, parts_of
 from jpipe_train.config.tune_config import TARGETS, TuneConfig, matches_any
-from jpipe_train.models.lora import is_of_adapter, is_quantized, parts_of
 
 Tree = Any
 

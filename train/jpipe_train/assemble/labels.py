@@ -13,7 +13,7 @@ from jpipe_train.config.config import Config
 from jpipe_train.data import data
 from jpipe_train.data.position import Position
 from jpipe_train.data.rows import Batch, Rows
-from jpipe_train.models import cross_entropy
+from jpipe_train.losses import cross_entropy
 
 Limit = tuple[int, int, str]
 """The smallest and the largest legal value, and the reason."""

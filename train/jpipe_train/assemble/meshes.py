@@ -3,7 +3,7 @@
 import jpipe
 from jpipe import InputError
 from jpipe.plan import mesh_rules
-from jpipe_train.config.model_config import ModelConfig
+from jpipe_lm.config.model_config import ModelConfig
 
 
 def has_meshes(plan: jpipe.Plan) -> bool:

@@ -16,10 +16,11 @@ import jax
 import jax.numpy as jnp
 
 from jpipe import InputError
+from jpipe_lm.config.model_config import ModelConfig
+from jpipe_lm.models import heads
 from jpipe_train.config.config import BestConfig, Config, EvalConfig, Mode, StopConfig
 from jpipe_train.config.functions import entry_point
-from jpipe_train.config.model_config import ModelConfig
-from jpipe_train.models import cross_entropy, heads
+from jpipe_train.losses import cross_entropy
 
 Pair = tuple[jax.Array, jax.Array]
 

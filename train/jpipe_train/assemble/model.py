@@ -9,13 +9,14 @@ import jax
 
 import jpipe
 from jpipe import InputError
+from jpipe_lm.config.model_config import ModelConfig
+from jpipe_lm.models import heads
+from jpipe_lm.models import layers as built_in
 from jpipe_train.config.config import LossConfig
 from jpipe_train.config.functions import entry_point
 from jpipe_train.config.functions.arguments import check_names, parameters_of
-from jpipe_train.config.model_config import ModelConfig
 from jpipe_train.config.tune_config import TuneConfig
-from jpipe_train.models import cross_entropy, heads
-from jpipe_train.models import layers as built_in
+from jpipe_train.losses import cross_entropy
 
 
 def layers(

@@ -16,20 +16,20 @@ from jpipe.checkpoints import files as checkpoint_files
 from jpipe.checkpoints import layers_to_read
 from jpipe.checkpoints.records import describe
 from jpipe.files import resolved, shown
+from jpipe_lm.checkpoint import huggingface
+from jpipe_lm.checkpoint.adapters import for_adapters, whole_names
+from jpipe_lm.config.huggingface import read as read_description
+from jpipe_lm.config.huggingface import read_adapters
+from jpipe_lm.models.lora import is_of_adapter
 from jpipe_train.assemble.build import param_specs
-from jpipe_train.checkpoint import huggingface
-from jpipe_train.checkpoint.adapters import for_adapters, whole_names
 from jpipe_train.checkpoint.export import by_name, by_path, state_name, step_of
 from jpipe_train.checkpoint.sources import orbax_checkpoint
 from jpipe_train.checkpoint.sources.name_map import of_whole_model, renamed
 from jpipe_train.checkpoint.sources.safetensors_file import TensorsFile, tensors_file
 from jpipe_train.checkpoint.sources.source import Names, Source, Spec
 from jpipe_train.config.config import TuneConfig, WarmStartConfig
-from jpipe_train.config.huggingface import read as read_description
-from jpipe_train.config.huggingface import read_adapters
 from jpipe_train.console.terminal import count
 from jpipe_train.launch.together import Together
-from jpipe_train.models.lora import is_of_adapter
 
 _SHOWN = 3  # layers that a message names
 _EXPECTED = "a safetensors file, or the folder of a run, of an Orbax checkpoint or of Hugging Face's layout"

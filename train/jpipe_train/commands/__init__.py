@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jpipe
-from jpipe_train.commands import completion, configs, data, evaluate, export, generate, launch, plan, simulate, train
+from jpipe_lm.commands import data, generate
+from jpipe_train.commands import completion, configs, evaluate, export, launch, plan, simulate, train
 from jpipe_train.commands.machine import doctor, target
 from jpipe_train.commands.parsing import app
 from jpipe_train.commands.runs import compare, listing, sweep

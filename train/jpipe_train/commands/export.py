@@ -37,7 +37,7 @@ def export(
     """
     with interrupt.importing():
         import jpipe_train.checkpoint.export as exporting
-        from jpipe_train.checkpoint.huggingface import peft, writing
+        from jpipe_lm.checkpoint.huggingface import peft, writing
 
     if (to is None) == (out is None):
         raise jpipe.InputError("export: expected the file or folder to write, once, such as --out gpt.safetensors")

@@ -11,9 +11,9 @@ from pydantic import AfterValidator, BeforeValidator, Field, field_validator, mo
 import jpipe
 from jpipe.errors import nearest
 from jpipe.plan import excluded
+from jpipe_lm.config.model_config import ModelConfig as ModelConfig
 from jpipe_train.config.data_config import DataConfig as DataConfig
 from jpipe_train.config.functions import entry_point, optax_names
-from jpipe_train.config.model_config import ModelConfig as ModelConfig
 from jpipe_train.config.plan_config import MOST_MICROBATCHES as MOST_MICROBATCHES
 from jpipe_train.config.plan_config import PlanConfig as PlanConfig
 from jpipe_train.config.section import AUTO as AUTO

@@ -9,11 +9,11 @@ import pydantic
 from jpipe import InputError
 from jpipe.errors import explain
 from jpipe.files import expanded, read_text, resolved
+from jpipe_lm.config import huggingface
+from jpipe_lm.config.model_config import OF_THE_RUN
 from jpipe_planner.machine.plain_yaml import dump, parse
-from jpipe_train.config import huggingface
 from jpipe_train.config.config import Config
 from jpipe_train.config.functions.entry_point import IN_PYTHON
-from jpipe_train.config.model_config import OF_THE_RUN
 from jpipe_train.config.section import AUTO
 
 MOST_BYTES = 2**20  # hundreds of times the size of a long config

@@ -15,14 +15,14 @@ import jax
 import numpy as np
 
 from jpipe import InputError
+from jpipe_lm.data import labelled, masked, of_documents, splits, windows
 from jpipe_train.config.config import Config
 from jpipe_train.config.data_config import SourceConfig
 from jpipe_train.config.functions import entry_point
 from jpipe_train.config.section import MOST_ROWS
 from jpipe_train.console.terminal import count
-from jpipe_train.data import arrays, labelled, masked, mixture, position, splits, target_data, windows
-from jpipe_train.data.batched import of_documents
-from jpipe_train.data.batched.order import ordered
+from jpipe_train.data import arrays, mixture, position, target_data
+from jpipe_train.data.order import ordered
 from jpipe_train.data.position import Ordered, Position
 from jpipe_train.data.rows import Batch, BatchesOfRows, Divisible
 from jpipe_train.data.sources import OR_NULL

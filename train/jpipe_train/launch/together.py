@@ -288,9 +288,13 @@ def _digest_of_module(module: str) -> str:
 
 @functools.cache
 def _digest_of_jpipe() -> str:
-    """Return a digest of the source of jpipe, of its planner and of this application."""
+    """Return a digest of the source of jpipe, of its planner, of this application and of its language models."""
     digest = hashlib.sha256()
-    for package in (Path(jpipe.__file__).parent, Path(jpipe_planner.__file__).parent, Path(__file__).parents[1]):
+    for package in (
+        Path(jpipe.__file__).parent,
+        Path(jpipe_planner.__file__).parent,
+        *(Path(__file__).parents[2] / name for name in ("jpipe_train", "jpipe_lm")),
+    ):
         for file in sorted(package.rglob("*.py")):
             digest.update(f"{file.relative_to(package)}\0".encode() + file.read_bytes())
     return digest.hexdigest()[:12]

@@ -14,6 +14,7 @@ import jpipe
 from jpipe import InputError
 from jpipe.context import tracing_for
 from jpipe.files import expanded, write_atomically
+from jpipe_lm.models.blockwise import LONG
 from jpipe_planner import Profile, Topology, draw_choice, local_topology
 from jpipe_planner.machine.compiling import Compiling, compiling_for
 from jpipe_planner.machine.overlap import assumed_words
@@ -29,7 +30,6 @@ from jpipe_train.config.section import MOST_ROWS
 from jpipe_train.console.progress import Reporter
 from jpipe_train.console.terminal import count
 from jpipe_train.launch.together import Together, facts, joined
-from jpipe_train.models.blockwise import LONG
 from jpipe_train.plan import trial, trial_words
 from jpipe_train.plan.compiling import compiled_words, compiler_errors, of_this_machine
 from jpipe_train.plan.confirm import confirm, nothing_fits

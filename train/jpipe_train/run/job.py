@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from jpipe import InputError, PeerLost, keep_freed_memory
+from jpipe_lm.generate import command
+from jpipe_lm.generate import generate as generating
 from jpipe_train.checkpoint import run_folder
 from jpipe_train.checkpoint.best import Step
 from jpipe_train.checkpoint.resume import Resume
@@ -16,8 +18,6 @@ from jpipe_train.console.exit_codes import failed
 from jpipe_train.console.terminal import fail, printable
 from jpipe_train.doctor.doctor import Request as Examination
 from jpipe_train.doctor.doctor import main as examine
-from jpipe_train.generate import command
-from jpipe_train.generate import generate as generating
 from jpipe_train.launch import distributed, together
 from jpipe_train.report.metrics_log import RunStopped
 from jpipe_train.report.summary import Summary

@@ -21,13 +21,13 @@ from jpipe.errors import nearest
 from jpipe_train.config.functions.arguments import check_names, parameters_of
 from jpipe_train.console import interrupt
 
-_OUR_PACKAGES = ("jpipe", "jpipe_planner", "jpipe_train")
+_OUR_PACKAGES = ("jpipe", "jpipe_planner", "jpipe_train", "jpipe_lm")
 IN_PYTHON = "python"
 """The module in the names of objects that only a Python program has."""
 _FORM = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 _NOT_USER_CODE = (
     "<",  # code without a file
-    *(str(package) + os.sep for package in (Path(__file__).parents[2], Path(jpipe.__file__).parent)),
+    *(str(package) + os.sep for package in (Path(jpipe.__file__).parent, *(Path(__file__).parents[3] / name for name in _OUR_PACKAGES))),
     *(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")),
 )
 

@@ -10,8 +10,9 @@ from typing import Any, Literal
 import numpy as np
 
 from jpipe import InputError
+from jpipe_lm.data import splits
 from jpipe_train.config.config import Config
-from jpipe_train.data import sources, splits
+from jpipe_train.data import sources
 from jpipe_train.data.arrays import numpy_files
 from jpipe_train.data.arrays.blocks import arrays_of
 from jpipe_train.data.arrays.numbers import Key, array_of, first_not_integer, fitted, result_type

@@ -1,0 +1,1 @@
+"""The weights of language models in files: Hugging Face's layout, adapters."""

@@ -1,0 +1,217 @@
+"""The names and layouts of the parameters of jpipe's models in Hugging Face's folders, by the table of families.
+
+Letters in shapes: v symbols, w width, p positions, m width of the MLP.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jpipe_lm.config.huggingface import ARCHITECTURES, Description, whole_section
+from jpipe_lm.config.model.experts import ExpertsConfig
+from jpipe_lm.config.model_config import ModelConfig, has_bias
+
+Shape = tuple[int, ...]
+
+
+class Row(NamedTuple):
+    """Parameters of jpipe and the tensors that hold them: either side is concatenated along the last axis.
+
+    A parameter may be stacked instead: its first axis has a tensor for each expert.
+
+    Attributes:
+        shapes: of the parameters by name in an export, such as "block_0/qkv/kernel".
+        theirs: the shapes of the tensors, by name.
+        transposed: whether the tensors are (outputs, inputs), as in PyTorch's `Linear`; jpipe's kernels are (inputs, outputs).
+        stacked: whether the tensors are the experts'.
+    """
+
+    shapes: Mapping[str, Shape]
+    theirs: Mapping[str, Shape]
+    transposed: bool = False
+    stacked: bool = False
+
+    def joined(self, tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Return the parameters that tensors hold."""
+        parts = [tensors[name].T if self.transposed else tensors[name] for name in self.theirs]
+        if self.stacked:
+            return dict.fromkeys(self.shapes, np.stack(parts))
+        return _divided(parts, self.shapes)
+
+    def split(self, arrays: Mapping[str, Any]) -> dict[str, np.ndarray]:
+        """Return the tensors that hold parameters."""
+        if self.stacked:
+            (ours,) = self.shapes
+            each = zip(self.theirs, np.asarray(arrays[ours]), strict=True)
+            return {name: np.ascontiguousarray(part.T if self.transposed else part) for name, part in each}
+        shapes = {name: shape[::-1] if self.transposed else shape for name, shape in self.theirs.items()}
+        divided = _divided([np.asarray(arrays[name]) for name in self.shapes], shapes)
+        return {name: np.ascontiguousarray(part.T) if self.transposed else part for name, part in divided.items()}
+
+
+def _divided(parts: list[np.ndarray], shapes: Mapping[str, Shape]) -> dict[str, np.ndarray]:
+    """Concatenate arrays along the last axis, and divide the whole into arrays of these shapes."""
+    whole = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)
+    ends = np.cumsum([shape[-1] for shape in shapes.values()])[:-1]
+    return {name: np.ascontiguousarray(part) for name, part in zip(shapes, np.split(whole, ends, axis=-1), strict=True)}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The parameters of a model in Hugging Face's layout.
+
+    Attributes:
+        rows: by layer id, in the order of the layers.
+        prefix: the start of names in the whole model that a folder of the model without its head leaves out.
+        copies: the names of tensors that are copies of others, by the name of the copy; a folder may have them.
+        optional: the starts of the names of tensors that a folder may leave out; their parameters are then initialized.
+    """
+
+    rows: Mapping[str, tuple[Row, ...]]
+    prefix: str
+    copies: Mapping[str, str]
+    optional: tuple[str, ...] = ()
+
+    def __iter__(self) -> Iterator[Row]:
+        for rows in self.rows.values():
+            yield from rows
+
+    @cached_property
+    def theirs(self) -> dict[str, Shape]:
+        """The shapes of all tensors except copies, by name."""
+        return {name: shape for row in self for name, shape in row.theirs.items()}
+
+    def known_as(self, name: str) -> str | None:
+        """Return the name in the table of a tensor of any version's folder; None for a constant that is not a weight."""
+        if name.endswith(_BUFFERS):
+            return None
+        for old, new in _OLD.items():
+            name = name.removesuffix(old) + new if name.endswith(old) else name
+        whole = f"{self.prefix}{name}"
+        return whole if whole in self.theirs else name
+
+
+# Constants that older versions saved, and their names of the parameters of norms.
+_BUFFERS = (".attn.bias", ".attn.masked_bias", "rotary_emb.inv_freq", "embeddings.position_ids", "embeddings.token_type_ids")
+_OLD = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
+
+
+def layout(described: Description) -> Layout:
+    """Return the layout of the model that a `config.json` describes."""
+    names, config = ARCHITECTURES[described.architecture].tensors, ModelConfig(**whole_section(described.keys))
+    is_language = config.head == "language"
+    copies = dict(names.copies) if is_language else {}
+    layers = {"embed": ("", names.embed, _embed(config))}
+    for i, block in enumerate(config.blocks):
+        sizes = _block(block)
+        present = {ours: theirs for ours, theirs in names.block.items() if all(name in sizes for name in ours.split(","))}
+        layers[f"block_{i}"] = names.layer.format(i), present, sizes
+    head = dict(names.head if is_language else names.scores)
+    if is_language and config.tied and (logits := head.pop("logits", None)) is not None:
+        copies[f"{logits}.weight"] = f"{names.embed['token']}.weight"
+    layers["head"] = "", head, _head(config)
+    rows = {}
+    for layer_id, (start, of_layer, shapes) in layers.items():
+        turned = names.transposed or layer_id == "head"
+        rows[layer_id] = tuple(
+            row
+            for ours, theirs in of_layer.items()
+            for row in _rows(layer_id, ours.split(","), [start + name for name in theirs.split(",")], shapes, turned)
+        )
+    return Layout(rows, names.prefix, copies, names.optional.get(described.architecture, ()))
+
+
+class _Sizes(NamedTuple):
+    """The sizes of a layer's parameters of one name.
+
+    Attributes:
+        inputs: of a linear layer, or rows of a table; None for a norm or a bias alone.
+        outputs: the last axis, divided into tensors where the family has several.
+        bias: whether there is one.
+        kernel: what jpipe calls the first parameter.
+        experts: how many experts have such a layer; 0: it is not one of experts.
+    """
+
+    inputs: int | None
+    outputs: tuple[int, ...]
+    bias: bool
+    kernel: str
+    experts: int = 0
+
+
+def _embed(c: ModelConfig) -> dict[str, _Sizes]:
+    tables = {"token": c.vocab_size, "position": c.max_positions_used, "type": 2}
+    return {**{name: _Sizes(rows, (c.width,), False, "embedding") for name, rows in tables.items()}, "norm": _norm(c, c.width)}
+
+
+def _block(c: ModelConfig) -> dict[str, _Sizes]:
+    w, m, q, kv = c.width, c.mlp_width_used, c.heads * c.head_size_used, c.kv_heads_used * c.head_size_used
+    norms = ("attention_norm", "mlp_norm", "attention_post_norm", "mlp_post_norm")
+    of_queries, of_keys = (q, kv) if c.qk_norm == "all" else (c.head_size_used, c.head_size_used)
+    return {
+        **{name: _norm(c, w) for name in norms},
+        **{"query_norm": _norm(c, of_queries), "key_norm": _norm(c, of_keys)},
+        "qkv": _Sizes(w, (q, kv, kv), has_bias(c.bias, "qkv"), "kernel"),
+        "project": _Sizes(q, (w,), has_bias(c.bias, "project"), "kernel"),
+        **(_mlp(w, m, has_bias(c.bias, "mlp")) if c.experts is None else _experts(w, c.experts)),
+    }
+
+
+def _mlp(w: int, m: int, bias: bool, experts: int = 0) -> dict[str, _Sizes]:
+    into, back = _Sizes(w, (m,), bias, "kernel", experts), _Sizes(m, (w,), bias, "kernel", experts)
+    return {"expand": into, "gate": into, "contract": back}
+
+
+def _experts(w: int, e: ExpertsConfig) -> dict[str, _Sizes]:
+    sizes = {"router": _Sizes(w, (e.count,), False, "kernel"), **_mlp(w, e.mlp_width, False, e.count)}
+    if e.shared_mlp_width is not None:
+        sizes |= {f"shared/{name}": size for name, size in _mlp(w, e.shared_mlp_width, False).items()}
+        sizes |= {"shared/share": _Sizes(w, (1,), False, "kernel")} if e.shared_gate else {}
+    return {f"experts/{name}": size for name, size in sizes.items()}
+
+
+def _head(c: ModelConfig) -> dict[str, _Sizes]:
+    scores = (c.label_count or 1) if c.head == "classification" else 1
+    linear = {
+        **{"logits": (c.vocab_size, False), "pooler": (c.width, True), "transform": (c.width, True), "next_sentence": (2, True)},
+        "score": (scores, c.kind == "bert"),
+    }
+    return {
+        **{name: _Sizes(c.width, (outputs,), bias, "kernel") for name, (outputs, bias) in linear.items()},
+        "norm": _norm(c, c.width),
+        "logits/bias": _Sizes(None, (c.vocab_size,), False, ""),
+    }
+
+
+def _norm(c: ModelConfig, size: int) -> _Sizes:
+    return _Sizes(None, (size,), c.norm == "layer", "scale")
+
+
+def _rows(layer_id: str, ours: list[str], theirs: list[str], sizes: Mapping[str, _Sizes], transposed: bool) -> Iterator[Row]:
+    """Yield the rows of parameters that are stored together: of their kernels, and of their biases."""
+    first = sizes[ours[0]]
+    outputs = {name: sum(sizes[name].outputs) for name in ours}
+    parts = tuple(size for name in ours for size in sizes[name].outputs)
+    stored = parts if len(theirs) == len(parts) else (sum(parts),)
+    if not first.kernel:  # a parameter that has no other beside it
+        yield Row({f"{layer_id}/{ours[0]}": stored}, {theirs[0]: stored})
+        return
+    turned = transposed and first.kernel == "kernel"
+
+    def shape_of(size: int) -> Shape:
+        return (size,) if first.inputs is None else (first.inputs, size)
+
+    if first.experts:
+        shape = shape_of(first.outputs[0])
+        of_experts = {f"{theirs[0].replace('*', str(e))}.weight": shape[::-1] if turned else shape for e in range(first.experts)}
+        yield Row({f"{layer_id}/{ours[0]}/kernel": (first.experts, *shape)}, of_experts, turned, stacked=True)
+        return
+    kernels = {f"{layer_id}/{name}/{first.kernel}": shape_of(size) for name, size in outputs.items()}
+    tensors = {f"{name}.weight": shape_of(size)[::-1] if turned else shape_of(size) for name, size in zip(theirs, stored, strict=True)}
+    yield Row(kernels, tensors, turned)
+    if first.bias:
+        biases = {f"{layer_id}/{name}/bias": (size,) for name, size in outputs.items()}
+        yield Row(biases, {f"{name}.bias": (size,) for name, size in zip(theirs, stored, strict=True)})

@@ -1,0 +1,131 @@
+"""`jpipe export --layout peft`: the adapters of a run as a folder that the library PEFT loads beside the model they are for."""
+
+import json
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from safetensors.numpy import save
+
+from jpipe import InputError
+from jpipe.files import new_folder, unused, write_atomically
+from jpipe_lm.checkpoint.huggingface.adapters import BEFORE, Module, modules_of
+from jpipe_lm.checkpoint.huggingface.folder import ADAPTER_WEIGHTS
+from jpipe_lm.checkpoint.huggingface.names import Row
+from jpipe_lm.checkpoint.huggingface.writing import Model, of_run
+from jpipe_lm.config.huggingface import ADAPTER_CONFIG
+from jpipe_train.checkpoint.best import Step
+from jpipe_train.checkpoint.export import Weights
+from jpipe_train.config.tune_config import LoraConfig, matches_any
+from jpipe_train.console.terminal import count
+
+_JUDGED = ("classification", "regression")  # heads that PEFT calls SEQ_CLS
+
+
+def main(run: str, out: str, step: Step, report: Callable[[str], None], weights: Weights = "newest") -> None:
+    """Write the adapters of a checkpoint as a folder for PEFT, which appears whole or not at all.
+
+    Args:
+        run: the folder of the run.
+        out: the folder, a new one.
+        step: of the checkpoint, or "best"; None: the newest that is whole.
+        report: gets a line for what was written, and one for each newer checkpoint that is damaged.
+        weights: the newest parameters, or their moving average.
+
+    Raises:
+        InputError: no such run or checkpoint, one without adapters, or the folder cannot be written.
+    """
+    path = unused(out, "--out")
+    jax.config.update("jax_platforms", "cpu")  # Orbax starts JAX's devices; a GPU may be another program's, and none is needed
+    model = of_run(run, step, report, weights, merge=False)
+    lora = model.config.tune.lora
+    if lora is None:
+        raise InputError(f"--layout: expected a run with adapters (tune.lora) for peft, found none in '{run}'; give huggingface")
+    tensors: dict[str, np.ndarray] = {}
+    modules: dict[str, Module] = {}
+    saved: list[str] = []
+    for layer_id, rows in model.names.rows.items():
+        of_layer = [module for row in rows for module in modules_of(row, model.specs, model.config.model)]
+        modules |= {module.name: module for module in of_layer}
+        whole = _saved(rows, model, modules)
+        saved += whole
+        arrays = model.read(layer_id) if of_layer or whole else {}
+        for module in of_layer:
+            tensors |= zip(module.tensors, module.joined(arrays), strict=True)
+        for row in rows:
+            if any(_module(name) in whole for name in row.theirs):
+                tensors |= {f"{BEFORE}{name}": tensor for name, tensor in row.split(arrays).items()}
+    if not modules:
+        raise InputError(f"--layout: expected adapters in '{run}', as in its config.yaml, found none; the checkpoint is of another model")
+    content = save(tensors, {"format": "pt"})
+    with new_folder(path, "--out") as unfinished:
+        described = json.dumps(_described(model, lora, modules, saved), indent=2, sort_keys=True, allow_nan=False)
+        write_atomically(unfinished / ADAPTER_CONFIG, f"{described}\n")
+        write_atomically(unfinished / ADAPTER_WEIGHTS, content)
+    report(f"{out}: {count(len(tensors), 'tensor')}, {len(content):,} bytes, {model.origin}")
+
+
+def _saved(rows: Sequence[Row], model: Model, adapted: Collection[str]) -> list[str]:
+    """Return the names of the modules of a layer that have trained parameters beside adapters, and that PEFT stores whole.
+
+    Raises:
+        InputError: one of them has an adapter as well, or is no module of its own in transformers.
+    """
+    patterns, saved = model.config.tune.train_only, dict[str, None]()
+    for row in rows:
+        trained = [name for name in row.shapes if matches_any(name, patterns)]
+        saved |= dict.fromkeys(map(_module, row.theirs)) if trained else {}
+        problems = {
+            "has an adapter as well": any(_module(name) in adapted for name in row.theirs),
+            "is shared by embeddings and logits": any(name in model.names.copies.values() for name in row.theirs),
+            "is that of experts": row.stacked,
+        }
+        if trained and (problem := next((words for words, applies in problems.items() if applies), None)):
+            raise InputError(
+                f"--layout: expected that tune.train_only names modules that peft can store whole, found '{trained[0]}', which {problem}; "
+                "give huggingface"
+            )
+    return list(saved)
+
+
+def _module(tensor: str) -> str:
+    return tensor.rpartition(".")[0]
+
+
+def _described(model: Model, lora: LoraConfig, modules: Mapping[str, Module], saved: Collection[str]) -> dict[str, Any]:
+    """Return the content of `adapter_config.json`."""
+    every = list(dict.fromkeys(_module(name) for row in model.names for name in row.theirs))
+    several = {name: module.number for name, module in modules.items() if module.number > 1}
+    kind, head = model.config.model.kind, model.config.model.head
+    task = "SEQ_CLS" if head in _JUDGED else "CAUSAL_LM" if kind == "decoder" and head == "language" else None
+    return {
+        "peft_type": "LORA",
+        "task_type": task,
+        "base_model_name_or_path": model.config.warm_start.file,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": lora.dropout,
+        "target_modules": _ends(modules, every, "."),
+        "modules_to_save": _ends(saved, every, "") or None,
+        "rank_pattern": {name: lora.rank * number for name, number in several.items()},
+        "alpha_pattern": {name: lora.alpha * number for name, number in several.items()},
+        "fan_in_fan_out": not any(module.transposed for module in modules.values()),
+        "bias": "none",
+        "inference_mode": True,
+    }
+
+
+def _ends(chosen: Collection[str], every: Collection[str], before: str) -> list[str]:
+    """Return the shortest ends of the names of the chosen modules that no other module has, or their whole names.
+
+    Args:
+        chosen: the names of the chosen modules.
+        every: the names of all modules.
+        before: what PEFT requires before the end of a name.
+    """
+    for length in range(1, 4):
+        ends = {".".join(name.split(".")[-length:]) for name in chosen}
+        if {name for name in every if any(name == end or name.endswith(f"{before}{end}") for end in ends)} == set(chosen):
+            return sorted(ends)
+    return list(chosen)

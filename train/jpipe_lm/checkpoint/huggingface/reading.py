@@ -1,0 +1,139 @@
+"""Reading of folders in Hugging Face's layout as sources of parameters by jpipe's names, one layer at a time."""
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jpipe import InputError
+from jpipe.errors import short
+from jpipe.files import shown
+from jpipe_lm.checkpoint.huggingface.folder import Folder, look_into
+from jpipe_lm.checkpoint.huggingface.names import Layout, Row, layout
+from jpipe_lm.config import huggingface
+from jpipe_train.checkpoint.sources.source import FLOATS, Names, Source, Spec
+
+_SHOWN = 5  # tensors that a message names
+_LONGEST = 80  # letters of the name of one
+
+
+def source(path: Path, *, head: str = "language", strict: bool = True) -> Source:
+    """Open a folder in Hugging Face's layout.
+
+    Args:
+        path: of the folder.
+        head: the head of the model that begins with it. Another one than `language` may begin with a language model: it takes what they
+            have in common, such as the pooler, and the rest of it is optional.
+        strict: whether missing tensors, additional ones and other shapes are errors; otherwise they are left out.
+
+    Raises:
+        InputError: tensors differ and `strict` is set, the folder cannot be read, or jpipe does not have its model.
+    """
+    described = huggingface.read(path)
+    names = layout(described)
+    folder = look_into(path)
+    where = f"warm_start.file: '{shown(path)}'"
+    known = _known(folder, names)
+    if strict:
+        _check(folder, names, known, where)
+    starts = names.optional
+    if head != "language" and "head" not in described.keys:
+        names = layout(described._replace(keys=described.keys | {"head": "regression"}))  # which has the names of any of them
+        starts = tuple(name for row in names.rows["head"] for name in row.theirs)
+    rows = {ours: row for row in names if _has_tensors(folder, known, row) for ours in row.shapes}
+    specs = {
+        ours: Spec(row.shapes[ours], _dtype([folder.tensors[known[name]][1].dtype for name in row.theirs])) for ours, row in rows.items()
+    }
+
+    def read(wanted: Names) -> Iterator[dict[str, Any]]:
+        for inner in wanted.values():
+            distinct = {id(rows[name]): rows[name] for name in inner}.values()
+            arrays = {name: array for row in distinct for name, array in _arrays(folder, names, known, row).items()}
+            yield {name: arrays[name] for name in inner}
+
+    optional = frozenset(ours for row in names if all(name.startswith(starts) for name in row.theirs) for ours in row.shapes)
+    return Source(where, specs, read, folder.digest, converts=True, optional=optional)
+
+
+def _known(folder: Folder, names: Layout) -> dict[str, str]:
+    """Return the names of tensors in the folder by their names in the table; buffers are left out."""
+    known: dict[str, str] = {}
+    for name in folder.tensors:
+        if (newest := names.known_as(name)) is None:
+            continue
+        if newest in known:
+            raise InputError(f"{shown(folder.path)}: both '{known[newest]}' and '{name}' are {newest}; remove one of them")
+        known[newest] = name
+    for copy, original in names.copies.items():
+        if copy in known and original not in known:
+            known[original] = known.pop(copy)
+    return known
+
+
+def _check(folder: Folder, names: Layout, known: dict[str, str], where: str) -> None:
+    """Check that the folder has the tensors of the model, with their shapes, and no others."""
+    actual = {name: folder.tensors[name_in_folder][1].shape for name, name_in_folder in known.items()}
+    expected = names.theirs
+    missing = [name for name in expected if name not in actual]
+    if not any(name.startswith(names.optional) for name in actual):
+        missing = [name for name in missing if not name.startswith(names.optional)]
+    unexpected = [name for name in actual if name not in expected and name not in names.copies]
+    shapes = [name for name in expected if name in actual and actual[name] != expected[name]]
+    problems = {
+        ("is missing", "are missing"): missing,
+        ("is not of this model", "are not of this model"): [_name(known[name]) for name in unexpected],
+        ("has another shape", "have another shape"): [
+            f"{known[name]} ({_shape(actual[name])}, not {_shape(expected[name])})" for name in shapes
+        ],
+    }
+    words = [f"{len(some)} {one if len(some) == 1 else many}: {_listed(some)}" for (one, many), some in problems.items() if some]
+    if words:
+        raise InputError(
+            f"{where}: expected the {len(expected)} tensors of the model in {huggingface.CONFIG}, found that {'; '.join(words)}; "
+            "with warm_start.mode=partial what fits is taken"
+        )
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:_SHOWN]) + (", …" if len(names) > _SHOWN else "")
+
+
+def _name(name: str) -> str:
+    """Return the name of a tensor for a message; the folder may be a stranger's."""
+    return name if len(name) <= _LONGEST else short(name)
+
+
+def _shape(shape: Iterable[int]) -> str:
+    return str(list(shape))
+
+
+def _dtype(dtypes: list[str]) -> str:
+    """Return the dtype of a parameter made of tensors of these dtypes: one that is not a float, if there is any."""
+    return next((dtype for dtype in dtypes if dtype not in FLOATS.values()), dtypes[0])
+
+
+def _has_tensors(folder: Folder, known: dict[str, str], row: Row) -> bool:
+    return all(name in known and folder.tensors[known[name]][1].shape == shape for name, shape in row.theirs.items())
+
+
+def _arrays(folder: Folder, names: Layout, known: dict[str, str], row: Row) -> dict[str, np.ndarray]:
+    """Read the parameters of a row and check that copies of its tensors in the folder, if any, are equal."""
+    inside = [known[name] for name in row.theirs]
+    tensors = folder.read(inside)
+    for copy, original in names.copies.items():
+        if original in row.theirs and copy in known:
+            other = folder.read([known[copy]])[known[copy]]
+            if not _same(other, tensors[known[original]]):
+                raise InputError(
+                    f"{shown(folder.path)}: expected {known[copy]} to be the same as {known[original]}, for {huggingface.CONFIG} says that "
+                    "they are tied (tie_word_embeddings), found other values; correct one of them"
+                )
+    return row.joined({name: tensors[known[name]] for name in row.theirs})
+
+
+def _same(one: np.ndarray, other: np.ndarray) -> bool:
+    """Return whether two arrays are equal, bit for bit."""
+    return (one.shape, one.dtype) == (other.shape, other.dtype) and np.array_equal(
+        one.reshape(-1).view(np.uint8), other.reshape(-1).view(np.uint8)
+    )

@@ -1,0 +1,264 @@
+"""`jpipe export --layout huggingface`: writing of the weights of a run as a folder that transformers loads."""
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+import jpipe
+from jpipe import InputError
+from jpipe.checkpoints import files as checkpoint_files
+from jpipe.files import expanded, new_folder, read_bytes, resolved, shown, unused, write_atomically
+from jpipe_lm.checkpoint.adapters import merged, merged_specs
+from jpipe_lm.checkpoint.huggingface.names import Layout, layout
+from jpipe_lm.checkpoint.huggingface.tensors_file import write_tensors
+from jpipe_lm.config import huggingface
+from jpipe_lm.data import tokenizer
+from jpipe_lm.data.chat import template
+from jpipe_lm.data.chat.renderer import Renderer
+from jpipe_lm.data.chat.tokens import end_of_turn
+from jpipe_lm.data.files import token_files
+from jpipe_train.assemble import model
+from jpipe_train.checkpoint.best import Step
+from jpipe_train.checkpoint.export import Weights, by_name, by_path, step_of, with_ema
+from jpipe_train.checkpoint.sources.source import Spec
+from jpipe_train.config import config_file
+from jpipe_train.config.config import Config
+from jpipe_train.console.terminal import count
+
+LIMIT = 5 * 10**9  # bytes of the tensors of a file
+_SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+class Model(NamedTuple):
+    """A model to write.
+
+    Attributes:
+        config: of the run.
+        described: the content of `config.json`, except what depends on the weights.
+        names: of the tensors.
+        specs: shapes and dtypes of the parameters, by jpipe's names.
+        read: returns the parameters of a layer by name.
+        origin: a description of where the parameters come from.
+    """
+
+    config: Config
+    described: dict[str, Any]
+    names: Layout
+    specs: Mapping[str, Spec]
+    read: Callable[[str], Mapping[str, Any]]
+    origin: str
+
+
+def main(
+    source: str,
+    out: str,
+    step: Step,
+    report: Callable[[str], None],
+    weights: Weights = "newest",
+    overrides: Sequence[str] = (),
+    limit: int | None = None,
+) -> None:
+    """Write the parameters of a checkpoint as a folder in Hugging Face's layout, which appears whole or not at all.
+
+    Args:
+        source: the folder of the run, or a config of a run that would begin with the parameters.
+        out: the folder, a new one.
+        step: of the checkpoint, or "best"; None: the newest that is whole.
+        report: gets a line for what was written, and one for each newer checkpoint that is damaged.
+        weights: the newest parameters, or their moving average.
+        overrides: replacements of keys of the config.
+        limit: bytes of the tensors of a file; None: `LIMIT`.
+
+    Raises:
+        InputError: no such run or checkpoint, a damaged one, one without an average, a model without such a layout, or the folder cannot
+            be written.
+    """
+    path = unused(out, "--out")
+    jax.config.update("jax_platforms", "cpu")  # Orbax starts JAX's devices; a GPU may be another program's, and none is needed
+    if expanded(source, "export").is_file():
+        if step is not None or weights != "newest":
+            raise InputError(f"export: expected the folder of a run for --step and --weights, found the file '{source}'; leave them out")
+        model = _of_config(source, overrides)
+    else:
+        model = of_run(source, step, report, weights)
+    specs = _specs(model)
+    described = model.described | _special(model.config, model.described["vocab_size"]) | _dtypes(specs)
+    with new_folder(path, "--out") as unfinished:
+        _write_json(unfinished / huggingface.CONFIG, described)
+        size = write_tensors(unfinished, specs, _tensors(model), LIMIT if limit is None else limit)
+        copied = _copy_tokenizer(model.config, unfinished, lambda line: report(f"{out}: {line}"))
+    report(f"{out}: {count(len(specs), 'tensor')}, {size:,} bytes{copied}, {model.origin}")
+
+
+def of_run(run: str, step: Step, report: Callable[[str], None], weights: Weights, *, merge: bool = True) -> Model:
+    """Open the parameters of a checkpoint.
+
+    Args:
+        run, step, report, weights: as in `main`.
+        merge: whether adapters are added to the weights; otherwise they are parameters of their own.
+
+    Raises:
+        InputError: as `main`.
+    """
+    folder = resolved(run, "export")
+    chosen = step_of(folder, step, "export", report)
+    config = config_file.load_resolved(folder / "config.yaml")
+    described = huggingface.to_json_keys(config.model, _architecture(config))
+    if step is not None:  # the newest is verified already
+        checkpoint_files.verify(folder, chosen)
+    entries = checkpoint_files.layer_specs(folder, chosen)
+    firsts = {name: place[0] for name in entries if (place := jpipe.runtime.shared_place(name, entries))}
+
+    def read(layer_id: str) -> Mapping[str, Any]:
+        names = [layer_id, *(name for name, first in firsts.items() if first == layer_id)]
+        layers = checkpoint_files.read_layers(folder, chosen, names, verified=True)
+        arrays = by_name(layers if weights == "newest" else with_ema(layers, chosen))
+        return merged(arrays, config.model, config.tune) if merge else arrays
+
+    specs = {name: Spec(leaf.shape, str(leaf.dtype)) for name, leaf in by_name(entries).items()}
+    specs = merged_specs(specs, config.tune) if merge else specs
+    return Model(config, described, layout(huggingface.parse(described)), specs, read, f"step {chosen} of {run}")
+
+
+def _of_config(file: str, overrides: Sequence[str]) -> Model:
+    """Open the parameters that the run of a config would begin with."""
+    config = config_file.load(file, overrides)
+    described = huggingface.to_json_keys(config.model, _architecture(config))
+    if config.warm_start.file is not None:
+        raise InputError(
+            f"export: expected a config whose run begins with fresh weights, found warm_start.file '{config.warm_start.file}'; leave it out"
+        )
+    stack = model.layers(config.model, config.train.batch_size)
+    rows = config.model.label_count or 1 if config.model.head == "multiple_choice" else 1
+    inputs = stack.specs(jax.ShapeDtypeStruct((rows, config.model.seq_len), np.dtype("int32")))
+    key = jax.random.key(config.seed)
+
+    def read(layer_id: str) -> Mapping[str, Any]:
+        init = jax.jit(lambda key, x: stack.init_layer(layer_id, key, x)[0])
+        return named(init(key, jax.tree.map(lambda spec: np.zeros(spec.shape, spec.dtype), inputs[layer_id].x)), layer_id)
+
+    def named(tree: Any, layer_id: str) -> dict[str, Any]:
+        return {f"{layer_id}/{path}": leaf for path, leaf in by_path(tree).items()}
+
+    specs = {name: Spec(leaf.shape, str(leaf.dtype)) for i, layer in inputs.items() for name, leaf in named(layer.params, i).items()}
+    return Model(config, described, layout(huggingface.parse(described)), specs, read, f"fresh weights of {file}")
+
+
+def _specs(model: Model) -> dict[str, Spec]:
+    """Return shapes and dtypes of the tensors by name, in their order."""
+    specs = model.specs
+    for row in model.names:
+        for ours, shape in row.shapes.items():
+            if ours not in specs or specs[ours].shape != shape:
+                instead = f"found it of shape {list(specs[ours].shape)}" if ours in specs else "found no such name"
+                raise InputError(
+                    f"export: expected '{ours}' of shape {list(shape)} in {model.origin}, as in its config.yaml, {instead}; "
+                    "the checkpoint is of another model"
+                )
+    rows = [(next(iter(row.shapes)), name, shape) for row in model.names for name, shape in row.theirs.items()]
+    return {name: Spec(shape, specs[ours].dtype) for ours, name, shape in rows}
+
+
+def _tensors(model: Model) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield the tensors with their names; one layer is in memory at a time."""
+    for layer_id, rows in model.names.rows.items():
+        arrays = model.read(layer_id)
+        for row in rows:
+            yield from row.split(arrays).items()
+
+
+def _dtypes(specs: Mapping[str, Spec]) -> dict[str, str]:
+    (dtype, *_) = dict.fromkeys(spec.dtype for spec in specs.values())
+    return {"dtype": dtype, "torch_dtype": dtype}  # transformers since 5, and before
+
+
+def _special(config: Config, vocab_size: int) -> dict[str, Any]:
+    """Return the ids of special tokens, null if they are not known, because the defaults of transformers may be wrong.
+
+    They come from the folder that the run began with, if it still exists; the one that ends a text may come from the run's data.
+    """
+    original = _original(config)
+    tokens = {key: original[key] if _is_token(original.get(key), vocab_size) else None for key in _SPECIAL}
+    if tokens["eos_token_id"] is None and config.model.kind == "decoder" and _is_token(end := _end_of_text(config), vocab_size):
+        tokens["eos_token_id"] = end
+    if tokens["pad_token_id"] is None and config.data.format == "labels" and _is_token(padding := _padding(config), vocab_size):
+        tokens["pad_token_id"] = padding  # transformers finds the last token of a row by it
+    return tokens
+
+
+def _architecture(config: Config) -> str | None:
+    """Return the architecture of the folder that the run began with, if it still exists: others may have the same model."""
+    names = _original(config).get("architectures")
+    return names[0] if isinstance(names, list) and names and isinstance(names[0], str) else None
+
+
+def _original(config: Config) -> dict[str, Any]:
+    """Return the content of `config.json` in the folder that the run began with, if it still exists."""
+    if config.warm_start.file is not None and huggingface.is_folder(config.warm_start.file):
+        with contextlib.suppress(InputError):
+            return huggingface.load_json(resolved(config.warm_start.file, "warm_start.file") / huggingface.CONFIG, huggingface.MOST_BYTES)
+    return {}
+
+
+def _end_of_text(config: Config) -> int | None:
+    """Return the token that ends a text in the run's data, if it is known."""
+    data = config.data
+    with contextlib.suppress(InputError):
+        if data.target is None and data.format == "tokens":
+            assert data.first_path is not None
+            return token_files.read_index(data.first_path, "data.path")[1].end_of_text
+        if data.target is None and data.tokenizer is not None:
+            loaded = tokenizer.load(data.tokenizer, "data.tokenizer", data.end_of_text)
+            return loaded.end if data.format != "chat" else _end_of_turn(loaded, data.chat_template)
+    return None
+
+
+def _end_of_turn(loaded: tokenizer.Tokenizer, chosen: str | None) -> int | None:
+    with Renderer(template.find(loaded, chosen)) as renderer:
+        return next(iter(end_of_turn(renderer, loaded)[0]), loaded.end)
+
+
+def _padding(config: Config) -> int | None:
+    """Return the token that fills rows, if it is known."""
+    with contextlib.suppress(InputError):
+        return tokenizer.load(str(config.data.tokenizer), "data.tokenizer").padding
+    return None
+
+
+def _is_token(value: Any, vocab_size: int) -> bool:
+    numbers = value if isinstance(value, list) and 0 < len(value) < 100 else [value]
+    return all(type(number) is int and 0 <= number < vocab_size for number in numbers)
+
+
+def _copy_tokenizer(config: Config, to: Path, say: Callable[[str], None]) -> str:
+    """Copy the tokenizer of the run and return words about it for the last line."""
+    path = tokenizer.file_of(config)
+    if path is None:
+        return ""
+    try:
+        content = read_bytes(path, tokenizer.MOST_BYTES)
+    except OSError as error:
+        say(f"without the tokenizer of the run, '{shown(path)}', which cannot be read: {error.strerror}")
+        return ""
+    write_atomically(to / tokenizer.FILE, content)
+    # Otherwise transformers builds the default tokenizer of the architecture.
+    settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    has_template = config.data.format == "tokens" and (path.parent / template.SETTINGS).is_file()
+    if config.data.target is None and (config.data.format == "chat" or has_template):
+        try:
+            found = template.find(tokenizer.load(path, "data.tokenizer"), config.data.chat_template)
+        except InputError as error:
+            say(f"without the chat template of the run: {error}")
+        else:
+            settings |= found.settings
+    _write_json(to / template.SETTINGS, settings)
+    return " and the tokenizer"
+
+
+def _write_json(path: Path, data: Any) -> None:
+    write_atomically(path, json.dumps(data, indent=2, sort_keys=True, allow_nan=False) + "\n")

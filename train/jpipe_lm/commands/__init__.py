@@ -1,0 +1,1 @@
+"""The commands about text: `jpipe generate`, `jpipe data`."""

@@ -1,0 +1,477 @@
+"""The families of language models that Hugging Face folders hold: one row of a table for each, read and written alike.
+
+A row says which keys `config.json` may have and what they decide, what all models of the family have in common, which keys do not
+change what the model computes, and how tensors are called. Any other key is an error, because it may change the model.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from jpipe_lm.config.huggingface.experts import experts
+from jpipe_lm.config.huggingface.parts import (
+    Depth,
+    Number,
+    Part,
+    Size,
+    activation,
+    attention_scale,
+    biases,
+    every_second_window,
+    later_windows,
+    layers_without_rope,
+    one,
+    only,
+    qkv_bias,
+    window,
+    windows_between,
+    without_windows,
+    written,
+)
+from jpipe_lm.config.huggingface.rope import rope, rope_by_layer
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """The names of the tensors of a family, by the names of jpipe's parameters.
+
+    Several names with commas between them are concatenated, and so are several parameters: `gate,expand` are in one tensor of Phi-3. A *
+    stands for the number of an expert; each expert has its own tensor. Names of parameters that a block does not have are left out.
+
+    Attributes:
+        embed: of the layer `embed`.
+        layer: the beginning of the names of a block, with {} for its number.
+        block: of a block, without that beginning.
+        head: of the layer `head` of a language model.
+        scores: of the layer `head` of a model that judges whole texts.
+        prefix: the start of names in the whole model that a folder of the model without its head leaves out.
+        transposed: whether the kernels of blocks are (outputs, inputs), as in PyTorch's `Linear`; the kernels of heads always are.
+        copies: the names of tensors that are copies of others, by the name of the copy; a folder may have them.
+        optional: the starts of the names of tensors that a folder may leave out, by architecture; their parameters are then initialized.
+    """
+
+    embed: Mapping[str, str]
+    layer: str
+    block: Mapping[str, str]
+    head: Mapping[str, str]
+    scores: Mapping[str, str]
+    prefix: str
+    transposed: bool = True
+    copies: Mapping[str, str] = field(default_factory=dict)
+    optional: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Family:
+    """A row of the table.
+
+    Attributes:
+        architectures: the names in `config.json` of language models; the first one is written.
+        judges: the names of models with another `model.head`, by that head; classification and regression share one.
+        model_type: the name of the family there.
+        parts: JSON keys, and what they decide.
+        fixed: keys of `model` that are the same in all models of the family; those that nothing decides have their defaults.
+        ignored: further JSON keys that do not change what the model computes, besides `IGNORED`.
+        tensors: their names.
+    """
+
+    architectures: tuple[str, ...]
+    judges: Mapping[str, str]
+    model_type: str
+    parts: tuple[Part, ...]
+    fixed: Mapping[str, Any]
+    tensors: Tensors
+    ignored: frozenset[str] = frozenset()
+
+
+IGNORED = frozenset(
+    {
+        *("architectures", "model_type", "transformers_version", "_name_or_path", "name_or_path", "_commit_hash", "dtype", "torch_dtype"),
+        *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "unk_token_id", "decoder_start_token_id", "tokenizer_class"),
+        *("initializer_range", "use_cache", "attention_dropout", "hidden_dropout", "auto_map", "attn_implementation", "use_bfloat16"),
+        *(
+            "_attn_implementation",
+            "_attn_implementation_autoset",
+            "output_attentions",
+            "output_hidden_states",
+            "return_dict",
+            "torchscript",
+        ),
+        *("chunk_size_feed_forward", "id2label", "label2id", "num_labels", "problem_type", "finetuning_task", "task_specific_params"),
+        # Defaults of generation that older versions of transformers kept here.
+        *("max_length", "min_length", "max_new_tokens", "do_sample", "early_stopping", "num_beams", "num_beam_groups", "diversity_penalty"),
+        *("temperature", "top_k", "top_p", "typical_p", "repetition_penalty", "length_penalty", "no_repeat_ngram_size", "bad_words_ids"),
+        # What PretrainedConfig of transformers 1 to 4 wrote into each file.
+        *("_num_labels", "output_past", "xla_device", "tf_legacy_loss", "output_hiddend_states", "eos_token_ids", "gradient_checkpointing"),
+        "_flash_attn_2_enabled",
+        *("encoder_no_repeat_ngram_size", "num_return_sequences", "output_scores", "return_dict_in_generate", "forced_bos_token_id"),
+        *("forced_eos_token_id", "remove_invalid_values", "exponential_decay_length_penalty", "suppress_tokens", "begin_suppress_tokens"),
+        *("cache_implementation", "prefix", "transformers.js_config", "unsloth_version", "unsloth_fixed"),
+    }
+)
+"""JSON keys that do not change what the model computes, whatever they say. In training `pad_token_id` does one thing in transformers: the
+embedding of that token gets no gradient from the inputs."""
+
+COMMON = (
+    one("vocab_size", "vocab_size", Size),
+    *(only(key, False) for key in ("is_decoder", "is_encoder_decoder", "add_cross_attention", "tie_encoder_decoder")),
+    *(only(key, None) for key in ("quantization_config", "cross_attention_hidden_size", "per_layer_config")),
+    Part({"pruned_heads": (Annotated[dict[str, Any], Field(max_length=0)], {})}, lambda *_: {}, lambda _: {}),
+)
+"""The parts of all families."""
+
+
+def _sizes(positions: Any = ...) -> tuple[Part, ...]:
+    return (
+        one("num_hidden_layers", "depth", Depth),
+        one("hidden_size", "width", Size),
+        one("num_attention_heads", "heads", Size),
+        one("intermediate_size", "mlp_width", Size),
+        one("max_position_embeddings", "max_positions", Size, positions),
+    )
+
+
+_GPT_2 = {"kind": "decoder", "positions": "learned", "norm": "layer", "gated_mlp": False, "bias": True}
+_LLAMA = {"kind": "decoder", "positions": "rope", "norm": "rms", "gated_mlp": True, "bias": False}
+_GEMMA = {**_LLAMA, "norm": "rms_plus_one", "post_norms": True, "embed_scale": True}
+
+
+_WITHOUT_WINDOWS = only("use_sliding_window", False), without_windows()
+
+
+def _like_llama(default_epsilon: float = 1e-6, tied: bool = False, kv_heads: Any = ..., positions: Any = ...) -> tuple[Part, ...]:
+    """Return the parts that Llama and its successors share; `kv_heads` is None where a missing number means as many as heads."""
+    epsilon, tie = one("rms_norm_eps", "norm_epsilon", Number, default_epsilon), one("tie_word_embeddings", "tied", bool, tied)
+    return *_sizes(positions), one("num_key_value_heads", "kv_heads", Size | None, kv_heads), epsilon, tie
+
+
+def _head_size(default: int | None) -> Part:
+    return one("head_dim", "head_size", Size | None, default)
+
+
+_ATTENTION = {"qkv": "self_attn.q_proj,self_attn.k_proj,self_attn.v_proj", "project": "self_attn.o_proj"}
+_MLP = {"expand": "mlp.up_proj", "gate": "mlp.gate_proj", "contract": "mlp.down_proj"}
+_EXPERTS = {
+    **{"experts/router": "mlp.gate", "experts/expand": "mlp.experts.*.up_proj"},
+    **{"experts/gate": "mlp.experts.*.gate_proj", "experts/contract": "mlp.experts.*.down_proj"},
+}
+_SHARED_EXPERT = {
+    **{"experts/shared/expand": "mlp.shared_expert.up_proj", "experts/shared/gate": "mlp.shared_expert.gate_proj"},
+    **{"experts/shared/contract": "mlp.shared_expert.down_proj", "experts/shared/share": "mlp.shared_expert_gate"},
+}
+_QK_NORMS = {"query_norm": "self_attn.q_norm", "key_norm": "self_attn.k_norm"}
+_TWO_NORMS = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+_FOUR_NORMS = {
+    **{"attention_norm": "input_layernorm", "attention_post_norm": "post_attention_layernorm"},
+    **{"mlp_norm": "pre_feedforward_layernorm", "mlp_post_norm": "post_feedforward_layernorm"},
+}
+
+
+def _tensors_like_llama(*block: Mapping[str, str]) -> Tensors:
+    """Return the names of tensors of Llama, with other names in a block."""
+    names = {ours: theirs for part in block for ours, theirs in part.items()}
+    return Tensors(
+        {"token": "model.embed_tokens"},
+        "model.layers.{}.",
+        names,
+        {"norm": "model.norm", "logits": "lm_head"},
+        {"norm": "model.norm", "score": "score"},
+        "model.",
+    )
+
+
+FAMILIES: tuple[Family, ...] = (
+    Family(
+        ("GPT2LMHeadModel",),
+        {"classification": "GPT2ForSequenceClassification"},
+        "gpt2",
+        (
+            one("n_layer", "depth", Depth),
+            one("n_embd", "width", Size),
+            one("n_head", "heads", Size),
+            one("n_positions", "max_positions", Size),
+            one("n_inner", "mlp_width", Size | None, None),
+            activation("activation_function", "gelu_new"),
+            one("layer_norm_epsilon", "norm_epsilon", Number, 1e-5),
+            one("tie_word_embeddings", "tied", bool, True),
+            only("scale_attn_weights", True),
+            only("scale_attn_by_inverse_layer_idx", False),
+            only("reorder_and_upcast_attn", False),
+            only("n_special", 0),  # further rows of the embedding, before transformers had its name
+        ),
+        _GPT_2,
+        Tensors(
+            {"token": "transformer.wte", "position": "transformer.wpe"},
+            "transformer.h.{}.",
+            {
+                **{"attention_norm": "ln_1", "qkv": "attn.c_attn", "project": "attn.c_proj"},
+                **{"mlp_norm": "ln_2", "expand": "mlp.c_fc", "contract": "mlp.c_proj"},
+            },
+            {"norm": "transformer.ln_f", "logits": "lm_head"},
+            {"norm": "transformer.ln_f", "score": "score"},
+            "transformer.",
+            transposed=False,
+        ),
+        frozenset(
+            {
+                *("n_ctx", "resid_pdrop", "embd_pdrop", "attn_pdrop", "summary_type", "summary_use_proj", "summary_activation"),
+                *("summary_proj_to_labels", "summary_first_dropout", "predict_special_tokens"),
+            }
+        ),
+    ),
+    Family(
+        ("LlamaForCausalLM", "LLaMAForCausalLM"),  # the latter is in conversions that are older than the model in transformers
+        {"classification": "LlamaForSequenceClassification"},
+        "llama",
+        (
+            *_like_llama(kv_heads=None, positions=2048),
+            _head_size(None),
+            activation("hidden_act", "silu"),
+            biases("attention_bias", "mlp_bias"),
+            rope(),
+            only("rope_interleaved", False),
+        ),
+        _LLAMA,
+        _tensors_like_llama(_TWO_NORMS, _ATTENTION, _MLP),
+        # pretraining_tp divides products, which changes their rounding; transformers reads max_position_embeddings.
+        frozenset({"pretraining_tp", "is_llama_config", "max_sequence_length"}),
+    ),
+    Family(
+        ("MistralForCausalLM",),
+        {"classification": "MistralForSequenceClassification"},
+        "mistral",
+        (*_like_llama(), _head_size(None), activation("hidden_act", "silu"), window(4096), rope()),
+        _LLAMA,
+        _tensors_like_llama(_TWO_NORMS, _ATTENTION, _MLP),
+    ),
+    Family(
+        ("Qwen2ForCausalLM",),
+        {"classification": "Qwen2ForSequenceClassification"},
+        "qwen2",
+        (*_like_llama(), _head_size(None), activation("hidden_act", "silu"), later_windows(), rope(), only("use_mrope", False)),
+        _LLAMA | {"bias": "qkv"},
+        _tensors_like_llama(_TWO_NORMS, _ATTENTION, _MLP),
+    ),
+    Family(
+        ("Qwen3ForCausalLM",),
+        {"classification": "Qwen3ForSequenceClassification"},
+        "qwen3",
+        (*_like_llama(), _head_size(128), activation("hidden_act", "silu"), biases("attention_bias"), later_windows(), rope()),
+        _LLAMA | {"qk_norm": "head"},
+        _tensors_like_llama(_TWO_NORMS, _ATTENTION, _QK_NORMS, _MLP),
+    ),
+    Family(
+        ("MixtralForCausalLM",),
+        {"classification": "MixtralForSequenceClassification"},
+        "mixtral",
+        (
+            *_like_llama(1e-5),
+            _head_size(None),
+            activation("hidden_act", "silu"),
+            window(None),
+            experts(("num_local_experts",), "intermediate_size", defaults=(8, 2, 0.001), renormalizes=True),
+            only("router_jitter_noise", 0.0),
+            rope(1_000_000.0),
+        ),
+        _LLAMA,
+        _tensors_like_llama(
+            _TWO_NORMS,
+            _ATTENTION,
+            {
+                **{"experts/router": "block_sparse_moe.gate", "experts/gate": "block_sparse_moe.experts.*.w1"},
+                **{"experts/contract": "block_sparse_moe.experts.*.w2", "experts/expand": "block_sparse_moe.experts.*.w3"},
+            },
+        ),
+    ),
+    Family(
+        ("OlmoeForCausalLM",),
+        {},
+        "olmoe",
+        (
+            *_like_llama(1e-5, kv_heads=None),
+            activation("hidden_act", "silu"),
+            biases("attention_bias"),
+            experts(("num_experts", "num_local_experts"), "intermediate_size", defaults=(64, 8, 0.01)),
+            only("clip_qkv", None),
+            rope(),
+        ),
+        _LLAMA | {"qk_norm": "all"},
+        _tensors_like_llama(_TWO_NORMS, _ATTENTION, _QK_NORMS, _EXPERTS),
+    ),
+    Family(
+        ("Qwen2MoeForCausalLM",),
+        {"classification": "Qwen2MoeForSequenceClassification"},
+        "qwen2_moe",
+        (
+            *_like_llama(),
+            _head_size(None),
+            activation("hidden_act", "silu"),
+            qkv_bias(),
+            experts(
+                ("num_experts", "num_local_experts"),
+                "moe_intermediate_size",
+                defaults=(60, 4, 0.001),
+                width_default=1408,
+                dense_layers=True,
+                shared=True,
+            ),
+            *_WITHOUT_WINDOWS,
+            rope(),
+        ),
+        _LLAMA,
+        _tensors_like_llama(_TWO_NORMS, _ATTENTION, _MLP, _EXPERTS, _SHARED_EXPERT),
+        frozenset({"sliding_window", "max_window_layers"}),  # without use_sliding_window they mean nothing
+    ),
+    Family(
+        ("Qwen3MoeForCausalLM",),
+        {"classification": "Qwen3MoeForSequenceClassification"},
+        "qwen3_moe",
+        (
+            *_like_llama(),
+            _head_size(None),
+            activation("hidden_act", "silu"),
+            biases("attention_bias"),
+            experts(
+                ("num_experts", "num_local_experts"),
+                "moe_intermediate_size",
+                defaults=(128, 8, 0.001),
+                width_default=768,
+                dense_layers=True,
+            ),
+            *_WITHOUT_WINDOWS,
+            rope(),
+        ),
+        _LLAMA | {"qk_norm": "head"},
+        _tensors_like_llama(_TWO_NORMS, _ATTENTION, _QK_NORMS, _MLP, _EXPERTS),
+        frozenset({"sliding_window", "max_window_layers"}),
+    ),
+    Family(
+        ("Gemma2ForCausalLM",),
+        {"classification": "Gemma2ForSequenceClassification"},
+        "gemma2",
+        (
+            *_like_llama(tied=True),
+            _head_size(256),
+            activation("hidden_activation", "gelu_pytorch_tanh"),
+            biases("attention_bias"),
+            attention_scale(),
+            one("attn_logit_softcapping", "attention_soft_cap", Number | None, 50.0),
+            one("final_logit_softcapping", "logits_soft_cap", Number | None, 30.0),
+            only("use_bidirectional_attention", None, False),
+            every_second_window(),
+            rope(),
+        ),
+        _GEMMA,
+        _tensors_like_llama(_FOUR_NORMS, _ATTENTION, _MLP),
+        frozenset({"hidden_act", "sliding_window_size"}),  # transformers reads hidden_activation and sliding_window
+    ),
+    Family(
+        ("Gemma3ForCausalLM",),
+        {"classification": "Gemma3TextForSequenceClassification"},
+        "gemma3_text",
+        (
+            *_like_llama(tied=True),
+            _head_size(256),
+            activation("hidden_activation", "gelu_pytorch_tanh"),
+            biases("attention_bias"),
+            attention_scale(),
+            only("attn_logit_softcapping", None),
+            one("final_logit_softcapping", "logits_soft_cap", Number | None, None),
+            only("use_bidirectional_attention", False),
+            windows_between(),
+            rope_by_layer(1_000_000.0, 10_000.0),
+        ),
+        _GEMMA | {"qk_norm": "head"},
+        _tensors_like_llama(_FOUR_NORMS, _ATTENTION, _QK_NORMS, _MLP),
+        frozenset({"hidden_act", "_sliding_window_pattern"}),  # transformers reads hidden_activation, and layer_types beside it
+    ),
+    Family(
+        ("Phi3ForCausalLM",),
+        {"classification": "Phi3ForSequenceClassification"},
+        "phi3",
+        (
+            *_like_llama(1e-5, kv_heads=None),
+            activation("hidden_act", "silu"),
+            window(None),
+            rope(kinds=("longrope",), share=True, original=4096),
+            *(only(key, False) for key in ("attention_bias", "mlp_bias", "lm_head_bias")),
+            *(only(key, 1) for key in ("full_attn_mod", "interpolate_factor")),
+        ),
+        _LLAMA,
+        _tensors_like_llama(
+            _TWO_NORMS,
+            {"qkv": "self_attn.qkv_proj", "project": "self_attn.o_proj", "gate,expand": "mlp.gate_up_proj", "contract": "mlp.down_proj"},
+        ),
+        frozenset({"resid_pdrop", "embd_pdrop"}),
+    ),
+    Family(
+        ("SmolLM3ForCausalLM",),
+        {"classification": "SmolLM3ForSequenceClassification"},
+        "smollm3",
+        (
+            *_like_llama(tied=True),
+            activation("hidden_act", "silu"),
+            biases("attention_bias", "mlp_bias"),
+            layers_without_rope(),
+            rope(2_000_000.0),
+        ),
+        _LLAMA,
+        _tensors_like_llama(_TWO_NORMS, _ATTENTION, _MLP),
+        frozenset({"max_window_layers", "pretraining_tp"}),  # transformers reads layer_types and no_rope_layers
+    ),
+    Family(
+        ("BertForPreTraining", "BertForMaskedLM"),  # the latter often has the next-sentence head, too
+        {"classification": "BertForSequenceClassification", "multiple_choice": "BertForMultipleChoice"},
+        "bert",
+        (
+            *_sizes(),
+            activation("hidden_act", "gelu"),
+            one("layer_norm_eps", "norm_epsilon", Number, 1e-12),
+            written("type_vocab_size", 2),
+            only("position_embedding_type", "absolute"),
+            written("tie_word_embeddings", True),
+        ),
+        _GPT_2 | {"kind": "bert", "tied": True},
+        Tensors(
+            {
+                **{"token": "bert.embeddings.word_embeddings", "position": "bert.embeddings.position_embeddings"},
+                **{"type": "bert.embeddings.token_type_embeddings", "norm": "bert.embeddings.LayerNorm"},
+            },
+            "bert.encoder.layer.{}.",
+            {
+                "qkv": "attention.self.query,attention.self.key,attention.self.value",
+                "project": "attention.output.dense",
+                "attention_norm": "attention.output.LayerNorm",
+                "expand": "intermediate.dense",
+                "contract": "output.dense",
+                "mlp_norm": "output.LayerNorm",
+            },
+            {
+                "pooler": "bert.pooler.dense",
+                "next_sentence": "cls.seq_relationship",
+                "transform": "cls.predictions.transform.dense",
+                "norm": "cls.predictions.transform.LayerNorm",
+                "logits/bias": "cls.predictions.bias",
+            },
+            {"pooler": "bert.pooler.dense", "score": "classifier"},
+            "bert.",
+            copies={
+                "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
+                "cls.predictions.decoder.bias": "cls.predictions.bias",
+            },
+            optional={"BertForMaskedLM": ("bert.pooler.", "cls.seq_relationship.")},  # transformers leaves them out
+        ),
+        frozenset(
+            {
+                *("hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout", "directionality"),
+                *("language", "name"),  # of FARM
+                *("pooler_fc_size", "pooler_num_attention_heads", "pooler_num_fc_layers", "pooler_size_per_head", "pooler_type"),
+            }
+        ),
+    ),
+)
+"""The table. An export takes the first row that can express the model, unless the run began with a folder of another."""
+
+ARCHITECTURES: Mapping[str, Family] = {name: family for family in FAMILIES for name in (*family.architectures, *family.judges.values())}

@@ -1,0 +1,229 @@
+"""Read the `config.json` of a folder in Hugging Face's layout as keys of the section `model`, by the table of families."""
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple, NoReturn, TypeVar
+
+import pydantic
+from pydantic import BaseModel, ConfigDict, Field
+
+from jpipe import InputError
+from jpipe.errors import explain, short
+from jpipe.files import expanded, read_text, shown
+from jpipe_lm.config.huggingface import labels
+from jpipe_lm.config.huggingface.conversion import keys_of, names_of, schema
+from jpipe_lm.config.huggingface.experts import OF_THE_LOSS
+from jpipe_lm.config.huggingface.families import ARCHITECTURES, IGNORED
+from jpipe_lm.config.huggingface.parts import HINT
+from jpipe_lm.config.model.experts import replace_all_mlps
+from jpipe_lm.config.model.rope import RopeScaling
+from jpipe_train.config.config import ModelConfig
+
+CONFIG = "config.json"
+MOST_BYTES = 2**20  # hundreds of times the usual size of a `config.json`
+_SMALLER = "jpipe's models are not so large; take a smaller model"
+_UNKNOWN = "jpipe does not know whether it changes the model; remove it where it does not, or take another model"
+_IN_JSON = {"None": "null", "True": "true", "False": "false"}
+_DERIVED = ("kv_heads", "head_size", "mlp_width", "max_positions")  # keys of `model` that others decide if they are null
+
+
+class Description(NamedTuple):
+    """The architecture in `config.json`, and the keys of `model` that it decides."""
+
+    architecture: str
+    keys: dict[str, Any]
+
+
+def is_folder(path: str) -> bool:
+    """Return whether the path is a folder in Hugging Face's layout."""
+    try:
+        return (expanded(path, "folder") / CONFIG).is_file()
+    except (InputError, OSError):  # reported when the folder is read
+        return False
+
+
+def read(folder: Path) -> Description:
+    """Read the model that `config.json` of a folder describes.
+
+    Raises:
+        InputError: the file cannot be read, its architecture is not supported, or jpipe's layers cannot express the model.
+    """
+    path = folder / CONFIG
+    return parse(load_json(path, MOST_BYTES), shown(path))
+
+
+def parse(data: Any, where: str = "config.json") -> Description:
+    """Return the model that the content of `config.json` describes, as `read` does."""
+    architecture = validated(_Architectures, data, where).architectures[0]
+    if architecture not in ARCHITECTURES:
+        raise InputError(f"{where}: architectures: expected one of {', '.join(ARCHITECTURES)}, found {short(architecture)}; {HINT}")
+    family = ARCHITECTURES[architecture]
+    json_keys = validated(schema(family), {key: value for key, value in data.items() if key not in IGNORED | family.ignored}, where)
+    about_labels = {} if architecture in family.architectures else data
+    try:
+        keys = keys_of(family, json_keys) | labels.keys_of(family, architecture, validated(labels.SCHEMA, about_labels, where))
+    except ValueError as error:
+        raise InputError(f"{where}: {_in_their_words(str(error), {})}") from None
+    validated(ModelConfig, whole_section(keys), where, names_of(family))
+    return Description(architecture, keys)
+
+
+def whole_section(keys: Mapping[str, Any]) -> dict[str, Any]:
+    """Return keys with values for those that no folder decides: the length of a row, and how many choices an example has."""
+    return {"seq_len": 1, **({"labels": 2} if keys.get("head") == "multiple_choice" else {}), **keys}
+
+
+class _Architectures(BaseModel):
+    """The key that selects a family."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
+
+    architectures: Annotated[list[str], Field(min_length=1)]
+
+
+def fill_section(section: Mapping[str, Any], folder: Path, where: str, partial: bool) -> dict[str, Any]:
+    """Return the section `model` with the keys that the folder decides.
+
+    Args:
+        section: the section in the config.
+        folder: a folder in Hugging Face's layout.
+        where: the source of the section, for messages.
+        partial: whether keys may contradict the folder; the parameters that match are then used.
+
+    Raises:
+        InputError: as in `read`; a key contradicts the folder.
+    """
+    keys, file = read(folder).keys, shown(folder / CONFIG)
+    section, keys = _with_router_losses(section, keys)
+    if section.get("target") is not None:
+        raise InputError(f"{where}: model.target: expected the built-in model, as {file} describes one, found {short(section['target'])}")
+    explicit = {key: _normal(key, value) for key, value in section.items() if value is not None or (key in keys and _says_none(key))}
+    if partial:
+        unused = {"mlp_width": None} if replace_all_mlps(explicit.get("experts")) else {}
+        return {**section, **keys, **unused, **explicit}
+    if "labels" in keys and explicit.get("labels") is not None:
+        keys["labels"] = labels.agreed(keys["labels"], explicit["labels"])
+        explicit["labels"] = labels.agreed(explicit["labels"], keys["labels"])
+    lines = [
+        f"{where}: model.{key}: expected {json.dumps(keys[key])} as in {file}, found {short(explicit[key])}; leave it out"
+        for key in keys
+        if key in explicit and explicit[key] != keys[key]
+    ]
+    if "preset" in explicit:
+        lines.append(f"{where}: model.preset would say what {file} says; leave it out")
+    if lines:
+        raise InputError(*lines)
+    return {**section, **keys}
+
+
+def _with_router_losses(section: Mapping[str, Any], keys: dict[str, Any]) -> tuple[Mapping[str, Any], dict[str, Any]]:
+    """Return the section with all keys of `experts`, and the keys of a folder with the factors of the loss that the section has."""
+    ours, theirs = section.get("experts"), keys["experts"]
+    if not isinstance(ours, dict) or theirs is None:
+        return section, keys
+    chosen = {key: value for key, value in ours.items() if key in OF_THE_LOSS}
+    return {**section, "experts": {**theirs, **ours}}, {**keys, "experts": {**theirs, **chosen}}
+
+
+def _says_none(key: str) -> bool:
+    """Return whether null is a value of a key of `model`, not one that others decide."""
+    return key not in _DERIVED and ModelConfig.model_fields[key].get_default() is None
+
+
+def _normal(key: str, value: Any) -> Any:
+    """Return a scaling with the defaults of its kind, to compare it; other values, and invalid ones, as they are."""
+    if key != "rope_scaling" or not isinstance(value, dict):
+        return value
+    try:
+        return RopeScaling.model_validate(value).model_dump()
+    except pydantic.ValidationError:  # reported when the section is validated
+        return value
+
+
+def load_json(path: Path, most: int) -> dict[str, Any]:
+    """Read the object in an untrusted JSON file.
+
+    Raises:
+        InputError: the file cannot be read, is larger than `most` bytes, or holds no JSON object.
+    """
+    where, hint = shown(path), "give a folder such as transformers' save_pretrained writes"
+    text = read_text(path, most, f"{where}: cannot read it", hint, f"{where}: expected JSON in UTF-8, found other bytes; {hint}")
+    try:
+        content = json.loads(text, parse_constant=_reject_constant)
+    except RecursionError:
+        raise InputError(f"{where}: expected JSON, found lists in lists too deep to read; {hint}") from None
+    except ValueError as error:
+        raise InputError(f"{where}: expected JSON, found: {error}; {hint}") from None
+    if not isinstance(content, dict):
+        raise InputError(f"{where}: expected an object of JSON, found {'a list' if isinstance(content, list) else short(content)}; {hint}")
+    return content
+
+
+def inside(folder: Path, name: str) -> Path:
+    """Resolve the links of a file, which may lead to the blobs beside the snapshot of a download, but not elsewhere out of the folder.
+
+    Args:
+        folder: which may be a stranger's.
+        name: of the file in it.
+
+    Raises:
+        InputError: no such regular file, or a link that leads out of the folder.
+    """
+    path = folder / name
+    try:
+        target = path.resolve(strict=True)
+    except FileNotFoundError:
+        raise InputError(f"{shown(path)}: expected a file, found none; download it again, all of it") from None
+    except (OSError, RuntimeError) as error:
+        raise InputError(f"{shown(path)}: cannot find it: {getattr(error, 'strerror', None) or error}") from None
+    allowed = [folder.resolve()]
+    if allowed[0].parent.name == "snapshots":  # models--owner--name/snapshots/REVISION links to models--owner--name/blobs
+        allowed.append(allowed[0].parent.parent / "blobs")
+    if not any(target.is_relative_to(parent) for parent in allowed):
+        raise InputError(
+            f"{shown(path)}: expected a file inside the folder, found a link out of it, to {target}; put the file there instead"
+        )
+    if not target.is_file():
+        raise InputError(f"{shown(path)}: expected a regular file, found none; download it again")
+    return target
+
+
+def _reject_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number of JSON's")
+
+
+_Model = TypeVar("_Model", bound=BaseModel)
+
+
+def validated(model: type[_Model], data: Any, where: str, theirs: Mapping[str, str] | None = None) -> _Model:
+    """Validate untrusted JSON.
+
+    Args:
+        model: of the content.
+        data: the content.
+        where: the file, for messages.
+        theirs: Hugging Face's names of keys, by jpipe's.
+
+    Raises:
+        InputError: it is invalid; the message has the terms of JSON.
+    """
+    try:
+        return model.model_validate(data)
+    except pydantic.ValidationError as error:
+        lines = (line.removeprefix(f"{where}: ") for line in explain(error, model, where).args)
+        raise InputError(*(f"{where}: {_in_their_words(line, theirs or {})}" for line in lines)) from None
+
+
+def _in_their_words(line: str, theirs: Mapping[str, str]) -> str:
+    """Return an error in the terms of `config.json`, with what to do about it."""
+    if line.endswith("is missing; add it"):
+        return line
+    if theirs:  # the advice at the end of the line is for a jpipe config
+        line = re.sub(rf"\b({'|'.join(theirs)})(?=: | \d)", lambda part: theirs[part[0]], line.partition("; ")[0])
+    line = re.sub(r"(?<![\w'])(None|True|False)(?![\w'])", lambda part: _IN_JSON[part[0]], line)
+    if unknown := re.match("unknown key '.*?'", line):
+        return f"{unknown[0]}; {_UNKNOWN}"
+    is_size = re.search("expected less than or equal to|of more than", line) is not None
+    return f"{line}; {_SMALLER if is_size else HINT}"

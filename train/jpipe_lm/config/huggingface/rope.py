@@ -1,0 +1,206 @@
+"""The rotary positions in `config.json`: `rope_parameters` of newer configs, `rope_theta` and `rope_scaling` of older ones."""
+
+import math
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Final
+
+from pydantic import BaseModel, ConfigDict, model_validator
+
+from jpipe_lm.config.huggingface.parts import FULL, WINDOW, Keys, Number, Part, Size, agreed
+from jpipe_lm.config.model.rope import NEEDED, OPTIONAL
+
+NAMES: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "factor": "factor",
+        "low_frequency_factor": "low_freq_factor",
+        "high_frequency_factor": "high_freq_factor",
+        "original_positions": "original_max_position_embeddings",
+        "beta_fast": "beta_fast",
+        "beta_slow": "beta_slow",
+        "truncate": "truncate",
+        "short_factors": "short_factor",
+        "long_factors": "long_factor",
+        "attention_factor": "attention_factor",
+    }
+)
+"""Hugging Face's names by jpipe's for the numbers of a scaling."""
+
+KINDS = ("llama3", "linear", "yarn", "longrope")
+_FURTHER = {"yarn": ("mscale", "mscale_all_dim"), "longrope": ("factor",)}  # become the attention factor
+_UNSCALED = ("default", None)
+
+
+def _kind(name: str | None) -> str | None:
+    return "longrope" if name == "su" else name  # as LongRoPE was first called
+
+
+class Rope(BaseModel):
+    """One rotation. A rotation without a type is an error: depending on its version, transformers stops or ignores the scaling."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    rope_type: str | None = None
+    type: str | None = None  # the older name of `rope_type`
+    rope_theta: Number | None = None
+    partial_rotary_factor: Number | None = None
+    factor: Number | None = None
+    low_freq_factor: Number | None = None
+    high_freq_factor: Number | None = None
+    original_max_position_embeddings: Size | None = None
+    beta_fast: Number | None = None
+    beta_slow: Number | None = None
+    truncate: bool | None = None
+    mscale: Number | None = None
+    mscale_all_dim: Number | None = None
+    short_factor: list[Number] | None = None
+    long_factor: list[Number] | None = None
+    attention_factor: Number | None = None
+
+    @model_validator(mode="after")
+    def _has_a_type(self) -> "Rope":
+        unread = [name for name, value in self if value is not None and name not in ("rope_theta", "partial_rotary_factor")]
+        if unread and self.kind is None:
+            raise ValueError(f"expected rope_type beside {unread[0]}, found none; add llama3, or default where nothing is scaled")
+        agreed("rope_type", [_kind(self.rope_type), _kind(self.type)], None, "type")
+        return self
+
+    @property
+    def kind(self) -> str | None:
+        """The type of the scaling."""
+        return _kind(self.rope_type or self.type)
+
+    def scaling(self, where: str, kinds: Sequence[str], original: int) -> dict[str, Any] | None:
+        """Return the key `rope_scaling` of `model`.
+
+        Args:
+            where: the JSON key, for messages.
+            kinds: those that the family has.
+            original: the positions before the scaling, if the rotation does not say them.
+        """
+        kind = self.kind
+        if kind in _UNSCALED:
+            return None
+        if kind == "dynamic":
+            raise ValueError(
+                f"{where}.rope_type: dynamic scales positions by the longest row so far, so that a row's loss would depend on others"
+            )
+        if kind not in kinds:
+            raise ValueError(f"{where}.rope_type: expected {', '.join(map(repr, ('default', *kinds)))}, found {kind!r}")
+        values = {ours: getattr(self, NAMES[ours]) for ours in (*NEEDED[kind], *OPTIONAL[kind])}
+        if "original_positions" in values:
+            values["original_positions"] = values["original_positions"] or original
+        if missing := next((NAMES[ours] for ours in NEEDED[kind] if values[ours] is None), None):
+            raise ValueError(f"expected {missing} beside rope_type {kind}, found none; add it")
+        known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *(NAMES[ours] for ours in values), *_FURTHER.get(kind, ())}
+        if unknown := next((name for name, value in self if value is not None and name not in known), None):
+            raise ValueError(f"{where}.{unknown}: expected only keys of rope_type {kind}, found it")
+        if "attention_factor" in values and values["attention_factor"] is None:
+            values["attention_factor"] = self._attention_factor(kind, values["original_positions"])
+        return {"kind": kind, **{key: OPTIONAL[kind].get(key) if value is None else value for key, value in values.items()}}
+
+    def _attention_factor(self, kind: str, original: int) -> float | None:
+        """Return the factor that further keys say, or None if there are none: jpipe then has the default of transformers."""
+        if kind == "longrope" and self.factor is not None:
+            return math.sqrt(1 + math.log(self.factor) / math.log(original)) if self.factor > 1 else 1.0
+        if kind == "yarn" and self.mscale and self.mscale_all_dim and self.factor and self.factor > 1:
+            grown = math.log(self.factor)
+            return (0.1 * self.mscale * grown + 1) / (0.1 * self.mscale_all_dim * grown + 1)
+        return None
+
+
+def rope(theta: float = 10_000.0, kinds: Sequence[str] = KINDS, share: bool = False, original: int | None = None) -> Part:
+    """Return the part of rotary positions.
+
+    Args:
+        theta: the default of `rope_theta`.
+        kinds: the scalings that the family has.
+        share: whether a part of each head may be rotated (`partial_rotary_factor`).
+        original: the default of `original_max_position_embeddings` outside of the rotation; None if the family has it inside only.
+    """
+    fields: dict[str, tuple[Any, Any]] = {
+        "rope_theta": (Number | None, None),
+        "rope_scaling": (Rope | None, None),
+        "rope_parameters": (Rope | None, None),
+        "partial_rotary_factor": (Number | None, None),
+        **({} if original is None else {"original_max_position_embeddings": (Size, original)}),
+    }
+
+    def read(json: Keys, keys: Keys) -> Keys:
+        ropes = {key: json[key] for key in ("rope_parameters", "rope_scaling") if json[key] is not None}
+        first = json.get("original_max_position_embeddings")
+        inside = next((rope.original_max_position_embeddings for rope in ropes.values() if rope.original_max_position_embeddings), first)
+        if first is not None and inside != first:
+            raise ValueError(f"original_max_position_embeddings: expected {inside} as in rope_parameters, found {first}")
+        scalings = [rope.scaling(key, kinds, first or keys["max_positions"]) for key, rope in ropes.items()]
+        if any(scaling != scalings[0] for scaling in scalings):
+            raise ValueError("expected rope_scaling and rope_parameters to say the same, found different ones; leave one of them out")
+        shares = [*(rope.partial_rotary_factor for rope in ropes.values()), json["partial_rotary_factor"]]
+        chosen = agreed("partial_rotary_factor", shares, 1.0)
+        if chosen != 1 and not share:
+            raise ValueError(f"partial_rotary_factor: expected 1, found {chosen:g}")
+        base = agreed("rope_theta", [*(rope.rope_theta for rope in ropes.values()), json["rope_theta"]], theta)
+        return {"rope_base": base, "rope_share": chosen, "rope_scaling": next(iter(scalings), None)}
+
+    def write(keys: Keys) -> Keys:
+        scaling = to_json(keys["rope_scaling"], kinds)
+        parts = {"partial_rotary_factor": keys["rope_share"]} if share else {}
+        outside = {key: scaling[key] for key in (NAMES["original_positions"],) if scaling and original is not None and key in scaling}
+        # rope_theta and rope_scaling for transformers before 5, rope_parameters for later ones
+        new = {"rope_type": "default", **(scaling or {}), "rope_theta": keys["rope_base"], **parts}
+        return {"rope_theta": keys["rope_base"], "rope_scaling": scaling, "rope_parameters": new, **parts, **outside}
+
+    return Part(fields, read, write, {"rope_base": "rope_theta", "rope_share": "partial_rotary_factor"})
+
+
+class _ByLayer(BaseModel):
+    """The rotations of layers without and with a window."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    full_attention: Rope | None = None
+    sliding_attention: Rope | None = None
+
+
+def rope_by_layer(theta: float, local: float, kinds: Sequence[str] = KINDS) -> Part:
+    """Return the part of rotary positions that differ in layers with a window (Gemma 3), given the defaults of both bases."""
+    fields: dict[str, tuple[Any, Any]] = {
+        "rope_theta": (Number | None, None),
+        "rope_local_base_freq": (Number | None, None),
+        "rope_scaling": (Rope | None, None),
+        "rope_parameters": (_ByLayer | None, None),
+    }
+
+    def read(json: Keys, keys: Keys) -> Keys:
+        both = json["rope_parameters"] or _ByLayer()
+        outer, inner = both.full_attention or Rope(), both.sliding_attention or Rope()
+        if inner.kind not in _UNSCALED:
+            raise ValueError(f"rope_parameters.{WINDOW}.rope_type: expected 'default', found {inner.kind!r}")
+        named = {f"rope_parameters.{FULL}": both.full_attention, "rope_scaling": json["rope_scaling"]}
+        scalings = [rope.scaling(key, kinds, keys["max_positions"]) for key, rope in named.items() if rope is not None]
+        if any(scaling != scalings[0] for scaling in scalings):
+            raise ValueError("expected rope_scaling and rope_parameters to say the same, found different ones; leave one of them out")
+        if (share := agreed("partial_rotary_factor", [outer.partial_rotary_factor, inner.partial_rotary_factor], 1.0)) != 1:
+            raise ValueError(f"partial_rotary_factor: expected 1, found {share:g}")
+        return {
+            "rope_base": agreed("rope_theta", [outer.rope_theta, json["rope_theta"]], theta),
+            "window_rope_base": agreed("rope_local_base_freq", [inner.rope_theta, json["rope_local_base_freq"]], local),
+            "rope_scaling": next(iter(scalings), None),
+        }
+
+    def write(keys: Keys) -> Keys:
+        scaling, base, inner = to_json(keys["rope_scaling"], kinds), keys["rope_base"], keys["window_rope_base"]
+        inner = base if inner is None else inner
+        full = {"rope_type": "default", **(scaling or {}), "rope_theta": base}
+        new = {FULL: full, WINDOW: {"rope_type": "default", "rope_theta": inner}}
+        return {"rope_theta": base, "rope_local_base_freq": inner, "rope_scaling": scaling, "rope_parameters": new}
+
+    return Part(fields, read, write, {"rope_base": "rope_theta", "window_rope_base": "rope_local_base_freq"})
+
+
+def to_json(scaling: Keys | None, kinds: Sequence[str]) -> dict[str, Any] | None:
+    """Return a scaling as transformers names it; None if the family does not have it."""
+    if scaling is None or scaling["kind"] not in kinds:
+        return None
+    values = {NAMES[key]: value for key, value in scaling.items() if key != "kind" and value is not None}
+    return {"rope_type": scaling["kind"], **values}

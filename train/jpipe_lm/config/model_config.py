@@ -1,0 +1,274 @@
+"""The section `model` of a config: the built-in family of language models."""
+
+import reprlib
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from jpipe.errors import nearest
+from jpipe_lm.config.model import heads
+from jpipe_lm.config.model.experts import ExpertsConfig, replace_all_mlps
+from jpipe_lm.config.model.presets import PRESETS
+from jpipe_lm.config.model.rope import RopeScaling
+from jpipe_train.config.section import Count, TargetSection
+
+_LARGEST_TABLE = 2**28
+_MOST_SYMBOLS = 10**7
+_MOST_EXPERTS = 10**5
+_ENCODER = {  # what BERT requires
+    **{"positions": "learned", "norm": "layer", "gated_mlp": False, "bias": True, "tied": True, "window": None, "qk_norm": None},
+    **{"post_norms": False, "attention_soft_cap": None, "logits_soft_cap": None, "attention_scale": None, "embed_scale": False},
+    "experts": None,
+}
+_OF_WINDOWS = ("window_layers", "window_rope_base")
+_OF_ROPE = ("rope_base", "rope_share", "rope_scaling", "rope_layers", "window_rope_base")
+
+# Keys that a preset does not decide.
+OF_THE_RUN = frozenset({"target", "arguments", "head", "labels", "dropout", "compute_dtype", "attention"})
+
+Pattern = Annotated[list[bool], Field(min_length=1, max_length=1000)]
+Scale = Annotated[float, Field(gt=0, le=10**6)]
+
+
+class ModelConfig(TargetSection):
+    """A language model: `depth` blocks of `width` with `heads` heads over sequences of `seq_len` tokens.
+
+    Parameters are float32 regardless of `compute_dtype`. The default is a GPT over bytes; a `preset` gives the other keys, and explicit
+    keys override it. A `target` is a function: `target(**arguments)` returns a model or a `jpipe.LayerStack`; or it is the class of an NNX
+    module; its constructor gets `rngs` and `arguments`. `seq_len` then only applies to the text.
+    """
+
+    keeps_meaning: ClassVar[frozenset[str]] = TargetSection.keeps_meaning | {"seq_len"}
+
+    preset: str | None = None
+    kind: Literal["decoder", "bert"] = "decoder"
+    head: heads.Head = "language"
+    labels: heads.Labels = None
+    vocab_size: Annotated[int, Field(ge=2, le=_MOST_SYMBOLS)] = 256
+    depth: Annotated[int, Field(ge=1, le=1000)] = 4
+    width: Annotated[int, Field(ge=1, le=10**6)] = 128
+    heads: Count = 4
+    kv_heads: Count | None = None
+    head_size: Annotated[int, Field(ge=1, le=10**6)] | None = None
+    mlp_width: Annotated[int, Field(ge=1, le=10**7)] | None = None
+    seq_len: Count = 128
+    positions: Literal["learned", "rope", "none"] = "learned"
+    max_positions: Count | None = None
+    rope_base: Annotated[float, Field(gt=1, le=10**12)] = 10000.0
+    rope_share: Annotated[float, Field(gt=0, le=1)] = 1.0
+    rope_scaling: RopeScaling | None = None
+    rope_layers: Pattern | None = None
+    window: Count | None = None
+    window_layers: Pattern | None = None
+    window_rope_base: Annotated[float, Field(gt=1, le=10**12)] | None = None
+    attention_scale: Scale | None = None
+    attention_soft_cap: Scale | None = None
+    qk_norm: Literal["head", "all"] | None = None
+    norm: Literal["layer", "rms", "rms_plus_one"] = "layer"
+    norm_epsilon: Annotated[float, Field(gt=0, le=1)] = 1e-6
+    post_norms: bool = False
+    activation: Literal["gelu", "gelu_exact", "silu"] = "gelu"
+    gated_mlp: bool = False
+    experts: ExpertsConfig | None = None
+    bias: bool | Literal["qkv", "attention"] = True
+    embed_scale: bool = False
+    tied: bool = False
+    logits_soft_cap: Scale | None = None
+    init: Literal["scaled", "normal"] = "scaled"
+    attention: Literal["xla", "blockwise", "cudnn"] = "xla"
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    compute_dtype: Literal["float32", "bfloat16"] = "float32"
+
+    @property
+    def kv_heads_used(self) -> int:
+        """The number of key and value heads; by default as many as query heads."""
+        return self.heads if self.kv_heads is None else self.kv_heads
+
+    @property
+    def head_size_used(self) -> int:
+        """The size of a head; by default the width divided by the number of heads."""
+        return self.width // self.heads if self.head_size is None else self.head_size
+
+    @property
+    def mlp_width_used(self) -> int:
+        """The hidden width of the MLP; by default four times the width."""
+        return 4 * self.width if self.mlp_width is None else self.mlp_width
+
+    @property
+    def label_count(self) -> int | None:
+        """The number of labels, if the head tells some apart."""
+        return len(self.labels) if isinstance(self.labels, list) else self.labels
+
+    @property
+    def max_positions_used(self) -> int:
+        """The longest sequence; by default as long as in the batches."""
+        return self.seq_len if self.max_positions is None else self.max_positions
+
+    @property
+    def has_router_loss(self) -> bool:
+        """Whether the loss of a microbatch has more than the cross-entropy, for its routers."""
+        return self.experts is not None and max(self.experts.balance_loss, self.experts.z_loss) > 0
+
+    @property
+    def rotary_size(self) -> int:
+        """How many numbers of a head turn with the position."""
+        return int(self.head_size_used * self.rope_share)
+
+    @property
+    def blocks(self) -> "list[ModelConfig]":
+        """The config of each block, in which patterns along the depth are decided; blocks with equal ones share one object."""
+        distinct: list[ModelConfig] = []
+        for i in range(self.depth):
+            block = self._block(i)
+            distinct.append(next((other for other in distinct if other == block), block))
+        return distinct
+
+    def _block(self, i: int) -> "ModelConfig":
+        decided: dict[str, Any] = {"window_layers": None, "window_rope_base": None, "rope_layers": None}
+        if self.window is not None and not _at(self.window_layers, i):
+            decided |= {"window": None}
+        elif self.window_rope_base is not None:
+            decided |= {"rope_base": self.window_rope_base, "rope_scaling": None}
+        if not _at(self.rope_layers, i):
+            decided |= {"positions": "none", "rope_scaling": None}
+        if self.experts is not None and not _at(self.experts.layers, i):
+            decided |= {"experts": None}
+        return self.model_copy(update=decided)
+
+    @field_validator("preset")
+    @classmethod
+    def _known_preset(cls, name: str | None) -> str | None:
+        if name is not None and name not in PRESETS:
+            raise ValueError(f"unknown preset {reprlib.repr(name)}; {nearest(name, PRESETS)}")
+        return name
+
+    @model_validator(mode="before")
+    @classmethod
+    def _merge_preset(cls, data: Any) -> Any:
+        """Merge the explicit keys over those of the preset; BERT is tied by default."""
+        if not isinstance(data, dict) or data.get("target") is not None:
+            return data
+        name = data.get("preset")
+        preset = dict(PRESETS.get(name, {})) if isinstance(name, str) else {}
+        if data.get("positions") == "learned":
+            preset = {key: value for key, value in preset.items() if key not in _OF_ROPE}
+        if replace_all_mlps(data.get("experts")):
+            preset.pop("mlp_width", None)
+        merged = {**preset, **data}
+        return {"tied": True, **merged} if merged.get("kind") == "bert" else merged
+
+    @model_validator(mode="after")
+    def _labels_fit_the_head(self) -> "ModelConfig":
+        if self.target is None:
+            heads.check(self.head, self.labels)
+        return self
+
+    @model_validator(mode="after")
+    def _heads_fit(self) -> "ModelConfig":
+        if self.target is not None:
+            return self
+        if self.head_size is None and self.width % self.heads:
+            raise ValueError(f"width {self.width} is not divisible by heads {self.heads}; change one of them")
+        if self.heads % self.kv_heads_used:
+            raise ValueError(f"heads {self.heads} is not divisible by kv_heads {self.kv_heads}; change one of them")
+        if self.positions == "rope" and (self.rotary_size % 2 or not self.rotary_size):
+            size = "width / heads" if self.head_size is None else "head_size"
+            words = "heads of even size" if self.rope_share == 1 else f"an even number of each head (rope_share {self.rope_share:g})"
+            raise ValueError(
+                f"positions rope turns pairs of numbers, so that it needs {words}, found {self.rotary_size} ({size}); change it, or use "
+                "learned positions"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _positions_fit(self) -> "ModelConfig":
+        if self.target is not None:
+            return self
+        longest = self.max_positions_used
+        if self.seq_len > longest:
+            raise ValueError(f"seq_len {self.seq_len} is more than max_positions {longest}; change one of them")
+        if self.positions == "learned" and self.width * longest > _LARGEST_TABLE:
+            key = "seq_len" if self.max_positions is None else "max_positions"
+            raise ValueError(
+                f"width {self.width} × {key} {longest} makes a table of positions of more than {_LARGEST_TABLE:,} numbers; lower one"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _experts_fit(self) -> "ModelConfig":
+        if self.target is not None or self.experts is None:
+            return self
+        layers = [_at(self.experts.layers, i) for i in range(self.depth)]
+        if not any(layers):
+            raise ValueError(
+                f"experts.layers has experts in none of the {self.depth} blocks (depth); set one that they reach to true, or leave it out"
+            )
+        if all(layers) and self.mlp_width not in (None, self.experts.mlp_width):
+            raise ValueError(
+                f"mlp_width {self.mlp_width} would mean nothing where all blocks have experts, whose experts.mlp_width is "
+                f"{self.experts.mlp_width}; leave it out"
+            )
+        if self.experts.count * self.depth > _MOST_EXPERTS:
+            raise ValueError(f"experts.count {self.experts.count} × depth {self.depth} is more than {_MOST_EXPERTS:,} experts; lower one")
+        return self
+
+    @model_validator(mode="after")
+    def _no_key_is_without_effect(self) -> "ModelConfig":
+        if self.target is not None:
+            return self
+        fields = type(self).model_fields
+        given = [name for name in fields if getattr(self, name) != fields[name].default]
+        unused = [name for name in given if self.positions != "rope" and name in _OF_ROPE]
+        if unused:
+            raise ValueError(f"{unused[0]} would mean nothing to {self.positions} positions; leave it out, or set positions to rope")
+        unused = [name for name in given if self.window is None and name in _OF_WINDOWS]
+        if unused:
+            raise ValueError(f"{unused[0]} would mean nothing without a window; leave it out, or set window")
+        return self
+
+    @model_validator(mode="after")
+    def _attention_is_possible(self) -> "ModelConfig":
+        if self.target is not None:
+            return self
+        scaling, pairs = self.rope_scaling, self.rotary_size // 2
+        for key in ("short_factors", "long_factors"):
+            if scaling is not None and (factors := getattr(scaling, key)) is not None and len(factors) != pairs:
+                raise ValueError(
+                    f"rope_scaling.{key}: expected {pairs} factors, one for each pair of a head, found {len(factors)}; correct them"
+                )
+        if self.attention == "cudnn" and self.attention_soft_cap is not None:
+            raise ValueError("attention cudnn cannot compute attention_soft_cap; set attention to xla")
+        return self
+
+    @model_validator(mode="after")
+    def _keys_fit_the_kind(self) -> "ModelConfig":
+        if self.target is not None or self.kind != "bert":
+            return self
+        for key, required in _ENCODER.items():
+            if (value := getattr(self, key)) != required:
+                raise ValueError(
+                    f"kind bert needs {key} {_as_yaml(required)}, found {_as_yaml(value)}{self._advice_for(key)}, or set kind to decoder"
+                )
+        if self.kv_heads_used != self.heads:
+            raise ValueError(f"kind bert has as many kv_heads as heads, {self.heads}, found {self.kv_heads}{self._advice_for('kv_heads')}")
+        return self
+
+    def _advice_for(self, key: str) -> str:
+        """Return the advice for a value that does not fit the model's kind."""
+        of_preset = key in PRESETS.get(self.preset or "", {}) and PRESETS[self.preset or ""][key] == getattr(self, key)
+        return f" of preset {self.preset}; set another preset" if of_preset else "; leave it out"
+
+
+def _as_yaml(value: object) -> str:
+    """Return a value as YAML writes it, or what kind it is."""
+    return "null" if value is None else str(value).lower() if isinstance(value, (str, bool, int, float)) else "a mixture"
+
+
+def _at(pattern: list[bool] | None, layer: int) -> bool:
+    """Return the value of a pattern, which is repeated along the depth, at a layer; without a pattern it is true of all."""
+    return pattern is None or pattern[layer % len(pattern)]
+
+
+def has_bias(bias: bool | str, part: Literal["qkv", "project", "mlp"]) -> bool:
+    """Return whether a linear layer of a block has a bias, given the key `bias`."""
+    return part in {"qkv": ("qkv",), "attention": ("qkv", "project")}[bias] if isinstance(bias, str) else bias

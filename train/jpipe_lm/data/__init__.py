@@ -1,0 +1,1 @@
+"""Text as data: documents, conversations and labelled rows; tokenizers; files of tokens."""

@@ -1,0 +1,213 @@
+"""Render a chat template in a process of its own, which cannot run on, fill the memory or reach files."""
+
+import json
+import os
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+from jpipe_lm.data.chat.template import Template
+from jpipe_train.console.terminal import printable
+
+_PROGRAM = Path(__file__).with_name("rendering.py")
+_ENVIRONMENT = "LD_LIBRARY_PATH", "PATH", "PYTHONHOME", "PYTHONPATH", "TZ"
+"""What the process learns of the environment: what Python needs, and no secrets."""
+_BLOCK = 2**16
+TRAINING_TIME = "2024-07-26T12:00:00"
+"""The time that `strftime_now` gives in training data, so that a run resumed on another day has the same rows. It is the day that Llama
+3's template takes where it is told no other."""
+
+
+class Failure(Exception):
+    """A conversation cannot be rendered; the message says why."""
+
+
+class Ended(Failure):
+    """The process has ended, for it reached a limit."""
+
+
+class NoTemplate(Failure):
+    """The template cannot be compiled, so it renders no conversation."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What rendering a conversation may need.
+
+    Attributes:
+        seconds: of computation.
+        memory: bytes of the process.
+        characters: of the text.
+    """
+
+    seconds: int = 10
+    memory: int = 2**29
+    characters: int = 2**24
+
+
+class Rendered(NamedTuple):
+    """A conversation as text, or a part of one that ends with an answer.
+
+    Attributes:
+        text: all of it.
+        answers: where what assistants wrote begins and ends in it, in characters.
+        is_marked: whether the template marks answers; otherwise an answer may have spaces after the token that ends it.
+    """
+
+    text: str
+    answers: tuple[tuple[int, int], ...]
+    is_marked: bool = False
+
+
+class Renderer:
+    """Renders conversations with a template, as a context that ends its processes.
+
+    Args:
+        template: what to render.
+        now: the time that `strftime_now` gives; None: the current time.
+        limits: of each conversation.
+    """
+
+    def __init__(self, template: Template, now: str | None = None, limits: Limits | None = None) -> None:
+        self._template, self._now, self._limits = template, now, limits or Limits()
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}  # by the source of a template
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the processes."""
+        for source in list(self._processes):
+            self._end(source)
+
+    def _end(self, source: str) -> None:
+        process = self._processes.pop(source)
+        process.kill()
+        process.communicate()
+
+    def start(self) -> None:
+        """Compile the template, which the first conversation does otherwise.
+
+        Raises:
+            NoTemplate: it cannot be compiled.
+        """
+        self._start(self._template.source())
+
+    def answers(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None) -> list[Rendered]:
+        """Render a whole conversation, and find what assistants wrote.
+
+        Returns:
+            Mostly one text. There are several if the template writes an answer otherwise once messages follow it: then each ends with an
+            answer, and has the answers that are still written as they were.
+
+        Raises:
+            Failure: the template does not render it.
+        """
+        return self._ask({"messages": messages, "tools": tools, "answers": True})
+
+    def text(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None, *, generation_prompt: bool = False) -> str:
+        """Render a conversation, and do not look for answers.
+
+        Args:
+            messages: of the conversation.
+            tools: that the assistant may call.
+            generation_prompt: whether the conversation goes on with an answer, and ends with its beginning.
+
+        Raises:
+            Failure: the template does not render it.
+        """
+        request = {"messages": messages, "tools": tools, "answers": False, "generation_prompt": generation_prompt}
+        return self._ask(request)[0].text
+
+    def _ask(self, request: Mapping[str, Any]) -> list[Rendered]:
+        source = self._template.source(with_tools=request["tools"] is not None)
+        if source not in self._processes:
+            self._start(source)
+        return self._exchange(source, request)
+
+    def _start(self, source: str) -> None:
+        command = [sys.executable, "-P", str(_PROGRAM)]
+        environment = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
+        pipe, nowhere = subprocess.PIPE, subprocess.DEVNULL
+        # A session of its own: Ctrl-C on the terminal does not reach it.
+        options: dict[str, Any] = {"env": environment, "cwd": "/", "bufsize": 0, "start_new_session": True}
+        try:
+            process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=nowhere, **options)  # noqa: S603 - our own program
+        except OSError as error:
+            raise Ended(f"cannot start a process for the template: {error.strerror}") from None
+        self._processes[source] = process
+        limits = {"seconds": self._limits.seconds, "memory": self._limits.memory, "characters": self._limits.characters}
+        try:
+            self._exchange(source, {"template": source, "variables": dict(self._template.variables), "now": self._now, **limits})
+        except Failure as error:
+            if source in self._processes:
+                self._end(source)
+            raise NoTemplate(f"{self._template.where}: {error}") from None
+
+    def _exchange(self, source: str, request: Mapping[str, Any]) -> list[Rendered]:
+        """Send a request and return the reply, which is as little trusted as the template."""
+        try:
+            line = self._reply(self._processes[source], json.dumps(request).encode() + b"\n")
+        except BaseException:  # Ctrl-C, too: a late reply would be taken for the next request's
+            self._end(source)
+            raise
+        try:
+            reply = json.loads(line)
+            if "error" in reply:
+                raise Failure(printable(str(reply["error"])))
+            is_marked = reply.get("is_marked") is True
+            found = [Rendered(text, tuple((start, stop) for start, stop in spans), is_marked) for text, spans in reply["texts"]]
+            numbers = [number for each in found for span in each.answers for number in span]
+            if not all(isinstance(each.text, str) for each in found) or not all(type(number) is int for number in numbers):
+                raise ValueError("another form")
+        except (ValueError, TypeError, KeyError, RecursionError):
+            self._end(source)
+            raise Ended("expected text from the template, found other data") from None
+        for each in found:
+            ends = [0, *(number for span in each.answers for number in span), len(each.text)]
+            if ends != sorted(ends):
+                raise Failure("expected answers one after the other, found that they overlap")
+        return found
+
+    def _reply(self, process: subprocess.Popen[bytes], request: bytes) -> bytes:
+        """Send a request, and return a line.
+
+        Raises:
+            Ended: the process has ended, or does not answer.
+        """
+        assert process.stdin is not None
+        assert process.stdout is not None
+        until = (
+            time.monotonic() + 60 + 10 * self._limits.seconds
+        )  # the system counts the time of computation; this is for a stopped process
+        most = 12 * self._limits.characters + 2**20  # of a character as JSON
+        try:
+            process.stdin.write(request)
+        except OSError:
+            raise self._ended() from None
+        parts: list[bytes] = []
+        size = 0
+        while True:
+            ready, _, _ = select.select([process.stdout], [], [], max(until - time.monotonic(), 0))
+            part = os.read(process.stdout.fileno(), _BLOCK) if ready else b""
+            parts.append(part)
+            size += len(part)
+            if part.endswith(b"\n"):
+                return b"".join(parts)
+            if not part or size > most:
+                raise self._ended()
+
+    def _ended(self) -> Ended:
+        return Ended(
+            f"the template needs more than {self._limits.seconds} s or {self._limits.memory / 2**20:,.0f} MiB for a conversation, or ends "
+            "its process"
+        )

@@ -1,0 +1,349 @@
+"""Render chat templates within limits of time and memory. `jpipe_lm.data.chat.renderer` runs this file as a process of its own.
+
+A template comes from a stranger. Jinja's sandbox keeps it from Python's internals, but not from endless loops or gigabytes of text. The
+limits of a process hold against those, whatever the template does. The process reads a line of JSON for each request and answers with one,
+opens no files, and imports nothing of jpipe. What a template can use is the same as in transformers.
+"""
+
+import json
+import random
+import resource
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+import jinja2
+import jinja2.debug  # here and not when an error occurs: then no file can be opened
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+import jinja2.utils
+
+_FIRST = "{% set n = namespace(a='\\n') %}{{ n | pprint }}{{ strftime_now('%c') }}{{ lipsum(1) }}{% generation %}{% endgeneration %}"
+"""A template that makes Jinja and Python import what they import when they need it."""
+_LONGEST_MESSAGE = 500  # characters of an error
+_REASONING = "reasoning_content", "thinking", "reasoning"  # the keys of a message for an assistant's reasoning; the first is standard
+_MARK = "mark in a template of your own what the assistant writes, with {% generation %} … {% endgeneration %} (data.chat_template)"
+
+Message = Mapping[str, Any]
+Span = tuple[int, int]
+Render = Callable[[Sequence[Message], bool], tuple[str, list[Span]]]
+
+
+class Refused(Exception):
+    """A conversation that the template cannot render, or renders without its answers."""
+
+
+class Generation(jinja2.ext.Extension):
+    """The tag `{% generation %}`: its block is what an assistant has written.
+
+    Attributes:
+        tags: the name of the tag.
+        is_used: whether a template has the tag.
+        before: the number of characters that are rendered before the current block.
+        spans: the first character of each block, and the one after its last.
+    """
+
+    tags = {"generation"}  # noqa: RUF012 - as Jinja declares it
+
+    def __init__(self, environment: jinja2.Environment) -> None:
+        super().__init__(environment)
+        self.is_used, self.before = False, 0
+        self.spans: list[Span] = []
+        self._texts: list[str] = []
+        environment.extend(generation=self)
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        """Read a block."""
+        self.is_used = True
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.CallBlock(self.call_method("_record"), [], [], body).set_lineno(line)
+
+    def begin(self) -> None:
+        """Forget the blocks of an earlier text."""
+        self.before, self.spans, self._texts = 0, [], []
+
+    def check(self, text: str) -> None:
+        """Check that each block is in the text where it was expected.
+
+        Raises:
+            Refused: it is elsewhere, because a macro or a filter has moved it.
+        """
+        if any(text[start:stop] != block for (start, stop), block in zip(self.spans, self._texts, strict=True)):
+            raise Refused("expected {% generation %} outside of macros and {% set %} blocks, where its text can be found, found one inside")
+
+    def _record(self, caller: Callable[[], str]) -> str:
+        text = caller()
+        self.spans.append((self.before, self.before + len(text)))
+        self._texts.append(str(text))
+        return text
+
+
+class _Dict:
+    """The function `dict` of templates, without what the class has besides."""
+
+    def __call__(self, *arguments: Any, **named: Any) -> dict[Any, Any]:
+        return dict(*arguments, **named)
+
+    def fromkeys(self, *arguments: Any) -> dict[Any, Any]:
+        return dict.fromkeys(*arguments)
+
+
+class _SafeNamespace(jinja2.utils.Namespace):
+    """The function `namespace` of templates, without names that Python uses internally."""
+
+    def __init__(*arguments: Any, **named: Any) -> None:  # a template may call namespace(self=...)
+        self, *others = arguments
+        values = dict(*others, **named)
+        for name in values:
+            _check_name(name)
+        jinja2.utils.Namespace.__init__(self, values)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_name(name)
+        super().__setitem__(name, value)
+
+
+def _check_name(name: Any) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise jinja2.exceptions.SecurityError(f"a namespace cannot have the name {name!r}, which begins with _")
+
+
+def environment(now: datetime | None = None) -> jinja2.sandbox.ImmutableSandboxedEnvironment:
+    """Return the environment in which templates run, as in transformers.
+
+    Args:
+        now: the time that `strftime_now` gives; None: the current time.
+    """
+    sandbox = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
+    )
+    sandbox.filters["tojson"] = _to_json
+    sandbox.globals |= {
+        "raise_exception": _raise,
+        "strftime_now": lambda form: (now or datetime.now()).strftime(form),
+        "dict": _Dict(),
+        "namespace": _SafeNamespace,
+    }
+    return sandbox
+
+
+def compiled(
+    source: str, variables: Mapping[str, str], most: int, now: datetime | None = None
+) -> tuple[Callable[[Sequence[Any] | None], Render], bool]:
+    """Compile a template.
+
+    Args:
+        source: the template.
+        variables: further names that it may use, such as bos_token.
+        most: the largest number of characters of a text.
+        now: as in `environment`.
+
+    Returns:
+        A function of the tools that returns a function, which renders messages; and whether the template marks what assistants write.
+    """
+    sandbox = environment(now)
+    template = sandbox.from_string(source)
+    generation: Generation = getattr(sandbox, "generation")  # noqa: B009 - an attribute that the extension adds
+
+    def with_tools(tools: Sequence[Any] | None) -> Render:
+        def render(messages: Sequence[Message], add_generation_prompt: bool) -> tuple[str, list[Span]]:
+            random.seed(0)  # for the filter `random`: equal conversations give equal texts
+            generation.begin()
+            texts: list[str] = []
+            given = {"tools": tools, "documents": None, "add_generation_prompt": add_generation_prompt}
+            for text in template.generate(**variables, messages=[_with_reasoning(message) for message in messages], **given):
+                texts.append(text)
+                generation.before += len(text)
+                if generation.before > most:
+                    raise Refused(f"expected at most {most:,} characters of a conversation, found more")
+            whole = "".join(texts)
+            generation.check(whole)
+            return whole, list(generation.spans)
+
+        return render
+
+    return with_tools, generation.is_used
+
+
+def with_answers(messages: Sequence[Message], render: Render, is_marked: bool) -> list[tuple[str, list[Span]]]:
+    """Render a conversation, and find what assistants wrote.
+
+    Where the template does not mark it, an answer is what the conversation up to its end has more than the conversation before it, as when
+    the answer was asked for. Some templates write an answer otherwise once messages follow it, for instance without its reasoning. The
+    conversation up to that answer is then a text of its own, so that every answer is learned once, after the text that a model gets.
+
+    Args:
+        messages: the conversation.
+        render: renders messages, with or without the beginning of an answer after them.
+        is_marked: whether the template marks what assistants write.
+
+    Returns:
+        The texts, mostly one. Each with the first character of each of its answers and the one after its last.
+
+    Raises:
+        Refused: the template begins an answer otherwise than it asks for one, or cannot render a part of the conversation.
+    """
+    text, marked = render(messages, False)
+    if is_marked:
+        return [(text, marked)]
+    texts: list[tuple[str, list[Span]]] = [(text, [])]  # the last answer first
+    for i in reversed(range(len(messages))):
+        if messages[i]["role"] != "assistant":
+            continue
+        try:
+            before = render(messages[:i], True)[0]
+            after = text if i == len(messages) - 1 else render(messages[: i + 1], False)[0]
+        except Exception as error:
+            raise Refused(f"the template does not render message {i + 1} or those before it alone ({_words(error)}); {_MARK}") from None
+        if not after.startswith(before):
+            raise Refused(
+                f"expected the text up to message {i + 1} to begin as add_generation_prompt begins an answer, found another beginning; "
+                f"{_MARK}"
+            )
+        later, spans = texts[-1]
+        end = after if later.startswith(after) else after.rstrip()  # the spaces between messages
+        if not (later.startswith(end) and end.startswith(before)):
+            spans, end = [], after
+            texts.append((after, spans))
+        spans.insert(0, (len(before), len(end)))
+    if len(texts) > 1 and not texts[0][1]:
+        del texts[0]  # it only adds what others say after the last answer
+    return texts[::-1]
+
+
+def with_texts_joined(messages: Sequence[Message]) -> list[Message]:
+    """Return messages in which the text parts of a content are one text."""
+
+    def joined(content: Any) -> Any:
+        return "".join(part["text"] for part in content) if isinstance(content, list) else content
+
+    return [{**message, "content": joined(message["content"])} if "content" in message else message for message in messages]
+
+
+def with_parts(messages: Sequence[Message]) -> list[Message]:
+    """Return messages in which a content that is a text is a list with one part."""
+
+    def parted(content: Any) -> Any:
+        return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+    return [{**message, "content": parted(message["content"])} if "content" in message else message for message in messages]
+
+
+def reads_only_parts(render: Render) -> bool:
+    """Return whether a template leaves out a content that is a text, as templates of models that read pictures do."""
+    question: list[Message] = [{"role": "user", "content": "question"}]
+    try:
+        return "question" not in render(question, True)[0] and "question" in render(with_parts(question), True)[0]
+    except Exception:
+        return False
+
+
+def answer(request: Mapping[str, Any], render: Render, is_marked: bool, only_parts: bool) -> dict[str, Any]:
+    """Return the reply to a request: the texts, each with the spans of its answers.
+
+    Content is given to the template as it is. A template that does not know parts gets them as one text, and one that knows only parts
+    (`only_parts`) gets a text as a part.
+    """
+    messages = request["messages"]
+
+    def reply(messages: Sequence[Message]) -> dict[str, Any]:
+        if not request["answers"]:
+            return {"texts": [(render(messages, request["generation_prompt"])[0], [])]}
+        return {"texts": with_answers(messages, render, is_marked), "is_marked": is_marked}
+
+    if only_parts:
+        return reply(with_parts(messages))
+    parts = [message["content"] for message in messages if isinstance(message.get("content"), list)]
+    if not parts:
+        return reply(messages)
+    try:
+        result = reply(messages)
+    except Exception:
+        return reply(with_texts_joined(messages))
+    is_shown = any(str(part) in text for part in parts for text, _ in result["texts"])
+    return reply(with_texts_joined(messages)) if is_shown else result
+
+
+def _with_reasoning(message: Message) -> Message:
+    """Return a message with its reasoning under both usual names."""
+    reasoning = next((message[key] for key in _REASONING if message.get(key) is not None), None)
+    return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise(message: str) -> None:
+    raise jinja2.exceptions.TemplateError(message)
+
+
+def _words(error: BaseException) -> str:
+    if isinstance(error, MemoryError):
+        return "it needs too much memory"
+    if isinstance(error, RecursionError):
+        return "it calls itself too often"
+    line = f", line {error.lineno} of the template" if isinstance(error, jinja2.TemplateSyntaxError) else ""
+    return ((str(error).strip().splitlines() or [type(error).__name__])[0] + line)[:_LONGEST_MESSAGE]
+
+
+def _limit_process(memory: int) -> None:
+    """Limit what the process can use from now on; it can open no file and start no process."""
+    for what, most in (
+        (resource.RLIMIT_AS, memory),
+        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_FSIZE, 0),
+        (resource.RLIMIT_NOFILE, 3),
+        (resource.RLIMIT_NPROC, 0),
+    ):
+        resource.setrlimit(what, (most, most))
+
+
+def _allow_seconds(seconds: int) -> None:
+    """Let the system end the process once it has computed for some more seconds."""
+    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+    soft = int(time.process_time()) + 1 + seconds
+    resource.setrlimit(resource.RLIMIT_CPU, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))
+
+
+def _serve() -> None:
+    """Answer requests on standard input until it ends."""
+    environment().from_string(_FIRST).render()  # while files can be opened
+
+    def send(reply: Mapping[str, Any]) -> None:
+        sys.stdout.write(json.dumps(reply) + "\n")
+        sys.stdout.flush()
+
+    first = json.loads(sys.stdin.readline())
+    now = None if first["now"] is None else datetime.fromisoformat(first["now"])
+    _limit_process(first["memory"])
+    _allow_seconds(first["seconds"])
+    try:
+        with_tools, is_marked = compiled(first["template"], first["variables"], first["characters"], now=now)
+        send({"texts": []})
+    except Exception as error:
+        send({"error": _words(error)})
+        return
+    only_parts = None
+    for line in sys.stdin:
+        _allow_seconds(first["seconds"])
+        try:
+            request = json.loads(line)
+            render = with_tools(request["tools"])
+            if only_parts is None:
+                only_parts = reads_only_parts(render)
+            reply = answer(request, render, is_marked, only_parts)
+            if sum(len(text) for text, _ in reply["texts"]) > first["characters"]:
+                raise Refused(f"expected at most {first['characters']:,} characters of a conversation, found more")
+        except Exception as error:
+            reply = {"error": _words(error)}
+        send(reply)
+
+
+if __name__ == "__main__":
+    _serve()

@@ -1,0 +1,61 @@
+"""Show conversations as a model gets them, and what is learned of them (`jpipe data show`)."""
+
+from collections.abc import Iterator
+
+from jpipe import InputError
+from jpipe_lm.data import tokenizer as tokenizers
+from jpipe_lm.data.chat import reading, template
+from jpipe_lm.data.chat.renderer import TRAINING_TIME, Renderer
+from jpipe_lm.data.chat.tokens import Tokenized
+from jpipe_train.config.config import Config
+from jpipe_train.console.terminal import count, printable
+from jpipe_train.data import sources
+
+BOLD = "\x1b[1m", "\x1b[0m"
+BRACKETS = "[[", "]]"
+
+
+def lines(config: Config, most: int, *, bold: bool) -> Iterator[str]:
+    """Yield lines that show the first conversations.
+
+    Args:
+        config: names them.
+        most: the largest number of conversations.
+        bold: whether what is learned is bold, as a terminal shows it; otherwise it is in brackets.
+
+    Raises:
+        InputError: the config has no conversations, or they cannot be read.
+    """
+    data = config.data
+    if data.target is not None or data.format != "chat":
+        found = data.format if data.target is None else f"data.target {data.target}"
+        raise InputError(f"data show: expected a config with data.format chat, found {found}; it shows what is learned of conversations")
+    if most < 1:
+        raise InputError(f"--count: expected 1 or more conversations, found {most}; leave it out for 3")
+    tokenizer = tokenizers.load(str(data.tokenizer), "data.tokenizer")
+    with sources.readable(), Renderer(template.find(tokenizer, data.chat_template), TRAINING_TIME) as renderer:
+        _, files = sources.find_files(sources.with_validation(data.first_path, "data.path")[0])
+        shown = 0
+        for read in reading.read(files, renderer, tokenizer, 0.0, "data.path"):
+            shown += read.number == 1
+            if shown > most:
+                break
+            part = f", text {read.number} of {read.texts}" if read.texts > 1 else ""
+            tokens, learned = read.tokenized.tokens.size, sum(stop - start for start, stop in read.tokenized.answers)
+            yield printable(f"{read.place}{part}: {count(tokens, 'token')}, {learned} learned")
+            yield from _text(read.tokenized, *(BOLD if bold else BRACKETS)).removesuffix("\n").split("\n")
+            yield ""
+
+
+def _text(conversation: Tokenized, before: str, after: str) -> str:
+    """Return the text with marks around what is learned; other characters than line ends that are not printable are escaped."""
+    parts, at = [], 0
+    for start, stop in conversation.answers:
+        first, last = int(conversation.offsets[start, 0]), int(conversation.offsets[stop - 1, 1])
+        parts += [_printable(conversation.text[at:first]), before, _printable(conversation.text[first:last]), after]
+        at = last
+    return "".join([*parts, _printable(conversation.text[at:])])
+
+
+def _printable(text: str) -> str:
+    return "\n".join(map(printable, text.split("\n")))

@@ -1,0 +1,152 @@
+"""Find the chat template of a tokenizer: in a file that a config names, or beside the tokenizer.json."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jpipe import InputError
+from jpipe.errors import short
+from jpipe.files import expanded, read_text
+from jpipe_lm.data.tokenizer import Tokenizer
+
+FILE = "chat_template.jinja"
+FOLDER = "additional_chat_templates"
+LEGACY = "chat_template.json"
+SETTINGS = "tokenizer_config.json"
+MOST_BYTES = 2**20  # of a template; the largest have a hundredth of it
+_MOST_TEMPLATES = 100
+_MOST_SETTINGS = 2**26  # bytes of a tokenizer_config.json, which may list all special tokens of a large vocabulary
+_DEFAULT, _WITH_TOOLS = "default", "tool_use"
+
+
+@dataclass(frozen=True)
+class Template:
+    """A chat template, which may come from a stranger.
+
+    Attributes:
+        sources: the text of each template by name; one alone is `default`.
+        variables: the special tokens that it may use, such as bos_token.
+        where: the file that it was read from, for messages.
+    """
+
+    sources: Mapping[str, str]
+    variables: Mapping[str, str]
+    where: str
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What a tokenizer_config.json has of it."""
+        named = [{"name": name, "template": source} for name, source in self.sources.items()]
+        return {**self.variables, "chat_template": named if len(named) > 1 else self.source()}
+
+    def source(self, *, with_tools: bool = False) -> str:
+        """Return the template for conversations with or without tools."""
+        name = _WITH_TOOLS if with_tools and _WITH_TOOLS in self.sources else _DEFAULT
+        return self.sources[name]
+
+
+def find(tokenizer: Tokenizer, chosen: str | None = None, where: str = "data.chat_template") -> Template:
+    """Find the template of a tokenizer, where transformers finds it.
+
+    Files of templates come before those in the settings of the tokenizer. `chat_template.json`, which transformers reads only for models
+    of pictures and text, comes last.
+
+    Args:
+        tokenizer: the tokenizer, read from a file.
+        chosen: the file of a template in place of the tokenizer's own.
+        where: the key or the option that names this file, for messages.
+
+    Raises:
+        InputError: there is none; a file cannot be read or is too large.
+    """
+    folder = tokenizer.path.parent
+    settings = _settings(folder / SETTINGS)
+    variables = _special_tokens(settings, tokenizer)
+    if chosen is not None:
+        return Template({_DEFAULT: _read(expanded(chosen, where), where)}, variables, f"'{chosen}'")
+    more = sorted(path for path in (folder / FOLDER).glob("*.jinja") if path.is_file())[:_MOST_TEMPLATES]
+    files = {_DEFAULT: folder / FILE} if (folder / FILE).is_file() else {}
+    files |= {path.name.removesuffix(".jinja"): path for path in more}
+    if files:
+        place = f"'{folder / FOLDER}'" if more else f"'{folder / FILE}'"
+        sources = {name: _read(path, "chat template") for name, path in files.items()}
+        return Template(_with_default(sources, f"{place}: expected {FILE} beside it"), variables, place)
+    for name in (SETTINGS, LEGACY):
+        content = settings if name == SETTINGS else _settings(folder / name)
+        if content.get("chat_template") is not None:
+            place = f"'{folder / name}'"
+            return Template(_named(content["chat_template"], place), variables, place)
+    raise InputError(
+        f"{where}: expected a chat template beside '{tokenizer.path}' ({FILE}, or chat_template in {SETTINGS}), found none; give a "
+        "tokenizer of a model that chats, or name a template with data.chat_template"
+    )
+
+
+def _read(path: Path, where: str) -> str:
+    return read_text(
+        path, MOST_BYTES, f"{where}: cannot read '{path}'", "give a chat template", f"{where}: expected text in '{path}', found no UTF-8"
+    )
+
+
+def _named(value: Any, place: str) -> dict[str, str]:
+    """Return the templates of a tokenizer_config.json by name.
+
+    Raises:
+        InputError: they have another form, are too large, or none is the default.
+    """
+    items = [{"name": _DEFAULT, "template": value}] if isinstance(value, str) else value if isinstance(value, list) else []
+    pairs = [(item.get("name"), item.get("template")) for item in items[:_MOST_TEMPLATES] if isinstance(item, dict)]
+    expected = f"{place}: chat_template: expected a template, or a list of objects with name and template, one with the name 'default'"
+    named = {name: source for name, source in pairs if isinstance(name, str) and isinstance(source, str)}
+    sources = _with_default(named, expected, type(value).__name__)
+    if (size := max(len(source.encode(errors="replace")) for source in sources.values())) > MOST_BYTES:
+        raise InputError(f"{place}: chat_template: expected at most {MOST_BYTES:,} bytes, found {size:,}; is it a template?")
+    return sources
+
+
+def _with_default(sources: dict[str, str], expected: str, otherwise: str = "") -> dict[str, str]:
+    """Return templates by name; one is for conversations without tools.
+
+    Raises:
+        InputError: there is none for them; `otherwise` is what was found if there is none at all.
+    """
+    if _DEFAULT not in sources:
+        found = short(sorted(sources)) if sources else otherwise
+        raise InputError(f"{expected}, found {found}; name a template with data.chat_template")
+    return sources
+
+
+def _settings(path: Path) -> dict[str, Any]:
+    """Return the object in a file of JSON, which is empty if there is no file."""
+    if not path.is_file():
+        return {}
+    text = read_text(
+        path,
+        _MOST_SETTINGS,
+        f"chat template: cannot read '{path}'",
+        "copy it again",
+        f"chat template: expected JSON in '{path}', found no UTF-8",
+    )
+    try:
+        settings = json.loads(text)
+    except (ValueError, RecursionError):
+        settings = None
+    if not isinstance(settings, dict):
+        raise InputError(f"chat template: expected an object of JSON in '{path}', found something else; copy it again")
+    return settings
+
+
+def _special_tokens(settings: Mapping[str, Any], tokenizer: Tokenizer) -> dict[str, str]:
+    """Return the special tokens by the names that templates use, such as bos_token."""
+    found = {}
+    if len(tokenizer.begin) == 1:
+        found["bos_token"] = tokenizer.rules.id_to_token(tokenizer.begin[0])
+    if tokenizer.end is not None:
+        found["eos_token"] = tokenizer.rules.id_to_token(tokenizer.end)
+    for name, value in settings.items():
+        text = value.get("content") if isinstance(value, dict) else value
+        if name.endswith("_token") and isinstance(text, str):
+            found[name] = text
+    return found

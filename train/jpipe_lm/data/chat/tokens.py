@@ -1,0 +1,92 @@
+"""The tokens of rendered conversations, and which of them assistants wrote."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Int64, UInt32
+
+from jpipe_lm.data.chat.renderer import Failure, Rendered, Renderer
+from jpipe_lm.data.tokenizer import Tokenizer
+
+Range = tuple[int, int]
+
+
+class Tokenized(NamedTuple):
+    """A conversation as tokens.
+
+    Attributes:
+        text: of the whole conversation.
+        tokens: of the text.
+        offsets: shape (n, 2), where each token begins and ends in the text, in characters.
+        answers: the first token of each answer, and the one after its last.
+    """
+
+    text: str
+    tokens: UInt32[np.ndarray, " n"]
+    offsets: Int64[np.ndarray, "n 2"]
+    answers: list[Range]
+
+
+def tokenized(conversations: Sequence[Rendered], tokenizer: Tokenizer) -> list[Tokenized]:
+    """Tokenize conversations on all cores. Nothing is put before or after them: the template writes what begins and ends a text.
+
+    Raises:
+        InputError: the tokenizer fails.
+    """
+    special = np.asarray(tokenizer.special_ids(), np.int64)
+    encoded = tokenizer.with_offsets([conversation.text for conversation in conversations])
+    found = []
+    for (text, spans, is_marked), (tokens, offsets) in zip(conversations, encoded, strict=True):
+        ranges = [_range(offsets, *span) for span in spans]
+        if not is_marked:
+            is_special = np.isin(tokens, special)
+            ranges = [_without_spaces(answer, text, offsets, is_special) for answer in ranges]
+        found.append(Tokenized(text, tokens, offsets, _apart(ranges)))
+    return found
+
+
+def end_of_turn(renderer: Renderer, tokenizer: Tokenizer) -> tuple[list[int], list[str]]:
+    """Find what a template writes after an answer.
+
+    Returns:
+        The special token that ends an answer, if it is one; otherwise the text that does, if there is some.
+    """
+    question, answer = {"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}
+    try:
+        text = renderer.text([question, answer])
+    except Failure:  # what is rendered later will tell why
+        return [], []
+    _, found, after = text.rpartition("answer")
+    if not found or not after.strip():
+        return [], []
+    ((tokens, offsets),) = tokenizer.with_offsets([after])
+    first = next(i for i, (start, stop) in enumerate(offsets) if after[start:stop].strip())
+    if int(tokens[first]) in tokenizer.special_ids():
+        return [int(tokens[first])], []
+    return [], [after.strip()]
+
+
+def _range(offsets: Int64[np.ndarray, "n 2"], start: int, stop: int) -> Range:
+    """Return the tokens that have some of the characters start .. stop - 1."""
+    some = np.flatnonzero((offsets[:, 0] < stop) & (offsets[:, 1] > start))
+    return (int(some[0]), int(some[-1]) + 1) if some.size else (0, 0)
+
+
+def _without_spaces(answer: Range, text: str, offsets: Int64[np.ndarray, "n 2"], is_special: np.ndarray) -> Range:
+    """Return an answer without the spaces after the special token that ends it: after that token a model is not asked for more."""
+    start, stop = answer
+    last = next((i for i in reversed(range(start, stop)) if is_special[i]), None)
+    if last is None or text[offsets[last, 1] : offsets[stop - 1, 1]].strip():
+        return answer
+    return start, last + 1
+
+
+def _apart(ranges: Sequence[Range]) -> list[Range]:
+    """Return ranges that share no token: one with the end of an answer and the beginning of the next belongs to the first."""
+    found: list[Range] = []
+    for start, stop in ranges:
+        start = max(start, found[-1][1] if found else 0)
+        if start < stop:
+            found.append((start, stop))
+    return found

@@ -1,0 +1,1 @@
+"""Files of tokens, and limits for tokenizers that strangers wrote."""

@@ -1,0 +1,147 @@
+"""Read the examples that a config names, tokenize them, and split them into those for training and for validation."""
+
+import hashlib
+import itertools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from jpipe import InputError
+from jpipe_lm.data import splits
+from jpipe_lm.data import tokenizer as tokenizers
+from jpipe_lm.data.labelled import fields
+from jpipe_lm.data.labelled.fields import Example
+from jpipe_lm.data.labelled.rows import Examples, Memory
+from jpipe_train.config.config import Config
+from jpipe_train.console.terminal import count
+from jpipe_train.data import sources
+from jpipe_train.data.files.wrong_lines import Place
+
+_AT_ONCE = 2000  # rows that go to the tokenizer together
+_MOST_TYPES = 2  # texts that BERT tells apart
+
+
+@dataclass(frozen=True)
+class Labelled:
+    """Examples for training and for validation.
+
+    Attributes:
+        train: to learn from.
+        validation: examples that are held out.
+        source: a phrase that says where they come from.
+        vocab_size: every token is below this.
+        digest: its result is the same in two processes only if their examples are.
+        remarks: lines that say what was cut or left out.
+    """
+
+    train: Examples
+    validation: Examples
+    source: str
+    vocab_size: int
+    digest: Callable[[], str]
+    remarks: tuple[str, ...]
+
+
+def read(config: Config, path: str | None = None) -> Labelled:
+    """Read the examples that `config.data` names.
+
+    Args:
+        config: of the run.
+        path: other examples, all of them for validation.
+
+    Raises:
+        InputError: they cannot be read, or are too long; the tokenizer does not fit the model.
+    """
+    data = config.data
+    splits.check_beside_weights(config)
+    tokenizer = tokenizers.load(str(data.tokenizer), "data.tokenizer")
+    rows = _Rows(config, tokenizer)
+    parts = splits.parts_of(data) if path is None else [splits.Part(path, 1.0, "data.path")]
+    for file, share, where in parts:
+        with sources.readable(where):
+            _, files = sources.find_files(file, where)
+            rows.add_all(fields.read(files, config, where), share, where)
+    train, validation = rows.examples()
+
+    def digest() -> str:
+        return hashlib.sha256(" ".join([tokenizer.sha256, train.digest(), validation.digest()]).encode()).hexdigest()
+
+    remarks = *rows.remarks(), *sources.left_out(*((data.path, data.validation_path) if path is None else (path,)))
+    return Labelled(train, validation, sources.named(path or data.path), tokenizer.vocab_size, digest, remarks)
+
+
+class _Rows:
+    """Tokenizes examples for training and for validation."""
+
+    def __init__(self, config: Config, tokenizer: tokenizers.Tokenizer) -> None:
+        self._config, self._tokenizer = config, tokenizer
+        self._most, self._cut = config.model.seq_len, 0
+        dtype: np.dtype[Any] = np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32)
+        self._memory = Memory(dtype), Memory(dtype)
+
+    def add_all(self, examples: Iterable[Example], share: float, where: str) -> None:
+        """Add examples; a share, chosen by their hashes, is held out."""
+        too_long = _TooLong(where, self._most)
+        for batch in tokenizers.batched(examples, lambda example: len(example.rows), _AT_ONCE):
+            texts = [row for example in batch for row in example.rows]
+            tokenized = iter(self._tokenizer.whole(texts, self._most if self._config.data.too_long == "cut" else None))
+            for example in batch:
+                memory = self._memory[sources.place_of(example.content) < share]
+                for row in itertools.islice(tokenized, len(example.rows)):
+                    self._check(row, example, where)
+                    self._cut += row.is_cut
+                    too_long.add(row.tokens.size, example.place)
+                    memory.add_row(row.tokens, row.types)
+                memory.add_label(example.label)
+        too_long.check()
+
+    def examples(self) -> list[Examples]:
+        """Return the examples for training and those for validation."""
+        model = self._config.model
+        rest: dict[str, Any] = {
+            "seq_len": model.seq_len,
+            "choices": model.label_count if model.head == "multiple_choice" else None,
+            "padding": self._tokenizer.padding or 0,
+            "has_types": model.kind == "bert",
+        }
+        return [memory.examples(model.head == "regression", **rest) for memory in self._memory]
+
+    def remarks(self) -> tuple[str, ...]:
+        """Describe what was cut."""
+        return (f"{count(self._cut, 'text')} cut to the {self._most} tokens of a row",) if self._cut else ()
+
+    def _check(self, row: tokenizers.Row, example: Example, where: str) -> None:
+        if not row.tokens.size:
+            raise InputError(f"{where}: {example.place}: expected text, found none that has a token; leave the example out")
+        if self._config.model.kind == "bert" and (types := 1 + int(row.types.max())) > _MOST_TYPES:
+            raise InputError(
+                f"{self._tokenizer.where}: expected a tokenizer that tells {_MOST_TYPES} texts apart, as BERT does, found one with "
+                f"{types} types of tokens; use one made for BERT"
+            )
+
+
+class _TooLong:
+    """Counts rows that are too long."""
+
+    def __init__(self, where: str, most: int) -> None:
+        self._where, self._most = where, most
+        self._number, self._first = 0, ""
+
+    def add(self, size: int, place: Place) -> None:
+        """Count a row of this size if it is too long."""
+        if size > self._most:
+            if not self._number:
+                self._first = f"{self._where}: {place}: expected at most {self._most} tokens (model.seq_len), found {size}"
+            self._number += 1
+
+    def check(self) -> None:
+        """Raise if there was one.
+
+        Raises:
+            InputError: with the first of them, and how many there are.
+        """
+        if self._number:
+            others = f", and more in {count(self._number - 1, 'other')}" if self._number > 1 else ""
+            raise InputError(f"{self._first}{others}; shorten it, raise model.seq_len, or cut such texts with data.too_long: cut")

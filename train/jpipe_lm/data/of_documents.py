@@ -1,0 +1,128 @@
+"""Make rows of documents, and batch these: windows of a running text, packed examples, or masked windows."""
+
+from jpipe import InputError
+from jpipe_lm.data import masked, windows
+from jpipe_lm.data.splits import Split
+from jpipe_train.config.config import Config
+from jpipe_train.console.terminal import count
+from jpipe_train.data.order import ordered, seed_of
+from jpipe_train.data.rows import BatchesOfRows
+
+Rows = windows.Windows | windows.Examples | masked.Masked
+AnyRows = Rows | windows.Filled
+
+
+def check_objective(config: Config) -> None:
+    """Check that the built-in model and loss support the objective."""
+    if config.model.target is not None or config.loss.target is not None:
+        return
+    kind, objective = config.model.kind, config.data.objective
+    if kind == "bert" and objective != "masked":
+        raise InputError(
+            f"data.objective: expected masked, which model.kind bert learns, found {objective}; set it to masked, with data.format text "
+            "or tokens"
+        )
+    if kind != "bert" and objective == "masked":
+        raise InputError(f"data.objective: expected next, which model.kind {kind} learns, found masked; change one of them")
+
+
+def check_vocabulary(config: Config, need: int) -> None:
+    """Check that the built-in model has a symbol for every token."""
+    if config.model.target is None and need > (have := config.model.vocab_size):
+        of_folder = f"the tokens of '{config.data.path}'"
+        name = {"bytes": "bytes", "tokens": of_folder}.get(config.data.read_as, f"the tokens of '{config.data.tokenizer}'")
+        raise InputError(f"model.vocab_size: expected at least {need}, for {name}, found {have}; set model.vocab_size to {need}")
+
+
+def keeps_apart(config: Config, split: Split) -> bool:
+    """Return whether the documents in a row are kept apart, as segments."""
+    known = split.train.have_ends and split.validation.have_ends
+    if config.data.boundaries == "keep" and not known:
+        raise InputError(
+            f"data.boundaries: expected '{config.data.path}' to say where documents end, for keep, found a tokens.json that does not; "
+            "prepare it again, or ignore them"
+        )
+    default = "ignore" if config.data.read_as == "bytes" or config.data.objective == "masked" else "keep"
+    return split.train.have_answers or ((config.data.boundaries or default) == "keep" and known)
+
+
+def rows_of(config: Config, split: Split, part: int, *, apart: bool) -> Rows:
+    """Return the rows of one part, each once."""
+    documents, data, seq_len = (split.train, split.validation)[part], config.data, config.model.seq_len
+    if split.train.have_answers or data.format in ("prompts", "chat"):
+        if data.objective == "masked":
+            raise InputError("data.objective: masked: expected text, found prompts with answers; leave it out")
+        return windows.Examples(documents, seq_len, cut=data.too_long == "cut", place=split.place[part])
+    if data.objective == "masked":
+        assert split.tokenizer is not None
+        return masked.Masked(documents, split.tokenizer, seq_len, data.masked_fraction, seed_of(config, part))
+    return windows.Windows(documents, seq_len, apart=apart)
+
+
+def batches_of(config: Config, rows: AnyRows, part: int, *, apart: bool) -> BatchesOfRows:
+    """Batch the rows of one part."""
+    seq_len = config.model.seq_len
+    spec = masked.row_spec(seq_len) if config.data.objective == "masked" else windows.row_spec(seq_len, segments=apart)
+    return BatchesOfRows(ordered(config, rows, part), config.train.batch_size, spec)
+
+
+def check_amount(config: Config, split: Split, train: Rows, validation: Rows) -> None:
+    """Check that there is at least one row for training and one for validation, and a batch of masked ones, which cannot be padded.
+
+    Raises:
+        InputError: there are fewer rows.
+    """
+    batch_size, seq_len = config.train.batch_size, config.model.seq_len
+    if min(len(train), len(validation)) >= (batch_size if isinstance(train, masked.Masked) else 1):
+        return
+    need, unit, have, why = 2, split.unit, (split.train.size, split.validation.size), "one that is read and one that is predicted"
+    if isinstance(train, windows.Examples):
+        need, unit, have = 1, "row of examples", (len(train), len(validation))
+        why = "a row has whole examples with answers"
+    elif isinstance(train, masked.Masked):
+        each = seq_len - masked.SPECIAL
+        need = batch_size * each
+        why = f"train.batch_size {batch_size} windows of {each} tokens, model.seq_len {seq_len} without special tokens"
+    more = "prepare more" if config.data.format == "tokens" else "give more text"
+    if config.data.format != "tokens" and config.data.validation_path is None:
+        more += ", raise data.validation_fraction"
+    raise InputError(
+        f"data.path: expected at least {need} {unit} for training and {need} for validation ({why}), found {have[0]} and {have[1]} in "
+        f"{split.source}; {more}{', or lower train.batch_size or model.seq_len' if isinstance(train, masked.Masked) else ''}"
+    )
+
+
+def check_some(config: Config, split: Split, rows: Rows) -> None:
+    """Check that there is at least one row."""
+    if len(rows):
+        return
+    seq_len = config.model.seq_len
+    need, what, have = 2, f"{split.unit} (one that is read and one that is predicted)", split.validation.size
+    if isinstance(rows, masked.Masked):
+        need, what = seq_len - masked.SPECIAL, f"{split.unit} (a window of model.seq_len {seq_len} without special tokens)"
+    elif isinstance(rows, windows.Examples):
+        need, what, have = 1, "example with an answer", 0
+    raise InputError(f"data.path: expected at least {need} {what}, found {have} in {split.source}; give more")
+
+
+def amount_of(split: Split, train: Rows, validation: Rows) -> str:
+    """Describe how much there is to train on."""
+    words = f"{split.train.size:,} tokens for training, {split.validation.size:,} for validation"
+    if isinstance(train, windows.Examples):
+        words += f"; {len(train):,} and {len(validation):,} rows of whole examples, {train.fill:.0%} full"
+    return words
+
+
+def few_rows(config: Config, train: Rows, validation: Rows) -> tuple[str, ...]:
+    """Say that there are fewer rows than a batch has."""
+    size = config.train.batch_size
+    in_training = f"{count(len(train), 'row')} for training: a batch of {size} has rows several times"
+    in_validation = f"{count(len(validation), 'row')} for validation: a batch of {size} is filled with padding"
+    return tuple(words for rows, words in ((train, in_training), (validation, in_validation)) if len(rows) < size)
+
+
+def remarks_of(split: Split, *rows: Rows) -> tuple[str, ...]:
+    """Describe what was left out."""
+    left_out = sum(part.left_out for part in rows if isinstance(part, windows.Examples))
+    too_long = f"{count(left_out, 'example')} left out: prompts so long that nothing of the answer remains"
+    return (*split.remarks, too_long) if left_out else split.remarks

@@ -1,0 +1,440 @@
+"""Write text as a folder of token files (`jpipe data prepare`), and make a tokenizer from text (`jpipe data tokenizer`)."""
+
+import contextlib
+import hashlib
+import json
+import shlex
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, Literal, NamedTuple, TypeVar
+
+import numpy as np
+
+from jpipe import InputError
+from jpipe.errors import shortened
+from jpipe.files import create, new_folder, unused, write_atomically
+from jpipe_lm.data import texts
+from jpipe_lm.data import tokenizer as tokenizers
+from jpipe_lm.data.chat import reading, template
+from jpipe_lm.data.chat.conversations import conversation
+from jpipe_lm.data.chat.renderer import TRAINING_TIME, Renderer
+from jpipe_lm.data.chat.tokens import end_of_turn
+from jpipe_lm.data.files import token_files, token_rows
+from jpipe_lm.data.files.token_files import Index, ShardFacts
+from jpipe_train.config.section import AUTO
+from jpipe_train.console import interrupt
+from jpipe_train.console.progress import Reporter
+from jpipe_train.console.terminal import count, first_line
+from jpipe_train.data import sources
+from jpipe_train.data.files import kinds
+from jpipe_train.data.files.records import records
+from jpipe_train.data.files.wrong_lines import Place, WrongLines, check_characters
+
+SPECIAL = {"decoder": ("<|endoftext|>",), "bert": ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")}
+"""The special tokens of a new tokenizer, by the kind of model that it is for."""
+_BYTES = 256
+_Piece = TypeVar("_Piece", texts.Piece, reading.Read, token_rows.TokenRow)
+
+
+class Files(NamedTuple):
+    """The files to read, and their format.
+
+    Attributes:
+        paths: files, folders or globs; none: the standard library's source.
+        form: of the documents: texts, which are whole files or their rows, or rows with prompts, conversations or token ids; auto is text,
+            and an error for files that are known to be neither text nor rows.
+        keys: of rows.
+        chat_template: the file of a template in place of that beside the tokenizer, for conversations.
+    """
+
+    paths: Sequence[str]
+    form: texts.Format | Literal["auto", "chat", "tokens"] = "auto"
+    keys: texts.Keys = texts.Keys()
+    chat_template: str | None = None
+
+    @property
+    def kind(self) -> Literal["text", "prompts", "chat"]:
+        """What their tokens are."""
+        return self.form if self.form == "prompts" or self.form == "chat" else "text"
+
+
+def prepare(
+    files: Files,
+    tokenizer: str,
+    out: str,
+    reporter: Reporter,
+    validation_fraction: float = 0.05,
+    shard_tokens: int = 10**8,
+    end_of_text: str | None = AUTO,
+) -> Index:
+    """Tokenize files into a new folder, which appears whole or not at all.
+
+    Args:
+        files: what to read.
+        tokenizer: path of a tokenizer.json.
+        out: the folder.
+        reporter: prints the progress, and what was written.
+        validation_fraction: share for validation; 0: nothing.
+        shard_tokens: a shard ends with the document that fills it.
+        end_of_text: see `jpipe_lm.data.tokenizer.load`.
+
+    Returns:
+        What was written into its tokens.json.
+
+    Raises:
+        InputError: something cannot be read or written, or is not what it should be.
+    """
+    if not 0 <= validation_fraction < 1:
+        raise InputError(f"--validation-fraction: expected a number from 0 to less than 1, found {validation_fraction}; 0 is for none")
+    if shard_tokens < 1:
+        raise InputError(f"--shard-tokens: expected at least 1, found {shard_tokens}; the default is a hundred million")
+    target = unused(out, "--out")
+    loaded = tokenizers.load(tokenizer, "--tokenizer", end_of_text)
+    with _interrupt_reported(out), new_folder(target, "--out") as place:
+        index, assembler = _written(place, files, loaded, validation_fraction, shard_tokens, reporter)
+    for line in assembler.remarks():
+        reporter.say(line)
+    for line in described(out, index):
+        reporter.say(line)
+    return index
+
+
+def described(out: str, index: Index) -> list[str]:
+    """Describe what a folder of tokens holds and how to train on it."""
+    shards = [*index.train, *index.validation]
+    tokens = sum(shard.tokens for shard in shards)
+    documents = sum(shard.documents or 0 for shard in shards)
+    held_out = sum(shard.tokens for shard in index.validation)
+    size = tokens * token_files.DTYPES[index.dtype].itemsize
+    noun = {"text": "document", "prompts": "example", "chat": "conversation"}[index.kind]
+    return [
+        f"{out}: {_many(documents, noun)}, {_many(tokens, 'token')} ({held_out:,} for validation) of a vocabulary of {index.vocab_size:,}",
+        f"{out}: {_many(len(shards), 'shard')} of {index.dtype}, {size:,} bytes of tokens from {index.text_bytes:,} bytes of files",
+        f"train with it: jpipe train CONFIG --set data.format=tokens --set data.path={shlex.quote(out)} "
+        f"--set model.vocab_size={index.vocab_size}",
+    ]
+
+
+def make_tokenizer(
+    files: Files,
+    vocab_size: int,
+    out: str,
+    reporter: Reporter,
+    kind: Literal["decoder", "bert"] = "decoder",
+    special: Sequence[str] = (),
+) -> int:
+    """Make a byte-level BPE from files and write its tokenizer.json, a new file.
+
+    Args:
+        files: what to read.
+        vocab_size: the number of tokens; fewer if the text has too few pairs.
+        out: the file.
+        reporter: prints the progress, and what was written.
+        kind: of the model that it is for, which decides its special tokens.
+        special: further special tokens, such as a chat template's.
+
+    Returns:
+        The number of tokens.
+
+    Raises:
+        InputError: something cannot be read or written.
+    """
+    all_special = list(dict.fromkeys([*SPECIAL[kind], *special]))
+    if "" in all_special:
+        raise InputError("--special: expected a token such as '<|im_start|>', found an empty text; leave it out")
+    least = _BYTES + len(all_special)
+    if not least <= vocab_size <= tokenizers.LARGEST_VOCABULARY:
+        raise InputError(
+            f"--vocab-size: expected {least} (the bytes and {count(len(all_special), 'special token')}) to "
+            f"{tokenizers.LARGEST_VOCABULARY}, found {vocab_size}; choose one between"
+        )
+    if files.form == "tokens":
+        raise InputError("--format: expected text, prompts or chat, found tokens, which have no text; give text")
+    target = unused(out, "--out")
+    rules, trainer = _untrained(vocab_size, kind, all_special)
+    with _interrupt_reported(out):
+        with _open_pieces(files, _find(files, reporter), 0.0, reporter, "reading") as pieces:
+            try:
+                rules.train_from_iterator(pieces, trainer=trainer)
+            except InputError:
+                raise
+            except Exception as error:
+                interrupt.check()
+                raise InputError(f"data tokenizer: no tokenizer can be made of this text: {first_line(error)}; give other text") from None
+        interrupt.check()
+    try:
+        write_atomically(target, rules.to_str(pretty=True))
+    except OSError as error:
+        raise InputError(f"--out: cannot write '{out}': {error.strerror}; choose another file") from None
+    size = int(rules.get_vocab_size(with_added_tokens=True))
+    fewer = "" if size == vocab_size else f", not {vocab_size:,}: the text has no more pairs"
+    reporter.say(f"{out}: {size:,} tokens{fewer}")
+    return size
+
+
+def _untrained(vocab_size: int, kind: str, special: list[str]) -> tuple[Any, Any]:
+    """Create a byte-level BPE and its trainer."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+    rules = Tokenizer(models.BPE())
+    rules.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    rules.decoder = decoders.ByteLevel()
+    if kind == "bert":
+        around = [(name, special.index(name)) for name in ("[CLS]", "[SEP]")]  # special tokens come first, in their order
+        rules.post_processor = processors.TemplateProcessing("[CLS] $A [SEP]", "[CLS] $A [SEP] $B:1 [SEP]:1", around)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    return rules, trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=special, initial_alphabet=alphabet, show_progress=False)
+
+
+def _written(
+    place: Path, files: Files, tokenizer: tokenizers.Tokenizer, validation_fraction: float, shard_tokens: int, reporter: Reporter
+) -> tuple[Index, texts.Assembler]:
+    """Write all shards and the index into the folder."""
+    small = tokenizer.vocab_size <= 2**16
+    dtype: Literal["uint16", "uint32"] = "uint16" if small else "uint32"
+    shards = [_Shards(place, part, token_files.DTYPES[dtype], shard_tokens, files.kind) for part in ("train", "validation")]
+    assembler = texts.Assembler(tokenizer, {False: shards[0], True: shards[1]})
+    add = {"chat": _add_conversations, "tokens": _add_tokens}.get(files.form, _add_texts)
+    found = _find(files, reporter)
+    size, end = add(files, found, assembler, 0.0 if found.held_out else validation_fraction, reporter, place)
+    source = found.source
+    for part in shards:
+        part.close()
+    if not shards[0].facts or (validation_fraction and not shards[1].facts):
+        what = "training" if not shards[0].facts else "validation"
+        raise InputError(
+            f"data prepare: expected documents for training and for validation, found {_many(assembler.documents, 'document')} in "
+            f"{source}, none for {what}; give more text, or change --validation-fraction"
+        )
+    index = Index(
+        format="jpipe-tokens/1",
+        kind=files.kind,
+        dtype=dtype,
+        vocab_size=tokenizer.vocab_size,
+        end_of_text=end,
+        tokenizer_sha256=tokenizer.sha256,
+        source=source[:10_000].encode(errors="replace").decode(),
+        text_bytes=size,
+        train=shards[0].facts,
+        validation=shards[1].facts,
+    )
+    write_atomically(place / tokenizers.FILE, tokenizer.content)
+    write_atomically(place / token_files.INDEX, index.model_dump_json(indent=1) + "\n")
+    return index, assembler
+
+
+class _Found(NamedTuple):
+    """Files to read: their names and paths, where they come from, and which of them are all for validation."""
+
+    names: list[str]
+    paths: list[Path]
+    source: str
+    held_out: frozenset[Path]
+
+    @property
+    def size(self) -> int:
+        """The bytes of all."""
+        return sum(path.stat().st_size for path in self.paths)
+
+
+_Added = tuple[int, int | None]  # the bytes of files that were read, and the token that ends a document
+
+
+def _add_texts(files: Files, found: _Found, assembler: texts.Assembler, fraction: float, reporter: Reporter, place: Path) -> _Added:
+    size = 0
+    with _open_pieces(files, found, fraction, reporter, "tokenizing") as pieces:
+        for piece, tokens in texts.tokenized(pieces, assembler.tokenizer):
+            assembler.add(piece._replace(held_out=piece.held_out or piece.place.file in found.held_out), tokens)
+            size += piece.size
+    return size, assembler.tokenizer.end
+
+
+def _add_tokens(files: Files, found: _Found, assembler: texts.Assembler, fraction: float, reporter: Reporter, place: Path) -> _Added:
+    """Add rows of token ids, as they are."""
+    size, tokenizer = 0, assembler.tokenizer
+    with reporter.reading(f"reading {_many(len(found.paths), 'file')}", found.size) as advance:
+        for row in _shown(token_rows.read(found.paths, files.keys.tokens, fraction, "SOURCE", tokenizer.vocab_size), advance):
+            assembler.add_document(row.tokens, None, row.place, held_out=row.held_out or row.place.file in found.held_out)
+            size += row.size
+    return size, tokenizer.end
+
+
+def _add_conversations(files: Files, found: _Found, assembler: texts.Assembler, fraction: float, reporter: Reporter, place: Path) -> _Added:
+    """Add all conversations, and write the template into the folder."""
+    size, tokenizer = 0, assembler.tokenizer
+    chosen = template.find(tokenizer, files.chat_template, "--chat-template")
+    with (
+        Renderer(chosen, TRAINING_TIME) as renderer,
+        reporter.reading(f"tokenizing {_many(len(found.paths), 'file')}", found.size) as advance,
+    ):
+        for read in _shown(reading.read(found.paths, renderer, tokenizer, fraction, "SOURCE"), advance):
+            held_out = read.held_out or read.place.file in found.held_out
+            assembler.divided += read.number == 2
+            assembler.add_document(read.tokenized.tokens, read.tokenized.answers, read.place, held_out=held_out)
+            size += read.size
+        end = next(iter(end_of_turn(renderer, tokenizer)[0]), tokenizer.end)
+    write_atomically(place / template.SETTINGS, json.dumps(chosen.settings, indent=1) + "\n")
+    return size, end
+
+
+class _Shards:
+    """A writer of the shards of one part."""
+
+    def __init__(self, folder: Path, part: str, dtype: np.dtype[Any], most: int, kind: Literal["text", "prompts", "chat"]) -> None:
+        self.facts: list[ShardFacts] = []
+        self._folder, self._part, self._dtype, self._most, self._kind = folder, part, dtype, most, kind
+        self._file: BinaryIO | None = None
+
+    @property
+    def _name(self) -> str:
+        return f"{self._part}-{len(self.facts):05d}"
+
+    def add(self, tokens: np.ndarray) -> None:
+        if self._file is None:
+            self._file = create(self._folder / f"{self._name}.bin")
+            self._hash, self._size = hashlib.sha256(), 0
+            self._ends, self._answers, self._answer_ends = (array("Q") for _ in range(3))
+        content = tokens.astype(self._dtype).tobytes()
+        self._file.write(content)
+        self._hash.update(content)
+        self._size += tokens.size
+
+    def end(self, answers: texts.Answers | None, place: Place) -> None:
+        begin = self._ends[-1] if self._ends else 0
+        self._answers.extend(begin + first for first, _ in answers or ())
+        self._answer_ends.extend(begin + stop for _, stop in answers or ())
+        self._ends.append(self._size)
+        if self._size >= self._most:
+            self.close()
+
+    def close(self) -> None:
+        if self._file is None:
+            return
+        self._file.close()
+        self._file = None
+        for ending, numbers in ((".ends", self._ends), (".answers", self._answers), (".answer_ends", self._answer_ends)):
+            if numbers and (ending != ".answer_ends" or self._kind == "chat"):
+                content = np.frombuffer(numbers, np.uint64).astype(token_files.POSITIONS)
+                write_atomically(self._folder / f"{self._name}{ending}", content.tobytes())
+        answers = len(self._answers) if self._kind == "chat" else None
+        hashed = self._hash.hexdigest()
+        self.facts.append(ShardFacts(name=self._name, tokens=self._size, documents=len(self._ends), answers=answers, sha256=hashed))
+
+
+@contextlib.contextmanager
+def _open_pieces(files: Files, found: _Found, fraction: float, reporter: Reporter, words: str) -> Iterator[Iterable[Any]]:
+    """Yield the pieces of all files, with progress shown as they are read.
+
+    For a tokenizer that is trained (`words` is "reading") the pieces are only their texts.
+    """
+    names, paths, form = found.names, found.paths, files.kind
+    pieces = _contents(paths) if form == "chat" else texts.pieces(names, paths, form, fraction, files.keys, "SOURCE")
+    with reporter.reading(f"{words} {_many(len(paths), 'file')}", found.size) as advance:
+        shown = _shown(pieces, advance)
+        yield (piece.text for piece in shown) if words == "reading" else shown
+
+
+def _contents(paths: Sequence[Path]) -> Iterator[texts.Piece]:
+    """Yield the contents of the messages of each conversation, without what a template adds to them."""
+    wrong = WrongLines("SOURCE", "or leave it out")
+    for path in paths:
+        for line, text in records(path, wrong, reading.COLUMNS, _content):
+            yield texts.Piece(text, "text", True, False, line.place, line.size)
+    wrong.check()
+
+
+def _content(record: Mapping[str, Any]) -> str:
+    text = "\n".join(conversation(record).contents)
+    check_characters(text)
+    return text
+
+
+def _find(files: Files, reporter: Reporter) -> _Found:
+    """Find all files; the split for validation of a saved `DatasetDict` is held out."""
+    if files.form in ("chat", "tokens") and not files.paths:
+        what = {"chat": "conversations", "tokens": "token ids"}[files.form]
+        raise InputError(f"SOURCE: expected files of {what} for --format {files.form}, found none; name some")
+    held_out: set[Path] = set()
+    with sources.readable("SOURCE"):
+        names, paths = [], []
+        for source in files.paths or (None,):
+            train, validation = sources.with_validation(source, "SOURCE")
+            for part in (train, validation)[: 1 if validation is None else None]:
+                more = sources.find_files(part, "SOURCE")
+                names += more[0] if validation is None else [f"{Path(str(part)).name}/{name}" for name in more[0]]
+                paths += more[1]
+                if validation is not None and part == validation:
+                    held_out.update(more[1])
+                if files.form == "auto" and part is not None:
+                    _check_kinds(more[1], files.keys)
+        for line in sources.left_out(*files.paths):
+            reporter.say(line)
+        if len(files.paths) > 1:  # one alone is read as a run reads it
+            names, paths, twice = _once(names, paths)
+            if twice:
+                reporter.say(f"SOURCE: {_many(twice, 'file')} found more than once; each is read once")
+        if len(set(names)) < len(names):  # of different folders
+            names = [str(path) for path in paths]
+    return _Found(names, paths, ", ".join(files.paths) or sources.named(None), frozenset(held_out))
+
+
+def _check_kinds(paths: Sequence[Path], keys: texts.Keys) -> None:
+    """Check that no file is known to be something other than text or rows with a text.
+
+    Raises:
+        InputError: the message names the first of them, and what to do with it.
+    """
+    for path in paths:
+        kind = kinds.kind_of(path, keys.text)
+        rows = None if kind is None or keys.text is None else kinds.rows_in(path, keys.text)
+        if kind is None or (rows is None and kind.is_unpacked and keys.text is not None):
+            continue
+        if rows is not None and (not rows.columns or keys.text in rows.columns):
+            continue
+        hint, columns = kind.hint if rows is None else "set --text-key", (rows or kind).columns
+        if rows is not None and "messages" in columns:
+            hint = "add --format chat"
+        elif rows is not None and {keys.prompt, keys.answer} <= set(columns):
+            hint = "add --format prompts"
+        having = f" with {shortened(columns)[:100]}" if columns else ""
+        raise InputError(
+            f"SOURCE: expected text, found that '{path}' is {(rows or kind).name}{having}; {hint}, or "
+            "--format text --text-key none to read it as text"
+        )
+
+
+def _once(names: Sequence[str], paths: Sequence[Path]) -> tuple[list[str], list[Path], int]:
+    """List each file once, under the first of its names.
+
+    Returns:
+        The files, and the number of further names.
+    """
+    first: dict[tuple[int, int], tuple[str, Path]] = {}
+    twice = set()
+    for name, path in zip(names, paths, strict=True):
+        facts = path.stat()
+        file = facts.st_dev, facts.st_ino
+        if first.setdefault(file, (name, path))[1] is not path:
+            twice.add(file)
+    return [name for name, _ in first.values()], [path for _, path in first.values()], len(twice)
+
+
+def _shown(pieces: Iterable[_Piece], advance: Callable[[int], None]) -> Iterator[_Piece]:
+    with sources.readable("SOURCE"):  # here, because what fails where the pieces are used is not the fault of their files
+        for piece in pieces:
+            interrupt.check()
+            yield piece
+            advance(piece.size)
+
+
+@contextlib.contextmanager
+def _interrupt_reported(out: str) -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(f"interrupted; nothing is written to {out}") from None
+
+
+def _many(number: int, one: str) -> str:
+    return f"{number:,} {one}{'' if number == 1 else 's'}"

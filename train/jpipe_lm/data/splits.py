@@ -1,0 +1,473 @@
+"""Read the data that a config names as documents for training and for validation: bytes, text, prompts, conversations or token files."""
+
+import functools
+import hashlib
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import UInt8
+
+from jpipe import InputError
+from jpipe.errors import shortened
+from jpipe.files import expanded
+from jpipe_lm.data import texts
+from jpipe_lm.data import tokenizer as tokenizers
+from jpipe_lm.data.chat import reading, template
+from jpipe_lm.data.chat.renderer import TRAINING_TIME, Failure, NoTemplate, Renderer
+from jpipe_lm.data.documents import Documents, Shard
+from jpipe_lm.data.files import token_files, token_rows
+from jpipe_train.config.config import Config
+from jpipe_train.config.data_config import DataConfig
+from jpipe_train.config.section import AUTO
+from jpipe_train.console.terminal import count
+from jpipe_train.data import sources
+from jpipe_train.data.files import arrow, kinds, streams
+from jpipe_train.data.files.file_array import FileArray
+from jpipe_train.data.files.wrong_lines import Place as FilePlace
+
+BYTES = 256  # symbols of a text that is read as bytes
+_MOST_IN_MEMORY = 2**28  # bytes; files that have more are read where they are needed
+Place = Callable[[int], str] | None
+
+
+@dataclass(frozen=True)
+class Split:
+    """Documents for training and for validation.
+
+    Attributes:
+        train: to learn from.
+        validation: documents that are held out.
+        source: a phrase that says where they come from.
+        digest: its result is the same in two processes only if their documents are, up to a sample of large files.
+        tokenizer: the one that made their tokens, or None.
+        unit: what they are counted in.
+        place: names an example of each for messages, if they are examples.
+        remarks: lines that say what was left out.
+    """
+
+    train: Documents
+    validation: Documents
+    source: str
+    digest: Callable[[], str]
+    tokenizer: tokenizers.Tokenizer | None = None
+    unit: str = "tokens"
+    place: tuple[Place, Place] = (None, None)
+    remarks: tuple[str, ...] = ()
+
+
+def read(config: Config) -> Split:
+    """Read the documents that `config.data` names.
+
+    Raises:
+        InputError: they cannot be read.
+    """
+    with sources.readable():
+        split = _read(config)
+        return replace(split, remarks=(*split.remarks, *sources.left_out(config.data.path, config.data.validation_path)))
+
+
+def _read(config: Config) -> Split:
+    data = config.data
+    if data.read_as == "bytes":
+        if data.format == AUTO:
+            _check_kinds(data)
+        return read_bytes(data.path, data.validation_fraction, data.validation_path)
+    check_beside_weights(config)
+    if data.format == "tokens":
+        return _of_token_files(config) if token_files.is_folder(str(data.path)) else _of_token_rows(config, parts_of(data))
+    return _of_texts(config, parts_of(data))
+
+
+def check_files(config: Config, other: str | None = None) -> int | None:
+    """Check that the files of `config.data` can be read, without reading them, and return the number of its tokens, if it is known.
+
+    Args:
+        config: the config of the run.
+        other: a path to read in place of the run's.
+
+    Raises:
+        InputError: there is no such file, no library reads it, or the tokenizer or the chat template cannot be used.
+    """
+    data = config.data if other is None else config.data.model_copy(update={"path": other, "validation_path": None})
+    if data.read_as == "bytes":
+        if data.format == AUTO:
+            _check_kinds(data)
+        for path, where in ((data.path, "data.path"), (data.validation_path, "data.validation_path")):
+            if path is not None:
+                with sources.readable(where):
+                    sources.find_files(path, where)
+        return BYTES
+    if data.format == "tokens" and token_files.is_folder(str(data.path)):
+        return token_files.read_index(str(data.path), "data.path")[1].vocab_size
+    for path, _, where in parts_of(data) if other is None else [Part(other, 0.0, "data.path")]:
+        with sources.readable(where):
+            _, files = sources.find_files(path, where, content="numbers" if data.format == "arrays" else "text")
+            if (kind := kinds.rows_in(files[0])) is not None and kind.reader in arrow.NAMES:
+                streams.pyarrow(files[0], arrow.NAMES[kind.reader])
+    if data.tokenizer is None:
+        return None
+    check_beside_weights(config)
+    tokenizer = tokenizers.load(data.tokenizer, "data.tokenizer", data.end_of_text)
+    if data.format == "chat":
+        with Renderer(template.find(tokenizer, data.chat_template), TRAINING_TIME) as renderer:
+            try:
+                renderer.start()
+            except NoTemplate as error:
+                raise reading.no_template(error) from None
+            except Failure:  # reported with the first conversation
+                pass
+    return tokenizer.vocab_size
+
+
+class Part(NamedTuple):
+    """Data at a path; all or a share are held out for validation.
+
+    Attributes:
+        path: a file, a folder or a glob.
+        share: to hold out; 1: all.
+        where: the key that names the path, for messages.
+    """
+
+    path: str | None
+    share: float
+    where: str
+
+
+def parts_of(data: DataConfig) -> list[Part]:
+    """Return what is read, and which share of it is held out; a saved `DatasetDict` has a split for training and mostly one for validation.
+
+    Raises:
+        InputError: a `DatasetDict` has no split for training.
+    """
+    with sources.readable():
+        train, validation = sources.with_validation(data.path, "data.path")
+    if data.validation_path is not None:
+        with sources.readable("data.validation_path"):
+            own, split = sources.with_validation(data.validation_path, "data.validation_path")
+        return [Part(train, 0.0, "data.path"), Part(split or own, 1.0, "data.validation_path")]
+    if validation is not None:
+        return [Part(train, 0.0, "data.path"), Part(validation, 1.0, "data.path")]
+    return [Part(train, data.validation_fraction, "data.path")]
+
+
+def _check_kinds(data: DataConfig) -> None:
+    """Check that no file is known to be something other than text, unless the config asks for bytes.
+
+    Raises:
+        InputError: the message names the first of them, and what to do with it.
+    """
+    for path, where in ((data.path, "data.path"), (data.validation_path, "data.validation_path")):
+        if path is None:
+            continue
+        as_it_is = "or set data.format: bytes to learn its bytes as they are"
+        with sources.readable(where):
+            names, files = sources.find_files(path, where)
+            if token_files.INDEX in names and expanded(path, where).is_dir():
+                raise InputError(
+                    f"{where}: '{path}' is a folder of tokens, as jpipe data prepare writes it; set data.format: tokens, {as_it_is}"
+                )
+            for file in files:
+                kind = kinds.kind_of(file, data.text_key) or (kinds.kind_by_name(file) if file.stat().st_size else None)
+                if kind is None:
+                    continue
+                hint = kind.hint
+                if {data.prompt_key, data.answer_key} <= set(kind.columns):
+                    hint = "set data.format: prompts and data.tokenizer"
+                elif "messages" in kind.columns:
+                    hint = "set data.format: chat and data.tokenizer"
+                elif data.text_key in kind.columns:
+                    hint = "set data.format: text and data.tokenizer"
+                columns = f" with {shortened(kind.columns)[:100]}" if kind.columns else ""
+                raise InputError(f"{where}: expected text, found that '{file}' is {kind.name}{columns}; {hint}, {as_it_is}")
+
+
+def check_beside_weights(config: Config) -> None:
+    """Check that tokens mean the same as for the weights that the run starts from, if their tokenizer is known."""
+    ours, file = tokenizers.file_of(config), config.warm_start.file
+    beside = None if file is None else expanded(file, "warm_start.file") / tokenizers.FILE
+    if ours is None or beside is None or config.warm_start.mode == "partial" or not (ours.is_file() and beside.is_file()):
+        return
+    key = "data.path" if config.data.format == "tokens" else "data.tokenizer"
+    our_tokenizer, their_tokenizer = (tokenizers.load(path, where, None) for path, where in ((ours, key), (beside, "warm_start.file")))
+    if our_tokenizer.sha256 != their_tokenizer.sha256 and (wrong := our_tokenizer.differing(their_tokenizer)):
+        number, tokens = wrong[0]
+        raise InputError(
+            f"{key}: expected the tokens of '{beside}', which the weights have learned, found {len(wrong):,} others in '{ours}', the first "
+            f"is {number}, {tokens[0]!r} in place of {tokens[1]!r}; use that tokenizer, or leave out warm_start.file"
+        )
+
+
+def read_bytes(path: str | None, validation_fraction: float, validation_path: str | None = None) -> Split:
+    """Find the bytes of `path` (a file, a folder or a glob; None: the standard library's source) and split them.
+
+    Files that take little memory are read here, others where they are needed.
+    """
+    source = sources.named(path)
+    with sources.readable():
+        names, parts = _files_of_bytes(path, "data.path")
+        if validation_path is not None:
+            train = parts
+        elif len(parts) == 1:
+            train, validation = parts[0].split(1 - validation_fraction)
+        else:
+            held_out = sources.validation_names(names, validation_fraction)
+            train = [part for name, part in zip(names, parts, strict=True) if name not in held_out]
+            validation = [part for name, part in zip(names, parts, strict=True) if name in held_out]
+            source = f"{source} ({len(parts)} files)"
+    if validation_path is not None:
+        with sources.readable("data.validation_path"):
+            validation = _files_of_bytes(validation_path, "data.validation_path")[1]
+    return _split_of_bytes(train, validation, source)
+
+
+def read_whole(config: Config, path: str) -> Split:
+    """Read all documents at `path` in the format of `config.data`; both parts of the split are the same.
+
+    Raises:
+        InputError: they cannot be read, or are tokens of another tokenizer.
+    """
+    with sources.readable():
+        return _read_whole(config, path)
+
+
+def _read_whole(config: Config, path: str) -> Split:
+    if config.data.read_as == "bytes":
+        if config.data.format == AUTO:
+            _check_kinds(config.data.model_copy(update={"path": path, "validation_path": None}))
+        files = _files_of_bytes(path, "data.path")[1]
+        documents = _documents_of_bytes(files)
+        source = sources.named(path) if len(files) == 1 else f"{sources.named(path)} ({len(files)} files)"
+        digest = functools.partial(_digest, "", documents)
+        return Split(documents, documents, source, digest, unit="bytes", remarks=sources.left_out(path))
+    if config.data.format == "tokens" and token_files.is_folder(path):
+        return _whole_folder(config, path)
+    of_parts = _of_token_rows if config.data.format == "tokens" else _of_texts
+    split = of_parts(config, [Part(path, 0.0, "data.path")])
+    remarks = *split.remarks, *sources.left_out(path)
+    return replace(split, validation=split.train, place=(split.place[0], split.place[0]), remarks=remarks)
+
+
+class _Bytes(NamedTuple):
+    """The bytes start .. stop - 1 of a file."""
+
+    file: Path
+    start: int
+    stop: int
+
+    def split(self, share: float) -> tuple[list["_Bytes"], list["_Bytes"]]:
+        """Return the first part, which has this share of the bytes, and the remaining bytes."""
+        cut = round((self.stop - self.start) * share)
+        return [self._replace(stop=self.start + cut)], [self._replace(start=self.start + cut)]
+
+    def opened(self) -> FileArray:
+        """Return the bytes as an array that is read when it is sliced."""
+        return FileArray(self.file, np.dtype(np.uint8), self.start, self.stop - self.start)
+
+
+def _files_of_bytes(path: str | None, where: str) -> tuple[list[str], list[_Bytes]]:
+    """Return the names of the files at a path, and the bytes of each, which are not read."""
+    names, files = sources.find_files(path, where)
+    return names, [_Bytes(file, 0, file.stat().st_size) for file in files]
+
+
+def _split_of_bytes(train: list[_Bytes], validation: list[_Bytes], source: str) -> Split:
+    with sources.readable():
+        parts = _documents_of_bytes(train), _documents_of_bytes(validation)
+    return Split(*parts, source, functools.partial(_digest, "", *parts), unit="bytes")
+
+
+def _digest(tokenizer_digest: str, *parts: Documents) -> str:
+    return hashlib.sha256(" ".join([tokenizer_digest, *(part.digest() for part in parts)]).encode()).hexdigest()
+
+
+def _documents_of_bytes(files: Sequence[_Bytes]) -> Documents:
+    """Return a document for each file that is not empty."""
+    files = [file for file in files if file.stop > file.start]
+    sizes = [file.stop - file.start for file in files]
+    if sum(sizes) <= _MOST_IN_MEMORY:  # later edits of the files change nothing
+        whole: UInt8[np.ndarray, " n"] = np.concatenate([np.zeros(0, np.uint8), *(file.opened()[:] for file in files)])
+        return Documents.of(whole, BYTES, np.cumsum(sizes, dtype=np.int64))
+    cached = functools.lru_cache(maxsize=token_files.MOST_OPEN)(_Bytes.opened)
+
+    def of(file: _Bytes, size: int) -> Shard:
+        return Shard(f"'{file.file}'", size, lambda: cached(file), lambda: np.asarray([size], np.int64))
+
+    return Documents([of(file, size) for file, size in zip(files, sizes, strict=True)], BYTES)
+
+
+def _whole_folder(config: Config, path: str) -> Split:
+    """Read all documents of a folder of tokens, those for training and for validation."""
+    folder, index = token_files.read_index(path, "data.path")
+    if token_files.is_folder(str(config.data.path)) and os.path.exists(str(config.data.path)):  # otherwise its tokenizer is not known
+        its = token_files.read_index(str(config.data.path), "data.path")[1]
+        _check_same_tokenizer(its, index, str(config.data.path), "data.path")
+    documents = token_files.documents(folder, index, [*index.train, *index.validation])
+    tokenizer = _tokenizer(folder, index) if config.data.objective == "masked" else None
+    return Split(documents, documents, f"'{path}'", functools.partial(token_files.digest, folder, index), tokenizer)
+
+
+def check_tokenizers(paths: Sequence[str]) -> None:
+    """Check that all folders of tokens among several sources have the same tokenizer.
+
+    Raises:
+        InputError: one has another.
+    """
+    first: tuple[str, token_files.Index] | None = None
+    for number, path in enumerate(paths):
+        if not token_files.is_folder(path):
+            continue
+        index = token_files.read_index(path, where := f"data.sources.{number}.path")[1]
+        first = first or (path, index)
+        if (index.vocab_size, index.tokenizer_sha256) != (first[1].vocab_size, first[1].tokenizer_sha256):
+            raise InputError(
+                f"{where}: expected tokens of the same tokenizer as in '{first[0]}', found those of another in '{path}'; prepare it with "
+                "the same --tokenizer"
+            )
+
+
+def _check_same_tokenizer(index: token_files.Index, other: token_files.Index, path: str, where: str) -> None:
+    """Check that tokens have the same kind and tokenizer as those at `path`."""
+    if (other.vocab_size, other.kind, other.tokenizer_sha256) != (index.vocab_size, index.kind, index.tokenizer_sha256):
+        raise InputError(
+            f"{where}: expected {index.kind} of the same tokenizer as in '{path}', found {other.kind} of another; "
+            "prepare it with the same --tokenizer and --format"
+        )
+
+
+def _tokenizer(folder: Path, index: token_files.Index) -> tokenizers.Tokenizer:
+    """Load the tokenizer beside the tokens of a folder, which made them."""
+    tokenizer = tokenizers.load(folder / tokenizers.FILE, "data.path", None)
+    if tokenizer.sha256 != index.tokenizer_sha256:
+        raise InputError(f"data.path: '{folder / tokenizers.FILE}' is not the tokenizer that made the tokens; copy it again")
+    return tokenizer
+
+
+def _of_token_files(config: Config) -> Split:
+    """Read the folder that `jpipe data prepare` wrote."""
+    path = str(config.data.path)
+    for key in ("validation_fraction", "tokens_key"):
+        if getattr(config.data, key) != DataConfig.model_fields[key].default:
+            raise InputError(
+                f"data.{key}: would mean nothing with '{path}', which is a folder of tokens and not rows of them; leave it out"
+            )
+    folder, index = token_files.read_index(path, "data.path")
+    train, held_out = token_files.documents(folder, index, index.train), (folder, index, index.validation)
+    digests = [functools.partial(token_files.digest, folder, index)]
+    if config.data.validation_path is not None:
+        other, its = token_files.read_index(config.data.validation_path, "data.validation_path")
+        _check_same_tokenizer(index, its, path, "data.validation_path")
+        held_out = other, its, [*its.train, *its.validation]
+        digests.append(functools.partial(token_files.digest, other, its))
+    elif not index.validation:
+        raise InputError(
+            f"data.path: '{path}' holds nothing for validation; name a folder that does, as data.validation_path, or prepare it with "
+            "--validation-fraction"
+        )
+    tokenizer = _tokenizer(folder, index) if config.data.objective == "masked" else None
+    return Split(train, token_files.documents(*held_out), f"'{path}'", lambda: "".join(each() for each in digests), tokenizer)
+
+
+class _Memory:
+    """A sink that keeps documents and where they come from in memory."""
+
+    def __init__(self, dtype: np.dtype[Any]) -> None:
+        self._dtype = dtype
+        self._tokens: list[np.ndarray] = []
+        self._size = 0
+        self._ends: list[int] = []
+        self._answers: list[int] = []
+        self._answer_ends: list[int] = []
+        self._places: list[FilePlace] = []  # of documents that have answers
+
+    def add(self, tokens: np.ndarray) -> None:
+        self._tokens.append(tokens.astype(self._dtype))
+        self._size += tokens.size
+
+    def end(self, answers: texts.Answers | None, place: FilePlace) -> None:
+        begin = self._ends[-1] if self._ends else 0
+        if answers is not None:
+            self._answers += [begin + first for first, _ in answers]
+            self._answer_ends += [begin + stop for _, stop in answers]
+            self._places.append(place)
+        self._ends.append(self._size)
+
+    def documents(self, vocab_size: int) -> Documents:
+        whole = np.concatenate([np.zeros(0, self._dtype), *self._tokens])
+        answers = [np.asarray(positions, np.int64) if self._places else None for positions in (self._answers, self._answer_ends)]
+        return Documents.of(whole, vocab_size, np.asarray(self._ends, np.int64), *answers)
+
+    def place(self, example: int) -> str:
+        return f"data.path: {self._places[example]}"
+
+
+def _of_token_rows(config: Config, parts: Sequence[Part]) -> Split:
+    """Read rows of token ids into memory."""
+    data = config.data
+    if data.objective == "masked":
+        raise InputError(
+            "data.objective: masked: expected a folder that jpipe data prepare wrote, which has the tokenizer of its tokens, found "
+            f"'{data.path}'; prepare it with jpipe data prepare --format tokens"
+        )
+    memory = [_Memory(np.dtype(np.uint32)) for _ in range(2)]
+    largest, empty = 0, 0
+    for path, share, where in parts:
+        with sources.readable(where):
+            _, files = sources.find_files(path, where)
+            for row in token_rows.read(files, data.tokens_key, share, where):
+                empty += not row.tokens.size
+                if row.tokens.size:
+                    largest = max(largest, int(row.tokens.max()))
+                    memory[row.held_out].add(row.tokens)
+                    memory[row.held_out].end(None, row.place)
+    train, validation = (part.documents(largest + 1) for part in memory)
+    remarks = (f"{count(empty, 'empty document')} left out",) if empty else ()
+    return Split(train, validation, sources.named(data.path), functools.partial(_digest, "", train, validation), remarks=remarks)
+
+
+def _of_texts(config: Config, parts: Sequence[Part]) -> Split:
+    """Tokenize files of text, or of rows with text.
+
+    Args:
+        config: what they are.
+        parts: what is read.
+    """
+    data = config.data
+    tokenizer = tokenizers.load(str(data.tokenizer), "data.tokenizer", data.end_of_text)
+    memory = [_Memory(np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32)) for _ in range(2)]
+    assembler = texts.Assembler(tokenizer, {False: memory[0], True: memory[1]})
+    (_add_conversations if data.format == "chat" else _add_texts)(data, parts, assembler)
+    train, validation = (part.documents(tokenizer.vocab_size) for part in memory)
+    return Split(
+        train,
+        validation,
+        sources.named(data.path),
+        functools.partial(_digest, tokenizer.sha256, train, validation),
+        tokenizer,
+        place=(memory[0].place, memory[1].place) if data.format in ("prompts", "chat") else (None, None),
+        remarks=tuple(assembler.remarks()),
+    )
+
+
+def _add_texts(data: DataConfig, parts: Sequence[Part], assembler: texts.Assembler) -> None:
+    form: texts.Format = "prompts" if data.format == "prompts" else "text"
+    keys = texts.Keys(data.text_key, data.prompt_key, data.answer_key)
+    for path, share, where in parts:
+        with sources.readable(where):
+            names, files = sources.find_files(path, where)
+            pieces = texts.pieces(names, files, form, 0.0 if share == 1 else share, keys, where)
+            for piece, tokens in texts.tokenized(pieces, assembler.tokenizer):
+                assembler.add(piece._replace(held_out=piece.held_out or share == 1), tokens)
+
+
+def _add_conversations(data: DataConfig, parts: Sequence[Part], assembler: texts.Assembler) -> None:
+    with Renderer(template.find(assembler.tokenizer, data.chat_template), TRAINING_TIME) as renderer:
+        for path, share, where in parts:
+            with sources.readable(where):
+                _, files = sources.find_files(path, where)
+                for read in reading.read(files, renderer, assembler.tokenizer, share, where):
+                    assembler.divided += read.number == 2
+                    assembler.add_document(read.tokenized.tokens, read.tokenized.answers, read.place, held_out=read.held_out)

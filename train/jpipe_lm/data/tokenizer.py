@@ -1,0 +1,299 @@
+"""Load a tokenizer from a local tokenizer.json, within limits, and find the tokens that begin and end a text."""
+
+import hashlib
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import takewhile
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+from jaxtyping import Int64, UInt32
+
+from jpipe import InputError
+from jpipe.errors import nearest
+from jpipe.files import expanded, read_bytes
+from jpipe_lm.data.files import tokenizer_limits
+from jpipe_train.config.section import AUTO
+from jpipe_train.console.terminal import first_line
+
+FILE = "tokenizer.json"
+MOST_BYTES = 2**27  # of a tokenizer.json; the largest vocabularies take a quarter of it
+LARGEST_VOCABULARY = 2**24
+ENDS_OF_TEXT = "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]"
+"""Tokens that end a text, in order of preference, for a tokenizer without a rule about it."""
+PADDINGS = "[PAD]", "<pad>", "<|pad|>", "<|padding|>", "<|finetune_right_pad_id|>"
+"""Tokens that fill rows, in order of preference."""
+
+_Item = TypeVar("_Item")
+_NO_MARK: tuple[str, tuple[int, ...]] = ("", ())
+
+
+class Row(NamedTuple):
+    """A tokenized text or pair of texts.
+
+    Attributes:
+        tokens: all of them.
+        types: for each token which of the texts it belongs to, as the tokenizer counts them.
+        is_cut: whether there was more.
+    """
+
+    tokens: UInt32[np.ndarray, " n"]
+    types: UInt32[np.ndarray, " n"]
+    is_cut: bool
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """A tokenizer: text to token ids and back.
+
+    Attributes:
+        rules: of the tokenizers library.
+        content: of its file.
+        where: the key or the option and the path that it was read from, for messages.
+        begin: tokens that the tokenizer's own rules put before a text.
+        end: what ends a document; None: nothing does.
+        path: of its file.
+    """
+
+    rules: Any
+    content: bytes
+    where: str
+    begin: tuple[int, ...]
+    end: int | None
+    path: Path
+
+    @cached_property
+    def ids(self) -> Int64[np.ndarray, " n"]:
+        """The ids of all tokens in ascending order, possibly with gaps."""
+        return np.unique(np.fromiter(self.rules.get_vocab(with_added_tokens=True).values(), np.int64))
+
+    @property
+    def vocab_size(self) -> int:
+        """The largest id plus one, the number of rows of an embedding of all tokens."""
+        return 1 + int(self.ids[-1])
+
+    @property
+    def sha256(self) -> str:
+        """The hash of the file."""
+        return hashlib.sha256(self.content).hexdigest()
+
+    def encoded(self, texts: Sequence[str], continued: Sequence[bool] = ()) -> list[UInt32[np.ndarray, " _"]]:
+        """Tokenize each text on all cores, without the tokens that begin or end it.
+
+        Args:
+            texts: to tokenize.
+            continued: for each text whether it continues another one, so that nothing is put before it; empty: none does.
+
+        Raises:
+            InputError: the tokenizer fails.
+        """
+        marks = self._marks if any(continued) else {}
+        before = [marks.get(text[0].isspace(), _NO_MARK) if text and on else _NO_MARK for text, on in zip(texts, continued, strict=False)]
+        before += [_NO_MARK] * (len(texts) - len(before))
+        tokens = self._encoded([mark + text for (mark, _), text in zip(before, texts, strict=True)])
+        for i, (_, head) in enumerate(before):
+            whole = tuple(tokens[i][: len(head)].tolist()) == head
+            tokens[i] = tokens[i][len(head) :] if whole else self._encoded([texts[i]])[0]
+        return tokens
+
+    def with_offsets(self, texts: Sequence[str]) -> list[tuple[UInt32[np.ndarray, " n"], Int64[np.ndarray, "n 2"]]]:
+        """Tokenize each text on all cores, without the tokens that begin or end it.
+
+        Returns:
+            The tokens of each text, and where each begins and ends in it, in characters.
+
+        Raises:
+            InputError: the tokenizer fails.
+        """
+        try:
+            encodings = self.rules.encode_batch(list(texts), add_special_tokens=False)
+        except BaseException as error:
+            raise _failed(error, f"{self.where}: cannot tokenize") from None
+        return [(np.asarray(each.ids, np.uint32), np.asarray(each.offsets, np.int64).reshape(-1, 2)) for each in encodings]
+
+    @cached_property
+    def _marks(self) -> dict[bool, tuple[str, tuple[int, ...]]]:
+        """A prefix for a continued text, with its tokens: for a text that begins with a space (True), and for other texts (False).
+
+        Nothing, if the tokenizer puts no space before a text, as Llama 2's does.
+        """
+        a, b, one, other, unknown = (tokens.tolist() for tokens in self._encoded(["a", "b", "\na", "\nb", "\U0010ffffa"]))
+        head = [first for first, _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))]
+        if a == b or not head or one[len(head) :] == a or unknown[: len(head)] == head:
+            return {}
+        return {True: ("a", tuple(a)), False: ("\n", tuple(head))}
+
+    def _encoded(self, texts: Sequence[str]) -> list[UInt32[np.ndarray, " _"]]:
+        try:
+            encodings = self.rules.encode_batch_fast(list(texts), add_special_tokens=False)
+        except BaseException as error:  # what panics in Rust is no Exception
+            raise _failed(error, f"{self.where}: cannot tokenize") from None
+        return [np.asarray(encoding.ids, np.uint32) for encoding in encodings]
+
+    def whole(self, texts: Sequence[str | tuple[str, str]], most: int | None = None) -> list["Row"]:
+        """Tokenize texts and pairs of texts on all cores, with what the tokenizer's own rules put around and between them.
+
+        Args:
+            texts: to tokenize.
+            most: the most tokens of a row, beyond which it is cut: of a pair the longer text first; None: any number.
+
+        Raises:
+            InputError: the tokenizer fails.
+        """
+        try:
+            if most is not None:
+                self.rules.enable_truncation(most)
+            encodings = self.rules.encode_batch_fast(list(texts))
+            self.rules.no_truncation()
+        except BaseException as error:
+            raise _failed(error, f"{self.where}: cannot tokenize") from None
+        return [Row(np.asarray(one.ids, np.uint32), np.asarray(one.type_ids, np.uint32), bool(one.overflowing)) for one in encodings]
+
+    @cached_property
+    def padding(self) -> int | None:
+        """The token that fills rows: one that exists for it, or the end of text if a text is not followed by it; None: there is none."""
+        known = [self.rules.token_to_id(name) for name in PADDINGS]
+        is_free = self.end is not None and self.rules.encode("a").ids[-1:] != [self.end]
+        return next((int(number) for number in known if number is not None), self.end if is_free else None)
+
+    def decoded(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens, without those that stand for none.
+
+        Raises:
+            InputError: the tokenizer fails.
+        """
+        try:
+            return str(self.rules.decode(list(tokens), skip_special_tokens=True))
+        except BaseException as error:
+            raise _failed(error, f"{self.where}: cannot make text of tokens") from None
+
+    def id_of(self, *names: str) -> int:
+        """Return the id of the first of these special tokens that exists, or None.
+
+        Raises:
+            InputError: the tokenizer has none of them.
+        """
+        for name in names:
+            if (number := self.rules.token_to_id(name)) is not None:
+                return int(number)
+        either = " or ".join(names)
+        raise InputError(f"{self.where}: expected a tokenizer with the token {either}, found none; use one made for such a model")
+
+    def differing(self, other: "Tokenizer") -> list[tuple[int, tuple[str, str]]]:
+        """Return the ids that the two tokenizers use for different tokens, with these tokens."""
+        mine, theirs = ({number: token for token, number in each.rules.get_vocab(with_added_tokens=True).items()} for each in (self, other))
+        return [
+            (number, (mine[number], theirs[number])) for number in sorted(mine.keys() & theirs.keys()) if mine[number] != theirs[number]
+        ]
+
+    def special_ids(self) -> tuple[int, ...]:
+        """Return the ids of all tokens that stand for no text."""
+        return tuple(sorted(number for number, token in self.rules.get_added_tokens_decoder().items() if token.special))
+
+
+def load(path: str | Path, where: str, end_of_text: str | None = AUTO) -> Tokenizer:
+    """Load a tokenizer.json, which may come from a stranger.
+
+    Padding and truncation, which such files can ask for, are left out, and so is BPE's dropout, which would make it draw lots.
+
+    Args:
+        path: of the file.
+        where: the key or the option that names it, for messages.
+        end_of_text: what ends a document, as text; None: nothing; auto: what the tokenizer's own rules put after a text, otherwise the
+            first of `ENDS_OF_TEXT` that it has.
+
+    Raises:
+        InputError: the file cannot be read, is too large or no tokenizer; it has no such token.
+    """
+    try:
+        file = expanded(str(path), where)
+        content = read_bytes(file, MOST_BYTES)
+    except OSError as error:
+        raise InputError(f"{where}: cannot read '{path}': {error.strerror}; give a tokenizer.json") from None
+    where = f"{where}: '{path}'"
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")  # else it prints a warning in each process that is forked later
+    import tokenizers  # only here: most runs need none
+
+    try:
+        expressions = tokenizer_limits.check_content(content)
+        rules = tokenizers.Tokenizer.from_buffer(content)
+        rules.no_padding()
+        rules.no_truncation()
+        if getattr(rules.model, "dropout", None):
+            rules.model.dropout = None
+        size = rules.get_vocab_size(with_added_tokens=True)
+        tokenizer_limits.check_vocabulary(rules.get_vocab(with_added_tokens=True))
+        if expressions:
+            tokenizer_limits.check_time(rules, expressions)
+        plain, whole = (rules.encode("a", add_special_tokens=special).ids for special in (False, True))
+    except tokenizer_limits.TooMuch as error:
+        raise InputError(f"{where}: expected {error}; use the tokenizer of a model that you trust") from None
+    except BaseException as error:
+        raise _failed(error, f"{where}: expected a tokenizer.json of the tokenizers library") from None
+    if not 1 <= size <= LARGEST_VOCABULARY:
+        raise InputError(f"{where}: expected 1 to {LARGEST_VOCABULARY:,} tokens, found {size:,}; is this a tokenizer?")
+    tokenizer = Tokenizer(rules, content, where, (), None, file)
+    if tokenizer.vocab_size > LARGEST_VOCABULARY:
+        raise InputError(
+            f"{where}: expected ids below {LARGEST_VOCABULARY:,}, found {tokenizer.vocab_size - 1:,}; give a tokenizer with smaller ids"
+        )
+    before, after = _around(plain, whole)
+    if before == (rules.token_to_id("[CLS]"),):
+        before = ()  # it begins a row of masked tokens, not each document in it
+    return _with_end(replace(tokenizer, begin=before), after, end_of_text)
+
+
+def file_of(config: Any) -> Path | None:
+    """Return the tokenizer.json of a run with this `jpipe_train.config.config.Config`, or None if it reads bytes or has a `data.target`."""
+    if config.data.target is None and config.data.format == "tokens":
+        return expanded(config.data.first_path, "data.path") / FILE
+    return None if config.data.tokenizer is None else expanded(config.data.tokenizer, "data.tokenizer")
+
+
+def _with_end(tokenizer: Tokenizer, after: tuple[int, ...], end_of_text: str | None) -> Tokenizer:
+    rules = tokenizer.rules
+    if end_of_text is None:
+        return tokenizer
+    if end_of_text != AUTO:
+        number = rules.token_to_id(end_of_text)
+        if number is None:
+            hint = nearest(end_of_text, [token.content for token in rules.get_added_tokens_decoder().values()])
+            raise InputError(f"{tokenizer.where}: expected it to have the end of text {end_of_text!r}, found none; {hint}")
+        return replace(tokenizer, end=int(number))
+    if len(after) == 1:
+        return replace(tokenizer, end=after[0])
+    known = [rules.token_to_id(name) for name in ENDS_OF_TEXT]
+    return replace(tokenizer, end=next((number for number in known if number is not None), None))
+
+
+def _around(plain: Sequence[int], whole: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return what precedes and follows `plain` in `whole`, or nothing if `whole` does not contain it."""
+    for start in range(len(whole) - len(plain) + 1):
+        if list(whole[start : start + len(plain)]) == list(plain):
+            return tuple(whole[:start]), tuple(whole[start + len(plain) :])
+    return (), ()
+
+
+def _failed(error: BaseException, what: str) -> BaseException:
+    """Return the exception to raise if the library fails: an InputError with its message, or Ctrl-C and process exits unchanged."""
+    if isinstance(error, (KeyboardInterrupt, SystemExit, MemoryError)):
+        return error
+    reason = first_line(error) if isinstance(error, Exception) else "it panics"
+    return InputError(f"{what}, found one that fails: {reason}; give the file of a fast tokenizer, such as jpipe data tokenizer writes")
+
+
+def batched(items: Iterable[_Item], size: Callable[[_Item], int], most: int) -> Iterator[list[_Item]]:
+    """Yield items in batches that go to a tokenizer together; a batch ends with the item that makes it `most` or larger."""
+    batch: list[_Item] = []
+    total = 0
+    for item in items:
+        batch.append(item)
+        total += size(item)
+        if total >= most:
+            yield batch
+            batch, total = [], 0
+    if batch:
+        yield batch

@@ -1,0 +1,168 @@
+"""Hold a conversation with a model: `jpipe generate --chat`."""
+
+import contextlib
+import itertools
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
+
+from jpipe import InputError
+from jpipe_lm.data.chat import template
+from jpipe_lm.data.chat.renderer import Failure, Renderer
+from jpipe_lm.data.chat.tokens import end_of_turn
+from jpipe_lm.data.tokenizer import Tokenizer
+from jpipe_lm.generate import model_source
+from jpipe_lm.generate.generate import Request, agree_on, check_options, check_text, check_tokens, ignore, start
+from jpipe_lm.generate.texts import Text, Texts, start_texts
+from jpipe_lm.generate.token_text import Conversion
+from jpipe_train.console import interrupt
+from jpipe_train.console.terminal import count
+from jpipe_train.launch.together import Together
+
+MOST_BY_DEFAULT = 1000  # tokens of an answer
+_MEMORY_FOR = 8192  # positions at the start; a model that has more is not placed for all of them
+_SEEDS = 2**32
+_LONGEST_PAUSE = 7 * 24 * 3600.0  # seconds that other processes wait for what the user says
+
+
+@dataclass
+class Chat:
+    """A conversation so far, in process 0.
+
+    Attributes:
+        request: the options.
+        source: the model, on disk.
+        words: the conversion of its tokens.
+        renderer: renders the conversation as text.
+        messages: what was said.
+    """
+
+    request: Request
+    source: model_source.Origin
+    words: Conversion
+    renderer: Renderer
+    messages: list[dict[str, Any]] = field(default_factory=list)
+
+    @classmethod
+    def begin(cls, request: Request, source: model_source.Origin, words: Conversion, renderer: Renderer) -> Self:
+        """Return a conversation in which only the system has said something, if it has.
+
+        Raises:
+            InputError: that is not in UTF-8.
+        """
+        chat = cls(request, source, words, renderer)
+        if request.system is not None:
+            check_text(request.system, "--system")
+            chat.messages.append({"role": "system", "content": request.system})
+        return chat
+
+    def prompt(self, said: str) -> list[int]:
+        """Add what a user says, and return the tokens of the whole conversation.
+
+        Raises:
+            InputError: the template does not render the conversation, or the model has too few positions.
+        """
+        check_text(said, "standard input")
+        self.messages.append({"role": "user", "content": said})
+        try:
+            tokens = self.words.encode(self.renderer.text(self.messages, generation_prompt=True))
+        except Failure as error:
+            raise InputError(f"chat template: {error}; use a model whose template knows such conversations") from None
+        if not tokens:
+            raise InputError("chat template: expected a text of the conversation, found an empty one; use another template")
+        check_tokens(tokens, self.words, self.source.config, "the conversation", "begin a new one")
+        return tokens
+
+
+def main(
+    request: Request,
+    said: Callable[[], Iterator[str]],
+    write: Callable[[str], None],
+    say: Callable[[str], None],
+    together: Together,
+    *,
+    goes_on: bool,
+) -> bool:
+    """Hold a conversation.
+
+    Args:
+        request: the options.
+        said: yields what the user says, one text after the other; process 0 calls it.
+        write: writes answers, piece by piece; process 0 calls it.
+        say: prints a line about them; process 0 calls it.
+        together: the processes that have the model.
+        goes_on: whether the conversation goes on after Ctrl-C has stopped an answer.
+
+    Returns:
+        Whether it ended with what the user says; False if Ctrl-C was pressed.
+
+    Raises:
+        InputError: as `jpipe_lm.generate.generate.main`; there is no chat template, or it does not render the conversation.
+        PeerLost: another process died, hung or stopped.
+    """
+    if not together.is_first:
+        write = say = ignore
+
+    def prepare() -> tuple[model_source.Origin, Conversion, Tokenizer]:
+        check_options(request)
+        source = model_source.find(request.source, request.step, request.weights, request.tokenizer, request.dtype, say, request.adapters)
+        if (words := source.words()).tokenizer is None:
+            raise InputError("--chat: expected a model with a tokenizer and a chat template, found one of bytes; leave --chat out")
+        return source, words, words.tokenizer
+
+    source, words, tokenizer = together.run_on_all(prepare)
+    agree_on(request, source, together)
+    with contextlib.ExitStack() as stack:
+        chats: list[Chat] = []  # one, in process 0
+
+        def begin() -> str:
+            renderer = stack.enter_context(Renderer(template.find(tokenizer, words.chat_template)))
+            chats.append(Chat.begin(request, source, words, renderer))
+            return json.dumps(end_of_turn(renderer, tokenizer))
+
+        ends, stops = json.loads(together.from_first("what ends an answer", begin))
+        words_with_ends = replace(words, ends={*words.ends, *ends})
+        model = start(request, source, words_with_ends, 1, min(source.config.max_positions_used, _MEMORY_FOR), say, together)
+        for turn, (text, tokens) in enumerate(_turns(said, chats, together)):
+            started = start_texts([text], [tokens], _most(request), source.config.max_positions_used, words, (*request.stops, *stops))
+            texts = Texts(started, words_with_ends, request.as_json, write, say, with_speed=False)
+            is_complete = model.answer([tokens], texts, (request.seed + turn) % _SEEDS)
+            _report(started[0], chats, say)
+            if not is_complete:
+                if not goes_on:
+                    say("interrupted")
+                    return False
+                interrupt.forget()
+    return True
+
+
+def _most(request: Request) -> int:
+    """Return the largest number of tokens of an answer."""
+    return MOST_BY_DEFAULT if request.tokens is None else request.tokens
+
+
+def _report(answer: Text, chats: list[Chat], say: Callable[[str], None]) -> None:
+    """Add an answer to the conversation, and say if it is longer than it may be."""
+    if answer.end == "tokens":
+        say(f"stopped after {count(answer.tokens, 'token')}; --tokens N allows more")
+    for chat in chats:
+        chat.messages.append({"role": "assistant", "content": answer.whole})
+
+
+def _turns(said: Callable[[], Iterator[str]], chats: list[Chat], together: Together) -> Iterator[tuple[str, list[int]]]:
+    """Yield in all processes what the user says to process 0, with the tokens of the conversation up to there."""
+    spoken = said()
+
+    def following() -> str:
+        text = next(spoken, None)
+        return json.dumps(None if text is None else (text, chats[0].prompt(text)))
+
+    for turn in itertools.count(1):
+        found = json.loads(together.from_first(f"turn {turn} of the user", following, limit=_LONGEST_PAUSE))
+        if found is None:
+            if turn == 1 and together.processes is not None:  # jpipe launch passes no terminal on
+                nothing = "--chat: expected lines on standard input, found none; with jpipe launch pipe them in: cat | jpipe launch …"
+                raise together.shared(InputError(nothing))
+            return
+        yield found[0], found[1]

@@ -1,0 +1,371 @@
+"""Load a model and continue prompts, token by token."""
+
+import contextlib
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Bool, Int
+
+from jpipe import InputError
+from jpipe.errors import short
+from jpipe_lm.config.model_config import ModelConfig
+from jpipe_lm.generate import model_source
+from jpipe_lm.generate.decoder import Decoder, bytes_of, scratch_of
+from jpipe_lm.generate.placement import place
+from jpipe_lm.generate.sampling import Sampling, choose
+from jpipe_lm.generate.shared import share_of
+from jpipe_lm.generate.texts import Texts, start_texts
+from jpipe_lm.generate.token_text import Conversion
+from jpipe_lm.models.transformer import dtype_of
+from jpipe_train.assemble import compile_cache
+from jpipe_train.assemble.build import force_cpu_devices, start_devices
+from jpipe_train.checkpoint.best import Step
+from jpipe_train.checkpoint.export import Weights
+from jpipe_train.console import interrupt
+from jpipe_train.console.terminal import count
+from jpipe_train.launch.distributed import CONNECT_LIMIT
+from jpipe_train.launch.together import Together, code_facts
+
+MOST_TOKENS = 10**7
+MOST_BY_DEFAULT = 100
+_LARGEST = 1e6
+_SEEDS = 2**32
+
+
+@dataclass(frozen=True)
+class Request:
+    """A request to generate text.
+
+    Attributes:
+        source: the folder of a run, or one in Hugging Face's layout.
+        prompts: the texts to continue.
+        tokens: the largest number of tokens for each prompt; None for `MOST_BY_DEFAULT`, or the default of `jpipe_lm.generate.chat`.
+        temperature: as in `Sampling`; None for 1 with `top_k` or `top_p`, otherwise 0.
+        top_k: as in `Sampling`.
+        top_p: as in `Sampling`.
+        seed: the seed of sampling.
+        step: as in `model_source.find`.
+        weights: as in `model_source.find`.
+        tokenizer: as `tokens_of` in `model_source.find`.
+        dtype: as in `model_source.find`.
+        devices: the number of devices; None for as few as have the memory.
+        as_json: whether to write a JSON object for each prompt at the end, in place of text as it is generated.
+        stops: strings before which a text ends.
+        is_chat: whether to hold a conversation.
+        system: what the model is told at its beginning; None for nothing.
+        adapters: as in `model_source.find`.
+    """
+
+    source: str
+    prompts: Sequence[str]
+    tokens: int | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int = 0
+    step: Step = None
+    weights: Weights = "newest"
+    tokenizer: str | None = None
+    dtype: str | None = None
+    devices: int | None = None
+    as_json: bool = False
+    stops: Sequence[str] = ()
+    is_chat: bool = False
+    system: str | None = None
+    adapters: str | None = None
+
+
+def main(request: Request, write: Callable[[str], None], say: Callable[[str], None], together: Together) -> bool:
+    """Generate text.
+
+    Args:
+        request: what to generate, with at least one prompt.
+        write: writes text, piece by piece; process 0 calls it.
+        say: prints a line about it; process 0 calls it.
+        together: the processes that have the model.
+
+    Returns:
+        Whether the texts are complete; False if Ctrl-C was pressed.
+
+    Raises:
+        InputError: an option, the folder or a prompt is invalid; the model does not fit the devices; its logits are NaN.
+        PeerLost: another process died, hung or stopped.
+    """
+    if not together.is_first:
+        write = say = ignore
+
+    def prepare() -> tuple[model_source.Origin, Conversion, list[list[int]], Texts]:
+        check_options(request)
+        source = model_source.find(request.source, request.step, request.weights, request.tokenizer, request.dtype, say, request.adapters)
+        words, most = source.words(), source.config.max_positions_used
+        prompts = [_tokens_of(text, number, words, source) for number, text in enumerate(request.prompts, 1)]
+        tokens = MOST_BY_DEFAULT if request.tokens is None else request.tokens
+        begun = start_texts(request.prompts, prompts, tokens, most, words, request.stops)
+        return source, words, prompts, Texts(begun, words, request.as_json, write, say)
+
+    source, words, prompts, texts = together.run_on_all(prepare)
+    agree_on(request, source, together)
+    model = start(request, source, words, len(prompts), max(text.length + text.most for text in texts.each), say, together)
+    return model.answer(prompts, texts, request.seed)
+
+
+def agree_on(request: Request, source: model_source.Origin, together: Together) -> None:
+    """Continue only if all processes generate the same with the same model.
+
+    Raises:
+        InputError: they do not.
+    """
+    together.agree(lambda: {**code_facts(), "what is generated": repr(request), "the model": f"{source.description} {source.config}"})
+
+
+def ignore(_: str) -> None:
+    """Print nothing: process 0 does."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model on its devices.
+
+    Attributes:
+        decoder: the model.
+        sampling: how tokens are chosen.
+        known: shape (n,), which of the first n tokens may be chosen; later ones may not.
+        stops_at_once: whether Ctrl-C ends an answer at any moment, as in several processes, and not after a token.
+    """
+
+    decoder: Decoder
+    sampling: Sampling
+    known: Bool[np.ndarray, " n"]
+    stops_at_once: bool = False
+
+    def answer(self, prompts: Sequence[Sequence[int]], texts: Texts, seed: int) -> bool:
+        """Generate texts after prompts, until all have ended or Ctrl-C is pressed.
+
+        Args:
+            prompts: the tokens of each prompt.
+            texts: the text of each.
+            seed: the seed of sampling.
+
+        Returns:
+            Whether the texts are complete; False if Ctrl-C was pressed.
+
+        Raises:
+            InputError: the logits are NaN.
+        """
+        positions, most = max(text.length + text.most for text in texts.each), max(text.most for text in texts.each)
+        # Ctrl-C is checked after each token, so that no output is cut off; several processes would not stop after the same one.
+        with contextlib.nullcontext() if self.stops_at_once else interrupt.delayed():
+            texts.head()
+            for tokens in sequences(self.decoder, prompts, positions, most, self.sampling, seed, self.known):
+                texts.add(tokens)
+                if interrupt.pressed() or texts.are_done:
+                    break
+            texts.finish()
+        return not interrupt.pressed()
+
+
+def start(
+    request: Request,
+    source: model_source.Origin,
+    words: Conversion,
+    rows: int,
+    positions: int,
+    say: Callable[[str], None],
+    together: Together,
+) -> Model:
+    """Load a model onto its devices, of all processes.
+
+    Args:
+        request: the options.
+        source: the model.
+        words: the conversion of its tokens.
+        rows: the number of prompts.
+        positions: the largest length of a text with its prompt, for which there has to be memory.
+        say: prints a line about it.
+        together: the processes.
+
+    Raises:
+        InputError: the model does not fit the devices, or its parameters do not fit it.
+        PeerLost: another process died, hung or stopped.
+    """
+    if line := compile_cache.use(source.compile_cache):
+        say(line)
+    processes = 1 if together.processes is None else together.processes.count
+    force_cpu_devices(-(-(request.devices or 1) // processes))
+    together.start_devices(CONNECT_LIMIT)
+
+    def load() -> tuple[model_source.Origin, dict[str, jax.Device], Any]:
+        start_devices()
+        chosen = _on_cpus(source, request.dtype) if jax.default_backend() == "cpu" else source
+        sizes, existing = bytes_of(chosen.config, rows, positions), jax.devices()
+        number = request.devices if processes == 1 or request.devices is not None else min(len(existing), len(sizes))
+        devices = place(sizes, existing, number, scratch_of(chosen.config, rows, positions))
+        used = list(dict.fromkeys(devices.values()))
+        words = f" of {processes} processes" if processes > 1 else ""
+        say(f"{chosen.description}; {chosen.config.compute_dtype}, {count(len(used), 'device')} ({used[0].platform}){words}")
+        return chosen, devices, model_source.parameters(chosen, devices, interrupt.check)
+
+    chosen, devices, params = together.run_on_all(load)
+    decoder = Decoder(chosen.config, params, devices, share_of(together))
+    interrupt.check()
+    known = np.isin(np.arange(min(int(words.symbols[-1]) + 1, chosen.config.vocab_size)), words.symbols)
+    return Model(decoder, _sampling(request), known, stops_at_once=processes > 1)
+
+
+def sequences(
+    decoder: Decoder,
+    prompts: Sequence[Sequence[int]],
+    positions: int,
+    most: int,
+    sampling: Sampling,
+    seed: int,
+    known: Bool[np.ndarray, " n"],
+) -> Iterator[Int[np.ndarray, " b"]]:
+    """Yield the tokens that follow the prompts, one for each prompt per step, while the next step already runs.
+
+    Args:
+        decoder: the model.
+        prompts: the tokens of each prompt.
+        positions: as in `Decoder.begin`.
+        most: the number of steps.
+        sampling: how a token is chosen.
+        seed: the seed of sampling.
+        known: shape (n,), which of the first n tokens may be chosen; later ones may not.
+    """
+    rows = np.arange(len(prompts), dtype=np.int32)
+    pick = _picker(sampling, known.tobytes())
+
+    def chosen(logits: jax.Array | None, step: int) -> Any:
+        return decoder.everywhere(None if logits is None else pick(logits, np.uint32(seed), rows, np.int32(step)))
+
+    tokens = chosen(decoder.begin(prompts, positions), 0)
+    for step in range(1, most):
+        following = chosen(decoder.follow(tokens), step)
+        yield np.asarray(tokens)
+        tokens = following
+    yield np.asarray(tokens)
+
+
+@functools.lru_cache(maxsize=1)
+def _picker(sampling: Sampling, known_tokens: bytes) -> Callable[..., jax.Array]:
+    """Return the function that chooses tokens from logits, which is compiled once for all answers of a conversation."""
+    known = np.frombuffer(known_tokens, bool)
+    return jax.jit(lambda logits, *key: choose(jnp.where(known, logits[:, : len(known)], -jnp.inf), sampling, *key))
+
+
+def _on_cpus(source: model_source.Origin, dtype: str | None) -> model_source.Origin:
+    """Return the model for CPUs, which do not compute in float16.
+
+    Raises:
+        InputError: the user has requested float16.
+    """
+    if dtype == "float16":
+        raise InputError("--dtype: expected float32 or bfloat16 on CPUs, which do not compute in float16, found that; leave it out")
+    half = dtype_of(source.config) == "float16"
+    return replace(source, config=source.config.model_copy(update={"compute_dtype": "float32"})) if half else source
+
+
+def check_options(request: Request) -> None:
+    """Check the options that do not depend on the model.
+
+    Raises:
+        InputError: an option is out of range, or would have no effect.
+    """
+    if not request.prompts and not request.is_chat:
+        raise InputError("--prompt: expected a text to continue, found none; give --prompt TEXT, or pipe one in")
+    if request.prompts and request.is_chat:
+        raise InputError("--prompt: would mean nothing with --chat, which reads what a user says from standard input; leave it out")
+    if request.system is not None and not request.is_chat:
+        raise InputError("--system: would mean nothing without --chat, for only a conversation has one; add --chat, or leave it out")
+    if "" in request.stops:
+        raise InputError("--stop: expected a text that ends the output, found an empty one; leave it out")
+    if request.tokens is not None and not 1 <= request.tokens <= MOST_TOKENS:
+        raise InputError(f"--tokens: expected from 1 to {MOST_TOKENS:,}, found {short(request.tokens)}; how many are to come?")
+    if not 0 <= request.seed < _SEEDS:
+        raise InputError(f"--seed: expected from 0 to {_SEEDS - 1}, found {short(request.seed)}; choose another")
+    _sampling(request)
+
+
+def _sampling(request: Request) -> Sampling:
+    """Return the sampling that the options describe.
+
+    Raises:
+        InputError: an option is out of range, or would have no effect.
+    """
+    draws = request.top_k is not None or request.top_p is not None
+    temperature = request.temperature if request.temperature is not None else 1.0 if draws else 0.0
+    if not (math.isfinite(temperature) and 0 <= temperature <= _LARGEST):
+        raise InputError(f"--temperature: expected from 0 (the likeliest token) to {_LARGEST:,.0f}, found {temperature}; 1 is as trained")
+    if request.top_k is not None and request.top_k < 1:
+        raise InputError(f"--top-k: expected 1 or more tokens, found {short(request.top_k)}; leave it out for all")
+    if request.top_p is not None and not 0 < request.top_p <= 1:
+        raise InputError(f"--top-p: expected a probability above 0, at most 1, found {request.top_p}; 0.9 is usual")
+    if temperature == 0 and draws:
+        option = "--top-k" if request.top_k is not None else "--top-p"
+        raise InputError(
+            f"{option}: would mean nothing with --temperature 0, which always takes the likeliest token; leave one of them out"
+        )
+    return Sampling(temperature, request.top_k, None if request.top_p == 1 else request.top_p)
+
+
+def _tokens_of(text: str, number: int, words: Conversion, source: model_source.Origin) -> list[int]:
+    """Return the tokens of a prompt.
+
+    Raises:
+        InputError: there are none, too many, or one unknown to the model; the text is not UTF-8, and the tokenizer has no bytes.
+    """
+    where = f"prompt {number}"
+    if not words.takes_bytes:
+        check_text(text, where)
+    tokens = words.prompt(text)
+    if not tokens:
+        raise InputError(
+            f"{where}: expected a text, found an empty one, and the model has no token that begins a text; give the first words"
+        )
+    check_tokens(tokens, words, source.config, where, "make it shorter")
+    return tokens
+
+
+def check_tokens(tokens: Sequence[int], words: Conversion, config: ModelConfig, where: str, hint: str) -> None:
+    """Check that a model can continue these tokens.
+
+    Args:
+        tokens: at least one.
+        words: the conversion that made them.
+        config: the config of the model.
+        where: names them, for messages.
+        hint: what to do if they are too many.
+
+    Raises:
+        InputError: they are too many, or the model does not have one of them.
+    """
+    longest = config.max_positions_used
+    if len(tokens) >= longest:
+        raise InputError(
+            f"{where}: expected at most {longest - 1} tokens, for the model has {longest} positions (model.max_positions), found "
+            f"{len(tokens)}; {hint}"
+        )
+    if (largest := max(tokens)) >= config.vocab_size:
+        raise InputError(
+            f"{where}: expected tokens below {config.vocab_size} (model.vocab_size), found {largest}, "
+            f"{short(words.decode([largest]))}; is it the tokenizer of this model?"
+        )
+
+
+def check_text(text: str, where: str) -> None:
+    """Check that a text from outside is UTF-8.
+
+    Raises:
+        InputError: it is not.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # `surrogateescape` has made surrogates of bytes
+        byte, at = ord(text[error.start]) & 0xFF, len(text[: error.start].encode())
+        raise InputError(f"{where}: expected text in UTF-8, found the byte 0x{byte:02x} at {at}; convert it to UTF-8") from None

@@ -1,0 +1,293 @@
+"""Load a model for generation from a run folder or a Hugging Face folder, one layer at a time."""
+
+import contextlib
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jpipe
+from jpipe import InputError
+from jpipe.checkpoints import files as checkpoint_files
+from jpipe.files import resolved
+from jpipe_lm.checkpoint import huggingface
+from jpipe_lm.checkpoint.adapters import merged
+from jpipe_lm.config import huggingface as config_json
+from jpipe_lm.config.model_config import ModelConfig
+from jpipe_lm.data import tokenizer
+from jpipe_lm.data.files import token_files
+from jpipe_lm.generate import token_text
+from jpipe_lm.generate.decoder import Tree, layers_of
+from jpipe_lm.generate.token_text import Conversion
+from jpipe_train.assemble import compile_cache
+from jpipe_train.checkpoint import warm_start
+from jpipe_train.checkpoint.best import Step
+from jpipe_train.checkpoint.export import Weights, by_name, check_steps, step_of, with_ema
+from jpipe_train.config import config_file
+from jpipe_train.config.config import AUTO, Config
+from jpipe_train.config.tune_config import LoraConfig, TuneConfig
+
+_SETTINGS = ("config.json", "generation_config.json")  # files of Hugging Face's layout that may name the tokens that end a text
+_PARTIAL = re.compile("; (is it of another model\\? W|w)ith warm_start.mode=partial what fits .*is taken")
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The source of a model.
+
+    Attributes:
+        description: the description of the model for the user.
+        config: the config of the model, which computes in its `compute_dtype`.
+        read: reads the arrays of a layer, by id, and returns them by path, such as "qkv/kernel".
+        words: returns the conversion of text to tokens; raises InputError if it is unknown.
+        compile_cache: as in a config.
+    """
+
+    description: str
+    config: ModelConfig
+    read: Callable[[str], dict[str, np.ndarray]]
+    words: Callable[[], Conversion]
+    compile_cache: str | None
+
+    def layer(self, layer_id: str, specs: Tree) -> Tree:
+        """Read the parameters of a layer.
+
+        Kernels and embeddings are converted to the dtype in which they are used, other parameters are not.
+
+        Args:
+            layer_id: the id of the layer.
+            specs: shapes and dtypes of the parameters of its module.
+
+        Raises:
+            InputError: parameters are missing, or have other shapes.
+        """
+        arrays = self.read(layer_id)
+
+        def convert(path: Any, spec: Any) -> np.ndarray:
+            name = jax.tree_util.keystr(path, simple=True, separator="/")
+            if name not in arrays or arrays[name].shape != spec.shape:
+                actual = f"found it of shape {list(arrays[name].shape)}" if name in arrays else "found no such name"
+                raise InputError(
+                    f"{self.description}: expected '{layer_id}/{name}' of shape {list(spec.shape)}, as its config says, {actual}; the "
+                    "weights are of another model"
+                )
+            return arrays[name].astype(jnp.dtype(self.config.compute_dtype), copy=False) if spec.ndim > 1 else arrays[name]
+
+        return jax.tree_util.tree_map_with_path(convert, specs)
+
+
+def find(
+    source: str,
+    step: Step,
+    weights: Weights,
+    tokens_of: str | None,
+    dtype: str | None,
+    report: Callable[[str], None],
+    adapters: str | None = None,
+) -> Origin:
+    """Find the model in a folder, without reading arrays.
+
+    Args:
+        source: the folder of a run, or one in Hugging Face's layout.
+        step: the step of a run's checkpoint, or "best"; None for the newest complete one.
+        weights: of a run, the newest weights or their moving average.
+        tokens_of: a tokenizer.json instead of the model's own, or "bytes".
+        dtype: the dtype in which the model computes; None for the dtype of training, or of the weights in the folder.
+        report: prints a line for each newer checkpoint that is damaged.
+        adapters: a folder in PEFT's layout, for a model in Hugging Face's.
+
+    Raises:
+        InputError: there is no such folder or checkpoint; the model cannot generate; its tokenizer is unknown.
+    """
+    folder = resolved(source, "generate")
+    if folder.is_file():
+        huggingface.reject_file(folder)
+        raise InputError(f"generate: expected the folder of a run or of Hugging Face's layout, found the file '{source}'; give a folder")
+    if not folder.exists():
+        raise InputError(
+            f"generate: there is no folder '{source}'; give the folder of a run, such as runs/0001, or one in Hugging Face's layout"
+        )
+    huggingface.reject_adapters(folder, "generate", "--adapters")
+    if not huggingface.is_meant(folder):
+        if adapters is not None:
+            raise InputError(f"--adapters: expected a model in Hugging Face's layout, found the run '{source}'; leave it out")
+        return _find_in_run(folder, source, step, weights, tokens_of, dtype, report)
+    for option, is_set in (("--step", step is not None), ("--weights", weights != "newest")):
+        if is_set:
+            raise InputError(f"{option}: expected the folder of a run, found one of Hugging Face's layout, '{source}'; leave it out")
+    return _find_in_folder(folder, source, tokens_of, dtype, adapters)
+
+
+def _find_in_run(
+    folder: Path, source: str, step: Step, weights: Weights, tokens_of: str | None, dtype: str | None, report: Callable[[str], None]
+) -> Origin:
+    check_steps(folder, step, "generate")
+    config = config_file.load_resolved(folder / "config.yaml")
+    if config.model.target is not None:
+        raise InputError(
+            f"generate: expected a model of jpipe's own, found '{config.model.target}' (model.target), of which it is not known how to go "
+            "on from one token to the next; write a loop of your own around its layers (jpipe.checkpoints reads the weights)"
+        )
+    _check_decodes(config.model, source)
+    chosen = step_of(folder, step, "generate", report)  # reads checkpoints, which can take long
+    if step is not None:  # the newest complete one is already verified
+        checkpoint_files.verify(folder, chosen)
+    specs = checkpoint_files.layer_specs(folder, chosen)
+    entries = {name: place for name in specs if (place := jpipe.runtime.shared_place(name, specs))}
+
+    def read(layer_id: str) -> dict[str, np.ndarray]:
+        names = [layer_id, *(name for name, place in entries.items() if place[0] == layer_id)]
+        read = checkpoint_files.read_layers(folder, chosen, names, verified=True)
+        arrays = by_name(read if weights == "newest" else with_ema(read, chosen))
+        return _strip_layer_id(layer_id, merged(arrays, config.model, config.tune))
+
+    def find_words() -> Conversion:
+        if tokens_of is not None:
+            return _chosen_words(tokens_of)
+        file = tokenizer.file_of(config)
+        if config.data.target is None and file is None:
+            return token_text.of_bytes()
+        if file is None:
+            raise InputError(
+                f"generate: expected to know what the tokens of '{source}' mean, found that it was trained on data of your own "
+                "(data.target); give --tokenizer FILE, or --tokenizer bytes"
+            )
+        loaded = _load_tokenizer(file, f"generate: the tokenizer of '{source}'", config.data.end_of_text)
+        return token_text.of_tokenizer(loaded, ends=_end_tokens(config), chat_template=config.data.chat_template)
+
+    computes = dtype or config.precision.computes or config.model.compute_dtype
+    averaged = "" if weights == "newest" else ", moving average of the weights"
+    return Origin(f"{source}, step {chosen}{averaged}", _with_compute_dtype(config.model, computes), read, find_words, config.compile_cache)
+
+
+def _find_in_folder(folder: Path, source: str, tokens_of: str | None, dtype: str | None, adapters: str | None) -> Origin:
+    base, tune = config_json.read(folder), TuneConfig()
+    keys = base.keys
+    config = ModelConfig.model_validate(config_json.whole_section(keys))
+    _check_decodes(config, source)
+    try:
+        arrays = huggingface.source(folder)
+        warm_start.fitting(arrays, {"": {name: spec._replace(dtype="float32") for name, spec in arrays.specs.items()}}, strict=True)
+    except InputError as error:  # the message is for warm_start
+        lines = (line.replace("warm_start.file: ", "generate: ") for line in error.args)
+        raise InputError(*(_PARTIAL.sub("; download it again", line) for line in lines)) from None
+    if adapters is not None:
+        beside = resolved(adapters, "--adapters")
+        tune = TuneConfig(lora=LoraConfig(**config_json.read_adapters(beside, base).lora))
+        arrays = huggingface.with_adapters(arrays, beside, base, "language")
+    names_of_layer: dict[str, list[str]] = {}
+    for name in arrays.specs:
+        names_of_layer.setdefault(name.partition("/")[0], []).append(name)
+
+    def read(layer_id: str) -> dict[str, np.ndarray]:
+        (layer,) = arrays.read({layer_id: names_of_layer[layer_id]})
+        return _strip_layer_id(layer_id, merged(layer, config, tune))
+
+    def find_words() -> Conversion:
+        begins, ends = _special_tokens(folder, config.vocab_size)
+        if tokens_of is not None:
+            return _chosen_words(tokens_of, begins, ends)
+        if not (folder / tokenizer.FILE).exists():
+            raise InputError(f"generate: expected a {tokenizer.FILE} in '{source}', found none; give --tokenizer FILE")
+        return token_text.of_tokenizer(_load_tokenizer(folder / tokenizer.FILE, "generate"), begins, ends)
+
+    stored = arrays.specs["embed/token/embedding"].dtype
+    computes = dtype or (stored if stored in ("bfloat16", "float16") else "float32")
+    described = source if adapters is None else f"{source} with the adapters in {adapters}"
+    return Origin(described, _with_compute_dtype(config, computes), read, find_words, compile_cache.AUTO)
+
+
+def _check_decodes(model: ModelConfig, source: str) -> None:
+    if model.head != "language":
+        raise InputError(
+            f"generate: expected a language model, found model.head {model.head} in '{source}', which judges whole texts; give one with "
+            "model.head language"
+        )
+    if model.kind != "decoder":
+        raise InputError(
+            f"generate: expected a decoder (model.kind), found {model.kind} in '{source}': it reads a text from both sides and fills gaps "
+            "in it, but says nothing of what comes next; give a decoder"
+        )
+
+
+def _with_compute_dtype(model: ModelConfig, dtype: str) -> ModelConfig:
+    return model.model_copy(update={"compute_dtype": dtype})
+
+
+def _strip_layer_id(layer_id: str, arrays: dict[str, Any]) -> dict[str, np.ndarray]:
+    return {name.removeprefix(f"{layer_id}/"): np.asarray(array) for name, array in arrays.items()}
+
+
+def _chosen_words(tokens_of: str, begins: tuple[int, ...] = (), ends: tuple[int, ...] = ()) -> Conversion:
+    return (
+        token_text.of_bytes()
+        if tokens_of == token_text.BYTES
+        else token_text.of_tokenizer(_load_tokenizer(Path(tokens_of), "--tokenizer"), begins, ends)
+    )
+
+
+def _load_tokenizer(file: Path, where: str, end: str | None = AUTO) -> tokenizer.Tokenizer:
+    try:
+        return tokenizer.load(file, where, end)
+    except InputError as error:
+        hint = "" if where == "--tokenizer" else "; or give --tokenizer FILE"
+        raise InputError(*(f"{line}{hint}" for line in error.args)) from None
+
+
+def _end_tokens(config: Config) -> tuple[int, ...]:
+    """Return the token that ends each document of a folder of tokens; none if the folder no longer exists."""
+    if config.data.target is None and config.data.format == "tokens" and config.data.first_path is not None:
+        with contextlib.suppress(InputError):
+            end = token_files.read_index(config.data.first_path, "data.path")[1].end_of_text
+            return () if end is None else (end,)
+    return ()
+
+
+def _special_tokens(folder: Path, vocab_size: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the tokens that begin and that end a text, if the folder specifies them."""
+    begins: tuple[int, ...] = ()
+    ends: tuple[int, ...] = ()
+    for name in _SETTINGS:
+        if not (folder / name).is_file():
+            continue
+        settings = config_json.load_json(folder / name, config_json.MOST_BYTES)
+        begins = begins or _valid_tokens(settings.get("bos_token_id"), vocab_size)[:1]
+        ends += _valid_tokens(settings.get("eos_token_id"), vocab_size)
+    return begins, ends
+
+
+def _valid_tokens(value: Any, vocab_size: int) -> tuple[int, ...]:
+    numbers = value[:100] if isinstance(value, list) else [value]
+    return tuple(number for number in numbers if type(number) is int and 0 <= number < vocab_size)
+
+
+def parameters(origin: Origin, devices: dict[str, jax.Device], check: Callable[[], None]) -> dict[str, Tree]:
+    """Load the parameters of the layers of this process, each onto its device; at most one layer is in memory twice.
+
+    Args:
+        origin: the source of the model.
+        devices: the device of each layer.
+        check: called before each layer.
+
+    Raises:
+        InputError: parameters do not fit the model, or a file is damaged.
+    """
+    params: dict[str, Tree] = {}
+    for layer_id, layer in layers_of(origin.config).items():
+        if devices[layer_id].process_index != jax.process_index():
+            continue
+        check()
+        specs = layer.specs
+        ties = layer_id == "head" and origin.config.tied
+        if ties:
+            specs.pop("token")
+        params[layer_id] = jax.device_put(origin.layer(layer_id, specs), devices[layer_id])
+        if ties:
+            embed = params["embed"] if "embed" in params else origin.layer("embed", layers_of(origin.config)["embed"].specs)
+            params[layer_id]["token"] = jax.device_put(embed["token"], devices[layer_id])
+    return params

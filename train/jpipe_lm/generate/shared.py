@@ -1,0 +1,27 @@
+"""Arrays that the processes of a generation share."""
+
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from jpipe_lm.generate.decoder import Share
+from jpipe_train.launch.together import Together
+
+
+def share_of(together: Together) -> Share | None:
+    """Return the function that shares arrays between processes; None for a single process."""
+    processes = together.processes
+    if processes is None:
+        return None
+
+    def share(array: Any, like: jax.ShapeDtypeStruct, what: str, source: int) -> np.ndarray:
+        blank = np.zeros(like.shape, like.dtype)
+        own = np.ascontiguousarray(array) if source == processes.index else blank
+        with processes.waiting(what, source):
+            # As bytes: a sum of numbers would make 0 of -0.
+            received = multihost_utils.broadcast_one_to_all(own.reshape(-1).view(np.uint8), is_source=source == processes.index)
+        return np.asarray(received).view(like.dtype).reshape(like.shape)
+
+    return share

@@ -1,0 +1,204 @@
+"""The texts generated from several prompts: generated together, printed one after the other."""
+
+import json
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from jaxtyping import Int
+from numpy import ndarray
+
+from jpipe import InputError
+from jpipe.errors import short
+from jpipe_lm.generate.token_text import Conversion, Stops, Stream
+from jpipe_train.console.terminal import count
+
+_MIN_STEPS = 10  # with fewer steps no speed is printed
+End = Literal["end of text", "stop", "tokens", "positions", "interrupted"]
+
+
+@dataclass
+class Text:
+    """The continuation of one prompt.
+
+    Attributes:
+        prompt: the text of the prompt.
+        length: the number of its tokens.
+        most: the largest number of tokens to generate.
+        limit: the reason for `most`.
+        stream: converts tokens to text.
+        stops: ends the text before a stop string.
+        new: text that is not printed yet.
+        whole: all text.
+        tokens: the number of tokens so far.
+        end: why the text has ended; None if it has not.
+    """
+
+    prompt: str
+    length: int
+    most: int
+    limit: End
+    stream: Stream
+    stops: Stops
+    new: str = ""
+    whole: str = ""
+    tokens: int = 0
+    end: End | None = None
+
+    def add(self, token: int, ends: Collection[int]) -> None:
+        """Add a token, which may end the text."""
+        if token in ends:
+            self.finish("end of text")
+            return
+        self.tokens += 1
+        self._append(self.stream.add(token))
+        if self.tokens == self.most and self.end is None:
+            self.finish(self.limit)
+
+    def finish(self, why: End) -> None:
+        """End the text for a reason."""
+        self._append(self.stream.remainder())
+        if self.end is None:
+            self._write(self.stops.remainder())
+            self.end = why
+
+    def _append(self, more: str) -> None:
+        text, stopped = self.stops.add(more)
+        self._write(text)
+        if stopped:
+            self.end = "stop"
+
+    def _write(self, text: str) -> None:
+        self.new, self.whole = self.new + text, self.whole + text
+
+
+@dataclass
+class Texts:
+    """The continuations of all prompts.
+
+    Attributes:
+        each: the text of each prompt.
+        words: converts tokens to text.
+        as_json: whether to write an object for each text at the end, in place of text as it is generated.
+        write: writes text, piece by piece.
+        say: prints a line about it.
+        with_speed: whether to print the speed at the end.
+    """
+
+    each: list[Text]
+    words: Conversion
+    as_json: bool
+    write: Callable[[str], None]
+    say: Callable[[str], None]
+    with_speed: bool = True
+    _current: int = 0  # index of the text that is being printed
+    _clock: "_Clock" = field(default_factory=lambda: _Clock())
+
+    @property
+    def are_done(self) -> bool:
+        """Whether each has ended."""
+        return all(text.end is not None for text in self.each)
+
+    def add(self, tokens: Int[ndarray, " b"]) -> None:
+        """Add the next token of each text.
+
+        Raises:
+            InputError: the logits of the model are NaN.
+        """
+        unfinished = [(text, int(token)) for text, token in zip(self.each, tokens, strict=True) if text.end is None]
+        for text, token in unfinished:
+            if token < 0:
+                raise InputError(
+                    f"generate: expected numbers as logits, found NaN after {count(text.length + text.tokens, 'token')}; the training of "
+                    "this model has diverged, or its weights are damaged"
+                )
+            text.add(token, self.words.ends)
+        self._clock.count(len(unfinished))
+        if not self.as_json:
+            self._write_new()
+
+    def finish(self) -> None:
+        """Write the remaining text, print why texts ended if that is not obvious, and the speed."""
+        for text in self.each:
+            if text.end is None:
+                text.finish("interrupted")
+        if self.as_json:
+            for text in self.each:
+                facts = {"prompt": text.prompt, "text": text.whole, "tokens": text.tokens, "end": text.end}
+                self.write(json.dumps(facts) + "\n")
+        else:
+            self._write_new()
+        for number, text in enumerate(self.each, 1):
+            prefix = f"prompt {number}: " if len(self.each) > 1 else ""
+            if text.end == "positions":
+                self.say(
+                    f"{prefix}stopped after {count(text.tokens, 'token')}: the model has no more than {text.length + text.most} positions"
+                )
+        if self.with_speed:
+            self.say(self._clock.describe(sum(text.tokens for text in self.each), any(text.end == "interrupted" for text in self.each)))
+
+    def _write_new(self) -> None:
+        """Write the new text of the current prompt, and of the following ones if it has ended."""
+        while self._current < len(self.each):
+            text = self.each[self._current]
+            if text.new or text.end is not None:
+                self.write(text.new + ("\n" if text.end is not None else ""))
+                text.new = ""
+            if text.end is None:
+                return
+            self._current += 1
+            if self._current < len(self.each):
+                self.head()
+
+    def head(self) -> None:
+        """Print which text follows, if there are several."""
+        if len(self.each) > 1 and not self.as_json:
+            self.say(f"prompt {self._current + 1}: {short(self.each[self._current].prompt)}")
+
+
+class _Clock:
+    """Measures the speed from the third step on, because the first two compile programs."""
+
+    def __init__(self) -> None:
+        self._times = [time.perf_counter()]
+        self._counts: list[int] = []
+
+    def count(self, tokens: int) -> None:
+        """Record that a number of tokens was generated now."""
+        self._times.append(time.perf_counter())
+        self._counts.append(tokens)
+
+    def describe(self, tokens: int, interrupted: bool) -> str:
+        """Describe the number of tokens and the speed."""
+        words = f"{'interrupted after ' if interrupted else ''}{count(tokens, 'token')} in {self._times[-1] - self._times[0]:.1f} s"
+        later, seconds = sum(self._counts[2:]), self._times[-1] - self._times[min(2, len(self._counts))]
+        return words + (f"; {later / seconds:,.0f} tokens/s once compiled" if len(self._counts) >= _MIN_STEPS and seconds > 0 else "")
+
+
+def start_texts(
+    prompts: Sequence[str],
+    tokens: Sequence[Sequence[int]],
+    most: int,
+    positions: int,
+    words: Conversion,
+    stops: Sequence[str] = (),
+) -> list[Text]:
+    """Return a text for each prompt, without tokens.
+
+    Args:
+        prompts: the texts of the prompts.
+        tokens: their tokens.
+        most: the largest number of tokens to generate for each.
+        positions: the largest number of tokens of a text with its prompt.
+        words: converts tokens to text.
+        stops: strings before which a text ends.
+    """
+
+    def start(prompt: str, prompt_tokens: Sequence[int]) -> Text:
+        room = positions - len(prompt_tokens)
+        limit: End = "positions" if room < most else "tokens"
+        stream = Stream(words.decode, prompt_tokens)
+        return Text(prompt, len(prompt_tokens), min(most, room), limit, stream, Stops(stops))
+
+    return [start(prompt, prompt_tokens) for prompt, prompt_tokens in zip(prompts, tokens, strict=True)]

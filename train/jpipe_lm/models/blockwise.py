@@ -1,0 +1,151 @@
+"""Attention for blocks of queries one after the other: its memory grows with the length of a row, not with the square of it.
+
+The letters in the shapes: b rows, s positions, h heads of queries, k of keys and values, d numbers per head, q queries of a block, t keys.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from jpipe_train.losses.cross_entropy import wider
+
+LONG = 8192
+"""Rows with so many positions or more are computed in blocks where nothing else is asked for."""
+_PAIRS = 2**25  # of a query and a key: one block holds their weights in all rows and heads
+_SHORTEST = 16  # queries of a block
+
+Core = Callable[[Any, Any, Any, Any], Any]  # (queries, keys, values, mask) -> outputs
+
+
+@dataclass(frozen=True)
+class Masked:
+    """Which keys a query attends to, apart from the segments.
+
+    Attributes:
+        is_causal: only keys at its own position and earlier ones.
+        window: if given, of these only so many.
+    """
+
+    is_causal: bool
+    window: int | None = None
+
+    def pairs(self, queries: Int[Array, "*b q"], keys: Int[Array, "*b t"]) -> Bool[Array, "*b q t"]:
+        """Return for the positions of queries and keys which pairs attend."""
+        distance = queries[..., :, None] - keys[..., None, :]
+        mask = distance >= 0 if self.is_causal else jnp.ones(distance.shape, bool)
+        return mask if self.window is None else mask & (distance < self.window)
+
+
+def attend_in_blocks(
+    core: Core,
+    q: Float[Array, "b s h d"],
+    k: Float[Array, "b s k d"],
+    v: Float[Array, "b s k d"],
+    segments: Int[Array, "b s"] | None,
+    masked: Masked,
+    size: int | None = None,
+) -> Float[Array, "b s h d"]:
+    """Compute attention block by block; the backward computes each block again.
+
+    Keys that no query of a block attends to because of a window are not read.
+
+    Args:
+        core: computes the attention of some queries to some keys under a mask that has True where a pair attends, (b or 1, 1, q, t).
+        q: queries.
+        k: keys.
+        v: values.
+        segments: queries attend to keys of their own segment.
+        masked: what else limits which keys a query attends to.
+        size: the number of queries of a block; None: as many as need moderate memory.
+    """
+    rows, length, heads, _ = q.shape
+    if size is None:
+        size = max(_SHORTEST, _PAIRS // (rows * heads * length))
+    count = -(-length // min(size, length))
+    size = -(-length // count)
+    fill = count * size - length
+    if segments is None:
+        segments = jnp.zeros((1, length), jnp.int32)
+    q, k, v = (jnp.pad(x, ((0, 0), (0, fill), (0, 0), (0, 0))) for x in (q, k, v))
+    segments = jnp.pad(segments, ((0, 0), (0, fill)), constant_values=-1)
+    return _in_blocks(_Blocks(core, masked, size, count), q, k, v, segments)[:, :length]
+
+
+@dataclass(frozen=True)
+class _Blocks:
+    """How attention is divided: `count` blocks of `size` queries; `core` and `masked` as in `attend_in_blocks`."""
+
+    core: Core
+    masked: Masked
+    size: int
+    count: int
+
+    @property
+    def keys(self) -> int:
+        """How many keys a block reads."""
+        length, window = self.size * self.count, self.masked.window
+        return length if window is None or not self.masked.is_causal else min(length, self.size + window - 1)
+
+    def first_key(self, block: Any) -> Any:
+        """Return the position of the first key that a block reads."""
+        return jnp.maximum((block + 1) * self.size - self.keys, 0)
+
+    def compute(self, block: Any, q: Any, k: Any, v: Any, segments: Any) -> Any:
+        """Compute the attention of one block, given its queries and the keys that it reads."""
+        start, first = block * self.size, self.first_key(block)
+        pairs = self.masked.pairs(start + jnp.arange(self.size), first + jnp.arange(self.keys))
+        own = jax.lax.dynamic_slice_in_dim(segments, start, self.size, 1)
+        others = jax.lax.dynamic_slice_in_dim(segments, first, self.keys, 1)
+        return self.core(q, k, v, pairs[None, None] & (own[:, None, :, None] == others[:, None, None, :]))
+
+    def read(self, block: Any, q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
+        """Return the queries of a block, and the keys and values that it reads."""
+        of_keys = partial(jax.lax.dynamic_slice_in_dim, start_index=self.first_key(block), slice_size=self.keys, axis=1)
+        return jax.lax.dynamic_slice_in_dim(q, block * self.size, self.size, 1), of_keys(k), of_keys(v)
+
+    def numbers(self) -> Any:
+        return jnp.arange(self.count)
+
+
+def _whole(blocks: Any) -> Any:
+    """Return the positions of all blocks, (blocks, b, q, h, d), in one axis."""
+    count, rows, size, *other = blocks.shape
+    return blocks.swapaxes(0, 1).reshape(rows, count * size, *other)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _in_blocks(blocks: _Blocks, q: Any, k: Any, v: Any, segments: Any) -> Any:
+    return _whole(jax.lax.map(lambda block: blocks.compute(block, *blocks.read(block, q, k, v), segments), blocks.numbers()))
+
+
+def _forward(blocks: _Blocks, q: Any, k: Any, v: Any, segments: Any) -> tuple[Any, Any]:
+    return _in_blocks(blocks, q, k, v, segments), (q, k, v, segments)
+
+
+def _backward(blocks: _Blocks, saved: Any, gradient: Any) -> tuple[Any, Any, Any, None]:
+    """Compute the gradients block by block; for keys and values they are summed in float32 at least."""
+    q, k, v, segments = saved
+    wide = wider(k.dtype)
+
+    def add(sums: Any, block: Any) -> Any:
+        _, pull = jax.vjp(lambda *read: blocks.compute(block, read[0], read[1], read[2], segments), *blocks.read(block, q, k, v))
+        of_q, *of_keys = pull(jax.lax.dynamic_slice_in_dim(gradient, block * blocks.size, blocks.size, 1))
+        first = blocks.first_key(block)
+
+        def added(total: Any, part: Any) -> Any:
+            before = jax.lax.dynamic_slice_in_dim(total, first, blocks.keys, 1)
+            return jax.lax.dynamic_update_slice_in_dim(total, before + part.astype(wide), first, 1)
+
+        return [added(total, part) for total, part in zip(sums, of_keys, strict=True)], of_q
+
+    sums, of_q = jax.lax.scan(add, [jnp.zeros(x.shape, wide) for x in (k, v)], blocks.numbers())
+    of_k, of_v = (total.astype(k.dtype) for total in sums)
+    return _whole(of_q), of_k, of_v, None
+
+
+_in_blocks.defvjp(_forward, _backward)

@@ -1,0 +1,212 @@
+"""Mixtures of experts: MLPs among which a router chooses some for each token.
+
+No token is dropped: tokens are sorted by expert, and each kernel is multiplied by the tokens of its expert.
+
+Reference: Shazeer et al. 2017, "Outrageously Large Neural Networks: The Sparsely-Gated Mixture-of-Experts Layer".
+
+The letters in the shapes: b rows, s positions, w width, n tokens (of all rows), e experts, k experts of a token, m width of an expert.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Bool, Float, Int
+
+from jpipe.context import traced_mesh
+from jpipe_lm.config.model.experts import ExpertsConfig
+from jpipe_lm.config.model_config import ModelConfig
+from jpipe_lm.models.experts import exchange
+from jpipe_lm.models.metadata import named
+from jpipe_train.losses.cross_entropy import wider
+
+Linear = Callable[..., nnx.Linear]
+"""A constructor of linear layers, from the sizes of inputs and outputs and the metadata of Flax."""
+
+
+class Experts(nnx.Module):
+    """The experts of a block and their router, and an MLP for all tokens if there is one.
+
+    Args:
+        config: of the experts.
+        model: the config of the model, for its width, its dtype and whether its MLPs are gated.
+        activation: of the MLPs.
+        into, back: make linear layers into an MLP and back, without biases.
+        rngs: for the initial values.
+    """
+
+    def __init__(
+        self, config: ExpertsConfig, model: ModelConfig, activation: Callable[[Any], Any], into: Linear, back: Linear, *, rngs: nnx.Rngs
+    ):
+        self.config, self.activation, self.dtype = config, activation, model.compute_dtype
+        width, inner, count = model.width, config.mlp_width, config.count
+        self.router = into(width, count, dtype=wider(self.dtype), kernel_metadata=named("embed", None))
+        self.expand = Kernels(into, count, width, inner, ("expert", "embed", "mlp"), rngs=rngs)
+        self.gate = Kernels(into, count, width, inner, ("expert", "embed", "mlp"), rngs=rngs) if model.gated_mlp else None
+        self.contract = Kernels(back, count, inner, width, ("expert", "mlp", "embed"), rngs=rngs)
+        if config.shared_mlp_width is not None:
+            self.shared = Shared(config, model, activation, into, back)
+
+    def __call__(self, x: Float[Array, "b s w"], counted: Bool[Array, "b s"] | None) -> tuple[Float[Array, "b s w"], tuple[Any, Any, Any]]:
+        """Return the outputs, and for each row the counts, probabilities and squares of `Routing`, of the tokens that are `counted`."""
+        names = [name for name in ("expand", "gate", "contract") if getattr(self, name) is not None]
+        kernels = {name: getattr(self, name).kernel[...].astype(self.dtype) for name in names}
+        router = self.router.kernel[...].astype(wider(self.dtype))
+        is_counted = jnp.ones(x.shape[:2], bool) if counted is None else counted
+        y, *choices = on_stage(self.config, self.activation)(x.astype(self.dtype), is_counted, router, kernels)
+        if self.config.shared_mlp_width is not None:
+            y = y + self.shared(x)
+        return y, tuple(choices)
+
+
+class Kernels(nnx.Module):
+    """The kernels of a linear layer of each expert, (e, in, out), initialized like single layers."""
+
+    def __init__(self, linear: Linear, count: int, inputs: int, outputs: int, names: tuple[str, ...], *, rngs: nnx.Rngs):
+        keys = jax.random.split(rngs.params(), count)
+        kernels = jax.vmap(lambda key: linear(inputs, outputs, rngs=nnx.Rngs(params=key)).kernel[...])(keys)
+        self.kernel = nnx.Param(kernels, **named(*names))
+
+
+class Shared(nnx.Module):
+    """An MLP for all tokens, times a number between 0 and 1 that is learned if it has a gate."""
+
+    def __init__(self, config: ExpertsConfig, model: ModelConfig, activation: Callable[[Any], Any], into: Linear, back: Linear):
+        assert config.shared_mlp_width is not None
+        self.activation, inner, width, names = activation, config.shared_mlp_width, model.width, named("embed", "mlp")
+        self.expand = into(width, inner, kernel_metadata=names)
+        self.gate = into(width, inner, kernel_metadata=names) if model.gated_mlp else None
+        self.contract = back(inner, width, kernel_metadata=named("mlp", "embed"))
+        self.share = into(width, 1, kernel_metadata=named("embed", None)) if config.shared_gate else None
+
+    def __call__(self, x: Float[Array, "b s w"]) -> Float[Array, "b s w"]:
+        expanded = self.expand(x)
+        y = self.contract(self.activation(expanded) if self.gate is None else self.activation(self.gate(x)) * expanded)
+        return y if self.share is None else nnx.sigmoid(self.share(x)) * y
+
+
+# Computing ---------------------------------------------------------------------------------------------------------------
+
+
+def on_stage(config: ExpertsConfig, activation: Callable[[Any], Any]) -> Callable[..., tuple[Any, Any, Any, Any]]:
+    """Return the function that computes routed experts on one device, or on the mesh of the stage that is traced.
+
+    On a mesh each device routes its own rows. If the experts are sharded over an axis over which the rows are sharded, too, tokens come to
+    them as `jpipe_lm.models.experts.exchange` says. If the rows are not sharded over the axis, the outputs are summed; so they are over
+    the axis of `mlp`.
+
+    Returns:
+        A function of (x, is_counted, the kernel of the router, kernels by name) that returns the outputs, and counts, probabilities and
+        squares as `Routing` has them for one block.
+    """
+    stage = traced_mesh()
+    if stage is None:
+        return partial(_mixture, config, activation, None, None, ())
+    over, inner = stage.axes.get("expert"), stage.axes.get("mlp")
+    rows, into = P(stage.rows or None), P(over, None, inner)
+    kernels = {"expand": into, "gate": into, "contract": P(over, inner)}
+
+    def on_mesh(x: Any, is_counted: Any, router: Any, of_experts: dict[str, Any]) -> tuple[Any, Any, Any, Any]:
+        local = partial(_mixture, config, activation, over, inner, stage.rows)
+        specs = rows, rows, P(), {name: kernels[name] for name in of_experts}
+        return jax.shard_map(local, mesh=stage.mesh, in_specs=specs, out_specs=rows)(x, is_counted, router, of_experts)
+
+    return on_mesh
+
+
+def _mixture(
+    config: ExpertsConfig,
+    activation: Callable[[Any], Any],
+    over: str | None,
+    inner: str | None,
+    rows: tuple[str, ...],
+    x: Float[Array, "b s w"],
+    is_counted: Bool[Array, "b s"],
+    router: Float[Array, "w e"],
+    kernels: dict[str, Any],
+) -> tuple[Any, Any, Any, Any]:
+    """Route and compute the tokens of one device.
+
+    Args:
+        config: of the experts.
+        activation: of the MLPs.
+        over: the axis of the mesh over which the experts are sharded, if any.
+        inner: the axis over which each of them is.
+        rows: the axes over which the rows are sharded.
+        x, is_counted, router, kernels: as in `on_stage`; only this device's kernels.
+    """
+    logits = jnp.einsum("bsw,we->bse", x.astype(router.dtype), router)
+    probabilities = jax.nn.softmax(logits, axis=-1)
+    weights, chosen = jax.lax.top_k(probabilities, config.per_token)
+    if config.renormalize:
+        weights = weights / weights.sum(-1, keepdims=True)
+    tokens: list[Any] = [array.reshape(-1, array.shape[-1]) for array in (x, weights.astype(x.dtype), chosen)]
+    count = kernels["contract"].shape[0]
+
+    def compute(x: Any, weights: Any, chosen: Any) -> Any:
+        here = chosen if over is None else chosen - jax.lax.axis_index(over) * count
+        y = computed(x, weights, here, kernels, activation, over is not None)
+        return y if inner is None else jax.lax.psum(y, inner)
+
+    if over is None:
+        y = compute(*tokens)
+    elif over in rows:
+        y = exchange.by_platform()(compute, *tokens, over=over, rows=rows, count=count)
+    else:  # explicitly: JAX's own cast in the gather of rows would lose their gradients from other devices
+        y = jax.lax.psum(compute(*(jax.lax.pcast(array, (over,), to="varying") for array in tokens)), over)
+    return (y.reshape(x.shape), *_of_rows(logits, probabilities, chosen, is_counted))
+
+
+def _of_rows(logits: Any, probabilities: Any, chosen: Any, is_counted: Any) -> tuple[Any, Any, Any]:
+    """Return the counts, probabilities and squares of each row."""
+    hits = jax.nn.one_hot(chosen, logits.shape[-1], dtype=jnp.bool_) & is_counted[..., None, None]
+    share = is_counted.astype(logits.dtype)
+    share = share / jnp.maximum(share.sum(1, keepdims=True), 1)
+    squares = jax.nn.logsumexp(logits, axis=-1) ** 2
+    return hits.sum((1, 2), dtype=jnp.int32), jnp.einsum("bs,bse->be", share, probabilities), (share * squares).sum(1)
+
+
+def computed(
+    x: Float[Array, "n w"],
+    weights: Float[Array, "n k"],
+    chosen: Int[Array, "n k"],
+    kernels: dict[str, Any],
+    activation: Callable[[Any], Any],
+    are_some: bool,
+) -> Float[Array, "n w"]:
+    """Return the sum of the outputs of the chosen experts of each token, times their weights.
+
+    The tokens are sorted by expert, multiplied by the kernels of their groups, and added up in the old order.
+
+    Args:
+        x: the tokens.
+        weights, chosen: of the experts of each token.
+        kernels: by name, (e, in, out).
+        activation: of the MLPs.
+        are_some: whether there are more experts than kernels, with numbers below 0 or from e on: they count as zero.
+    """
+    (n, k), count = chosen.shape, kernels["contract"].shape[0]
+    numbers = chosen.reshape(-1)
+    if are_some:
+        numbers = jnp.where((numbers >= 0) & (numbers < count), numbers, count)  # last of all
+    order, sizes = jnp.argsort(numbers, stable=True), jnp.bincount(numbers, length=count)
+    valid = (jnp.arange(n * k) < sizes.sum())[:, None] if are_some else None
+    rows = _only(valid, x[order // k])
+    hidden = {name: grouped(rows, kernels[name], sizes) for name in kernels if name != "contract"}
+    middle = activation(hidden["gate"]) * hidden["expand"] if "gate" in hidden else activation(hidden["expand"])
+    outputs = _only(valid, grouped(middle, kernels["contract"], sizes))[jnp.argsort(order)].reshape(n, k, -1)
+    return jnp.einsum("nkw,nk->nw", outputs, weights, preferred_element_type=wider(x.dtype)).astype(x.dtype)
+
+
+def _only(valid: Bool[Array, "r 1"] | None, rows: Float[Array, "r w"]) -> Float[Array, "r w"]:
+    """Return zeros in place of rows that no group has, where a grouped product and its gradient may have any value."""
+    return rows if valid is None else jnp.where(valid, rows, jnp.zeros((), rows.dtype))
+
+
+def grouped(rows: Float[Array, "r i"], kernels: Float[Array, "e i o"], sizes: Int[Array, " e"]) -> Float[Array, "r o"]:
+    """Multiply each group of rows by its kernel; the groups follow each other and have these sizes."""
+    return jax.lax.ragged_dot(rows, kernels, sizes)

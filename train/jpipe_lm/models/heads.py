@@ -1,0 +1,81 @@
+"""The last layer of a model that judges whole texts: it scores classes, a number, or which of several choices is right.
+
+The letters in the shapes: b examples, k choices of each, s positions, w width.
+"""
+
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from jpipe import InputError
+from jpipe_lm.config.model_config import ModelConfig
+from jpipe_lm.models import transformer
+from jpipe_lm.models.transformer import Stream
+from jpipe_train.losses.cross_entropy import wider, with_router_loss
+
+
+class Head(nnx.Module):
+    """Scores of each example, computed from one position of a row: BERT's first, a decoder's last that is not padding.
+
+    Outputs are logits (b, classes) for `classification`, numbers (b) for `regression`, and logits (b, k) for `multiple_choice`, one from
+    the row of each choice. BERT's position goes through its pooler and dropout, a decoder's through the last norm. With experts they are
+    `{"tokens": scores, "experts": routing}`, like a language model's.
+    """
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        self.config = config
+        is_bert = config.kind == "bert"
+        outputs = config.label_count or 1 if config.head == "classification" else 1
+        if is_bert:
+            self.pooler = transformer.linear(config, rngs, True)(config.width, config.width, **transformer.axes("embed", None))
+            self.dropout = transformer.dropout(config, rngs)
+        else:
+            self.norm = transformer.norm(config, rngs)
+        init, names = nnx.initializers.normal(transformer.STD), transformer.axes("embed", None)
+        dtype = jnp.dtype(transformer.dtype_of(config))
+        self.score = nnx.Linear(config.width, outputs, use_bias=is_bert, dtype=dtype, kernel_init=init, rngs=rngs, **names)
+
+    def __call__(self, stream: Stream) -> Any:
+        x, segments = transformer.split_stream(stream)
+        if self.config.kind == "bert":
+            chosen = self.dropout(jnp.tanh(self.pooler(x[:, 0])))
+        else:
+            chosen = transformer.normed(self.norm, last(x, segments))
+        scores, routing = self._in_shape(self.score(chosen)), transformer.routing_of(stream)
+        return scores if routing is None else {"tokens": scores, "experts": routing}
+
+    def _in_shape(self, scores: Float[Array, "r n"]) -> Float[Array, "*scores"]:
+        if self.config.head == "classification":
+            return scores
+        return scores[:, 0] if self.config.head == "regression" else scores.reshape(-1, self.config.label_count or 1)
+
+
+def last(x: Float[Array, "r s w"], segments: Int[Array, "r s"] | None) -> Float[Array, "r w"]:
+    """Return what is at the last position of each row that is not padding, or at the first if all are."""
+    if segments is None:
+        return x[:, -1]
+    at = jnp.max(jnp.where(segments > 0, jnp.arange(x.shape[1], dtype=jnp.int32)[None], 0), axis=1)
+    return jnp.take_along_axis(x, at[:, None, None], axis=1)[:, 0]
+
+
+def squared_error(outputs: Any, labels: Any) -> tuple[Any, Any]:
+    """Sum the squares of the errors, in float32 at least, and count the numbers; the router loss is added as `cross_entropy.loss` does.
+
+    Outputs may have a last dim of 1 that the labels have not.
+
+    Raises:
+        InputError: there is not one output for each label.
+    """
+    scores, number = outputs["tokens"] if isinstance(outputs, dict) else outputs, jnp.asarray(labels.size, jnp.float32)
+    if scores.shape == (*labels.shape, 1):
+        scores = scores[..., 0]
+    if scores.shape != labels.shape:
+        raise InputError(
+            f"loss.name: squared_error: expected outputs of the shape of the targets, {list(labels.shape)}, found {list(scores.shape)}; "
+            "change the last layer of the model, or the targets"
+        )
+    wide = wider(scores.dtype)
+    errors = scores.astype(wide) - labels.astype(wide)
+    return with_router_loss((errors**2).sum(), number, outputs), number

@@ -1,0 +1,323 @@
+"""The layers of the built-in decoders, such as GPT-2, Llama and Gemma, in Flax NNX; BERT shares the block.
+
+The letters in the shapes: b rows, s positions, w width, v symbols.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from jpipe import InputError
+from jpipe_lm.config.model_config import ModelConfig, has_bias
+from jpipe_lm.models.attention import attend, attend_cached
+from jpipe_lm.models.experts import Experts, Routing, no_routing
+from jpipe_lm.models.metadata import named
+from jpipe_lm.models.rope import lengths_of, positions_of, rotated
+from jpipe_train.losses.cross_entropy import Unprojected, wider
+
+Stream = Any  # x, or {"x": x, "segments": segments, "experts": Routing}, the latter two where there are any
+ACTIVATIONS: dict[str, Callable[[Any], Any]] = {"gelu": nnx.gelu, "gelu_exact": partial(nnx.gelu, approximate=False), "silu": nnx.silu}
+STD = 0.02  # of weights as in GPT-2 and BERT
+
+
+class Embed(nnx.Module):
+    """Embed symbols, and add the embeddings of their positions if these are learned."""
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        self.config = config
+        is_scaled = config.init == "scaled"
+        # Of order one, as are the blocks' outputs: much smaller ones make gradients that a delayed update (2BW, PipeDream) overshoots with.
+        # Where they also make the logits, these would be too large.
+        size = 1.0 if is_scaled and not config.tied else STD
+        token = nnx.initializers.normal(size)
+        self.token = table(config.vocab_size, config, token, rngs, "vocab")
+        if config.positions == "learned":
+            position = partial(waves, size) if is_scaled else nnx.initializers.normal(STD)
+            self.position = table(config.max_positions_used, config, position, rngs)
+        self.dropout = dropout(config, rngs)
+
+    def __call__(self, inputs: Any) -> Stream:
+        tokens, segments = split_inputs(inputs, self.config)
+        x = self.dropout(self.vectors(tokens, positions(tokens, segments)))
+        if self.config.experts is None:
+            return joined(x, segments)
+        with_experts = sum(block.experts is not None for block in self.config.blocks)
+        return joined(x, segments, no_routing(self.config.experts, len(tokens), with_experts, wider(x.dtype)))
+
+    def vectors(self, tokens: Any, at: Int[Array, "#b s"]) -> Float[Array, "b s w"]:
+        """Embed tokens at these positions."""
+        x = look_up(self.token, tokens, dtype_of(self.config))
+        x = x * jnp.asarray(self.config.width**0.5, x.dtype) if self.config.embed_scale else x
+        return x + look_up(self.position, at, x.dtype) if self.config.positions == "learned" else x
+
+
+class Block(nnx.Module):
+    """One transformer block: x + attention(norm(x)), then x + mlp(norm(x)); BERT's norms come after the sums instead.
+
+    Args:
+        config: of the block, one of `ModelConfig.blocks`.
+        rngs: initializes the parameters.
+    """
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        self.config = config
+        width, inner, size = config.width, config.mlp_width_used, config.head_size_used
+        into = linear(config, rngs, has_bias(config.bias, "mlp"))
+        # The two projections back into the residual stream start smaller, so that its variance does not grow with depth (GPT-2).
+        scaled = nnx.initializers.variance_scaling(0.5 / config.depth, "fan_in", "normal")
+        smaller = scaled if config.init == "scaled" else nnx.initializers.normal(STD / (2 * config.depth) ** 0.5)
+        back = partial(into, kernel_init=smaller)
+        self.attention_norm = norm(config, rngs)
+        self.qkv = into(
+            width, (config.heads + 2 * config.kv_heads_used) * size, use_bias=has_bias(config.bias, "qkv"), **axes("embed", "heads")
+        )
+        if config.qk_norm is not None:
+            for_all = config.qk_norm == "all"
+            self.query_norm = norm(config, rngs, size * config.heads if for_all else size)
+            self.key_norm = norm(config, rngs, size * config.kv_heads_used if for_all else size)
+        self.project = back(config.heads * size, width, use_bias=has_bias(config.bias, "project"), **axes("heads", "embed"))
+        self.mlp_norm = norm(config, rngs)
+        if config.experts is None:
+            self.expand = into(width, inner, **axes("embed", "mlp"))
+            if config.gated_mlp:
+                self.gate = into(width, inner, **axes("embed", "mlp"))
+            self.contract = back(inner, width, **axes("mlp", "embed"))
+        else:
+            without_bias = partial(into, use_bias=False), partial(back, use_bias=False)
+            self.experts = Experts(config.experts, config, ACTIVATIONS[config.activation], *without_bias, rngs=rngs)
+        if config.post_norms:
+            self.attention_post_norm, self.mlp_post_norm = norm(config, rngs), norm(config, rngs)
+        self.dropout = dropout(config, rngs)
+
+    def __call__(self, stream: Stream) -> Stream:
+        x, segments = split_stream(stream)
+        if self.config.kind == "bert":
+            x = normed(self.attention_norm, x + self.dropout(self._attention(x, segments)))
+            return joined(normed(self.mlp_norm, x + self.dropout(self._mlp(x)[0])), segments)
+        x = self._plus_attention(x, self._attention(self.attention_norm(x), segments))
+        x, routing = self._plus_mlp(x, segments, routing_of(stream))
+        return joined(x, segments, routing)
+
+    def following(
+        self, x: Float[Array, "b s w"], cache: tuple[Any, Any], at: Int[Array, "b s"], lengths: Int[Array, " b"]
+    ) -> tuple[Float[Array, "b s w"], tuple[Any, Any]]:
+        """Apply a decoder's block to further positions, given the keys and values of earlier ones.
+
+        Args:
+            x: what flows into the block.
+            cache: keys and values as `attend_cached` has them.
+            at: the positions of x, one after the other in each row.
+            lengths: how many positions each row has, with all that are known.
+
+        Returns:
+            x, and the cache with these positions.
+        """
+        b, s, _ = x.shape
+        q, k, v = self._heads(self.attention_norm(x), at, lengths[:, None])
+        attention, cache = attend_cached(q, k, v, cache, at, lengths, self.config)
+        x = self._plus_attention(x, self.project(attention.reshape(b, s, -1)))
+        return self._plus_mlp(x)[0], cache
+
+    def _plus_attention(self, x: Float[Array, "b s w"], attention: Float[Array, "b s w"]) -> Float[Array, "b s w"]:
+        """Add the output of attention to the residual stream."""
+        return x + self.dropout(normed(self.attention_post_norm, attention) if self.config.post_norms else attention)
+
+    def _plus_mlp(
+        self, x: Float[Array, "b s w"], segments: Int[Array, "b s"] | None = None, routing: Routing | None = None
+    ) -> tuple[Float[Array, "b s w"], Routing | None]:
+        """Add the output of the MLP to the residual stream; return it with the choices of the routers so far."""
+        out, routing = self._mlp(self.mlp_norm(x), segments, routing)
+        return x + self.dropout(normed(self.mlp_post_norm, out) if self.config.post_norms else out), routing
+
+    def _attention(self, x: Float[Array, "b s w"], segments: Int[Array, "b s"] | None) -> Float[Array, "b s w"]:
+        b, s, _ = x.shape
+        lengths = jnp.full((1, 1), s, jnp.int32) if segments is None else lengths_of(segments)
+        q, k, v = self._heads(x, positions(x, segments), lengths)
+        return self.project(attend(q, k, v, segments, self.config).reshape(b, s, -1))
+
+    def _heads(self, x: Float[Array, "b s w"], at: Int[Array, "#b s"], lengths: Int[Array, "#b #s"]) -> Any:
+        """Compute queries, keys and values (b, s, heads, numbers), with norms and rotary positions applied."""
+        config = self.config
+        heads, kv_heads, size = config.heads, config.kv_heads_used, config.head_size_used
+        stacked = self.qkv(x)
+        if config.qk_norm == "all":
+            q, k, v = jnp.split(stacked, (heads * size, (heads + kv_heads) * size), axis=-1)
+            stacked = jnp.concatenate([normed(self.query_norm, q), normed(self.key_norm, k), v], axis=-1)
+        q, k, v = jnp.split(stacked.reshape(*x.shape[:2], heads + 2 * kv_heads, size), (heads, heads + kv_heads), axis=2)
+        if config.qk_norm == "head":
+            q, k = normed(self.query_norm, q), normed(self.key_norm, k)
+        if config.positions == "rope":
+            q, k = rotated(q, at, lengths, config), rotated(k, at, lengths, config)
+        return q, k, v
+
+    def _mlp(
+        self, x: Float[Array, "b s w"], segments: Int[Array, "b s"] | None = None, routing: Routing | None = None
+    ) -> tuple[Float[Array, "b s w"], Routing | None]:
+        """Compute the MLP, or the experts; return with it the choices of the routers so far."""
+        if self.config.experts is not None:
+            y, choices = self.experts(x, None if segments is None else segments > 0)
+            return y, None if routing is None else routing.followed_by(*choices)
+        activation = ACTIVATIONS[self.config.activation]
+        expanded = self.expand(x)
+        return self.contract(activation(self.gate(x)) * expanded if self.config.gated_mlp else activation(expanded)), routing
+
+
+class Head(nnx.Module):
+    """Apply the last norm, and project to logits, with the embeddings of the symbols if they are tied.
+
+    With a `chunk` the projection is left to the loss, which makes logits of that many positions at a time.
+    """
+
+    def __init__(self, config: ModelConfig, chunk: int | None, *, rngs: nnx.Rngs):
+        self.config, self.chunk = config, chunk
+        self.norm = norm(config, rngs)
+        if config.tied:
+            self.token = tied_embedding(config, rngs)
+        else:
+            init, names = nnx.initializers.normal(STD), axes("embed", "vocab")
+            self.logits = nnx.Linear(config.width, config.vocab_size, use_bias=False, kernel_init=init, rngs=rngs, **names)
+
+    def __call__(self, stream: Stream) -> Any:
+        x, _ = split_stream(stream)
+        hidden = normed(self.norm, x)
+        tied = self.config.tied
+        kernel = self.token.embedding if tied else self.logits.kernel
+        logits = projected(hidden, kernel[...], None, tied, self.chunk, dtype_of(self.config), self.config.logits_soft_cap)
+        routing = routing_of(stream)
+        return logits if routing is None else {"tokens": logits, "experts": routing}
+
+
+# Parts that BERT has, too -------------------------------------------------------------------------------------------------
+
+
+def dtype_of(config: ModelConfig) -> str:
+    """Return the dtype of activations between and inside layers."""
+    return config.compute_dtype
+
+
+def axes(inputs: str | None, outputs: str | None) -> dict[str, Any]:
+    """Return the arguments of a linear layer that name the logical axes of its kernel; its bias has the last one, too."""
+    return {"kernel_metadata": named(inputs, outputs), "bias_metadata": named(outputs)}
+
+
+def table(count: int, config: ModelConfig, init: Any, rngs: nnx.Rngs, rows: str | None = None) -> nnx.Embed:
+    """Create an embedding table of `count` vectors of the model's width; `rows` names the logical axis of its rows."""
+    return nnx.Embed(count, config.width, embedding_init=init, rngs=rngs, embedding_metadata=named(rows, "embed"))
+
+
+def linear(config: ModelConfig, rngs: nnx.Rngs, bias: bool) -> Callable[..., nnx.Linear]:
+    """Return a constructor of linear layers as the config describes them."""
+    options: dict[str, Any] = {} if config.init == "scaled" else {"kernel_init": nnx.initializers.normal(STD)}
+    return partial(nnx.Linear, use_bias=bias, dtype=jnp.dtype(dtype_of(config)), rngs=rngs, **options)
+
+
+class RMSNormPlusOne(nnx.RMSNorm):
+    """RMSNorm with a scale of 1 plus its parameter, which begins at zero (Gemma)."""
+
+    def __call__(self, x: Array, mask: Array | None = None) -> Array:
+        """Normalize the last axis, in the norm's dtype."""
+        assert self.scale is not None
+        dtype = wider(x.dtype)
+        wide = x.astype(dtype)
+        mean = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
+        scale = jnp.asarray(1, dtype) + self.scale[...].astype(dtype)
+        return wide * jax.lax.rsqrt(mean + jnp.asarray(self.epsilon, dtype)) * scale.reshape((1,) * (x.ndim - 1) + (-1,))
+
+
+def norm(config: ModelConfig, rngs: nnx.Rngs, size: int | None = None) -> nnx.LayerNorm | nnx.RMSNorm:
+    """Create a norm of the model's width, or of another size, which computes in float32 at least."""
+    options: dict[str, Any] = {"epsilon": config.norm_epsilon, "dtype": wider(dtype_of(config)), "rngs": rngs}
+    features = config.width if size is None else size
+    if config.norm == "rms_plus_one":
+        return RMSNormPlusOne(features, scale_init=nnx.initializers.zeros, **options)
+    return (nnx.LayerNorm if config.norm == "layer" else nnx.RMSNorm)(features, **options)
+
+
+def dropout(config: ModelConfig, rngs: nnx.Rngs) -> nnx.Dropout:
+    """Create the dropout layer; it draws no random numbers if the rate is zero."""
+    return nnx.Dropout(config.dropout, rngs=rngs if config.dropout else None)
+
+
+def normed(layer: Callable[[Any], Any], x: Float[Array, "*n"]) -> Float[Array, "*n"]:
+    """Normalize, and cast back to the dtype of the activations."""
+    return layer(x).astype(x.dtype)
+
+
+def look_up(embedding: nnx.Embed, numbers: Any, dtype: Any) -> Float[Array, "b s w"]:
+    """Look up rows of an embedding table.
+
+    Only these rows are cast, and gradients of one symbol at several positions are summed before the cast.
+    """
+    return jnp.take(embedding.embedding[...], numbers, axis=0).astype(dtype)
+
+
+def tied_embedding(config: ModelConfig, rngs: nnx.Rngs) -> nnx.Embed:
+    """Create the head's copy of the symbol embeddings; its initial values are replaced by the tied parameter's."""
+    return table(config.vocab_size, config, nnx.initializers.zeros, rngs, "vocab")
+
+
+def projected(hidden: Any, kernel: Any, bias: Any, by_symbol: bool, chunk: int | None, dtype: str, soft_cap: float | None = None) -> Any:
+    """Project to logits, or with a `chunk` return what they are computed from."""
+    unprojected = Unprojected(hidden, kernel, bias, chunk or 1, by_symbol, dtype, soft_cap)
+    return unprojected.logits() if chunk is None else unprojected
+
+
+def split_inputs(inputs: Any, config: ModelConfig) -> tuple[Any, Any]:
+    """Split inputs into tokens and segments, or None; the choices of an example (b, k, s) become rows (b·k, s).
+
+    Raises:
+        InputError: a sequence that is longer than the positions.
+    """
+    inputs = inputs if isinstance(inputs, dict) else {"tokens": inputs}
+    tokens, segments = in_rows(inputs["tokens"]), in_rows(inputs.get("segments"))
+    if tokens.shape[1] > (longest := config.max_positions_used):
+        raise InputError(
+            f"model: expected sequences of at most {longest} positions, found {tokens.shape[1]}; make them shorter, or raise "
+            "model.max_positions"
+        )
+    return tokens, segments
+
+
+def in_rows(numbers: Any) -> Any:
+    """Reshape (…, s) to rows (b, s); None stays."""
+    return numbers if numbers is None or numbers.ndim == 2 else numbers.reshape(-1, numbers.shape[-1])
+
+
+def split_stream(stream: Stream) -> tuple[Any, Any]:
+    """Split what flows between layers into x and segments, or None."""
+    return (stream["x"], stream.get("segments")) if isinstance(stream, dict) else (stream, None)
+
+
+def routing_of(stream: Stream) -> Routing | None:
+    """Return the choices of the routers in what flows between layers; None without experts."""
+    return stream.get("experts") if isinstance(stream, dict) else None
+
+
+def joined(x: Float[Array, "b s w"], segments: Int[Array, "b s"] | None, routing: Routing | None = None) -> Stream:
+    """Join x, segments and the choices of the routers into what flows between layers."""
+    parts = {"segments": segments, "experts": routing}
+    present = {name: part for name, part in parts.items() if part is not None}
+    return {"x": x, **present} if present else x
+
+
+def positions(tokens: Any, segments: Int[Array, "b s"] | None) -> Int[Array, "#b s"]:
+    """Return the position of each token, counted from 0 in its row or in its segment."""
+    return jnp.arange(tokens.shape[1])[None] if segments is None else positions_of(segments)
+
+
+def waves(size: float, key: Array, shape: tuple[int, int], dtype: DTypeLike, out_sharding: object = None) -> Float[Array, "s w"]:
+    """Initialize position embeddings with sines and cosines, the first transformer's encoding.
+
+    They are half as large as the vectors of symbols, with deviation `size`, so that "the byte before" is learned soon; larger ones
+    would drown the symbols.
+    """
+    count, width = shape
+    angles = np.arange(count)[:, None] / 10_000 ** (np.arange(0, width, 2)[None] / width)
+    return jnp.asarray(0.5 * size * np.concatenate([np.sin(angles), np.cos(angles)], axis=1)[:, :width], dtype)

@@ -1,1 +1,0 @@
-"""From what was read to batches: rows of documents, their order, and checks of how much there is."""

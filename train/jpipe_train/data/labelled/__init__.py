@@ -1,6 +1,0 @@
-"""Texts with labels, for classification, regression and multiple choice: from JSON lines and CSV files to rows of tokens."""
-
-from jpipe_train.data.labelled.reading import Labelled, read
-from jpipe_train.data.labelled.rows import Examples
-
-__all__ = ["Examples", "Labelled", "read"]

@@ -1,0 +1,25 @@
+"""The order of rows: shuffled anew in each epoch for training, and once for validation."""
+
+import grain
+
+from jpipe_lm.data import masked
+from jpipe_train.config.config import Config
+from jpipe_train.data.rows import Elements
+
+
+def shuffled(rows: Elements, seed: int, *, epochs: bool) -> Elements:
+    """Return rows in shuffled order; with `epochs` without end, shuffled anew in each epoch."""
+    order = grain.MapDataset.source(rows).shuffle(seed=seed)
+    return order.repeat() if epochs else order
+
+
+def ordered(config: Config, rows: Elements | masked.Masked, part: int) -> Elements:
+    """Return the rows in the order of their batches, endlessly for training."""
+    if isinstance(rows, masked.Masked):
+        return masked.Drawn(rows, epochs=part == 0)
+    return shuffled(rows, seed_of(config, part), epochs=part == 0)
+
+
+def seed_of(config: Config, part: int) -> int:
+    """Return the seed of the order of one part: validation is spread over the files, but never by `config.seed`."""
+    return config.seed if part == 0 else 0

@@ -1,0 +1,209 @@
+"""The cross-entropy of integer labels, computed without holding the logits of all positions in memory at once.
+
+The letters in the shapes: n positions (of all rows), w width, v symbols. A label below zero is not counted.
+"""
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int, UInt8
+
+from jpipe import InputError
+
+Labels = Any  # integers, or {"tokens": integers, "next": integers of each row}
+Outputs = Any  # logits or an `Unprojected`, or {"tokens": one of these, "next": logits of each row, "experts": a `Routing`}
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Unprojected:
+    """Logits that are not computed yet: `hidden` times `kernel`, plus `bias`.
+
+    Attributes:
+        hidden: (…, w), the last activations.
+        kernel: (w, v), or (v, w) if `by_symbol`.
+        bias: (v), or None.
+        chunk: of how many positions logits are to be made at a time.
+        by_symbol: whether the kernel has a row for each symbol, as embeddings have.
+        dtype: in which the logits are computed, whatever the arrays have become on their way.
+        soft_cap: bounds them, see `soft_capped`; None if nothing does.
+    """
+
+    hidden: Any
+    kernel: Any
+    bias: Any
+    chunk: int = field(metadata={"static": True})
+    by_symbol: bool = field(metadata={"static": True})
+    dtype: str = field(metadata={"static": True})
+    soft_cap: float | None = field(default=None, metadata={"static": True})
+
+    @property
+    def vocab_size(self) -> int:
+        """The number of logits at each position."""
+        return int(self.kernel.shape[0 if self.by_symbol else 1])
+
+    def logits(self) -> Float[Array, "*n v"]:
+        """Compute all logits."""
+        hidden, kernel = self.hidden.astype(self.dtype), self.kernel.astype(self.dtype)
+        logits = jax.lax.dot_general(hidden, kernel, (((hidden.ndim - 1,), (1 if self.by_symbol else 0,)), ((), ())))
+        logits = logits if self.bias is None else logits + self.bias.astype(self.dtype)[(None,) * (hidden.ndim - 1)]
+        return soft_capped(logits, self.soft_cap)
+
+
+def loss(outputs: Outputs, labels: Labels) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """Sum the cross-entropy in nats.
+
+    With labels of tokens and of the next sentence (BERT) the mean of the latter over the rows comes on top of the mean of the former:
+    (n / rows) of its sum, for n counted tokens. The mean over several microbatches is exact if each has the same n. The
+    router loss of a microbatch (see `jpipe_lm.models.experts.Routing`) counts n times as well.
+
+    Returns:
+        The sum, and the number of labels that count.
+    """
+    if not isinstance(labels, dict):
+        number = _number(labels)
+        return with_router_loss(_nats(_tokens(outputs), labels), number, outputs), number
+    number = _number(labels["tokens"])
+    following = _nats(outputs["next"], labels["next"])
+    share = (number / labels["next"].size).astype(following.dtype)
+    return _nats(outputs["tokens"], labels["tokens"]) + share * following, number
+
+
+def with_router_loss(total: Float[Array, ""], number: Float[Array, ""], outputs: Any) -> Float[Array, ""]:
+    """Return the summed loss of a number of labels, to which the router loss is added for each if the outputs have one."""
+    routing = outputs.get("experts") if isinstance(outputs, dict) else None
+    return total if routing is None else total + (number * routing.loss()).astype(total.dtype)
+
+
+def correct(outputs: Outputs, labels: Labels, most: int = 1) -> tuple[Int[Array, ""], Int[Array, ""]]:
+    """Count the labels that have one of the `most` largest logits, and all labels that count.
+
+    With labels of tokens and of next sentences, count those of tokens.
+    """
+    outputs, labels = _tokens(outputs), _tokens(labels)
+    if isinstance(outputs, Unprojected):
+        whole, parts = _in_chunks(outputs, labels)
+        hits = jax.lax.map(lambda part: _hits(replace(whole, hidden=part[0]).logits(), part[1], most).sum(), (whole.hidden, parts))
+    else:
+        hits = _hits(outputs, labels, most)
+    return hits.sum(), (labels >= 0).sum()
+
+
+def all_logits(outputs: Outputs) -> Outputs:
+    """Compute the logits of each `Unprojected` in the outputs."""
+    return jax.tree.map(lambda leaf: leaf.logits() if isinstance(leaf, Unprojected) else leaf, outputs, is_leaf=_is_unprojected)
+
+
+def vocab_size(outputs: Outputs) -> int:
+    """Return the number of logits at each position."""
+    outputs = _tokens(outputs)
+    return outputs.vocab_size if isinstance(outputs, Unprojected) else int(outputs.shape[-1])
+
+
+def soft_capped(x: Float[Array, "*n"], cap: float | None) -> Float[Array, "*n"]:
+    """Return `cap` · tanh(x / `cap`), which is about x where that is small and never more than the cap; without a cap x itself."""
+    if cap is None:
+        return x
+    limit = jnp.asarray(cap, wider(x.dtype))
+    return (limit * jnp.tanh(x.astype(limit.dtype) / limit)).astype(x.dtype)
+
+
+def wider(dtype: DTypeLike) -> Any:
+    """Return the dtype, or float32 if that has more bits."""
+    return jnp.dtype(dtype) if jnp.dtype(dtype).itemsize >= 4 else jnp.dtype("float32")
+
+
+def _hits(logits: Float[Array, "*n v"], labels: Int[Array, "*n"] | UInt8[Array, "*n"], most: int) -> Bool[Array, "*n"]:
+    """Return whether the logit of each label is one of the largest; of equal logits the first ones count."""
+    if most == 1:
+        return logits.argmax(-1) == labels
+    return (jax.lax.top_k(logits, most)[1] == labels[..., None]).any(-1)
+
+
+def _tokens(tree: Any) -> Any:
+    """Return the outputs or labels of the tokens, of a dict or alone."""
+    return tree["tokens"] if isinstance(tree, dict) else tree
+
+
+def _is_unprojected(leaf: Any) -> bool:
+    return isinstance(leaf, Unprojected)
+
+
+def _number(labels: Int[Array, "*n"] | UInt8[Array, "*n"]) -> Float[Array, ""]:
+    return (labels >= 0).sum().astype(jnp.float32)
+
+
+def _nats(outputs: Any, labels: Int[Array, "*n"] | UInt8[Array, "*n"]) -> Float[Array, ""]:
+    """Sum the nats of the labels, from logits or an `Unprojected`."""
+    if isinstance(outputs, Unprojected):
+        return _nats_in_chunks(*_in_chunks(outputs, labels))
+    if outputs.shape[:-1] != labels.shape:
+        raise InputError(
+            f"loss: cross_entropy: expected outputs with one more dim than the labels, {list(labels.shape)}, found {list(outputs.shape)}; "
+            "change the last layer of the model, or the labels"
+        )
+    wide = outputs.astype(wider(outputs.dtype))
+    nats = optax.softmax_cross_entropy_with_integer_labels(wide, jnp.maximum(labels, 0))
+    return jnp.where(labels >= 0, nats, jnp.zeros((), nats.dtype)).sum()
+
+
+# Chunk by chunk ----------------------------------------------------------------------------------------------------------
+
+
+def _in_chunks(outputs: Unprojected, labels: Int[Array, "*n"] | UInt8[Array, "*n"]) -> tuple[Unprojected, Int[Array, "chunks size"]]:
+    """Reshape hidden to (chunks, size, w) and labels to (chunks, size), and cast all arrays to `dtype`.
+
+    Labels that fill up the last chunk are not counted. A chunk takes positions at equal distances, so that it has as many of each part of
+    the rows: if these are sharded, so is each chunk.
+    """
+    width, count = outputs.hidden.shape[-1], labels.size
+    chunks = -(-count // outputs.chunk)
+    size = -(-count // chunks)
+    fill = chunks * size - count
+    hidden = jnp.pad(outputs.hidden.reshape(count, width), ((0, fill), (0, 0))).reshape(size, chunks, width).swapaxes(0, 1)
+    padded = jnp.pad(labels.reshape(count).astype(jnp.int32), (0, fill), constant_values=-1).reshape(size, chunks).T
+    bias = None if outputs.bias is None else outputs.bias.astype(outputs.dtype)
+    return replace(outputs, hidden=hidden.astype(outputs.dtype), kernel=outputs.kernel.astype(outputs.dtype), bias=bias), padded
+
+
+@jax.custom_vjp
+def _nats_in_chunks(whole: Unprojected, labels: Int[Array, "chunks size"]) -> Float[Array, ""]:
+    """Sum the nats of all chunks, computed one after the other.
+
+    The backward makes the logits of each chunk again. It is written here, and not left to `jax.checkpoint`, for two reasons: gradients of
+    the kernel are summed in float32, and a backward that is split into one for inputs and one for weights is not split inside of it, for
+    which it would keep the gradients of all logits.
+    """
+    wide = wider(whole.dtype)
+
+    def add(total: Any, part: Any) -> tuple[Any, None]:
+        return total + _nats(replace(whole, hidden=part[0]).logits(), part[1]), None
+
+    return jax.lax.scan(add, jnp.zeros((), wide), (whole.hidden, labels))[0]
+
+
+def _forward(whole: Unprojected, labels: Any) -> tuple[Any, Any]:
+    return _nats_in_chunks(whole, labels), (whole, labels)
+
+
+def _backward(saved: Any, gradient: Any) -> tuple[Unprojected, None]:
+    whole, labels = saved
+    wide = wider(whole.dtype)
+
+    def add(sums: Any, part: Any) -> tuple[Any, Any]:
+        _, pull = jax.vjp(lambda unprojected: _nats(unprojected.logits(), part[1]), replace(whole, hidden=part[0]))
+        gradients = pull(gradient)[0]
+        sums = jax.tree.map(lambda total, new: total + new.astype(wide), sums, (gradients.kernel, gradients.bias))
+        return jax.lax.optimization_barrier((sums, gradients.hidden))  # neither without the other, see above
+
+    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, wide), (whole.kernel, whole.bias))
+    sums, hidden = jax.lax.scan(add, zeros, (whole.hidden, labels))
+    kernel, bias = jax.tree.map(lambda total: total.astype(whole.dtype), sums)
+    return replace(whole, hidden=hidden, kernel=kernel, bias=bias), None
+
+
+_nats_in_chunks.defvjp(_forward, _backward)

@@ -1,6 +1,0 @@
-"""Mixtures of experts, the choices of their routers, and the exchange of tokens between devices."""
-
-from jpipe_train.models.experts.mixture import Experts, on_stage
-from jpipe_train.models.experts.routing import Routing, no_routing
-
-__all__ = ["Experts", "Routing", "no_routing", "on_stage"]
