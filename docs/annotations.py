@@ -26,7 +26,7 @@ _BARE = (
     "pydantic",
     "jaxtyping",
 )
-"""Packages whose names stand without the package; others, such as `jax.Array`, with it."""
+"""Packages to leave out in front of their names; others, as in `jax.Array`, are shown."""
 _ALIASES = {
     jax.typing.ArrayLike: "ArrayLike",
     jax.typing.ArrayLike | None: "ArrayLike | None",
@@ -107,7 +107,7 @@ def _named(value: Any) -> str:
         return name
     parts = module.replace("jaxlib._jax", "jax").lstrip("_").replace("._src", "").split(".")
     paths = (".".join(parts[: length + 1]) for length in range(len(parts)))
-    paths = itertools.chain(paths, ["jax.sharding"])  # whose classes are jaxlib's
+    paths = itertools.chain(paths, ["jax.sharding"])  # its classes are jaxlib's
     return next((f"{path}.{name}" for path in paths if getattr(sys.modules.get(path), name, None) is value), f"{module}.{name}")
 
 

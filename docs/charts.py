@@ -33,7 +33,7 @@ def tables_of_pages() -> list[Table]:
 
 
 def find(tables: Iterable[Table], *cells: str) -> Table:
-    """Return the first table whose heading has all these cells.
+    """Return the first table with all these cells in its heading.
 
     Args:
         tables: to search.

@@ -16,7 +16,7 @@ _HELP = re.compile(r"\n```\nusage: .*?\n```\n", re.DOTALL)
 
 
 def names() -> Iterator[str]:
-    """Yield the commands, those of groups too: `train`, `data`, `data prepare`."""
+    """Yield the commands, also inside groups: `train`, `data`, `data prepare`."""
     for name in commands.names():
         yield name
         if name in commands.GROUPS:

@@ -21,7 +21,7 @@ from docs import annotations, api
 
 ROOT = Path(__file__).parents[1]
 FOREIGN_NAMES = [("py:.*", r"(?!jpipe).*")]
-"""Names without a page here: those of Python, JAX and other libraries."""
+"""Names without a page here, of Python, JAX and other libraries."""
 _LINK_OUT = re.compile(r"(?<!!)\[(?P<text>[^\]]*)\]\((?P<path>(?:\.\./)+[^)#\s]*)(?:#[^)\s]*)?\)")  # relative, above the page's folder
 _LINE = 76  # characters of code that fit beside the contents of a page in a window of 1,280 pixels
 _GOOGLE = Config(napoleon_use_rtype=False, napoleon_attr_annotations=False)
@@ -193,7 +193,7 @@ def _reference(name: str, content: nodes.Node) -> nodes.Node:
 
 
 def _process_docstring(app: Sphinx, what: str, name: str, value: object, options: object, lines: list[str]) -> None:
-    """Turn a docstring in Google's style into reStructuredText; that of a variable is searched where the variable is defined."""
+    """Turn a docstring in Google's style into reStructuredText; for a variable it is searched where the variable is defined."""
     if what == "data":
         lines[:] = _docstrings_of_variables().get(name.rpartition(".")[2], [])
     text = re.sub(r"(`[^`]+`)(\w?)", lambda match: f"{match[1]}\\ {match[2]}" if match[2] else match[1], "\n".join(lines))

@@ -97,7 +97,7 @@ def draw(axes: matplotlib.axes.Axes, package: str) -> None:
 
 @style.styled()
 def picture() -> Figure:
-    """Draw all packages below each other; arrows point to what is imported, and numbers are those of modules."""
+    """Draw all packages below each other; arrows point to what is imported, and numbers count modules."""
     levels = [max(y for _, y in coordinates(*rooms(package)).values()) + 1 for package in PACKAGES]
     figure = style.figure(0.48 * sum(levels) + 0.35 * len(PACKAGES))
     for axes, package in zip(figure.subplots(len(PACKAGES), 1, height_ratios=levels), PACKAGES, strict=True):

@@ -33,7 +33,7 @@ STACKED: dict[str, dict[str, tuple[int, ...]]] = {
     "blocks": {"kernel": (2, 4, 4), "bias": (2, 4)},
     "head": {"kernel": (4, 5)},
 }
-"""Of the parameters of a small model whose blocks a loop stacks in one array, in the model's own tree."""
+"""Of the parameters of a small model with blocks that a loop stacks in one array, in the model's own tree."""
 Shapes = Mapping[str, Mapping[str, tuple[int, ...]]]
 
 
@@ -131,12 +131,12 @@ OPTIMIZERS = (
         optax.contrib,
         "contrib.",
         "schedule_free_sgd schedule_free_adamw",
-        remark="`evaluate` has the weights of training, not those of `schedule_free_eval_params`",
+        remark="`evaluate` has the weights of training, not `schedule_free_eval_params`",
     ),
     Row(
         "`contrib.sam`",
         lambda: optax.contrib.sam(optax.sgd(RATE), optax.sgd(0.1)),
-        remark="every second update is an adversarial step, whose weights `evaluate` has in between",
+        remark="every second update is an adversarial step; in between `evaluate` has its weights",
     ),
     Row(
         "`contrib.sam` with `contrib.normalize`",
@@ -281,7 +281,7 @@ def check(row: Row) -> str:
     """Return how a row is wrong, or "".
 
     A supported optimizer gives the same numbers layer by layer as on the whole model; an unsupported one raises an error. The same holds
-    for a model whose blocks are stacked. In float64 the numbers are equal to rounding, if `jax_enable_x64` is set.
+    for a model with stacked blocks. In float64 the numbers are equal to rounding, if `jax_enable_x64` is set.
     """
     dtype = jax.dtypes.canonicalize_dtype(np.float64)
     specs = {i: {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape in layer.items()} for i, layer in SHAPES.items()}
@@ -299,7 +299,7 @@ def check(row: Row) -> str:
 
 
 def _check_stacked(row: Row, dtype: Any) -> str:
-    """Return how a row is wrong for a model whose blocks are stacked, or ""."""
+    """Return how a row is wrong for a model with stacked blocks, or ""."""
     stack, specs = _stacked(dtype)
     rule = _made(row, STACKED)
     try:
@@ -324,7 +324,7 @@ def _inputs(dtype: Any) -> Any:
 
 @functools.cache
 def _stacked(dtype: Any) -> tuple[jpipe.LayerStack, Any]:
-    """Return a model whose blocks are stacked, cut into layers, and the specs of its own tree."""
+    """Return a model with stacked blocks, cut into layers, and the specs of its own tree."""
 
     def function(params: Any, x: Any) -> Any:
         def block(x: Any, block: Any) -> Any:
@@ -384,7 +384,7 @@ def table(rows: tuple[Row, ...]) -> str:
 
 
 def written(page: str) -> str:
-    """Return the page with those of the tables updated that it has."""
+    """Return the page with its tables updated."""
     for name in re.findall("^<!-- table: (.+) -->$", page, re.MULTILINE):
         begin, end = f"<!-- table: {name} -->\n", "<!-- end -->"
         before, after = page.split(begin)

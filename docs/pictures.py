@@ -175,7 +175,7 @@ def draw_run() -> None:
 
 
 def main(arguments: list[str]) -> None:
-    """Draw all pictures, except those of a run, which are drawn alone if "run" is asked for."""
+    """Draw all pictures except a run's, which are drawn alone if "run" is asked for."""
     if arguments == ["run"]:
         return draw_run()
     tables = {table.name: table for table in charts.tables_of_pages() if table.name}

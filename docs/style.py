@@ -71,7 +71,7 @@ def write(picture: Figure, path: Path) -> None:
 def _shortened(svg: str) -> str:
     """Return a picture in less text: hundredths of a point, no comments, short rectangles, equal neighbours as one path.
 
-    Its ids are numbers, because Matplotlib's are hashes of all digits of a coordinate, of which the last may differ from run to run.
+    Its ids are numbers, because Matplotlib's are hashes of all digits of a coordinate, and the last ones may differ from run to run.
     """
     svg = re.sub(r"<!--.*?-->\s*", "", svg, flags=re.DOTALL)
     svg = re.sub(r"scale\([^)]*\)|(\.\d\d)\d+", lambda match: match[1] or match[0], svg)

@@ -226,7 +226,7 @@ class Run:
             raise self._deadlock(waiting, end)
 
     def _deadlock(self, waiting: dict[int, Action], end: int) -> InputError | ProgramError:
-        """Return the error that shows which computations of which ranks wait for each other before the pipeline is empty after `end`."""
+        """Return the error that shows where ranks wait for each other before the pipeline is empty after `end`."""
         plan, rows = self.plan, [list[Span]() for _ in self.plan.rank_workers]
         if not self.is_whole:
             try:

@@ -28,7 +28,7 @@ def stage_bytes(
     exchanged: Number = 0,
     ahead: Number = 0,
 ) -> Number:
-    """Return the peak bytes of a worker while it computes, in a pipeline whose stages are about equally fast.
+    """Return the peak bytes of a worker while it computes, in a pipeline with stages that are about equally fast.
 
     Without a flush a replicated stage sums the gradients of one update while it computes the next one's, and so does a stage that
     shares a parameter with others. Both sets exist until the update, and the newest of `versions` only after it. So the second set adds
@@ -52,7 +52,7 @@ def stage_bytes(
         accumulators: accumulated gradients.
         replicas: r_s.
         gradients: gradients of outputs that have arrived and wait for their backward, beside one (see `waiting_gradients`).
-        exchanged: gradients of shared parameters that wait for the update, the stage's own and those of the other stages; with a flush
+        exchanged: gradients of shared parameters that wait for the update, the stage's own and the other stages'; with a flush
             nothing is in flight then.
         ahead: the prediction of `delay_correction`, which is held where there are several versions.
     """

@@ -106,7 +106,7 @@ def _predicted(
     shared: tuple[tuple[int, ...], ...],
     workers: frozenset[int] | None,
 ) -> tuple[jpipe.programs.Prediction, float, int]:
-    """Return a prediction of what is to be simulated, the seconds of a batch in its window, and the batches whose moved bytes it has."""
+    """Return a prediction of what is to be simulated, the seconds of a batch in its window, and how many batches moved its bytes."""
     link, overlap = network(plan, topology), topology.device.overlap
     lowered = _lowered if forwards(plan, topology) <= _MOST_KEPT else _lowered.__wrapped__
     if jpipe.programs.has_equal_batches(plan):
@@ -132,7 +132,7 @@ def _shown_batches(plan: jpipe.Plan, overlap: jpipe.programs.Overlap) -> int:
 def _between_agreements(
     plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost], topology: Topology, global_norm: bool
 ) -> Simulated | None:
-    """Simulate a plan whose rounds are longer than simulated ones, and are prolonged by batches without an agreement."""
+    """Simulate a plan with longer rounds than the simulated ones, which are prolonged by batches without an agreement."""
     assert plan.agree is not None
     some = _round_batches(plan)
     plans = [plan.model_copy(update={"agree": plan.agree.model_copy(update={"every": every})}) for every in (some, _NEVER)]

@@ -18,8 +18,8 @@ class Device(Data):
 
     Attributes:
         name: a name to show; by default the target's.
-        target: a name of the table of `jpipe target`, or a YAML file of the same format; stages are compiled for it, and its figures are
-            those of the device, except for those that are given here. None: stages are compiled for the devices of this machine.
+        target: a name of the table of `jpipe target`, or a YAML file of the same format; stages are compiled for it, and the device has its
+            figures where none are given here. None: stages are compiled for the devices of this machine.
         memory: bytes; None: not limited.
         reserved: bytes that a plan leaves free, by what they are for; a single number or text for all together.
         flops: peak operations per second, by dtype; for analytic profiles.

@@ -95,7 +95,7 @@ class Target(Data):
         memory_bandwidth: bytes per second.
         host: the link to the memory of its host, as is to be expected where two devices share it.
         compiler: what XLA needs to know. Of a GPU: `compute_capability`, `core_count`, `l2_cache_size`, `clock_rate_ghz` and
-            `device_memory_size`; further fields of XLA's `GpuDeviceInfoProto` replace those of the compute capability. Of a TPU:
+            `device_memory_size`; further fields of XLA's `GpuDeviceInfoProto` replace the fields of the compute capability. Of a TPU:
             `topology`, such as `v5e:2x4`, and `chip_config_name` where a chip is one device of two cores.
         sources: where the figures were published.
 
@@ -297,8 +297,8 @@ def target_devices(target: Target, count: int = 1, processes: int = 1) -> tuple[
     Args:
         target: the target.
         count: the number of devices.
-        processes: the number of processes to which the devices belong, in equal parts, a divisor of `count`. With 1, those of a TPU may
-            belong to several, as its slices do.
+        processes: the number of processes to which the devices belong, in equal parts, a divisor of `count`. With 1, the devices of a TPU
+            may belong to several, as its slices do.
 
     Raises:
         TargetUnavailable: XLA cannot compile for it here; the message says what to install.
@@ -398,7 +398,7 @@ def target_refusal(target: Target) -> str | None:
         capability = ".".join(map(str, target.capability))
         return (
             f"{target.name} has compute capability {capability}, and the ptxas of CUDA 13 begins with 7.5; install nvidia-cuda-nvcc-cu12, "
-            "that of CUDA 12, and set CUDA_ROOT to its folder nvidia/cuda_nvcc"
+            "which has the one of CUDA 12, and set CUDA_ROOT to its folder nvidia/cuda_nvcc"
         )
     return None
 

@@ -141,7 +141,7 @@ def _seconds(flops: float, moved: int, rate: float, device: Device) -> float:
 
 
 def _rate(device: Device, layer_id: str, spec: jpipe.model.LayerSpec, compute: str | None) -> float:
-    """Return the FLOP/s for the dtype `compute`; None: for that of the layer's inputs, or of its outputs if all inputs are integers."""
+    """Return the FLOP/s for the dtype `compute`; None: for the dtype of the inputs, or of the outputs if all inputs are integers."""
     floats = (
         [jnp.dtype(compute)]
         if compute

@@ -36,7 +36,7 @@ class Programs:
     """The programs of stages at several sizes, each compiled once, in threads: XLA releases Python's lock while it compiles.
 
     Args:
-        model: the model whose layers the stages have.
+        model: the model that the layers of the stages belong to.
         device: the device on which they run.
         pool: the threads.
         meter: counts the programs.

@@ -14,7 +14,7 @@ def count_flops(traced: jax.stages.Traced, lowered: jax.stages.Lowered) -> float
     """Return the FLOPs of a program by XLA's cost analysis, plus the loop iterations that it omits.
 
     XLA counts the body of a loop once. For a `scan`, the matrix products and convolutions of the further iterations are added; for a
-    `while`, whose number of iterations is unknown, nothing is added. Of a product of groups of rows, each with a kernel of its own
+    `while`, with an unknown number of iterations, nothing is added. Of a product of groups of rows, each with a kernel of its own
     (`jax.lax.ragged_dot`), each row counts once, also where XLA multiplies all rows by all kernels, as it does for CPUs.
 
     Args:

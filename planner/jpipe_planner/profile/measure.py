@@ -45,7 +45,7 @@ def measure(
 
     Each distinct layer is compiled as a stage of its own. The stages of all sizes run in turns, so that a slow moment of the machine
     slows all of them; the arrays of all sizes are in memory at the same time. A time is a median, less the time of a stage without work,
-    which is the profile's `dispatch`. Neighbours too short to be timed alone are timed as one stage, whose time is split by FLOPs.
+    which is the profile's `dispatch`. Neighbours too short to be timed alone are timed as one stage, and this time is split by FLOPs.
 
     Args:
         stack: the model.

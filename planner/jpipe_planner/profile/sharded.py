@@ -185,8 +185,7 @@ class MeshLinks(NamedTuple):
 def links_of(profile: Profile, topology: Topology, degrees: Degrees) -> MeshLinks:
     """Return the links inside a mesh of the first devices.
 
-    On CPUs tokens are gathered: the devices of a topology without a target, which are those of this machine, are of the kind that the
-    profile was compiled for.
+    On CPUs tokens are gathered. A topology without a target has the devices of this machine, of the kind that the profile was compiled for.
     """
     model, expert, whole = (topology.mesh_link(size) for size in (degrees.model, degrees.model * degrees.expert, degrees.size))
     return MeshLinks(model, expert, whole, gather=topology.device.target is None and profile.compiled_for in ("", "cpu"))

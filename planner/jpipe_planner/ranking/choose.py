@@ -178,8 +178,8 @@ def choose(
 ) -> Choice:
     """Rank candidates: simulate those that fit and have the best estimates, and the best of other kinds for comparison.
 
-    Estimates of a family, which has the same schedule and equal or unequal replicas, are wrong by about as much. So those of the
-    others are corrected by what the simulations of their family have taken, relative to their estimates.
+    A family has the same schedule and equal or unequal replicas, and its estimates are wrong by about the same factor. So simulations of
+    some plans of a family correct the estimates of the others.
 
     Args:
         profile: the profile of the model.
@@ -278,12 +278,12 @@ def _turn(candidate: Candidate, taken: Sequence[float]) -> tuple[int, int, int]:
 
 
 def _replicated(candidate: Candidate) -> tuple[object, ...]:
-    """Return what differs between plans of which more than a few are simulated."""
+    """Return what plans have to differ in for more than a few of them to be simulated."""
     return candidate.schedule, candidate.replicas, candidate.degrees
 
 
 def _family(candidate: Candidate) -> tuple[object, ...]:
-    """Return what plans have in common whose estimates are wrong by about as much."""
+    """Return what plans have in common if their estimates are wrong by about as much."""
     is_even = len(set(candidate.replicas)) == 1
     return candidate.schedule, is_even, candidate.depth == 1, candidate.keep_together
 

@@ -30,7 +30,7 @@ class Compiled:
         ranked: the plan, simulated with the exact bytes of its stages and the scratch memory that XLA reports for its programs.
         estimated: bytes of each pipeline rank, simulated with the profile.
         lacking: the most bytes that a pipeline rank lacks, 0 or less if the plan fits; None if memory is not limited.
-        ranks: the pipeline ranks whose stages are compiled; the memory of the other ranks is estimated.
+        ranks: the pipeline ranks with compiled stages; the memory of the other ranks is estimated.
     """
 
     ranked: Ranked
@@ -71,7 +71,7 @@ def compile_stages(
         ranked: the plan.
         pipe: a pipeline of that plan.
         batch: specs of a whole batch, (inputs, labels).
-        devices: what to compile for, as `compiled_for` of `jpipe.Pipeline.costs`; scratch memory is that of their kind, even if the
+        devices: what to compile for, as `compiled_for` of `jpipe.Pipeline.costs`; scratch memory is for their kind, even if the
             topology has another kind.
         programs: programs compiled for other plans of the model; new ones are added.
     """
@@ -135,9 +135,9 @@ def equal_stages(
 
 
 def _rejected_by_compiler(ranked: Ranked, limits: Sequence[float], plan: jpipe.Plan, compile: Callable[[int], object]) -> Compiled:
-    """Return the result for a plan of which XLA does not compile a program, because it exceeds the memory, as XLA says of TPUs.
+    """Return the result for a plan with a program that XLA does not compile, because it exceeds the memory, as XLA says of TPUs.
 
-    The first rank of which `compile` fails for a stage lacks what the program does; the memory of the other ranks is estimated.
+    The first rank with a stage that `compile` fails for lacks what the program does; the memory of the other ranks is estimated.
     """
     memory = list(ranked.memory)
     for p, stages in enumerate(plan.pipeline_ranks):
@@ -154,7 +154,7 @@ def _rejected_by_compiler(ranked: Ranked, limits: Sequence[float], plan: jpipe.P
 
 
 def closed_form_bytes(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost]) -> tuple[int, ...]:
-    """Return the peak bytes of a device of each stage, in a pipeline whose stages are about equally fast."""
+    """Return the peak bytes of a device of each stage, in a pipeline with stages that are about equally fast."""
     rules, shared, sizes = jpipe.schedules.SCHEDULES[plan.schedule], jpipe.programs.uses_by_costs(costs).get("shared_parameters", ()), []
     for s, (cost, replicas) in enumerate(zip(costs, plan.replicas, strict=True)):
         ahead = rules.in_flight(plan, s)

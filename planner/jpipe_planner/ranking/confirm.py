@@ -28,7 +28,7 @@ Compile = Callable[[Choice, Ranked], Compiled]
 
 @dataclass(frozen=True)
 class Attempt:
-    """A plan whose compiled stages do not fit.
+    """A plan with compiled stages that do not fit.
 
     Attributes:
         ranked: the plan, as estimated.
@@ -52,8 +52,8 @@ class Confirmation:
     """The result of `confirm`.
 
     Attributes:
-        fitting: the plans whose compiled stages fit, best first; the first one is the choice.
-        attempts: the plans whose compiled stages do not fit, in the order in which they were compiled.
+        fitting: the plans with compiled stages that fit, best first; the first one is the choice.
+        attempts: the plans with compiled stages that do not fit, in the order in which they were compiled.
         tried: the simulated or compiled plans, by candidate without costs.
         uncompiled: plans of other kinds that were not compiled, ranked by their simulations.
     """
@@ -67,10 +67,10 @@ class Confirmation:
 def confirm(plans: Plans, compile: Compile, report: Callable[[Attempt], None]) -> Confirmation:
     """Compile simulated plans in the order of their speed until one fits, and then those that may be as fast.
 
-    A plan whose compiled stages do not fit is tried again with more recomputation at the stages that lack memory, and so is a smaller one
-    of its kind, in the order of their speed. Near misses are compiled as well, because estimates may be too high. If none of the first
-    `MOST_COMPILED` plans fits, a few with full recomputation are compiled, and if none of these does, those that lack least with parts of
-    their state in host memory.
+    If the compiled stages of a plan do not fit, it is tried again with more recomputation at the stages that lack memory, and so is a
+    smaller one of its kind, in the order of their speed. Near misses are compiled as well, because estimates may be too high. If none of
+    the first `MOST_COMPILED` plans fits, a few with full recomputation are compiled, and if none of these does, those that lack least with
+    parts of their state in host memory.
 
     Args:
         plans: the result of the search.
@@ -195,8 +195,8 @@ class _Confirm:
     def _raised(self, ranked: Ranked, compiled: Compiled) -> Ranked | None:
         """Return the plan with more recomputation at the stages that lack memory; None if they recompute all that they can.
 
-        The errors of the estimates are assumed to be the same with more recomputation, and at pipeline ranks whose stages are not compiled
-        those of the compiled ones.
+        The errors of the estimates are assumed not to change with more recomputation, and to be the same at pipeline ranks without compiled
+        stages.
         """
         candidate, true = ranked.candidate, compiled.ranked.memory
         order = Layers(self._choice.meshes.of(candidate.degrees)[0]).policies

@@ -38,7 +38,7 @@ def improve(choice: Choice, tried: dict[Candidate, Ranked], max_delay: float | N
         max_delay: the largest mean delay of a plan in updates, see `Candidate.delay`; None: any.
 
     Returns:
-        The ranking with the plans that were found. Those of a new kind are added, and others replace the plan of their kind.
+        The ranking with the plans that were found. Plans of a new kind are added, and others replace the plan of their kind.
     """
     run = _Improvement(choice, tried, max_delay)
     near = dict[object, Ranked]()

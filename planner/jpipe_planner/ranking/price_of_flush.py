@@ -1,4 +1,4 @@
-"""What a flush costs: the time per sample of the best plan that flushes, relative to that of the best asynchronous plan."""
+"""What a flush costs: the time per sample of the best plan that flushes, relative to the best asynchronous plan."""
 
 from dataclasses import dataclass
 

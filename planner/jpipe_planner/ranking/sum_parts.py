@@ -1,4 +1,4 @@
-"""Sums of gradients in parts along the layers, each of which begins while the backwards of earlier layers are computed.
+"""Sums of gradients in parts along the layers: each begins while the backwards of earlier layers are computed.
 
 The parts of a stage are cut where the sum ends earliest after the backward. Of two numbers of parts that end about as early the smaller one
 is taken, because each part is compiled, and has the latency of a sum.
@@ -22,7 +22,7 @@ MOST_PARTS = 8
 
 
 def with_sum_parts(candidate: Candidate, profile: Profile, topology: Topology) -> Candidate | None:
-    """Return a plan whose stages sum their gradients in parts, where something waits for the sums; None if it gains nothing.
+    """Return a plan with stages that sum their gradients in parts, where something waits for the sums; None if it gains nothing.
 
     Args:
         candidate: a plan of one stage on each rank.

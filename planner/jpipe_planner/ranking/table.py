@@ -274,7 +274,7 @@ def why_rejected(choice: Choice, most: int) -> list[str]:
 
 
 def attempt(one: Attempt) -> str:
-    """Describe a plan whose compiled stages do not fit: how much they lack, and what is tried instead."""
+    """Describe a plan with compiled stages that do not fit: how much they lack, and what is tried instead."""
     candidate, rank = one.ranked.candidate, one.rank
     what = "rank" if candidate.chunks > 1 else "stage"
     lacks = f"{what} {rank} lacks {size(one.compiled.lacking or 0)} when compiled"

@@ -33,7 +33,7 @@ NEAR = 0.3  # relative amount by which plans that are varied may be slower than 
 
 
 def variant_schedules() -> tuple[str, ...]:
-    """Return the schedules of which `find_variants` makes plans; those without a flush with several chunks only."""
+    """Return the schedules that `find_variants` makes plans of, without a flush only with several chunks."""
     return tuple(name for name, rules in jpipe.schedules.SCHEDULES.items() if not is_planned(name) or rules.layout == "looped")
 
 

@@ -16,7 +16,7 @@ def balance(seconds: Sequence[float], stages: int, slowness: Sequence[float] | N
 
     Args:
         seconds: seconds of each layer.
-        stages: number of stages, at most that of the layers.
+        stages: number of stages, at most as many as layers.
         slowness: the factor of all seconds in each stage, because its devices differ; None: 1 for all.
 
     Returns:

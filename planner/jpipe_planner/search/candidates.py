@@ -55,7 +55,7 @@ def find_candidates(
         exact: whether the batch must have exactly that many rows.
         schedules: the schedules to try, of `planned_schedules`; None: all of them.
         pipedream: how PipeDream's stages update. "batch": all once per batch, so their replicas divide its microbatches. "replicas": each
-            after one microbatch of each of its replicas, whose number is then free, as in the original; the batch may be smaller.
+            after one microbatch of each of its replicas, so that their number is free, as in the original; the batch may be smaller.
         meshes: the meshes to try, each in place of a device; of `possible_degrees`, or others.
         replicas: whether stages may have replicas. Without, plans with fewer stages than devices leave the remaining devices idle.
         max_delay: the largest mean delay of a plan in updates, see `Candidate.delay`; 0 allows only plans without a delay; None: any.

@@ -22,7 +22,7 @@ from jpipe_planner.search.stages import Layers, Stages
 
 __all__ = ["Estimates"]
 
-STAYING = 2  # microbatches whose residuals stay on a device, where those of the others wait in host memory
+STAYING = 2  # microbatches with residuals that stay on a device, where other residuals wait in host memory
 
 
 class Estimates:

@@ -56,7 +56,7 @@ def pipedream_plans(estimates: Estimates, batch: int, every: Literal["batch", "r
         estimates: the estimates of the plans.
         batch: the largest number of rows per update.
         every: "batch": all stages update once per batch, so their replicas divide its microbatches. "replicas": each updates after one
-            microbatch of each of its replicas, whose number is then free; the batch may be smaller.
+            microbatch of each of its replicas, so that their number is free; the batch may be smaller.
         exact: whether the microbatches must have exactly that many rows.
     """
     for rows in estimates.profile.sizes:
@@ -212,12 +212,12 @@ class _Loads:
 def fastest_stages(
     seconds: Callable[[int, int], Any], layers: int, devices: int, replicas: list[int], depth: int | None
 ) -> list[Placement]:
-    """Return the stages whose slowest one is fastest, by the recurrence.
+    """Return the stages with the fastest slowest one, by the recurrence.
 
     Args:
         seconds: (first device, replicas) -> the seconds of a stage by its first layer and one past its last one; infinity: impossible.
         layers: the number of layers.
-        devices: the number of devices, of which the last ones may stay idle.
+        devices: the number of devices; the last ones may stay idle.
         replicas: the numbers of replicas that a stage may have.
         depth: the most stages: the best placement of each number of stages is found; None: only the best of all, with any number.
 

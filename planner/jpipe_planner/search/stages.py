@@ -34,8 +34,8 @@ class Stages:
         labels: bytes; 0 except at the last stage.
         residuals: bytes of one microbatch, by policy.
         temporary: bytes, by policy.
-        fused: temporary bytes of a stage whose forward and backward are one program; then its residuals are among them.
-        exchanged: bytes of shared gradients that a stage holds for the exchange: its own and those of the other stages.
+        fused: temporary bytes of a stage with forward and backward in one program; its residuals are among them.
+        exchanged: bytes of shared gradients that a stage holds for the exchange: its own and the other stages'.
         sent: bytes of shared gradients that it sends to other stages.
     """
 
@@ -157,7 +157,7 @@ class Layers:
 
 
 class _Most:
-    """The maximum of values[i:j], for arrays of i < j, from two overlapping windows whose lengths are powers of two."""
+    """The maximum of values[i:j], for arrays of i < j, from two overlapping windows with powers of two as lengths."""
 
     def __init__(self, values: Sequence[int]) -> None:
         rows = [np.array(values)]

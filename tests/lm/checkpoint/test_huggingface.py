@@ -248,7 +248,7 @@ def test_an_impossible_export_is_refused_and_nothing_is_written(run, tmp_path, m
         [config, "out", "--step", "7"], f"export: expected the folder of a run for --step and --weights, found the file '{config}'", capsys
     )
     (tmp_path / config).write_text(f"warm_start: {{file: {GOLDEN / 'llama'}}}\ndata: {{format: tokens, path: x}}\nmodel: {{seq_len: 8}}\n")
-    refused([config, "out"], "export: expected a config whose run begins with fresh weights, found warm_start.file '", capsys)
+    refused([config, "out"], "export: expected a config of a run with fresh weights, found warm_start.file '", capsys)
     refused(
         ["mixed.yaml", "out"],
         "--layout huggingface: no architecture is this model; the nearest: GPT2LMHeadModel has model.positions",

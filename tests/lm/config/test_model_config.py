@@ -66,7 +66,7 @@ LONG = "kind: longrope, original_positions: 8, short_factors: [1, 2], long_facto
         ),
         (
             "mlp_width: 9, experts: {count: 4, per_token: 2, mlp_width: 8}",
-            "model: mlp_width 9 would mean nothing where all blocks have experts, whose experts.mlp_width is 8; leave it out",
+            "model: mlp_width 9 has no effect where all blocks have experts: experts.mlp_width is 8; leave it out",
         ),
         ("kind: bert, window: 4", "model: kind bert needs window null, found 4; leave it out, or set kind to decoder"),
         ("kind: bert, positions: rope", "model: kind bert needs positions learned, found rope; leave it out, or set kind to decoder"),

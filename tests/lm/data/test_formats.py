@@ -327,7 +327,7 @@ def test_a_folder_without_document_ends_is_a_running_text(tiny, tokens):
         ({"format": "text", "tokenizer": "t", "masked_fraction": 0.2}, "masked_fraction would mean nothing with objective next"),
         (
             {"format": "text", "tokenizer": "t", "objective": "masked", "boundaries": "keep"},
-            "boundaries keep would mean nothing with objective",
+            "boundaries keep has no effect with objective",
         ),
         ({"validation_path": "x", "validation_fraction": 0.5}, "validation_fraction would mean nothing beside validation_path"),
         ({"target": "a:b", "format": "text"}, "format would mean nothing to 'a:b'"),

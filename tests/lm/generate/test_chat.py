@@ -117,7 +117,7 @@ def test_what_a_template_or_a_model_cannot_take_ends_the_conversation(run, folde
     assert re.search(r"the conversation: expected at most \d+ tokens, .* found \d+; begin a new one", err)
     assert "standard input: expected text in UTF-8, found the byte 0xff at 1" in run(str(folder), "--chat", said="a\udcff\n")[2]
     (folder / "chat_template.jinja").write_text("{{ raise_exception('no system') }}")
-    assert "chat template: no system; use a model whose template knows" in run(str(folder), "--chat", said="a\n")[2]
+    assert "chat template: no system; use a model with a template for such" in run(str(folder), "--chat", said="a\n")[2]
     (folder / "chat_template.jinja").unlink()
     assert "expected a chat template beside" in run(str(folder), "--chat", said="a\n")[2]
 

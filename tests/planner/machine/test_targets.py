@@ -220,7 +220,7 @@ CUDA = ("jax_plugins.xla_cuda13",)
             "titan-x",
             {"modules": CUDA, "versions": {"jax-cuda13-plugin": "0.12.0"}},
             "NVIDIA TITAN X (Pascal) has compute capability 6.1, and the ptxas of CUDA 13 begins with 7.5; install "
-            "nvidia-cuda-nvcc-cu12, that of CUDA 12, and set CUDA_ROOT to its folder nvidia/cuda_nvcc",
+            "nvidia-cuda-nvcc-cu12, which has the one of CUDA 12, and set CUDA_ROOT to its folder nvidia/cuda_nvcc",
         ),
     ],
 )

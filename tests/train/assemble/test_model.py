@@ -533,7 +533,7 @@ def test_layers_that_do_not_fit_are_reported(capsys):
         ),
         ({"data": {"target": "a:b", "path": "x"}}, "data: path would mean nothing to 'a:b'"),
         ({"model": {"target": "a:b", "seq_len": 8}, "data": {"target": "a:b"}}, "model.seq_len would mean nothing beside model.target and"),
-        ({"model": {"arguments": {"x": 1}}}, "model: arguments are those of a target, and there is none; name one as module:function"),
+        ({"model": {"arguments": {"x": 1}}}, "model: arguments are for a target, and there is none; name one as module:function"),
         (
             {"model": {"target": "a.b"}},
             "model.target: expected module:function, such as my_models:conv_net, found 'a.b'",

@@ -168,7 +168,7 @@ def test_a_file_that_is_not_a_config(refused, file, message):
             "optimizer={delay_correction: predict, accumulate_batches: 2}",
             r"tiny.yaml --set .*: optimizer: delay_correction: expected no accumulate_batches with 'predict', found 2: the ",
         ),
-        ("optimizer={name: sgd, delay_correction: 0.5}", r"optimizer: delay_correction needs momentum, found an optimizer whose updates"),
+        ("optimizer={name: sgd, delay_correction: 0.5}", r"optimizer: delay_correction needs momentum, found an optimizer that uses"),
         ("optimizer.clip_stage_norm=-1", r"tiny.yaml --set \S+: optimizer.clip_stage_norm: expected greater than 0, found -1"),
         (
             "optimizer={clip_global_norm: 1, clip_stage_norm: 2}",

@@ -413,7 +413,7 @@ def test_a_faster_plan_with_delayed_weights_is_one_line_unless_requested(files, 
     arguments = "--profile=heavy.json", "--topology=three.yaml", "--batch=4"
     out = " ".join(planned(capsys, *arguments).split())
     faster = re.search(
-        r"only schedules that flush were considered; pipedream(_2bw)?.*, whose weights are delayed, would be about (\d+)% faster: ", out
+        r"only schedules that flush were considered; pipedream(_2bw)?.*, with delayed weights, would be about (\d+)% faster: ", out
     )
     longer = re.search(r"price of the flush: per sample, .* takes 1\.(\d\d) times as long", out)
     assert int(faster[2]) == int(longer[1])  # both lines have the simulated speeds

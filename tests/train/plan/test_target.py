@@ -58,9 +58,7 @@ def test_one_target_is_shown_with_its_sources(printed, of_this_machine):
     out, err, code = printed("target", "v100-16gb")
     target = find_target("v100-16gb")
     assert (err, code) == ("", 0)
-    assert out.startswith(
-        "v100-16gb: Tesla V100-SXM2-16GB (cuda)\nmemory: 16.0 GB, of which a plan may use 14.9 GB\nreserved: CUDA context"
-    )
+    assert out.startswith("v100-16gb: Tesla V100-SXM2-16GB (cuda)\nmemory: 16.0 GB; a plan may use 14.9 GB\nreserved: CUDA context")
     assert all(f"\n  {source}\n" in out for source in target.sources)
     assert "\ncompiled here: " in out
     out, err, code = printed("target", of_this_machine)
@@ -75,7 +73,7 @@ def test_the_attached_device_is_written_once(printed, tmp_path, monkeypatch):
     out, err, code = printed("target", "--here")
     assert (err, code) == ("", 0)
     assert out.startswith(
-        "written: h100-80gb.yaml, NVIDIA H100 80GB HBM3; its FLOP/s, efficiency and reserved bytes are those of h100-80gb "
+        "written: h100-80gb.yaml, NVIDIA H100 80GB HBM3; its FLOP/s, efficiency and reserved bytes are taken from h100-80gb "
     )
     assert "\nit differs from the table: core_count 114 (table: 132)\n" in out
     assert (tmp_path / "h100-80gb.yaml").read_text() == "text\n"

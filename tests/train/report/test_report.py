@@ -239,7 +239,7 @@ def test_only_figures_known_to_both_are_compared():
 def test_temporaries_of_other_processes_are_reported_as_unknown():
     whole = "peak memory is held memory and the temporaries of the largest program, as compiled: 5 B at rank 0"
     assert comparison.temporary_words([5]) == whole
-    assert comparison.temporary_words([5, None]) == f"{whole}; those of other ranks are known in their processes only"
+    assert comparison.temporary_words([5, None]) == f"{whole}; other ranks' are known in their processes only"
     assert comparison.temporary_words([None, None]) == ""
 
 

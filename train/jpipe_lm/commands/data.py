@@ -82,7 +82,7 @@ def make_tokenizer(
         vocab_size: The largest number of tokens.
         out: The tokenizer.json, a new file.
         form: As in jpipe data prepare; of a conversation the contents of its messages are read.
-        kind: The kind of the model: its special tokens are <|endoftext|>, or those of BERT.
+        kind: The kind of the model: its special tokens are <|endoftext|>, or BERT's.
         special: A further special token, such as one of a chat template; may be given several times.
         text_key: As in jpipe data prepare.
         prompt_key: The column with the prompt.

@@ -61,7 +61,7 @@ def generate(
         adapters: A folder in PEFT's layout, with adapters for the model of a folder in Hugging Face's.
         tokenizer: A tokenizer.json in place of the model's own; bytes: each byte is a token.
         devices: Place the layers on N devices, in order; by default on as few as have the memory, in several processes on all.
-        dtype: The dtype of computation; by default that of training, or of a folder's weights.
+        dtype: The dtype of computation; by default as in training, or of a folder's weights.
         as_json: Write a JSON object for each prompt at the end, with prompt, text, tokens and end.
         coordinator: Several processes: as in train, like the following options.
         num_processes: Several processes: their number.

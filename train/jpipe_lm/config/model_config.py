@@ -145,7 +145,7 @@ class ModelConfig(TargetSection):
     @model_validator(mode="before")
     @classmethod
     def _merge_preset(cls, data: Any) -> Any:
-        """Merge the explicit keys over those of the preset; BERT is tied by default."""
+        """Merge the explicit keys over the preset's; BERT is tied by default."""
         if not isinstance(data, dict) or data.get("target") is not None:
             return data
         name = data.get("preset")
@@ -205,7 +205,7 @@ class ModelConfig(TargetSection):
             )
         if all(layers) and self.mlp_width not in (None, self.experts.mlp_width):
             raise ValueError(
-                f"mlp_width {self.mlp_width} would mean nothing where all blocks have experts, whose experts.mlp_width is "
+                f"mlp_width {self.mlp_width} has no effect where all blocks have experts: experts.mlp_width is "
                 f"{self.experts.mlp_width}; leave it out"
             )
         if self.experts.count * self.depth > _MOST_EXPERTS:

@@ -324,7 +324,7 @@ def check_tokenizers(paths: Sequence[str]) -> None:
         first = first or (path, index)
         if (index.vocab_size, index.tokenizer_sha256) != (first[1].vocab_size, first[1].tokenizer_sha256):
             raise InputError(
-                f"{where}: expected tokens of the same tokenizer as in '{first[0]}', found those of another in '{path}'; prepare it with "
+                f"{where}: expected tokens of the same tokenizer as in '{first[0]}', found tokens of another in '{path}'; prepare it with "
                 "the same --tokenizer"
             )
 

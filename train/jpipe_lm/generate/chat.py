@@ -68,7 +68,7 @@ class Chat:
         try:
             tokens = self.words.encode(self.renderer.text(self.messages, generation_prompt=True))
         except Failure as error:
-            raise InputError(f"chat template: {error}; use a model whose template knows such conversations") from None
+            raise InputError(f"chat template: {error}; use a model with a template for such conversations") from None
         if not tokens:
             raise InputError("chat template: expected a text of the conversation, found an empty one; use another template")
         check_tokens(tokens, self.words, self.source.config, "the conversation", "begin a new one")

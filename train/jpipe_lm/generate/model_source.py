@@ -130,7 +130,7 @@ def _find_in_run(
     config = config_file.load_resolved(folder / "config.yaml")
     if config.model.target is not None:
         raise InputError(
-            f"generate: expected a model of jpipe's own, found '{config.model.target}' (model.target), of which it is not known how to go "
+            f"generate: expected a model of jpipe's own, found '{config.model.target}' (model.target), where it is not known how to go "
             "on from one token to the next; write a loop of your own around its layers (jpipe.checkpoints reads the weights)"
         )
     _check_decodes(config.model, source)

@@ -17,7 +17,7 @@ def layers(config: ModelConfig, chunk: int | None = None, tune: TuneConfig | Non
 
     Inputs are tokens (b, s), or {"tokens": tokens, "segments": segments} where several documents share a row: segments count from 1, 0 is
     padding, positions begin anew with each, and none attends to another. BERT also takes {"types": 0 or 1 for each token}. Outputs are
-    logits (b, s, v), of BERT {"tokens": logits, "next": logits (b, 2)}; those of a head other than `language` are in
+    logits (b, s, v), of BERT {"tokens": logits, "next": logits (b, 2)}; for heads other than `language` see
     `jpipe_lm.models.heads.Head`. For `multiple_choice` inputs are (b, k, s), for the k choices of an example.
 
     Args:

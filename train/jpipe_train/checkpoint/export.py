@@ -129,7 +129,7 @@ def of_whole_model(arrays: Mapping[str, Any], facts: Any) -> dict[str, Any]:
     """
     locations = facts.get("model") if isinstance(facts, Mapping) else None
     if locations is None:
-        raise InputError("--layout: expected a run whose model.target is a whole model, found one of layers; leave it out, or give orbax")
+        raise InputError("--layout: expected a run with a whole model as model.target, found one of layers; leave it out, or give orbax")
     slices: dict[str, dict[tuple[int, ...], tuple[Any, tuple[int, ...]]]] = {}
     try:
         for kind, by_place in locations.items():

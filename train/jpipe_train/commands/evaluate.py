@@ -40,7 +40,7 @@ def evaluate(
         data: Data in the form of the run's own; by default all of the run's validation data.
         step: The checkpoint after N steps, or the best one of a run with checkpoint.best; by default the newest complete one.
         weights: The newest parameters, or their moving average (ema), of a run with optimizer.ema_decay.
-        batches: Only N batches; train.eval_batches of them are those of the run's own validations.
+        batches: Only N batches; the run's own validations have train.eval_batches of them.
         overrides: Replace one key of the run's config, such as plan.num_stages=1.
         allow_code: Import and run the functions that the config names, as in train.
         coordinator: Several processes: as in train, like the following options.

@@ -30,9 +30,9 @@ def export(
             complete.
         weights: The newest parameters, or their moving average (ema), of a run with optimizer.ema_decay.
         layout: Orbax's (orbax) is one tree that ocp.StandardCheckpointer restores, by the same names.
-            That of the whole model (model) is such a tree with the model's own paths, for a model.target that is a whole model.
+            The whole model's (model) is such a tree with the model's own paths, for a model.target that is a whole model.
             Hugging Face's (huggingface) is a folder with config.json and model.safetensors, for decoders and BERT;
-            adapters are added to the weights. That of PEFT (peft) is a folder with the adapters alone.
+            adapters are added to the weights. PEFT's (peft) is a folder with the adapters alone.
         overrides: Replace one key of a config, such as model.preset=gpt2-124m.
     """
     with interrupt.importing():

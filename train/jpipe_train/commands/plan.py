@@ -44,7 +44,7 @@ def plan(
         up_to: Allow fewer rows than that, if they train faster.
         rows: Rows of a microbatch of a graph.txt; by default 1.
         schedules: Only these, such as pipedream_2bw,gpipe, or all; by default those that flush, which train as without a pipeline.
-        max_delay: Only plans whose weights are at most this many updates old, in the mean over stages; tries all without --schedules.
+        max_delay: Only plans with weights at most this many updates old, in the mean over stages; tries all without --schedules.
         devices: With local, how many to use; by default all, and on CPUs as many as there are cores.
         mesh: Only stages on meshes like this, such as model=4, data=2,model=4,fsdp or expert=8, or none: on one device each. May be given
             several times. By default meshes inside a server are tried for a topology from a file, if the model's logical axes allow them.

@@ -81,7 +81,7 @@ def _named(sources: list[SourceConfig]) -> list[SourceConfig]:
     """Return the sources with names, those without one named after their files, or raise ValueError if two have the same."""
     given = [source.name for source in sources if source.name is not None]
     if _AVERAGED in given:
-        raise ValueError(f"name {_AVERAGED} would be that of the averaged weights (val_loss_{_AVERAGED}); choose another")
+        raise ValueError(f"the averaged weights have the name {_AVERAGED} (val_loss_{_AVERAGED}); choose another")
     if twice := next((name for name in given if given.count(name) > 1), None):
         raise ValueError(f"expected a name of its own for each source, found '{twice}' twice; change one of them")
     taken, named = {*given, _AVERAGED}, []
@@ -198,7 +198,7 @@ class DataConfig(TargetSection):
         if self.validation_path is not None and self._is_changed("validation_fraction"):
             raise ValueError("validation_fraction would mean nothing beside validation_path; leave one of them out")
         if self.objective == "masked" and self.boundaries == "keep":
-            raise ValueError("boundaries keep would mean nothing with objective masked, whose rows are full; leave it out")
+            raise ValueError("boundaries keep has no effect with objective masked: its rows are full; leave it out")
         if self.objective != "masked" and self._is_changed("masked_fraction"):
             raise ValueError("masked_fraction would mean nothing with objective next; leave it out, or use objective masked")
         return self

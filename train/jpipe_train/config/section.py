@@ -95,7 +95,7 @@ class TargetSection(Section):
     @model_validator(mode="after")
     def _no_key_is_ignored(self) -> "TargetSection":
         if self.arguments and self.target is None:
-            raise ValueError("arguments are those of a target, and there is none; name one as module:function, or leave them out")
+            raise ValueError("arguments are for a target, and there is none; name one as module:function, or leave them out")
         if self.target is not None and (ignored := sorted(self.model_fields_set - self.keeps_meaning)):
             raise ValueError(f"{', '.join(ignored)} would mean nothing to '{self.target}'; leave it out, or give it in arguments")
         return self

@@ -160,7 +160,7 @@ def _with_epochs(config: Config, epochs: float, data: Data) -> Data:
     """
     if data.rows is None:
         raise InputError(
-            f"train.epochs: expected training data of known length, found {data.source}, whose training batches have none; give them a "
+            f"train.epochs: expected training data of known length, found {data.source} with training batches that have none; give them a "
             "len(), the number of batches in an epoch, or set train.steps and train.epochs=null"
         )
     train = data.train.repeated() if isinstance(data.train, target_data.TargetBatches) else data.train
@@ -276,7 +276,7 @@ def _mixture(config: Config, sources: Sequence[SourceConfig], read: Callable[[Co
 
 def _differing(config: Config, path: str, first: Batch, other: Batch) -> str:
     """Say how the rows of a source differ from the first one's, at `path`, and what to change."""
-    expected = f"expected rows like those of '{path}', found"
+    expected = f"expected rows like in '{path}', found"
     if not config.data.has_examples:
         return f"{expected} that only one of the two says where documents end; set data.boundaries: ignore, or prepare both in the same way"
     one, two = (" and ".join(f"{leaf.dtype}{list(leaf.shape)}" for leaf in jax.tree.leaves(spec)) for spec in (first, other))

@@ -84,7 +84,7 @@ def _config(request: Request) -> tuple[Config | None, list[Finding]]:
     """
     if request.config is None:
         if request.overrides:
-            raise InputError("doctor --set: expected a config whose keys to replace, found none; add --config CONFIG")
+            raise InputError("doctor --set: expected a config to replace keys of, found none; add --config CONFIG")
         return None, []
     try:
         return config_file.load(request.config, request.overrides, allow_code=True), []

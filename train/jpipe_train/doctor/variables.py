@@ -39,7 +39,7 @@ def _of_devices(variables: Mapping[str, str], facts: Facts) -> Iterator[Finding]
         yield Finding("note", "variables", f"CUDA_VISIBLE_DEVICES={visible}: the other GPUs of {gpus} are hidden")
     if facts["devices"].get("platform") == "gpu" and "cuda" in variables.get("LD_LIBRARY_PATH", "").lower():
         advice = "unset it if JAX reports a version of CUDA, cuDNN or NCCL that does not fit: its wheels bring their own"
-        yield Finding("note", "variables", "LD_LIBRARY_PATH names a folder of CUDA, whose libraries come before those of JAX", advice)
+        yield Finding("note", "variables", "LD_LIBRARY_PATH names a folder of CUDA, so its libraries are found before JAX's", advice)
 
 
 def _of_proxies(variables: Mapping[str, str], facts: Facts) -> Iterator[Finding]:

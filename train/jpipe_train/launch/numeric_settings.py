@@ -8,7 +8,7 @@ import jax
 
 # Settings that may differ between processes: logs, caches, checks, waiting times, addresses, certificates; and devices, which are compared
 # separately.
-# All other settings are compared, including those of newer versions of JAX: some change numbers, and a difference in the rest of them is a
+# All other settings are compared, also new ones of later versions of JAX: some change numbers, and a difference in the rest of them is a
 # mistake, too.
 _MAY_DIFFER = re.compile(
     r"jax_(compilation_cache|persistent_cache|share_binary|dump|explain|log|logging|pprint|traceback|tracer_error|captured_constants"

@@ -82,7 +82,7 @@ def with_router_loss(total: Float[Array, ""], number: Float[Array, ""], outputs:
 def correct(outputs: Outputs, labels: Labels, most: int = 1) -> tuple[Int[Array, ""], Int[Array, ""]]:
     """Count the labels that have one of the `most` largest logits, and all labels that count.
 
-    With labels of tokens and of next sentences, count those of tokens.
+    With labels of tokens and of next sentences, count the tokens.
     """
     outputs, labels = _tokens(outputs), _tokens(labels)
     if isinstance(outputs, Unprojected):

@@ -54,11 +54,11 @@ def compiled_words(config: Config, compiling: Compiling) -> str:
     if compiling.devices[0].platform != "cpu":
         return f"{instead}; the scratch memory of other devices may differ"
     computes = config.precision.computes or config.model.compute_dtype
-    whose, in_16_bits, otherwise = RATIOS[compiling.instead_of or "cuda"]
+    target, in_16_bits, otherwise = RATIOS[compiling.instead_of or "cuda"]
     if not (ratio := in_16_bits if "16" in computes else otherwise):
-        return f"{instead}; the scratch memory of {whose} programs may differ, by how much is not known in {computes}"
+        return f"{instead}; the scratch memory of {target} programs may differ, by how much is not known in {computes}"
     return (
-        f"{instead}; in {computes} a CPU's compiler asks for {ratio} the scratch memory that {whose} asks for, so a plan that misses the "
+        f"{instead}; in {computes} a CPU's compiler asks for {ratio} the scratch memory that {target} asks for, so a plan that misses the "
         "limit by less than its temporaries may fit there, or need less recomputation"
     )
 

@@ -214,7 +214,7 @@ def _check(files: Files, request: Request, rows: int | None) -> None:
         raise InputError("--pipedream: expected pipedream among --schedules, found " + ", ".join(request.schedules))
     if request.measure is not None and (files.config is None or request.topology != LOCAL):
         found = "--profile alone" if files.config is None else f"--topology {request.topology}"
-        raise InputError(f"--measure: expected a CONFIG and --topology local, whose plans can run here, found {found}; leave it out")
+        raise InputError(f"--measure: expected a CONFIG and --topology local, so that plans can run here, found {found}; leave it out")
     if files.config is None and request.topology == LOCAL:
         raise InputError(
             "--topology: a profile is planned for machines that a file describes; name one, such as configs/topologies/cluster-a.yaml"
@@ -231,7 +231,7 @@ def _check(files: Files, request: Request, rows: int | None) -> None:
         if value is not None and value > MOST_ROWS:
             raise InputError(f"{option}: expected at most {MOST_ROWS:,}, found {value:,}; is it a typo?")
     if rows is not None and (files.profile is None or Path(files.profile).suffix != ".txt"):
-        raise InputError("--rows: is for the graph.txt that --profile names, whose text does not say it; leave it out")
+        raise InputError("--rows: is for a graph.txt named by --profile, which does not say it; leave it out")
     if request.max_delay is not None and not 0 <= request.max_delay < math.inf:
         raise InputError(f"--max-delay: expected 0 or more updates, found {request.max_delay:g}")
     _ = request.degrees  # raises InputError for a text that names no mesh
@@ -368,7 +368,7 @@ def _price_words(cost: PriceOfFlush, *, only_flushing: bool) -> list[str]:
     if not only_flushing or cost.is_free:
         return table.price(cost)
     return [
-        f"only schedules that flush were considered; {table.name(cost.asynchronous.candidate)}, whose weights are delayed, would be about "
+        f"only schedules that flush were considered; {table.name(cost.asynchronous.candidate)}, with delayed weights, would be about "
         f"{cost.ratio - 1:.0%} faster: --schedules all compares these, too, and --max-delay bounds the delay",
         *table.price(cost),
     ]

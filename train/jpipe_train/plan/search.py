@@ -22,7 +22,7 @@ from jpipe_train.plan.inputs import ALL, Request
 
 _FASTER = 0.01  # relative gain above which a faster plan with delayed weights is mentioned
 _NEEDS = {"skip_nonfinite": "optimizer.clip_global_norm, skip_nonfinite or a dynamic loss scale", "ties": "shared parameters"}
-_SMALL = jpipe.Plan.even(["a", "b"], 2, replicas=2)  # of which each schedule is asked what it excludes
+_SMALL = jpipe.Plan.even(["a", "b"], 2, replicas=2)  # each schedule is asked what it excludes for this plan
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class SearchResult:
     Attributes:
         plans: the plans that were found.
         delayed: the best plan of the schedules that do not flush, if these were not requested and it is faster.
-        compiled: the number of plans at the top of the ranking whose stages were compiled.
+        compiled: the number of plans at the top of the ranking with compiled stages.
         attempts: the plans with compiled stages that do not fit.
     """
 

@@ -47,7 +47,7 @@ def description(name: str) -> list[str]:
     target = find_target(name)
     return [
         f"{name}: {target.name} ({target.platform})",
-        f"memory: {decimal(int(target.memory))}, of which a plan may use {decimal(int(target.limit))}",
+        f"memory: {decimal(int(target.memory))}; a plan may use {decimal(int(target.limit))}",
         f"reserved: {_listed({what: decimal(int(size)) for what, size in target.reserved.items()})}",
         f"peak rates without sparsity: {_listed({dtype: f'{rate / 1e12:g} TFLOP/s' for dtype, rate in target.flops.items()})}",
         f"efficiency: {target.efficiency:g} of these in large matrix products",
@@ -95,7 +95,7 @@ def write_here(out: str | None) -> list[str]:
     if not attached.table:
         rates = f"the table has no {attached.kind}: add its peak FLOP/s to 'flops' in the file before you use it"
     else:
-        rates = f"its FLOP/s, efficiency and reserved bytes are those of {attached.table} in the table"
+        rates = f"its FLOP/s, efficiency and reserved bytes are taken from {attached.table} in the table"
     return [
         f"written: {shown}, {attached.kind}; {rates}",
         *([f"it differs from the table: {', '.join(attached.differing)}"] if attached.differing else []),

@@ -292,8 +292,8 @@ def mean_of(batches: Sequence[Means], sources: Sequence[SourceConfig | None] = (
 
     Args:
         batches: the results of each batch.
-        sources: of their rows, if there are several. Then losses and accuracies are the means over the sources by weight, other metrics
-            are those of all rows together, each source counted by its weight, and each source has its loss as `val_loss_NAME`.
+        sources: of their rows, if there are several. Then losses and accuracies are the means over the sources by weight, other metrics are
+            over all rows together, each source counted by its weight, and each source has its loss as `val_loss_NAME`.
 
     Raises:
         jpipe.InputError: the weights of the loss sum to 0.

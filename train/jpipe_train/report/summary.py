@@ -151,7 +151,7 @@ def _durations(parts: Sequence[Part]) -> str:
     words = duration(sum(known)) + (f" in {len(parts)} parts" if len(parts) > 1 else "")
     pauses = [part.pause for part in parts if part.pause is not None]
     words += f"; interrupted for {duration(sum(pauses))}" if pauses else ""
-    return words + (f", {len(parts) - len(known)} of which took a time that is not known" if len(known) < len(parts) else "")
+    return words + (f", {len(parts) - len(known)} of them for an unknown time" if len(known) < len(parts) else "")
 
 
 def print_summary(summary: Summary, unit: str, reporter: Reporter, *, in_python: bool = False) -> None:

@@ -83,7 +83,7 @@ def continued(data: Data, resumed: Resumed | None, rows: int, epochs: float | No
     """Return the data of a run that resumes; with another batch size, rows of arrays are batched anew from the next row on.
 
     Raises:
-        InputError: the batches have another number of rows than those of the checkpoint.
+        InputError: the batches have another number of rows than the checkpoint's.
     """
     begins = None if resumed is None else resumed.position(rows)
     if resumed is None or begins is None:

@@ -34,11 +34,10 @@ class Training:
     """Train on `config.steps` batches, or fewer, evaluate in between, and log each batch's loss while the next batch runs.
 
     In `metrics.jsonl` the `loss` of step t is for batch t. Its `val_loss` uses the newest weights that all stages have when batch t is
-    about to enter: with flushing schedules those after t updates; with 2BW those after t - 1, if all replicas hold them; otherwise, as
-    with weight stashing, those of a copy that is drained first, after t updates. The last row has the `val_loss` of the final weights,
-    drained; in a run of one step it is the only row, and the loss before training is only in the summary. With `ema_decay` there are also
-    `val_loss_ema` and the metrics of the averaged weights, after t updates, of a copy that is drained. Without held-out batches nothing is
-    evaluated.
+    about to enter: with flushing schedules after t updates; with 2BW after t - 1, if all replicas hold these; otherwise, as with weight
+    stashing, after t updates, in a copy that is drained first. The last row has the `val_loss` of the final weights, drained; in a run of
+    one step it is the only row, and the loss before training is only in the summary. With `ema_decay` there are also `val_loss_ema` and the
+    metrics of the averaged weights, after t updates, of a copy that is drained. Without held-out batches nothing is evaluated.
 
     A run that a callback stops ends like one of fewer steps.
 

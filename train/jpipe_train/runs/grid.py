@@ -139,9 +139,7 @@ def _range(item: str, kind: str, low: str, high: str) -> Range:
         found = Range(math.nan, math.nan, False)
     if not (math.isfinite(found.low) and math.isfinite(found.high) and found.low < found.high and (found.low > 0 or not found.is_log)):
         above = " above 0" if kind == "log" else ""
-        raise InputError(
-            f"--grid {item}: expected {kind}:LOW:HIGH with two numbers{above}, the first of which is the smaller; correct them"
-        )
+        raise InputError(f"--grid {item}: expected {kind}:LOW:HIGH with two numbers{above}, the smaller one first; correct them")
     return found
 
 

@@ -186,7 +186,7 @@ def _claim(folder: Path, request: Request) -> None:
             return
         others = [name for name in os.listdir(folder) if not fnmatch.fnmatch(name, TEMPORARY)]
         if others and not (folder / SWEEP).is_file():  # which another task may have written since
-            raise InputError(f"sweep --dir: expected a new or empty folder, or that of a sweep, found other files in '{shown(folder)}'")
+            raise InputError(f"sweep --dir: expected a new or empty folder, or a sweep's, found other files in '{shown(folder)}'")
         write_atomically(folder / SWEEP, json.dumps({"format": "jpipe-sweep/1", "config": request.config}, indent=2) + "\n")
     except OSError as error:
         raise InputError(f"sweep --dir: cannot write '{shown(folder)}': {error.strerror}; choose another folder") from None

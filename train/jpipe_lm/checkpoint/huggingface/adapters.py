@@ -117,7 +117,7 @@ class Module(NamedTuple):
                 arrays |= {f"{name}a": a.T[:, rows], f"{name}b": columns[i][rows]}
             blank += [] if used else [rows]
         free = [i for i, part in enumerate(self.parts) if f"{part.adapter}/a" not in arrays]
-        if len(free) == len(blank):  # else it is unknown whose A these are, which changes no output
+        if len(free) == len(blank):  # else it is unknown which parts these A belong to, which changes no output
             for i, rows in zip(free, blank, strict=True):
                 arrays |= {f"{self.parts[i].adapter}/a": a.T[:, rows], f"{self.parts[i].adapter}/b": columns[i][rows]}
         return arrays

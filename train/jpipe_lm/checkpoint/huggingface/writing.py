@@ -131,7 +131,7 @@ def _of_config(file: str, overrides: Sequence[str]) -> Model:
     described = huggingface.to_json_keys(config.model, _architecture(config))
     if config.warm_start.file is not None:
         raise InputError(
-            f"export: expected a config whose run begins with fresh weights, found warm_start.file '{config.warm_start.file}'; leave it out"
+            f"export: expected a config of a run with fresh weights, found warm_start.file '{config.warm_start.file}'; leave it out"
         )
     stack = model.layers(config.model, config.train.batch_size)
     rows = config.model.label_count or 1 if config.model.head == "multiple_choice" else 1

@@ -102,7 +102,7 @@ def read_index(path: str, where: str) -> tuple[Path, Index]:
     """Read the index of the folder at `path`, and check that every shard exists and has its size.
 
     Raises:
-        InputError: it is no such folder, a file is missing or of another size, or the tokenizer is not that of the tokens.
+        InputError: it is no such folder, a file is missing or of another size, or the tokenizer has not made the tokens.
     """
     folder = expanded(path, where)
     file = folder / INDEX

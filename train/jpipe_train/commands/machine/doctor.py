@@ -20,7 +20,7 @@ def doctor(
     code is 0 without problems, and 1 with some.
 
     Args:
-        config: The YAML file of a run, whose folder and cache are tried; by default those of a run without run.dir.
+        config: The YAML file of a run: its folder and cache are tried; by default as of a run without run.dir.
         overrides: Replace one key of the config, such as run.dir=/shared/runs/1.
         json: Print findings and facts as JSON, for programs.
         process: Several processes.

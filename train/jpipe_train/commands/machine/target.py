@@ -1,4 +1,4 @@
-"""`jpipe target`: list the devices that stages can be compiled for, or write that of this machine."""
+"""`jpipe target`: list the devices that stages can be compiled for, or write this machine's."""
 
 from typing import Annotated
 

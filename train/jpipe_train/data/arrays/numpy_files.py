@@ -238,9 +238,7 @@ def _header(stream: Any, name: str, where: str, file: Path) -> tuple[tuple[int, 
         found = "objects, which are a pickle that jpipe never loads" if dtype.hasobject else str(dtype)
         raise InputError(f"{where}: expected numbers in {name}, found {found}; save it as float32 or integers")
     if not shape or min(shape) < 0 or not math.prod(shape[1:]):
-        raise InputError(
-            f"{where}: expected an array of rows in {name}, found the shape {list(shape)}; save one whose first dim is the row"
-        )
+        raise InputError(f"{where}: expected an array of rows in {name}, found the shape {list(shape)}; save one with the row as first dim")
     return tuple(shape), dtype, is_fortran
 
 

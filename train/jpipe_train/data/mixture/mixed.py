@@ -1,4 +1,4 @@
-"""Which row of which source comes next, from its number alone, and the validation batches of several sources."""
+"""Choose the source and the row of each number, and make the validation batches of several sources."""
 
 import functools
 import itertools

@@ -1,6 +1,6 @@
 """The slots of an elastic job: which processes are started, and when the job waits or gives up.
 
-A slot is a place for one process, such as a GPU. A process whose slot fails too often in a row is not started again for a while, and the
+A slot is a place for one process, such as a GPU. If a slot fails too often in a row, its process is not started again for a while, and the
 rest go on without it. All functions are pure; times are seconds of any clock.
 """
 

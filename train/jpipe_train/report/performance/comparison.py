@@ -54,7 +54,7 @@ def temporary_words(temporary: Sequence[int | None]) -> str:
     if not known:
         return ""
     sizes = known[:_MOST_RANKS] + (["…"] if len(known) > _MOST_RANKS else [])
-    note = "; those of other ranks are known in their processes only" if len(known) < len(temporary) else ""
+    note = "; other ranks' are known in their processes only" if len(known) < len(temporary) else ""
     return f"peak memory is held memory and the temporaries of the largest program, as compiled: {', '.join(sizes)}{note}"
 
 

@@ -135,8 +135,8 @@ def judge(
         window: the last measured window, if there is one.
         processes: the process of each rank if there are several.
         shared: whether ranks share devices, so that they wait for each other; no straggler is named then.
-        data_waits: for each of several processes the seconds of a step in which it waited for data while the window was measured. Those of
-            process 0 are in the steps.
+        data_waits: for each of several processes the seconds of a step in which it waited for data while the window was measured; for
+            process 0 they are in the steps.
     """
     usual = functools.reduce(Step.joined, sorted(steps)[:-1])
     seconds, waited, late = (total / usual.number for total in usual[:3])
