@@ -5,7 +5,7 @@ of a rank change in the order of its instructions, whatever the times are, so th
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -39,47 +39,28 @@ Versions = tuple[tuple[int, tuple[tuple[int, tuple[int, ...]], ...]], ...]
 """For each worker of a rank its stage and its versions on the device, each with the replicas that still have to send their weights."""
 
 
-class Work(NamedTuple):
-    """A computation or an update of a rank.
+Work = tuple[int, int, int, str, int, int, int | None, int, int, Versions]
+"""A computation or an update of a rank:
 
-    Attributes:
-        seconds: the number of its price.
-        stage, chunk: its stage, and the number of that stage on its rank.
-        op, microbatch, version, part: of a computation, as in a `Span`.
-        follows: of an update, the number of its stage's last computation, counted over the rank; NOWHERE: it is a computation itself.
-        changes: the number of changes of the rank's bytes until its end.
-        versions: what the rank holds then.
-    """
+- the number of its price in seconds;
+- its stage, and the number of that stage on its rank;
+- of a computation its op, microbatch, version and part, as in a `Span`;
+- of an update, the number of its stage's last computation, counted over the rank; NOWHERE: it is a computation itself;
+- the number of changes of the rank's bytes until its end, and the versions that the rank holds then.
 
-    seconds: int
-    stage: int
-    chunk: int
-    op: str
-    microbatch: int
-    version: int
-    part: int | None
-    follows: int
-    changes: int
-    versions: Versions
+Works and events are plain tuples, because the garbage collector sets only those aside: a program has hundreds of thousands.
+"""
 
+Event = tuple[tuple[Any, ...], int, int, tuple[int, ...], tuple[int, ...]]
+"""A message or a sum, which begins when all that take part have come to it:
 
-class Event(NamedTuple):
-    """A message or a sum, which begins when all that take part have come to it.
-
-    Attributes:
-        order: decides between events that can begin at the same time, and is different for all: messages come before sums, because by then
-            all sums of that time are known. The last entry is the number in a `Transfer`.
-        participants: how often ranks come to it before it begins.
-        route: the number of its route.
-        places: where the time is noted at which it is over.
-        ranks: those that may wait for it.
-    """
-
-    order: tuple[Any, ...]
-    participants: int
-    route: int
-    places: tuple[int, ...]
-    ranks: tuple[int, ...]
+- its order, which decides between events that can begin at the same time, and is different for all: messages come before sums, because by
+  then all sums of that time are known. The last entry is the number in a `Transfer`;
+- how often ranks come to it before it begins;
+- the number of its route;
+- the places where the time is noted at which it is over;
+- the ranks that may wait for it.
+"""
 
 
 class RankActions:
@@ -235,7 +216,7 @@ class Worker:
         """Take part in an event.
 
         Args:
-            order, participants: as in an `Event`.
+            order, participants: of the event.
             route: what goes over links, the ranks, and the price of its size.
             waiting: the workers that wait for it, and for what.
             sent: the place of what this worker sends, or NOWHERE for what is there now.
@@ -244,7 +225,7 @@ class Worker:
         if event is None:
             keys = [*waiting]
             places, ranks = tuple(self.all.places[key] for key in keys), tuple(self.all.plan.rank_of[w] for w, *_ in keys)
-            event = self.all.events[order] = Event(order, participants, self.all.routes[route], places, ranks)
+            event = self.all.events[order] = order, participants, self.all.routes[route], places, ranks
         self.rank.queue.append((BEGIN, event, sent, NOWHERE))
 
     def begin_sum(self, what: str, batch: int, sent: int = NOWHERE, piece: int = 0, following: int = 0) -> None:
@@ -266,7 +247,7 @@ class Worker:
         if program.transfers_block:
             self.begin(order, 2, (message, (source, to)), [(source, "arrival", message, to, k), arrival], NOWHERE)
             return
-        event = Event(order, 1, program.routes[message, (source, to)], (program.places[arrival],), (program.plan.rank_of[to],))
+        event = order, 1, program.routes[message, (source, to)], (program.places[arrival],), (program.plan.rank_of[to],)
         self.rank.queue.append((BEGIN, event, sent, NOWHERE))
 
     def received(self, message: str, source: int, k: int) -> tuple[Any, ...]:
@@ -318,7 +299,7 @@ def work(worker: Worker, i: Compute, seconds: int, needs: int, made: Sequence[in
     for place in made[1:]:
         rank.queue.append((MAKE, 0, NOWHERE, place))
     rank.works.append(
-        Work(seconds, worker.stage, worker.chunk, i.shown, i.microbatch, i.version, part, NOWHERE, len(rank.changes), rank.versions)
+        (seconds, worker.stage, worker.chunk, i.shown, i.microbatch, i.version, part, NOWHERE, len(rank.changes), rank.versions)
     )
     worker.last, rank.computations = rank.computations, rank.computations + 1
 
@@ -399,7 +380,7 @@ def _update(worker: Worker, i: Update) -> None:
         worker.change("lack shares", worker.replica)
     seconds = program.seconds[Prices.seconds, s, ""]
     rank.queue.append((WORK, seconds, NOWHERE, worker.place("made", "weights", k) if worker.others else NOWHERE))
-    rank.works.append(Work(seconds, s, worker.chunk, "", k, i.batch, None, worker.last, len(rank.changes), rank.versions))
+    rank.works.append((seconds, s, worker.chunk, "", k, i.batch, None, worker.last, len(rank.changes), rank.versions))
 
 
 def _release(worker: Worker, i: Release) -> None:

@@ -163,14 +163,14 @@ class Simulator:
             next(actions, None)
         requests, times, routes, occupy = self._requests, self._times, self._routes, self._traffic.occupy
         while requests and self._behind:
-            self._now, event, ready = heappop(requests)
-            what, ranks, ports, seconds, latency, size = routes[event.route]
+            self._now, (order, _, route, places, waiting), ready = heappop(requests)
+            what, ranks, ports, seconds, latency, size = routes[route]
             end = occupy(ports, ready, seconds)
-            for place in event.places:
+            for place in places:
                 times[place] = end + latency
             if not self._is_brief:
-                self._transfers.append(Transfer(what, ranks, event.order[-1], end - seconds, end, end + latency, size))
-            for rank in event.ranks:
+                self._transfers.append(Transfer(what, ranks, order[-1], end - seconds, end, end + latency, size))
+            for rank in waiting:
                 next(running[rank], None)
 
     def _execute(self, rank: _Rank, queue: Sequence[tuple[int, Any, int, int]]) -> Iterator[None]:
@@ -207,7 +207,7 @@ class Simulator:
                     yield
                 if kind == MAKE:
                     times[made] = time
-                elif what.participants == 1:
+                elif what[1] == 1:  # one participant
                     heappush(requests, (max(time, self._now), what, time))
                 else:
                     self._meet(what, time)
@@ -215,9 +215,10 @@ class Simulator:
 
     def _meet(self, event: Event, ready: float) -> None:
         """Note that a rank has come to an event, which begins in the order of time once all have."""
-        begun = self._begun.setdefault(event.order, [])
+        order, participants, *_ = event
+        begun = self._begun.setdefault(order, [])
         begun.append(ready)
-        if len(begun) == event.participants:
+        if len(begun) == participants:
             ready = max(begun)
             begun.clear()
             heappush(self._requests, (max(ready, self._now), event, ready))
@@ -256,7 +257,7 @@ class Simulator:
         seconds = max(rank.clock for rank in self._ranks)
         busy, samples = list[float](), list[tuple[MemorySample, ...]]()
         for rank in self._ranks:
-            each = [self._seconds[work.seconds] for work, _ in zip(cycle(rank.actions.works), rank.starts, strict=False)]
+            each = [self._seconds[seconds] for (seconds, *_), _ in zip(cycle(rank.actions.works), rank.starts, strict=False)]
             busy.append([0.0, *accumulate(each)][-1])
             ends = map(add, rank.starts, each)
             samples.append(() if self._is_brief else memory.samples(rank.actions, ends))
@@ -317,7 +318,7 @@ class Memory:
         live, residuals, optimizer = (np.cumsum(changes[rank.changes]).tolist() for changes in kinds)
         accumulators, samples = sum(self._prices.costs[worker.stage].accumulators for worker in rank.workers), list[MemorySample]()
         last, weights = None, dict[int, int]()
-        held = [rank.first, *((work.changes, work.versions) for work in rank.works)]
+        held = [rank.first, *((changes, versions) for *_, changes, versions in rank.works)]
         for time, (count, versions) in zip((0.0, *ends), held, strict=True):
             if versions is not last:
                 last, weights = versions, self._weights(versions)
