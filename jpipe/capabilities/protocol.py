@@ -99,7 +99,7 @@ class Option:
         return value is not None and value is not False
 
     def in_plan(self, plan: Any) -> Any:
-        """Return what a plan says of it: None or False if it does not use it; of stages the values of all of them."""
+        """Return the plan's value: None or False if it does not use the capability; for a field of stages the values of all stages."""
         if self.field is None or not self.of_stages:
             return None if self.field is None else getattr(plan, self.field)
         values = tuple(getattr(stage, self.field) for stage in plan.stages)
@@ -284,7 +284,7 @@ class ApartHooks:
 
 @dataclass(frozen=True)
 class SumHooks:
-    """How the replicas of a stage sum gradients where each gives something to each other one, and sums what it gets.
+    """How the replicas of a stage sum gradients if each sends something to every other one, and sums what it receives.
 
     Attributes:
         calls: the names of the programs that a sum needs in place of `add` and `finish`.
@@ -406,7 +406,7 @@ class RuntimeHooks:
 
 
 class SnapshotHooks:
-    """What of one worker a capability has in a snapshot.
+    """What a capability has of one worker in a snapshot.
 
     A subclass has some of these:
         see: `(event) -> None`, after each instruction of the worker, and of the other replicas of its stage in this process.

@@ -97,7 +97,7 @@ def runtimes() -> dict[str, RuntimeHooks]:
 
 
 def uses_of(**values: Any) -> FrozenMapping[Any]:
-    """Return what a program does beside its plan, by the names of capabilities: of these values those that are not False or empty."""
+    """Return what a program does beside its plan, by capability: the values that are not False or empty."""
     return FrozenMapping({name: _as_tuples(value) for name, value in sorted(values.items()) if value})
 
 
@@ -123,12 +123,12 @@ def programs_of(plan: Any, uses: Collection[str] = ()) -> list[ProgramHooks]:
 
 
 def runtimes_of(plan: Any, uses: Collection[str] = ()) -> list[RuntimeHooks]:
-    """Return how those capabilities run, as `programs_of`."""
+    """Return how the capabilities of `programs_of` run."""
     return [runtimes()[option.room] for option in OPTIONS if option.room in uses or option.is_set(plan)]
 
 
 def runtimes_for(capabilities: Collection[str]) -> dict[str, RuntimeHooks]:
-    """Return how capabilities run, by their names; given are their keys in `StageFunctions.capabilities`."""
+    """Return how capabilities run, by their names, from their keys in `StageFunctions.capabilities`."""
     return {option.room: runtimes()[option.room] for option in OPTIONS if option.key in capabilities} if capabilities else {}
 
 

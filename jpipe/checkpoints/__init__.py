@@ -99,7 +99,7 @@ def load(
 ) -> State | None:
     """Restore the state of a run before a batch and compile everything; the run continues as if it had not ended.
 
-    `Pipeline.restore` tells what is restored under another plan.
+    `Pipeline.restore` says what is restored under another plan.
 
     Args:
         pipe: the pipeline that continues, perhaps under another plan than the run had.

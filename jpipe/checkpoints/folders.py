@@ -260,7 +260,7 @@ _OURS_INSIDE = re.compile(r"[_.].*|structure\.json|commit_success\.txt|array_met
 
 
 def _not_ours(path: Path) -> str | None:
-    """Return why a folder is not as jpipe writes checkpoints and must not be removed, if so. Only the link itself counts for a link."""
+    """Return why a folder must not be removed, because it is not as jpipe writes checkpoints, or None. A link counts as itself."""
     if path.is_symlink():
         return None
     if not path.is_dir():

@@ -166,8 +166,7 @@ def _axes_of_rows(rules: Mapping[str, str | None], mesh: Mapping[str, int], axes
     """Return the axes of a mesh over which the rows of a microbatch are sharded.
 
     They are the axes of `batch` and, if a parameter of the model names `expert`, the axis of experts, unless another logical axis has it,
-    too: in place of the devices' copies of all other layers each computes a part of the rows, and experts get their tokens from all of
-    them.
+    too. Each device then computes a part of the rows in all other layers, and experts get their tokens from all devices.
     """
     over, experts = [rules["batch"]], rules["expert"]
     others = [axis for name, axis in rules.items() if name not in ("batch", "expert")]

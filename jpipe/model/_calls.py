@@ -1,4 +1,4 @@
-"""The arguments that a user's function asks for by the names of its parameters: the mode, training or evaluation, and random numbers."""
+"""Arguments that a user's function requests by parameter name: the mode (training or evaluation) and random numbers."""
 
 import functools
 import inspect

@@ -139,5 +139,5 @@ def _as_arrays(tree: Tree, where: str) -> Tree:
 
 
 def _strong(leaf: Any) -> Any:
-    """Return the array without JAX's weak type, which would be lost at the end of a stage, so that the cut changed the numbers."""
+    """Return the array without JAX's weak type: it would be lost at the end of a stage, so numbers would depend on the cut."""
     return jax.lax.convert_element_type(leaf, leaf.dtype) if getattr(leaf, "weak_type", False) else leaf

@@ -143,7 +143,7 @@ class Precision:
         return self.loss_scale if isinstance(self.loss_scale, DynamicLossScale) else None
 
     def version_dtype(self, dtype: Any) -> Any:
-        """Return the dtype of a parameter in the weight versions, from that which its layer gives it."""
+        """Return the dtype of a parameter in the weight versions, given its dtype in the layer."""
         return jnp.dtype(self.params) if self.has_masters and dtype in _NARROW else dtype
 
     def accumulator_dtype(self, dtype: Any) -> Any:

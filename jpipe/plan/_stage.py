@@ -30,7 +30,7 @@ RECOMPUTE = (
 
 
 def repeats_forward(policy: str) -> bool:
-    """Return whether a backward takes about as much longer as a forward takes; elementwise operations take almost no time.
+    """Return whether recomputation makes a backward longer by about a forward; elementwise operations take almost no time.
 
     Args:
         policy: one of `RECOMPUTE`.

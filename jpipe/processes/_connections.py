@@ -229,7 +229,7 @@ class Reduction:
         return jax.tree.unflatten(jax.tree.structure(tree), _run(self._programs, tree))
 
     def gather(self, tree: Tree) -> list[Tree]:
-        """Return the trees of all processes in the order of the devices; otherwise as a sum, each process calls this.
+        """Return the trees of all processes in the order of the devices. Each process calls this, as for a sum.
 
         Args:
             tree: of a kind that was compiled with `compile_gather`.
@@ -311,7 +311,7 @@ class Reduction:
 
 
 def _run(programs: Mapping[Kind, list[_Step]], tree: Tree) -> Any:
-    """Run the steps for a tree of a kind that was compiled, each with what the one before returns."""
+    """Run the steps for a tree of a compiled kind, each with the result of the step before."""
     moved = jax.tree.leaves(tree)
     for step in programs[known(tree, programs)]:
         moved = step(moved)

@@ -113,8 +113,8 @@ class Coordinator:
     def _culprit(self, waiter: int) -> int:
         """Return the process that hangs when `waiter` has waited too long.
 
-        Of those it waits for, those that these wait for, and so on, it is the first that does not wait that long itself, or the last
-        where all wait for each other.
+        Follow the waits from one process to the next: it is the first that does not wait that long itself, or the last if all wait for each
+        other.
         """
         seconds, reached = self._beats[waiter].seconds / 2, [waiter]
         for process in reached:  # the list grows in the loop

@@ -84,7 +84,7 @@ def find_secret(file: str | None = None) -> bytes | None:
 
 
 def key(secret: bytes | None, token: str = "") -> bytes:
-    """Return the key for proofs: without a secret anybody with the token can prove, with one nobody else.
+    """Return the key for proofs: without a secret anybody with the token can make one.
 
     Args:
         secret: of the run.

@@ -25,7 +25,7 @@ class Instruction:
 
     @property
     def piece(self) -> str:
-        """Which piece of a computation or a sum it is, as the names of its calls end; empty: the whole, or what remains of a sum."""
+        """The piece of a computation or a sum, a suffix of the names of its calls; empty: the whole, or what remains of a sum."""
         return ""
 
     @property
@@ -34,7 +34,7 @@ class Instruction:
         return 0
 
     def later(self, microbatches: int, updates: int) -> Self:
-        """Return the same instruction so many microbatches, and updates of its stage, later in the run."""
+        """Return the same instruction, shifted by this many microbatches and updates of its stage."""
         moved = {"microbatch": microbatches, **dict.fromkeys(("version", "batch", "retires"), updates)}
         values: dict[str, Any] = {each.name: getattr(self, each.name) for each in fields(self) if each.name in moved}
         return replace(self, **{name: value + moved[name] for name, value in values.items() if value is not None})

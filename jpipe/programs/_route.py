@@ -1,4 +1,4 @@
-"""The route of messages about a batch between all stages without a flush: which messages of microbatches they travel along with.
+"""The route of messages about a batch through all stages without a flush: the messages of microbatches that carry them.
 
 A message about a batch travels from the last stage to the first along with the input gradients of one microbatch, the j-th after the
 batch. From stage 0 one travels back along with activations. Each worker makes the update of the batch just before the first forward with an

@@ -77,7 +77,7 @@ def simulate(
 def has_equal_batches(plan: Plan) -> bool:
     """Return whether all batches of a plan have the same program, so that `simulate_batches` can predict them.
 
-    They have if its schedule flushes, unless what some capability leaves of one batch concerns later ones.
+    They have if its schedule flushes, unless some capability carries something from one batch to later ones.
     """
     return SCHEDULES[plan.schedule].flushes and not any(hooks.carries_over for hooks in programs_of(plan))
 
@@ -142,10 +142,10 @@ def _link_of(name: str, link: Link | Callable[..., Link] | None) -> Callable[...
 
 
 def verify(program: Program) -> None:
-    """Verify a program as `simulate` does, or the part of it that the instructions of some workers are.
+    """Verify a program as `simulate` does, or its part for some workers.
 
-    Of a part, what each of its workers does is verified, and that they do not wait for each other. Its outputs and gradients must come from
-    and go to the right workers; that these have the other halves of the transfers, in the same total order, is not verified.
+    A part is verified for each of its workers, and for deadlocks between them. Its outputs and gradients must come from and go to the right
+    workers, but the other halves of these transfers, in other workers, are not verified.
 
     Raises:
         ProgramError: the verification fails.

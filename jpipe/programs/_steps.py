@@ -126,7 +126,7 @@ class Steps:
 
     @property
     def _steady(self) -> int:
-        """From which batch after those that are flushed first all runs from an empty pipeline are the same."""
+        """The batch, after those that are flushed first, from which on all runs from an empty pipeline are the same."""
         return 2 * self._full
 
     @cached_property
@@ -140,7 +140,7 @@ class Steps:
         return max(self._full, self._steady - (start - self._plan.flush_first)) + self._period
 
     def _modelled(self, since: int, batch: int, drain: bool) -> tuple[int, int]:
-        """Return an early batch, and a number of batches since it, where a pipeline that was empty there does the same."""
+        """Return an early batch at which an empty pipeline begins, and the number of batches after which it does the same."""
         if self._flushes or batch < self._flushed:
             return 0, 0
         period, start = self._period, batch - since - self._flushed

@@ -41,12 +41,12 @@ class Traffic:
         self._known: dict[tuple[int, ...], tuple[int, list[_Ports]]] = {}  # what `_together` has found, and `_divided` then
 
     def link(self, source: int, to: int, size: float) -> tuple[tuple[int, ...], float, float]:
-        """Return the ports of a link, how long a message of `size` bytes occupies them, and how much later it arrives."""
+        """Return the ports of a link, the time for which a message of `size` bytes occupies them, and its latency after that."""
         ports, bandwidth, latency = self._route(source, to)
         return ports, size / bandwidth, latency
 
     def ring(self, ranks: Sequence[int], size: float, rounds: int = 2) -> tuple[tuple[int, ...], float, float]:
-        """Return the same of a sum; each rank sends `size` bytes to its neighbour in a ring.
+        """Return the same for a sum; each rank sends `size` bytes to its neighbour in a ring.
 
         `rounds` is how often something goes all the way around, each time with the latency of all links but one.
         """

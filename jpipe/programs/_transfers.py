@@ -1,4 +1,4 @@
-"""Transfers between ranks, sums over replicas and moves to host memory, as a prediction times them, and as rows below a text grid."""
+"""Transfers between ranks, sums over replicas and moves to host memory: their predicted times, and their rows below a text grid."""
 
 from collections.abc import Iterable
 from functools import cache

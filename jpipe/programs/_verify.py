@@ -210,7 +210,7 @@ class Verifier:
         return {buffer for hook in self._held for buffer in hook(batch)}
 
     def need(self, what: str, number: int, i: Instruction) -> None:
-        """Check that something that an instruction reads is where it can be read."""
+        """Check that what an instruction reads is where it can be read."""
         for hook in self._needs:
             hook(what, number, i)
 
@@ -244,7 +244,7 @@ class Verifier:
             self.fail(f"update {batch} after {self._accumulated} backwards, expected {expected}")
 
     def look_at_complete_sum(self, batch: int) -> None:
-        """Look at the gradients of a whole batch, which are complete as far as the stage is the first that has them."""
+        """Look at the gradients of a whole batch, complete for all parameters that begin at this stage."""
         self.look_at_sum(batch)
         for hook in self._complete:
             hook(batch)

@@ -141,7 +141,7 @@ class Executor:
         return None if self._processes is None else self._transport.way
 
     def at_rest(self, workers: Sequence[WorkerState]) -> list[WorkerState]:
-        """Return workers before they begin, as capabilities want them there."""
+        """Return workers before they begin, with what capabilities move elsewhere at that point."""
         resting = list(workers)
         for at_rest in hooks("at_rest", runtimes_of(self._plan)):
             resting = [at_rest(self._plan, self._plan.workers[w][0], worker) for w, worker in zip(self.stages, resting, strict=True)]
@@ -401,7 +401,7 @@ def _by_batch(buckets: Sequence[int], end: int) -> Callable[[int], int]:
 
 
 def _sends(plan: Plan, buckets: Sequence[Sequence[Arrays]], runs: Iterable[Program], workers: Collection[int]) -> list[Sent]:
-    """Return one send of each kind between each pair of workers with one in this process, with what it moves.
+    """Return one send of each kind, with what it moves, between each pair of workers if one of them is in this process.
 
     `buckets` has each worker's arrays by bucket; `workers` are this process's, and the runs have their instructions.
     """
@@ -429,7 +429,7 @@ def _sends(plan: Plan, buckets: Sequence[Sequence[Arrays]], runs: Iterable[Progr
 
 
 def _replica_sums(plan: Plan, arrays: Sequence[Arrays]) -> tuple[list[tuple[int, Tree]], list[tuple[int, Tree]]]:
-    """Return what the replicas of each stage sum, and what each gives to a sum that all of them make: the first replica and the specs."""
+    """Return what the replicas of each stage sum, and what each contributes to a sum that all make: the first replica and the specs."""
     sums, gathers = list[tuple[int, Tree]](), list[tuple[int, Tree]]()
     for first, *others in plan.stage_workers:
         a, summing = arrays[first], arrays[first].functions.summing

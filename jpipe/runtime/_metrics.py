@@ -160,7 +160,7 @@ class MetricsExchange:
         return metrics
 
     def check_complete(self, what: str, worker: int, batches: Sequence[int], local: Collection[int]) -> None:
-        """Check that a worker, if it is in this process, has numbers of these batches, as an error of jpipe, which would lose them."""
+        """Check that a worker, if it is in this process, has numbers of these batches; otherwise jpipe itself has lost them."""
         if self._devices[worker].process_index == jax.process_index():
             _check_complete(what, batches, local)
 

@@ -36,7 +36,7 @@ def place(plan: Plan, devices: Sequence[jax.Device] | None = None) -> tuple[Plac
 
 
 def place_on(devices: jax.Device | Sequence[jax.Device], mesh: FrozenMapping[int]) -> Place:
-    """Return a place for a mesh, to compile for: on the first of these devices, or of those like a single one in this process.
+    """Return a place for a mesh, to compile for: on the first of these devices, or of all devices of this process like a single one.
 
     Raises:
         InputError: too few devices exist.
@@ -93,7 +93,7 @@ def _place_ranks(plan: Plan, sizes: Sequence[int], devices: Sequence[jax.Device]
 
 
 def _place_in_order(plan: Plan, sizes: Sequence[int], everywhere: Sequence[jax.Device]) -> list[tuple[jax.Device, ...]]:
-    """Return the devices of each rank where the plan names none: in order, shared by neighbours where there are too few."""
+    """Return the devices of each rank if the plan names none: in order, with fewer devices than ranks shared by neighbours."""
     processes, needed = jax.process_count(), sum(sizes)
     if processes > 1 and needed < len(everywhere):
         meshes = max(sizes) > 1

@@ -31,7 +31,7 @@ Tree = Any
 
 
 class CopiesDiffer(RuntimeError):
-    """Stages hold different bits of a parameter that all of them have: a device, a link or a program has gone wrong meanwhile."""
+    """Stages hold different bits of a parameter that they share: a device, a link or a program has failed."""
 
 
 class Copy(NamedTuple):
@@ -210,7 +210,7 @@ class Part:
                         self._scales[version] = state.loss_scales[version]
 
     def _copied(self, what: Literal["optimizer", "versions"], tree: Tree) -> Tree:
-        """Return copies on the device, or where a capability wants them: all of it may not fit on the device."""
+        """Return copies on the device, or where a capability puts them if not all of it may fit on the device."""
         for copy in self._copies:
             if (copies := copy(self.plan, self.stage, what, tree)) is not None:
                 return copies

@@ -276,7 +276,7 @@ def _sum_buffers(of_workers: Collection[_Buffers]) -> tuple[int, int]:
 
 
 def _on_each_device(leaf: Any) -> int:
-    """Return the bytes of an array on each of its devices; of one in transfer from another process, those it will have."""
+    """Return the bytes of an array on each of its devices; of an array in transfer from another process, its future bytes."""
     if is_away(leaf):
         return 0
     return shard_bytes(leaf) if isinstance(leaf, jax.Array) and len(leaf.sharding.device_set) > 1 else leaf.nbytes
@@ -325,7 +325,7 @@ def _timeline(ranks: Sequence[Sequence[_Computation]], plan: Plan, starts: Mappi
 
 
 def key_of(instruction: _Instruction) -> _Key:
-    """Return what names a computation or an update in a trace."""
+    """Return the key of a computation or an update in a trace."""
     if isinstance(instruction, Update):
         return instruction.worker, "U", instruction.batch, 0
     return instruction.worker, instruction.op, instruction.microbatch, instruction.following

@@ -243,7 +243,7 @@ class Transport:
                 reduction.compile_gather(shards)
 
     def _reductions(self, first: int, spec: Tree) -> Iterator[tuple[Reduction, Tree]]:
-        """Return for the shards of a tree that the replicas of a stage sum what sums them; nothing for other processes' shards."""
+        """Return the reduction for each shard of a tree that the replicas of a stage sum; none for other processes' shards."""
         group = self._group(self._replicas[first])
         if len(group) > 1 and not self._local.isdisjoint(self._replicas[first]):
             for number, shards in Shards(spec, self._places[first].devices).specs.items():
@@ -254,7 +254,7 @@ class Transport:
     def connect(self, name: str) -> None:
         """Open the connections to other processes; all processes call it, once all have compiled.
 
-        One after the other, and each in its lane: what another pipeline may still have under way there comes first.
+        One after the other, and each in its thread, after what another pipeline may still transfer there.
 
         Args:
             name: of the pipeline, the same in all processes.
@@ -400,7 +400,7 @@ class Transport:
         return {w: coming[w] for w in local}
 
     def sum_gathered(self, i: AllReduce, batch: int, part: Tree, total: jax.stages.Compiled) -> Mapping[int, Tree]:
-        """Give what a replica sends to the sum of `batch`, which each replica makes for itself.
+        """Contribute what a replica sends to the sum of `batch`, which each replica makes for itself.
 
         Args:
             i: the instruction.
@@ -451,7 +451,7 @@ class Transport:
         return link_between(*pair) if self.way == "collectives" else handover_between(*pair)
 
     def _group(self, replicas: Sequence[int]) -> tuple[Place, ...]:
-        """Return the place of the first of these replicas in each process that holds some."""
+        """Return the place of the first of these replicas in each process that holds any."""
         return tuple(self._places[first] for first, *_ in self._by_process(replicas))
 
     def _by_process(self, replicas: Sequence[int]) -> list[list[int]]:

@@ -242,7 +242,7 @@ class Worker:
             self.consumed.add(part, self.read_part(part))
 
     def read_part(self, part: _Part) -> Tree:
-        """Return a part of the state as it is now, without the arrays that are not deleted: frozen parameters, and numbers for metrics."""
+        """Return a part of the state as it is now, without arrays that are never deleted: frozen parameters, and numbers for metrics."""
         state, (_, kind, number) = self.state, part
         if kind == "weights":
             params = state.weights.params.get(number)
@@ -255,7 +255,7 @@ class Worker:
         return state.layer_state
 
     def delete_unused(self) -> None:
-        """Delete the arrays of consumed states that the last instruction was the last to need."""
+        """Delete the arrays of consumed states that nothing needs after the last instruction."""
         self.consumed.recount(self.changed_parts, self.read_part)
         self.changed_parts.clear()
 
@@ -368,7 +368,7 @@ class Worker:
             self.state.accumulators = None
 
     def all_reduce(self, i: AllReduce) -> None:
-        """Give this replica's part of a sum; with the last one of this process all its replicas get the sum."""
+        """Contribute this replica's part of a sum; after the last one of this process all its replicas get the sum."""
         state, update = self.state, i.batch + self.version_shift
         accumulators = state.updates[update][f"sums{i.piece}"]
         means = self.functions.averaged_state(state.layer_state) if self.averages and "weight" in accumulators else []

@@ -20,7 +20,7 @@ REMOVED: Mapping[str, str] = MappingProxyType(
 
 
 class ScheduleOptions(pydantic.BaseModel):
-    """Options of a schedule. They are fields of a plan and keys of the section `plan` of a config, and `jpipe.schedules.Shape` has them.
+    """Options of a schedule: fields of a plan and of `jpipe.schedules.Shape`, and keys of the section `plan` of a config.
 
     A new option is a field here with its description, and a name in the `options` of the schedules that read it.
 
@@ -59,7 +59,7 @@ class ScheduleOptions(pydantic.BaseModel):
 
 
 class PlanOptions(ScheduleOptions):
-    """The options of a plan's schedule: those that configs have, too, and an order of its own, which only plans have.
+    """The options of a plan's schedule: what configs also have, and an order of its own, which only plans have.
 
     Attributes:
         order: for `auto_zero_bubble`: what each rank computes in a batch, such as "F0.0 F0.1 I0.0 W0.0": a forward of stage 0,

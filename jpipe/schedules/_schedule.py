@@ -128,7 +128,7 @@ class Schedule:
     def delay(self, plan: Shape, s: int, update: int) -> float:
         """Return the mean age of the weights that the gradients of an update were computed with.
 
-        That is the mean of `update - version(plan, s, k)` over its microbatches k: how many updates the weights lacked that it changes.
+        That is the mean of `update - version(plan, s, k)` over its microbatches k: the number of updates that these weights lacked.
 
         Args:
             plan: the plan.
@@ -178,7 +178,7 @@ class Schedule:
             start = end
 
     def first_op(self, plan: Shape, s: int) -> str:
-        """Return the first op of stage s, which tells whether it runs forward and backward as one program."""
+        """Return the first op of stage s, which says whether it runs forward and backward as one program."""
         return _ops(self, plan)[s][0]
 
     def begins_fused(self, plan: Shape, s: int) -> bool:

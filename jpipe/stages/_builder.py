@@ -98,7 +98,7 @@ class StageBuilder:
 
     @property
     def _average_state(self) -> Literal["update", "read"] | None:
-        """When replicas average their layer state: with each update where the pipeline flushes, for there it changes no order.
+        """When replicas average their layer state: at each "update" if the pipeline flushes, otherwise when it is "read"; None: never.
 
         Parallel pipelines have their own between two flushes, too.
         """

@@ -131,7 +131,7 @@ def _call_of_op(a: Arrays, op: Op) -> Call:
 
 
 def _result_of_op(a: Arrays, op: Op, kind: Leaves) -> Any:
-    """Return the specs of one kind of result of an op; None for what XLA is to shard as it likes."""
+    """Return the specs of one kind of result of an op; None if XLA chooses its sharding."""
     if kind == "residuals":
         return a.saved if "saved" in a.chosen else None
     if kind == "stash":

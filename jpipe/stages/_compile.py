@@ -165,7 +165,7 @@ def compile_stages(
 ) -> dict[int, CompiledStage]:
     """Compile the calls of the stages that have a place, except evaluations, for analysis only; equal stages once.
 
-    Of replicas that share the optimizer state one stands for all: that with the share in `shares`. Programs in `known` are not compiled
+    Of replicas that share the optimizer state only the one with the share in `shares` is compiled. Programs in `known` are not compiled
     again; new ones are added.
     """
     names: list[set[str]] = [set() for _ in functions]

@@ -265,7 +265,7 @@ def _colours(span: Span) -> list[str]:
 
 
 def _turn(span: Span) -> float:
-    """Return the end of the first piece of a span, in a fused computation its forward; all parts of an op are drawn equally long."""
+    """Return the end of the first piece of a span, such as the forward of a fused computation; all pieces are drawn equally long."""
     op = OPS[span.op]
     return span.start + (span.end - span.start) / len(op.parts) if len(op.pieces) > 1 else span.end
 
@@ -297,7 +297,7 @@ def _inside(spans: Sequence[Span], points: float, versions: bool, font_size: flo
 
 
 def _size_in_boxes(spans: Sequence[Span], points: float, versions: bool, font_size: float) -> float:
-    """Return the size of labels, infinite where few boxes have room for theirs: one in a few would look like something special."""
+    """Return the size of labels, infinite where few boxes have room for one: labels in a few boxes would look special."""
     labelled = sum(_fits(_label(span, versions), _room(span, points), points, font_size) for span in spans)
     return font_size if labelled > len(spans) / 20 else math.inf
 
@@ -408,7 +408,7 @@ def _figure(
     sharey: bool,
     left: float,
 ) -> "tuple[matplotlib.figure.Figure, list[list[matplotlib.axes.Axes]]]":
-    """Return a figure and its panels below each other, with heights and gaps in inches, a title, a legend and space for a label below."""
+    """Return a figure with panels below each other: heights and gaps in inches, a title, a legend and space for a label below."""
     from matplotlib.figure import Figure
     from matplotlib.legend_handler import HandlerTuple
     from matplotlib.patches import Patch

@@ -43,7 +43,7 @@ def to_perfetto(timelines: Mapping[str, Timeline], transfers: Mapping[str, Seque
 def rows_of(
     where: str, timelines: Mapping[str, Timeline], transfers: Mapping[str, Sequence[Transfer]] | None
 ) -> dict[str, dict[str, list[Transfer]]]:
-    """Return the transfers of each timeline in rows; raise InputError for a timeline that there is not."""
+    """Return the transfers of each timeline in rows; raise InputError for an unknown timeline."""
     transfers = {} if transfers is None else transfers
     if not isinstance(transfers, Mapping) or not set(transfers) <= set(timelines):
         names = ", ".join(map(repr, timelines))

@@ -97,7 +97,7 @@ class Agreement(pydantic.BaseModel):
         return self
 
     def last(self, s: int, depth: int, updates: int) -> int:
-        """Return the version of stage s with which its last agreement has begun, after some updates; 0 before the first agreement.
+        """Return the version of stage s at which its last agreement began, after some updates; 0 before the first agreement.
 
         Args:
             s: the stage.
@@ -115,13 +115,13 @@ def agrees(plan: "jpipe.Plan", s: int, update: int) -> bool:
 
 
 def agreement_applied(plan: "jpipe.Plan", s: int, update: int) -> int | None:
-    """Return the agreement, by the update after which it began, that stage s applies after an update, or None."""
+    """Return the agreement that stage s applies after an update, or None. Its number is the update after which it began."""
     begun = update - (0 if plan.agree is None else plan.agree.delay)
     return begun if begun >= 0 and agrees(plan, s, begun) else None
 
 
 def agreement_under_way(plan: "jpipe.Plan", s: int, updates: int) -> int | None:
-    """Return the agreement, by the update after which it began, that is under way at stage s after its first `updates`, or None."""
+    """Return the agreement that is under way at stage s after its first `updates`, or None, by the update after which it began."""
     if plan.agree is None:
         return None
     begun = plan.agree.last(s, plan.depth, updates) - 1

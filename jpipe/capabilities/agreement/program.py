@@ -18,7 +18,7 @@ from jpipe.programs.prediction._prices import Change
 
 @dataclass(frozen=True, slots=True)
 class SumChanges(Instruction):
-    """Begin to sum over the parallel pipelines how far each has moved the weights of its stage since they last agreed, with update `batch`.
+    """Begin to sum the changes of a stage's weights since the last agreement over the parallel pipelines, after update `batch`.
 
     The instructions of all replicas stand side by side in the total order. The rank does not wait for the sum: `Agree` does.
     """
@@ -29,7 +29,7 @@ class SumChanges(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class Agree(Instruction):
-    """Move the agreed weights with the mean of the changes that `SumChanges` of update `begun` sums, and make version `batch + 1` of them.
+    """Move the agreed weights by the mean change from `SumChanges` of update `begun`, and make version `batch + 1` of them.
 
     If the agreement is applied at once, `begun` is `batch`, and the version becomes the agreed weights; otherwise it is mixed with them.
     """
@@ -39,7 +39,7 @@ class Agree(Instruction):
     begun: int
 
     def later(self, microbatches: int, updates: int) -> Self:
-        """Return the same agreement so many updates of its stage later in the run."""
+        """Return the same agreement, shifted by this many updates of its stage."""
         return replace(self, batch=self.batch + updates, begun=self.begun + updates)
 
 
@@ -72,7 +72,7 @@ class _Lowering(LoweringHooks):
         run.available.announce("agreed", s, batch, last)
 
     def version_ready(self, worker: Worker, version: int) -> int | None:
-        """Return when the agreements have begun and are applied that a version waits for, or None."""
+        """Return when the agreements that a version waits for have begun and are applied, or None."""
         s, update = worker.stage, version - 1
         waits = agrees(self._plan, s, update) or agreement_applied(self._plan, s, update) is not None
         return self._run.available.time("agreed", s, update, worker) if waits and version > self._run.start else 0
@@ -85,7 +85,7 @@ def modelled(plan: Plan) -> Plan:
 
 
 def due(plan: Plan, i: SumChanges | Agree, shift: int) -> SumChanges | Agree | None:
-    """Return an instruction of `modelled` as it is when it runs `shift` batches later; None: then there is none.
+    """Return an instruction of `modelled` as it is `shift` batches later, or None if there is none then.
 
     An agreement that is applied late is applied where `modelled` applies another one at once. That removes nothing but waits.
     """
@@ -124,7 +124,7 @@ class _Verification(VerifyHooks):
         self._to_apply.remove(i.batch)
 
     def updated(self, i: Update) -> None:
-        """Note the agreements that an update has after it."""
+        """Note the agreements that follow an update."""
         if agrees(self._plan, self._stage, i.batch):
             self._to_begin.add(i.batch)
         if agreement_applied(self._plan, self._stage, i.batch) is not None:

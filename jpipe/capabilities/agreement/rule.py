@@ -68,13 +68,13 @@ def agree(outer: OuterOptimizer, agreed: Agreed, mean: Tree) -> Agreed:
 
 
 def agree_at_once(outer: OuterOptimizer, agreed: Agreed, mean: Tree) -> tuple[Agreed, Tree]:
-    """Move the agreed weights as `agree`, and also return a copy of their parameters, from which the pipeline goes on."""
+    """Move the agreed weights as `agree` does, and also return a copy of their parameters for the pipeline to continue from."""
     new = agree(outer, agreed, mean)
     return new, jax.tree.map(jnp.copy, new.params)
 
 
 def mix(mixing: float, own: Tree, agreed: Tree) -> Tree:
-    """Return the parameters from which a pipeline goes on that applies an agreement late.
+    """Return the mixed parameters of a pipeline that applies an agreement late.
 
     Args:
         mixing: α, the share of its own.

@@ -45,7 +45,7 @@ class _Words(NamedTuple):
 
 
 def sum_changes(worker: Worker, i: SumChanges) -> None:
-    """Give what this pipeline has changed; with the last one of this process all of them get the mean."""
+    """Contribute this pipeline's changes; the last pipeline of this process starts the sum, and all get the mean."""
     state, update, calls = worker.state, i.batch + worker.version_shift, worker.calls
     part = calls["changes"](state.capabilities["agreement"].params, worker.functions.trained.part(state.weights.read(update + 1)))
     words = _Words(i.worker, update)
@@ -55,7 +55,7 @@ def sum_changes(worker: Worker, i: SumChanges) -> None:
 
 
 def move_agreed(worker: Worker, i: Agree) -> None:
-    """Move the agreed weights, and go on from them, or from a mixture of them with this pipeline's."""
+    """Move the agreed weights, and continue from them or from their mixture with this pipeline's weights."""
     state, update, begun = worker.state, i.batch + worker.version_shift, i.begun + worker.version_shift
     kept, trained = state.capabilities, worker.functions.trained
     mean = arrived(state.updates[begun]["changes"])

@@ -90,7 +90,7 @@ class AgreementSnapshot(SnapshotHooks):
 
 
 def own_entries(plan: Plan, s: int, replica: int, layers: Mapping[str, Plain], entries: Iterable[str]) -> dict[str, Plain]:
-    """Return the entries with the weights of a pipeline itself; none if the snapshot is of another number of pipelines that agree."""
+    """Return the entries with a pipeline's own weights; none if the snapshot has another number of pipelines that agree."""
     with_own = [entry for entry in entries if "own" in layers[entry]]
     if any(replicas_in(layers, entry) != plan.replicas[s] for entry in with_own):
         return {}
@@ -115,7 +115,7 @@ def restored(f: StageFunctions, replica: int, layers: Mapping[str, Plain], *, fr
 
 
 def restored_updates(plan: Plan, worker: int, f: StageFunctions, layers: Mapping[str, Plain], updates: int) -> dict[int, Fields]:
-    """Return what a restored worker holds of an agreement that its plan applies later: whether it has still to be mixed in."""
+    """Return what a restored worker holds of an agreement that is applied later: whether it still has to be mixed in."""
     s, replica = plan.workers[worker]
     if (begun := agreement_under_way(plan, s, updates)) is None:
         return {}

@@ -85,7 +85,7 @@ def calls(a: Arrays) -> dict[str, Call]:
 
 
 def specs_of_given(a: Arrays) -> list[tuple[Tree, list[Any]]]:
-    """Return what a replica gives to the sum of each piece."""
+    """Return the specs of what a replica contributes to the sum of each piece."""
     found = []
     for accumulators, averaged in a.sums.values():
         sent = specs_of_sent(a.functions.partition, a.functions.capabilities["links"].sums, accumulators["gradients"])
@@ -94,7 +94,7 @@ def specs_of_given(a: Arrays) -> list[tuple[Tree, list[Any]]]:
 
 
 def give_compressed(worker: Worker, i: AllReduce, accumulators: Tree, means: Tree) -> Mapping[int, Tree]:
-    """Give compressed accumulators, in place of the replica's own, to a sum, and keep what rounding has lost."""
+    """Contribute compressed accumulators, in place of the replica's own, to a sum, and keep the rounding error."""
     state, update = worker.state, i.batch + worker.version_shift
     links: Links = worker.functions.capabilities["links"]
     gradients, numbers = accumulators["gradients"], {name: tree for name, tree in accumulators.items() if name != "gradients"}
@@ -112,19 +112,19 @@ def give_compressed(worker: Worker, i: AllReduce, accumulators: Tree, means: Tre
 
 
 def specs(a: Arrays) -> Tree:
-    """Return the specs of what rounding has lost of the gradients of a replica, by entry."""
+    """Return the specs of the rounding error of a replica's gradients, by entry."""
     return {} if a.functions.summing is None else a.accumulators["gradients"]
 
 
 def fresh(f: StageFunctions, version: Tree, accumulators: Tree) -> Tree:
-    """Return what rounding has lost before the first batch: nothing."""
+    """Return the rounding error before the first batch: zeros."""
     return {} if f.summing is None else jax.tree.map(jnp.copy, accumulators["gradients"])
 
 
 def restored(f: StageFunctions, replica: int, layers: Mapping[str, Plain], *, fresh: bool) -> Tree:
-    """Return what rounding has lost of the gradients of a replica, from a snapshot.
+    """Return the rounding error of a replica's gradients, from a snapshot.
 
-    It begins with zeros with new optimizer state, and where the snapshot is not of as many replicas that compress what they sum.
+    It is zero with new optimizer state, and if the snapshot does not have as many replicas with compressed sums.
     """
     errors: dict[str, Tree] = {}
     for entry, specs in f.accumulators_spec["gradients"].items() if f.summing is not None else ():
@@ -137,7 +137,7 @@ def restored(f: StageFunctions, replica: int, layers: Mapping[str, Plain], *, fr
 
 
 class _Snapshot(SnapshotHooks):
-    """What the entries of a replica have of what rounding has lost in the updates before the batch of a snapshot."""
+    """The rounding errors of the updates before a snapshot's batch, in the entries of a replica."""
 
     def __init__(self, part: Part) -> None:
         self._part = part

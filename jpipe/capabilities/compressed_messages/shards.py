@@ -30,7 +30,7 @@ Keys = Mapping[str, jax.Array]
 def with_feedback(
     f: StageFunctions, gradients: Mapping[str, Tree], weight: jax.Array, errors: Tree, rng: tuple[Any, Any]
 ) -> tuple[Tree, Tree]:
-    """Compress the gradients that a replica gives to a sum, with what rounding has lost of them before.
+    """Compress a replica's gradients for a sum, after adding the rounding error of earlier updates.
 
     Args:
         f: of the stage.
@@ -64,7 +64,7 @@ def specs_of_sent(partition: Partition, kind: Kind, gradients: Mapping[str, Tree
 
 
 def bytes_of_given(kind: Kind, accumulators: Mapping[str, Any]) -> int:
-    """Return the bytes on each device that a replica gives for a sum, from accumulators or their specs, with their shardings."""
+    """Return the bytes on each device that a replica contributes to a sum, from accumulators or their specs, with their shardings."""
     gradients = jax.tree.leaves(accumulators["gradients"])
     return nbytes({**accumulators, "gradients": None}) + sum(
         _bytes_of_row(shard_bytes(leaf) // leaf.dtype.itemsize, leaf.dtype, kind) for leaf in gradients

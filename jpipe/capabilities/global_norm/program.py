@@ -98,7 +98,7 @@ class _Lowering(LoweringHooks):
 
 
 def _summed(plan: Plan, batch: int, workers: Sequence[int]) -> list[Instruction]:
-    """Return separate messages that bring the sums of squares from a worker of the last stage through one of each to stage 0."""
+    """Return separate messages that carry the sums of squares from the last stage to stage 0, through one worker of each stage."""
     k, written = last_microbatch(plan, batch), list[Instruction]()
     for s in reversed(range(plan.depth)):
         written += [SumSquares(workers[s], batch), *(transfer(workers[s], workers[s - 1], k, "squares") if s > 0 else ())]

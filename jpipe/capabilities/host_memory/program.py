@@ -27,14 +27,14 @@ _LEFT: tuple[Kept, ...] = "residuals", "stash"
 
 @dataclass(frozen=True, slots=True)
 class _Move(Instruction):
-    """What is moved, and its number: of a weight version, or of the microbatch of residuals or of a stash; of the optimizer state 0."""
+    """What is moved, and its number: the weight version, the microbatch of residuals or of a stash, or 0 for the optimizer state."""
 
     worker: int
     what: Kept
     number: int
 
     def later(self, microbatches: int, updates: int) -> Self:
-        """Return the same move so many microbatches, and updates of its stage, later in the run."""
+        """Return the same move, shifted by this many microbatches and updates of its stage."""
         return replace(self, number=self.number + {"optimizer": 0, "versions": updates}.get(self.what, microbatches))
 
 
@@ -49,7 +49,7 @@ class Fetch(_Move):
 
 
 def _at_rest(plan: Plan, s: int) -> set[_Moved]:
-    """Return what of a stage is in host memory where the pipeline is empty."""
+    """Return what a stage keeps in host memory while the pipeline is empty."""
     return {_OPTIMIZER} if offloads(plan, "optimizer", s) else set()
 
 
@@ -57,7 +57,7 @@ def _at_rest(plan: Plan, s: int) -> set[_Moved]:
 
 
 class _Lowering(LoweringHooks):
-    """What each worker has on its device and in host memory, as far as the plan moves it: see `jpipe.plan.HostMemory`."""
+    """Tracks what each worker has on its device and in host memory, of all that the plan moves (`jpipe.plan.HostMemory`)."""
 
     def __init__(self, run: Run) -> None:
         self._run, self._plan = run, run.plan
@@ -144,7 +144,7 @@ class _Lowering(LoweringHooks):
 
 
 class _Verification(VerifyHooks):
-    """What of one worker waits in host memory."""
+    """Tracks what one worker has in host memory."""
 
     def __init__(self, verifier: Verifier) -> None:
         self._verifier = verifier
@@ -164,7 +164,7 @@ class _Verification(VerifyHooks):
         self._away.remove((i.what, i.number))
 
     def _check_kept(self, i: Offload | Fetch) -> None:
-        """Check that something is what the plan moves, and that it exists."""
+        """Check that the plan moves this, and that it exists."""
         verifier = self._verifier
         if not offloads(verifier.plan, i.what, verifier.stage):
             verifier.fail(f"{i}: the plan keeps the {i.what} of stage {verifier.stage} on the device")
@@ -176,7 +176,7 @@ class _Verification(VerifyHooks):
             verifier.fail(f"{i}: it is not there")
 
     def needs(self, what: str, number: int, i: Instruction) -> None:
-        """Check that something that an instruction reads is on the device."""
+        """Check that what an instruction reads is on the device."""
         if (what, number) in self._away:
             self._verifier.fail(f"{i}: it needs {what} {number}, in host memory: fetch it before")
 

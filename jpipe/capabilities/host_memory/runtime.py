@@ -55,7 +55,7 @@ def at_rest(plan: Plan, s: int, state: WorkerState) -> WorkerState:
 
 
 def copy_for_snapshot(plan: Plan, s: int, what: Kept, tree: Tree) -> Tree:
-    """Return copies in host memory of what waits there, which may fit on the device only in part; None for anything else."""
+    """Return copies in host memory of what is offloaded, which may not fit on the device; None for anything else."""
     if not offloads(plan, what, s):
         return None
     # Through NumPy, because JAX does not promise that `device_put` copies an array to the memory in which it is.

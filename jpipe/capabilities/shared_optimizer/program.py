@@ -68,7 +68,7 @@ class _Lowering(LoweringHooks):
 
 
 def lower_weights(plan: Plan, stages: Collection[int], batch: int, *, workers: Collection[int]) -> Program:
-    """Write the programs with which the replicas of stages send each other what each of them updates, of the weights after `batch` batches.
+    """Write the programs by which the replicas of stages send each other their shares of the weights after `batch` batches.
 
     Args:
         plan: a plan with replicas that share the optimizer state.
@@ -85,7 +85,7 @@ def lower_weights(plan: Plan, stages: Collection[int], batch: int, *, workers: C
 
 
 class _Verification(VerifyHooks):
-    """Which versions of one worker lack the weights that other replicas have updated."""
+    """Tracks which versions of one worker lack weights that other replicas have updated."""
 
     def __init__(self, verifier: Verifier) -> None:
         self._verifier, self._plan = verifier, verifier.plan
@@ -163,12 +163,12 @@ def _price(prices: Prices, source: int, to: int) -> tuple[int, int, int]:
 
 
 def _version(worker: prediction.Worker, k: int) -> int:
-    """Return the version that has what an update with microbatch k has updated."""
+    """Return the version that the update with microbatch k makes."""
     return k // worker.all.plan.microbatches_per_update(worker.stage) + 1
 
 
 def _received(worker: prediction.Worker, i: Receive) -> None:
-    """Note that a version does not lack what another replica has updated any more."""
+    """Note that a version has received the weights from another replica."""
     version, (_, sender) = _version(worker, i.microbatch), worker.all.plan.workers[i.source]
     worker.versions[version] = tuple(replica for replica in worker.versions[version] if replica != sender)
     worker.rank.note_versions()

@@ -33,7 +33,7 @@ class TakeShared(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class AddShared(Instruction):
-    """Add to the gradients of `batch` those that the other stages have sent, for the shared parameters of group `group`."""
+    """Add the gradients from the other stages to the gradients of `batch`, for the shared parameters of group `group`."""
 
     worker: int
     batch: int
@@ -113,7 +113,7 @@ class _Lowering(LoweringHooks):
                 self._run.listing.write(time, AddShared, w, batch, group)
 
     def drain(self, time: int, batch: int, late: Collection[int]) -> None:
-        """Send and add what workers have still to send and to add before they update."""
+        """Send and add all gradients that are left before the workers update."""
         for w in late:
             if _others(self._groups, self._plan.workers[w][0]) and not self._run.available.known("shared", w, batch):
                 self._send(w, batch, time)

@@ -98,7 +98,7 @@ class _Lowering(LoweringHooks):
 
 
 class _Verification(VerifyHooks):
-    """Which parts one worker has computed of its last computation, and summed of its updates."""
+    """Tracks which parts of its last computation one worker has computed, and which parts of its updates it has summed."""
 
     def __init__(self, verifier: Verifier) -> None:
         self._verifier = verifier

@@ -236,7 +236,7 @@ def _cumulate(equation: Any, arguments: Sequence[Origin]) -> list[Origin]:
 
 
 def _reduce_window(equation: Any, arguments: Sequence[Origin]) -> list[Origin]:
-    """Windows along a dim see all of it."""
+    """Return the origins of a windowed reduction: every window along a dim counts as all of it."""
     shapes, count = (_shape(equation.invars[0]), _shape(equation.outvars[0])), len(equation.outvars)
     windows = equation.params.get("window_dimensions", shapes[0])
     dims = [i for i, (size, before, after) in enumerate(zip(windows, *shapes, strict=True)) if size > 1 or before != after]
@@ -276,7 +276,7 @@ def _dot_general(equation: Any, arguments: Sequence[Origin]) -> list[Origin]:
 
 
 def _conv(equation: Any, arguments: Sequence[Origin]) -> list[Origin]:
-    """Windows along a dim see all of it; each group of features sees its own."""
+    """Return the origins of a convolution: every window along a dim counts as all of it; each group of features sees its own."""
     params, out = equation.params, _shape(equation.outvars[0])
     spec, groups = params["dimension_numbers"], params["feature_group_count"]
     rows, kernel = (

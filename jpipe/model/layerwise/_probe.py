@@ -136,7 +136,7 @@ def _names_in(tree: ModelTree, ties: Ties, structure: Any) -> list[str]:
 def _differs_by_layer(
     transformation: optax.GradientTransformation, traced: TracedOptimizer, tree: ModelTree, specs: Mapping[str, Tree], ties: Ties
 ) -> bool:
-    """Return whether an optimizer with masks or labels by layer id updates slices of stacked arrays otherwise than these arrays."""
+    """Return whether an optimizer with masks or labels by layer id gives slices of stacked arrays other updates than these arrays."""
     flat, structure = jax.tree.flatten(dict(specs))
     places = jax.tree.leaves(ties.without_seconds(tree.layers))
     axes = {number: place.axes for number, place in enumerate(places) if place.axes}

@@ -81,7 +81,7 @@ def _keys(path: Sequence[Any]) -> tuple[str, ...]:
 
 
 def _of_parameter(path: tuple[str, ...], numbers: Mapping[tuple[str, ...], int]) -> OfParameter | None:
-    """Return which parameter's path is a part of a path, the longest and the last if there are several."""
+    """Return the parameter with a path inside this path: the longest, and the last of several."""
     spans = ((begin, end) for begin in range(len(path) + 1) for end in range(begin, len(path) + 1) if path[begin:end] in numbers)
     begin, end = max(spans, key=lambda span: (span[1] - span[0], span[0]), default=(0, -1))
     return None if end < 0 else OfParameter(numbers[path[begin:end]], begin, end)

@@ -32,7 +32,7 @@ def slice_difference(
     shapes: Sequence[tuple[int, ...]],
     keeps_axes: bool,
 ) -> bool:
-    """Return whether slices of stacked arrays are updated otherwise one by one than in the stacked arrays.
+    """Return whether slices get other updates one by one than in the stacked arrays.
 
     There are two slices, which take turns in a stacked array, because a rule may count the blocks: "the first three are frozen".
 

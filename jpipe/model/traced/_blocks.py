@@ -180,7 +180,7 @@ def is_numbered(part: str) -> bool:
 
 
 def _to_number(path: Path, count: int) -> Path:
-    """Return the path to its number of that count, or without a number to its last part."""
+    """Return the path up to its `count`-th number, or the path of the module if it has no number."""
     module = module_of(path)
     numbered = [i for i, part in enumerate(module) if is_numbered(part)]
     return path[: numbered[min(count, len(numbered)) - 1] + 1] if numbered else module

@@ -1,4 +1,4 @@
-"""The equations of a model as a chain: those that depend on its inputs, in order, and what each of them needs besides."""
+"""The equations of a model as a chain: in order those that depend on its inputs, with what else each of them needs."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -65,7 +65,7 @@ class Chain:
 
     @cached_property
     def _needs(self) -> dict[Any, frozenset[Any]]:
-        """The parameters, layer state and key (by number, and None) that each variable needs which does not depend on the inputs."""
+        """The parameters, layer state and key (by number, and None) that each variable without inputs needs."""
         needs: dict[Any, frozenset[Any]] = {var: frozenset([number]) for number, var in enumerate(self.leaves)}
         needs[self.key] = frozenset([None])
         for equation in self.jaxpr.eqns:
@@ -113,7 +113,7 @@ class Chain:
 
     @cached_property
     def widths(self) -> np.ndarray:
-        """The bytes that pass each position, where large masks and the like are made again from the inputs."""
+        """The bytes that pass each position; large masks and the like are recomputed from the inputs."""
         last = dict(self.last)
         roots: dict[Any, frozenset[Any]] = {var: frozenset([var]) for var in self.inputs}
         for equation in self.equations:

@@ -192,7 +192,7 @@ def _positions_of(chain: Chain) -> dict[int, list[int]]:
 
 
 def _interval(theirs: Mapping[int, list[int]], ours: Mapping[int, list[int]], position: int, end: int) -> tuple[int, int, int | None]:
-    """Return the first and the last position with as many reads of each leaf before it, and the leaf that bounds it last."""
+    """Return the first and the last position with this many reads of each leaf before it, and the leaf that bounds it last."""
     lower, upper, reason = 0, end, None
     for leaf, reads in theirs.items():
         here = ours.get(leaf)

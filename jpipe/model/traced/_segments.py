@@ -130,7 +130,7 @@ def _specs(variables: Sequence[Any]) -> tuple[jax.ShapeDtypeStruct, ...]:
 def _passing(chain: Chain, bounds: Sequence[int]) -> tuple[list[list[Any]], list[list[Any]]]:
     """Return the variables that pass each bound, and the equations that the segment after it computes again.
 
-    From the last cut to the first: what a segment takes is what it reads, and what the segments after it need of what is before it.
+    This goes from the last cut to the first: a segment takes what it reads, and what later segments need from earlier ones.
     """
     passes: list[list[Any]] = [[] for _ in bounds]
     again: list[list[Any]] = [[] for _ in bounds]

@@ -77,9 +77,9 @@ def _refusal(plan: Plan, name: str, value: Any) -> str:
 
 
 def batches_until_full(plan: Plan) -> int:
-    """Return how many batches after it was empty a pipeline is in steady state, where each step is the last one, a batch later.
+    """Return after how many batches an empty pipeline is in steady state, where each step repeats the step before, one batch later.
 
-    By then n_s r_s microbatches are in flight at each stage s, and the first update is made or pending, as later ones are after a step.
+    By then n_s r_s microbatches are in flight at each stage s, and the first update is made or pending, like later ones after a step.
     """
     in_flight = max(SCHEDULES[plan.schedule].in_flight(plan, s) * replicas for s, replicas in enumerate(plan.replicas))
     return plan.flush_first + -(-(in_flight - 1) // plan.microbatches) + 1

@@ -231,7 +231,7 @@ class PendingUpdates:
             self.available.announce("sum", s, batch, begins)
 
     def come(self, worker: Worker, *what: int) -> int | None:
-        """Note that a replica has some gradients, and return when the last replica of its stage has; None: not all have."""
+        """Note that a replica has some gradients, and return when the last replica of its stage has them; None if some lack them."""
         arrived = self.arrived.setdefault((worker.stage, *what), [])
         arrived.append(worker.clock)
         return max(self.arrived.pop((worker.stage, *what))) if len(arrived) == len(self.summing[worker.stage]) else None

@@ -47,7 +47,7 @@ class _Effect(NamedTuple):
 class Run:
     """A run of the computations of all workers in their order, with free transfers, that writes instructions with their times.
 
-    It can go on from batch to batch. What it does does not depend on which instructions are written.
+    It can continue from batch to batch, and does the same whichever instructions are written.
 
     Args:
         plan: what to run.
@@ -121,7 +121,7 @@ class Run:
         self.position = dict.fromkeys(self.rank_workers, 0)
 
     def program(self, batches: int, drain: bool) -> Program:
-        """Go on as `go_on`, and return the program of that."""
+        """Continue as `go_on` does, and return the program of that."""
         begin, ended, updated = self.end, self.ended(), self.updated()
         instructions = self.go_on(batches, drain)
         return Program(
@@ -140,7 +140,7 @@ class Run:
         )
 
     def go_on(self, batches: int, drain: bool) -> list[Instruction]:
-        """Compute all up to the first forward that needs batch `batches`, and drain the pipeline if wanted; return what is written.
+        """Compute up to the first forward that needs batch `batches`, drain the pipeline if requested, and return what is written.
 
         It goes from batch to batch, so that a long run has the programs of its steps, one after the other.
         """
@@ -184,7 +184,7 @@ class Run:
         return [worker.updates // plan.updates_per_batch(s) for s, worker in enumerate(first)]
 
     def ended(self) -> int:
-        """Return of how many batches the last stage has completed the gradients, over all replicas."""
+        """Return the number of batches for which the last stage has completed the gradients, over all replicas."""
         plan, s = self.plan, self.plan.depth - 1
         if self.sums[s]:
             return self.updates.begun[s] // plan.updates_per_batch(s)

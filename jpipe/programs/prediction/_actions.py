@@ -1,4 +1,4 @@
-"""Programs as actions, which do not depend on costs: a program is written as actions once, for many simulations with different costs.
+"""Programs as actions: a program is written as actions once, for many simulations with different costs.
 
 What an action waits for is a place in one list of times. What depends on costs is a price (`_prices`) with what it needs to know. The bytes
 of a rank change in the order of its instructions, whatever the times are, so their changes are a list of their own.
@@ -191,7 +191,7 @@ class Worker:
         return self.all.places[self.number, *what]
 
     def wait(self, *what: Any, uses_up: bool = False) -> None:
-        """Wait for something, if the worker ever lacks it. What is used up comes again in the next one of equal batches."""
+        """Wait for something, if the worker ever lacks it. What is consumed comes again in the next of equal batches."""
         place = self.all.places.get((self.number, *what))
         if place is not None:
             self.rank.queue.append((WAIT, place, uses_up, NOWHERE))

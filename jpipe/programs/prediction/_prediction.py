@@ -42,7 +42,7 @@ class Prediction:
     def temporary_bytes(self) -> tuple[int, ...]:
         """The part of each rank's peak memory that exists only while a computation runs, `peak_bytes` minus `held_bytes`.
 
-        That is the scratch memory of its programs (`StageCost.temporary`), and results that exist before their inputs are freed.
+        This is the scratch memory of its programs (`StageCost.temporary`), and results that exist before their inputs are freed.
         """
         return tuple(peak - persistent for peak, persistent in zip(self.peak_bytes, self.held_bytes, strict=True))
 

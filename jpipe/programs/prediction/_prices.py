@@ -99,7 +99,7 @@ class Prices:
         return Change(-freed, sent=size if self.plan.rank_of[source] != self.plan.rank_of[to] else 0)
 
     def sum(self, what: str, s: int, piece: int = 0) -> tuple[float, int]:
-        """Return the bytes that each replica of a stage sends for a sum, or a piece of it, and how often something goes around their ring.
+        """Return the bytes that each replica of a stage sends for a sum, or a piece of it, and the number of rounds in their ring.
 
         What replicas gather goes around once, and each adds it up; otherwise shares go around, and then their sums.
         """

@@ -118,8 +118,7 @@ class Simulator:
     def run_batches(self, most: int, until_periodic: bool) -> float | None:
         """Execute the program of a batch that is flushed several times, up to where all ranks have begun the batch after the last one.
 
-        What happens in a batch depends on the batch before it. So once everything happens in a batch as in the one before, some time later,
-        it does so in all following ones.
+        A batch depends on the batch before it. So once a batch repeats the one before, some time later, all following ones do so.
 
         Args:
             most: the most batches.
@@ -174,7 +173,7 @@ class Simulator:
                 next(running[rank], None)
 
     def _execute(self, rank: _Rank, queue: Sequence[tuple[int, Any, int, int]]) -> Iterator[None]:
-        """Execute actions of a rank, and pause while the time of something that one needs is not known."""
+        """Execute actions of a rank, until one needs something with an unknown time."""
         times, seconds, starts, arrivals = self._times, self._seconds, rank.starts, rank.arrivals
         requests, clock = self._requests, rank.clock
         for kind, what, needs, made in queue:
@@ -278,7 +277,7 @@ class Simulator:
 
 
 def _shift(ranks: Sequence[_Rank], batch: int) -> float | None:
-    """Return how much later everything happens in a batch than in the one before; None if not all of it is as much later."""
+    """Return the time by which a batch repeats the one before; None if it does not."""
     pairs = [rank.batches[batch - 1 : batch + 1] for rank in ranks]
     if any(len(before) != len(after) for before, after in pairs):
         return None

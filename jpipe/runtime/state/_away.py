@@ -27,13 +27,13 @@ def sent_away(tree: Tree, without: Tree = None) -> Tree:
 
 
 def fetched(tree: Tree, without: Tree = None) -> Tree:
-    """Begin to copy the arrays that are away to their devices; the others, and the entries in `without`, are returned as they are."""
+    """Begin to copy the arrays in host memory to their devices; other arrays, and the entries in `without`, are returned as they are."""
     away = [leaf for leaf in jax.tree.leaves(tree) if is_away(leaf)]
     return _moved(tree, next(iter(away[0].sharding.device_set)).default_memory().kind, without) if away else tree
 
 
 def copied(tree: Tree) -> Tree:
-    """Copy arrays, each in the memory in which it is."""
+    """Copy arrays, each inside its own memory."""
     return jax.tree.map(lambda leaf: sent_away(fetched(leaf)) if is_away(leaf) else jnp.copy(leaf), tree)
 
 

@@ -102,7 +102,7 @@ def _fits(part: Any, whole: Any) -> bool:
 
 
 def _less(tree: Any, ahead: Any) -> Any:
-    """Return the leaves of nested dicts that are in `ahead`, less those; specs are returned as they are.
+    """Subtract `ahead` from the leaves of nested dicts that it has; specs are returned as they are.
 
     With NumPy, because the arrays of a live snapshot may be on several devices, and in host memory.
     """

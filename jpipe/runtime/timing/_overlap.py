@@ -153,7 +153,7 @@ class _Moves:
         return array if 0 in self.local else None
 
     def _hop(self, source: int, to: int, message: str, array: Tree) -> Tree:
-        """Do a hop from one device to another, as far as they are of this process, and return what arrived, or else `array`."""
+        """Do a hop from one device to another, if they are in this process, and return what arrived, or else `array`."""
         if source in self.local:
             self._transport.send(Send(source, 0, message, to), 0, arrived(array))
         return self._transport.receive(Receive(to, 0, message, source), 0) if to in self.local else array

@@ -199,8 +199,8 @@ class TransferWatcher:
 def join_transfers(*processes: Iterable[Transfer]) -> tuple[Transfer, ...]:
     """Return the transfers of a run from what each process knows of them, in order of time.
 
-    A message begins where its sender says, and ends where its receiver does; a sum begins when the last process has given its part. Those
-    of a row follow each other, as its links carry them. What no process knows the beginning or end of is left out.
+    A message begins where its sender says, and ends where its receiver does; a sum begins when the last process has given its part.
+    Transfers of a row follow each other, as its links carry them. Transfers with an unknown beginning or end are left out.
 
     Args:
         processes: `Trace.transfers` of each process. Their clocks began together.
@@ -229,7 +229,7 @@ def join_transfers(*processes: Iterable[Transfer]) -> tuple[Transfer, ...]:
 
 
 def _latest(times: Iterable[float]) -> float:
-    """Return the latest of the times that are known; NaN: none is."""
+    """Return the latest of the known times; NaN if there is none."""
     return max((time for time in times if not math.isnan(time)), default=math.nan)
 
 
@@ -287,5 +287,5 @@ def _readers(plan: Plan, computations: Iterable[Computation]) -> dict[_Name, Com
 
 
 def that_leave(what: Leaves, plan: Plan, s: int, k: int) -> list[Computation]:
-    """Return the computations that may leave something of a microbatch at a stage; of those in pieces the last one."""
+    """Return the computations that may leave something of a microbatch at a stage; of a computation in pieces the last one."""
     return [(plan.worker(s, k), name, k, 0) for name, op in OPS.items() if what in op.leaves]

@@ -6,7 +6,7 @@ from jpipe.schedules._schedule import Action, Shape, fused, one_forward_one_back
 
 
 def delayed_weights(plan: Shape, p: int, microbatches: Sequence[int], ahead: int, delay: int) -> list[Action]:
-    """Return 1F1B where the backward for weights of a microbatch comes `delay` microbatches after that for inputs.
+    """Return 1F1B with each backward for weights `delay` microbatches after the backward for inputs.
 
     Args:
         plan: with one stage for each rank.

@@ -1,4 +1,4 @@
-"""Interleaved 1F1B with split backwards: those for weights of rank p are delayed by p visits of a stage, so that they fill what was idle.
+"""Interleaved 1F1B with split backwards: rank p delays backwards for weights by p visits of a stage, so that they fill idle time.
 
 4 stages on 2 ranks, 2 microbatches per batch, 1 batch (`F3.1`: forward of microbatch 3 at weight version 1; `F3.1/1`: of the rank's
 second stage; `I`, `W`: the halves of a backward, for inputs and for weights; `FI`: a forward and the first half; `*`: an update

@@ -1,4 +1,4 @@
-"""ZB-H1: 1F1B with the backward for weights of stage s delayed by s microbatches, so that it fills what was idle.
+"""ZB-H1: 1F1B with the backward for weights of stage s delayed by s microbatches, so that it fills idle time.
 
 3 stages, 4 microbatches per batch, 1 batch (`F3.1`: forward of microbatch 3 at weight version 1; `I`, `W`: the halves of a backward,
 for inputs and for weights; `FI`: a forward and the first half; `*`: an update follows):
