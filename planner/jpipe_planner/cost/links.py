@@ -55,7 +55,7 @@ def stage_devices(replicas: Sequence[int], keep_together: KeepTogether) -> list[
 
 @lru_cache(maxsize=4096)
 def ring_share(replicas: int) -> float:
-    """Return how often each replica sends the bytes that a ring sums: shares of them once, and then the sums of these shares."""
+    """Return how many times its bytes each replica sends in a ring sum: shares of them once, and then the sums of these shares."""
     return 2 * (replicas - 1) / replicas
 
 
@@ -92,7 +92,7 @@ def find_links(topology: Topology, replicas: Sequence[int], keep_together: KeepT
 
 
 def _crossed(topology: Topology, sources: Any, targets: Any) -> tuple[Any, Any, Any]:
-    """Return of the links between devices the level, the bandwidth, and the numbers of the sending ports of both ends.
+    """Return the level and the bandwidth of the links between devices, and the numbers of the sending ports of both ends.
 
     The receiving port of an end has the next number.
     """

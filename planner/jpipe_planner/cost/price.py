@@ -47,7 +47,7 @@ class Times(NamedTuple):
     port: float
 
     def overlapping(self, overlap: jpipe.programs.Overlap) -> "Times":
-        """Return the times with what does not overlap the computations of a device among these."""
+        """Return the times with all that does not overlap the computations of a device added to these."""
         times = self
         if overlap != "transfers and sums":
             times = times._replace(update=times.update + times.all_reduce, all_reduce=np.zeros_like(times.all_reduce))

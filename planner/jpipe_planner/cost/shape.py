@@ -83,7 +83,7 @@ def schedule_facts(shape: PlainShape) -> ScheduleFacts | None:
 
 
 def hidden_passes(shape: PlainShape, s: int, in_flight: int) -> int:
-    """Return how many forwards a replica can do after the first batch, beyond those that it may do earlier, before one reads the update."""
+    """Return how many forwards, beyond those in flight, a replica can do after the first batch before one reads the update."""
     rules, replicas = jpipe.schedules.SCHEDULES[shape.schedule], shape.replicas[s]
     if rules.flushes or replicas == 1 or shape.options.update_every == "replicas":  # no sum overlaps, there is none, or one pass
         return 1

@@ -47,7 +47,7 @@ def simulate_plan(
     """Simulate a plan on a topology, with rank n on device n, or placed by the plan's `keep_together`.
 
     Of equal pipelines without ports in common one is simulated, because the others do the same at the same times. Pipelines that agree are
-    simulated for a round of agreements and without any: the time is the mean, and the memory that with agreements.
+    simulated for a round of agreements and without any: the time is the mean, the memory includes agreements.
 
     Args:
         plan: the plan.
@@ -121,7 +121,7 @@ def _predicted(
 
 
 def _shown_batches(plan: jpipe.Plan, overlap: jpipe.programs.Overlap) -> int:
-    """Return how many batches are simulated so that the window has them in steady state."""
+    """Return the number of batches to simulate for a window in steady state."""
     shown = sum(window(plan)) + 1
     if overlap != "transfers and sums":
         # Where ranks wait for each other's transfers or sums, the last batches are faster: earlier ranks have nothing left to send.
@@ -150,7 +150,7 @@ def _between_agreements(
 
 
 def _round_batches(plan: jpipe.Plan) -> int:
-    """Return the batches of the longest round of agreements that is simulated: one agreement ends before the next begins; 1 without any.
+    """Return the batches of the longest simulated round of agreements: one agreement ends before the next begins; 1 without any.
 
     An agreement that is applied late ends with the batch after which it is applied, because the stage waits for its sum there.
     """

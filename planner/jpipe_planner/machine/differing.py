@@ -41,7 +41,7 @@ def _text_keys(value: Any) -> Any:
 
 
 class Differing(Data):
-    """Devices that differ from `Topology.device`; whatever is not given is as there.
+    """Devices that differ from `Topology.device` in the given fields.
 
     Attributes:
         devices: their numbers, counted from 0: a number, text such as `8-11`, or a list.
@@ -90,7 +90,7 @@ class Differing(Data):
         return figures.model_copy(update=update)
 
     def relative_speed(self, usual: Device) -> float:
-        """Return how many times as fast as the usual device they compute.
+        """Return their speed relative to the usual device.
 
         Raises:
             ValueError: it is not given, and does not follow from the figures of both devices.

@@ -34,6 +34,6 @@ class Host(Data):
         return math.inf if self.memory is None else self.memory
 
     def changed_by(self, other: "Host | None") -> "Host":
-        """Return the same with the figures that another one was given."""
+        """Return a copy with the figures that were given to another one."""
         given = () if other is None else other.model_fields_set
         return self.model_copy(update={name: getattr(other, name) for name in given})

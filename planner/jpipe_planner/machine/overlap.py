@@ -11,12 +11,12 @@ ENOUGH = 0.5  # share of the shorter one of a computation and what is moved besi
 
 
 def usual_overlap(platform: str) -> Overlap:
-    """Return what is taken to overlap where nothing is measured: on CPUs transfers and sums have threads of their own."""
+    """Return the assumed overlap where nothing is measured: on CPUs transfers and sums have threads of their own."""
     return "transfers and sums" if platform == "cpu" else "none"
 
 
 def overlap_of(times: Mapping[jpipe.runtime.Moved, jpipe.runtime.OverlapTimes]) -> Overlap:
-    """Return what overlaps by these times. Sums without transfers count as nothing."""
+    """Return what overlaps according to these times. Sums without transfers count as nothing."""
     if times["transfer"].hidden <= ENOUGH:
         return "none"
     return "transfers and sums" if times["sum"].hidden > ENOUGH else "transfers"

@@ -366,7 +366,7 @@ def _devices_elsewhere(target_json: str, count: int, processes: int) -> tuple["j
 
 
 def _of_equal_parts(devices: Sequence["jax.Device"], count: int, processes: int) -> tuple["jax.Device", ...]:
-    """Return devices of a slice, as many of each of its first processes; with `processes` 1 the first ones, whatever their processes."""
+    """Return devices of a slice, equally many of each of its first processes; with `processes` 1 the first ones of any process."""
     if processes == 1:
         return tuple(devices[:count])
     each = [[device for device in devices if device.process_index == p][: count // processes] for p in range(processes)]
@@ -436,7 +436,7 @@ def _ptxas() -> str | None:
 
 @functools.cache
 def _release(ptxas: str) -> int:
-    """Return the release of CUDA that an assembler is of, or 0 if it does not tell."""
+    """Return the CUDA release of an assembler, or 0 if it is unknown."""
     try:
         command = [ptxas, "--version"]
         words = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False).stdout  # noqa: S603 - NVIDIA's assembler

@@ -162,7 +162,7 @@ class Topology(Data):
         return ports
 
     def with_memory(self, factor: float) -> "Topology":
-        """Return the same machine with `factor` times as many bytes that a plan may use of each device."""
+        """Return the same machine, where a plan may use `factor` times as many bytes of each device."""
 
         def more(limit: float | None) -> float | None:
             return None if limit is None else factor * limit
@@ -238,7 +238,7 @@ class Topology(Data):
         return self.model_copy(update={"levels": tuple(levels), "cores": cores, "differing": differing})
 
     def mesh_link(self, size: int) -> jpipe.Link:
-        """Return the slowest link inside a mesh of `size` devices, as each of them has it while all send."""
+        """Return the slowest link inside a mesh of `size` devices, for each of them while all send."""
         crossed = range(self.level(0, size - 1) + 1)
         slowest = [float(self.ports(k).min()) if self.differing else level.bandwidth for k, level in enumerate(self.levels)]
         bandwidths = [slowest[k] / (self.sizes[k - 1] if k else 1) for k in crossed if self.levels[k].count > 1]

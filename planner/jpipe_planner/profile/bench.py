@@ -121,7 +121,7 @@ class Bench:
 
 
 class StageRun:
-    """One stage with arrays: the inputs and labels of the batch where it has some, otherwise noise; no time depends on the values."""
+    """One stage with arrays: the batch's inputs and labels if the stage reads them, otherwise noise; no time depends on the values."""
 
     def __init__(
         self, stage: jpipe.stages.StandaloneStage, batch: tuple[Tree, Tree], calls: Mapping[str, jax.stages.Compiled], device: jax.Device

@@ -116,7 +116,7 @@ class Model:
 
     @cached_property
     def triples(self) -> dict[tuple[str, str], tuple[str, str, str]]:
-        """For each kind of pair three neighbours that begin with it, if any do; three equal layers if there are such."""
+        """For each kind of pair three neighbours that begin with it, if there are any, if possible three equal layers."""
         triples: dict[tuple[str, str], tuple[str, str, str]] = {}
         for three in zip(self.stack.ids, self.stack.ids[1:], self.stack.ids[2:], strict=False):
             first, second, third = (self.first_equal[layer_id] for layer_id in three)

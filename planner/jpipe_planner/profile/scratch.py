@@ -156,28 +156,28 @@ class ScratchParts:
     scratch: Scratch
 
     def more(self, equal: str, next_equal: str | None, rows: int) -> int:
-        """Return what a layer and the next one need more than the larger of both."""
+        """Return what a layer and the next one need beyond the larger of both."""
         if next_equal is None:
             return 0
         pair = self.model.pairs[equal, next_equal]
         return max(self.scratch.pairs[pair][rows] - self._larger(equal, next_equal, rows), 0)
 
     def remaking(self, equal: str, rows: int) -> int | None:
-        """Return what a backward needs that makes the residuals of a layer itself."""
+        """Return what a backward that recomputes the residuals of a layer needs."""
         if not self.scratch.remaking:
             return None
         additional = self.scratch.remaking[equal,] - self.scratch.layers[equal, self.model.sizes[-1]]
         return max(self.scratch.layers[equal, rows] + math.ceil(additional * self._share_of_largest(equal, rows)), 0)
 
     def remaking_next(self, equal: str, next_equal: str | None, rows: int) -> int:
-        """Return what such a backward needs more if a layer comes before the next one, and that is the last one."""
+        """Return what such a backward needs in addition if a layer comes before the last one."""
         if next_equal is None or not self.scratch.remaking:
             return 0
         together = self.scratch.remaking[self.model.pairs[equal, next_equal]] - self.scratch.remaking[next_equal,]
         return self._at_rows(together, equal, next_equal, rows)
 
     def remaking_more(self, equal: str, next_equal: str | None, rows: int) -> int:
-        """Return what such a backward needs more if a layer comes before the next one and further ones."""
+        """Return what such a backward needs in addition if a layer comes before two or more others."""
         triple = None if next_equal is None else self.model.triples.get((equal, next_equal))
         if next_equal is None or triple is None or not self.scratch.remaking:
             return self.remaking_next(equal, next_equal, rows)
@@ -188,7 +188,7 @@ class ScratchParts:
         return self.model.pairs[self.model.first_equal[layer_id], self.model.first_equal[next_id]]
 
     def _at_rows(self, most: int, equal: str, next_equal: str, rows: int) -> int:
-        """Return for a number of rows what a layer adds, from what it adds at the largest: gradients do not depend on the rows."""
+        """Return what a layer adds for a number of rows, from what it adds for the most rows: gradients do not depend on the rows."""
         of_gradients, largest = (self._more_backward(equal, next_equal, count) for count in (rows, self.model.sizes[-1]))
         return max(of_gradients + math.ceil((most - largest) * self._share_of_largest(equal, rows)), 0)
 

@@ -272,7 +272,7 @@ def sharded_params(layer_id: str, spec: jpipe.model.LayerSpec) -> Any:
 
 
 def _expert_bytes(spec: jpipe.model.LayerSpec) -> tuple[int, float]:
-    """Return the number of experts of a layer, and the share of its bytes that is theirs, from the axes of its parameters."""
+    """Return the number of experts of a layer, and their share of its bytes, from the axes of its parameters."""
     counts, bytes_, total = [], 0, 0
     for path, leaf in jax.tree_util.tree_flatten_with_path(spec.params)[0]:
         axes = spec.axes.get("/".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path), ())

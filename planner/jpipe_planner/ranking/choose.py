@@ -127,7 +127,7 @@ class Choice:
         return of
 
     def lacks_in_host(self, candidate: Candidate) -> bool:
-        """Return whether a plan does not fit even if what is large and seldom needed waits in host memory, by its estimate."""
+        """Return whether a plan, by its estimate, does not fit even with everything large and seldom needed in host memory."""
         estimates = self.estimates(candidate.degrees, candidate.placed_on, candidate.asked)
         return candidate.has_one_stage_each and estimates.lacks_in_host(dataclasses.replace(candidate, degrees=NO_MESH))
 
@@ -267,7 +267,7 @@ def _row_seconds(candidate: Candidate) -> float:
 
 
 def _turn(candidate: Candidate, taken: Sequence[float]) -> tuple[int, int, int]:
-    """Return the sort key of what is simulated first: good estimates, and of about equal ones many microbatches in flight, and few stages.
+    """Return the sort key for simulations: the best estimate first; of about equal ones many microbatches in flight, and few stages.
 
     Args:
         candidate: the candidate.

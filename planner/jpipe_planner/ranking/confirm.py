@@ -131,7 +131,7 @@ class _Confirm:
                 self._try(self._simulated(full))
 
     def offloading(self) -> None:
-        """Compile the plans that lack least, with what they lack, and the error of their estimates, in host memory."""
+        """Compile the plans that lack least, with enough in host memory for what they lack and for the error of their estimates."""
         nearest = sorted(self.result.attempts, key=lambda attempt: attempt.compiled.lacking or 0)
         for attempt in [one for one in nearest if one.ranked.candidate.offload is None][:MOST_LEAN]:
             candidate, true = attempt.ranked.candidate, attempt.compiled.ranked.memory

@@ -1,8 +1,8 @@
 """Plans that keep parts of their state in host memory, derived from plans that do not fit.
 
-Each rank that lacks memory gets the first of `LEVELS` with which it fits: what is moved least often comes first. The memory of a rank does
-not depend on the times of a run, nor on what waits in host memory at other ranks, so all ranks are decided by the same simulations. What
-the moves cost follows from a simulation of the whole, with the links to host memory.
+Each rank that lacks memory gets the first of `LEVELS` with which it fits: what is moved least often comes first. The memory of a rank
+depends neither on the times of a run nor on other ranks, so the same simulations decide all ranks. What the moves cost follows from a
+simulation of the whole, with the links to host memory.
 """
 
 import dataclasses
@@ -81,7 +81,7 @@ class _OfPlan:
         self._forwards, self.spent = choice.forwards(candidate), 0
 
     def found(self) -> Iterator[Ranked]:
-        """Yield the plan with as little in host memory as it needs to fit, and then with as much of the same ranks as possible."""
+        """Yield the plan with as little in host memory as it needs to fit, and then with as much as possible from the same ranks."""
         on_device = self._simulated(None)
         levels = None if on_device.simulated is None else self._levels(on_device)
         if levels is None:
@@ -94,7 +94,7 @@ class _OfPlan:
                 yield dataclasses.replace(one, candidate=dataclasses.replace(one.candidate, on_device=seconds))
 
     def _levels(self, on_device: Ranked) -> tuple[int, ...] | None:
-        """Return for each pipeline rank the first level with which it fits; None: a rank fits with none of them, or all fit without."""
+        """Return the first level with which each pipeline rank fits; None if a rank fits with none of them, or all fit without."""
         levels = [0 if size <= limit else -1 for size, limit in zip(on_device.memory, self._limits, strict=True)]
         if min(levels) >= 0:
             return None
@@ -121,7 +121,7 @@ class _OfPlan:
 
 
 def _offload(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost], levels: Sequence[int]) -> jpipe.plan.HostMemory | None:
-    """Return what waits in host memory at these levels of the pipeline ranks, as far as the plan has it and may move it."""
+    """Return what waits in host memory at these levels of the pipeline ranks, if the plan has it and may move it."""
     stages: dict[jpipe.plan.Kept, list[int]] = {}
     for level, of_rank in zip(levels, plan.pipeline_ranks, strict=True):
         for s in of_rank:

@@ -47,8 +47,7 @@ def with_sum_parts(candidate: Candidate, profile: Profile, topology: Topology) -
 def _hidden_seconds(candidate: Candidate, plan: jpipe.Plan, profile: Profile) -> list[float]:
     """Return how long the sum of each stage may take after its last backward before anything waits for it.
 
-    With a flush those are the last backwards of the stages before, and their next forwards; otherwise what the schedule computes with older
-    weights.
+    With a flush the last backwards and next forwards of earlier stages hide it, otherwise what the schedule computes with older weights.
     """
     passes = [cost.forward + cost.backward for cost in profile.stage_costs(plan, candidate.rows)]
     rules = jpipe.schedules.SCHEDULES[plan.schedule]

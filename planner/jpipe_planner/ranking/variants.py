@@ -155,12 +155,12 @@ class _Variants:
             yield from () if found is None else (_unpriced(found),)
 
     def sharing(self, base: Candidate) -> Iterator[Candidate]:
-        """Yield the plan with replicas that share an optimizer, without recomputation, and if it does not fit with it, with it."""
+        """Yield the plan with replicas that share an optimizer, without recomputation and, if it does not fit with it, with both."""
         if max(base.replicas) > 1 and base.agree is None:
             yield from _with_policies(base, dataclasses.replace(base, shard_optimizer=True))
 
     def with_fewer(self, base: Candidate) -> Iterator[Candidate]:
-        """Yield the plan with fewer microbatches in flight, without recomputation; if it does not fit, with fewer and fewer, and both.
+        """Yield the plan with fewer and fewer microbatches in flight, without recomputation and, if it does not fit otherwise, with both.
 
         Half of them would take longer than recomputation.
         """

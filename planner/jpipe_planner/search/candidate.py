@@ -29,7 +29,7 @@ class Asked(NamedTuple):
     links: jpipe.plan.Links | None = None
 
     def of_pipelines(self, width: int, depth: int) -> "Asked":
-        """Return what w pipelines of d stages do: one has nothing to agree on, one stage nothing to send, and d at most d fragments."""
+        """Return what w pipelines of d stages do: one pipeline agrees on nothing, one stage sends nothing; at most d fragments."""
         agree, links = self.agree if width > 1 else None, self.links if depth > 1 else None
         if agree is not None and isinstance(agree.fragments, int) and agree.fragments > depth:
             agree = agree.model_copy(update={"fragments": depth})
@@ -37,7 +37,7 @@ class Asked(NamedTuple):
 
     @property
     def agreed_copies(self) -> int:
-        """How often the weights are held in addition, for the agreed weights, their momentum, and changes that are applied late."""
+        """The number of further copies of the weights: the agreed weights, their momentum, and changes that are applied late."""
         return 0 if self.agree is None else 1 + bool(self.agree.outer.momentum) + bool(self.agree.delay)
 
     def message_bytes(self, sizes: Sequence[int]) -> list[float]:
@@ -164,7 +164,7 @@ class Candidate:
 
     @property
     def without_costs(self) -> "Candidate":
-        """The same plan without its costs, by which plans can be told apart."""
+        """The same plan without its costs, as a key of the plan."""
         return replace(self, seconds=0.0, bubble=0.0, memory=(0,), sent=0.0, bound="", over=None, on_device=0.0)
 
     @property
@@ -260,7 +260,7 @@ class Candidate:
         return limits_of(self.plan(profile.ids), topology)
 
     def most_of_replicas(self, sizes: Sequence[int]) -> tuple[int, ...]:
-        """Return the largest number of each pipeline rank, of numbers for each rank."""
+        """Return the largest of the ranks' numbers for each pipeline rank."""
         largest, first = [], 0
         for count in self.replicas[: self.num_pipeline_ranks]:
             largest.append(max(sizes[first : first + count]))

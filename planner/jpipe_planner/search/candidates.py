@@ -101,7 +101,7 @@ def _is_data_parallelism(candidate: Candidate, schedules: Sequence[str]) -> bool
 
 
 def _without_equal_ones(candidates: Iterator[Candidate]) -> Iterator[Candidate]:
-    """Leave out plans that occur twice, and data parallelism that is late by as much with as many microbatches as an earlier one."""
+    """Leave out plans that occur twice, and data parallelism that is as late, with as many microbatches, as an earlier plan."""
     seen = set[object]()
     for candidate in candidates:
         same: object = candidate.without_costs

@@ -106,7 +106,7 @@ class _Sweep:
                     yield from self._recut(shape, rows, cuts, keep)
 
     def _recut(self, shape: PlainShape, rows: int, cuts: Iterable[tuple[int, ...]], keep: KeepTogether) -> Iterator[Candidate]:
-        """Yield the plans with these cuts and, where only some stages recompute so that they fit, with the cut that balances these."""
+        """Yield the plans with these cuts and, if only some stages recompute to fit, with the cut that balances this."""
         layers, slowness = self._estimates.layers, self._estimates.links(shape.replicas, keep).slowness
         for starts in sorted(cuts):
             candidate = self._estimates.candidate(shape, rows, starts, keep)

@@ -1,6 +1,6 @@
 """Estimates of plans with one stage on each rank: recomputation, memory, and seconds in closed form.
 
-They choose which plans are simulated, so they only have to rank plans about right.
+They choose which plans are simulated, so they only have to rank plans roughly.
 """
 
 import math

@@ -101,7 +101,7 @@ def _placements(estimates: Estimates, rows: int, microbatches: int | None) -> li
 
 
 def _places(estimates: Estimates, rows: int) -> Any:
-    """Return the layers before which there may be cuts, and the number of layers: in each piece of the work the one with least to send."""
+    """Return the layers before which there may be cuts, in each piece of the work the one with least to send, and the number of layers."""
     layers = estimates.layers
     if layers.count <= MOST_CUTS:
         return np.arange(layers.count + 1)
@@ -113,7 +113,7 @@ def _places(estimates: Estimates, rows: int) -> Any:
 
 
 class _Loads:
-    """The seconds per microbatch of all runs of layers as stages, on any devices; with no margin, the bytes in their place.
+    """The seconds per microbatch of all runs of layers as stages, on any devices, or without a margin their bytes.
 
     With `in_host` a stage fits if it does while its optimizer state, and the residuals of all but `STAYING` microbatches, wait in the host.
     """
