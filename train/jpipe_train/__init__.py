@@ -1,4 +1,4 @@
-"""The application: train a language model, or a model of one's own, through a pipeline, from a YAML file or from Python.
+"""The application: train a language model, or your own model, through a pipeline, from a YAML file or from Python.
 
 `jpipe_train.fit` trains a `jpipe.Pipeline` that a Python program has made, with the loop, evaluation, checkpoints, logs and report of
 `jpipe train`. Every name is imported when it is first used; `__init__.pyi` lists the names. `jpipe` never imports this package.

@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _shadow_of_jpipe() -> Path | None:
-    """Return the module or package of another project that `import jpipe` would find, if there is one."""
+    """Return the other project's module or package that `import jpipe` would find, if there is one."""
     spec = importlib.util.find_spec("jpipe")
     if spec is None or spec.origin is None or Path(spec.origin).with_name("pipeline.py").is_file():
         return None

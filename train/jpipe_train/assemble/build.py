@@ -75,7 +75,7 @@ def build(
 
 
 def check_by_reading(config: Config, path: str | None = None) -> None:
-    """Check what a config says by reading what it names: before a device starts, data are read or the model is traced.
+    """Check a config against the files that it names, before a device starts, data are read or the model is traced.
 
     Args:
         config: the config of the run.
@@ -160,7 +160,7 @@ def param_specs(stack: jpipe.LayerStack, plan: jpipe.Plan, batch: Any) -> dict[s
 
 
 def make_plan(config: PlanConfig, layer_ids: Sequence[str]) -> jpipe.Plan:
-    """Read the plan in `config.file`, or divide the layers into even stages, of equal cost if `config.layer_costs` is set.
+    """Read the plan in `config.file`, or divide the layers evenly: by their number, or by cost if `config.layer_costs` is set.
 
     Raises:
         jpipe.InputError: the file cannot be read or is no plan; the keys make no legal plan.
@@ -241,7 +241,7 @@ def check_microbatches(plan: jpipe.Plan, batch_size: int) -> None:
 
 
 def check_delay(plan: jpipe.Plan, most: float | None) -> None:
-    """Check that the mean delay of a plan is at most that many updates; None: any."""
+    """Check that the mean delay of a plan does not exceed this number of updates; None allows any delay."""
     if most is not None and plan.mean_delay > most + 1e-9:
         raise jpipe.InputError(
             f"plan.max_delay: expected a plan with a mean delay of at most {most:g} updates, found {plan.schedule} with "
@@ -259,7 +259,7 @@ def check_per_stage(plan: jpipe.Plan, arguments: Mapping[str, Sequence[float]]) 
 
 
 def started_devices(pipe: jpipe.Pipeline) -> list[Sequence[jax.Device]]:
-    """Start JAX's devices and return each worker's: one, or its mesh.
+    """Start JAX's devices and return the device or mesh of each worker.
 
     Raises:
         jpipe.InputError: JAX finds no devices of the kind that the config asks for, or the plan does not fit the existing ones.
@@ -289,7 +289,7 @@ def check_memory(
     has_masters: bool = False,
     is_trained: Callable[[str], bool] | None = None,
 ) -> None:
-    """Check that the model is not certain to exceed the memory of the devices; a model that passes may still be too large.
+    """Reject a model that is certain to exceed the memory of the devices; a model that passes may still be too large.
 
     Args:
         specs: shapes and dtypes of the parameters, by layer id.
@@ -323,7 +323,7 @@ def bytes_of(specs: Any) -> int:
 
 
 def memory_of(devices: Sequence[Any]) -> float:
-    """Return the bytes of memory of all these devices, or infinity if unknown."""
+    """Return the total memory of these devices in bytes, or infinity if unknown."""
     if devices[0].platform == "cpu":
         return host_memory()
     return float(sum((device.memory_stats() or {}).get("bytes_limit", math.inf) for device in set(devices)))
@@ -338,9 +338,9 @@ def devices_of(plan: jpipe.Plan) -> int:
 
 
 def prepare_devices(config: PlanConfig, num_processes: int = 1) -> None:
-    """Configure the number of CPU devices for the plan before JAX starts, which a user's function may cause.
+    """Configure the number of CPU devices for the plan. Call this before any function of the user's, which may start JAX.
 
-    Processes share the devices evenly. If that does not divide, each has one device, and the pipeline reports what fits.
+    Processes share the devices evenly. If the number does not divide, each has one device, and the pipeline reports the numbers that fit.
 
     Raises:
         jpipe.InputError: the plan cannot be read, or has fewer devices than there are processes.
@@ -359,7 +359,7 @@ def prepare_devices(config: PlanConfig, num_processes: int = 1) -> None:
 
 
 def force_cpu_devices(count: int) -> None:
-    """Configure at least `count` CPU devices, up to 256; without effect on a GPU or after JAX has started."""
+    """Configure at least `count` CPU devices, up to 256. This has no effect on a GPU or after JAX has started."""
     count = min(count, 256)  # more would take minutes and gigabytes; the pipeline then reports missing devices
     if jax.config.values["jax_num_cpu_devices"] < count:
         with contextlib.suppress(RuntimeError):  # JAX has started already, as in a notebook: stages share the existing devices

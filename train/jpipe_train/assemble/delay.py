@@ -1,4 +1,4 @@
-"""The delay of a plan: the age of the weights that its gradients are computed with."""
+"""The delay of a plan: how many updates old the weights are with which it computes gradients."""
 
 from collections.abc import Sequence
 from itertools import groupby
@@ -29,7 +29,7 @@ def delay_words(plan: jpipe.Plan, batches_per_update: int = 1) -> str:
 
 
 def words_by_stage(words: Sequence[str]) -> str:
-    """Say what each stage has, such as `1 at stages 0 to 2, 0 at stage 3`; stages with "" are left out."""
+    """Describe a value of each stage, such as `1 at stages 0 to 2, 0 at stage 3`; stages with "" are left out."""
     groups = [(list(group), word) for word, group in groupby(range(len(words)), words.__getitem__)]
     listed = [f"{word} at {_stages(stages[0], stages[-1])}" for stages, word in groups if word]
     if len(listed) > _MOST_LISTED:
@@ -38,7 +38,7 @@ def words_by_stage(words: Sequence[str]) -> str:
 
 
 def correction_words(factor: float | None) -> str:
-    """Describe the correction of the delay in a run with a delay, by the factor of its prediction; None: there is none."""
+    """Describe the delay correction of a run with a delay, by the factor of its prediction; None means no correction."""
     if factor is None:
         return "none; see optimizer.delay_correction"
     return "predict" if factor == 1 else f"predict with a factor of {factor:g}"

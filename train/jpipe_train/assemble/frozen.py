@@ -15,7 +15,7 @@ Tree = Any
 
 
 def trains_part(rule: optax.GradientTransformation, config: TuneConfig, params: Mapping[str, Tree]) -> optax.GradientTransformation:
-    """Return an optimizer that changes the trained parameters only, or `rule` itself if these are all.
+    """Return an optimizer that changes only the trained parameters, or `rule` itself if all are trained.
 
     Args:
         rule: the optimizer of the trained parameters.
@@ -52,7 +52,7 @@ def trains_part(rule: optax.GradientTransformation, config: TuneConfig, params: 
 
 
 def trained(config: TuneConfig) -> Callable[[str], bool] | None:
-    """Return a function that says of the name of a parameter whether it is trained; None if all are."""
+    """Return a function that tells by a parameter's name whether it is trained; None if all are."""
     if config.lora is not None:
         return lambda name: matches_any(name, config.train_only) or (is_of_adapter(name) and not matches_any(name, config.freeze))
     if config.freeze:
@@ -77,7 +77,7 @@ def words(config: TuneConfig, params: Mapping[str, Tree], *, random: bool = Fals
 
 
 def part_of(specs: Mapping[str, Tree], is_trained: Callable[[str], bool]) -> dict[str, Tree]:
-    """Return the trained ones of parameters by layer id, with None in place of the others."""
+    """Return parameters by layer id, with None in place of each frozen one."""
     return jax.tree_util.tree_map_with_path(lambda path, leaf: leaf if is_trained(_name(path)) else None, dict(specs))
 
 

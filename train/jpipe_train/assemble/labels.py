@@ -121,7 +121,7 @@ def _check_largest(limit: Limit, parts: Sequence[data.Data]) -> None:
 
 
 def _check_outputs(need: int, batches: data.Data, outputs: Any) -> None:
-    """Check that a model with logits for each label has one for each of the words or classes of the data.
+    """Check that a model with logits for each label has a logit for each word or class of the data.
 
     Raises:
         InputError: it has fewer.
@@ -137,7 +137,7 @@ def _check_outputs(need: int, batches: data.Data, outputs: Any) -> None:
 
 
 def _input_limits(config: Config) -> dict[str, Limit]:
-    """Return the limits of tokens and sentence types if a built-in model reads data other than bytes."""
+    """Return the limits of tokens and sentence types, if a built-in model reads data other than bytes."""
     if config.data.target is None or config.model.target is not None:
         return {}
     symbols = 0, config.model.vocab_size - 1, f"the built-in model has {config.model.vocab_size} symbols, model.vocab_size"
@@ -145,7 +145,7 @@ def _input_limits(config: Config) -> dict[str, Limit]:
 
 
 def _label_limits(config: Config, outputs: Any) -> dict[str, Limit]:
-    """Return the limits of labels if the built-in loss reads labels other than its own; labels below zero are not counted."""
+    """Return the limits of labels, if the built-in loss reads labels that it does not make itself; negative labels are ignored."""
     has_own_labels = config.model.target is None and config.data.target is None
     if has_own_labels or config.loss.name_for(config.model.head) != "cross_entropy":
         return {}

@@ -26,7 +26,7 @@ def device_kinds(pipe: jpipe.Pipeline) -> list[str]:
 
 
 def check_heads(model: ModelConfig, plan: jpipe.Plan) -> None:
-    """Check that no device would have a part of a head of a built-in model, and that each has as many experts.
+    """Check that a built-in model's attention heads are not cut between devices, and that all devices have equally many experts.
 
     The library itself checks the dimensions of parameters.
 

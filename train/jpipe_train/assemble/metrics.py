@@ -1,7 +1,7 @@
-"""The metrics of an evaluation that a config names: built-in ones, or functions of the user's.
+"""The evaluation metrics that a config names: built-in ones, or functions of the user's.
 
-The pipeline sums pairs of numbers, (sum, weight), over microbatches, replicas and batches. A metric that is no mean, such as F1, is made of
-several such parts; `combined` computes it from their means at the end.
+The pipeline sums pairs of numbers, (sum, weight), over microbatches, replicas and batches. A metric that is not a mean, such as F1,
+consists of several such parts; `combined` computes it from their means at the end.
 """
 
 import functools
@@ -26,7 +26,7 @@ Pair = tuple[jax.Array, jax.Array]
 
 
 def metrics(config: EvalConfig, model: ModelConfig | None = None) -> dict[str, Any]:
-    """Return the functions of an evaluation by name, `(outputs, labels) -> (sum, weight)`; `combined` makes metrics of their means.
+    """Return functions of an evaluation by name, `(outputs, labels) -> (sum, weight)`; `combined` computes the metrics from them.
 
     Args:
         config: the section `eval`.
@@ -50,7 +50,7 @@ def metrics(config: EvalConfig, model: ModelConfig | None = None) -> dict[str, A
 
 
 def results(config: Config, functions: Iterable[str] = ()) -> dict[str, Mode]:
-    """Return the results of a validation by their names in a row, each with whether lower ("min") or higher values are better.
+    """Return the results of a validation by their names in a log row; each with "min" if lower values are better, else "max".
 
     Args:
         config: of the run.
@@ -65,12 +65,12 @@ def results(config: Config, functions: Iterable[str] = ()) -> dict[str, Mode]:
 
 
 def mode_of(config: Config, chosen: StopConfig | BestConfig) -> Mode:
-    """Return whether lower or higher values of the chosen result are better; of functions of a Python program, higher ones."""
+    """Return whether lower or higher values of the chosen result are better; for functions of a Python program, higher."""
     return chosen.mode or results(config).get(chosen.metric, "max")
 
 
 def combined(means: Mapping[str, float]) -> dict[str, float]:
-    """Return means over a whole data set by name; a metric replaces its parts."""
+    """Return means over a whole data set by name, with each metric in place of its parts."""
     values: dict[str, float] = {}
     parts: dict[str, tuple[str, list[float]]] = {}
     for key, mean in means.items():
@@ -86,9 +86,9 @@ def combined(means: Mapping[str, float]) -> dict[str, float]:
 def centred(
     means: Mapping[str, tuple[float, float]], microbatches: Mapping[str, Sequence[tuple[Any, Any]]]
 ) -> dict[str, tuple[float, float]]:
-    """Return (mean, weight) by name, with the parts of `pearson` computed in float64 from what each microbatch has summed about its centre.
+    """Return (mean, weight) by name; compute the parts of `pearson` in float64 from each microbatch's sums about its centre.
 
-    Sums of squares in float32 would lose all digits of numbers with a spread small beside them.
+    Sums of squares in float32 would lose all digits of numbers that vary little compared with their size.
 
     Args:
         means: of a batch, by name; waited for.
@@ -113,7 +113,7 @@ _PART = re.compile(r"(?P<before>(val_)?)(?P<metric>\w+):\d+:(?P<name>\w+)")
 
 @dataclass(frozen=True)
 class _InParts:
-    """A metric made of several means.
+    """A metric that is computed from several means.
 
     Attributes:
         count: the number of its parts, given the number of classes.
@@ -145,7 +145,7 @@ _part = functools.cache(_Part)
 
 @dataclass(frozen=True)
 class _LogitsMetric:
-    """A metric of the user's, called with logits even if the built-in loss computes them itself.
+    """A user's metric; it receives logits even if the built-in loss computes them itself.
 
     Attributes:
         metric: the function.
@@ -167,13 +167,13 @@ class _LogitsMetric:
 
 
 def _accuracy(outputs: Any, labels: Any) -> Pair:
-    """Return how many labels have the largest logit, and the number of labels."""
+    """Count the labels with the largest logit; return it with the number of labels."""
     _check_classes("accuracy", outputs, labels)
     return cross_entropy.correct(outputs, labels)
 
 
 def _top5(outputs: Any, labels: Any) -> Pair:
-    """Return how many labels have one of the five largest logits, and the number of labels."""
+    """Count the labels with one of the five largest logits; return it with the number of labels."""
     _check_classes("top5", outputs, labels)
     if (classes := cross_entropy.vocab_size(outputs)) < 5:
         raise InputError(f"eval.metrics: top5: expected logits of at least 5 classes, found {classes}; leave it out")
@@ -197,7 +197,7 @@ def _squared_error(outputs: Any, labels: Any) -> Pair:
 
 
 def _class_counts(outputs: Any, labels: Any, first: int, stop: int) -> tuple[list[jax.Array], jax.Array]:
-    """Count for each of these classes the labels that are predicted, and the labels plus the predictions; and all labels that count."""
+    """For each of these classes, count the correct predictions, and the labels plus the predictions; also count all valid labels."""
     predicted, counts = cross_entropy.all_logits(outputs).argmax(-1), labels >= 0
     sums = []
     for number in range(first, stop):
@@ -219,14 +219,14 @@ def _all_counts(outputs: Any, labels: Any, count: int) -> tuple[list[jax.Array],
 
 
 def _f1(means: Sequence[float]) -> float:
-    """Return the mean F1 of the classes that occur in the labels or the predictions; NaN if none does."""
+    """Return the mean F1 of the classes that occur in the labels or the predictions; NaN without any."""
     pairs = zip(means[::2], means[1::2], strict=True)
     values = [2 * hits / either for hits, either in pairs if either != 0]
     return sum(values) / len(values) if values else math.nan
 
 
 def _moments(outputs: Any, labels: Any, _: int) -> tuple[list[jax.Array], jax.Array]:
-    """Return centres of the outputs and the labels; about them the sums of both, their squares and their products."""
+    """Return the centres of the outputs and the labels, and the sums about them: of both, of their squares and of their products."""
     _check_numbers("pearson", outputs, labels)
     wide = cross_entropy.wider(outputs.dtype)
     x, y = outputs.astype(wide), labels.astype(wide)
@@ -236,12 +236,12 @@ def _moments(outputs: Any, labels: Any, _: int) -> tuple[list[jax.Array], jax.Ar
 
 
 def _raw_moments(n: float, a: float, b: float, x: float, y: float, xx: float, yy: float, xy: float) -> tuple[float, ...]:
-    """Return the sums of n outputs and labels, of their squares and of their products; a and b are centres, the others sums about them."""
+    """Return the sums of n outputs and labels, their squares and their products, from sums about the centres a and b."""
     return n * a + x, n * b + y, n * a * a + 2 * a * x + xx, n * b * b + 2 * b * y + yy, n * a * b + a * y + b * x + xy
 
 
 def _pearson(means: Sequence[float]) -> float:
-    """Return the correlation; NaN if the outputs or the labels are all the same, but for rounding in float64."""
+    """Return the correlation; NaN if the outputs or the labels are equal up to rounding in float64."""
     x, y, xx, yy, xy = means
     of_x, of_y = xx - x * x, yy - y * y
     return (xy - x * y) / math.sqrt(of_x * of_y) if of_x > _ROUNDING * xx and of_y > _ROUNDING * yy else math.nan
@@ -261,7 +261,7 @@ _IN_PARTS = {
 
 
 def _without_experts(outputs: Any) -> Any:
-    """Return the logits or numbers alone, if the choices of routers are beside them."""
+    """Return the logits or numbers without the routers' choices."""
     return outputs["tokens"] if isinstance(outputs, dict) and "experts" in outputs else outputs
 
 
@@ -277,7 +277,7 @@ def _check_classes(metric: str, outputs: Any, labels: Any) -> None:
 
 
 def _check_numbers(metric: str, outputs: Any, labels: Any) -> None:
-    """Check that there is a number for each label, which is one, too."""
+    """Check that outputs and labels are numbers, one output for each label."""
     leaves = jax.tree.leaves((outputs, labels))
     is_number = all(jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in leaves)
     if len(leaves) != 2 or not is_number or leaves[0].shape != leaves[1].shape:

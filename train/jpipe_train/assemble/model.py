@@ -67,7 +67,7 @@ def check_target(config: ModelConfig) -> None:
 
 
 def _of_target(target: str, arguments: Mapping[str, Any], batch_size: int) -> Any:
-    """Call a target with these arguments; bind them instead if it has a parameter `rngs`, and so is a constructor."""
+    """Call a target with these arguments. If it has a parameter `rngs`, it is a constructor: only bind them."""
     function = entry_point.load(target, "model.target")
     signed = getattr(function, "__init__") if inspect.isclass(function) else function  # noqa: B009 - read, never called
     parameters, optional = parameters_of(signed), {"batch_size": batch_size}
@@ -80,7 +80,7 @@ def _of_target(target: str, arguments: Mapping[str, Any], batch_size: int) -> An
 
 
 def _is_whole(model: Any) -> bool:
-    """Return whether a value may be a whole model: a module, or any other callable but a class."""
+    """Return whether a value may be a whole model: a module, or any callable except a class."""
     return callable(model) and not inspect.isclass(model)
 
 
@@ -89,7 +89,7 @@ def _spec(rows: Any) -> jax.ShapeDtypeStruct:
 
 
 def loss(config: LossConfig, head: str = "language") -> Any:
-    """Return the loss, `(outputs, labels) -> (sum, weight)`: `loss.name`, the head's own, or `loss.target` with its arguments.
+    """Return the loss, `(outputs, labels) -> (sum, weight)`: `loss.name`, the loss of the head, or `loss.target` with its arguments.
 
     Args:
         config: the section `loss`.
@@ -111,7 +111,7 @@ def loss(config: LossConfig, head: str = "language") -> Any:
 
 
 def _describe(value: Any) -> str:
-    """Describe the value that was returned instead of a model, with advice."""
+    """Describe a value that was returned in place of a model, and what to return instead."""
     if value is None:
         return "None; does the function end with return?"
     if isinstance(value, dict):

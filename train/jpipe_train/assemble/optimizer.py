@@ -1,4 +1,4 @@
-"""The optimizer that a config names, of optax, of jpipe or the user's, its learning-rate schedule, and the parameters that decay."""
+"""The optimizer that a config names (from optax, jpipe or the user), its learning-rate schedule, and the parameters that decay."""
 
 import difflib
 import functools
@@ -24,7 +24,7 @@ MASKS = ("mask", "weight_decay_mask")  # optax's names for the argument that sel
 
 
 def optimizer(config: OptimizerConfig, steps: int, params: Tree) -> optax.GradientTransformation:
-    """Return the optimizer with its learning-rate schedule; `jpipe.Pipeline` checks whether it suits a pipeline.
+    """Return the optimizer with its learning-rate schedule; `jpipe.Pipeline` checks that a pipeline can use it.
 
     Args:
         config: the section `optimizer`.
@@ -52,7 +52,7 @@ def optimizer(config: OptimizerConfig, steps: int, params: Tree) -> optax.Gradie
 def checked_arguments(
     config: OptimizerConfig, steps: int, params: Mapping[str, Tree] = MappingProxyType({})
 ) -> tuple[Callable[..., Any], dict[str, Any], dict[str, Any]]:
-    """Return the function that makes the optimizer, its arguments, and those that differ from stage to stage, without calling it.
+    """Return the function that makes the optimizer, its arguments, and those that differ between stages; do not call the function.
 
     Args:
         config: the section `optimizer`.
@@ -85,16 +85,16 @@ def checked_arguments(
 
 
 def same_at_all_stages(config: OptimizerConfig) -> OptimizerConfig:
-    """Return a config with an optimizer that has as much state and work per parameter, for a plan with any number of stages."""
+    """Return a config without arguments by stage, for any number of stages, with the same state and work per parameter."""
     first = {name: values[0] for name, values in config.per_stage.items()}
     rate = first.pop("learning_rate", config.learning_rate)
     return config.model_copy(update={"per_stage": {}, "learning_rate": rate, "arguments": config.arguments | first})
 
 
 def learning_rate(config: OptimizerConfig, steps: int) -> Callable[[int], float] | None:
-    """Return a function from the number of a batch to its learning rate, or None if that is not known.
+    """Return a function from a batch number to the learning rate, or None if the rate is unknown.
 
-    It is unknown for an optimizer of the user's, for one without a learning rate and for rates that differ from stage to stage. All batches
+    It is unknown for a user's optimizer, for one without a learning rate, and for rates that differ between stages. All batches
     of one update have the same rate.
 
     Args:
@@ -110,7 +110,7 @@ def learning_rate(config: OptimizerConfig, steps: int) -> Callable[[int], float]
 
     @functools.lru_cache(maxsize=2)
     def rates_of_block(number: int) -> list[float]:
-        """Compute many rates at once, because each request would wait for the device's work."""
+        """Compute many rates at once, because each single request would wait for the device."""
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
             rates = jax.vmap(rate)(np.arange(number * _BLOCK, (number + 1) * _BLOCK, dtype=np.int32))
         return [float(f"{value:.6g}") for value in np.broadcast_to(np.asarray(rates, np.float64), _BLOCK)]
@@ -125,7 +125,7 @@ def learning_rate(config: OptimizerConfig, steps: int) -> Callable[[int], float]
 def lr_schedule(config: OptimizerConfig, updates: int, peak: float) -> optax.Schedule:
     """Return a schedule that rises to `peak` over `warmup_steps` updates and then follows `config.lr_schedule`.
 
-    That is constant, a cosine down to a tenth of the peak at `updates`, or a schedule of optax.
+    The schedule is constant, a cosine down to a tenth of the peak at `updates`, or one of optax.
 
     Raises:
         InputError: arguments of the schedule are unknown, missing or rejected.
@@ -152,7 +152,7 @@ def lr_schedule(config: OptimizerConfig, updates: int, peak: float) -> optax.Sch
 
 
 def _rate(config: OptimizerConfig, steps: int, factory: Callable[..., Any]) -> float | optax.Schedule:
-    """Return a number if the rate never changes, because some optimizers accept nothing else, or else a schedule."""
+    """Return a schedule, or a number if the rate never changes, because some optimizers accept only numbers."""
     parameter = parameters_of(factory)["learning_rate"]
     factory_default = parameter.default if isinstance(parameter.default, float) else 1e-3
     rate = _rate_with_peak(config, steps, config.learning_rate or factory_default)
@@ -170,7 +170,7 @@ def _rate_with_peak(config: OptimizerConfig, steps: int, peak: float) -> float |
 
 
 def _per_stage(config: OptimizerConfig, steps: int, factory: Callable[..., Any], reserved: Mapping[str, str]) -> dict[str, list[Any]]:
-    """Return the arguments that differ from stage to stage, each with one number or schedule for each stage.
+    """Return the arguments that differ between stages, each with one number or schedule per stage.
 
     Raises:
         InputError: an argument is unknown, takes no number, or has one value for all stages as well.
@@ -202,7 +202,7 @@ def _check_number(optimizer: str, name: str, parameter: inspect.Parameter) -> No
 
 
 def _accumulated(rule: optax.GradientTransformation, batches: int) -> optax.GradientTransformationExtraArgs:
-    """Return an optimizer that updates once in `batches` batches; the delay of its updates is a batch's divided by `batches`."""
+    """Return an optimizer that updates once in `batches` batches, so that a delay of `batches` batches is a delay of one update."""
     steps = optax.MultiSteps(rule, batches)
 
     def update(updates: Tree, state: Any, params: Tree = None, *, delay: Any = 0.0, **extra_args: Any) -> tuple[Tree, Any]:
@@ -219,9 +219,9 @@ def _check_no_rate(config: OptimizerConfig) -> None:
 
 
 def _decay_mask(patterns: list[str] | None, params: Mapping[str, Tree]) -> Callable[[Tree], Tree]:
-    """Return a mask for optax of the leaves that decay: matrices (not biases and norms), or those that the patterns select.
+    """Return an optax mask of the leaves with weight decay: matrices (not biases and norms), or the leaves that the patterns select.
 
-    It is by layer id, as patterns are; it fails on the own tree of a model that was cut into layers, so it gets these layers instead.
+    Patterns and mask go by layer id. For a model that was cut into layers, pass the layers, not the model's own tree.
     """
     wanted = [pattern for pattern in patterns or () if not pattern.startswith("!")]
     unwanted = [pattern[1:] for pattern in patterns or () if pattern.startswith("!")]

@@ -53,7 +53,7 @@ def for_processes(config: Config, processes: int, planned: int | None) -> tuple[
 
 
 def _check_links(config: Config, planned: int) -> None:
-    """Check before the first process is lost that no plan has to be searched, if the config compresses sums, which no search prices.
+    """Reject a config that compresses sums if it would need a plan search later: the planner cannot price compression.
 
     Raises:
         jpipe.InputError: there is no smaller plan for some number of processes.
@@ -69,11 +69,10 @@ def _check_links(config: Config, planned: int) -> None:
 
 
 def smaller(plan: PlanConfig, ranks: int, batch_size: int) -> PlanConfig | None:
-    """Return the plan with fewer stages or replicas that occupies exactly that many ranks, or None.
+    """Return the plan with fewer stages or replicas that occupies exactly `ranks` ranks, or None.
 
-    It has no more stages and no more replicas than `plan`, and of those that fit the most stages, so that a stage needs as little more
-    memory as possible. It has as many microbatches as `plan`, or the next larger number that divides the batch and that the schedule
-    and the replicas allow.
+    It has no more of either than `plan` has. Of the plans that fit, the one with the most stages is chosen: its stages need the least
+    memory. It keeps the number of microbatches, or takes the next larger one that divides the batch and that schedule and replicas allow.
 
     Args:
         plan: with the keys of even stages; a plan file, or a value by stage, gives None.

@@ -1,4 +1,4 @@
-"""The best checkpoints of a run, by a result of its validations, and the state of early stopping that a checkpoint holds."""
+"""The best checkpoints of a run, by a result of its validations, and the state of early stopping in a checkpoint."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -46,7 +46,7 @@ class StopState(pydantic.BaseModel):
         return self.model_copy(update={"step": step, "waited": self.waited + 1})
 
     def continues(self, config: StopConfig, mode: Mode) -> bool:
-        """Return whether this is the state of the same result, which is judged in the same way."""
+        """Return whether this state belongs to the same result, judged in the same way."""
         return (self.metric, self.mode) == (config.metric, mode)
 
     def words(self) -> str:
@@ -56,12 +56,12 @@ class StopState(pydantic.BaseModel):
 
 
 def is_better(value: float, other: float, mode: Mode, min_delta: float = 0.0) -> bool:
-    """Return whether a value is better than another one by more than `min_delta`."""
+    """Return whether a value is better than another by more than `min_delta`."""
     return value < other - min_delta if mode == "min" else value > other + min_delta
 
 
 class Best:
-    """Decides which checkpoints of a run are among its best, the same in all processes, which have the same results.
+    """Decides which checkpoints of a run are among its best. All processes decide alike, because they have the same results.
 
     Args:
         config: the result and the number of checkpoints.
@@ -93,7 +93,7 @@ def ranked(values: Mapping[int, float], mode: Mode) -> list[int]:
 
 
 def values_in(folder: Path, metric: str, steps: Iterable[int] | None = None, since: int = 0) -> dict[int, float]:
-    """Return the values of a result for the complete checkpoints of a run that have one, by step; damaged ones are left out.
+    """Return a result by step, for the complete checkpoints of a run that have it; damaged checkpoints are left out.
 
     Args:
         folder: the run's.
@@ -119,7 +119,7 @@ def values_in(folder: Path, metric: str, steps: Iterable[int] | None = None, sin
 
 
 def _value(facts: Mapping[str, Any], metric: str) -> float | None:
-    """Return a result of the validation of a checkpoint's weights; None if they were not validated or the value is not finite."""
+    """Return a validation result of a checkpoint's weights; None if they were not validated or the value is not finite."""
     others = facts.get("val_metrics")
     results = {"val_loss": facts.get("val_loss")} | (others if isinstance(others, dict) else {})
     final = facts.get("val_final")

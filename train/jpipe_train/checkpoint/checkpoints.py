@@ -27,8 +27,8 @@ class _NotRemoved(OSError):
 class Checkpoints:
     """Takes snapshots of a run at regular batches and at its end, and writes them in the background.
 
-    A snapshot is written when the rows of all batches before it are in `metrics.jsonl`; the next one waits for that. All processes write
-    their parts, and process 0 completes the checkpoint.
+    A snapshot is written once the rows of all earlier batches are in `metrics.jsonl`; until then the next snapshot waits. All processes
+    write their parts, and process 0 completes the checkpoint.
 
     Args:
         config: when checkpoints are written and which are kept.
@@ -81,11 +81,11 @@ class Checkpoints:
                 self._optional.add(after)
 
     def end_at(self, step: int) -> None:
-        """Let the run end before `step`, which is about to run and before which there was a validation."""
+        """End the run before `step`, which is about to run, after the validation before it."""
         self._steps = step
 
     def schedule_last(self, step: int) -> None:
-        """Begin the snapshot after `step`, if the run writes any; after it only the one at the end of the run is due."""
+        """Begin the snapshot after `step`, if the run writes any; after it only the snapshot at the end of the run is due."""
         self._is_last = True
         if self._config.every is not None:
             self._snapshots.append(self._pipe.snapshot(step + 1))
@@ -162,7 +162,7 @@ class Checkpoints:
             self._say(f"{what}: {error.strerror or error}; the run continues, {last_complete}")
 
     def missing(self, step: int) -> str | None:
-        """Return in process 0 what is wrong with the last checkpoint, of `step`; None if it is complete or not due."""
+        """Return in process 0 why the last checkpoint, at `step`, is missing; None if it is complete or not due."""
         if self._config.every is None or not self._together.is_first:
             return None
         from jpipe.checkpoints import files

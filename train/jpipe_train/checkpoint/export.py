@@ -31,7 +31,7 @@ def main(
     weights: Weights = "newest",
     layout: Literal["jpipe", "orbax", "model"] = "jpipe",
 ) -> None:
-    """Write the parameters and the layer state of a checkpoint into a file or folder, which appears whole or not at all.
+    """Write the parameters and layer state of a checkpoint into a file or folder, which appears complete or not at all.
 
     Args:
         run: the folder of the run.
@@ -143,7 +143,7 @@ def of_whole_model(arrays: Mapping[str, Any], facts: Any) -> dict[str, Any]:
 
 
 def _stacked(parts: Mapping[tuple[int, ...], tuple[Any, tuple[int, ...]]]) -> Any:
-    """Return an array from its slices, by index, each with the axes that the index counts along."""
+    """Return an array from its slices by index; each slice also names the axes along which the index counts."""
     (first, axes), count = next(iter(parts.values())), max(parts)
     if not axes:
         return first
@@ -234,7 +234,7 @@ def step_of(folder: Path, step: Step, where: str, report: Callable[[str], None])
 
 
 def check_steps(folder: Path, step: Step, where: str) -> None:
-    """Check that a run has checkpoints, and the one of a step if it is given. No checkpoint is read.
+    """Check that a run has checkpoints, and one at `step` if that is given. No checkpoint is read.
 
     Args:
         folder: the run's.

@@ -84,7 +84,7 @@ class History:
         self._now = now.model_copy(update={"began": now.began or f"{began:%Y-%m-%d %H:%M:%S}"})
 
     def logged(self, step: int) -> str:
-        """Take note of a step that is logged, and return a line about the interruption at the first new one; otherwise ""."""
+        """Record a logged step. At the first new one, return a line about the interruption; otherwise ""."""
         if self._earlier is None or step < max(self._earlier.step + 1, self._now.first):
             return ""
         last, self._earlier = self._earlier, None
@@ -103,7 +103,7 @@ class History:
 
     @property
     def seconds(self) -> float:
-        """The known seconds of all parts together."""
+        """The sum of the known durations of all parts, in seconds."""
         return sum(part.seconds or 0.0 for part in self._before) + self._clock()
 
     def updates(self, step: int) -> int | None:
@@ -120,7 +120,7 @@ def updates_before(part: Part, plan: jpipe.Plan, step: int) -> int | None:
 
 
 def part(plan: jpipe.Plan, config: Mapping[str, Any], devices: int, first: int, end: int, updates: int | None) -> Part:
-    """Return a part without start and duration, which are not known yet, for a config as plain data."""
+    """Return a new part for a config as plain data; its start and duration are not known yet."""
     replicas = "" if len(plan.workers) == plan.depth else f", replicas {', '.join(str(stage.replicas) for stage in plan.stages)}"
     schedule = plan.schedule + (" with vertical sync" if plan.vertical_sync else "")
     ranks = f" on {count(len(plan.pipeline_ranks), 'rank')}" if plan.depth > len(plan.pipeline_ranks) else ""
@@ -156,7 +156,7 @@ def optimizer_words(config: Any) -> str:
 
 
 def table(parts: Sequence[Part]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Return the head and the rows of a table of parts."""
+    """Return the header and the rows of a table of parts."""
     head = ("steps", "plan", "optimizer", "devices", "began (UTC)", "duration", "pause before", "steps repeated")
     rows: list[tuple[str, ...]] = [
         (
@@ -175,7 +175,7 @@ def table(parts: Sequence[Part]) -> tuple[tuple[str, ...], list[tuple[str, ...]]
 
 
 def changes_of_plan(parts: Sequence[Part]) -> list[tuple[int, str]]:
-    """Return the steps at which a run went on with another plan or on other devices, each with what is new: `(40, "3 stages")`."""
+    """Return the steps at which a run continued with another plan or on other devices, each with the change: `(40, "3 stages")`."""
     trained = [part for part in parts if part.end > part.first]
     changes = []
     for before, now in itertools.pairwise(trained):

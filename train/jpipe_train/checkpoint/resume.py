@@ -1,4 +1,4 @@
-"""Resuming of runs: the choice of a checkpoint, its facts, and the layers that this process needs."""
+"""Resume runs: choose a checkpoint, read its facts, and read the layers that this process needs."""
 
 import json
 import math
@@ -114,7 +114,7 @@ class Resumed:
     steps: tuple[int, ...]
 
     def check_unchanged(self) -> None:
-        """Check that no other process has trained in the folder since the checkpoint was chosen; call it with the folder locked.
+        """Check that no other process has trained in the folder since the checkpoint was chosen. Lock the folder first.
 
         Raises:
             InputError: the folder has other checkpoints now.
@@ -126,7 +126,7 @@ class Resumed:
             raise _TrainedMeanwhile(f"run.dir: another process has trained in '{shown(self.folder)}' meanwhile, {last} now; start again")
 
     def check_precision(self, config: Config) -> None:
-        """Check that the parameters of the run have the dtype of those in the checkpoint.
+        """Check that the run's parameters have the same dtype as the checkpoint's.
 
         Raises:
             InputError: they have another.
@@ -178,7 +178,7 @@ class Resumed:
         return (["plan"] if _differs(*plans) else []) + changed
 
     def with_data_of(self, config: Config) -> "Resumed":
-        """Return the same without the validations, if they are not of the data of `config` because `data.sources` has changed."""
+        """Return the same facts; without the validations if `data.sources` has changed, so that they were made on other data."""
         if "data.sources" not in self.changes(config):
             return self
         none: dict[str, Any] = {"val_loss_before": None, "val_loss": None, "val_metrics": {}, "stop": None, "val_since": self.step}
@@ -243,7 +243,7 @@ def history(
 
 
 def may_resume(config: Config, resume: Resume, together: Together, step: Step) -> bool:
-    """Return whether `find` has to look for checkpoints: the run must resume, or its folder has some; they are not read."""
+    """Return whether `find` must look for checkpoints: the run must resume, or its folder has some. None is read."""
     folder = folder_of(config)
 
     def look() -> str:
@@ -359,12 +359,12 @@ def _newest(folder: Path, report: Callable[[str], None], before: int | None) -> 
 
 
 def passed_over(line: str) -> str:
-    """Return the message for a checkpoint that cannot be restored, after which the one before is tried."""
+    """Return the message for a checkpoint that cannot be restored; the caller then tries the one before it."""
     return f"{line.removesuffix('; take another checkpoint')}; the one before is tried"
 
 
 def at(folder: Path, step: int) -> Resumed:
-    """Return the run at the checkpoint of a step.
+    """Return the run as of the checkpoint at `step`.
 
     Raises:
         InputError: it is damaged, or does not have the facts that jpipe writes.
@@ -384,7 +384,7 @@ def _facts_of(folder: Path, step: int) -> Facts:
 
 
 def _config_in(text: str) -> dict[Any, Any]:
-    """Parse the config in a checkpoint, which may be of another version of jpipe, with other keys.
+    """Parse the config in a checkpoint; another version of jpipe, with other keys, may have written it.
 
     Raises:
         ValueError: it is not a config.
@@ -401,7 +401,7 @@ def _config_in(text: str) -> dict[Any, Any]:
 
 
 def _step(line: str, where: str) -> float:
-    """Return the step of a row; infinity if it is cut off, because it was being written.
+    """Return the step of a row; infinity if the row is cut off because it was being written.
 
     Raises:
         InputError: jpipe does not write such rows.
@@ -427,7 +427,7 @@ _LONGEST_ROW = 2**16  # characters; a thousand metrics
 
 
 def _differs(before: Any, now: dict[str, Any]) -> bool:
-    """Return whether the value of a key has changed; keys that an older version of jpipe did not have had their defaults."""
+    """Return whether the value of a key has changed. A key that an older version of jpipe did not have counts as its default."""
     defaults = PlanConfig().model_dump()
     return not isinstance(before, dict) or any(
         _without_nulls(before.get(key, defaults[key])) != _without_nulls(value) for key, value in now.items()

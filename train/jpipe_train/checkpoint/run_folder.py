@@ -1,6 +1,6 @@
 """The folder of a run: `config.yaml` as resolved, `plan.json`, and `metrics.jsonl` with a JSON object for each logged step.
 
-A job that `jpipe launch` starts again finds its folder by the file `.job`. While a run trains it locks the file `.lock`.
+When `jpipe launch` starts a job again, the file `.job` tells which folder is its own. A run locks the file `.lock` while it trains.
 """
 
 import contextlib
@@ -125,7 +125,7 @@ class RunFolder:
         return None
 
     def go_on(self, rows: str) -> None:
-        """Start to write into the folder, with these rows of the run so far.
+        """Begin writing into the folder, with these rows of the run so far.
 
         Raises:
             InputError: the folder cannot be written.
@@ -134,7 +134,7 @@ class RunFolder:
             self._open(rows)
 
     def log(self, *rows: Mapping[str, int | float]) -> None:
-        """Append a line for each row to `metrics.jsonl`, handing them to the system.
+        """Append a line for each row to `metrics.jsonl` and flush it to the operating system.
 
         Raises:
             OSError: the disk is full, for example; the next call, which needs no rows, writes these lines as well.
@@ -180,7 +180,7 @@ class RunFolder:
         write_atomically(self.path / "planned.json", json.dumps(both, indent=2) + "\n")
 
     def mark_end(self, steps: int, length: int, stopped_early: str | None, stopped_by: str | None = None) -> None:
-        """Write the mark that the run has come to its end, or has saved at a signal.
+        """Mark that the run has ended, or has saved at a signal.
 
         Args:
             steps: the steps that it has done, or saved.
@@ -194,7 +194,7 @@ class RunFolder:
         _write_end(self.path, steps, length, stopped_early, stopped_by)
 
     def logged(self) -> bytes:
-        """Return the lines of `metrics.jsonl`, with those for which the disk had no space yet.
+        """Return the lines of `metrics.jsonl`, including those that the disk had no space for yet.
 
         Raises:
             FolderChanged: the file is not as it was written.
@@ -238,7 +238,7 @@ class RunFolder:
 
 
 def check_folder(config: Config, *, anew: bool) -> None:
-    """Check that a new run can begin in its folder, without leaving anything there.
+    """Check that a new run can begin in its folder; leave nothing there.
 
     Args:
         config: of the run.
@@ -263,7 +263,7 @@ def check_folder(config: Config, *, anew: bool) -> None:
 
 @contextlib.contextmanager
 def _writing(path: Callable[[], Path]) -> Iterator[contextlib.ExitStack]:
-    """Yield a stack of undo functions, called if the inside fails, and report errors of the system as `InputError`."""
+    """Yield a stack of undo functions, which are called if the block fails; report errors of the operating system as `InputError`."""
     with contextlib.ExitStack() as undo:
         try:
             yield undo
@@ -279,7 +279,7 @@ def _text_in(path: Path, config: Config) -> str:
 
 
 def _ended_early(path: Path, config: Config) -> bool:
-    """Return whether the folder holds a run of this config that ended before the first of its checkpoints."""
+    """Return whether the folder holds a run of this config that ended before its first checkpoint."""
     try:
         same = read_bytes(path / "config.yaml", MOST_BYTES) == _text_in(path, config).encode()
     except OSError:
@@ -292,7 +292,7 @@ def _has_checkpoints(path: Path) -> bool:
 
 
 def _check_free(path: Path, ours: bool) -> None:
-    """Check that a folder has no run, and if it is not ours nothing else that a run would overwrite."""
+    """Check that a folder has no run and, unless this job made it, nothing else that a run would overwrite."""
     if any(os.path.lexists(path / name) for name in _FILES) or _has_checkpoints(path):
         raise _occupied(path)
     if not ours and (existing := [name for name in OUTPUTS if os.path.lexists(path / name)]):
@@ -317,7 +317,7 @@ def of_same_job(config: Config) -> Config:
 
 
 def is_training(path: Path) -> bool | None:
-    """Return whether a process is training in a folder; None if its file system cannot say."""
+    """Return whether a process is training in a folder; None if its file system cannot tell."""
     try:
         with open_to_read(path / _LOCK) as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -331,7 +331,7 @@ def is_training(path: Path) -> bool | None:
 
 
 def length_of(path: Path) -> int | None:
-    """Return the number of steps of a run that is given in epochs, from its folder, which may be a stranger's; None if it is not known."""
+    """Return from its folder how many steps a run given in epochs has, or None if unknown; the folder may be another user's."""
     try:
         data = json.loads(read_bytes(path / LENGTH, _MOST_LENGTH))
     except (OSError, ValueError, RecursionError):
@@ -344,8 +344,8 @@ def length_of(path: Path) -> int | None:
 def mark_missing_end(config: Config, path: Path, steps: int, stopped_early: str | None) -> None:
     """Mark the end of a complete run that was killed before it could do so.
 
-    Nothing is written if the folder holds a run of another config, cannot be written, or is in use by another process, or if the number
-    of steps that the run was to do is not known.
+    Nothing is written if the folder holds a run of another config, is not writable or is in use, or if the run's number of steps is
+    unknown.
 
     Args:
         config: of the run.
@@ -368,7 +368,7 @@ def _write_end(path: Path, steps: int, length: int, stopped_early: str | None, s
 
 
 def _locked(path: Path, undo: contextlib.ExitStack) -> BinaryIO:
-    """Lock a folder until the file is closed or this process ends; file systems without locks keep nobody out."""
+    """Lock a folder until the file is closed or this process ends; on a file system without locks this has no effect."""
     is_new = not (path / _LOCK).exists()
     lock = open_to_append(path / _LOCK)
     undo.callback(lock.close)
@@ -386,7 +386,7 @@ def _locked(path: Path, undo: contextlib.ExitStack) -> BinaryIO:
 
 
 def _lock(file: BinaryIO, tries: int = 3) -> None:
-    """Lock a file, also while `is_training` has it for a moment.
+    """Lock a file; wait if `is_training` holds the lock for a moment.
 
     Raises:
         OSError: another process has locked it, or the file system has no locks.
@@ -436,7 +436,7 @@ def _numbered(parent: Path, undo: contextlib.ExitStack) -> Path:
 
 
 def _make(path: Path, undo: contextlib.ExitStack) -> None:
-    """Create a folder and its parents; `undo` removes those that are new, if they are empty by then."""
+    """Create a folder and its parents; `undo` removes the new ones that are still empty."""
     for folder in reversed([path, *path.parents]):
         if not folder.exists():
             undo.callback(_try, folder.rmdir)
@@ -444,7 +444,7 @@ def _make(path: Path, undo: contextlib.ExitStack) -> None:
 
 
 def _try(action: Callable[[], None]) -> None:
-    """Call an undo function and ignore its errors, because an earlier error is reported."""
+    """Call an undo function and ignore its errors: an earlier error is already being reported."""
     with contextlib.suppress(OSError):
         action()
 

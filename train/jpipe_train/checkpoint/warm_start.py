@@ -101,7 +101,7 @@ def load(
 
 
 def check_files(config: WarmStartConfig, head: str = "language") -> None:
-    """Check that the file or folder and the adapters can be read, by their headers alone; the arguments are as for `load`.
+    """Check by their headers alone that the file or folder and the adapters can be read; the arguments are as for `load`.
 
     Raises:
         InputError: they cannot.
@@ -125,7 +125,7 @@ def _by_name(source: Source, config: WarmStartConfig, pipe: jpipe.Pipeline, mode
 
 
 def fitting(source: Source, model: Model, *, strict: bool) -> set[str]:
-    """Return the names of the parameters of a model that a source has, with their shapes and dtypes.
+    """Return the names of the model's parameters that a source has, with their shapes and dtypes.
 
     Args:
         source: the arrays on disk.

@@ -26,10 +26,10 @@ _ResultName = Annotated[str, AfterValidator(_checked_result)]
 
 
 class StopConfig(Section):
-    """Stop early: once the result `metric` of `patience` validations in a row has not improved by more than `min_delta` on the best one.
+    """Stop early, once `metric` has not improved on its best value by more than `min_delta` in `patience` validations in a row.
 
-    `metric` is the name of a result in `metrics.jsonl`. `mode` says whether lower or higher values are better; null: lower ones of losses,
-    higher ones of metrics.
+    `metric` is the name of a result in `metrics.jsonl`. `mode` says whether lower or higher values are better; null: lower for losses,
+    higher for metrics.
     """
 
     metric: _ResultName = "val_loss"
@@ -39,7 +39,7 @@ class StopConfig(Section):
 
 
 class BestConfig(Section):
-    """Keep the `keep` checkpoints with the best values of `metric`, which is named and ordered as in `StopConfig`."""
+    """Keep the `keep` checkpoints with the best values of `metric`, named and ordered as in `StopConfig`."""
 
     metric: _ResultName = "val_loss"
     mode: Mode | None = None
@@ -77,7 +77,7 @@ class TrainConfig(Section):
 
     @property
     def length(self) -> int:
-        """The number of steps; the largest possible one as long as the epochs are not counted in steps."""
+        """The number of steps; until the epochs are counted in steps, the largest possible number."""
         return MOST_ROWS if self.steps is None else self.steps
 
     @model_validator(mode="before")

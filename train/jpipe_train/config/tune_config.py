@@ -24,7 +24,7 @@ Patterns = Annotated[list[Pattern], Field(max_length=256)]
 
 
 def matches_any(name: str, patterns: Sequence[str]) -> bool:
-    """Return whether one of the patterns names a parameter, or a layer or a part of one that has it."""
+    """Return whether a pattern names a parameter, or the layer or part of a layer that has it."""
     return any(fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}/*") for pattern in patterns)
 
 
@@ -58,7 +58,7 @@ class LoraConfig(Section):
 
 
 class TuneConfig(Section):
-    """Training of some parameters only: adapters (`lora`), or what `freeze` and `train_only` say by patterns of names.
+    """Train some parameters only: adapters (`lora`), or those that the name patterns of `freeze` and `train_only` select.
 
     A pattern such as `block_*/qkv/kernel` is a name of a parameter, of a layer (`embed`) or of a part of one, in which * matches anything,
     / too. Parameters that `freeze` names, or that `train_only` does not name, stay as they are, and cost no gradients and no optimizer

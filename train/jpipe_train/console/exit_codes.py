@@ -34,7 +34,7 @@ def failed(error: Exception) -> int:
 
 
 def may_pass(error: BaseException) -> bool:
-    """Return whether another try may succeed: the error has a true `may_pass`, or comes from a temporary error of the system."""
+    """Return whether another try may succeed: `may_pass` of the error is true, or a temporary system error caused it."""
     if getattr(error, "may_pass", False):
         return True
     system_error = reported_by_system(error)

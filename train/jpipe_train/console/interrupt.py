@@ -18,7 +18,7 @@ _is_delayed = False
 def watched() -> Iterator[None]:
     """Record the first Ctrl-C in this context in addition to raising KeyboardInterrupt; the second ends the process immediately.
 
-    It has an effect only if Python's own handler is installed: not in other threads, nor in a background job, which ignores Ctrl-C.
+    It has an effect only if Python's own handler is installed: not in other threads, and not in a background job, which ignores Ctrl-C.
     """
     global _pressed
     in_main_thread = threading.current_thread() is threading.main_thread()
@@ -68,7 +68,7 @@ def pressed() -> bool:
 
 
 def forget() -> None:
-    """Go on after a Ctrl-C inside `watched` that has had its effect; the next one is recorded again."""
+    """Continue after a Ctrl-C inside `watched` that has had its effect; the next one is recorded again."""
     global _pressed
     if _pressed:
         _pressed = False

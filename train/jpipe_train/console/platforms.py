@@ -1,4 +1,4 @@
-"""Keep JAX from starting plugins for devices that this machine lacks, which are installed to compile for such devices.
+"""Keep JAX from starting plugins for devices that this machine lacks: they are installed only to compile for such devices.
 
 JAX tries each plugin at its start. Without a device, CUDA's ends in a traceback, and libtpu prints warnings.
 """
@@ -17,7 +17,7 @@ _TPUS = "/dev/accel*", "/dev/vfio/[0-9]*"
 
 
 def name_platforms() -> None:
-    """Set the variable JAX_PLATFORMS to cpu if all plugins of JAX that are installed lack their devices, unless the user has set it.
+    """Set JAX_PLATFORMS to cpu if every installed plugin of JAX lacks its device, unless the user has set the variable.
 
     The compilers in these plugins then log nothing. Nothing changes once JAX is imported. The processes that this one starts inherit the
     variables.
@@ -42,7 +42,7 @@ def _plugins() -> set[str]:
 
 
 def _has_gpu() -> bool:
-    """Return whether there is an NVIDIA GPU, even without a driver that works, or a driver."""
+    """Return whether there is an NVIDIA GPU, even without a working driver, or such a driver."""
     if _exists(*_GPUS):
         return True
     try:

@@ -1,4 +1,4 @@
-"""SIGTERM, SIGHUP and Ctrl-C during training: all processes save at the same step, and end at the same step once that is written.
+"""SIGTERM, SIGHUP and Ctrl-C during training: all processes save at one step, and once that is written, end at one step.
 
 JAX's sync point for this (`jax.experimental.multihost_utils.reached_preemption_sync_point`) is not used, for two reasons. It waits in C++,
 holding Python's lock, until all processes have answered: if one of them dies, the other processes block for longer than any limit of jpipe,
@@ -63,13 +63,13 @@ class Preemption:
 
     @property
     def signal(self) -> int | None:
-        """The signal that a process of the run has received, or None. After a signal time is short."""
+        """The signal that a process of the run has received, or None. After a signal, little time is left."""
         if self._received is None and self._processes is not None and self._processes.has_message(_CAME):
             self._signal_elsewhere = self._signal_elsewhere or int(self._processes.receive(_CAME)[0])
         return self._received or self._signal_elsewhere
 
     def decide(self, step: int, is_saved: Callable[[], bool]) -> Decision:
-        """Decide what to do before `step`, the same in all processes; each process calls this before every step.
+        """Decide what to do before `step`, alike in all processes; each process calls this before every step.
 
         Args:
             step: the next step.

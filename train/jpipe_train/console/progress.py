@@ -58,8 +58,8 @@ class Reporter:
     def table(self, head: Sequence[str], rows: Iterable[Sequence[str]], words: Collection[str] = ()) -> None:
         """Print rows in aligned columns.
 
-        The first column has the names of the rows; columns that do not fit next to it follow in further tables. Columns with a head in
-        `words` are aligned left, like the first one.
+        The first column names the rows; columns that do not fit beside it follow in further tables. Columns with a header in `words` are
+        aligned left, like the first one.
         """
         head = [printable(cell) for cell in head]
         lines = [head, *([printable(cell) for cell in row] for row in rows)]
@@ -91,7 +91,7 @@ class Reporter:
 
     @contextmanager
     def counting(self, words: str) -> Iterator[Callable[[int, int], None]]:
-        """Announce countable work, and yield a function of the number of finished parts and their total number.
+        """Announce countable work; yield a function to call with the number of finished parts and the total.
 
         On a terminal a bar shows them, elsewhere a line after every `_SILENT` seconds.
         """
@@ -107,7 +107,7 @@ class Reporter:
         self.say(f"{words}: {self._clock() - start:.1f} s")
 
     def _rarely(self, words: str) -> Callable[[str], None]:
-        """Announce work, and return a function that prints how far it is, at most once in `_SILENT` seconds."""
+        """Announce work, and return a function that prints its progress, at most once in `_SILENT` seconds."""
         self.say(f"{words} …")
         start = said = self._clock()
 
@@ -121,7 +121,7 @@ class Reporter:
 
     @contextmanager
     def reading(self, words: str, total: int) -> Iterator[Callable[[int], None]]:
-        """Announce the reading of `total` bytes, and yield a function of the number of additional bytes read; as `counting`."""
+        """Announce the reading of `total` bytes; yield a function to call with the number of bytes just read; else as `counting`."""
         start = self._clock()
         if not self._console.is_terminal:
             say, read = self._rarely(words), 0
@@ -151,7 +151,7 @@ class Reporter:
             yield
 
     def tick(self, step: int) -> None:
-        """Record that step `step` is finished now, unless it was recorded before; `speed` then includes it."""
+        """Record that step `step` is finished now, unless that was recorded before; `speed` then includes it."""
         if step == self._ticked:
             return
         now, self._ticked = self._clock(), step

@@ -31,7 +31,7 @@ def is_usual(number: int) -> bool:
 
 @contextlib.contextmanager
 def handled(numbers: Collection[int], handler: Callable[[int, FrameType | None], None], received: Callable[[int], None]) -> Iterator[None]:
-    """Handle signals in this context; without effect if `numbers` is empty or outside the main thread.
+    """Handle signals in this context. It has no effect outside the main thread or if `numbers` is empty.
 
     Args:
         numbers: the signals.

@@ -16,7 +16,7 @@ def count(number: int, one: str, plural: str = "s") -> str:
 
 
 def shortened(text: str, most: int) -> str:
-    """Return a text of at most that many characters; `…` stands for the end of a longer one."""
+    """Return a text of at most `most` characters; `…` replaces the end of a longer one."""
     return text if len(text) <= most else f"{text[: most - 1]}…"
 
 

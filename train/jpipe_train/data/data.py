@@ -38,7 +38,7 @@ class Batches(Protocol):
 
 
 class HeldOut(NamedTuple):
-    """A batch of an evaluation, the number of copies of each of its rows, and the source of its rows, if there are several."""
+    """A batch of an evaluation, with the number of copies of each row and, if there are several sources, the source of its rows."""
 
     batch: Batch
     copies: int = 1
@@ -85,11 +85,11 @@ class Data:
 
     @property
     def like(self) -> Batch:
-        """A batch for its shapes and dtypes alone, the largest one if they differ."""
+        """A batch that shows only shapes and dtypes; the largest one if they differ."""
         return self.shapes[0] if self.shapes else self.train[self.first]
 
     def held_out(self, most: int) -> list[HeldOut]:
-        """Return the first batches of `validation`, of each source, up to `most`, or all if they are less than one."""
+        """Return up to `most` batches of `validation` from each source, or its smaller batches if it does not fill one."""
         if self.parts:
             ends = np.cumsum([len(part.validation) for _, part in self.parts]).tolist()
             return [
@@ -102,7 +102,7 @@ class Data:
         return [HeldOut(self.validation[i]) for i in range(min(most, len(self.validation)))]
 
     def with_some_validation(self, microbatch: int) -> "Data":
-        """Return these data; if they are held out for no batch, all rows of that part in smaller batches.
+        """Return these data; if the validation rows fill no batch, put all of them in smaller batches.
 
         Args:
             microbatch: rows of a microbatch.
@@ -151,7 +151,7 @@ def load(config: Config, position: Position | None = None) -> Data:
 
 
 def _with_epochs(config: Config, epochs: float, data: Data) -> Data:
-    """Return data for a run of that many epochs, with its number of steps.
+    """Return data for a run of `epochs` epochs, with its number of steps.
 
     Where rows may be padding, rows of the last batch that belong to later epochs become padding; otherwise they stay.
 
@@ -275,7 +275,7 @@ def _mixture(config: Config, sources: Sequence[SourceConfig], read: Callable[[Co
 
 
 def _differing(config: Config, path: str, first: Batch, other: Batch) -> str:
-    """Say how the rows of a source differ from the first one's, at `path`, and what to change."""
+    """Describe how the rows of a source differ from those at `path`, the first source, and what to change."""
     expected = f"expected rows like in '{path}', found"
     if not config.data.has_examples:
         return f"{expected} that only one of the two says where documents end; set data.boundaries: ignore, or prepare both in the same way"
@@ -284,7 +284,7 @@ def _differing(config: Config, path: str, first: Batch, other: Batch) -> str:
 
 
 def _of_source(config: Config, source: SourceConfig, number: int = 0) -> Config:
-    """Return the config for one source alone, with an order of its own."""
+    """Return the config for a single source, with its own order of rows."""
     seed = int(np.random.SeedSequence((config.seed, number)).generate_state(1)[0]) if number else config.seed
     return config.model_copy(update={"seed": seed, "data": config.data.of_source(source)})
 
@@ -342,7 +342,7 @@ def check_files(config: Config, path: str | None = None) -> None:
 
 
 def unread(config: Config) -> Data:
-    """Load data if only the shapes of a batch are needed; a `data.target` with a parameter `shapes_only` then need not read anything.
+    """Load data only for the shapes of a batch; a `data.target` with a parameter `shapes_only` then need not read anything.
 
     Raises:
         InputError: as `load`.
@@ -351,7 +351,7 @@ def unread(config: Config) -> Data:
 
 
 def portion(config: Config) -> tuple[int, str]:
-    """Return how much a step processes, and in which unit: tokens of a text, or samples of other data."""
+    """Return how much a step processes, and the unit: tokens for text, samples for other data."""
     if config.data.target is None and not config.data.has_examples:
         return config.train.batch_size * config.model.seq_len, "tokens"
     return config.train.batch_size, "samples"

@@ -8,7 +8,7 @@ from jpipe_train.data.rows import Elements
 
 
 def shuffled(rows: Elements, seed: int, *, epochs: bool) -> Elements:
-    """Return rows in shuffled order; with `epochs` without end, shuffled anew in each epoch."""
+    """Return rows in shuffled order; with `epochs`, endlessly and shuffled anew in each epoch."""
     order = grain.MapDataset.source(rows).shuffle(seed=seed)
     return order.repeat() if epochs else order
 
@@ -21,5 +21,5 @@ def ordered(config: Config, rows: Elements | masked.Masked, part: int) -> Elemen
 
 
 def seed_of(config: Config, part: int) -> int:
-    """Return the seed of the order of one part: validation is spread over the files, but never by `config.seed`."""
+    """Return the seed for the order of one part; validation data are shuffled, too, but never by `config.seed`."""
     return config.seed if part == 0 else 0

@@ -1,4 +1,4 @@
-"""Positions in the training data, counted in rows, so that a resumed run may have another batch size."""
+"""Positions in the training data, counted in rows, so that a resumed run may change the batch size."""
 
 import math
 from fractions import Fraction
@@ -26,21 +26,21 @@ class Position(pydantic.BaseModel):
 
     @property
     def total(self) -> int:
-        """The number of rows before it, of all buckets."""
+        """The number of rows before it, in all buckets."""
         return sum(self.rows)
 
     def later(self, batch: int, batch_size: int) -> "Position":
-        """Return where batch `batch` begins if all batches from here on have `batch_size` rows of one shape."""
+        """Return where batch `batch` begins, if all batches from here on have `batch_size` rows of one shape."""
         return Position(batch=batch, rows=(self.total + (batch - self.batch) * batch_size,), pieces=self.pieces)
 
 
 def rows_in(epochs: float, rows: int) -> int:
-    """Return the number of rows in that many passes over `rows` rows, rounded up; `epochs` counts as the decimal number that it shows."""
+    """Return the number of rows in `epochs` passes over `rows` rows, rounded up; `epochs` is read as the decimal that it prints as."""
     return math.ceil(Fraction(repr(epochs)) * rows)
 
 
 def steps_until(end: int, first: Position, batch_size: int) -> int:
-    """Return the number of steps of a run that ends with row `end` - 1, perhaps in the middle of a batch.
+    """Return the number of steps of a run that ends with row `end` - 1, which may be in the middle of a batch.
 
     Args:
         end: the rows of the whole run.
@@ -57,7 +57,7 @@ def start(batch_size: int, buckets: int = 1) -> Position:
 
 @runtime_checkable
 class Ordered(Protocol):
-    """Training batches that know which rows are in which batch."""
+    """Training batches that know where in the data each batch begins."""
 
     @property
     def first_position(self) -> Position:

@@ -1,4 +1,4 @@
-"""Batches that read their rows on request, so that a process reads only the rows that its own workers need."""
+"""Batches that read rows on request, so that a process reads only the rows that its own workers need."""
 
 import functools
 import itertools
@@ -65,13 +65,13 @@ class Pieces(Protocol):
     """Elements in an order that depends on the number of pieces into which they are cut."""
 
     def in_pieces(self, pieces: int, /) -> Elements:
-        """Return the same elements cut into that many pieces."""
+        """Return the same elements, cut into this number of pieces."""
         ...
 
 
 @dataclass(frozen=True)
 class BatchesOfRows:
-    """Batch t has the elements t·b to (t + 1)·b - 1, each read together with its row; another first position shifts them.
+    """Batch t has the elements t·b to (t + 1)·b - 1, counted from the first position; each is read when its row is.
 
     Elements from `end` on are replaced by padding: zeros, with labels of -1, which do not count.
 
@@ -108,7 +108,7 @@ class BatchesOfRows:
         return replace(self, elements=elements, begins=position)
 
     def with_remainder(self, microbatch: int) -> "AllRows":
-        """Return these batches, followed by smaller ones with the rows that fill none."""
+        """Return these batches, followed by smaller ones with the remaining rows."""
         return AllRows(self, microbatch)
 
     def __getitem__(self, index: int) -> Batch:
@@ -163,7 +163,7 @@ def _read(leaves: Callable[[], list[np.ndarray]], number: int, start: int, stop:
 
 @runtime_checkable
 class WithRemainder(Protocol):
-    """Whole batches and smaller ones, which together have all rows of the data."""
+    """Whole batches, then smaller ones with the remaining rows of the data."""
 
     def __len__(self) -> int: ...
 
@@ -185,10 +185,10 @@ class WithRemainder(Protocol):
 
 @runtime_checkable
 class Divisible(Protocol):
-    """Batches that leave out rows which do not fill one."""
+    """Batches that leave out the rows that do not fill a batch."""
 
     def with_remainder(self, microbatch: int, /) -> WithRemainder:
-        """Return these batches, followed by smaller ones with the remaining rows, in whole microbatches of this many rows."""
+        """Return these batches, followed by smaller ones of whole microbatches (each with this many rows) with the remaining rows."""
         ...
 
 
@@ -204,8 +204,8 @@ class _Part(NamedTuple):
 class AllRows:
     """Full batches, followed by the remaining rows in one or two smaller batches, each of whole microbatches.
 
-    Rows that do not fill a microbatch are repeated until they fill some. Each has the same number of copies, so the mean
-    over such a batch is the mean over the rows, for any loss that is a sum over rows; a weight is larger by the number of copies.
+    Rows that do not fill a microbatch are repeated until they fill microbatches. Each has the same number of copies, so for any loss that
+    is a sum over rows the mean over the batch is the mean over the rows; only the weight is larger, by the number of copies.
 
     Attributes:
         batches: the whole ones.

@@ -27,7 +27,7 @@ def named(path: str | None) -> str:
 
 @contextmanager
 def readable(where: str = "data.path") -> Iterator[None]:
-    """Turn the system's errors about unreadable files into messages.
+    """Turn OSErrors about unreadable files into messages.
 
     Raises:
         InputError: that.
@@ -40,7 +40,7 @@ def readable(where: str = "data.path") -> Iterator[None]:
 
 
 def guess(file: Path) -> str:
-    """Describe a file that is not text in UTF-8, as the end of a clause, or return "" if its kind is unknown."""
+    """Describe a file that is not UTF-8 text, to end a clause, or return "" if its kind is unknown."""
     kind = kind_of(file)
     return "" if kind is None or kind.is_unpacked else f" (it seems to be {kind.name})"
 
@@ -48,7 +48,7 @@ def guess(file: Path) -> str:
 def validation_names(names: Sequence[str], fraction: float) -> frozenset[str]:
     """Choose the validation files among two or more: a file with a hashed name below `fraction` is one.
 
-    So other files change nothing. At least one file is chosen, and never all.
+    So the choice does not depend on the other files. At least one file is chosen, and never all.
     """
     rank = {name: place_of(os.fsencode(name)) for name in names}
     ordered = sorted(rank, key=lambda name: rank[name])
@@ -62,7 +62,7 @@ def place_of(name: bytes) -> float:
 
 
 def find_files(path: str | None, where: str = "data.path", content: str = "text") -> tuple[list[str], list[Path]]:
-    """List the files to read in a fixed order, with their names relative to the searched folder, which decide the split.
+    """List the files to read in a fixed order, with their names relative to the searched folder; these names decide the split.
 
     Args:
         path: a file, a folder or a glob; None: the standard library's source.
@@ -94,7 +94,7 @@ def find_files(path: str | None, where: str = "data.path", content: str = "text"
 
 
 def left_out(*paths: str | None) -> tuple[str, ...]:
-    """Say which files `find_files` leaves out of folders because they are about the data.
+    """Describe the files that `find_files` leaves out because they only describe the data.
 
     Args:
         paths: as in `find_files`.
@@ -115,7 +115,7 @@ def left_out(*paths: str | None) -> tuple[str, ...]:
 
 
 def with_validation(path: str | None, where: str) -> tuple[str | None, str | None]:
-    """Return the paths of the data for training and for validation at a path, if its folder has splits.
+    """Return the paths of the training and the validation data at a path, if its folder has splits.
 
     A folder has them if it is a saved `DatasetDict`, or if files with rows in it are named after them, such as
     `train-00000-of-00002.parquet`.
@@ -144,7 +144,7 @@ def with_validation(path: str | None, where: str) -> tuple[str | None, str | Non
 
 
 def _in_folder(path: str, root: Path, where: str) -> tuple[list[str], list[Path]]:
-    """List the files of a folder, and of a dataset that was saved there only those with its rows, in their order."""
+    """List the files of a folder; for a saved dataset, only the files with its rows, in their order."""
     if splits := saved_datasets.splits(root, where):
         raise InputError(
             f"{where}: '{path}' has the splits {shortened(list(splits))}; name one of them, such as '{root / next(iter(splits))}'"
@@ -165,7 +165,7 @@ _NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "id
 
 
 def _beside(found: Mapping[str, Path]) -> frozenset[str]:
-    """Return the names of the files about the others, if these have rows: by their endings, or JSON lines in a `.json`."""
+    """Return the files that only describe the others, if the others have rows (known by their endings, or JSON lines in a `.json`)."""
     about = frozenset(name for name, file in found.items() if file.name in _ABOUT)
     if not about:
         return about
@@ -178,7 +178,7 @@ def _beside(found: Mapping[str, Path]) -> frozenset[str]:
 
 
 def _walk(root: Path, suffix: str = "", leave_out: frozenset[str] = frozenset(), *, links: bool = True) -> dict[str, Path]:
-    """Find every regular file under `root`, except hidden ones; links to files are followed if `links`, those to folders never (loops)."""
+    """Find every regular file under `root`, except hidden ones. Links to files are followed if `links`; links to folders never (loops)."""
     files = {}
     for folder, subfolders, names in os.walk(root, onerror=_raise):
         subfolders[:] = [name for name in subfolders if name not in leave_out and not name.startswith(".")]
@@ -190,7 +190,7 @@ def _walk(root: Path, suffix: str = "", leave_out: frozenset[str] = frozenset(),
 
 
 def _ordered(found: Mapping[str, Path]) -> tuple[list[str], list[Path]]:
-    """Order files by name, each once: under its own name, or else the name of a link to it; of several names the shortest path counts."""
+    """Order files by name, each once: by its own name, or else the name of a link to it; of several, the shortest path."""
     real = functools.cache(os.path.realpath)
     first: dict[str, str] = {}
     for is_link, _, name in sorted((file.is_symlink(), len(file.parts), name) for name, file in found.items()):
@@ -205,7 +205,7 @@ def _raise(error: OSError) -> None:
 
 
 def _match(pattern: str) -> tuple[list[str], list[Path]]:
-    """List every regular file that matches, each once, named relative to the part of the pattern before its first wildcard."""
+    """List every matching regular file once, named relative to the part of the pattern before its first wildcard."""
     parts = Path(pattern).parts
     fixed = next(i for i, part in enumerate(parts) if glob.has_magic(part))
     root = Path(*parts[:fixed])

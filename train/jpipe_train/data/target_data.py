@@ -1,4 +1,4 @@
-"""Batches from a function that `data.target` names: what it has to return, and how mistakes in it are reported."""
+"""Batches from a function that `data.target` names: what it must return, and how its mistakes are reported."""
 
 import contextlib
 import hashlib
@@ -38,7 +38,7 @@ class Repeated:
 class TargetBatches:
     """The batches of a user's object, `batches[t]`; every mistake is reported in one line that begins with `name`.
 
-    The first batch is made in every process, for its shapes; each is made, or made again, where and when its rows are read. In a run that
+    Every process makes the first batch, for its shapes. Each batch is made (again) where and when its rows are read. In a run that
     resumed with another batch size, row r of the data is row r mod b of `batches[r // b]`, and a batch may have rows of two of these.
 
     Attributes:
@@ -84,7 +84,7 @@ class TargetBatches:
         return replace(self, batches=Repeated(self.batches)) if isinstance(self.batches, list | tuple) else self
 
     def check_length(self, steps: int, key: str = "train.steps") -> None:
-        """Check that there are enough batches for a run of that many steps, as `key` asks for.
+        """Check that there are enough batches for the run of `steps` steps that `key` asks for.
 
         An object may start over after its last batch, whatever its `len()` is, so the last batch that the run needs is made.
 
@@ -130,7 +130,7 @@ class TargetBatches:
         return batch
 
     def make(self, index: int) -> Batch:
-        """Return batch `index` as the user's code makes it.
+        """Return batch `index` from the user's code.
 
         Raises:
             InputError: that fails, or gives something else.

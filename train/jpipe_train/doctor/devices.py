@@ -1,7 +1,7 @@
 """Start JAX alone and print its devices as JSON: `python -m jpipe_train.doctor.devices`.
 
-`find` runs this as a process of its own: a driver that aborts or hangs then ends that process and not the one that asks, and processes
-of a job look at their devices without waiting for each other.
+`find` runs this in a separate process. If a driver aborts or hangs, only that process ends; and the processes of a job look at their
+devices without waiting for each other.
 """
 
 import json

@@ -115,7 +115,7 @@ def _look(request: Request, together: Together, facts: Facts, problems: list[Fin
 
 
 def _are_alike(everyone: list[Facts]) -> bool:
-    """Return whether JAX can start the devices of all processes together and move arrays between them."""
+    """Return whether JAX can start the devices of all processes together, and move arrays between them."""
     kinds = [(facts["devices"].get("platform"), tuple(facts["devices"].get("kinds", ()))) for facts in everyone]
     return len(set(kinds)) == 1 and all("error" not in facts["devices"] for facts in everyone)
 

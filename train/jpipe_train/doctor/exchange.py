@@ -1,4 +1,4 @@
-"""What processes tell each other in a check: their facts, their clocks, and whether they see the same folder."""
+"""What processes exchange in a check: their facts, their clocks, and whether they see the same folder."""
 
 import contextlib
 import time
@@ -32,7 +32,7 @@ class Clock(NamedTuple):
 
 
 def collect(processes: Processes, what: str, text: str) -> list[str]:
-    """Return the texts of all processes in process 0, and none in the other ones; all call it.
+    """Return the texts of all processes in process 0, and [] elsewhere; all processes call it.
 
     Args:
         processes: the processes of the job.
@@ -49,7 +49,7 @@ def collect(processes: Processes, what: str, text: str) -> list[str]:
 
 
 def compare_clocks(processes: Processes, clock: Callable[[], float] = time.time) -> Clock:
-    """Compare the clock of this process with process 0's; all call it, and ask one after the other.
+    """Compare the clock of this process with process 0's; all processes call it, and ask one after the other.
 
     Args:
         processes: the processes of the job.
@@ -75,7 +75,7 @@ def compare_clocks(processes: Processes, clock: Callable[[], float] = time.time)
 
 
 def quickest(samples: Sequence[tuple[float, float, float]]) -> Clock:
-    """Return the offset by the sample that was answered soonest.
+    """Return the offset from the sample with the quickest answer.
 
     Args:
         samples: of each question when it was sent and when its answer came by this clock, and between them the time in the answer.
@@ -86,7 +86,7 @@ def quickest(samples: Sequence[tuple[float, float, float]]) -> Clock:
 
 
 def see_same_folder(processes: Processes, folder: Path | None, limit: float = _APPEARS) -> bool | None:
-    """Return whether this process sees in a folder a file that process 0 writes there; all call it.
+    """Return whether this process sees a file that process 0 writes into a folder; all processes call it.
 
     Args:
         processes: the processes of the job.

@@ -27,9 +27,9 @@ class Finding(NamedTuple):
 
 
 def merged(of_processes: Sequence[Sequence[Finding]]) -> list[Finding]:
-    """Return the findings of all processes; one that not all of them have names those that have it.
+    """Merge the findings of all processes; a finding of only some processes names them.
 
-    Of findings that are equal but for what was measured, the one with the least is shown.
+    Of findings that differ only in their measurement, the one with the least is shown.
 
     Args:
         of_processes: the findings of each process, in order.
@@ -43,7 +43,7 @@ def merged(of_processes: Sequence[Sequence[Finding]]) -> list[Finding]:
 
 
 def _found(finding: Finding, members: Sequence[tuple[float, int, str]], count: int) -> str:
-    """Return what some of `count` processes have found, with what the worst of them has measured."""
+    """Return what some of `count` processes have found, with the worst of their measurements."""
     _, worst, measured = min(members)
     text = finding.found + (f", {measured}" if measured else "")
     if len({each for *_, each in members}) > 1:
@@ -64,7 +64,7 @@ def processes(indices: Sequence[int]) -> str:
 
 
 def differing(values: Sequence[str]) -> str:
-    """Return which processes have which value, such as `0.12 in processes 0-2; 0.10 in process 3`."""
+    """Describe which processes have which value, such as `0.12 in processes 0-2; 0.10 in process 3`."""
     groups: dict[str, list[int]] = {}
     for index, value in enumerate(values):
         groups.setdefault(value, []).append(index)

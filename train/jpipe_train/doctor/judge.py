@@ -1,4 +1,4 @@
-"""Judge recorded facts: what is as it should be, what to know, and what to change."""
+"""Judge recorded facts: what is in order, what to know, and what to change."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any

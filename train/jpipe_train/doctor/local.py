@@ -1,4 +1,4 @@
-"""The facts of this process and its host, as plain data that processes send each other."""
+"""The facts of this process and its host, as plain data for other processes."""
 
 import glob
 import hashlib
@@ -38,7 +38,7 @@ _RUNS = "runs"  # where runs without run.dir are
 
 
 def gather(config: Config | None, member: Membership | None, find_devices: Callable[[], dict[str, Any]] = devices.find) -> Facts:
-    """Return all facts of this process; one that cannot be found is `{"error": why}`.
+    """Return all facts of this process; a fact that cannot be found is `{"error": why}`.
 
     Args:
         config: the config of the run, if there is one.
@@ -85,7 +85,7 @@ def _attempt(probe: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 
 def _process(member: Membership | None) -> dict[str, Any]:
-    """Return the host, and the number of this process, the number of all and the coordinator."""
+    """Return the host, this process's number, the number of processes and the coordinator."""
     if member is None:
         return {"host": socket.gethostname(), "index": 0, "count": 1, "coordinator": None, "devices": None}
     return {
@@ -110,13 +110,13 @@ def _versions() -> dict[str, str]:
 
 
 def _code(config: Config | None) -> dict[str, str]:
-    """Return what has to be the same in all processes of a run; digests of long texts."""
+    """Return what must be the same in all processes of a run; long texts as digests."""
     facts = code_facts() if config is None else facts_of_run(config)
     return {name: value if len(value) < 100 else hashlib.sha256(value.encode()).hexdigest()[:12] for name, value in facts.items()}
 
 
 def _cache(setting: str | None) -> dict[str, Any]:
-    """Return the folder of compiled programs, and the problem if it cannot be used."""
+    """Return the folder of compiled programs, and why it cannot be used, if so."""
     if setting is None:
         return {"folder": None, "problem": None}
     problem = compile_cache.use(setting)  # in a folder that the user has set for JAX, too

@@ -16,7 +16,7 @@ def has_problem(findings: Sequence[Finding]) -> bool:
 
 
 def table(findings: Sequence[Finding]) -> list[str]:
-    """Return the findings as lines: level, what, and what was found; below, indented, what to do."""
+    """Return the findings as lines: level, subject and finding; below, indented, what to do."""
     rows = align([[finding.level, finding.what, printable(finding.found)] for finding in findings])
     indent = " " * sum(2 + max(len(cell) for cell in column) for column in zip(*(finding[:2] for finding in findings), strict=True))
     lines = []

@@ -23,7 +23,7 @@ def cores(root: Path = ROOT) -> dict[str, Any]:
 
 
 def memory(root: Path = ROOT) -> dict[str, Any]:
-    """Return bytes of host memory: `total`, `available`, and the `limit` of the control group, which both respect, if there is one."""
+    """Return bytes of host memory: `total`, `available`, and the `limit` of the control group, if any, which lowers the other two."""
     total, available = _of_machine(root)
     limits = [limit for folder in _groups(root, "memory") if (limit := _memory_limit(folder)) is not None]
     for most, used in limits:
@@ -42,7 +42,7 @@ def shared_memory(folder: Path = ROOT / "dev" / "shm") -> dict[str, Any]:
 
 
 def writable(path: Path, root: Path = ROOT, size: int = _SIZE) -> dict[str, Any]:
-    """Write a file of `size` bytes into a folder, or into the nearest folder above it that exists, until it is on disk; remove it.
+    """Write `size` bytes to disk in a folder, or in its nearest existing parent, and remove the file.
 
     Returns:
         The folder (`path`), the folder that was written to (`existing`), whether these are the same (`exists`), the kind of `filesystem`,
@@ -110,7 +110,7 @@ def _groups(root: Path, controller: str) -> Iterator[Path]:
 
 
 def _cpu_limit(folder: Path) -> float | None:
-    """Return the cores that a control group may use in the mean, or None."""
+    """Return the mean number of cores that a control group may use, or None."""
     quota, period = (*_words(folder / "cpu.max"), "", "")[:2]
     if not quota:
         quota, period = ("".join(_words(folder / f"cpu.cfs_{name}_us")) for name in ("quota", "period"))
@@ -118,7 +118,7 @@ def _cpu_limit(folder: Path) -> float | None:
 
 
 def _memory_limit(folder: Path) -> tuple[float, float] | None:
-    """Return the most bytes of a control group and those it uses, without files that can be dropped; None without a limit."""
+    """Return the limit of a control group and its use in bytes, without files that can be dropped; None without a limit."""
     for most, used, dropped in (
         ("memory.max", "memory.current", "inactive_file"),
         ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -136,7 +136,7 @@ def _words(file: Path) -> list[str]:
 
 
 def _lines(file: Path) -> list[str]:
-    """Return the lines of a file of the system; none if it does not exist."""
+    """Return the lines of a system file, or [] if it does not exist."""
     try:
         return file.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

@@ -17,7 +17,7 @@ _NO_GPU = ("", "-1", "none", "void", "nodevfiles")
 
 
 def judge_variables(facts: Facts) -> Iterator[Finding]:
-    """Yield what the variables of a process are worth knowing for."""
+    """Yield findings about the variables of a process."""
     variables = facts["environment"]
     if "error" in variables:
         yield Finding("note", "variables", variables["error"])
@@ -55,7 +55,7 @@ def _of_proxies(variables: Mapping[str, str], facts: Facts) -> Iterator[Finding]
 
 
 def is_exempt(host: str, exceptions: str) -> bool:
-    """Return whether a list such as `no_proxy` has a host: by the end of its name, its address, or a network that it is in."""
+    """Return whether a list such as `no_proxy` covers a host: by the end of its name, its address, or its network."""
     for entry in filter(None, (entry.strip() for entry in exceptions.split(","))):
         if host.endswith(entry.removeprefix("*")):
             return True

@@ -56,11 +56,10 @@ def start(
     connect_limit: float = CONNECT_LIMIT,
     secret_file: str | None = None,
 ) -> int:
-    """Join the other processes of this run, before JAX uses a device; without effect for a single process.
+    """Join the other processes of this run, before JAX uses a device. For a single process this has no effect.
 
     Without arguments it uses the environment: `JAX_COORDINATOR_ADDRESS`, `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID`, then the clusters that
-    JAX detects (SLURM, Open MPI, Kubernetes). If another launcher has started several processes, it is an error, because each would run
-    alone.
+    JAX detects (SLURM, Open MPI, Kubernetes). Several processes of any other launcher are an error, because each would run alone.
 
     Args:
         coordinator: `host:port` of process 0.
@@ -125,7 +124,7 @@ def join(limit: float, wait: float) -> Processes | None:
 def stop() -> None:
     """Leave the other processes when this one is done; process 0 leaves last. It has no effect for a single process.
 
-    Print the result of the run before: from here on this process may be ended without a message.
+    Print the result of the run first: from here on this process may be ended without a message.
 
     Nobody waits for a lost process; the remaining processes wait some seconds for one that hangs.
 

@@ -1,4 +1,4 @@
-"""Gather numbers of all processes: one of each in all, and in process 0 the traces that each process measured of its own ranks."""
+"""Gather numbers of all processes: in all of them one number of each, and in process 0 the traces of all ranks."""
 
 import itertools
 from collections.abc import Sequence

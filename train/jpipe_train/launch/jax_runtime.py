@@ -1,4 +1,4 @@
-"""JAX's runtime between the processes of a run: how it starts, and on which addresses it listens."""
+"""JAX's runtime that connects the processes of a run: how it starts, and on which addresses it listens."""
 
 import math
 import os
@@ -61,7 +61,7 @@ def start(
 
 
 def uses_certificates() -> bool:
-    """Return whether JAX's connections to the coordinator are encrypted with certificates of both ends, after checking the files.
+    """Return whether connections to JAX's coordinator use certificates of both ends (mutual TLS), after checking the files.
 
     JAX would end the process by SIGABRT if they do not fit.
 

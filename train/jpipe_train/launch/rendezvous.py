@@ -167,7 +167,7 @@ def join(
 
 
 def wait_until_closed(links: Iterable[socket.socket], limit: float) -> None:
-    """Wait until the other processes have closed their connections, at most `limit` seconds, and close these."""
+    """Wait at most `limit` seconds until the other processes have closed their connections, and close this end."""
     deadline = time.monotonic() + limit
     for link in links:
         with link, contextlib.suppress(OSError):
@@ -204,7 +204,7 @@ def _problem(caller: Caller, num_processes: int, present: dict[int, Caller]) -> 
 
 
 def _is_waiting(link: socket.socket) -> bool:
-    """Return whether a caller still waits for the answer; one that ended may have been restarted."""
+    """Return whether a caller still waits for the answer; if it ended, it may have been restarted."""
     try:
         link.recv(1)  # the end of the connection, or data that no process of a run sends
     except BlockingIOError:

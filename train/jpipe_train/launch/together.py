@@ -171,18 +171,18 @@ class Together:
             return work()
 
     def meet(self, place: str) -> None:
-        """Wait until all processes have come to a place, for ten minutes at most; it may be the same place again."""
+        """Wait at most ten minutes until all processes have come to a place, which may be the same one again."""
         if self.processes is not None:
             self.processes.barrier(place)
 
     def largest(self, what: str, number: float) -> float:
-        """Return the largest of the numbers of all processes, which all call this; `what` describes them in messages."""
+        """Return the largest of all processes' numbers; all processes call it. `what` describes them in messages."""
         return number if self.processes is None else max(share(self.processes, f"number {next(self._numbers)}", number, what))
 
     def start_devices(self, limit: float) -> None:
-        """Start the devices of all processes, if there are several, and continue only if they are of one kind.
+        """Start the devices of all processes, if there are several; continue only if they are of one kind.
 
-        JAX waits for the devices of all processes, so `run_on_all` cannot be used: a process that fails reports it to the other ones.
+        JAX waits for the devices of all processes, so `run_on_all` cannot be used here. A process that fails reports it to the other ones.
 
         Args:
             limit: seconds to wait for the other processes; at least a minute, which large machines may need for their own devices.
@@ -197,7 +197,7 @@ class Together:
             self.agree(devices)
 
     def shared(self, reason: Exception) -> Exception:
-        """Return the error to raise for a reason that all processes have: only process 0 reports it."""
+        """Return the error to raise for a reason that all processes share: only process 0 reports it."""
         self.all_know = True
         return reason if self.processes is None or self.is_first else ReportedElsewhere(self.processes.index, "process 0", reason)
 
@@ -227,9 +227,9 @@ def joined(num_processes: int, limit: float, wait: float) -> Iterator[Together]:
 
 
 def leave_in_time(code: int) -> None:
-    """End this process with this exit code after some seconds, if it does not end by itself: JAX may wait long for others.
+    """End this process with this exit code after some seconds, unless it ends by itself: JAX may wait long for other processes.
 
-    Print the result of the run before. Still later, the library ends the process after a loss, with exit code 1 for any reason.
+    Print the result of the run first. Later still, after a loss, the library ends the process with exit code 1 for any reason.
     """
     if _joined is not None:
         timer = threading.Timer(_LEAVE[_joined.index > 0], os._exit, (code,))
@@ -259,7 +259,7 @@ def facts(config: Config) -> dict[str, str]:
 
 
 def code_facts() -> dict[str, str]:
-    """Return the versions and settings that must be the same in all processes, whatever they do."""
+    """Return the versions and settings that must be the same in all processes of any job."""
     return {
         "code of jpipe": f"{jpipe.__version__} {_digest_of_jpipe()}",
         **{f"version of {name}": importlib.metadata.version(name) for name in ("jax", "jaxlib", "flax", "optax", "numpy")},
@@ -275,7 +275,7 @@ def devices() -> dict[str, str]:
 
 
 def _digest_of_module(module: str) -> str:
-    """Return a digest of the source of a user's module, without importing it; of no bytes if there is no such file."""
+    """Return a digest of the source of a user's module, without importing it; without such a file, the digest of no bytes."""
     folders: Sequence[str] = [str(Path.cwd()), *sys.path]
     parts, source = module.split("."), b""
     for end in range(1, len(parts) + 1):

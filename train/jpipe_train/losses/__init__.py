@@ -1,1 +1,1 @@
-"""The losses that are built in."""
+"""Built-in losses."""

@@ -1,6 +1,6 @@
 """The cross-entropy of integer labels, computed without holding the logits of all positions in memory at once.
 
-The letters in the shapes: n positions (of all rows), w width, v symbols. A label below zero is not counted.
+Letters in shapes: n positions (of all rows), w width, v symbols. Negative labels are ignored.
 """
 
 from dataclasses import dataclass, field, replace
@@ -74,13 +74,13 @@ def loss(outputs: Outputs, labels: Labels) -> tuple[Float[Array, ""], Float[Arra
 
 
 def with_router_loss(total: Float[Array, ""], number: Float[Array, ""], outputs: Any) -> Float[Array, ""]:
-    """Return the summed loss of a number of labels, to which the router loss is added for each if the outputs have one."""
+    """Return the summed loss of a number of labels; if the outputs have a router loss, add it once per label."""
     routing = outputs.get("experts") if isinstance(outputs, dict) else None
     return total if routing is None else total + (number * routing.loss()).astype(total.dtype)
 
 
 def correct(outputs: Outputs, labels: Labels, most: int = 1) -> tuple[Int[Array, ""], Int[Array, ""]]:
-    """Count the labels that have one of the `most` largest logits, and all labels that count.
+    """Count the labels with one of the `most` largest logits, and all valid labels.
 
     With labels of tokens and of next sentences, count the tokens.
     """
@@ -105,7 +105,7 @@ def vocab_size(outputs: Outputs) -> int:
 
 
 def soft_capped(x: Float[Array, "*n"], cap: float | None) -> Float[Array, "*n"]:
-    """Return `cap` · tanh(x / `cap`), which is about x where that is small and never more than the cap; without a cap x itself."""
+    """Return `cap` · tanh(x / `cap`): about x for small x, and never above the cap. Without a cap, return x."""
     if cap is None:
         return x
     limit = jnp.asarray(cap, wider(x.dtype))
@@ -118,14 +118,14 @@ def wider(dtype: DTypeLike) -> Any:
 
 
 def _hits(logits: Float[Array, "*n v"], labels: Int[Array, "*n"] | UInt8[Array, "*n"], most: int) -> Bool[Array, "*n"]:
-    """Return whether the logit of each label is one of the largest; of equal logits the first ones count."""
+    """Return for each label whether its logit is among the largest; ties go to the first logits."""
     if most == 1:
         return logits.argmax(-1) == labels
     return (jax.lax.top_k(logits, most)[1] == labels[..., None]).any(-1)
 
 
 def _tokens(tree: Any) -> Any:
-    """Return the outputs or labels of the tokens, of a dict or alone."""
+    """Return the outputs or labels of the tokens, from a dict or as they are."""
     return tree["tokens"] if isinstance(tree, dict) else tree
 
 
@@ -138,7 +138,7 @@ def _number(labels: Int[Array, "*n"] | UInt8[Array, "*n"]) -> Float[Array, ""]:
 
 
 def _nats(outputs: Any, labels: Int[Array, "*n"] | UInt8[Array, "*n"]) -> Float[Array, ""]:
-    """Sum the nats of the labels, from logits or an `Unprojected`."""
+    """Sum the cross-entropy of the labels in nats, from logits or an `Unprojected`."""
     if isinstance(outputs, Unprojected):
         return _nats_in_chunks(*_in_chunks(outputs, labels))
     if outputs.shape[:-1] != labels.shape:
@@ -157,7 +157,7 @@ def _nats(outputs: Any, labels: Int[Array, "*n"] | UInt8[Array, "*n"]) -> Float[
 def _in_chunks(outputs: Unprojected, labels: Int[Array, "*n"] | UInt8[Array, "*n"]) -> tuple[Unprojected, Int[Array, "chunks size"]]:
     """Reshape hidden to (chunks, size, w) and labels to (chunks, size), and cast all arrays to `dtype`.
 
-    Labels that fill up the last chunk are not counted. A chunk takes positions at equal distances, so that it has as many of each part of
+    Labels that pad the last chunk are ignored. A chunk takes positions at equal distances, so that it has as many of each part of
     the rows: if these are sharded, so is each chunk.
     """
     width, count = outputs.hidden.shape[-1], labels.size
@@ -174,7 +174,7 @@ def _in_chunks(outputs: Unprojected, labels: Int[Array, "*n"] | UInt8[Array, "*n
 def _nats_in_chunks(whole: Unprojected, labels: Int[Array, "chunks size"]) -> Float[Array, ""]:
     """Sum the nats of all chunks, computed one after the other.
 
-    The backward makes the logits of each chunk again. It is written here, and not left to `jax.checkpoint`, for two reasons: gradients of
+    The backward recomputes the logits of each chunk. It is written here, and not left to `jax.checkpoint`, for two reasons: gradients of
     the kernel are summed in float32, and a backward that is split into one for inputs and one for weights is not split inside of it, for
     which it would keep the gradients of all logits.
     """

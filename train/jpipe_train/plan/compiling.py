@@ -1,4 +1,4 @@
-"""Which devices stages are compiled for, and how commands say it."""
+"""The devices that stages are compiled for, and their description in commands."""
 
 import contextlib
 from collections.abc import Iterator
@@ -65,7 +65,7 @@ def compiled_words(config: Config, compiling: Compiling) -> str:
 
 @contextlib.contextmanager
 def compiler_errors(kind: str) -> Iterator[None]:
-    """Turn errors of XLA while stages are compiled into an `InputError`.
+    """Turn XLA's errors during the compilation of stages into an `InputError`.
 
     Args:
         kind: of the devices, for the message.

@@ -25,7 +25,7 @@ def nothing_fits(choice: Choice) -> InputError:
 def confirm(
     searched: SearchResult, parts: Parts, compiling: Compiling, report: Callable[[Attempt], None]
 ) -> tuple[SearchResult, list[Compiled]]:
-    """Compile the fastest plans until one fits, and those that may be as fast, and put the best first.
+    """Compile the fastest plans until one fits, and also those that may be as fast; put the best first.
 
     Args:
         searched: the result of the search, by estimates.

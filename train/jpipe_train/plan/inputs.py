@@ -74,7 +74,7 @@ class Request:
     asked: Asked = USUAL
 
     def with_asked(self, plan: PlanConfig | None) -> "Request":
-        """Return the request with what plans are to do by `agree` and the config.
+        """Return the request with the options of plans that `agree` and the config ask for.
 
         Raises:
             InputError: `agree` does not fit the config's agreement, or options cannot be combined.
@@ -99,7 +99,7 @@ class Request:
 
     @property
     def degrees(self) -> tuple[Degrees, ...] | None:
-        """The requested meshes, or None for those that a topology and a profile allow.
+        """The requested meshes; None for all that topology and profile allow.
 
         Raises:
             InputError: a text names no mesh.
@@ -109,7 +109,7 @@ class Request:
 
 
 def _agreeing_every(updates: int, configured: Agreement | None) -> Agreement:
-    """Return the agreement of the config, or the default one, with `--agree` as the updates from one to the next."""
+    """Return the agreement of the config, or the default one, with the interval of `--agree` in updates."""
     fields = {} if configured is None else configured.model_dump()
     try:
         return Agreement.model_validate(fields | {"every": updates})
@@ -147,9 +147,9 @@ def read_text(file: str, option: str, most: int) -> str:
 
 
 def prepare_devices(request: Request, num_processes: int = 1) -> int | None:
-    """Configure the CPU devices that JAX needs for a plan: all devices of this machine, or the largest mesh of another.
+    """Configure the CPU devices that JAX needs for a plan: for this machine all its devices, for another one its largest mesh.
 
-    Each of several processes has one, or as many as the largest mesh; they start together.
+    Each of several processes has one device, or as many as the largest mesh; they start together.
 
     Returns:
         The number of devices of this machine to use; None if the topology is a file, or there are several processes, which use all.

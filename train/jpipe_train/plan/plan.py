@@ -134,7 +134,7 @@ def _config(files: Files, overrides: tuple[str, ...], allow_code: bool) -> Confi
 
 
 def _completed(request: Request, parts: Parts | None, together: Together) -> Request:
-    """Return the request with what follows from the config, and from the number of processes."""
+    """Complete the request from the config and the number of processes."""
     if parts is None:
         return request.with_asked(None)
     return replace(
@@ -250,7 +250,7 @@ def _check(files: Files, request: Request, rows: int | None) -> None:
 
 
 def _check_by_reading(files: Files, request: Request, config: Config | None, rows: int | None, together: Together) -> None:
-    """Check what the config, the topology and the profile say, before devices start, data are read or layers are profiled."""
+    """Check config, topology and profile before devices start, data are read or layers are profiled."""
     if request.topology != LOCAL:
         read_topology(request.topology)
     if files.profile is not None and together.is_first:
@@ -261,7 +261,7 @@ def _check_by_reading(files: Files, request: Request, config: Config | None, row
 
 
 def compiling_of(request: Request, topology: Topology) -> Compiling:
-    """Return the devices to compile for: the target's of a topology in a file, or this machine's if the plan is for it."""
+    """Return the devices to compile for: the target of a topology file, or this machine's devices if the plan is for it."""
     if request.topology == LOCAL:
         return of_this_machine()
     degrees = request.degrees
@@ -278,7 +278,7 @@ def _profile_and_topology(
     reporter: Reporter,
     together: Together,
 ) -> tuple[Profile, Topology]:
-    """Read or measure the profile and the topology, which are the same in all processes."""
+    """Read or measure the profile and the topology; all processes get the same."""
     topology = read_topology(request.topology) if request.topology != LOCAL else None
     local = jax.device_count() if topology is None and devices is None else devices or 1
     if files.profile is not None:
@@ -364,7 +364,7 @@ def _report(
 
 
 def _price_words(cost: PriceOfFlush, *, only_flushing: bool) -> list[str]:
-    """Compare the best plan that flushes with the best asynchronous one, and say how to get one if none was considered."""
+    """Compare the best plan that flushes with the best asynchronous one; if none was considered, describe how to get one."""
     if not only_flushing or cost.is_free:
         return table.price(cost)
     return [
@@ -375,13 +375,13 @@ def _price_words(cost: PriceOfFlush, *, only_flushing: bool) -> list[str]:
 
 
 def other_kinds(topology: Topology) -> str:
-    """Return the names of the kinds of devices of a topology, if there are several."""
+    """Return the names of a topology's kinds of devices, if there are several."""
     others = {one.target for one in topology.differing if one.target not in (None, topology.device.target)}
     return ", ".join(sorted({topology.device.target or topology.device.name, *map(str, others)})) if others else ""
 
 
 def _report_measured(reporter: Reporter, measured: trial.Measured | None) -> None:
-    """Print by how much predictions were off, if plans ran."""
+    """Print the errors of the predictions, if plans ran."""
     if measured is None or not measured.trials:
         return
     reporter.say("how far the predictions are off, for each kind of plan that ran, in time per step:")
@@ -391,13 +391,13 @@ def _report_measured(reporter: Reporter, measured: trial.Measured | None) -> Non
 
 
 def _compiled_for(profile: Profile, topology: Topology) -> str:
-    """Name the devices that the scratch memory of the profile was compiled for if they are of another kind, or return ""."""
+    """Name the devices for which the profile's scratch memory was compiled, if they are of another kind; else return ""."""
     target = topology.device.compiles_for
     return f" compiled for {profile.compiled_for}" if target and profile.compiled_for not in ("", target.name) else ""
 
 
 def attention_words(config: Config, choice: Choice) -> str:
-    """Describe the memory that XLA's attention holds for all pairs of positions, or return "" if it is small or not held."""
+    """Describe the memory that XLA's attention holds for all pairs of positions; "" if there is little or none."""
     model, candidate, limit = config.model, choice.ranked[0].candidate, choice.topology.device.limit
     target = choice.topology.device.compiles_for
     if model.target is not None or model.attention != "xla" or model.seq_len >= LONG:
@@ -419,7 +419,7 @@ _WORTH_TELLING = 0.001  # share of a device's memory above which the pairs of po
 
 
 def _memory(chosen: Ranked, confirmed: Compiled | None, p: int) -> str:
-    """Return the peak memory of a rank with its parts, and the error of the estimate if its stages are compiled."""
+    """Return the peak memory of a rank with its parts; if its stages are compiled, also the error of the estimate."""
     peak, persistent = chosen.memory[p], chosen.held
     parts = "" if persistent is None else f" (held {table.size(persistent[p])}, temporary {table.size(peak - persistent[p])})"
     if confirmed is None or p not in confirmed.ranks:

@@ -1,4 +1,4 @@
-"""The parts of the model that a plan is searched for, and the profile of its layers."""
+"""The parts of the model for which a plan is searched, and the profile of its layers."""
 
 import dataclasses
 import functools
@@ -43,7 +43,7 @@ class Parts:
 
     @classmethod
     def of(cls, config: Config, reporter: Reporter) -> "Parts":
-        """Build the parts that a config describes; of the data only shapes are read."""
+        """Build the parts that a config describes; only the shapes of the data are read."""
 
         @functools.cache
         def read() -> Any:
@@ -63,12 +63,12 @@ class Parts:
 
     @property
     def for_profile(self) -> tuple[jpipe.LayerStack, Batch, Any, optax.GradientTransformation]:
-        """Stack, batch, loss and optimizer, as a profile takes them."""
+        """The arguments of a profile: stack, batch, loss and optimizer."""
         return self.stack, self.rows, self.loss, self.rule
 
     @property
     def profile_options(self) -> dict[str, Any]:
-        """The options of a profile that say how the model is trained."""
+        """The options of a profile that describe how the model is trained."""
         of_optimizer = {name: getattr(self.config.optimizer, name) for name in ("ema_decay", "delay_correction")}
         return {"precision": self.precision, **of_optimizer}
 
@@ -80,7 +80,7 @@ class Parts:
 def sizes_for(batch: int, devices: int, most: int) -> tuple[int, ...]:
     """Return the microbatch sizes to profile: divisors of the batch, each about twice the previous one.
 
-    The largest is about twice the share that each device has of the batch: with larger ones pipelines are mostly empty.
+    The largest is about twice each device's share of the batch: with larger ones pipelines are mostly empty.
     """
     small = [rows for rows in range(1, math.isqrt(batch) + 1) if batch % rows == 0]
     divisors = sorted({*small, *(batch // rows for rows in small)})
@@ -92,7 +92,7 @@ def sizes_for(batch: int, devices: int, most: int) -> tuple[int, ...]:
 
 
 def profile_of(parts: Parts, topology: Topology | None, batch: int, devices: int, reporter: Reporter, largest_mesh: int = 1) -> Profile:
-    """Profile the layers on the present device, or analytically if the topology's device has FLOP/s to compute with.
+    """Profile the layers on this device, or analytically if the topology gives the FLOP/s of its device.
 
     Args:
         parts: the model.
@@ -112,7 +112,7 @@ def profile_of(parts: Parts, topology: Topology | None, batch: int, devices: int
 
 
 def profile_together(parts: Parts, batch: int, devices: int, reporter: Reporter, together: Together) -> Profile:
-    """Profile the layers in process 0 while the other processes wait; all call this and return the same.
+    """Profile the layers in process 0 while the other processes wait; all processes call this and get the same profile.
 
     How devices slow each other down is another measurement (`cores_of`).
 

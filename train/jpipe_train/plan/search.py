@@ -1,4 +1,4 @@
-"""Search for the plans of a request, and say what was left out."""
+"""Search for the plans of a request, and print what was left out."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -139,7 +139,7 @@ def search(profile: Profile, topology: Topology, batch: int, request: Request, g
 
 
 def _faster_with_delay(choice: Choice, batch: int, request: Request, options: dict[str, Any]) -> Ranked | None:
-    """Return the best plan by estimate of the schedules that do not flush, simulated, if its weights are delayed and it is faster."""
+    """Simulate the best plan, by estimate, of the schedules that do not flush; return it if it is faster and delays weights."""
     best, names = choice.ranked[0], [name for name in planned_schedules() if not jpipe.schedules.SCHEDULES[name].flushes]
     considered = find_candidates(choice.profile, choice.topology, batch, schedules=names, meshes=[best.candidate.degrees], **options)
     usable = (
@@ -154,7 +154,7 @@ def _faster_with_delay(choice: Choice, batch: int, request: Request, options: di
 
 
 def _no_candidate(profile: Profile, topology: Topology, batch: int, request: Request, excluded: Sequence[Candidate]) -> InputError:
-    """Return the error if no plan is left of all candidates, or of those that use the required number of devices."""
+    """Return the error if no candidate is left, or none that uses the required number of devices."""
     named = () if ALL in request.schedules else request.schedules
     conditions = [" or ".join(named)] if named else []
     if request.max_delay is not None:
@@ -182,7 +182,7 @@ def _no_candidate(profile: Profile, topology: Topology, batch: int, request: Req
 
 
 def _meshes(profile: Profile, topology: Topology, request: Request, reporter: Reporter) -> tuple[Degrees, ...]:
-    """Return the meshes to try, and print the cost of requested ones that are larger than a server.
+    """Return the meshes to try; print the cost of requested meshes that are larger than a server.
 
     Raises:
         InputError: a requested mesh does not fit the devices or the layers.

@@ -101,10 +101,10 @@ def main(
 def with_agreements(
     plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost] | None, prediction: jpipe.programs.Prediction, batches: int
 ) -> tuple[jpipe.programs.Prediction, list[float]]:
-    """Return a prediction with agreements if pipelines agree, and the mean bytes that each rank sends for a batch.
+    """Return a prediction, with agreements if pipelines agree, and the mean bytes that each rank sends per batch.
 
-    There may be no agreement in these batches of the plan itself, but its memory has to suffice for one: all stages agree with each batch
-    in the simulation, or with a delay every second batch, applied one batch later, so that changes are always held.
+    The plan itself may have no agreement in these batches, but its memory must suffice for one. So in the simulation all stages agree after
+    each batch, or with a delay after every second batch, applied one batch later: changes are always held.
 
     Args:
         plan: the plan.
@@ -127,7 +127,7 @@ def with_agreements(
 
 
 def _unit_words(plan: jpipe.Plan, prediction: jpipe.programs.Prediction) -> str:
-    """Say how long the computations take."""
+    """Describe how long the computations take."""
     has_halves = any(jpipe.ops.OPS[span.op].reads == "stash" for spans in prediction.timeline for span in spans)
     halves = ", each of its halves 1" if has_halves else ""
     recomputes = any(repeats_forward(stage.recompute) for stage in plan.stages)
@@ -163,7 +163,7 @@ class Subject:
 
 
 def _memory_words(subject: Subject, prediction: jpipe.programs.Prediction, batches: int) -> list[str]:
-    """Explain the columns of memory, and say whether the ranks fit into the device that was named."""
+    """Explain the columns of memory, and whether the ranks fit into the named device."""
     if subject.costs is None:
         return ["sizes and memory need a config: a plan alone does not know the model"]
     held = "what a rank holds between its computations"
@@ -181,7 +181,7 @@ def _memory_words(subject: Subject, prediction: jpipe.programs.Prediction, batch
 
 
 def host_words(prediction: jpipe.programs.Prediction, batches: int, device: Device | None) -> str:
-    """Say how many bytes a rank moves to host memory and back, and how long the link of a device that was named is busy with them."""
+    """Describe how many bytes a rank moves to host memory and back, and how long this occupies the link of the named device."""
     rank = max(range(len(prediction.host_moved_bytes)), key=prediction.host_moved_bytes.__getitem__)
     moved = prediction.host_moved_bytes[rank] / batches
     words = f"moves to host memory and back: rank {rank} moves most, {decimal(int(moved))} a batch"
@@ -274,7 +274,7 @@ def table(
 ) -> list[list[str]]:
     """Return a table with a row for each stage of each rank.
 
-    It has the sizes of a rank only if they are known, and temporaries and peak memory only if its stages are compiled.
+    The sizes of a rank are in it only if they are known; temporaries and peak memory only if its stages are compiled.
 
     Args:
         plan: the plan.
@@ -308,7 +308,7 @@ def table(
 
 
 def cut_grid(grid: str, width: int) -> str:
-    """Return the ticks of a grid that fit into `width` columns, and how many are shown if not all."""
+    """Return the ticks of a grid that fit into `width` columns, and their number if some are left out."""
     lines = grid.splitlines()
     ends = [match.end() for match in re.finditer(r"\d+", lines[0])]
     fitting = [end for end in ends if end <= width]

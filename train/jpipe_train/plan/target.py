@@ -1,4 +1,4 @@
-"""`jpipe target`: the table of targets, one of them with its sources, and the one of this machine."""
+"""`jpipe target`: the table of targets, a single target with its sources, and the target of this machine."""
 
 from collections.abc import Mapping
 
@@ -73,7 +73,7 @@ def _compiled_here(target: Target) -> str:
 
 
 def write_here(out: str | None) -> list[str]:
-    """Write the target of the GPU or TPU of this machine into a new file, and return lines that say what is in it.
+    """Write the target of this machine's GPU or TPU into a new file, and return lines that describe it.
 
     Args:
         out: the file; None: one named after the device, in the current folder.

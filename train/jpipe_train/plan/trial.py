@@ -42,7 +42,7 @@ _READ = 16  # batches; the largest is used, where they have several shapes
 
 @dataclass
 class Outcome:
-    """What running a plan gave.
+    """The outcome of running a plan.
 
     Attributes:
         name: of the plan, for messages.
@@ -93,7 +93,7 @@ class Trial:
 
     @property
     def failure(self) -> str:
-        """Why it could not run; "": it could."""
+        """Why it could not run; "" if it could."""
         return self.outcome.failure
 
     @property
@@ -113,7 +113,7 @@ class Trial:
 
     @property
     def error(self) -> float:
-        """How much longer a step took than predicted, relative to the prediction."""
+        """The excess of the measured step time over the predicted one, relative to the prediction."""
         return self.seconds / self.ranked.seconds - 1
 
 
@@ -144,7 +144,7 @@ class Measured:
 
 
 class _Search(NamedTuple):
-    """What process 0 knows of the plans to run.
+    """What only process 0 knows about the plans to run.
 
     Attributes:
         result: the result of the search.
@@ -160,10 +160,10 @@ class _Search(NamedTuple):
 def measure(
     find: Callable[[], tuple[SearchResult, Sequence[Compiled]]], parts: Parts, most: int, reporter: Reporter, together: Together
 ) -> Measured | None:
-    """Run the best plan of each kind until `most` have run, and put these first, by their measured speed; all processes call it.
+    """Run the best plan of each kind until `most` have run, and rank these first, by measured speed; all processes call it.
 
-    Each plan trains fresh weights with one batch of the config's data, so that the speed of reading data does not count. Ctrl-C ends the
-    measuring of a single process: what was measured until then decides, or else the predictions. Several processes end.
+    Each plan trains fresh weights with one batch of the config's data, so that the speed of reading data does not count. After Ctrl-C a
+    single process stops measuring: the measurements so far decide, or else the predictions. Several processes end.
 
     Args:
         find: searches for the plans and confirms them, in process 0 alone: the result, and the memory of the stages that are compiled.
@@ -224,7 +224,7 @@ def _from_text(text: str, parts: Parts) -> list[list[Run]]:
 
 
 def _compile(search: _Search, parts: Parts, most: int, reporter: Reporter) -> list[tuple[Trial, jpipe.Pipeline]]:
-    """Return the pipelines of `most` plans that fit; note each among the trials, and the memory of its stages."""
+    """Return the pipelines of `most` plans that fit; record each in the trials, with the memory of its stages."""
     pipes, programs = list[tuple[Trial, jpipe.Pipeline]](), dict[Any, Any]()
     choice, known = search.result.choice, search.known
     for ranked in choice.ranked:
@@ -247,7 +247,7 @@ def _compile(search: _Search, parts: Parts, most: int, reporter: Reporter) -> li
 
 
 def _groups(pipes: Sequence[tuple[Trial, jpipe.Pipeline]], limit: float | None) -> list[list[tuple[Trial, jpipe.Pipeline]]]:
-    """Return all plans as one group, which runs in turn, or each alone where their states do not fit into memory together."""
+    """Group the plans that run in turn: all together, or each alone if their states do not fit into memory together."""
     together = limit is None or sum(max(trial.ranked.memory) for trial, _ in pipes) <= limit
     return [list(pipes)] if together else [[one] for one in pipes]
 
@@ -277,7 +277,7 @@ def _run(group: Sequence[Run], parts: Parts, reporter: Reporter, together: Toget
 
 @contextmanager
 def _failing(outcome: Outcome, reporter: Reporter, *, processes: jpipe.processes.Processes | None = None) -> Iterator[None]:
-    """Record why a plan cannot run, and go on; or end, as several processes do, because the other ones wait for this plan."""
+    """Record why a plan cannot run, and continue. Several processes end instead, because the other ones wait for this plan."""
     try:
         yield
     except (jax.errors.JaxRuntimeError, jpipe.InputError, MemoryError) as error:
@@ -306,16 +306,16 @@ class Running:
         self._steps = max(LEAST, math.ceil(SECONDS / self._seconds(1)))
 
     def round(self) -> float:
-        """Run some steps and return the seconds of one, in the slowest process."""
+        """Run some steps and return the seconds per step in the slowest process."""
         self._seconds(1)  # caches have what another plan needs
         return self._seconds(self._steps)
 
     def drain(self) -> None:
-        """Let nothing be in flight between processes."""
+        """Wait until no message is in flight between processes."""
         jax.block_until_ready(self._pipe.drain(self._state))
 
     def _seconds(self, steps: int) -> float:
-        """Run steps, from the same moment on in all processes and without collecting garbage, and return the seconds of one."""
+        """Run steps and return the seconds per step. All processes begin together; garbage is not collected."""
         gc.collect()
         self._together.meet("the next steps to measure")
         gc.disable()
@@ -332,23 +332,23 @@ class Running:
 
 
 def _first_batch(batches: data.Data) -> Any:
-    """Return the first batch, or the largest of the first ones where they have several shapes."""
+    """Return the first batch; if batches have several shapes, the largest of the first ones."""
     first = (batches.train[batches.first + n] for n in range(_READ if batches.shapes else 1))
     return max(first, key=lambda batch: sum(array.size for array in jax.tree.leaves(jax.tree.map(_rows, batch))))
 
 
 def _rows(array: Any) -> Any:
-    """Return all rows of an array that reads only the rows that are sliced."""
+    """Read all rows of an array that reads only sliced rows."""
     return np.asarray(array[: array.shape[0]])
 
 
 def _resized(batch: Any, rows: int) -> Any:
-    """Return a batch of some rows: the rows of `batch`, again and again."""
+    """Return a batch of some rows, by repeating the rows of `batch`."""
     return jax.tree.map(lambda array: np.resize(_rows(array), (rows, *array.shape[1:])), batch)
 
 
 def in_order(trials: Sequence[Trial]) -> list[Trial]:
-    """Sort trials, the fastest first; those within `NEARLY` of the fastest one that remains keep their order."""
+    """Sort trials by speed. At each place, the trials within `NEARLY` of the fastest remaining one keep their order."""
     remaining, ordered = list(trials), list[Trial]()
     while remaining:
         least = (1 - NEARLY) * max(trial.samples_per_second for trial in remaining)
@@ -358,7 +358,7 @@ def in_order(trials: Sequence[Trial]) -> list[Trial]:
 
 
 def _compared(search: _Search) -> Measured:
-    """Put the plans that ran first, and those that failed after them; after all, if none ran."""
+    """Rank the plans that ran first, then those that failed; if none ran, the failed ones come last of all."""
     searched, known = search.result, search.known
     trials, failed = in_order([one for one in search.trials if one.is_measured]), [one for one in search.trials if one.failure]
     first, last = [one.ranked for one in trials], [one.ranked for one in failed]
@@ -371,9 +371,9 @@ def _compared(search: _Search) -> Measured:
 
 
 def correction(choice: Choice, trials: Sequence[Trial]) -> float:
-    """Return by what to multiply the times of a profile's computations so that the median step takes as long as measured.
+    """Return the factor for the times of a profile's computations with which the median step takes as long as measured.
 
-    It is 1 where that makes the predictions no better, for example because transfers and not computations took longer.
+    It is 1 if a factor does not improve the predictions, for example because transfers, not computations, took longer.
     """
     if not trials:
         return 1.0

@@ -1,4 +1,4 @@
-"""What `jpipe plan --measure` prints: measurement beside prediction, and how far predictions were off."""
+"""What `jpipe plan --measure` prints: measurements beside predictions, and the errors of the predictions."""
 
 import itertools
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ ERRORS = "schedule", "stages", "predicted", "measured", "least to most", "off by
 
 
 def cells(measured: Measured, ranked: Ranked) -> tuple[str, str]:
-    """Return the cells of a plan below `HEAD`."""
+    """Return the cells of a plan, in the columns of `HEAD`."""
     if any(trial.ranked == ranked for trial in measured.failed):
         return "failed", ""
     trial = next((trial for trial in measured.trials if trial.ranked == ranked), None)
@@ -23,7 +23,7 @@ def cells(measured: Measured, ranked: Ranked) -> tuple[str, str]:
 
 
 def errors(measured: Measured) -> list[tuple[str, ...]]:
-    """Return a row for each kind of plan that ran, in seconds a step; see `ERRORS` for the columns."""
+    """Return a row for each kind of plan that ran, in seconds per step; see `ERRORS` for the columns."""
     return [_errors(measured, trial) for trial in measured.trials]
 
 
@@ -63,7 +63,7 @@ def words(measured: Measured) -> list[str]:
 
 
 def why(measured: Measured, ranked: Ranked) -> str | None:
-    """Return why a plan that ran was not chosen; None for the chosen one and for those that did not run."""
+    """Return why a plan that ran was not chosen; None for the chosen plan and for plans that did not run."""
     trial = next((trial for trial in measured.trials[1:] if trial.ranked == ranked), None)
     if trial is None:
         return "failed" if any(one.ranked == ranked for one in measured.failed) else None
@@ -71,7 +71,7 @@ def why(measured: Measured, ranked: Ranked) -> str | None:
 
 
 def _agreement(trials: Sequence[Trial]) -> str:
-    """Describe how well the predictions and the measurements agree in order, as the end of a sentence."""
+    """Describe how well predictions and measurements rank the plans alike, to end a sentence."""
     pairs = list(itertools.combinations(trials, 2))
     if len(pairs) < 3:
         return ""

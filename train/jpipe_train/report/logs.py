@@ -1,4 +1,4 @@
-"""The logs in addition to metrics.jsonl that `log` of a config names."""
+"""The logs that `log` of a config names, in addition to metrics.jsonl."""
 
 import contextlib
 from collections.abc import Callable, Mapping

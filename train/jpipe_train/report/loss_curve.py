@@ -82,7 +82,7 @@ def draw_losses(
 
 
 def _mark(axes: "matplotlib.axes.Axes", changes: Sequence[tuple[int, str]]) -> None:
-    """Draw dashed lines at the changes of the plan, with words if there are few: at the top, because losses fall, and inside the axes."""
+    """Draw dashed lines where the plan changes. If there are few, label them: at the top, because losses fall, and inside the axes."""
     first, last = axes.get_xlim()
     for step, _ in changes[-MOST_CHANGES:]:
         axes.axvline(step, color=_CHANGE, linewidth=0.9, linestyle=(0, (4, 3)), zorder=1)
@@ -111,7 +111,7 @@ def metric_names(rows: Sequence[Mapping[str, int | float]]) -> list[str]:
 
 
 def draw_metrics(rows: Sequence[Mapping[str, int | float]], names: Sequence[str]) -> "matplotlib.figure.Figure":
-    """Draw validation metrics, each in its own panel, because their units differ.
+    """Draw each validation metric in its own panel, because their units differ.
 
     Values that are not finite are left out. Of very many values only the highest and the lowest of each interval are drawn.
 
@@ -152,7 +152,7 @@ def draw_metrics(rows: Sequence[Mapping[str, int | float]], names: Sequence[str]
 
 
 def dress(axes: "matplotlib.axes.Axes", label: str, along: str = "step", size: float = 10) -> None:
-    """Give a panel its labels and its look.
+    """Set the labels and the style of a panel.
 
     Args:
         axes: the panel.
@@ -171,13 +171,13 @@ def dress(axes: "matplotlib.axes.Axes", label: str, along: str = "step", size: f
 
 
 def logs_every_batch(rows: Sequence[Mapping[str, int | float]]) -> bool:
-    """Return whether there is a training loss for every step, up to the last."""
+    """Return whether every step up to the last has a training loss."""
     steps = [row["step"] for row in rows if "loss" in row]
     return all(later == step + 1 for step, later in itertools.pairwise(steps))
 
 
 def finite(rows: Sequence[Mapping[str, int | float]], name: str) -> tuple[Int64[np.ndarray, " n"], Float64[np.ndarray, " n"]]:
-    """Return the steps with a finite value of this name, and the values."""
+    """Return the steps with a finite value of this name, and these values."""
     pairs = [(row["step"], row[name]) for row in rows if name in row and np.isfinite(row[name])]
     return np.array([step for step, _ in pairs], np.int64), np.array([value for _, value in pairs], np.float64)
 
@@ -185,7 +185,7 @@ def finite(rows: Sequence[Mapping[str, int | float]], name: str) -> tuple[Int64[
 def running_mean(values: Float64[np.ndarray, " n"], width: int) -> Float64[np.ndarray, " n"]:
     """Return the running mean over about `width` values.
 
-    At the beginning, where a loss falls fast, it covers fewer values, and at the end earlier ones.
+    At the beginning, where a loss falls fast, it covers fewer values; at the end it covers earlier ones.
     """
     sums = np.concatenate([[0.0], np.cumsum(values)])
     indices = np.arange(len(values))

@@ -1,4 +1,4 @@
-"""Read the losses of a run when they arrive, check them, write them to `metrics.jsonl` and print them."""
+"""Read the losses of a run as they arrive, check them, write them to `metrics.jsonl` and print them."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +21,7 @@ from jpipe_train.report.performance.mfu import Utilization
 
 
 class Evaluated(NamedTuple):
-    """The evaluation of a batch, the number of copies of each of its rows, and the source of its rows, if there are several."""
+    """The evaluation of a batch, with the number of copies of each row and, if there are several sources, the source of its rows."""
 
     evaluation: jpipe.Evaluation
     copies: int = 1
@@ -37,7 +37,7 @@ TIMES = frozenset({"seconds", "tokens_per_second", "samples_per_second", "mfu"})
 
 
 def repeatable(row: Mapping[str, float]) -> dict[str, float]:
-    """Return the values of a row that a repeated or resumed run reproduces bit for bit."""
+    """Return the values of a row that a repeated or resumed run must reproduce bit for bit."""
     return {name: value for name, value in row.items() if name not in TIMES}
 
 
@@ -46,7 +46,7 @@ class RunStopped(RuntimeError):
 
 
 class NonFiniteLoss(RunStopped):
-    """A loss became infinite or not a number, or too many batches in a row were skipped."""
+    """A loss became infinite or NaN, or too many batches in a row were skipped."""
 
 
 MOST_SKIPPED = 20
@@ -60,7 +60,7 @@ OnRow = Callable[[int, Mapping[str, int | float], Mapping[str, float]], None]
 class MetricsLog:
     """Turns losses into rows of `metrics.jsonl`, values for other logs and lines on the terminal.
 
-    Processes that write nothing read the same losses, so that all stop at the same step. If the disk is full and the config says to
+    Processes that write nothing read the losses, too, so that all stop at the same step. If the disk is full and the config says to
     continue, rows are kept in memory and written once there is space again. Each row is passed to `on_row` once it is written.
     """
 
@@ -122,7 +122,7 @@ class MetricsLog:
         return None if known is None else means(known)
 
     def finished(self, metrics: jpipe.Metrics | None) -> None:
-        """Wait for these metrics, and write the rows of all steps with complete values; a norm may come later than its loss."""
+        """Wait for these metrics, and write the rows of all steps with complete values; a norm may arrive later than its loss."""
         for name, numbers in ({} if metrics is None else metrics._asdict()).items():
             getattr(self._known, name).update(numbers)
         losses, _, norms, _, _, stage_norms = self._known
@@ -180,7 +180,7 @@ class MetricsLog:
         return {"step": step, "skipped": 1} | {name: value for name, value in values.items() if math.isfinite(value)} | scale
 
     def close(self) -> None:
-        """Write the rows that are missing on disk, if that succeeds now."""
+        """Try to write the rows that are missing on disk."""
         if self._lacks_rows and self._folder is not None:
             self._log(self._folder)
 
@@ -264,14 +264,14 @@ class MetricsLog:
 
 
 def means(results: Validation) -> dict[str, float]:
-    """Return the loss and the metrics of a validation in the form of a row, as means weighted by the batches' weights."""
+    """Return the loss and the metrics of a validation as values of a row: means, weighted by the batches' weights."""
     if isinstance(results, Mapping):
         return dict(results)
     return mean_of([means_of(each.evaluation, each.copies) for each in results], [each.source for each in results])
 
 
 def means_of(evaluation: jpipe.Evaluation, copies: int = 1) -> dict[str, tuple[float, float]]:
-    """Wait for the loss and the metrics of an evaluation, and return (mean, weight) of each by its name in a row.
+    """Wait for the loss and the metrics of an evaluation, and return the (mean, weight) of each by its name in a row.
 
     Args:
         evaluation: of a batch.
@@ -308,7 +308,7 @@ def mean_of(batches: Sequence[Means], sources: Sequence[SourceConfig | None] = (
 
 
 def _summing_to(total: float, batches: Sequence[Means]) -> list[Means]:
-    """Return the same means with weights that sum to `total`, for each name that has a weight in a batch."""
+    """Scale the weights of each name that has a weight in a batch so that they sum to `total`; the means stay."""
     sums = {name: sum(batch[name][1] for batch in batches) for name in batches[0]}
     return [
         {name: (mean, weight * total / sums[name] if sums[name] else 0.0) for name, (mean, weight) in batch.items()} for batch in batches

@@ -47,19 +47,19 @@ def note(words: str) -> str:
 
 
 def results(values: Mapping[str, str]) -> str:
-    """Return boxes with the most important results by name; "" without any."""
+    """Return boxes with the most important results by name, or "" without any."""
     boxes = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in values.items())
     columns = " ".join(f"{name}-{_columns(len(values), *limits)}" for name, limits in (("few", (3, 4)), ("many", (4, 7))))
     return f'<dl class="results {columns}">{boxes}</dl>' if boxes else ""
 
 
 def _columns(boxes: int, least: int, most: int) -> int:
-    """Return the number of columns with the fewest rows, and of these the one that leaves the last row least empty."""
+    """Return the number of columns that needs the fewest rows; of several, the one with the fullest last row."""
     return min(range(least, most + 1), key=lambda columns: (math.ceil(boxes / columns), -boxes % columns))
 
 
 def table(kind: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a table with the names of the rows in its first column; `kind` is a class of the style."""
+    """Return a table with the names of the rows in its first column; `kind` is a CSS class."""
     columns = "".join(f'<th scope="col">{escape(name)}</th>' for name in head)
     lines = "".join(
         f'<tr><th scope="row">{escape(first)}</th>{"".join(f"<td>{escape(cell)}</td>" for cell in cells)}</tr>' for first, *cells in rows

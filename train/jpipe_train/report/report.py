@@ -75,8 +75,8 @@ class Report:
 def write_report(folder: Path, report: Report) -> None:
     """Write the pictures, the trace and the page into an existing folder, each file completely or not at all.
 
-    A run without losses has no `loss.png`, one without windows no `timeline.png`, `memory.png` or `trace.json`; the page says so. One
-    without `eval.metrics` has no `metrics.png`.
+    Without losses there is no `loss.png`; without windows no `timeline.png`, `memory.png` or `trace.json`; the page says so. Without
+    `eval.metrics` there is no `metrics.png`.
 
     Raises:
         OSError: the folder cannot be written.
@@ -109,7 +109,7 @@ def write_report(folder: Path, report: Report) -> None:
 
 
 def _panel_title(report: Report, name: str) -> str:
-    """Return the title of a timeline, which says if it has no rows of transfers although the other one has."""
+    """Return the title of a timeline; if only the other one has rows of transfers, the title says so."""
     lacks = not report.windows[name].transfers and any(window.transfers for window in report.windows.values())
     return f"{name} (transfers are not {name})" if lacks else name
 

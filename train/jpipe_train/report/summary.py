@@ -54,7 +54,7 @@ class Summary:
 
 
 def slow_of(pipe: jpipe.Pipeline, measured: jpipe.programs.Window | None) -> str:
-    """Say which ranks of a run are slower than the others for the same work; "" if none are, or if it is not measured."""
+    """Name the ranks of a run that are slower than the others for the same work; "" if none are, or without measurements."""
     if measured is None:
         return ""
     numbers = {device: n for n, device in enumerate(sorted(jax.devices(), key=lambda device: (device.process_index, device.id)))}

@@ -1,4 +1,4 @@
-"""Callbacks of a run: the records that they get, and how they end the run."""
+"""Callbacks of a run: the records that they receive, and how they end the run."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -95,7 +95,7 @@ class Callbacks:
             self._call("on_eval", EvalRecord(step, loss, means))
 
     def saved(self, steps: Sequence[int], folder: Path) -> None:
-        """Report the checkpoints that were not reported before.
+        """Report the new checkpoints.
 
         Args:
             steps: of all checkpoints of this run that are complete, in order.

@@ -1,4 +1,4 @@
-"""The end of a run: its mark, its summary and the comparison with its plan; or an error in one line."""
+"""The end of a run: its mark, its summary and the comparison with its plan, or an error in one line."""
 
 import contextlib
 import dataclasses
@@ -36,14 +36,14 @@ def conclude(
     *,
     in_python: bool,
 ) -> Summary:
-    """Mark the end of a run in its folder, print its summary, and return it with the planner's prediction, if there is one."""
+    """Mark the end of a run in its folder, print its summary, and return it with the planner's prediction, if any."""
     summary = summary if folder is None else complete(summary, config, plan, sizes, folder)
     print_summary(summary, data.loss_unit(config), reporter, in_python=in_python)
     return summary
 
 
 def complete(summary: Summary, config: Config, plan: jpipe.Plan, sizes: Sequence[jpipe.programs.StageCost], folder: RunFolder) -> Summary:
-    """Mark the end of the run in its folder, or that a signal made it save, and return the summary with the planner's prediction."""
+    """Mark in the run folder that the run has ended, or saved at a signal; return the summary with the planner's prediction."""
     if summary.stopped_by is not None:
         with contextlib.suppress(OSError):  # the checkpoint is written, which matters more
             folder.mark_end(summary.steps, config.train.length, None, name_of(summary.stopped_by))
@@ -64,7 +64,7 @@ def compare_with_prediction(summary: Summary, plan: jpipe.Plan, sizes: Sequence[
 
 @contextlib.contextmanager
 def nonfinite_data_named(log: MetricsLog, batches: data.Batches, first: int) -> Iterator[None]:
-    """Add the rows of the first batch that are not finite to the error where the first loss of a run is not, before any update.
+    """If the first loss of a run, before any update, is not finite, add to the error which rows of the first batch are not.
 
     Args:
         log: has the last step that was finished.
@@ -82,7 +82,7 @@ def nonfinite_data_named(log: MetricsLog, batches: data.Batches, first: int) -> 
 
 
 def _nonfinite_words(batch: Batch) -> str:
-    """Name the first row of each array of a batch with a number that is not finite; empty without one."""
+    """Name the first row of each array of a batch that has a number that is not finite; "" without one."""
     places = []
     for name, tree in zip(("inputs", "targets"), batch, strict=True):
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
@@ -93,7 +93,7 @@ def _nonfinite_words(batch: Batch) -> str:
 
 
 def left_words(folder: RunFolder, config: Config, *, in_python: bool) -> str:
-    """Return the end of a message about a run that has failed: what is saved, and how it goes on; `jpipe launch` says the latter itself."""
+    """Return the end of a message about a failed run: what is saved and, unless `jpipe launch` says so itself, how to continue."""
     words = f"; the steps logged so far are in {shown(folder.path)}"
     if progress.VARIABLE in os.environ:
         return words
@@ -112,7 +112,7 @@ def _newest(folder: RunFolder) -> int | None:
 
 
 def _describe_newest(folder: RunFolder | None) -> str:
-    """Return the end of an error message about a changed run folder: which checkpoint is left; empty if the folder is unknown."""
+    """Return the end of an error message about a changed run folder: the remaining checkpoint; "" if the folder is unknown."""
     if folder is None:
         return ""
     newest = _newest(folder)

@@ -176,14 +176,14 @@ def _option_named(request: Request) -> Iterator[None]:
 
 
 def _ready(config: Config, request: Request, reporter: Reporter) -> tuple[jpipe.Pipeline, data.Data, "_Selection"]:
-    """Return what `_built` does, with errors that name other shapes."""
+    """Return the result of `_built`, with errors that name other shapes."""
     with _other_shapes_named(config, request):
         return _built(config, request, reporter)
 
 
 @contextmanager
 def _other_shapes_named(config: Config, request: Request) -> Iterator[None]:
-    """Replace an error by one that says that other arrays than the run's have other shapes, if they do."""
+    """Replace an error if the arrays at another path than the run's have other shapes: name those shapes."""
     try:
         yield
     except InputError:
@@ -266,7 +266,7 @@ def _select_batches(config: Config, request: Request, batches: data.Batches) -> 
 
 
 def _of_sources(sources: Sequence[SourceConfig], batches: Joined, selections: Sequence[_Selection]) -> _Selection:
-    """Return the selections from the parts of `batches` as one."""
+    """Join the selections from the parts of `batches`."""
     starts = itertools.accumulate((len(part) for part in batches.parts), initial=0)
     return _Selection(
         [start + number for start, each in zip(starts, selections, strict=False) for number in each.numbers],

@@ -78,9 +78,9 @@ def fit(
     resume: Resume = "auto",
     progress: bool = True,
 ) -> FitResult:
-    """Train a pipeline in the loop of `jpipe train`, with evaluation, and with checkpoints, logs and a report in a run folder.
+    """Train a pipeline in the loop of `jpipe train`, with evaluations, and with checkpoints, logs and a report in a run folder.
 
-    A run that resumes equals one that was not interrupted, bit for bit. Ctrl-C and SIGTERM end a run that writes checkpoints once one is
+    A resumed run equals an uninterrupted one, bit for bit. Ctrl-C and SIGTERM end a run that writes checkpoints once one is
     written. All processes of a run call this once, with the same arguments. Process 0 alone prints, writes and calls callbacks.
 
     Args:
@@ -162,7 +162,7 @@ def _config(
     checkpoint: SupportsIndex | Mapping[str, Any] | None,
     log: Sequence[str],
 ) -> Config:
-    """Return the config of a run, in which the parts that are objects of the program have names that say so.
+    """Return the config of a run; the parts that are objects of the program have names that say so.
 
     Raises:
         InputError: a value does not fit.
@@ -221,7 +221,7 @@ def _run(
 
 
 def _checked(pipe: jpipe.Pipeline, config: Config, batches: Data, program: FromPython) -> Data:
-    """Return the data, if the pipeline can train on them, and the evaluations have the result that orders the checkpoints."""
+    """Check that the pipeline can train on the data, and that evaluations have the result that orders the checkpoints."""
     if config.checkpoint.best is not None and not len(batches.validation):
         raise InputError(
             "fit: checkpoint.best would mean nothing without eval_data, on which checkpoints are judged; give it, or leave out best"
@@ -233,7 +233,7 @@ def _checked(pipe: jpipe.Pipeline, config: Config, batches: Data, program: FromP
 
 
 def _completed(config: Config, built: tuple[jpipe.Pipeline, Data], together: Together, resumed: Resumed, reporter: Reporter) -> FitResult:
-    """Return the result of a run that has no step left, from its checkpoint."""
+    """Return the result of a run without remaining steps, from its checkpoint."""
     pipe, batches = built
     layers, damage = read_checkpoint(config, pipe, batches, together, resumed)
     if layers is None:
@@ -243,6 +243,6 @@ def _completed(config: Config, built: tuple[jpipe.Pipeline, Data], together: Tog
 
 
 def _console(shows: bool) -> Console:
-    """Return the console for the progress; in a notebook one that prints plain lines, because stored notebooks would not show a bar."""
+    """Return the console for the progress. In a notebook it prints plain lines, because stored notebooks would not show a bar."""
     console = Console(highlight=False, quiet=not shows)
     return Console(highlight=False, quiet=not shows, force_jupyter=False, force_terminal=False) if console.is_jupyter else console

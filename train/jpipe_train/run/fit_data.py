@@ -31,7 +31,7 @@ def load(
     steps: SupportsIndex | None = None,
     epochs: float | None = None,
 ) -> tuple[Data, int]:
-    """Return the data of a run that begins, and the number of rows of a training batch.
+    """Return the data of a new run, and the number of rows of a training batch.
 
     Args:
         train: the data to train on, as in `jpipe_train.fit`.
@@ -65,7 +65,7 @@ def load(
 
 
 def _with_steps(data: Data, first: Position, rows: int, epochs: float | None) -> Data:
-    """Return the data with the number of steps that its epochs have, if the run has epochs.
+    """Return the data, with the number of steps if the run's length is in epochs.
 
     Raises:
         InputError: they have too many.
@@ -234,7 +234,7 @@ def _shuffled_rows(train: Any, batch_size: int, seed: int) -> BatchesOfRows:
 
 
 def _held_out(held_out: Any, batch_size: int, microbatch: int) -> tuple[Batches, tuple[int, ...]]:
-    """Return the batches of an evaluation, and the copies of their rows where these are not one.
+    """Return the batches of an evaluation, and the copies of their rows unless each has one.
 
     Args:
         held_out: arrays, or an object that has batches.
@@ -260,7 +260,7 @@ def _held_out(held_out: Any, batch_size: int, microbatch: int) -> tuple[Batches,
 
 
 def _by_number(batches: Any, name: str) -> OwnBatches:
-    """Return the batches of an object that can be asked for a batch by its number.
+    """Return the batches of an object that returns a batch by its number.
 
     Raises:
         InputError: it cannot.

@@ -26,7 +26,7 @@ from jpipe_train.run.evaluate import Request, main
 
 
 class Address(NamedTuple):
-    """The place of a process in its job; None is detected, or means a single process.
+    """The place of a process in its job; None values are detected, or mean a single process.
 
     Attributes:
         coordinator: HOST:PORT of process 0.
@@ -107,7 +107,7 @@ def plan(find: Callable[[Callable[[], int]], None], address: Address, connect_li
 
 
 def doctor(request: Examination, address: Address, connect_limit: float, wait_limit: float) -> int:
-    """Look at the hosts of a job, print what to change, and return the exit code."""
+    """Check the hosts of a job, print what to change, and return the exit code."""
 
     def work(connect: Callable[[], int]) -> int:
         member = distributed.membership(address.coordinator, address.num_processes, address.process_id, connect_limit)
@@ -119,7 +119,7 @@ def doctor(request: Examination, address: Address, connect_limit: float, wait_li
 def _run(work: Callable[[Callable[[], int]], int], address: Address, connect_limit: float, wait_limit: float) -> int:
     """Run `work`, print a line if it fails, and return the exit code.
 
-    In a job of one process, an exception without a message of jpipe's propagates to `jpipe_train.cli`.
+    In a job of one process, an exception that is not jpipe's own propagates to `jpipe_train.cli`.
 
     Args:
         work: the job; it calls its argument to connect the processes, which returns their number.

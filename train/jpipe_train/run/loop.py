@@ -106,7 +106,7 @@ def main(
 
 @dataclasses.dataclass(frozen=True)
 class FromPython:
-    """What a run gets from a Python program in addition to its config.
+    """The objects that a run gets from a Python program in addition to its config.
 
     Attributes:
         build: returns the pipeline and its data, given the checkpoint that the run resumes from; None: they are built from the config.
@@ -176,7 +176,7 @@ def start(
 def agree_on_config(
     config: Config, num_processes: int, elastic: int | None, options: dict[str, str], together: Together
 ) -> tuple[Config, list[str]]:
-    """Check that all processes have the same config and options, and prepare JAX for it, before any device starts.
+    """Check that all processes have the same config and options, and prepare JAX, before any device starts.
 
     Returns:
         The config, with a smaller plan if there are fewer than `elastic` processes, and lines to print.
@@ -193,7 +193,7 @@ def agree_on_config(
 
 
 def check_early(config: Config, together: Together, resumed: Resumed | None, resume: Resume) -> None:
-    """Check what can be told before devices start and data are read, so that a mistake is reported in seconds.
+    """Check what needs neither devices nor data, so that a mistake is reported in seconds.
 
     Raises:
         jpipe.InputError: something in the config, or the run folder, does not fit.
@@ -264,7 +264,7 @@ def build_on_all(config: Config, together: Together, resumed: Resumed | None, re
 def build_and_check(
     config: Config, reporter: Reporter, plan: jpipe.Plan | None = None, resumed: Resumed | None = None
 ) -> tuple[jpipe.Pipeline, data.Data]:
-    """Build the pipeline and its data, and check everything that can be checked before a device works."""
+    """Build the pipeline and its data, and check everything that needs no work of a device."""
     stopping.check(config)
     position = None if resumed is None else resumed.position(config.train.batch_size)
     pipe, batches = build(config, reporter, plan, lambda config: data.load(config, position))
@@ -279,7 +279,7 @@ def build_and_check(
 
 
 def with_steps(config: Config, batches: data.Data, reporter: Reporter, together: Together) -> Config:
-    """Return the config with the number of steps that its epochs have, if it gives epochs.
+    """Return the config with its epochs, if it has any, converted to steps.
 
     Raises:
         jpipe.InputError: there would be no update, or a step to be profiled comes after the last one.
@@ -302,12 +302,12 @@ def with_steps(config: Config, batches: data.Data, reporter: Reporter, together:
 
 
 def is_complete(resumed: Resumed, config: Config) -> bool:
-    """Return whether nothing is left to train: all steps are done, as far as their number is known, or the run has stopped early."""
+    """Return whether nothing is left to train: all steps are done (if their number is known), or the run has stopped early."""
     return resumed.step >= config.train.length or bool(stopping.stopped_words(config, resumed))
 
 
 def already_complete(resumed: Resumed, config: Config, reporter: Reporter, together: Together) -> Summary:
-    """Report that the run is complete, and mark its end; a job that died while reporting and is restarted then succeeds."""
+    """Report that the run is complete, and mark its end, so that a job succeeds that died while reporting and was restarted."""
     where, why = f"the run in '{shown(resumed.folder)}'", stopping.stopped_words(config, resumed)
     state, change = f"has done {count(resumed.step, 'step')} of {config.train.steps}", "train.steps"
     if resumed.step < config.train.length:
@@ -384,7 +384,7 @@ def run(
 
 
 def make_preemption(config: Config, together: Together, callbacks: Callbacks | None, watch: Watch) -> Preemption:
-    """Return what decides before each step whether the run ends, for a signal or as callbacks ask, and whether it is traced."""
+    """Return the object that decides before each step whether the run ends, at a signal or a callback's request, or is traced."""
     stops = None if callbacks is None else (lambda: callbacks.stop)
     traces = watch.wants_trace if watch.can_trace else None
     return Preemption(together.processes, saves=config.checkpoint.every is not None, stops=stops, traces=traces)
@@ -393,7 +393,7 @@ def make_preemption(config: Config, together: Together, callbacks: Callbacks | N
 def make_watch(
     train: TrainConfig, pipe: jpipe.Pipeline, batches: data.Data, measure: Measure, reporter: Reporter | None, first: int
 ) -> Watch:
-    """Return what times the steps of a run from `first` on; only process 0 has a reporter, and batches of several shapes have no time."""
+    """Return the watch that times steps from `first` on. Only process 0 has a reporter; batches of several shapes are not timed."""
     judges = reporter is not None and not batches.shapes
     can_trace = train.trace_batches > 0 and train.eval_every > 2 and not batches.shapes
     return Watch(pipe, measure, reporter.say if judges and reporter is not None else None, first, can_trace)
@@ -408,7 +408,7 @@ def make_checkpoints(
     reporter: Reporter,
     together: Together,
 ) -> Checkpoints:
-    """Return what writes the checkpoints of a run into the folder `path`; only process 0 has it as `folder`."""
+    """Return the writer of checkpoints into the folder `path`; only process 0 has the folder as `folder`."""
     rows = (lambda: b"") if folder is None else folder.logged
     best = stopping.find_best(config, path, resumed, together)
     also_at = None if best is None and config.train.stop is None else config.train.eval_every
@@ -417,15 +417,14 @@ def make_checkpoints(
 
 
 def utilization_of(pipe: jpipe.Pipeline, batches: data.Data) -> mfu.Utilization | None:
-    """Return the model FLOPs utilization of a run; None if it is not known, or if shapes, and so the FLOPs, differ from batch to batch."""
+    """Return the model FLOPs utilization of a run; None if it is unknown, or if shapes, and so FLOPs, differ between batches."""
     return None if batches.shapes else mfu.find(pipe, batches.like)
 
 
 def _sizes(pipe: jpipe.Pipeline, batches: data.Data, *, alone: bool, writes: bool) -> tuple[tuple[jpipe.programs.StageCost, ...], Any]:
     """Return the costs of the stages, and the temporaries of each stage with programs in this process.
 
-    Each process knows the programs of its own stages. If the run is to be compared with its plan, the remaining programs are compiled as
-    well.
+    Each process knows the programs of its own stages. To compare the run with its plan, the other programs are compiled as well.
     """
     compares = not alone and writes and pipe.plan.predicted is not None
     sizes = pipe.costs(batches.like, compiled_for=jax.local_devices()[0] if compares else None)
@@ -448,7 +447,7 @@ def announce(pipe: jpipe.Pipeline, source: str, config: Config, folder: RunFolde
 
 
 def report_transfers(pipe: jpipe.Pipeline, reporter: Reporter) -> None:
-    """Print how accelerators of several processes send each other messages, as a probe has determined."""
+    """Print how the accelerators of several processes exchange messages, as a probe has determined."""
     if pipe.transfers is not None and pipe.devices[0].platform != "cpu":
         method = {"device_put": "jax.device_put", "collectives": "collectives of two devices each"}[pipe.transfers]
         reporter.say(f"messages between processes go by {method}")
@@ -461,7 +460,7 @@ def local_stages(pipe: jpipe.Pipeline) -> set[int]:
 
 
 def facts_of_run(config: Config, pipe: jpipe.Pipeline) -> dict[str, Any]:
-    """Return the facts about the run that each of its checkpoints holds."""
+    """Return the facts about the run that each of its checkpoints records."""
     traced = pipe.stack.traced
     return ({} if traced is None else {"model": traced.places()}) | {
         "config": to_yaml(config),

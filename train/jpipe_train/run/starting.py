@@ -1,4 +1,4 @@
-"""The start of a run: from random weights, from given ones, or from a checkpoint."""
+"""The start of a run: from random weights, from given weights, or from a checkpoint."""
 
 import os
 import time
@@ -58,7 +58,7 @@ def initial_params(
 
 
 def make_folder(config: Config, plan: jpipe.Plan, resume: Resume, resumed: Resumed | None, reporter: Reporter) -> RunFolder:
-    """Create the run folder, completely or not at all even if Ctrl-C is pressed, or open a resumed run's; tell a launcher of it."""
+    """Create the run folder (completely or, if Ctrl-C is pressed, not at all), or open a resumed run's; tell the launcher."""
 
     def prepare(path: Path) -> None:
         if resumed is None:
@@ -77,14 +77,14 @@ def make_folder(config: Config, plan: jpipe.Plan, resume: Resume, resumed: Resum
 def continue_on_all(
     config: Config, folder: RunFolder | None, resumed: Resumed | None, together: Together, say: Callable[[str], None]
 ) -> LastStep | None:
-    """Prepare the folder of a resumed run in process 0, which alone has it, and return what `continue_folder` returns there."""
+    """Prepare the folder of a resumed run in process 0, the only one that has it; return the result of `continue_folder`."""
     if resumed is None:
         return None
     return together.run_on_all(lambda: None if folder is None else continue_folder(config, folder, resumed, say))
 
 
 def continue_folder(config: Config, folder: RunFolder, resumed: Resumed, say: Callable[[str], None]) -> LastStep | None:
-    """Prepare the folder of a resumed run, once the checkpoint is read: remove rows and checkpoints of later steps.
+    """Prepare the folder of a resumed run after reading the checkpoint: remove rows and checkpoints of later steps.
 
     Returns:
         The last step that was logged before; None if it is not known.
@@ -162,7 +162,7 @@ def begin(
 ) -> jpipe.State:
     """Compile the pipeline and return its state: with random weights, with the parameters in `initial`, or with a checkpoint's layers.
 
-    A new run that begins with a `state` has compiled already.
+    A new run that begins with a `state` is compiled already.
 
     Raises:
         jpipe.InputError: the checkpoint is of another model or optimizer.

@@ -1,4 +1,4 @@
-"""Early stopping: after each validation, all processes decide from the same results whether the run has come to its end."""
+"""Early stopping: after each validation, all processes decide from the same results whether the run ends."""
 
 import json
 import math
@@ -17,7 +17,7 @@ from jpipe_train.launch.together import Together
 
 
 def check(config: Config, functions: Iterable[str] = ()) -> None:
-    """Check that the results that stop a run, or order its checkpoints, are results of its validations.
+    """Check that the results that stop a run or order its checkpoints are results of its validations.
 
     Args:
         config: of the run.
@@ -35,7 +35,7 @@ def check(config: Config, functions: Iterable[str] = ()) -> None:
 
 
 class Stopping:
-    """Decides when a run stops early; without `train.stop` it never does.
+    """Decides when a run stops early: without `train.stop`, never.
 
     Args:
         config: of the run.
@@ -52,7 +52,7 @@ class Stopping:
             self._states = [state] if state is not None and state.continues(self._config, mode) else []
 
     def record(self, step: int, results: Mapping[str, float]) -> bool:
-        """Record the validation before `step`, once, and return whether the run is to end there.
+        """Record the validation before `step` once, and return whether the run ends there.
 
         Args:
             step: the next step.
@@ -70,7 +70,7 @@ class Stopping:
         return self._config is not None
 
     def facts(self, step: int) -> dict[str, Any] | None:
-        """Return the state after the validations up to that before `step`, for its checkpoint."""
+        """Return the state after all validations before `step`, for its checkpoint."""
         state = next((state for state in reversed(self._states) if state.step <= step), None)
         return None if state is None else state.model_dump(mode="json")
 
@@ -81,7 +81,7 @@ class Stopping:
 
 
 def stopped_words(config: Config, resumed: Resumed) -> str:
-    """Describe why the run that resumes has already stopped early; "" if it has not, or if `train.stop` lets it go on now."""
+    """Describe why the resumed run had stopped early; "" if it had not, or if `train.stop` now lets it continue."""
     stop, state = config.train.stop, resumed.facts.stop
     if stop is None or state is None or not state.continues(stop, stop.mode or state.mode):
         return ""
@@ -89,7 +89,7 @@ def stopped_words(config: Config, resumed: Resumed) -> str:
 
 
 def remarks(config: Config, folder: Path, stopping: Stopping, end: int) -> dict[str, str]:
-    """Return what the summary and the report of a run say of its end and of its best checkpoint.
+    """Return remarks for summary and report, about the end of the run and its best checkpoint.
 
     Args:
         config: of the run.
@@ -109,7 +109,7 @@ def remarks(config: Config, folder: Path, stopping: Stopping, end: int) -> dict[
 
 
 def find_best(config: Config, folder: Path, resumed: Resumed | None, together: Together) -> Best | None:
-    """Return what selects the best checkpoints of a run, with those that there are; all processes call this."""
+    """Return the selection of the best checkpoints of a run, with the existing ones; all processes call this."""
     best = config.checkpoint.best
     if best is None:
         return None

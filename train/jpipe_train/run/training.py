@@ -132,7 +132,7 @@ class Training:
         return Summary(steps, mean_loss(before), mean_loss(after), log.seconds, log.folder, *windows, state=state)
 
     def _schedule(self, step: int, decision: Decision) -> None:
-        """Schedule the snapshot after a step and the window that begins with it, if they are due."""
+        """Schedule the snapshot after a step, and the window that begins with it, if they are due."""
         if decision in ("save", "last"):
             self.checkpoints.schedule_last(step)
         else:
@@ -141,12 +141,12 @@ class Training:
             self.measure.request(step)
 
     def _report_saved(self) -> None:
-        """Report the checkpoints that have become complete to the callbacks, in process 0."""
+        """Report newly complete checkpoints to the callbacks, in process 0."""
         if self.log.folder is not None:
             self.callbacks.saved(self.checkpoints.written, self.log.folder)
 
     def _stops(self, step: int) -> bool:
-        """Return whether the run stops early before `step`; after the checkpoint of a signal, it decides when it is resumed."""
+        """Return whether the run stops early before `step`. After a checkpoint at a signal, the resumed run decides."""
         cut = self.preemption.cut
         if not self.stopping.is_active or step % self.config.eval_every or (cut is not None and cut < step):
             return False
@@ -166,7 +166,7 @@ class Training:
         return [Evaluated(evaluation, held_out.copies, held_out.source) for evaluation, held_out in each]
 
     def _validation_before(self, state: jpipe.State, resumed: Resumed | None) -> Validation:
-        """Log the validation before training and return it; a resumed run reads it from its checkpoint."""
+        """Log the validation before training, and return it; a resumed run reads it from its checkpoint."""
         if resumed is None:
             before = self._evaluate(state)
             if before:
@@ -179,7 +179,7 @@ class Training:
     def _facts(
         self, before: Validation, since: int, step: int, end: int | None = None, earlier: dict[str, float] | None = None
     ) -> dict[str, Any]:
-        """Return the facts about the run that a checkpoint of a step holds.
+        """Return the facts about the run that a checkpoint at `step` records.
 
         Args:
             before: the validation before training.
@@ -205,7 +205,7 @@ class Training:
         }
 
     def _check_complete(self, step: int, why: str = "") -> None:
-        """Check that the rows of all earlier steps, and the checkpoint if there is to be one, are written.
+        """Check that the rows of all earlier steps and the checkpoint, if one is due, are written.
 
         Args:
             step: the step at which the run ends.
@@ -221,7 +221,7 @@ class Training:
             raise RunStopped(f"{why}{problem}")
 
     def _stopped(self, state: jpipe.State, before: float | None) -> Summary:
-        """End a run that was stopped by a signal, once its checkpoint is written.
+        """End a run that a signal has stopped, once its checkpoint is written.
 
         Raises:
             RunStopped: the checkpoint could not be written.
@@ -237,7 +237,7 @@ class Training:
 
 
 def _with_averaged(newest: jpipe.Evaluation, averaged: jpipe.Evaluation) -> jpipe.Evaluation:
-    """Return an evaluation with the loss and metrics of the averaged weights as additional metrics, named `loss_ema` and so on."""
+    """Add the loss and metrics of the averaged weights to an evaluation, named `loss_ema` and so on."""
     averages = {"loss": jpipe.Mean(averaged.loss, averaged.weight), **averaged.metrics}
     metrics = {f"{name}_ema": mean for name, mean in averages.items()} | dict(newest.metrics)
     microbatches = {f"{name}_ema": pairs for name, pairs in averaged.microbatches.items()} | dict(newest.microbatches)

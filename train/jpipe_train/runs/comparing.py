@@ -54,7 +54,7 @@ class Comparison:
 def main(runs: Sequence[str], out: str, reporter: Reporter) -> None:
     """Compare the runs in these folders, at least two; see `compare`.
 
-    A folder of a sweep stands for its runs, and the other files in it are left out.
+    A sweep's folder stands for the runs in it; its other files are ignored.
     """
     paths = [path for run in runs for path in _with_sweeps(expanded(run, "compare"))]
     if len(paths) < 2:
@@ -129,7 +129,7 @@ def gather(runs: Sequence[Run]) -> Comparison:
 
 
 def _check_replaceable(path: Path) -> None:
-    """Check that there is no file, or one that an earlier comparison wrote."""
+    """Check that there is no file, or that an earlier comparison wrote it."""
     is_ours = not os.path.lexists(path)
     if not is_ours and not path.is_symlink():
         with contextlib.suppress(OSError), open_to_read(path) as file:
@@ -140,7 +140,7 @@ def _check_replaceable(path: Path) -> None:
 
 
 def _names(paths: Sequence[Path]) -> tuple[str, ...]:
-    """Return a name for each run: the last parts of the paths, as many as make them different."""
+    """Return a name for each run: as many last parts of its path as make the names different."""
     parts = [path.resolve().parts for path in paths]
     depth = next(n for n in range(1, max(map(len, parts)) + 1) if len({each[-n:] for each in parts}) == len(parts))
     return tuple(printable("/".join(each[-depth:])) for each in parts)
@@ -186,7 +186,7 @@ def _curve(name: str, run: Run) -> picture.Curve:
 
 
 def _earlier_sizes(run: Run) -> list[tuple[int, int, int]]:
-    """Return first step, end and batch size of the parts of a run up to its newest checkpoint, as far as they are known."""
+    """Return the known first steps, ends and batch sizes of the parts of a run, up to its newest checkpoint."""
     steps = saved_steps(run.path)
     try:
         known = files.read_facts(run.path, steps[-1]) if steps else {}
@@ -205,7 +205,7 @@ def _unit(run: Run) -> str:
 
 
 def _oriented(names: Sequence[str], table: dict[str, list[str]], width: int) -> tuple[list[str], list[list[str]]]:
-    """Return head and rows of a table: a column for each run, or a row if the columns need more characters than `width`."""
+    """Return header and rows of a table: a column for each run, or a row if columns need more than `width` characters."""
     columns = [[*table], *([name, *values] for name, *values in zip(names, *table.values(), strict=True))]
     if sum(max(map(len, column)) + 2 for column in columns) <= width:
         return ["", *names], [[key, *values] for key, values in table.items()]

@@ -26,7 +26,7 @@ def flat(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def keys(configs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the dotted keys with values that are not the same in all configs, in the order of the first that has them."""
+    """Return the dotted keys with values that differ, in the order of the first config that has them."""
     return list(table(configs))
 
 
@@ -39,7 +39,7 @@ def table(configs: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
 
 
 def without_missing_plans(rows: Mapping[str, list[str]]) -> dict[str, list[str]]:
-    """Leave out keys of the plan that only runs with a plan file lack: the file has all of them."""
+    """Leave out plan keys that are missing only in runs with a plan file: the file has all of them."""
     if {*rows.get("plan.file", ())} <= {MISSING, "null"}:  # no run has a plan file
         return dict(rows)
     return {key: values for key, values in rows.items() if not key.startswith("plan.") or len({*values} - {MISSING}) > 1}

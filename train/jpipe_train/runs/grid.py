@@ -23,7 +23,7 @@ _DIGITS = 4  # of a number that is drawn from a range
 
 @dataclass(frozen=True)
 class Request:
-    """What `jpipe sweep` is asked for.
+    """The arguments of `jpipe sweep`.
 
     Attributes:
         config: the YAML file.
@@ -79,7 +79,7 @@ class Range(NamedTuple):
 def combinations(request: Request) -> list[Combination]:
     """Return the combinations that a sweep trains with, in order; each name occurs once.
 
-    Of a random sample, the first combinations are the same for every size.
+    A larger random sample begins with the combinations of a smaller one.
 
     Raises:
         InputError: the grid cannot be read, or has too many combinations.
@@ -104,7 +104,7 @@ def _check_count(number: int, what: str) -> None:
 
 
 def _sampled(values: Sequence[list[str] | Range], number: int, seed: int) -> list[tuple[str, ...]]:
-    """Draw combinations: without repetition where there are no ranges."""
+    """Draw combinations; without ranges, do not repeat any."""
     lists = [options for options in values if not isinstance(options, Range)]
     if len(lists) == len(values) and (size := math.prod(map(len, lists))) <= MOST_RUNS:
         rows = list(itertools.product(*lists))
@@ -144,7 +144,7 @@ def _range(item: str, kind: str, low: str, high: str) -> Range:
 
 
 def _split(text: str) -> list[str]:
-    """Split at the commas that are in no brackets and no quotes."""
+    """Split at commas outside brackets and quotes."""
     parts, depth, quote = [""], 0, ""
     for character in text:
         if quote:
@@ -161,7 +161,7 @@ def _split(text: str) -> list[str]:
 
 
 def _value(item: str, text: str) -> str:
-    """Return one value in the one form that equal values have, as YAML."""
+    """Return a value as YAML, in a normal form that is the same for equal values."""
     if not text.strip():
         raise InputError(f"--grid {item}: expected a value between all commas, found none; write null for no value")
     value = parse(text, f"--grid {item}", "put text with special characters in quotes of its own")
@@ -178,7 +178,7 @@ def _text(value: Any) -> str:
 
 
 def _name(values: Mapping[str, str]) -> str:
-    """Return the name of a run: its values by the last parts of their keys, where these are enough."""
+    """Return the name of a run: its values by the last parts of their keys, if these are unambiguous."""
     last = [key.rpartition(".")[2] for key in values]
     keys = last if len(set(last)) == len(last) else list(values)
     whole = ",".join(f"{key}={_plain(value)}" for key, value in zip(keys, values.values(), strict=True))
@@ -189,6 +189,6 @@ def _name(values: Mapping[str, str]) -> str:
 
 
 def _plain(value: str) -> str:
-    """Return a value as it is written in a name: text without quotes."""
+    """Return a value as written in a name: text without quotes."""
     data = json.loads(value)
     return data if isinstance(data, str) else value

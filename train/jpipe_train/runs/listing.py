@@ -20,7 +20,7 @@ _LONGEST = 60  # characters of a name
 
 
 def folders(folder: str) -> list[Path]:
-    """Return the folders in a folder, numbers first and ascending; only the folder itself if it is a run.
+    """Return the folders in a folder, numbered ones first, ascending; if the folder is itself a run, only this one.
 
     Raises:
         InputError: it cannot be listed.
@@ -36,7 +36,7 @@ def folders(folder: str) -> list[Path]:
 
 
 def read_all(paths: list[Path]) -> Iterator[tuple[Path, Run | str]]:
-    """Yield each folder with its run, or with the reason why there is none."""
+    """Yield each folder with its run, or with the reason why it has none."""
     for path in paths:
         if (path / SWEEP).is_file():
             yield path, f"'{shown(path)}' is a sweep; jpipe runs {shown(path)} lists its runs"
@@ -48,7 +48,7 @@ def read_all(paths: list[Path]) -> Iterator[tuple[Path, Run | str]]:
 
 
 def main(folder: str, as_json: bool, say: Callable[[str], None], clock: Callable[[], float] = time.time) -> None:
-    """Print a line for each run in a folder, and one for each folder that is none or is damaged.
+    """Print a line for each run in a folder, and for each folder that is damaged or not a run.
 
     Args:
         folder: the folder.

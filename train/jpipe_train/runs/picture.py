@@ -1,4 +1,4 @@
-"""Draw the losses of several runs in one picture, against steps, tokens and time."""
+"""Draw the losses of several runs in one picture, over steps, tokens and time."""
 
 import io
 import re
@@ -92,13 +92,13 @@ def draw(curves: Sequence[Curve], unit: str, *, wide: bool = False) -> "matplotl
 
 
 def _smoothed(curves: Sequence[Curve]) -> str:
-    """Return the words of the legend about running means, which runs of few losses do not have."""
+    """Return the legend's words about running means, which short runs do not have."""
     are_smoothed = [is_smoothed(curve.rows) for curve in curves]
     return " (smoothed)" if all(are_smoothed) else " (in part smoothed)" if any(are_smoothed) else ""
 
 
 def is_smoothed(rows: Sequence[Row]) -> bool:
-    """Return whether a run has so many losses that its line is a running mean."""
+    """Return whether a run has enough losses for its line to be a running mean."""
     return len(loss_curve.finite(rows, "loss")[1]) >= loss_curve.SMOOTHED_FROM
 
 
@@ -114,7 +114,7 @@ def to_svg(figure: "matplotlib.figure.Figure") -> str:
 
 
 def _axes(curves: Sequence[Curve], has_tokens: bool) -> list[tuple[str, Callable[[Curve], dict[int, float]]]]:
-    """Return the label of each panel, and the function that gives the places of a run's steps in it."""
+    """Return the label of each panel, and a function that maps a run's steps to positions on its axis."""
 
     def steps(curve: Curve) -> dict[int, float]:
         return {int(row["step"]): float(row["step"]) for row in curve.rows}
@@ -143,12 +143,12 @@ def _axes(curves: Sequence[Curve], has_tokens: bool) -> list[tuple[str, Callable
 
 
 def _examples_before(step: int, size: int, earlier: Sequence[tuple[int, int, int]]) -> int:
-    """Return the number of examples of all steps before `step`; steps in no earlier part have `size`."""
+    """Return the number of examples in all steps before `step`; steps outside the earlier parts have `size`."""
     return step * size + sum((max(min(step, end), first) - first) * (other - size) for first, end, other in earlier)
 
 
 def _unit(largest: float, units: Sequence[tuple[float, float, str]]) -> tuple[float, str]:
-    """Return size and name of the first unit that is for numbers of this size; each begins with the smallest number that it is for."""
+    """Return size and name of the first unit that suits a number; each unit begins with the smallest number that it suits."""
     return next((size, name) for smallest, size, name in units if largest >= smallest)
 
 
@@ -185,7 +185,7 @@ def _wrapped(label: str) -> str:
 def _known(
     steps: Int64[np.ndarray, " n"], values: Float64[np.ndarray, " n"], at: dict[int, float]
 ) -> tuple[Int64[np.ndarray, " m"], Float64[np.ndarray, " m"]]:
-    """Return the steps that have a place, and their values."""
+    """Return the steps with a known position, and their values."""
     chosen = np.array([int(step) in at for step in steps], bool)
     return steps[chosen], values[chosen]
 

@@ -1,4 +1,4 @@
-"""Read the folder of a run, which may be a stranger's, without running code and without JAX."""
+"""Read the folder of a run, which may be a stranger's; run no code of it, and do not import JAX."""
 
 import errno
 import json
@@ -40,7 +40,7 @@ class State(NamedTuple):
 
 
 class End(NamedTuple):
-    """The mark of a run that has come to its end, or has saved at a signal.
+    """The mark of a run that has ended, or has saved at a signal.
 
     Attributes:
         steps: the steps that it has done, or saved.
@@ -57,7 +57,7 @@ class End(NamedTuple):
 
 @dataclass(frozen=True)
 class Run:
-    """A run as its folder shows it.
+    """A run, as read from its folder.
 
     Attributes:
         path: the folder.
@@ -84,7 +84,7 @@ class Run:
 
     @property
     def done(self) -> int:
-        """The number of steps that are logged."""
+        """The number of logged steps."""
         return int(self.rows[-1]["step"]) + 1 if self.rows else 0
 
     def last(self, name: str) -> int | float | None:
@@ -150,7 +150,7 @@ def state_of(rows: Sequence[Row], steps: int | None, saved: Sequence[int], train
 
 
 def end_of(path: Path) -> End | None:
-    """Return the mark that a run has come to its end or has saved at a signal; None if it has none that can be read."""
+    """Return the mark that a run has ended, or has saved at a signal; None without a readable mark."""
     try:
         data = json.loads(read_bytes(path / END, _MOST_END))
     except (OSError, ValueError, RecursionError):
@@ -202,14 +202,14 @@ def _plan(path: Path) -> jpipe.Plan:
 
 
 def _text(path: Path, most: int) -> tuple[str, str]:
-    """Return the text of a file of at most that many bytes, and its name for messages."""
+    """Return the text of a file of limited size, and its name for messages."""
     where = f"'{shown(path)}'"
     unread = f"{where} cannot be read", "restore the file", f"{where}: expected text in UTF-8, found other bytes"
     return read_text(path, most, *unread), where
 
 
 def _rows(path: Path, whole: bool) -> tuple[list[Row], int, float]:
-    """Return the rows of a `metrics.jsonl`, the number of its other lines, and when it was changed."""
+    """Return the rows of a `metrics.jsonl`, the number of its other lines, and the time of its last change."""
     with open_to_read(path) as file:
         status = os.fstat(file.fileno())
         if whole and status.st_size > _MOST_METRICS:
@@ -227,7 +227,7 @@ def _rows(path: Path, whole: bool) -> tuple[list[Row], int, float]:
 
 
 def _parsed(file: BinaryIO, end: int) -> tuple[list[Row], int]:
-    """Return the rows from here to the position `end`, and the number of other lines; the last line may be one that is being written."""
+    """Return the rows from here to the position `end`, and the number of other lines; the last line may be incomplete."""
     rows: list[Row] = []
     damaged, last = 0, -1
     while file.tell() < end:
@@ -246,7 +246,7 @@ def _parsed(file: BinaryIO, end: int) -> tuple[list[Row], int]:
 
 
 def _thinned(rows: list[Row]) -> list[Row]:
-    """Leave out every second row, but not the last one, the lowest training loss, or a validation unless these are too many."""
+    """Leave out every second row; keep the last one, the lowest training loss and, unless they are too many, validations."""
     lowest = min(range(len(rows)), key=lambda number: rows[number].get("loss", math.inf))
     kept = [row for number, row in enumerate(rows) if number % 2 == 0 or number in (lowest, len(rows) - 1) or "val_loss" in row]
     return kept if len(kept) < 0.75 * len(rows) else rows[::2]
@@ -260,7 +260,7 @@ def _last_validation(text: bytes) -> Row | None:
 
 
 def _row(line: bytes) -> Row | None:
-    """Return step, losses and seconds of a row, or None if it is none."""
+    """Return step, losses and seconds of a row, or None if it is not a row."""
     try:
         data = json.loads(line)
     except (ValueError, RecursionError):

@@ -44,7 +44,7 @@ class _Run:
 
 
 def main(request: Request, task: int | None = None) -> int:
-    """Train the runs of a sweep that are not complete, and compare all; with `task` only that run, without a comparison.
+    """Train the incomplete runs of a sweep, and compare all runs; with `task`, train only that run and compare nothing.
 
     Returns:
         The exit code: 1 if a run failed, and 128 plus the number of a signal that ended the sweep.
@@ -121,7 +121,7 @@ def _run(request: Request, folder: Path, combination: Combination) -> _Run:
 
 
 def _is_pending(run: _Run) -> bool:
-    """Return whether a run is to be trained, or resumed.
+    """Return whether a run must be trained or resumed.
 
     Raises:
         InputError: its folder holds a run of another config, one that cannot be read, one that another process is training, or one that
@@ -164,7 +164,7 @@ def _has_results(path: Path) -> bool:
 
 
 def _is_complete(found: Run, wanted: TrainConfig) -> bool:
-    """Return whether a run has stopped early, or has done all the steps or epochs that are wanted now."""
+    """Return whether a run has stopped early, or has done all the steps or epochs of its config."""
     if found.state.name != "complete":
         return found.state.name == "stopped early"
     if wanted.steps is not None:
@@ -193,7 +193,7 @@ def _claim(folder: Path, request: Request) -> None:
 
 
 def _train(request: Request, run: _Run, signals: Sequence[int]) -> int:
-    """Train a run in a process, which gets the first signal that arrives here, and return its exit code; a second one kills it.
+    """Train a run in a process and return its exit code. The first signal here is passed on to the process; a second one kills it.
 
     On Linux it is also killed if this process is.
     """

@@ -1,4 +1,4 @@
-"""The names of a model's parameters in a file of another program, or of the whole model that its layers were cut from."""
+"""The names of a model's parameters in another program's file, or in the whole model from which its layers were cut."""
 
 import hashlib
 import json
@@ -12,7 +12,7 @@ _NUMBER = re.compile(r"\{(\w+)\}")
 
 
 def name_in_file(name: str, names: Mapping[str, str]) -> str:
-    """Return what a parameter is called in a file.
+    """Return the name of a parameter in a file.
 
     Args:
         name: in the model, such as "block_0/qkv/kernel".
@@ -55,7 +55,7 @@ Places = Mapping[str, tuple[str, tuple[int, ...], tuple[int, ...]]]
 
 
 def of_whole_model(source: Source, places: Mapping[str, Places], names: Mapping[str, str], separator: str) -> Source:
-    """Return a source with the names of layers, from one with the paths of the whole model that the layers were cut from.
+    """Return a source with the names of the layers, from a source with the paths of the whole model that they were cut from.
 
     Layer state and integers in the file are left out: they are no parameters.
 

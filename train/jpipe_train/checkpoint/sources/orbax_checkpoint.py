@@ -20,14 +20,14 @@ _MOST_INDEX = 2**26  # bytes of a file that goes into the digest
 
 
 def is_meant(path: Path) -> bool:
-    """Return whether a folder is an Orbax item, a step with items, or a folder of such steps; a run's folder is not."""
+    """Return whether a folder is an Orbax item, a step with items, or a folder of such steps; a run folder is none of these."""
     return bool(_items(path) or _steps(path))
 
 
 def source(path: Path) -> Source:
     """Open an Orbax checkpoint, to read its arrays later.
 
-    Of a tree with the key `params`, such as Linen variables, only what is below it counts. The last part of a name is left out if it is
+    If the tree has the key `params`, as Linen variables do, only the part below it is used. The last part of a name is left out if it is
     `value` everywhere, as in an `nnx.State`.
 
     Args:
@@ -64,7 +64,7 @@ def source(path: Path) -> Source:
 
 
 def _names(paths: list[str]) -> list[str | None]:
-    """Return the names of parameters by the paths of leaves; None for a leaf that is not one of them."""
+    """Return parameter names by leaf path; None for a leaf that is not a parameter."""
     if any(path.startswith("params/") for path in paths):
         inside = [path.removeprefix("params/") if path.startswith("params/") else None for path in paths]
     else:

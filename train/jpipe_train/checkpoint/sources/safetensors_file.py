@@ -1,6 +1,6 @@
-"""Reading of safetensors files: the safetensors library checks the header, and tensors are read without a memory map.
+"""Read safetensors files: the safetensors library checks the header, and tensors are read without a memory map.
 
-A process that reads a memory map is killed by a signal if another process cuts the file off.
+A process that reads a memory map is killed by a signal if another process truncates the file.
 """
 
 import json

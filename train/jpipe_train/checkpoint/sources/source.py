@@ -17,7 +17,7 @@ class Spec(NamedTuple):
         return f"{self.dtype}{list(self.shape)}"
 
     def fits(self, wanted: "Spec") -> bool:
-        """Return whether an array of this spec can be used for one of `wanted`, converted from another floating-point dtype if needed."""
+        """Return whether an array of this spec fits `wanted`, if need be converted from another floating-point dtype."""
         return self.shape == wanted.shape and (self.dtype == wanted.dtype or {self.dtype, wanted.dtype} <= set(FLOATS.values()))
 
 

@@ -1,4 +1,4 @@
-"""Convert the numbers of many rows at once, where all rows are alike: several times as fast as row by row, with the same result."""
+"""Convert the numbers of many like rows at once: several times as fast as row by row, with the same result."""
 
 from collections.abc import Mapping, Sequence
 from itertools import chain
@@ -77,7 +77,7 @@ def _of_python(columns: Sequence[Sequence[Any]], types: set[type], *, is_target:
 
 
 def _of_cells(cells: Sequence[str], *, is_target: bool) -> np.ndarray:
-    """Return the numbers in cells of a table, where they are all of one kind."""
+    """Return the numbers in cells of a table, if they are all of one kind."""
     if is_target and (integers := sum(map(is_integer, cells))):
         if integers < len(cells):
             raise _Unlike

@@ -1,4 +1,4 @@
-"""The numbers of a row: values of columns as an array, and the dtypes in which batches have them."""
+"""The numbers of a row: column values as an array, and the dtypes of batches."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,7 +17,7 @@ KINDS = "biuf"
 
 
 def result_type(dtype: np.dtype[Any], *, is_target: bool) -> np.dtype[Any]:
-    """Return the dtype in which a batch has numbers: JAX's own for it; of targets all integers have the same one.
+    """Return the dtype that JAX uses for numbers in a batch; all integer targets have the same one.
 
     Without JAX's 64 bits float64 becomes float32, and int64 int32.
     """
@@ -49,7 +49,7 @@ def fitted(numbers: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray:
 def array_of(record: Mapping[str, Any], key: Key, *, is_target: bool) -> np.ndarray:
     """Return the numbers of a row in the dtype of a batch.
 
-    A file without types, such as CSV or JSON lines, gives floating-point inputs, and integer targets where they are written so.
+    From a file without types, such as CSV or JSON lines, inputs are floating-point; targets are integers if written as such.
 
     Args:
         record: the values of the row by column.
@@ -86,7 +86,7 @@ def _of_cells(cells: Sequence[str], names: Sequence[str], *, is_target: bool) ->
 
 
 def floats_of(cells: Sequence[str]) -> np.ndarray | None:
-    """Return the numbers in cells of a table, or None if one is none, as in `kinds.is_number`, or infinite, as Python reads 1e400."""
+    """Return the numbers in cells of a table, or None if a cell is not a number (`kinds.is_number`) or too large, such as 1e400."""
     whole = "".join(cells)
     if not whole.isascii() or "_" in whole:
         return None
@@ -98,7 +98,7 @@ def floats_of(cells: Sequence[str]) -> np.ndarray | None:
 
 
 def first_not_integer(record: Mapping[str, Any], key: Key, numbers: np.ndarray) -> str:
-    """Return the first number of a row that is no integer of 64 bits, for messages: a cell as it is written, or a number with its dtype.
+    """Describe the first number of a row that is not a 64-bit integer: a cell as it is written, or a number with its dtype.
 
     Args:
         record: the values of the row by column.
@@ -111,14 +111,14 @@ def first_not_integer(record: Mapping[str, Any], key: Key, numbers: np.ndarray) 
 
 
 def is_integer(cell: str) -> bool:
-    """Return whether a cell is written as an integer that has 64 bits."""
+    """Return whether a cell is written as an integer of at most 64 bits."""
     cell = cell.strip()
     digits = cell[1:] if cell[:1] in ("-", "+") else cell
     return digits.isdecimal() and digits.isascii() and len(digits) <= 19 and -(2**63) <= int(cell) < 2**63
 
 
 def _array(value: Any, name: str) -> np.ndarray:
-    """Return the numbers in a value: a number, or lists of them, perhaps as an array."""
+    """Return the numbers in a value: a number, an array, or nested lists."""
     if value is None or not isinstance(value, np.ndarray | np.generic | int | float | list):
         raise WrongLine(f"expected numbers in {name!r}, found {'null' if value is None else short(value)[:100]}")
     try:

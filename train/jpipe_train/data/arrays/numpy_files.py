@@ -1,6 +1,6 @@
 """Arrays in NumPy's files: a folder of `.npy` files, or an `.npz` archive. No pickle is loaded.
 
-Rows stay in the file, except where they are not stored one after the other: in a compressed archive, or in Fortran's order.
+Rows stay in the file, unless they are not stored one after the other: in a compressed archive, or in Fortran's order.
 """
 
 import errno
@@ -43,7 +43,7 @@ _BLOCK, _MOST_CHECKED = 2**24, 2**28  # bytes that are read at once, and of the 
 
 @dataclass(frozen=True)
 class FileRows:
-    """An array of numbers: rows are read from its file when they are needed, or that is in memory.
+    """An array of numbers, in memory or in a file; from a file, rows are read when they are needed.
 
     Attributes:
         numbers: all of them, in C's order.
@@ -72,7 +72,7 @@ class FileRows:
         return f"{self.name}[{row}]"
 
     def largest(self) -> tuple[int, str] | None:
-        """Return the largest number and the name of its row; None if there is none, or the array is too large to look for it."""
+        """Return the largest number and the name of its row; None if the array is empty, or too large to search."""
         most: tuple[int, int] | None = None
         if self.numbers.size * self.dtype.itemsize <= _MOST_CHECKED:
             at_once = _BLOCK // self.dtype.itemsize
@@ -92,7 +92,7 @@ class FileRows:
 
 
 def find(names: Sequence[str], files: Sequence[Path], keys: Sequence[Key], where: str) -> list[FileRows] | None:
-    """Open the arrays of these names, or return None if none of the files is one of NumPy's.
+    """Open the arrays of these names, or return None if none of the files is in NumPy's format.
 
     Args:
         names: of the files, relative to their folder.
@@ -137,7 +137,7 @@ def _kind(file: Path) -> str | None:
 
 
 def _no_array(file: Path) -> OSError:
-    """Return the error about a file that has the name of one of NumPy's, and another content."""
+    """Return the error about a file that has the name of a NumPy file, but other content."""
     kind = kinds.kind_of(file)
     it_is = "it is empty" if not file.stat().st_size else "it is damaged" if kind is None else f"it seems to be {kind.name}"
     return OSError(errno.EINVAL, f"expected the content of a {file.suffix} of NumPy's, and {it_is}", str(file))
@@ -188,7 +188,7 @@ def _of_archive(file: Path, wanted: Sequence[str], where: str) -> list[FileRows]
 
 
 def _of_member(file: Path, opened: BufferedReader, archive: zipfile.ZipFile, info: zipfile.ZipInfo, where: str) -> FileRows:
-    """Return an array of an archive: its place in the file if it is stored as it is, or else its numbers."""
+    """Return an array of an archive: its place in the file if it is stored uncompressed, or else its numbers."""
     name = f"'{file}', {info.filename.removesuffix('.npy')}"
     with archive.open(info) as stream:
         shape, dtype, is_fortran = _header(stream, name, where, file)
@@ -243,11 +243,11 @@ def _header(stream: Any, name: str, where: str, file: Path) -> tuple[tuple[int, 
 
 
 def _check_size(need: int, have: int, file: Path) -> None:
-    """Check that a file has all numbers that it says it has."""
+    """Check that a file has all the numbers that its header announces."""
     if have < need:
         raise OSError(errno.EINVAL, f"it is cut off: expected {need:,} bytes, found {have:,}", str(file))
 
 
 def _in_order(numbers: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """Return numbers that are in Fortran's order in C's."""
+    """Convert numbers from Fortran's order to C's."""
     return numbers.reshape(shape, order="F").ravel()

@@ -1,4 +1,4 @@
-"""Read the arrays that a config names, and split their rows into those for training and for validation."""
+"""Read the arrays that a config names, and split their rows between training and validation."""
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -122,7 +122,7 @@ class _Array:
         return numbers
 
     def add(self, shape: tuple[int, ...], dtype: np.dtype[Any], example: Callable[[], str]) -> None:
-        """Note the shape of a row and the dtype of its numbers.
+        """Record the shape of a row and the dtype of its numbers.
 
         Args:
             shape: of the row.
@@ -212,7 +212,7 @@ def _of_rows(files: Sequence[Path], both: Sequence[_Array], part: splits.Part) -
 def _converted(
     block: Sequence[tuple[Place, Mapping[str, Any] | WrongLine]], both: Sequence[_Array], wrong: WrongLines
 ) -> Iterator[tuple[Place, list[np.ndarray]]]:
-    """Yield the arrays of each row: of all rows at once if they are alike, or else row by row, without those that are wrong."""
+    """Yield the arrays of each row: of all rows at once if they are alike, or else row by row, without the wrong ones."""
     records = [record for _, record in block if not isinstance(record, WrongLine)]
     if len(records) == len(block) and (at_once := _at_once(records, both)) is not None:
         for i, (place, _) in enumerate(block):
@@ -230,7 +230,7 @@ def _converted(
 
 
 def _at_once(records: Sequence[Mapping[str, Any]], both: Sequence[_Array]) -> list[np.ndarray] | None:
-    """Return the numbers of all rows for each array, or None if one cannot convert them at once; arrays after that one note nothing."""
+    """Return the numbers of all rows for each array, or None as soon as an array cannot convert them at once."""
     results = []
     for array in both:
         numbers = array.of_rows(records)

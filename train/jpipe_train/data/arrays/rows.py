@@ -42,7 +42,7 @@ class RowsOfArrays:
 
 @runtime_checkable
 class Stored(Protocol):
-    """Rows of numbers that were read from files, or that stay in a file."""
+    """Rows of numbers, read from files or still in a file."""
 
     def __len__(self) -> int: ...
 
@@ -63,7 +63,7 @@ class Stored(Protocol):
 
 @dataclass(frozen=True)
 class Chosen:
-    """Some rows of what is stored, as one array of numbers.
+    """Some of the stored rows, as one array of numbers.
 
     Attributes:
         stored: all rows.
@@ -93,7 +93,7 @@ class Chosen:
             raise InputError(f"data: {self.stored.place(row)}: {error}; correct it") from None
 
     def digest(self) -> str:
-        """Hash what is stored, with the chosen rows and their dtype."""
+        """Hash the stored rows, and which of them are chosen, with their dtype."""
         hasher = hashlib.sha256(f"{self.stored.digest()} {self.shape} {self.dtype}".encode())
         hasher.update(b"" if self.numbers is None else np.ascontiguousarray(self.numbers).data)
         return hasher.hexdigest()
@@ -113,7 +113,7 @@ class Memory:
         self.extremes: list[tuple[int, Place]] = []
 
     def add(self, row: np.ndarray, place: Place) -> None:
-        """Add a row, of the shape of those before it."""
+        """Add a row with the same shape as the earlier ones."""
         if row.dtype.kind in "iu":
             least, most = (int(row.min()), int(row.max())) if row.ndim else (int(row),) * 2
             if not self.extremes:

@@ -1,7 +1,7 @@
-"""Read rows of Parquet and Arrow files by pyarrow, one row group or record batch after the other.
+"""Read rows of Parquet and Arrow files with pyarrow, one row group or record batch at a time.
 
-A file may come from a stranger: pyarrow checks what it reads, and few rows are decoded at once where a file stores a text once for many. No
-file is mapped into memory, because a process that reads a map of a file that another one cuts off is killed by a signal.
+Files may come from strangers. So pyarrow checks what it reads, and few rows are decoded at once where many share one stored text. No file
+is mapped into memory: if another process truncated it, a signal would kill this one.
 """
 
 import contextlib
@@ -55,7 +55,7 @@ Check = Callable[[Sequence[str], Mapping[str, str]], None]
 
 
 def rows(opened: BufferedReader, file: Path, form: Form, columns: Sequence[Column], check: Check) -> Iterator[_Row]:
-    """Yield the place of each row, its values in these columns or what is wrong with them, and how many bytes are read and decoded.
+    """Yield the place of each row, its values in these columns or the error in them, and how many bytes are read and decoded.
 
     Args:
         opened: the file.
@@ -182,13 +182,13 @@ def _is_numbers(pa: Any, kind: Any) -> bool:
 
 
 def _is_classes(pa: Any, kind: Any) -> bool:
-    """Return whether values are integers, or as `_is_numbers` such with integers."""
+    """Return whether values are integers, or lists or tensors of integers as in `_is_numbers`."""
     kind = _of_lists(pa, kind)
     return pa.types.is_integer(kind) or pa.types.is_boolean(kind)
 
 
 def _of_lists(pa: Any, kind: Any) -> Any:
-    """Return the type of what is in lists, lists of lists or tensors."""
+    """Return the type of the elements of lists, lists of lists or tensors."""
     kind = kind.storage_type if isinstance(kind, pa.BaseExtensionType) else kind
     while _is_list(pa, kind):
         kind = kind.value_type
@@ -196,7 +196,7 @@ def _of_lists(pa: Any, kind: Any) -> Any:
 
 
 def _values(pa: Any, batch: Any, column: Column) -> Callable[[int], Any]:
-    """Return a function that gives the value of a column in a row of a batch."""
+    """Return a function that returns the value of a column in a row of a batch."""
     array = batch.column(batch.schema.get_field_index(column.name))
     if column.kind in ("numbers", "classes") and (numbers := _array(pa, array)) is not None:
         return numbers.__getitem__
@@ -235,7 +235,7 @@ def _record(values: Mapping[str, Callable[[int], Any]], i: int) -> dict[str, Any
 
 
 def _as_json(pa: Any, scalar: Any, where: str) -> Any:
-    """Return a value as a line of JSON has it: a map as an object, a decimal as a number, dates and times as text.
+    """Return a value as JSON would have it: a map as an object, a decimal as a number, dates and times as text.
 
     Keys of objects that are null are left out, because all rows of a column have all keys that any of them has.
 
@@ -295,7 +295,7 @@ def _class_names(schema: Any, name: str) -> list[str]:
 
 @contextlib.contextmanager
 def _errors_reported(pa: Any, file: Path, form: Form) -> Iterator[None]:
-    """Turn errors of pyarrow into errors of the system with the name of the file."""
+    """Turn pyarrow's errors into OSErrors with the name of the file."""
     try:
         yield
     except InputError:

@@ -1,6 +1,6 @@
-"""Provide an array of numbers that stays in its file: slicing reads a part.
+"""An array of numbers that stays in its file: slicing reads a part.
 
-Files are not mapped into memory, because a process that reads a map of a file that another one cuts off is killed by a signal.
+Files are not mapped into memory: if another process truncated one, a signal would kill this process.
 """
 
 import os
@@ -15,7 +15,7 @@ from jpipe.files import open_to_read
 
 
 class FileArray:
-    """A one-dimensional array in a file, or in a part of one; several threads may read it at once.
+    """A one-dimensional array in a file or in part of a file; several threads may read it at once.
 
     Args:
         path: the file.

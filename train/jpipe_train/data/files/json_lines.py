@@ -13,7 +13,7 @@ from jpipe_train.data.files.wrong_lines import Place, WrongLine
 
 
 def rows(opened: BufferedReader, file: Path, example: str) -> Iterator[tuple[Place, dict[str, Any] | WrongLine]]:
-    """Yield the object in each line, or what is wrong with the line; empty lines are left out.
+    """Yield the object in each line, or the error in the line; empty lines are left out.
 
     Args:
         opened: the content.

@@ -58,7 +58,7 @@ class Kind(NamedTuple):
 
 
 def kind_of(path: Path, key: str | None = None) -> Kind | None:
-    """Return the kind of data in a file if it is known not to be plain text, otherwise None.
+    """Return the kind of data in a file, or None if it may be plain text.
 
     Args:
         path: the file.
@@ -74,7 +74,7 @@ def kind_of(path: Path, key: str | None = None) -> Kind | None:
 def content_of(path: Path, key: str | None = None) -> Kind | None:
     """Return the kind of data in a file, decompressed if it is compressed, or None if it is plain text.
 
-    Its content decides. Only if that is text which does not tell, the name does, as in `kind_by_name`.
+    The content decides. If it is text that could be of several kinds, the name decides, as in `kind_by_name`.
 
     Args:
         path: the file.
@@ -100,7 +100,7 @@ def content_of(path: Path, key: str | None = None) -> Kind | None:
 
 
 def kind_by_name(path: Path, delimiter: str | None = None) -> Kind | None:
-    """Return the kind of rows that the name of a file tells, otherwise None: it may have too few lines to be known by them."""
+    """Return the kind of rows by the name of a file, or None. A file may have too few lines to tell its kind by them."""
     ending = Path(path.name.lower().removesuffix(".gz").removesuffix(".zst")).suffix
     if ending in _DELIMITER_BY_NAME:
         delimiter = delimiter or _DELIMITER_BY_NAME[ending]
@@ -122,7 +122,7 @@ def _kind_of_whole(file: BufferedReader, key: str | None) -> Kind | None:
 
 
 def _kind_of(head: bytes, size: int, tail: bytes, key: str | None) -> Kind | None:
-    """Return the kind of content with this beginning, this many bytes and this end, and perhaps this key with text."""
+    """Return the kind of content by its beginning, size and end, and perhaps a key that has text."""
     for name, hint, is_it in _SIGNATURES:
         if is_it(head, size, tail):
             return Kind(name, hint, reader=_READERS.get(head[:4]) if hint == _ROWS else None)
@@ -173,7 +173,7 @@ def _is_tfrecord(head: bytes, size: int, _: bytes) -> bool:
 
 
 def _is_npz(head: bytes, *_: Any) -> bool:
-    """Return whether this is an archive that begins with a file of NumPy's."""
+    """Return whether this is an archive that begins with a NumPy file."""
     return head.startswith(b"PK\x03\x04") and head[30 : 30 + int.from_bytes(head[26:28], "little")].endswith(b".npy")
 
 
@@ -291,7 +291,7 @@ _DELIMITER_BY_NAME = {".csv": ",", ".tsv": "\t"}
 def _table(lines: Sequence[str]) -> Kind | None:
     """Recognize a table as text: every row has as many columns as the header of plausible names, or all cells are numbers.
 
-    Prose with commas is none: it has spaces behind them, and not as many in each line.
+    Prose with commas is not a table: it has spaces after commas, and lines differ in their number.
     """
     for delimiter, name in _DELIMITERS.items():
         if not lines or delimiter not in lines[0]:
@@ -309,7 +309,7 @@ def _table(lines: Sequence[str]) -> Kind | None:
 
 
 def _cells(lines: Sequence[str], delimiter: str) -> list[list[str]]:
-    """Split rows into cells, without the last row if it may continue behind the sample."""
+    """Split rows into cells, without the last row if it may continue after the sample."""
     try:
         rows = list(csv.reader([f"{line}\n" for line in lines], delimiter=delimiter, strict=True))
     except csv.Error:  # a quoted cell continues in the next line, or these are no quotes of a table
@@ -323,7 +323,7 @@ def _cells(lines: Sequence[str], delimiter: str) -> list[list[str]]:
 def _is_header(header: Sequence[str], rows: Sequence[Sequence[str]]) -> bool:
     """Return whether these cells are names of columns.
 
-    A year may be one, and so may an empty cell, which pandas writes above row numbers.
+    A year may be a name, and so may an empty cell, which pandas writes above row numbers.
     """
     names = [cell.strip() for cell in header]
     usual = [bool(_NAME.fullmatch(name)) and not name.endswith(_ENDS_OF_SENTENCES) and len(name.split()) <= 5 for name in names]

@@ -1,4 +1,4 @@
-"""Read rows of files of any kind that has them: JSON lines, tables, Parquet and Arrow, in constant memory."""
+"""Read rows of JSON lines, tables, Parquet and Arrow files, in constant memory."""
 
 import os
 from collections import Counter
@@ -20,7 +20,7 @@ _MOST_ROWS, _MOST_BYTES = 1024, 2**18  # of a block; bytes that are read for it,
 
 
 class Read(NamedTuple):
-    """Where a row was read.
+    """The place where a row was read.
 
     Attributes:
         place: its file and number.
@@ -34,7 +34,7 @@ class Read(NamedTuple):
 def records(
     file: Path, wrong: WrongLines, columns: Sequence[Column], convert: Callable[[Mapping[str, Any]], _Value]
 ) -> Iterator[tuple[Read, _Value]]:
-    """Yield what each row of a file holds; rows that are empty or wrong are left out.
+    """Yield the content of each row of a file; empty or wrong rows are left out.
 
     Args:
         file: to read. What it is decides its content: Parquet, Arrow, a table, or otherwise JSON lines.
@@ -61,7 +61,7 @@ def records(
 
 
 def blocks(file: Path, where: str, columns: Sequence[Column]) -> Iterator[list[tuple[Place, Mapping[str, Any] | WrongLine]]]:
-    """Yield many rows at a time: for each its place, and its values by column or what is wrong with it; empty ones are left out.
+    """Yield many rows at a time: for each its place, and its values by column or its error; empty rows are left out.
 
     Args:
         file: as in `records`.
@@ -108,7 +108,7 @@ def _rows(file: Path, opened: BufferedReader, where: str, columns: Sequence[Colu
 
 
 def _check_columns(file: Path, where: str, columns: Sequence[Column], names: Sequence[str], other_types: Mapping[str, str]) -> None:
-    """Check that columns are there, once, with their types.
+    """Check that each column exists exactly once, with its type.
 
     Raises:
         InputError: one is not.
@@ -136,5 +136,5 @@ _EXPECTED = {"text": "text", "ids": "lists of integers", "numbers": "numbers or 
 
 
 def setting_of(where: str, key: str) -> str:
-    """Return the key of a config, or the option of a command, that names a column of the files that `where` names."""
+    """Return the config key or command option that names a column of the files in `where`."""
     return f"data.{key}" if where.startswith("data.") else f"--{key.replace('_', '-')}"

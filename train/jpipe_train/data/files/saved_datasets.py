@@ -1,4 +1,4 @@
-"""Folders that `save_to_disk` of Hugging Face's datasets writes: which Arrow files a dataset has, and which splits a `DatasetDict`."""
+"""Folders that `save_to_disk` of Hugging Face's datasets writes: the Arrow files of a dataset, the splits of a `DatasetDict`."""
 
 import json
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ def is_saved(folder: Path) -> bool:
 
 
 def splits(folder: Path, where: str) -> dict[str, Path]:
-    """Return the folder of each split of a `DatasetDict`, or nothing if this folder is none.
+    """Return the folder of each split of a `DatasetDict`; nothing if this folder is not one.
 
     Args:
         folder: that may be one.
@@ -37,7 +37,7 @@ def splits(folder: Path, where: str) -> dict[str, Path]:
 
 
 def files(folder: Path, where: str) -> list[Path] | None:
-    """Return the Arrow files of a dataset in the order of its rows, or None if this folder is no dataset.
+    """Return the Arrow files of a dataset in the order of its rows, or None if this folder is not a dataset.
 
     Raises:
         InputError: it is damaged, or another file chooses its rows, as old versions of datasets wrote them.
@@ -58,10 +58,10 @@ def files(folder: Path, where: str) -> list[Path] | None:
 
 
 def _names(names: Any, file: Path, what: str, where: str) -> Sequence[str]:
-    """Return names that lead out of no folder.
+    """Check names: none of them may lead out of the folder.
 
     Raises:
-        InputError: there are others.
+        InputError: these are not such names.
     """
     if not isinstance(names, list) or not all(isinstance(name, str) and name and Path(name).parts == (name,) for name in names):
         raise InputError(f"{where}: expected names of {what} in '{file}', found {short(names)}; save the dataset again")

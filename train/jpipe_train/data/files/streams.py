@@ -1,4 +1,4 @@
-"""Open files that may be compressed with gzip or zstd as streams, in constant memory and within limits."""
+"""Open files as streams, also those compressed with gzip or zstd, in constant memory and within limits."""
 
 import errno
 import gzip
@@ -42,7 +42,7 @@ def pyarrow(file: Path, what: str) -> Any:
 
 
 def check_unpacked(count: int, packed: int, file: Path) -> None:
-    """Check that a compressed file does not unpack to far more than data do, which would fill memory or disk.
+    """Check that a compressed file does not unpack to far more than data usually do, which would fill memory or disk.
 
     Args:
         count: the bytes that it unpacks to.
@@ -60,12 +60,12 @@ def check_unpacked(count: int, packed: int, file: Path) -> None:
 
 
 def compression(head: bytes) -> str | None:
-    """Return how a file that begins with these bytes is compressed, if its content can be read."""
+    """Return the compression of a file that begins with these bytes, if it can be read."""
     return next((name for start, name in _PACKED.items() if head.startswith(start)), None)
 
 
 def unpacked(opened: BufferedReader, file: Path) -> BufferedReader:
-    """Return a stream of the content of an open file, which is decompressed if it is compressed.
+    """Return a stream of the content of an open file, decompressed if necessary.
 
     Args:
         opened: the file, at its beginning.
@@ -86,7 +86,7 @@ def unpacked(opened: BufferedReader, file: Path) -> BufferedReader:
 
 
 class _Unpacked(io.RawIOBase):
-    """The content of a compressed file; errors in it become errors of the system, with the name of the file."""
+    """The content of a compressed file; errors in it become OSErrors with the name of the file."""
 
     def __init__(self, source: Any, file: Path, kind: str, size: int) -> None:
         self._source, self._file, self._kind, self._size, self._position = source, file, kind, size, 0
@@ -110,7 +110,7 @@ class _Unpacked(io.RawIOBase):
 
 
 def skip(opened: BufferedReader, count: int) -> None:
-    """Read `count` bytes and forget them, or up to the end."""
+    """Read and drop `count` bytes, or fewer at the end."""
     if opened.seekable():
         opened.seek(count, os.SEEK_CUR)
         return
@@ -119,7 +119,7 @@ def skip(opened: BufferedReader, count: int) -> None:
 
 
 def size(file: Path) -> int:
-    """Return how many bytes a file has when it is decompressed, which reads it all if it is compressed.
+    """Return the decompressed size of a file in bytes; a compressed file is read completely.
 
     Raises:
         OSError: it cannot be read.

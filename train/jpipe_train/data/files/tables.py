@@ -17,7 +17,7 @@ _QUOTES = "a cell that begins with a quote ends with one, and has each quote of 
 def rows(
     opened: BufferedReader, file: Path, delimiter: str, check: Callable[[Sequence[str]], None]
 ) -> Iterator[tuple[Place, dict[str, str] | WrongLine]]:
-    """Yield each row by the names of the columns, or what is wrong with it; empty rows are left out.
+    """Yield each row by the names of the columns, or its error; empty rows are left out.
 
     Args:
         opened: the content.

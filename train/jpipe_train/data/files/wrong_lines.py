@@ -1,4 +1,4 @@
-"""Report lines and rows of files that cannot be used, all together, and check the values in them."""
+"""Check the values in lines and rows of files, and report all that cannot be used together."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -80,7 +80,7 @@ def value_of(record: Mapping[str, Any], key: str) -> Any:
 
 
 def text_of(value: Any, key: str) -> str:
-    """Return the value of a key, which is to be text.
+    """Return the value of a key, which must be text.
 
     Raises:
         WrongLine: it is none, or very long.
@@ -94,7 +94,7 @@ def text_of(value: Any, key: str) -> str:
 
 
 def check_characters(text: str, where: str = "") -> None:
-    """Check that a text has whole characters, as all is that a tokenizer can read.
+    """Check that a text has only whole characters; a tokenizer can read nothing else.
 
     Raises:
         WrongLine: it has half of one.

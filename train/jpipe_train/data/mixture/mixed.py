@@ -1,4 +1,4 @@
-"""Choose the source and the row of each number, and make the validation batches of several sources."""
+"""Choose the source and row for each row number of a mixture, and make the validation batches of several sources."""
 
 import functools
 import itertools
@@ -13,7 +13,7 @@ from jpipe_train.data.rows import Batch, Divisible, Elements
 
 
 def proportions(weights: Sequence[float]) -> tuple[int, ...]:
-    """Return the smallest whole numbers in the proportion of `weights`; each counts as the decimal number that it shows."""
+    """Return the smallest whole numbers in proportion to `weights`, each read as the decimal number that it prints as."""
     fractions = [Fraction(repr(weight)) for weight in weights]
     whole = [int(fraction * math.lcm(*(each.denominator for each in fractions))) for fraction in fractions]
     return tuple(number // math.gcd(*whole) for number in whole)
@@ -22,9 +22,9 @@ def proportions(weights: Sequence[float]) -> tuple[int, ...]:
 def source_of(index: int, shares: Sequence[int], totals: Sequence[int] | None = None) -> tuple[int, int]:
     """Return the source of a row of the mixture, and the number of the row in that source.
 
-    Of the first k rows, source i has its share of k, rounded, if it is the last one; the other sources divide the remaining rows in the
-    same way. So any stretch of `sum(shares)` rows has exactly `shares[i]` of source i. Grain's `MapDataset.mix` has this rule, too, but it
-    rounds the shares.
+    Of the first k rows, the last source has its share of k, rounded; the other sources divide the remaining rows in the same way. So any
+    stretch of `sum(shares)` rows has exactly `shares[i]` of source i. Grain's `MapDataset.mix` has this rule, too, but it rounds the
+    shares.
 
     Args:
         index: the number of the row in the mixture.
@@ -87,5 +87,5 @@ class Joined:
         raise IndexError(index)
 
     def with_remainder(self, microbatch: int) -> "Joined":
-        """Return the same with the remaining rows of each source in smaller batches after its own."""
+        """Return the same batches, each source's followed by its remaining rows in smaller batches."""
         return Joined(tuple(part.with_remainder(microbatch) if isinstance(part, Divisible) else part for part in self.parts))

@@ -1,1 +1,1 @@
-"""`jpipe launch`: several processes on this machine, which it starts, watches, starts again and ends."""
+"""`jpipe launch`: start, watch, restart and end several processes on this machine."""

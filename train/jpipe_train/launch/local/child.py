@@ -14,7 +14,7 @@ _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
 def ending_with(parent: int) -> Callable[[], None]:
-    """Return a function that makes the process that calls it end with its parent, the process with the id `parent`."""
+    """Return a function that ties the process that calls it to its parent, the process with the id `parent`: both end together."""
     prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
 
     def prepare() -> None:
@@ -27,7 +27,7 @@ def ending_with(parent: int) -> Callable[[], None]:
 
 
 def command(words: Sequence[str]) -> list[str]:
-    """Return a command that runs the command `words`, which begins with the path of a program, and ends it with this process."""
+    """Return a command that runs the command `words` (a program's path and its arguments), and ends it with this process."""
     return [sys.executable, "-P", "-m", __name__, str(os.getpid()), *words]
 
 

@@ -1,4 +1,4 @@
-"""`jpipe launch --elastic MIN:MAX`: train on with the processes that are left when some are lost, and with more when they return.
+"""`jpipe launch --elastic MIN:MAX`: when processes are lost, continue training with the others; when they return, with more.
 
 The processes of a run cannot change while it trains, so a job is a sequence of runs that resume from each other's checkpoints. Each has new
 processes, a new port and a plan for their number (`jpipe train --elastic`). Which processes are started, and when, is in `slots`.
@@ -24,7 +24,7 @@ _GPUS = "CUDA_VISIBLE_DEVICES"
 
 
 def limits(text: str, options: Mapping[str, Any]) -> Limits | str:
-    """Return the limits that the options `--elastic MIN:MAX` and so on describe, or an error message.
+    """Return the limits from `--elastic MIN:MAX` and its related options, or an error message.
 
     Args:
         text: the value of `--elastic`.
@@ -54,7 +54,7 @@ def main(
     grace: float = launch.GRACE,
     pause: float = launch.PAUSE,
 ) -> int:
-    """Train with `limits.maximum` processes, or with those that are left, until the run is complete.
+    """Train with `limits.maximum` processes, or with the remaining ones, until the run is complete.
 
     When a process fails, all end, and new ones start: all again, or without those that have failed `limits.max_failures` times in a row.
     One that was left out is tried again after `limits.retry_after` seconds: once the smaller run has written a checkpoint, it is asked to
@@ -84,7 +84,7 @@ def main(
 
 
 def _pause(first: float, failures: int) -> float:
-    """Return the seconds to wait after that many failures in a row without a new checkpoint."""
+    """Return the seconds to wait after `failures` failures in a row without a new checkpoint."""
     return min(first * 2 ** min(failures - 1, 10), launch.LONGEST_PAUSE) if failures else 0.0
 
 
@@ -120,7 +120,7 @@ class _Job:
 
     @property
     def progress(self) -> Progress | None:
-        """The newest checkpoint, as the processes report it."""
+        """The newest checkpoint that the processes have reported."""
         return progress.read(self._progress_file)
 
     def is_unfinished(self, before: Progress | None) -> bool:
@@ -129,7 +129,7 @@ class _Job:
         return now is not None and now != before and not now.is_complete
 
     def wait_for_members(self, pause: float) -> bool:
-        """Wait until enough processes can be started, and then a pause, and return whether to start them."""
+        """Wait until enough processes can be started, then pause; return whether to start them."""
         while not self._signals:
             now = time.monotonic()
             decision = slots.decide(self._slots, now, self._short_since or now, self._limits)
@@ -172,7 +172,7 @@ class _Job:
         return code
 
     def _should_grow(self, before: Progress | None) -> bool:
-        """Return whether the processes that run are to end for more to start: once they have written a checkpoint of their own."""
+        """Return whether to end the running processes so that more can start: only once they have written a checkpoint."""
         back = [slot for slot in slots.startable(self._slots, time.monotonic()) if slot not in self.members]
         if not back or not self.is_unfinished(before):
             return False
@@ -188,7 +188,7 @@ class _Job:
             say(f"slot {slot} has failed {times} without a new checkpoint; it is left out for {seconds:.0f} s")
 
     def _announce(self, members: tuple[int, ...], pause: float) -> None:
-        """Say which processes start, except for the first run of all of them."""
+        """Print which processes start, unless all start for the first time."""
         if not self.members and len(members) == self._limits.maximum:
             return
         left_out = [slot for slot in range(self._limits.maximum) if slot not in members]

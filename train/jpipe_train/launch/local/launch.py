@@ -73,7 +73,7 @@ def main(
 ) -> int:
     """Start the processes, forward their output, and wait for all; if one fails, restart all, up to `max_restarts` times.
 
-    After the last failure it says what is saved of the run, and how it goes on.
+    After the last failure it prints what is saved of the run, and how to continue it.
 
     If one fails, all other processes are ended, by SIGTERM and `grace` seconds later by SIGKILL. The same happens if this process gets
     SIGINT (Ctrl-C), SIGTERM or SIGHUP; a second signal kills all processes. A run that writes checkpoints saves at these signals, and ends

@@ -1,4 +1,4 @@
-"""The processes of `jpipe launch`: each in its own session, with output marked by process, and ended together."""
+"""The processes of `jpipe launch`: each has its own session, its output is marked with its number, and all end together."""
 
 import contextlib
 import math
@@ -139,12 +139,12 @@ class ProcessGroup:
         return any(process.returncode is None for process in self._processes)
 
     def _failed(self) -> int | None:
-        """Return the number of a process that has failed, if possible of one that a signal ended: others may fail because of it."""
+        """Return the number of a failed process; preferably of one that a signal ended, because others may fail in consequence."""
         failed = [(process.returncode > 0, number) for number, process in enumerate(self._processes) if process.returncode]
         return min(failed)[1] if failed else None
 
     def _end(self, number: int, limit: float | None = None) -> None:
-        """Send the signal to the processes that are alive, and set the time after which they are killed, `limit` seconds from now."""
+        """Send the signal to the live processes, and have them killed `limit` seconds from now."""
         alive = {n for n, process in enumerate(self._processes) if process.returncode is None}
         self._ended_before = self._ended_before or set(range(len(self._processes))) - alive
         if number == signal.SIGKILL:
@@ -204,7 +204,7 @@ def _describe_end(returncode: int) -> tuple[int, str]:
 
 
 def _signal(process: subprocess.Popen[bytes], number: int) -> None:
-    """Send a signal to the process and to those that it started."""
+    """Send a signal to a process and to its children."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, number)
 
@@ -224,7 +224,7 @@ def _environment(slot: int, *, one_thread: bool) -> dict[str, str]:
 
 
 def _child_setup(core: int | None) -> Callable[[], None]:
-    """Return a function for a child to call before the command: it ends with this process, and moves to its core."""
+    """Return a function that a child calls before its command: the child then ends with this process, and runs on its core."""
     end_with_parent = ending_with(os.getpid())
 
     def prepare() -> None:

@@ -1,4 +1,4 @@
-"""How far a run has come, as process 0 tells the `jpipe launch` that started it in files, and how it goes on after its end.
+"""The progress of a run, which process 0 reports to `jpipe launch` in files, and how to continue a run that has ended.
 
 This imports neither JAX nor the library's other parts.
 """
@@ -41,14 +41,14 @@ def begin(folder: str, step: int | None, *, saves: bool) -> None:
 
 
 def report(step: int, steps: int) -> None:
-    """Report a complete checkpoint, if a launcher wants to know; if that fails, the launcher knows less."""
+    """Report a complete checkpoint, if a launcher wants to know; failures are ignored."""
     if file := os.environ.get(VARIABLE):
         with contextlib.suppress(OSError):
             write_atomically(Path(file), f"{step} {steps}")
 
 
 def read(file: Path) -> Progress | None:
-    """Return what the processes have reported last; None if that is nothing."""
+    """Return the last report of the processes; None without one."""
     try:
         step, steps = file.read_text(encoding="utf-8").split()
         return Progress(int(step), int(steps))
@@ -57,7 +57,7 @@ def read(file: Path) -> Progress | None:
 
 
 def how_it_goes_on(file: Path) -> str:
-    """Say what is saved of the run that process 0 has reported to this file, and how it goes on; "" if no run has begun."""
+    """Describe what is saved of the run that process 0 has reported to this file, and how to continue; "" if no run has begun."""
     try:
         folder, step, saves = json.loads(_run_file(file).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -67,7 +67,7 @@ def how_it_goes_on(file: Path) -> str:
 
 
 def goes_on(folder: str, step: int | None, *, saves: bool = True, in_python: bool = False) -> str:
-    """Say what is saved of a run that has ended early, and how it goes on.
+    """Describe what is saved of a run that has ended early, and how to continue it.
 
     Args:
         folder: of the run, as it is shown.

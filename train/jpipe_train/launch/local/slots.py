@@ -60,7 +60,7 @@ class Wait:
 
 @dataclass(frozen=True)
 class GiveUp:
-    """End the job: too few processes can be started, and no more in time."""
+    """End the job: too few processes can be started within the time limit."""
 
 
 def after_failure(slots: Sequence[Slot], failed: Collection[int], now: float, limits: Limits) -> tuple[Slot, ...]:
@@ -76,7 +76,7 @@ def after_failure(slots: Sequence[Slot], failed: Collection[int], now: float, li
 
 
 def after_checkpoint(slots: Sequence[Slot], members: Collection[int]) -> tuple[Slot, ...]:
-    """Return the slots after the processes in some of them have written a checkpoint: earlier failures do not count any more."""
+    """Return the slots after the processes in some of them have written a checkpoint, which clears their failures."""
     return tuple(Slot() if number in members else slot for number, slot in enumerate(slots))
 
 

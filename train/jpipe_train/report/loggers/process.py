@@ -1,7 +1,7 @@
-"""The process of a run that talks to a logging service: it reads a JSON line per row on standard input and answers in such lines.
+"""The process of a run that talks to a logging service: it reads one JSON line per row from standard input, and answers in JSON lines.
 
-In the process of the run itself, the service's threads, hooks and waits for the network could delay training or its end, or take its
-signals. It is started as a file, with the name of the service, and imports nothing of jpipe's.
+In the run's own process, the service's threads, hooks and network waits could delay training or its end, or take its signals. It is started
+as a file, with the name of the service, and imports nothing from jpipe.
 """
 
 import contextlib
@@ -65,7 +65,7 @@ def serve(lines: Iterable[str], answer: Callable[..., None], begin: Callable[[Ma
 
 
 def begin_wandb(about: Mapping[str, Any], answer: Callable[..., None]) -> Any:
-    """Start the run in wandb, or only on disk if wandb cannot be reached; see `serve`."""
+    """Start the run in wandb, or on disk only if wandb cannot be reached; see `serve`."""
     import wandb
 
     timeout: dict[str, Any] = {} if "WANDB_INIT_TIMEOUT" in os.environ else {"init_timeout": CONNECT}

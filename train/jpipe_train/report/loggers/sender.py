@@ -95,7 +95,7 @@ class Sender:
         self._limit = min(self._limit, _SHORT)
 
     def close(self, code: int = 0) -> None:
-        """End the run in the service with this exit code, and wait until everything is sent, up to the limit; later values are dropped."""
+        """End the run in the service with this exit code. Wait until everything is sent, up to the limit; later values are dropped."""
         process, self._process = self._process, None
         if process is None:
             return

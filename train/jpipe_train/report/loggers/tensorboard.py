@@ -17,7 +17,7 @@ _FLUSH_SECONDS = 2.0  # a flush waits for the disk: not at every step
 class TensorBoard:
     """Writes scalars into a folder; use it in a `with`, or close it.
 
-    If the folder cannot be written, for example because the disk is full, it reports that once and writes no more; the run continues. A
+    If it cannot write into the folder, for example because the disk is full, it reports that once and stops writing; the run continues. A
     Ctrl-C during a write waits until the record is complete.
 
     Args:

@@ -1,1 +1,1 @@
-"""The speed and the memory of a run: measured, watched, and compared with what was predicted."""
+"""The speed and the memory of a run: measured, watched, and compared with predictions."""

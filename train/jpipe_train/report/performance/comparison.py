@@ -49,7 +49,7 @@ def compare(
 
 
 def temporary_words(temporary: Sequence[int | None]) -> str:
-    """Describe in a sentence the temporaries that the peak memory includes, or return "" if none are known."""
+    """Describe the temporaries that the peak memory includes in a sentence, or return "" if none are known."""
     known = [f"{bytes_text(size)} at rank {rank}" for rank, size in enumerate(temporary) if size is not None]
     if not known:
         return ""
@@ -76,7 +76,7 @@ def as_predicted(plan: jpipe.Plan, measured: jpipe.programs.Window, costs: Seque
 def temporary_of_ranks(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost]) -> list[int]:
     """Return the bytes that each pipeline rank needs only while a program runs.
 
-    These are scratch memory, and the inputs of a program that begins with a forward.
+    They are scratch memory, and the inputs of a program that begins with a forward.
     """
     schedule = jpipe.schedules.SCHEDULES[plan.schedule]
     temporary = [cost.temporary for cost in costs]

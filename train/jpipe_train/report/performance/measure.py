@@ -54,7 +54,7 @@ class Measure:
         self.data_waits: Sequence[float] = ()
 
     def observer(self, step: int) -> jpipe.Tracer | None:
-        """Return the observer for `Pipeline.step` at `step`, if any, and finish a window that ended with the previous step."""
+        """Return the observer for `Pipeline.step` at `step`, if any; finish a window that ended with the previous step."""
         if self._tracer is not None and step > self._first + self._batches:
             self.finish()
         if self._tracer is None and (batches := self._window_size(step)):
@@ -65,11 +65,11 @@ class Measure:
         return self._tracer
 
     def request(self, step: int) -> None:
-        """Trace a window from `step` on, if none is being traced and there is room; all processes request the same one."""
+        """Trace a window from `step` on, if none is being traced and there is room; all processes request it alike."""
         self._requested = step
 
     def waited(self, seconds: float) -> None:
-        """Note how long this process waited for the data of a step."""
+        """Record how long this process waited for the data of a step."""
         if self._tracer is not None:
             self._waits.append(seconds)
 
@@ -97,7 +97,7 @@ class Measure:
         )
 
     def ends_at(self, steps: int) -> None:
-        """Drop the current trace if its window needs batches that the run will not have, because it ends after `steps` of them."""
+        """Drop the current trace if the run ends, after `steps` batches, before the trace is complete."""
         if self._tracer is not None and self._first + self._batches >= steps:
             self.close()
 
@@ -109,7 +109,7 @@ class Measure:
 
     @cached_property
     def predicted(self) -> jpipe.programs.Window | None:
-        """The prediction of the measured window, or None if it would take minutes; computed at first access, which takes some time."""
+        """The prediction of the measured window, computed at first access, which takes some time; None if it would take minutes."""
         plan = self._pipe.plan
         forwards = plan.depth * plan.microbatches * (2 * self._full + self._window[1] + 1)
         if self.measured is None or forwards > MOST_FORWARDS:
@@ -117,7 +117,7 @@ class Measure:
         return jpipe.programs.predict_window(plan, self._costs, *self._window, global_norm=self._pipe.uses_global_norm)
 
     def _window_size(self, step: int) -> int:
-        """Return the number of batches of the window with a trace that begins at `step`, or 0 if none begins."""
+        """Return the number of batches in the window of a trace that begins at `step`, or 0 if none begins."""
         due = step % self._every == 0 if self._window[1] else step >= self._start + self._full
         room = min(self._steps - step, self._every - step % self._every)  # steps until the end, or until the next evaluation
         return min(self._most, max(room - 2, 0)) if due or step == self._requested else 0

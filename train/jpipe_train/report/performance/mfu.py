@@ -1,4 +1,4 @@
-"""Model FLOPs utilization (MFU): how much of the peak speed of its devices a run uses for the model itself.
+"""Model FLOPs utilization (MFU): the share of its devices' peak FLOP/s that a run uses for the model itself.
 
 The convention of PaLM (Chowdhery et al. 2022, appendix B): the FLOPs of a step are three times those in the matrix products of a forward,
 one for the forward and two for the backward; what is computed again by recomputation does not count. MFU is these FLOPs, divided by the
@@ -61,7 +61,7 @@ PEAKS: Sequence[tuple[str, Mapping[str, float]]] = (
 
 
 def peak_of(kind: str, dtype: str) -> float | None:
-    """Return the peak FLOP/s of a device of this `device_kind` for products of this dtype, or None if unknown."""
+    """Return the peak FLOP/s of this `device_kind` for matrix products of this dtype, or None if unknown."""
     precision = jax.config.values["jax_default_matmul_precision"]
     names = [dtype]
     if dtype == "float32" and (precision in _IN_FULL or (os.environ.get("NVIDIA_TF32_OVERRIDE") == "0" and "TPU" not in kind)):
@@ -90,9 +90,9 @@ class Utilization:
 
 
 def find(pipe: jpipe.Pipeline, batch: Any) -> Utilization | None:
-    """Return the FLOPs of a step and the peak of the devices, or None if a peak is unknown, as on CPUs.
+    """Return the FLOPs of a step and the peak FLOP/s of the devices, or None if a peak is unknown, as on CPUs.
 
-    The dtype is the one in which most of the products are computed.
+    The peak is for the dtype of most of the FLOPs.
 
     Args:
         pipe: the pipeline.

@@ -31,7 +31,7 @@ class Profiler:
         self._first = self._next = 0  # of the steps that were profiled, and after them
 
     def before(self, step: int, state: Any) -> None:
-        """Start or stop the profiler if `step`, which is about to begin, is the first one or the one after the last one.
+        """Start the profiler before its first step, and stop it after its last; `step` is about to begin.
 
         Args:
             step: the step; a run that is resumed inside the range profiles the remaining steps.
@@ -48,7 +48,7 @@ class Profiler:
                 self._start()
 
     def after(self, step: int, state: Any) -> None:
-        """Stop the profiler, if it is on, after the last step of the run; as in `before`, `step` is the one that would follow."""
+        """Stop the profiler, if it is on, after the last step of the run; `step` is the step that would follow."""
         if self._is_on:
             self._next = step
             jax.block_until_ready(state)

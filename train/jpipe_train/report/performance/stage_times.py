@@ -24,7 +24,7 @@ class Stage:
 
 
 def table(stages: Sequence[Stage], window: jpipe.programs.Window | None) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Return the head and the rows of the table; the times are medians over the computations of a window, or `–`."""
+    """Return the header and the rows of the table; times are medians over the computations of a window, or `–`."""
     used = {span.op for stage in stages for span in _spans(window, stage)} if window is not None else set[str]()
     kinds = [op for op in jpipe.ops.OPS if op in used]
     head = "stage", "layers", "parameters", *(f"{jpipe.ops.OPS[op].label}, ms" for op in kinds), *(() if window is None else ("busy",))
@@ -41,7 +41,7 @@ def table(stages: Sequence[Stage], window: jpipe.programs.Window | None) -> tupl
 
 
 def _spans(window: jpipe.programs.Window, stage: Stage) -> list[jpipe.programs.Span]:
-    """Return the spans of all replicas of a stage, with the parts of a backward as one span."""
+    """Return the spans of all replicas of a stage; the parts of a backward are one span."""
     rows = ([span for span in window.timeline[rank] if span.chunk == chunk] for rank, chunk in stage.positions)
     return [span for row in rows for span in jpipe.programs.whole_spans(row)]
 
@@ -60,9 +60,9 @@ SHORT = 2e-3
 
 
 def slow_ranks(plan: jpipe.Plan, window: jpipe.programs.Window) -> dict[int, float]:
-    """Return the ranks that compute longer than the others for the same work, and how many times as long.
+    """Return the ranks that take longer than the others for the same work, and how many times as long.
 
-    The work of a stage is what its plan predicts. Where the plan has no prediction, only replicas of a stage are compared. Ranks that take
+    The work of a stage is what its plan predicts. Without a prediction only the replicas of a stage are compared. Ranks that take
     less than `SHORT` for a microbatch are left out.
 
     Args:
@@ -83,7 +83,7 @@ def slow_ranks(plan: jpipe.Plan, window: jpipe.programs.Window) -> dict[int, flo
 
 
 def microbatch_seconds(plan: jpipe.Plan, window: jpipe.programs.Window) -> list[dict[int, float]]:
-    """Return for each rank the seconds that each of its stages computes for a microbatch; 0: not measured."""
+    """Return for each rank the seconds that each of its stages computes for a microbatch; 0 means not measured."""
     return [
         {
             plan.workers[w][0]: _microbatch_seconds([span for span in row if span.chunk == chunk], window.seconds)
@@ -94,7 +94,7 @@ def microbatch_seconds(plan: jpipe.Plan, window: jpipe.programs.Window) -> list[
 
 
 def _microbatch_seconds(spans: Sequence[jpipe.programs.Span], end: float) -> float:
-    """Return the seconds that a stage computes for a microbatch, from the medians of its computations; 0: not measured.
+    """Return the seconds that a stage computes for a microbatch, from the medians of its computations; 0 means not measured.
 
     Computations that the window, which ends at `end`, cuts off count only where there are no others. A short window may have more
     backwards than forwards, or fewer, so only the shares of ops that do the same part of the work are counted.
@@ -114,7 +114,7 @@ def _microbatch_seconds(spans: Sequence[jpipe.programs.Span], end: float) -> flo
 
 
 def slow_words(slow: Mapping[int, float], devices: Sequence[Sequence[int]], processes: Sequence[int]) -> str:
-    """Say in a sentence which ranks are slow and how to plan with them; "" if none are.
+    """Name the slow ranks in a sentence, and how to plan with them; "" if none are slow.
 
     Args:
         slow: the result of `slow_ranks`.

@@ -1,4 +1,4 @@
-"""Watch the speed of a run: when its steps are slower than predicted, say which part is to blame."""
+"""Watch the speed of a run: when its steps are slower than predicted, report which part causes it."""
 
 import functools
 import itertools
@@ -33,7 +33,7 @@ _JOINED = 0.1  # the largest number of seconds of steps that are kept as one ent
 
 
 class Step(NamedTuple):
-    """The seconds of a step, or of several short ones that follow each other.
+    """The seconds of a step, or of several short consecutive steps.
 
     Attributes:
         seconds: of all of them.
@@ -54,7 +54,7 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class Expected:
-    """What the steps of a run are compared with.
+    """The times with which the steps of a run are compared.
 
     Attributes:
         planned: whether it is the plan's prediction; otherwise it is the first window that the run measured.
@@ -83,14 +83,14 @@ class Link(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """The part that is to blame, such as "stage 2 on rank 2", and the sentence that says so."""
+    """The part that slows steps down, such as "stage 2 on rank 2", and a sentence about it."""
 
     part: str
     words: str
 
 
 class _Blame(NamedTuple):
-    """A part, the seconds by which it makes a step longer, and what is said of it."""
+    """A part, the seconds by which it makes a step longer, and a description."""
 
     part: str
     excess: float
@@ -98,7 +98,7 @@ class _Blame(NamedTuple):
 
 
 def find_expected(plan: jpipe.Plan, first: jpipe.programs.Window | None) -> Expected | None:
-    """Return what the steps of a run are compared with, or None if nothing is known yet.
+    """Return the times with which the steps of a run are compared, or None if nothing is known yet.
 
     Args:
         plan: the plan of the run; its prediction comes first.
@@ -123,7 +123,7 @@ def judge(
 ) -> Verdict | None:
     """Return which part makes steps slower than expected; None if they are not.
 
-    The longest of the steps does not count, because a single pause is not slowness. Each part gets the seconds by which it makes a step
+    The longest step is ignored, because a single pause is not slowness. Each part gets the seconds by which it makes a step
     longer: data, those that a process waits for its rows beyond the seconds that a whole step should take; a stage, those that its
     computations take longer than expected; a link, those that a rank waits longer for it than expected. The host is to blame if they
     explain less than half.
@@ -164,7 +164,7 @@ def judge(
 def stragglers(plan: jpipe.Plan, expected: Expected, window: jpipe.programs.Window) -> dict[int, float]:
     """Return the ranks that compute at least a quarter longer than they should, and how many times as long.
 
-    A stage with replicas should take as long as the median of these, another one as expected.
+    A stage with replicas should take as long as their median, any other stage as long as expected.
     """
     rows = microbatch_seconds(plan, window)
     usual = _replicas(rows)
@@ -174,7 +174,7 @@ def stragglers(plan: jpipe.Plan, expected: Expected, window: jpipe.programs.Wind
 
 
 def waits(window: jpipe.programs.Window) -> dict[Link, float]:
-    """Return for each link the seconds per batch in which the rank that waits longest for it is idle while it is busy."""
+    """Return for each link how many seconds per batch its longest-waiting rank is idle while the link is busy."""
     gaps = [_gaps(row) for row in window.timeline]
     found: dict[tuple[Link, int], list[tuple[float, float]]] = {}
     for transfer in window.transfers:
@@ -209,12 +209,12 @@ def _union(intervals: Sequence[tuple[float, float]]) -> list[tuple[float, float]
 
 
 def _data_of(process: int, seconds: float, expected: Expected) -> _Blame:
-    """Return the data that a process waits for, these seconds a step."""
+    """Return the seconds per step that a process waits for data, as a blame."""
     return _Blame(f"the data in process {process}", seconds - expected.seconds, f"its loop waits {time_text(seconds)} a step for its rows")
 
 
 def _stages(plan: jpipe.Plan, expected: Expected, window: jpipe.programs.Window, processes: Sequence[int]) -> list[_Blame]:
-    """Return the stages that take longer than expected, or than their replicas where nothing else is known."""
+    """Return the stages that take longer than expected or, without an expectation, longer than their replicas."""
     rows, blames = microbatch_seconds(plan, window), []
     others = _replicas(rows)
     for rank, (workers, row) in enumerate(zip(plan.rank_workers, rows, strict=True)):
@@ -232,7 +232,7 @@ def _stages(plan: jpipe.Plan, expected: Expected, window: jpipe.programs.Window,
 
 
 def _links(expected: Expected, window: jpipe.programs.Window, processes: Sequence[int]) -> list[_Blame]:
-    """Return the links for which ranks wait longer than expected."""
+    """Return the links that ranks wait for longer than expected."""
     blames = []
     for link, seconds in waits(window).items():
         names = [_rank(rank, processes) for rank in link.ranks]
@@ -244,14 +244,14 @@ def _links(expected: Expected, window: jpipe.programs.Window, processes: Sequenc
 
 
 def _usual(rows: Sequence[Mapping[int, float]]) -> dict[int, float]:
-    """Return the median over its ranks of the seconds of each stage that was measured."""
+    """Return for each measured stage the median of its seconds over its ranks."""
     stages = sorted({s for row in rows for s in row})
     of_stages = {s: [row[s] for row in rows if row.get(s)] for s in stages}
     return {s: statistics.median_low(seconds) for s, seconds in of_stages.items() if seconds}
 
 
 def _replicas(rows: Sequence[Mapping[int, float]]) -> dict[int, float]:
-    """Return the median over its ranks of the seconds of each stage that several ranks have."""
+    """Return for each stage on several ranks the median of its seconds over them."""
     return {s: seconds for s, seconds in _usual(rows).items() if sum(s in row for row in rows) > 1}
 
 
@@ -262,7 +262,7 @@ def _rank(rank: int, processes: Sequence[int]) -> str:
 class Watch:
     """Times the steps of a run, and reports once when they are slower than expected for a minute.
 
-    It reports again only if another part is to blame, at most every ten minutes. The first steps, and those during and after evaluations,
+    It reports again only about another part, at most every ten minutes. The first steps, and those during and after evaluations,
     snapshots and traces do not count. Only process 0 judges, by its own loop, and by the windows and the data of all processes.
 
     Args:
@@ -307,7 +307,7 @@ class Watch:
         self.remarks: dict[str, str] = {}
 
     def load(self, batches: Batches, step: int) -> Any:
-        """Return the batch of a step, and note how long that takes, and later how long its rows take that are read when they are sliced."""
+        """Return the batch of a step. Record how long that takes, and later how long it takes to read the rows that are sliced."""
         self._data = 0.0
         batch = self._timed(functools.partial(operator.getitem, batches), step)
         counts = self._say is not None or self._measure.is_tracing
@@ -317,14 +317,14 @@ class Watch:
         return replace(leaf, read=functools.partial(self._timed, leaf.read)) if isinstance(leaf, Rows) else leaf
 
     def _timed(self, read: Callable[..., Any], *arguments: int) -> Any:
-        """Call `read`, and count its seconds for the data of this step."""
+        """Call `read`, and add its seconds to the time of this step's data."""
         began = self._clock()
         result = read(*arguments)
         self._data += self._clock() - began
         return result
 
     def finished(self, step: int, *, paused: bool) -> None:
-        """Note that the loop has finished a step, and report if the recent ones are slow.
+        """Record that the loop has finished a step, and report if the recent steps are slow.
 
         Args:
             step: its number.
@@ -347,7 +347,7 @@ class Watch:
             self._judge(step, now)
 
     def wants_trace(self) -> bool:
-        """Return whether a window is to be traced at the next step, to find the part that makes steps slow."""
+        """Return whether to trace a window at the next step, to find the part that slows steps down."""
         return self.can_trace and self._is_slow and not self._has_window and self._clock() - self._traced >= MINUTE
 
     def _judge(self, step: int, now: float) -> None:
