@@ -1,1 +1,1 @@
-"""Language models for `jpipe_train`: models, experts and adapters, Hugging Face's layout, text as data, generation."""
+"""Language models for `jpipe_train`: models, experts, adapters, Hugging Face's layout, text data and generation."""

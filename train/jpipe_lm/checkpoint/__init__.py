@@ -1,1 +1,1 @@
-"""The weights of language models in files: Hugging Face's layout, adapters."""
+"""The weights of language models in files: Hugging Face's layout, and adapters."""

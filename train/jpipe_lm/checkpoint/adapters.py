@@ -1,4 +1,4 @@
-"""Adapters and quantized kernels in checkpoints: adding them up to whole weights, and reading whole weights for them."""
+"""Adapters and quantized kernels in checkpoints: merge them into whole weights, and read whole weights for them."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -18,7 +18,7 @@ _KERNEL = "/kernel"
 
 
 def merged(arrays: Mapping[str, Any], model: ModelConfig, tune: TuneConfig) -> dict[str, Any]:
-    """Return the weights of the whole model, in float32, from those with adapters beside them.
+    """Merge adapters into the weights beside them, and return the weights of the whole model in float32.
 
     Args:
         arrays: by name in an export, such as "block_0/qkv/kernel"; of any layers.
@@ -42,7 +42,7 @@ def merged(arrays: Mapping[str, Any], model: ModelConfig, tune: TuneConfig) -> d
 
 
 def merged_specs(specs: Mapping[str, Spec], tune: TuneConfig) -> dict[str, Spec]:
-    """Return the shapes and dtypes of what `merged` returns, given its arrays'."""
+    """Return the shapes and dtypes of the result of `merged` for arrays of these shapes and dtypes."""
     if tune.lora is None:
         return dict(specs)
     whole: dict[str, Spec] = {}
@@ -55,12 +55,12 @@ def merged_specs(specs: Mapping[str, Spec], tune: TuneConfig) -> dict[str, Spec]
 
 
 def _whole_shape(codes: Spec, kind: Kind | None) -> tuple[int, ...]:
-    """Return the shape of a kernel, given its codes'."""
+    """Return the shape of a kernel from the shape of its codes."""
     return codes.shape[0] * (2 if kind == "nf4" else 1), *codes.shape[1:]
 
 
 def _product(linear: str, outputs: int, arrays: Mapping[str, Any], model: ModelConfig, lora: LoraConfig) -> np.ndarray:
-    """Return what the adapters of a linear layer add to its kernel."""
+    """Return the sum that the adapters of a linear layer add to its kernel."""
     added = {}
     for part, width in widths_of(linear.rpartition("/")[2], outputs, model).items():
         a, b = (arrays.get(f"{linear}/lora/{part}/{matrix}") for matrix in "ab")
@@ -70,7 +70,7 @@ def _product(linear: str, outputs: int, arrays: Mapping[str, Any], model: ModelC
 
 
 def for_adapters(source: Source, model: Mapping[str, Spec], tune: TuneConfig) -> Source:
-    """Return a source of whole weights as one for a model with adapters, which may be missing, and kernels that may be quantized.
+    """Turn a source of whole weights into one for a model that may have adapters, missing in the source, and quantized kernels.
 
     Args:
         source: the arrays on disk, by name in an export.
@@ -90,7 +90,7 @@ def whole_names(names: list[str]) -> list[str]:
 
 
 def _quantized(source: Source, model: Mapping[str, Spec], kind: Kind) -> Source:
-    """Return a source that quantizes the kernels that the model has so and the source has not."""
+    """Return a source that quantizes kernels that are quantized in the model but not in the source."""
     whole = {
         kernel
         for name, spec in model.items()
@@ -117,6 +117,6 @@ def _quantized(source: Source, model: Mapping[str, Spec], kind: Kind) -> Source:
 
 
 def _in_float32(array: Any) -> np.ndarray:
-    """Return an array in float32 if it is of fewer bits."""
+    """Convert an array of fewer bits to float32."""
     array = np.asarray(array)
     return array.astype(np.float32) if array.dtype.itemsize < 4 else array

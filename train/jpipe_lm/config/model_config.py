@@ -96,7 +96,7 @@ class ModelConfig(TargetSection):
 
     @property
     def label_count(self) -> int | None:
-        """The number of labels, if the head tells some apart."""
+        """The number of labels, if the head distinguishes labels."""
         return len(self.labels) if isinstance(self.labels, list) else self.labels
 
     @property
@@ -106,17 +106,17 @@ class ModelConfig(TargetSection):
 
     @property
     def has_router_loss(self) -> bool:
-        """Whether the loss of a microbatch has more than the cross-entropy, for its routers."""
+        """Whether the loss of a microbatch includes a router loss."""
         return self.experts is not None and max(self.experts.balance_loss, self.experts.z_loss) > 0
 
     @property
     def rotary_size(self) -> int:
-        """How many numbers of a head turn with the position."""
+        """The number of components of a head that rotate with the position."""
         return int(self.head_size_used * self.rope_share)
 
     @property
     def blocks(self) -> "list[ModelConfig]":
-        """The config of each block, in which patterns along the depth are decided; blocks with equal ones share one object."""
+        """The config of each block, with patterns along the depth resolved; blocks with equal configs share one object."""
         distinct: list[ModelConfig] = []
         for i in range(self.depth):
             block = self._block(i)
@@ -260,12 +260,12 @@ class ModelConfig(TargetSection):
 
 
 def _as_yaml(value: object) -> str:
-    """Return a value as YAML writes it, or what kind it is."""
+    """Return a value as YAML, or its kind."""
     return "null" if value is None else str(value).lower() if isinstance(value, (str, bool, int, float)) else "a mixture"
 
 
 def _at(pattern: list[bool] | None, layer: int) -> bool:
-    """Return the value of a pattern, which is repeated along the depth, at a layer; without a pattern it is true of all."""
+    """Return the value of a pattern, which repeats along the depth, at a layer; without a pattern it is true."""
     return pattern is None or pattern[layer % len(pattern)]
 
 

@@ -1,1 +1,1 @@
-"""Text as data: documents, conversations and labelled rows; tokenizers; files of tokens."""
+"""Text data: documents, conversations, labelled rows, tokenizers and files of tokens."""

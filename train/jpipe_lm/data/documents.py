@@ -20,7 +20,7 @@ _HASHED, _MOST_HASHED = 2**20, 2**28  # numbers that are hashed at once, and in 
 
 @runtime_checkable
 class Numbers(Protocol):
-    """An array in memory, or in a file (`jpipe_train.data.files.file_array.FileArray`): a slice of it is in memory."""
+    """An array in memory or in a file (`jpipe_train.data.files.file_array.FileArray`); its slices are in memory."""
 
     @property
     def size(self) -> int: ...
@@ -83,13 +83,13 @@ class Documents:
 
     @classmethod
     def of(cls, tokens: np.ndarray, vocab_size: int, *arrays_of_shard: np.ndarray | None) -> "Documents":
-        """Create documents from arrays in memory: the tokens, and what else a `Shard` has, in its order."""
+        """Create documents from arrays in memory: the tokens, then the other fields of a `Shard` in order."""
         arrays = [None if array is None else functools.partial(_itself, array) for array in arrays_of_shard]
         return cls([Shard("the text", tokens.size, lambda: tokens, *arrays)] if tokens.size else [], vocab_size)
 
     @cached_property
     def starts(self) -> list[int]:
-        """The position of each shard's first token, followed by the number of all tokens."""
+        """The position of each shard's first token, followed by the total number of tokens."""
         return [0, *itertools.accumulate(shard.size for shard in self.shards)]
 
     @property
@@ -104,7 +104,7 @@ class Documents:
 
     @property
     def have_answers(self) -> bool:
-        """Whether documents have answers, which alone are learned."""
+        """Whether documents have answers; then only answers are learned."""
         return bool(self.shards) and all(shard.answers is not None for shard in self.shards)
 
     def read(self, start: int, stop: int) -> Int32[np.ndarray, " n"]:
@@ -144,14 +144,14 @@ class Documents:
         return is_first
 
     def number(self, position: int) -> tuple[int, int]:
-        """Return the shard and the document in it to which this token belongs."""
+        """Return the shard of a token, and its document in that shard."""
         k = bisect.bisect_right(self.starts, position) - 1
         ends = self.shards[k].ends
         assert ends is not None
         return k, _before(ends(), position - self.starts[k] + 1)
 
     def examples(self) -> "Ranges":
-        """Return where each document begins and ends, and where each answer does.
+        """Return the beginning and end of each document and of each answer.
 
         Raises:
             InputError: positions that do not rise.
@@ -183,7 +183,7 @@ class Documents:
         return hasher.hexdigest()
 
     def _parts(self, start: int, stop: int) -> list[tuple[Shard, int, int, int]]:
-        """List the shards that hold the positions start .. stop - 1.
+        """List the shards with the positions start .. stop - 1.
 
         Returns:
             Each shard, the first position and the end in it, and the first position in the whole.
@@ -215,7 +215,7 @@ def _itself(array: np.ndarray) -> np.ndarray:
 
 
 def _are_inside(answers: Int64[np.ndarray, " m"], stops: Int64[np.ndarray, " m"], ends: Int64[np.ndarray, " n"]) -> bool:
-    """Return whether answers come one after the other, each inside a document that has one of these ends."""
+    """Return whether answers follow one another, each inside a document with one of these ends."""
     if np.any(answers > stops) or np.any(answers[1:] < stops[:-1]) or np.any(answers[:1] < 0) or np.any(stops[-1:] > ends[-1]):
         return False
     inside = np.searchsorted(ends, stops, "left")  # the document that an answer ends in

@@ -26,9 +26,9 @@ def row_spec(seq_len: int) -> tuple[Tree, Tree]:
 
 
 class Masked:
-    """The windows of a running text as rows, with other tokens masked in each round.
+    """The windows of a running text as rows; each round masks other tokens.
 
-    A row is full, as RoBERTa's are: it continues over the end of a document, which has its [SEP]. Each row has the same number of masked
+    Rows are full, as in RoBERTa: a row continues after the end of a document, which has its [SEP]. Each row has the same number of masked
     tokens, so that the mean of a batch is the mean of its rows. Of these 80% are [MASK], 10% a random token, 10% unchanged; special
     tokens are not masked. In half of the rows the second part comes from elsewhere, from another document if possible.
 
@@ -79,14 +79,14 @@ class Masked:
         }
 
     def _cut(self, start: int, random: np.random.Generator) -> int:
-        """Choose where the first part ends: in the middle half, and not at the end of a document if possible."""
+        """Choose the end of the first part: in the middle half, and if possible not at the end of a document."""
         cut = int(random.integers(self._content // 4, self._content - self._content // 4)) or 1
         if self._documents.have_ends and self._documents.begins(start + cut, start + cut + 1)[0] and cut + 1 < self._content:
             return cut + 1
         return cut
 
     def _elsewhere(self, end: int, size: int, random: np.random.Generator) -> int:
-        """Choose where a second part of this size begins that does not follow the first, which ends at `end`."""
+        """Choose the beginning of a second part of this size that does not follow the first part, which ends at `end`."""
         starts = [int(place) for place in random.integers(0, self._documents.size - size + 1, _TRIES)]
         other = [place for place in starts if not self._same_document(place, end - 1)]
         far = [place for place in starts if abs(place - end) > size]
@@ -96,7 +96,7 @@ class Masked:
         return not self._documents.have_ends or self._documents.number(one) == self._documents.number(other)
 
     def _chosen(self, whole: Int32[np.ndarray, " s"], cut: int, random: np.random.Generator) -> Bool[np.ndarray, " s"]:
-        """Choose the tokens to mask, as many as in every row; special ones only if there are too few others."""
+        """Choose the tokens to mask, equally many in each row; special tokens only if there are too few others."""
         added = np.zeros(whole.size, bool)
         added[[0, cut + 1, -1]] = True
         order = random.permutation(np.flatnonzero(~added))
@@ -117,7 +117,7 @@ class Masked:
 
 
 class Drawn:
-    """Rows in shuffled order, endlessly with `epochs`: what is drawn in row i depends on i."""
+    """Rows in shuffled order, endlessly with `epochs`; the random choices of row i depend on i."""
 
     def __init__(self, rows: Masked, *, epochs: bool):
         windows = grain.MapDataset.range(len(rows)).shuffle(seed=rows.seed)

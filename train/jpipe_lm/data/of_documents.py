@@ -1,4 +1,4 @@
-"""Make rows of documents, and batch these: windows of a running text, packed examples, or masked windows."""
+"""Make rows of documents and batch them: windows of a running text, packed examples, or masked windows."""
 
 from jpipe import InputError
 from jpipe_lm.data import masked, windows
@@ -35,7 +35,7 @@ def check_vocabulary(config: Config, need: int) -> None:
 
 
 def keeps_apart(config: Config, split: Split) -> bool:
-    """Return whether the documents in a row are kept apart, as segments."""
+    """Return whether the documents in a row are separate segments."""
     known = split.train.have_ends and split.validation.have_ends
     if config.data.boundaries == "keep" and not known:
         raise InputError(
@@ -67,7 +67,7 @@ def batches_of(config: Config, rows: AnyRows, part: int, *, apart: bool) -> Batc
 
 
 def check_amount(config: Config, split: Split, train: Rows, validation: Rows) -> None:
-    """Check that there is at least one row for training and one for validation, and a batch of masked ones, which cannot be padded.
+    """Check that training and validation have at least one row each; or a batch each of masked rows, which cannot be padded.
 
     Raises:
         InputError: there are fewer rows.
@@ -106,7 +106,7 @@ def check_some(config: Config, split: Split, rows: Rows) -> None:
 
 
 def amount_of(split: Split, train: Rows, validation: Rows) -> str:
-    """Describe how much there is to train on."""
+    """Describe the amount of training data."""
     words = f"{split.train.size:,} tokens for training, {split.validation.size:,} for validation"
     if isinstance(train, windows.Examples):
         words += f"; {len(train):,} and {len(validation):,} rows of whole examples, {train.fill:.0%} full"
@@ -114,7 +114,7 @@ def amount_of(split: Split, train: Rows, validation: Rows) -> str:
 
 
 def few_rows(config: Config, train: Rows, validation: Rows) -> tuple[str, ...]:
-    """Say that there are fewer rows than a batch has."""
+    """Describe that there are fewer rows than in a batch."""
     size = config.train.batch_size
     in_training = f"{count(len(train), 'row')} for training: a batch of {size} has rows several times"
     in_validation = f"{count(len(validation), 'row')} for validation: a batch of {size} is filled with padding"

@@ -55,7 +55,7 @@ class Files(NamedTuple):
 
     @property
     def kind(self) -> Literal["text", "prompts", "chat"]:
-        """What their tokens are."""
+        """The kind of their tokens."""
         return self.form if self.form == "prompts" or self.form == "chat" else "text"
 
 
@@ -68,7 +68,7 @@ def prepare(
     shard_tokens: int = 10**8,
     end_of_text: str | None = AUTO,
 ) -> Index:
-    """Tokenize files into a new folder, which appears whole or not at all.
+    """Tokenize files into a new folder, which appears complete or not at all.
 
     Args:
         files: what to read.
@@ -101,7 +101,7 @@ def prepare(
 
 
 def described(out: str, index: Index) -> list[str]:
-    """Describe what a folder of tokens holds and how to train on it."""
+    """Describe the content of a folder of tokens, and how to train on it."""
     shards = [*index.train, *index.validation]
     tokens = sum(shard.tokens for shard in shards)
     documents = sum(shard.documents or 0 for shard in shards)
@@ -225,7 +225,7 @@ def _written(
 
 
 class _Found(NamedTuple):
-    """Files to read: their names and paths, where they come from, and which of them are all for validation."""
+    """Files to read: their names and paths, their origin, and which of them are only for validation."""
 
     names: list[str]
     paths: list[Path]
@@ -234,7 +234,7 @@ class _Found(NamedTuple):
 
     @property
     def size(self) -> int:
-        """The bytes of all."""
+        """The total size in bytes."""
         return sum(path.stat().st_size for path in self.paths)
 
 
@@ -326,7 +326,7 @@ class _Shards:
 def _open_pieces(files: Files, found: _Found, fraction: float, reporter: Reporter, words: str) -> Iterator[Iterable[Any]]:
     """Yield the pieces of all files, with progress shown as they are read.
 
-    For a tokenizer that is trained (`words` is "reading") the pieces are only their texts.
+    To train a tokenizer (`words` is "reading"), the pieces are only texts.
     """
     names, paths, form = found.names, found.paths, files.kind
     pieces = _contents(paths) if form == "chat" else texts.pieces(names, paths, form, fraction, files.keys, "SOURCE")
@@ -336,7 +336,7 @@ def _open_pieces(files: Files, found: _Found, fraction: float, reporter: Reporte
 
 
 def _contents(paths: Sequence[Path]) -> Iterator[texts.Piece]:
-    """Yield the contents of the messages of each conversation, without what a template adds to them."""
+    """Yield the contents of the messages of each conversation, without the additions of a template."""
     wrong = WrongLines("SOURCE", "or leave it out")
     for path in paths:
         for line, text in records(path, wrong, reading.COLUMNS, _content):
@@ -380,7 +380,7 @@ def _find(files: Files, reporter: Reporter) -> _Found:
 
 
 def _check_kinds(paths: Sequence[Path], keys: texts.Keys) -> None:
-    """Check that no file is known to be something other than text or rows with a text.
+    """Check that no file is known to be other than text or rows with a text.
 
     Raises:
         InputError: the message names the first of them, and what to do with it.

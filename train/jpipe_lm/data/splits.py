@@ -83,7 +83,7 @@ def _read(config: Config) -> Split:
 
 
 def check_files(config: Config, other: str | None = None) -> int | None:
-    """Check that the files of `config.data` can be read, without reading them, and return the number of its tokens, if it is known.
+    """Check that the files of `config.data` are readable, without reading them; return the number of tokens, if known.
 
     Args:
         config: the config of the run.
@@ -124,7 +124,7 @@ def check_files(config: Config, other: str | None = None) -> int | None:
 
 
 class Part(NamedTuple):
-    """Data at a path; all or a share are held out for validation.
+    """Data at a path; a share of it, or all, is held out for validation.
 
     Attributes:
         path: a file, a folder or a glob.
@@ -138,7 +138,7 @@ class Part(NamedTuple):
 
 
 def parts_of(data: DataConfig) -> list[Part]:
-    """Return what is read, and which share of it is held out; a saved `DatasetDict` has a split for training and mostly one for validation.
+    """Return the data to read, and the share to hold out; a saved `DatasetDict` has a training and usually a validation split.
 
     Raises:
         InputError: a `DatasetDict` has no split for training.
@@ -155,7 +155,7 @@ def parts_of(data: DataConfig) -> list[Part]:
 
 
 def _check_kinds(data: DataConfig) -> None:
-    """Check that no file is known to be something other than text, unless the config asks for bytes.
+    """Check that no file is known to be other than text, unless the config asks for bytes.
 
     Raises:
         InputError: the message names the first of them, and what to do with it.
@@ -186,7 +186,7 @@ def _check_kinds(data: DataConfig) -> None:
 
 
 def check_beside_weights(config: Config) -> None:
-    """Check that tokens mean the same as for the weights that the run starts from, if their tokenizer is known."""
+    """Check that tokens mean the same as for the run's initial weights, if their tokenizer is known."""
     ours, file = tokenizers.file_of(config), config.warm_start.file
     beside = None if file is None else expanded(file, "warm_start.file") / tokenizers.FILE
     if ours is None or beside is None or config.warm_start.mode == "partial" or not (ours.is_file() and beside.is_file()):
@@ -204,7 +204,7 @@ def check_beside_weights(config: Config) -> None:
 def read_bytes(path: str | None, validation_fraction: float, validation_path: str | None = None) -> Split:
     """Find the bytes of `path` (a file, a folder or a glob; None: the standard library's source) and split them.
 
-    Files that take little memory are read here, others where they are needed.
+    Small files are read here, others when they are needed.
     """
     source = sources.named(path)
     with sources.readable():
@@ -259,17 +259,17 @@ class _Bytes(NamedTuple):
     stop: int
 
     def split(self, share: float) -> tuple[list["_Bytes"], list["_Bytes"]]:
-        """Return the first part, which has this share of the bytes, and the remaining bytes."""
+        """Return this first share of the bytes, and the remaining bytes."""
         cut = round((self.stop - self.start) * share)
         return [self._replace(stop=self.start + cut)], [self._replace(start=self.start + cut)]
 
     def opened(self) -> FileArray:
-        """Return the bytes as an array that is read when it is sliced."""
+        """Return the bytes as an array; slicing reads them."""
         return FileArray(self.file, np.dtype(np.uint8), self.start, self.stop - self.start)
 
 
 def _files_of_bytes(path: str | None, where: str) -> tuple[list[str], list[_Bytes]]:
-    """Return the names of the files at a path, and the bytes of each, which are not read."""
+    """Return the names of the files at a path and the bytes of each, still unread."""
     names, files = sources.find_files(path, where)
     return names, [_Bytes(file, 0, file.stat().st_size) for file in files]
 
@@ -300,7 +300,7 @@ def _documents_of_bytes(files: Sequence[_Bytes]) -> Documents:
 
 
 def _whole_folder(config: Config, path: str) -> Split:
-    """Read all documents of a folder of tokens, those for training and for validation."""
+    """Read all documents of a folder of tokens, for training and for validation."""
     folder, index = token_files.read_index(path, "data.path")
     if token_files.is_folder(str(config.data.path)) and os.path.exists(str(config.data.path)):  # otherwise its tokenizer is not known
         its = token_files.read_index(str(config.data.path), "data.path")[1]
@@ -330,7 +330,7 @@ def check_tokenizers(paths: Sequence[str]) -> None:
 
 
 def _check_same_tokenizer(index: token_files.Index, other: token_files.Index, path: str, where: str) -> None:
-    """Check that tokens have the same kind and tokenizer as those at `path`."""
+    """Check that tokens have the same kind and tokenizer as the tokens at `path`."""
     if (other.vocab_size, other.kind, other.tokenizer_sha256) != (index.vocab_size, index.kind, index.tokenizer_sha256):
         raise InputError(
             f"{where}: expected {index.kind} of the same tokenizer as in '{path}', found {other.kind} of another; "
@@ -347,7 +347,7 @@ def _tokenizer(folder: Path, index: token_files.Index) -> tokenizers.Tokenizer:
 
 
 def _of_token_files(config: Config) -> Split:
-    """Read the folder that `jpipe data prepare` wrote."""
+    """Read a folder that `jpipe data prepare` wrote."""
     path = str(config.data.path)
     for key in ("validation_fraction", "tokens_key"):
         if getattr(config.data, key) != DataConfig.model_fields[key].default:
@@ -372,7 +372,7 @@ def _of_token_files(config: Config) -> Split:
 
 
 class _Memory:
-    """A sink that keeps documents and where they come from in memory."""
+    """A sink that keeps documents and their origin in memory."""
 
     def __init__(self, dtype: np.dtype[Any]) -> None:
         self._dtype = dtype

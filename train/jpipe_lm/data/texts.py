@@ -1,4 +1,4 @@
-"""Read the text of files as pieces, tokenize them, and assemble the tokens to documents, in constant memory."""
+"""Read the text of files in pieces, tokenize these, and assemble the tokens into documents, in constant memory."""
 
 import codecs
 import os
@@ -28,7 +28,7 @@ _BLOCK = 2**20  # bytes that are read at once
 
 
 class Keys(NamedTuple):
-    """The columns, or keys of a JSON line, that hold a text, a prompt and its answer, or token ids.
+    """The columns, or keys of a JSON line, with a text, a prompt and its answer, or token ids.
 
     `text` is None if files of text are read as they are, even if they have rows.
     """
@@ -73,7 +73,7 @@ class Sink(Protocol):
         """Add tokens to the document."""
 
     def end(self, answers: Answers | None, place: Place) -> None:
-        """End the document; its answers are these tokens of it, if it can have some."""
+        """End the document; if it can have answers, they are these of its tokens."""
 
 
 def pieces(names: Sequence[str], files: Sequence[Path], form: Format, fraction: float, keys: Keys, where: str) -> Iterator[Piece]:
@@ -110,7 +110,7 @@ def pieces(names: Sequence[str], files: Sequence[Path], form: Format, fraction: 
 
 
 def _has_rows(file: Path, key: str, where: str) -> bool:
-    """Return whether a file has rows with a text, otherwise it is text.
+    """Return whether a file has rows with a text; otherwise it is itself a text.
 
     Raises:
         InputError: it is JSON in another form.
@@ -125,7 +125,7 @@ def _has_rows(file: Path, key: str, where: str) -> bool:
 
 
 def tokenized(texts: Iterable[Piece], tokenizer: Tokenizer) -> Iterator[tuple[Piece, np.ndarray]]:
-    """Yield each piece with its tokens; all cores tokenize the next pieces meanwhile.
+    """Yield each piece with its tokens; meanwhile all cores tokenize the next pieces.
 
     Raises:
         InputError: the tokenizer fails.
@@ -144,7 +144,7 @@ def tokenized(texts: Iterable[Piece], tokenizer: Tokenizer) -> Iterator[tuple[Pi
 
 @dataclass
 class Assembler:
-    """Assembles pieces to documents: the tokens that begin one, its tokens, and its end.
+    """Assembles pieces into documents: the tokens that begin a document, its own tokens, and its end.
 
     Documents without tokens are counted and left out.
 
@@ -181,7 +181,7 @@ class Assembler:
             self._add_example(piece, tokens)
 
     def add_document(self, tokens: np.ndarray, answers: Answers | None, place: Place, *, held_out: bool) -> None:
-        """Add a whole document, which has all its tokens already; with answers, unless they are None."""
+        """Add a whole tokenized document; with answers, unless they are None."""
         if not tokens.size if answers is None else tokens.size < 2 or not answers:
             self._leave_out(place)
             return
@@ -189,7 +189,7 @@ class Assembler:
         self._end(held_out, answers, place)
 
     def remarks(self) -> Iterator[str]:
-        """Yield lines about documents that were left out, and conversations that became several."""
+        """Yield lines about documents that were left out and conversations that were divided."""
         if self.first_empty is not None:
             yield f"{count(self.empty, 'empty document')} left out, the first is {self.first_empty}"
         if self.divided:
@@ -245,9 +245,9 @@ class Assembler:
 
 
 def _of_text(file: Path, start: int, stop: int | None, held_out: bool, where: str) -> Iterator[Piece]:
-    """Yield the document in the bytes start .. stop - 1 of a file, in pieces that end where most tokenizers split the text too.
+    """Yield the document in the bytes start .. stop - 1 of a file, in pieces that end where most tokenizers split text.
 
-    Bytes of the decompressed file; without `stop` they are all from `start` on.
+    Bytes count in the decompressed file; without `stop` the document extends to its end.
     """
     decode = codecs.getincrementaldecoder("utf-8")()
     text, at, continues = "", start, False
@@ -290,9 +290,9 @@ def _good_end(text: str) -> int:
 
 
 def _next_line(file: Path, start: int, size: int) -> int:
-    """Return the position behind the line that contains byte `start` of a file of `size` bytes, decompressed.
+    """Return the position after the line with byte `start` in a file of `size` decompressed bytes.
 
-    If the line does not end soon, or is the last one, return the position behind the character.
+    If the line does not end soon, or is the last one, return the position after the character.
     """
     with open_to_read(file) as raw:
         opened = streams.unpacked(raw, file)

@@ -47,7 +47,7 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """A tokenizer: text to token ids and back.
+    """A tokenizer: converts text to token ids and back.
 
     Attributes:
         rules: of the tokenizers library.
@@ -72,7 +72,7 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """The largest id plus one, the number of rows of an embedding of all tokens."""
+        """The largest id plus one: the number of rows that an embedding of all tokens needs."""
         return 1 + int(self.ids[-1])
 
     @property
@@ -116,9 +116,9 @@ class Tokenizer:
 
     @cached_property
     def _marks(self) -> dict[bool, tuple[str, tuple[int, ...]]]:
-        """A prefix for a continued text, with its tokens: for a text that begins with a space (True), and for other texts (False).
+        """A prefix for a continued text, with its tokens: one for texts that begin with a space (True), one for other texts (False).
 
-        Nothing, if the tokenizer puts no space before a text, as Llama 2's does.
+        It is empty unless the tokenizer puts a space before a text, as Llama 2's does.
         """
         a, b, one, other, unknown = (tokens.tolist() for tokens in self._encoded(["a", "b", "\na", "\nb", "\U0010ffffa"]))
         head = [first for first, _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))]
@@ -134,7 +134,7 @@ class Tokenizer:
         return [np.asarray(encoding.ids, np.uint32) for encoding in encodings]
 
     def whole(self, texts: Sequence[str | tuple[str, str]], most: int | None = None) -> list["Row"]:
-        """Tokenize texts and pairs of texts on all cores, with what the tokenizer's own rules put around and between them.
+        """Tokenize texts and pairs of texts on all cores, with the tokens that the tokenizer's own rules put around and between them.
 
         Args:
             texts: to tokenize.
@@ -154,13 +154,13 @@ class Tokenizer:
 
     @cached_property
     def padding(self) -> int | None:
-        """The token that fills rows: one that exists for it, or the end of text if a text is not followed by it; None: there is none."""
+        """The token that fills rows: a padding token, or the end-of-text token if texts do not end with it; or None."""
         known = [self.rules.token_to_id(name) for name in PADDINGS]
         is_free = self.end is not None and self.rules.encode("a").ids[-1:] != [self.end]
         return next((int(number) for number in known if number is not None), self.end if is_free else None)
 
     def decoded(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens, without those that stand for none.
+        """Return the text of tokens; tokens that stand for no text are left out.
 
         Raises:
             InputError: the tokenizer fails.
@@ -171,7 +171,7 @@ class Tokenizer:
             raise _failed(error, f"{self.where}: cannot make text of tokens") from None
 
     def id_of(self, *names: str) -> int:
-        """Return the id of the first of these special tokens that exists, or None.
+        """Return the id of the first existing one of these special tokens, or None.
 
         Raises:
             InputError: the tokenizer has none of them.
@@ -183,7 +183,7 @@ class Tokenizer:
         raise InputError(f"{self.where}: expected a tokenizer with the token {either}, found none; use one made for such a model")
 
     def differing(self, other: "Tokenizer") -> list[tuple[int, tuple[str, str]]]:
-        """Return the ids that the two tokenizers use for different tokens, with these tokens."""
+        """Return the ids that two tokenizers use for different tokens, with these tokens."""
         mine, theirs = ({number: token for token, number in each.rules.get_vocab(with_added_tokens=True).items()} for each in (self, other))
         return [
             (number, (mine[number], theirs[number])) for number in sorted(mine.keys() & theirs.keys()) if mine[number] != theirs[number]
@@ -197,7 +197,7 @@ class Tokenizer:
 def load(path: str | Path, where: str, end_of_text: str | None = AUTO) -> Tokenizer:
     """Load a tokenizer.json, which may come from a stranger.
 
-    Padding and truncation, which such files can ask for, are left out, and so is BPE's dropout, which would make it draw lots.
+    Padding and truncation, which such files can ask for, are ignored. So is BPE's dropout, which would make the tokens random.
 
     Args:
         path: of the file.
@@ -247,7 +247,7 @@ def load(path: str | Path, where: str, end_of_text: str | None = AUTO) -> Tokeni
 
 
 def file_of(config: Any) -> Path | None:
-    """Return the tokenizer.json of a run with this `jpipe_train.config.config.Config`, or None if it reads bytes or has a `data.target`."""
+    """Return the tokenizer.json of a run with this config, or None if it reads bytes or has a `data.target`."""
     if config.data.target is None and config.data.format == "tokens":
         return expanded(config.data.first_path, "data.path") / FILE
     return None if config.data.tokenizer is None else expanded(config.data.tokenizer, "data.tokenizer")
@@ -278,7 +278,7 @@ def _around(plain: Sequence[int], whole: Sequence[int]) -> tuple[tuple[int, ...]
 
 
 def _failed(error: BaseException, what: str) -> BaseException:
-    """Return the exception to raise if the library fails: an InputError with its message, or Ctrl-C and process exits unchanged."""
+    """Return the exception to raise if the library fails: an InputError with its message; Ctrl-C and process exits unchanged."""
     if isinstance(error, (KeyboardInterrupt, SystemExit, MemoryError)):
         return error
     reason = first_line(error) if isinstance(error, Exception) else "it panics"

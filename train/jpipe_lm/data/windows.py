@@ -1,4 +1,4 @@
-"""Rows of a batch, each made from its index alone: windows of a running text, or whole examples packed together."""
+"""Rows of a batch, each a function of its index: windows of a running text, or whole examples packed together."""
 
 from collections.abc import Callable
 from functools import cached_property
@@ -23,10 +23,10 @@ def row_spec(seq_len: int, *, segments: bool) -> tuple[Tree, Tree]:
 
 
 class Windows:
-    """A text in consecutive windows of `seq_len` tokens, each with the text shifted by one token as labels.
+    """A text in consecutive windows of `seq_len` tokens; the labels are the text shifted by one token.
 
-    With `apart` the documents in a window are numbered from 1, as segments, and no document predicts the beginning of the next. A text that
-    is shorter than a window is one, with padding after it: segment 0, and labels that do not count.
+    With `apart` the documents in a window are numbered from 1, as segments, and no document predicts the beginning of the next. A text
+    shorter than a window is padded to one: segment 0, and labels that are ignored.
     """
 
     def __init__(self, documents: Documents, seq_len: int, *, apart: bool = False):
@@ -55,7 +55,7 @@ class Windows:
 
 
 class Filled:
-    """Rows, followed by rows of padding with labels that do not count, until they are `least`."""
+    """Rows, followed by rows of padding with ignored labels, until there are `least`."""
 
     def __init__(self, rows: "Windows | Examples", least: int):
         self._rows, self._least = rows, least
@@ -74,7 +74,7 @@ class Filled:
 class Examples:
     """Documents with answers, unsplit, packed in order into rows of `seq_len` positions (next fit).
 
-    Which are in which row depends on their lengths only. Only tokens of answers are labels. The rest of a row is segment 0.
+    The packing depends only on their lengths. Only tokens of answers are labels. The rest of a row is segment 0.
 
     Args:
         documents: the examples.

@@ -1,1 +1,1 @@
-"""`jpipe generate`: text from a model that a run has trained, or that is in a folder of Hugging Face's layout."""
+"""`jpipe generate`: text from a model that a run has trained, or from a folder in Hugging Face's layout."""

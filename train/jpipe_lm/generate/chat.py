@@ -28,7 +28,7 @@ _LONGEST_PAUSE = 7 * 24 * 3600.0  # seconds that other processes wait for what t
 
 @dataclass
 class Chat:
-    """A conversation so far, in process 0.
+    """The conversation so far, in process 0.
 
     Attributes:
         request: the options.
@@ -46,7 +46,7 @@ class Chat:
 
     @classmethod
     def begin(cls, request: Request, source: model_source.Origin, words: Conversion, renderer: Renderer) -> Self:
-        """Return a conversation in which only the system has said something, if it has.
+        """Return a conversation with the system's message, if any, and nothing else.
 
         Raises:
             InputError: that is not in UTF-8.
@@ -58,7 +58,7 @@ class Chat:
         return chat
 
     def prompt(self, said: str) -> list[int]:
-        """Add what a user says, and return the tokens of the whole conversation.
+        """Add a user's message, and return the tokens of the whole conversation.
 
         Raises:
             InputError: the template does not render the conversation, or the model has too few positions.
@@ -143,7 +143,7 @@ def _most(request: Request) -> int:
 
 
 def _report(answer: Text, chats: list[Chat], say: Callable[[str], None]) -> None:
-    """Add an answer to the conversation, and say if it is longer than it may be."""
+    """Add an answer to the conversation, and report if it exceeded its limit."""
     if answer.end == "tokens":
         say(f"stopped after {count(answer.tokens, 'token')}; --tokens N allows more")
     for chat in chats:
@@ -151,7 +151,7 @@ def _report(answer: Text, chats: list[Chat], say: Callable[[str], None]) -> None
 
 
 def _turns(said: Callable[[], Iterator[str]], chats: list[Chat], together: Together) -> Iterator[tuple[str, list[int]]]:
-    """Yield in all processes what the user says to process 0, with the tokens of the conversation up to there."""
+    """Yield in all processes the user's messages to process 0, with the tokens of the conversation so far."""
     spoken = said()
 
     def following() -> str:

@@ -1,4 +1,4 @@
-"""`jpipe generate` on a terminal or in a pipe: standard output has only the text, standard error everything else."""
+"""`jpipe generate` on a terminal or in a pipe: the text goes to standard output, everything else to standard error."""
 
 import json
 import sys
@@ -61,7 +61,7 @@ def _is_terminal() -> bool:
 
 
 def _said() -> Iterator[str]:
-    """Yield each line of standard input that is not empty, without its end. A terminal shows when one is expected.
+    """Yield each line of standard input that is not empty, without its end. A terminal shows a prompt.
 
     Raises:
         InputError: a line is too long.

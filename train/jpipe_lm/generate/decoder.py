@@ -1,4 +1,4 @@
-"""A decoder with a cache of keys and values, its layers on one device or on several, in order.
+"""A decoder with a cache of keys and values; its layers are on one device, or in order on several.
 
 The letters in the shapes: b rows, s positions, v symbols.
 """
@@ -56,7 +56,7 @@ def layers_of(config: ModelConfig) -> dict[str, Layer]:
 
 
 def bytes_of(config: ModelConfig, rows: int, positions: int) -> dict[str, int]:
-    """Return the bytes of each layer, by id, for a number of rows and positions: its parameters, keys and values."""
+    """Return by id the bytes of each layer's parameters, keys and values, for a number of rows and positions."""
     computes, room = np.dtype(transformer.dtype_of(config)).itemsize, room_for(config, positions)
     caches = {f"block_{i}": 2 * computes * math.prod(_cache_shape(block, rows, room)) for i, block in enumerate(config.blocks)}
     sizes = {}
@@ -67,14 +67,14 @@ def bytes_of(config: ModelConfig, rows: int, positions: int) -> dict[str, int]:
 
 
 def scratch_of(config: ModelConfig, rows: int, positions: int) -> int:
-    """Return the bytes of the scores of attention, and of their weights, that the device of any block needs while it reads prompts."""
+    """Return the bytes of attention scores and weights that the device of any block needs while it reads prompts."""
     room = room_for(config, positions)
     piece = min(room, _piece(config, rows, room))
     return 2 * 4 * rows * config.heads * piece * _keys(config, room, piece)
 
 
 def _piece(config: ModelConfig, rows: int, room: int) -> int:
-    """Return how many positions of prompts are read at a time, a power of two, so that their scores need moderate memory."""
+    """Return the number of prompt positions to read at a time: a power of two for which the scores need moderate memory."""
     piece = _PIECE
     while piece > _SHORTEST and rows * config.heads * piece * _keys(config, room, piece) > _SCORES:
         piece //= 2
@@ -82,18 +82,18 @@ def _piece(config: ModelConfig, rows: int, room: int) -> int:
 
 
 def _keys(config: ModelConfig, room: int, piece: int) -> int:
-    """Return the largest number of keys for which a position of a piece has scores: the cache's, and with a window the piece's."""
+    """Return the largest number of keys that a position of a piece has scores for: the cache, and with a window also the piece."""
     cached = [(block, attention.cached_positions(block.window, room)) for block in config.blocks]
     return max(places + (piece if places == block.window else 0) for block, places in cached)
 
 
 def room_for(config: ModelConfig, positions: int) -> int:
-    """Return the number of positions that a row has at most, with `positions` of them in use."""
+    """Return the maximal number of positions of a row that uses `positions` of them."""
     return min(config.max_positions_used, max(_SHORTEST, 1 << (positions - 1).bit_length()))
 
 
 def _cache_shape(block: ModelConfig, rows: int, room: int) -> tuple[int, int, int, int]:
-    """Return the shape of the keys of a block; its values have the same."""
+    """Return the shape of the keys, and of the values, of a block."""
     return rows, attention.cached_positions(block.window, room), block.kv_heads_used, block.head_size_used
 
 
@@ -130,7 +130,7 @@ class Decoder:
 
     @without_mesh()
     def begin(self, prompts: Sequence[Sequence[int]], positions: int) -> Float[Array, "b v"] | None:
-        """Read the prompts in one pass, or long ones piece by piece, and forget earlier ones.
+        """Read the prompts in one pass, or long prompts piece by piece, and forget earlier ones.
 
         Args:
             prompts: the tokens of each row, at least one.
@@ -168,10 +168,10 @@ class Decoder:
 
     @without_mesh()
     def follow(self, tokens: Int[Array, " b"] | Int[np.ndarray, " b"]) -> Float[Array, "b v"] | None:
-        """Read one more token of each row, which may still be in computation, and return the logits of the next one, as `begin`.
+        """Read one more token of each row, which may still be being computed; return the logits of the next token, as `begin` does.
 
-        The logits of rows without a free position are meaningless. Where a row becomes longer than the original positions of LongRoPE, all
-        its positions turn at other speeds from then on, and the rows are read again.
+        The logits of rows without a free position are meaningless. When a row exceeds the original positions of LongRoPE, all its positions
+        rotate at other speeds from then on: the rows are read again.
         """
         if self._original is not None:
             for row, token in zip(self._tokens, np.asarray(tokens).tolist(), strict=True):
@@ -183,7 +183,7 @@ class Decoder:
         return self._forward(tokens[:, None], at, np.zeros_like(self._lengths))
 
     def everywhere(self, tokens: Int[Array, " b"] | None) -> Int[Array, " b"] | Int[np.ndarray, " b"]:
-        """Return the tokens that were chosen from the logits in all processes; None is given where there were no logits."""
+        """Return in all processes the tokens that were chosen from the logits; processes without logits pass None."""
         if self._share is None:
             assert tokens is not None
             return tokens
@@ -220,6 +220,6 @@ def _program(layer: Layer) -> Callable[..., Any]:
 
 
 def _original_positions(config: ModelConfig) -> int | None:
-    """Return the length above which positions turn at other speeds, if there is one."""
+    """Return the length above which positions rotate at other speeds, if there is one."""
     scaling = config.rope_scaling
     return scaling.original_positions if scaling is not None and scaling.kind == "longrope" else None

@@ -116,7 +116,7 @@ def main(request: Request, write: Callable[[str], None], say: Callable[[str], No
 
 
 def agree_on(request: Request, source: model_source.Origin, together: Together) -> None:
-    """Continue only if all processes generate the same with the same model.
+    """Continue only if all processes have the same request and model.
 
     Raises:
         InputError: they do not.
@@ -125,7 +125,7 @@ def agree_on(request: Request, source: model_source.Origin, together: Together) 
 
 
 def ignore(_: str) -> None:
-    """Print nothing: process 0 does."""
+    """Print nothing; only process 0 prints."""
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,7 @@ def start(
     say: Callable[[str], None],
     together: Together,
 ) -> Model:
-    """Load a model onto its devices, of all processes.
+    """Load a model onto its devices, in all processes.
 
     Args:
         request: the options.
@@ -227,7 +227,7 @@ def sequences(
     seed: int,
     known: Bool[np.ndarray, " n"],
 ) -> Iterator[Int[np.ndarray, " b"]]:
-    """Yield the tokens that follow the prompts, one for each prompt per step, while the next step already runs.
+    """Yield the tokens that follow the prompts, one per prompt and step; meanwhile the next step already runs.
 
     Args:
         decoder: the model.
@@ -254,13 +254,13 @@ def sequences(
 
 @functools.lru_cache(maxsize=1)
 def _picker(sampling: Sampling, known_tokens: bytes) -> Callable[..., jax.Array]:
-    """Return the function that chooses tokens from logits, which is compiled once for all answers of a conversation."""
+    """Return the function that chooses tokens from logits; it is compiled once for all answers of a conversation."""
     known = np.frombuffer(known_tokens, bool)
     return jax.jit(lambda logits, *key: choose(jnp.where(known, logits[:, : len(known)], -jnp.inf), sampling, *key))
 
 
 def _on_cpus(source: model_source.Origin, dtype: str | None) -> model_source.Origin:
-    """Return the model for CPUs, which do not compute in float16.
+    """Return the model for CPUs, without float16, in which they do not compute.
 
     Raises:
         InputError: the user has requested float16.

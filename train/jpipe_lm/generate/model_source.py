@@ -57,7 +57,7 @@ class Origin:
     def layer(self, layer_id: str, specs: Tree) -> Tree:
         """Read the parameters of a layer.
 
-        Kernels and embeddings are converted to the dtype in which they are used, other parameters are not.
+        Only kernels and embeddings are converted to the dtype in which they are used.
 
         Args:
             layer_id: the id of the layer.
@@ -240,7 +240,7 @@ def _load_tokenizer(file: Path, where: str, end: str | None = AUTO) -> tokenizer
 
 
 def _end_tokens(config: Config) -> tuple[int, ...]:
-    """Return the token that ends each document of a folder of tokens; none if the folder no longer exists."""
+    """Return the token that ends each document in a folder of tokens; nothing if the folder no longer exists."""
     if config.data.target is None and config.data.format == "tokens" and config.data.first_path is not None:
         with contextlib.suppress(InputError):
             end = token_files.read_index(config.data.first_path, "data.path")[1].end_of_text
@@ -267,7 +267,7 @@ def _valid_tokens(value: Any, vocab_size: int) -> tuple[int, ...]:
 
 
 def parameters(origin: Origin, devices: dict[str, jax.Device], check: Callable[[], None]) -> dict[str, Tree]:
-    """Load the parameters of the layers of this process, each onto its device; at most one layer is in memory twice.
+    """Load the parameters of this process's layers, each onto its device; at most one layer is in memory twice.
 
     Args:
         origin: the source of the model.

@@ -1,4 +1,4 @@
-"""Place the layers of a model on devices, in order, and on no more devices than they need."""
+"""Place the layers of a model on devices in order, using no more devices than necessary."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -49,7 +49,7 @@ def _on(sizes: Mapping[str, int], devices: Sequence[jax.Device]) -> dict[str, ja
 
 
 def _holds(device: jax.Device, size: int) -> bool:
-    """Return whether a device has memory for `size` bytes, if that is known."""
+    """Return whether a device has memory for `size` bytes, as far as known."""
     here = device if device.process_index == jax.process_index() else jax.local_devices()[0]  # of one kind
     limit = None if device.platform == "cpu" else (here.memory_stats() or {}).get("bytes_limit")
     return limit is None or size <= _USED * limit

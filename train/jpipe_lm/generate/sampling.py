@@ -14,7 +14,7 @@ _COLDEST = 1e-30  # the lowest temperature; less may be 0 in float32
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a token is chosen.
+    """The way to choose a token.
 
     Attributes:
         temperature: divisor of the logits; 0 chooses the most likely token.
@@ -32,7 +32,7 @@ def choose(
 ) -> Int[Array, " b"]:
     """Choose a token for each row, or -1 if its logits are NaN.
 
-    A sample only depends on the seed, the row and the count, not on the other rows.
+    A sample depends only on the seed, the row and the count, not on other rows.
 
     Args:
         logits: the logits of the next token, shape (b, v).
@@ -62,18 +62,18 @@ def choose(
 
 
 def with_temperature(logits: Float[Array, "b v"], temperature: float) -> Float[Array, "b v"]:
-    """Divide the logits by the temperature; the largest becomes 0, so that none overflows."""
+    """Divide the logits by the temperature; shift the largest to 0, so that none overflows."""
     return (logits - logits.max(axis=-1, keepdims=True)) / max(temperature, _COLDEST)
 
 
 def with_top_k(logits: Float[Array, "b v"], k: int) -> Float[Array, "b v"]:
-    """Replace all but the k largest logits by -inf; of equal ones the first counts as larger."""
+    """Replace all but the k largest logits by -inf; ties go to the first."""
     _, best = jax.lax.top_k(logits, min(k, logits.shape[-1]))
     return _only(logits, best, jnp.ones(best.shape, bool))
 
 
 def with_top_p(logits: Float[Array, "b v"], p: float) -> Float[Array, "b v"]:
-    """Replace all logits by -inf except the nucleus: the fewest largest with probabilities that sum to p or more.
+    """Replace by -inf all logits outside the nucleus: the smallest set of largest probabilities that sums to p or more.
 
     Reference: Holtzman et al. 2019, "The Curious Case of Neural Text Degeneration".
     """
@@ -84,6 +84,6 @@ def with_top_p(logits: Float[Array, "b v"], p: float) -> Float[Array, "b v"]:
 
 
 def _only(logits: Float[Array, "b v"], order: Int[Array, "b n"], is_chosen: Array) -> Float[Array, "b v"]:
-    """Return the logits at the positions in `order` that are kept, and -inf elsewhere."""
+    """Keep the logits at the selected positions in `order`; replace the others by -inf."""
     rows = jnp.arange(logits.shape[0])[:, None]
     return jnp.where(jnp.zeros(logits.shape, bool).at[rows, order].set(is_chosen), logits, -jnp.inf)

@@ -11,7 +11,7 @@ from jpipe_train.launch.together import Together
 
 
 def share_of(together: Together) -> Share | None:
-    """Return the function that shares arrays between processes; None for a single process."""
+    """Return a function that shares arrays between processes; None for a single process."""
     processes = together.processes
     if processes is None:
         return None

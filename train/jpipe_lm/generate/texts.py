@@ -97,7 +97,7 @@ class Texts:
 
     @property
     def are_done(self) -> bool:
-        """Whether each has ended."""
+        """Whether all have ended."""
         return all(text.end is not None for text in self.each)
 
     def add(self, tokens: Int[ndarray, " b"]) -> None:
@@ -119,7 +119,7 @@ class Texts:
             self._write_new()
 
     def finish(self) -> None:
-        """Write the remaining text, print why texts ended if that is not obvious, and the speed."""
+        """Write the remaining text; print why texts ended, if that is not obvious, and the speed."""
         for text in self.each:
             if text.end is None:
                 text.finish("interrupted")
@@ -139,7 +139,7 @@ class Texts:
             self.say(self._clock.describe(sum(text.tokens for text in self.each), any(text.end == "interrupted" for text in self.each)))
 
     def _write_new(self) -> None:
-        """Write the new text of the current prompt, and of the following ones if it has ended."""
+        """Write the new text of the current prompt; if it has ended, also that for the following prompts."""
         while self._current < len(self.each):
             text = self.each[self._current]
             if text.new or text.end is not None:
@@ -165,7 +165,7 @@ class _Clock:
         self._counts: list[int] = []
 
     def count(self, tokens: int) -> None:
-        """Record that a number of tokens was generated now."""
+        """Record that this number of tokens was generated now."""
         self._times.append(time.perf_counter())
         self._counts.append(tokens)
 

@@ -1,4 +1,4 @@
-"""Convert text to tokens and back, also while tokens are still being generated."""
+"""Convert text to tokens and back, even while tokens are being generated."""
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -123,7 +123,7 @@ class Stops:
         self._held = ""
 
     def add(self, text: str) -> tuple[str, bool]:
-        """Add text; return what is before a stop string, as far as that is known, and whether one is complete."""
+        """Add text; return the text that certainly precedes any stop string, and whether a stop string is complete."""
         self._held += text
         found = [(at + len(stop), at) for stop in self._strings if (at := self._held.find(stop)) >= 0]
         if found:

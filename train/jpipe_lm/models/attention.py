@@ -1,6 +1,6 @@
-"""Grouped-query attention: with documents in a row kept apart, in windows, and with soft caps.
+"""Grouped-query attention, with segments, windows and soft caps.
 
-The letters in the shapes: b rows, s positions, h heads of queries, k of keys and values, d numbers per head.
+Letters in shapes: b rows, s positions, h query heads, k key and value heads, d numbers per head.
 """
 
 from functools import partial
@@ -24,7 +24,7 @@ def attend(
     segments: Int[Array, "b s"] | None,
     config: ModelConfig,
 ) -> Float[Array, "b s h d"]:
-    """Compute attention: causal for a decoder, to all positions for an encoder, and within segments if there are any.
+    """Compute attention: causal for a decoder, to all positions for an encoder; within segments, if there are any.
 
     Raises:
         InputError: the config asks for cuDNN's attention, which is not available or does not support these shapes.
@@ -53,7 +53,7 @@ def attend(
 
 
 def cached_positions(window: int | None, room: int) -> int:
-    """Return how many positions of a row of `room` positions a cache keeps: all, or the last ones that a window has."""
+    """Return how many of a row's `room` positions a cache keeps: all, or as many of the last as a window has."""
     return room if window is None else min(window, room)
 
 
@@ -98,20 +98,20 @@ def attend_cached(
 
 
 def _positions_in(places: int, end: Int[Array, " b"]) -> Int[Array, "b t"]:
-    """Return the position that is in each place of the ring when it has all before `end`; negative ones are empty."""
+    """Return the position in each place of the ring when it has all positions before `end`; a negative one means an empty place."""
     last = end[:, None] - 1
     return last - (last - jnp.arange(places)[None]) % places
 
 
 def _masked(config: ModelConfig, q: Any, k: Any, v: Any, mask: Bool[Array, "#b 1 s t"]) -> Any:
-    """Compute the attention of the pairs that a mask has."""
+    """Compute attention for the pairs in a mask."""
     if config.attention_soft_cap is not None:
         return _capped(q, k, v, mask, config)
     return _of_xla(q, k, v, mask=mask, scale=config.attention_scale)
 
 
 def _of_xla(q: Float[Array, "b s h d"], k: Float[Array, "b t k d"], v: Float[Array, "b t k d"], **options: Any) -> Float[Array, "b s h d"]:
-    """Call JAX's attention, in float32 for float16 on CPUs and TPUs, which have no products of float16 that are summed in float32."""
+    """Call JAX's attention. For float16 on CPUs and TPUs use float32: they cannot sum float16 products in float32."""
     if q.dtype == jnp.float16 and traced_platform() in ("cpu", "tpu"):
         return _of_xla(*(x.astype(jnp.float32) for x in (q, k, v)), **options).astype(q.dtype)
     return jax.nn.dot_product_attention(q, k, v, implementation="xla", **options)
@@ -136,5 +136,5 @@ def _capped(
 
 
 def same_segment(segments: Int[Array, "b s"], other: Int[Array, "b t"]) -> Bool[Array, "b 1 s t"]:
-    """Return whether pairs of positions lie in one segment."""
+    """Return whether pairs of positions are in the same segment."""
     return segments[:, None, :, None] == other[:, None, None, :]

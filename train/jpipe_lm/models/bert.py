@@ -41,8 +41,8 @@ class Embed(nnx.Module):
 class Head(nnx.Module):
     """Logits of the symbol at each position, {"tokens"}, and whether the second sentence of a row follows the first, {"next"}.
 
-    The latter are two logits of a row, computed from its first position. With a `chunk` the projection to the symbols is left to the loss,
-    which makes logits of that many positions at a time.
+    "next" are two logits per row, computed from its first position. With a `chunk` the loss projects to the symbols, and computes logits
+    for that many positions at a time.
     """
 
     def __init__(self, config: ModelConfig, chunk: int | None, *, rngs: nnx.Rngs):

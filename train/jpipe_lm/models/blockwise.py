@@ -1,6 +1,6 @@
-"""Attention for blocks of queries one after the other: its memory grows with the length of a row, not with the square of it.
+"""Attention for one block of queries after another: memory grows with the length of a row, not with its square.
 
-The letters in the shapes: b rows, s positions, h heads of queries, k of keys and values, d numbers per head, q queries of a block, t keys.
+Letters in shapes: b rows, s positions, h query heads, k key and value heads, d numbers per head, q queries of a block, t keys.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ Core = Callable[[Any, Any, Any, Any], Any]  # (queries, keys, values, mask) -> o
 
 @dataclass(frozen=True)
 class Masked:
-    """Which keys a query attends to, apart from the segments.
+    """The keys that a query attends to, apart from segments.
 
     Attributes:
         is_causal: only keys at its own position and earlier ones.
@@ -35,7 +35,7 @@ class Masked:
     window: int | None = None
 
     def pairs(self, queries: Int[Array, "*b q"], keys: Int[Array, "*b t"]) -> Bool[Array, "*b q t"]:
-        """Return for the positions of queries and keys which pairs attend."""
+        """Return which pairs of query and key positions attend."""
         distance = queries[..., :, None] - keys[..., None, :]
         mask = distance >= 0 if self.is_causal else jnp.ones(distance.shape, bool)
         return mask if self.window is None else mask & (distance < self.window)
@@ -50,9 +50,9 @@ def attend_in_blocks(
     masked: Masked,
     size: int | None = None,
 ) -> Float[Array, "b s h d"]:
-    """Compute attention block by block; the backward computes each block again.
+    """Compute attention block by block; the backward recomputes each block.
 
-    Keys that no query of a block attends to because of a window are not read.
+    Keys outside the windows of all queries of a block are not read.
 
     Args:
         core: computes the attention of some queries to some keys under a mask that has True where a pair attends, (b or 1, 1, q, t).
@@ -78,7 +78,7 @@ def attend_in_blocks(
 
 @dataclass(frozen=True)
 class _Blocks:
-    """How attention is divided: `count` blocks of `size` queries; `core` and `masked` as in `attend_in_blocks`."""
+    """The division of attention into `count` blocks of `size` queries; `core` and `masked` as in `attend_in_blocks`."""
 
     core: Core
     masked: Masked
@@ -87,7 +87,7 @@ class _Blocks:
 
     @property
     def keys(self) -> int:
-        """How many keys a block reads."""
+        """The number of keys that a block reads."""
         length, window = self.size * self.count, self.masked.window
         return length if window is None or not self.masked.is_causal else min(length, self.size + window - 1)
 
@@ -113,7 +113,7 @@ class _Blocks:
 
 
 def _whole(blocks: Any) -> Any:
-    """Return the positions of all blocks, (blocks, b, q, h, d), in one axis."""
+    """Join the positions of all blocks, (blocks, b, q, h, d), in one axis."""
     count, rows, size, *other = blocks.shape
     return blocks.swapaxes(0, 1).reshape(rows, count * size, *other)
 
@@ -128,7 +128,7 @@ def _forward(blocks: _Blocks, q: Any, k: Any, v: Any, segments: Any) -> tuple[An
 
 
 def _backward(blocks: _Blocks, saved: Any, gradient: Any) -> tuple[Any, Any, Any, None]:
-    """Compute the gradients block by block; for keys and values they are summed in float32 at least."""
+    """Compute the gradients block by block; sum the gradients of keys and values in float32 at least."""
     q, k, v, segments = saved
     wide = wider(k.dtype)
 

@@ -1,6 +1,6 @@
-"""The last layer of a model that judges whole texts: it scores classes, a number, or which of several choices is right.
+"""The last layer of a model that judges whole texts: it scores classes, predicts a number, or scores several choices.
 
-The letters in the shapes: b examples, k choices of each, s positions, w width.
+Letters in shapes: b examples, k choices of each, s positions, w width.
 """
 
 from typing import Any
@@ -17,7 +17,7 @@ from jpipe_train.losses.cross_entropy import wider, with_router_loss
 
 
 class Head(nnx.Module):
-    """Scores of each example, computed from one position of a row: BERT's first, a decoder's last that is not padding.
+    """Scores of each example, computed from one position of a row: the first for BERT, the last without padding for a decoder.
 
     Outputs are logits (b, classes) for `classification`, numbers (b) for `regression`, and logits (b, k) for `multiple_choice`, one from
     the row of each choice. BERT's position goes through its pooler and dropout, a decoder's through the last norm. With experts they are
@@ -53,7 +53,7 @@ class Head(nnx.Module):
 
 
 def last(x: Float[Array, "r s w"], segments: Int[Array, "r s"] | None) -> Float[Array, "r w"]:
-    """Return what is at the last position of each row that is not padding, or at the first if all are."""
+    """Return the values at the last position of each row that is not padding, or at the first if all are padding."""
     if segments is None:
         return x[:, -1]
     at = jnp.max(jnp.where(segments > 0, jnp.arange(x.shape[1], dtype=jnp.int32)[None], 0), axis=1)
@@ -61,7 +61,7 @@ def last(x: Float[Array, "r s w"], segments: Int[Array, "r s"] | None) -> Float[
 
 
 def squared_error(outputs: Any, labels: Any) -> tuple[Any, Any]:
-    """Sum the squares of the errors, in float32 at least, and count the numbers; the router loss is added as `cross_entropy.loss` does.
+    """Sum the squared errors, in float32 at least, and count the numbers; add the router loss as in `cross_entropy.loss`.
 
     Outputs may have a last dim of 1 that the labels have not.
 

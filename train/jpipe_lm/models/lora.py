@@ -1,6 +1,6 @@
 """Adapters of low rank beside frozen linear layers (Hu et al., *LoRA*, ICLR 2022), and frozen parameters in fewer bits.
 
-The letters in the shapes: i inputs, o outputs, r rank.
+Letters in shapes: i inputs, o outputs, r rank.
 """
 
 import itertools
@@ -22,7 +22,7 @@ _UNIFORM = nnx.initializers.variance_scaling(1 / 3, "fan_in", "uniform")  # as P
 
 
 class Adapter(nnx.Module):
-    """The product of A and B of one part of a linear layer."""
+    """The product of A and B for one part of a linear layer."""
 
     def __init__(self, inputs: int, outputs: int, lora: LoraConfig, axes: tuple[Any, Any], *, rngs: nnx.Rngs):
         self.a = _param(_UNIFORM(rngs.params(), (inputs, lora.rank), jnp.float32), axes[0], None)
@@ -71,7 +71,7 @@ class Adapted(nnx.Module):
 
 
 def tuned(layers: Mapping[str, Callable[..., nnx.Module]], config: ModelConfig, tune: TuneConfig) -> dict[str, Callable[..., nnx.Module]]:
-    """Return the constructors of layers with adapters; those that are one object stay one.
+    """Return the constructors of layers with adapters; layers that share a constructor still share one.
 
     Args:
         layers: the constructors of a built-in model, by layer id.
@@ -132,7 +132,7 @@ def is_quantized(name: str) -> bool:
 
 
 def parts_of(name: str) -> tuple[str, ...]:
-    """Return the names of the parts of the linear layer with a kernel named such as "block_0/qkv/kernel"; none of other names."""
+    """Return the names of the parts of the linear layer with this kernel, such as "block_0/qkv/kernel"; () for other names."""
     _, _, inner = name.replace("/experts/shared/", "/").partition("/")
     linear, _, kernel = inner.partition("/")
     return PARTS.get(linear, ()) if kernel.partition("/")[0] == "kernel" else ()

@@ -4,5 +4,5 @@ from typing import Any
 
 
 def named(*names: str | None) -> dict[str, Any]:
-    """Return the metadata that names a logical axis, or None, of each dim of a parameter, for placing it on a mesh."""
+    """Return metadata with the logical axis, or None, of each dim of a parameter, to place it on a mesh."""
     return {"out_sharding": names, "eager_sharding": False}  # eager_sharding: with it Flax would require a mesh

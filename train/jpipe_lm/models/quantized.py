@@ -1,4 +1,4 @@
-"""Kernels as integers of 8 bits or as numbers of NF4, by qwix; two numbers of NF4 share a byte."""
+"""Kernels quantized by qwix to 8-bit integers or to NF4, two of which share a byte."""
 
 import contextlib
 import math
@@ -19,8 +19,8 @@ _BLOCK = 64  # numbers along the inputs that share a scale, at most
 def quantize(kernel: Float[Array, "i o"], kind: Kind) -> tuple[Integer[Array, "j o"], Float[Array, "k o"]]:
     """Quantize a kernel.
 
-    The largest number of each block of 64 inputs of an output has the largest code. If 64 does not divide the number of inputs, blocks have
-    the greatest common divisor.
+    For each output, each block of 64 inputs has its own scale: its largest number gets the largest code. If 64 does not divide the number
+    of inputs, the size of a block is their greatest common divisor.
 
     Args:
         kernel: of a linear layer, (inputs, outputs).
@@ -83,8 +83,8 @@ multiply.defvjp(_forward, _backward)
 def _dequantized_after(x: Any, codes: Any, scale: Any, kind: Kind) -> Any:
     """Return the kernel in the dtype of `x`.
 
-    It depends on `x`, by a number that is zero unless `x` is NaN: otherwise XLA may dequantize all kernels of a stage at its start, and
-    keep them. A barrier does not prevent that on a CPU.
+    It depends on `x`, through a number that is zero unless `x` is NaN: otherwise XLA may dequantize all kernels of a stage at its start,
+    and keep them. A barrier does not prevent that on a CPU.
     """
     zero = jnp.isnan(x[(0,) * x.ndim]).astype(codes.dtype)
     return dequantize(codes + zero, scale, kind).astype(x.dtype)
@@ -92,7 +92,7 @@ def _dequantized_after(x: Any, codes: Any, scale: Any, kind: Kind) -> Any:
 
 @contextlib.contextmanager
 def _promotion() -> Iterator[None]:
-    """Relax promotion for qwix, which mixes dtypes and ranks."""
+    """Allow implicit promotion for qwix, which mixes dtypes and ranks."""
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
 

@@ -1,6 +1,6 @@
-"""Rotary position embeddings, and their scalings for texts longer than in the first training.
+"""Rotary position embeddings, and their scalings for texts longer than in the original training.
 
-The letters in the shapes: b rows, s positions, h heads, d numbers per head.
+Letters in shapes: b rows, s positions, h heads, d numbers per head.
 """
 
 import math
@@ -27,7 +27,7 @@ def positions_of(segments: Int[Array, "b s"]) -> Int[Array, "b s"]:
 
 
 def lengths_of(segments: Int[Array, "b s"]) -> Int[Array, "b s"]:
-    """Return for each position the number of positions of its segment."""
+    """Return for each position the number of positions in its segment."""
     return positions_of(segments) + positions_of(segments[:, ::-1])[:, ::-1] + 1
 
 
@@ -36,7 +36,7 @@ def rotated(
 ) -> Float[Array, "b s h d"]:
     """Apply rotary position embeddings: rotate each pair of components by an angle that grows with the position.
 
-    A pair has one component from either half of the part of a head that is rotated; the rest of a head stays.
+    A pair has one component from each half of the rotated part of a head; the rest of the head stays.
 
     Reference: Su et al. 2021, "RoFormer: Enhanced Transformer with Rotary Position Embedding".
 
@@ -60,7 +60,7 @@ def rotated(
 
 
 def frequencies(config: ModelConfig) -> tuple[Frequencies, Frequencies]:
-    """Return by what angle each pair rotates from one position to the next: in texts within the original positions, and in longer ones."""
+    """Return the angle by which each pair rotates per position: in texts within the original positions, and in longer ones."""
     size = config.rotary_size
     scaling: Scaling = config.rope_scaling
     unscaled = config.rope_base ** (-np.arange(0, size, 2, dtype=np.float64) / size)
@@ -74,7 +74,7 @@ def frequencies(config: ModelConfig) -> tuple[Frequencies, Frequencies]:
 
 
 def attention_factor(config: ModelConfig) -> float:
-    """Return the number by which a scaling multiplies queries and keys."""
+    """Return the factor by which a scaling multiplies queries and keys."""
     scaling: Scaling = config.rope_scaling
     if scaling is None:
         return 1.0
@@ -89,26 +89,26 @@ def attention_factor(config: ModelConfig) -> float:
 
 
 def _linear(unscaled: Frequencies, scaling: Scaling, config: ModelConfig) -> Frequencies:
-    """Return the share of each frequency that stays as it is: none (position interpolation, Chen et al. 2023)."""
+    """Return the share of each frequency that is not scaled: none (position interpolation, Chen et al. 2023)."""
     return np.zeros_like(unscaled)
 
 
 def _llama3(unscaled: Frequencies, scaling: Scaling, config: ModelConfig) -> Frequencies:
-    """Return the share of each frequency that stays as it is, by its turns within the original positions."""
+    """Return the share of each frequency that is not scaled, by its turns within the original positions."""
     turns = scaling.original_positions * unscaled / (2 * math.pi)
     low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
     return np.clip((turns - low) / (high - low), 0, 1)
 
 
 def _yarn(unscaled: Frequencies, scaling: Scaling, config: ModelConfig) -> Frequencies:
-    """Return the share of each frequency that stays as it is, by the number of its pair.
+    """Return the share of each frequency that is not scaled, by the number of its pair.
 
     Reference: Peng et al. 2023, "YaRN: Efficient Context Window Extension of Large Language Models".
     """
     original, size = scaling.original_positions, config.rotary_size
 
     def pair(turns: float) -> float:
-        """Return the number of the pair that turns so often within the original positions."""
+        """Return the number of the pair that makes `turns` turns within the original positions."""
         return size * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(config.rope_base))
 
     first, last = pair(scaling.beta_fast), pair(scaling.beta_slow)

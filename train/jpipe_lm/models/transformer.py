@@ -1,6 +1,6 @@
 """The layers of the built-in decoders, such as GPT-2, Llama and Gemma, in Flax NNX; BERT shares the block.
 
-The letters in the shapes: b rows, s positions, w width, v symbols.
+Letters in shapes: b rows, s positions, w width, v symbols.
 """
 
 from collections.abc import Callable
@@ -28,7 +28,7 @@ STD = 0.02  # of weights as in GPT-2 and BERT
 
 
 class Embed(nnx.Module):
-    """Embed symbols, and add the embeddings of their positions if these are learned."""
+    """Embed symbols; if position embeddings are learned, add them."""
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         self.config = config
@@ -132,7 +132,7 @@ class Block(nnx.Module):
     def _plus_mlp(
         self, x: Float[Array, "b s w"], segments: Int[Array, "b s"] | None = None, routing: Routing | None = None
     ) -> tuple[Float[Array, "b s w"], Routing | None]:
-        """Add the output of the MLP to the residual stream; return it with the choices of the routers so far."""
+        """Add the output of the MLP to the residual stream; return it with the routers' choices so far."""
         out, routing = self._mlp(self.mlp_norm(x), segments, routing)
         return x + self.dropout(normed(self.mlp_post_norm, out) if self.config.post_norms else out), routing
 
@@ -160,7 +160,7 @@ class Block(nnx.Module):
     def _mlp(
         self, x: Float[Array, "b s w"], segments: Int[Array, "b s"] | None = None, routing: Routing | None = None
     ) -> tuple[Float[Array, "b s w"], Routing | None]:
-        """Compute the MLP, or the experts; return with it the choices of the routers so far."""
+        """Compute the MLP or the experts; return the output with the routers' choices so far."""
         if self.config.experts is not None:
             y, choices = self.experts(x, None if segments is None else segments > 0)
             return y, None if routing is None else routing.followed_by(*choices)
@@ -170,9 +170,9 @@ class Block(nnx.Module):
 
 
 class Head(nnx.Module):
-    """Apply the last norm, and project to logits, with the embeddings of the symbols if they are tied.
+    """Apply the last norm and project to logits, with the symbol embeddings if they are tied.
 
-    With a `chunk` the projection is left to the loss, which makes logits of that many positions at a time.
+    With a `chunk` the loss projects, and computes logits for that many positions at a time.
     """
 
     def __init__(self, config: ModelConfig, chunk: int | None, *, rngs: nnx.Rngs):
@@ -203,7 +203,7 @@ def dtype_of(config: ModelConfig) -> str:
 
 
 def axes(inputs: str | None, outputs: str | None) -> dict[str, Any]:
-    """Return the arguments of a linear layer that name the logical axes of its kernel; its bias has the last one, too."""
+    """Return the arguments of a linear layer that name the logical axes of its kernel; the last one is also the bias's."""
     return {"kernel_metadata": named(inputs, outputs), "bias_metadata": named(outputs)}
 
 
@@ -241,7 +241,7 @@ def norm(config: ModelConfig, rngs: nnx.Rngs, size: int | None = None) -> nnx.La
 
 
 def dropout(config: ModelConfig, rngs: nnx.Rngs) -> nnx.Dropout:
-    """Create the dropout layer; it draws no random numbers if the rate is zero."""
+    """Create the dropout layer; with a rate of zero it draws no random numbers."""
     return nnx.Dropout(config.dropout, rngs=rngs if config.dropout else None)
 
 
@@ -253,18 +253,18 @@ def normed(layer: Callable[[Any], Any], x: Float[Array, "*n"]) -> Float[Array, "
 def look_up(embedding: nnx.Embed, numbers: Any, dtype: Any) -> Float[Array, "b s w"]:
     """Look up rows of an embedding table.
 
-    Only these rows are cast, and gradients of one symbol at several positions are summed before the cast.
+    Only these rows are cast; gradients of a symbol at several positions are summed before the cast.
     """
     return jnp.take(embedding.embedding[...], numbers, axis=0).astype(dtype)
 
 
 def tied_embedding(config: ModelConfig, rngs: nnx.Rngs) -> nnx.Embed:
-    """Create the head's copy of the symbol embeddings; its initial values are replaced by the tied parameter's."""
+    """Create the head's copy of the symbol embeddings; the tied parameter replaces its initial values."""
     return table(config.vocab_size, config, nnx.initializers.zeros, rngs, "vocab")
 
 
 def projected(hidden: Any, kernel: Any, bias: Any, by_symbol: bool, chunk: int | None, dtype: str, soft_cap: float | None = None) -> Any:
-    """Project to logits, or with a `chunk` return what they are computed from."""
+    """Project to logits, or with a `chunk` return the inputs of that projection."""
     unprojected = Unprojected(hidden, kernel, bias, chunk or 1, by_symbol, dtype, soft_cap)
     return unprojected.logits() if chunk is None else unprojected
 
@@ -286,37 +286,37 @@ def split_inputs(inputs: Any, config: ModelConfig) -> tuple[Any, Any]:
 
 
 def in_rows(numbers: Any) -> Any:
-    """Reshape (…, s) to rows (b, s); None stays."""
+    """Reshape (…, s) to rows (b, s); None stays None."""
     return numbers if numbers is None or numbers.ndim == 2 else numbers.reshape(-1, numbers.shape[-1])
 
 
 def split_stream(stream: Stream) -> tuple[Any, Any]:
-    """Split what flows between layers into x and segments, or None."""
+    """Split the values that flow between layers into x and segments, or None."""
     return (stream["x"], stream.get("segments")) if isinstance(stream, dict) else (stream, None)
 
 
 def routing_of(stream: Stream) -> Routing | None:
-    """Return the choices of the routers in what flows between layers; None without experts."""
+    """Return the routers' choices from the values that flow between layers; None without experts."""
     return stream.get("experts") if isinstance(stream, dict) else None
 
 
 def joined(x: Float[Array, "b s w"], segments: Int[Array, "b s"] | None, routing: Routing | None = None) -> Stream:
-    """Join x, segments and the choices of the routers into what flows between layers."""
+    """Join x, segments and the routers' choices into the values that flow between layers."""
     parts = {"segments": segments, "experts": routing}
     present = {name: part for name, part in parts.items() if part is not None}
     return {"x": x, **present} if present else x
 
 
 def positions(tokens: Any, segments: Int[Array, "b s"] | None) -> Int[Array, "#b s"]:
-    """Return the position of each token, counted from 0 in its row or in its segment."""
+    """Return the position of each token, counted from 0 in its row or segment."""
     return jnp.arange(tokens.shape[1])[None] if segments is None else positions_of(segments)
 
 
 def waves(size: float, key: Array, shape: tuple[int, int], dtype: DTypeLike, out_sharding: object = None) -> Float[Array, "s w"]:
-    """Initialize position embeddings with sines and cosines, the first transformer's encoding.
+    """Initialize position embeddings with sines and cosines, as the first transformer encodes positions.
 
-    They are half as large as the vectors of symbols, with deviation `size`, so that "the byte before" is learned soon; larger ones
-    would drown the symbols.
+    They are half as large as the symbol vectors, which have deviation `size`, so that "the byte before" is learned soon; larger ones would
+    drown the symbols.
     """
     count, width = shape
     angles = np.arange(count)[:, None] / 10_000 ** (np.arange(0, width, 2)[None] / width)

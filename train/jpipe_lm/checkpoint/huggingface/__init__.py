@@ -1,4 +1,4 @@
-"""Reading and writing of folders in Hugging Face's layout."""
+"""Read and write folders in Hugging Face's layout."""
 
 from jpipe_lm.checkpoint.huggingface.adapters import with_adapters
 from jpipe_lm.checkpoint.huggingface.folder import is_meant, reject_adapters, reject_file

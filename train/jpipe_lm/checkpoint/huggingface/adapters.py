@@ -1,4 +1,4 @@
-"""Folders in PEFT's layout: the modules that have adapters there, and reading them as parameters of jpipe."""
+"""Read folders in PEFT's layout: their modules with adapters become parameters of jpipe."""
 
 import hashlib
 from collections.abc import Collection, Iterator, Mapping
@@ -70,7 +70,7 @@ class Module(NamedTuple):
     def joined(self, arrays: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
         """Return A and B as in a folder.
 
-        Adapters of several parts become one of as many times the rank; its B has a block for each part.
+        The adapters of n parts become one adapter of n times the rank, with a block of B for each part.
 
         Args:
             arrays: the parameters of the layer, by name in an export.
@@ -88,9 +88,9 @@ class Module(NamedTuple):
         return np.ascontiguousarray(a.T), np.ascontiguousarray(b.T)
 
     def divided(self, a: np.ndarray, b: np.ndarray, rank: int, where: str) -> dict[str, np.ndarray]:
-        """Return the parameters that A and B of a folder hold, by name.
+        """Return the parameters in A and B of a folder, by name.
 
-        An adapter of several parts has either the rank of each of them, which then share A, or as many times that rank as it has blocks.
+        In an adapter of several parts, either the parts share A, or its rank is the sum of theirs, and B has a block for each.
 
         Args:
             a: the matrix A, as in the folder.
@@ -159,7 +159,7 @@ def _kind(linear: str) -> str:
 
 
 def with_adapters(source: Source, path: Path, base: Description, head: str, model: Mapping[str, Spec] | None = None) -> Source:
-    """Return a source with the adapters of a folder in PEFT's layout, and with the modules that it stores whole.
+    """Return a source with the adapters of a folder in PEFT's layout, and the modules that it stores whole.
 
     Args:
         source: the parameters of the model that the adapters are for.
@@ -225,7 +225,7 @@ def _read(folder: Folder, names: Layout, model: ModelConfig, described: Adapters
 
 
 def _matrices(folder: Folder, module: Module, described: Adapters, where: str) -> tuple[np.ndarray, np.ndarray]:
-    """Read A and B of a module; their shapes are checked before."""
+    """Read A and B of a module; their shapes are already checked."""
     rank, alpha = described.lora["rank"], described.lora["alpha"]
     its_rank = next((rank for name, rank in described.ranks.items() if huggingface.is_or_ends(module.name, name)), rank)
     its_alpha = next((alpha for name, alpha in described.alphas.items() if huggingface.is_or_ends(module.name, name)), alpha)

@@ -1,4 +1,4 @@
-"""The safetensors files of a folder in Hugging Face's layout, which may be a stranger's: files outside of it and pickles are never read."""
+"""The safetensors files of a folder in Hugging Face's layout. It may come from a stranger: no pickle and no file outside it is read."""
 
 import contextlib
 import hashlib
@@ -62,7 +62,7 @@ class Folder:
         return arrays
 
     def digest(self) -> str:
-        """Return a hash of that description and of the sizes, headers and samples of the files, which may be very large."""
+        """Hash that description, and the sizes, headers and samples of the files, which may be very large."""
         total = hashlib.sha256(read_bytes(self.path / self.described, MOST_BYTES))
         for name, path in sorted(self.files.items()):
             size = path.stat().st_size
@@ -100,7 +100,7 @@ def reject_file(path: Path) -> None:
 
 
 def reject_adapters(path: Path, where: str, instead: str) -> None:
-    """Check that a folder is not one of adapters alone.
+    """Check that a folder has more than adapters.
 
     Args:
         path: of the folder.
@@ -196,7 +196,7 @@ def _opened(path: Path) -> Iterator[TensorsFile]:
 
 
 def _reject(path: Path, message: str) -> NoReturn:
-    """Raise an error that says what is wrong with a file that the safetensors library cannot read."""
+    """Raise an error that explains why the safetensors library cannot read a file."""
     where, hint = shown(path), "download it again"
     with contextlib.suppress(OSError), open_to_read(path) as file:
         start, size = file.read(8), path.stat().st_size

@@ -1,4 +1,4 @@
-"""The names and layouts of the parameters of jpipe's models in Hugging Face's folders, by the table of families.
+"""The names and layouts of jpipe's parameters in Hugging Face's folders, by the table of families.
 
 Letters in shapes: v symbols, w width, p positions, m width of the MLP.
 """
@@ -18,9 +18,9 @@ Shape = tuple[int, ...]
 
 
 class Row(NamedTuple):
-    """Parameters of jpipe and the tensors that hold them: either side is concatenated along the last axis.
+    """Parameters of jpipe and the tensors that store them; several on either side are concatenated along the last axis.
 
-    A parameter may be stacked instead: its first axis has a tensor for each expert.
+    Or a parameter is stacked: its first axis has a tensor for each expert.
 
     Attributes:
         shapes: of the parameters by name in an export, such as "block_0/qkv/kernel".
@@ -35,14 +35,14 @@ class Row(NamedTuple):
     stacked: bool = False
 
     def joined(self, tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Return the parameters that tensors hold."""
+        """Return the parameters in tensors."""
         parts = [tensors[name].T if self.transposed else tensors[name] for name in self.theirs]
         if self.stacked:
             return dict.fromkeys(self.shapes, np.stack(parts))
         return _divided(parts, self.shapes)
 
     def split(self, arrays: Mapping[str, Any]) -> dict[str, np.ndarray]:
-        """Return the tensors that hold parameters."""
+        """Return the tensors for parameters."""
         if self.stacked:
             (ours,) = self.shapes
             each = zip(self.theirs, np.asarray(arrays[ours]), strict=True)
@@ -53,7 +53,7 @@ class Row(NamedTuple):
 
 
 def _divided(parts: list[np.ndarray], shapes: Mapping[str, Shape]) -> dict[str, np.ndarray]:
-    """Concatenate arrays along the last axis, and divide the whole into arrays of these shapes."""
+    """Concatenate arrays along the last axis, and divide the result into arrays of these shapes."""
     whole = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)
     ends = np.cumsum([shape[-1] for shape in shapes.values()])[:-1]
     return {name: np.ascontiguousarray(part) for name, part in zip(shapes, np.split(whole, ends, axis=-1), strict=True)}
@@ -85,7 +85,7 @@ class Layout:
         return {name: shape for row in self for name, shape in row.theirs.items()}
 
     def known_as(self, name: str) -> str | None:
-        """Return the name in the table of a tensor of any version's folder; None for a constant that is not a weight."""
+        """Return the name that the table has for a tensor in a folder of any version; None for a constant that is not a weight."""
         if name.endswith(_BUFFERS):
             return None
         for old, new in _OLD.items():
@@ -125,7 +125,7 @@ def layout(described: Description) -> Layout:
 
 
 class _Sizes(NamedTuple):
-    """The sizes of a layer's parameters of one name.
+    """The sizes of a layer's parameters with one name.
 
     Attributes:
         inputs: of a linear layer, or rows of a table; None for a norm or a bias alone.
@@ -191,7 +191,7 @@ def _norm(c: ModelConfig, size: int) -> _Sizes:
 
 
 def _rows(layer_id: str, ours: list[str], theirs: list[str], sizes: Mapping[str, _Sizes], transposed: bool) -> Iterator[Row]:
-    """Yield the rows of parameters that are stored together: of their kernels, and of their biases."""
+    """Yield the rows of parameters that are stored together: one of kernels, and one of biases."""
     first = sizes[ours[0]]
     outputs = {name: sum(sizes[name].outputs) for name in ours}
     parts = tuple(size for name in ours for size in sizes[name].outputs)

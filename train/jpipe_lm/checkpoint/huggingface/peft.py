@@ -1,4 +1,4 @@
-"""`jpipe export --layout peft`: the adapters of a run as a folder that the library PEFT loads beside the model they are for."""
+"""`jpipe export --layout peft`: the adapters of a run as a folder that the library PEFT loads beside their model."""
 
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -24,7 +24,7 @@ _JUDGED = ("classification", "regression")  # heads that PEFT calls SEQ_CLS
 
 
 def main(run: str, out: str, step: Step, report: Callable[[str], None], weights: Weights = "newest") -> None:
-    """Write the adapters of a checkpoint as a folder for PEFT, which appears whole or not at all.
+    """Write the adapters of a checkpoint as a folder for PEFT, which appears complete or not at all.
 
     Args:
         run: the folder of the run.
@@ -67,7 +67,7 @@ def main(run: str, out: str, step: Step, report: Callable[[str], None], weights:
 
 
 def _saved(rows: Sequence[Row], model: Model, adapted: Collection[str]) -> list[str]:
-    """Return the names of the modules of a layer that have trained parameters beside adapters, and that PEFT stores whole.
+    """Return the names of a layer's modules with trained parameters other than adapters; PEFT stores these modules whole.
 
     Raises:
         InputError: one of them has an adapter as well, or is no module of its own in transformers.
@@ -117,7 +117,7 @@ def _described(model: Model, lora: LoraConfig, modules: Mapping[str, Module], sa
 
 
 def _ends(chosen: Collection[str], every: Collection[str], before: str) -> list[str]:
-    """Return the shortest ends of the names of the chosen modules that no other module has, or their whole names.
+    """Return for each chosen module the shortest end of its name that no other module has, or its whole name.
 
     Args:
         chosen: the names of the chosen modules.

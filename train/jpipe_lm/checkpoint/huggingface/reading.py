@@ -1,4 +1,4 @@
-"""Reading of folders in Hugging Face's layout as sources of parameters by jpipe's names, one layer at a time."""
+"""Read folders in Hugging Face's layout as sources of parameters by jpipe's names, one layer at a time."""
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -57,7 +57,7 @@ def source(path: Path, *, head: str = "language", strict: bool = True) -> Source
 
 
 def _known(folder: Folder, names: Layout) -> dict[str, str]:
-    """Return the names of tensors in the folder by their names in the table; buffers are left out."""
+    """Return the tensors' names in the folder by their names in the table; buffers are left out."""
     known: dict[str, str] = {}
     for name in folder.tensors:
         if (newest := names.known_as(name)) is None:
@@ -100,7 +100,7 @@ def _listed(names: list[str]) -> str:
 
 
 def _name(name: str) -> str:
-    """Return the name of a tensor for a message; the folder may be a stranger's."""
+    """Return the name of a tensor for a message; the folder may come from a stranger."""
     return name if len(name) <= _LONGEST else short(name)
 
 
@@ -109,7 +109,7 @@ def _shape(shape: Iterable[int]) -> str:
 
 
 def _dtype(dtypes: list[str]) -> str:
-    """Return the dtype of a parameter made of tensors of these dtypes: one that is not a float, if there is any."""
+    """Return the dtype of a parameter that consists of tensors of these dtypes; a dtype that is not a float takes precedence."""
     return next((dtype for dtype in dtypes if dtype not in FLOATS.values()), dtypes[0])
 
 
@@ -118,7 +118,7 @@ def _has_tensors(folder: Folder, known: dict[str, str], row: Row) -> bool:
 
 
 def _arrays(folder: Folder, names: Layout, known: dict[str, str], row: Row) -> dict[str, np.ndarray]:
-    """Read the parameters of a row and check that copies of its tensors in the folder, if any, are equal."""
+    """Read the parameters of a row; check that any copies of its tensors in the folder are equal."""
     inside = [known[name] for name in row.theirs]
     tensors = folder.read(inside)
     for copy, original in names.copies.items():

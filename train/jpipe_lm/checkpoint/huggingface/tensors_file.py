@@ -1,4 +1,4 @@
-"""Writing of safetensors files one tensor at a time, so that never all of them are in memory."""
+"""Write safetensors files one tensor at a time, so that they are never all in memory."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -15,7 +15,7 @@ _ALIGNED = 8
 
 
 def write_tensors(folder: Path, specs: Mapping[str, Spec], arrays: Iterator[tuple[str, np.ndarray]], limit: int) -> int:
-    """Write tensors into one file, or into several with an index if one would be larger than a limit.
+    """Write tensors into one file, or if that would exceed a limit, into several with an index.
 
     Args:
         folder: of the files.

@@ -1,4 +1,4 @@
-"""`jpipe export --layout huggingface`: writing of the weights of a run as a folder that transformers loads."""
+"""`jpipe export --layout huggingface`: write the weights of a run as a folder that transformers loads."""
 
 import contextlib
 import json
@@ -63,7 +63,7 @@ def main(
     overrides: Sequence[str] = (),
     limit: int | None = None,
 ) -> None:
-    """Write the parameters of a checkpoint as a folder in Hugging Face's layout, which appears whole or not at all.
+    """Write the parameters of a checkpoint as a folder in Hugging Face's layout, which appears complete or not at all.
 
     Args:
         source: the folder of the run, or a config of a run that would begin with the parameters.
@@ -178,9 +178,9 @@ def _dtypes(specs: Mapping[str, Spec]) -> dict[str, str]:
 
 
 def _special(config: Config, vocab_size: int) -> dict[str, Any]:
-    """Return the ids of special tokens, null if they are not known, because the defaults of transformers may be wrong.
+    """Return the ids of special tokens; unknown ones are null, because the defaults of transformers may be wrong.
 
-    They come from the folder that the run began with, if it still exists; the one that ends a text may come from the run's data.
+    They come from the folder that the run began with, if it still exists; the end-of-text token may come from the run's data.
     """
     original = _original(config)
     tokens = {key: original[key] if _is_token(original.get(key), vocab_size) else None for key in _SPECIAL}
@@ -192,7 +192,7 @@ def _special(config: Config, vocab_size: int) -> dict[str, Any]:
 
 
 def _architecture(config: Config) -> str | None:
-    """Return the architecture of the folder that the run began with, if it still exists: others may have the same model."""
+    """Return the architecture named in the folder that the run began with, if it still exists: several can describe the same model."""
     names = _original(config).get("architectures")
     return names[0] if isinstance(names, list) and names and isinstance(names[0], str) else None
 
@@ -236,7 +236,7 @@ def _is_token(value: Any, vocab_size: int) -> bool:
 
 
 def _copy_tokenizer(config: Config, to: Path, say: Callable[[str], None]) -> str:
-    """Copy the tokenizer of the run and return words about it for the last line."""
+    """Copy the tokenizer of the run, and return a description for the last line."""
     path = tokenizer.file_of(config)
     if path is None:
         return ""

@@ -1,4 +1,4 @@
-"""Read and write the `config.json` of a folder in Hugging Face's layout as keys of the section `model`, without JAX."""
+"""Convert the `config.json` of a folder in Hugging Face's layout to keys of the section `model` and back, without JAX."""
 
 from jpipe_lm.config.huggingface.families import ARCHITECTURES, FAMILIES
 from jpipe_lm.config.huggingface.peft import (

@@ -1,4 +1,4 @@
-"""Conversion of the keys of `config.json` to keys of the section `model` and back, by a row of the table of families."""
+"""Convert keys of `config.json` to keys of the section `model` and back, by a row of the table of families."""
 
 from functools import cache
 from typing import Any
@@ -15,7 +15,7 @@ _FREE = OF_THE_RUN | {"preset", "seq_len", "init"}  # keys of `model` that `conf
 
 
 def schema(family: Family) -> type[BaseModel]:
-    """Return the schema of the keys of `config.json` that matter; others are errors."""
+    """Return the schema of the relevant keys of `config.json`; other keys are errors."""
     return _schemas()[family.model_type]
 
 
@@ -50,7 +50,7 @@ def json_of(family: Family, keys: Keys) -> dict[str, Any]:
 
 
 def canonical(keys: Keys) -> dict[str, Any]:
-    """Return keys of `model` with defaults that depend on others filled in, and what means the same written in the same way."""
+    """Return keys of `model` in a normal form: dependent defaults are filled in, and equal meanings are written alike."""
     same = dict(keys)
     derived = {"kv_heads": keys["heads"], "head_size": keys["width"] // keys["heads"], "mlp_width": 4 * keys["width"]}
     same |= {key: value for key, value in derived.items() if keys[key] is None}

@@ -1,4 +1,4 @@
-"""The parts of a row of the table of families that describe mixtures of experts."""
+"""The parts of the table of families for mixtures of experts."""
 
 from typing import Annotated, Any
 
@@ -21,7 +21,7 @@ def experts(
     dense_layers: bool = False,
     shared: bool = False,
 ) -> Part:
-    """Return the part of a mixture of experts.
+    """Return the part for a mixture of experts.
 
     Args:
         count: the JSON keys that may have the number of experts; the first is written.
@@ -78,7 +78,7 @@ def _layers_with_experts(json: Keys, depth: int) -> Any:
 
 
 def _dense_layers(keys: Keys) -> Keys:
-    """Return the JSON keys for the blocks without experts: every nth block has some, or a list."""
+    """Return the JSON keys for blocks without experts: every nth block has experts, or a list names the blocks without."""
     layers = shortened(keys["experts"]["layers"], keys["depth"]) or [True]
     if not any(layers[:-1]):
         return {"mlp_only_layers": [], "decoder_sparse_step": len(layers)}
@@ -95,5 +95,5 @@ def canonical_experts(keys: Keys) -> Keys:
 
 
 def without_losses(value: Any) -> Any:
-    """Return the key `experts` without what changes the loss alone."""
+    """Return the key `experts` without the values that change only the loss."""
     return {key: one for key, one in value.items() if key not in OF_THE_LOSS} if isinstance(value, dict) else value

@@ -1,7 +1,7 @@
-"""The families of language models that Hugging Face folders hold: one row of a table for each, read and written alike.
+"""The families of language models in Hugging Face's folders: one row of a table for each, for reading and writing.
 
-A row says which keys `config.json` may have and what they decide, what all models of the family have in common, which keys do not
-change what the model computes, and how tensors are called. Any other key is an error, because it may change the model.
+A row lists the keys that `config.json` may have with their meaning, the keys that do not change what the model computes, what all models of
+the family share, and the names of tensors. Any other key is an error, because it may change the model.
 """
 
 from collections.abc import Mapping
@@ -35,9 +35,9 @@ from jpipe_lm.config.huggingface.rope import rope, rope_by_layer
 
 @dataclass(frozen=True)
 class Tensors:
-    """The names of the tensors of a family, by the names of jpipe's parameters.
+    """The names of a family's tensors, by the names of jpipe's parameters.
 
-    Several names with commas between them are concatenated, and so are several parameters: `gate,expand` are in one tensor of Phi-3. A *
+    Names joined by commas are concatenated, and so are parameters: `gate,expand` are in one tensor of Phi-3. A *
     stands for the number of an expert; each expert has its own tensor. Names of parameters that a block does not have are left out.
 
     Attributes:
@@ -142,7 +142,7 @@ _WITHOUT_WINDOWS = only("use_sliding_window", False), without_windows()
 
 
 def _like_llama(default_epsilon: float = 1e-6, tied: bool = False, kv_heads: Any = ..., positions: Any = ...) -> tuple[Part, ...]:
-    """Return the parts that Llama and its successors share; `kv_heads` is None where a missing number means as many as heads."""
+    """Return the parts that Llama and its successors share; with `kv_heads` None, a missing number means as many as heads."""
     epsilon, tie = one("rms_norm_eps", "norm_epsilon", Number, default_epsilon), one("tie_word_embeddings", "tied", bool, tied)
     return *_sizes(positions), one("num_key_value_heads", "kv_heads", Size | None, kv_heads), epsilon, tie
 
@@ -170,7 +170,7 @@ _FOUR_NORMS = {
 
 
 def _tensors_like_llama(*block: Mapping[str, str]) -> Tensors:
-    """Return the names of tensors of Llama, with other names in a block."""
+    """Return Llama's names of tensors, with other names in a block."""
     names = {ours: theirs for part in block for ours, theirs in part.items()}
     return Tensors(
         {"token": "model.embed_tokens"},

@@ -1,4 +1,4 @@
-"""The keys of `config.json` about the head of a model that judges whole texts, read and written."""
+"""Read and write the keys of `config.json` about the head of a model that judges whole texts."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
@@ -11,7 +11,7 @@ _CLASSES, _NUMBER = "single_label_classification", "regression"
 
 
 class _Labels(BaseModel):
-    """The keys that say what the scores mean. Without `problem_type`, one label is a number to predict, as in transformers."""
+    """The keys that define the meaning of the scores. Without `problem_type`, one label is a number to predict, as in transformers."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
 
@@ -63,7 +63,7 @@ def json_of(model: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def agreed(folder: Any, config: Any) -> Any:
-    """Return the labels of a folder, or of a config if it names as many labels."""
+    """Return the labels of a folder, or of a config that names as many."""
     counts = [len(labels) if isinstance(labels, list) else labels for labels in (folder, config)]
     return config if isinstance(config, list) and not isinstance(folder, list) and counts[0] == counts[1] else folder
 

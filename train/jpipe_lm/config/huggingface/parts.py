@@ -1,4 +1,4 @@
-"""The parts of a row of the table of families: keys of `config.json` that decide keys of the section `model` together, and back."""
+"""The parts of a row of the table of families: groups of keys of `config.json` that together decide keys of `model`, and back."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -38,17 +38,17 @@ class Part:
 
 
 def one(theirs: str, ours: str, kind: Any, default: Any = ...) -> Part:
-    """Return the part of a JSON key that is a key of `model`."""
+    """Return the part for a JSON key that equals a key of `model`."""
     return Part({theirs: (kind, default)}, lambda json, _: {ours: json[theirs]}, lambda keys: {theirs: keys[ours]}, {ours: theirs})
 
 
 def only(theirs: str, *values: Any) -> Part:
-    """Return the part of a JSON key with equivalent legal values, the default first; it is not written."""
+    """Return the part for a JSON key with equivalent legal values, the default first; it is not written."""
     return Part({theirs: (Literal[values], values[0])}, lambda *_: {}, lambda _: {})
 
 
 def agreed(name: str, values: Iterable[T | None], default: T, where: str = "rope_parameters") -> T:
-    """Return the value that all say who say one; `where` another one is, is for the message."""
+    """Return the value on which all known values agree, or the default without any; the message names `where` another value is."""
     known = list(dict.fromkeys(value for value in values if value is not None))
     if len(known) > 1:
         raise ValueError(f"expected one {name}, found a different one in {where}; leave one of them out")
@@ -56,12 +56,12 @@ def agreed(name: str, values: Iterable[T | None], default: T, where: str = "rope
 
 
 def written(theirs: str, value: Any) -> Part:
-    """Return the part of a JSON key that has one legal value, also its default, and is written."""
+    """Return the part for a JSON key with a single legal value, which is also its default; it is written."""
     return Part({theirs: (Literal[value], value)}, lambda *_: {}, lambda _: {theirs: value})
 
 
 def activation(theirs: str, default: str) -> Part:
-    """Return the part of the activation inside the MLP."""
+    """Return the part for the activation inside the MLP."""
 
     def read(json: Keys, _: Keys) -> Keys:
         return {"activation": next(ours for ours, names in ACTIVATIONS.items() if json[theirs] in names)}
@@ -70,7 +70,7 @@ def activation(theirs: str, default: str) -> Part:
 
 
 def biases(*theirs: str) -> Part:
-    """Return the part of biases: `attention_bias` alone, or with `mlp_bias`."""
+    """Return the part for biases: `attention_bias` alone, or with `mlp_bias`."""
 
     def read(json: Keys, _: Keys) -> Keys:
         attention, mlp = json["attention_bias"], json.get("mlp_bias", False)
@@ -85,7 +85,7 @@ def biases(*theirs: str) -> Part:
 
 
 def qkv_bias() -> Part:
-    """Return the part of Qwen2-MoE's biases, of queries, keys and values alone."""
+    """Return the part for Qwen2-MoE's biases, which only queries, keys and values have."""
     return Part(
         {"qkv_bias": (bool, True)},
         lambda json, _: {"bias": "qkv" if json["qkv_bias"] else False},
@@ -95,7 +95,7 @@ def qkv_bias() -> Part:
 
 
 def attention_scale() -> Part:
-    """Return the part of Gemma's scale of attention, which is given as its inverse square."""
+    """Return the part for Gemma's attention scale, given as its inverse square."""
 
     def write(keys: Keys) -> Keys:
         scale = keys["attention_scale"]
@@ -113,12 +113,12 @@ Layers = Callable[[Keys, Keys], Sequence[bool]]  # which layers have the window,
 
 
 def window(default: int | None) -> Part:
-    """Return the part of a window in all layers."""
+    """Return the part for a window in all layers."""
     return one("sliding_window", "window", Size | None, default)
 
 
 def windows(default: int | None, layers: Layers, fields: Mapping[str, tuple[Any, Any]], write: Callable[[Keys], Keys]) -> Part:
-    """Return the part of a window in some layers.
+    """Return the part for a window in some layers.
 
     Args:
         default: of `sliding_window`.
@@ -149,7 +149,7 @@ def windows(default: int | None, layers: Layers, fields: Mapping[str, tuple[Any,
 
 
 def without_windows() -> Part:
-    """Return the part of `layer_types` without any window; it is not written."""
+    """Return the part for `layer_types` without any window; it is not written."""
     return Part({"layer_types": (list[Literal["full_attention"]] | None, None)}, lambda *_: {}, lambda _: {})
 
 
@@ -159,7 +159,7 @@ def in_window(keys: Keys) -> list[bool]:
 
 
 def later_windows() -> Part:
-    """Return the part of Qwen's windows: in the layers after the first `max_window_layers`, if they are used at all."""
+    """Return the part for Qwen's windows: if enabled, in the layers after the first `max_window_layers`."""
 
     def write(keys: Keys) -> Keys:
         first = next((i for i, chosen in enumerate(in_window(keys)) if chosen), keys["depth"])
@@ -170,12 +170,12 @@ def later_windows() -> Part:
 
 
 def every_second_window() -> Part:
-    """Return the part of Gemma 2's windows."""
+    """Return the part for Gemma 2's windows."""
     return windows(4096, lambda _, keys: [i % 2 == 0 for i in range(keys["depth"])], {}, lambda _: {})
 
 
 def windows_between() -> Part:
-    """Return the part of Gemma 3's windows: one layer of `sliding_window_pattern` has none."""
+    """Return the part for Gemma 3's windows: one layer in `sliding_window_pattern` has none."""
     fields = {"sliding_window_pattern": (Size, 6)}
     return windows(
         4096, lambda json, keys: [(i + 1) % json["sliding_window_pattern"] != 0 for i in range(keys["depth"])], fields, lambda _: {}
@@ -183,7 +183,7 @@ def windows_between() -> Part:
 
 
 def layers_without_rope() -> Part:
-    """Return the part of SmolLM3's layers without positions, which are those that may have a window."""
+    """Return the part for SmolLM3's layers without positions; these may have a window."""
 
     def turns(json: Keys, keys: Keys) -> list[bool]:
         if json["no_rope_layers"] is None:
@@ -208,12 +208,12 @@ def layers_without_rope() -> Part:
 
 
 def expanded(pattern: Sequence[bool] | None, depth: int) -> list[bool]:
-    """Return the value of each layer of a pattern along the depth; without one it is true."""
+    """Return the value of each layer from a pattern along the depth; without a pattern it is true."""
     return [True] * depth if pattern is None else [pattern[i % len(pattern)] for i in range(depth)]
 
 
 def shortened(pattern: Sequence[bool] | None, depth: int) -> list[bool] | None:
-    """Return the shortest pattern that is the same in all layers, or None if it is true of all."""
+    """Return the shortest pattern with the same value in each layer, or None if all are true."""
     whole = expanded(pattern, depth)
     if all(whole):
         return None

@@ -40,7 +40,7 @@ _MOST_NAMES = 4096
 
 
 class _Json(BaseModel):
-    """The keys of `adapter_config.json` that decide something."""
+    """The keys of `adapter_config.json` that are used."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -58,7 +58,7 @@ class _Json(BaseModel):
 
 
 class Adapters(NamedTuple):
-    """What an `adapter_config.json` describes.
+    """The adapters that an `adapter_config.json` describes.
 
     Attributes:
         lora: the keys of `tune.lora`.
@@ -82,7 +82,7 @@ def has_adapters(path: str) -> bool:
 
 
 def read_adapters(folder: Path, base: Description) -> Adapters:
-    """Read what the `adapter_config.json` of a folder describes.
+    """Read the `adapter_config.json` of a folder.
 
     Args:
         folder: in PEFT's layout.
@@ -151,7 +151,7 @@ def fill_lora(section: Mapping[str, Any], folder: Path, base: Description, where
 
 
 def module_parts(names: list[str], linears: list[tuple[str, ...]]) -> list[tuple[str, tuple[str, ...]]]:
-    """Return the names of modules with the parts that each computes: one, or several side by side, such as queries, keys and values.
+    """Return the names of modules, each with the parts that it computes: one, or several side by side, such as queries, keys and values.
 
     Args:
         names: of the modules that hold linear layers together.
@@ -162,7 +162,7 @@ def module_parts(names: list[str], linears: list[tuple[str, ...]]) -> list[tuple
 
 
 def _targets(wanted: list[str], excluded: list[str], base: Description, where: str) -> list[str]:
-    """Return the parts of linear layers that the names, or ends of names, of modules mean, without those that are excluded."""
+    """Return the parts of linear layers that names of modules (or ends of names) select, without the excluded ones."""
     found: set[str] = set()
     used: set[str] = set()
     without: dict[str, str] = {}  # a module that is excluded, by its part
@@ -190,7 +190,7 @@ def _targets(wanted: list[str], excluded: list[str], base: Description, where: s
 
 
 def is_or_ends(module: str, name: str) -> bool:
-    """Return whether a module has a name, or one that ends with it after a dot."""
+    """Return whether the name of a module equals `name`, or ends with it after a dot."""
     return module == name or module.endswith(f".{name}")
 
 

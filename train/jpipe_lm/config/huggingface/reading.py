@@ -55,7 +55,7 @@ def read(folder: Path) -> Description:
 
 
 def parse(data: Any, where: str = "config.json") -> Description:
-    """Return the model that the content of `config.json` describes, as `read` does."""
+    """Return the model that the content of `config.json` describes."""
     architecture = validated(_Architectures, data, where).architectures[0]
     if architecture not in ARCHITECTURES:
         raise InputError(f"{where}: architectures: expected one of {', '.join(ARCHITECTURES)}, found {short(architecture)}; {HINT}")
@@ -71,7 +71,7 @@ def parse(data: Any, where: str = "config.json") -> Description:
 
 
 def whole_section(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Return keys with values for those that no folder decides: the length of a row, and how many choices an example has."""
+    """Add values for keys that no folder decides: the length of a row, and the number of choices of an example."""
     return {"seq_len": 1, **({"labels": 2} if keys.get("head") == "multiple_choice" else {}), **keys}
 
 
@@ -119,7 +119,7 @@ def fill_section(section: Mapping[str, Any], folder: Path, where: str, partial: 
 
 
 def _with_router_losses(section: Mapping[str, Any], keys: dict[str, Any]) -> tuple[Mapping[str, Any], dict[str, Any]]:
-    """Return the section with all keys of `experts`, and the keys of a folder with the factors of the loss that the section has."""
+    """Return the section with all keys of `experts`, and the folder's keys with the section's loss factors."""
     ours, theirs = section.get("experts"), keys["experts"]
     if not isinstance(ours, dict) or theirs is None:
         return section, keys
@@ -128,12 +128,12 @@ def _with_router_losses(section: Mapping[str, Any], keys: dict[str, Any]) -> tup
 
 
 def _says_none(key: str) -> bool:
-    """Return whether null is a value of a key of `model`, not one that others decide."""
+    """Return whether null is a value of its own for a key of `model`; for some keys it means that others decide."""
     return key not in _DERIVED and ModelConfig.model_fields[key].get_default() is None
 
 
 def _normal(key: str, value: Any) -> Any:
-    """Return a scaling with the defaults of its kind, to compare it; other values, and invalid ones, as they are."""
+    """Return a scaling with the defaults of its kind, for comparison; other and invalid values stay as they are."""
     if key != "rope_scaling" or not isinstance(value, dict):
         return value
     try:
@@ -162,7 +162,7 @@ def load_json(path: Path, most: int) -> dict[str, Any]:
 
 
 def inside(folder: Path, name: str) -> Path:
-    """Resolve the links of a file, which may lead to the blobs beside the snapshot of a download, but not elsewhere out of the folder.
+    """Resolve the links of a file. They may lead to the blobs beside the snapshot of a download, but nowhere else outside the folder.
 
     Args:
         folder: which may be a stranger's.
@@ -217,7 +217,7 @@ def validated(model: type[_Model], data: Any, where: str, theirs: Mapping[str, s
 
 
 def _in_their_words(line: str, theirs: Mapping[str, str]) -> str:
-    """Return an error in the terms of `config.json`, with what to do about it."""
+    """Return an error in the terms of `config.json`, and what to do about it."""
     if line.endswith("is missing; add it"):
         return line
     if theirs:  # the advice at the end of the line is for a jpipe config

@@ -36,7 +36,7 @@ def _kind(name: str | None) -> str | None:
 
 
 class Rope(BaseModel):
-    """One rotation. A rotation without a type is an error: depending on its version, transformers stops or ignores the scaling."""
+    """One rotation. Without a type it is an error: depending on its version, transformers stops or ignores the scaling."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -100,7 +100,7 @@ class Rope(BaseModel):
         return {"kind": kind, **{key: OPTIONAL[kind].get(key) if value is None else value for key, value in values.items()}}
 
     def _attention_factor(self, kind: str, original: int) -> float | None:
-        """Return the factor that further keys say, or None if there are none: jpipe then has the default of transformers."""
+        """Return the factor from further keys, or None without them: jpipe then uses the default of transformers."""
         if kind == "longrope" and self.factor is not None:
             return math.sqrt(1 + math.log(self.factor) / math.log(original)) if self.factor > 1 else 1.0
         if kind == "yarn" and self.mscale and self.mscale_all_dim and self.factor and self.factor > 1:
@@ -110,7 +110,7 @@ class Rope(BaseModel):
 
 
 def rope(theta: float = 10_000.0, kinds: Sequence[str] = KINDS, share: bool = False, original: int | None = None) -> Part:
-    """Return the part of rotary positions.
+    """Return the part for rotary positions.
 
     Args:
         theta: the default of `rope_theta`.
@@ -163,7 +163,7 @@ class _ByLayer(BaseModel):
 
 
 def rope_by_layer(theta: float, local: float, kinds: Sequence[str] = KINDS) -> Part:
-    """Return the part of rotary positions that differ in layers with a window (Gemma 3), given the defaults of both bases."""
+    """Return the part for rotary positions that differ in layers with a window (Gemma 3), given the defaults of both bases."""
     fields: dict[str, tuple[Any, Any]] = {
         "rope_theta": (Number | None, None),
         "rope_local_base_freq": (Number | None, None),
@@ -199,7 +199,7 @@ def rope_by_layer(theta: float, local: float, kinds: Sequence[str] = KINDS) -> P
 
 
 def to_json(scaling: Keys | None, kinds: Sequence[str]) -> dict[str, Any] | None:
-    """Return a scaling as transformers names it; None if the family does not have it."""
+    """Return a scaling under transformers' names; None if the family does not have it."""
     if scaling is None or scaling["kind"] not in kinds:
         return None
     values = {NAMES[key]: value for key, value in scaling.items() if key != "kind" and value is not None}

@@ -18,9 +18,9 @@ _SHOWN = 3  # families that a message compares with the model
 
 
 def to_json_keys(model: ModelConfig, preferred: str | None = None) -> dict[str, Any]:
-    """Return the content of `config.json` for a model of jpipe's, without the dtype.
+    """Return the content of `config.json` for a model, without the dtype.
 
-    A family has a model if it reads the same model in what it has written.
+    A family can express a model if it reads back the same model from what it has written.
 
     Args:
         model: the section `model`.
@@ -46,7 +46,7 @@ def to_json_keys(model: ModelConfig, preferred: str | None = None) -> dict[str, 
 
 
 def _differences(family: Family, keys: Keys) -> list[str]:
-    """Return in which keys of `model` the model that a family writes differs."""
+    """Return the keys of `model` that change when a family writes the model and reads it back."""
     if keys["head"] != "language" and _HEADS[keys["head"]] not in family.judges:
         return [f"no model.head {keys['head']}"]
     try:
@@ -63,7 +63,7 @@ def _differences(family: Family, keys: Keys) -> list[str]:
 
 
 def _distance(different: list[str]) -> tuple[bool, int]:
-    """Return how far a family is from a model: families with comparable keys first, few differences before many."""
+    """Return the distance of a family from a model: families with comparable keys are closer, then those with fewer differences."""
     return not all(line.startswith("model.") for line in different), len(different)
 
 

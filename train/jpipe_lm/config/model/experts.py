@@ -10,11 +10,11 @@ _Factor = Annotated[float, Field(ge=0, le=1e6)]
 
 
 class ExpertsConfig(Section):
-    """A mixture of `count` experts in place of the MLP of a block: each token is computed by `per_token` of them, which a router chooses.
+    """A mixture of `count` experts in place of a block's MLP: a router chooses `per_token` experts to compute each token.
 
     An expert is an MLP of hidden width `mlp_width`, without biases. `renormalize` divides the probabilities of the chosen experts by their
-    sum. With `shared_mlp_width` an MLP of that hidden width computes every token as well, times a learned number between 0 and 1 with
-    `shared_gate`. `layers` says which blocks have experts, a pattern that repeats along the depth; null for all. The loss of a microbatch
+    sum. With `shared_mlp_width` an MLP of this hidden width computes every token, too; `shared_gate` multiplies it by a learned number
+    between 0 and 1. `layers` says which blocks have experts, a pattern that repeats along the depth; null for all. The loss of a microbatch
     has `balance_loss` times the load-balancing loss and `z_loss` times the mean square of the log of the router's partition function.
     """
 

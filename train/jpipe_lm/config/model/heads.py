@@ -1,4 +1,4 @@
-"""The heads of the built-in models, and the labels that they tell apart."""
+"""The heads of the built-in models, and the labels that they distinguish."""
 
 import reprlib
 from typing import Annotated, Literal
@@ -30,7 +30,7 @@ Labels = Annotated[int | list[str] | None, BeforeValidator(_checked)]
 
 
 def check(head: Head, labels: int | list[str] | None) -> None:
-    """Check that a head has labels if it tells some apart, and only then.
+    """Check that a head has labels if, and only if, it distinguishes labels.
 
     Raises:
         ValueError: it does not.

@@ -1,4 +1,4 @@
-"""The key `model.rope_scaling`: how rotary positions reach beyond the length that a model was first trained with."""
+"""The key `model.rope_scaling`: how rotary positions reach beyond the length of the original training."""
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType

@@ -1,4 +1,4 @@
-"""Conversations in rows of files: an object with `messages`, and with `tools` if there are some."""
+"""Conversations in rows of files: objects with `messages` and perhaps `tools`."""
 
 import json
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ class Conversation(NamedTuple):
 
     @property
     def key(self) -> bytes:
-        """Bytes that equal conversations have in common, whatever the order of their keys."""
+        """Bytes that are equal for equal conversations, whatever the order of their keys."""
         return json.dumps(self, sort_keys=True).encode()
 
     @property
@@ -35,7 +35,7 @@ class Conversation(NamedTuple):
 
 
 def conversation(values: Mapping[str, Any]) -> Conversation:
-    """Return the conversation that a row holds. Keys of a message that are null are left out, as in transformers.
+    """Return the conversation in a row. Keys of a message that are null are left out, as in transformers.
 
     Raises:
         WrongLine: it is none.

@@ -23,7 +23,7 @@ COLUMNS = Column("messages"), Column("tools", is_needed=False)
 
 
 class Read(NamedTuple):
-    """A text of a conversation, mostly the only one.
+    """A text of a conversation; most conversations have only one.
 
     Attributes:
         place: its file, and line or row.
@@ -80,7 +80,7 @@ def read(files: Sequence[Path], renderer: Renderer, tokenizer: Tokenizer, fracti
 
 
 def no_template(error: NoTemplate) -> InputError:
-    """Return the error of the user for a template that cannot be compiled."""
+    """Return the error for a template that cannot be compiled."""
     return InputError(f"chat template: {error}; correct it, or choose another one")
 
 

@@ -1,4 +1,4 @@
-"""Render a chat template in a process of its own, which cannot run on, fill the memory or reach files."""
+"""Render chat templates in a separate process, which cannot run forever, fill the memory or open files."""
 
 import json
 import os
@@ -29,7 +29,7 @@ class Failure(Exception):
 
 
 class Ended(Failure):
-    """The process has ended, for it reached a limit."""
+    """The process has ended because it reached a limit."""
 
 
 class NoTemplate(Failure):
@@ -38,7 +38,7 @@ class NoTemplate(Failure):
 
 @dataclass(frozen=True)
 class Limits:
-    """What rendering a conversation may need.
+    """The limits for rendering a conversation.
 
     Attributes:
         seconds: of computation.
@@ -66,7 +66,7 @@ class Rendered(NamedTuple):
 
 
 class Renderer:
-    """Renders conversations with a template, as a context that ends its processes.
+    """A context that renders conversations with a template; leaving it ends its processes.
 
     Args:
         template: what to render.
@@ -95,7 +95,7 @@ class Renderer:
         process.communicate()
 
     def start(self) -> None:
-        """Compile the template, which the first conversation does otherwise.
+        """Compile the template; otherwise the first conversation does.
 
         Raises:
             NoTemplate: it cannot be compiled.
@@ -103,7 +103,7 @@ class Renderer:
         self._start(self._template.source())
 
     def answers(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None) -> list[Rendered]:
-        """Render a whole conversation, and find what assistants wrote.
+        """Render a whole conversation, and find the answers of the assistant.
 
         Returns:
             Mostly one text. There are several if the template writes an answer otherwise once messages follow it: then each ends with an
@@ -115,7 +115,7 @@ class Renderer:
         return self._ask({"messages": messages, "tools": tools, "answers": True})
 
     def text(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None, *, generation_prompt: bool = False) -> str:
-        """Render a conversation, and do not look for answers.
+        """Render a conversation without looking for answers.
 
         Args:
             messages: of the conversation.
@@ -154,7 +154,7 @@ class Renderer:
             raise NoTemplate(f"{self._template.where}: {error}") from None
 
     def _exchange(self, source: str, request: Mapping[str, Any]) -> list[Rendered]:
-        """Send a request and return the reply, which is as little trusted as the template."""
+        """Send a request and return the reply, which is no more trusted than the template."""
         try:
             line = self._reply(self._processes[source], json.dumps(request).encode() + b"\n")
         except BaseException:  # Ctrl-C, too: a late reply would be taken for the next request's

@@ -1,4 +1,4 @@
-"""Render chat templates within limits of time and memory. `jpipe_lm.data.chat.renderer` runs this file as a process of its own.
+"""Render chat templates within limits of time and memory. `jpipe_lm.data.chat.renderer` runs this file in a separate process.
 
 A template comes from a stranger. Jinja's sandbox keeps it from Python's internals, but not from endless loops or gigabytes of text. The
 limits of a process hold against those, whatever the template does. The process reads a line of JSON for each request and answers with one,
@@ -34,11 +34,11 @@ Render = Callable[[Sequence[Message], bool], tuple[str, list[Span]]]
 
 
 class Refused(Exception):
-    """A conversation that the template cannot render, or renders without its answers."""
+    """The template cannot render a conversation, or leaves out its answers."""
 
 
 class Generation(jinja2.ext.Extension):
-    """The tag `{% generation %}`: its block is what an assistant has written.
+    """The tag `{% generation %}`: its block is an answer of the assistant.
 
     Attributes:
         tags: the name of the tag.
@@ -68,7 +68,7 @@ class Generation(jinja2.ext.Extension):
         self.before, self.spans, self._texts = 0, [], []
 
     def check(self, text: str) -> None:
-        """Check that each block is in the text where it was expected.
+        """Check that each block is at its expected place in the text.
 
         Raises:
             Refused: it is elsewhere, because a macro or a filter has moved it.
@@ -84,7 +84,7 @@ class Generation(jinja2.ext.Extension):
 
 
 class _Dict:
-    """The function `dict` of templates, without what the class has besides."""
+    """The function `dict` of templates, without the class's other attributes."""
 
     def __call__(self, *arguments: Any, **named: Any) -> dict[Any, Any]:
         return dict(*arguments, **named)
@@ -173,9 +173,10 @@ def compiled(
 def with_answers(messages: Sequence[Message], render: Render, is_marked: bool) -> list[tuple[str, list[Span]]]:
     """Render a conversation, and find what assistants wrote.
 
-    Where the template does not mark it, an answer is what the conversation up to its end has more than the conversation before it, as when
-    the answer was asked for. Some templates write an answer otherwise once messages follow it, for instance without its reasoning. The
-    conversation up to that answer is then a text of its own, so that every answer is learned once, after the text that a model gets.
+    If the template does not mark answers, an answer is the text that the conversation up to its end adds to the conversation before it,
+    rendered as a prompt for the answer. Some templates write an answer differently once messages follow it, for instance without its
+    reasoning. The conversation up to that answer is then a text of its own, so that every answer is learned once, after the text that a
+    model gets.
 
     Args:
         messages: the conversation.
@@ -217,7 +218,7 @@ def with_answers(messages: Sequence[Message], render: Render, is_marked: bool) -
 
 
 def with_texts_joined(messages: Sequence[Message]) -> list[Message]:
-    """Return messages in which the text parts of a content are one text."""
+    """Return messages with the text parts of each content joined into one text."""
 
     def joined(content: Any) -> Any:
         return "".join(part["text"] for part in content) if isinstance(content, list) else content
@@ -226,7 +227,7 @@ def with_texts_joined(messages: Sequence[Message]) -> list[Message]:
 
 
 def with_parts(messages: Sequence[Message]) -> list[Message]:
-    """Return messages in which a content that is a text is a list with one part."""
+    """Return messages with each content that is a text as a list of one part."""
 
     def parted(content: Any) -> Any:
         return [{"type": "text", "text": content}] if isinstance(content, str) else content
@@ -235,7 +236,7 @@ def with_parts(messages: Sequence[Message]) -> list[Message]:
 
 
 def reads_only_parts(render: Render) -> bool:
-    """Return whether a template leaves out a content that is a text, as templates of models that read pictures do."""
+    """Return whether a template ignores content that is a plain text, as some templates of models for pictures do."""
     question: list[Message] = [{"role": "user", "content": "question"}]
     try:
         return "question" not in render(question, True)[0] and "question" in render(with_parts(question), True)[0]
@@ -246,8 +247,8 @@ def reads_only_parts(render: Render) -> bool:
 def answer(request: Mapping[str, Any], render: Render, is_marked: bool, only_parts: bool) -> dict[str, Any]:
     """Return the reply to a request: the texts, each with the spans of its answers.
 
-    Content is given to the template as it is. A template that does not know parts gets them as one text, and one that knows only parts
-    (`only_parts`) gets a text as a part.
+    The template gets content as it is. But a template that does not support parts gets them as one text, and a template that supports only
+    parts (`only_parts`) gets a text as a part.
     """
     messages = request["messages"]
 
@@ -293,7 +294,7 @@ def _words(error: BaseException) -> str:
 
 
 def _limit_process(memory: int) -> None:
-    """Limit what the process can use from now on; it can open no file and start no process."""
+    """Limit the resources of the process from now on; it can open no file and start no process."""
     for what, most in (
         (resource.RLIMIT_AS, memory),
         (resource.RLIMIT_CORE, 0),
@@ -305,7 +306,7 @@ def _limit_process(memory: int) -> None:
 
 
 def _allow_seconds(seconds: int) -> None:
-    """Let the system end the process once it has computed for some more seconds."""
+    """Have the system end the process after some more seconds of computing time."""
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)
     soft = int(time.process_time()) + 1 + seconds
     resource.setrlimit(resource.RLIMIT_CPU, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))

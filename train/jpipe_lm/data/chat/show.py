@@ -1,4 +1,4 @@
-"""Show conversations as a model gets them, and what is learned of them (`jpipe data show`)."""
+"""Show conversations as a model gets them, and the parts that are learned (`jpipe data show`)."""
 
 from collections.abc import Iterator
 
@@ -48,7 +48,7 @@ def lines(config: Config, most: int, *, bold: bool) -> Iterator[str]:
 
 
 def _text(conversation: Tokenized, before: str, after: str) -> str:
-    """Return the text with marks around what is learned; other characters than line ends that are not printable are escaped."""
+    """Return the text with marks around the learned parts; unprintable characters other than line ends are escaped."""
     parts, at = [], 0
     for start, stop in conversation.answers:
         first, last = int(conversation.offsets[start, 0]), int(conversation.offsets[stop - 1, 1])

@@ -37,7 +37,7 @@ class Template:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What a tokenizer_config.json has of it."""
+        """The part of a tokenizer_config.json about it."""
         named = [{"name": name, "template": source} for name, source in self.sources.items()]
         return {**self.variables, "chat_template": named if len(named) > 1 else self.source()}
 
@@ -48,10 +48,10 @@ class Template:
 
 
 def find(tokenizer: Tokenizer, chosen: str | None = None, where: str = "data.chat_template") -> Template:
-    """Find the template of a tokenizer, where transformers finds it.
+    """Find the template of a tokenizer in the places where transformers looks.
 
-    Files of templates come before those in the settings of the tokenizer. `chat_template.json`, which transformers reads only for models
-    of pictures and text, comes last.
+    Template files take precedence over templates in the settings of the tokenizer. `chat_template.json`, which transformers reads only for
+    models of pictures and text, is the last choice.
 
     Args:
         tokenizer: the tokenizer, read from a file.
@@ -107,7 +107,7 @@ def _named(value: Any, place: str) -> dict[str, str]:
 
 
 def _with_default(sources: dict[str, str], expected: str, otherwise: str = "") -> dict[str, str]:
-    """Return templates by name; one is for conversations without tools.
+    """Return templates by name; one of them must be for conversations without tools.
 
     Raises:
         InputError: there is none for them; `otherwise` is what was found if there is none at all.
@@ -119,7 +119,7 @@ def _with_default(sources: dict[str, str], expected: str, otherwise: str = "") -
 
 
 def _settings(path: Path) -> dict[str, Any]:
-    """Return the object in a file of JSON, which is empty if there is no file."""
+    """Return the object in a JSON file, or an empty one without a file."""
     if not path.is_file():
         return {}
     text = read_text(
@@ -139,7 +139,7 @@ def _settings(path: Path) -> dict[str, Any]:
 
 
 def _special_tokens(settings: Mapping[str, Any], tokenizer: Tokenizer) -> dict[str, str]:
-    """Return the special tokens by the names that templates use, such as bos_token."""
+    """Return the special tokens by their names in templates, such as bos_token."""
     found = {}
     if len(tokenizer.begin) == 1:
         found["bos_token"] = tokenizer.rules.id_to_token(tokenizer.begin[0])

@@ -29,7 +29,7 @@ class Tokenized(NamedTuple):
 
 
 def tokenized(conversations: Sequence[Rendered], tokenizer: Tokenizer) -> list[Tokenized]:
-    """Tokenize conversations on all cores. Nothing is put before or after them: the template writes what begins and ends a text.
+    """Tokenize conversations on all cores. No tokens are added at their ends: the template writes what begins and ends a text.
 
     Raises:
         InputError: the tokenizer fails.
@@ -47,7 +47,7 @@ def tokenized(conversations: Sequence[Rendered], tokenizer: Tokenizer) -> list[T
 
 
 def end_of_turn(renderer: Renderer, tokenizer: Tokenizer) -> tuple[list[int], list[str]]:
-    """Find what a template writes after an answer.
+    """Find the text that a template writes after an answer.
 
     Returns:
         The special token that ends an answer, if it is one; otherwise the text that does, if there is some.
@@ -68,13 +68,13 @@ def end_of_turn(renderer: Renderer, tokenizer: Tokenizer) -> tuple[list[int], li
 
 
 def _range(offsets: Int64[np.ndarray, "n 2"], start: int, stop: int) -> Range:
-    """Return the tokens that have some of the characters start .. stop - 1."""
+    """Return the tokens that cover any of the characters start .. stop - 1."""
     some = np.flatnonzero((offsets[:, 0] < stop) & (offsets[:, 1] > start))
     return (int(some[0]), int(some[-1]) + 1) if some.size else (0, 0)
 
 
 def _without_spaces(answer: Range, text: str, offsets: Int64[np.ndarray, "n 2"], is_special: np.ndarray) -> Range:
-    """Return an answer without the spaces after the special token that ends it: after that token a model is not asked for more."""
+    """Return an answer without the spaces after its final special token: generation stops at that token."""
     start, stop = answer
     last = next((i for i in reversed(range(start, stop)) if is_special[i]), None)
     if last is None or text[offsets[last, 1] : offsets[stop - 1, 1]].strip():
@@ -83,7 +83,7 @@ def _without_spaces(answer: Range, text: str, offsets: Int64[np.ndarray, "n 2"],
 
 
 def _apart(ranges: Sequence[Range]) -> list[Range]:
-    """Return ranges that share no token: one with the end of an answer and the beginning of the next belongs to the first."""
+    """Return ranges that share no token: a token with the end of one answer and the beginning of the next belongs to the first."""
     found: list[Range] = []
     for start, stop in ranges:
         start = max(start, found[-1][1] if found else 0)

@@ -1,1 +1,1 @@
-"""Files of tokens, and limits for tokenizers that strangers wrote."""
+"""Files of tokens, and limits for tokenizers from strangers."""

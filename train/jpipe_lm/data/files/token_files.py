@@ -60,13 +60,13 @@ class ShardFacts(_Part):
     sha256: str | None = None
 
     def count(self, ending: str) -> int | None:
-        """Return how many numbers the file with this ending has, or None if that is not known."""
+        """Return the number of numbers in the file with this ending, or None if unknown."""
         answers = self.documents if self.answers is None else self.answers
         return {".bin": self.tokens, ".ends": self.documents, ".answers": answers, ".answer_ends": self.answers}[ending]
 
 
 class Index(_Part):
-    """The content of tokens.json: what the tokens are, and the shards for training and for validation.
+    """The content of tokens.json: a description of the tokens, and the shards for training and for validation.
 
     `end_of_text` is the token that ends each document, `tokenizer_sha256` the tokenizer.json's hash, `text_bytes` the size of
     the files that it was made from.
@@ -91,7 +91,7 @@ class Index(_Part):
 
 
 def is_folder(path: str) -> bool:
-    """Return whether a path is to be read as such a folder: it is one, or neither a file, a glob nor a folder of files with rows."""
+    """Return whether to read a path as such a folder: it is one, or it is no file, no glob and no folder of files with rows."""
     root = expanded(path, "data.path")
     if not root.is_dir():
         return not (root.is_file() or glob.has_magic(path))
@@ -170,7 +170,7 @@ def _sample(path: Path) -> list[bytes]:
 
 
 def _opened(path: Path, dtype: np.dtype[Any], count: int, size: int | None) -> FileArray:
-    """Open a file of `count` numbers; if they are ends of documents of `size` tokens in all, check some of them.
+    """Open a file of `count` numbers; if they are ends of documents with `size` tokens in total, check some of them.
 
     Raises:
         InputError: they do not rise, or do not end with the tokens; the file was cut off.
@@ -208,7 +208,7 @@ def _check_size(path: Path, count: int, dtype: np.dtype[Any], where: str) -> Non
 
 
 def _check_tokenizer(path: Path, index: Index, where: str) -> None:
-    """Check that the tokenizer beside the tokens made them, if there is one."""
+    """Check that a tokenizer beside the tokens made them."""
     try:
         if index.tokenizer_sha256 is None or not path.exists():
             return

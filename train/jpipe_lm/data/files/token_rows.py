@@ -1,4 +1,4 @@
-"""Read rows of token ids, such as a column `input_ids`, each a document that another program tokenized."""
+"""Read rows of token ids, such as a column `input_ids`; each row is a document that another program tokenized."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path

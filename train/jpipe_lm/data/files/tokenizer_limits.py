@@ -1,4 +1,4 @@
-"""Limit how much longer a tokenizer of a stranger can make a text, and how long its regular expressions may search."""
+"""Limit how much a stranger's tokenizer can lengthen a text, and how long its regular expressions may search."""
 
 import base64
 import itertools
@@ -32,7 +32,7 @@ _ATOM = r"(?:\\[sSdDwW]|\\[pP]\{\w+\}|\\[^\w]|\[[^\[\]]+\]|[^\\\[\](){}*+?|^$.&]
 
 
 class TooMuch(Exception):
-    """A tokenizer beyond the limits; the message is the end of a sentence that says what was expected, and found."""
+    """A tokenizer beyond the limits; the message ends a sentence, with what was expected and found."""
 
 
 def check_content(content: bytes) -> set[str]:
@@ -65,7 +65,7 @@ def check_content(content: bytes) -> set[str]:
 
 
 def check_vocabulary(tokens: Mapping[str, int]) -> None:
-    """Check the length of all tokens, whichever form the file has them in.
+    """Check the length of all tokens, in any form of the file.
 
     Raises:
         TooMuch: one is longer than the limit.
@@ -75,7 +75,7 @@ def check_vocabulary(tokens: Mapping[str, int]) -> None:
 
 
 def check_time(rules: Any, expressions: Iterable[str]) -> None:
-    """Tokenize and decode short texts, on which a regular expression that tries all ways to match takes long.
+    """Tokenize and decode short texts on which a regular expression with catastrophic backtracking takes long.
 
     The library itself ends a search after ten million steps, so even the first text takes a bounded time.
 
@@ -109,7 +109,7 @@ def _has_regex(step: Mapping[str, Any]) -> bool:
 
 
 def _shortest_match(expression: str) -> int:
-    """Return how many characters a match has at least; 0 if that is not seen at once, or it may stand between any two."""
+    """Return the least number of characters in a match; 0 if that is not obvious, or if a match may be empty."""
     parts = expression.split("|")
     if not all(re.fullmatch(f"(?:{_ATOM})+", part) for part in parts):
         return 0
@@ -134,18 +134,18 @@ def _steps(declared: Any, part: str) -> list[dict[str, Any]]:
 
 
 class _Lengths:
-    """How many characters one becomes, at most, from some step on; it starts behind the last step."""
+    """The most characters that one character can become in the steps after some place; the place begins after the last step."""
 
     def __init__(self) -> None:
         self._of: dict[str, float] = {}
         self._other = 1.0  # of characters that `_of` does not have
 
     def of(self, text: str) -> float:
-        """Return the length of what a text becomes."""
+        """Return the length that a text can reach."""
         return sum(self._of.get(character, self._other) for character in text)
 
     def before(self, step: Mapping[str, Any], chain: str) -> None:
-        """Go on to the place before a step.
+        """Move to the place before a step.
 
         Raises:
             TooMuch: a character becomes more than the limit.
@@ -170,7 +170,7 @@ class _Lengths:
             raise TooMuch(f"{chain} to make at most {MOST_GROWTH:,} characters of one, found {found}")
 
     def _all(self, times: int, more: float) -> None:
-        """Let any character become so many, of any kind, and some more."""
+        """Let each character become `times` characters of any kind, and some more."""
         if times == 1:
             self._of = {character: length + more for character, length in self._of.items()}
             self._other += more
@@ -180,7 +180,7 @@ class _Lengths:
 
 
 def _longest_of_map(step: Mapping[str, Any]) -> int:
-    """Return the length of the longest text in the map of characters of SentencePiece: a size, a trie of that size, and the texts."""
+    """Return the length of the longest text in SentencePiece's map of characters: a size, a trie of that size, and the texts."""
     try:
         content = base64.b64decode(step["precompiled_charsmap"])
     except (KeyError, TypeError, ValueError):
@@ -190,7 +190,7 @@ def _longest_of_map(step: Mapping[str, Any]) -> int:
 
 
 def _check_template(steps: Sequence[Mapping[str, Any]]) -> None:
-    """Check that tokens around a text are few, and that none of its tokens stands twice.
+    """Check that a template adds few tokens to a text, and repeats none of the text's tokens.
 
     Raises:
         TooMuch: there are more.
@@ -214,7 +214,7 @@ def _ids(pieces: Any, kind: str) -> Iterator[str]:
 
 
 def _check_model(model: Any) -> None:
-    """Check what a model adds to each character or word, and how long a word may be that it tries all parts of.
+    """Check what a model adds to each character or word, and how long a word may be if the model tries all its parts.
 
     Raises:
         TooMuch: it is beyond the limits.

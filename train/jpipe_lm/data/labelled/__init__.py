@@ -1,4 +1,4 @@
-"""Texts with labels, for classification, regression and multiple choice: from JSON lines and CSV files to rows of tokens."""
+"""Texts with labels, for classification, regression and multiple choice: from rows of files to rows of tokens."""
 
 from jpipe_lm.data.labelled.reading import Labelled, read
 from jpipe_lm.data.labelled.rows import Examples

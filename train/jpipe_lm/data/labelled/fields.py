@@ -14,7 +14,7 @@ from jpipe_train.data.files.wrong_lines import Place, WrongLine, WrongLines, tex
 
 
 class Example(NamedTuple):
-    """A text or a pair of texts with a label; or one for each choice, with the number of the right one.
+    """A text or a pair of texts with a label; or a text or pair for each choice, with the number of the right choice.
 
     Attributes:
         rows: the texts and pairs.
@@ -83,7 +83,7 @@ def _rows(record: Mapping[str, Any], config: Config) -> tuple[str | tuple[str, s
 
 
 def _numbers_of_labels(config: Config) -> dict[str, int]:
-    """Return the number of each label by its name and by that number; where names are numbers, by name only."""
+    """Return the number of each label by name and by number; only by name if names are numbers."""
     names = config.model.labels if isinstance(config.model.labels, list) else []
     by_number = {} if any(name.isdecimal() for name in names) else {str(i): i for i in range(config.model.label_count or 0)}
     return by_number | {name: i for i, name in enumerate(names)}

@@ -1,4 +1,4 @@
-"""Read the examples that a config names, tokenize them, and split them into those for training and for validation."""
+"""Read the examples that a config names, tokenize them, and split them between training and validation."""
 
 import hashlib
 import itertools
@@ -98,7 +98,7 @@ class _Rows:
         too_long.check()
 
     def examples(self) -> list[Examples]:
-        """Return the examples for training and those for validation."""
+        """Return the examples for training and for validation."""
         model = self._config.model
         rest: dict[str, Any] = {
             "seq_len": model.seq_len,

@@ -1,4 +1,4 @@
-"""Tokenized examples in memory, each a row of tokens or one for each choice, filled up with padding."""
+"""Tokenized examples in memory: each is a padded row of tokens, or such a row for each choice."""
 
 import hashlib
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from jpipe_train.data.rows import Tree
 
 @dataclass(frozen=True)
 class Examples:
-    """Examples of `choices` rows each, or of one row if that is None.
+    """Examples with `choices` rows each, or one row if `choices` is None.
 
     Attributes:
         tokens: of all rows, one after the other.
@@ -80,7 +80,7 @@ class Memory:
         self._labels: list[int | float] = []
 
     def add_row(self, tokens: np.ndarray, types: np.ndarray) -> None:
-        """Add a row of the example that the next label is for."""
+        """Add a row of the example of the next label."""
         self._tokens.append(tokens.astype(self._dtype))
         self._types.append(types.astype(np.uint8))
         self._sizes.append(tokens.size)
@@ -90,7 +90,7 @@ class Memory:
         self._labels.append(label)
 
     def examples(self, is_number: bool, **rest: Any) -> Examples:
-        """Return all of it; `rest` are the other arguments of `Examples`."""
+        """Return all examples; `rest` are the other arguments of `Examples`."""
         tokens, types = (
             np.concatenate([np.zeros(0, dtype), *parts]) for parts, dtype in ((self._tokens, self._dtype), (self._types, np.uint8))
         )

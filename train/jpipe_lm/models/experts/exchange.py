@@ -1,6 +1,6 @@
-"""How tokens come to the experts that they chose, and the outputs back, where the devices of a mesh have some experts each.
+"""Send tokens to their chosen experts, and outputs back, on a mesh in which each device has some of the experts.
 
-The letters in the shapes: n tokens of a device, k experts of a token, w width, d devices, r rows of a buffer.
+Letters in shapes: n tokens of a device, k experts of a token, w width, d devices, r rows of a buffer.
 """
 
 from collections.abc import Callable
@@ -33,7 +33,7 @@ def gathered(
     rows: tuple[str, ...],
     count: int,
 ) -> Float[Array, "n w"]:
-    """Gather the tokens of all devices, compute those that chose experts of this one, and add up and scatter the outputs.
+    """Gather the tokens of all devices, compute those for this device's experts, and reduce-scatter the outputs.
 
     Args:
         compute: computes the experts of this device.
@@ -56,10 +56,10 @@ def sent(
     rows: tuple[str, ...],
     count: int,
 ) -> Float[Array, "n w"]:
-    """Send each token once to each device that has experts of its choice, and add up what they send back.
+    """Send each token once to each device with experts that it chose, and sum the outputs that they return.
 
-    The devices gather the choices first, a few numbers for each token, so that each knows which tokens the others send to which. No token
-    is dropped: a device has room for the tokens of all, and to send each token to as many devices as it chooses experts, or to all.
+    First the devices gather the choices, a few numbers per token, so that each knows which tokens go from where to where. No token is
+    dropped: a device has room for the tokens of all devices, and to send each token to as many devices as it chooses experts, or to all.
 
     Args:
         compute, x, weights, chosen, over, rows, count: as in `gathered`.
@@ -81,15 +81,15 @@ def sent(
 
 
 def _rows_of(array: Any, numbers: Int[Array, " r"], otherwise: int) -> Any:
-    """Return rows of an array, and a value of its own where there is no such row."""
+    """Return rows of an array, and `otherwise` for numbers without a row."""
     return array.at[numbers].get(mode="fill", fill_value=otherwise)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def exchanged(over: str, rows: tuple[str, ...], most: tuple[int, int], x: Float[Array, "r w"], sizes: Int[Array, "d d"]) -> Any:
-    """Send rows to the devices of an axis, and return what they send to this one.
+    """Exchange rows with the devices of an axis.
 
-    Its transpose is the exchange with `most` and `sizes` transposed; the gradients of rows that are not sent are 0.
+    Its transpose is the exchange with `most` and `sizes` transposed; rows that are not sent have gradients of 0.
 
     Args:
         over: the axis.

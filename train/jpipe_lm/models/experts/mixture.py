@@ -1,6 +1,6 @@
-"""Mixtures of experts: MLPs among which a router chooses some for each token.
+"""Mixtures of experts: a router chooses some of several MLPs for each token.
 
-No token is dropped: tokens are sorted by expert, and each kernel is multiplied by the tokens of its expert.
+No token is dropped: tokens are sorted by expert, and each expert's kernel is multiplied by its tokens.
 
 Reference: Shazeer et al. 2017, "Outrageously Large Neural Networks: The Sparsely-Gated Mixture-of-Experts Layer".
 
@@ -52,7 +52,7 @@ class Experts(nnx.Module):
             self.shared = Shared(config, model, activation, into, back)
 
     def __call__(self, x: Float[Array, "b s w"], counted: Bool[Array, "b s"] | None) -> tuple[Float[Array, "b s w"], tuple[Any, Any, Any]]:
-        """Return the outputs, and for each row the counts, probabilities and squares of `Routing`, of the tokens that are `counted`."""
+        """Return the outputs, and for each row the counts, probabilities and squares of `Routing` over the `counted` tokens."""
         names = [name for name in ("expand", "gate", "contract") if getattr(self, name) is not None]
         kernels = {name: getattr(self, name).kernel[...].astype(self.dtype) for name in names}
         router = self.router.kernel[...].astype(wider(self.dtype))
@@ -93,11 +93,11 @@ class Shared(nnx.Module):
 
 
 def on_stage(config: ExpertsConfig, activation: Callable[[Any], Any]) -> Callable[..., tuple[Any, Any, Any, Any]]:
-    """Return the function that computes routed experts on one device, or on the mesh of the stage that is traced.
+    """Return the function that computes routed experts on one device, or on the mesh of the stage being traced.
 
-    On a mesh each device routes its own rows. If the experts are sharded over an axis over which the rows are sharded, too, tokens come to
-    them as `jpipe_lm.models.experts.exchange` says. If the rows are not sharded over the axis, the outputs are summed; so they are over
-    the axis of `mlp`.
+    On a mesh each device routes its own rows. If experts and rows are sharded over the same axis, `jpipe_lm.models.experts.exchange` sends
+    tokens to experts. If the rows are not sharded over the axis, the outputs are summed over it; they are also summed over the axis of
+    `mlp`.
 
     Returns:
         A function of (x, is_counted, the kernel of the router, kernels by name) that returns the outputs, and counts, probabilities and
@@ -178,9 +178,9 @@ def computed(
     activation: Callable[[Any], Any],
     are_some: bool,
 ) -> Float[Array, "n w"]:
-    """Return the sum of the outputs of the chosen experts of each token, times their weights.
+    """Return for each token the weighted sum of the outputs of its chosen experts.
 
-    The tokens are sorted by expert, multiplied by the kernels of their groups, and added up in the old order.
+    Tokens are sorted by expert, multiplied by the kernels of their groups, and summed in the original order.
 
     Args:
         x: the tokens.
@@ -203,10 +203,10 @@ def computed(
 
 
 def _only(valid: Bool[Array, "r 1"] | None, rows: Float[Array, "r w"]) -> Float[Array, "r w"]:
-    """Return zeros in place of rows that no group has, where a grouped product and its gradient may have any value."""
+    """Replace rows outside all groups by zeros: there a grouped product and its gradient may have any value."""
     return rows if valid is None else jnp.where(valid, rows, jnp.zeros((), rows.dtype))
 
 
 def grouped(rows: Float[Array, "r i"], kernels: Float[Array, "e i o"], sizes: Int[Array, " e"]) -> Float[Array, "r o"]:
-    """Multiply each group of rows by its kernel; the groups follow each other and have these sizes."""
+    """Multiply each group of rows by its kernel; the groups are consecutive and have these sizes."""
     return jax.lax.ragged_dot(rows, kernels, sizes)
