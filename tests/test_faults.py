@@ -43,14 +43,14 @@ def test_any_damaged_file_is_named_and_the_previous_checkpoint_used(copied_run, 
         file = copied_run / "run" / place.relative_to(stopped) / name
         damage.damage(file, how, at)
         messages = []
-        resumed = find(config, "auto", Together(None), messages.append)
+        resumed = find(config.run.dir, "auto", Together(None), messages.append)
         assert resumed.step == before
         assert file.name in messages[0]
         assert difference(checkpoint_files.read_layers(resumed.folder, before), expected) is None
         shutil.copy(place / name, file)
         tried.add((name, how))
     assert tried == set(itertools.product(names, damage.HOW))
-    assert find(config, "auto", Together(None), print).step == damage.STOPPED, "each time all was as before but for one file"
+    assert find(config.run.dir, "auto", Together(None), print).step == damage.STOPPED, "each time all was as before but for one file"
 
 
 @pytest.mark.exhaustive

@@ -62,7 +62,7 @@ class _Training:
         self.config, self.every = config, config.checkpoint.every or 1
         prepare_devices(config.plan)
         self._pipe, self._batches, reporter = _ready(config)
-        self._state = starting.begin(config, self._pipe, self._batches, None)
+        self._state = starting.begin(config.seed, self._pipe, self._batches, None)
         self._folder = Path(config.run.dir or "")
         checkpoint_files.begin(self._folder, None)
         devices = jax.device_count()
@@ -154,9 +154,9 @@ def _restores(config: Config, times: int = 3) -> dict[str, float]:
         for durations, resumes in ((fresh, False), (restored, True)):
             pipe, batches, reporter = _ready(config)
             began = time.perf_counter()
-            resumed = find(config, "must", ALONE, reporter.say) if resumes else None
-            layers = None if resumed is None else starting.read_checkpoint(config, pipe, batches, ALONE, resumed)[0]
-            jax.block_until_ready(starting.begin(config, pipe, batches, resumed, layers))
+            resumed = find(config.run.dir, "must", ALONE, reporter.say) if resumes else None
+            layers = None if resumed is None else starting.read_checkpoint(pipe, batches, ALONE, resumed, fresh_optimizer=False)[0]
+            jax.block_until_ready(starting.begin(config.seed, pipe, batches, resumed, layers))
             durations.append(time.perf_counter() - began)
     return {"fresh": statistics.median(fresh), "restored": statistics.median(restored)}
 

@@ -59,13 +59,13 @@ def outcome(folder: Path, plan: Mapping[str, Any]) -> str | None:
     config = Config.model_validate(config_of(folder, plan, STEPS + 2))
     together, reporter = Together(None), Reporter(STEPS, *data.portion(config), Console(quiet=True))
     try:
-        resumed = find(config, "must", together, reporter.say)
+        resumed = find(config.run.dir, "must", together, reporter.say)
         assert resumed is not None
         pipe, batches = loop.build_and_check(config, reporter)
-        layers, damaged = starting.read_checkpoint(config, pipe, batches, together, resumed)
+        layers, damaged = starting.read_checkpoint(pipe, batches, together, resumed, fresh_optimizer=False)
         if layers is None:
             return damaged
-        state = starting.begin(config, pipe, batches, resumed, layers)
+        state = starting.begin(config.seed, pipe, batches, resumed, layers)
         saved = checkpoint_files.read_layers(folder / "run", STEPS)
         if wrong := difference(_newest(state), {layer_id: _leaves(saved[layer_id]) for layer_id in pipe.stack.ids}, "restored"):
             return wrong

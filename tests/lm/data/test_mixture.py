@@ -20,6 +20,7 @@ from jpipe_train.data.mixture import proportions
 from jpipe_train.data.mixture.mixed import Mixed, source_of
 from jpipe_train.report.metrics_log import mean_of
 from jpipe_train.run import evaluate, loop
+from jpipe_train.run.requests import EvaluateRequest
 from tests.lm.data.conftest import SENTENCES, quiet, same
 from tests.train.checkpoint.test_resume import Killed, run_in_two, stop_before, weights_of
 from tests.train.conftest import changed
@@ -114,11 +115,11 @@ def test_a_resumed_run_is_equal_and_each_source_has_its_validation_loss(mixed, t
     last = rows_of(whole)[-1]
     mean = sum(weight * last[f"val_loss_{letter}"] for letter, weight in WEIGHTS.items()) / sum(WEIGHTS.values())
     assert last["val_loss"] == pytest.approx(mean, rel=1e-12)
-    all_of_them = evaluate.main(evaluate.Request(str(whole)))
+    all_of_them = evaluate.main(EvaluateRequest(str(whole)))
     assert f"by the weights of the sources, {all_of_them.labels:,.10g} labels\n" in capsys.readouterr().out
     assert all_of_them.loss == pytest.approx(last["val_loss"], rel=1e-6)
     assert all_of_them.metrics == pytest.approx({f"loss_{letter}": last[f"val_loss_{letter}"] for letter in WEIGHTS}, rel=1e-6)
-    alone = evaluate.main(evaluate.Request(str(whole), data=mixed["data"]["sources"][1]["validation_path"]))
+    alone = evaluate.main(EvaluateRequest(str(whole), data=mixed["data"]["sources"][1]["validation_path"]))
     assert alone.loss == pytest.approx(last["val_loss_b"], rel=1e-6)
 
 

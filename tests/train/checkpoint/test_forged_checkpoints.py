@@ -23,7 +23,7 @@ from jpipe_train.assemble.build import build, param_specs
 from jpipe_train.checkpoint import export
 from jpipe_train.checkpoint.resume import Facts, Resumed, find
 from jpipe_train.config.config import Config, PlanConfig
-from jpipe_train.config.config_file import to_yaml
+from jpipe_train.config.config_file import record, to_yaml
 from jpipe_train.console.progress import Reporter
 from jpipe_train.launch.together import Together
 from jpipe_train.run.starting import read_checkpoint
@@ -219,14 +219,14 @@ def test_configs_in_checkpoints_are_read_as_carefully_as_those_of_users(run, pla
     config, reason = CONFIGS[kind]
     seal(place, FACTS | {"config": config})
     with pytest.raises(jpipe.InputError, match=rf"checkpoints: step 20: facts: config: .*{reason}"):
-        find(Config.model_validate({"run": {"dir": str(run)}}), "auto", Together(None), print)
+        find(str(run), "auto", Together(None), print)
 
 
 @pytest.mark.parametrize("devices", [-1, 10**400, True, 1.5])
 def test_impossible_numbers_of_devices_are_refused(run, place, devices):
     seal(place, FACTS | {"devices": devices})
     with pytest.raises(jpipe.InputError, match="checkpoints: step 20: facts: devices: expected"):
-        find(Config.model_validate({"run": {"dir": str(run)}}), "auto", Together(None), print)
+        find(str(run), "auto", Together(None), print)
 
 
 def test_names_that_are_too_long_for_a_file_are_reported_as_damaged(run, place):
@@ -242,15 +242,15 @@ def test_names_that_are_too_long_for_a_file_are_reported_as_damaged(run, place):
 
 def test_a_checkpoint_without_a_plan_in_its_config_is_still_compared(run):
     resumed = Resumed(run, 20, Facts(**FACTS | {"config": "train: {steps: 3}\nseed: [[]]\n"}), (20,))
-    assert resumed.changes(Config()) == ["plan", "seed", "train.steps"]
+    assert resumed.changes(record(Config())) == ["plan", "seed", "train.steps"]
 
 
 def test_a_new_key_of_a_plan_is_no_change(run):
     before = to_yaml(Config()).replace("  mesh: {}\n", "").replace("  rules: {}\n", "")
     assert "mesh" not in before
     resumed = Resumed(run, 20, Facts(**FACTS | {"config": before}), (20,))
-    assert resumed.changes(Config()) == []
-    assert resumed.changes(Config(plan=PlanConfig(mesh={"model": 2}))) == ["plan"]
+    assert resumed.changes(record(Config())) == []
+    assert resumed.changes(record(Config(plan=PlanConfig(mesh={"model": 2})))) == ["plan"]
 
 
 def test_shapes_are_checked_against_the_model_before_anything_is_read(tiny, monkeypatch, tmp_path):
@@ -262,7 +262,7 @@ def test_shapes_are_checked_against_the_model_before_anything_is_read(tiny, monk
     complete(tmp_path, 20, 1, FACTS)
     monkeypatch.setattr(checkpoint_files, "read_layers", lambda *_, **__: pytest.fail("the arrays are read"))
     with pytest.raises(jpipe.InputError, match=r"checkpoint: layer '.*', parameters: expected '.*' as in the model, .*, found "):
-        read_checkpoint(config, pipe, batches, Together(None), Resumed(tmp_path, 20, Facts(**FACTS), (20,)))
+        read_checkpoint(pipe, batches, Together(None), Resumed(tmp_path, 20, Facts(**FACTS), (20,)), fresh_optimizer=False)
 
 
 def test_a_refused_export_prints_one_message_and_writes_nothing(run, place, capfd):

@@ -17,12 +17,13 @@ from jpipe_train.checkpoint import checkpoints
 from jpipe_train.checkpoint.resume import Facts, Resumed
 from jpipe_train.checkpoint.run_folder import RunFolder, write_atomically
 from jpipe_train.config.config import Config
-from jpipe_train.config.config_file import to_yaml
+from jpipe_train.config.config_file import record, to_yaml
 from jpipe_train.launch.local.launch import JOB
 from jpipe_train.launch.numeric_settings import numeric_settings
 from jpipe_train.launch.together import Together
 from jpipe_train.report.metrics_log import RunStopped
 from jpipe_train.run import loop
+from jpipe_train.run.settings import settings_of
 from jpipe_train.run.starting import check_shared
 from tests.jpipe.running import check_equal
 from tests.train.run.test_loop import changed, rows_of
@@ -322,10 +323,10 @@ def test_checkpoints_that_may_not_be_read_are_reported(saved, monkeypatch):
 def test_a_folder_that_not_all_processes_see_is_refused(saved, tmp_path):
     (tmp_path / "checkpoints").mkdir()
     config = Config.model_validate(saved)
-    check_shared(config, tmp_path, Together(None), limit=0.0)
+    check_shared(settings_of(config), tmp_path, Together(None), limit=0.0)
     with pytest.raises(InputError, match=rf"process 0 finds no '{tmp_path}/none/checkpoints', .*; choose a folder that all"):
-        check_shared(config, tmp_path / "none", Together(None), limit=0.0)
-    check_shared(changed(saved, checkpoint={"every": None}), tmp_path / "none", Together(None), limit=0.0)
+        check_shared(settings_of(config), tmp_path / "none", Together(None), limit=0.0)
+    check_shared(settings_of(changed(saved, checkpoint={"every": None})), tmp_path / "none", Together(None), limit=0.0)
 
 
 @pytest.mark.parametrize("damage", ["cut off", "not text", "gone"])
@@ -378,8 +379,8 @@ def test_without_file_locks_a_new_run_is_still_alone(saved, tmp_path, monkeypatc
 
     monkeypatch.setattr(fcntl, "flock", no_locks)
     monkeypatch.setattr(Path, "exists", lambda path: path.name == ".lock" or path.is_dir())  # as the other one looked a moment ago
-    with RunFolder(changed(saved), plan), pytest.raises(InputError, match="found another run in"):
-        RunFolder(changed(saved), plan)
+    with RunFolder(settings_of(changed(saved)), plan), pytest.raises(InputError, match="found another run in"):
+        RunFolder(settings_of(changed(saved)), plan)
 
 
 def test_a_file_in_the_place_of_the_checkpoints_leaves_nothing_of_the_run(saved):
@@ -459,6 +460,6 @@ def test_a_null_that_version_0_4_wrote_is_no_change(tiny, tmp_path):
     before = yaml.safe_load(text)
     before["plan"]["links"]["rows"] = None
     resumed = Resumed(tmp_path, 3, Facts(config=yaml.safe_dump(before), plan="{}", devices=1, val_loss_before=1.0), (3,))
-    assert resumed.changes(config) == []
-    assert resumed.changes(changed(tiny, plan={"links": {"activations": "fp8"}})) == ["plan"]
-    assert resumed.changes(changed(tiny)) == ["plan"]
+    assert resumed.changes(record(config)) == []
+    assert resumed.changes(record(changed(tiny, plan={"links": {"activations": "fp8"}}))) == ["plan"]
+    assert resumed.changes(record(changed(tiny))) == ["plan"]

@@ -23,6 +23,7 @@ from jpipe_train.config.config import Config
 from jpipe_train.launch.local import child, launch
 from jpipe_train.launch.local.process_group import ProcessGroup
 from jpipe_train.run import loop
+from jpipe_train.run.settings import settings_of
 from tests.train.conftest import changed
 
 ROOT = Path(__file__).parents[3]
@@ -364,21 +365,21 @@ def test_the_next_attempt_of_a_job_reuses_its_folder(tiny, tmp_path, monkeypatch
     for job in "one", "two":
         monkeypatch.setenv(launch.JOB, job)
         assert of_same_job(numbered) == numbered, "a first attempt as well"
-        with RunFolder(numbered, plan) as folder:
+        with RunFolder(settings_of(numbered), plan) as folder:
             folder.log({"step": 0})
     monkeypatch.setenv(launch.JOB, "one")
     next_attempt = of_same_job(numbered)
     assert next_attempt == changed(tiny, run={"dir": "runs/0001"})
-    with RunFolder(next_attempt, plan) as folder:
+    with RunFolder(settings_of(next_attempt), plan) as folder:
         assert folder.rows() == []
         folder.log({"step": 1})
     assert of_same_job(next_attempt) == next_attempt
     with pytest.raises(InputError, match="found another run in 'runs/0002'"):
-        RunFolder(changed(tiny, run={"dir": "runs/0002"}), plan)
+        RunFolder(settings_of(changed(tiny, run={"dir": "runs/0002"})), plan)
     monkeypatch.delenv(launch.JOB)
     Path("runs/0001/.job").write_text("")
     with pytest.raises(InputError, match="found another run in 'runs/0001'"):
-        RunFolder(next_attempt, plan)
+        RunFolder(settings_of(next_attempt), plan)
     assert [json.loads(path.read_text()) for path in sorted(Path("runs").glob("*/metrics.jsonl"))] == [{"step": 1}, {"step": 0}]
 
 

@@ -11,8 +11,9 @@ from jpipe.checkpoints import files as checkpoint_files
 from jpipe_train.assemble import optimizer
 from jpipe_train.checkpoint import history, resume
 from jpipe_train.checkpoint.run_folder import RunFolder
-from jpipe_train.config.config import Config, OptimizerConfig
+from jpipe_train.config.config import OptimizerConfig
 from jpipe_train.run import loop
+from jpipe_train.run.settings import settings_of
 from tests.train.conftest import changed
 from tests.train.report.loggers.test_tensorboard import read
 from tests.train.report.test_report import Page
@@ -87,9 +88,9 @@ def test_a_checkpoint_of_another_precision_is_refused():
     facts = {"plan": plan.to_json(), "devices": 2, "val_loss_before": 1.0}
     for text, dtype in (("seed: 0\n", "float32"), ("precision: {params: bfloat16}\n", "bfloat16"), ("precision: [3]\n", "float32")):
         old = resume.Resumed(Path("run"), 6, resume.Facts(config=text, **facts), (6,))
-        old.check_precision(Config(precision={"params": dtype, "compute": "bfloat16"}))
+        old.check_precision(dtype)
         with pytest.raises(jpipe.InputError, match=f"^precision.params: expected {dtype} as in the checkpoint of step 6, found float16; "):
-            old.check_precision(Config(precision={"params": "float16", "loss_scale": 8.0}))
+            old.check_precision("float16")
 
 
 @pytest.mark.parametrize(
@@ -153,7 +154,7 @@ def test_an_interruption_is_reported_at_the_first_new_step():
 
 def test_the_last_row_says_when_a_run_was_interrupted(tiny):
     plan = jpipe.Plan.even("ab", 2, "gpipe", 2)
-    with RunFolder(changed(tiny), plan) as folder:
+    with RunFolder(settings_of(changed(tiny)), plan) as folder:
         file = folder.path / "metrics.jsonl"
         for text, step in (
             ("", None),

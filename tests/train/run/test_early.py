@@ -17,6 +17,7 @@ from jpipe_train.data import data
 from jpipe_train.plan import plan as planning
 from jpipe_train.plan.inputs import Request
 from jpipe_train.run import evaluate, loop
+from jpipe_train.run.requests import EvaluateRequest
 from tests.packages import ROOT
 
 CHAT = {
@@ -143,7 +144,7 @@ def test_an_evaluation_tells_a_mistake_as_early(sections, request_, message, tin
     (tmp_path / "here.txt").write_text("text")
     folder = run_of(changed(tiny, sections), tmp_path / "trained")
     with pytest.raises(InputError, match=message):
-        evaluate.main(evaluate.Request(folder, **request_))
+        evaluate.main(EvaluateRequest(folder, **request_))
 
 
 @pytest.mark.parametrize("topology", ["local", "two.yaml"])

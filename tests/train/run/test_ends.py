@@ -17,10 +17,13 @@ from jpipe_lm.data import documents
 from jpipe_train.checkpoint import checkpoints
 from jpipe_train.checkpoint.run_folder import RunFolder
 from jpipe_train.console.exit_codes import code_of
+from jpipe_train.console.options import ALONE
 from jpipe_train.data import data
 from jpipe_train.launch.together import ReportedElsewhere
 from jpipe_train.report.metrics_log import RunStopped
 from jpipe_train.run import job, loop
+from jpipe_train.run.requests import TrainRequest
+from jpipe_train.run.settings import settings_of
 from tests.train.conftest import SENTENCE, changed, tiny_of
 from tests.train.run.test_loop import rows_of
 
@@ -323,13 +326,13 @@ def test_a_disk_error_at_the_start_exits_with_the_code_for_a_retry(number, code,
         return opened(path, *arguments, **options)
 
     monkeypatch.setattr(os, "open", fails)
-    assert job.train(str(config), [], False, "auto", job.Address(None, None, None, None), 60.0, 45.0) == code
+    assert job.train(TrainRequest(str(config)), ALONE) == code
     assert capsys.readouterr().err == f"jpipe: data.path: cannot read '{text}': {os.strerror(number)}; give files that can be read\n"
     assert not Path(saved["run"]["dir"]).exists()
 
 
 def test_a_folder_in_use_by_another_run_exits_with_the_code_for_a_retry(saved):
-    plan = jpipe.Plan.even(("embed", "block_0", "head"), 2, "gpipe", 2)
-    with RunFolder(changed(saved), plan), pytest.raises(InputError, match=r"run\.dir: another process is training in") as refused:
-        RunFolder(changed(saved), plan, resumes=True)
+    plan, settings = jpipe.Plan.even(("embed", "block_0", "head"), 2, "gpipe", 2), settings_of(changed(saved))
+    with RunFolder(settings, plan), pytest.raises(InputError, match=r"run\.dir: another process is training in") as refused:
+        RunFolder(settings, plan, resumes=True)
     assert code_of(refused.value) == 1

@@ -28,7 +28,8 @@ from jpipe_train.data import data
 from jpipe_train.data.sources import validation_names
 from jpipe_train.losses import cross_entropy
 from jpipe_train.run import loop
-from jpipe_train.run.evaluate import Request, Result, main
+from jpipe_train.run.evaluate import Result, main
+from jpipe_train.run.requests import EvaluateRequest
 from tests.lm.models.running import applied
 from tests.train.conftest import SENTENCE, changed
 
@@ -123,7 +124,7 @@ def test_every_row_counts_once_and_the_run_is_unchanged(home, plan, step, weight
     assert len(rows) % 4 == 3, "one microbatch and a half are left"
     assert sum((labels < 0).sum() for _, labels in rows) > 5
     overrides = tuple(f"plan.{key}={value}" for key, value in plan.items())
-    result = main(Request(str(home.run), step=step, weights=weights, overrides=overrides))
+    result = main(EvaluateRequest(str(home.run), step=step, weights=weights, overrides=overrides))
     check_equal(result, at_once(home.run, rows, step or 5, weights))
     assert listed(home.run) == before
 
@@ -133,7 +134,7 @@ def test_evaluation_on_other_data_and_its_output(home, capsys):
     """The data are a single document, all of whose labels count."""
     rows = [({"tokens": tokens, "segments": np.ones(SEQ, np.int32)}, labels) for tokens, labels in windows_of(home.other.read_bytes())]
     expected = at_once(home.run, rows, 2)
-    check_equal(main(Request(str(home.run), str(home.other), step=2)), expected)
+    check_equal(main(EvaluateRequest(str(home.run), str(home.other), step=2)), expected)
     output = capsys.readouterr().out
     assert f"{home.run}, step 2; data: '{home.other}', 6 rows\n" in output
     assert re.search(rf"over 48 labels\s+loss, nats per byte +{expected.loss:.4f}\d*\s+perplexity +{math.exp(expected.loss):.3f}", output)
@@ -141,7 +142,7 @@ def test_evaluation_on_other_data_and_its_output(home, capsys):
 
 def test_some_batches_are_those_of_the_runs_own_validations(home):
     (last,) = [json.loads(line) for line in (home.run / "metrics.jsonl").read_text().splitlines()][-1:]
-    result = main(Request(str(home.run), batches=2))
+    result = main(EvaluateRequest(str(home.run), batches=2))
     assert (result.rows, result.loss, result.metrics) == (8, last["val_loss"], {"accuracy": last["val_accuracy"]})
     assert result.total == len(held_out_rows(home))
 
@@ -205,4 +206,4 @@ def test_masked_tokens_are_evaluated_as_in_training(tmp_path):
     elements = data.held_out(config).validation.elements
     rows = [elements[i] for i in range(len(elements))]
     assert len(rows) % 4
-    check_equal(main(Request(str(run))), at_once(run, rows, 5))
+    check_equal(main(EvaluateRequest(str(run))), at_once(run, rows, 5))

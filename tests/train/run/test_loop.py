@@ -28,6 +28,7 @@ from jpipe_train.losses import cross_entropy
 from jpipe_train.report import metrics_log, report
 from jpipe_train.report.metrics_log import Evaluated, mean_loss, repeatable
 from jpipe_train.run import loop, training
+from jpipe_train.run.settings import settings_of
 from tests.train.conftest import SENTENCE, changed
 
 FILES = {".lock", "config.yaml", "plan.json", "metrics.jsonl", "end.json", "tensorboard", "trace.json", "report.html"}
@@ -161,7 +162,7 @@ def test_log_every_leaves_out_what_was_not_evaluated(tiny):
 
 def test_a_row_can_be_read_while_the_run_continues(tiny):
     plan = build.make_plan(changed(tiny).plan, ("embed", "block_0", "head"))
-    with RunFolder(changed(tiny), plan) as folder:
+    with RunFolder(settings_of(changed(tiny)), plan) as folder:
         folder.log({"step": 0, "loss": 5.5})
         assert rows_of(folder.path) == [{"step": 0, "loss": 5.5}]
 
@@ -279,7 +280,7 @@ def test_a_disk_that_is_full_from_the_start_leaves_nothing_behind(tiny, tmp_path
     monkeypatch.setattr(os, "replace", full)
     where = "runs/0001" if run_dir is None else run_dir
     with pytest.raises(jpipe.InputError, match=rf"^run.dir: cannot write '{where}': No space left on device; choose another folder$"):
-        RunFolder(changed(tiny, run={"dir": run_dir}), build.make_plan(changed(tiny).plan, ("embed", "block_0", "head")))
+        RunFolder(settings_of(changed(tiny, run={"dir": run_dir})), build.make_plan(changed(tiny).plan, ("embed", "block_0", "head")))
     assert sorted(tmp_path.rglob("*")) == before
 
 

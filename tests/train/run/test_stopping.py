@@ -22,6 +22,7 @@ from jpipe_train.config.config_file import to_yaml
 from jpipe_train.console.preemption import Preemption
 from jpipe_train.launch.together import Together
 from jpipe_train.run import loop, training
+from jpipe_train.run.settings import settings_of
 from jpipe_train.run.stopping import Stopping, check, stopped_words
 from tests.train.checkpoint.test_checkpoints import Pipe
 from tests.train.checkpoint.test_resume import run_in_two, weights_of
@@ -56,7 +57,7 @@ def test_a_run_stops_where_the_rule_says_also_if_it_was_resumed(mode):
         values = random.choice([0.0, 0.25, 0.5, 0.75, 1.0, math.nan], 12, p=[0.18] * 5 + [0.1])
         config = Config.model_validate({"train": {"stop": {"patience": patience, "min_delta": min_delta, "mode": mode}}})
         expected = stop_of(values, patience, min_delta, 1 if mode == "min" else -1)
-        stopping, cut = Stopping(config), int(random.integers(0, 12))
+        stopping, cut = Stopping(settings_of(config)), int(random.integers(0, 12))
         found = None
         for i, value in enumerate(values):
             if stopping.record(10 * i, {"val_loss": float(value)}):
@@ -65,17 +66,17 @@ def test_a_run_stops_where_the_rule_says_also_if_it_was_resumed(mode):
             if i == cut:  # a checkpoint holds the state, also if it is written after later validations
                 stopping.record(10 * i + 1, {"val_loss": 0.5})
                 resumed = resumed_at(10 * i, stopping.facts(10 * i))
-                assert not stopped_words(config, resumed)
-                stopping = Stopping(config, resumed)
+                assert not stopped_words(config.train.stop, resumed)
+                stopping = Stopping(settings_of(config), resumed)
                 assert not stopping.record(10 * i, {"val_loss": 0.5}), "the validation of the checkpoint counts once"
         assert found == expected
         stops.append(expected)
         if found is not None:
-            assert f"in {patience} validation" in stopped_words(config, resumed_at(10 * found, stopping.facts(10 * found)))
+            assert f"in {patience} validation" in stopped_words(config.train.stop, resumed_at(10 * found, stopping.facts(10 * found)))
             assert stopping.words(10 * found)
             assert not stopping.words(10 * found + 1)
             longer = Config.model_validate({"train": {"stop": {"patience": patience + 1, "mode": mode}}})
-            assert not stopped_words(longer, resumed_at(10 * found, stopping.facts(10 * found))), "more patience lets it go on"
+            assert not stopped_words(longer.train.stop, resumed_at(10 * found, stopping.facts(10 * found))), "more patience lets it go on"
     assert None in stops
     assert len(set(stops)) > 5
 
@@ -93,7 +94,7 @@ def test_a_result_that_there_is_not_is_an_error(key):
     section = {"stop": {"patience": 1, "metric": "val_acuracy"}} if key == "train" else {"best": {"metric": "val_acuracy"}}
     config = Config.model_validate({key: section, "eval": {"metrics": {"accuracy": "accuracy"}}})
     with pytest.raises(jpipe.InputError, match=r"\.metric: expected a result .* found 'val_acuracy'; did you mean 'val_accuracy'\?"):
-        check(config)
+        check(settings_of(config))
 
 
 @pytest.mark.parametrize(("mode", "keep"), [("min", 2), ("max", 1)])

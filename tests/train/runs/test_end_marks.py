@@ -9,6 +9,7 @@ from jpipe_train.checkpoint.checkpoints import Checkpoints
 from jpipe_train.checkpoint.run_folder import RunFolder, mark_missing_end
 from jpipe_train.report.summary import Summary
 from jpipe_train.run import ending, loop
+from jpipe_train.run.settings import settings_of
 from jpipe_train.runs.reading import end_of, read
 from tests.train.conftest import changed
 from tests.train.runs.folders import PLAN
@@ -16,10 +17,10 @@ from tests.train.runs.folders import PLAN
 
 def test_a_run_that_goes_on_loses_its_mark(tiny, tmp_path):
     config, mark = changed(tiny), tmp_path / "run" / "end.json"
-    with RunFolder(config, PLAN) as folder:
+    with RunFolder(settings_of(config), PLAN) as folder:
         folder.mark_end(5, 5, None)
     assert json.loads(mark.read_text()) == {"format": "jpipe-end/1", "steps": 5, "length": 5, "stopped_early": None, "stopped_by": None}
-    with RunFolder(config, PLAN, resumes=True) as folder:
+    with RunFolder(settings_of(config), PLAN, resumes=True) as folder:
         assert mark.exists()
         folder.go_on("")
         assert not mark.exists()
@@ -28,32 +29,32 @@ def test_a_run_that_goes_on_loses_its_mark(tiny, tmp_path):
 def test_the_steps_of_epochs_are_in_the_folder_until_it_goes_on_with_steps(tiny, tmp_path):
     epochs, length = changed(tiny | {"train": {"epochs": 2, "batch_size": 4}}), tmp_path / "run" / "length.json"
     counted = epochs.model_copy(update={"train": epochs.train.model_copy(update={"steps": 9})})
-    with RunFolder(counted, PLAN):
+    with RunFolder(settings_of(counted), PLAN):
         assert json.loads(length.read_text()) == {"format": "jpipe-length/1", "steps": 9}
         assert read(tmp_path / "run", whole=False).steps == 9
-    with RunFolder(changed(tiny), PLAN, resumes=True) as folder:
+    with RunFolder(settings_of(changed(tiny)), PLAN, resumes=True) as folder:
         folder.go_on("")
     assert not length.exists()
 
 
 def test_a_missing_mark_is_written_for_the_same_config_and_no_other(tiny, tmp_path):
     config, path = changed(tiny), tmp_path / "run"
-    with RunFolder(config, PLAN):
-        mark_missing_end(config, path, 5, None)
+    with RunFolder(settings_of(config), PLAN):
+        mark_missing_end(settings_of(config), path, 5, None)
         assert not (path / "end.json").exists(), "a process is training"
     for other, steps in ((changed(tiny, train={"steps": 3}), 3), (config, 6)):
-        mark_missing_end(other, path, steps, None)
+        mark_missing_end(settings_of(other), path, steps, None)
         assert not (path / "end.json").exists()
-    mark_missing_end(config, path, 3, "at step 3: why")
+    mark_missing_end(settings_of(config), path, 3, "at step 3: why")
     assert end_of(path) == (3, 5, "at step 3: why", None)
-    mark_missing_end(config, path, 5, None)
+    mark_missing_end(settings_of(config), path, 5, None)
     assert end_of(path).steps == 3, "the mark that there is stays"
 
 
 def test_a_signal_is_named_in_the_mark(tiny, tmp_path):
-    config = changed(tiny)
-    with RunFolder(config, PLAN) as folder:
-        ending.complete(Summary(3, None, None, 1.0, folder.path, None, None, stopped_by=signal.SIGINT), config, PLAN, (), folder)
+    settings = settings_of(changed(tiny))
+    with RunFolder(settings, PLAN) as folder:
+        ending.complete(Summary(3, None, None, 1.0, folder.path, None, None, stopped_by=signal.SIGINT), settings, PLAN, (), folder)
     assert end_of(tmp_path / "run") == (3, 5, None, "Ctrl-C")
 
 

@@ -4,8 +4,8 @@ from typing import Annotated, Literal
 
 import tyro
 
-from jpipe_train.commands.parsing import Count, OptionalFile, Overrides
 from jpipe_train.console import interrupt
+from jpipe_train.console.options import Count, OptionalFile, Overrides
 
 app = tyro.extras.SubcommandApp()
 app.__doc__ = "Make a tokenizer, write text as files of tokens to train on, or show what is learned of conversations."

@@ -4,18 +4,17 @@ from typing import Annotated, Literal
 
 import tyro
 
-from jpipe_train.commands.parsing import (
-    Coordinator,
+from jpipe_train.console import interrupt
+from jpipe_train.console.options import (
+    ALONE,
     Count,
+    Fields,
     Flag,
     OptionalCount,
-    OptionalFile,
     OptionalStep,
-    ProcessId,
-    Seconds,
+    Process,
     Weights,
 )
-from jpipe_train.console import interrupt
 
 
 def generate(
@@ -36,12 +35,7 @@ def generate(
     devices: OptionalCount = None,
     dtype: Literal["float32", "bfloat16", "float16"] | None = None,
     as_json: Annotated[Flag, tyro.conf.arg(name="json")] = False,
-    coordinator: Coordinator = None,
-    num_processes: OptionalCount = None,
-    process_id: ProcessId = None,
-    connect_limit: Seconds = 300.0,
-    wait_limit: Seconds = 45.0,
-    secret_file: OptionalFile = None,
+    process: Fields[Process] = ALONE,
 ) -> int:
     """Continue texts with a trained model, or chat with it. What it writes goes to standard output.
 
@@ -63,17 +57,11 @@ def generate(
         devices: Place the layers on N devices, in order; by default on as few as have the memory, in several processes on all.
         dtype: The dtype of computation; by default as in training, or of a folder's weights.
         as_json: Write a JSON object for each prompt at the end, with prompt, text, tokens and end.
-        coordinator: Several processes: as in train, like the following options.
-        num_processes: Several processes: their number.
-        process_id: Several processes: the number of this one, from 0.
-        connect_limit: Several processes: how long each waits for the other processes at the start.
-        wait_limit: Several processes: how long none may make progress before they give up.
-        secret_file: Several processes: the file with the secret that all share.
+        process: Several processes.
     """
     with interrupt.importing():
         from jpipe_lm.generate import generate as generating
         from jpipe_train.run import job
 
     options = tokens, temperature, top_k, top_p, seed, step, weights, tokenizer, dtype, devices, as_json, stop, chat, system, adapters
-    address = job.Address(coordinator, num_processes, process_id, secret_file)
-    return job.generate(generating.Request(source, prompt, *options), address, connect_limit, wait_limit)
+    return job.generate(generating.Request(source, prompt, *options), process)

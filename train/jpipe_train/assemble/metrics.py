@@ -8,7 +8,7 @@ import functools
 import inspect
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,24 +49,29 @@ def metrics(config: EvalConfig, model: ModelConfig | None = None) -> dict[str, A
     return functions
 
 
-def results(config: Config, functions: Iterable[str] = ()) -> dict[str, Mode]:
-    """Return the results of a validation by their names in a log row; each with "min" if lower values are better, else "max".
+def results(config: Config) -> dict[str, Mode]:
+    """Return the results of a validation by their names in a log row; each with "min" if lower values are better, else "max"."""
+    has_experts = config.model.target is None and config.model.experts is not None
+    named = {name: name for name in (_OF_EXPERTS if has_experts else ())} | config.eval.metrics
+    sources: dict[str, Mode] = {f"val_loss_{source.name}": "min" for source in config.data.sources or ()}
+    return results_of(named, has_average=config.optimizer.ema_decay is not None) | sources
+
+
+def results_of(named: Mapping[str, str], *, has_average: bool) -> dict[str, Mode]:
+    """Return the results of a validation as `results` does.
 
     Args:
-        config: of the run.
-        functions: names of metrics that are functions of a Python program, which the config does not have.
+        named: the names of built-in metrics, or of functions, by name.
+        has_average: whether a moving average of the weights is evaluated as well.
     """
-    has_experts = config.model.target is None and config.model.experts is not None
-    kinds = {"loss": "loss"} | {name: name for name in (_OF_EXPERTS if has_experts else ())} | config.eval.metrics
-    kinds |= dict.fromkeys(functions, "function")
+    kinds = {"loss": "loss", **named}
     modes: dict[str, Mode] = {f"val_{name}": "min" if kind in _LOWER_IS_BETTER else "max" for name, kind in kinds.items()}
-    modes |= {} if config.optimizer.ema_decay is None else {f"{name}_ema": mode for name, mode in modes.items()}
-    return modes | {f"val_loss_{source.name}": "min" for source in config.data.sources or ()}
+    return modes | {f"{name}_ema": mode for name, mode in modes.items() if has_average}
 
 
-def mode_of(config: Config, chosen: StopConfig | BestConfig) -> Mode:
-    """Return whether lower or higher values of the chosen result are better; for functions of a Python program, higher."""
-    return chosen.mode or results(config).get(chosen.metric, "max")
+def mode_of(chosen: StopConfig | BestConfig, results: Mapping[str, Mode]) -> Mode:
+    """Return whether lower or higher values of the chosen result are better; for functions, higher."""
+    return chosen.mode or results.get(chosen.metric, "max")
 
 
 def combined(means: Mapping[str, float]) -> dict[str, float]:

@@ -9,10 +9,10 @@ import pydantic
 
 from jpipe import InputError
 from jpipe.files import shown
-from jpipe_train.assemble.metrics import mode_of
+from jpipe_train.assemble.metrics import mode_of, results
 from jpipe_train.checkpoint.history import Count
 from jpipe_train.config import config_file
-from jpipe_train.config.config import BestConfig, Config, Mode, StopConfig
+from jpipe_train.config.config import BestConfig, Mode, StopConfig
 
 Step = int | Literal["best"] | None
 """A checkpoint of a run: its step, the best one, or None for the newest complete one."""
@@ -138,25 +138,28 @@ def best_step(folder: Path, where: str) -> int:
         InputError: the run does not keep its best checkpoints, or has none yet.
     """
     config = config_file.load_resolved(folder / "config.yaml")
-    found = find(folder, config)
-    if found is not None:
-        return found[0]
-    if config.checkpoint.best is None:
+    best = config.checkpoint.best
+    if best is None:
         raise InputError(
             f"{where}: expected a run with checkpoint.best, which keeps its best checkpoints, found '{shown(folder)}' "
             "without; give the number of a step, or train with checkpoint.best"
         )
+    if (found := find(folder, best, results(config))) is not None:
+        return found[0]
     raise InputError(
-        f"{where}: expected a checkpoint with {config.checkpoint.best.metric} in '{shown(folder)}', found none; those "
+        f"{where}: expected a checkpoint with {best.metric} in '{shown(folder)}', found none; those "
         "of steps that train.eval_every divides have it, and the last one; give the number of a step"
     )
 
 
-def find(folder: Path, config: Config) -> tuple[int, float] | None:
-    """Return the step and the value of the best checkpoint; None if the run does not keep them, or has none yet."""
-    best = config.checkpoint.best
-    if best is None:
-        return None
+def find(folder: Path, best: BestConfig, results: Mapping[str, Mode]) -> tuple[int, float] | None:
+    """Return the step and the value of the best checkpoint in a run folder, or None if there is none.
+
+    Args:
+        folder: the run's.
+        best: the result by which the run has kept its best checkpoints.
+        results: the results of its validations.
+    """
     values = values_in(folder, best.metric)
-    steps = ranked(values, mode_of(config, best))
+    steps = ranked(values, mode_of(best, results))
     return (steps[0], values[steps[0]]) if steps else None

@@ -13,13 +13,14 @@ import pydantic
 
 import jpipe
 from jpipe import InputError
-from jpipe.files import shown
+from jpipe.files import resolved, shown
 from jpipe_planner.machine.plain_yaml import parse
 from jpipe_train.checkpoint.best import Step, StopState, best_step
 from jpipe_train.checkpoint.history import MOST_PARTS, Count, History, LastStep, Part, part, updates_before
-from jpipe_train.checkpoint.run_folder import folder_of, is_of_this_job
+from jpipe_train.checkpoint.run_folder import is_of_this_job
 from jpipe_train.config import config_file
-from jpipe_train.config.config import Config, PlanConfig
+from jpipe_train.config.config import PlanConfig
+from jpipe_train.config.run_settings import RunSettings
 from jpipe_train.config.section import MOST_ROWS
 from jpipe_train.data.position import Position
 from jpipe_train.launch.numeric_settings import numeric_settings
@@ -125,13 +126,13 @@ class Resumed:
             last = f"its last checkpoint is of step {now[-1]}" if now else "it has no checkpoint"
             raise _TrainedMeanwhile(f"run.dir: another process has trained in '{shown(self.folder)}' meanwhile, {last} now; start again")
 
-    def check_precision(self, config: Config) -> None:
+    def check_precision(self, wanted: str) -> None:
         """Check that the run's parameters have the same dtype as the checkpoint's.
 
         Raises:
             InputError: they have another.
         """
-        section, wanted = _config_in(self.facts.config).get("precision"), config.precision.params
+        section = _config_in(self.facts.config).get("precision")
         saved = str(section.get("params", "float32")) if isinstance(section, dict) else "float32"
         if saved != wanted:
             raise InputError(
@@ -169,17 +170,21 @@ class Resumed:
         may_be_reset = settings.get("resume", {"optimizer": "keep"}) != {"optimizer": "keep"}
         return [part(self.plan, settings, self.facts.devices, 0, self.step, None if may_be_reset else 0)]
 
-    def changes(self, config: Config) -> list[str]:
-        """Return the config keys with changed values; `plan` stands for all keys of the plan, because a plan file sets them all."""
-        before, now = (_config_in(text) for text in (self.facts.config, config_file.to_yaml(config)))
+    def changes(self, record: Mapping[str, Any]) -> list[str]:
+        """Return the config keys with changed values; `plan` stands for all keys of the plan, because a plan file sets them all.
+
+        Args:
+            record: the config of the run now, as plain data.
+        """
+        before, now = _config_in(self.facts.config), dict(record)
         plans = before.pop("plan", None), now.pop("plan")
         flat, earlier = _flat(now), _flat(before)
         changed = [key for key in flat if key in earlier and flat[key] != earlier[key] and key != "run.dir"]
         return (["plan"] if _differs(*plans) else []) + changed
 
-    def with_data_of(self, config: Config) -> "Resumed":
+    def with_data_of(self, record: Mapping[str, Any]) -> "Resumed":
         """Return the same facts; without the validations if `data.sources` has changed, so that they were made on other data."""
-        if "data.sources" not in self.changes(config):
+        if "data.sources" not in self.changes(record):
             return self
         none: dict[str, Any] = {"val_loss_before": None, "val_loss": None, "val_metrics": {}, "stop": None, "val_since": self.step}
         return replace(self, facts=self.facts.model_copy(update=none))
@@ -223,28 +228,28 @@ class Resumed:
 
 
 def history(
-    config: Config, plan: jpipe.Plan, resumed: Resumed | None, clock: Callable[[], float], earlier: LastStep | None = None
+    settings: RunSettings, plan: jpipe.Plan, resumed: Resumed | None, clock: Callable[[], float], earlier: LastStep | None = None
 ) -> History:
     """Return the history of a run that begins or is resumed.
 
     Args:
-        config: of the run.
+        settings: of the run.
         plan: of the run.
         resumed: the checkpoint it is resumed from, if any.
         clock: returns the seconds since this part of the run began.
         earlier: the last step that the run has logged before it was resumed, if known.
     """
-    settings, devices = config.model_dump(), jax.device_count()
+    devices = jax.device_count()
     if resumed is None:
-        return History((), part(plan, settings, devices, 0, 0, 0), plan, clock)
+        return History((), part(plan, settings.record, devices, 0, 0, 0), plan, clock)
     before, step = resumed.parts(), resumed.step
-    updates = 0 if config.resume.optimizer == "reset" else updates_before(before[-1], resumed.plan, step)
-    return History(before, part(plan, settings, devices, step, step, updates), plan, clock, earlier)
+    updates = 0 if settings.fresh_optimizer else updates_before(before[-1], resumed.plan, step)
+    return History(before, part(plan, settings.record, devices, step, step, updates), plan, clock, earlier)
 
 
-def may_resume(config: Config, resume: Resume, together: Together, step: Step) -> bool:
+def may_resume(run_dir: str | None, resume: Resume, together: Together, step: Step) -> bool:
     """Return whether `find` must look for checkpoints: the run must resume, or its folder has some. None is read."""
-    folder = folder_of(config)
+    folder = None if run_dir is None else resolved(run_dir, "run.dir")
 
     def look() -> str:
         if resume == "must" or step is not None:
@@ -264,12 +269,12 @@ def _has_checkpoints(folder: Path) -> bool:
 
 
 def find(
-    config: Config, resume: Resume, together: Together, say: Callable[[str], None], *, step: Step = None, before: int | None = None
+    run_dir: str | None, resume: Resume, together: Together, say: Callable[[str], None], *, step: Step = None, before: int | None = None
 ) -> Resumed | None:
     """Find the newest complete checkpoint of the run's folder; all processes call this.
 
     Args:
-        config: of the run.
+        run_dir: the key `run.dir` of the run.
         resume: whether to resume.
         together: the processes of the run; process 0 chooses the checkpoint, so that all resume from the same one.
         say: gets a line for each newer checkpoint that cannot be used.
@@ -286,7 +291,7 @@ def find(
 
     def look() -> str:
         try:
-            return json.dumps(_find(config, resume, say, step, before))
+            return json.dumps(_find(run_dir, resume, say, step, before))
         except OSError as error:
             raise InputError(f"run.dir: cannot read '{error.filename}': {error.strerror}; make it readable, or choose another") from None
 
@@ -297,16 +302,15 @@ def find(
     return Resumed(Path(chosen["folder"]), chosen["step"], Facts(**chosen["facts"]), tuple(chosen["steps"]))
 
 
-def _find(config: Config, resume: Resume, say: Callable[[str], None], wanted: Step, before: int | None) -> Mapping[str, Any] | None:
+def _find(run_dir: str | None, resume: Resume, say: Callable[[str], None], wanted: Step, before: int | None) -> Mapping[str, Any] | None:
     if wanted is not None and resume == "never":
         raise InputError("--from-checkpoint: would mean nothing with --resume never; leave out one of them")
-    if config.run.dir is None:
+    if run_dir is None:
         if resume == "must" or wanted is not None:
             option = "--resume must" if wanted is None else "--from-checkpoint"
             raise InputError(f"{option}: expected a run.dir to resume in, found none; name the run's folder with --set run.dir=FOLDER")
         return None
-    folder = folder_of(config)
-    assert folder is not None
+    folder = resolved(run_dir, "run.dir")
     ours = is_of_this_job(folder)
     if resume == "never" and not ours:  # checkpoints of an earlier attempt of this job are used
         return None

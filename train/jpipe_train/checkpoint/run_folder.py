@@ -21,7 +21,8 @@ from jpipe import InputError, Plan
 from jpipe.files import TEMPORARY, open_to_append, open_to_read, read_bytes, resolved, shown, write_atomically
 from jpipe.plan import Predicted
 from jpipe_train.config.config import Config
-from jpipe_train.config.config_file import MOST_BYTES, to_yaml
+from jpipe_train.config.config_file import MOST_BYTES
+from jpipe_train.config.run_settings import RunSettings
 from jpipe_train.config.section import MOST_ROWS
 from jpipe_train.console import interrupt
 from jpipe_train.launch.local.launch import JOB
@@ -56,7 +57,7 @@ class RunFolder:
     """Claims a folder for a run and writes into it; a context manager. If claiming fails, nothing is left behind.
 
     Args:
-        config: the run's config; without `run.dir` the next free `runs/0001`, `runs/0002`, … is used.
+        settings: of the run; without `run.dir` the next free `runs/0001`, `runs/0002`, … is used.
         plan: the plan of the run.
         resumes: whether the run in the folder is resumed; its files are not changed before `go_on`.
         anew: whether to start a run of the same config again that ended before its first checkpoint.
@@ -73,14 +74,14 @@ class RunFolder:
 
     def __init__(
         self,
-        config: Config,
+        settings: RunSettings,
         plan: Plan,
         *,
         resumes: bool = False,
         anew: bool = False,
         prepare: Callable[[Path], None] = lambda path: None,
     ) -> None:
-        self.path = folder_of(config) or resolved(str(_RUNS), "run.dir")
+        self.path = settings.path or resolved(str(_RUNS), "run.dir")
         self.begun_anew = False
         self._metrics: BinaryIO | None = None
         self._unwritten = b""  # rows for which the disk had no space yet
@@ -88,13 +89,14 @@ class RunFolder:
         self._writes_rows = threading.Lock()
         with _writing(lambda: self.path) as undo:
             if not resumes:
-                self.path = _numbered(self.path, undo) if config.run.dir is None else _named(self.path, undo)
+                self.path = _numbered(self.path, undo) if settings.folder is None else _named(self.path, undo)
             self._lock = _locked(self.path, undo)
-            self._texts = {"config.yaml": _text_in(self.path, config), "plan.json": plan.to_json()}
-            if config.train.epochs is not None and config.train.steps is not None:
-                self._texts[LENGTH] = json.dumps({"format": "jpipe-length/1", "steps": config.train.steps}) + "\n"
+            self._texts = {"config.yaml": settings.yaml_in(self.path), "plan.json": plan.to_json()}
+            train = settings.train
+            if train.epochs is not None and train.steps is not None:
+                self._texts[LENGTH] = json.dumps({"format": "jpipe-length/1", "steps": train.steps}) + "\n"
             if not resumes:
-                self.begun_anew = anew and _ended_early(self.path, config)
+                self.begun_anew = anew and _ended_early(self.path, settings)
                 ours = self.begun_anew or is_of_this_job(self.path)
                 for name in _FILES if ours else ():
                     (self.path / name).unlink(missing_ok=True)
@@ -237,25 +239,25 @@ class RunFolder:
             path.unlink(missing_ok=True)
 
 
-def check_folder(config: Config, *, anew: bool) -> None:
+def check_folder(settings: RunSettings, *, anew: bool) -> None:
     """Check that a new run can begin in its folder; leave nothing there.
 
     Args:
-        config: of the run.
+        settings: of the run.
         anew: as in `RunFolder`.
 
     Raises:
         InputError: as `RunFolder`, except that a process is training there.
     """
-    path = folder_of(config) or resolved(str(_RUNS), "run.dir")
+    path = settings.path or resolved(str(_RUNS), "run.dir")
     with _writing(lambda: path) as made, made:  # what is made is removed
-        if config.run.dir is None:
+        if settings.folder is None:
             _parent(path, made)
         else:
             _named(path, made)
             # A run of epochs is compared once its steps are known, and one that is training now has a message of its own.
-            is_known = config.train.epochs is None and not is_training(path)
-            if is_known and not is_of_this_job(path) and not (anew and _ended_early(path, config)):
+            is_known = settings.train.epochs is None and not is_training(path)
+            if is_known and not is_of_this_job(path) and not (anew and _ended_early(path, settings)):
                 _check_free(path, ours=False)
         if not os.access(path, os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
@@ -273,18 +275,13 @@ def _writing(path: Callable[[], Path]) -> Iterator[contextlib.ExitStack]:
         undo.pop_all()
 
 
-def _text_in(path: Path, config: Config) -> str:
-    """Return the text of the config of a run in this folder."""
-    return to_yaml(config.model_copy(update={"run": config.run.model_copy(update={"dir": shown(path)})}))
-
-
-def _ended_early(path: Path, config: Config) -> bool:
-    """Return whether the folder holds a run of this config that ended before its first checkpoint."""
+def _ended_early(path: Path, settings: RunSettings) -> bool:
+    """Return whether the folder holds a run with these settings that ended before its first checkpoint."""
     try:
-        same = read_bytes(path / "config.yaml", MOST_BYTES) == _text_in(path, config).encode()
+        same = read_bytes(path / "config.yaml", MOST_BYTES) == settings.yaml_in(path).encode()
     except OSError:
         return False
-    return same and config.checkpoint.every is not None and not _has_checkpoints(path)
+    return same and settings.checkpoint.every is not None and not _has_checkpoints(path)
 
 
 def _has_checkpoints(path: Path) -> bool:
@@ -297,15 +294,6 @@ def _check_free(path: Path, ours: bool) -> None:
         raise _occupied(path)
     if not ours and (existing := [name for name in OUTPUTS if os.path.lexists(path / name)]):
         raise _foreign(path, existing[0])
-
-
-def folder_of(config: Config) -> Path | None:
-    """Return the absolute folder of `run.dir`, without symbolic links; None for one of the numbered folders.
-
-    Raises:
-        InputError: no run can be written there.
-    """
-    return None if config.run.dir is None else resolved(config.run.dir, "run.dir")
 
 
 def of_same_job(config: Config) -> Config:
@@ -341,24 +329,23 @@ def length_of(path: Path) -> int | None:
     return steps if 0 < steps <= MOST_ROWS else None
 
 
-def mark_missing_end(config: Config, path: Path, steps: int, stopped_early: str | None) -> None:
+def mark_missing_end(settings: RunSettings, path: Path, steps: int, stopped_early: str | None) -> None:
     """Mark the end of a complete run that was killed before it could do so.
 
-    Nothing is written if the folder holds a run of another config, is not writable or is in use, or if the run's number of steps is
+    Nothing is written if the folder holds a run with other settings, cannot be written, or is in use by another process, or if the number
     unknown.
 
     Args:
-        config: of the run.
+        settings: of the run.
         path: its folder.
         steps: the steps that it has done.
         stopped_early: why it came to its end with fewer than it was to do; None if it did not.
     """
-    placed = config.model_copy(update={"run": config.run.model_copy(update={"dir": shown(path)})})
-    length = config.train.steps or length_of(path)
+    length = settings.train.steps or length_of(path)
     if length is None or length < steps or is_training(path) or os.path.lexists(path / END):
         return
     with contextlib.suppress(OSError):
-        if read_bytes(path / "config.yaml", MOST_BYTES) == to_yaml(placed).encode():
+        if read_bytes(path / "config.yaml", MOST_BYTES) == settings.yaml_in(path).encode():
             _write_end(path, steps, length, stopped_early, None)
 
 

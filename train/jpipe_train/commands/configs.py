@@ -5,7 +5,7 @@ from typing import Annotated
 import tyro
 
 import jpipe
-from jpipe_train.commands.parsing import Flag
+from jpipe_train.console.options import Flag
 from jpipe_train.console.terminal import printable
 
 

@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 import tyro
 
 import jpipe
-from jpipe_train.commands.parsing import OptionalStep, Overrides, Weights
 from jpipe_train.console import interrupt
+from jpipe_train.console.options import OptionalStep, Overrides, Weights
 from jpipe_train.console.terminal import printable
 
 

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import tyro
 
-from jpipe_train.commands.parsing import Flag, OptionalCount
+from jpipe_train.console.options import Flag, OptionalCount
 from jpipe_train.console.terminal import fail, printable
 
 LAUNCHED = "-- train CONFIG [--KEY …] | -- plan CONFIG … | -- evaluate RUN … | -- generate RUN … | -- doctor"

@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 
 import tyro
 
-from jpipe_train.commands.parsing import ALONE, Flag, OptionalCount, OptionalFile, Overrides, Process
 from jpipe_train.console import interrupt
+from jpipe_train.console.options import ALONE, Fields, Flag, OptionalCount, OptionalFile, Overrides, Process
 
 
 def plan(
@@ -31,7 +31,7 @@ def plan(
     png: OptionalFile = None,
     explain: Flag = False,
     allow_code: Flag = False,
-    process: Annotated[Process, tyro.conf.arg(name="")] = ALONE,
+    process: Fields[Process] = ALONE,
 ) -> int:
     """Find the plan that trains a model fastest on these machines and fits into their memory. No run is started.
 
@@ -66,6 +66,5 @@ def plan(
     request = Request(topology, batch, up_to, tuple(filter(None, schedules.split(","))), devices, pipedream, meshes=mesh)
     request = replace(request, max_delay=max_delay, measure=measure, agree=agree, offload=offload)
     limits = process.connect_limit, process.wait_limit
-    address = job.Address(process.coordinator, process.num_processes, process.process_id, process.secret_file)
     find = partial(main, Files(config, profile, out, profile_out, png), request, overrides, rows, explain, allow_code, *limits)
-    return job.plan(find, address, *limits, alone=topology != LOCAL)
+    return job.plan(find, process, alone=topology != LOCAL)

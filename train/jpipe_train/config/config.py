@@ -59,6 +59,15 @@ class EvalConfig(Section):
 
     metrics: Annotated[dict[str, str], Field(max_length=100), AfterValidator(_metric_names)] = {}
 
+    def check_classes(self, classes: int | None) -> None:
+        """Raise ValueError if a metric needs the classes of a built-in model, and it has other numbers of them, or none (None)."""
+        for name, metric in self.metrics.items():
+            if metric == "f1_macro" and not 2 <= (classes or 0) <= MOST_F1_CLASSES:
+                raise ValueError(
+                    f"eval.metrics.{name}: f1_macro needs a built-in model with 2 to {MOST_F1_CLASSES} labels (model.labels), found "
+                    f"{classes or 'none'}; leave it out"
+                )
+
 
 class ResumeConfig(Section):
     """What a resumed run reads from its checkpoint: `optimizer: reset` starts with new optimizer state, as a different optimizer needs."""
@@ -239,6 +248,9 @@ class OptimizerConfig(Section):
         return name
 
 
+Seed = Annotated[int, Field(ge=0, lt=2**32)]
+
+
 def _known_logs(names: list[str]) -> list[str]:
     for name in names:
         if name not in LOGS:
@@ -248,12 +260,15 @@ def _known_logs(names: list[str]) -> list[str]:
     return names
 
 
+LogNames = Annotated[list[str], AfterValidator(_known_logs)]
+
+
 class Config(Section):
     """The whole config of a run. `jpipe_train.config.config_file` reads it from YAML and writes it back."""
 
-    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
+    seed: Seed = 0
     compile_cache: FilePath | None = AUTO
-    log: Annotated[list[str], AfterValidator(_known_logs)] = ["tensorboard"]
+    log: LogNames = ["tensorboard"]
     run: RunConfig = RunConfig()
     data: DataConfig = DataConfig()
     train: TrainConfig = TrainConfig()
@@ -367,13 +382,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _f1_has_classes(self) -> "Config":
-        classes = None if self.model.target is not None else self.model.label_count
-        for name, metric in self.eval.metrics.items():
-            if metric == "f1_macro" and not 2 <= (classes or 0) <= MOST_F1_CLASSES:
-                raise ValueError(
-                    f"eval.metrics.{name}: f1_macro needs a built-in model with 2 to {MOST_F1_CLASSES} labels (model.labels), found "
-                    f"{classes or 'none'}; leave it out"
-                )
+        self.eval.check_classes(None if self.model.target is not None else self.model.label_count)
         return self
 
     @model_validator(mode="after")

@@ -94,7 +94,12 @@ def load_resolved(path: Path) -> Config:
 
 
 def to_yaml(config: Config) -> str:
-    """Return the config as YAML with all defaults; `load` of this text describes the same run.
+    """Return the config as YAML with all defaults; `load` of this text describes the same run."""
+    return dump(record(config))
+
+
+def record(config: Config) -> dict[str, Any]:
+    """Return the config as plain data with all defaults, as `config.yaml` in a run folder has it.
 
     If `plan.file` is set, the keys of `plan` that the file replaces are left out.
     """
@@ -102,7 +107,7 @@ def to_yaml(config: Config) -> str:
     if config.plan.file is not None:
         kept = _beside_plan_file(config.plan.file)
         data["plan"] = {key: value for key, value in data["plan"].items() if key in kept and value is not None}
-    return dump(data)
+    return data
 
 
 def _read(path: str | Path) -> dict[Any, Any]:

@@ -1,25 +1,23 @@
 """The logs that `log` of a config names, in addition to metrics.jsonl."""
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
-from jpipe_planner.machine.plain_yaml import parse
-from jpipe_train.config.config import Config
-from jpipe_train.config.config_file import to_yaml
+from jpipe_train.config.run_settings import RunSettings
 from jpipe_train.report.loggers.sender import SERVICES, Sender, check_installed
 from jpipe_train.report.loggers.tensorboard import TensorBoard
 
 
-def check(config: Config) -> None:
-    """Check that the libraries of the logs are installed.
+def check(names: Sequence[str]) -> None:
+    """Check that the libraries of the logs with these names are installed.
 
     Raises:
         jpipe.InputError: a library is missing.
     """
     for service in SERVICES:
-        if service in config.log:
+        if service in names:
             check_installed(service)
 
 
@@ -27,20 +25,20 @@ class Logs:
     """Writes the same values to all logs of a run; use it in a `with`. A failing log does not stop the run.
 
     Args:
-        config: the config of the run.
+        settings: of the run.
         folder: the folder of the run.
         say: prints a line.
     """
 
-    def __init__(self, config: Config, folder: Path, say: Callable[[str], None]) -> None:
+    def __init__(self, settings: RunSettings, folder: Path, say: Callable[[str], None]) -> None:
         self._senders: list[Sender] = []
         self._tensorboard: TensorBoard | None = None
         with contextlib.ExitStack() as opened:
-            if "tensorboard" in config.log:
+            if "tensorboard" in settings.log:
                 self._tensorboard = opened.enter_context(TensorBoard(folder / "tensorboard", say))
             for service in SERVICES:
-                if service in config.log:
-                    self._senders.append(opened.enter_context(Sender(service, folder, parse(to_yaml(config), "the config"), say)))
+                if service in settings.log:
+                    self._senders.append(opened.enter_context(Sender(service, folder, settings.record, say)))
             self._until_end = opened.pop_all()
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:

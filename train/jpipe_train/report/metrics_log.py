@@ -8,11 +8,10 @@ from typing import NamedTuple
 import jpipe
 from jpipe.files import shown
 from jpipe_train.assemble.metrics import centred, combined
-from jpipe_train.assemble.optimizer import learning_rate
 from jpipe_train.checkpoint.history import History
 from jpipe_train.checkpoint.run_folder import METRICS, FolderChanged, RunFolder
-from jpipe_train.config.config import Config
 from jpipe_train.config.data_config import SourceConfig
+from jpipe_train.config.run_settings import RunSettings
 from jpipe_train.console.progress import Reporter
 from jpipe_train.launch.together import Together
 from jpipe_train.report.logs import Logs
@@ -66,21 +65,21 @@ class MetricsLog:
 
     def __init__(
         self,
-        config: Config,
+        settings: RunSettings,
         folder: RunFolder | None,
         logs: Logs | None,
         reporter: Reporter,
         measure: Measure,
         together: Together,
         history: History,
-        plan: jpipe.Plan,
+        pipe: jpipe.Pipeline,
         utilization: Utilization | None = None,
         on_row: OnRow = lambda step, row, validation: None,
     ) -> None:
-        self._config = config
+        self._log_every, self._pipe = settings.train.log_every, pipe
         self._on_row = on_row
-        self._clipped_stages = range(0 if config.optimizer.clip_stage_norm is None else plan.depth)
-        self._needs_disk = config.checkpoint.on_full_disk == "stop"
+        self._clipped_stages = range(0 if pipe.clip_stage_norm is None else pipe.plan.depth)
+        self._needs_disk = settings.checkpoint.on_full_disk == "stop"
         self._lacks_rows = False  # whether rows are missing on disk, and the user was informed
         self._folder = folder
         self._logs = logs
@@ -89,14 +88,15 @@ class MetricsLog:
         self._together = together
         self._history = history
         self._utilization = utilization
-        self._learning_rate = None if folder is None else learning_rate(config.optimizer, config.train.length)
+        self._learning_rate = None if folder is None else settings.learning_rate(settings.train.length)
         self._validation: dict[int, Validation] = {}
         self._known: jpipe.Metrics = jpipe.Metrics.empty()  # values of steps with rows to be written
         self._delay_norms: dict[int, jpipe.runtime.DelayNorms] = {}
+        self._skips_nonfinite = pipe.skip_nonfinite or pipe.precision.dynamic_scale is not None
         self._skipped = 0  # skipped steps in a row
-        self._who = "" if plan.agree is None else " by at least one of the pipelines"
+        self._who = "" if pipe.plan.agree is None else " by at least one of the pipelines"
         self.last_step = -1  # the last processed step; its row was written if due
-        self.steps = config.train.length  # of the run, fewer if it ends early
+        self.steps = settings.train.length  # of the run, fewer if it ends early
 
     @property
     def seconds(self) -> float:
@@ -128,7 +128,7 @@ class MetricsLog:
         losses, _, norms, _, _, stage_norms = self._known
         for step in sorted(losses):
             of_stages = {(step, s) for s in self._clipped_stages}
-            if (self._config.uses_global_norm and step not in norms) or not of_stages <= stage_norms.keys():
+            if (self._pipe.uses_global_norm and step not in norms) or not of_stages <= stage_norms.keys():
                 break
             self._write(step)
             for known in self._known[:-1]:
@@ -139,9 +139,8 @@ class MetricsLog:
     def _write(self, step: int) -> None:
         """Write the row of a step."""
         row = self._training_values(step) | self._validation_values(step) | self._delay_values(step)
-        config = self._config.train
         self._reporter.tick(step)
-        logged = step % config.log_every == 0 or step == self.steps - 1 or "val_loss" in row or "skipped" in row
+        logged = step % self._log_every == 0 or step == self.steps - 1 or "val_loss" in row or "skipped" in row
         if logged and self._folder is not None:
             row |= self._progress(step)
             self._log(self._folder, row)  # first, so that everything printed is also in the file
@@ -164,7 +163,7 @@ class MetricsLog:
         if step in norms and not float(nonfinite[step]) and math.isinf(values["gradient_norm"]):
             del values["gradient_norm"]  # the gradients are finite, but their squares overflow
         scale = {"loss_scale": float(scales[step])} if step in scales else {}
-        if not self._config.skips_nonfinite or not float(nonfinite[step]):
+        if not self._skips_nonfinite or not float(nonfinite[step]):
             self._skipped = 0
             labels = {"loss": "loss", "gradient_norm": "norm of the gradient"}
             labels |= {f"gradient_norm_stage_{s}": f"norm of the gradient of stage {s}" for s in self._clipped_stages}
@@ -250,7 +249,7 @@ class MetricsLog:
             return {}
         norms = self._delay_norms.pop(step)
         values = {"version_distance": float(norms.distance)}
-        if self._config.optimizer.delay_correction is not None:
+        if self._pipe.delay_factor is not None:
             values["correction_norm"] = float(norms.correction)
         return {name: value for name, value in values.items() if math.isfinite(value)}
 

@@ -18,10 +18,11 @@ from jpipe_train.assemble.delay import correction_words, delay_words
 from jpipe_train.assemble.meshes import device_kinds, has_meshes, mesh_words
 from jpipe_train.checkpoint.history import Part, optimizer_words
 from jpipe_train.checkpoint.run_folder import FolderChanged, RunFolder
-from jpipe_train.config.config import Config, TrainConfig
+from jpipe_train.config.config import TrainConfig
+from jpipe_train.config.run_settings import RunSettings
 from jpipe_train.console.progress import Reporter
 from jpipe_train.console.terminal import count, duration, first_line
-from jpipe_train.data import data
+from jpipe_train.data.data import Data
 from jpipe_train.launch.local import progress
 from jpipe_train.report import report
 from jpipe_train.report.performance import comparison
@@ -69,12 +70,12 @@ def name_of(number: int) -> str:
 
 
 def write_report(
-    config: Config,
+    settings: RunSettings,
     pipe: jpipe.Pipeline,
     folder: RunFolder,
     measure: Measure,
     reporter: Reporter,
-    batches: data.Data,
+    batches: Data,
     stages: Sequence[Stage],
     parts: Sequence[Part],
     temporary: Sequence[int | None] = (),
@@ -82,7 +83,7 @@ def write_report(
 ) -> None:
     """Write the pictures and the report; an error is printed and does not stop the run."""
     plan, kinds, processes = pipe.plan, device_kinds(pipe), jax.process_count()
-    per_step, unit = data.portion(config)
+    train, (per_step, unit) = settings.train, settings.items
     facts_of_run = {
         "command": command_line(),
         "data": f"{batches.source}; {batches.amount}",
@@ -90,23 +91,23 @@ def write_report(
         "schedule": plan.schedule + (" with vertical sync" if plan.vertical_sync else ""),
         **(
             {"delay": f"{words}; correction: {correction_words(pipe.delay_factor)}"}
-            if (words := delay_words(plan, config.optimizer.accumulate_batches))
+            if (words := delay_words(plan, settings.accumulate_batches))
             else {}
         ),
         "stages": "; ".join(" ".join(stage.layers) for stage in plan.stages),
         **({"ranks": _ranks(plan)} if len(plan.rank_workers) != plan.depth else {}),
         **({"meshes": mesh_words(plan)} if has_meshes(plan) else {}),
-        "batch": f"{config.train.batch_size} in {count(plan.microbatches, 'microbatch', 'es')}",
+        "batch": f"{train.batch_size} in {count(plan.microbatches, 'microbatch', 'es')}",
         "recomputation": ", ".join(dict.fromkeys(stage.recompute for stage in plan.stages)),
-        "optimizer": optimizer_words(config.optimizer.model_dump()),
-        "steps": f"{config.train.length:,}{epochs_words(config.train)} of {per_step:,} {unit} each",
+        "optimizer": optimizer_words(settings.record["optimizer"]),
+        "steps": f"{train.length:,}{epochs_words(train)} of {per_step:,} {unit} each",
         **remarks,
         **({"duration": _durations(parts)} if len(parts) > 1 else {}),  # a single part has it among its results
         "devices": f"{len(kinds)} × {kinds[0]}" + (f" in {processes} processes" if processes > 1 else ""),
-        "seed": str(config.seed),
+        "seed": str(settings.seed),
         "versions": f"jpipe {jpipe.__version__}, JAX {jax.__version__}",
     }
-    unit = data.loss_unit(config).strip()
+    unit = settings.loss_unit.strip()
     try:
         with reporter.phase("drawing the report"):
             title, windows = f"jpipe run {folder.path.name}", (measure.predicted, measure.measured)
@@ -154,8 +155,8 @@ def _durations(parts: Sequence[Part]) -> str:
     return words + (f", {len(parts) - len(known)} of them for an unknown time" if len(known) < len(parts) else "")
 
 
-def print_summary(summary: Summary, unit: str, reporter: Reporter, *, in_python: bool = False) -> None:
-    """Print the closing lines of a run; `in_python` if a Python program has called `fit`."""
+def print_summary(summary: Summary, settings: RunSettings, reporter: Reporter) -> None:
+    """Print the closing lines of a run."""
     if summary.measured is not None:
         reporter.table(("", *comparison.Comparison._fields[1:]), comparison.compare(summary.predicted, summary.measured, summary.temporary))
         if words := comparison.temporary_words(summary.temporary):
@@ -167,14 +168,14 @@ def print_summary(summary: Summary, unit: str, reporter: Reporter, *, in_python:
     if summary.planned:
         reporter.table(("", "planned", "measured", "ratio"), summary.planned)
     if summary.stopped_by is not None and summary.folder is not None:
-        words = progress.goes_on(shown(summary.folder), summary.steps, in_python=in_python)
+        words = progress.goes_on(shown(summary.folder), summary.steps, in_python=settings.in_python)
         reporter.say(f"stopped by {name_of(summary.stopped_by)}; {words}")
         return
     for name, words in summary.remarks.items():
         reporter.say(f"{name}: {words}")
     words = f"{count(summary.steps, 'step')} in {summary.seconds:.0f} s"
     if summary.val_loss_before is not None and summary.val_loss_after is not None:
-        words += f": validation loss {summary.val_loss_before:.3f} → {summary.val_loss_after:.3f}{unit}"
+        words += f": validation loss {summary.val_loss_before:.3f} → {summary.val_loss_after:.3f}{settings.loss_unit}"
     if summary.folder is not None:
         drawn = (summary.folder / "report.html").is_file()
         words += f"; the run is in {shown(summary.folder)}" + ("; open its report.html" if drawn else "")

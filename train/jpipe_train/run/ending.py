@@ -13,7 +13,7 @@ import numpy as np
 import jpipe
 from jpipe.files import shown
 from jpipe_train.checkpoint.run_folder import FolderChanged, RunFolder
-from jpipe_train.config.config import Config
+from jpipe_train.config.run_settings import RunSettings
 from jpipe_train.console.progress import Reporter
 from jpipe_train.console.terminal import first_line, shortened
 from jpipe_train.data import data
@@ -28,28 +28,28 @@ _LONGEST_PLACES = 200  # characters of the names of rows in an error
 
 def conclude(
     summary: Summary,
-    config: Config,
+    settings: RunSettings,
     plan: jpipe.Plan,
     sizes: Sequence[jpipe.programs.StageCost],
     folder: RunFolder | None,
     reporter: Reporter,
-    *,
-    in_python: bool,
 ) -> Summary:
     """Mark the end of a run in its folder, print its summary, and return it with the planner's prediction, if any."""
-    summary = summary if folder is None else complete(summary, config, plan, sizes, folder)
-    print_summary(summary, data.loss_unit(config), reporter, in_python=in_python)
+    summary = summary if folder is None else complete(summary, settings, plan, sizes, folder)
+    print_summary(summary, settings, reporter)
     return summary
 
 
-def complete(summary: Summary, config: Config, plan: jpipe.Plan, sizes: Sequence[jpipe.programs.StageCost], folder: RunFolder) -> Summary:
+def complete(
+    summary: Summary, settings: RunSettings, plan: jpipe.Plan, sizes: Sequence[jpipe.programs.StageCost], folder: RunFolder
+) -> Summary:
     """Mark in the run folder that the run has ended, or saved at a signal; return the summary with the planner's prediction."""
     if summary.stopped_by is not None:
         with contextlib.suppress(OSError):  # the checkpoint is written, which matters more
-            folder.mark_end(summary.steps, config.train.length, None, name_of(summary.stopped_by))
+            folder.mark_end(summary.steps, settings.train.length, None, name_of(summary.stopped_by))
     else:
-        early = None if summary.steps >= config.train.length else summary.remarks.get("stopped early", f"at step {summary.steps}")
-        folder.mark_end(summary.steps, config.train.length, early)
+        early = None if summary.steps >= settings.train.length else summary.remarks.get("stopped early", f"at step {summary.steps}")
+        folder.mark_end(summary.steps, settings.train.length, early)
     return compare_with_prediction(summary, plan, sizes, folder)
 
 
@@ -92,13 +92,13 @@ def _nonfinite_words(batch: Batch) -> str:
     return f"; in the first batch, {shortened(' and '.join(places), _LONGEST_PLACES)} has such values" if places else ""
 
 
-def left_words(folder: RunFolder, config: Config, *, in_python: bool) -> str:
+def left_words(folder: RunFolder, settings: RunSettings) -> str:
     """Return the end of a message about a failed run: what is saved and, unless `jpipe launch` says so itself, how to continue."""
     words = f"; the steps logged so far are in {shown(folder.path)}"
     if progress.VARIABLE in os.environ:
         return words
-    saves = config.checkpoint.every is not None
-    return f"{words}; {progress.goes_on(shown(folder.path), _newest(folder), saves=saves, in_python=in_python)}"
+    saves = settings.checkpoint.every is not None
+    return f"{words}; {progress.goes_on(shown(folder.path), _newest(folder), saves=saves, in_python=settings.in_python)}"
 
 
 def _newest(folder: RunFolder) -> int | None:

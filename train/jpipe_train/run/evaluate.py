@@ -18,8 +18,7 @@ from jpipe_train.assemble import compile_cache
 from jpipe_train.assemble.build import build, check, check_by_reading, prepare_devices
 from jpipe_train.assemble.metrics import metrics
 from jpipe_train.checkpoint import resume
-from jpipe_train.checkpoint.best import Step
-from jpipe_train.checkpoint.export import Weights, check_steps, step_of
+from jpipe_train.checkpoint.export import check_steps, step_of
 from jpipe_train.config import config_file
 from jpipe_train.config.config import Config, OptimizerConfig, ResumeConfig
 from jpipe_train.config.data_config import SourceConfig
@@ -33,32 +32,10 @@ from jpipe_train.data.sources import OR_NULL
 from jpipe_train.launch.together import facts, joined
 from jpipe_train.report.metrics_log import RunStopped, mean_of, means_of
 from jpipe_train.run.ending import reason
+from jpipe_train.run.requests import EvaluateRequest
 from jpipe_train.run.starting import begin, read_checkpoint
 
 _MOST_PENDING = 2  # batches with results to be read later, so that devices always have work
-
-
-@dataclass(frozen=True)
-class Request:
-    """The arguments of `jpipe evaluate`.
-
-    Attributes:
-        run: the folder of the run.
-        data: the path of data other than the run's validation data.
-        step: the step of the checkpoint, or "best"; None for the newest complete one.
-        weights: the newest weights, or their moving average.
-        batches: the largest number of batches, of each source of the data; None for all, including an incomplete last one.
-        overrides: replacements of keys of the run's config.
-        allow_code: whether the config may name functions to import and call.
-    """
-
-    run: str
-    data: str | None = None
-    step: Step = None
-    weights: Weights = "newest"
-    batches: int | None = None
-    overrides: Sequence[str] = ()
-    allow_code: bool = False
 
 
 @dataclass(frozen=True)
@@ -82,7 +59,7 @@ class Result:
     metrics: dict[str, float]
 
 
-def main(request: Request, num_processes: int = 1, connect_limit: float = 300.0, wait_limit: float = 45.0) -> Result:
+def main(request: EvaluateRequest, num_processes: int = 1, connect_limit: float = 300.0, wait_limit: float = 45.0) -> Result:
     """Evaluate a checkpoint, and print the result.
 
     Args:
@@ -118,14 +95,14 @@ def main(request: Request, num_processes: int = 1, connect_limit: float = 300.0,
         pipe, batches, selection = together.run_on_all(lambda: _ready(config, request, reporter))
         together.agree(lambda: {"plan": pipe.plan.to_json(), "data": batches.digest()})
         interrupt.check()
-        resumed = together.run_on_all(lambda: resume.at(folder, step))
+        resumed, fresh = together.run_on_all(lambda: resume.at(folder, step)), config.resume.optimizer == "reset"
         try:
             with reporter.phase(f"compiling {count(pipe.plan.depth, 'stage')}, reading the checkpoint", compile_cache.CacheCount()):
                 with _other_shapes_named(config, request):
-                    layers, damaged = read_checkpoint(config, pipe, batches, together, resumed)
+                    layers, damaged = read_checkpoint(pipe, batches, together, resumed, fresh_optimizer=fresh)
                 if layers is None:
                     raise together.shared(InputError(damaged))
-                state = begin(config, pipe, batches, resumed, layers)
+                state = begin(config.seed, pipe, batches, resumed, layers, fresh_optimizer=fresh)
             means, labels = _evaluate(config, request, pipe, state, batches.validation, selection, reporter)
         except (jax.errors.JaxRuntimeError, OSError) as error:
             raise RunStopped(reason(error)) from error
@@ -136,13 +113,13 @@ def main(request: Request, num_processes: int = 1, connect_limit: float = 300.0,
         return result
 
 
-def _run_folder(request: Request) -> Path:
+def _run_folder(request: EvaluateRequest) -> Path:
     if request.batches is not None and request.batches < 1:
         raise InputError(f"--batches: expected 1 or more, found {request.batches}; leave it out for all")
     return resolved(request.run, "evaluate")
 
 
-def _config(folder: Path, request: Request) -> Config:
+def _config(folder: Path, request: EvaluateRequest) -> Config:
     """Return the run's config with the plan of plan.json, unless overridden, and without the parts that an evaluation does not need."""
     sections: dict[str, dict[str, Any]] = {"warm_start": {}}
     if not any(override.startswith(("plan.", "plan=")) for override in request.overrides):
@@ -158,13 +135,13 @@ def _config(folder: Path, request: Request) -> Config:
     return config.model_copy(update={"optimizer": OptimizerConfig(name="sgd"), "resume": ResumeConfig(optimizer="reset")})
 
 
-def _check_by_reading(config: Config, request: Request) -> None:
+def _check_by_reading(config: Config, request: EvaluateRequest) -> None:
     with _option_named(request):
         check_by_reading(config, request.data)
 
 
 @contextmanager
-def _option_named(request: Request) -> Iterator[None]:
+def _option_named(request: EvaluateRequest) -> Iterator[None]:
     """Name `--data` in errors about the path of data other than the run's own."""
     try:
         yield
@@ -175,14 +152,14 @@ def _option_named(request: Request) -> Iterator[None]:
         raise InputError(*lines) from None
 
 
-def _ready(config: Config, request: Request, reporter: Reporter) -> tuple[jpipe.Pipeline, data.Data, "_Selection"]:
+def _ready(config: Config, request: EvaluateRequest, reporter: Reporter) -> tuple[jpipe.Pipeline, data.Data, "_Selection"]:
     """Return the result of `_built`, with errors that name other shapes."""
     with _other_shapes_named(config, request):
         return _built(config, request, reporter)
 
 
 @contextmanager
-def _other_shapes_named(config: Config, request: Request) -> Iterator[None]:
+def _other_shapes_named(config: Config, request: EvaluateRequest) -> Iterator[None]:
     """Replace an error if the arrays at another path than the run's have other shapes: name those shapes."""
     try:
         yield
@@ -215,7 +192,7 @@ def _check_shapes(config: Config, path: str) -> None:
             )
 
 
-def _built(config: Config, request: Request, reporter: Reporter) -> tuple[jpipe.Pipeline, data.Data, "_Selection"]:
+def _built(config: Config, request: EvaluateRequest, reporter: Reporter) -> tuple[jpipe.Pipeline, data.Data, "_Selection"]:
     """Build the pipeline and its data, with all rows to evaluate as `validation` and one batch to compile for as `train`."""
 
     def load(config: Config) -> data.Data:
@@ -253,7 +230,7 @@ class _Selection:
     sources: Sequence[SourceConfig] = ()
 
 
-def _select_batches(config: Config, request: Request, batches: data.Batches) -> _Selection:
+def _select_batches(config: Config, request: EvaluateRequest, batches: data.Batches) -> _Selection:
     """Select the first `request.batches` whole batches; if there are no more, also the remaining rows."""
     rows = [config.train.batch_size] * len(batches)
     copies = [1] * len(batches)
@@ -279,7 +256,7 @@ def _of_sources(sources: Sequence[SourceConfig], batches: Joined, selections: Se
 
 def _evaluate(
     config: Config,
-    request: Request,
+    request: EvaluateRequest,
     pipe: jpipe.Pipeline,
     state: jpipe.State,
     batches: data.Batches,
@@ -308,7 +285,7 @@ def _evaluate(
     return mean_of(results, selection.sources), sum(batch["val_loss"][1] for batch in results)
 
 
-def _print(config: Config, request: Request, result: Result, source: str, reporter: Reporter, over: str) -> None:
+def _print(config: Config, request: EvaluateRequest, result: Result, source: str, reporter: Reporter, over: str) -> None:
     """Print the result as a line and a small table."""
     of_all = "" if result.rows == result.total else f" of {result.total:,}"
     amount = f"{result.rows:,}{of_all} row{'' if result.total == 1 else 's'}"

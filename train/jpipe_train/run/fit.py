@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from numbers import Real
 from pathlib import Path
 from typing import Any, SupportsFloat, SupportsIndex, get_args
@@ -15,11 +15,23 @@ import jpipe
 from jpipe import InputError
 from jpipe.errors import explain, nearest, short
 from jpipe_train.assemble.metrics import metrics as built_in_metrics
+from jpipe_train.assemble.metrics import results_of
 from jpipe_train.checkpoint.resume import Resume, Resumed
 from jpipe_train.checkpoint.resume import find as find_resumed
-from jpipe_train.config.config import CheckpointConfig, Config, EvalConfig
-from jpipe_train.config.config_file import to_yaml
+from jpipe_train.config.config import (
+    CheckpointConfig,
+    Config,
+    EvalConfig,
+    LogNames,
+    OptimizerConfig,
+    PrecisionConfig,
+    RunConfig,
+    Seed,
+    TrainConfig,
+)
 from jpipe_train.config.functions.entry_point import name_in_python
+from jpipe_train.config.run_settings import RunSettings
+from jpipe_train.config.section import Section
 from jpipe_train.config.train_config import MOST_EPOCHS
 from jpipe_train.console import interrupt
 from jpipe_train.console.progress import Reporter
@@ -29,7 +41,7 @@ from jpipe_train.report import logs
 from jpipe_train.report.summary import Summary
 from jpipe_train.run import fit_data, stopping
 from jpipe_train.run.callbacks import Callbacks
-from jpipe_train.run.loop import FromPython, already_complete, start
+from jpipe_train.run.loop import RunParts, already_complete, start
 from jpipe_train.run.starting import begin, read_checkpoint
 
 _CONNECT_LIMIT, _WAIT_LIMIT = 300.0, 45.0  # seconds, the defaults of `jpipe train`
@@ -111,13 +123,32 @@ def fit(
         KeyboardInterrupt: Ctrl-C, in a run without checkpoints; the state is lost.
     """
     folder = _folder(run_dir, checkpoint, resume)
-    length = _length(steps, epochs)
-    program = FromPython(None, state, {name: m for name, m in (metrics or {}).items() if not isinstance(m, str)}, Callbacks(callbacks))
+    length, called = _length(steps, epochs), Callbacks(callbacks)
     with interrupt.watched(), joined(jax.process_count(), _CONNECT_LIMIT, _WAIT_LIMIT) as together:
         batches, rows = together.run_on_all(lambda: fit_data.load(data, eval_data, batch_size, pipe.plan.microbatches, seed, **length))
         train = {**length, "batch_size": rows, "log_every": log_every, "eval_every": eval_every}
-        config = together.run_on_all(lambda: _config(pipe, train, batches, metrics or {}, seed, folder, checkpoint, log))
-        return _run(pipe, config, batches, program, resume, together, progress)
+        train |= {"eval_batches": max(len(batches.validation), 1), **({} if folder else {"trace_batches": 0})}
+        saves = dict(checkpoint) if isinstance(checkpoint, Mapping) else {"every": checkpoint}
+        written = {"log": [*log], "checkpoint": saves} if folder else {"log": [], "checkpoint": {"every": None}}
+        arguments = {"seed": seed, "train": train, "run": {"dir": folder}, **written}
+        settings = together.run_on_all(lambda: _settings(pipe, arguments, metrics or {}))
+        return _run(pipe, settings, batches, state, called, resume, together, progress)
+
+
+class _Arguments(Section):
+    """The arguments that are keys of a config, too."""
+
+    seed: Seed
+    log: LogNames
+    run: RunConfig
+    train: TrainConfig
+    eval: EvalConfig
+    checkpoint: CheckpointConfig
+
+    @pydantic.model_validator(mode="after")
+    def _metrics_have_their_classes(self) -> "_Arguments":
+        self.eval.check_classes(None)
+        return self
 
 
 def _folder(run_dir: str | os.PathLike[str] | None, checkpoint: SupportsIndex | Mapping[str, Any] | None, resume: Resume) -> str | None:
@@ -152,94 +183,107 @@ def _length(steps: SupportsIndex | None, epochs: Any) -> dict[str, Any]:
     return {"epochs": float(epochs)}
 
 
-def _config(
-    pipe: jpipe.Pipeline,
-    train: Mapping[str, Any],
-    batches: Data,
-    metrics: Mapping[str, Any],
-    seed: SupportsIndex,
-    folder: str | None,
-    checkpoint: SupportsIndex | Mapping[str, Any] | None,
-    log: Sequence[str],
-) -> Config:
-    """Return the config of a run; the parts that are objects of the program have names that say so.
+def _settings(pipe: jpipe.Pipeline, arguments: Mapping[str, Any], metrics: Mapping[str, Any]) -> RunSettings:
+    """Return the settings of a run.
+
+    Args:
+        pipe: the pipeline.
+        arguments: the fields of `_Arguments`, except the metrics.
+        metrics: the functions of an evaluation, or their names, by name.
 
     Raises:
         InputError: a value does not fit.
     """
+    named = {name: metric if isinstance(metric, str) else name_in_python("metric") for name, metric in metrics.items()}
+    try:
+        checked = _Arguments.model_validate({**arguments, "eval": {"metrics": named}})
+    except pydantic.ValidationError as error:
+        raise explain(error, _Arguments, "fit") from None
+    built_in = EvalConfig(metrics={name: metric for name, metric in metrics.items() if isinstance(metric, str)})
+    functions = {name: metric for name, metric in metrics.items() if not isinstance(metric, str)}
+    return RunSettings(
+        record=_record(pipe, checked),
+        seed=checked.seed,
+        train=checked.train,
+        checkpoint=checked.checkpoint,
+        log=checked.log,
+        metrics=lambda: built_in_metrics(built_in) | functions,
+        results=results_of(checked.eval.metrics, has_average=pipe.ema_decay is not None),
+        items=(checked.train.batch_size, "samples"),
+        in_python=True,
+    )
+
+
+def _record(pipe: jpipe.Pipeline, arguments: _Arguments) -> dict[str, Any]:
+    """Return what `config.yaml` says of a run; the parts that are objects of the program have names that say so."""
     scale = pipe.precision.fixed_scale if pipe.precision.dynamic_scale is None else "dynamic"
     dtypes = {name: getattr(pipe.precision, name) for name in ("params", "compute", "accumulate")}
     norms = {name: getattr(pipe, name) for name in ("clip_global_norm", "clip_stage_norm", "skip_nonfinite", "ema_decay")}
-    named = {name: metric if isinstance(metric, str) else name_in_python("metric") for name, metric in metrics.items()}
-    of_checkpoint = dict(checkpoint) if isinstance(checkpoint, Mapping) else {"every": checkpoint}
-    sections = {
-        **{name: {"target": name_in_python(name)} for name in ("model", "data", "loss")},
-        "train": {**train, "eval_batches": max(len(batches.validation), 1), **({} if folder else {"trace_batches": 0})},
-        "eval": {"metrics": named},
-        "optimizer": {"name": name_in_python("optimizer"), "delay_correction": pipe.delay_factor, **norms},
-        "precision": {**dtypes, "loss_scale": scale},
-        "plan": {"file": "plan.json"},  # in the run folder
-        "run": {"dir": folder},
-        "checkpoint": of_checkpoint if folder else {"every": None},
-    }
-    try:
-        config = Config.model_validate({"seed": seed, "compile_cache": None, "log": [*log] if folder else [], **sections})
-    except pydantic.ValidationError as error:
-        raise explain(error, Config, "fit") from None
-    built_in = {name: metric for name, metric in metrics.items() if isinstance(metric, str)}
-    return config.model_copy(update={"eval": EvalConfig(metrics=built_in)})
+    optimizer = OptimizerConfig(name=name_in_python("optimizer"), delay_correction=pipe.delay_factor, **norms)
+    parts = {name: {"target": name_in_python(name), "arguments": {}} for name in ("model", "data", "loss")}
+    precision = PrecisionConfig(**dtypes, loss_scale=scale)
+    sections = {"optimizer": optimizer.model_dump(), "precision": precision.model_dump(), "plan": {"file": "plan.json"}}
+    return Config().model_dump() | arguments.model_dump() | parts | sections | {"compile_cache": None}
 
 
 def _run(
-    pipe: jpipe.Pipeline, config: Config, batches: Data, program: FromPython, resume: Resume, together: Together, progress: bool
+    pipe: jpipe.Pipeline,
+    settings: RunSettings,
+    batches: Data,
+    state: jpipe.State | None,
+    callbacks: Callbacks,
+    resume: Resume,
+    together: Together,
+    progress: bool,
 ) -> FitResult:
     """Check the arguments against each other and between processes, train, and return the result."""
-    together.run_on_all(lambda: logs.check(config) if together.is_first else None)
-    facts = {"resume": str(resume), "callbacks": "some" if program.callbacks else "none"}
-    together.agree(lambda: {"arguments of fit": to_yaml(config), **facts, **code_facts()})
-    rows, epochs = config.train.batch_size, config.train.epochs
-    reporter = Reporter(batches.steps or config.train.length, rows, "samples", _console(progress and together.is_first))
-    resumed = find_resumed(config, resume, together, reporter.say)
-    steps = together.run_on_all(lambda: fit_data.continued(batches, resumed, rows, epochs)).steps or config.train.length
+    together.run_on_all(lambda: logs.check(settings.log) if together.is_first else None)
+    facts = {"resume": str(resume), "callbacks": "some" if callbacks else "none"}
+    together.agree(lambda: {"arguments of fit": settings.yaml, **facts, **code_facts()})
+    rows, epochs = settings.train.batch_size, settings.train.epochs
+    reporter = Reporter(batches.steps or settings.train.length, *settings.items, _console(progress and together.is_first))
+    resumed = find_resumed(settings.folder, resume, together, reporter.say)
+    steps = together.run_on_all(lambda: fit_data.continued(batches, resumed, rows, epochs)).steps or settings.train.length
 
     def build(resumed: Resumed | None) -> tuple[jpipe.Pipeline, Data]:
-        continued = together.run_on_all(lambda: _checked(pipe, config, fit_data.continued(batches, resumed, rows, epochs), program))
+        continued = together.run_on_all(lambda: _checked(pipe, settings, fit_data.continued(batches, resumed, rows, epochs)))
         together.agree(lambda: {"plan": pipe.plan.to_json(), "data": continued.digest()})
         return pipe, continued
 
     if resumed is not None:
-        if program.state is not None:
+        if state is not None:
             reporter.say("state is ignored: it is for new runs, and this one resumes")
         if resumed.step >= steps:
-            config = config.model_copy(update={"train": config.train.model_copy(update={"steps": steps})})
-            return _completed(config, build(resumed), together, resumed, reporter)
-    elif program.state is not None and program.state.batch >= steps:
-        raise InputError(f"fit: steps: expected more than the {program.state.batch} batches before state, found {steps}; raise it")
-    summary = start(config, together, resumed, resume, reporter, program=replace(program, build=build))
+            return _completed(settings.with_steps(steps), build(resumed), together, resumed, reporter)
+    elif state is not None and state.batch >= steps:
+        raise InputError(f"fit: steps: expected more than the {state.batch} batches before state, found {steps}; raise it")
+    summary = start(settings, RunParts(build, state=state, callbacks=callbacks), together, resumed, resume, reporter)
     assert summary.state is not None
     return FitResult(summary.state, summary, summary.folder)
 
 
-def _checked(pipe: jpipe.Pipeline, config: Config, batches: Data, program: FromPython) -> Data:
+def _checked(pipe: jpipe.Pipeline, settings: RunSettings, batches: Data) -> Data:
     """Check that the pipeline can train on the data, and that evaluations have the result that orders the checkpoints."""
-    if config.checkpoint.best is not None and not len(batches.validation):
+    if settings.checkpoint.best is not None and not len(batches.validation):
         raise InputError(
             "fit: checkpoint.best would mean nothing without eval_data, on which checkpoints are judged; give it, or leave out best"
         )
-    stopping.check(config, program.metrics)
-    metrics = {**built_in_metrics(config.eval, config.model), **program.metrics}
+    stopping.check(settings)
+    metrics = settings.metrics()
     pipe.check(batches.like, metrics if metrics or len(batches.validation) else None)
     return batches
 
 
-def _completed(config: Config, built: tuple[jpipe.Pipeline, Data], together: Together, resumed: Resumed, reporter: Reporter) -> FitResult:
+def _completed(
+    settings: RunSettings, built: tuple[jpipe.Pipeline, Data], together: Together, resumed: Resumed, reporter: Reporter
+) -> FitResult:
     """Return the result of a run without remaining steps, from its checkpoint."""
     pipe, batches = built
-    layers, damage = read_checkpoint(config, pipe, batches, together, resumed)
+    layers, damage = read_checkpoint(pipe, batches, together, resumed, fresh_optimizer=False)
     if layers is None:
         raise together.shared(InputError(damage))
-    state = begin(config, pipe, batches, resumed, layers)
-    return FitResult(state, already_complete(resumed, config, reporter, together), resumed.folder if together.is_first else None)
+    state = begin(settings.seed, pipe, batches, resumed, layers)
+    return FitResult(state, already_complete(resumed, settings, reporter, together), resumed.folder if together.is_first else None)
 
 
 def _console(shows: bool) -> Console:

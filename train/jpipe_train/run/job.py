@@ -1,20 +1,19 @@
 """One process of a job, from its command line to its exit code."""
 
+import json
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable
 
 from jpipe import InputError, PeerLost, keep_freed_memory
 from jpipe_lm.generate import command
 from jpipe_lm.generate import generate as generating
 from jpipe_train.checkpoint import run_folder
-from jpipe_train.checkpoint.best import Step
-from jpipe_train.checkpoint.resume import Resume
 from jpipe_train.config import config_file
 from jpipe_train.console import interrupt
 from jpipe_train.console.exit_codes import failed
+from jpipe_train.console.options import Process
 from jpipe_train.console.terminal import fail, printable
 from jpipe_train.doctor.doctor import Request as Examination
 from jpipe_train.doctor.doctor import main as examine
@@ -22,118 +21,92 @@ from jpipe_train.launch import distributed, together
 from jpipe_train.report.metrics_log import RunStopped
 from jpipe_train.report.summary import Summary
 from jpipe_train.run import loop
-from jpipe_train.run.evaluate import Request, main
+from jpipe_train.run.evaluate import main
+from jpipe_train.run.requests import EvaluateRequest, TrainRequest
 
 
-class Address(NamedTuple):
-    """The place of a process in its job; None values are detected, or mean a single process.
-
-    Attributes:
-        coordinator: HOST:PORT of process 0.
-        num_processes: the number of processes.
-        process_id: the number of this process.
-        secret_file: the file with the secret by which the processes recognize each other.
-    """
-
-    coordinator: str | None
-    num_processes: int | None
-    process_id: int | None
-    secret_file: str | None
-
-
-def train(
-    config: str,
-    overrides: Sequence[str],
-    allow_code: bool,
-    resume: Resume,
-    address: Address,
-    connect_limit: float,
-    wait_limit: float,
-    from_checkpoint: Step = None,
-    elastic: int | None = None,
-) -> int:
-    """Train as the file `config` says, print a line if that fails, and return the exit code."""
+def train(request: TrainRequest, process: Process) -> int:
+    """Train as a config file says, print a line if that fails, and return the exit code."""
+    overrides = request.overrides if request.plan is None else (*request.overrides, f"plan.file={json.dumps(request.plan)}")
 
     def work(connect: Callable[[], int]) -> int:
-        settings = run_folder.of_same_job(config_file.load(config, overrides, allow_code=allow_code))
-        return _code_of(loop.main(settings, connect(), connect_limit, wait_limit, resume, from_checkpoint, elastic))
+        config = run_folder.of_same_job(config_file.load(request.config, overrides, allow_code=request.allow_code))
+        limits = process.connect_limit, process.wait_limit
+        return _code_of(loop.main(config, connect(), *limits, request.resume, request.from_checkpoint, request.elastic))
 
-    return _run(work, address, connect_limit, wait_limit)
+    return _run(work, process)
 
 
-def evaluate(request: Request, address: Address, connect_limit: float, wait_limit: float) -> int:
+def evaluate(request: EvaluateRequest, process: Process) -> int:
     """Evaluate a run, print a line if that fails, and return the exit code."""
 
     def work(connect: Callable[[], int]) -> int:
         try:
-            main(request, connect(), connect_limit, wait_limit)
+            main(request, connect(), process.connect_limit, process.wait_limit)
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt) or interrupt.pressed():
                 raise KeyboardInterrupt("interrupted") from None
             raise
         return 0
 
-    return _run(work, address, connect_limit, wait_limit)
+    return _run(work, process)
 
 
-def generate(request: generating.Request, address: Address, connect_limit: float, wait_limit: float) -> int:
+def generate(request: generating.Request, process: Process) -> int:
     """Generate text, print a line if that fails, and return the exit code."""
 
     def work(connect: Callable[[], int]) -> int:
-        return command.run(request, connect, connect_limit, wait_limit)
+        return command.run(request, connect, process.connect_limit, process.wait_limit)
 
-    return _run(work, address, connect_limit, wait_limit)
+    return _run(work, process)
 
 
-def plan(find: Callable[[Callable[[], int]], None], address: Address, connect_limit: float, wait_limit: float, *, alone: bool) -> int:
+def plan(find: Callable[[Callable[[], int]], None], process: Process, *, alone: bool) -> int:
     """Find a plan by `find`, print a line if that fails, and return the exit code.
 
     Args:
         find: the work; it gets what connects the processes.
-        address: the place of this process.
-        connect_limit: seconds to wait for the other processes at the start.
-        wait_limit: seconds without progress after which they give up.
+        process: the place of this process.
         alone: whether a single process plans, for machines that are not here.
     """
 
     def work(connect: Callable[[], int]) -> int:
-        given = {"--coordinator": address.coordinator, "--num-processes": address.num_processes, "--process-id": address.process_id}
+        given = {"--coordinator": process.coordinator, "--num-processes": process.num_processes, "--process-id": process.process_id}
         if alone and (name := next((name for name, value in given.items() if value is not None), None)):
             raise InputError(f"{name}: only with --topology local several processes plan; leave it out, and start one process")
         find(connect)
         return 0
 
-    return _run(work, address, connect_limit, wait_limit)
+    return _run(work, process)
 
 
-def doctor(request: Examination, address: Address, connect_limit: float, wait_limit: float) -> int:
+def doctor(request: Examination, process: Process) -> int:
     """Check the hosts of a job, print what to change, and return the exit code."""
 
     def work(connect: Callable[[], int]) -> int:
-        member = distributed.membership(address.coordinator, address.num_processes, address.process_id, connect_limit)
-        return examine(request, member, connect, connect_limit, wait_limit)
+        member = distributed.membership(process.coordinator, process.num_processes, process.process_id, process.connect_limit)
+        return examine(request, member, connect, process.connect_limit, process.wait_limit)
 
-    return _run(work, address, connect_limit, wait_limit)
+    return _run(work, process)
 
 
-def _run(work: Callable[[Callable[[], int]], int], address: Address, connect_limit: float, wait_limit: float) -> int:
+def _run(work: Callable[[Callable[[], int]], int], process: Process) -> int:
     """Run `work`, print a line if it fails, and return the exit code.
 
     In a job of one process, an exception that is not jpipe's own propagates to `jpipe_train.cli`.
 
     Args:
         work: the job; it calls its argument to connect the processes, which returns their number.
-        address: the place of this process.
-        connect_limit: seconds to wait for the other processes at the start.
-        wait_limit: seconds without progress after which the run fails.
+        process: the place of this process.
     """
     keep_freed_memory()
     code, count, done = 0, 1, 0
 
     def connect() -> int:
         nonlocal count
-        distributed.check_limit("--wait-limit", wait_limit)
-        count = distributed.start(address.coordinator, address.num_processes, address.process_id, connect_limit, address.secret_file)
+        distributed.check_limit("--wait-limit", process.wait_limit)
+        place = process.coordinator, process.num_processes, process.process_id
+        count = distributed.start(*place, process.connect_limit, process.secret_file)
         return count
 
     try:

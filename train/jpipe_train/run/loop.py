@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ from jpipe_train.assemble import compile_cache, frozen, smaller_plan
 from jpipe_train.assemble.build import build, check, check_by_reading, param_specs, prepare_devices
 from jpipe_train.assemble.delay import correction_words, delay_words
 from jpipe_train.assemble.meshes import has_meshes, mesh_words
-from jpipe_train.assemble.metrics import metrics
 from jpipe_train.checkpoint.best import Step
 from jpipe_train.checkpoint.checkpoints import Checkpoints
 from jpipe_train.checkpoint.resume import VERSIONS, Resume, Resumed, may_resume, passed_over
@@ -23,7 +22,7 @@ from jpipe_train.checkpoint.resume import find as find_resumed
 from jpipe_train.checkpoint.resume import history as find_history
 from jpipe_train.checkpoint.run_folder import FolderChanged, RunFolder, check_folder, mark_missing_end
 from jpipe_train.config.config import AUTO, Config, TrainConfig
-from jpipe_train.config.config_file import to_yaml
+from jpipe_train.config.run_settings import RunSettings
 from jpipe_train.console import interrupt
 from jpipe_train.console.exit_codes import reported_by_system
 from jpipe_train.console.preemption import Preemption
@@ -44,6 +43,7 @@ from jpipe_train.report.summary import Summary, epochs_words, slow_of, stages_of
 from jpipe_train.run import stopping
 from jpipe_train.run.callbacks import Callbacks
 from jpipe_train.run.ending import conclude, left_words, nonfinite_data_named, reason
+from jpipe_train.run.settings import settings_of
 from jpipe_train.run.starting import (
     begin,
     check_shared,
@@ -89,79 +89,84 @@ def main(
         interrupt.check()
         options = {"--resume": resume, "--from-checkpoint": str(from_checkpoint), "--elastic": str(elastic)}
         config, remarks = agree_on_config(config, num_processes, elastic, options, together)
-        reporter = Reporter(config.train.length, *data.portion(config), None if together.is_first else Console(quiet=True))
+        settings = settings_of(config)
+        reporter = Reporter(config.train.length, *settings.items, None if together.is_first else Console(quiet=True))
         for line in remarks:
             reporter.say(line)
-        looks = may_resume(config, resume, together, from_checkpoint)
+        looks = may_resume(config.run.dir, resume, together, from_checkpoint)
         if not looks:  # Orbax, which reads them, needs devices, which all processes start together
-            together.run_on_all(lambda: check_early(config, together, None, resume))
+            together.run_on_all(lambda: check_early(config, settings, together, None, resume))
         together.start_devices(connect_limit)
-        resumed = find_resumed(config, resume, together, reporter.say, step=from_checkpoint)
-        if resumed is not None and is_complete(resumed, config):
-            return already_complete(resumed, config, reporter, together)
+        resumed = find_resumed(config.run.dir, resume, together, reporter.say, step=from_checkpoint)
+        if resumed is not None and is_complete(resumed, settings):
+            return already_complete(resumed, settings, reporter, together)
         if looks:
-            together.run_on_all(lambda: check_early(config, together, resumed, resume))
-        return start(config, together, resumed, resume, reporter, from_checkpoint)
+            together.run_on_all(lambda: check_early(config, settings, together, resumed, resume))
+        parts = RunParts(
+            lambda resumed: build_on_all(config, together, resumed, reporter),
+            lambda pipe, batches, resumed: initial_params(config, pipe, batches, together, resumed, reporter),
+        )
+        return start(settings, parts, together, resumed, resume, reporter, from_checkpoint)
 
 
 @dataclasses.dataclass(frozen=True)
-class FromPython:
-    """The objects that a run gets from a Python program in addition to its config.
+class RunParts:
+    """What the loop trains, from a config or from a Python program.
 
     Attributes:
-        build: returns the pipeline and its data, given the checkpoint that the run resumes from; None: they are built from the config.
+        build: returns the pipeline and its data, given the checkpoint that the run resumes from.
+        initial_params: returns the parameters that a new run begins with, given the pipeline, its data and the checkpoint; None for random
+            ones.
         state: the state that a new run begins with; None for the state from `Pipeline.init`.
-        metrics: further metrics of an evaluation, by name.
         callbacks: called in process 0 after steps, evaluations and checkpoints.
     """
 
-    build: Callable[[Resumed | None], tuple[jpipe.Pipeline, data.Data]] | None = None
+    build: Callable[[Resumed | None], tuple[jpipe.Pipeline, data.Data]]
+    initial_params: Callable[[jpipe.Pipeline, data.Data, Resumed | None], dict[str, Any] | None] = lambda *_: None
     state: jpipe.State | None = None
-    metrics: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     callbacks: Callbacks = dataclasses.field(default_factory=Callbacks)
 
 
 def start(
-    config: Config,
+    settings: RunSettings,
+    parts: RunParts,
     together: Together,
     resumed: Resumed | None,
     resume: Resume,
     reporter: Reporter,
     required_step: Step = None,
-    program: FromPython | None = None,
 ) -> Summary:
     """Build the pipeline, open the run folder, train and report.
 
     Args:
-        config: the config of the run.
+        settings: of the run.
+        parts: what is trained.
         together: the processes of the run.
         resumed: the checkpoint to resume from, if any.
         resume: as in `main`.
         reporter: prints the progress.
         required_step: the step of the only acceptable checkpoint; None or "best" if there are others.
-        program: what the run gets from a Python program; it writes nothing then unless the config names its folder.
 
     Raises:
         Exception: as `main`.
     """
-    program = program or FromPython()
-    pipe, batches, resumed, layers = prepare(config, together, resumed, resume, reporter, required_step, program)
+    pipe, batches, resumed, layers = prepare(settings, parts, together, resumed, resume, reporter, required_step)
     interrupt.check()
-    config = with_steps(config, batches, reporter, together)
+    settings = with_steps(settings, batches, reporter, together)
     if resumed is not None:
-        resumed = resumed.with_data_of(config)
-        if is_complete(resumed, config):
-            return already_complete(resumed, config, reporter, together)
-        report_resumed(resumed, config, pipe.plan, batches, reporter)
-    initial = initial_params(config, pipe, batches, together, resumed, reporter) or layers
-    writes = together.is_first and (program.build is None or config.run.dir is not None)
-    folder = together.run_on_all(lambda: make_folder(config, pipe.plan, resume, resumed, reporter) if writes else None)
+        resumed = resumed.with_data_of(settings.record)
+        if is_complete(resumed, settings):
+            return already_complete(resumed, settings, reporter, together)
+        report_resumed(resumed, settings.record, pipe.plan, batches, reporter)
+    initial = parts.initial_params(pipe, batches, resumed) or layers
+    writes = together.is_first and (not settings.in_python or settings.folder is not None)
+    folder = together.run_on_all(lambda: make_folder(settings, pipe.plan, resume, resumed, reporter) if writes else None)
     try:
         with folder or contextlib.nullcontext():
-            return run(config, pipe, batches, folder, reporter, together, resumed, initial, program)
+            return run(settings, parts, pipe, batches, folder, reporter, together, resumed, initial)
     except BaseException as error:
         in_place = None if isinstance(error, FolderChanged) else folder
-        logged = "" if in_place is None else left_words(in_place, config, in_python=program.build is not None)
+        logged = "" if in_place is None else left_words(in_place, settings)
         if isinstance(error, KeyboardInterrupt) or interrupt.pressed():
             raise KeyboardInterrupt(f"interrupted{logged}") from None
         if isinstance(error, (jpipe.PeerLost, NonFiniteLoss)):
@@ -187,18 +192,18 @@ def agree_on_config(
     config, remark = together.run_on_all(lambda: smaller_plan.for_processes(config, num_processes, elastic))
     together.agree(lambda: facts(config) | options)
     together.run_on_all(lambda: prepare_devices(config.plan, num_processes))
-    together.run_on_all(lambda: logs.check(config) if together.is_first else None)
+    together.run_on_all(lambda: logs.check(config.log) if together.is_first else None)
     cache_problem = together.run_on_all(lambda: compile_cache.use(config.compile_cache))
     return config, [line for line in (cache_problem, remark) if line]
 
 
-def check_early(config: Config, together: Together, resumed: Resumed | None, resume: Resume) -> None:
+def check_early(config: Config, settings: RunSettings, together: Together, resumed: Resumed | None, resume: Resume) -> None:
     """Check what needs neither devices nor data, so that a mistake is reported in seconds.
 
     Raises:
         jpipe.InputError: something in the config, or the run folder, does not fit.
     """
-    stopping.check(config)
+    stopping.check(settings)
     check_by_reading(config)
     if config.plan.file == AUTO:
         Request().with_asked(config.plan)
@@ -208,28 +213,28 @@ def check_early(config: Config, together: Together, resumed: Resumed | None, res
 
             warm_start.check_files(config.warm_start, config.model.head)
         if together.is_first:
-            check_folder(config, anew=resume == "auto")
+            check_folder(settings, anew=resume == "auto")
 
 
 def prepare(
-    config: Config,
+    settings: RunSettings,
+    parts: RunParts,
     together: Together,
     resumed: Resumed | None,
     resume: Resume,
     reporter: Reporter,
     required_step: Step,
-    program: FromPython,
 ) -> tuple[jpipe.Pipeline, data.Data, Resumed | None, dict[str, Any] | None]:
     """Build the pipeline and read the checkpoint to resume from, falling back to earlier checkpoints if one is damaged.
 
     Args:
-        config: the config of the run.
+        settings: of the run.
+        parts: build the pipeline and its data.
         together: the processes of the run, which all use the same checkpoint.
         resumed: the first checkpoint to try.
         resume: as in `main`.
         reporter: prints a line for each damaged checkpoint.
         required_step: the step of the only acceptable checkpoint; None or "best" if there are others.
-        program: builds them in place of the config, if it can.
 
     Returns:
         The pipeline, its data, the checkpoint and its layers; None for the last two if the run does not resume.
@@ -238,16 +243,16 @@ def prepare(
         jpipe.InputError: something does not fit, or no checkpoint can be read.
     """
     while True:
-        pipe, batches = program.build(resumed) if program.build is not None else build_on_all(config, together, resumed, reporter)
+        pipe, batches = parts.build(resumed)
         if resumed is None:
             return pipe, batches, None, None
-        layers, damage = read_checkpoint(config, pipe, batches, together, resumed)
+        layers, damage = read_checkpoint(pipe, batches, together, resumed, fresh_optimizer=settings.fresh_optimizer)
         if layers is not None:
             return pipe, batches, resumed, layers
         if resumed.step == required_step:
             raise together.shared(jpipe.InputError(damage))
         reporter.say(f"checkpoint: {passed_over(damage)}")
-        resumed = find_resumed(config, "must" if resume == "must" else "auto", together, reporter.say, before=resumed.step)
+        resumed = find_resumed(settings.folder, "must" if resume == "must" else "auto", together, reporter.say, before=resumed.step)
 
 
 def build_on_all(config: Config, together: Together, resumed: Resumed | None, reporter: Reporter) -> tuple[jpipe.Pipeline, data.Data]:
@@ -265,7 +270,6 @@ def build_and_check(
     config: Config, reporter: Reporter, plan: jpipe.Plan | None = None, resumed: Resumed | None = None
 ) -> tuple[jpipe.Pipeline, data.Data]:
     """Build the pipeline and its data, and check everything that needs no work of a device."""
-    stopping.check(config)
     position = None if resumed is None else resumed.position(config.train.batch_size)
     pipe, batches = build(config, reporter, plan, lambda config: data.load(config, position))
     batches = batches.with_some_validation(config.train.batch_size // pipe.plan.microbatches)
@@ -278,51 +282,53 @@ def build_and_check(
     return pipe, batches
 
 
-def with_steps(config: Config, batches: data.Data, reporter: Reporter, together: Together) -> Config:
-    """Return the config with its epochs, if it has any, converted to steps.
+def with_steps(settings: RunSettings, batches: data.Data, reporter: Reporter, together: Together) -> RunSettings:
+    """Return the settings with the run's epochs, if it has any, converted to steps.
 
     Raises:
         jpipe.InputError: there would be no update, or a step to be profiled comes after the last one.
     """
-    steps, epochs = batches.steps, config.train.epochs
+    steps, epochs = batches.steps, settings.train.epochs
     if epochs is None or steps is None:
-        return config
-    if config.optimizer.accumulate_batches > steps:
+        return settings
+    if settings.accumulate_batches > steps:
         raise together.shared(
             jpipe.InputError(
-                f"optimizer.accumulate_batches {config.optimizer.accumulate_batches} is more than the {count(steps, 'step')} of "
+                f"optimizer.accumulate_batches {settings.accumulate_batches} is more than the {count(steps, 'step')} of "
                 f"train.epochs {epochs:g}, so that there would be no update; change one of them"
             )
         )
-    train = config.train.model_copy(update={"steps": steps})
-    if problem := train.profile_problem():
+    settings = settings.with_steps(steps)
+    if problem := settings.train.profile_problem():
         raise together.shared(jpipe.InputError(f"train.{problem}"))
     reporter.plan_steps(steps)
-    return config.model_copy(update={"train": train})
+    return settings
 
 
-def is_complete(resumed: Resumed, config: Config) -> bool:
+def is_complete(resumed: Resumed, settings: RunSettings) -> bool:
     """Return whether nothing is left to train: all steps are done (if their number is known), or the run has stopped early."""
-    return resumed.step >= config.train.length or bool(stopping.stopped_words(config, resumed))
+    return resumed.step >= settings.train.length or bool(stopping.stopped_words(settings.train.stop, resumed))
 
 
-def already_complete(resumed: Resumed, config: Config, reporter: Reporter, together: Together) -> Summary:
+def already_complete(resumed: Resumed, settings: RunSettings, reporter: Reporter, together: Together) -> Summary:
     """Report that the run is complete, and mark its end, so that a job succeeds that died while reporting and was restarted."""
-    where, why = f"the run in '{shown(resumed.folder)}'", stopping.stopped_words(config, resumed)
-    state, change = f"has done {count(resumed.step, 'step')} of {config.train.steps}", "train.steps"
-    if resumed.step < config.train.length:
+    train = settings.train
+    where, why = f"the run in '{shown(resumed.folder)}'", stopping.stopped_words(train.stop, resumed)
+    state, change = f"has done {count(resumed.step, 'step')} of {train.steps}", "train.steps"
+    if resumed.step < train.length:
         state, change = f"stopped early at step {resumed.step}: {why}", "train.stop.patience (or leave out train.stop)"
-    elif config.train.epochs is not None:
+    elif train.epochs is not None:
         change = "train.epochs"
     if together.is_first:
-        early = f"at step {resumed.step}: {why}" if resumed.step < config.train.length else None
-        mark_missing_end(config, resumed.folder, resumed.step, early)
+        early = f"at step {resumed.step}: {why}" if resumed.step < train.length else None
+        mark_missing_end(settings, resumed.folder, resumed.step, early)
     reporter.say(f"nothing is left to train: {where} {state}; raise {change} to continue, or choose another run.dir")
     return Summary(resumed.step, resumed.facts.val_loss_before, None, reporter.seconds, None, None, None)
 
 
 def run(
-    config: Config,
+    settings: RunSettings,
+    parts: RunParts,
     pipe: jpipe.Pipeline,
     batches: data.Data,
     folder: RunFolder | None,
@@ -330,32 +336,31 @@ def run(
     together: Together,
     resumed: Resumed | None,
     initial: dict[str, Any] | None,
-    program: FromPython,
 ) -> Summary:
     """Compile, train and report; only process 0 has a folder to write into, and calls callbacks."""
-    callbacks = program.callbacks if together.is_first else Callbacks()
-    with contextlib.nullcontext() if folder is None else logs.Logs(config, folder.path, reporter.say) as row_logs:
+    callbacks = parts.callbacks if together.is_first else Callbacks()
+    with contextlib.nullcontext() if folder is None else logs.Logs(settings, folder.path, reporter.say) as row_logs:
         interrupt.check()
         path = Path(together.from_first("the run folder", lambda: "" if folder is None else str(folder.path)))
-        together.run_on_all(lambda: check_shared(config, path, together))
-        announce(pipe, batches.source, config, folder, reporter, several=together.processes is not None)
+        together.run_on_all(lambda: check_shared(settings, path, together))
+        announce(pipe, batches.source, settings, folder, reporter, several=together.processes is not None)
         with reporter.phase(f"compiling {count(pipe.plan.depth, 'stage')}", compile_cache.CacheCount()):
-            state = begin(config, pipe, batches, resumed, initial, program.state)
+            state = begin(settings.seed, pipe, batches, resumed, initial, parts.state, fresh_optimizer=settings.fresh_optimizer)
             (initial or {}).clear()  # free the arrays, even if a caller still has the dict
             sizes, temporary = _sizes(pipe, batches, alone=together.processes is None, writes=folder is not None)
             stages = [] if folder is None else stages_of(pipe, batches.like)
         report_transfers(pipe, reporter)
-        earlier = continue_on_all(config, folder, resumed, together, reporter.say)
-        train = config.train
+        earlier = continue_on_all(settings, folder, resumed, together, reporter.say)
+        train = settings.train
         measure = Measure(pipe, sizes, train.length, train.eval_every, train.trace_batches, together.processes, state.batch)
-        history = find_history(config, pipe.plan, resumed, lambda: reporter.seconds, earlier)
+        history = find_history(settings, pipe.plan, resumed, lambda: reporter.seconds, earlier)
         utilization = None if folder is None else utilization_of(pipe, batches)
-        log = MetricsLog(config, folder, row_logs, reporter, measure, together, history, pipe.plan, utilization, callbacks.finished)
-        checkpoints = make_checkpoints(config, pipe, path, folder, resumed, reporter, together)
-        stops = stopping.Stopping(config, resumed)
+        log = MetricsLog(settings, folder, row_logs, reporter, measure, together, history, pipe, utilization, callbacks.finished)
+        checkpoints = make_checkpoints(settings, pipe, path, folder, resumed, reporter, together)
+        stops = stopping.Stopping(settings, resumed)
         watch = make_watch(train, pipe, batches, measure, reporter if together.is_first else None, state.batch)
-        preemption = make_preemption(config, together, callbacks if program.callbacks else None, watch)
-        held_out, chosen = batches.held_out(train.eval_batches), metrics(config.eval, config.model) | dict(program.metrics)
+        preemption = make_preemption(settings, together, callbacks if parts.callbacks else None, watch)
+        held_out, chosen = batches.held_out(train.eval_batches), settings.metrics()
         profiler = Profiler(train.profile, path, together.index, reporter.say)
         when = preemption, history, stops, profiler, watch, callbacks
         training = Training(train, pipe, batches.train, held_out, chosen, log, measure, checkpoints, *when)
@@ -375,19 +380,19 @@ def run(
                 checkpoints.close()
                 measure.close()
                 profiler.close()
-                remarks = {} if folder is None else stopping.remarks(config, path, stops, log.last_step + 1) | watch.remarks
+                remarks = {} if folder is None else stopping.remarks(settings, path, stops, log.last_step + 1) | watch.remarks
                 if folder is not None and (completed or preemption.signal is None):  # after a signal time is short
-                    parts = history.parts(log.last_step + 1)
-                    write_report(config, pipe, folder, measure, reporter, batches, stages, parts, temporary, remarks)
+                    done = history.parts(log.last_step + 1)
+                    write_report(settings, pipe, folder, measure, reporter, batches, stages, done, temporary, remarks)
     summary = dataclasses.replace(summary, temporary=temporary, slow=slow_of(pipe, summary.measured), remarks=remarks)
-    return conclude(summary, config, pipe.plan, sizes, folder, reporter, in_python=program.build is not None)
+    return conclude(summary, settings, pipe.plan, sizes, folder, reporter)
 
 
-def make_preemption(config: Config, together: Together, callbacks: Callbacks | None, watch: Watch) -> Preemption:
+def make_preemption(settings: RunSettings, together: Together, callbacks: Callbacks | None, watch: Watch) -> Preemption:
     """Return the object that decides before each step whether the run ends, at a signal or a callback's request, or is traced."""
     stops = None if callbacks is None else (lambda: callbacks.stop)
     traces = watch.wants_trace if watch.can_trace else None
-    return Preemption(together.processes, saves=config.checkpoint.every is not None, stops=stops, traces=traces)
+    return Preemption(together.processes, saves=settings.checkpoint.every is not None, stops=stops, traces=traces)
 
 
 def make_watch(
@@ -400,7 +405,7 @@ def make_watch(
 
 
 def make_checkpoints(
-    config: Config,
+    settings: RunSettings,
     pipe: jpipe.Pipeline,
     path: Path,
     folder: RunFolder | None,
@@ -410,10 +415,10 @@ def make_checkpoints(
 ) -> Checkpoints:
     """Return the writer of checkpoints into the folder `path`; only process 0 has the folder as `folder`."""
     rows = (lambda: b"") if folder is None else folder.logged
-    best = stopping.find_best(config, path, resumed, together)
-    also_at = None if best is None and config.train.stop is None else config.train.eval_every
-    facts = facts_of_run(config, pipe)
-    return Checkpoints(config.checkpoint, pipe, path, config.train.length, together, facts, rows, reporter.say, best, also_at)
+    train, best = settings.train, stopping.find_best(settings, path, resumed, together)
+    also_at = None if best is None and train.stop is None else train.eval_every
+    facts = facts_of_run(settings, pipe)
+    return Checkpoints(settings.checkpoint, pipe, path, train.length, together, facts, rows, reporter.say, best, also_at)
 
 
 def utilization_of(pipe: jpipe.Pipeline, batches: data.Data) -> mfu.Utilization | None:
@@ -431,15 +436,17 @@ def _sizes(pipe: jpipe.Pipeline, batches: data.Data, *, alone: bool, writes: boo
     return sizes, comparison.temporary_bytes(pipe.plan, sizes, range(pipe.plan.depth) if compares or alone else local_stages(pipe))
 
 
-def announce(pipe: jpipe.Pipeline, source: str, config: Config, folder: RunFolder | None, reporter: Reporter, *, several: bool) -> None:
+def announce(
+    pipe: jpipe.Pipeline, source: str, settings: RunSettings, folder: RunFolder | None, reporter: Reporter, *, several: bool
+) -> None:
     """Print the data, the plan and the placement of the workers."""
-    plan, steps, batches_per_update = pipe.plan, config.train.length, config.optimizer.accumulate_batches
+    plan, train = pipe.plan, settings.train
     meshes = f" on {mesh_words(plan)}" if has_meshes(plan) else ""
     reporter.say(
-        f"data: {source}; plan: {count(plan.depth, 'stage')}{meshes}, {plan.schedule}; {count(steps, 'step')}{epochs_words(config.train)}"
+        f"data: {source}; plan: {count(plan.depth, 'stage')}{meshes}, {plan.schedule}; {count(train.length, 'step')}{epochs_words(train)}"
         + (f"; run folder: {shown(folder.path)}" if folder is not None else "")
     )
-    if words := delay_words(plan, batches_per_update):
+    if words := delay_words(plan, settings.accumulate_batches):
         reporter.say(f"{words}; delay correction: {correction_words(pipe.delay_factor)}")
     if several or len(plan.workers) > plan.depth:
         for line in jpipe.runtime.placement_grid(plan, pipe.places).splitlines():
@@ -459,11 +466,11 @@ def local_stages(pipe: jpipe.Pipeline) -> set[int]:
     return {s for (s, _), device in zip(pipe.plan.workers, pipe.devices, strict=True) if device.process_index == index}
 
 
-def facts_of_run(config: Config, pipe: jpipe.Pipeline) -> dict[str, Any]:
+def facts_of_run(settings: RunSettings, pipe: jpipe.Pipeline) -> dict[str, Any]:
     """Return the facts about the run that each of its checkpoints records."""
     traced = pipe.stack.traced
     return ({} if traced is None else {"model": traced.places()}) | {
-        "config": to_yaml(config),
+        "config": settings.yaml,
         "plan": pipe.plan.to_json(),
         "devices": jax.device_count(),
         "versions": VERSIONS | numeric_settings(),

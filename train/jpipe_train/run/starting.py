@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from jpipe_train.checkpoint.history import LastStep
 from jpipe_train.checkpoint.resume import Resume, Resumed
 from jpipe_train.checkpoint.run_folder import RunFolder
 from jpipe_train.config.config import Config
+from jpipe_train.config.run_settings import RunSettings
 from jpipe_train.console import interrupt
 from jpipe_train.console.progress import Reporter
 from jpipe_train.data import data
@@ -23,9 +24,9 @@ from jpipe_train.launch.local import progress
 from jpipe_train.launch.together import Together
 
 
-def report_resumed(resumed: Resumed, config: Config, plan: jpipe.Plan, batches: data.Data, reporter: Reporter) -> None:
+def report_resumed(resumed: Resumed, record: Mapping[str, Any], plan: jpipe.Plan, batches: data.Data, reporter: Reporter) -> None:
     """Print where the run resumes, and what has changed since the checkpoint."""
-    changes = resumed.changes(config)
+    changes = resumed.changes(record)
     reporter.say(f"resumes at step {resumed.step}" + (f", with other values for {', '.join(changes)}" if changes else ""))
     if "data.sources" in changes:
         reporter.say("data.sources has changed: earlier validations do not count for train.stop and checkpoint.best")
@@ -57,33 +58,33 @@ def initial_params(
     return warm_start.load(config.warm_start, pipe, batches.like, together, reporter.say, config.tune, config.model.head)
 
 
-def make_folder(config: Config, plan: jpipe.Plan, resume: Resume, resumed: Resumed | None, reporter: Reporter) -> RunFolder:
+def make_folder(settings: RunSettings, plan: jpipe.Plan, resume: Resume, resumed: Resumed | None, reporter: Reporter) -> RunFolder:
     """Create the run folder (completely or, if Ctrl-C is pressed, not at all), or open a resumed run's; tell the launcher."""
 
     def prepare(path: Path) -> None:
         if resumed is None:
-            _start_checkpoints(config, path, None)
+            _start_checkpoints(settings, path, None)
         else:
             resumed.check_unchanged()
 
     with interrupt.delayed():
-        folder = RunFolder(config, plan, resumes=resumed is not None, anew=resume == "auto", prepare=prepare)
-    progress.begin(shown(folder.path), None if resumed is None else resumed.step, saves=config.checkpoint.every is not None)
+        folder = RunFolder(settings, plan, resumes=resumed is not None, anew=resume == "auto", prepare=prepare)
+    progress.begin(shown(folder.path), None if resumed is None else resumed.step, saves=settings.checkpoint.every is not None)
     if folder.begun_anew:
         reporter.say(f"the run in '{shown(folder.path)}' ended before its first checkpoint; it begins anew")
     return folder
 
 
 def continue_on_all(
-    config: Config, folder: RunFolder | None, resumed: Resumed | None, together: Together, say: Callable[[str], None]
+    settings: RunSettings, folder: RunFolder | None, resumed: Resumed | None, together: Together, say: Callable[[str], None]
 ) -> LastStep | None:
     """Prepare the folder of a resumed run in process 0, the only one that has it; return the result of `continue_folder`."""
     if resumed is None:
         return None
-    return together.run_on_all(lambda: None if folder is None else continue_folder(config, folder, resumed, say))
+    return together.run_on_all(lambda: None if folder is None else continue_folder(settings, folder, resumed, say))
 
 
-def continue_folder(config: Config, folder: RunFolder, resumed: Resumed, say: Callable[[str], None]) -> LastStep | None:
+def continue_folder(settings: RunSettings, folder: RunFolder, resumed: Resumed, say: Callable[[str], None]) -> LastStep | None:
     """Prepare the folder of a resumed run after reading the checkpoint: remove rows and checkpoints of later steps.
 
     Returns:
@@ -92,18 +93,18 @@ def continue_folder(config: Config, folder: RunFolder, resumed: Resumed, say: Ca
     with interrupt.delayed():
         rows = resumed.rows()
         last = folder.last_logged()
-        renamed = _start_checkpoints(config, folder.path, resumed.step)  # first, because an unfinished one may have filled the disk
+        renamed = _start_checkpoints(settings, folder.path, resumed.step)  # first, because an unfinished one may have filled the disk
         folder.go_on(rows)
     if renamed:
         say(f"checkpoints of later steps are kept as {', '.join(renamed)} in '{shown(folder.path / 'checkpoints')}'")
     return None if last is None else LastStep(*last)
 
 
-def check_shared(config: Config, folder: Path, together: Together, limit: float = 60.0) -> None:
+def check_shared(settings: RunSettings, folder: Path, together: Together, limit: float = 60.0) -> None:
     """Check that this process sees the run folder of process 0, because all processes write their checkpoints there.
 
     Args:
-        config: the config of the run.
+        settings: of the run.
         folder: the folder of the run.
         together: the processes of the run.
         limit: seconds to wait for it to appear, because a network file system may show new folders late.
@@ -113,7 +114,7 @@ def check_shared(config: Config, folder: Path, together: Together, limit: float 
     """
     checkpoints, end = folder / "checkpoints", time.monotonic() + limit
     with together.working("the run folder"):
-        while config.checkpoint.every is not None and not os.path.isdir(checkpoints):
+        while settings.checkpoint.every is not None and not os.path.isdir(checkpoints):
             if time.monotonic() > end:
                 raise jpipe.InputError(
                     f"run.dir: process {together.index} finds no '{checkpoints}', which process 0 has made; "
@@ -122,8 +123,8 @@ def check_shared(config: Config, folder: Path, together: Together, limit: float 
             time.sleep(0.1)
 
 
-def _start_checkpoints(config: Config, folder: Path, step: int | None) -> list[str]:
-    if config.checkpoint.every is None:
+def _start_checkpoints(settings: RunSettings, folder: Path, step: int | None) -> list[str]:
+    if settings.checkpoint.every is None:
         return []
     from jpipe.checkpoints import files as checkpoint_files
 
@@ -131,7 +132,7 @@ def _start_checkpoints(config: Config, folder: Path, step: int | None) -> list[s
 
 
 def read_checkpoint(
-    config: Config, pipe: jpipe.Pipeline, batches: data.Data, together: Together, resumed: Resumed
+    pipe: jpipe.Pipeline, batches: data.Data, together: Together, resumed: Resumed, *, fresh_optimizer: bool
 ) -> tuple[dict[str, Any] | None, str]:
     """Read the layers of this process's workers from the checkpoint.
 
@@ -143,22 +144,24 @@ def read_checkpoint(
     """
 
     def read() -> dict[str, Any]:
-        pipe.check_layers(batches.like, resumed.stand_ins(pipe), resumed.step, fresh_optimizer=config.resume.optimizer == "reset")
+        pipe.check_layers(batches.like, resumed.stand_ins(pipe), resumed.step, fresh_optimizer=fresh_optimizer)
         return resumed.layers(pipe)  # with the model's shapes, even in a stranger's file
 
     from jpipe.checkpoints.records import Damaged
 
-    resumed.check_precision(config)
+    resumed.check_precision(pipe.precision.params)
     return together.attempt(f"the layers of the checkpoint of step {resumed.step}", read, Damaged)
 
 
 def begin(
-    config: Config,
+    seed: int,
     pipe: jpipe.Pipeline,
     batches: data.Data,
     resumed: Resumed | None,
     initial: dict[str, Any] | None = None,
     state: jpipe.State | None = None,
+    *,
+    fresh_optimizer: bool = False,
 ) -> jpipe.State:
     """Compile the pipeline and return its state: with random weights, with the parameters in `initial`, or with a checkpoint's layers.
 
@@ -169,9 +172,8 @@ def begin(
     """
     if resumed is None and state is not None:
         return state
-    key = jax.random.key(config.seed)
+    key = jax.random.key(seed)
     if resumed is None:
         return pipe.init(key, batches.like, initial, buckets=batches.shapes)
     assert initial is not None
-    fresh, layers = config.resume.optimizer == "reset", initial
-    return pipe.restore(key, batches.like, layers, resumed.step, fresh_optimizer=fresh, buckets=batches.shapes)
+    return pipe.restore(key, batches.like, initial, resumed.step, fresh_optimizer=fresh_optimizer, buckets=batches.shapes)

@@ -1,33 +1,31 @@
 """Early stopping: after each validation, all processes decide from the same results whether the run ends."""
 
+import contextlib
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from jpipe import InputError
 from jpipe.errors import nearest
-from jpipe_train.assemble.metrics import mode_of, results
+from jpipe_train.assemble.metrics import mode_of
 from jpipe_train.checkpoint import best as best_checkpoints
 from jpipe_train.checkpoint.best import Best, StopState
 from jpipe_train.checkpoint.resume import Resumed
-from jpipe_train.config.config import Config
+from jpipe_train.config.run_settings import RunSettings
+from jpipe_train.config.train_config import StopConfig
 from jpipe_train.launch.together import Together
 
 
-def check(config: Config, functions: Iterable[str] = ()) -> None:
+def check(settings: RunSettings) -> None:
     """Check that the results that stop a run or order its checkpoints are results of its validations.
-
-    Args:
-        config: of the run.
-        functions: names of metrics that are functions of a Python program.
 
     Raises:
         InputError: one of them is not.
     """
-    known = results(config, functions)
-    for key, chosen in (("train.stop", config.train.stop), ("checkpoint.best", config.checkpoint.best)):
+    known = settings.results
+    for key, chosen in (("train.stop", settings.train.stop), ("checkpoint.best", settings.checkpoint.best)):
         if chosen is not None and chosen.metric not in known:
             raise InputError(
                 f"{key}.metric: expected a result of the validations of this run, found '{chosen.metric}'; {nearest(chosen.metric, known)}"
@@ -38,15 +36,15 @@ class Stopping:
     """Decides when a run stops early: without `train.stop`, never.
 
     Args:
-        config: of the run.
+        settings: of the run.
         resumed: the checkpoint from which the run resumes; its state continues if the result is the same.
     """
 
-    def __init__(self, config: Config, resumed: Resumed | None = None) -> None:
-        self._config = config.train.stop
+    def __init__(self, settings: RunSettings, resumed: Resumed | None = None) -> None:
+        self._config = settings.train.stop
         self._states: list[StopState] = []  # after each validation, in order
         if self._config is not None:
-            mode = mode_of(config, self._config)
+            mode = mode_of(self._config, settings.results)
             state = None if resumed is None else resumed.facts.stop
             self._first = StopState(metric=self._config.metric, mode=mode, step=0)
             self._states = [state] if state is not None and state.continues(self._config, mode) else []
@@ -80,37 +78,35 @@ class Stopping:
         return self._states[-1].words() if over and self._states[-1].step == end else ""
 
 
-def stopped_words(config: Config, resumed: Resumed) -> str:
+def stopped_words(stop: StopConfig | None, resumed: Resumed) -> str:
     """Describe why the resumed run had stopped early; "" if it had not, or if `train.stop` now lets it continue."""
-    stop, state = config.train.stop, resumed.facts.stop
+    state = resumed.facts.stop
     if stop is None or state is None or not state.continues(stop, stop.mode or state.mode):
         return ""
     return state.words() if state.step == resumed.step and state.waited >= stop.patience else ""
 
 
-def remarks(config: Config, folder: Path, stopping: Stopping, end: int) -> dict[str, str]:
+def remarks(settings: RunSettings, folder: Path, stopping: Stopping, end: int) -> dict[str, str]:
     """Return remarks for summary and report, about the end of the run and its best checkpoint.
 
     Args:
-        config: of the run.
+        settings: of the run.
         folder: of the run.
         stopping: has seen its validations.
         end: the step before which it ended.
     """
     early = stopping.words(end)
     remarks = {"stopped early": f"at step {end}: {early}"} if early else {}
-    try:
-        found = best_checkpoints.find(folder, config)
-    except (InputError, OSError):  # the folder was moved, or the disk has failed, which is reported elsewhere
-        return remarks
-    if found is not None and config.checkpoint.best is not None:
-        remarks["best checkpoint"] = f"step {found[0]}, {config.checkpoint.best.metric} {found[1]:.6g}"
+    if (best := settings.checkpoint.best) is not None:
+        with contextlib.suppress(InputError, OSError):  # the folder was moved, or the disk has failed, which is reported elsewhere
+            if (found := best_checkpoints.find(folder, best, settings.results)) is not None:
+                remarks["best checkpoint"] = f"step {found[0]}, {best.metric} {found[1]:.6g}"
     return remarks
 
 
-def find_best(config: Config, folder: Path, resumed: Resumed | None, together: Together) -> Best | None:
+def find_best(settings: RunSettings, folder: Path, resumed: Resumed | None, together: Together) -> Best | None:
     """Return the selection of the best checkpoints of a run, with the existing ones; all processes call this."""
-    best = config.checkpoint.best
+    best = settings.checkpoint.best
     if best is None:
         return None
 
@@ -121,4 +117,4 @@ def find_best(config: Config, folder: Path, resumed: Resumed | None, together: T
         return json.dumps(best_checkpoints.values_in(folder, best.metric, steps, resumed.facts.val_since))
 
     values = json.loads(together.from_first("the best checkpoints", read))
-    return Best(best, mode_of(config, best), {int(step): value for step, value in values.items()})
+    return Best(best, mode_of(best, settings.results), {int(step): value for step, value in values.items()})

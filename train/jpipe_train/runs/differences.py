@@ -4,20 +4,10 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from jpipe_planner.machine.plain_yaml import parse
-from jpipe_train.config.config import Config
-from jpipe_train.config.config_file import to_yaml
-
 MISSING = "–"
 """The text in place of the value of a key that a config does not have."""
 
 _OF_THE_FOLDER = "run.dir"  # differs always, and is seen by the name of the run
-
-
-def plain(config: Config) -> dict[str, Any]:
-    """Return a config as plain data, as a run writes it."""
-    data: dict[str, Any] = parse(to_yaml(config), "the config")
-    return data
 
 
 def flat(config: Mapping[str, Any]) -> dict[str, str]:

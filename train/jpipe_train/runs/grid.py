@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from jpipe import InputError
 from jpipe_planner.machine.plain_yaml import parse
+from jpipe_train.runs.request import Request
 
 MOST_RUNS = 10_000
 """The largest number of runs of a sweep; more are probably a typing error."""
@@ -19,29 +20,6 @@ MOST_RUNS = 10_000
 _RANGE = re.compile(r"(log|uniform):([^:,]+):([^:,]+)")
 _LONGEST_NAME = 120  # of a folder; file systems allow 255 bytes
 _DIGITS = 4  # of a number that is drawn from a range
-
-
-@dataclass(frozen=True)
-class Request:
-    """The arguments of `jpipe sweep`.
-
-    Attributes:
-        config: the YAML file.
-        grid: a key and its values each: `plan.schedule=gpipe,pipedream_2bw`.
-        overrides: replacements of single keys in all runs.
-        folder: the folder of the runs; None for the default.
-        sample: how many combinations are drawn; None for all.
-        seed: of these draws.
-        allow_code: whether the config may name functions to import and call.
-    """
-
-    config: str
-    grid: tuple[str, ...]
-    overrides: tuple[str, ...] = ()
-    folder: str | None = None
-    sample: int | None = None
-    seed: int = 0
-    allow_code: bool = False
 
 
 @dataclass(frozen=True)

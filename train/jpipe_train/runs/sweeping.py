@@ -22,9 +22,10 @@ from jpipe_train.console.terminal import count, printable
 from jpipe_train.launch.local import child
 from jpipe_train.launch.local.launch import GRACE, JOB, JPIPE, recorded_signals
 from jpipe_train.runs import comparing, differences
-from jpipe_train.runs.grid import Combination, Request, combinations
+from jpipe_train.runs.grid import Combination, combinations
 from jpipe_train.runs.listing import SWEEP
 from jpipe_train.runs.reading import Run, read, saved_steps
+from jpipe_train.runs.request import Request
 
 _FREE = frozenset({"train.steps", "train.epochs", "log", "compile_cache"})  # keys that another call may change: the run is still the same
 _TICK = 0.05  # seconds between two looks at the process
@@ -137,7 +138,7 @@ def _is_pending(run: _Run) -> bool:
         raise InputError(
             f"sweep: the run in '{shown(run.path)}' cannot be read; restore its files, move it away, or choose another --dir: {error}"
         ) from None
-    changed = [key for key in differences.keys([found.config, differences.plain(run.config)]) if key not in _FREE]
+    changed = [key for key in differences.keys([found.config, config_file.record(run.config)]) if key not in _FREE]
     if changed:
         raise InputError(
             f"sweep: expected a run of this config in '{shown(run.path)}', found one with other values for {', '.join(changed[:5])}; "

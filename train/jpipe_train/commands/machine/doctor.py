@@ -4,15 +4,15 @@ from typing import Annotated
 
 import tyro
 
-from jpipe_train.commands.parsing import ALONE, Flag, Overrides, Process
 from jpipe_train.console import interrupt
+from jpipe_train.console.options import ALONE, Fields, Flag, Overrides, Process
 
 
 def doctor(
     config: Annotated[str | None, tyro.conf.arg(metavar="CONFIG")] = None,
     overrides: Overrides = (),
     json: Flag = False,
-    process: Annotated[Process, tyro.conf.arg(name="")] = ALONE,
+    process: Fields[Process] = ALONE,
 ) -> int:
     """Say what a job would find on its hosts, and what to change: versions, devices, memory, disks, clocks, links and variables.
 
@@ -29,5 +29,4 @@ def doctor(
         from jpipe_train.doctor.doctor import Request
         from jpipe_train.run import job
 
-    address = job.Address(process.coordinator, process.num_processes, process.process_id, process.secret_file)
-    return job.doctor(Request(config, overrides, json), address, process.connect_limit, process.wait_limit)
+    return job.doctor(Request(config, overrides, json), process)

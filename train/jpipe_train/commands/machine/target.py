@@ -5,8 +5,8 @@ from typing import Annotated
 import tyro
 
 import jpipe
-from jpipe_train.commands.parsing import Flag, OptionalFile
 from jpipe_train.console import interrupt
+from jpipe_train.console.options import Flag, OptionalFile
 from jpipe_train.console.terminal import printable
 
 

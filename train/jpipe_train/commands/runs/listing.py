@@ -4,8 +4,8 @@ from typing import Annotated
 
 import tyro
 
-from jpipe_train.commands.parsing import Flag
 from jpipe_train.console import interrupt
+from jpipe_train.console.options import Flag
 
 
 def runs(
