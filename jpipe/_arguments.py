@@ -108,14 +108,16 @@ def check_model(stack: Any, plan: Any, loss: Any) -> None:
     if not isinstance(stack, LayerStack):
         raise InputError(f"stack: expected a jpipe.LayerStack, found {type(stack).__name__}; wrap the layers in LayerStack(…)")
     if not isinstance(plan, Plan):
-        raise InputError(f"plan: expected a jpipe.Plan, found {type(plan).__name__}; make one with Plan.even(stack.ids, …)")
+        raise InputError(where="plan", expected="a jpipe.Plan", found=type(plan).__name__, change="make one with Plan.even(stack.ids, …)")
     if not callable(loss):
         raise InputError(f"loss: expected a function (outputs, labels) -> (sum, weight), found {type(loss).__name__}")
     plan.check_layers(stack.ids)
     if stack.carries_rows and max(plan.replicas) > 1:
         raise InputError(
-            f"plan.replicas: expected 1 for each stage of layers that carry a state of each row from batch to batch, found "
-            f"{max(plan.replicas)}; use more stages instead, or layers that carry none"
+            where="plan.replicas",
+            expected="1 for each stage of layers that carry a state of each row from batch to batch",
+            found=max(plan.replicas),
+            change="use more stages instead, or layers that carry none",
         )
 
 
@@ -147,16 +149,16 @@ def checked_arguments(plan: Plan, precision: Precision, **arguments: Any) -> dic
     for option in OPTIONS:
         if option.check_arguments is not None:
             option.check_arguments(arguments)
-    if reason := excluded(plan, **arguments):
-        raise InputError(reason)
+    if problem := excluded(plan, **arguments):
+        raise InputError(problem)
     return arguments
 
 
 def check_ties(plan: Plan, stack: LayerStack) -> None:
     """Check that stages of a plan can hold copies of the same parameters, where they do."""
     entries = stack.ties.in_stages([stage.layers for stage in plan.stages])
-    if reason := excluded(plan, ties=entries.in_several or None):
-        raise InputError(reason)
+    if problem := excluded(plan, ties=entries.in_several or None):
+        raise InputError(problem)
     for option in OPTIONS:
         if option.check_model is not None:
             option.check_model(plan, entries)
@@ -164,7 +166,7 @@ def check_ties(plan: Plan, stack: LayerStack) -> None:
 
 def check_ema_decay(ema_decay: Any) -> None:
     if ema_decay is not None and not (is_number(ema_decay) and 0 <= ema_decay < 1):
-        raise InputError(f"ema_decay: expected a number of at least 0 and below 1, such as 0.999, found {ema_decay!r}")
+        raise InputError(where="ema_decay", expected="a number of at least 0 and below 1, such as 0.999", found=repr(ema_decay))
 
 
 _LARGEST_FACTOR = 100
@@ -177,7 +179,9 @@ def checked_delay_factor(delay_correction: Any) -> float | None:
     number = delay_correction.item() if getattr(delay_correction, "shape", None) == () else delay_correction
     if not is_number(number) or not 0 <= number <= _LARGEST_FACTOR:
         raise InputError(
-            f"delay_correction: expected 'predict', or a number from 0 to {_LARGEST_FACTOR} such as 0.5, found {short(delay_correction)}"
+            where="delay_correction",
+            expected=f"'predict', or a number from 0 to {_LARGEST_FACTOR} such as 0.5",
+            found=short(delay_correction),
         )
     return float(number)
 

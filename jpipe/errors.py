@@ -4,35 +4,117 @@ import difflib
 import reprlib
 import sysconfig
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import pydantic
 
-__all__ = ["explain", "nearest", "short", "shortened"]  # the errors are in jpipe itself
+__all__ = ["Problem", "explain", "nearest", "short", "shortened"]  # the errors are in jpipe itself
+
+
+class Problem(NamedTuple):
+    """One thing that is wrong with an input; its text is `where: key: expected …, found …; change`.
+
+    Attributes:
+        what: what is wrong, in place of `expected`.
+        where: the input: a file, an argument, a key of a config.
+        key: the part of it, such as `stages.0.layers`.
+        expected: what was expected.
+        found: what was found.
+        change: what to change.
+    """
+
+    what: str = ""
+    where: str = ""
+    key: str = ""
+    expected: str = ""
+    found: str = ""
+    change: str = ""
+
+    def text(self) -> str:
+        """Return the problem in one sentence."""
+        words = (self.what or f"expected {self.expected}") + (f", found {self.found}" if self.found else "")
+        return ": ".join(filter(None, (self.where, self.key, words))) + (f"; {self.change}" if self.change else "")
+
+    def renamed(self, names: Mapping[str, str]) -> "Problem":
+        """Return the problem with the name that its place, `where` or `where.key`, has in `names`; `where` may name places in others."""
+        first, _, rest = self.key.partition(".")
+        if (place := names.get(f"{self.where}.{first}")) is not None:
+            return self._replace(where=place + (f".{rest}" if rest else ""), key="")
+        outer, colon, inner = self.where.partition(": ")
+        return self._replace(where=names.get(outer, outer) + colon + inner)
 
 
 class InputError(ValueError):
     """An invalid input; the message says where, what was expected, what was found and what to change.
 
+    The place that the raising code names may be one that the user does not know, such as an argument that a key of a config has set. Code
+    that knows a better name sets it with `at` or `renamed`; nothing edits the text.
+
     Args:
-        lines: one for each problem. Characters that are not printable are escaped, so that untrusted text cannot add lines or
-            control a terminal. The middle of a long line is left out, and so are the last of many lines.
+        problems: one for each line of the message: a problem, or a sentence that says what is wrong. Characters that are not printable are
+            escaped, so that untrusted text cannot add lines or control a terminal. The middle of a long line is left out, and so are
+            the last of many lines.
+        where: as in `Problem`, like the following ones, of a single problem.
+        key: the part of it.
+        expected: what was expected.
+        found: what was found.
+        change: what to change.
+
+    Attributes:
+        problems: what is wrong.
     """
 
-    def __init__(self, *lines: str) -> None:
+    def __init__(
+        self, *problems: str | Problem, where: str = "", key: object = "", expected: str = "", found: object = "", change: str = ""
+    ) -> None:
+        super().__init__()
+        listed = problems or ("",)
+        fields = where, str(key), expected, str(found), change
+        self._set([problem if isinstance(problem, Problem) else Problem(problem, *fields) for problem in listed])
+
+    def _set(self, problems: Sequence[Problem]) -> None:
+        self.problems = tuple(problems)
+        lines = [problem.text() for problem in problems]
         shown = (*lines[:_MOST_LINES], f"… and {len(lines) - _MOST_LINES} more") if len(lines) > _MOST_LINES + 1 else lines
-        super().__init__(*("".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in _cut(line)) for line in shown))
+        self.args = tuple(_printable(_cut(line)) for line in shown)
 
     def __str__(self) -> str:
         return "\n".join(self.args)
 
+    def _with(self, problems: Sequence[Problem]) -> Self:
+        error = type(self).__new__(type(self))
+        error.__dict__.update(self.__dict__)
+        error._set(problems)
+        return error
+
+    def at(self, where: str) -> Self:
+        """Return this error about the input `where`."""
+        return self._with([problem._replace(where=where) for problem in self.problems])
+
+    def renamed(self, names: Mapping[str, str]) -> Self:
+        """Return this error with other names of places.
+
+        Args:
+            names: by a name of a place, `where` or `where.key`, the name to print.
+        """
+        return self._with([problem.renamed(names) for problem in self.problems])
+
+    def with_change(self, change: str) -> Self:
+        """Return this error with what to change as the caller knows it, or without it ("")."""
+        return self._with([problem._replace(change=change) for problem in self.problems])
+
 
 _MOST_LINES = 200
 _BEGIN, _END = 700, 300  # how many characters stay of a long line
+
+
+def _printable(text: str) -> str:
+    """Return the text with characters that are not printable escaped."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def _cut(line: str) -> str:
@@ -64,7 +146,7 @@ def cause(error: BaseException) -> str:
 
 
 @contextmanager
-def callers_code(message: Callable[[BaseException], str]) -> Iterator[None]:
+def callers_code(message: Callable[[BaseException], str | Problem]) -> Iterator[None]:
     """Turn what the caller's code raises in this context into an `InputError`, except Ctrl-C and an `InputError`.
 
     Args:
@@ -126,32 +208,34 @@ def explain(error: pydantic.ValidationError, model: type[pydantic.BaseModel], wh
         model: the class that validated the data; unknown keys are compared with its field names.
         where: the source of the data, such as a file name; every line begins with it.
     """
-    lines = []
+    lines: list[Problem] = []
     problems = error.errors()
     hints = {problem["loc"]: _nearest_key(model, problem["loc"]) for problem in problems if problem["type"] == "extra_forbidden"}
     for problem in problems:
         place = problem["loc"]
         if problem["type"] == "too_short" and any(other["loc"][: len(place)] == place != other["loc"] for other in problems):
             continue  # it counted only the items without a problem
-        at = ".".join(map(str, place))
+        key = ".".join(map(str, place))
         value = problem.get("input")
         match problem["type"]:
             case "extra_forbidden":
-                lines.append(f"{where}: unknown key '{at}'; {hints[place]}")
-            case "missing" if f"did you mean '{at}'?" in hints.values():
+                lines.append(Problem(f"unknown key '{key}'", where, change=hints[place]))
+            case "missing" if f"did you mean '{key}'?" in hints.values():
                 continue  # it is present, but misspelt
             case "missing":
-                lines.append(f"{where}: key '{at}' is missing; add it")
+                lines.append(Problem(f"key '{key}' is missing", where, change="add it"))
             case "too_short":
                 limits = problem["ctx"]
-                lines.append(f"{where}: {at}: expected at least {limits['min_length']} of them, found {limits['actual_length']}")
+                lines.append(Problem("", where, key, f"at least {limits['min_length']} of them", str(limits["actual_length"])))
             case "too_long":
-                lines.append(f"{where}: {at}: expected at most {problem['ctx']['max_length']} items, found {short(value)}")
+                lines.append(Problem("", where, key, f"at most {problem['ctx']['max_length']} items", short(value)))
             case "value_error":
-                lines.append(f"{where}: {at + ': ' if at else ''}{problem['ctx']['error']}")
+                raised = problem["ctx"]["error"]
+                inner = raised.problems if isinstance(raised, InputError) else [Problem(str(raised))]
+                lines += [each._replace(where=where, key=": ".join(filter(None, (key, each.where, each.key)))) for each in inner]
             case _:
                 expected = problem["msg"].removeprefix("Input should be ")
-                lines.append(f"{where}: {at or 'the whole'}: expected {expected}, found {short(value)}")
+                lines.append(Problem("", where, key or "the whole", expected, short(value)))
     return InputError(*lines)
 
 

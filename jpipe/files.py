@@ -81,13 +81,13 @@ def expanded(path: str, where: str) -> Path:
         InputError: no file of this machine can have the name: it is a URL, too long, or begins with no user's home folder.
     """
     if problem := unusable(path):
-        raise InputError(f"{where}: {problem}")
+        raise InputError(problem, where=where)
     file = Path(path).expanduser()
     try:
         os.lstat(file)
     except OSError as error:  # it may be missing or unreadable, which its readers report
         if error.errno == errno.ENAMETOOLONG:
-            raise InputError(f"{where}: cannot find '{path}': {error.strerror}; choose another") from None
+            raise InputError(f"cannot find '{path}': {error.strerror}", where=where, change="choose another") from None
     return file
 
 
@@ -107,9 +107,13 @@ def resolved(path: str, where: str) -> Path:
         if any(part.is_symlink() for part in (real, *real.parents)):  # since Python 3.13 `resolve` does not raise for a cycle of links
             raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(real))
     except UnicodeEncodeError:
-        raise InputError(f"{where}: expected a path in UTF-8, found {os.fsencode(real)!r}; rename the folder, or choose another") from None
+        raise InputError(
+            where=where, expected="a path in UTF-8", found=repr(os.fsencode(real)), change="rename the folder, or choose another"
+        ) from None
     except (OSError, RuntimeError) as error:  # a cycle of symbolic links
-        raise InputError(f"{where}: cannot find '{path}': {getattr(error, 'strerror', None) or error}; choose another") from None
+        raise InputError(
+            f"cannot find '{path}': {getattr(error, 'strerror', None) or error}", where=where, change="choose another"
+        ) from None
     return real
 
 
@@ -157,7 +161,7 @@ def unused(path: str, where: str) -> Path:
     new = expanded(path, where)
     new = resolved(str(new.parent), where) / new.name
     if os.path.lexists(new):
-        raise InputError(f"{where}: '{path}' already exists; choose another name, or remove it first")
+        raise InputError(f"'{path}' already exists", where=where, change="choose another name, or remove it first")
     return new
 
 
@@ -188,7 +192,7 @@ def new_folder(path: Path, where: str) -> Iterator[Path]:
             raise
         to_disk(path.parent)
     except OSError as error:
-        raise InputError(f"{where}: cannot write '{shown(path)}': {error.strerror}; choose another folder") from None
+        raise InputError(f"cannot write '{shown(path)}': {error.strerror}", where=where, change="choose another folder") from None
 
 
 def open_to_append(path: Path) -> BinaryIO:
@@ -253,7 +257,7 @@ def read_bytes(path: Path, most: int) -> bytes:
         return file.read(most)
 
 
-def read_text(path: Path, most: int, cannot: str, hint: str, other: str) -> str:
+def read_text(path: Path, most: int, cannot: str, hint: str, other: str, where: str = "") -> str:
     """Read a regular file of text in UTF-8 for a user.
 
     Args:
@@ -262,6 +266,7 @@ def read_text(path: Path, most: int, cannot: str, hint: str, other: str) -> str:
         cannot: start of the message, such as "plan.file: cannot read 'plan.json'"; the system's message follows.
         hint: end of the message.
         other: the message for a file that is not text.
+        where: the place in front of these, if they begin with none.
 
     Raises:
         InputError: the file cannot be read.
@@ -269,9 +274,9 @@ def read_text(path: Path, most: int, cannot: str, hint: str, other: str) -> str:
     try:
         return read_bytes(path, most).decode("utf-8")
     except OSError as error:
-        raise InputError(f"{cannot}: {error.strerror}; {hint}") from None
+        raise InputError(f"{cannot}: {error.strerror}", where=where, change=hint) from None
     except UnicodeDecodeError:
-        raise InputError(other) from None
+        raise InputError(other, where=where) from None
 
 
 def to_disk(path: Path) -> None:

@@ -121,7 +121,7 @@ def load(
     if not isinstance(pipe, Pipeline):
         raise InputError(f"pipe: expected a jpipe.Pipeline, found {type(pipe).__name__}")
     run = folders.run_folder(folder)
-    chosen = files.newest_good(run, lambda line: None) if step is None else step
+    chosen = files.newest_good(run, lambda damaged: None) if step is None else step
     if chosen is None:
         if steps(run):
             raise InputError(f"{run}: none of its checkpoints is whole; choose another folder, or remove them to begin anew")

@@ -164,12 +164,12 @@ def complete(folder: Path, step: int, processes: int, facts: Any, rows: bytes = 
     publish(folder, step)
 
 
-def newest_good(folder: Path, report: Callable[[str], None], before: int | None = None) -> int | None:
+def newest_good(folder: Path, report: Callable[[Damaged], None], before: int | None = None) -> int | None:
     """Return the step of the newest checkpoint that is undamaged and can be read, if any.
 
     Args:
         folder: the run's.
-        report: gets a line for each newer one that is damaged or unfinished; they are left in place.
+        report: gets an error for each newer one that is damaged or unfinished; they are left in place.
         before: only consider checkpoints of earlier steps than this; None: all.
 
     Raises:
@@ -182,7 +182,7 @@ def newest_good(folder: Path, report: Callable[[str], None], before: int | None 
             verify(folder, step)
             layer_specs(folder, step)
         except Damaged as damaged:
-            report(str(damaged))
+            report(damaged)
         else:
             return step
     return None
@@ -317,7 +317,7 @@ def _vanished() -> Iterator[None]:
     try:
         yield
     except Damaged as damaged:
-        raise OSError(errno.EIO, f"{damaged.path} {damaged.problem}", str(damaged.path)) from None
+        raise OSError(errno.EIO, f"{damaged.path} {damaged.problems[0].what}", str(damaged.path)) from None
 
 
 @contextlib.contextmanager

@@ -36,12 +36,11 @@ class Damaged(InputError):
 
     Attributes:
         path: of the file or folder.
-        problem: what is wrong with it.
     """
 
-    def __init__(self, path: Path, problem: str) -> None:
-        super().__init__(f"{path}: {problem}; take another checkpoint")
-        self.path, self.problem = path, problem
+    def __init__(self, path: Path, what: str) -> None:
+        super().__init__(what, where=str(path), change="take another checkpoint")
+        self.path = path
 
 
 class _Strict(pydantic.BaseModel):

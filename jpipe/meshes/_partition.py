@@ -247,11 +247,13 @@ def _check_matched(plan: Plan, axes: Mapping[str, Axes], layers: Mapping[str, La
     names = [f"{layer_id}/{path}" for layer_id, spec in layers.items() for path, _ in _paths(spec.params)]
     for pattern in plan.param_axes:
         if not any(fnmatchcase(name, pattern) for name in names):
-            raise InputError(f"param_axes: '{pattern}' matches no parameter of the model; {nearest(pattern, names)}")
+            raise InputError(f"'{pattern}' matches no parameter of the model", where="param_axes", change=nearest(pattern, names))
     logical = {"batch", *(name for of_layer in axes.values() for over in of_layer.values() for name in over if name is not None)}
     for name in plan.rules:
         if name not in logical:
-            raise InputError(f"rules: no parameter of the model has the logical axis '{name}'; {nearest(name, sorted(logical))}")
+            raise InputError(
+                f"no parameter of the model has the logical axis '{name}'", where="rules", change=nearest(name, sorted(logical))
+            )
 
 
 def _check_used(plan: Plan, of_stages: Sequence[Partition]) -> None:
@@ -260,8 +262,9 @@ def _check_used(plan: Plan, of_stages: Sequence[Partition]) -> None:
         specs = [spec for partition in of_stages for tree in partition.params.values() for spec in tree.values()]
         if not any(axis in spec for spec in specs) and not any(axis in partition.batch for partition in of_stages):
             raise InputError(
-                f"plan: nothing is sharded over the axis '{axis}' of the meshes: no layer names logical axes with a rule for it; name them "
-                f"in the modules (nnx.with_partitioning, linen.with_partitioning) or in param_axes, or leave out the axis"
+                f"nothing is sharded over the axis '{axis}' of the meshes: no layer names logical axes with a rule for it",
+                where="plan",
+                change="name them in the modules (nnx.with_partitioning, linen.with_partitioning) or in param_axes, or leave out the axis",
             )
 
 

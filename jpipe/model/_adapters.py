@@ -148,8 +148,10 @@ def linen_layer(where: str, module: linen.Module, num_inputs: int | None = None)
         for collection in after:
             if jax.tree.structure(after[collection]) != jax.tree.structure(state.get(collection)):  # type: ignore[operator]
                 raise InputError(
-                    f"{where}: its forward stores something new in the collection '{collection}', as sow does, and a pipeline "
-                    "has no place to collect it; return it as a part of the output, or leave out the sow"
+                    f"its forward stores something new in the collection '{collection}', as sow does, and a pipeline has no place "
+                    "to collect it",
+                    where=where,
+                    change="return it as a part of the output, or leave out the sow",
                 )
         return params, jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), state, after)
 

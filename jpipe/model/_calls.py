@@ -60,8 +60,10 @@ def modes(where: str, call: Callable[..., Any], is_set: Callable[[inspect.Parame
     for parameter in parameters[num_inputs or 1 :]:
         if not names and parameter.name not in (*_MODES, *_RANDOM) and _looks_like_mode(parameter):
             raise InputError(
-                f"{where}: expected one of {', '.join(_MODES)} as the parameter that says whether it trains, "
-                f"found '{parameter.name}'; rename it, or wrap the layer"
+                where=where,
+                expected=f"one of {', '.join(_MODES)} as the parameter that says whether it trains",
+                found=f"'{parameter.name}'",
+                change="rename it, or wrap the layer",
             )
     return lambda train: {name: _MODES[name] == train for name in names}
 

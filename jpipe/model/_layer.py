@@ -134,7 +134,7 @@ def _as_arrays(tree: Tree, where: str) -> Tree:
     """Return the leaves as arrays without weak types."""
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         if not hasattr(leaf, "dtype") and not isinstance(leaf, _NUMBERS):
-            raise InputError(f"{where}: expected arrays, found {type(leaf).__name__} at {jax.tree_util.keystr(path) or 'the top'}")
+            raise InputError(where=where, expected="arrays", found=f"{type(leaf).__name__} at {jax.tree_util.keystr(path) or 'the top'}")
     return jax.tree.map(lambda leaf: _strong(jnp.asarray(leaf) if isinstance(leaf, _NUMBERS) else leaf), tree)
 
 

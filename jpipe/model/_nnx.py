@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jpipe.errors import InputError, callers_code, cause, short
+from jpipe.errors import InputError, Problem, callers_code, cause, short
 from jpipe.model._calls import Modes, Randomness, arguments_of, modes
 from jpipe.model._layer import Layer, key_spec
 from jpipe.model.jaxprs._dependence import reached
@@ -40,7 +40,7 @@ def nnx_functions(where: str, constructor: Callable[..., nnx.Module], num_inputs
         traced.append((type(module), graphs))
         return arrays
 
-    with callers_code(lambda error: f"{where}: its constructor fails: {cause(error)}; fix it there"):
+    with callers_code(lambda error: Problem(f"its constructor fails: {cause(error)}", where, change="fix it there")):
         specs = jax.eval_shape(trace, key_spec())
     kind, graphs = traced[0]
     return _functions(where, kind, graphs, lambda key: _split(_build(where, constructor, key))[1:], specs, num_inputs)
@@ -61,8 +61,9 @@ def built_functions(where: str, module: nnx.Module, num_inputs: int | None = Non
         for name, value in _attributes(part):
             if not isinstance(value, nnx.Pytree) and any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(value)):
                 raise InputError(
-                    f"{where}: its array '{'.'.join(map(str, (*path, name)))}' is in no nnx.Variable, so nnx.eval_shape loses it; give the "
-                    f"constructor instead, lambda rngs: {type(module).__name__}(…, rngs=rngs)"
+                    f"its array '{'.'.join(map(str, (*path, name)))}' is in no nnx.Variable, so nnx.eval_shape loses it",
+                    where=where,
+                    change=f"give the constructor instead, lambda rngs: {type(module).__name__}(…, rngs=rngs)",
                 )
     graphs, arrays = _graphs(nnx.clone(module))
     specs = jax.eval_shape(lambda *arrays: arrays, *arrays)
@@ -84,7 +85,7 @@ def abstract(where: str, instead: str) -> InputError:
         where: what it is.
         instead: what could be given in its place.
     """
-    return InputError(f"{where}: it is abstract, so it has no arrays to begin with; give init(…, params=…), or {instead}")
+    return InputError("it is abstract, so it has no arrays to begin with", where=where, change=f"give init(…, params=…), or {instead}")
 
 
 def _functions(where: str, kind: type, graphs: Any, make: Callable[[jax.Array], Any], specs: Any, num_inputs: int | None) -> "NnxFunctions":
@@ -189,7 +190,7 @@ def _build(where: str, constructor: Callable[..., Any], key: jax.Array) -> nnx.M
     with nnx.use_eager_sharding(False):  # jpipe shards: modules only name logical axes
         module = constructor(rngs=nnx.Rngs(key))
     if not isinstance(module, nnx.Module):
-        raise InputError(f"{where}: its constructor returned {type(module).__name__}, expected a flax.nnx.Module")
+        raise InputError(f"its constructor returned {type(module).__name__}, expected a flax.nnx.Module", where=where)
     _mark_arrays(module)
     return nnx.clone(module)  # the caller may own it
 
@@ -274,8 +275,9 @@ def _reject_changed(where: str, before: dict[str, Any], after: dict[str, Any]) -
         if name not in before or name not in after or not _same(before[name], after[name]):
             was, now = (short(attributes[name]) if name in attributes else "nothing" for attributes in (before, after))
             raise InputError(
-                f"{where}: its forward changes the attribute '{name}' from {was} to {now}, which would be lost, because a "
-                "forward is compiled; keep what changes as an array in an nnx.Variable, such as nnx.BatchStat"
+                f"its forward changes the attribute '{name}' from {was} to {now}, which would be lost, because a forward is compiled",
+                where=where,
+                change="keep what changes as an array in an nnx.Variable, such as nnx.BatchStat",
             )
 
 
@@ -293,9 +295,11 @@ def _reject_new(where: str, before: dict[str, tuple[str, Any]], after: dict[str,
     for name, (kind, _) in after.items():
         if before.get(name) != after[name]:
             raise InputError(
-                f"{where}: its forward stores something new in the nnx.{kind} '{name}', as nnx.Module.sow does, and a pipeline "
-                "has no place to collect it; return it as a part of the output, or leave out the sow; what a layer carries on from forward "
-                "to forward is a variable that its constructor makes"
+                f"its forward stores something new in the nnx.{kind} '{name}', as nnx.Module.sow does, and a pipeline has no "
+                "place to collect it",
+                where=where,
+                change="return it as a part of the output, or leave out the sow; what a layer carries on from forward to forward is "
+                "a variable that its constructor makes",
             )
 
 
@@ -315,9 +319,10 @@ def _reject_learning(where: str, written: Callable[[Tree, Tree], Tree], params: 
     for (path, _), is_reached in zip(jax.tree_util.tree_flatten_with_path(params)[0], by_input, strict=True):
         if is_reached:
             raise InputError(
-                f"{where}: its forward writes what it computes of its input into the parameter "
-                f"{jax.tree_util.keystr(path)}, which would be lost: the optimizer alone changes parameters; make it an nnx.Variable of "
-                "another kind, such as nnx.BatchStat"
+                f"its forward writes what it computes of its input into the parameter {jax.tree_util.keystr(path)}, which "
+                "would be lost: the optimizer alone changes parameters",
+                where=where,
+                change="make it an nnx.Variable of another kind, such as nnx.BatchStat",
             )
 
 

@@ -56,12 +56,19 @@ class DynamicLossScale:
     def __post_init__(self) -> None:
         if not is_number(self.initial) or not 1 <= self.initial <= _LARGEST_SCALE:
             raise InputError(
-                f"precision: loss_scale: initial: expected a number from 1 to 2**100, found {self.initial!r}; the default is 32768"
+                where="precision",
+                key="loss_scale: initial",
+                expected="a number from 1 to 2**100",
+                found=repr(self.initial),
+                change="the default is 32768",
             )
         if not is_int(self.growth_every) or not 1 <= self.growth_every < 2**31:
             raise InputError(
-                f"precision: loss_scale: growth_every: expected a number of batches, at least 1, found {self.growth_every!r}; "
-                "the default is 2000"
+                where="precision",
+                key="loss_scale: growth_every",
+                expected="a number of batches, at least 1",
+                found=repr(self.growth_every),
+                change="the default is 2000",
             )
         object.__setattr__(self, "initial", float(self.initial))
         object.__setattr__(self, "growth_every", int(self.growth_every))
@@ -114,7 +121,7 @@ class Precision:
         for name, known in (("params", DTYPES), ("compute", DTYPES), ("accumulate", ACCUMULATE)):
             dtype = getattr(self, name)
             if dtype not in known and not (name == "compute" and dtype is None):
-                raise InputError(f"precision: {name}: unknown dtype {dtype!r}; {nearest(str(dtype), known)}")
+                raise InputError(f"unknown dtype {dtype!r}", where="precision", key=name, change=nearest(str(dtype), known))
         if self.compute is None and self.has_masters:
             object.__setattr__(self, "compute", self.params)
         if self.loss_scale is not None:
@@ -163,8 +170,11 @@ def _checked_scale(scale: Any) -> float | DynamicLossScale:
         return DynamicLossScale()
     if not is_number(scale) or not 0 < scale < math.inf:
         raise InputError(
-            f'precision: loss_scale: expected a finite number above 0, "dynamic", a DynamicLossScale or None, found {scale!r}; '
-            "give one such as 1024"
+            where="precision",
+            key="loss_scale",
+            expected='a finite number above 0, "dynamic", a DynamicLossScale or None',
+            found=repr(scale),
+            change="give one such as 1024",
         )
     return float(scale)
 
@@ -176,10 +186,15 @@ def check_precision(precision: Any) -> None:
         InputError: says what to change.
     """
     if not isinstance(precision, Precision):
-        raise InputError(f"precision: expected a jpipe.Precision, found {type(precision).__name__}; give Precision(params=…, compute=…)")
+        raise InputError(
+            where="precision", expected="a jpipe.Precision", found=type(precision).__name__, change="give Precision(params=…, compute=…)"
+        )
     if precision.accumulate == "float64" and jax.dtypes.canonicalize_dtype(jnp.float64) != jnp.float64:
         raise InputError(
-            "precision: accumulate: float64 needs jax.config.update('jax_enable_x64', True) or JAX_ENABLE_X64=1; enable it, or use float32"
+            "float64 needs jax.config.update('jax_enable_x64', True) or JAX_ENABLE_X64=1",
+            where="precision",
+            key="accumulate",
+            change="enable it, or use float32",
         )
 
 

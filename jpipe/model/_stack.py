@@ -179,7 +179,12 @@ class LayerStack:
         cls, opened: Callable[[tuple[Tree, ...]], Whole], inputs: tuple[Tree, ...], granularity: Granularity, cuts: Sequence[str]
     ) -> "LayerStack":
         if not inputs:
-            raise InputError("from_model: expected example inputs after the model, found none; give arrays of the shapes of one microbatch")
+            raise InputError(
+                where="from_model",
+                expected="example inputs after the model",
+                found="none",
+                change="give arrays of the shapes of one microbatch",
+            )
         if granularity not in get_args(Granularity):
             raise InputError(f"granularity: expected 'block' or 'finest', found {granularity!r}")
         if isinstance(cuts, str) or not all(isinstance(path, str) and path for path in cuts):
@@ -187,7 +192,7 @@ class LayerStack:
         try:
             specs = jax.tree.map(spec_of, inputs)
         except TypeError:
-            raise InputError(f"from_model: expected example inputs that are arrays of numbers, found {describe(inputs)}") from None
+            raise InputError(where="from_model", expected="example inputs that are arrays of numbers", found=describe(inputs)) from None
         return cls._of_traced(cut_model(opened(specs), specs[0] if len(specs) == 1 else specs, granularity, cuts))
 
     @classmethod

@@ -1,4 +1,4 @@
-"""Checks of a whole plan: each raises ValueError with what was expected, what was found and what to change."""
+"""Checks of a whole plan: each raises InputError with what was expected, what was found and what to change."""
 
 import math
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ def check(plan: "jpipe.Plan") -> None:
     """Check that a plan can run.
 
     Raises:
-        ValueError: its parts do not fit together, or its schedule cannot run it.
+        InputError: its parts do not fit together, or its schedule cannot run it.
     """
     if plan.schedule not in SCHEDULES:
         raise ValueError(f"unknown schedule {plan.schedule!r}; {nearest(plan.schedule, SCHEDULES)}")
@@ -31,8 +31,8 @@ def check(plan: "jpipe.Plan") -> None:
         if option.check is not None and option.is_set(plan):
             option.check(plan)
     _check_options(plan)
-    if reason := excluded(plan):
-        raise ValueError(reason)
+    if problem := excluded(plan):
+        raise InputError(problem)
     _check_microbatches(plan)
     if reason := SCHEDULES[plan.schedule].refuses(plan):
         raise ValueError(reason)
@@ -44,7 +44,7 @@ def _check_layers(stages: Sequence[Stage]) -> None:
     for s, stage in enumerate(stages):
         for layer_id in stage.layers:
             if not layer_id or not layer_id.isprintable():  # a plan may be a stranger's, and ids are shown on a terminal
-                raise ValueError(f"stages.{s}.layers: expected names of printable characters, found {short(layer_id)}")
+                raise InputError(key=f"stages.{s}.layers", expected="names of printable characters", found=short(layer_id))
             if layer_id in owner:
                 raise ValueError(
                     f"layer '{layer_id}' is in stage {owner[layer_id]} and again in stage {s}; every layer is in one stage, once"
@@ -59,14 +59,19 @@ def _check_ranks(plan: "jpipe.Plan") -> None:
     stages_of_ranks, shown = sorted(s for stages in plan.ranks for s in stages), [list(stages) for stages in plan.ranks]
     if stages_of_ranks != list(range(plan.depth)) or not all(plan.ranks):
         expected = f"each of the stages 0 to {plan.depth - 1} once, on ranks of one stage or more"
-        raise ValueError(f"ranks: expected {expected}, found {shown}; put each of them on one rank, or leave out ranks")
+        raise InputError(key="ranks", expected=expected, found=shown, change="put each of them on one rank, or leave out ranks")
     for p, stages in enumerate(plan.ranks):
         if list(stages) != sorted(stages):
-            raise ValueError(f"ranks.{p}: expected the stages of a rank in order, found {list(stages)}; use {sorted(stages)}")
+            raise InputError(key=f"ranks.{p}", expected="the stages of a rank in order", found=list(stages), change=f"use {sorted(stages)}")
         if len({plan.stages[s].replicas for s in stages}) > 1:
             counts = [plan.stages[s].replicas for s in stages]
-            expected = f"expected as many replicas of each of its stages {list(stages)}, found {counts}"
-            raise ValueError(f"ranks.{p}: {expected}; give these stages the same replicas, or put them on different ranks")
+            expected = f"as many replicas of each of its stages {list(stages)}"
+            raise InputError(
+                key=f"ranks.{p}",
+                expected=expected,
+                found=counts,
+                change="give these stages the same replicas, or put them on different ranks",
+            )
 
 
 _OF_POSITIONS = ("context", "cp", "sequence", "seq")  # usual names of the axis over which the positions of a row are divided
@@ -80,29 +85,36 @@ def _check_meshes(plan: "jpipe.Plan") -> None:
         for axis in stage.mesh:
             if axis not in rules.values():
                 if axis in _OF_POSITIONS:
-                    raise ValueError(
-                        f"stages.{s}.mesh: context parallelism, which divides the positions of a row over devices, is not supported, found "
-                        f"the axis '{axis}'; divide rows over 'data' and layers over 'model'"
+                    raise InputError(
+                        "context parallelism, which divides the positions of a row over devices, is not supported, found the axis "
+                        f"'{axis}'",
+                        key=f"stages.{s}.mesh",
+                        change="divide rows over 'data' and layers over 'model'",
                     )
                 named = ", ".join(sorted({f"'{name}'" for name in rules.values() if name is not None}))
-                raise ValueError(
-                    f"stages.{s}.mesh: expected axes that the rules name, {named}, found '{axis}', over which nothing would be sharded; "
-                    f"rename it, or add a rule such as {{'mlp': '{axis}'}}"
+                raise InputError(
+                    key=f"stages.{s}.mesh",
+                    expected=f"axes that the rules name, {named}",
+                    found=f"'{axis}', over which nothing would be sharded",
+                    change=f"rename it, or add a rule such as {{'mlp': '{axis}'}}",
                 )
         if stage.fsdp and rules["batch"] not in stage.mesh:
             expected = f"a mesh with the axis '{rules['batch']}', over which the rows are sharded"
-            raise ValueError(f"stages.{s}.fsdp: expected {expected}, found {dict(stage.mesh)}; add it, or remove fsdp")
+            raise InputError(key=f"stages.{s}.fsdp", expected=expected, found=dict(stage.mesh), change="add it, or remove fsdp")
     for name, axis_of_rule in plan.rules.items():
         if axis_of_rule is not None and axis_of_rule not in axes:
             meshes = ", ".join(f"'{axis}'" for axis in sorted(axes)) or "no mesh"
-            raise ValueError(
-                f"rules.{name}: expected an axis of the stages' meshes, {meshes}, found '{axis_of_rule}'; remove the rule or add the axis"
+            raise InputError(
+                key=f"rules.{name}",
+                expected=f"an axis of the stages' meshes, {meshes}",
+                found=f"'{axis_of_rule}'",
+                change="remove the rule or add the axis",
             )
     for p, stages in enumerate(plan.pipeline_ranks):
         if len({(plan.stages[s].shape, plan.stages[s].fsdp) for s in stages}) > 1:
             rank_meshes = [dict(plan.stages[s].mesh) for s in stages]
             expected = f"the same mesh and fsdp for all stages of a rank, {list(stages)}"
-            raise ValueError(f"ranks.{p}: expected {expected}, found {rank_meshes}; they take turns on its devices")
+            raise InputError(key=f"ranks.{p}", expected=expected, found=rank_meshes, change="they take turns on its devices")
 
 
 def _check_per_rank(plan: "jpipe.Plan") -> None:
@@ -111,19 +123,21 @@ def _check_per_rank(plan: "jpipe.Plan") -> None:
     if plan.placement is not None:
         counts, expected = [len(devices) for devices in plan.placement], [plan.replicas[stages[0]] for stages in plan.pipeline_ranks]
         if counts != expected:
-            raise ValueError(f"placement names {counts} devices for the {of}, expected {expected} (one for each replica)")
+            raise InputError(key="placement", expected=f"{expected} devices for the {of}, one for each replica", found=counts)
     if (predicted := plan.predicted) is None:
         return
     if len(predicted.peak_bytes) != ranks:
         peaks = len(predicted.peak_bytes)
-        raise ValueError(f"predicted.peak_bytes: expected one number for each of {ranks} {of}, found {peaks}; plan again")
+        raise InputError(key="predicted.peak_bytes", expected=f"one number for each of {ranks} {of}", found=peaks, change="plan again")
     if len(predicted.stage_seconds) not in (0, plan.depth):
         count = len(predicted.stage_seconds)
-        raise ValueError(f"predicted.stage_seconds: expected one number for each of {plan.depth} stages, found {count}; plan again")
+        raise InputError(
+            key="predicted.stage_seconds", expected=f"one number for each of {plan.depth} stages", found=count, change="plan again"
+        )
     # a plan may be a stranger's, and its texts are shown on a terminal
     if len(predicted.devices) not in (0, ranks) or not all(map(str.isprintable, predicted.devices)):
         found = short(list(predicted.devices))
-        raise ValueError(f"predicted.devices: expected a printable text for each of {ranks} {of}, found {found}; plan again")
+        raise InputError(key="predicted.devices", expected=f"a printable text for each of {ranks} {of}", found=found, change="plan again")
 
 
 def _check_options(plan: "jpipe.Plan") -> None:
@@ -133,20 +147,22 @@ def _check_options(plan: "jpipe.Plan") -> None:
         if option in options or getattr(plan, option) == field.default:
             continue
         if option == "extra_in_flight":
-            limit = f"expected extra_in_flight 0, found {plan.extra_in_flight}"
-            raise ValueError(f"the schedule '{plan.schedule}' has no in-flight limit to raise: {limit}")
+            why = f"expected 0, because the schedule '{plan.schedule}' has no in-flight limit to raise"
+            raise InputError(why, key=option, found=plan.extra_in_flight)
         supporting = [f"'{name}'" for name, schedule in SCHEDULES.items() if option in schedule.options]
         of = f"schedule{'s' if len(supporting) > 1 else ''} {', '.join(supporting)}"
-        raise ValueError(f"{option} is an option of the {of}, found schedule '{plan.schedule}'; remove it")
+        raise InputError(f"this is an option of the {of}", key=option, found=f"schedule '{plan.schedule}'", change="remove it")
 
 
 def _check_microbatches(plan: "jpipe.Plan") -> None:
     """Check that the replicas of each stage can share the microbatches evenly."""
     common = math.lcm(*plan.replicas)
     if plan.microbatches % common:
-        raise ValueError(
-            f"microbatches: expected a multiple of the replicas of each stage, {list(plan.replicas)}, so of {common}, "
-            f"found {plan.microbatches}; use {-(-plan.microbatches // common) * common}, or other replicas"
+        raise InputError(
+            key="microbatches",
+            expected=f"a multiple of the replicas of each stage, {list(plan.replicas)}, so of {common}",
+            found=plan.microbatches,
+            change=f"use {-(-plan.microbatches // common) * common}, or other replicas",
         )
 
 
@@ -159,9 +175,11 @@ def check_layers_of_model(layers: Sequence[str], ids: Sequence[str]) -> None:
     missing = [layer_id for layer_id in ids if layer_id not in layers]
     unknown = [layer_id for layer_id in layers if layer_id not in ids]
     if missing:
-        raise InputError(f"plan: layer '{missing[0]}' of the model is in no stage; add it to one")
+        raise InputError(f"layer '{missing[0]}' of the model is in no stage", where="plan", change="add it to one")
     if unknown:
-        raise InputError(f"plan: layer '{unknown[0]}' is not in the model; {nearest(unknown[0], ids)}")
+        raise InputError(f"layer '{unknown[0]}' is not in the model", where="plan", change=nearest(unknown[0], ids))
     for actual, expected in zip(layers, ids, strict=True):
         if actual != expected:
-            raise InputError(f"plan: the stages hold layer '{actual}' where the model has '{expected}'; keep the model's order")
+            raise InputError(
+                f"the stages hold layer '{actual}' where the model has '{expected}'", where="plan", change="keep the model's order"
+            )

@@ -15,16 +15,18 @@ def even_stages(layers: Sequence[str], num_stages: Any, recompute: Any, replicas
     """Return the fields of stages that hold equally many layers, with the arguments of `Plan.even`."""
     layers = _layer_ids(layers)
     if not is_int(num_stages):
-        raise InputError(f"plan: num_stages: expected an integer, found {short(num_stages)}")
+        raise InputError(where="plan", key="num_stages", expected="an integer", found=short(num_stages))
     num_stages = int(num_stages)
     if not 1 <= num_stages <= len(layers):
-        raise InputError(f"plan: expected between 1 and {len(layers)} stages (the number of layers), found {num_stages}")
+        raise InputError(where="plan", expected=f"between 1 and {len(layers)} stages (the number of layers)", found=num_stages)
     policies = _for_each(recompute, str, num_stages, "recompute")
     counts = _for_each(replicas, (int, np.integer), num_stages, "replicas")
     meshes = _for_each({} if mesh is None else mesh, Mapping, num_stages, "mesh")
     for what, values in (("recomputation policy", policies), ("number of replicas", counts), ("mesh", meshes)):
         if len(values) != num_stages:
-            raise InputError(f"plan: expected one {what} for all or one for each of {num_stages} stages, found a list of {len(values)}")
+            raise InputError(
+                where="plan", expected=f"one {what} for all or one for each of {num_stages} stages", found=f"a list of {len(values)}"
+            )
     starts = list(itertools.accumulate(even_numbers(len(layers), num_stages), initial=0))
     return [
         {"layers": tuple(layers[a:b]), "replicas": count, "recompute": policy, "mesh": sizes, "fsdp": fsdp}
@@ -36,27 +38,29 @@ def _layer_ids(layers: Any) -> Sequence[str]:
     """Return the layer ids as a list."""
     if not isinstance(layers, (Sequence, Mapping)):
         hint = "its ids, as stack.ids" if hasattr(layers, "ids") else "a list of them"
-        raise InputError(f"plan: expected the layer ids in order, found {type(layers).__name__}; give {hint}")
+        raise InputError(where="plan", expected="the layer ids in order", found=type(layers).__name__, change=f"give {hint}")
     return list(layers)
 
 
 def even_ranks(schedule: str, num_stages: int, num_layers: int, chunks: Any) -> Ranks | None:
     """Return the ranks of `chunks` stages each in the layout of the schedule; None for the default ranks."""
     if not is_int(chunks) or chunks < 1:
-        raise InputError(f"plan: chunks_per_rank: expected an integer of 1 or more, found {short(chunks)}")
+        raise InputError(where="plan", key="chunks_per_rank", expected="an integer of 1 or more", found=short(chunks))
     if schedule not in SCHEDULES:
         return None  # the plan raises the error
     rules = SCHEDULES[schedule]
     if reason := rules.refuses_chunks(int(chunks)):
-        raise InputError(f"plan: chunks_per_rank: {reason}")
+        raise InputError(f"chunks_per_rank: {reason}", where="plan")
     if num_stages % chunks:
         whole = [count for count in (-(-num_stages // chunks) * chunks, num_stages // chunks * chunks) if 1 <= count <= num_layers]
         fewer = next(count for count in range(int(min(chunks, num_stages)), 0, -1) if num_stages % count == 0)
         # a V has no other number of chunks
         change = [*(f"{count} stages" for count in whole[:1]), *([] if rules.layout == "v" else [f"chunks_per_rank {fewer}"])]
         raise InputError(
-            f"plan: expected stages that are a multiple of chunks_per_rank {chunks}, found {num_stages}; "
-            f"use {' or '.join(change) or 'more layers'}"
+            where="plan",
+            expected=f"stages that are a multiple of chunks_per_rank {chunks}",
+            found=num_stages,
+            change=f"use {' or '.join(change) or 'more layers'}",
         )
     return None if chunks == 1 else arranged(rules.layout, num_stages, int(chunks))
 
@@ -66,5 +70,5 @@ def _for_each(value: Any, kind: Any, num_stages: int, what: str) -> list[Any]:
     if isinstance(value, kind):
         return [value] * num_stages
     if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
-        raise InputError(f"plan: {what}: expected one for all stages or a list of one for each, found {short(value)}")
+        raise InputError(where="plan", key=what, expected="one for all stages or a list of one for each", found=short(value))
     return list(value)

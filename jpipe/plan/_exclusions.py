@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from jpipe.capabilities.protocol import Exclusion
 from jpipe.capabilities.registry import OPTIONS
-from jpipe.errors import short
+from jpipe.errors import Problem, short
 from jpipe.plan._stage import Stage
 from jpipe.schedules import SCHEDULES
 
@@ -43,8 +43,8 @@ _PROPERTIES: Mapping[str, Callable[["jpipe.Plan"], Any]] = MappingProxyType(
 _STAGE = Stage.model_fields
 
 
-def excluded(plan: "jpipe.Plan | None", exclusions: Sequence[Exclusion] = EXCLUSIONS, /, **arguments: Any) -> str:
-    """Return why options that are set cannot be combined, or "".
+def excluded(plan: "jpipe.Plan | None", exclusions: Sequence[Exclusion] = EXCLUSIONS, /, **arguments: Any) -> Problem | None:
+    """Return why options that are set cannot be combined, or None.
 
     Args:
         plan: a plan, which need not be legal; None: only arguments are checked.
@@ -52,7 +52,7 @@ def excluded(plan: "jpipe.Plan | None", exclusions: Sequence[Exclusion] = EXCLUS
         arguments: what there is beside the plan, by key; None or False for what is not set.
 
     Returns:
-        For the first pair that is set: where, what was expected, what was found, why, and what to change.
+        For the first pair that is set: what was expected, what was found, why, and what to change.
     """
     for exclusion in exclusions:
         if exclusion.without_flush and (plan is None or SCHEDULES[plan.schedule].flushes):
@@ -62,8 +62,8 @@ def excluded(plan: "jpipe.Plan | None", exclusions: Sequence[Exclusion] = EXCLUS
         others = _by_stage(plan, arguments, exclusion.other)
         if both := values.keys() & others.keys():
             s = min(both)
-            return _message(plan, arguments, exclusion, s, values[s], others[s])
-    return ""
+            return _problem(plan, arguments, exclusion, s, values[s], others[s])
+    return None
 
 
 def _by_stage(plan: "jpipe.Plan | None", arguments: Mapping[str, Any], key: str) -> dict[int, Any]:
@@ -86,7 +86,7 @@ def _by_stage(plan: "jpipe.Plan | None", arguments: Mapping[str, Any], key: str)
     return dict.fromkeys(value if part and isinstance(value, tuple) else range(1 if plan is None else plan.depth), value)
 
 
-def _message(plan: "jpipe.Plan | None", arguments: Mapping[str, Any], exclusion: Exclusion, s: int, value: Any, found: Any) -> str:
+def _problem(plan: "jpipe.Plan | None", arguments: Mapping[str, Any], exclusion: Exclusion, s: int, value: Any, found: Any) -> Problem:
     option, other = (key.replace("stages.", f"stages.{s}.") for key in (exclusion.option, exclusion.other))
     fields = {} if plan is None else type(plan).model_fields
     default = fields[other].default if other in fields else None
@@ -96,6 +96,5 @@ def _message(plan: "jpipe.Plan | None", arguments: Mapping[str, Any], exclusion:
     is_schedule = exclusion.without_flush or other == _STASHING
     under = f" under the schedule '{plan.schedule}'" if plan is not None and is_schedule else ""
     is_short = found is not True and isinstance(found, (str, int, float, tuple, list))
-    return (
-        f"{option}: expected {expected}{beside}{under}{f', found {short(found)}' if is_short else ''}: {exclusion.why}; {exclusion.change}"
-    )
+    found_words = f", found {short(found)}" if is_short else ""
+    return Problem(f"expected {expected}{beside}{under}{found_words}: {exclusion.why}", option, change=exclusion.change)

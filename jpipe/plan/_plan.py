@@ -293,4 +293,4 @@ class Plan(CapabilityOptions, _Layout, PlanOptions, _Pipeline):
         try:
             return cls(**data)
         except InputError as error:
-            raise InputError(*(where + line.removeprefix("plan") for line in error.args)) from None
+            raise error.at(where) from None

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from jpipe._frozen import FrozenMapping
-from jpipe.errors import InputError, short, shortened
+from jpipe.errors import InputError, Problem, short, shortened
 from jpipe.meshes._place import Place
 from jpipe.plan import Plan
 
@@ -58,7 +58,12 @@ def place_on(devices: jax.Device | Sequence[jax.Device], mesh: FrozenMapping[int
 def _check_chips(devices: Sequence[jax.Device], size: int) -> None:
     """Reject meshes of TPU chips for which libtpu's compiler ends the process: collectives over numbers that are no power of two."""
     if size & (size - 1) and any(device.platform == "tpu" for device in devices):
-        raise InputError(f"plan: expected meshes of 2, 4, 8, … TPU chips, found one of {size}; libtpu cannot compile collectives over it")
+        raise InputError(
+            where="plan",
+            expected="meshes of 2, 4, 8, … TPU chips",
+            found=f"one of {size}",
+            change="libtpu cannot compile collectives over it",
+        )
 
 
 def _local_devices_like(device: jax.Device) -> list[jax.Device]:
@@ -87,7 +92,8 @@ def _place_ranks(plan: Plan, sizes: Sequence[int], devices: Sequence[jax.Device]
             actual = f"there are {len(everywhere)} devices (0 to {len(everywhere) - 1})"
             names = f"names device {last}" if max(sizes) == 1 else f"has a mesh that ends at device {last}"
             change = "name one of them" if max(sizes) == 1 else "begin it at another one"
-            raise InputError(f"plan: placement {names}, but {actual}; {change}", *_both_grids(plan, everywhere))
+            problem = Problem(f"it {names}, but {actual}", "plan", "placement", change=change)
+            raise InputError(problem, *_both_grids(plan, everywhere))
         return [tuple(everywhere[first : first + size]) for first, size in zip(firsts, sizes, strict=True)]
     return _place_in_order(plan, sizes, everywhere)
 
@@ -99,22 +105,26 @@ def _place_in_order(plan: Plan, sizes: Sequence[int], everywhere: Sequence[jax.D
         meshes = max(sizes) > 1
         ranks = f"{len(sizes)} ranks on {needed} devices" if meshes else f"{len(sizes)} ranks"
         change = "stages, replicas, meshes" if meshes else "stages, replicas"
-        raise InputError(
-            f"plan: expected at least as many ranks as devices in a run of {processes} processes, found {ranks} for "
-            f"{len(everywhere)} devices; change {change} or the number of processes, or name the devices in placement",
-            *_both_grids(plan, everywhere),
+        problem = Problem(
+            where="plan",
+            expected=f"at least as many ranks as devices in a run of {processes} processes",
+            found=f"{ranks} for {len(everywhere)} devices",
+            change=f"change {change} or the number of processes, or name the devices in placement",
         )
+        raise InputError(problem, *_both_grids(plan, everywhere))
     if needed <= len(everywhere):
         starts = dict(zip(plan.placing_order, itertools.accumulate([0, *(sizes[rank] for rank in plan.placing_order)]), strict=False))
         return [tuple(everywhere[starts[rank] : starts[rank] + size]) for rank, size in enumerate(sizes)]
     size, count = max(sizes), len(sizes)
     groups = len(everywhere) // size
     if len(set(sizes)) > 1 or groups == 0:
-        raise InputError(
-            f"plan: expected {needed} devices for the meshes of its ranks, {shortened([str(size) for size in sizes])}, found "
-            f"{len(everywhere)}; ranks share devices only where all meshes have one size; use smaller meshes, or fewer stages",
-            *_both_grids(plan, everywhere),
+        problem = Problem(
+            where="plan",
+            expected=f"{needed} devices for the meshes of its ranks, {shortened([str(size) for size in sizes])}",
+            found=str(len(everywhere)),
+            change="ranks share devices only where all meshes have one size; use smaller meshes, or fewer stages",
         )
+        raise InputError(problem, *_both_grids(plan, everywhere))
     placed = {rank: n * min(groups, count) // count * size for n, rank in enumerate(plan.placing_order)}
     return [tuple(everywhere[placed[rank] : placed[rank] + size]) for rank in range(count)]
 
@@ -131,14 +141,19 @@ def _check_apart(plan: Plan, of_ranks: Sequence[tuple[jax.Device, ...]]) -> None
         if len(processes) > 1:
             shown = ", ".join(f"{names[device]} of process {device.process_index}" for device in devices)
             raise InputError(
-                f"plan: expected {len(devices)} different devices of one process for the mesh of rank {rank}, found {shown}; a stage's "
-                "collectives would cross the network once a layer: use a mesh that divides the devices of a process, or another placement"
+                where="plan",
+                expected=f"{len(devices)} different devices of one process for the mesh of rank {rank}",
+                found=shown,
+                change="a stage's collectives would cross the network once a layer: use a mesh that divides the devices of a "
+                "process, or another placement",
             )
         for device in devices:
             if owner.setdefault(device, devices) != devices:
                 raise InputError(
-                    f"plan: expected ranks that have the same devices or none in common, found {names[device]} in two meshes; "
-                    "name the first device of each mesh in placement so that they do not overlap"
+                    where="plan",
+                    expected="ranks that have the same devices or none in common",
+                    found=f"{names[device]} in two meshes",
+                    change="name the first device of each mesh in placement so that they do not overlap",
                 )
 
 
@@ -208,10 +223,13 @@ def _one_kind(plan: Plan, places: tuple[Place, ...]) -> tuple[Place, ...]:
         raise InputError(f"devices: expected devices of one kind, found {actual}; run on one kind of device")
     idle = set(range(jax.process_count())) - {device.process_index for device in devices}
     if idle and jax.process_count() > 1:
-        raise InputError(
-            f"plan: expected a worker in every process, found none in process {min(idle)}; place one there, or start fewer processes",
-            *placement_grid(plan, places).splitlines(),
+        problem = Problem(
+            where="plan",
+            expected="a worker in every process",
+            found=f"none in process {min(idle)}",
+            change="place one there, or start fewer processes",
         )
+        raise InputError(problem, *placement_grid(plan, places).splitlines())
     return places
 
 

@@ -87,8 +87,8 @@ class StageBuilder:
         check_gradients(self.stack, layers, len(self.plan.stages[0].layers), self.loss, labels, layerwise.trained)
         layerwise = dataclasses.replace(layerwise, ema_decay=self.ema_decay)
         entries = entries.without([name for name in self.stack.ties.first if layerwise.trained.excludes(name)])
-        if reason := excluded(self.plan, **self.arguments, ties=entries.in_several or None):
-            raise InputError(reason)
+        if problem := excluded(self.plan, **self.arguments, ties=entries.in_several or None):
+            raise InputError(problem)
         capabilities = values_of(self.plan, self.arguments, entries)
         optimizers = [dataclasses.replace(layerwise, delay_factor=factor) for factor in self._delay_factors]
         of_stages = zip(functions, optimizers, strict=True)

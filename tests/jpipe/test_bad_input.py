@@ -1,5 +1,6 @@
 """Mistakes of the caller give one message: where, expected, found, what to change. No device is used."""
 
+import copy
 import functools
 import json
 import subprocess
@@ -9,11 +10,13 @@ from types import SimpleNamespace
 
 import jax
 import numpy as np
+import pydantic
 import pytest
 
 import jpipe
 from jpipe import DynamicLossScale, InputError, Pipeline, Plan, lower
 from jpipe._arguments import checked_batch
+from jpipe.errors import Problem, explain
 from jpipe.plan import Agreement, Predicted
 from jpipe.programs import StageCost
 from jpipe.runtime import fit_costs
@@ -51,12 +54,15 @@ def without(key):
             {"microbatches": 1},
             r"^plan\.json: the schedule 'pipedream_2bw' needs at least 2 microbatches for 2 stages, found microbatches 1; raise",
         ),
-        ({"vertical_sync": True}, r"vertical_sync is an option of the schedule 'pipedream', found schedule 'pipedream_2bw'; remove it$"),
+        (
+            {"vertical_sync": True},
+            r"vertical_sync: this is an option of the schedule 'pipedream', found schedule 'pipedream_2bw'; remove it$",
+        ),
         (
             {"schedule": "gpipe", "extra_in_flight": 1},
-            r"the schedule 'gpipe' has no in-flight limit to raise: expected extra_in_flight 0, found 1$",
+            r"extra_in_flight: expected 0, because the schedule 'gpipe' has no in-flight limit to raise, found 1$",
         ),
-        ({"placement": [[0]]}, r"placement names \[1\] devices for the stages, expected \[1, 1\]"),
+        ({"placement": [[0]]}, r"placement: expected \[1, 1\] devices for the stages, one for each replica, found \[1\]"),
         *(
             (
                 {"offload": {"optimizer": value}},
@@ -204,6 +210,48 @@ def test_unprintable_characters_are_escaped_and_a_problem_keeps_its_line():
     assert str(InputError("a\nb\x1b[31m\u202eé →", "c\udcff")) == "a\\nb\\x1b[31m\\u202eé →\nc\\udcff"
 
 
+def test_a_layer_above_names_the_place_and_what_to_change():
+    error = InputError(Problem("", "plan", "links.activations", "a dtype", "7", "use fp8"), Problem("a sentence", "plan"), "a line")
+    assert str(error) == "plan: links.activations: expected a dtype, found 7; use fp8\nplan: a sentence\na line"
+    assert str(error.at("a.json")).splitlines() == [
+        "a.json: links.activations: expected a dtype, found 7; use fp8",
+        "a.json: a sentence",
+        "a.json: a line",
+    ]
+    renamed = error.renamed({"plan.links": "my.links", "plan": "b.json"})
+    assert str(renamed) == "my.links.activations: expected a dtype, found 7; use fp8\nb.json: a sentence\na line"
+    assert str(InputError("lost", where="a", change="stop").with_change("")) == "a: lost"
+    assert str(InputError(where="depth", expected="1 or more", found=0)) == "depth: expected 1 or more, found 0"
+
+
+def test_errors_keep_their_class_attributes_and_fields():
+    class Refusal(InputError):
+        def __init__(self, step):
+            super().__init__("no", where="step")
+            self.step = step
+
+    moved = Refusal(3).at("run")
+    assert (type(moved), moved.step, str(moved), moved.args) == (Refusal, 3, "run: no", ("run: no",))
+    copied = copy.copy(InputError(where="a", expected="b", found="c"))
+    assert (copied.problems, str(copied.at("d"))) == ((Problem("", "a", "", "b", "c"),), "d: expected b, found c")
+
+
+def test_validators_raise_errors_with_fields_whose_place_is_completed():
+    class Inner(pydantic.BaseModel):
+        size: int
+
+        @pydantic.model_validator(mode="after")
+        def _small(self):
+            raise InputError(key="size", expected="less", found=self.size)
+
+    class Outer(pydantic.BaseModel):
+        inner: Inner
+
+    with pytest.raises(pydantic.ValidationError) as caught:
+        Outer(inner={"size": 3})
+    assert str(explain(caught.value, Outer, "file")) == "file: inner: size: expected less, found 3"
+
+
 def test_a_plan_survives_json():
     plan = models.cut(
         IDS, (1, 2, 1), schedule="pipedream", microbatches=3, recompute="full", vertical_sync=True, placement=((0,), (4,), (1,))
@@ -291,7 +339,7 @@ def test_devices_must_be_one_for_each_stage():
 def test_a_placement_on_a_device_that_is_not_there_is_refused():
     with pytest.raises(
         InputError,
-        match=r"^plan: placement names device 64, but there are 8 devices \(0 to 7\); name one of them\nworkers:\n  stage 0: w0\n",
+        match=r"^plan: placement: it names device 64, but there are 8 devices \(0 to 7\); name one of them\nworkers:\n  stage 0: w0\n",
     ):
         pipeline(placement=((0,), (64,))).init(jax.random.key(0), models.batches_of(1, 4)[0])
 

@@ -152,6 +152,43 @@ def test_no_function_is_longer_than_90_lines():
                     assert length <= 90, f"{path}: {node.name} has {length} lines"
 
 
+_EDITS = frozenset({"replace", "removeprefix", "removesuffix", "partition", "rpartition", "sub", "lstrip", "args"})
+
+
+_INPUT_ERRORS = ("InputError", "Damaged", "NotRestorable", "TargetUnavailable")
+
+
+def edits_of_input_errors(tree: ast.Module) -> Iterator[int]:
+    """Yield the lines that edit the text of an `InputError` that was caught, or that `explain` has made."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.ExceptHandler) or node.type is None or not any(name in ast.dump(node.type) for name in _INPUT_ERRORS):
+            continue
+        for inner in ast.walk(node):
+            is_edit = isinstance(inner, ast.Attribute) and inner.attr in _EDITS
+            whole = next((call for call in ast.walk(node) if isinstance(call, ast.Call) and call.func is inner), inner)
+            if is_edit and any(isinstance(name, ast.Name) and name.id == node.name for name in ast.walk(whole)):
+                yield inner.lineno
+
+
+def test_nobody_edits_the_text_of_an_input_error():
+    """A layer that knows a better name of the place, or what to change, sets that field."""
+    found = {
+        f"{module_name(path)}:{line}"
+        for folder in PACKAGES.values()
+        for path in folder.rglob("*.py")
+        if "InputError" in path.read_text()
+        for line in edits_of_input_errors(parsed(path))
+    }
+    assert found == set()
+
+
+def test_an_edit_of_an_error_is_found():
+    source = "try:\n    f()\nexcept jpipe.InputError as error:\n    raise InputError({}) from None\n"
+    for edit in ("str(error).removeprefix('a')", "re.sub('a', 'b', str(error))", "*(line for line in error.args)"):
+        assert list(edits_of_input_errors(ast.parse(source.format(edit)))) == [4]
+    assert not list(edits_of_input_errors(ast.parse(source.format("f'{error}: {name.removeprefix(1)}'"))))
+
+
 def test_a_changed_copy_recomputes_cached_properties():
     """Pydantic's `model_copy` copies cached properties; models that have some must drop them."""
     files = [path for folder in PACKAGES.values() for path in folder.rglob("*.py") if "cached_property" in path.read_text()]

@@ -90,7 +90,7 @@ def refused(write_config, tiny, capsys, monkeypatch):
             r"tiny.yaml --set plan.recompute=ful: plan.recompute: unknown recomputation policy 'ful'; did you mean 'full'\?",
         ),
         ("plan.recompute=[full]", r"one recomputation policy for all or one for each of 2 stages, found a list of 1"),
-        ("plan.vertical_sync=true", r"vertical_sync is an option of the schedule 'pipedream'"),
+        ("plan.vertical_sync=true", r"vertical_sync: this is an option of the schedule 'pipedream'"),
         ("plan.replicas=0", r"plan.replicas: expected a number from 1 to 1024 or a list of them, one for each stage, found 0"),
         (
             "plan.replicas=[1, x]",
@@ -127,7 +127,7 @@ def refused(write_config, tiny, capsys, monkeypatch):
         ("plan.noam=true", r"tiny.yaml --set plan.noam=true: plan: noam is no option any more, found True; remove it: the schedules have"),
         (
             "plan={schedule: gpipe, num_stages: 2, microbatches: 2, flush_first: 2}",
-            r"jpipe: plan.flush_first is an option of the schedules 'pipedream', 'pipedream_2bw', found schedule 'gpipe'; remove it",
+            r"jpipe: plan.flush_first: this is an option of the schedules 'pipedream', 'pipedream_2bw', found schedule 'gpipe'; remove it",
         ),
         ("plan.file=missing.json", r"plan.file: cannot read 'missing.json': No such file or directory"),
         ("data.path=missing.txt", r"data.path: 'missing.txt' does not exist; give a file, a folder or a glob"),
@@ -188,7 +188,7 @@ def test_bad_input_is_refused_with_one_clear_message(refused, override, message)
         ),
         (
             lambda plan: plan.replace('"placement": null', '"placement": [[0], [100000]]'),
-            r"jpipe: \S*/plan.json: placement names device 100000, but there are 8 devices \(0 to 7\); name one of them\n"
+            r"jpipe: \S*/plan.json: placement: it names device 100000, but there are 8 devices \(0 to 7\); name one of them\n"
             r"workers:\n  stage 0: w0\n",
         ),
     ],

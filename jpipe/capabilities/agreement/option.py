@@ -34,6 +34,7 @@ from pydantic import Field
 
 from jpipe._numbers import Float, Int, as_python
 from jpipe.capabilities.protocol import Exclusion, Option
+from jpipe.errors import InputError
 
 if TYPE_CHECKING:
     import jpipe
@@ -91,9 +92,9 @@ class Agreement(pydantic.BaseModel):
     def _is_applied_in_time(self) -> "Agreement":
         if self.delay >= self.every:
             expected = f"less than every, {self.every}, because an agreement is applied before the next one begins"
-            raise ValueError(f"delay: expected {expected}, found {self.delay}")
+            raise InputError(key="delay", expected=expected, found=self.delay)
         if not self.delay and self.mixing != _MIXING:
-            raise ValueError(f"mixing: expected no value without a delay, found {self.mixing}; remove it, or set delay")
+            raise InputError(key="mixing", expected="no value without a delay", found=self.mixing, change="remove it, or set delay")
         return self
 
     def last(self, s: int, depth: int, updates: int) -> int:
@@ -137,10 +138,12 @@ def check(plan: "jpipe.Plan") -> None:
     assert plan.agree is not None
     if len(set(plan.replicas)) > 1 or plan.replicas[0] == 1:
         expected = "as many replicas of each stage, 2 or more, which are parallel pipelines"
-        raise ValueError(f"agree: expected {expected}, found {list(plan.replicas)}; give all stages the same number, or remove agree")
+        raise InputError(
+            key="agree", expected=expected, found=list(plan.replicas), change="give all stages the same number, or remove agree"
+        )
     if isinstance(plan.agree.fragments, int) and plan.agree.fragments > plan.depth:
         expected = f"'stages', or a number of fragments up to the number of stages, {plan.depth}"
-        raise ValueError(f"agree.fragments: expected {expected}, found {plan.agree.fragments}; a stage is in one fragment")
+        raise InputError(key="agree.fragments", expected=expected, found=plan.agree.fragments, change="a stage is in one fragment")
 
 
 _OWN_GRADIENTS = "pipelines that agree sum no gradients"

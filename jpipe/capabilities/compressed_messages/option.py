@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import pydantic
 
 from jpipe.capabilities.protocol import Exclusion, Option
-from jpipe.errors import short
+from jpipe.errors import InputError, short
 
 if TYPE_CHECKING:
     import jpipe
@@ -101,8 +101,11 @@ def check(plan: "jpipe.Plan") -> None:
     """
     assert plan.links is not None
     if plan.links.sums is not None and max(plan.replicas) == 1:
-        raise ValueError(
-            f"links.sums: expected a stage with replicas, found {plan.links.sums!r} and none; remove it, or give a stage replicas"
+        raise InputError(
+            key="links.sums",
+            expected="a stage with replicas",
+            found=f"{plan.links.sums!r} and none",
+            change="remove it, or give a stage replicas",
         )
 
 

@@ -56,9 +56,9 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
     """
     for option in ("clip_global_norm", "clip_stage_norm"):
         if (norm := arguments[option]) is not None and (not is_number(norm) or not 0 < norm < math.inf):
-            raise InputError(f"{option}: expected a finite number above 0, found {norm!r}")
+            raise InputError(where=option, expected="a finite number above 0", found=repr(norm))
     if not isinstance(skip := arguments["skip_nonfinite"], bool):
-        raise InputError(f"skip_nonfinite: expected True or False, found {skip!r}")
+        raise InputError(where="skip_nonfinite", expected="True or False", found=repr(skip))
 
 
 def of_arguments(arguments: Mapping[str, Any], entries: Any) -> Norms | None:

@@ -18,7 +18,7 @@ import pydantic
 
 from jpipe._numbers import as_python
 from jpipe.capabilities.protocol import Exclusion, Option
-from jpipe.errors import short
+from jpipe.errors import InputError, short
 
 if TYPE_CHECKING:
     import jpipe
@@ -79,7 +79,9 @@ def check(plan: "jpipe.Plan") -> None:
     for part, stages in plan.offload:
         beyond = [s for s in stages if s >= plan.depth] if stages != "all" else []
         if beyond:
-            raise ValueError(f"offload.{part}: expected stages from 0 to {plan.depth - 1}, or 'all', found {beyond[0]}; remove it")
+            raise InputError(
+                key=f"offload.{part}", expected=f"stages from 0 to {plan.depth - 1}, or 'all'", found=beyond[0], change="remove it"
+            )
 
 
 OPTION = Option(

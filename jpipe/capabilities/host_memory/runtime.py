@@ -71,7 +71,13 @@ def check_devices(plan: Plan, devices: Sequence[jax.Device]) -> None:
     for device in devices:
         kinds = sorted(memory.kind for memory in device.addressable_memories())
         if AWAY not in kinds or device.default_memory().kind == AWAY:
-            raise InputError(f"plan: offload: expected devices with the memory '{AWAY}', found {device} with {kinds}; remove it")
+            raise InputError(
+                where="plan",
+                key="offload",
+                expected=f"devices with the memory '{AWAY}'",
+                found=f"{device} with {kinds}",
+                change="remove it",
+            )
 
 
 RUNTIME = RuntimeHooks(

@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 from jpipe.capabilities.protocol import Exclusion, Option
+from jpipe.errors import InputError
 
 if TYPE_CHECKING:
     import jpipe
@@ -15,7 +16,9 @@ def check(plan: "jpipe.Plan") -> None:
         ValueError: there are none.
     """
     if max(plan.replicas) == 1:
-        raise ValueError("shard_optimizer: expected a stage with replicas, found none; remove it, or give a stage replicas")
+        raise InputError(
+            key="shard_optimizer", expected="a stage with replicas", found="none", change="remove it, or give a stage replicas"
+        )
 
 
 OPTION = Option(

@@ -72,17 +72,27 @@ def check(plan: "jpipe.Plan") -> None:
     for s, stage in enumerate(plan.stages):
         where, actual = f"stages.{s}.sum_parts", list(stage.sum_parts)
         if actual and sum(actual) != len(stage.layers):
-            raise ValueError(f"{where}: expected numbers of layers that sum to {len(stage.layers)}, found {actual}; change one of them")
+            raise InputError(
+                key=where, expected=f"numbers of layers that sum to {len(stage.layers)}", found=actual, change="change one of them"
+            )
         if actual and stage.replicas == 1:
-            raise ValueError(f"{where}: expected a stage with replicas, found one without, which sums nothing; remove sum_parts")
+            raise InputError(
+                key=where, expected="a stage with replicas", found="one without, which sums nothing", change="remove sum_parts"
+            )
 
 
 def even(parts: Any, stages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the fields of stages; stages with replicas have this many parts, at most one for each layer; see `Plan.even`."""
     if not is_int(parts) or parts < 1:
-        raise InputError(f"plan: sum_parts: expected an integer of 1 or more, found {short(parts)}")
+        raise InputError(where="plan", key="sum_parts", expected="an integer of 1 or more", found=short(parts))
     if parts > 1 and all(stage["replicas"] == 1 for stage in stages):
-        raise InputError(f"plan: sum_parts: expected a stage with replicas, found none; remove sum_parts {parts}, or give replicas")
+        raise InputError(
+            where="plan",
+            key="sum_parts",
+            expected="a stage with replicas",
+            found="none",
+            change=f"remove sum_parts {parts}, or give replicas",
+        )
     return [stage | (_parts(stage["layers"], int(parts)) if parts > 1 and stage["replicas"] > 1 else {}) for stage in stages]
 
 

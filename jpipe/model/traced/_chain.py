@@ -174,8 +174,10 @@ def _needed(jaxpr: Any) -> list[Any]:
     for equation in equations:
         if any("ordered" in type(effect).__name__.lower() for effect in equation.effects):
             raise InputError(
-                f"from_model: expected no ordered side effects, found '{equation.primitive.name}' with ordered=True; stages run at the "
-                "same time, so there is no order between them: leave it out, or use ordered=False"
+                where="from_model",
+                expected="no ordered side effects",
+                found=f"'{equation.primitive.name}' with ordered=True",
+                change="stages run at the same time, so there is no order between them: leave it out, or use ordered=False",
             )
     return equations
 

@@ -135,8 +135,10 @@ def _without_forbidden(chain: Chain, positions: Sequence[int], where: str) -> tu
     for position in positions:
         if forbidden[position]:
             raise InputError(
-                f"{where}: a cut is between the places that read and write one array of layer state, such as batch statistics, which "
-                "belongs to one layer; move the cut, or leave it out"
+                "a cut is between the places that read and write one array of layer state, such as batch statistics, which "
+                "belongs to one layer",
+                where=where,
+                change="move the cut, or leave it out",
             )
     return tuple(sorted(set(positions)))
 
@@ -174,8 +176,10 @@ def same_cuts(chain: Chain, like: Chain, positions: Sequence[int], ids: Callable
         if not allowed:
             where = f"'{names[reason]}'" if reason is not None else "its parameters"
             raise InputError(
-                f"from_model: between the layers '{ids()[k]}' and '{ids()[k + 1]}' the model reads {where} in another order in evaluation, "
-                "or for other shapes, than in training; name other cuts (cuts=…, jpipe.cut), or read the parameters in one order"
+                f"between the layers '{ids()[k]}' and '{ids()[k + 1]}' the model reads {where} in another order in "
+                "evaluation, or for other shapes, than in training",
+                where="from_model",
+                change="name other cuts (cuts=…, jpipe.cut), or read the parameters in one order",
             )
         wanted = _alive(like, position)
         result.append(min(allowed, key=lambda i: (_alive(chain, i) != wanted, chain.widths[i], i)))

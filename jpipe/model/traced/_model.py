@@ -218,8 +218,10 @@ class TracedModel:
         """Check that a layer which gets inputs of the same shapes in both cuts computes the same in both."""
         if any(cut.segments[train][k].text != other.segments[train][k].text for train in (True, False)):
             raise InputError(
-                f"from_model: layer '{self.parts[k].id}' gets inputs of the same shapes for inputs of the model of two shapes, but "
-                "computes something else with each, such as a division by a length; compute that length from an array that passes to it"
+                f"layer '{self.parts[k].id}' gets inputs of the same shapes for inputs of the model of two shapes, but "
+                "computes something else with each, such as a division by a length",
+                where="from_model",
+                change="compute that length from an array that passes to it",
             )
 
     def _make_cut(self, inputs: Tree) -> _Cut:
@@ -234,7 +236,9 @@ class TracedModel:
             trace = trace_model(self.whole, self.prepare, inputs, train, self.leaves.axes)
             if trace.leaves != self.leaves:
                 raise InputError(
-                    "from_model: the model has other parameters or layer state for inputs of other shapes; give such inputs first"
+                    "the model has other parameters or layer state for inputs of other shapes",
+                    where="from_model",
+                    change="give such inputs first",
                 )
             self._traces[key] = trace
         return self._traces[key]
@@ -365,8 +369,10 @@ def cut_model(whole: Whole, inputs: Tree, granularity: Granularity, prefixes: Se
     positions = choose_cuts(chain, leaves.paths[: leaves.num_params], granularity, prefixes)
     if not positions:
         raise InputError(
-            "from_model: expected a model of several modules with parameters, found no place between two of them; if it is one "
-            "jax.checkpoint or one loop, put these into its parts, or name places to cut with cuts=… or jpipe.cut"
+            where="from_model",
+            expected="a model of several modules with parameters",
+            found="no place between two of them",
+            change="if it is one jax.checkpoint or one loop, put these into its parts, or name places to cut with cuts=… or jpipe.cut",
         )
     named = {k: chain.marks[position] for k, position in enumerate(positions) if position in chain.marks}
     prefix_at = {position_before(chain, leaves.paths, prefix): prefix for prefix in prefixes}
@@ -383,8 +389,10 @@ def cut_model(whole: Whole, inputs: Tree, granularity: Granularity, prefixes: Se
     for k, (each, segment) in enumerate(zip(read, segments[True], strict=True)):
         if stale := sorted(writers.keys() & each - {*segment.written}):
             raise InputError(
-                f"from_model: layer '{ids()[k]}' reads the layer state '{leaves.names[stale[0]]}', which another layer changes, so its "
-                "copy would be out of date; cut elsewhere (cuts=…, jpipe.cut), so that one layer reads and changes it"
+                f"layer '{ids()[k]}' reads the layer state '{leaves.names[stale[0]]}', which another layer changes, so its "
+                "copy would be out of date",
+                where="from_model",
+                change="cut elsewhere (cuts=…, jpipe.cut), so that one layer reads and changes it",
             )
     parts = parts_of(read, leaves, named)
     having = {leaf: k for k, part in reversed([*enumerate(parts)]) for leaf in jax.tree.leaves((part.params, part.state))} | writers

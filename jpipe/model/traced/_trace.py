@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jpipe.errors import callers_code, cause
+from jpipe.errors import Problem, callers_code, cause
 from jpipe.model._layer import describe, key_spec
 from jpipe.model.traced._blocks import Path
 from jpipe.model.traced._chain import Chain, chain_of
@@ -75,7 +75,8 @@ def trace_model(whole: Whole, prepare: Callable[[Tree], Tree], inputs: Tree, tra
     Raises:
         InputError: the model fails.
     """
-    with callers_code(lambda error: f"from_model: the model cannot be traced with inputs {describe(inputs)}: {cause(error)}; fix it there"):
+    words = f"the model cannot be traced with inputs {describe(inputs)}"
+    with callers_code(lambda error: Problem(f"{words}: {cause(error)}", "from_model", change="fix it there")):
         params, state = jax.eval_shape(prepare, whole.specs[0]), whole.specs[1]
         trees = jax.tree.structure((params, state))
 

@@ -7,7 +7,7 @@ from typing import Any
 from jpipe._frozen import NOTHING
 from jpipe._numbers import is_int
 from jpipe.capabilities.registry import known_beside, uses_of
-from jpipe.errors import InputError, nearest, short
+from jpipe.errors import InputError, Problem, nearest, short
 from jpipe.plan import Plan, excluded
 from jpipe.programs._instructions import Compute, Instruction, Load, Program
 from jpipe.programs._route import transfer
@@ -55,8 +55,8 @@ def lower(
     if not 0 <= start <= begin <= batches:
         raise InputError(f"lower: expected 0 ≤ start ≤ begin ≤ batches, found start {start}, begin {begin}, batches {batches}")
     for name, value in uses.items():
-        if reason := _refusal(plan, name, value):
-            raise InputError(f"lower: {name}: {reason}")
+        if problem := _refusal(plan, name, value):
+            raise InputError(problem._replace(where="lower", key=name))
     if workers is not None and not {*workers} <= {*range(len(plan.workers))}:
         raise InputError(
             f"lower: workers: expected numbers of workers of the plan, below {len(plan.workers)}, found {short(list(workers))}"
@@ -67,13 +67,13 @@ def lower(
     return run.program(batches, drain)
 
 
-def _refusal(plan: Plan, name: str, value: Any) -> str:
-    """Return why a program cannot do something beside its plan, or ""."""
+def _refusal(plan: Plan, name: str, value: Any) -> Problem | None:
+    """Return why a program cannot do something beside its plan, or None."""
     if (option := known_beside().get(name)) is None:
-        return f"unknown; {nearest(name, known_beside())}"
+        return Problem("unknown", change=nearest(name, known_beside()))
     if value and option.refusal is not None and (reason := option.refusal(plan, value)):
-        return reason
-    return excluded(plan, **{option.stands_for: bool(value)}).removeprefix(f"{option.stands_for}: ")
+        return Problem(reason)
+    return excluded(plan, **{option.stands_for: bool(value)})
 
 
 def batches_until_full(plan: Plan) -> int:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from jpipe._frozen import FrozenMapping
 from jpipe.capabilities.protocol import hooks, made
 from jpipe.capabilities.registry import programs_of
-from jpipe.errors import InputError
+from jpipe.errors import InputError, Problem
 from jpipe.ops import OPS, Op
 from jpipe.plan import Plan, repeats_forward
 from jpipe.programs._execution_order import ProgramError
@@ -246,7 +246,7 @@ class Run:
             return ProgramError(f"{plan.schedule}: {what}\n{grid}")
         expected = "expected an order in which each computation comes after what it needs, on all ranks"
         change = "move forwards or backwards for inputs that another rank waits for to the front, or use jpipe.schedules.greedy_order"
-        return InputError(f"plan: order: {expected}; {what}; {change}", *grid.splitlines())
+        return InputError(Problem(f"{expected}; {what}", "plan", "order", change=change), *grid.splitlines())
 
     def _effect(self, op: Op, s: int) -> _Effect:
         of, needs, is_last = self.available.of, None, s == self.depth - 1

@@ -48,7 +48,7 @@ def compiling_for(device: Device, count: int = 1, *, unlimited: bool = False) ->
         try:
             return Compiling(target_devices(target.with_memory(_ANY_BYTES) if unlimited else target, count), target.name)
         except TargetUnavailable as error:
-            missing = str(error).removeprefix("target: ")
+            missing = str(error.at(""))
     here = jax.local_devices()
     return Compiling(tuple(here), here[0].device_kind, missing, "" if target is None else target.platform)
 

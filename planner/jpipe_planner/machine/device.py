@@ -7,7 +7,6 @@ import pydantic
 from pydantic import Field
 
 import jpipe
-from jpipe import InputError
 from jpipe_planner.machine.host import Host
 from jpipe_planner.machine.targets import Target, find_target
 from jpipe_planner.machine.units import Data, Positive, Possible, Rates, Share, in_unit
@@ -61,10 +60,7 @@ class Device(Data):
             fields = {**fields, "reserved": {"reserved": reserved}}
         if not isinstance(fields.get("target"), str):
             return fields
-        try:
-            target = find_target(fields["target"])
-        except InputError as error:
-            raise ValueError(str(error)) from None
+        target = find_target(fields["target"])
         figures = {**{name: getattr(target, name) for name in ("name", *_FIGURES)}, "overlap": "none", **fields}
         if isinstance(given := fields.get("host"), Mapping):
             figures["host"] = {**target.host.model_dump(), **given}

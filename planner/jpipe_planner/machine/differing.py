@@ -70,10 +70,7 @@ class Differing(Data):
     @field_validator("target")
     @classmethod
     def _known(cls, name: str | None) -> str | None:
-        try:
-            _ = name is None or find_target(name)
-        except InputError as error:
-            raise ValueError(str(error)) from None
+        _ = name is None or find_target(name)
         return name
 
     def device(self, usual: Device) -> Device:
@@ -89,11 +86,11 @@ class Differing(Data):
         update |= {} if self.reserved is None else {"reserved": {"reserved": self.reserved}}
         return figures.model_copy(update=update)
 
-    def relative_speed(self, usual: Device) -> float:
+    def relative_speed(self, usual: Device, place: str = "") -> float:
         """Return their speed relative to the usual device.
 
         Raises:
-            ValueError: it is not given, and does not follow from the figures of both devices.
+            InputError: it is not given, and does not follow from the figures of both devices.
         """
         if self.speed is not None or self.target is None:
             return self.speed or 1.0
@@ -105,38 +102,42 @@ class Differing(Data):
         ]
         if not ratios or max(ratios) > _EQUAL * min(ratios):
             found = f"{min(ratios):.3g} to {max(ratios):.3g} times, by dtype" if ratios else "no flops of the same dtype"
-            raise ValueError(
-                f"speed: expected how many times as fast as {usual.name} it computes, which flops do not say, found {found}; add it"
-            )
+            expected = f"how many times as fast as {usual.name} it computes, which flops do not say"
+            raise InputError(where=f"{place}speed", expected=expected, found=found, change="add it")
         return min(ratios)
 
-    def check(self, usual: Device, sizes: Sequence[int], level_number: Callable[[str], int]) -> None:
+    def check(self, place: str, usual: Device, sizes: Sequence[int], level_number: Callable[[str, str], int]) -> None:
         """Check that they are in the topology, and that their figures fit together.
 
         Args:
+            place: begins the names of keys in messages, such as `differing.0.`.
             usual: the figures of the other devices.
             sizes: the number of devices in a component of each level.
-            level_number: returns the number of the level with a name.
+            level_number: returns the number of the level with a name, given `place` for messages.
 
         Raises:
-            ValueError: something does not fit.
+            InputError: something does not fit.
         """
         count = sizes[-1]
         if max(self.devices) >= count:
-            raise ValueError(f"devices: expected numbers from 0 to {count - 1}, found {max(self.devices)}; levels have {count:,} devices")
+            expected, change = f"numbers from 0 to {count - 1}", f"levels have {count:,} devices"
+            raise InputError(where=f"{place}devices", expected=expected, found=max(self.devices), change=change)
         if (usual.memory is None) != (self.device(usual).memory is None):
             missing = "device.memory" if usual.memory is None else "memory"
-            raise ValueError(f"memory: expected the memory of all devices, or of none, found none for {missing}; add it")
+            expected = "the memory of all devices, or of none"
+            raise InputError(where=f"{place}memory", expected=expected, found=f"none for {missing}", change="add it")
         if (limit := self.device(usual).limit) is not None and limit <= 0:
-            raise ValueError(f"reserved: expected less than the memory, found {-limit:,.0f} bytes more")
-        self.relative_speed(usual)
+            raise InputError(where=f"{place}reserved", expected="less than the memory", found=f"{-limit:,.0f} bytes more")
+        self.relative_speed(usual, place)
         numbers = set(self.devices)
         for name in self.bandwidth:
-            size = (1, *sizes)[level_number(name)]
+            size = (1, *sizes)[level_number(name, place)]
             for first in sorted({number // size * size for number in numbers}):
                 if not numbers.issuperset(range(first, first + size)):
                     found = next(number for number in self.devices if number // size * size == first)
-                    raise ValueError(
-                        f"bandwidth.{name}: expected whole components of {size} devices, which share a port, found device {found} without "
-                        f"all of {first}-{first + size - 1}; name them all"
+                    raise InputError(
+                        where=f"{place}bandwidth.{name}",
+                        expected=f"whole components of {size} devices, which share a port",
+                        found=f"device {found} without all of {first}-{first + size - 1}",
+                        change="name them all",
                     )

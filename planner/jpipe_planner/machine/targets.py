@@ -259,7 +259,7 @@ def read_targets(text: str, where: str) -> dict[str, Target]:
         try:
             targets[name] = Target(**{str(key): value for key, value in fields.items()})
         except InputError as error:
-            raise InputError(*(f"{where}: targets.{name}{line.removeprefix('target')}" for line in error.args)) from None
+            raise error.at(f"{where}: targets.{name}") from None
     return targets
 
 
@@ -307,15 +307,17 @@ def target_devices(target: Target, count: int = 1, processes: int = 1) -> tuple[
     if processes == 1 and len(here) >= count:
         return tuple(here[:count])
     if reason := target_refusal(target):
-        raise TargetUnavailable(f"target: {reason}")
+        raise TargetUnavailable(reason, where="target")
     try:
         devices = _devices_elsewhere(target.model_dump_json(), count, processes)
     except Exception as error:  # XLA and its plugins raise errors of many classes
         reason = f"{type(error).__name__}: {(str(error).splitlines() or ['no message'])[0]}"
-        raise TargetUnavailable(f"target: XLA cannot compile for {target.name} here: {reason}; {_REMEDIES[target.platform]}") from None
+        what = f"XLA cannot compile for {target.name} here: {reason}"
+        raise TargetUnavailable(what, where="target", change=_REMEDIES[target.platform]) from None
     if len(devices) < count:
         parts = f" in {processes} equal parts" if processes > 1 else ""
-        raise TargetUnavailable(f"target: expected {count} devices of {target.name}{parts}, found {len(devices)} in a slice; use fewer")
+        expected, found = f"{count} devices of {target.name}{parts}", f"{len(devices)} in a slice"
+        raise TargetUnavailable(where="target", expected=expected, found=found, change="use fewer")
     return devices[:count]
 
 

@@ -74,10 +74,7 @@ class Topology(Data):
         if self.num_devices > 2**20:
             raise ValueError(f"levels: expected at most {2**20:,} devices in all, found {self.num_devices:,}")
         for n, one in enumerate(self.differing):
-            try:
-                one.check(self.device, self.sizes, self.level_number)
-            except ValueError as error:
-                raise ValueError(f"differing.{n}.{error}") from None
+            one.check(f"differing.{n}.", self.device, self.sizes, self.level_number)
         return self
 
     @property
@@ -109,11 +106,11 @@ class Topology(Data):
             bandwidth = float(self.ports(k)[[source // inside, target // inside]].min())
         return _link(bandwidth, self.levels[k].latency, k, source // inside, target // inside)
 
-    def level_number(self, name: str) -> int:
+    def level_number(self, name: str, place: str = "") -> int:
         """Return the number of the level with a name, or with a number as text; 0 is the innermost.
 
         Raises:
-            ValueError: it is not the name of one level.
+            InputError: it is not the name of one level.
         """
         names = [level.name for level in self.levels]
         if names.count(name) == 1:
@@ -122,7 +119,8 @@ class Topology(Data):
             return int(name)
         known = ", ".join(known for known in names if known and names.count(known) == 1)
         numbers = f"a number from 0 to {len(names) - 1}"
-        raise ValueError(f"bandwidth: expected the name of a level, {f'{known}, or ' if known else ''}{numbers}, found '{name}'")
+        expected = f"the name of a level, {f'{known}, or ' if known else ''}{numbers}"
+        raise InputError(where=f"{place}bandwidth", expected=expected, found=f"'{name}'")
 
     @property
     def devices(self) -> list[Device]:
@@ -288,7 +286,7 @@ class Topology(Data):
         try:
             return cls(**{str(key): value for key, value in data.items()})
         except InputError as error:
-            raise InputError(*(where + line.removeprefix("topology") for line in error.args)) from None
+            raise error.at(where) from None
 
 
 @lru_cache(maxsize=2**17)

@@ -78,7 +78,7 @@ def read_graph_txt(text: str, rows: int, *, optimizer_factor: float = 1.0, where
     try:
         return Profile(source="imported", sizes=(rows,), inputs=(inputs,), labels=(0,), layers=tuple(layers))
     except InputError as error:
-        raise InputError(*(where + line.removeprefix("profile") for line in error.args)) from None
+        raise error.at(where) from None
 
 
 def _read(text: str, where: str) -> dict[str, _Node]:

@@ -346,4 +346,4 @@ class Profile(_Data):
         try:
             return cls(**data)
         except InputError as error:
-            raise InputError(*(where + line.removeprefix("profile") for line in error.args)) from None
+            raise error.at(where) from None

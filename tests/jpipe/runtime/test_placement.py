@@ -88,7 +88,7 @@ def test_fewer_workers_than_devices_are_refused_in_a_run_of_several_processes(ma
 def test_a_missing_device_is_refused(machines):
     machines(1, 1)
     assert refused(plan_of(1, 2, placement=[[0], [1, 2]])) == [
-        "plan: placement names device 2, but there are 2 devices (0 to 1); name one of them",
+        "plan: placement: it names device 2, but there are 2 devices (0 to 1); name one of them",
         "workers:",
         "  stage 0: w0",
         "  stage 1: w1 w2",

@@ -39,7 +39,7 @@ def test_no_limit_deadlocks_whatever_the_replicas(replicas):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"schedule": "gpipe"}, "max_in_flight is an option of the schedules 'pipedream_flush', 'pipedream', 'pipedream_2bw'"),
+        ({"schedule": "gpipe"}, "max_in_flight: this is an option of the schedules 'pipedream_flush', 'pipedream', 'pipedream_2bw'"),
         (
             {"schedule": "pipedream", "extra_in_flight": 1},
             "max_in_flight: expected no extra_in_flight, found 1: one lowers the number that the other raises; remove one of them",

@@ -119,7 +119,7 @@ def test_a_run_restored_during_or_after_the_warm_up_has_equal_results(cut):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"schedule": "gpipe", "flush_first": 1}, "flush_first is an option of the schedules 'pipedream', 'pipedream_2bw', found"),
+        ({"schedule": "gpipe", "flush_first": 1}, "flush_first: this is an option of the schedules 'pipedream', 'pipedream_2bw', found"),
         ({"schedule": "pipedream_2bw", "flush_first": -1}, "plan: flush_first: expected 0 or more|greater than or equal to 0"),
         (
             {"schedule": "pipedream", "flush_first": 1, "update_every": "replicas", "replicas": 2},

@@ -108,7 +108,7 @@ def test_an_unfinished_folder_leaves_nothing(error, at, documents, tokenizer, tm
     ("words", "message"),
     [
         (["--out", "{documents}"], r"--out: '.*documents' already exists; choose another name, or remove it first"),
-        (["missing.txt"], r"SOURCE: 'missing\.txt' does not exist; give a file, a folder or a glob, or nothing for the standard"),
+        (["missing.txt"], r"SOURCE: 'missing\.txt' does not exist; give a file, a folder or a glob"),
         (["--validation-fraction", "1"], r"--validation-fraction: expected a number from 0 to less than 1, found 1\.0"),
         (["--shard-tokens", "0"], r"--shard-tokens: expected at least 1, found 0"),
         (["--tokenizer", "{documents}/00.txt"], r"--tokenizer: '.*00\.txt': expected a tokenizer\.json of the tokenizers library"),

@@ -222,7 +222,7 @@ def test_a_file_or_a_link_in_place_of_a_checkpoint_is_skipped(run, tmp_path, mon
     place(run, 30).write_text("a file")
     place(run, 40).symlink_to(tmp_path)
     messages = []
-    assert newest_good(run, messages.append) == 20
+    assert newest_good(run, lambda damaged, into=messages: into.append(str(damaged))) == 20
     assert [line.partition(":")[0] for line in messages] == [str(place(run, 40)), str(place(run, 30))]
     with pytest.raises(jpipe.InputError, match=r"/30: in the way .* is not removed: Not a directory; move it away$"):
         begin(run, 20)
@@ -250,7 +250,7 @@ def test_without_its_marker_a_checkpoint_is_unfinished(run):
     assert gather(run, 30, 2, limit=0.0) == []
     assert steps(run) == [10, 20]
     messages = []
-    assert newest_good(run, messages.append) == 20
+    assert newest_good(run, lambda damaged, into=messages: into.append(str(damaged))) == 20
     assert messages == [f"{unfinished_folder(run, 30)}: has no checkpoint.json, was not finished; take another checkpoint"]
     assert steps(run / "none") == []
     assert newest_good(run / "none", messages.append) is None
@@ -281,7 +281,7 @@ def test_damage_to_any_file_is_found_and_named(run, kind):
             continue
         change(newest / name, kind)
         messages = []
-        assert newest_good(run, messages.append) == 10
+        assert newest_good(run, lambda damaged, into=messages: into.append(str(damaged))) == 10
         (line,) = messages
         if name.name == "checkpoint.json" and kind == "missing":
             assert line.startswith(f"{newest}: has no checkpoint.json")
@@ -290,7 +290,7 @@ def test_damage_to_any_file_is_found_and_named(run, kind):
             assert line.startswith(f"{newest / name}: ")
             assert expected in line
         (newest / name).write_bytes(content)
-    assert newest_good(run, messages.append) == 20
+    assert newest_good(run, lambda damaged, into=messages: into.append(str(damaged))) == 20
 
 
 def rewrite_marker(run: Path, **changes: object) -> None:
@@ -604,7 +604,7 @@ def test_an_unreadable_checkpoint_with_valid_hashes_is_skipped(run):
     rewrite_marker(run, index=marker["index"])
     verify(run, 20)
     messages: list[str] = []
-    assert newest_good(run, messages.append) == 10
+    assert newest_good(run, lambda damaged, into=messages: into.append(str(damaged))) == 10
     assert [line.partition(": ")[0] for line in messages] == [str(place(run, 20) / "default")]
 
 

@@ -165,7 +165,7 @@ def test_linked_checkpoints_and_items_are_not_read(name, tmp_path):
     linked.rename(tmp_path / "elsewhere")
     linked.symlink_to(tmp_path / "elsewhere")
     messages: list[str] = []
-    assert checkpoint_files.newest_good(tmp_path, messages.append) == 1
+    assert checkpoint_files.newest_good(tmp_path, lambda damaged: messages.append(str(damaged))) == 1
     assert messages == [f"{linked}: is a symbolic link, not a folder that jpipe has written; take another checkpoint"]
     for read in (checkpoint_files.read_layers, checkpoint_files.layer_specs):
         with pytest.raises(InputError, match="is a symbolic link"):

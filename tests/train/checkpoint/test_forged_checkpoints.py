@@ -174,7 +174,7 @@ def test_a_path_that_is_not_a_file_fails_at_once(run, place):
 def test_endless_records_are_not_read(run, place, name, size):
     os.truncate(place / name, size + 1)  # no blocks on the disk
     messages: list[str] = []
-    assert newest_good(run, messages.append) is None
+    assert newest_good(run, lambda damaged: messages.append(str(damaged))) is None
     assert messages[0].startswith(f"{place / name}: is larger than {size:,} bytes, was not written by jpipe")
 
 

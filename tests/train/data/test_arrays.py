@@ -336,7 +336,7 @@ WRONG = {
     "equal inputs": (
         lines([row | {"inputs": 1} for row in ROWS]),
         {},
-        "found .*90.* rows with equal inputs stay on one side: .* data.validation_path",
+        "found .*90.* rows with equal inputs stay on one side: .* in validation_path",
     ),
     "large": (
         json_lines({"inputs": [1e39, 0, 0], "targets": 0}),

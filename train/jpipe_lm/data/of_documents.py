@@ -87,8 +87,10 @@ def check_amount(config: Config, split: Split, train: Rows, validation: Rows) ->
     if config.data.format != "tokens" and config.data.validation_path is None:
         more += ", raise data.validation_fraction"
     raise InputError(
-        f"data.path: expected at least {need} {unit} for training and {need} for validation ({why}), found {have[0]} and {have[1]} in "
-        f"{split.source}; {more}{', or lower train.batch_size or model.seq_len' if isinstance(train, masked.Masked) else ''}"
+        where="data.path",
+        expected=f"at least {need} {unit} for training and {need} for validation ({why})",
+        found=f"{have[0]} and {have[1]} in {split.source}",
+        change=f"{more}{', or lower train.batch_size or model.seq_len' if isinstance(train, masked.Masked) else ''}",
     )
 
 
@@ -102,7 +104,7 @@ def check_some(config: Config, split: Split, rows: Rows) -> None:
         need, what = seq_len - masked.SPECIAL, f"{split.unit} (a window of model.seq_len {seq_len} without special tokens)"
     elif isinstance(rows, windows.Examples):
         need, what, have = 1, "example with an answer", 0
-    raise InputError(f"data.path: expected at least {need} {what}, found {have} in {split.source}; give more")
+    raise InputError(where="data.path", expected=f"at least {need} {what}", found=f"{have} in {split.source}", change="give more")
 
 
 def amount_of(split: Split, train: Rows, validation: Rows) -> str:

@@ -45,7 +45,7 @@ class Split:
         digest: its result is the same in two processes only if their documents are, up to a sample of large files.
         tokenizer: the one that made their tokens, or None.
         unit: what they are counted in.
-        place: names an example of each for messages, if they are examples.
+        place: names an example in the data of each, for messages, if they are examples.
         remarks: lines that say what was left out.
     """
 
@@ -168,7 +168,9 @@ def _check_kinds(data: DataConfig) -> None:
             names, files = sources.find_files(path, where)
             if token_files.INDEX in names and expanded(path, where).is_dir():
                 raise InputError(
-                    f"{where}: '{path}' is a folder of tokens, as jpipe data prepare writes it; set data.format: tokens, {as_it_is}"
+                    f"'{path}' is a folder of tokens, as jpipe data prepare writes it",
+                    where=where,
+                    change=f"set data.format: tokens, {as_it_is}",
                 )
             for file in files:
                 kind = kinds.kind_of(file, data.text_key) or (kinds.kind_by_name(file) if file.stat().st_size else None)
@@ -182,7 +184,7 @@ def _check_kinds(data: DataConfig) -> None:
                 elif data.text_key in kind.columns:
                     hint = "set data.format: text and data.tokenizer"
                 columns = f" with {shortened(kind.columns)[:100]}" if kind.columns else ""
-                raise InputError(f"{where}: expected text, found that '{file}' is {kind.name}{columns}; {hint}, {as_it_is}")
+                raise InputError(where=where, expected="text", found=f"that '{file}' is {kind.name}{columns}", change=f"{hint}, {as_it_is}")
 
 
 def check_beside_weights(config: Config) -> None:
@@ -196,8 +198,10 @@ def check_beside_weights(config: Config) -> None:
     if our_tokenizer.sha256 != their_tokenizer.sha256 and (wrong := our_tokenizer.differing(their_tokenizer)):
         number, tokens = wrong[0]
         raise InputError(
-            f"{key}: expected the tokens of '{beside}', which the weights have learned, found {len(wrong):,} others in '{ours}', the first "
-            f"is {number}, {tokens[0]!r} in place of {tokens[1]!r}; use that tokenizer, or leave out warm_start.file"
+            where=key,
+            expected=f"the tokens of '{beside}', which the weights have learned",
+            found=f"{len(wrong):,} others in '{ours}', the first is {number}, {tokens[0]!r} in place of {tokens[1]!r}",
+            change="use that tokenizer, or leave out warm_start.file",
         )
 
 
@@ -324,8 +328,10 @@ def check_tokenizers(paths: Sequence[str]) -> None:
         first = first or (path, index)
         if (index.vocab_size, index.tokenizer_sha256) != (first[1].vocab_size, first[1].tokenizer_sha256):
             raise InputError(
-                f"{where}: expected tokens of the same tokenizer as in '{first[0]}', found tokens of another in '{path}'; prepare it with "
-                "the same --tokenizer"
+                where=where,
+                expected=f"tokens of the same tokenizer as in '{first[0]}'",
+                found=f"tokens of another in '{path}'",
+                change="prepare it with the same --tokenizer",
             )
 
 
@@ -333,8 +339,10 @@ def _check_same_tokenizer(index: token_files.Index, other: token_files.Index, pa
     """Check that tokens have the same kind and tokenizer as the tokens at `path`."""
     if (other.vocab_size, other.kind, other.tokenizer_sha256) != (index.vocab_size, index.kind, index.tokenizer_sha256):
         raise InputError(
-            f"{where}: expected {index.kind} of the same tokenizer as in '{path}', found {other.kind} of another; "
-            "prepare it with the same --tokenizer and --format"
+            where=where,
+            expected=f"{index.kind} of the same tokenizer as in '{path}'",
+            found=f"{other.kind} of another",
+            change="prepare it with the same --tokenizer and --format",
         )
 
 
@@ -342,7 +350,9 @@ def _tokenizer(folder: Path, index: token_files.Index) -> tokenizers.Tokenizer:
     """Load the tokenizer beside the tokens of a folder, which made them."""
     tokenizer = tokenizers.load(folder / tokenizers.FILE, "data.path", None)
     if tokenizer.sha256 != index.tokenizer_sha256:
-        raise InputError(f"data.path: '{folder / tokenizers.FILE}' is not the tokenizer that made the tokens; copy it again")
+        raise InputError(
+            f"'{folder / tokenizers.FILE}' is not the tokenizer that made the tokens", where="data.path", change="copy it again"
+        )
     return tokenizer
 
 
@@ -364,8 +374,9 @@ def _of_token_files(config: Config) -> Split:
         digests.append(functools.partial(token_files.digest, other, its))
     elif not index.validation:
         raise InputError(
-            f"data.path: '{path}' holds nothing for validation; name a folder that does, as data.validation_path, or prepare it with "
-            "--validation-fraction"
+            f"'{path}' holds nothing for validation",
+            where="data.path",
+            change="name a folder that does, as validation_path, or prepare it with --validation-fraction",
         )
     tokenizer = _tokenizer(folder, index) if config.data.objective == "masked" else None
     return Split(train, token_files.documents(*held_out), f"'{path}'", lambda: "".join(each() for each in digests), tokenizer)
@@ -401,7 +412,7 @@ class _Memory:
         return Documents.of(whole, vocab_size, np.asarray(self._ends, np.int64), *answers)
 
     def place(self, example: int) -> str:
-        return f"data.path: {self._places[example]}"
+        return str(self._places[example])
 
 
 def _of_token_rows(config: Config, parts: Sequence[Part]) -> Split:

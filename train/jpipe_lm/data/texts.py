@@ -118,8 +118,11 @@ def _has_rows(file: Path, key: str, where: str) -> bool:
     kind = kinds.content_of(file, key)
     if kind is not None and kind.is_json:
         raise InputError(
-            f"{where}: expected text, or rows with it, found that '{file}' is {kind.name}; {kind.hint}, or set "
-            f"{setting_of(where, 'text_key')} to {'null' if where.startswith('data.') else 'none'} to read it as text"
+            where=where,
+            expected="text, or rows with it",
+            found=f"that '{file}' is {kind.name}",
+            change=f"{kind.hint}, or set {setting_of(where, 'text_key')} to {'null' if where.startswith('data.') else 'none'} to "
+            "read it as text",
         )
     return kind is not None and kind.reader is not None
 
@@ -262,8 +265,10 @@ def _of_text(file: Path, start: int, stop: int | None, held_out: bool, where: st
             except UnicodeDecodeError as error:
                 byte = at - (len(error.object) - len(block)) + error.start
                 raise InputError(
-                    f"{where}: expected text in UTF-8 in '{file}', found the byte {error.object[error.start]:#04x} at {byte}"
-                    f"{sources.guess(file)}; convert the file, or leave it out"
+                    where=where,
+                    expected=f"text in UTF-8 in '{file}'",
+                    found=f"the byte {error.object[error.start]:#04x} at {byte}{sources.guess(file)}",
+                    change="convert the file, or leave it out",
                 ) from None
             at += len(block)
             while len(text) > 2 * PIECE:

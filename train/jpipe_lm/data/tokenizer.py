@@ -111,7 +111,7 @@ class Tokenizer:
         try:
             encodings = self.rules.encode_batch(list(texts), add_special_tokens=False)
         except BaseException as error:
-            raise _failed(error, f"{self.where}: cannot tokenize") from None
+            raise _failed(error, self.where, "cannot tokenize") from None
         return [(np.asarray(each.ids, np.uint32), np.asarray(each.offsets, np.int64).reshape(-1, 2)) for each in encodings]
 
     @cached_property
@@ -130,7 +130,7 @@ class Tokenizer:
         try:
             encodings = self.rules.encode_batch_fast(list(texts), add_special_tokens=False)
         except BaseException as error:  # what panics in Rust is no Exception
-            raise _failed(error, f"{self.where}: cannot tokenize") from None
+            raise _failed(error, self.where, "cannot tokenize") from None
         return [np.asarray(encoding.ids, np.uint32) for encoding in encodings]
 
     def whole(self, texts: Sequence[str | tuple[str, str]], most: int | None = None) -> list["Row"]:
@@ -149,7 +149,7 @@ class Tokenizer:
             encodings = self.rules.encode_batch_fast(list(texts))
             self.rules.no_truncation()
         except BaseException as error:
-            raise _failed(error, f"{self.where}: cannot tokenize") from None
+            raise _failed(error, self.where, "cannot tokenize") from None
         return [Row(np.asarray(one.ids, np.uint32), np.asarray(one.type_ids, np.uint32), bool(one.overflowing)) for one in encodings]
 
     @cached_property
@@ -168,7 +168,7 @@ class Tokenizer:
         try:
             return str(self.rules.decode(list(tokens), skip_special_tokens=True))
         except BaseException as error:
-            raise _failed(error, f"{self.where}: cannot make text of tokens") from None
+            raise _failed(error, self.where, "cannot make text of tokens") from None
 
     def id_of(self, *names: str) -> int:
         """Return the id of the first existing one of these special tokens, or None.
@@ -180,7 +180,9 @@ class Tokenizer:
             if (number := self.rules.token_to_id(name)) is not None:
                 return int(number)
         either = " or ".join(names)
-        raise InputError(f"{self.where}: expected a tokenizer with the token {either}, found none; use one made for such a model")
+        raise InputError(
+            where=self.where, expected=f"a tokenizer with the token {either}", found="none", change="use one made for such a model"
+        )
 
     def differing(self, other: "Tokenizer") -> list[tuple[int, tuple[str, str]]]:
         """Return the ids that two tokenizers use for different tokens, with these tokens."""
@@ -212,7 +214,7 @@ def load(path: str | Path, where: str, end_of_text: str | None = AUTO) -> Tokeni
         file = expanded(str(path), where)
         content = read_bytes(file, MOST_BYTES)
     except OSError as error:
-        raise InputError(f"{where}: cannot read '{path}': {error.strerror}; give a tokenizer.json") from None
+        raise InputError(f"cannot read '{path}': {error.strerror}", where=where, change="give a tokenizer.json") from None
     where = f"{where}: '{path}'"
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")  # else it prints a warning in each process that is forked later
     import tokenizers  # only here: most runs need none
@@ -230,15 +232,18 @@ def load(path: str | Path, where: str, end_of_text: str | None = AUTO) -> Tokeni
             tokenizer_limits.check_time(rules, expressions)
         plain, whole = (rules.encode("a", add_special_tokens=special).ids for special in (False, True))
     except tokenizer_limits.TooMuch as error:
-        raise InputError(f"{where}: expected {error}; use the tokenizer of a model that you trust") from None
+        raise InputError(where=where, expected=str(error), change="use the tokenizer of a model that you trust") from None
     except BaseException as error:
-        raise _failed(error, f"{where}: expected a tokenizer.json of the tokenizers library") from None
+        raise _failed(error, where, "expected a tokenizer.json of the tokenizers library") from None
     if not 1 <= size <= LARGEST_VOCABULARY:
-        raise InputError(f"{where}: expected 1 to {LARGEST_VOCABULARY:,} tokens, found {size:,}; is this a tokenizer?")
+        raise InputError(where=where, expected=f"1 to {LARGEST_VOCABULARY:,} tokens", found=f"{size:,}", change="is this a tokenizer?")
     tokenizer = Tokenizer(rules, content, where, (), None, file)
     if tokenizer.vocab_size > LARGEST_VOCABULARY:
         raise InputError(
-            f"{where}: expected ids below {LARGEST_VOCABULARY:,}, found {tokenizer.vocab_size - 1:,}; give a tokenizer with smaller ids"
+            where=where,
+            expected=f"ids below {LARGEST_VOCABULARY:,}",
+            found=f"{tokenizer.vocab_size - 1:,}",
+            change="give a tokenizer with smaller ids",
         )
     before, after = _around(plain, whole)
     if before == (rules.token_to_id("[CLS]"),):
@@ -261,7 +266,7 @@ def _with_end(tokenizer: Tokenizer, after: tuple[int, ...], end_of_text: str | N
         number = rules.token_to_id(end_of_text)
         if number is None:
             hint = nearest(end_of_text, [token.content for token in rules.get_added_tokens_decoder().values()])
-            raise InputError(f"{tokenizer.where}: expected it to have the end of text {end_of_text!r}, found none; {hint}")
+            raise InputError(where=tokenizer.where, expected=f"it to have the end of text {end_of_text!r}", found="none", change=hint)
         return replace(tokenizer, end=int(number))
     if len(after) == 1:
         return replace(tokenizer, end=after[0])
@@ -277,12 +282,13 @@ def _around(plain: Sequence[int], whole: Sequence[int]) -> tuple[tuple[int, ...]
     return (), ()
 
 
-def _failed(error: BaseException, what: str) -> BaseException:
+def _failed(error: BaseException, where: str, what: str) -> BaseException:
     """Return the exception to raise if the library fails: an InputError with its message; Ctrl-C and process exits unchanged."""
     if isinstance(error, (KeyboardInterrupt, SystemExit, MemoryError)):
         return error
     reason = first_line(error) if isinstance(error, Exception) else "it panics"
-    return InputError(f"{what}, found one that fails: {reason}; give the file of a fast tokenizer, such as jpipe data tokenizer writes")
+    change = "give the file of a fast tokenizer, such as jpipe data tokenizer writes"
+    return InputError(what, where=where, found=f"one that fails: {reason}", change=change)
 
 
 def batched(items: Iterable[_Item], size: Callable[[_Item], int], most: int) -> Iterator[list[_Item]]:

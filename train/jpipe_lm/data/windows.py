@@ -80,7 +80,7 @@ class Examples:
         documents: the examples.
         seq_len: positions of a row.
         cut: whether what is longer is cut, and left out if nothing of its answer remains; otherwise it is an error.
-        place: names an example for messages.
+        place: names an example in the data, for messages.
 
     Raises:
         InputError: an example is too long.
@@ -95,10 +95,12 @@ class Examples:
             first = int(np.argmax(slots > seq_len))
             number = int(np.count_nonzero(slots > seq_len)) - 1
             more = f", and more in {number:,} {'others' if number > 1 else 'other'}" if number else ""
-            name = place(first) if place is not None else f"data.path: example {first}"
             raise InputError(
-                f"{name}: expected at most {seq_len + 1} tokens (model.seq_len {seq_len}, plus one), found {slots[first] + 1}"
-                f"{more}; shorten it, raise model.seq_len, or cut such examples with data.too_long: cut"
+                where="data.path",
+                key=f"example {first}" if place is None else place(first),
+                expected=f"at most {seq_len + 1} tokens (model.seq_len {seq_len}, plus one)",
+                found=f"{slots[first] + 1}{more}",
+                change="shorten it, raise model.seq_len, or cut such examples with data.too_long: cut",
             )
         slots = np.minimum(slots, seq_len)
         # The first token of a document is not a label.

@@ -1,7 +1,6 @@
 """Load a model for generation from a run folder or a Hugging Face folder, one layer at a time."""
 
 import contextlib
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +32,6 @@ from jpipe_train.config.config import AUTO, Config
 from jpipe_train.config.tune_config import LoraConfig, TuneConfig
 
 _SETTINGS = ("config.json", "generation_config.json")  # files of Hugging Face's layout that may name the tokens that end a text
-_PARTIAL = re.compile("; (is it of another model\\? W|w)ith warm_start.mode=partial what fits .*is taken")
 
 
 @dataclass(frozen=True)
@@ -170,12 +168,10 @@ def _find_in_folder(folder: Path, source: str, tokens_of: str | None, dtype: str
     keys = base.keys
     config = ModelConfig.model_validate(config_json.whole_section(keys))
     _check_decodes(config, source)
-    try:
-        arrays = huggingface.source(folder)
-        warm_start.fitting(arrays, {"": {name: spec._replace(dtype="float32") for name, spec in arrays.specs.items()}}, strict=True)
-    except InputError as error:  # the message is for warm_start
-        lines = (line.replace("warm_start.file: ", "generate: ") for line in error.args)
-        raise InputError(*(_PARTIAL.sub("; download it again", line) for line in lines)) from None
+    again = "download it again"
+    arrays = huggingface.source(folder, named_by="generate", hint=again)
+    model = {"": {name: spec._replace(dtype="float32") for name, spec in arrays.specs.items()}}
+    warm_start.fitting(arrays, model, strict=True, hint=again)
     if adapters is not None:
         beside = resolved(adapters, "--adapters")
         tune = TuneConfig(lora=LoraConfig(**config_json.read_adapters(beside, base).lora))
@@ -235,8 +231,7 @@ def _load_tokenizer(file: Path, where: str, end: str | None = AUTO) -> tokenizer
     try:
         return tokenizer.load(file, where, end)
     except InputError as error:
-        hint = "" if where == "--tokenizer" else "; or give --tokenizer FILE"
-        raise InputError(*(f"{line}{hint}" for line in error.args)) from None
+        raise (error if where == "--tokenizer" else error.with_change("give --tokenizer FILE")) from error.__cause__
 
 
 def _end_tokens(config: Config) -> tuple[int, ...]:

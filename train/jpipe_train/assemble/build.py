@@ -21,7 +21,7 @@ from jpipe_train.assemble.delay import words_by_stage
 from jpipe_train.assemble.frozen import part_of, trained, trains_part
 from jpipe_train.assemble.metrics import metrics
 from jpipe_train.assemble.optimizer import checked_arguments, optimizer
-from jpipe_train.config.config import AUTO, MOST_MICROBATCHES, MOST_PLAN_BYTES, Config, PlanConfig, PrecisionConfig
+from jpipe_train.config.config import AUTO, MOST_MICROBATCHES, MOST_PLAN_BYTES, Config, OptimizerConfig, PlanConfig, PrecisionConfig
 from jpipe_train.console.progress import Reporter
 from jpipe_train.data import data
 
@@ -109,8 +109,8 @@ def check_plan(config: Config, plan: jpipe.Plan) -> None:
     """
     check_microbatches(plan, config.train.batch_size)
     check_delay(plan, config.plan.max_delay)
-    if reason := excluded(plan, **config.optimizer.of_plans):
-        raise jpipe.InputError(reason)
+    if problem := excluded(plan, **config.optimizer.of_plans):
+        raise jpipe.InputError(problem)
     check_per_stage(plan, config.optimizer.per_stage)
     meshes.check_heads(config.model, plan)
 
@@ -173,7 +173,7 @@ def make_plan(config: PlanConfig, layer_ids: Sequence[str]) -> jpipe.Plan:
     for layer_id in config.layer_costs:
         if layer_id not in plan.layers:
             raise jpipe.InputError(
-                f"plan.layer_costs: layer '{layer_id}' is not in the model; {jpipe.errors.nearest(layer_id, plan.layers)}"
+                f"layer '{layer_id}' is not in the model", where="plan.layer_costs", change=jpipe.errors.nearest(layer_id, plan.layers)
             )
     starts = balance([config.layer_costs.get(layer_id, 1.0) for layer_id in plan.layers], plan.depth)
     layers = (plan.layers[first:end] for first, end in itertools.pairwise((*starts, None)))
@@ -203,17 +203,17 @@ def errors_name_config_keys(plan_file: str | None) -> Iterator[None]:
     try:
         yield
     except jpipe.InputError as error:
-        options = {f"plan: {key}{end}": f"plan.{key}{end}" for key in PlanConfig.model_fields for end in " .:"}
-        options |= {"rules: ": "plan.rules: ", "param_axes: ": "plan.param_axes: "}
-        where = options if plan_file in (None, AUTO) else {"plan: ": f"{plan_file}: "}
-        of_optimizer = ("clip_global_norm", "clip_stage_norm", "skip_nonfinite", "ema_decay", "delay_correction", "accumulate_batches")
-        where |= {f"{key}: ": f"optimizer.{key}: " for key in of_optimizer}
-        where |= {"from_model: ": "model.target: ", "the model: ": "model.target: "}
-        where |= {"precision: loss_scale: ": "precision.loss_scale: "}
-        for library, config in where.items():
-            if str(error).startswith(library):
-                raise jpipe.InputError(*(line.replace(library, config, 1) for line in error.args)) from None
-        raise
+        in_plan = _PLAN_KEYS if plan_file is None or plan_file == AUTO else {"plan": plan_file}
+        raise error.renamed(in_plan | _KEYS) from error.__cause__
+
+
+_PLAN_KEYS = {f"plan.{key}": f"plan.{key}" for key in PlanConfig.model_fields} | {key: f"plan.{key}" for key in ("rules", "param_axes")}
+_KEYS = {key: f"optimizer.{key}" for key in OptimizerConfig().of_plans} | {
+    "from_model": "model.target",
+    "the model": "model.target",
+    "precision.loss_scale": "precision.loss_scale",
+}
+"""The keys of a config by the names that the library has for places; without a plan file also those of the plan."""
 
 
 def last_agreement(plan: jpipe.Plan, steps: int) -> str:
@@ -234,18 +234,25 @@ def check_microbatches(plan: jpipe.Plan, batch_size: int) -> None:
     """Check that the microbatches of a plan divide the batch and that their number is plausible."""
     if batch_size % plan.microbatches:
         raise jpipe.InputError(
-            f"plan: expected microbatches that divide train.batch_size {batch_size}, found {plan.microbatches}; change one of them"
+            where="plan",
+            expected=f"microbatches that divide train.batch_size {batch_size}",
+            found=plan.microbatches,
+            change="change one of them",
         )
     if plan.microbatches > MOST_MICROBATCHES:
-        raise jpipe.InputError(f"plan: expected at most {MOST_MICROBATCHES} microbatches, found {plan.microbatches}; use fewer")
+        raise jpipe.InputError(
+            where="plan", expected=f"at most {MOST_MICROBATCHES} microbatches", found=plan.microbatches, change="use fewer"
+        )
 
 
 def check_delay(plan: jpipe.Plan, most: float | None) -> None:
     """Check that the mean delay of a plan does not exceed this number of updates; None allows any delay."""
     if most is not None and plan.mean_delay > most + 1e-9:
         raise jpipe.InputError(
-            f"plan.max_delay: expected a plan with a mean delay of at most {most:g} updates, found {plan.schedule} with "
-            f"{plan.mean_delay:.3g}; use a schedule that flushes or more microbatches, or raise it"
+            where="plan.max_delay",
+            expected=f"a plan with a mean delay of at most {most:g} updates",
+            found=f"{plan.schedule} with {plan.mean_delay:.3g}",
+            change="use a schedule that flushes or more microbatches, or raise it",
         )
 
 
@@ -254,7 +261,10 @@ def check_per_stage(plan: jpipe.Plan, arguments: Mapping[str, Sequence[float]]) 
     for name, values in arguments.items():
         if len(values) != plan.depth:
             raise jpipe.InputError(
-                f"optimizer.per_stage: {name}: expected one value for each of the {plan.depth} stages of the plan, found {len(values)}"
+                where="optimizer.per_stage",
+                key=name,
+                expected=f"one value for each of the {plan.depth} stages of the plan",
+                found=len(values),
             )
 
 
@@ -352,8 +362,10 @@ def prepare_devices(config: PlanConfig, num_processes: int = 1) -> None:
             count = config.devices if config.file is None else devices_of(read_plan(config.file))
         if num_processes > count:
             raise jpipe.InputError(
-                f"plan: expected at least as many devices as processes, found {count} for {num_processes} processes; start fewer, or use "
-                "more stages or replicas"
+                where="plan",
+                expected="at least as many devices as processes",
+                found=f"{count} for {num_processes} processes",
+                change="start fewer, or use more stages or replicas",
             )
     force_cpu_devices(1 if count % num_processes else count // num_processes)
 

@@ -227,7 +227,7 @@ def step_of(folder: Path, step: Step, where: str, report: Callable[[str], None])
     check_steps(folder, step, where)
     if isinstance(step, str):
         return best_step(folder, f"{where}: --step best")
-    chosen = checkpoint_files.newest_good(folder, report) if step is None else step
+    chosen = checkpoint_files.newest_good(folder, lambda damaged: report(str(damaged))) if step is None else step
     if chosen is None:
         raise InputError(f"{where}: none of the checkpoints in '{shown(folder / 'checkpoints')}' is whole; take another run")
     return chosen

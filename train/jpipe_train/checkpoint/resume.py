@@ -30,6 +30,7 @@ Resume = Literal["auto", "must", "never"]
 """Whether to resume: `auto` if the run's folder holds a checkpoint, `must` or raise an error, `never` and raise one if it holds a run."""
 
 
+ANOTHER = "take another checkpoint"
 VERSIONS = {"jpipe": jpipe.__version__, "JAX": jax.__version__}
 """The versions of libraries that a checkpoint records."""
 
@@ -348,12 +349,12 @@ def _newest(folder: Path, report: Callable[[str], None], before: int | None) -> 
     from jpipe.checkpoints import files as checkpoint_files
 
     first: NotRestorable | None = None
-    while (step := checkpoint_files.newest_good(folder, lambda line: report(passed_over(line)), before)) is not None:
+    while (step := checkpoint_files.newest_good(folder, lambda damaged: report(passed_over(damaged)), before)) is not None:
         try:
             facts = _facts_of(folder, step)
             Resumed(folder, step, facts, ()).rows()
         except NotRestorable as error:
-            report(passed_over(str(error).splitlines()[0]))
+            report(passed_over(error))
             first, before = first or error, step
         else:
             return step, facts
@@ -362,9 +363,9 @@ def _newest(folder: Path, report: Callable[[str], None], before: int | None) -> 
     return None, None
 
 
-def passed_over(line: str) -> str:
+def passed_over(error: InputError) -> str:
     """Return the message for a checkpoint that cannot be restored; the caller then tries the one before it."""
-    return f"{line.removesuffix('; take another checkpoint')}; the one before is tried"
+    return str(InputError(error.problems[0]).with_change("the one before is tried"))
 
 
 def at(folder: Path, step: int) -> Resumed:
@@ -384,23 +385,20 @@ def _facts_of(folder: Path, step: int) -> Facts:
     try:
         return Facts.model_validate(checkpoint_files.read_facts(folder, step))
     except pydantic.ValidationError as error:
-        raise NotRestorable(*jpipe.errors.explain(error, Facts, f"{folder / 'checkpoints'}: step {step}: facts").args) from None
+        raise NotRestorable(*jpipe.errors.explain(error, Facts, f"{folder / 'checkpoints'}: step {step}: facts").problems) from None
 
 
 def _config_in(text: str) -> dict[Any, Any]:
     """Parse the config in a checkpoint; another version of jpipe, with other keys, may have written it.
 
     Raises:
-        ValueError: it is not a config.
+        InputError: it is not a config.
     """
-    try:
-        if len(text) > config_file.MOST_BYTES:
-            raise ValueError(f"expected at most {config_file.MOST_BYTES:,} characters, found {len(text):,}")
-        data = parse(text, "the config of the checkpoint", "take another checkpoint")
-    except jpipe.InputError as error:
-        raise ValueError(str(error)) from None
+    if len(text) > config_file.MOST_BYTES:
+        raise InputError(expected=f"at most {config_file.MOST_BYTES:,} characters", found=f"{len(text):,}")
+    data = parse(text, "the config of the checkpoint", ANOTHER)
     if not isinstance(data, dict):
-        raise ValueError(f"expected a mapping of keys such as 'train:', found {type(data).__name__}; take another checkpoint")
+        raise InputError(expected="a mapping of keys such as 'train:'", found=type(data).__name__, change=ANOTHER)
     return data
 
 
@@ -411,7 +409,7 @@ def _step(line: str, where: str) -> float:
         InputError: jpipe does not write such rows.
     """
     if len(line) > _LONGEST_ROW:
-        raise NotRestorable(f"{where}: expected numbers by their names, found {len(line):,} characters; take another checkpoint")
+        raise NotRestorable(where=where, expected="numbers by their names", found=f"{len(line):,} characters", change=ANOTHER)
     try:
         row = json.loads(line)
     except ValueError:
@@ -419,7 +417,7 @@ def _step(line: str, where: str) -> float:
     except RecursionError:
         row = None
     if not isinstance(row, dict) or type(row.get("step")) is not int or not all(map(_is_number, row.values())):
-        raise NotRestorable(f"{where}: expected numbers by their names, found {line[:60]!r}; take another checkpoint")
+        raise NotRestorable(where=where, expected="numbers by their names", found=repr(line[:60]), change=ANOTHER)
     return float(row["step"])
 
 

@@ -332,7 +332,7 @@ def length_of(path: Path) -> int | None:
 def mark_missing_end(settings: RunSettings, path: Path, steps: int, stopped_early: str | None) -> None:
     """Mark the end of a complete run that was killed before it could do so.
 
-    Nothing is written if the folder holds a run with other settings, cannot be written, or is in use by another process, or if the number
+    Nothing is written if the folder holds a run with other settings, is not writable or is in use, or if the run's number of steps is
     unknown.
 
     Args:

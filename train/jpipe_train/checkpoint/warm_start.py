@@ -124,33 +124,38 @@ def _by_name(source: Source, config: WarmStartConfig, pipe: jpipe.Pipeline, mode
     return source if tune is None else for_adapters(source, model, tune)
 
 
-def fitting(source: Source, model: Model, *, strict: bool) -> set[str]:
+def fitting(source: Source, model: Model, *, strict: bool, hint: str = _HINT) -> set[str]:
     """Return the names of the model's parameters that a source has, with their shapes and dtypes.
 
     Args:
         source: the arrays on disk.
         model: the parameters of the model.
         strict: whether missing and additional parameters are errors.
+        hint: what to change then.
 
     Raises:
         InputError: no parameter matches, or they differ and `strict` is set.
     """
     wanted = {name: spec for specs in model.values() for name, spec in specs.items()}
     if strict:
-        _check_equal(source, wanted, tuple(f"{state_name(layer_id)}/" for layer_id in model))
+        _check_equal(source, wanted, tuple(f"{state_name(layer_id)}/" for layer_id in model), hint)
     matching = {name for name, spec in wanted.items() if name in source.specs and source.specs[name].fits(spec)}
     if not matching:
         if same := next((name for name in wanted if name in source.specs), None):
-            raise InputError(f"{source.where}: nothing fits: expected '{same}' as in the model, {wanted[same]}, found {source.specs[same]}")
+            raise InputError(
+                f"nothing fits: expected '{same}' as in the model, {wanted[same]}, found {source.specs[same]}", where=source.where
+            )
         stored, expected = (next(iter(names), "none at all") for names in (source.specs, wanted))
         raise InputError(
-            f"{source.where}: expected names and shapes as in the model ('{expected}', …), found '{stored}', …; "
-            "rename them (warm_start.names)"
+            where=source.where,
+            expected=f"names and shapes as in the model ('{expected}', …)",
+            found=f"'{stored}', …",
+            change="rename them (warm_start.names)",
         )
     return matching
 
 
-def _check_equal(source: Source, wanted: Mapping[str, Spec], ignored: tuple[str, ...]) -> None:
+def _check_equal(source: Source, wanted: Mapping[str, Spec], ignored: tuple[str, ...], hint: str) -> None:
     """Check that a source has exactly the wanted parameters, except for names that start with one of `ignored`."""
     for name, spec in wanted.items():
         stored = source.specs.get(name)
@@ -159,10 +164,10 @@ def _check_equal(source: Source, wanted: Mapping[str, Spec], ignored: tuple[str,
         if stored is None or not (stored.fits(spec) if source.converts else stored == spec):
             other = source.in_file.get(name, name)
             absent = "no such name" if other == name else f"no '{other}', its name in the file"
-            raise InputError(f"{source.where}: expected '{name}' as in the model, {spec}, found {stored or absent}; {_HINT}")
+            raise InputError(where=source.where, expected=f"'{name}' as in the model, {spec}", found=stored or absent, change=hint)
     for name, spec in source.specs.items():
         if name not in wanted and not name.startswith(ignored):
-            raise InputError(f"{source.where}: expected only parameters of the model, found '{name}', {spec}; {_HINT}")
+            raise InputError(where=source.where, expected="only parameters of the model", found=f"'{name}', {spec}", change=hint)
 
 
 def _source(path: Path, strict: bool, head: str, report: Callable[[str], None]) -> Source:
@@ -183,12 +188,12 @@ def _of_file(path: Path) -> Source:
     @contextlib.contextmanager
     def opened() -> Iterator[TensorsFile]:
         if path.exists() and not path.is_file():
-            raise InputError(f"{where}: expected {_EXPECTED}, found no regular file; give another one")
+            raise InputError(where=where, expected=_EXPECTED, found="no regular file", change="give another one")
         try:
             with tensors_file(path) as file:
                 yield file
         except (OSError, SafetensorError) as error:
-            raise InputError(f"{where}: expected {_EXPECTED}, found: {error}; give another one") from None
+            raise InputError(where=where, expected=f"{_EXPECTED}, found: {error}", change="give another one") from None
 
     def read(names: Names) -> Iterator[dict[str, Any]]:
         with opened() as file:

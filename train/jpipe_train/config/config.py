@@ -122,7 +122,7 @@ class PrecisionConfig(Section):
                     warnings.simplefilter("ignore", UserWarning)  # reported when the pipeline is built
                     jpipe.Precision(**self.model_dump())
             except jpipe.InputError as error:
-                raise ValueError(str(error).removeprefix("precision: ")) from None
+                raise error.at("") from None
         return self
 
     @property
@@ -224,8 +224,8 @@ class OptimizerConfig(Section):
 
     @model_validator(mode="after")
     def _can_be_combined(self) -> "OptimizerConfig":
-        if reason := excluded(None, **self.of_plans):
-            raise ValueError(reason)
+        if problem := excluded(None, **self.of_plans):
+            raise jpipe.InputError(problem)
         return self
 
     @field_validator("name")

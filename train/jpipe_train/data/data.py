@@ -5,7 +5,6 @@ they are needed.
 """
 
 import hashlib
-import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -25,7 +24,6 @@ from jpipe_train.data import arrays, mixture, position, target_data
 from jpipe_train.data.order import ordered
 from jpipe_train.data.position import Ordered, Position
 from jpipe_train.data.rows import Batch, BatchesOfRows, Divisible
-from jpipe_train.data.sources import OR_NULL
 
 
 @runtime_checkable
@@ -235,7 +233,9 @@ def held_out(config: Config, path: str | None = None) -> Data:
 def _check_has_path(config: Config, path: str | None) -> None:
     if config.data.target is not None and path is not None:
         raise InputError(
-            f"data.path: the data come from '{config.data.target}' (data.target), found the path '{path}'; change data.arguments"
+            f"the data come from '{config.data.target}' (data.target), found the path '{path}'",
+            where="data.path",
+            change="change data.arguments",
         )
 
 
@@ -294,8 +294,8 @@ def _errors_name_source(number: int) -> Iterator[None]:
     try:
         yield
     except InputError as error:
-        lines = (re.sub(r"\bdata\.(path|validation_path)\b", rf"data.sources.{number}.\1", str(line)) for line in error.args)
-        raise InputError(*(line.replace(OR_NULL, "") for line in lines)) from None
+        keys = {f"data.{key}": f"data.sources.{number}.{key}" for key in ("path", "validation_path")}
+        raise error.renamed(keys) from error.__cause__
 
 
 def _from_target(config: Config, **optional: bool) -> Data:
@@ -381,14 +381,20 @@ def _of_examples(config: Config) -> Data:
     expected = f"expected at least {need} examples for training (train.batch_size) and 1 for validation"
     if config.data.format == "arrays" and config.data.validation_path is None and 0 in have and sum(have) > need:
         raise InputError(
-            f"data.path: {expected}, found {have[0]:,} and {have[1]:,} in {read.source}; rows with equal inputs stay on one side: give "
-            "more different ones, change data.validation_fraction, or name rows for validation in data.validation_path"
+            f"{expected}, found {have[0]:,} and {have[1]:,} in {read.source}",
+            where="data.path",
+            change="rows with equal inputs stay on one side: give more different ones, change data.validation_fraction, or name "
+            "rows for validation in validation_path",
         )
     if have[0] < need:
-        raise InputError(f"data.path: {expected}, found {have[0]:,} and {have[1]:,} in {read.source}; give more, or lower train.batch_size")
+        raise InputError(
+            f"{expected}, found {have[0]:,} and {have[1]:,} in {read.source}",
+            where="data.path",
+            change="give more, or lower train.batch_size",
+        )
     if not have[1]:
         more = "" if config.data.validation_path is not None else ", or raise data.validation_fraction"
-        raise InputError(f"data.path: {expected}, found {have[0]:,} and none in {read.source}; give more{more}")
+        raise InputError(f"{expected}, found {have[0]:,} and none in {read.source}", where="data.path", change=f"give more{more}")
     batches = [_batches_of_examples(config, part, number) for number, part in enumerate((read.train, read.validation))]
     amount = f"{have[0]:,} examples for training, {have[1]:,} for validation"
     most = _largest_class(read)
@@ -399,7 +405,7 @@ def _held_out_examples(config: Config, path: str | None) -> Data:
     """Read all texts with labels, or rows of arrays, that are held out."""
     read = _examples(config, path)
     if not len(read.validation):
-        raise InputError(f"data.path: expected at least 1 example, found none in {read.source}; give more")
+        raise InputError(where="data.path", expected="at least 1 example", found=f"none in {read.source}", change="give more")
     batches = _batches_of_examples(config, read.validation, 1)
     amount, most = count(len(read.validation), "example"), _largest_class(read)
     return Data(batches, batches, read.source, amount, read.digest, read.remarks, largest_class=most)

@@ -16,9 +16,6 @@ from jpipe.files import expanded
 from jpipe_train.data.files import saved_datasets
 from jpipe_train.data.files.kinds import kind_of
 
-OR_NULL = ", or null for the standard library's source"
-"""The end of a message about `data.path`, which does not apply to other keys and to options."""
-
 
 def named(path: str | None) -> str:
     """Describe a path in a message; None is the standard library's source."""
@@ -36,7 +33,7 @@ def readable(where: str = "data.path") -> Iterator[None]:
         yield
     except OSError as error:
         what = "a file" if error.filename is None else f"'{error.filename}'"  # a disk that fails tells no name
-        raise InputError(f"{where}: cannot read {what}: {error.strerror}; give files that can be read") from None
+        raise InputError(f"cannot read {what}: {error.strerror}", where=where, change="give files that can be read") from None
 
 
 def guess(file: Path) -> str:
@@ -82,13 +79,13 @@ def find_files(path: str | None, where: str = "data.path", content: str = "text"
     elif glob.has_magic(path):
         names, files = _match(str(root))
     else:
-        none = OR_NULL if where.startswith("data.") else OR_NULL.replace("null", "nothing")  # a key of a config, or the command line
-        none = none if content == "text" else ""
-        raise InputError(f"{where}: '{path}' does not exist; give a file, a folder or a glob{none}")
+        raise InputError(f"'{path}' does not exist", where=where, change="give a file, a folder or a glob")
     if not files:
         links = ", without links to folders, which are not followed" if root.is_dir() and any(map(Path.is_symlink, root.iterdir())) else ""
         raise InputError(
-            f"{where}: found no regular file at '{path}'{links}, so 0 bytes; give a file, a folder or a glob that holds {content}"
+            f"found no regular file at '{path}'{links}, so 0 bytes",
+            where=where,
+            change=f"give a file, a folder or a glob that holds {content}",
         )
     return names, files
 
@@ -135,7 +132,9 @@ def with_validation(path: str | None, where: str) -> tuple[str | None, str | Non
         return path, None
     splits = {name: str(folder) for name, folder in saved_datasets.splits(root, where).items()}
     if splits and "train" not in splits:
-        raise InputError(f"{where}: expected a split 'train' in '{path}', found {shortened(list(splits))}; name one, such as '{path}/test'")
+        raise InputError(
+            where=where, expected=f"a split 'train' in '{path}'", found=shortened(list(splits)), change=f"name one, such as '{path}/test'"
+        )
     if not splits:
         with readable(where):
             named = {match[1] for name in _walk(root) if (match := _OF_SPLIT.fullmatch(Path(name).name))}
@@ -147,7 +146,9 @@ def _in_folder(path: str, root: Path, where: str) -> tuple[list[str], list[Path]
     """List the files of a folder; for a saved dataset, only the files with its rows, in their order."""
     if splits := saved_datasets.splits(root, where):
         raise InputError(
-            f"{where}: '{path}' has the splits {shortened(list(splits))}; name one of them, such as '{root / next(iter(splits))}'"
+            f"'{path}' has the splits {shortened(list(splits))}",
+            where=where,
+            change=f"name one of them, such as '{root / next(iter(splits))}'",
         )
     if (saved := saved_datasets.files(root, where)) is not None:
         return [file.name for file in saved], saved

@@ -82,8 +82,8 @@ class Request:
         agree, links = (None, None) if plan is None else (plan.agree, plan.links)
         sums, meshes = None if links is None else links.sums, None if self.degrees in (None, (NO_MESH,)) else self.meshes
         given = {"--agree": self.agree, "--mesh": meshes, "--pipedream": self.pipedream, "search for a plan": True}
-        if reason := excluded(None, _EXCLUSIONS, **given, **{"plan.agree": agree, "plan.links": links, "plan.links.sums": sums}):
-            raise InputError(reason)
+        if problem := excluded(None, _EXCLUSIONS, **given, **{"plan.agree": agree, "plan.links": links, "plan.links.sums": sums}):
+            raise InputError(problem)
         return replace(self, asked=Asked(agree if self.agree is None else _agreeing_every(self.agree, agree), links))
 
     @property

@@ -65,8 +65,8 @@ def refused_schedules(request: Request, global_norm: bool, shares: bool = False)
     needs = " or ".join(_NEEDS[option] for option, is_set in arguments.items() if is_set)
     for name in request.allowed:
         fields = {"schedule": name, "agree": request.asked.agree, "vertical_sync": bool(needs) and needs_vertical_sync(name)}
-        if reason := excluded(_SMALL.model_copy(update=fields), **arguments):
-            reasons[name] = reason.partition(": ")[2]
+        if problem := excluded(_SMALL.model_copy(update=fields), **arguments):
+            reasons[name] = problem._replace(where="").text()
     if all(name in reasons for name in request.allowed):
         names = {why: ", ".join(name for name in reasons if reasons[name] == why) for why in reasons.values()}
         raise InputError("--schedules: " + "; ".join(f"{name} cannot be used with {needs}: {why}" for why, name in names.items()))

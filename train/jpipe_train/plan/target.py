@@ -68,7 +68,7 @@ def _compiled_here(target: Target) -> str:
     try:
         target_devices(target)
     except TargetUnavailable as error:
-        return f"no: {str(error).removeprefix('target: ')}"
+        return f"no: {error.at('')}"
     return "yes"
 
 

@@ -28,7 +28,6 @@ from jpipe_train.console.terminal import count
 from jpipe_train.data import data
 from jpipe_train.data.mixture import Joined
 from jpipe_train.data.rows import BatchesOfRows, Divisible, WithRemainder, like_a_batch
-from jpipe_train.data.sources import OR_NULL
 from jpipe_train.launch.together import facts, joined
 from jpipe_train.report.metrics_log import RunStopped, mean_of, means_of
 from jpipe_train.run.ending import reason
@@ -101,7 +100,7 @@ def main(request: EvaluateRequest, num_processes: int = 1, connect_limit: float 
                 with _other_shapes_named(config, request):
                     layers, damaged = read_checkpoint(pipe, batches, together, resumed, fresh_optimizer=fresh)
                 if layers is None:
-                    raise together.shared(InputError(damaged))
+                    raise together.shared(InputError(damaged, change=resume.ANOTHER))
                 state = begin(config.seed, pipe, batches, resumed, layers, fresh_optimizer=fresh)
             means, labels = _evaluate(config, request, pipe, state, batches.validation, selection, reporter)
         except (jax.errors.JaxRuntimeError, OSError) as error:
@@ -148,8 +147,7 @@ def _option_named(request: EvaluateRequest) -> Iterator[None]:
     except InputError as error:
         if request.data is None:
             raise
-        lines = (line.replace("data.path: ", "--data: ", 1).replace(OR_NULL, "") for line in error.args)
-        raise InputError(*lines) from None
+        raise error.renamed({"data.path": "--data"}) from error.__cause__
 
 
 def _ready(config: Config, request: EvaluateRequest, reporter: Reporter) -> tuple[jpipe.Pipeline, data.Data, "_Selection"]:

@@ -16,7 +16,7 @@ from jpipe import InputError
 from jpipe.errors import explain, nearest, short
 from jpipe_train.assemble.metrics import metrics as built_in_metrics
 from jpipe_train.assemble.metrics import results_of
-from jpipe_train.checkpoint.resume import Resume, Resumed
+from jpipe_train.checkpoint.resume import ANOTHER, Resume, Resumed
 from jpipe_train.checkpoint.resume import find as find_resumed
 from jpipe_train.config.config import (
     CheckpointConfig,
@@ -281,7 +281,7 @@ def _completed(
     pipe, batches = built
     layers, damage = read_checkpoint(pipe, batches, together, resumed, fresh_optimizer=False)
     if layers is None:
-        raise together.shared(InputError(damage))
+        raise together.shared(InputError(damage, change=ANOTHER))
     state = begin(settings.seed, pipe, batches, resumed, layers)
     return FitResult(state, already_complete(resumed, settings, reporter, together), resumed.folder if together.is_first else None)
 

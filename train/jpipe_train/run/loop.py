@@ -17,7 +17,7 @@ from jpipe_train.assemble.delay import correction_words, delay_words
 from jpipe_train.assemble.meshes import has_meshes, mesh_words
 from jpipe_train.checkpoint.best import Step
 from jpipe_train.checkpoint.checkpoints import Checkpoints
-from jpipe_train.checkpoint.resume import VERSIONS, Resume, Resumed, may_resume, passed_over
+from jpipe_train.checkpoint.resume import ANOTHER, VERSIONS, Resume, Resumed, may_resume, passed_over
 from jpipe_train.checkpoint.resume import find as find_resumed
 from jpipe_train.checkpoint.resume import history as find_history
 from jpipe_train.checkpoint.run_folder import FolderChanged, RunFolder, check_folder, mark_missing_end
@@ -250,8 +250,8 @@ def prepare(
         if layers is not None:
             return pipe, batches, resumed, layers
         if resumed.step == required_step:
-            raise together.shared(jpipe.InputError(damage))
-        reporter.say(f"checkpoint: {passed_over(damage)}")
+            raise together.shared(jpipe.InputError(damage, change=ANOTHER))
+        reporter.say(f"checkpoint: {passed_over(jpipe.InputError(damage))}")
         resumed = find_resumed(settings.folder, "must" if resume == "must" else "auto", together, reporter.say, before=resumed.step)
 
 

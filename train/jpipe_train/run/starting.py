@@ -137,17 +137,19 @@ def read_checkpoint(
     """Read the layers of this process's workers from the checkpoint.
 
     Returns:
-        The layers, or, in all processes if one of them finds damage, None and a description of the damage.
+        The layers, or, in all processes if one of them finds damage, None and what is damaged.
 
     Raises:
         jpipe.InputError: the checkpoint is of another model or optimizer.
     """
+    from jpipe.checkpoints.records import Damaged
 
     def read() -> dict[str, Any]:
-        pipe.check_layers(batches.like, resumed.stand_ins(pipe), resumed.step, fresh_optimizer=fresh_optimizer)
-        return resumed.layers(pipe)  # with the model's shapes, even in a stranger's file
-
-    from jpipe.checkpoints.records import Damaged
+        try:
+            pipe.check_layers(batches.like, resumed.stand_ins(pipe), resumed.step, fresh_optimizer=fresh_optimizer)
+            return resumed.layers(pipe)  # with the model's shapes, even in a stranger's file
+        except Damaged as error:
+            raise error.with_change("") from None  # what to do about it depends on the caller
 
     resumed.check_precision(pipe.precision.params)
     return together.attempt(f"the layers of the checkpoint of step {resumed.step}", read, Damaged)

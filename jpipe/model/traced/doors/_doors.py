@@ -61,8 +61,11 @@ def open_model(model: Any, inputs: tuple[Any, ...], *, variables: Any = None) ->
         f"give an instance of {model.__name__}" if isinstance(model, type) else "for a function of parameters and inputs use from_function"
     )
     raise InputError(
-        f"{WHERE}: expected an NNX module or its constructor (a callable with a parameter 'rngs'), a Linen module, or a pytree that can "
-        f"be called, such as an Equinox module; found {_kind(model)}; {remedy}"
+        where=WHERE,
+        expected="an NNX module or its constructor (a callable with a parameter 'rngs'), a Linen module, or a pytree that can "
+        "be called, such as an Equinox module",
+        found=_kind(model),
+        change=remedy,
     )
 
 
@@ -84,7 +87,7 @@ def open_function(fn: Any, params: Tree, inputs: tuple[Any, ...], *, state: Tree
         InputError: it is no such function.
     """
     if not callable(fn):
-        raise InputError(f"{WHERE}: expected a function of parameters and inputs, found {_kind(fn)}")
+        raise InputError(where=WHERE, expected="a function of parameters and inputs", found=_kind(fn))
     if inspect.ismethod(fn) and isinstance(fn.__self__, linen.Module):
         name = type(fn.__self__).__name__
         raise InputError(f"{WHERE} is a method of the Linen module {name}; give the module itself to from_model, with its variables")
@@ -154,11 +157,11 @@ def _open_called(fn: Callable[..., Any], params: Tree, inputs: tuple[Any, ...], 
         if state is None:
             return y, arrays
         if not isinstance(y, tuple) or len(y) != 2:
-            raise InputError(f"{WHERE}: with a state its function returns a pair, (outputs, new state); found {_kind(y)}")
+            raise InputError("with a state its function returns a pair, (outputs, new state)", where=WHERE, found=_kind(y))
         y, changed = y
         if jax.tree.structure(changed) != jax.tree.structure(state):  # type: ignore[operator]
             raise InputError(
-                f"{WHERE}: expected a new state of the structure of the old, {describe(specs_of(state))}, found {describe(changed)}"
+                where=WHERE, expected=f"a new state of the structure of the old, {describe(specs_of(state))}", found=describe(changed)
             )
         return y, jax.tree.map(lambda old, new: new if is_array(old) else None, state, changed) if train else arrays
 

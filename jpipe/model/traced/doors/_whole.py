@@ -120,7 +120,7 @@ def _canonical(tree: Tree) -> Tree:
 def _reject_complex(tree: Tree) -> None:
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         if is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.complexfloating):
-            raise InputError(f"{WHERE}: {untrainable(repr(path_name(path)), leaf.dtype)}")
+            raise untrainable(repr(path_name(path)), leaf.dtype).at(WHERE)
 
 
 # Parts of a user's tree: the arrays that are trained, constant arrays, and everything else --------------------------------
@@ -195,12 +195,12 @@ def matched(where: str, specs: Tree, tree: Tree, *, any_float: bool = False) -> 
             leaves.append(None)
             continue
         if not is_array(leaf):
-            raise InputError(f"{where}: expected an array as '{path_name(path)}', found {type(leaf).__name__}")
+            raise InputError(where=where, expected=f"an array as '{path_name(path)}'", found=type(leaf).__name__)
         has_dtype = leaf.dtype == spec.dtype or (any_float and is_trained(leaf) and is_trained(spec))
         if leaf.shape != spec.shape or not has_dtype:
-            raise InputError(f"{where}: expected '{path_name(path)}' as in the model, {describe(spec)}, found {describe(leaf)}")
+            raise InputError(where=where, expected=f"'{path_name(path)}' as in the model, {describe(spec)}", found=describe(leaf))
         leaves.append(leaf)
     if unknown := next((name for name, leaf in arrays.items() if is_array(leaf)), None):
         names = [path_name(path) for path, spec in flat if is_array(spec)]
-        raise InputError(f"{where}: '{unknown}' is not in the model; {nearest(unknown, names)}")
+        raise InputError(f"'{unknown}' is not in the model", where=where, change=nearest(unknown, names))
     return jax.tree.unflatten(treedef, leaves)

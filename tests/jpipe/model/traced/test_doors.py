@@ -397,7 +397,7 @@ def test_a_function_with_a_state_passes_it_on_in_training():
 def test_what_a_function_returns_in_place_of_a_state_is_named():
     x = (SPEC,)
     alone = open_function(lambda params, state, x: x, {"w": np.ones(3)}, x, state={"a": np.ones(2)})
-    with pytest.raises(InputError, match=r"with a state its function returns a pair, \(outputs, new state\); found "):
+    with pytest.raises(InputError, match=r"with a state its function returns a pair, \(outputs, new state\), found "):
         alone.layer.apply(alone.params, alone.state, X, None, True)
     other = open_function(lambda params, state, x: (x, {"b": state["a"]}), {"w": np.ones(3)}, x, state={"a": np.ones(2)})
     with pytest.raises(InputError, match=r"expected a new state of the structure of the old, \['a'\] float.*, found \['b'\]"):

@@ -112,8 +112,9 @@ def reject_adapters(path: Path, where: str, instead: str) -> None:
     """
     if (path / ADAPTER_CONFIG).is_file():
         raise InputError(
-            f"{where}: '{shown(path)}' has an {ADAPTER_CONFIG}: it holds adapters, and not the model; give the folder of the model, and "
-            f"this one as {instead}"
+            f"'{shown(path)}' has an {ADAPTER_CONFIG}: it holds adapters, and not the model",
+            where=where,
+            change=f"give the folder of the model, and this one as {instead}",
         )
 
 
@@ -201,7 +202,9 @@ def _reject(path: Path, message: str) -> NoReturn:
     with contextlib.suppress(OSError), open_to_read(path) as file:
         start, size = file.read(8), path.stat().st_size
         if start == b"version ":
-            raise InputError(f"{where}: expected a safetensors file, found a pointer of Git LFS; fetch the file itself, with git lfs pull")
+            raise InputError(
+                where=where, expected="a safetensors file", found="a pointer of Git LFS", change="fetch the file itself, with git lfs pull"
+            )
         header = int.from_bytes(start, "little")
         end = 8 + header
         if len(start) == 8 and header <= _MOST_HEADER:
@@ -210,5 +213,7 @@ def _reject(path: Path, message: str) -> NoReturn:
                 end += max(int(part["data_offsets"][1]) for name, part in parts.items() if name != "__metadata__")
             if size < end:
                 least = "at least " if size < 8 + header else ""
-                raise InputError(f"{where}: expected {least}{end:,} bytes, as its header says, found {size:,}: it is cut off; {hint}")
-    raise InputError(f"{where}: expected a safetensors file, found: {message}; {hint}")
+                raise InputError(
+                    where=where, expected=f"{least}{end:,} bytes, as its header says", found=f"{size:,}: it is cut off", change=hint
+                )
+    raise InputError(where=where, expected=f"a safetensors file, found: {message}", change=hint)

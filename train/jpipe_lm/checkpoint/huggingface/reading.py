@@ -18,7 +18,10 @@ _SHOWN = 5  # tensors that a message names
 _LONGEST = 80  # letters of the name of one
 
 
-def source(path: Path, *, head: str = "language", strict: bool = True) -> Source:
+_PARTIAL = "with warm_start.mode=partial what fits is taken"
+
+
+def source(path: Path, *, head: str = "language", strict: bool = True, named_by: str = "warm_start.file", hint: str = _PARTIAL) -> Source:
     """Open a folder in Hugging Face's layout.
 
     Args:
@@ -26,6 +29,8 @@ def source(path: Path, *, head: str = "language", strict: bool = True) -> Source
         head: the head of the model that begins with it. Another one than `language` may begin with a language model: it takes what they
             have in common, such as the pooler, and the rest of it is optional.
         strict: whether missing tensors, additional ones and other shapes are errors; otherwise they are left out.
+        named_by: the key of a config, or the command, that names the folder, for messages.
+        hint: what to change if tensors differ.
 
     Raises:
         InputError: tensors differ and `strict` is set, the folder cannot be read, or jpipe does not have its model.
@@ -33,10 +38,10 @@ def source(path: Path, *, head: str = "language", strict: bool = True) -> Source
     described = huggingface.read(path)
     names = layout(described)
     folder = look_into(path)
-    where = f"warm_start.file: '{shown(path)}'"
+    where = f"{named_by}: '{shown(path)}'"
     known = _known(folder, names)
     if strict:
-        _check(folder, names, known, where)
+        _check(folder, names, known, where, hint)
     starts = names.optional
     if head != "language" and "head" not in described.keys:
         names = layout(described._replace(keys=described.keys | {"head": "regression"}))  # which has the names of any of them
@@ -71,7 +76,7 @@ def _known(folder: Folder, names: Layout) -> dict[str, str]:
     return known
 
 
-def _check(folder: Folder, names: Layout, known: dict[str, str], where: str) -> None:
+def _check(folder: Folder, names: Layout, known: dict[str, str], where: str, hint: str) -> None:
     """Check that the folder has the tensors of the model, with their shapes, and no others."""
     actual = {name: folder.tensors[name_in_folder][1].shape for name, name_in_folder in known.items()}
     expected = names.theirs
@@ -90,8 +95,10 @@ def _check(folder: Folder, names: Layout, known: dict[str, str], where: str) -> 
     words = [f"{len(some)} {one if len(some) == 1 else many}: {_listed(some)}" for (one, many), some in problems.items() if some]
     if words:
         raise InputError(
-            f"{where}: expected the {len(expected)} tensors of the model in {huggingface.CONFIG}, found that {'; '.join(words)}; "
-            "with warm_start.mode=partial what fits is taken"
+            where=where,
+            expected=f"the {len(expected)} tensors of the model in {huggingface.CONFIG}",
+            found=f"that {'; '.join(words)}",
+            change=hint,
         )
 
 

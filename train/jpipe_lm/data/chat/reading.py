@@ -100,7 +100,7 @@ def _rendered(files: Sequence[Path], renderer: Renderer, fraction: float, wrong:
             except NoTemplate as error:
                 raise no_template(error) from None
             except Ended as error:
-                raise InputError(f"{wrong.where}: {line.place}: {error}; leave it out, {_HINT}") from None
+                raise InputError(str(error), where=wrong.where, key=line.place, change=f"leave it out, {_HINT}") from None
             except (Failure, WrongLine) as error:
                 wrong.hint = _HINT
                 wrong.add(line.place, f"the chat template fails: {error}")

@@ -79,8 +79,10 @@ def find(tokenizer: Tokenizer, chosen: str | None = None, where: str = "data.cha
             place = f"'{folder / name}'"
             return Template(_named(content["chat_template"], place), variables, place)
     raise InputError(
-        f"{where}: expected a chat template beside '{tokenizer.path}' ({FILE}, or chat_template in {SETTINGS}), found none; give a "
-        "tokenizer of a model that chats, or name a template with data.chat_template"
+        where=where,
+        expected=f"a chat template beside '{tokenizer.path}' ({FILE}, or chat_template in {SETTINGS})",
+        found="none",
+        change="give a tokenizer of a model that chats, or name a template with data.chat_template",
     )
 
 

@@ -109,9 +109,10 @@ def read_index(path: str, where: str) -> tuple[Path, Index]:
     text = read_text(
         file,
         _MOST_BYTES,
-        f"{where}: cannot read '{file}'",
+        f"cannot read '{file}'",
         "give a folder that jpipe data prepare wrote",
-        f"{where}: expected JSON in '{file}', found text that is not UTF-8",
+        f"expected JSON in '{file}', found text that is not UTF-8",
+        where,
     )
     try:
         index = Index.model_validate_json(text)
@@ -195,16 +196,16 @@ def _check_size(path: Path, count: int, dtype: np.dtype[Any], where: str) -> Non
     try:
         if not path.is_file():
             actual = "something else there" if os.path.lexists(path) else "no such file"
-            raise InputError(f"{where}: expected '{path}' with {expected:,} bytes, found {actual}; copy it again")
+            raise InputError(where=where, expected=f"'{path}' with {expected:,} bytes", found=actual, change="copy it again")
         size = path.stat().st_size
     except OSError as error:
-        raise InputError(f"{where}: cannot read '{path}': {error.strerror}; give files that can be read") from None
+        raise InputError(f"cannot read '{path}': {error.strerror}", where=where, change="give files that can be read") from None
     if size != expected:
         other = next((name for name, another in DTYPES.items() if another != dtype and size == count * another.itemsize), None)
         hint = (
             "copy it again, or prepare it again" if other is None or dtype is POSITIONS else f"are these {other}? {INDEX} says {dtype.name}"
         )
-        raise InputError(f"{where}: expected '{path}' to have {expected:,} bytes, found {size:,}; {hint}")
+        raise InputError(where=where, expected=f"'{path}' to have {expected:,} bytes", found=f"{size:,}", change=hint)
 
 
 def _check_tokenizer(path: Path, index: Index, where: str) -> None:
@@ -214,9 +215,11 @@ def _check_tokenizer(path: Path, index: Index, where: str) -> None:
             return
         actual = hashlib.sha256(read_bytes(path, MOST_BYTES)).hexdigest()
     except OSError as error:
-        raise InputError(f"{where}: cannot read '{path}': {error.strerror}; give files that can be read") from None
+        raise InputError(f"cannot read '{path}': {error.strerror}", where=where, change="give files that can be read") from None
     if actual != index.tokenizer_sha256:
         raise InputError(
-            f"{where}: expected '{path}' to be the tokenizer that made the tokens, as {INDEX} says, found another; copy the folder again, "
-            "or prepare it with this tokenizer"
+            where=where,
+            expected=f"'{path}' to be the tokenizer that made the tokens, as {INDEX} says",
+            found="another",
+            change="copy the folder again, or prepare it with this tokenizer",
         )

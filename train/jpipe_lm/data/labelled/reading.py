@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from jpipe import InputError
+from jpipe.errors import Problem
 from jpipe_lm.data import splits
 from jpipe_lm.data import tokenizer as tokenizers
 from jpipe_lm.data.labelled import fields
@@ -114,11 +115,13 @@ class _Rows:
 
     def _check(self, row: tokenizers.Row, example: Example, where: str) -> None:
         if not row.tokens.size:
-            raise InputError(f"{where}: {example.place}: expected text, found none that has a token; leave the example out")
+            raise InputError(where=where, key=example.place, expected="text", found="none that has a token", change="leave the example out")
         if self._config.model.kind == "bert" and (types := 1 + int(row.types.max())) > _MOST_TYPES:
             raise InputError(
-                f"{self._tokenizer.where}: expected a tokenizer that tells {_MOST_TYPES} texts apart, as BERT does, found one with "
-                f"{types} types of tokens; use one made for BERT"
+                where=self._tokenizer.where,
+                expected=f"a tokenizer that tells {_MOST_TYPES} texts apart, as BERT does",
+                found=f"one with {types} types of tokens",
+                change="use one made for BERT",
             )
 
 
@@ -127,13 +130,14 @@ class _TooLong:
 
     def __init__(self, where: str, most: int) -> None:
         self._where, self._most = where, most
-        self._number, self._first = 0, ""
+        self._number, self._first = 0, Problem()
 
     def add(self, size: int, place: Place) -> None:
         """Count a row of this size if it is too long."""
         if size > self._most:
             if not self._number:
-                self._first = f"{self._where}: {place}: expected at most {self._most} tokens (model.seq_len), found {size}"
+                change = "shorten it, raise model.seq_len, or cut such texts with data.too_long: cut"
+                self._first = Problem("", self._where, str(place), f"at most {self._most} tokens (model.seq_len)", str(size), change)
             self._number += 1
 
     def check(self) -> None:
@@ -144,4 +148,4 @@ class _TooLong:
         """
         if self._number:
             others = f", and more in {count(self._number - 1, 'other')}" if self._number > 1 else ""
-            raise InputError(f"{self._first}{others}; shorten it, raise model.seq_len, or cut such texts with data.too_long: cut")
+            raise InputError(self._first._replace(found=f"{self._first.found}{others}"))

@@ -42,7 +42,9 @@ def source(path: Path) -> Source:
 
     for file in item.rglob("*"):
         if file.is_symlink() or not (file.is_file() or file.is_dir()):
-            raise InputError(f"{where}: expected files and folders, found '{file.relative_to(item)}', which is neither; remove it")
+            raise InputError(
+                where=where, expected="files and folders", found=f"'{file.relative_to(item)}', which is neither", change="remove it"
+            )
     try:
         tree = tree_specs(item)
         leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
@@ -77,7 +79,11 @@ def _names(paths: list[str]) -> list[str | None]:
 def _find(path: Path) -> Path:
     if (path / _MARKER).is_file():
         raise InputError(
-            f"warm_start.file: '{shown(path)}': expected the folder of the run, found one of its checkpoints; give that folder"
+            where="warm_start.file",
+            key=f"'{shown(path)}'",
+            expected="the folder of the run",
+            found="one of its checkpoints",
+            change="give that folder",
         )
     if (path / _TREE).is_file():
         return path
@@ -87,7 +93,11 @@ def _find(path: Path) -> Path:
     if len(items) > 1 and "params" not in items:
         names = ", ".join(sorted(items))
         raise InputError(
-            f"warm_start.file: '{shown(path)}': expected one item, or one called params, found {names}; give the folder of one"
+            where="warm_start.file",
+            key=f"'{shown(path)}'",
+            expected="one item, or one called params",
+            found=names,
+            change="give the folder of one",
         )
     return items["params"] if "params" in items else next(iter(items.values()))
 
@@ -120,4 +130,4 @@ def _digest(item: Path) -> str:
 
 def _unreadable(where: str, error: Exception) -> InputError:
     text = (str(error).splitlines() or [""])[0].partition(" [tensorstore_spec")[0][:200]
-    return InputError(f"{where}: expected an Orbax checkpoint, found one that cannot be read ({type(error).__name__}: {text})")
+    return InputError(where=where, expected="an Orbax checkpoint", found=f"one that cannot be read ({type(error).__name__}: {text})")

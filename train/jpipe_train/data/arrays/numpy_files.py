@@ -112,12 +112,14 @@ def find(names: Sequence[str], files: Sequence[Path], keys: Sequence[Key], where
     wanted = [key.removesuffix(".npy") for key in keys if isinstance(key, str)]
     if len(wanted) < len(keys):
         raise InputError(
-            f"{where}: '{next(iter(found.values()))}' is one of NumPy's files: expected one name in a key, found a list; name one"
+            f"'{next(iter(found.values()))}' is one of NumPy's files: expected one name in a key, found a list",
+            where=where,
+            change="name one",
         )
     archives = [file for file in found.values() if _kind(file) == kinds.NPZ]
     if archives and len(found) > 1:
         listed = shortened([f"'{name}'" for name in found])
-        raise InputError(f"{where}: expected one .npz, or a folder of .npy files, found {listed}; name one of them")
+        raise InputError(where=where, expected="one .npz, or a folder of .npy files", found=listed, change="name one of them")
     if archives:
         arrays = _of_archive(archives[0], wanted, where)
     else:
@@ -127,7 +129,7 @@ def find(names: Sequence[str], files: Sequence[Path], keys: Sequence[Key], where
         arrays = _of_folder(found, wanted, where)
     if len({len(array) for array in arrays}) > 1:
         counts = ", ".join(f"{len(array):,} in {array.name}" for array in arrays)
-        raise InputError(f"{where}: expected arrays with as many rows each, found {counts}; correct one of them")
+        raise InputError(where=where, expected="arrays with as many rows each", found=counts, change="correct one of them")
     return arrays
 
 
@@ -148,11 +150,15 @@ def _of_folder(found: Mapping[str, Path], wanted: Sequence[str], where: str) -> 
     if missing:
         folder = next(iter(found.values())).parent / f"{missing[0]}.npy"
         if folder.is_dir():
-            raise InputError(f"{where}: expected a file '{folder}', found a folder of this name; save the array as a file there")
+            raise InputError(
+                where=where, expected=f"a file '{folder}'", found="a folder of this name", change="save the array as a file there"
+            )
         listed = shortened([f"'{name}'" for name in found])
         raise InputError(
-            f"{where}: expected the file '{missing[0]}.npy' in a folder of NumPy's files, found {listed}; name the folder, and its arrays "
-            "in data.inputs_key and data.targets_key"
+            where=where,
+            expected=f"the file '{missing[0]}.npy' in a folder of NumPy's files",
+            found=listed,
+            change="name the folder, and its arrays in data.inputs_key and data.targets_key",
         )
     arrays = []
     for name in wanted:
@@ -173,8 +179,10 @@ def _of_archive(file: Path, wanted: Sequence[str], where: str) -> list[FileRows]
             if missing := [name for name in wanted if name not in members]:
                 listed = shortened([f"'{name}'" for name in members])
                 raise InputError(
-                    f"{where}: expected an array '{missing[0]}' in '{file}', found {listed}; name others in data.inputs_key and "
-                    "data.targets_key"
+                    where=where,
+                    expected=f"an array '{missing[0]}' in '{file}'",
+                    found=listed,
+                    change="name others in data.inputs_key and data.targets_key",
                 )
             return [_of_member(file, opened, archive, members[name], where) for name in wanted]
     except InputError:
@@ -236,9 +244,14 @@ def _header(stream: Any, name: str, where: str, file: Path) -> tuple[tuple[int, 
         raise OSError(errno.EINVAL, words, str(file)) from None
     if dtype.kind not in KINDS or dtype.itemsize > 8:
         found = "objects, which are a pickle that jpipe never loads" if dtype.hasobject else str(dtype)
-        raise InputError(f"{where}: expected numbers in {name}, found {found}; save it as float32 or integers")
+        raise InputError(where=where, expected=f"numbers in {name}", found=found, change="save it as float32 or integers")
     if not shape or min(shape) < 0 or not math.prod(shape[1:]):
-        raise InputError(f"{where}: expected an array of rows in {name}, found the shape {list(shape)}; save one with the row as first dim")
+        raise InputError(
+            where=where,
+            expected=f"an array of rows in {name}",
+            found=f"the shape {list(shape)}",
+            change="save one with the row as first dim",
+        )
     return tuple(shape), dtype, is_fortran
 
 

@@ -70,7 +70,10 @@ def read(config: Config, path: str | None = None) -> Arrays:
             largest += [side[1][0].largest() for side in stored[-1]] if classes else []
             if not sum(len(side[0][0]) for side in stored[-1]):
                 raise InputError(
-                    f"{part.where}: expected rows of numbers in {sources.named(part.path)}, found no rows; name files that have some"
+                    where=part.where,
+                    expected=f"rows of numbers in {sources.named(part.path)}",
+                    found="no rows",
+                    change="name files that have some",
                 )
     for part, of in zip(parts, stored, strict=True):
         for side in of:
@@ -155,7 +158,10 @@ class _Array:
                 fitted(np.asarray(number), self._dtype)
             except WrongLine as error:
                 raise InputError(
-                    f"{where}: {place}: {error}, which holds the integers of the other rows; correct it, or save all files with one dtype"
+                    f"{error}, which holds the integers of the other rows",
+                    where=where,
+                    key=place,
+                    change="correct it, or save all files with one dtype",
                 ) from None
 
     def chosen(self, rows: _Rows) -> Chosen:
@@ -180,7 +186,7 @@ def _of_numpy(opened: Sequence[numpy_files.FileRows], both: Sequence[_Array], pa
             dtype = result_type(file.dtype, is_target=array.is_target)
             array.add(file.shape[1:], dtype, partial(_example, file))
         except WrongLine as error:
-            raise InputError(f"{part.where}: {file.name}: {error}; correct it, or name other arrays") from None
+            raise InputError(str(error), where=part.where, key=file.name, change="correct it, or name other arrays") from None
     held_out = place_of_numbers(len(opened[0])) < part.share
     return [[(file, np.flatnonzero(held_out == side)) for file in opened] for side in (False, True)]
 
@@ -197,8 +203,10 @@ def _of_rows(files: Sequence[Path], both: Sequence[_Array], part: splits.Part) -
     for file in files:
         if (kind := kinds.kind_of(file)) is not None and kind.reader is None and not kind.is_unpacked:
             raise InputError(
-                f"{part.where}: expected rows of numbers in '{file}', found another kind of file: it seems to be {kind.name}; give "
-                "Parquet, JSON lines, CSV or NumPy's files"
+                where=part.where,
+                expected=f"rows of numbers in '{file}'",
+                found=f"another kind of file: it seems to be {kind.name}",
+                change="give Parquet, JSON lines, CSV or NumPy's files",
             )
         for block in blocks(file, part.where, list(columns.values())):
             for place, arrays in _converted(block, both, wrong):

@@ -119,16 +119,22 @@ def _check_columns(file: Path, where: str, columns: Sequence[Column], names: Seq
         if not counts[column.name] and column.is_needed:
             first = "; the first line of a table is taken as the names of its columns" if names and all(map(kinds.is_number, names)) else ""
             raise InputError(
-                f"{where}: expected the column {column.name!r} in '{file}', found {shortened(list(map(repr, names)), 20)[:400]}; {setting}"
-                f"{first}"
+                where=where,
+                expected=f"the column {column.name!r} in '{file}'",
+                found=shortened(list(map(repr, names)), 20)[:400],
+                change=f"{setting}{first}",
             )
         if counts[column.name] > 1:
-            raise InputError(f"{where}: expected each column of '{file}' once, found the name {column.name!r} twice; rename one of them")
+            raise InputError(
+                where=where, expected=f"each column of '{file}' once", found=f"the name {column.name!r} twice", change="rename one of them"
+            )
         if column.name in other_types:
             more = "; save classes as integers, or for other numbers choose loss.name: squared_error" if column.kind == "classes" else ""
             raise InputError(
-                f"{where}: expected {_EXPECTED.get(column.kind, 'values')} in the column {column.name!r} of '{file}', found "
-                f"{other_types[column.name][:100]}, and the columns {shortened(list(map(repr, names)), 20)[:400]}; {setting}{more}"
+                where=where,
+                expected=f"{_EXPECTED.get(column.kind, 'values')} in the column {column.name!r} of '{file}'",
+                found=f"{other_types[column.name][:100]}, and the columns {shortened(list(map(repr, names)), 20)[:400]}",
+                change=f"{setting}{more}",
             )
 
 

@@ -47,13 +47,17 @@ def files(folder: Path, where: str) -> list[Path] | None:
     state = _read(folder / _STATE, where)
     if state.get("_indices_data_files"):
         raise InputError(
-            f"{where}: '{folder}' chooses rows by another file, as old versions of datasets did; load it with datasets, and save it again"
+            f"'{folder}' chooses rows by another file, as old versions of datasets did",
+            where=where,
+            change="load it with datasets, and save it again",
         )
     listed = state.get("_data_files")
     names = [item.get("filename") if isinstance(item, dict) else item for item in listed] if isinstance(listed, list) else listed
     found = [folder / name for name in _names(names, folder / _STATE, "files", where)]
     if missing := [file for file in found if not file.is_file()]:
-        raise InputError(f"{where}: expected the file '{missing[0]}', which {_STATE} names, found none; copy the folder again")
+        raise InputError(
+            where=where, expected=f"the file '{missing[0]}', which {_STATE} names", found="none", change="copy the folder again"
+        )
     return found
 
 
@@ -64,9 +68,9 @@ def _names(names: Any, file: Path, what: str, where: str) -> Sequence[str]:
         InputError: these are not such names.
     """
     if not isinstance(names, list) or not all(isinstance(name, str) and name and Path(name).parts == (name,) for name in names):
-        raise InputError(f"{where}: expected names of {what} in '{file}', found {short(names)}; save the dataset again")
+        raise InputError(where=where, expected=f"names of {what} in '{file}'", found=short(names), change="save the dataset again")
     if any(name in (".", "..") or "\0" in name for name in names):
-        raise InputError(f"{where}: expected names of {what} in '{file}', found {short(names)}; save the dataset again")
+        raise InputError(where=where, expected=f"names of {what} in '{file}'", found=short(names), change="save the dataset again")
     return names
 
 
@@ -77,6 +81,9 @@ def _read(file: Path, where: str) -> dict[str, Any]:
         values = None
     if not isinstance(values, dict):
         raise InputError(
-            f"{where}: expected an object of JSON in '{file}', as datasets writes it, found other text; save the dataset again"
+            where=where,
+            expected=f"an object of JSON in '{file}', as datasets writes it",
+            found="other text",
+            change="save the dataset again",
         )
     return values

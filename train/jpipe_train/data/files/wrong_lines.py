@@ -61,11 +61,13 @@ class WrongLines:
             InputError: with the first of them, and how many there are.
         """
         if self.number == 1:
-            raise InputError(f"{self.where}: {self._first[0][0]}: {self._first[0][1]}; correct it, {self.hint}")
+            raise InputError(self._first[0][1], where=self.where, key=self._first[0][0], change=f"correct it, {self.hint}")
         if self.number:
             first = "; ".join(": ".join(each) for each in self._first)
             more = f"; and {self.number - len(self._first):,} more" if self.number > len(self._first) else ""
-            raise InputError(f"{self.where}: {self.number:,} {self._unit}s are wrong: {first}{more}; correct them, {self.hint}")
+            raise InputError(
+                f"{self.number:,} {self._unit}s are wrong: {first}{more}", where=self.where, change=f"correct them, {self.hint}"
+            )
 
 
 def value_of(record: Mapping[str, Any], key: str) -> Any:
