@@ -33,6 +33,7 @@ __all__ = [
     "unusable",
     "unused",
     "write_atomically",
+    "writing",
 ]
 
 TEMPORARY = ".jpipe-*.tmp"
@@ -137,6 +138,20 @@ def write_atomically(path: Path, content: str | bytes) -> None:
             unfinished.unlink()
         raise
     to_disk(path.parent)
+
+
+@contextlib.contextmanager
+def writing(where: str, name: object) -> Iterator[None]:
+    """Raise `InputError` if a file that was named cannot be written.
+
+    Args:
+        where: what names it, such as an option.
+        name: the file, as it is shown.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise InputError(f"{where}: cannot write '{name}': {error.strerror}; choose another file") from None
 
 
 def create(path: Path) -> BinaryIO:

@@ -95,7 +95,7 @@ def _measured(profile: Profile, topology: Topology, count: int, limit: float) ->
     candidates = find_candidates(profile, topology, count)
     choice = choose(profile, topology, candidates)
     chosen = time.process_time()
-    known = {one.candidate.without_costs: one for one in choice.ranked}
+    known = {one.candidate: one for one in choice.ranked}
     best = improve(choice, known).ranked[0]
     stepped = time.process_time()
     fitting = sorted((candidate for candidate in candidates if candidate.over is None), key=lambda candidate: candidate.rank)

@@ -25,7 +25,9 @@ def varied(profile, topology, candidates, schedules=None, *, global_norm=False, 
     tried = {}
     choice = dataclasses.replace(choose(profile, topology, candidates, tried=tried, global_norm=global_norm), ranked=())
     schedules = tuple(jpipe.schedules.SCHEDULES) if schedules is None else schedules
-    return [one.candidate for one in find_variants(choice, candidates, schedules, tried, **options)[0]]
+    before = len(tried)
+    find_variants(choice, candidates, schedules, tried, **options)
+    return [one.candidate for one in list(tried.values())[before:]]
 
 
 def equal(profile, topology, batch, *, schedules=None, exact=False, **options):

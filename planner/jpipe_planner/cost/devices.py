@@ -35,16 +35,6 @@ class Kind(NamedTuple):
     share: float = 1.0
 
 
-def level_links(topology: Topology) -> tuple[jpipe.Link, ...]:
-    """Return the slowest link of all levels up to each one."""
-    levels = topology.levels
-    used = [[level for level in levels[: k + 1] if level.count > 1] for k in range(len(levels))]
-    return tuple(
-        jpipe.Link(min((level.bandwidth for level in inside), default=math.inf), max((level.latency for level in inside), default=0.0))
-        for inside in used
-    )
-
-
 class DeviceRanges:
     """The kinds of all ranges of the devices of a topology."""
 
@@ -52,7 +42,13 @@ class DeviceRanges:
         limits = topology.limits
         self._slowness, self._equal = topology.slowness, not topology.differing
         self._shares: Any = np.ones(len(limits)) if topology.device.limit is None else limits / topology.device.limit
-        self._topology, self._links = topology, level_links(topology)
+        levels = topology.levels
+        used = [[level for level in levels[: k + 1] if level.count > 1] for k in range(len(levels))]
+        self._topology = topology
+        self._links = [  # the slowest of all levels up to each one
+            jpipe.Link(min((level.bandwidth for level in inside), default=math.inf), max((level.latency for level in inside), default=0.0))
+            for inside in used
+        ]
         # The slowest link of a range is the slowest of those between its neighbouring devices.
         self._ports = [] if self._equal else [topology.ports(k) for k in range(len(topology.levels))]
         pairs = [] if self._equal else [self._pair(number) for number in range(len(limits) - 1)]

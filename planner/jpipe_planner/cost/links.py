@@ -45,14 +45,6 @@ class StageLinks(NamedTuple):
         return float((microbatches * self.messages @ sizes + self.sums @ summed).max(initial=0.0))
 
 
-def stage_devices(replicas: Sequence[int], keep_together: KeepTogether) -> list[Any]:
-    """Return the numbers of the devices of each stage's replicas, as `jpipe.Pipeline` places them."""
-    if keep_together == "replicas":
-        ends = np.cumsum(replicas)
-        return [np.arange(end - count, end) for end, count in zip(ends.tolist(), replicas, strict=True)]
-    return [np.arange(s, len(replicas) * count, len(replicas)) for s, count in enumerate(replicas)]
-
-
 @lru_cache(maxsize=4096)
 def ring_share(replicas: int) -> float:
     """Return how many times its bytes each replica sends in a ring sum: shares of them once, and then the sums of these shares."""
@@ -60,8 +52,12 @@ def ring_share(replicas: int) -> float:
 
 
 def find_links(topology: Topology, replicas: Sequence[int], keep_together: KeepTogether) -> StageLinks:
-    """Return the links of stages on the first devices of a topology."""
-    devices, depth = stage_devices(replicas, keep_together), len(replicas)
+    """Return the links of stages on the first devices of a topology, as `jpipe.Pipeline` places their replicas."""
+    depth, ends = len(replicas), np.cumsum(replicas).tolist()
+    if keep_together == "replicas":
+        devices = [np.arange(end - count, end) for end, count in zip(ends, replicas, strict=True)]
+    else:
+        devices = [np.arange(s, depth * count, depth) for s, count in enumerate(replicas)]
     ports = np.zeros((2 * len(topology.levels) * topology.num_devices, 2 * depth - 1))  # messages of each cut, then sums of each stage
     bandwidths, latencies, rings = np.full(depth - 1, np.inf), np.zeros(depth - 1), list[jpipe.Link]()
     for s in range(depth - 1):

@@ -65,15 +65,34 @@ def simulate_plan(
     workers = None if global_norm or shared else _first_pipeline(plan, topology)
     if forwards(plan, topology) > MOST_FORWARDS:
         return None
-    prediction, seconds, counted = _predicted(plan, costs, topology, global_norm, shared, workers)
+    link, overlap = network(plan, topology), topology.device.overlap
+    lowered = _lowered if forwards(plan, topology) <= _MOST_KEPT else _lowered.__wrapped__
+    if jpipe.programs.has_equal_batches(plan):
+        program, counted = lowered(_without_layers(plan), 1, global_norm, shared, workers), 1
+        most, is_short = sum(window(plan)), topology.cores is None  # with cores the whole window is looked at
+        prediction, period = jpipe.programs.simulate_batches(program, most, costs, link, overlap, until_periodic=is_short)
+    else:
+        counted, period = sum(window(plan)) + 1, None
+        if overlap != "transfers and sums":
+            # Where ranks wait for each other's transfers or sums, the last batches are faster: earlier ranks have nothing left to send.
+            counted += jpipe.programs.batches_until_full(plan)
+        counted += -counted % _round_batches(plan)
+        program = lowered(_without_layers(plan), counted, global_norm, shared, workers)
+        # a plan is verified before it runs
+        prediction = jpipe.simulate(program, costs, link, overlap, host=hosts(plan, topology), brief=True)
+    seconds = _measured(plan, prediction.timeline) if period is None else period
     if topology.cores is not None:
         first, batches = window(plan)
         cut = jpipe.programs.extract_window(prediction.timeline, ((),) * len(prediction.timeline), plan.microbatches, first, batches)
         seconds *= _stretched(cut.timeline, cut.seconds, topology.cores) / cut.seconds
+    computing = sum(
+        plan.microbatches * (cost.forward + cost.backward) + plan.updates_per_batch(s) * plan.replicas[s] * cost.update
+        for s, cost in enumerate(costs)
+    )
     ranks = [rank if workers is None else rank - replica for rank, (_, replica) in enumerate(plan.rank_positions)]
     return Simulated(
         batch_seconds=seconds,
-        bubble=1 - computing_seconds(plan, costs) / (len(plan.rank_workers) * seconds),
+        bubble=1 - computing / (len(plan.rank_workers) * seconds),
         held_bytes=tuple(map(prediction.held_bytes.__getitem__, ranks)),
         peak_bytes=tuple(map(prediction.peak_bytes.__getitem__, ranks)),
         sent_bytes=tuple(prediction.moved_bytes[rank] / counted for rank in ranks),
@@ -88,45 +107,6 @@ def _first_pipeline(plan: jpipe.Plan, topology: Topology) -> frozenset[int] | No
     if not alike or differs or plan.shard_optimizer or plan.agree is not None or plan.links is not None or plan.offload is not None:
         return None
     return frozenset(w for w, (_, replica) in enumerate(plan.workers) if replica == 0)
-
-
-def computing_seconds(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost]) -> float:
-    """Return the seconds per batch that all workers together compute."""
-    seconds = 0.0
-    for s, cost in enumerate(costs):
-        seconds += plan.microbatches * (cost.forward + cost.backward) + plan.updates_per_batch(s) * plan.replicas[s] * cost.update
-    return seconds
-
-
-def _predicted(
-    plan: jpipe.Plan,
-    costs: Sequence[jpipe.programs.StageCost],
-    topology: Topology,
-    global_norm: bool,
-    shared: tuple[tuple[int, ...], ...],
-    workers: frozenset[int] | None,
-) -> tuple[jpipe.programs.Prediction, float, int]:
-    """Return a prediction of what is to be simulated, the seconds of a batch in its window, and how many batches moved its bytes."""
-    link, overlap = network(plan, topology), topology.device.overlap
-    lowered = _lowered if forwards(plan, topology) <= _MOST_KEPT else _lowered.__wrapped__
-    if jpipe.programs.has_equal_batches(plan):
-        program = lowered(_without_layers(plan), 1, global_norm, shared, workers)
-        most, is_short = sum(window(plan)), topology.cores is None  # with cores the whole window is looked at
-        prediction, period = jpipe.programs.simulate_batches(program, most, costs, link, overlap, until_periodic=is_short)
-        return prediction, _measured(plan, prediction.timeline) if period is None else period, 1
-    shown = _shown_batches(plan, overlap)
-    program = lowered(_without_layers(plan), shown, global_norm, shared, workers)
-    prediction = jpipe.simulate(program, costs, link, overlap, host=hosts(plan, topology), brief=True)  # a plan is verified before it runs
-    return prediction, _measured(plan, prediction.timeline), shown
-
-
-def _shown_batches(plan: jpipe.Plan, overlap: jpipe.programs.Overlap) -> int:
-    """Return the number of batches to simulate for a window in steady state."""
-    shown = sum(window(plan)) + 1
-    if overlap != "transfers and sums":
-        # Where ranks wait for each other's transfers or sums, the last batches are faster: earlier ranks have nothing left to send.
-        shown += jpipe.programs.batches_until_full(plan)
-    return shown + -shown % _round_batches(plan)
 
 
 def _between_agreements(
@@ -216,20 +196,15 @@ def window(plan: jpipe.Plan) -> tuple[int, int]:
     Returns:
         The first batch; the number of batches, in whole rounds of agreements.
     """
-    first, batches = _steady_batches(plan)
-    of_round = _round_batches(plan)
+    most, of_round = max(plan.replicas), _round_batches(plan)
+    late = 1 if most > 1 else 0  # sums that overlap take longer to reach the steady state
+    if jpipe.schedules.SCHEDULES[plan.schedule].flushes:
+        first, batches = 1 + late, 2  # nearly all batches do the same
+    else:
+        first, batches = jpipe.programs.batches_until_full(plan) + 1 + late, max(BATCHES, -(-MICROBATCHES * most // plan.microbatches))
     if plan.agree is not None and plan.agree.delay:
         first += of_round + plan.agree.delay  # by then each fragment has applied an agreement
     return first, batches + -batches % of_round
-
-
-def _steady_batches(plan: jpipe.Plan) -> tuple[int, int]:
-    """Return the first batch in steady state and the least number to simulate from there on."""
-    most = max(plan.replicas)
-    late = 1 if most > 1 else 0  # sums that overlap take longer to reach the steady state
-    if jpipe.schedules.SCHEDULES[plan.schedule].flushes:
-        return 1 + late, 2  # nearly all batches do the same
-    return jpipe.programs.batches_until_full(plan) + 1 + late, max(BATCHES, -(-MICROBATCHES * most // plan.microbatches))
 
 
 def _stretched(timeline: jpipe.programs.Timeline, seconds: float, cores: float | None) -> float:

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from jpipe import InputError
-from jpipe_planner.machine.host import Host
 from jpipe_planner.machine.plain_yaml import dump
-from jpipe_planner.machine.targets import FORMAT, known_targets, local_devices
+from jpipe_planner.machine.targets import FORMAT, Host, known_targets, local_devices
 
 __all__ = ["Attached", "attached_target"]
 

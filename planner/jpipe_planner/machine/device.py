@@ -7,8 +7,7 @@ import pydantic
 from pydantic import Field
 
 import jpipe
-from jpipe_planner.machine.host import Host
-from jpipe_planner.machine.targets import Target, find_target
+from jpipe_planner.machine.targets import Host, Target, find_target
 from jpipe_planner.machine.units import Data, Positive, Possible, Rates, Share, in_unit
 
 

@@ -8,8 +8,7 @@ from pydantic import BeforeValidator, Field, field_validator
 
 from jpipe import InputError
 from jpipe_planner.machine.device import Device
-from jpipe_planner.machine.host import Host
-from jpipe_planner.machine.targets import find_target
+from jpipe_planner.machine.targets import Host, find_target
 from jpipe_planner.machine.units import Data, Positive, Possible, in_unit
 
 MOST = 2**14  # devices in an entry
@@ -81,7 +80,8 @@ class Differing(Data):
         """
         figures = usual if self.target is None else Device(target=self.target)
         name = self.name or (figures.name + ("" if self.target or self.speed in (None, 1) else f" at {self.speed:g}"))
-        update: dict[str, Any] = {"name": name, "host": figures.host.changed_by(self.host)}
+        of_host = {} if self.host is None else {given: getattr(self.host, given) for given in self.host.model_fields_set}
+        update: dict[str, Any] = {"name": name, "host": figures.host.model_copy(update=of_host)}
         update |= {} if self.memory is None else {"memory": self.memory}
         update |= {} if self.reserved is None else {"reserved": {"reserved": self.reserved}}
         return figures.model_copy(update=update)

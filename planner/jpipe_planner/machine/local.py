@@ -10,8 +10,8 @@ import jax
 import numpy as np
 
 import jpipe
-from jpipe_planner.machine.host import Host
 from jpipe_planner.machine.overlap import assumed_words, overlap_of, overlap_words, usual_overlap
+from jpipe_planner.machine.targets import Host
 from jpipe_planner.machine.topology import Topology
 
 __all__ = ["host_memory", "local_topology", "usable_cores"]

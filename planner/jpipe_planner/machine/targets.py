@@ -14,18 +14,17 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import pydantic
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 import jpipe
 from jpipe import InputError, files
-from jpipe_planner.machine.host import Host
 from jpipe_planner.machine.plain_yaml import parse
-from jpipe_planner.machine.units import Data, Positive, Possible, Rates, Share, in_unit
+from jpipe_planner.machine.units import Data, Positive, Possible, Rates, Share, in_unit, seconds
 
 if TYPE_CHECKING:
     import jax
@@ -80,6 +79,31 @@ CAPABILITIES: Mapping[str, Mapping[str, int]] = {
 
 class TargetUnavailable(InputError):
     """A target that XLA cannot compile for here: its plugin is missing, does not fit, or does not know the device."""
+
+
+class Host(Data):
+    """The memory of the host of a device, for what waits there (`jpipe.plan.HostMemory`), and the link to it.
+
+    Attributes:
+        bandwidth: bytes per second from the device to host memory, and as many back at the same time. By default half of what 16 lanes of
+            PCIe 3.0 carry, because two devices may share them.
+        latency: seconds until what is moved is there.
+        memory: bytes of it that a plan may use for each device; 0: nothing can be moved there. None: not limited.
+    """
+
+    bandwidth: Annotated[float, in_unit("bytes per second"), Positive, Possible] = 8e9
+    latency: Annotated[float, BeforeValidator(seconds), Field(ge=0, le=1e9, allow_inf_nan=False)] = 1e-5
+    memory: Annotated[float, in_unit("bytes"), Field(ge=0, le=1e30)] | None = None
+
+    @property
+    def link(self) -> jpipe.Link:
+        """The link; each direction carries one move at a time."""
+        return jpipe.Link(self.bandwidth, self.latency)
+
+    @property
+    def limit(self) -> float:
+        """The bytes that a plan may use for each device; infinity: not limited."""
+        return math.inf if self.memory is None else self.memory
 
 
 class Target(Data):
@@ -354,33 +378,24 @@ _TPU_SETTINGS = {
 @functools.cache
 def _devices_elsewhere(target_json: str, count: int, processes: int) -> tuple["jax.Device", ...]:
     """Return devices that are not here. They are the same objects in each call, so equal programs have equal places."""
+    import jax
     from jax.experimental import topologies
 
     target = Target.model_validate_json(target_json)
     if target.platform == "tpu":
         for name, value in _TPU_SETTINGS.items():
             os.environ.setdefault(name, value)
-        return _of_equal_parts(topologies.get_topology_desc(platform="tpu", **target.tpu_topology(count)).devices, count, processes)
+        devices: Any = topologies.get_topology_desc(platform="tpu", **target.tpu_topology(count)).devices
+        if processes == 1:  # the first ones, whatever their processes
+            return tuple(devices[:count])
+        each = [[device for device in devices if device.process_index == p][: count // processes] for p in range(processes)]
+        return tuple(device for part in each for device in part)
     layout = f"1x{processes}x{count // processes}"
     devices = topologies.get_topology_desc("", "cuda", target_config=target.config_text(), topology=layout).devices
-    _compile_on(devices[0])
-    return tuple(devices)
-
-
-def _of_equal_parts(devices: Sequence["jax.Device"], count: int, processes: int) -> tuple["jax.Device", ...]:
-    """Return devices of a slice, equally many of each of its first processes; with `processes` 1 the first ones of any process."""
-    if processes == 1:
-        return tuple(devices[:count])
-    each = [[device for device in devices if device.process_index == p][: count // processes] for p in range(processes)]
-    return tuple(device for part in each for device in part)
-
-
-def _compile_on(device: "jax.Device") -> None:
-    """Compile a small program: only then XLA looks for the programs of CUDA that it calls, which may not know the device."""
-    import jax
-
-    like = jax.ShapeDtypeStruct((8, 8), "float32", sharding=jax.sharding.SingleDeviceSharding(device))
+    # Only when a program is compiled XLA looks for the programs of CUDA that it calls, which may not know the device.
+    like = jax.ShapeDtypeStruct((8, 8), "float32", sharding=jax.sharding.SingleDeviceSharding(devices[0]))
     jax.jit(lambda x: jax.lax.log(x + x.T)).lower(like).compile()
+    return tuple(devices)
 
 
 def target_refusal(target: Target) -> str | None:

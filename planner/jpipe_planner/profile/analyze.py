@@ -52,17 +52,9 @@ def analyze(
     look best, use a measured profile.
 
     Args:
-        stack: the model.
+        stack, loss, optimizer, sizes, policies, ema_decay, delay_correction, progress, precision: as in `measure`.
         batch: `rows -> (inputs, labels)`, shapes and dtypes of a microbatch of that many rows.
-        loss: `(outputs, labels) -> (sum, weight)`.
-        optimizer: any that a `jpipe.Pipeline` takes.
-        sizes: the microbatch sizes, in rows.
         device: the device, with FLOP/s for the dtypes in which the layers compute, or for another dtype of the same number of bits.
-        policies: the recomputation policies for which residuals are counted.
-        ema_decay: as in `jpipe.Pipeline`; it counts as optimizer state.
-        delay_correction: as in `jpipe.Pipeline`; it counts as optimizer state where gradients are late.
-        progress: called with the number of finished parts of the work, and their total number.
-        precision: as in `jpipe.Pipeline`.
 
     Raises:
         InputError: the device's figures are missing, or layers, batch, loss and optimizer do not fit together.
@@ -85,7 +77,7 @@ def _costs(model: Model, device: Device, compiled_for: jax.Device, programs: Scr
     costs, on_this_device = {}, compiled_for == jax.local_devices()[0]
     for layer_id in model.distinct:
         counted, lowered = _counted(model, layer_id)
-        programs.begin_layer(layer_id, lowered if on_this_device else None)
+        programs.begin((layer_id,), lowered if on_this_device else None)
         rate = _rate(device, layer_id, model.stage([layer_id], model.sizes[0]).specs[layer_id], model.precision.compute)
         for rows, (flops, traffic) in counted.items():
             forward, backward, update = (_seconds(flops[name], traffic[name], rate, device) for name in PROGRAMS)
@@ -111,7 +103,7 @@ def _counted(
         lowered[rows] = {kind: program for kind, (_, program) in programs.items()}
         return {"update": of_update} | {kind: count_flops(*program) for kind, program in programs.items()}, _traffic(stage.cost)
 
-    return count_at(model.sizes, count).at, lowered
+    return count_at(model.sizes, count)[0], lowered
 
 
 def _lower(stage: jpipe.stages.StandaloneStage, layer_id: str, name: Name) -> tuple[jax.stages.Traced, jax.stages.Lowered]:

@@ -2,7 +2,7 @@
 
 import itertools
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -10,14 +10,18 @@ import jax
 
 from jpipe_planner.profile.flops import count_flops
 from jpipe_planner.profile.model import Costs, Model, StageCosts, tree_bytes
-from jpipe_planner.profile.profile import AtSize, LayerProfile, Profile, TensorProfile
-from jpipe_planner.profile.scratch import Scratch, ScratchParts
+from jpipe_planner.profile.profile import AtSize, LayerProfile, Profile
+from jpipe_planner.profile.scratch import Scratch
 from jpipe_planner.profile.sizes import count_by_policy
 from jpipe_planner.profile.tensor import tensor_profile
 
 
 def profile_of(
-    model: Model, costs: Mapping[tuple[str, int], Costs], stage_costs: StageCosts, scratch: Callable[[], Scratch], **fields: Any
+    model: Model,
+    costs: Mapping[tuple[str, int], Costs],
+    stage_costs: StageCosts,
+    find_scratch: Callable[[StageCosts], Scratch],
+    **fields: Any,
 ) -> Profile:
     """Return the profile of a model.
 
@@ -25,7 +29,7 @@ def profile_of(
         model: the model.
         costs: the costs of each distinct layer at each size.
         stage_costs: the result of `count_bytes`.
-        scratch: called at last, for programs may still be compiled.
+        find_scratch: called at last, for programs may still be compiled.
         fields: the other fields of `Profile`.
     """
 
@@ -35,11 +39,18 @@ def profile_of(
         alone = stage_costs[equal,][rows, policy].residuals + stage_costs[next_equal,][rows, policy].residuals
         return max(alone - stage_costs[equal, next_equal][rows, policy].residuals, 0)
 
-    for_weights = {equal: _share_for_weights(model, equal) for equal in model.distinct}
-    policies = {equal: [policy for rows, policy in stage_costs[equal,] if rows == model.sizes[0]] for equal in model.distinct}
-    stashes = {equal: count_by_policy(model.sizes, policies[equal], partial(_stash_bytes, model, equal))[0] for equal in model.distinct}
-    tensor = {equal: _tensor_profile(model, equal, policies[equal]) for equal in model.distinct}
-    layers, parts = [], ScratchParts(model, stage_costs, scratch())
+    def stash(rows: int, policy: str, equal: str) -> int:
+        return model.stage([equal], rows, policy).stash_bytes
+
+    first, device, for_weights, stashes, tensor = model.sizes[0], jax.local_devices()[0], {}, {}, {}
+    for equal in model.distinct:
+        policies, stages = [policy for rows, policy in stage_costs[equal,] if rows == first], partial(model.stage, [equal], first)
+        halves = [stages().trace(half, device) for half in ("backward_input", "backward_weight")]
+        for_inputs, of_weights = (count_flops(half, half.lower()) for half in halves)
+        for_weights[equal] = of_weights / (for_inputs + of_weights) if for_inputs + of_weights else 0.5
+        stashes[equal] = count_by_policy(model.sizes, policies, partial(stash, equal=equal))[0]
+        tensor[equal] = tensor_profile(stages, equal, first, policies, device)
+    layers, scratch = [], find_scratch(stage_costs)
     for layer_id, next_id in itertools.zip_longest(model.stack.ids, model.stack.ids[1:]):
         equal, next_equal = model.first_equal[layer_id], model.first_equal.get(next_id)
         layer_costs = stage_costs[equal,]
@@ -52,11 +63,11 @@ def profile_of(
                 outputs=layer_costs[rows, "none"].outputs if next_id else 0,
                 residuals={policy: cost.residuals for (count, policy), cost in layer_costs.items() if count == rows},
                 shared={policy: shared(equal, next_equal, rows, policy) for count, policy in layer_costs if count == rows},
-                temporary=parts.scratch.layers[equal, rows],
-                temporary_more=parts.more(equal, next_equal, rows),
-                remaking=parts.remaking(equal, rows),
-                remaking_next=parts.remaking_next(equal, next_equal, rows),
-                remaking_more=parts.remaking_more(equal, next_equal, rows),
+                temporary=scratch.layers[equal, rows],
+                temporary_more=scratch.more(equal, next_equal, rows),
+                remaking=scratch.remaking(equal, rows),
+                remaking_next=scratch.remaking_next(equal, next_equal, rows),
+                remaking_more=scratch.remaking_more(equal, next_equal, rows),
                 flops=costs[equal, rows].flops,
             )
             for rows in model.sizes
@@ -68,21 +79,3 @@ def profile_of(
         layers.append(LayerProfile(id=layer_id, update=update, at=at, tensor=tensor[equal], **sizes))
     inputs, labels = (tuple(tree_bytes(model.batches[rows][part]) for rows in model.sizes) for part in (0, 1))
     return Profile(sizes=model.sizes, inputs=inputs, labels=labels, layers=tuple(layers), shared=model.shared, **fields)
-
-
-def _stash_bytes(model: Model, layer_id: str, rows: int, policy: str) -> int:
-    return model.stage([layer_id], rows, policy).stash_bytes
-
-
-def _tensor_profile(model: Model, layer_id: str, policies: Sequence[str]) -> TensorProfile:
-    """Return what tensor parallelism shards of a layer."""
-    rows = model.sizes[0]
-    return tensor_profile(lambda policy: model.stage([layer_id], rows, policy), layer_id, rows, policies, jax.local_devices()[0])
-
-
-def _share_for_weights(model: Model, layer_id: str) -> float:
-    """Return the share of a layer's backward that computes the gradients of its weights, by floating-point operations."""
-    stage, device = model.stage([layer_id], model.sizes[0]), jax.local_devices()[0]
-    traced = [stage.trace(half, device) for half in ("backward_input", "backward_weight")]
-    for_inputs, for_weights = (count_flops(half, half.lower()) for half in traced)
-    return for_weights / (for_inputs + for_weights) if for_inputs + for_weights else 0.5

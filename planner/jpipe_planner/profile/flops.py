@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -24,12 +24,9 @@ def count_flops(traced: jax.stages.Traced, lowered: jax.stages.Lowered) -> float
     Returns:
         The FLOPs, or 0 if the backend does not report them.
     """
-    analysis: Any = lowered.cost_analysis()  # some backends have none, some a list of one
-    analysis = analysis[0] if isinstance(analysis, list) else analysis or {}
     # Only what XLA has not counted: it has counted the first iteration of every loop.
-    counted = functools.cache(_counted_by_xla)
-    products = _products(traced.jaxpr.jaxpr)
-    return float(analysis.get("flops", 0.0)) + sum(p.iterations * p.flops - (counted(p.ragged) if p.ragged else p.flops) for p in products)
+    further = sum(product.iterations * product.flops - _counted_by_xla(product) for product in _products(traced.jaxpr.jaxpr))
+    return _analyzed(lowered) + further
 
 
 def count_products(jaxpr: Any) -> dict[str, float]:
@@ -42,36 +39,30 @@ def count_products(jaxpr: Any) -> dict[str, float]:
     """
     totals: dict[str, float] = {}
     for product in _products(jaxpr):
-        totals[product.dtype] = totals.get(product.dtype, 0.0) + product.iterations * product.flops
+        dtype = str(product.equation.invars[0].aval.dtype)
+        totals[dtype] = totals.get(dtype, 0.0) + product.iterations * product.flops
     return totals
 
 
-class _Ragged(NamedTuple):
-    """A product of groups of rows, by the shapes and dtypes of its factors and the text of its parameters."""
-
-    specs: tuple[tuple[tuple[int, ...], Any], ...]
-    text: str
-    bind: Callable[..., Any]
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Ragged) and self[:2] == other[:2]
-
-    def __hash__(self) -> int:
-        return hash(self[:2])
-
-
 class _Product(NamedTuple):
-    """A matrix product or convolution in a program: its FLOPs in one iteration, the dtype of its factors, how often it runs."""
+    """A matrix product or convolution in a program: its FLOPs in one iteration, and how often it runs."""
 
+    equation: Any
     flops: float
-    dtype: str
     iterations: int
-    ragged: _Ragged | None
 
 
-def _counted_by_xla(product: _Ragged) -> float:
-    """Return the FLOPs that XLA counts for a product of groups of rows, which depend on the platform."""
-    analysis: Any = jax.jit(product.bind).lower(*(jax.ShapeDtypeStruct(*spec) for spec in product.specs)).cost_analysis()
+def _counted_by_xla(product: _Product) -> float:
+    """Return the FLOPs that XLA counts for a product; for one of groups of rows they depend on the platform."""
+    if product.equation.primitive.name != _RAGGED:
+        return product.flops
+    bind = functools.partial(product.equation.primitive.bind, **product.equation.params)
+    return _analyzed(jax.jit(bind).lower(*(jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in product.equation.invars)))
+
+
+def _analyzed(lowered: jax.stages.Lowered) -> float:
+    """Return the FLOPs of a program by XLA's cost analysis; some backends have none, some a list of one."""
+    analysis: Any = lowered.cost_analysis()
     analysis = analysis[0] if isinstance(analysis, list) else analysis or {}
     return float(analysis.get("flops", 0.0))
 
@@ -86,7 +77,7 @@ def _products(jaxpr: Any, used: list[bool] | None = None, iterations: int = 1) -
             continue
         needed.update(var for var in equation.invars if not hasattr(var, "val"))
         if flops := _product_flops(equation):
-            yield _Product(flops, str(equation.invars[0].aval.dtype), iterations, _ragged(equation))
+            yield _Product(equation, flops, iterations)
         name, params = equation.primitive.name, equation.params
         repeats = params["length"] if name == "scan" else 1
         bodies = params["branches"] if name == "cond" else [params[key] for key in _BODIES if key in params]
@@ -100,13 +91,6 @@ def _products(jaxpr: Any, used: list[bool] | None = None, iterations: int = 1) -
 _BODIES = ("jaxpr", "call_jaxpr", "body_jaxpr", "fun_jaxpr")
 _CUDNN_ATTENTION = ("dot_product_attention_fwd_wrapper", "dot_product_attention_fwd")
 _RAGGED = "ragged_dot_general"
-
-
-def _ragged(equation: Any) -> _Ragged | None:
-    if equation.primitive.name != _RAGGED:
-        return None
-    specs = tuple((tuple(var.aval.shape), var.aval.dtype) for var in equation.invars)
-    return _Ragged(specs, repr(equation.params), functools.partial(equation.primitive.bind, **equation.params))
 
 
 def _product_flops(equation: Any) -> float:

@@ -7,10 +7,10 @@
 Times are milliseconds per minibatch, sizes bytes per minibatch; several output sizes add up; an edge goes from producer to consumer.
 """
 
+import graphlib
 import heapq
 import math
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from jpipe import InputError
@@ -137,32 +137,24 @@ def _number(text: str, key: str, location: str) -> float:
 
 def _in_a_line(nodes: dict[str, _Node], where: str) -> list[str]:
     """Return a topological order: the inputs, then always the node with the smallest number among those that could come next."""
-    missing = {name: len(node.before) for name, node in nodes.items()}
-    ready = [(not node.is_input, node.number, name) for name, node in nodes.items() if not node.before]
-    heapq.heapify(ready)
-    order = []
-    while ready:
+    sorter = graphlib.TopologicalSorter({name: node.before for name, node in nodes.items()})
+    try:
+        sorter.prepare()
+    except graphlib.CycleError as error:
+        *cycle, _ = error.args[1]
+        first = cycle.index(min(cycle))
+        around = " -- ".join((*cycle[first:], *cycle[: first + 1]))
+        raise InputError(
+            f"{where}, line {nodes[min(cycle)].line}: the edges go around: {around}; expected a graph without cycles"
+        ) from None
+    ready, order = list[tuple[bool, int, str]](), list[str]()
+    while sorter.is_active():
+        for name in sorter.get_ready():
+            heapq.heappush(ready, (not nodes[name].is_input, nodes[name].number, name))
         *_, name = heapq.heappop(ready)
         order.append(name)
-        for other in nodes[name].behind:
-            missing[other] -= 1
-            if missing[other] == 0:
-                heapq.heappush(ready, (not nodes[other].is_input, nodes[other].number, other))
-    if len(order) < len(nodes):
-        cycle = list(_cycle({name: node.before for name, node in nodes.items() if name not in order}))
-        raise InputError(
-            f"{where}, line {nodes[cycle[0]].line}: the edges go around: {' -- '.join(cycle)}; expected a graph without cycles"
-        )
+        sorter.done(name)
     return order
-
-
-def _cycle(before: dict[str, set[str]]) -> Iterator[str]:
-    """Yield the nodes of a cycle, along its edges, with the first one again at the end; each node of `before` follows another of them."""
-    name, seen = min(before), []
-    while name not in seen:
-        seen.append(name)
-        name = min(other for other in before[name] if other in before)
-    return reversed([*seen[seen.index(name) :], name])
 
 
 def _short(text: str) -> str:

@@ -16,7 +16,7 @@ from jpipe.context import without_mesh
 from jpipe_planner.profile.analyze import PROGRAMS
 from jpipe_planner.profile.bench import Bench, ByProgram, Programs
 from jpipe_planner.profile.compose import profile_of
-from jpipe_planner.profile.model import POLICIES, Batch, Costs, Meter, Model, Progress, StageCosts, count_bytes, parts_of_bytes
+from jpipe_planner.profile.model import POLICIES, Batch, Costs, Meter, Model, Progress, count_bytes, parts_of_bytes
 from jpipe_planner.profile.profile import Profile
 from jpipe_planner.profile.scratch import ScratchPrograms, compiling_threads
 
@@ -80,71 +80,37 @@ def measure(
             programs.begin(groups[rows], rows)
         programs.finish()
     benches = {rows: single[rows] if groups[rows] == single_layers else Bench(programs, groups[rows], rows) for rows in model.sizes}
-    _in_turns([*benches.values()], repetitions, seconds, meter)
-    costs = _all_costs(model, benches, single)
-    dispatch = statistics.median(bench.medians()[1] for bench in benches.values())
-    return _with_scratch(model, costs, stage_costs, single, policies, device, dispatch, meter)
-
-
-def _with_scratch(
-    model: Model,
-    costs: Mapping[tuple[str, int], Costs],
-    stage_costs: StageCosts,
-    single: Mapping[int, Bench],
-    policies: Sequence[str],
-    device: jax.Device,
-    dispatch: float,
-    meter: Meter,
-) -> Profile:
-    """Return the profile, with the scratch memory of the benches of single layers and of neighbours that are compiled for it."""
+    end = time.perf_counter() + seconds
+    for n in range(repetitions):  # all sizes in turns, because a machine may be slow for several seconds
+        if n >= FEWEST and time.perf_counter() > end:
+            break
+        meter.expect(len(benches))
+        for bench in benches.values():
+            bench.time(1)
+            meter.step()
+    costs = dict[tuple[str, int], Costs]()
+    for rows, bench in benches.items():
+        costs |= _layer_costs(model, rows, bench.medians()[0], single[rows].flops)
     temporaries = {(layer_id, rows): bench.temporary[layer_id,] for layer_id in model.distinct for rows, bench in single.items()}
+    dispatch = statistics.median(bench.medians()[1] for bench in benches.values())
     fields = {"source": "measured", "dispatch": dispatch, "device": device.device_kind, "compiled_for": device.device_kind}
     with compiling_threads() as pool:
         neighbours = ScratchPrograms(model, policies, device, pool, meter)
         neighbours.begin_neighbours()
-        return profile_of(model, costs, stage_costs, lambda: neighbours.scratch(temporaries), **fields)
+        return profile_of(model, costs, stage_costs, lambda costs: neighbours.scratch(costs, temporaries), **fields)
 
 
-def _all_costs(model: Model, benches: Mapping[int, Bench], single: Mapping[int, Bench]) -> dict[tuple[str, int], Costs]:
-    """Return the costs of each distinct layer at each size, from the benches of groups and of single layers by size."""
-    costs: dict[tuple[str, int], Costs] = {}
-    for rows, bench in benches.items():
-        costs |= {(layer_id, rows): cost for layer_id, cost in _layer_costs(model, bench.medians()[0], single[rows]).items()}
-    return costs
-
-
-def _layer_costs(model: Model, times: Mapping[tuple[str, ...], ByProgram], single: Bench) -> dict[str, Costs]:
-    """Return the costs of each distinct layer at one size.
-
-    Args:
-        model: the model.
-        times: seconds of each group's programs.
-        single: the bench with the FLOPs of each layer.
-    """
-    flops = single.flops
-    shares = [
-        share
-        for ids, group_seconds in times.items()
-        for share in split(group_seconds, {i: flops[model.first_equal[i],] for i in ids}).items()
-    ]
+def _layer_costs(
+    model: Model, rows: int, times: Mapping[tuple[str, ...], ByProgram], flops: Mapping[tuple[str, ...], ByProgram]
+) -> dict[tuple[str, int], Costs]:
+    """Return the costs of each distinct layer at one size, from the seconds of each group's programs and the FLOPs of each layer's."""
+    shares = [share for ids, seconds in times.items() for share in split(seconds, {i: flops[model.first_equal[i],] for i in ids}).items()]
     costs = {}
     for layer_id in model.distinct:
         times_of_layer = [seconds for other, seconds in shares if model.first_equal[other] == layer_id]
         forward, backward, update = (statistics.fmean(seconds[name] for seconds in times_of_layer) for name in PROGRAMS)
-        costs[layer_id] = Costs(forward, backward, update, flops[layer_id,]["forward"])
+        costs[layer_id, rows] = Costs(forward, backward, update, flops[layer_id,]["forward"])
     return costs
-
-
-def _in_turns(benches: Sequence[Bench], repetitions: int, seconds: float, meter: Meter) -> None:
-    """Time all sizes in turns, because a machine may be slow for several seconds."""
-    end = time.perf_counter() + seconds
-    for n in range(repetitions):
-        if n >= FEWEST and time.perf_counter() > end:
-            break
-        meter.expect(len(benches))
-        for bench in benches:
-            bench.time(1)
-            meter.step()
 
 
 def short_groups(ids: Sequence[str], first_equal: Mapping[str, str], times: Mapping[tuple[str, ...], ByProgram]) -> list[tuple[str, ...]]:

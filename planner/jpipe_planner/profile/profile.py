@@ -13,6 +13,8 @@ import jpipe
 from jpipe import InputError
 
 FORMAT = "jpipe-profile/1"
+SHARED = ("weights", "frozen", "accumulators", "optimizer", "ahead")
+"""The bytes of parameters, which a stage has once of those that its layers share."""
 
 Bytes = Annotated[int, Field(ge=0, le=2**50)]  # a petabyte: sums stay within 64 bits
 Seconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]  # thirty years: sums stay finite
@@ -224,7 +226,7 @@ class Profile(_Data):
             raise ValueError(f"shared: layer '{unknown[0]}' is not among the layers; {jpipe.errors.nearest(unknown[0], self.ids)}")
         if len(set(parameter.layers)) < len(parameter.layers):
             raise ValueError(f"shared: expected different layers, found {', '.join(parameter.layers)}")
-        for name in ("weights", "frozen", "accumulators", "optimizer", "ahead"):
+        for name in SHARED:
             for layer in self.layers:
                 if layer.id in parameter.layers and getattr(layer, name) < sum(
                     getattr(other, name) for other in self.shared if layer.id in other.layers
@@ -252,34 +254,14 @@ class Profile(_Data):
     @cached_property
     def layer_costs(self) -> tuple[dict[str, jpipe.programs.LayerCost], ...]:
         """The costs of each layer, for each of `sizes`."""
-        return tuple(map(self._costs_at, range(len(self.sizes))))
-
-    def _costs_at(self, n: int) -> dict[str, jpipe.programs.LayerCost]:
-        return {
-            layer.id: jpipe.programs.LayerCost(
-                forward=at.forward,
-                backward=at.backward,
-                outputs=at.outputs,
-                weights=layer.weights,
-                frozen=layer.frozen,
-                accumulators=layer.accumulators,
-                optimizer=layer.optimizer,
-                ahead=layer.ahead,
-                state=layer.state,
-                residuals=at.residuals,
-                shared=at.shared,
-                backward_weight=at.backward_weight,
-                stash=at.stash,
-                update=layer.update,
-                temporary=at.temporary,
-                temporary_more=at.temporary_more,
-                remaking=at.remaking,
-                remaking_next=at.remaking_next,
-                remaking_more=at.remaking_more,
-            )
-            for layer in self.layers
-            for at in (layer.at[n],)
-        }
+        names = [field.name for field in dataclasses.fields(jpipe.programs.LayerCost)]
+        return tuple(
+            {
+                layer_id: jpipe.programs.LayerCost(**{name: fields[name] for name in names})
+                for layer_id, fields in ((layer.id, {**dict(layer), **dict(layer.at[n])}) for layer in self.layers)
+            }
+            for n in range(len(self.sizes))
+        )
 
     @cached_property
     def shared_costs(self) -> tuple[jpipe.programs.SharedCost, ...]:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import jax
 import numpy as np
@@ -20,21 +20,71 @@ KINDS: tuple[Kind, ...] = ("forward", "backward")
 _Ids = tuple[str, ...]
 
 
-class Scratch(NamedTuple):
-    """Scratch bytes of compiled programs of several layers as a stage.
+@dataclass(frozen=True)
+class Scratch:
+    """Scratch bytes of compiled programs of several layers as a stage, and the parts of them that a profile has of each layer.
 
     Attributes:
+        model: the model.
+        stage_costs: the result of `count_bytes`.
         layers: of the forward or the backward of each distinct layer, whichever needs more, by layer and rows.
         pairs: likewise of pairs of neighbours, without recomputation, by rows.
         backwards: of the backwards of these pairs.
-        remaking: of the backwards of layers, pairs and triples of neighbours with full recomputation, of the largest microbatch; empty:
+        full: of the backwards of layers, pairs and triples of neighbours with full recomputation, of the largest microbatch; empty:
             not known.
     """
 
+    model: Model
+    stage_costs: StageCosts
     layers: Mapping[tuple[str, int], int]
     pairs: Mapping[tuple[str, ...], Mapping[int, int]]
     backwards: Mapping[tuple[str, ...], Mapping[int, int]]
-    remaking: Mapping[tuple[str, ...], int]
+    full: Mapping[tuple[str, ...], int]
+
+    def more(self, equal: str, next_equal: str | None, rows: int) -> int:
+        """Return what a layer and the next one need more than the larger of both."""
+        if next_equal is None:
+            return 0
+        pair = self.model.pairs[equal, next_equal]
+        return max(self.pairs[pair][rows] - self._larger(equal, next_equal, rows), 0)
+
+    def remaking(self, equal: str, rows: int) -> int | None:
+        """Return what a backward needs that makes the residuals of a layer itself."""
+        if not self.full:
+            return None
+        additional = self.full[equal,] - self.layers[equal, self.model.sizes[-1]]
+        return max(self.layers[equal, rows] + math.ceil(additional * self._share_of_largest(equal, rows)), 0)
+
+    def remaking_next(self, equal: str, next_equal: str | None, rows: int) -> int:
+        """Return what such a backward needs more if a layer comes before the next one, and that is the last one."""
+        if next_equal is None or not self.full:
+            return 0
+        together = self.full[self.model.pairs[equal, next_equal]] - self.full[next_equal,]
+        return self._at_rows(together, equal, next_equal, rows)
+
+    def remaking_more(self, equal: str, next_equal: str | None, rows: int) -> int:
+        """Return what such a backward needs more if a layer comes before the next one and further ones."""
+        triple = None if next_equal is None else self.model.triples.get((equal, next_equal))
+        if next_equal is None or triple is None or not self.full:
+            return self.remaking_next(equal, next_equal, rows)
+        second, third = (self.model.first_equal[layer_id] for layer_id in triple[1:])
+        return self._at_rows(self.full[triple] - self.full[self.model.pairs[second, third]], equal, next_equal, rows)
+
+    def _at_rows(self, most: int, equal: str, next_equal: str, rows: int) -> int:
+        """Return for a number of rows what a layer adds, from what it adds at the largest: gradients do not depend on the rows."""
+        backwards = self.backwards[self.model.pairs[equal, next_equal]]
+        of_gradients, largest = (
+            max(backwards[count] - self._larger(equal, next_equal, count), 0) for count in (rows, self.model.sizes[-1])
+        )
+        return max(of_gradients + math.ceil((most - largest) * self._share_of_largest(equal, rows)), 0)
+
+    def _larger(self, equal: str, next_equal: str, rows: int) -> int:
+        return max(self.layers[one, rows] for one in (equal, next_equal))
+
+    def _share_of_largest(self, equal: str, rows: int) -> float:
+        """Return the residuals of a microbatch as a share of the largest one's."""
+        some, most = (self.stage_costs[equal,][count, "none"].residuals for count in (rows, self.model.sizes[-1]))
+        return some / most if most else 1.0
 
 
 class ScratchPrograms:
@@ -64,18 +114,14 @@ class ScratchPrograms:
         self._bytes: dict[tuple[_Ids, int, Kind, str], Future[int]] = {}
         self._by_key: dict[str, Future[int]] = {}
 
-    def begin_layer(self, layer_id: str, lowered: Mapping[int, Mapping[Kind, jax.stages.Lowered]] | None = None) -> None:
-        """Begin to compile a layer as a stage; `lowered` has its programs by rows if they are lowered for the device already."""
-        self._begin_ends((layer_id,), {} if lowered is None else lowered)
-
     def begin_neighbours(self) -> None:
         """Begin to compile pairs of neighbours and what recomputes: several layers need more scratch memory than each of them."""
         for ids in self._pairs:
-            self._begin_ends(ids, {})
+            self.begin(ids)
         for ids in self._remade:
             self._begin(ids, self._largest, "backward", "full")
 
-    def scratch(self, layers: Mapping[tuple[str, int], int] | None = None) -> Scratch:
+    def scratch(self, stage_costs: StageCosts, layers: Mapping[tuple[str, int], int] | None = None) -> Scratch:
         """Return the scratch memory, once all is compiled; `layers` has the single layers' if they were not begun here."""
         self._meter.wait()
         singles = [(one,) for one in self._model.distinct] if layers is None else []
@@ -85,10 +131,14 @@ class ScratchPrograms:
         if layers is None:
             layers = {(ids[0], rows): size for ids in singles for rows, size in self._by_rows(ids).items()}
         pairs, backwards = ({ids: self._by_rows(ids, both=both) for ids in self._pairs} for both in (True, False))
-        return Scratch(layers, pairs, backwards, {ids: self._known(ids, self._largest, "backward", "full") for ids in self._remade})
+        full = {ids: self._known(ids, self._largest, "backward", "full") for ids in self._remade}
+        return Scratch(self._model, stage_costs, layers, pairs, backwards, full)
 
-    def _begin_ends(self, ids: _Ids, lowered: Mapping[int, Mapping[Kind, jax.stages.Lowered]]) -> None:
-        """Begin to compile the backward of layers at the smallest and the largest size, and the forward at the largest one."""
+    def begin(self, ids: _Ids, lowered: Mapping[int, Mapping[Kind, jax.stages.Lowered]] | None = None) -> None:
+        """Begin to compile the backward of layers at the smallest and the largest size, and the forward at the largest one.
+
+        `lowered` has their programs by rows if they are lowered for the device already.
+        """
         for rows in self._ends:
             self._begin(ids, rows, "backward", lowered=lowered[rows]["backward"] if lowered else None)
         self._begin(ids, self._largest, "forward", lowered=lowered[self._largest]["forward"] if lowered else None)
@@ -139,66 +189,3 @@ def scratch_bytes(program: jax.stages.Compiled) -> int:
     """Return the scratch memory of a program; 0 if the backend does not report it."""
     analysis = program.memory_analysis()
     return 0 if analysis is None else analysis.temp_size_in_bytes
-
-
-@dataclass(frozen=True)
-class ScratchParts:
-    """The parts of scratch memory that a profile has of each layer.
-
-    Attributes:
-        model: the model.
-        stage_costs: the result of `count_bytes`.
-        scratch: the result of `ScratchPrograms.scratch`.
-    """
-
-    model: Model
-    stage_costs: StageCosts
-    scratch: Scratch
-
-    def more(self, equal: str, next_equal: str | None, rows: int) -> int:
-        """Return what a layer and the next one need beyond the larger of both."""
-        if next_equal is None:
-            return 0
-        pair = self.model.pairs[equal, next_equal]
-        return max(self.scratch.pairs[pair][rows] - self._larger(equal, next_equal, rows), 0)
-
-    def remaking(self, equal: str, rows: int) -> int | None:
-        """Return what a backward that recomputes the residuals of a layer needs."""
-        if not self.scratch.remaking:
-            return None
-        additional = self.scratch.remaking[equal,] - self.scratch.layers[equal, self.model.sizes[-1]]
-        return max(self.scratch.layers[equal, rows] + math.ceil(additional * self._share_of_largest(equal, rows)), 0)
-
-    def remaking_next(self, equal: str, next_equal: str | None, rows: int) -> int:
-        """Return what such a backward needs in addition if a layer comes before the last one."""
-        if next_equal is None or not self.scratch.remaking:
-            return 0
-        together = self.scratch.remaking[self.model.pairs[equal, next_equal]] - self.scratch.remaking[next_equal,]
-        return self._at_rows(together, equal, next_equal, rows)
-
-    def remaking_more(self, equal: str, next_equal: str | None, rows: int) -> int:
-        """Return what such a backward needs in addition if a layer comes before two or more others."""
-        triple = None if next_equal is None else self.model.triples.get((equal, next_equal))
-        if next_equal is None or triple is None or not self.scratch.remaking:
-            return self.remaking_next(equal, next_equal, rows)
-        return self._at_rows(self.scratch.remaking[triple] - self.scratch.remaking[self._pair_like(*triple[1:])], equal, next_equal, rows)
-
-    def _pair_like(self, layer_id: str, next_id: str) -> _Ids:
-        """Return the pair of neighbours that is compiled for all that equal these."""
-        return self.model.pairs[self.model.first_equal[layer_id], self.model.first_equal[next_id]]
-
-    def _at_rows(self, most: int, equal: str, next_equal: str, rows: int) -> int:
-        """Return what a layer adds for a number of rows, from what it adds for the most rows: gradients do not depend on the rows."""
-        of_gradients, largest = (self._more_backward(equal, next_equal, count) for count in (rows, self.model.sizes[-1]))
-        return max(of_gradients + math.ceil((most - largest) * self._share_of_largest(equal, rows)), 0)
-
-    def _more_backward(self, equal: str, next_equal: str, rows: int) -> int:
-        return max(self.scratch.backwards[self.model.pairs[equal, next_equal]][rows] - self._larger(equal, next_equal, rows), 0)
-
-    def _larger(self, equal: str, next_equal: str, rows: int) -> int:
-        return max(self.scratch.layers[one, rows] for one in (equal, next_equal))
-
-    def _share_of_largest(self, equal: str, rows: int) -> float:
-        """Return the residuals of a microbatch as a share of the largest one's."""
-        some, most = (self.stage_costs[equal,][count, "none"].residuals for count in (rows, self.model.sizes[-1]))
-        return some / most if most else 1.0

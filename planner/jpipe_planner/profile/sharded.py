@@ -3,15 +3,15 @@
 import itertools
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jpipe
 from jpipe import InputError
 from jpipe_planner.machine.topology import Topology
-from jpipe_planner.profile.profile import AtSize, LayerProfile, Profile, SharedProfile, TensorProfile
+from jpipe_planner.profile.profile import SHARED, AtSize, LayerProfile, Profile, SharedProfile, TensorProfile
 
-__all__ = ["NO_MESH", "Degrees", "Meshes", "links_of", "mesh_refusal", "mesh_seconds", "possible_degrees"]
+__all__ = ["NO_MESH", "Degrees", "Meshes", "mesh_refusal", "possible_degrees"]
 
 MOST_TENSOR = 8  # devices over which a layer is sharded by default, at most
 
@@ -145,18 +145,21 @@ def shard_profile(profile: Profile, degrees: Degrees, topology: Topology) -> Pro
         topology: the devices; the first of them form the mesh.
     """
     size_indices = [n for n, rows in enumerate(profile.sizes) if rows % degrees.rows == 0]
-    links = links_of(profile, topology, degrees)
-    layers = [_layer(layer, profile.sizes, size_indices, degrees, links) for layer in profile.layers]
+    # On CPUs tokens are gathered. The devices of a topology without a target, which are those of this machine, are of the kind that the
+    # profile was compiled for.
+    gathers = topology.device.target is None and profile.compiled_for in ("", "cpu")
+    layers = []
+    for layer in profile.layers:
+        seconds = {n: collective_seconds(layer, profile.sizes[n], degrees, topology, gathers=gathers) for n in size_indices}
+        layers.append(_layer(layer, degrees, seconds))
     tensors = {layer.id: layer.tensor or TensorProfile() for layer in profile.layers}
     shared = []
     for parameter in profile.shared:
         share = _share_of_weights(tensors[parameter.layers[0]], degrees) / _over_data(degrees)
-        sizes = {name: int(getattr(parameter, name) * share) for name in ("weights", "frozen", "accumulators", "optimizer", "ahead")}
+        sizes = {name: int(getattr(parameter, name) * share) for name in SHARED}
         shared.append(SharedProfile(layers=parameter.layers, **sizes))
-    fields = {name: getattr(profile, name) for name in Profile.model_fields}  # a copy would keep properties computed from the old fields
-    return Profile(
-        **fields
-        | {
+    return profile.model_copy(
+        update={
             "sizes": tuple(profile.sizes[n] for n in size_indices),
             "inputs": tuple(-(-profile.inputs[n] // degrees.rows) for n in size_indices),
             "labels": tuple(-(-profile.labels[n] // degrees.rows) for n in size_indices),
@@ -166,57 +169,29 @@ def shard_profile(profile: Profile, degrees: Degrees, topology: Topology) -> Pro
     )
 
 
-class MeshLinks(NamedTuple):
-    """The links inside a mesh.
-
-    Attributes:
-        model: between the devices that share layers.
-        expert: between those that share a mixture of experts.
-        all: between all of them.
-        gather: whether the devices gather the tokens of a mixture, rather than send each to those that have experts of its choice.
-    """
-
-    model: jpipe.Link
-    expert: jpipe.Link
-    all: jpipe.Link
-    gather: bool
-
-
-def links_of(profile: Profile, topology: Topology, degrees: Degrees) -> MeshLinks:
-    """Return the links inside a mesh of the first devices.
-
-    On CPUs tokens are gathered. A topology without a target has the devices of this machine, of the kind that the profile was compiled for.
-    """
-    model, expert, whole = (topology.mesh_link(size) for size in (degrees.model, degrees.model * degrees.expert, degrees.size))
-    return MeshLinks(model, expert, whole, gather=topology.device.target is None and profile.compiled_for in ("", "cpu"))
-
-
-def collective_seconds(layer: LayerProfile, rows: int, degrees: Degrees, links: MeshLinks) -> tuple[float, float]:
+def collective_seconds(layer: LayerProfile, rows: int, degrees: Degrees, topology: Topology, *, gathers: bool) -> tuple[float, float]:
     """Return the seconds of the sums and gathers inside a mesh in a forward and a backward of a layer.
 
     Args:
         layer: the layer on one device.
         rows: the rows of a microbatch.
         degrees: the degrees of the mesh.
-        links: of the mesh.
+        topology: the devices; the first of them form the mesh.
+        gathers: whether the devices gather the tokens of a mixture, rather than send each to those that have experts of its choice.
     """
+    for_model, for_experts, for_data = (topology.mesh_link(n) for n in (degrees.model, degrees.model * degrees.expert, degrees.size))
     tensor, of_rows = layer.tensor or TensorProfile(), rows / degrees.rows
-    partial = _ring(2, tensor.reduced * of_rows, tensor.reductions, degrees.model, links.model)
-    sent = 1.0 if links.gather else _share_of_tokens(tensor, degrees)
-    partial += 2 * _ring(1, tensor.exchanged * sent * rows / degrees.data, 1, degrees.expert, links.expert)
+    partial = _ring(2, tensor.reduced * of_rows, tensor.reductions, degrees.model, for_model)
+    sent = 1.0 if gathers else _share_of_tokens(tensor, degrees)
+    partial += 2 * _ring(1, tensor.exchanged * sent * rows / degrees.data, 1, degrees.expert, for_experts)
     share = _share_of_weights(tensor, degrees)
-    gather, scatter = (_ring(1, size * share, 1, degrees.data, links.all) for size in (layer.weights, layer.accumulators))
+    gather, scatter = (_ring(1, size * share, 1, degrees.data, for_data) for size in (layer.weights, layer.accumulators))
     # Only what is not the experts' has copies on the devices over which these are sharded.
     copied = layer.accumulators * _share_of_device(tensor.weights, degrees.model) * (1 - tensor.of_experts) / _over_data(degrees)
-    of_copies = _ring(2, copied, 1, degrees.expert, links.expert)
+    of_copies = _ring(2, copied, 1, degrees.expert, for_experts)
     if degrees.fsdp:
         return partial + gather, partial + gather + scatter + of_copies
     return partial, partial + 2 * scatter + of_copies
-
-
-def mesh_seconds(profile: Profile, rows: int, degrees: Degrees, links: MeshLinks) -> float:
-    """Return the seconds of the sums and gathers inside a mesh for a microbatch through all layers and back; see `collective_seconds`."""
-    return sum(sum(collective_seconds(layer, rows, degrees, links)) for layer in profile.layers)
 
 
 def _ring(times: int, size: float, count: int, devices: int, link: jpipe.Link) -> float:
@@ -255,20 +230,16 @@ def _over_data(degrees: Degrees) -> int:
     return degrees.data if degrees.fsdp else 1
 
 
-def _layer(layer: LayerProfile, sizes: Sequence[int], size_indices: Sequence[int], degrees: Degrees, links: MeshLinks) -> LayerProfile:
-    """Return the costs of a layer on one device of a mesh."""
+def _layer(layer: LayerProfile, degrees: Degrees, seconds: Mapping[int, tuple[float, float]]) -> LayerProfile:
+    """Return the costs of a layer on one device of a mesh, from the seconds inside the mesh in a forward and a backward, by size."""
     tensor, weight_shards = layer.tensor or TensorProfile(), _over_data(degrees)
     share = _share_of_weights(tensor, degrees)
     at = []
-    for n in size_indices:
-        forward, backward = collective_seconds(layer, sizes[n], degrees, links)
+    for n, (forward, backward) in seconds.items():
         # With FSDP the weights of a layer are whole while it runs, and so are its gradients at the end of its backward.
         whole = (layer.weights + layer.accumulators) * share * (1 - 1 / weight_shards)
         at.append(_at(layer.at[n], tensor, degrees, forward, backward, math.ceil(whole)))
-    bytes_ = {
-        name: math.ceil(getattr(layer, name) * share / weight_shards)
-        for name in ("weights", "frozen", "accumulators", "optimizer", "ahead")
-    }
+    bytes_ = {name: math.ceil(getattr(layer, name) * share / weight_shards) for name in SHARED}
     return layer.model_copy(update={**bytes_, "update": layer.update * share / weight_shards, "at": tuple(at)})
 
 

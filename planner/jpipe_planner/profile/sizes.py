@@ -3,8 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from fractions import Fraction
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
@@ -14,19 +13,7 @@ Numbers = Any
 _ROUNDING = 1e-6  # relative error of FLOPs, which XLA adds up in 32 bits
 
 
-class BySize(NamedTuple):
-    """Numbers by microbatch size.
-
-    Attributes:
-        at: the numbers, by rows.
-        is_linear: whether a size in the middle lies on the line through the smallest and the largest one.
-    """
-
-    at: dict[int, Numbers]
-    is_linear: bool
-
-
-def count_at(sizes: Sequence[int], count: Callable[[int], Numbers], *, is_linear: bool = False) -> BySize:
+def count_at(sizes: Sequence[int], count: Callable[[int], Numbers], *, is_linear: bool = False) -> tuple[dict[int, Numbers], bool]:
     """Count something at all microbatch sizes.
 
     Shapes are proportional to the rows, or do not depend on them, in almost all models. So the smallest size, the largest one and one in
@@ -37,6 +24,9 @@ def count_at(sizes: Sequence[int], count: Callable[[int], Numbers], *, is_linear
         sizes: the sizes in rows, in order.
         count: returns numbers for a number of rows, a tree of the same structure for each.
         is_linear: whether they are known to lie on a line; then only the smallest and the largest size are counted.
+
+    Returns:
+        The numbers by rows; whether a size in the middle lies on the line through the smallest and the largest one.
     """
     first, middle, last = sizes[0], sizes[len(sizes) // 2], sizes[-1]
     counted = {rows: count(rows) for rows in dict.fromkeys((first, last) if is_linear else (first, middle, last))}
@@ -46,7 +36,7 @@ def count_at(sizes: Sequence[int], count: Callable[[int], Numbers], *, is_linear
     for rows in sizes:
         if rows not in counted:
             counted[rows] = _on_line(counted, first, last, rows) if is_linear else count(rows)
-    return BySize({rows: counted[rows] for rows in sizes}, is_linear)
+    return {rows: counted[rows] for rows in sizes}, is_linear
 
 
 def count_by_policy(
@@ -65,15 +55,13 @@ def count_by_policy(
     Returns:
         The numbers by rows and policy; whether they are linear without recomputation.
     """
-    plain = count_at(sizes, lambda rows: count(rows, policies[0]), is_linear=is_linear)
-    by_policy = {policies[0]: plain.at}
-    for policy in policies[1:]:
-        by_policy[policy] = count_at(sizes, partial(_with_policy, count, policy), is_linear=plain.is_linear).at
-    return {(rows, policy): by_policy[policy][rows] for rows in sizes for policy in policies}, plain.is_linear
 
+    def counted(policy: str, is_linear: bool) -> tuple[dict[int, Numbers], bool]:
+        return count_at(sizes, lambda rows: count(rows, policy), is_linear=is_linear)
 
-def _with_policy(count: Callable[[int, str], Numbers], policy: str, rows: int) -> Numbers:
-    return count(rows, policy)
+    plain, is_linear = counted(policies[0], is_linear)
+    by_policy = {policies[0]: plain, **{policy: counted(policy, is_linear)[0] for policy in policies[1:]}}
+    return {(rows, policy): by_policy[policy][rows] for rows in sizes for policy in policies}, is_linear
 
 
 def _on_line(counted: dict[int, Numbers], first: int, last: int, rows: int) -> Numbers:

@@ -45,7 +45,6 @@ class Walk:
     chosen: set[int] = field(default_factory=set)
     _choices: tuple[int, int] = 1, 0
     """How many kernels each token has chosen, and the number of tokens with products that have not been seen yet."""
-    _known: dict[Any, Dims] = field(default_factory=dict)
 
     def run(self, jaxpr: Any, arguments: Sequence[Dims]) -> list[Dims]:
         """Walk through a jaxpr with arguments sharded like this.
@@ -208,10 +207,6 @@ def _gathered(walk: Walk, equation: Any, inputs: list[Dims]) -> Dims:
     return tuple(result)
 
 
-def _transposed(walk: Walk, equation: Any, inputs: list[Dims]) -> Dims:
-    return tuple(inputs[0][n] for n in equation.params["permutation"])
-
-
 def _broadcast(walk: Walk, equation: Any, inputs: list[Dims]) -> Dims:
     result = [False] * len(equation.outvars[0].aval.shape)
     for n, dim in enumerate(equation.params["broadcast_dimensions"]):
@@ -225,17 +220,15 @@ def _same_rank(walk: Walk, equation: Any, inputs: list[Dims]) -> Dims:
     return tuple(any(dims[n] for dims in inputs if len(dims) == rank) for n in range(rank))
 
 
-def _squeezed(walk: Walk, equation: Any, inputs: list[Dims]) -> Dims:
-    return tuple(sharded for n, sharded in enumerate(inputs[0]) if n not in equation.params["dimensions"])
-
-
 _RULES: Mapping[str, Callable[[Walk, Any, list[Dims]], Dims]] = {
     "dot_general": _product,
     "ragged_dot_general": _grouped_product,
     "reshape": _reshaped,
-    "transpose": _transposed,
+    "transpose": lambda walk, equation, inputs: tuple(inputs[0][n] for n in equation.params["permutation"]),
     "broadcast_in_dim": _broadcast,
-    "squeeze": _squeezed,
+    "squeeze": lambda walk, equation, inputs: tuple(
+        sharded for n, sharded in enumerate(inputs[0]) if n not in equation.params["dimensions"]
+    ),
     "gather": _gathered,
     "slice": _same_rank,
     "dynamic_slice": _same_rank,

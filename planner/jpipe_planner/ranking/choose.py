@@ -115,6 +115,13 @@ class Choice:
         profile, topology = self.meshes.of(candidate.degrees)
         return forwards(candidate.plan(profile.ids), topology)
 
+    def limits(self, candidate: Candidate) -> tuple[float, ...]:
+        """Return the bytes that each pipeline rank of a candidate may use of a device; infinity: not limited."""
+        profile, topology = self.meshes.of(candidate.degrees)
+        if not topology.differing:
+            return (math.inf if topology.device.limit is None else topology.device.limit,) * candidate.num_pipeline_ranks
+        return limits_of(candidate.plan(profile.ids), topology)
+
     @cached_property
     def estimates(self) -> Callable[[Degrees, tuple[int, ...] | None, Asked], Estimates]:
         """The estimates by meshes, order of the devices, and what plans do in addition."""
@@ -163,7 +170,7 @@ class Choice:
         found = list(found)
         ranked = best_of_kinds([*(one for one in found if one.candidate.over is None), *self.ranked])
         lacking = [*self.rejected, *(one.candidate for one in found if one.candidate.over is not None)]
-        rejected = _of_other_kinds(sorted(lacking, key=lambda candidate: candidate.rank), ranked)
+        rejected = of_other_kinds(sorted(lacking, key=lambda candidate: candidate.rank), ranked)
         return dataclasses.replace(self, ranked=ranked, rejected=rejected, considered=self.considered + considered)
 
 
@@ -189,14 +196,14 @@ def choose(
         global_norm: whether gradients are clipped by their norm over all stages, for which updates wait.
         tried: results of earlier simulations by candidate; new ones are added.
     """
-    by_rank = sorted(candidates, key=lambda candidate: candidate.rank)
-    choice = Choice(profile, topology, (), (), len(by_rank), global_norm)
-    run = _Simulations(choice, by_rank, {} if tried is None else tried, most)
+    by_rank, tried = sorted(candidates, key=lambda candidate: candidate.rank), {} if tried is None else tried
+    rejected = of_other_kinds((candidate for candidate in by_rank if candidate.over is not None), ())
+    choice = Choice(profile, topology, (), rejected, len(by_rank), global_norm)
+    run = _Simulations(choice, [candidate for candidate in by_rank if candidate.over is None], tried, most)
     run.compared(one for one in run.fitting if one.depth == 1)
     run.fastest()
     run.compared(run.fitting)
-    ranked = best_of_kinds(run.found)
-    return dataclasses.replace(choice, ranked=ranked, rejected=_of_other_kinds(run.lacking, ranked))
+    return choice.with_more(tried.values())
 
 
 class _Simulations:
@@ -205,18 +212,16 @@ class _Simulations:
     Attributes:
         fitting: the candidates that fit by their estimates, the best first.
         found: the simulated plans that fit.
-        lacking: the plans that do not, by their estimates or simulations.
     """
 
-    def __init__(self, choice: Choice, by_rank: Sequence[Candidate], tried: dict[Candidate, Ranked], most: int) -> None:
-        self.found, self.lacking = list[Ranked](), [candidate for candidate in by_rank if candidate.over is not None]
+    def __init__(self, choice: Choice, fitting: Sequence[Candidate], tried: dict[Candidate, Ranked], most: int) -> None:
+        self.found, self.fitting = list[Ranked](), fitting
         self._choice, self._tried, self._most, self._spent = choice, tried, most, 0
-        self.fitting = [candidate for candidate in by_rank if candidate.over is None]
 
     def fastest(self) -> None:
         """Simulate the candidates that are expected to be the fastest, as long as one may be."""
-        known = {one.candidate.without_costs for one in self.found}
-        self._spent, waiting = 0, [one for one in self.fitting if one.without_costs not in known]
+        known = {one.candidate for one in self.found}
+        self._spent, waiting = 0, [one for one in self.fitting if one not in known]
         alike, taken, first = Counter[object](), defaultdict[object, list[float]](list), FIRST
         while waiting and len(self.found) < (self._most + 1) // 2:
             candidate = min(waiting, key=lambda one: _turn(one, taken[_family(one)]))
@@ -245,19 +250,17 @@ class _Simulations:
 
     def _simulated(self, candidate: Candidate, limit: int) -> Ranked | None:
         """Return a candidate with its simulation; None if all simulations together would take too long."""
-        plan = candidate.without_costs
-        effort = 0 if plan in self._tried else self._choice.forwards(candidate)
+        effort = 0 if candidate in self._tried else self._choice.forwards(candidate)
         if effort > MOST_FORWARDS:  # it has its estimate
             best = min((_row_seconds(one.candidate) for one in self.found), default=math.inf)
             effort = 0 if DOUBT * _row_seconds(candidate) < best else effort
         if self.found and self._spent + effort > limit:
             return None
         self._spent += effort
-        one = self._tried[plan] = self._tried[plan] if plan in self._tried else self._choice.simulate(candidate)
-        if one.candidate.over is None:
-            self.found.append(one)
-        else:
-            self.lacking.append(one.candidate)
+        if candidate not in self._tried:
+            self._tried[candidate] = self._choice.simulate(candidate)
+        one = self._tried[candidate]
+        self.found += [one] if one.candidate.over is None else []
         return one
 
 
@@ -317,7 +320,7 @@ def in_order(ranked: Sequence[Ranked]) -> list[Ranked]:
     return ordered
 
 
-def _of_other_kinds(candidates: Iterable[Candidate], ranked: Iterable[Ranked]) -> tuple[Candidate, ...]:
+def of_other_kinds(candidates: Iterable[Candidate], ranked: Iterable[Ranked]) -> tuple[Candidate, ...]:
     """Return the first candidate of each kind that is not ranked."""
     kinds = {one.candidate.kind for one in ranked}
     return tuple(candidate for candidate in first_of_kinds(candidates) if candidate.kind not in kinds)

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import numpy as np
 
 import jpipe
 from jpipe_planner.cost.devices import lacking, limits_of
@@ -15,8 +16,9 @@ from jpipe_planner.cost.memory import stage_bytes, waiting_gradients, waiting_in
 from jpipe_planner.cost.simulated import simulate_plan
 from jpipe_planner.machine.compiling import bytes_beyond_memory
 from jpipe_planner.ranking.choose import Choice, Ranked
+from jpipe_planner.search.candidate import Candidate
 
-__all__ = ["Compiled", "compile_stages"]
+__all__ = ["Attempt", "Compiled", "compile_stages"]
 
 _TIMES = ("forward", "backward", "backward_input", "backward_weight", "update")
 _DECIDED = ("residuals", "stash", "temporary")  # by the compiler, residuals and stash on meshes
@@ -47,6 +49,27 @@ class Compiled:
     def fits(self) -> bool:
         """Whether all pipeline ranks fit."""
         return self.lacking is None or self.lacking <= 0
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """A plan with compiled stages that do not fit.
+
+    Attributes:
+        ranked: the plan, as estimated.
+        compiled: the memory of its compiled stages.
+        raised: the same plan with more recomputation, which is tried instead; None if it recomputes all that it can.
+    """
+
+    ranked: Ranked
+    compiled: Compiled
+    raised: Candidate | None
+
+    @property
+    def rank(self) -> int:
+        """The pipeline rank that lacks most memory."""
+        memory = self.compiled.ranked.memory
+        return max(range(len(memory)), key=memory.__getitem__)
 
 
 Programs = dict[Any, Any]
@@ -155,28 +178,31 @@ def _rejected_by_compiler(ranked: Ranked, limits: Sequence[float], plan: jpipe.P
 
 def closed_form_bytes(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost]) -> tuple[int, ...]:
     """Return the peak bytes of a device of each stage, in a pipeline with stages that are about equally fast."""
-    rules, shared, sizes = jpipe.schedules.SCHEDULES[plan.schedule], jpipe.programs.uses_by_costs(costs).get("shared_parameters", ()), []
-    for s, (cost, replicas) in enumerate(zip(costs, plan.replicas, strict=True)):
-        ahead = rules.in_flight(plan, s)
-        sent = rules.in_flight(plan, s - 1) * plan.replicas[s - 1] if s else 0
-        fused = rules.fuses(plan, s)  # residuals are scratch memory of the one program
-        sizes.append(
-            stage_bytes(
-                weights=cost.trained,
-                optimizer=cost.optimizer + cost.kept,
-                state=cost.state + cost.frozen,
-                residuals=0 if fused else cost.residuals,
-                inputs=cost.inputs,
-                outputs=cost.outputs,
-                temporary=cost.temporary,
-                labels=cost.labels,
-                versions=rules.versions_alive(plan, s),
-                in_flight=ahead,
-                waiting=waiting_inputs(ahead, replicas, sent),
-                accumulators=cost.accumulators,
-                replicas=replicas,
-                gradients=waiting_gradients(replicas, plan.replicas[s + 1] if s + 1 < plan.depth else 0),
-                exchanged=sum(len(stages) * size for stages, size in zip(shared, cost.shared, strict=True) if s in stages),
-            )
-        )
-    return tuple(int(size) for size in sizes)
+    rules, shared = jpipe.schedules.SCHEDULES[plan.schedule], jpipe.programs.uses_by_costs(costs).get("shared_parameters", ())
+    stages, replicas = range(plan.depth), np.array(plan.replicas)
+    in_flight = np.array([rules.in_flight(plan, s) for s in stages])
+    fused = [rules.fuses(plan, s) for s in stages]  # residuals are scratch memory of the one program
+
+    def each(name: str) -> Any:
+        return np.array([getattr(cost, name) for cost in costs])
+
+    sizes = stage_bytes(
+        weights=each("trained"),
+        optimizer=each("optimizer") + each("kept"),
+        state=each("state") + each("frozen"),
+        residuals=np.where(fused, 0, each("residuals")),
+        inputs=each("inputs"),
+        outputs=each("outputs"),
+        temporary=each("temporary"),
+        labels=each("labels"),
+        versions=np.array([rules.versions_alive(plan, s) for s in stages]),
+        in_flight=in_flight,
+        waiting=waiting_inputs(in_flight, replicas, np.append(0, (in_flight * replicas)[:-1])),
+        accumulators=each("accumulators"),
+        replicas=replicas,
+        gradients=waiting_gradients(replicas, np.append(replicas[1:], 0)),
+        exchanged=np.array(
+            [sum(len(holders) * size for holders, size in zip(shared, costs[s].shared, strict=True) if s in holders) for s in stages]
+        ),
+    )
+    return tuple(map(int, sizes))

@@ -3,18 +3,16 @@
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 
 from jpipe_planner.cost.devices import lacking
-from jpipe_planner.profile.profile import Profile
-from jpipe_planner.ranking.choose import Choice, Ranked, best_of_kinds, in_order
-from jpipe_planner.ranking.compiled import Compiled, closed_form_bytes
+from jpipe_planner.ranking.choose import Choice, Ranked, best_of_kinds, in_order, of_other_kinds
+from jpipe_planner.ranking.compiled import Attempt, Compiled, closed_form_bytes
 from jpipe_planner.ranking.find import Plans
 from jpipe_planner.ranking.offload import find_offloads
 from jpipe_planner.search.candidate import Candidate
 from jpipe_planner.search.stages import Layers
 
-__all__ = ["Attempt", "Confirmation", "confirm"]
+__all__ = ["confirm"]
 
 MOST_COMPILED = 16  # plans, in the order of their speed
 MOST_LEAN = 4  # plans with full recomputation, which are compiled when none of those fits
@@ -26,45 +24,7 @@ ERROR = 0.02  # relative error of predicted times: plans that differ by less are
 Compile = Callable[[Choice, Ranked], Compiled]
 
 
-@dataclass(frozen=True)
-class Attempt:
-    """A plan with compiled stages that do not fit.
-
-    Attributes:
-        ranked: the plan, as estimated.
-        compiled: the memory of its compiled stages.
-        raised: the same plan with more recomputation, which is tried instead; None if it recomputes all that it can.
-    """
-
-    ranked: Ranked
-    compiled: Compiled
-    raised: Candidate | None
-
-    @property
-    def rank(self) -> int:
-        """The pipeline rank that lacks most memory."""
-        memory = self.compiled.ranked.memory
-        return max(range(len(memory)), key=memory.__getitem__)
-
-
-@dataclass
-class Confirmation:
-    """The result of `confirm`.
-
-    Attributes:
-        fitting: the plans with compiled stages that fit, best first; the first one is the choice.
-        attempts: the plans with compiled stages that do not fit, in the order in which they were compiled.
-        tried: the simulated or compiled plans, by candidate without costs.
-        uncompiled: plans of other kinds that were not compiled, ranked by their simulations.
-    """
-
-    fitting: list[Compiled] = field(default_factory=list)
-    attempts: list[Attempt] = field(default_factory=list)
-    tried: dict[Candidate, Ranked] = field(default_factory=dict)
-    uncompiled: tuple[Ranked, ...] = ()
-
-
-def confirm(plans: Plans, compile: Compile, report: Callable[[Attempt], None]) -> Confirmation:
+def confirm(plans: Plans, compile: Compile, report: Callable[[Attempt], None]) -> Plans:
     """Compile simulated plans in the order of their speed until one fits, and then those that may be as fast.
 
     If the compiled stages of a plan do not fit, it is tried again with more recomputation at the stages that lack memory, and so is a
@@ -76,40 +36,45 @@ def confirm(plans: Plans, compile: Compile, report: Callable[[Attempt], None]) -
         plans: the result of the search.
         compile: compiles the stages of a plan.
         report: called with each plan that does not fit.
+
+    Returns:
+        The plans, ranked: first those with compiled stages that fit, then other kinds that were not compiled.
     """
     run = _Confirm(plans, compile, report)
     run.fastest()
-    if not run.result.fitting:
+    if not run.fitting:
         run.leanest()
-    if not run.result.fitting:
+    if not run.fitting:
         run.offloading()
-    if run.result.fitting:
-        run.as_fast()
-    return run.result
+    ranked = run.ranked() if run.fitting else ()
+    choice = dataclasses.replace(plans.choice, ranked=ranked, rejected=of_other_kinds(plans.choice.rejected, ranked))
+    return dataclasses.replace(plans, choice=choice, tried=run.tried, compiled=tuple(run.fitting), attempts=tuple(run.attempts))
 
 
 class _Confirm:
-    """A confirmation in progress."""
+    """A confirmation in progress.
+
+    Attributes:
+        fitting: the plans with compiled stages that fit, best first.
+        attempts: the plans with compiled stages that do not fit, in the order in which they were compiled.
+        tried: the simulated or compiled plans, by candidate.
+    """
 
     def __init__(self, plans: Plans, compile: Compile, report: Callable[[Attempt], None]) -> None:
-        self.result = Confirmation(tried=dict(plans.tried))
+        self.fitting, self.attempts, self.tried = list[Compiled](), list[Attempt](), dict(plans.tried)
         self._choice, self._candidates, self._compile, self._report = plans.choice, plans.candidates, compile, report
         self._compiled = set[Candidate]()
-        misses = (one for one in _fastest_first(plans.candidates) if one.over and one.without_costs not in plans.tried)
+        misses = (one for one in _fastest_first(plans.candidates) if one.over and one not in plans.tried)
         nearly = itertools.islice((one for one in misses if self._nearly_fits(Ranked(one))), MOST_NEAR)
         self._queue = [one for one in (*plans.tried.values(), *map(self._simulated, nearly)) if self._nearly_fits(one)]
 
-    def _limits(self, candidate: Candidate) -> tuple[float, ...]:
-        """Return the bytes that each pipeline rank of a plan may use."""
-        return candidate.limits(*self._choice.meshes.of(candidate.degrees))
-
     def _nearly_fits(self, one: Ranked) -> bool:
         over = one.candidate.over
-        return over is None or over[1] <= NEAR * self._limits(one.candidate)[over[0]]
+        return over is None or over[1] <= NEAR * self._choice.limits(one.candidate)[over[0]]
 
     def fastest(self) -> None:
         """Compile in the order of speed until a plan fits."""
-        while self._queue and len(self.result.attempts) < MOST_COMPILED and not self.result.fitting:
+        while self._queue and len(self.attempts) < MOST_COMPILED and not self.fitting:
             self._try(in_order(self._queue)[0])
 
     def leanest(self) -> None:
@@ -119,62 +84,64 @@ class _Confirm:
             if candidate.chunks > 1:
                 continue
             full = dataclasses.replace(candidate, policies=("full",) * candidate.depth, over=None)
-            full = dataclasses.replace(full, memory=_bytes_without_temporaries(self._choice.meshes.of(candidate.degrees)[0], full))
+            plan, profile = full.plan(self._choice.profile.ids), self._choice.meshes.of(candidate.degrees)[0]
+            costs = [dataclasses.replace(cost, temporary=0) for cost in profile.stage_costs(plan, full.rows)]  # these are estimated
+            full = dataclasses.replace(full, memory=closed_form_bytes(plan, costs))
             best = lean.get(candidate.kind)
-            if lacking(full.memory, self._limits(full))[1] <= 0 and (best is None or max(full.memory) < max(best.memory)):
+            if lacking(full.memory, self._choice.limits(full))[1] <= 0 and (best is None or max(full.memory) < max(best.memory)):
                 lean[candidate.kind] = full
-        untried = [full for full in lean.values() if full.without_costs not in self._compiled]
+        untried = [full for full in lean.values() if full not in self._compiled]
         fastest = sorted(untried, key=lambda full: full.seconds / full.batch)[: MOST_LEAN - 1]
         smallest = [full for full in sorted(untried, key=lambda full: max(full.memory)) if full not in fastest][:1]
         for full in (*fastest, *smallest):
-            if not self.result.fitting:
+            if not self.fitting:
                 self._try(self._simulated(full))
 
     def offloading(self) -> None:
-        """Compile the plans that lack least, with enough in host memory for what they lack and for the error of their estimates."""
-        nearest = sorted(self.result.attempts, key=lambda attempt: attempt.compiled.lacking or 0)
+        """Compile the plans that lack least, with what they lack, and the error of their estimates, in host memory."""
+        nearest = sorted(self.attempts, key=lambda attempt: attempt.compiled.lacking or 0)
         for attempt in [one for one in nearest if one.ranked.candidate.offload is None][:MOST_LEAN]:
             candidate, true = attempt.ranked.candidate, attempt.compiled.ranked.memory
             errors = [max(actual - estimate, 0) for actual, estimate in zip(true, attempt.ranked.memory, strict=True)]
-            share = min(limit / (limit + error) for limit, error in zip(self._limits(candidate), errors, strict=True))
+            share = min(limit / (limit + error) for limit, error in zip(self._choice.limits(candidate), errors, strict=True))
             smaller = dataclasses.replace(self._choice, topology=self._choice.topology.with_memory(share))
             for ranked in find_offloads(smaller, [candidate]):
-                if not self.result.fitting:
+                if not self.fitting:
                     self._try(ranked)
 
-    def as_fast(self) -> None:
-        """Compile the plans of other kinds that are predicted to be as fast as the one that fits, and rank those that fit."""
-        first = self.result.fitting[0].ranked
+    def ranked(self) -> tuple[Ranked, ...]:
+        """Compile plans of other kinds that are predicted to be as fast as the one that fits; rank those that fit, and then the others."""
+        first = self.fitting[0].ranked
         for compilations_left in range(MOST_EQUAL - 1, -1, -1):
-            kinds = {one.ranked.candidate.kind for one in self.result.fitting}
-            fitting = (one for one in self._queue if one.candidate.over is None and one.candidate.kind not in kinds)
-            self.result.uncompiled = uncompiled = best_of_kinds(fitting)
-            near = uncompiled and uncompiled[0].samples_per_second * (1 + ERROR) >= first.samples_per_second
+            kinds = {one.ranked.candidate.kind for one in self.fitting}
+            others = best_of_kinds(one for one in self._queue if one.candidate.over is None and one.candidate.kind not in kinds)
+            near = others and others[0].samples_per_second * (1 + ERROR) >= first.samples_per_second
             if not near or not compilations_left:
                 break
-            self._try(uncompiled[0])
-        by_plan = {id(one.ranked): one for one in self.result.fitting}
-        self.result.fitting = [by_plan[id(ranked)] for ranked in in_order([one.ranked for one in self.result.fitting])]
+            self._try(others[0])
+        by_plan, fitting = {id(one.ranked): one for one in self.fitting}, in_order([one.ranked for one in self.fitting])
+        self.fitting = [by_plan[id(ranked)] for ranked in fitting]
+        return *fitting, *others
 
     def _try(self, ranked: Ranked) -> None:
         """Compile a plan; if it does not fit, queue the same with more recomputation and a smaller plan of its kind."""
         candidate = ranked.candidate
         compiled = self._compile(self._choice, ranked)
-        self._compiled.add(candidate.without_costs)
-        self._queue = [other for other in self._queue if other.candidate.without_costs != candidate.without_costs]
-        self.result.tried[candidate.without_costs] = compiled.ranked
+        self._compiled.add(candidate)
+        self._queue = [other for other in self._queue if other.candidate != candidate]
+        self.tried[candidate] = compiled.ranked
         if compiled.fits:
             fitting = dataclasses.replace(compiled.ranked, candidate=dataclasses.replace(candidate, over=None))
-            self.result.tried[candidate.without_costs] = fitting
-            self.result.fitting.append(dataclasses.replace(compiled, ranked=fitting))
+            self.tried[candidate] = fitting
+            self.fitting.append(dataclasses.replace(compiled, ranked=fitting))
             return
         raised = self._raised(ranked, compiled)
         attempt = Attempt(ranked, compiled, None if raised is None else raised.candidate)
-        self.result.attempts.append(attempt)
+        self.attempts.append(attempt)
         self._report(attempt)
         self._queue = [one for one in self._queue if one.candidate.kind != candidate.kind or _may_be_smaller(one.candidate, candidate)]
         alike = (one for one in self._candidates if one.kind == candidate.kind and _may_be_smaller(one, candidate))
-        smaller = next((one for one in _fastest_first(alike) if one.over is None and one.without_costs not in self.result.tried), None)
+        smaller = next((one for one in _fastest_first(alike) if one.over is None and one not in self.tried), None)
         for one in (raised, None if smaller is None else self._simulated(smaller)):
             if one is not None and self._nearly_fits(one):
                 self._queue.append(one)
@@ -189,7 +156,7 @@ class _Confirm:
         elif candidate.offload is not None:  # moves never gain time, but times are rounded
             on_device = self._choice.simulate(dataclasses.replace(candidate, offload=None))
             one = dataclasses.replace(one, candidate=dataclasses.replace(one.candidate, on_device=min(on_device.seconds, one.seconds)))
-        self.result.tried[candidate.without_costs] = one
+        self.tried[candidate] = one
         return one
 
     def _raised(self, ranked: Ranked, compiled: Compiled) -> Ranked | None:
@@ -203,7 +170,7 @@ class _Confirm:
         errors = [actual - estimate for actual, estimate in zip(true, ranked.memory, strict=True)]
         compiled_ranks = compiled.ranks or range(len(true))
         errors = [error if p in compiled_ranks else max(errors[q] for q in compiled_ranks) for p, error in enumerate(errors)]
-        pipeline_ranks, raised, limits = self._choice.plan(ranked).pipeline_ranks, ranked, self._limits(candidate)
+        pipeline_ranks, raised, limits = self._choice.plan(ranked).pipeline_ranks, ranked, self._choice.limits(candidate)
         while over := [p for p, estimate in enumerate(raised.memory) if estimate + errors[p] > limits[p]]:
             policies = list(raised.candidate.policies)
             for s in [s for p in over for s in pipeline_ranks[p]]:
@@ -211,14 +178,7 @@ class _Confirm:
             if tuple(policies) == raised.candidate.policies:
                 break
             raised = self._simulated(dataclasses.replace(candidate, policies=tuple(policies), over=None))
-        return None if raised.candidate.without_costs in self._compiled else raised
-
-
-def _bytes_without_temporaries(profile: Profile, candidate: Candidate) -> tuple[int, ...]:
-    """Return the bytes of each stage without temporaries, which are the part that is estimated."""
-    plan = candidate.plan(profile.ids)
-    costs = profile.stage_costs(plan, candidate.rows)
-    return closed_form_bytes(plan, [dataclasses.replace(cost, temporary=0) for cost in costs])
+        return None if raised.candidate in self._compiled else raised
 
 
 def _may_be_smaller(other: Candidate, candidate: Candidate) -> bool:

@@ -1,5 +1,6 @@
 """Find the fastest plans that fit: candidates, simulations of the best, variants, and steps to faster neighbours."""
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -9,6 +10,7 @@ from jpipe_planner.machine.topology import Topology
 from jpipe_planner.profile.profile import Profile
 from jpipe_planner.profile.sharded import NO_MESH, Degrees
 from jpipe_planner.ranking.choose import Choice, Ranked, choose
+from jpipe_planner.ranking.compiled import Attempt, Compiled
 from jpipe_planner.ranking.improve import improve
 from jpipe_planner.ranking.offload import find_offloads, offload_bases
 from jpipe_planner.ranking.variants import BASE, find_variants, variant_schedules
@@ -23,9 +25,12 @@ class Plans:
     Attributes:
         choice: the ranking.
         candidates: all plans that were considered, with estimates or the numbers of their simulation.
-        tried: the simulated plans, by candidate without costs.
+        tried: the simulated plans, by candidate.
         excluded: the plans that need more microbatches than allowed, or leave devices idle although they must not.
         left_out: the number of plans with chunks or split backwards that were not simulated, because all would take too long.
+        delayed: the best plan of the schedules that do not flush, if these were not requested and it is faster; None: not looked for.
+        compiled: the plans with compiled stages at the top of the ranking, in its order.
+        attempts: the plans with compiled stages that do not fit, in the order in which they were compiled.
     """
 
     choice: Choice
@@ -33,6 +38,9 @@ class Plans:
     tried: dict[Candidate, Ranked]
     excluded: tuple[Candidate, ...] = ()
     left_out: int = 0
+    delayed: Ranked | None = None
+    compiled: tuple[Compiled, ...] = ()
+    attempts: tuple[Attempt, ...] = ()
 
 
 def find_plans(
@@ -70,10 +78,10 @@ def find_plans(
         exact: whether plans must have exactly this batch, or may have a smaller one.
         pipedream: how stages with different numbers of replicas update, see `find_candidates`.
         meshes: the meshes to try in place of a device.
-        replicas: whether stages may have replicas.
+        replicas: whether stages may have replicas. Without, plans with fewer stages than devices leave the remaining devices idle.
         all_devices: whether no device may stay idle.
         most_microbatches: the most microbatches of a plan.
-        max_delay: the largest mean delay of a plan in updates; None: no limit.
+        max_delay: the largest mean delay of a plan in updates, see `Candidate.delay`; 0 allows only plans without a delay; None: any.
         global_norm: whether updates use the norm of the gradients of all stages, which not all schedules support.
         share_optimizer: whether replicas may share an optimizer.
         offload: whether plans with parts of their state in host memory are tried although others fit; they are if none does.
@@ -97,18 +105,22 @@ def find_plans(
         global_norm=global_norm,
         asked=asked,
     )
-    usable = [
-        one for one in considered if one.microbatches <= most_microbatches and (one.devices == topology.num_devices or not all_devices)
-    ]
+
+    def is_usable(one: Candidate) -> bool:
+        return one.microbatches <= most_microbatches and (one.devices == topology.num_devices or not all_devices)
+
+    usable, excluded = list(filter(is_usable, considered)), list(itertools.filterfalse(is_usable, considered))
     candidates, tried = [one for one in usable if one.schedule in planned], dict[Candidate, Ranked]()
     choice = choose(profile, topology, candidates, global_norm=global_norm, tried=tried)
     share_optimizer = share_optimizer and asked.agree is None
-    varied, left_out = find_variants(choice, usable, schedules, tried, max_delay=max_delay, share_optimizer=share_optimizer)
-    choice = improve(choice.with_more(varied, len(varied)), tried, max_delay)
-    candidates += [one.candidate for one in tried.values() if one.candidate.without_costs not in {c.without_costs for c in candidates}]
+    before = len(tried)
+    left_out = find_variants(choice, usable, schedules, tried, max_delay=max_delay, share_optimizer=share_optimizer)
+    choice = improve(choice.with_more(tried.values(), len(tried) - before), tried, max_delay)
+    known = set(candidates)
+    candidates += [one.candidate for one in tried.values() if one.candidate not in known]
     if offload or not choice.ranked:
         moved = find_offloads(choice, offload_bases(candidates, choice.lacks_in_host))
-        tried |= {one.candidate.without_costs: one for one in moved}
+        tried |= {one.candidate: one for one in moved}
         candidates += [one.candidate for one in moved]
         choice = choice.with_more(moved, len(moved))
-    return Plans(choice, tuple(candidates), tried, tuple(one for one in considered if one not in usable), left_out)
+    return Plans(choice, tuple(candidates), tried, excluded=tuple(excluded), left_out=left_out)

@@ -34,19 +34,32 @@ def improve(choice: Choice, tried: dict[Candidate, Ranked], max_delay: float | N
 
     Args:
         choice: the ranking.
-        tried: the results of simulations, by candidate without costs; new ones are added.
+        tried: the results of simulations, by candidate; new ones are added.
         max_delay: the largest mean delay of a plan in updates, see `Candidate.delay`; None: any.
 
     Returns:
         The ranking with the plans that were found. Plans of a new kind are added, and others replace the plan of their kind.
     """
-    run = _Improvement(choice, tried, max_delay)
-    near = dict[object, Ranked]()
+    near, found, count, spent = dict[object, Ranked](), list[Ranked](), 0, 0
     for one in in_order([one for one in (*choice.ranked, *tried.values()) if _can_step(one)]):
         if one.samples_per_second * (1 + NEAR) >= choice.ranked[0].samples_per_second:
             near.setdefault((one.candidate.starts, one.candidate.replicas), one)
-    found = [run.climb(one) for one in list(near.values())[:STARTS]]
-    return choice.with_more(found, run.count)
+    for one in list(near.values())[:STARTS]:
+        best, is_better = one, True
+        while is_better and spent + choice.forwards(best.candidate) // SAME_PROGRAM <= MOST_IN_ALL:  # neighbours take about as long
+            now, others = _near(choice, best, max_delay)
+            is_better, simulated, count = False, 0, count + len(others)
+            for step in _steps(choice, now, others):
+                if simulated == MOST_AT_ONCE or is_better:
+                    break
+                effort = 0 if step in tried else choice.forwards(step) // (SAME_PROGRAM if step.replicas == now.replicas else 1)
+                if step not in tried and spent + effort <= MOST_IN_ALL:
+                    simulated, spent = simulated + 1, spent + effort
+                    tried[step] = choice.simulate(step)
+                    is_better = tried[step].candidate.over is None and tried[step].seconds < best.seconds * (1 - GAIN)
+                    best = tried[step] if is_better else best
+        found.append(best)
+    return choice.with_more(found, count)
 
 
 def _can_step(one: Ranked) -> bool:
@@ -57,56 +70,32 @@ def _can_step(one: Ranked) -> bool:
     return is_plain and candidate.over is None and one.simulated is not None
 
 
-class _Improvement:
-    """The search for faster neighbours, which simulates them while all simulations together take some seconds.
+def _near(choice: Choice, ranked: Ranked, max_delay: float | None) -> tuple[Candidate, list[Candidate]]:
+    """Return a plan with its estimate, without sums in parts, and its neighbours that may be faster by theirs."""
+    candidate = ranked.candidate
+    estimates = choice.estimates(candidate.degrees, candidate.placed_on, candidate.asked)
 
-    Attributes:
-        count: the number of neighbours that were looked at.
-    """
-
-    def __init__(self, choice: Choice, tried: dict[Candidate, Ranked], max_delay: float | None) -> None:
-        self.count = 0
-        self._choice, self._tried, self._max_delay, self._spent = choice, tried, max_delay, 0
-
-    def climb(self, ranked: Ranked) -> Ranked:
-        """Return the plan that is reached by steps to faster neighbours."""
-        while (better := self._step(ranked)) is not None:
-            ranked = better
-        return ranked
-
-    def _step(self, ranked: Ranked) -> Ranked | None:
-        """Return a faster neighbour; None: none of those with the best estimates is."""
-        candidate = ranked.candidate
-        if self._spent + self._choice.forwards(candidate) // SAME_PROGRAM > MOST_IN_ALL:  # neighbours take about as long
-            return None
-        estimates = self._choice.estimates(candidate.degrees, candidate.placed_on, candidate.asked)
-        whole = dataclasses.replace(candidate, sum_parts=(), degrees=Degrees())
-        now = estimates.candidate(whole.shape, whole.rows, whole.starts, whole.keep_together)
-        assert now is not None, "a ranked plan is legal"
-        near = [self._like(one, candidate) for one in neighbours(whole, estimates)]
-        least = (1 + MOST_SLOWER) * now.seconds
-        if not candidate.sum_parts and now.seconds <= ranked.seconds:  # other plans are not faster than their estimates
-            least = min(least, (1 - GAIN) * ranked.seconds)
-        near = [one for one in near if one.over is None and one.is_within(self._max_delay) and one.seconds <= least]
-        self.count += len(near)
-        in_parts = [with_sum_parts(one, *self._choice.meshes.of(one.degrees)) for one in [self._like(now, candidate), *near]]
-        simulated = 0
-        for one in sorted((one for one in (*near, *in_parts) if one is not None), key=lambda one: one.seconds):
-            plan = one.without_costs
-            effort = 0 if plan in self._tried else self._choice.forwards(one) // (SAME_PROGRAM if one.replicas == candidate.replicas else 1)
-            if plan in self._tried or simulated >= MOST_AT_ONCE or self._spent + effort > MOST_IN_ALL:
-                continue
-            simulated += 1
-            self._spent += effort
-            found = self._tried[plan] = self._choice.simulate(one)
-            if found.candidate.over is None and found.seconds < ranked.seconds * (1 - GAIN):
-                return found
-        return None
-
-    def _like(self, one: Candidate, candidate: Candidate) -> Candidate:
-        """Return a neighbour on the meshes and in the order of devices of a plan."""
+    def like(one: Candidate) -> Candidate:
+        """Return a neighbour on the meshes and in the order of devices of the plan."""
         placed = dataclasses.replace(one, placed_on=candidate.placed_on)
         return on_meshes(placed, candidate.degrees) if candidate.degrees.size > 1 else placed
+
+    whole = dataclasses.replace(candidate, sum_parts=(), degrees=Degrees())
+    now = estimates.candidate(whole.shape, whole.rows, whole.starts, whole.keep_together)
+    assert now is not None, "a ranked plan is legal"
+    least = (1 + MOST_SLOWER) * now.seconds
+    if not candidate.sum_parts and now.seconds <= ranked.seconds:  # other plans are not faster than their estimates
+        least = min(least, (1 - GAIN) * ranked.seconds)
+    near = [one for one in neighbours(whole, estimates) if one.over is None and one.is_within(max_delay) and one.seconds <= least]
+    return like(now), list(map(like, near))
+
+
+def _steps(choice: Choice, now: Candidate, others: list[Candidate]) -> Iterator[Candidate]:
+    """Yield the neighbours of a plan, the best estimates first, each followed by the same with sums in parts; of the plan only these."""
+    for one in sorted((now, *others), key=lambda one: one.seconds):
+        yield from () if one is now else (one,)
+        in_parts = with_sum_parts(one, *choice.meshes.of(one.degrees))
+        yield from () if in_parts is None else (in_parts,)
 
 
 def neighbours(candidate: Candidate, estimates: Estimates) -> Iterator[Candidate]:

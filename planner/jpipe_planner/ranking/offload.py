@@ -6,7 +6,7 @@ simulation of the whole, with the links to host memory.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import jpipe
 from jpipe.plan import excluded
@@ -58,66 +58,53 @@ def find_offloads(choice: Choice, bases: Sequence[Candidate]) -> list[Ranked]:
     found, spent = list[Ranked](), 0
     for base in bases:
         for policies in dict.fromkeys((base.policies, ("none",) * base.depth)):
-            run = _OfPlan(choice, dataclasses.replace(base, policies=policies, over=None, offload=None))
-            if spent <= MOST_IN_ALL and any(run.host_limits):
-                found += run.found()
-                spent += run.spent
+            if spent <= MOST_IN_ALL:
+                more, forwards = _offloads_of(choice, dataclasses.replace(base, policies=policies, over=None, offload=None))
+                found += more
+                spent += forwards
     return found
 
 
-class _OfPlan:
-    """A plan that does not fit, and what it may keep in host memory.
+def _offloads_of(choice: Choice, candidate: Candidate) -> tuple[list[Ranked], int]:
+    """Return a plan with as little in host memory as it needs to fit, and with as much of the same ranks as possible.
 
-    Attributes:
-        host_limits: the bytes of host memory that each pipeline rank may use.
-        spent: the number of forwards that were simulated.
+    Returns:
+        The plans that fit; the number of forwards that were simulated.
     """
+    profile, topology = choice.meshes.of(candidate.degrees)
+    plan, found, forwards, spent = candidate.plan(profile.ids), list[Ranked](), choice.forwards(candidate), 0
+    costs, limits, host_limits = profile.stage_costs(plan, candidate.rows), limits_of(plan, topology), host_limits_of(plan, topology)
 
-    def __init__(self, choice: Choice, candidate: Candidate) -> None:
-        profile, topology = choice.meshes.of(candidate.degrees)
-        self._choice, self._candidate, self._plan = choice, candidate, candidate.plan(profile.ids)
-        self._costs = profile.stage_costs(self._plan, candidate.rows)
-        self._limits, self.host_limits = limits_of(self._plan, topology), host_limits_of(self._plan, topology)
-        self._forwards, self.spent = choice.forwards(candidate), 0
+    def simulated(offload: jpipe.plan.HostMemory | None) -> tuple[Ranked, tuple[int, ...]]:
+        nonlocal spent
+        spent += forwards
+        one = choice.simulate(dataclasses.replace(candidate, offload=offload))
+        return one, candidate.most_of_replicas(one.simulated.host_bytes if one.simulated else (0,) * candidate.num_ranks)
 
-    def found(self) -> Iterator[Ranked]:
-        """Yield the plan with as little in host memory as it needs to fit, and then with as much as possible from the same ranks."""
-        on_device = self._simulated(None)
-        levels = None if on_device.simulated is None else self._levels(on_device)
-        if levels is None:
-            return
-        deepest = tuple(len(LEVELS) - 1 if level else 0 for level in levels)
-        for offload in dict.fromkeys(_offload(self._plan, self._costs, chosen) for chosen in (levels, deepest)):
-            one = self._simulated(offload)
-            if one.candidate.over is None and lacking(self._in_host(one), self.host_limits)[1] <= 0:
-                seconds = min(on_device.seconds, one.seconds)  # moves never gain time, but times are rounded
-                yield dataclasses.replace(one, candidate=dataclasses.replace(one.candidate, on_device=seconds))
-
-    def _levels(self, on_device: Ranked) -> tuple[int, ...] | None:
-        """Return the first level with which each pipeline rank fits; None if a rank fits with none of them, or all fit without."""
-        levels = [0 if size <= limit else -1 for size, limit in zip(on_device.memory, self._limits, strict=True)]
-        if min(levels) >= 0:
-            return None
-        last = None
-        for level in range(1, len(LEVELS)):
-            offload = _offload(self._plan, self._costs, [level if known < 0 else 0 for known in levels])
-            if offload == last:  # nothing more than at the level before
-                continue
-            last, one = offload, self._simulated(offload)
-            sizes, waiting = one.memory, self._in_host(one)
-            for p, known in enumerate(levels):
-                if known < 0 and sizes[p] <= self._limits[p] and waiting[p] <= self.host_limits[p]:
-                    levels[p] = level
-            if min(levels) >= 0:
-                return tuple(levels)
-        return None
-
-    def _simulated(self, offload: jpipe.plan.HostMemory | None) -> Ranked:
-        self.spent += self._forwards
-        return self._choice.simulate(dataclasses.replace(self._candidate, offload=offload))
-
-    def _in_host(self, one: Ranked) -> tuple[int, ...]:
-        return one.candidate.most_of_replicas(one.simulated.host_bytes if one.simulated else (0,) * one.candidate.num_ranks)
+    if not any(host_limits):
+        return found, spent
+    on_device, _ = simulated(None)
+    # for each pipeline rank the first level with which it fits; below 0: not found yet
+    levels, last = [0 if size <= limit else -1 for size, limit in zip(on_device.memory, limits, strict=True)], None
+    if on_device.simulated is None or min(levels) >= 0:
+        return found, spent
+    for level in range(1, len(LEVELS)):
+        offload = _offload(plan, costs, [level if known < 0 else 0 for known in levels])
+        if min(levels) >= 0 or offload == last:  # nothing more than at the level before
+            continue
+        last, (one, waiting) = offload, simulated(offload)
+        for p, known in enumerate(levels):
+            if known < 0 and one.memory[p] <= limits[p] and waiting[p] <= host_limits[p]:
+                levels[p] = level
+    if min(levels) < 0:
+        return found, spent
+    deepest = [len(LEVELS) - 1 if level else 0 for level in levels]
+    for offload in dict.fromkeys(_offload(plan, costs, chosen) for chosen in (levels, deepest)):
+        one, waiting = simulated(offload)
+        if one.candidate.over is None and lacking(waiting, host_limits)[1] <= 0:
+            seconds = min(on_device.seconds, one.seconds)  # moves never gain time, but times are rounded
+            found.append(dataclasses.replace(one, candidate=dataclasses.replace(one.candidate, on_device=seconds)))
+    return found, spent
 
 
 def _offload(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost], levels: Sequence[int]) -> jpipe.plan.HostMemory | None:

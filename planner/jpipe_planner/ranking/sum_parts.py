@@ -32,7 +32,12 @@ def with_sum_parts(candidate: Candidate, profile: Profile, topology: Topology) -
     if topology.device.overlap != "transfers and sums" or max(candidate.replicas) == 1 or candidate.agree is not None:
         return None
     plan = dataclasses.replace(candidate, sum_parts=()).plan(profile.ids)
-    layers, hidden = profile.costs(candidate.rows), _hidden_seconds(candidate, plan, profile)
+    layers, rules, stages = profile.costs(candidate.rows), jpipe.schedules.SCHEDULES[plan.schedule], range(plan.depth)
+    passes = [cost.forward + cost.backward for cost in profile.stage_costs(plan, candidate.rows)]
+    if rules.flushes:  # the last backwards of the stages before, and their next forwards, hide a sum
+        hidden = [sum(passes[:s]) for s in stages]
+    else:  # what the schedule computes with older weights
+        hidden = [passes[s] * hidden_passes(candidate.shape, s, rules.in_flight(candidate.shape, s)) for s in stages]
     rings = find_links(candidate.in_order(topology), candidate.replicas, candidate.keep_together).rings
     parts: list[tuple[int, ...]] = [()] * plan.depth
     for s, stage in enumerate(plan.stages):
@@ -42,18 +47,6 @@ def with_sum_parts(candidate: Candidate, profile: Profile, topology: Topology) -
             least = GAIN * candidate.seconds / plan.updates_per_batch(s)
             parts[s] = cut_sum([cost.backward for cost in costs], [per_byte * cost.summed for cost in costs], fixed, hidden[s], least)
     return dataclasses.replace(candidate, sum_parts=tuple(parts)) if any(parts) else None
-
-
-def _hidden_seconds(candidate: Candidate, plan: jpipe.Plan, profile: Profile) -> list[float]:
-    """Return how long the sum of each stage may take after its last backward before anything waits for it.
-
-    With a flush the last backwards and next forwards of earlier stages hide it, otherwise what the schedule computes with older weights.
-    """
-    passes = [cost.forward + cost.backward for cost in profile.stage_costs(plan, candidate.rows)]
-    rules = jpipe.schedules.SCHEDULES[plan.schedule]
-    if rules.flushes:
-        return [sum(passes[:s]) for s in range(plan.depth)]
-    return [seconds * hidden_passes(candidate.shape, s, rules.in_flight(candidate.shape, s)) for s, seconds in enumerate(passes)]
 
 
 def cut_sum(backward: Sequence[float], sending: Sequence[float], fixed: float, hidden: float, least: float) -> tuple[int, ...]:

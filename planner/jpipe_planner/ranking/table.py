@@ -2,15 +2,15 @@
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import jpipe
 from jpipe_planner.cost.devices import order_of
 from jpipe_planner.machine.topology import Topology
 from jpipe_planner.profile.profile import Profile
 from jpipe_planner.ranking.choose import EQUAL, Choice, Ranked
-from jpipe_planner.ranking.confirm import Attempt
-from jpipe_planner.ranking.price_of_flush import PriceOfFlush
+from jpipe_planner.ranking.compiled import Attempt
 from jpipe_planner.search.candidate import Candidate
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "name",
     "no_pipeline",
     "price",
+    "price_of_flush",
     "rate",
     "rows",
     "rows_of",
@@ -58,25 +59,13 @@ HEAD = (
 
 def rows(choice: Choice, most: int) -> list[tuple[str, ...]]:
     """Return rows for the first `most` plans that fit; see `head` for the columns."""
-    shown = choice.ranked[:most]
-    return [
-        (*row[:3], *_more(choice, ranked.candidate), *row[3:])
-        for row, ranked in ((_row(n, ranked, _limits(choice, ranked.candidate)), ranked) for n, ranked in enumerate(shown, start=1))
-    ]
+    return [_row(choice, n, ranked) for n, ranked in enumerate(choice.ranked[:most], start=1)]
 
 
 def head(choice: Choice) -> tuple[str, ...]:
     """Return the columns of `rows`."""
     meshes, devices = ("mesh",) * has_meshes(choice), ("devices",) * bool(choice.topology.differing)
     return (*HEAD[:3], *meshes, *devices, *HEAD[3:])
-
-
-def _more(choice: Choice, candidate: Candidate) -> tuple[str, ...]:
-    """Return the mesh and the devices of a plan, if other plans have others."""
-    meshes = (str(candidate.degrees),) * has_meshes(choice)
-    if not choice.topology.differing:
-        return meshes
-    return (*meshes, order_of(candidate.plan(choice.profile.ids), choice.meshes.of(candidate.degrees)[1]))
 
 
 def has_meshes(choice: Choice) -> bool:
@@ -106,13 +95,11 @@ def no_pipeline(choice: Choice) -> str:
         return ""
     other = next((one for one in choice.ranked if one.candidate.depth > 1), None)
     how = "one device" if best.candidate.num_ranks == 1 else "data parallelism"
-    slower = "" if other is None else f"; the best one, {name(other.candidate)}, is {_slower(best, other)}"
-    return f"no pipeline pays here: {how} is as fast or faster{slower}"
-
-
-def _slower(best: Ranked, other: Ranked) -> str:
+    if other is None:
+        return f"no pipeline pays here: {how} is as fast or faster"
     slower = best.samples_per_second / other.samples_per_second - 1
-    return f"{slower:.1%} slower" if slower > EQUAL else "no faster"
+    than_it = f"{slower:.1%} slower" if slower > EQUAL else "no faster"
+    return f"no pipeline pays here: {how} is as fast or faster; the best one, {name(other.candidate)}, is {than_it}"
 
 
 def shape(candidate: Candidate) -> str:
@@ -209,27 +196,27 @@ def size(count: int | float) -> str:
 
 def signs(choice: Choice, most: int) -> list[str]:
     """Return the meaning of options of schedules in the first rows."""
-    shown, meanings = [ranked.candidate for ranked in choice.ranked[:most]], []
-    if any(candidate.options.extra_in_flight for candidate in shown):
-        meanings.append("+1, +2: that many more microbatches in flight at each stage (extra_in_flight)")
-    if any(candidate.options.max_in_flight for candidate in shown):
-        meanings.append("≤1, ≤2: at most that many microbatches in flight at each stage (max_in_flight)")
-    if any(candidate.shard_optimizer for candidate in shown):
-        meanings.append("shard_optimizer: each replica of a stage has a part of its optimizer state, and updates that part of the weights")
-    if any(candidate.sum_parts for candidate in shown):
-        meanings.append("sum in parts: gradients of the last layers are summed beside the backward of the layers before (sum_parts)")
-    if any(candidate.agree for candidate in shown):
-        meanings.append("agree every H: parallel pipelines that train by themselves and agree on their weights every H updates (agree)")
-    if any(candidate.agree and candidate.agree.delay for candidate in shown):
-        meanings.append("5 late: an agreement is applied 5 updates after it has begun; they hide its sum (agree: delay)")
-    if any(candidate.links for candidate in shown):
-        meanings.append("links a/g: what activations and their gradients are rounded to where they are sent (links)")
-    if any(candidate.offload for candidate in shown):
-        meanings.append(
-            "offload: at all stages, or at those with these numbers, that waits in host memory while nothing reads it; slower: than with "
-            "everything on devices with enough memory"
-        )
-    return meanings
+    shown = [ranked.candidate for ranked in choice.ranked[:most]]
+    meanings: dict[str, Callable[[Candidate], object]] = {
+        "+1, +2: that many more microbatches in flight at each stage (extra_in_flight)": lambda one: one.options.extra_in_flight,
+        "≤1, ≤2: at most that many microbatches in flight at each stage (max_in_flight)": lambda one: one.options.max_in_flight,
+        "shard_optimizer: each replica of a stage has a part of its optimizer state, and updates that part of the weights": (
+            lambda one: one.shard_optimizer
+        ),
+        "sum in parts: gradients of the last layers are summed beside the backward of the layers before (sum_parts)": (
+            lambda one: one.sum_parts
+        ),
+        "agree every H: parallel pipelines that train by themselves and agree on their weights every H updates (agree)": (
+            lambda one: one.agree
+        ),
+        "5 late: an agreement is applied 5 updates after it has begun; they hide its sum (agree: delay)": (
+            lambda one: one.agree and one.agree.delay
+        ),
+        "links a/g: what activations and their gradients are rounded to where they are sent (links)": lambda one: one.links,
+        "offload: at all stages, or at those with these numbers, that waits in host memory while nothing reads it; slower: than with "
+        "everything on devices with enough memory": lambda one: one.offload,
+    }
+    return [meaning for meaning, applies in meanings.items() if any(map(applies, shown))]
 
 
 def delay(candidate: Candidate) -> str:
@@ -237,7 +224,7 @@ def delay(candidate: Candidate) -> str:
     return f"{candidate.delay:.3g}"
 
 
-def price(cost: PriceOfFlush) -> list[str]:
+def price(cost: "PriceOfFlush") -> list[str]:
     """Compare the best plan that flushes with the best asynchronous plan, and say when the asynchronous one pays."""
     candidate = cost.asynchronous.candidate
     flushing, other = name(cost.flushing.candidate), f"{name(candidate)} (mean delay {delay(candidate)})"
@@ -266,7 +253,7 @@ def why_rejected(choice: Choice, most: int) -> list[str]:
     lines = []
     for candidate in choice.rejected[:most]:
         stage, lacking = candidate.over or (0, 0)
-        limit = _limits(choice, candidate)[stage]
+        limit = choice.limits(candidate)[stage]
         plan = f"{name(candidate)}, {rows_of(candidate.rows)}"
         what = "rank" if candidate.chunks > 1 else "stage"
         lines.append(f"{plan}: {what} {stage} needs an estimated {size(limit + lacking)}, {size(lacking)} too much")
@@ -291,24 +278,19 @@ def attempt(one: Attempt) -> str:
 
 def why_chosen(choice: Choice, most: int) -> list[tuple[str, ...]]:
     """Return rows that compare the first plan that fits with the best of other kinds; see `WHY_HEAD` for the columns."""
-    return [_why_row(choice.ranked[0], other, _limits(choice, other.candidate)) for other in choice.ranked[:most]]
+    rows = list[tuple[str, ...]]()
+    for other in choice.ranked[:most]:
+        candidate, limits = other.candidate, choice.limits(other.candidate)
+        of = limits[:1] if len(set(limits)) == 1 else limits
+        memory = ", ".join(map(size, other.memory)) + (f" of {', '.join(map(size, of))}" if math.inf not in of else "")
+        mesh = f" ({candidate.degrees})" if candidate.degrees.size > 1 else ""
+        milliseconds = f"{1e3 / other.samples_per_second:.4g} ms"
+        why = "chosen" if other is choice.ranked[0] else _what_is_worse(choice.ranked[0], other)
+        rows.append((schedule(candidate), shape(candidate) + mesh, milliseconds, f"{other.bubble:.1%}", memory, why))
+    return rows
 
 
 WHY_HEAD = ("schedule", "stages", "time per sample", "bubble", "peak memory of each rank", "why not")
-
-
-def _why_row(best: Ranked, other: Ranked, limits: Sequence[float]) -> tuple[str, ...]:
-    candidate = other.candidate
-    of = limits[:1] if len(set(limits)) == 1 else limits
-    memory = ", ".join(map(size, other.memory)) + (f" of {', '.join(map(size, of))}" if math.inf not in of else "")
-    return (
-        schedule(candidate),
-        shape(candidate) + (f" ({candidate.degrees})" if candidate.degrees.size > 1 else ""),
-        f"{1e3 / other.samples_per_second:.4g} ms",
-        f"{other.bubble:.1%}",
-        memory,
-        "chosen" if other is best else _what_is_worse(best, other),
-    )
 
 
 def _what_is_worse(best: Ranked, other: Ranked) -> str:
@@ -333,7 +315,7 @@ def _what_is_worse(best: Ranked, other: Ranked) -> str:
 def what_would_fit(choice: Choice) -> list[str]:
     """Explain, for a model that fits nowhere, how much is lacking at which stage and what to change; recomputation was always tried."""
     best = choice.rejected[0]
-    limits, (stage, lacking) = _limits(choice, best), best.over or (0, 0)
+    limits, (stage, lacking) = choice.limits(best), best.over or (0, 0)
     limit = limits[stage]
     least, devices = min(choice.profile.sizes), choice.topology.num_devices
     untried = []
@@ -365,20 +347,20 @@ def _without_rows(profile: Profile, candidate: Candidate) -> list[int]:
     return sizes
 
 
-def _limits(choice: Choice, candidate: Candidate) -> tuple[float, ...]:
-    """Return the bytes that each pipeline rank of a plan may use; infinity: not limited."""
-    return candidate.limits(*choice.meshes.of(candidate.degrees))
-
-
-def _row(rank: int, ranked: Ranked, limits: Sequence[float]) -> tuple[str, ...]:
-    candidate = ranked.candidate
-    limit, memory = max(zip(limits, ranked.memory, strict=True), key=lambda both: (both[1] / both[0], both[1]))
+def _row(choice: Choice, rank: int, ranked: Ranked) -> tuple[str, ...]:
+    candidate, more = ranked.candidate, list[str]()
+    if has_meshes(choice):
+        more.append(str(candidate.degrees))
+    if choice.topology.differing:
+        more.append(order_of(candidate.plan(choice.profile.ids), choice.meshes.of(candidate.degrees)[1]))
+    limit, memory = max(zip(choice.limits(candidate), ranked.memory, strict=True), key=lambda both: (both[1] / both[0], both[1]))
     moves = candidate.offload is not None and candidate.on_device
     slower = f" (offload {max(ranked.seconds / candidate.on_device - 1, 0):.1%} slower)" if moves else ""
     return (
         str(rank),
         schedule(candidate),
         shape(candidate),
+        *more,
         str(candidate.rows),
         str(candidate.microbatches),
         recomputation(candidate.policies),
@@ -389,3 +371,48 @@ def _row(rank: int, ranked: Ranked, limits: Sequence[float]) -> tuple[str, ...]:
         size(candidate.sent),
         candidate.bound,
     )
+
+
+@dataclass(frozen=True)
+class PriceOfFlush:
+    """The best plan that flushes beside the best asynchronous plan.
+
+    An asynchronous plan trains sooner if it reaches the same loss with fewer than `ratio` times the samples. For equal stages and links
+    that take no time, the ratio is (m + d - 1)/m.
+
+    Attributes:
+        flushing: the best plan that flushes.
+        asynchronous: the best plan that does not.
+    """
+
+    flushing: Ranked
+    asynchronous: Ranked
+
+    @property
+    def ratio(self) -> float:
+        """The time per sample with the flush, divided by that without."""
+        return self.asynchronous.samples_per_second / self.flushing.samples_per_second
+
+    @property
+    def is_free(self) -> bool:
+        """Whether the plan that flushes is faster than the asynchronous one, or counts as equally fast."""
+        return self.ratio <= 1 + EQUAL
+
+
+def price_of_flush(choice: Choice, asynchronous: Ranked | None = None) -> PriceOfFlush | None:
+    """Return the best plan of a choice that flushes beside its best asynchronous plan.
+
+    Args:
+        choice: a ranking.
+        asynchronous: an asynchronous plan from outside the ranking, for rankings without one.
+
+    Returns:
+        The two plans; None if the ranking has only plans of one of the two kinds.
+    """
+    flushing = next((one for one in choice.ranked if _flushes(one)), None)
+    best = next((one for one in choice.ranked if not _flushes(one)), asynchronous)
+    return None if flushing is None or best is None else PriceOfFlush(flushing, best)
+
+
+def _flushes(one: Ranked) -> bool:
+    return jpipe.schedules.SCHEDULES[one.candidate.schedule].flushes

@@ -45,14 +45,14 @@ def find_variants(
     *,
     max_delay: float | None = None,
     share_optimizer: bool = True,
-) -> tuple[list[Ranked], int]:
-    """Return plans that are derived from others, with their simulations, and how many were not simulated because that takes too long.
+) -> int:
+    """Simulate plans that are derived from others; return how many were not simulated because that takes too long.
 
     Args:
         choice: the ranking of the plans that are varied.
         candidates: those plans, and others of `pipedream_flush` without a simulation, the best estimates first.
         schedules: the schedules that may be used.
-        tried: results of simulations by candidate without costs; new ones are added.
+        tried: results of simulations by candidate; new ones are added.
         max_delay: the largest mean delay of a plan in updates, see `Candidate.delay`; None: any.
         share_optimizer: whether replicas may share an optimizer, which excludes a moving average of the weights.
     """
@@ -65,23 +65,31 @@ def find_variants(
         if one.computing < one.seconds * (1 - EQUAL)  # or they gain nothing
     ]
     near = [one.candidate for one in waiting if one.samples_per_second * (1 + NEAR) >= fastest]
-    early = _bases((one for one in near if one.depth > 1), EARLY)
-    run.simulate((one for base in early for one in run.early(base)), 0.5)
+    splitting = (one for one in near if one.depth > 1)
+    early = [
+        base.with_options(split_backward="early", extra_in_flight=extra)
+        for base in _bases(splitting, EARLY)
+        if "split_backward" in jpipe.schedules.SCHEDULES[base.schedule].options and not base.sum_parts
+        for extra in sorted({0, base.options.extra_in_flight})
+    ]
+    run.simulate(early, 0.5)
     tight = (one for one in usable if lacks_memory(one) and one.schedule in schedules and len(set(one.replicas)) == 1)
     saving = _bases((one for one in tight if one.samples_per_second * (1 + NEAR) >= fastest), SAVING)
-    run.simulate((one for base in saving if share_optimizer for one in run.sharing(base)), 0.6)
+    sharing = [base for base in saving if share_optimizer and max(base.replicas) > 1 and base.agree is None]
+    run.simulate((one for base in sharing for one in _with_policies(base, dataclasses.replace(base, shard_optimizer=True))), 0.6)
     run.simulate((one for base in saving for one in run.with_fewer(base)), 0.4)
     whole = dict[object, Candidate]()
-    for base in (one.candidate for one in waiting):
+    for base in (one.candidate for one in waiting if one.candidate.has_one_stage_each and not one.candidate.sum_parts):
         whole.setdefault((base.starts, base.replicas, base.keep_together), base)
-    run.simulate(itertools.islice((one for base in whole.values() for one in run.in_parts(base)), IN_PARTS), 0.5)
+    in_parts = (with_sum_parts(base, *choice.meshes.of(base.degrees)) for base in whole.values())
+    run.simulate(itertools.islice((one for one in in_parts if one is not None), IN_PARTS), 0.5)
     straight = (one for one in usable if one.schedule == BASE and one.depth > 1 and not one.options.extra_in_flight)
     kinds: list[tuple[object, ...]] | None = None
     for base in _bases(straight, BASES):
         if _could_win(base, fastest):
             found = run.simulate(run.of_ranks(base, kinds))
             kinds = list(dict.fromkeys(_kind(one.candidate) for one in in_order(found)))[:FASTEST] if kinds is None else kinds
-    return run.found, run.left_out
+    return run.left_out
 
 
 def lacks_memory(candidate: Candidate) -> bool:
@@ -114,50 +122,29 @@ class _Variants:
     """The search for variants, which simulates them while they are few enough.
 
     Attributes:
-        found: plans with their simulations.
         left_out: the number of plans that were not simulated.
     """
 
     def __init__(self, choice: Choice, schedules: Sequence[str], tried: dict[Candidate, Ranked], max_delay: float | None) -> None:
         self._choice, self._schedules, self._tried, self._max_delay = choice, schedules, tried, max_delay
         self._is_restricted = choice.global_norm or bool(choice.profile.shared)
-        self._spent, self.left_out, self.found = 0, 0, list[Ranked]()
+        self._spent, self.left_out = 0, 0
 
     def simulate(self, variants: Iterable[Candidate], share: float = 1.0) -> list[Ranked]:
         """Simulate legal variants, the shortest simulations first, with a share of the forwards that are left; return those that fit."""
-        legal = [one for one in variants if one.is_within(self._max_delay) and not self._lacks_norm(one)]
+        ids, needs = self._choice.profile.ids, {"skip_nonfinite": self._choice.global_norm, "ties": bool(self._choice.profile.shared)}
+        legal = [one for one in variants if one.is_within(self._max_delay) and not excluded(one.plan(ids), **needs)]
         fitting, most = list[Ranked](), self._spent + share * (MOST_IN_ALL - self._spent)
         for effort, _, candidate in sorted((self._choice.forwards(one), n, one) for n, one in enumerate(legal)):
             if self._spent + effort > most:
                 self.left_out += 1
                 continue
             self._spent += effort
-            one = self._tried[candidate.without_costs] = self._choice.simulate(candidate)
-            self.found += [one] if one.simulated is not None else []
-            fitting += [one] if one.simulated is not None and one.candidate.over is None else []
+            one = self._choice.simulate(dataclasses.replace(candidate, bound=""))  # it is not bound like its base
+            if one.simulated is not None:
+                self._tried[candidate] = one
+                fitting += [one] if one.candidate.over is None else []
         return fitting
-
-    def _lacks_norm(self, candidate: Candidate) -> bool:
-        """Return whether the schedule of a plan cannot do what the model or its optimizer needs."""
-        choice = self._choice
-        return bool(excluded(candidate.plan(choice.profile.ids), skip_nonfinite=choice.global_norm, ties=bool(choice.profile.shared)))
-
-    def early(self, base: Candidate) -> Iterator[Candidate]:
-        """Yield a plan with split backwards, with and without additional microbatches in flight."""
-        if "split_backward" in jpipe.schedules.SCHEDULES[base.schedule].options and not base.sum_parts:
-            for extra in sorted({0, base.options.extra_in_flight}):
-                yield _unpriced(base.with_options(split_backward="early", extra_in_flight=extra))
-
-    def in_parts(self, base: Candidate) -> Iterator[Candidate]:
-        """Yield a plan with sums in parts, if something waits for its sums."""
-        if base.has_one_stage_each and not base.sum_parts:
-            found = with_sum_parts(base, *self._choice.meshes.of(base.degrees))
-            yield from () if found is None else (_unpriced(found),)
-
-    def sharing(self, base: Candidate) -> Iterator[Candidate]:
-        """Yield the plan with replicas that share an optimizer, without recomputation and, if it does not fit with it, with both."""
-        if max(base.replicas) > 1 and base.agree is None:
-            yield from _with_policies(base, dataclasses.replace(base, shard_optimizer=True))
 
     def with_fewer(self, base: Candidate) -> Iterator[Candidate]:
         """Yield the plan with fewer and fewer microbatches in flight, without recomputation and, if it does not fit otherwise, with both.
@@ -214,7 +201,7 @@ class _Variants:
         recomputes = int(repeats_forward(base.policies[0]))
         seconds = [(1 + recomputes) * cost.forward + cost.backward for cost in profile.costs(base.rows).values()]
         candidate = dataclasses.replace(
-            _unpriced(base),
+            base,
             schedule=schedule,
             starts=base.starts if chunks == 1 else balance(seconds, stages),
             replicas=base.replicas[:1] * stages,
@@ -234,9 +221,4 @@ class _Variants:
 def _with_policies(base: Candidate, saving: Candidate) -> Iterator[Candidate]:
     """Yield a plan that saves memory without recomputation and, if the plan that it is derived from does not fit with it, with both."""
     for policies in dict.fromkeys((("none",) * base.depth, base.policies) if base.over else (("none",) * base.depth,)):
-        yield _unpriced(dataclasses.replace(saving, policies=policies))
-
-
-def _unpriced(candidate: Candidate) -> Candidate:
-    """Return a plan that has no estimate."""
-    return dataclasses.replace(candidate, bound="", over=None)
+        yield dataclasses.replace(saving, policies=policies)

@@ -1,17 +1,14 @@
 """Candidates: plans with their prices, small enough to keep thousands of them."""
 
 import functools
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 import jpipe
 from jpipe.schedules import PlainShape, PlanOptions
-from jpipe_planner.cost.devices import limits_of
 from jpipe_planner.cost.shape import is_planned, mean_delay
 from jpipe_planner.machine.topology import Topology
-from jpipe_planner.profile.profile import Profile
 from jpipe_planner.profile.sharded import NO_MESH, Degrees
 
 __all__ = ["USUAL", "Asked", "Candidate"]
@@ -54,7 +51,7 @@ USUAL = Asked()
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A plan in numbers, its cost, and whether it fits.
+    """A plan in numbers, its cost, and whether it fits; those that differ only in their cost are equal.
 
     Attributes:
         schedule: a name of `jpipe.schedules.SCHEDULES`.
@@ -64,7 +61,7 @@ class Candidate:
         replicas: number of replicas of each stage.
         policies: recomputation policy of each stage.
         options: the options of the schedule.
-        keep_together: as in `jpipe.Plan`.
+        keep_together, shard_optimizer, agree, links, offload: as in `jpipe.Plan`.
         seconds: seconds per batch, in steady state.
         bubble: share of the devices' time in which they do not compute.
         memory: peak bytes of a device of each pipeline rank.
@@ -73,13 +70,9 @@ class Candidate:
         over: the pipeline rank that lacks most memory and how many bytes; None: it fits.
         chunks: the number of stages that each rank runs.
         degrees: the mesh of each replica.
-        shard_optimizer: as in `jpipe.Plan`.
         placed_on: the devices, or meshes, of the topology in the order in which ranks get them; None: in the order of their numbers.
         sum_parts: for each stage how many layers each part of the sum of its gradients has, as in `jpipe.Stage`; empty: no stage
             sums in parts.
-        agree: as in `jpipe.Plan`.
-        links: as in `jpipe.Plan`.
-        offload: as in `jpipe.Plan`.
         on_device: with `offload` the seconds per batch of the same plan with everything on the devices, if these had the memory.
     """
 
@@ -91,12 +84,12 @@ class Candidate:
     policies: tuple[str, ...]
     options: PlanOptions
     keep_together: Literal["replicas", "stages"]
-    seconds: float
-    bubble: float
-    memory: tuple[int, ...]
-    sent: float
-    bound: str
-    over: tuple[int, int] | None = None
+    seconds: float = field(default=0.0, compare=False)
+    bubble: float = field(default=0.0, compare=False)
+    memory: tuple[int, ...] = field(default=(0,), compare=False)
+    sent: float = field(default=0.0, compare=False)
+    bound: str = field(default="", compare=False)
+    over: tuple[int, int] | None = field(default=None, compare=False)
     chunks: int = 1
     degrees: Degrees = NO_MESH
     shard_optimizer: bool = False
@@ -105,7 +98,7 @@ class Candidate:
     agree: jpipe.plan.Agreement | None = None
     links: jpipe.plan.Links | None = None
     offload: jpipe.plan.HostMemory | None = None
-    on_device: float = 0.0
+    on_device: float = field(default=0.0, compare=False)
 
     @property
     def depth(self) -> int:
@@ -161,11 +154,6 @@ class Candidate:
     def is_within(self, max_delay: float | None) -> bool:
         """Return whether its mean delay is at most `max_delay` updates, up to rounding; None: any."""
         return max_delay is None or self.delay <= max_delay + 1e-9
-
-    @property
-    def without_costs(self) -> "Candidate":
-        """The same plan without its costs, as a key of the plan."""
-        return replace(self, seconds=0.0, bubble=0.0, memory=(0,), sent=0.0, bound="", over=None, on_device=0.0)
 
     @property
     def is_late_data_parallel(self) -> bool:
@@ -247,17 +235,6 @@ class Candidate:
     def in_order(self, topology: Topology) -> Topology:
         """Return the topology with its devices in the order in which the ranks get them."""
         return topology if self.placed_on is None else topology.ordered(self.placed_on)
-
-    def limits(self, profile: Profile, topology: Topology) -> tuple[float, ...]:
-        """Return the bytes that each pipeline rank may use of a device; infinity: not limited.
-
-        Args:
-            profile: the profile of the layers on its meshes.
-            topology: the topology of its meshes.
-        """
-        if not topology.differing:
-            return (math.inf if topology.device.limit is None else topology.device.limit,) * self.num_pipeline_ranks
-        return limits_of(self.plan(profile.ids), topology)
 
     def most_of_replicas(self, sizes: Sequence[int]) -> tuple[int, ...]:
         """Return the largest of the ranks' numbers for each pipeline rank."""

@@ -10,7 +10,7 @@ from jpipe_planner.machine.topology import Topology
 from jpipe_planner.profile.profile import Profile
 from jpipe_planner.profile.sharded import NO_MESH, Degrees, Meshes
 from jpipe_planner.search.candidate import USUAL, Asked, Candidate
-from jpipe_planner.search.equal import equal_pipelines, in_orders
+from jpipe_planner.search.equal import equal_pipelines
 from jpipe_planner.search.estimate import Estimates
 from jpipe_planner.search.pipedream import SCHEDULE, pipedream_plans
 
@@ -49,17 +49,11 @@ def find_candidates(
     the next computations, and is applied one update late.
 
     Args:
-        profile: the model's costs.
-        topology: the topology.
-        batch: the largest number of rows per update.
-        exact: whether the batch must have exactly that many rows.
+        profile, topology, batch, exact, replicas, max_delay, global_norm: as in `find_plans`.
         schedules: the schedules to try, of `planned_schedules`; None: all of them.
         pipedream: how PipeDream's stages update. "batch": all once per batch, so their replicas divide its microbatches. "replicas": each
             after one microbatch of each of its replicas, so that their number is free, as in the original; the batch may be smaller.
         meshes: the meshes to try, each in place of a device; of `possible_degrees`, or others.
-        replicas: whether stages may have replicas. Without, plans with fewer stages than devices leave the remaining devices idle.
-        max_delay: the largest mean delay of a plan in updates, see `Candidate.delay`; 0 allows only plans without a delay; None: any.
-        global_norm: whether gradients are clipped by their norm over all stages.
         asked: what plans are to do in addition. Pipelines that agree are equal ones; messages between meshes cannot be compressed.
 
     Returns:
@@ -74,20 +68,21 @@ def find_candidates(
         estimates = Estimates(of_mesh, on_devices, asked)
         yield from equal_pipelines(estimates, batch, schedules, exact=exact, replicas=replicas, syncs=is_restricted)
         if SCHEDULE in schedules and not is_restricted and asked.agree is None and has_searchable_stages(on_devices):
-            yield from (one for one in pipedream_plans(estimates, batch, pipedream, exact) if _is_uneven(one))
+            plans = pipedream_plans(estimates, batch, pipedream, exact)  # of one stage, they may be among the equal pipelines
+            yield from (one for one in plans if one.depth > 1 or one.options.update_every == "replicas")
 
     views, found = Meshes(profile, topology), list[Candidate]()
     for degrees in meshes:
         of_mesh, machine = views.of(degrees)
-        searched = [one for one in in_orders(machine, search) if one.is_within(max_delay) and (replicas or max(one.replicas) == 1)]
+        searched = [
+            dataclasses.replace(one, placed_on=order) if n else one
+            for n, order in enumerate(machine.orders())
+            for one in search(machine.ordered(order))
+            if one.is_within(max_delay) and (replicas or max(one.replicas) == 1)
+        ]
         found += searched if degrees.size == 1 else [on_meshes(candidate, degrees) for candidate in searched]
     useful = (candidate for candidate in found if candidate.depth > 1 or _is_data_parallelism(candidate, schedules))
     return sorted(_without_equal_ones(useful), key=lambda candidate: candidate.rank)
-
-
-def _is_uneven(candidate: Candidate) -> bool:
-    """Return whether PipeDream's stages are not among the equal pipelines."""
-    return candidate.depth > 1 or candidate.options.update_every == "replicas"
 
 
 def _is_data_parallelism(candidate: Candidate, schedules: Sequence[str]) -> bool:
@@ -104,7 +99,7 @@ def _without_equal_ones(candidates: Iterator[Candidate]) -> Iterator[Candidate]:
     """Leave out plans that occur twice, and data parallelism that is as late, with as many microbatches, as an earlier plan."""
     seen = set[object]()
     for candidate in candidates:
-        same: object = candidate.without_costs
+        same: object = candidate
         if candidate.is_late_data_parallel:
             same = candidate.rows, candidate.microbatches, candidate.replicas, candidate.degrees, candidate.delay
         if same not in seen:

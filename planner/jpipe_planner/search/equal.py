@@ -3,8 +3,7 @@
 PipeDream-2BW (ICML 2021), section 4, for all schedules; data parallelism is a pipeline of one stage.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -12,7 +11,6 @@ import jpipe
 from jpipe.schedules import PlainShape, PlanOptions
 from jpipe_planner.cost.links import KeepTogether
 from jpipe_planner.cost.shape import needs_vertical_sync
-from jpipe_planner.machine.topology import Topology
 from jpipe_planner.search.balance import balance
 from jpipe_planner.search.candidate import Candidate
 from jpipe_planner.search.estimate import Estimates
@@ -45,13 +43,6 @@ def equal_pipelines(
             if fewer and all(candidate.over for candidate in fewer):
                 break  # less depth needs even more memory
     return candidates
-
-
-def in_orders(topology: Topology, search: Callable[[Topology], Iterable[Candidate]]) -> Iterator[Candidate]:
-    """Yield the candidates of a search on a topology with its devices in each of its orders."""
-    for n, order in enumerate(topology.orders()):
-        for candidate in search(topology.ordered(order)):
-            yield replace(candidate, placed_on=order) if n else candidate
 
 
 class _Sweep:
@@ -90,10 +81,10 @@ class _Sweep:
         for keep in ("replicas", "stages") if min(width, depth, len(self._topology.levels)) > 1 else ("replicas",):
             for rows in self._estimates.profile.sizes:
                 if numbers := self._microbatches(rows * width, depth):
-                    yield from self._of_size(width, depth, rows, numbers, keep)
+                    yield from self._of_size((width,) * depth, rows, numbers, keep)
 
-    def _of_size(self, width: int, depth: int, rows: int, numbers: Sequence[int], keep: KeepTogether) -> Iterator[Candidate]:
-        replicas = (width,) * depth
+    def _of_size(self, replicas: tuple[int, ...], rows: int, numbers: Sequence[int], keep: KeepTogether) -> Iterator[Candidate]:
+        width, depth = replicas[0], len(replicas)
         slowness = self._estimates.links(replicas, keep).slowness.tolist() if self._topology.differing else None
         cuts = {balance(self._estimates.layers.work(rows, repeats), depth, slowness) for repeats in (0, 1)}
         for name, rules in self._schedules:

@@ -92,15 +92,10 @@ class Estimates:
 
     def lacks_in_host(self, candidate: Candidate) -> bool:
         """Return whether a plan does not fit even if optimizer states, and most residuals, wait in host memory."""
-        facts, replicas = schedule_facts(candidate.shape), np.array(candidate.replicas)
+        facts = schedule_facts(candidate.shape)
         assert facts is not None, "a candidate is legal"
-        stages = self._stages(candidate.starts, candidate.rows)
-        limits = self.links(candidate.replicas, candidate.keep_together).limits
-        computing = memory_of(
-            replace(stages, optimizer=0 * stages.optimizer), facts._replace(in_flight=np.minimum(facts.in_flight, STAYING)), replicas
-        )
-        updating = memory_of(stages, facts._replace(in_flight=0 * facts.in_flight), replicas)
-        return bool((np.maximum(computing, updating).min(0) > limits).any())
+        memory = memory_in_host(self._stages(candidate.starts, candidate.rows), facts, np.array(candidate.replicas))
+        return bool((memory.min(0) > self.links(candidate.replicas, candidate.keep_together).limits).any())
 
     def _times(self, stages: Stages, backward: Any, links: StageLinks, shape: PlainShape, summed: Any, updates: Any, asked: Asked) -> Times:
         """Return the times of the stages on their devices; agreements are spread over all updates, as if they were applied at once."""
@@ -119,7 +114,9 @@ class Estimates:
         )
 
 
-def memory_of(stages: Stages, facts: ScheduleFacts, replicas: Any, asked: Asked = USUAL) -> Any:
+def memory_of(
+    stages: Stages, facts: ScheduleFacts, replicas: Any, asked: Asked = USUAL, *, waiting: Any = None, gradients: Any = None
+) -> Any:
     """Return the peak bytes of a device of each stage, by recomputation policy and stage.
 
     Args:
@@ -127,9 +124,12 @@ def memory_of(stages: Stages, facts: ScheduleFacts, replicas: Any, asked: Asked 
         facts: what the schedule says about them.
         replicas: of each stage, an array.
         asked: what the plan does in addition.
+        waiting: the inputs that wait; None: the stages are those of a plan, from which it follows.
+        gradients: likewise the gradients of outputs.
     """
     trained = stages.weights - stages.frozen
-    sent = np.append(0, (facts.in_flight * replicas)[:-1])
+    if waiting is None:
+        waiting = waiting_inputs(facts.in_flight, replicas, np.append(0, (facts.in_flight * replicas)[:-1]))
     return stage_bytes(
         trained,
         stages.optimizer + asked.agreed_copies * trained,
@@ -141,10 +141,17 @@ def memory_of(stages: Stages, facts: ScheduleFacts, replicas: Any, asked: Asked 
         stages.labels,
         versions=facts.versions,
         in_flight=facts.in_flight,
-        waiting=waiting_inputs(facts.in_flight, replicas, sent),
+        waiting=waiting,
         accumulators=stages.accumulators,
         replicas=replicas if asked.agree is None else 1,
-        gradients=waiting_gradients(replicas, np.append(replicas[1:], 0)),
+        gradients=waiting_gradients(replicas, np.append(replicas[1:], 0)) if gradients is None else gradients,
         exchanged=stages.exchanged + (0 if asked.agree is None or asked.agree.delay else trained),
         ahead=stages.ahead,
     )
+
+
+def memory_in_host(stages: Stages, facts: ScheduleFacts, replicas: Any, **waiting: Any) -> Any:
+    """Return the same while optimizer states, and the residuals of all but `STAYING` microbatches, wait in host memory."""
+    staying = facts._replace(in_flight=np.minimum(facts.in_flight, STAYING))
+    computing = memory_of(replace(stages, optimizer=0 * stages.optimizer), staying, replicas, **waiting)
+    return np.maximum(computing, memory_of(stages, facts._replace(in_flight=0 * facts.in_flight), replicas, **waiting))

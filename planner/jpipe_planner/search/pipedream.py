@@ -16,11 +16,11 @@ import jpipe
 from jpipe.schedules import PlainShape, PlanOptions
 from jpipe_planner.cost.devices import DeviceRanges
 from jpipe_planner.cost.links import ring_share
-from jpipe_planner.cost.memory import stage_bytes
 from jpipe_planner.cost.price import all_reduce_seconds
+from jpipe_planner.cost.shape import ScheduleFacts
 from jpipe_planner.search.candidate import Candidate
 from jpipe_planner.search.equal import EXTRA
-from jpipe_planner.search.estimate import STAYING, Estimates
+from jpipe_planner.search.estimate import Estimates, memory_in_host, memory_of
 
 __all__ = ["Placement", "fastest_stages", "pipedream_plans"]
 
@@ -55,8 +55,7 @@ def pipedream_plans(estimates: Estimates, batch: int, every: Literal["batch", "r
     Args:
         estimates: the estimates of the plans.
         batch: the largest number of rows per update.
-        every: "batch": all stages update once per batch, so their replicas divide its microbatches. "replicas": each updates after one
-            microbatch of each of its replicas, so that their number is free; the batch may be smaller.
+        every: as `pipedream` of `find_candidates`.
         exact: whether the microbatches must have exactly that many rows.
     """
     for rows in estimates.profile.sizes:
@@ -115,7 +114,7 @@ def _places(estimates: Estimates, rows: int) -> Any:
 class _Loads:
     """The seconds per microbatch of all runs of layers as stages, on any devices, or without a margin their bytes.
 
-    With `in_host` a stage fits if it does while its optimizer state, and the residuals of all but `STAYING` microbatches, wait in the host.
+    With `in_host` a stage fits if it does with `memory_in_host`.
     """
 
     def __init__(
@@ -183,30 +182,10 @@ class _Loads:
         return np.where(fits[~self._repeats].any(0), load(stages.backward[0]), again)
 
     def _memory(self, replicas: int, ahead: int, has_before: bool) -> Any:
-        optimizer = self._stages.optimizer
-        if not self._in_host:
-            return self._bytes(replicas, ahead, has_before, ahead, optimizer)
-        computing = self._bytes(replicas, ahead, has_before, min(ahead, STAYING), 0 * optimizer)
-        return np.maximum(computing, self._bytes(replicas, ahead, has_before, 0, optimizer))
-
-    def _bytes(self, replicas: int, ahead: int, has_before: bool, in_flight: int, optimizer: Any) -> Any:
-        stages, fused = self._stages, self._at_end & (ahead == 1)
-        return stage_bytes(
-            stages.weights - stages.frozen,
-            optimizer,
-            stages.state + stages.frozen,
-            np.where(fused, 0, stages.residuals),
-            stages.inputs,
-            stages.outputs,
-            np.where(fused, stages.fused, stages.temporary),
-            stages.labels,
-            versions=jpipe.schedules.pipedream_versions(ahead, replicas, replicas > 1, self._microbatches or replicas),
-            in_flight=in_flight,
-            waiting=int(has_before),
-            accumulators=stages.accumulators,
-            replicas=replicas,
-            ahead=stages.ahead,
-        )
+        versions = jpipe.schedules.pipedream_versions(ahead, replicas, replicas > 1, self._microbatches or replicas)
+        facts = ScheduleFacts(ahead, versions, self._at_end & (ahead == 1), hidden=0)
+        count = memory_in_host if self._in_host else memory_of
+        return count(self._stages, facts, replicas, waiting=int(has_before), gradients=0)
 
 
 def fastest_stages(

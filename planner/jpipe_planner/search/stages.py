@@ -2,17 +2,16 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 import jpipe
 from jpipe.plan import repeats_forward
 from jpipe_planner.cost.memory import temporary_bytes
-from jpipe_planner.profile.profile import Profile
+from jpipe_planner.profile.profile import SHARED, Profile
 
-_ONCE = ("update", "weights", "frozen", "accumulators", "optimizer", "ahead", "state")  # do not depend on the microbatch size
-_BYTES = ("residuals", "shared")
+_ONCE = ("update", "state", *SHARED)  # do not depend on the microbatch size
 
 
 @dataclass(frozen=True)
@@ -75,31 +74,31 @@ class Layers:
         self.repeats = np.array([float(repeats_forward(policy)) for policy in self.policies])
         self._once = {name: _sums([getattr(layer, name) for layer in profile.layers]) for name in _ONCE}
         self._unknown_full = _sums([int(any("full" not in one.residuals for one in layer.at)) for layer in profile.layers])
-        self._at = {rows: self._at_size(n) for n, rows in enumerate(profile.sizes)}
+        # By size, sums of all layers before each one, unless said otherwise.
+        self._forward, self._backward = (_sums(self._by_size(name)) for name in ("forward", "backward"))
+        self._more, self._further = (_sums(self._by_size(name)) for name in ("temporary_more", "remaking_more"))
+        self._following, self._scratch = self._by_size("remaking_next"), list(map(_Most, self._by_size("temporary")))  # no sums
+        remaking = [[layer.at[n].remaking for layer in profile.layers] for n in range(len(profile.sizes))]
+        self._remaking = [None if None in one else np.array(one) for one in remaking]  # no sums
+        # bytes before each layer and after the last one; no sums
+        self._crossing = np.concatenate([np.array(profile.inputs)[:, None], self._by_size("outputs")], axis=1)
+        residuals, self._shared = (self._by_policy(name) for name in ("residuals", "shared"))  # shared with the next layer; no sums
+        self._residuals = _sums(residuals - self._shared)
 
-    def _at_size(self, n: int) -> "_AtSize":
-        at = [layer.at[n] for layer in self._profile.layers]
-        known = all(one.remaking is not None for one in at)
-        residuals, shared = (np.array([[getattr(one, name).get(policy, 0) for one in at] for policy in self.policies]) for name in _BYTES)
-        more, further = ([getattr(one, name) for one in at] for name in ("temporary_more", "remaking_more"))
-        return _AtSize(
-            labels=self._profile.labels[n],
-            forward=_sums([one.forward for one in at]),
-            backward=_sums([one.backward for one in at]),
-            crossing=np.array([self._profile.inputs[n], *(one.outputs for one in at)]),
-            residuals=_sums(residuals - shared),
-            shared=shared,
-            scratch=_Most([one.temporary for one in at]),
-            more=_sums(more),
-            remaking=np.array([one.remaking for one in at]) if known else None,
-            following=np.array([one.remaking_next for one in at]),
-            further=_sums(further),
-        )
+    def _by_size(self, name: str) -> Any:
+        """Return a number of each layer at each size."""
+        layers, sizes = self._profile.layers, range(len(self._profile.sizes))
+        return np.array([[getattr(layer.at[n], name) for layer in layers] for n in sizes])
+
+    def _by_policy(self, name: str) -> Any:
+        """Return bytes of each layer at each size with each recomputation policy; 0 where they are not known."""
+        layers, sizes = self._profile.layers, range(len(self._profile.sizes))
+        return np.array([[[getattr(layer.at[n], name).get(policy, 0) for layer in layers] for policy in self.policies] for n in sizes])
 
     def work(self, rows: int, repeats: int) -> list[float]:
         """Return the seconds of forward and backward of each layer, without dispatch, with the forward repeated."""
-        at = self._at[rows]
-        return np.diff((1 + repeats) * at.forward + at.backward).tolist()
+        n = self._profile.sizes.index(rows)
+        return np.diff((1 + repeats) * self._forward[n] + self._backward[n]).tolist()
 
     def runs(self, first: Any, end: Any, rows: int) -> Stages:
         """Return the stages of the layers from each `first` up to each `end`, for microbatches of this many rows.
@@ -111,22 +110,22 @@ class Layers:
             end: one past the last layer of each; larger than `first`.
             rows: one of the sizes of the profile.
         """
-        at, dispatch, last, is_last = self._at[rows], self._profile.dispatch, end - 1, end == self.count
+        n, dispatch, last, is_last = self._profile.sizes.index(rows), self._profile.dispatch, end - 1, end == self.count
         once = {name: sums[end] - sums[first] for name, sums in self._once.items()}
         before = np.maximum(last - 1, first)
-        inputs, forward = at.crossing[first], at.forward[end] - at.forward[first]
-        residuals = at.residuals[:, end] - at.residuals[:, first] + at.shared[:, last]
+        inputs, forward = self._crossing[n, first], self._forward[n, end] - self._forward[n, first]
+        residuals = self._residuals[n][:, end] - self._residuals[n][:, first] + self._shared[n][:, last]
         residuals[-1] = np.where(self._unknown_full[end] > self._unknown_full[first], inputs, residuals[-1])
-        scratch, everything = at.scratch(first, end) + at.more[last] - at.more[first], None
-        if at.remaking is not None:
-            more = at.following[before] + at.further[before] - at.further[first]
-            everything = at.remaking[last] + np.where(last > first, more, 0)
+        scratch, everything = self._scratch[n](first, end) + self._more[n, last] - self._more[n, first], None
+        if (remaking := self._remaking[n]) is not None:
+            more = self._following[n, before] + self._further[n, before] - self._further[n, first]
+            everything = remaking[last] + np.where(last > first, more, 0)
         return Stages(
             forward=forward + dispatch,
-            backward=at.backward[end] - at.backward[first] + np.multiply.outer(self.repeats, forward) + dispatch,
+            backward=self._backward[n, end] - self._backward[n, first] + np.multiply.outer(self.repeats, forward) + dispatch,
             inputs=inputs,
-            outputs=np.where(is_last, 0, at.crossing[end]),
-            labels=np.where(is_last, at.labels, 0),
+            outputs=np.where(is_last, 0, self._crossing[n, end]),
+            labels=np.where(is_last, self._profile.labels[n], 0),
             residuals=residuals,
             temporary=temporary_bytes(scratch, everything, residuals[0], residuals, inputs),
             fused=temporary_bytes(scratch, everything, residuals[0], 0, inputs),
@@ -144,8 +143,7 @@ class Layers:
         stages = self.runs(first, np.append(first[1:], self.count), rows)
         if not self._profile.shared:
             return stages
-        names = ("weights", "frozen", "accumulators", "optimizer", "ahead")
-        sizes: dict[str, Any] = {name: getattr(stages, name) for name in names}
+        sizes: dict[str, Any] = {name: getattr(stages, name) for name in SHARED}
         exchanged = sent = np.zeros_like(first)
         for parameter in self._profile.shared:
             uses = np.add.reduceat([int(layer_id in parameter.layers) for layer_id in self._profile.ids], first)
@@ -159,8 +157,8 @@ class Layers:
 class _Most:
     """The maximum of values[i:j], for arrays of i < j, from two overlapping windows with powers of two as lengths."""
 
-    def __init__(self, values: Sequence[int]) -> None:
-        rows = [np.array(values)]
+    def __init__(self, values: Any) -> None:
+        rows = [values]
         while 2 ** len(rows) <= len(values):
             half = 2 ** (len(rows) - 1)
             rows.append(np.append(np.maximum(rows[-1][:-half], rows[-1][half:]), np.zeros(half, int)))
@@ -170,34 +168,6 @@ class _Most:
     def __call__(self, i: Any, j: Any) -> Any:
         k = self._power[j - i]
         return np.maximum(self._rows[k, i], self._rows[k, j - 2**k])
-
-
-class _AtSize(NamedTuple):
-    """The costs at one microbatch size; sums of all layers before each one, unless said otherwise.
-
-    Attributes:
-        labels: bytes.
-        forward, backward: seconds.
-        crossing: bytes before each layer and after the last one; no sums.
-        residuals: bytes by policy, without those that a layer shares with the next one.
-        shared: bytes by policy and layer that it shares with the next one; no sums.
-        scratch: the largest scratch memory of any run of layers.
-        more: what a pair needs more than a layer.
-        remaking, following: as `AtSize.remaking` and `remaking_next`; no sums.
-        further: of `AtSize.remaking_more`.
-    """
-
-    labels: int
-    forward: Any
-    backward: Any
-    crossing: Any
-    residuals: Any
-    shared: Any
-    scratch: _Most
-    more: Any
-    remaking: Any | None
-    following: Any
-    further: Any
 
 
 def _sums(values: Any) -> Any:

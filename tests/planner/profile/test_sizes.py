@@ -36,7 +36,7 @@ def test_only_numbers_that_are_not_linear_are_counted_at_all_sizes(count, counte
 
 @pytest.mark.parametrize("sizes", [(3,), (2, 6), (1, 3, 8)])
 def test_few_sizes_are_all_counted(sizes):
-    assert count_at(sizes, lambda rows: 2 * rows).at == {rows: 2 * rows for rows in sizes}
+    assert count_at(sizes, lambda rows: 2 * rows)[0] == {rows: 2 * rows for rows in sizes}
 
 
 def test_policies_are_counted_at_two_sizes_where_no_recomputation_is_linear():

@@ -6,6 +6,7 @@ import pytest
 
 import jpipe
 from jpipe.schedules import PlanOptions
+from jpipe_planner.cost.devices import limits_of
 from jpipe_planner.cost.simulated import simulate_plan
 from jpipe_planner.machine.differing import Differing
 from jpipe_planner.machine.topology import Topology
@@ -194,7 +195,7 @@ def test_a_plan_in_another_order_is_the_plan_on_machines_counted_in_that_order(k
     candidate = next(c for c in found if c.replicas == (2, 2) and c.keep_together == keep and c.placed_on is None)
     moved = dataclasses.replace(candidate, placed_on=order)
     there, here = (
-        (one.plan(profile.ids), machine, one.limits(profile, machine))
+        (one.plan(profile.ids), machine, limits_of(one.plan(profile.ids), machine))
         for one, machine in ((candidate, topology.ordered(order)), (moved, topology))
     )
     assert there[2] == here[2]
@@ -227,14 +228,15 @@ def test_where_devices_differ_each_option_has_the_memory_of_the_devices_of_its_s
     for option in ({}, *options, {"agree": jpipe.plan.Agreement(every=2), "schedule": "gpipe"}):
         candidate = dataclasses.replace(base, **option)
         assert candidate.plan(profile.ids).depth == 2
-        assert candidate.limits(profile, topology) == ((2e9, 1e9) if "placed_on" in option else (1e9, 2e9))
+        assert Choice(profile, topology, (), (), 0).limits(candidate) == ((2e9, 1e9) if "placed_on" in option else (1e9, 2e9))
     on_meshes = dataclasses.replace(base, replicas=(1, 1), degrees=Degrees(data=2), sum_parts=())
     with_equal = Topology(levels=levels, device={"memory": 2e9}, differing=[{"devices": "0-1", "memory": 1e9}])
-    assert on_meshes.limits(profile, with_equal.groups(2)) == (1e9, 2e9)
+    assert limits_of(on_meshes.plan(profile.ids), with_equal.groups(2)) == (1e9, 2e9)
 
 
 def test_an_entry_that_changes_nothing_changes_no_plan():
     profile, equal = invented_profile(5, 6), invented_topology(1)
     same = equal.model_copy(update={"differing": (Differing(devices=(1,)),)})
     plans = [find_candidates(profile, topology, 4, schedules=["pipedream_flush", "pipedream"]) for topology in (equal, same)]
-    assert [one for one in plans[1] if one.devices == 6] == [one for one in plans[0] if one.devices == 6] != []
+    priced = [[(one, one.rank) for one in found if one.devices == 6] for found in plans]
+    assert priced[0] == priced[1] != []

@@ -64,7 +64,7 @@ def confirmed(memory: float, actual: Profile, schedules=("pipedream_flush",), es
 def test_only_stages_that_lack_memory_recompute_more():
     # Four stages of two layers hold 8 MB and, from the first on, the residuals of 4, 3, 2 and 1 microbatches.
     result, compiled, reported = confirmed(18e6, profile(fixed=4 * MB))
-    first = result.fitting[0].ranked.candidate
+    first = result.compiled[0].ranked.candidate
     assert (
         [attempt.ranked.candidate for attempt in reported] == compiled[: len(reported)] == [one.ranked.candidate for one in result.attempts]
     )
@@ -72,28 +72,28 @@ def test_only_stages_that_lack_memory_recompute_more():
     assert set(compiled[0].policies) == {"none"}
     assert first.policies[0] != "none"
     assert first.policies[-1] == "none"
-    assert max(result.fitting[0].ranked.memory) <= 18e6
+    assert max(result.compiled[0].ranked.memory) <= 18e6
     assert first.rows == compiled[0].rows
-    assert result.tried[first.without_costs].memory == result.fitting[0].ranked.memory
+    assert result.tried[first].memory == result.compiled[0].ranked.memory
 
 
 def test_policies_that_save_too_little_are_skipped():
     result, compiled, _ = confirmed(18e6, profile(fixed=7 * MB))
     assert compiled[1].policies[0] == "full"
-    assert result.fitting[0].ranked.candidate == compiled[-1]
+    assert result.compiled[0].ranked.candidate == compiled[-1]
 
 
 def test_where_recomputing_everything_is_not_enough_microbatches_become_smaller():
     result, compiled, reported = confirmed(30e6, profile(9 * MB + MB // 2, dispatch=0.5), estimated=profile(dispatch=0.5))
     assert {candidate.rows for candidate in compiled[:-1]} == {2}
-    assert result.fitting[0].ranked.candidate.rows == 1
-    assert set(result.fitting[0].ranked.candidate.policies) == {"none"}  # no more recomputation than it needs
+    assert result.compiled[0].ranked.candidate.rows == 1
+    assert set(result.compiled[0].ranked.candidate.policies) == {"none"}  # no more recomputation than it needs
     assert any(attempt.ranked.candidate.policies[0] == "full" for attempt in reported)
 
 
 def test_where_nothing_fits_all_attempts_are_reported():
     result, compiled, reported = confirmed(18e6, profile(fixed=30 * MB))
-    assert not result.fitting
+    assert not result.compiled
     assert len(compiled) == len(set(compiled)) == len(reported)
     assert {candidate.policies[0] for candidate in compiled} >= {"none", "full"}
     text = table.attempt(reported[0])
@@ -103,27 +103,27 @@ def test_where_nothing_fits_all_attempts_are_reported():
 
 def test_plans_that_may_be_as_fast_are_compiled_too_and_the_best_of_them_is_first():
     result, compiled, _ = confirmed(1e9, profile(), schedules=("pipedream_2bw", "pipedream", "pipedream_flush"))
-    kinds = [one.ranked.candidate.schedule for one in result.fitting]
+    kinds = [one.ranked.candidate.schedule for one in result.compiled]
     assert len(compiled) == len(kinds) == 2  # a flush is slower than the error of the prediction
     assert set(kinds) == {"pipedream", "pipedream_2bw"}
-    assert max(result.fitting[0].ranked.memory) <= max(result.fitting[1].ranked.memory)
-    assert [ranked.candidate.schedule for ranked in result.uncompiled] == ["pipedream_flush"]
+    assert max(result.compiled[0].ranked.memory) <= max(result.compiled[1].ranked.memory)
+    assert [ranked.candidate.schedule for ranked in result.choice.ranked[2:]] == ["pipedream_flush"]
 
 
 def test_no_more_plans_are_compiled_than_the_limits_say(monkeypatch):
     monkeypatch.setattr(module, "MOST_COMPILED", 1)
     monkeypatch.setattr(module, "MOST_LEAN", 1)
     result, compiled, _ = confirmed(18e6, profile(fixed=30 * MB))
-    assert not result.fitting
+    assert not result.compiled
     assert [set(candidate.policies) for candidate in compiled] == [{"none"}, {"full"}]  # the smallest of all comes last
 
 
 def test_estimates_that_are_too_high_do_not_rule_out_everything():
     result, compiled, _ = confirmed(20e6, profile(), estimated=profile(fixed=30 * MB))
-    assert result.fitting
+    assert result.compiled
     assert compiled
     hopeless, compiled, _ = confirmed(5e6, profile())  # weights, gradients and optimizer state alone are more
-    assert not hopeless.fitting
+    assert not hopeless.compiled
     assert not compiled
 
 
@@ -174,7 +174,7 @@ def test_what_the_compiler_finds_too_large_even_with_recomputation_waits_in_host
     result, _, reported = confirmed(20e6, estimated.model_copy(update={"layers": tuple(layers)}), schedules=("gpipe",))
     assert reported
     assert all(attempt.compiled.ranked.memory[0] > 20e6 for attempt in reported)
-    found = result.fitting[0].ranked
+    found = result.compiled[0].ranked
     assert found.candidate.offload is not None
-    assert found.candidate.without_costs in result.tried
+    assert found.candidate in result.tried
     assert max(found.memory) <= 20e6

@@ -75,7 +75,8 @@ def test_bases_lack_memory_or_recompute_and_are_the_leanest_and_the_fastest_of_e
     candidates, _ = candidates_and_choice(1.0, "gpipe")
     whole = dataclasses.replace(candidates[0], policies=("none",) * candidates[0].depth, over=None)
     lean, fast = (
-        dataclasses.replace(whole, over=(0, lacks), seconds=seconds, rows=rows) for lacks, seconds, rows in ((5, 2.0, 1), (9, 1.0, 1))
+        dataclasses.replace(whole, over=(0, lacks), seconds=seconds, microbatches=many * whole.microbatches)
+        for lacks, seconds, many in ((5, 2.0, 1), (9, 1.0, 2))
     )
     other = dataclasses.replace(whole, schedule="naive", policies=("full",) * whole.depth)
     assert offload_bases([fast, other, lean, whole]) == [other, lean, fast]

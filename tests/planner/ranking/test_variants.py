@@ -151,8 +151,8 @@ def straight_pipelines(schedule, latency, **fields):
     joint = [candidate for candidate in candidates if candidate.depth == 4 and not candidate.options.extra_in_flight]
     tried = {}
     choice = choose(profile, topology, joint, tried=tried)
-    found, _ = variants.find_variants(choice, joint, [schedule], tried)
-    return choice.with_more([one for one in found if one.candidate.options.split_backward == "early"])
+    variants.find_variants(choice, joint, [schedule], tried)
+    return choice.with_more([one for one in tried.values() if one.candidate.options.split_backward == "early"])
 
 
 @pytest.mark.parametrize("schedule", ["pipedream_flush", "pipedream", "pipedream_2bw"])
@@ -194,13 +194,12 @@ def test_plans_that_would_take_too_long_are_counted_and_smaller_ones_tried(monke
     profile, two = gpt(6, sizes=(1,)), ["zb_h1", "interleaved_1f1b"]
     planned = [one for one in find_candidates(profile, FAST, 8, schedules=["pipedream_flush"]) if one.depth == 4]
     choice = choose(profile, FAST, planned)
-    whole, left_out = variants.find_variants(choice, planned, two, {})
-    assert left_out == 0
-    most = sorted(choice.forwards(one.candidate) for one in whole)
+    whole, least = {}, {}
+    assert variants.find_variants(choice, planned, two, whole) == 0
+    most = sorted(map(choice.forwards, whole))
     monkeypatch.setattr(variants, "MOST_IN_ALL", most[0])
-    least, left_out = variants.find_variants(choice, planned, two, {})
-    assert [choice.forwards(one.candidate) for one in least] == [most[0]], "not the first one, but one that may be"
-    assert left_out
+    assert variants.find_variants(choice, planned, two, least)
+    assert list(map(choice.forwards, least)) == [most[0]], "not the first one, but one that may be"
 
 
 @pytest.mark.slow

@@ -68,7 +68,7 @@ def planned(machine: str, asked: dict, *schedules: str, memory: float = MEMORY) 
     result = search(profile(), topology, 4, request, False, Reporter(1, 1, "samples", Console(file=io.StringIO())))
     choice = result.choice
     assert choice.ranked
-    for one in result.plans.tried.values():
+    for one in result.tried.values():
         plan = choice.plan(one)
         assert jpipe.Plan.from_json(plan.to_json()) == plan
         fits = all(size <= limit for size, limit in zip(one.simulated.peak_bytes, limits(plan, topology), strict=True))

@@ -14,7 +14,7 @@ from rich.console import Console
 
 import jpipe
 from jpipe.plan import Agreement
-from jpipe_planner import Profile, Topology
+from jpipe_planner import Plans, Profile, Topology
 from jpipe_planner.ranking import variants
 from jpipe_planner.ranking.compiled import Compiled
 from jpipe_planner.search.candidate import Asked
@@ -24,13 +24,12 @@ from jpipe_train.config.plan_config import PlanConfig
 from jpipe_train.console.progress import Reporter
 from jpipe_train.launch.together import Together
 from jpipe_train.plan import auto
-from jpipe_train.plan import confirm as confirming
+from jpipe_train.plan import compiling as confirming
 from jpipe_train.plan import search as searching
-from jpipe_train.plan.compiling import of_this_machine
-from jpipe_train.plan.confirm import confirm
+from jpipe_train.plan.compiling import confirm, of_this_machine
 from jpipe_train.plan.inputs import Request, prepare_devices
 from jpipe_train.plan.profiling import Parts
-from jpipe_train.plan.search import SearchResult, search
+from jpipe_train.plan.search import search
 
 IDS = ("first", "second", "third")
 LAYERS = {i: lambda x: x + 1 for i in IDS}
@@ -58,7 +57,7 @@ def silent() -> Reporter:
     return Reporter(1, 1, "samples", Console(file=io.StringIO(), width=200))
 
 
-def searched(topology: Topology, weights: int = 10**6, dispatch: float = 0.0) -> SearchResult:
+def searched(topology: Topology, weights: int = 10**6, dispatch: float = 0.0) -> Plans:
     return search(profile(weights, dispatch), topology, 8, Request(schedules=("all",)), False, silent())
 
 
@@ -82,16 +81,16 @@ def fits(monkeypatch):
 def test_plans_of_too_many_microbatches_are_counted(monkeypatch):
     reporter = Reporter(1, 1, "samples", Console(file=(output := io.StringIO()), width=200))
     request = Request(schedules=("pipedream_flush",))
-    everything = search(profile(), TWO, 8, request, False, reporter).plans
+    everything = search(profile(), TWO, 8, request, False, reporter)
     monkeypatch.setattr(searching, "MOST_MICROBATCHES", 4)
     result = search(profile(), TWO, 8, request, False, reporter)
     assert {candidate.rows for candidate in everything.candidates} == {1, 2}
-    left_out = len(result.plans.excluded)
+    left_out = len(result.excluded)
     assert left_out == sum(
         one.rows == 1 and one.schedule == "pipedream_flush" for one in find_candidates(profile(), TWO, 8, schedules=request.schedules)
     )
     assert output.getvalue() == f"{left_out} candidates left out, with more than 4 microbatches\n"
-    assert {candidate.rows for candidate in result.plans.candidates} == {2}
+    assert {candidate.rows for candidate in result.candidates} == {2}
 
 
 def test_stages_of_pipelines_that_agree_are_not_searched():
@@ -104,7 +103,7 @@ def test_stages_of_pipelines_that_agree_are_not_searched():
 def test_only_schedules_that_flush_are_considered_by_default():
     def schedules(**options) -> set[str]:
         result = search(profile(), TWO, 8, Request(replicas=False, **options), False, silent())
-        return {candidate.schedule for candidate in result.plans.candidates}
+        return {candidate.schedule for candidate in result.candidates}
 
     rules = jpipe.schedules.SCHEDULES
     flushing = schedules()
@@ -164,11 +163,11 @@ def test_a_plan_that_does_not_fit_when_compiled_gives_way_to_a_smaller_one_of_it
     result, attempts = searched(TWO, dispatch=0.02), []
     best = result.choice.ranked[0].candidate
     assert best.rows == 2
-    candidates = tuple(candidate for candidate in result.plans.candidates if candidate.rows == 2 or candidate.kind == best.kind)
-    tried = {key: one for key, one in result.plans.tried.items() if one.candidate.rows == 2 or one.candidate.kind == best.kind}
+    candidates = tuple(candidate for candidate in result.candidates if candidate.rows == 2 or candidate.kind == best.kind)
+    tried = {key: one for key, one in result.tried.items() if one.candidate.rows == 2 or one.candidate.kind == best.kind}
     compiled = fits(lambda candidate: candidate.rows == 1)
-    after, (confirmed, *_) = confirm(
-        dataclasses.replace(result, plans=dataclasses.replace(result.plans, candidates=candidates, tried=tried)),
+    after = confirm(
+        dataclasses.replace(result, candidates=candidates, tried=tried),
         parts(),
         of_this_machine(),
         lambda attempt: attempts.append(attempt.ranked.candidate),
@@ -177,11 +176,11 @@ def test_a_plan_that_does_not_fit_when_compiled_gives_way_to_a_smaller_one_of_it
     assert attempts == compiled[:-1]
     assert attempts
     assert all(candidate.rows == 2 for candidate in attempts)
-    assert first is confirmed.ranked
+    assert first is after.compiled[0].ranked
     assert first.candidate == compiled[-1]
     assert (first.candidate.kind, first.candidate.rows) == (best.kind, 1)
     assert not {ranked.candidate for ranked in after.choice.ranked} & set(attempts)
-    assert {one.without_costs for one in attempts} <= set(after.plans.tried)
+    assert set(attempts) <= set(after.tried)
 
 
 def test_where_nothing_fits_when_compiled_the_missing_bytes_are_reported(fits):
@@ -195,18 +194,18 @@ def test_near_misses_are_compiled_if_they_would_be_faster(fits, memory, near, do
     monkeypatch.setattr(variants, "SAVING", 0)  # with a shared optimizer data parallelism would fit
     weights = 10**8  # a device of data parallelism holds 12 times that, one of two stages 8 times
     result = searched(Topology.flat(2, 1e12, memory=memory), weights)
-    parallel = [candidate for candidate in result.plans.candidates if candidate.depth == 1]
+    parallel = [candidate for candidate in result.candidates if candidate.depth == 1]
     assert parallel
     assert all(candidate.over is not None for candidate in parallel)
     assert all(ranked.candidate.depth == 2 for ranked in result.choice.ranked)
     compiled = fits(lambda candidate: candidate.depth == 2 or does)
-    after, (confirmed, *_) = confirm(result, parts(), of_this_machine(), lambda *_: None)
+    after = confirm(result, parts(), of_this_machine(), lambda *_: None)
     assert (compiled[0].depth == 1) == near
     first = after.choice.ranked[0].candidate
     assert first.depth == (1 if near and does else 2)
     assert first.over is None
     assert [ranked.candidate.kind for ranked in after.choice.ranked].count(first.kind) == 1
-    assert any(after.plans.tried.get(candidate.without_costs) is confirmed.ranked for candidate in result.plans.candidates)
+    assert any(after.tried.get(candidate) is after.compiled[0].ranked for candidate in result.candidates)
 
 
 def test_nothing_is_compiled_if_no_plan_can_fit(fits):

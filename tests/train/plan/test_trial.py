@@ -13,20 +13,19 @@ import yaml
 from rich.console import Console
 
 import jpipe
-from jpipe_planner import Profile
+from jpipe_planner import Plans, Profile
 from jpipe_planner.cost.simulated import simulate_plan
 from jpipe_planner.ranking.compiled import Compiled
 from jpipe_train import cli
 from jpipe_train.console import interrupt
 from jpipe_train.console.progress import Reporter
 from jpipe_train.launch.together import Together
-from jpipe_train.plan import trial, trial_words
-from jpipe_train.plan.search import SearchResult
+from jpipe_train.plan import trial
 from tests.train.plan import test_plan as planned
 from tests.train.plan import test_planning as planning
 
 
-def measured_as(monkeypatch, seconds, most: int = 3, fits=lambda candidate: True) -> tuple[SearchResult, trial.Measured, str]:
+def measured_as(monkeypatch, seconds, most: int = 3, fits=lambda candidate: True) -> tuple[Plans, trial.Measured, str]:
     """Measure plans of a profile, where the plan n that starts takes `seconds(n, ranked)` each step; return what is printed, too."""
     searched, numbers, output = planning.searched(planning.TWO), itertools.count(), io.StringIO()
     by_plan = {searched.choice.plan(ranked): ranked for ranked in searched.choice.ranked}
@@ -43,7 +42,7 @@ def measured_as(monkeypatch, seconds, most: int = 3, fits=lambda candidate: True
     monkeypatch.setattr(trial, "compile_stages", compiled)
     monkeypatch.setattr(trial.data, "load", lambda _: trial.data.Data([(jax.numpy.zeros((1, 2)),) * 2], [], "", "", str))
     reporter = Reporter(1, 1, "samples", Console(file=output, width=200))
-    return searched, trial.measure(lambda: (searched, []), planning.parts(), most, reporter, Together(None)), output.getvalue()
+    return searched, trial.measure(lambda: searched, planning.parts(), most, reporter, Together(None)), output.getvalue()
 
 
 def test_the_fastest_measured_plan_is_chosen(monkeypatch):
@@ -51,8 +50,7 @@ def test_the_fastest_measured_plan_is_chosen(monkeypatch):
     before, after = searched.choice.ranked, measured.result.choice.ranked
     assert [one.candidate for one in after[:3]] == [before[n].candidate for n in (2, 1, 0)]
     assert after[3:] == before[3:]
-    assert measured.chosen is not None
-    assert measured.chosen.ranked.candidate == after[0].candidate
+    assert [one.ranked for one in measured.result.compiled] == list(after[:3])
     assert [one.error for one in measured.trials] == pytest.approx([(2.0, 3.0, 4.0)[n] / before[2 - n].seconds - 1 for n in range(3)])
 
 
@@ -74,8 +72,8 @@ def test_a_plan_that_fails_or_does_not_fit_has_its_reason_in_a_line_and_a_row(mo
     failed = searched.choice.ranked[1]
     assert "cannot run here: RESOURCE_EXHAUSTED: out of memory\n" in printed
     assert [one.ranked.candidate for one in measured.failed] == [failed.candidate]
-    assert trial_words.cells(measured, measured.failed[0].ranked) == ("failed", "")
-    assert trial_words.why(measured, measured.failed[0].ranked) == "failed"
+    assert trial.cells(measured, measured.failed[0].ranked) == ("failed", "")
+    assert trial.why(measured, measured.failed[0].ranked) == "failed"
     best = searched.choice.ranked[0].candidate
     _, measured, printed = measured_as(monkeypatch, lambda n, ranked: ranked.seconds, fits=lambda candidate: candidate != best)
     assert re.search(r"cannot run here: .*lacks 2 kB when compiled", printed)
@@ -112,12 +110,12 @@ def test_ctrl_c_keeps_what_was_measured(monkeypatch, after):
 
 
 def test_plans_run_one_by_one_where_memory_is_short():
-    parts, choice = planning.parts(), planning.searched(planning.TWO).choice
-    pipes = [(trial.Trial(ranked), parts.pipeline(choice.plan(ranked))) for ranked in choice.ranked[:2]]
-    needed = sum(max(one.ranked.memory) for one, _ in pipes)
-    assert [len(group) for group in trial._groups(pipes, needed)] == [2]
-    assert [len(group) for group in trial._groups(pipes, None)] == [2]
-    assert [len(group) for group in trial._groups(pipes, needed - 1)] == [1, 1]
+    choice = planning.searched(planning.TWO).choice
+    trials = [trial.Trial.of(ranked) for ranked in choice.ranked[:2]]
+    needed = sum(max(one.ranked.memory) for one in trials)
+    assert [len(group) for group in trial._groups(trials, needed)] == [2]
+    assert [len(group) for group in trial._groups(trials, None)] == [2]
+    assert [len(group) for group in trial._groups(trials, needed - 1)] == [1, 1]
 
 
 def test_the_profile_is_corrected_by_the_median_and_read_back(monkeypatch):
@@ -129,11 +127,11 @@ def test_the_profile_is_corrected_by_the_median_and_read_back(monkeypatch):
             assert after.at[n].forward == pytest.approx(2 * before.at[n].forward)
             assert after.at[n].backward == pytest.approx(2 * before.at[n].backward)
             assert after.at[n].residuals == before.at[n].residuals
-    for row, one in zip(trial_words.errors(measured), measured.trials, strict=True):
-        assert len(row) == len(trial_words.ERRORS)
+    for row, one in zip(trial.errors(measured), measured.trials, strict=True):
+        assert len(row) == len(trial.ERRORS)
         assert float(row[5].rstrip("%")) == pytest.approx(100 * one.error, abs=1)
         assert float(row[7].rstrip("%")) == pytest.approx(100 * (one.seconds / (2 * one.ranked.seconds) - 1), abs=1.5)
-    assert "multiplied by 2.00" in trial_words.words(measured)[1]
+    assert "multiplied by 2.00" in trial.words(measured)[1]
 
 
 def test_a_factor_that_explains_nothing_is_not_applied(monkeypatch):
@@ -154,7 +152,7 @@ def test_corrected_seconds_are_those_of_a_simulation_with_slower_computations():
         )
         for cost in choice.profile.stage_costs(plan, ranked.candidate.rows)
     ]
-    assert trial.corrected_seconds(choice, 3.0, trial.Trial(ranked)) == pytest.approx(
+    assert trial.corrected_seconds(choice, 3.0, trial.Trial.of(ranked)) == pytest.approx(
         simulate_plan(plan, costs, choice.topology).batch_seconds
     )
 

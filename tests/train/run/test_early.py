@@ -168,7 +168,7 @@ def test_the_search_for_a_plan_tells_a_mistake_as_early(topology, sections, requ
     (tmp_path / "two.yaml").write_text("{format: jpipe-topology/1, levels: [{count: 2, bandwidth: 1.0e+9}]}")
     (tmp_path / "tiny.yaml").write_text(to_yaml(changed(tiny, sections)))
     with pytest.raises(InputError, match=message):
-        planning.main(planning.Files("tiny.yaml", **files), Request(**{"topology": topology} | request_))
+        planning.main(Request(config="tiny.yaml", **{"topology": topology} | request_ | files))
 
 
 def test_a_model_that_cannot_generate_is_told_before_a_checkpoint_is_read(tiny, tmp_path):

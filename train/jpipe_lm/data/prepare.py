@@ -13,7 +13,7 @@ import numpy as np
 
 from jpipe import InputError
 from jpipe.errors import shortened
-from jpipe.files import create, new_folder, unused, write_atomically
+from jpipe.files import create, new_folder, unused, write_atomically, writing
 from jpipe_lm.data import texts
 from jpipe_lm.data import tokenizer as tokenizers
 from jpipe_lm.data.chat import reading, template
@@ -163,10 +163,8 @@ def make_tokenizer(
                 interrupt.check()
                 raise InputError(f"data tokenizer: no tokenizer can be made of this text: {first_line(error)}; give other text") from None
         interrupt.check()
-    try:
+    with writing("--out", out):
         write_atomically(target, rules.to_str(pretty=True))
-    except OSError as error:
-        raise InputError(f"--out: cannot write '{out}': {error.strerror}; choose another file") from None
     size = int(rules.get_vocab_size(with_added_tokens=True))
     fewer = "" if size == vocab_size else f", not {vocab_size:,}: the text has no more pairs"
     reporter.say(f"{out}: {size:,} tokens{fewer}")

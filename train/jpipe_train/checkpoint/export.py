@@ -15,7 +15,7 @@ import jpipe
 from jpipe import InputError
 from jpipe.checkpoints import files as checkpoint_files
 from jpipe.checkpoints.orbax_item import write_tree
-from jpipe.files import expanded, new_folder, resolved, shown, unused, write_atomically
+from jpipe.files import expanded, new_folder, resolved, shown, unused, write_atomically, writing
 from jpipe_train.checkpoint.best import Step, best_step
 from jpipe_train.console.terminal import count
 
@@ -62,11 +62,10 @@ def _write_safetensors(path: Path, out: str, arrays: Mapping[str, Any], step: in
     ordered = {name: np.asarray(array, order="C") for name, array in arrays.items()}  # safetensors would shuffle other orders
     try:
         content = save(ordered, {"jpipe": f"{jpipe.__version__}, step {step}"})
-        write_atomically(path, content)
     except SafetensorError as error:
         raise InputError(f"export: a safetensors file cannot hold this model: {error}; use --layout orbax") from None
-    except OSError as error:
-        raise InputError(f"--out: cannot write '{out}': {error.strerror}; choose another file") from None
+    with writing("--out", out):
+        write_atomically(path, content)
     return len(content)
 
 

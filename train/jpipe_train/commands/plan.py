@@ -1,6 +1,5 @@
 """`jpipe plan CONFIG`: find the fastest plan that fits."""
 
-from dataclasses import replace
 from functools import partial
 from typing import Annotated, Literal
 
@@ -61,10 +60,29 @@ def plan(
     """
     with interrupt.importing():
         from jpipe_train.plan.inputs import LOCAL, Request
-        from jpipe_train.plan.plan import Files, main
+        from jpipe_train.plan.plan import main
         from jpipe_train.run import job
-    request = Request(topology, batch, up_to, tuple(filter(None, schedules.split(","))), devices, pipedream, meshes=mesh)
-    request = replace(request, max_delay=max_delay, measure=measure, agree=agree, offload=offload)
+    request = Request(
+        topology=topology,
+        batch=batch,
+        up_to=up_to,
+        schedules=tuple(filter(None, schedules.split(","))),
+        devices=devices,
+        pipedream=pipedream,
+        meshes=mesh,
+        max_delay=max_delay,
+        measure=measure,
+        offload=offload,
+        agree=agree,
+        config=config,
+        overrides=overrides,
+        allow_code=allow_code,
+        profile=profile,
+        rows=rows,
+        out=out,
+        profile_out=profile_out,
+        png=png,
+        explain=explain,
+    )
     limits = process.connect_limit, process.wait_limit
-    find = partial(main, Files(config, profile, out, profile_out, png), request, overrides, rows, explain, allow_code, *limits)
-    return job.plan(find, process, alone=topology != LOCAL)
+    return job.plan(partial(main, request, *limits), process, alone=topology != LOCAL)

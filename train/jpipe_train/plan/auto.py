@@ -9,8 +9,7 @@ from jpipe_train.config.config import Config
 from jpipe_train.console.progress import Reporter
 from jpipe_train.console.terminal import count
 from jpipe_train.launch.together import Together
-from jpipe_train.plan.compiling import of_this_machine
-from jpipe_train.plan.confirm import confirm
+from jpipe_train.plan.compiling import confirm, of_this_machine
 from jpipe_train.plan.inputs import Request
 from jpipe_train.plan.profiling import Parts, cores_of, profile_together
 from jpipe_train.plan.search import search
@@ -31,22 +30,17 @@ def find_plan(config: Config, reporter: Reporter, together: Together) -> jpipe.P
     batch = config.train.batch_size
     profile = profile_together(parts, batch, jax.device_count(), reporter, together)
     topology = local_topology(cores=cores_of(parts, profile, jax.device_count(), together))
-    request = Request(
-        all_devices=together.processes is not None,
-        replicas=not parts.stack.carries_rows,
-        max_delay=config.plan.max_delay,
-        share_optimizer=config.optimizer.ema_decay is None,
-    ).with_asked(config.plan)
+    request = parts.complete(Request(), together)
 
     def search_and_confirm() -> str:
-        result = search(profile, topology, batch, request, parts.config.uses_global_norm, reporter)
-        result, (confirmed, *_) = confirm(result, parts, of_this_machine(), lambda attempt: reporter.say(table.attempt(attempt)))
-        candidate = confirmed.ranked.candidate
+        plans = search(profile, topology, batch, request, parts.config.uses_global_norm, reporter)
+        choice = confirm(plans, parts, of_this_machine(), lambda attempt: reporter.say(table.attempt(attempt))).choice
+        candidate = choice.ranked[0].candidate
         reporter.say(
             f"plan: {table.name(candidate)}, {count(candidate.microbatches, 'microbatch', 'es')} of {table.rows_of(candidate.rows)}, "
             + (f"mean delay {table.delay(candidate)}, " if candidate.delay else "")
-            + f"expected {table.rate(confirmed.ranked.samples_per_second)} samples/s; the best of {result.choice.considered:,} candidates"
+            + f"expected {table.rate(choice.ranked[0].samples_per_second)} samples/s; the best of {choice.considered:,} candidates"
         )
-        return result.choice.plan(confirmed.ranked).to_json()
+        return choice.plan(choice.ranked[0]).to_json()
 
     return jpipe.Plan.from_json(together.from_first("the plan of process 0", search_and_confirm))

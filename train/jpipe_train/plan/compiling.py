@@ -1,18 +1,24 @@
-"""The devices that stages are compiled for, and their description in commands."""
+"""Compile the best plans of a search until one fits: for which devices, and how commands say it."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 
 from jpipe import InputError
-from jpipe_planner import Device
+from jpipe_planner import Device, Plans
 from jpipe_planner.machine.compiling import Compiling
 from jpipe_planner.machine.plain_yaml import parse
 from jpipe_planner.machine.targets import find_target
+from jpipe_planner.ranking import confirm as confirmation
+from jpipe_planner.ranking import table
+from jpipe_planner.ranking.choose import Choice, Ranked
+from jpipe_planner.ranking.compiled import Attempt, Compiled, compile_stages
 from jpipe_train.config.config import Config
-from jpipe_train.console.terminal import first_line
+from jpipe_train.console.terminal import count, first_line
 from jpipe_train.plan.inputs import read_text, read_topology
+from jpipe_train.plan.profiling import Parts
 
 # The temporaries of a CPU's compiler divided by the target's, in 16 bits and otherwise: docs/explanation/planner-accuracy.md.
 RATIOS = {
@@ -74,3 +80,39 @@ def compiler_errors(kind: str) -> Iterator[None]:
         yield
     except jax.errors.JaxRuntimeError as error:
         raise InputError(f"XLA cannot compile the stages for {kind}: {first_line(error)}; try smaller stages or microbatches") from None
+
+
+def nothing_fits(choice: Choice) -> InputError:
+    """Return the error if no plan fits."""
+    return InputError(*(f"plan: {line}" for line in table.what_would_fit(choice)))
+
+
+def confirm(plans: Plans, parts: Parts, compiling: Compiling, report: Callable[[Attempt], None]) -> Plans:
+    """Compile the fastest plans until one fits, and those that may be as fast, and put the best first.
+
+    Args:
+        plans: the plans that were found, by estimates.
+        parts: the model.
+        compiling: the devices to compile for.
+        report: called with each plan that does not fit.
+
+    Raises:
+        InputError: no plan fits; the message lists what was tried.
+    """
+    programs = dict[Any, Any]()
+
+    def compile(choice: Choice, ranked: Ranked) -> Compiled:
+        pipe = parts.pipeline(choice.plan(ranked))
+        return compile_stages(choice, ranked, pipe, parts.rows(ranked.candidate.batch), compiling.devices, programs)
+
+    confirmed = confirmation.confirm(plans, compile, report)
+    if not confirmed.attempts and not confirmed.compiled:
+        raise nothing_fits(plans.choice)
+    if not confirmed.compiled:
+        many, change = count(len(confirmed.attempts), "plan"), "use more devices, a smaller batch or devices with more memory"
+        raise InputError(
+            f"plan: no plan fits: the compiled stages of {many} need too much memory; {change}",
+            *(f"plan: {table.attempt(one)}" for one in confirmed.attempts),
+            f"plan: stages are {compiled_words(parts.config, compiling)}",
+        )
+    return confirmed

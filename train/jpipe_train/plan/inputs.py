@@ -55,6 +55,15 @@ class Request:
         offload: whether plans with parts of their state in host memory are tried although others fit; they are if none does.
         agree: the updates from one agreement of parallel pipelines to the next; None: as in the config, if pipelines agree there.
         asked: what plans are to do in addition, by `agree` and the config.
+        config: the config of a run.
+        overrides: `key=value` for the config.
+        allow_code: whether to import and run the functions that a config names.
+        profile: an existing profile, instead of a config, or with one to save the profiling.
+        rows: rows of a microbatch of a `graph.txt`; None for 1.
+        out: the file for the plan.
+        profile_out: the file for the profile.
+        png: the file for the picture.
+        explain: whether to explain the choice and list the plans that do not fit.
     """
 
     topology: str = LOCAL
@@ -72,6 +81,15 @@ class Request:
     offload: bool = False
     agree: int | None = None
     asked: Asked = USUAL
+    config: str | None = None
+    overrides: tuple[str, ...] = ()
+    allow_code: bool = False
+    profile: str | None = None
+    rows: int | None = None
+    out: str | None = None
+    profile_out: str | None = None
+    png: str | None = None
+    explain: bool = False
 
     def with_asked(self, plan: PlanConfig | None) -> "Request":
         """Return the request with the options of plans that `agree` and the config ask for.
@@ -84,7 +102,13 @@ class Request:
         given = {"--agree": self.agree, "--mesh": meshes, "--pipedream": self.pipedream, "search for a plan": True}
         if problem := excluded(None, _EXCLUSIONS, **given, **{"plan.agree": agree, "plan.links": links, "plan.links.sums": sums}):
             raise InputError(problem)
-        return replace(self, asked=Asked(agree if self.agree is None else _agreeing_every(self.agree, agree), links))
+        if self.agree is not None:  # with the options of the config's agreement, or the default ones
+            fields = {} if agree is None else agree.model_dump()
+            try:
+                agree = Agreement.model_validate(fields | {"every": self.agree})
+            except pydantic.ValidationError as error:
+                raise jpipe.errors.explain(error, Agreement, "--agree") from None
+        return replace(self, asked=Asked(agree, links))
 
     @property
     def allowed(self) -> tuple[str, ...]:
@@ -106,15 +130,6 @@ class Request:
         """
         meshes = self.meshes if self.meshes or self.topology != LOCAL else ("none",)
         return tuple(dict.fromkeys(map(Degrees.read, meshes))) or None
-
-
-def _agreeing_every(updates: int, configured: Agreement | None) -> Agreement:
-    """Return the agreement of the config, or the default one, with the interval of `--agree` in updates."""
-    fields = {} if configured is None else configured.model_dump()
-    try:
-        return Agreement.model_validate(fields | {"every": updates})
-    except pydantic.ValidationError as error:
-        raise jpipe.errors.explain(error, Agreement, "--agree") from None
 
 
 def read_topology(file: str, option: str = "--topology") -> Topology:

@@ -23,6 +23,7 @@ from jpipe_train.config.config import Config
 from jpipe_train.console.progress import Reporter
 from jpipe_train.data import data
 from jpipe_train.launch.together import Together
+from jpipe_train.plan.inputs import Request
 
 MEASURED_SIZES, PAPER_SIZES = 4, 6  # numbers of microbatch sizes to profile; each takes a compilation, and a run if it is measured
 SECONDS = 8.0  # of measuring, without compilation
@@ -71,6 +72,17 @@ class Parts:
         """The options of a profile that describe how the model is trained."""
         of_optimizer = {name: getattr(self.config.optimizer, name) for name in ("ema_decay", "delay_correction")}
         return {"precision": self.precision, **of_optimizer}
+
+    def complete(self, request: Request, together: Together) -> Request:
+        """Return a request with what follows from the config, and from the number of processes."""
+        return dataclasses.replace(
+            request.with_asked(self.config.plan),
+            batch=request.batch or self.config.train.batch_size,
+            replicas=not self.stack.carries_rows,
+            max_delay=self.config.plan.max_delay if request.max_delay is None else request.max_delay,
+            share_optimizer=self.config.optimizer.ema_decay is None,
+            all_devices=together.processes is not None,
+        )
 
     def pipeline(self, plan: jpipe.Plan) -> jpipe.Pipeline:
         """Return the pipeline with a plan."""

@@ -1,7 +1,7 @@
 """Search for the plans of a request, and print what was left out."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import jpipe
@@ -9,11 +9,9 @@ from jpipe import InputError
 from jpipe.plan import excluded
 from jpipe_planner import Plans, Profile, Topology, find_plans
 from jpipe_planner.cost.shape import needs_vertical_sync, planned_schedules
-from jpipe_planner.profile.sharded import NO_MESH, Degrees, links_of, mesh_refusal, mesh_seconds, possible_degrees
-from jpipe_planner.ranking import table
+from jpipe_planner.profile.sharded import NO_MESH, Degrees, mesh_refusal, possible_degrees
 from jpipe_planner.ranking.choose import Choice, Ranked
-from jpipe_planner.ranking.confirm import Attempt
-from jpipe_planner.search.candidate import Asked, Candidate
+from jpipe_planner.search.candidate import Candidate
 from jpipe_planner.search.candidates import find_candidates, has_searchable_stages
 from jpipe_train.config.config import MOST_MICROBATCHES
 from jpipe_train.console.progress import Reporter
@@ -23,28 +21,6 @@ from jpipe_train.plan.inputs import ALL, Request
 _FASTER = 0.01  # relative gain above which a faster plan with delayed weights is mentioned
 _NEEDS = {"skip_nonfinite": "optimizer.clip_global_norm, skip_nonfinite or a dynamic loss scale", "ties": "shared parameters"}
 _SMALL = jpipe.Plan.even(["a", "b"], 2, replicas=2)  # each schedule is asked what it excludes for this plan
-
-
-@dataclass(frozen=True)
-class SearchResult:
-    """The result of a search.
-
-    Attributes:
-        plans: the plans that were found.
-        delayed: the best plan of the schedules that do not flush, if these were not requested and it is faster.
-        compiled: the number of plans at the top of the ranking with compiled stages.
-        attempts: the plans with compiled stages that do not fit.
-    """
-
-    plans: Plans
-    delayed: Ranked | None = None
-    compiled: int = 0
-    attempts: tuple[Attempt, ...] = ()
-
-    @property
-    def choice(self) -> Choice:
-        """The ranking."""
-        return self.plans.choice
 
 
 def refused_schedules(request: Request, global_norm: bool, shares: bool = False) -> tuple[str, dict[str, str]]:
@@ -73,30 +49,7 @@ def refused_schedules(request: Request, global_norm: bool, shares: bool = False)
     return needs, reasons
 
 
-def _usable_schedules(profile: Profile, request: Request, global_norm: bool, reporter: Reporter) -> tuple[str, ...]:
-    """Return the schedules to try, and print what is left out because of options or shared parameters.
-
-    Raises:
-        InputError: no requested schedule can be used.
-    """
-    needs, reasons = refused_schedules(request, global_norm, bool(profile.shared))
-    schedules = tuple(name for name in request.allowed if name not in reasons)
-    for name, why in reasons.items():
-        reporter.say(f"left out, because of {needs}: {name}: {why}")
-    for name in filter(needs_vertical_sync, schedules if needs else ()):
-        reporter.say(f"{name} is tried with vertical_sync and equal pipelines only, because of {needs}")
-    return schedules
-
-
-def _say_how_stages_are_searched(topology: Topology, asked: Asked, reporter: Reporter) -> None:
-    """Print why PipeDream's stages are not searched, if they are not."""
-    if asked.agree is not None:
-        reporter.say("left out: different numbers of replicas per stage, because pipelines that agree have equal stages")
-    elif not has_searchable_stages(topology):
-        reporter.say("left out: different numbers of replicas per stage, for so many devices that differ")
-
-
-def search(profile: Profile, topology: Topology, batch: int, request: Request, global_norm: bool, reporter: Reporter) -> SearchResult:
+def search(profile: Profile, topology: Topology, batch: int, request: Request, global_norm: bool, reporter: Reporter) -> Plans:
     """Find and rank all plans that a request allows.
 
     Args:
@@ -110,9 +63,16 @@ def search(profile: Profile, topology: Topology, batch: int, request: Request, g
     Raises:
         InputError: no plan has such a batch, or none of the requested schedules supports the norm or shared parameters.
     """
-    schedules = _usable_schedules(profile, request, global_norm, reporter)
-    if "pipedream" in schedules:
-        _say_how_stages_are_searched(topology, request.asked, reporter)
+    needs, reasons = refused_schedules(request, global_norm, bool(profile.shared))
+    schedules = tuple(name for name in request.allowed if name not in reasons)
+    for name, why in reasons.items():
+        reporter.say(f"left out, because of {needs}: {name}: {why}")
+    for name in filter(needs_vertical_sync, schedules if needs else ()):
+        reporter.say(f"{name} is tried with vertical_sync and equal pipelines only, because of {needs}")
+    if "pipedream" in schedules and request.asked.agree is not None:
+        reporter.say("left out: different numbers of replicas per stage, because pipelines that agree have equal stages")
+    elif "pipedream" in schedules and not has_searchable_stages(topology):
+        reporter.say("left out: different numbers of replicas per stage, for so many devices that differ")
     options: dict[str, Any] = {"exact": not request.up_to, "replicas": request.replicas, "global_norm": global_norm, "asked": request.asked}
     plans = find_plans(
         *(profile, topology, batch),
@@ -132,10 +92,9 @@ def search(profile: Profile, topology: Topology, batch: int, request: Request, g
         raise _no_candidate(profile, topology, batch, request, plans.excluded)
     if many := sum(one.microbatches > MOST_MICROBATCHES for one in plans.excluded):
         reporter.say(f"{count(many, 'candidate')} left out, with more than {MOST_MICROBATCHES:,} microbatches")
-    delayed = None
     if not request.schedules and request.max_delay is None and plans.choice.ranked:
-        delayed = _faster_with_delay(plans.choice, batch, request, options)
-    return SearchResult(plans, delayed)
+        return replace(plans, delayed=_faster_with_delay(plans.choice, batch, request, options))
+    return plans
 
 
 def _faster_with_delay(choice: Choice, batch: int, request: Request, options: dict[str, Any]) -> Ranked | None:
@@ -182,7 +141,7 @@ def _no_candidate(profile: Profile, topology: Topology, batch: int, request: Req
 
 
 def _meshes(profile: Profile, topology: Topology, request: Request, reporter: Reporter) -> tuple[Degrees, ...]:
-    """Return the meshes to try; print the cost of requested meshes that are larger than a server.
+    """Return the meshes to try, and print which requested ones are larger than a server.
 
     Raises:
         InputError: a requested mesh does not fit the devices or the layers.
@@ -196,15 +155,6 @@ def _meshes(profile: Profile, topology: Topology, request: Request, reporter: Re
             raise InputError(f"--mesh: {reason}")
         topology.groups(degrees.size)  # raises InputError unless they fill the machine
         if degrees.size > topology.most_in_mesh:
-            rows = max(rows for rows in profile.sizes if rows % degrees.rows == 0)
-            inside, links = topology.mesh_link(topology.most_in_mesh), links_of(profile, topology, degrees)
-            seconds, seconds_inside = (
-                mesh_seconds(profile, rows, degrees, both) for both in (links, links._replace(model=inside, expert=inside, all=inside))
-            )
-            slower = f", {seconds / seconds_inside:.1f} times as long as over links like those inside one" if seconds_inside else ""
             level = f"the {count(topology.most_in_mesh, 'device')} of {topology.levels[0].name or 'the innermost level'}"
-            reporter.say(
-                f"--mesh: a mesh ({degrees}) is larger than {level}: sums and gathers inside it take {1e3 * seconds:,.1f} ms for a "
-                f"microbatch of {table.rows_of(rows)}{slower}"
-            )
+            reporter.say(f"--mesh: a mesh ({degrees}) is larger than {level}: sums and gathers inside it take longer than inside one")
     return request.degrees

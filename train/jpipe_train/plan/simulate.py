@@ -81,10 +81,17 @@ def main(
     steady = jpipe.programs.extract_window(long.timeline, long.memory, plan.microbatches, steady_from, 2)
     long, moved = with_agreements(plan, costs, long, steady_from + 3)
     pictures = [] if png is None else draw(expanded(png, "--png"), plan, prediction, sized=costs is not None)
+    ranks = [count(len(plan.rank_workers), "rank")] if len(plan.rank_workers) != plan.depth else []
+    meshes = [f"{mesh_words(plan)}, {count(devices_of(plan), 'device')}"] if has_meshes(plan) else []
+    microbatches = f"{count(plan.microbatches, 'microbatch', 'es')} per batch"
+    halves = any(jpipe.ops.OPS[span.op].reads == "stash" for spans in prediction.timeline for span in spans)
+    recomputes = any(repeats_forward(stage.recompute) for stage in plan.stages)
+    recomputing = ("; one that recomputes 3" + (", its first half 2" if halves else "")) if recomputes else ""
+    of_halves = ", each of its halves 1" if halves else ""
     return "\n".join(
         [
-            f"{plan.schedule}: {_extent(plan, shown)}",
-            _unit_words(plan, prediction),
+            f"{plan.schedule}: " + ", ".join([count(plan.depth, "stage"), *ranks, *meshes, microbatches, count(shown, "batch", "es")]),
+            f"times in units of one forward, taken to be the same at all stages; a backward takes 2{of_halves}{recomputing}",
             "",
             cut_grid(prediction.grid(1.0), shutil.get_terminal_size((1000, 24)).columns),
             "",
@@ -124,23 +131,6 @@ def with_agreements(
     share = expected / simulated
     pairs = zip(agreeing.moved_bytes, alone.moved_bytes, strict=True)
     return agreeing, [(without + share * (with_sums - without)) / batches for with_sums, without in pairs]
-
-
-def _unit_words(plan: jpipe.Plan, prediction: jpipe.programs.Prediction) -> str:
-    """Describe how long the computations take."""
-    has_halves = any(jpipe.ops.OPS[span.op].reads == "stash" for spans in prediction.timeline for span in spans)
-    halves = ", each of its halves 1" if has_halves else ""
-    recomputes = any(repeats_forward(stage.recompute) for stage in plan.stages)
-    recomputing = ("; one that recomputes 3" + (", its first half 2" if halves else "")) if recomputes else ""
-    return f"times in units of one forward, taken to be the same at all stages; a backward takes 2{halves}{recomputing}"
-
-
-def _extent(plan: jpipe.Plan, batches: int) -> str:
-    """Return the numbers of stages, ranks, devices and microbatches, and of the batches shown."""
-    ranks = [count(len(plan.rank_workers), "rank")] if len(plan.rank_workers) != plan.depth else []
-    meshes = [f"{mesh_words(plan)}, {count(devices_of(plan), 'device')}"] if has_meshes(plan) else []
-    microbatches = f"{count(plan.microbatches, 'microbatch', 'es')} per batch"
-    return ", ".join([count(plan.depth, "stage"), *ranks, *meshes, microbatches, count(batches, "batch", "es")])
 
 
 @dataclass(frozen=True)
@@ -194,7 +184,11 @@ def host_words(prediction: jpipe.programs.Prediction, batches: int, device: Devi
 def read(source: str, overrides: Sequence[str], allow_code: bool, compile: bool = True, device: Device | None = None) -> Subject:
     """Read a plan, or a config with the costs of its stages; see `plan_and_costs`."""
     path = expanded(source, "simulate")
-    if not looks_like_a_plan(path):
+    is_plan = path.suffix == ".json"
+    if not is_plan and path.is_file():  # a pipe can only be read once
+        text = read_text(path).lstrip()
+        is_plan = text.startswith("{") and '"format"' in text  # a key that no config has
+    if not is_plan:
         return plan_and_costs(config_file.load(source, overrides, allow_code=allow_code), compile, device)
     if overrides:
         raise jpipe.InputError(f"--set {overrides[0]}: expected a config, found the plan '{source}'; edit the plan, or give a config")
@@ -203,14 +197,6 @@ def read(source: str, overrides: Sequence[str], allow_code: bool, compile: bool 
             f"--target: a plan alone does not know the model: expected a config, found the plan '{source}'; give a config"
         )
     return Subject(jpipe.Plan.from_json(read_text(path), where=source))
-
-
-def looks_like_a_plan(path: Path) -> bool:
-    """Return whether a file is a plan: a `.json` file, or an object with the key `format`, which no config has."""
-    if path.suffix == ".json" or not path.is_file():  # a pipe can only be read once
-        return path.suffix == ".json"
-    text = read_text(path).lstrip()
-    return text.startswith("{") and '"format"' in text
 
 
 def read_text(path: Path) -> str:
@@ -338,7 +324,5 @@ def save(figure: "matplotlib.figure.Figure", path: Path) -> None:
         raise jpipe.InputError(f"--png: expected a file to write, found the folder '{path}'; choose another name")
     image = BytesIO()
     figure.savefig(image, format="png")
-    try:
+    with files.writing("--png", path):
         write_atomically(path, image.getvalue())
-    except OSError as error:
-        raise jpipe.InputError(f"--png: cannot write '{path}': {error.strerror}; choose another file") from None

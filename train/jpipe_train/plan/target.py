@@ -44,7 +44,11 @@ def description(name: str) -> list[str]:
     Raises:
         InputError: there is no such target or file.
     """
-    target = find_target(name)
+    target, compiled = find_target(name), "yes"
+    try:
+        target_devices(target)
+    except TargetUnavailable as error:
+        compiled = f"no: {error.at('')}"
     return [
         f"{name}: {target.name} ({target.platform})",
         f"memory: {decimal(int(target.memory))}; a plan may use {decimal(int(target.limit))}",
@@ -54,7 +58,7 @@ def description(name: str) -> list[str]:
         f"memory bandwidth: {target.memory_bandwidth / 1e9:,.2f} GB/s",
         f"link to host memory: {target.host.bandwidth / 1e9:g} GB/s in each direction",
         f"for XLA: {_listed({key: str(value) for key, value in target.compiler.items()})}",
-        f"compiled here: {_compiled_here(target)}",
+        f"compiled here: {compiled}",
         "sources:" if target.sources else "sources: none",
         *(f"  {source}" for source in target.sources),
     ]
@@ -62,14 +66,6 @@ def description(name: str) -> list[str]:
 
 def _listed(values: Mapping[str, str]) -> str:
     return ", ".join(f"{key} {value}" for key, value in values.items()) or "nothing"
-
-
-def _compiled_here(target: Target) -> str:
-    try:
-        target_devices(target)
-    except TargetUnavailable as error:
-        return f"no: {error.at('')}"
-    return "yes"
 
 
 def write_here(out: str | None) -> list[str]:
@@ -87,11 +83,9 @@ def write_here(out: str | None) -> list[str]:
         files.unused(out, "--out")
     attached = attached_target()
     path = files.unused(out or f"{attached.name}.yaml", "--out")
-    try:
-        files.write_atomically(path, attached.text)
-    except OSError as error:
-        raise InputError(f"--out: cannot write '{files.shown(path)}': {error.strerror}; choose another file") from None
     shown = files.shown(path)
+    with files.writing("--out", shown):
+        files.write_atomically(path, attached.text)
     if not attached.table:
         rates = f"the table has no {attached.kind}: add its peak FLOP/s to 'flops' in the file before you use it"
     else:

@@ -1,4 +1,4 @@
-"""`jpipe plan --measure`: run the best plans of a search for some steps on the devices of this run, and put the fastest first.
+"""`jpipe plan --measure`: run the best plans of a search for some steps on the devices of this run, put the fastest first, and say so.
 
 Several processes run each plan together. Process 0 knows the search; the other processes get the plans from it, as text.
 """
@@ -13,24 +13,22 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 
 import jpipe
-from jpipe_planner import Profile
+from jpipe_planner import Plans, Profile
 from jpipe_planner.ranking import table
 from jpipe_planner.ranking.choose import Choice, Ranked
-from jpipe_planner.ranking.compiled import Compiled, compile_stages
-from jpipe_planner.ranking.confirm import Attempt
+from jpipe_planner.ranking.compiled import Attempt, Compiled, compile_stages
 from jpipe_train.console import interrupt
 from jpipe_train.console.progress import Reporter
 from jpipe_train.console.terminal import count, first_line
 from jpipe_train.data import data
 from jpipe_train.launch.together import Together
 from jpipe_train.plan.profiling import Parts
-from jpipe_train.plan.search import SearchResult
 
 ROUNDS = 5  # their median counts; each plan runs once in each, so that a change of the machine's speed concerns all
 SECONDS = 1.0  # that the measured steps of a round take
@@ -38,63 +36,47 @@ LEAST = 2  # of these steps
 NEARLY = 0.01  # relative difference up to which measured plans count as equally fast
 LONGEST = 6 * 3600.0  # seconds that process 0 may search and compile while the other processes wait
 _READ = 16  # batches; the largest is used, where they have several shapes
+HEAD = "measured", "off by"
+"""Columns of the table of plans."""
+ERRORS = "schedule", "stages", "predicted", "measured", "least to most", "off by", "corrected", "off by"
+"""Columns of `errors`."""
 
 
 @dataclass
-class Outcome:
-    """The outcome of running a plan.
+class Run:
+    """A plan to run, and what running it gave.
 
     Attributes:
         name: of the plan, for messages.
+        rows: of a batch.
+        pipe: its pipeline; None: it is not made yet, or cannot be.
         rounds: seconds per step in each round, in the slowest process.
         failure: why it could not run; "": it could.
     """
 
     name: str
+    rows: int
+    pipe: jpipe.Pipeline | None = None
     rounds: list[float] = field(default_factory=list)
     failure: str = ""
 
 
-class Run(NamedTuple):
-    """A plan to run.
-
-    Attributes:
-        outcome: where its rounds are recorded.
-        pipe: its pipeline.
-        rows: of a batch.
-    """
-
-    outcome: Outcome
-    pipe: jpipe.Pipeline
-    rows: int
-
-
-@dataclass
-class Trial:
-    """A plan that ran here, or could not.
+@dataclass(kw_only=True)
+class Trial(Run):
+    """A plan to run, as process 0 knows it.
 
     Attributes:
         ranked: the plan with its prediction.
         compiled: the memory of its stages; None if they are not compiled.
-        outcome: what running it gave.
     """
 
     ranked: Ranked
     compiled: Compiled | None = None
-    outcome: Outcome = field(init=False)
 
-    def __post_init__(self) -> None:
-        self.outcome = Outcome(table.name(self.ranked.candidate))
-
-    @property
-    def rounds(self) -> list[float]:
-        """Seconds per step in each round."""
-        return self.outcome.rounds
-
-    @property
-    def failure(self) -> str:
-        """Why it could not run; "" if it could."""
-        return self.outcome.failure
+    @classmethod
+    def of(cls, ranked: Ranked, compiled: Compiled | None = None) -> "Trial":
+        """Return the trial of a plan."""
+        return cls(table.name(ranked.candidate), ranked.candidate.batch, ranked=ranked, compiled=compiled)
 
     @property
     def is_measured(self) -> bool:
@@ -109,7 +91,7 @@ class Trial:
     @property
     def samples_per_second(self) -> float:
         """Rows per second."""
-        return self.ranked.candidate.batch / self.seconds
+        return self.rows / self.seconds
 
     @property
     def error(self) -> float:
@@ -122,20 +104,18 @@ class Measured:
     """The plans that ran.
 
     Attributes:
-        result: the result of the search, with the fastest of these plans first.
-        searched: the result before, in the order of predictions.
+        result: the plans of the search, with the fastest of those that ran first.
+        searched: the same in the order of predictions.
         trials: the plans that ran, the fastest first.
         failed: the plans that could not run.
         factor: by what the times of computations are multiplied in the corrected profile.
-        chosen: the memory of the first plan of the result; None if its stages are not compiled.
     """
 
-    result: SearchResult
-    searched: SearchResult
+    result: Plans
+    searched: Plans
     trials: tuple[Trial, ...]
     failed: tuple[Trial, ...]
     factor: float
-    chosen: Compiled | None
 
     @property
     def profile(self) -> Profile:
@@ -143,30 +123,14 @@ class Measured:
         return self.result.choice.profile.scaled(self.factor)
 
 
-class _Search(NamedTuple):
-    """What only process 0 knows about the plans to run.
-
-    Attributes:
-        result: the result of the search.
-        known: the memory of the stages that are compiled, by candidate.
-        trials: the plans to run, and those that cannot.
-    """
-
-    result: SearchResult
-    known: dict[Any, Compiled]
-    trials: list[Trial]
-
-
-def measure(
-    find: Callable[[], tuple[SearchResult, Sequence[Compiled]]], parts: Parts, most: int, reporter: Reporter, together: Together
-) -> Measured | None:
-    """Run the best plan of each kind until `most` have run, and rank these first, by measured speed; all processes call it.
+def measure(find: Callable[[], Plans], parts: Parts, most: int, reporter: Reporter, together: Together) -> Measured | None:
+    """Run the best plan of each kind until `most` have run, and put these first, by their measured speed; all processes call it.
 
     Each plan trains fresh weights with one batch of the config's data, so that the speed of reading data does not count. After Ctrl-C a
     single process stops measuring: the measurements so far decide, or else the predictions. Several processes end.
 
     Args:
-        find: searches for the plans and confirms them, in process 0 alone: the result, and the memory of the stages that are compiled.
+        find: searches for the plans and compiles them, in process 0 alone.
         parts: the model.
         most: the number of plans to run.
         reporter: prints what is run.
@@ -179,96 +143,83 @@ def measure(
         InputError: no plan could run; or in one of several processes a plan could not.
         jpipe.PeerLost: another process died, hung or stopped.
     """
-    searches, groups = list[_Search](), list[list[Run]]()
+    searched, trials, groups = list[Plans](), list[Trial](), list[list[Run]]()
 
     def prepare() -> str:
-        result, compiled = find()
-        searches.append(search := _Search(result, {one.ranked.candidate: one for one in compiled}, []))
-        pipes = _compile(search, parts, most, reporter)
-        _check_some(search.trials)
-        for group in _groups(pipes, result.choice.topology.device.limit):
-            groups.append([Run(trial.outcome, pipe, trial.ranked.candidate.batch) for trial, pipe in group])
-        return _to_text(groups)
+        searched.append(find())
+        _compile(searched[0], trials, parts, most, reporter)
+        _check_some(trials)
+        groups.extend(_groups([one for one in trials if not one.failure], searched[0].choice.topology.device.limit))
+        plans = [[(run.name, run.rows, run.pipe.plan.to_json()) for run in group if run.pipe is not None] for group in groups]
+        return json.dumps(plans)
+
+    def read(name: str, rows: int, plan: str) -> Run:
+        return Run(name, rows, parts.pipeline(jpipe.Plan.from_json(plan)))
 
     try:
         text = together.from_first("the plans to measure", prepare, LONGEST)
-        for group in groups if together.is_first else _from_text(text, parts):
+        for group in groups if together.is_first else ([read(*plan) for plan in group] for group in json.loads(text)):
             _run(group, parts, reporter, together)
     except BaseException as error:
-        if interrupt.words(error) is None or not searches or together.processes is not None:
+        if interrupt.words(error) is None or not searched or together.processes is not None:
             raise
         interrupt.forget()
-        some = any(one.rounds for one in searches[0].trials)
-        decide = "the plans that were measured until now are compared" if some else "predictions decide"
+        decide = "the plans that were measured until now are compared" if any(one.rounds for one in trials) else "predictions decide"
         reporter.say(f"interrupted: {decide}")
     else:
-        _check_some(searches[0].trials if searches else ())
-    return _compared(searches[0]) if searches else None
+        _check_some(trials)
+    return _compared(searched[0], trials) if searched else None
 
 
 def _check_some(trials: Sequence[Trial]) -> None:
     """Raise InputError if there are trials, and all have failed."""
     if trials and all(one.failure for one in trials):
-        raise jpipe.InputError(*(f"--measure: {one.outcome.name}: {one.failure}" for one in trials))
+        raise jpipe.InputError(*(f"--measure: {one.name}: {one.failure}" for one in trials))
 
 
-def _to_text(groups: Sequence[Sequence[Run]]) -> str:
-    """Return the plans to run as text, for `_from_text` in the other processes."""
-    return json.dumps([[(run.outcome.name, run.rows, run.pipe.plan.to_json()) for run in group] for group in groups])
-
-
-def _from_text(text: str, parts: Parts) -> list[list[Run]]:
-    return [
-        [Run(Outcome(name), parts.pipeline(jpipe.Plan.from_json(plan)), rows) for name, rows, plan in group] for group in json.loads(text)
-    ]
-
-
-def _compile(search: _Search, parts: Parts, most: int, reporter: Reporter) -> list[tuple[Trial, jpipe.Pipeline]]:
-    """Return the pipelines of `most` plans that fit; record each in the trials, with the memory of its stages."""
-    pipes, programs = list[tuple[Trial, jpipe.Pipeline]](), dict[Any, Any]()
-    choice, known = search.result.choice, search.known
-    for ranked in choice.ranked:
-        if len(pipes) == most:
+def _compile(plans: Plans, trials: list[Trial], parts: Parts, most: int, reporter: Reporter) -> None:
+    """Add `most` plans that fit, and those that fail before, to the trials, each with its pipeline and the memory of its stages."""
+    programs, known = dict[Any, Any](), {one.ranked.candidate: one for one in plans.compiled}
+    for ranked in plans.choice.ranked:
+        if sum(not one.failure for one in trials) == most:
             break
         interrupt.check()
-        candidate = ranked.candidate
-        search.trials.append(trial := Trial(ranked, known.get(candidate)))
-        with _failing(trial.outcome, reporter):
-            pipe = parts.pipeline(choice.plan(ranked))
+        trials.append(trial := Trial.of(ranked, known.get(ranked.candidate)))
+        with _failing(trial, reporter):
+            trial.pipe = parts.pipeline(plans.choice.plan(ranked))
             if trial.compiled is None:
-                with reporter.phase(f"compiling the stages of {trial.outcome.name}"):
-                    trial.compiled = compile_stages(choice, ranked, pipe, parts.rows(candidate.batch), jax.local_devices(), programs)
+                with reporter.phase(f"compiling the stages of {trial.name}"):
+                    batch, devices = parts.rows(trial.rows), jax.local_devices()
+                    trial.compiled = compile_stages(plans.choice, ranked, trial.pipe, batch, devices, programs)
             trial.ranked = trial.compiled.ranked
-            known[candidate] = trial.compiled
             if not trial.compiled.fits:
                 raise jpipe.InputError(table.attempt(Attempt(trial.ranked, trial.compiled, None)))
-            pipes.append((trial, pipe))
-    return pipes
 
 
-def _groups(pipes: Sequence[tuple[Trial, jpipe.Pipeline]], limit: float | None) -> list[list[tuple[Trial, jpipe.Pipeline]]]:
-    """Group the plans that run in turn: all together, or each alone if their states do not fit into memory together."""
-    together = limit is None or sum(max(trial.ranked.memory) for trial, _ in pipes) <= limit
-    return [list(pipes)] if together else [[one] for one in pipes]
+def _groups(trials: Sequence[Trial], limit: float | None) -> list[list[Run]]:
+    """Return all plans as one group, which runs in turn, or each alone where their states do not fit into memory together."""
+    together = limit is None or sum(max(trial.ranked.memory) for trial in trials) <= limit
+    return [[*trials]] if together else [[one] for one in trials]
 
 
 def _run(group: Sequence[Run], parts: Parts, reporter: Reporter, together: Together) -> None:
     """Run the plans of a group in turn, `ROUNDS` times."""
     batches = together.run_on_all(lambda: data.load(parts.config))
     together.agree(lambda: {"data": batches.digest()})
-    batch, ready = together.run_on_all(lambda: _first_batch(batches)), list[tuple[Outcome, Running]]()
+    batch, ready = together.run_on_all(lambda: _first_batch(batches)), list[tuple[Run, Running]]()
     processes = together.processes
-    for outcome, pipe, rows in group:
-        with _failing(outcome, reporter, processes=processes), reporter.phase(f"starting {outcome.name}"):
-            ready.append((outcome, Running(pipe, _resized(batch, rows), together)))
+    for run in group:
+        with _failing(run, reporter, processes=processes), reporter.phase(f"starting {run.name}"):
+            assert run.pipe is not None
+            ready.append((run, Running(run.pipe, _resized(batch, run.rows), together)))
     if not ready:
         return
     with reporter.counting(f"measuring {count(len(ready), 'plan')}, {ROUNDS} rounds") as progress:
-        for n, (outcome, running) in enumerate(itertools.chain.from_iterable(itertools.repeat(ready, ROUNDS)), start=1):
+        for n, (run, running) in enumerate(itertools.chain.from_iterable(itertools.repeat(ready, ROUNDS)), start=1):
             interrupt.check()
-            if not outcome.failure:
-                with _failing(outcome, reporter, processes=processes):
-                    outcome.rounds.append(running.round())
+            if not run.failure:
+                with _failing(run, reporter, processes=processes):
+                    run.rounds.append(running.round())
             progress(n, len(ready) * ROUNDS)
     if processes is not None:
         for _, running in ready:
@@ -276,8 +227,8 @@ def _run(group: Sequence[Run], parts: Parts, reporter: Reporter, together: Toget
 
 
 @contextmanager
-def _failing(outcome: Outcome, reporter: Reporter, *, processes: jpipe.processes.Processes | None = None) -> Iterator[None]:
-    """Record why a plan cannot run, and continue. Several processes end instead, because the other ones wait for this plan."""
+def _failing(run: Run, reporter: Reporter, *, processes: jpipe.processes.Processes | None = None) -> Iterator[None]:
+    """Record why a plan cannot run, and go on; or end, as several processes do, because the other ones wait for this plan."""
     try:
         yield
     except (jax.errors.JaxRuntimeError, jpipe.InputError, MemoryError) as error:
@@ -285,9 +236,9 @@ def _failing(outcome: Outcome, reporter: Reporter, *, processes: jpipe.processes
         failure = first_line(error)
         if processes is not None:
             processes.check()  # whether another process was lost, which surfaces as any error, too
-            raise jpipe.InputError(f"--measure: {outcome.name} cannot run here: {failure}; leave --measure out, or measure fewer") from None
-        outcome.failure = failure
-        reporter.say(f"left out: {outcome.name} cannot run here: {failure}")
+            raise jpipe.InputError(f"--measure: {run.name} cannot run here: {failure}; leave --measure out, or measure fewer") from None
+        run.failure = failure
+        reporter.say(f"left out: {run.name} cannot run here: {failure}")
 
 
 class Running:
@@ -357,17 +308,17 @@ def in_order(trials: Sequence[Trial]) -> list[Trial]:
     return ordered
 
 
-def _compared(search: _Search) -> Measured:
-    """Rank the plans that ran first, then those that failed; if none ran, the failed ones come last of all."""
-    searched, known = search.result, search.known
-    trials, failed = in_order([one for one in search.trials if one.is_measured]), [one for one in search.trials if one.failure]
-    first, last = [one.ranked for one in trials], [one.ranked for one in failed]
+def _compared(searched: Plans, trials: Sequence[Trial]) -> Measured:
+    """Put the plans that ran first, and those that failed after them; after all, if none ran."""
+    measured, failed = in_order([one for one in trials if one.is_measured]), [one for one in trials if one.failure]
+    first, last = [one.ranked for one in measured], [one.ranked for one in failed]
     tried = {ranked.candidate for ranked in (*first, *last)}
     rest = [ranked for ranked in searched.choice.ranked if ranked.candidate not in tried]
     choice = dataclasses.replace(searched.choice, ranked=(*first, *last, *rest) if first else (*rest, *last))
-    compiled = sum(1 for _ in itertools.takewhile(lambda ranked: ranked.candidate in known, choice.ranked))
-    result = dataclasses.replace(searched, plans=dataclasses.replace(searched.plans, choice=choice), compiled=compiled)
-    return Measured(result, searched, tuple(trials), tuple(failed), correction(choice, trials), known.get(choice.ranked[0].candidate))
+    known = {one.ranked.candidate: one for one in (*searched.compiled, *(one.compiled for one in trials if one.compiled is not None))}
+    compiled = tuple(known[one.candidate] for one in itertools.takewhile(lambda one: one.candidate in known, choice.ranked))
+    result = dataclasses.replace(searched, choice=choice, compiled=compiled)
+    return Measured(result, searched, tuple(measured), tuple(failed), correction(choice, measured))
 
 
 def correction(choice: Choice, trials: Sequence[Trial]) -> float:
@@ -389,3 +340,55 @@ def corrected_seconds(choice: Choice, factor: float, trial: Trial) -> float:
     """Return the predicted seconds of a step if computations take `factor` times as long as in the profile."""
     simulated = dataclasses.replace(choice, profile=choice.profile.scaled(factor)).simulate(trial.ranked.candidate)
     return factor * trial.ranked.seconds if simulated.simulated is None else simulated.seconds
+
+
+def cells(measured: Measured, ranked: Ranked) -> tuple[str, str]:
+    """Return the cells of a plan below `HEAD`."""
+    if any(trial.ranked == ranked for trial in measured.failed):
+        return "failed", ""
+    trial = next((trial for trial in measured.trials if trial.ranked == ranked), None)
+    return ("", "") if trial is None else (table.rate(trial.samples_per_second), f"{trial.error:+.0%}")
+
+
+def errors(measured: Measured) -> list[tuple[str, ...]]:
+    """Return a row for each kind of plan that ran, in seconds a step; see `ERRORS` for the columns."""
+    return [_errors(measured, trial) for trial in measured.trials]
+
+
+def _errors(measured: Measured, trial: Trial) -> tuple[str, ...]:
+    candidate = trial.ranked.candidate
+    seconds = corrected_seconds(measured.result.choice, measured.factor, trial)
+    return (
+        table.schedule(candidate),
+        table.shape(candidate),
+        _ms(trial.ranked.seconds),
+        _ms(trial.seconds),
+        f"{_ms(min(trial.rounds))} to {_ms(max(trial.rounds))}",
+        f"{trial.error:+.0%}",
+        _ms(seconds),
+        f"{trial.seconds / seconds - 1:+.0%}",
+    )
+
+
+def words(measured: Measured) -> list[str]:
+    """Describe the measurement, and the correction of the profile."""
+    rounds, corrected = count(ROUNDS, "round"), "nothing; other times of computations would not predict these plans better"
+    if measured.factor != 1:
+        corrected = f"with the times of computations multiplied by {measured.factor:.2f}, as --profile-out writes them, which makes the "
+        corrected += "median prediction right"
+    return [
+        f"measured: the median of {rounds} of each plan with one batch again and again; off by: how much longer a step took than predicted",
+        f"corrected: {corrected}",
+    ]
+
+
+def why(measured: Measured, ranked: Ranked) -> str | None:
+    """Return why a plan that ran was not chosen; None for the chosen one and for those that did not run."""
+    trial = next((trial for trial in measured.trials[1:] if trial.ranked == ranked), None)
+    if trial is None:
+        return "failed" if any(one.ranked == ranked for one in measured.failed) else None
+    return f"{trial.seconds / measured.trials[0].seconds - 1:.1%} slower as measured"
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:,.0f} ms" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"

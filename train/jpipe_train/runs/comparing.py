@@ -9,7 +9,7 @@ from pathlib import Path
 
 from jpipe import InputError
 from jpipe.checkpoints import files
-from jpipe.files import expanded, open_to_read, shown, write_atomically
+from jpipe.files import expanded, open_to_read, shown, write_atomically, writing
 from jpipe_train.checkpoint.history import Part
 from jpipe_train.checkpoint.run_folder import METRICS
 from jpipe_train.config.config_file import load_resolved
@@ -91,11 +91,9 @@ def compare(paths: Sequence[Path], out: Path, reporter: Reporter) -> None:
     drawn, unit = _drawn(comparison), comparison.unit
     curves = [_curve(comparison.names[number], comparison.runs[number]) for number in drawn]
     svg, wide = (picture.to_svg(picture.draw(curves, unit, wide=wide)) for wide in (False, True))
-    try:
+    with writing("--out", shown(out)):
         write_atomically(drawing, svg)
         write_atomically(out, _page(comparison, svg, wide, unit, drawn))
-    except OSError as error:
-        raise InputError(f"--out: cannot write '{shown(out)}': {error.strerror}; choose another file") from None
     reporter.say(f"the comparison is in {shown(out)}; its picture is {shown(drawing)}")
 
 
